@@ -1,0 +1,34 @@
+# The commands a developer runs are the commands CI runs.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: install check test unit demo protos lock clean
+
+install: $(STAMP)
+
+$(STAMP): requirements/cpu.txt pyproject.toml scripts/install
+	scripts/install $(PYTHON) $(VENV)
+	touch $@
+
+check: install
+	scripts/check
+
+unit: install
+	$(BIN)/pytest -q -m "not engine" $(ARGS)
+
+test: install
+	$(BIN)/pytest -q $(ARGS)
+
+demo: install
+	$(BIN)/rose demo $(ARGS)
+
+protos: install
+	scripts/protos
+
+lock:
+	scripts/lock $(VENV)
+
+clean:
+	rm -rf out build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
