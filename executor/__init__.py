@@ -1,0 +1,32 @@
+"""SLO-safe co-serving: control page, gate, guard, isolation; plugins in `executor.vllm`."""
+
+from executor.control_page import ControlPage
+from executor.errors import ExecutorError, PageError, PageUnreadable
+from executor.gate import GateLimits, Run, Yield, decide
+from executor.guard import GuardConfig, GuardCore
+from executor.isolation import Background, make_background, pin
+from executor.latency_ring import Drained, LatencyRing
+from executor.sections import Grant, GrantMode, GuestState, HostState, LatencyRecord
+
+__all__ = [
+    "Background",
+    "ControlPage",
+    "Drained",
+    "ExecutorError",
+    "GateLimits",
+    "Grant",
+    "GrantMode",
+    "GuardConfig",
+    "GuardCore",
+    "GuestState",
+    "HostState",
+    "LatencyRecord",
+    "LatencyRing",
+    "PageError",
+    "PageUnreadable",
+    "Run",
+    "Yield",
+    "decide",
+    "make_background",
+    "pin",
+]

@@ -1,0 +1,127 @@
+"""The question asked before every guest step: may it run, and how large?
+
+Fail closed: whatever is missing, torn, old or unknown yields. An idle host writes nothing, so its
+last idle state stays valid for as long as nobody overwrites it; that its process still lives is for
+the node daemon to check, which lets the grant lapse otherwise.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+from executor.sections import Grant, GrantMode, HostState
+from slo import StepModel, dual_slack
+
+OK: Final = "ok"
+HOST_BUSY: Final = "host_busy"
+NO_SLACK: Final = "no_slack"
+GRANT_EXPIRED: Final = "grant_expired"
+HEARTBEAT_STALE: Final = "heartbeat_stale"
+PAGE_UNREADABLE: Final = "page_unreadable"
+FROZEN: Final = "frozen"
+DRAINING: Final = "draining"
+KILLED: Final = "killed"
+THROTTLED: Final = "throttled"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Run one step of at most `token_budget` tokens and `max_sequences` sequences."""
+
+    token_budget: int
+    max_sequences: int
+    reason: str = OK
+
+
+@dataclass(frozen=True, slots=True)
+class Yield:
+    """Run nothing; `reason` is one of this module's words."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class GateLimits:
+    """How old is stale, and how careful to be with slack.
+
+    `max_grant_ns` bounds how far ahead an expiry may lie: one further away comes from another boot
+    or a broken clock. `host_prefill_ns_per_token` is the profiled cost of the host's queue.
+    """
+
+    grant_stale_ns: int = 250_000_000
+    host_stale_ns: int = 250_000_000
+    max_grant_ns: int = 5_000_000_000
+    safety_margin_ns: int = 2_000_000
+    host_prefill_ns_per_token: int = 0
+
+
+# Two processes read the same clock, yet one may have stamped a little after the other looked.
+_CLOCK_TOLERANCE_NS = 1_000_000
+
+
+def decide(
+    host: HostState | None,
+    grant: Grant | None,
+    model: StepModel,
+    now_ns: int,
+    limits: GateLimits,
+) -> Run | Yield:
+    """Run or yield, from what the page says at `now_ns`; None stands for an unreadable section.
+
+    `model` predicts the guest's own steps. With `slack_share` 0 the guest runs only while the host
+    is idle; above 0 it gets the largest budget whose predicted step fits share × the tighter slack.
+    """
+    if host is None or grant is None:
+        return Yield(PAGE_UNREADABLE)
+    refusal = _refusal(grant, now_ns, limits)
+    if refusal is not None:
+        return Yield(refusal)
+    reason = THROTTLED if grant.mode is GrantMode.THROTTLE else OK
+    if host.idle:
+        return Run(grant.token_budget, grant.max_sequences, reason)
+    if not grant.slack_share > 0:
+        return Yield(HOST_BUSY)
+    if _stale(host.heartbeat_ns, now_ns, limits.host_stale_ns):
+        return Yield(HEARTBEAT_STALE)
+    available_ns = _lendable_ns(host, min(grant.slack_share, 1.0), now_ns, limits)
+    budget = model.largest_budget(available_ns / 1e9, grant.token_budget, grant.max_sequences)
+    return Run(budget, grant.max_sequences, reason) if budget > 0 else Yield(NO_SLACK)
+
+
+_STOPPING = {
+    GrantMode.KILL: KILLED,
+    GrantMode.FREEZE: FROZEN,
+    GrantMode.DRAIN: DRAINING,
+}
+
+
+def _refusal(grant: Grant, now_ns: int, limits: GateLimits) -> str | None:
+    if grant.mode is GrantMode.KILL:
+        return KILLED
+    if not now_ns < grant.expiry_ns <= now_ns + limits.max_grant_ns:
+        return GRANT_EXPIRED
+    if _stale(grant.heartbeat_ns, now_ns, limits.grant_stale_ns):
+        return HEARTBEAT_STALE
+    if grant.mode in _STOPPING:
+        return _STOPPING[grant.mode]
+    if grant.token_budget <= 0 or grant.max_sequences <= 0:
+        return THROTTLED
+    return None
+
+
+def _stale(heartbeat_ns: int, now_ns: int, limit_ns: int) -> bool:
+    # A heartbeat from the future proves nothing about the present.
+    return not -_CLOCK_TOLERANCE_NS <= now_ns - heartbeat_ns <= limit_ns
+
+
+def _lendable_ns(host: HostState, share: float, now_ns: int, limits: GateLimits) -> float:
+    # The host's last step is the reactive floor of what its next one will take.
+    prefill_ns = host.queued_prefill_tokens * limits.host_prefill_ns_per_token
+    slack_ns = dual_slack(
+        prefill_deadline_ns=host.earliest_prefill_deadline_ns,
+        decode_deadline_ns=host.earliest_decode_deadline_ns,
+        now_ns=now_ns,
+        predicted_prefill_ns=max(host.last_step_ns, prefill_ns),
+        predicted_decode_ns=host.last_step_ns,
+    ).tightest_ns
+    # Work without any deadline: the host has no targets, so its slack is unknown, not endless.
+    return 0.0 if slack_ns is None else share * (slack_ns - limits.safety_margin_ns)

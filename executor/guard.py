@@ -1,0 +1,134 @@
+"""The grant loop's decision: what a guest may use for the next half second.
+
+The node daemon calls `GuardCore.step` at 20 Hz or more and writes what it returns. Whatever it does
+not know counts against the guest, and a daemon that stops calling revokes by silence: the last
+grant expires.
+"""
+
+from dataclasses import dataclass
+
+from executor.sections import Grant, GrantMode, GuestState, HostState
+
+NO_LEASE = "no_lease"
+LEASED = "leased"
+KILL_SWITCH = "kill_switch"
+HOST_DEAD = "host_dead"
+HOST_UNREADABLE = "host_unreadable"
+OPERATOR_HOLD = "operator_hold"
+DRAIN = "drain"
+DRAINED = "drained"
+STALLED = "daemon_stalled"
+PRESSURE = "kv_pressure"
+
+
+@dataclass(frozen=True, slots=True)
+class GuardConfig:
+    """The operator's limits for one guest.
+
+    `slack_share` 0..1 (0: host-idle time only). Above `kv_high_watermark` of the host's KV in use
+    the grant is throttled to `throttled_token_budget`, until it falls below `kv_low_watermark`.
+    """
+
+    token_budget: int
+    max_sequences: int
+    kv_granule_cap: int = 0
+    slack_share: float = 0.0
+    ttl_ns: int = 500_000_000
+    kv_high_watermark: float = 0.90
+    kv_low_watermark: float = 0.80
+    throttled_token_budget: int = 0
+
+    def __post_init__(self) -> None:
+        if self.token_budget <= 0 or self.max_sequences <= 0 or self.ttl_ns <= 0:
+            raise ValueError("token_budget, max_sequences and ttl_ns must be positive")
+        if not 0.0 <= self.slack_share <= 1.0:
+            raise ValueError(f"slack_share is {self.slack_share}; give a share in 0..1")
+        if not 0 < self.kv_low_watermark <= self.kv_high_watermark:
+            raise ValueError("kv_low_watermark must lie in (0, kv_high_watermark]")
+
+
+class GuardCore:
+    """Grants of one guest. Its epoch grows with every change of mode and never falls."""
+
+    def __init__(self, config: GuardConfig, previous: Grant | None = None) -> None:
+        """`previous`: the grant found on the page, so that a restarted daemon's epoch goes on."""
+        self._config = config
+        self._mode: GrantMode | None = None
+        self._epoch = previous.epoch if previous is not None else 0
+        self._last_step_ns: int | None = None
+        self._under_pressure = False
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the last grant."""
+        return self._epoch
+
+    def step(
+        self,
+        now_ns: int,
+        host: HostState | None,
+        guest: GuestState | None,
+        lease_active: bool,
+        kill_switch: bool,
+        *,
+        host_alive: bool = True,
+        draining: bool = False,
+        operator_hold: bool = False,
+    ) -> Grant:
+        """The grant to write now.
+
+        `host`/`guest`: sections as read, None when unreadable (an absent guest is no reason to
+        freeze: it reads its grant when it starts). `host_alive`: the host's process exists.
+        """
+        drained = draining and guest is not None and not (guest.running or guest.waiting)
+        pressed = self._pressure(host)
+        ladder = (
+            (kill_switch, GrantMode.KILL, KILL_SWITCH),
+            # After a stop longer than a grant lives, what the caller knows of leases is old news.
+            (self._was_stalled(now_ns), GrantMode.FREEZE, STALLED),
+            (not host_alive, GrantMode.FREEZE, HOST_DEAD),
+            (host is None, GrantMode.FREEZE, HOST_UNREADABLE),
+            (drained, GrantMode.FREEZE, DRAINED),
+            (draining, GrantMode.DRAIN, DRAIN),
+            (operator_hold, GrantMode.FREEZE, OPERATOR_HOLD),
+            (not lease_active, GrantMode.FREEZE, NO_LEASE),
+            (pressed, GrantMode.THROTTLE, PRESSURE),
+            (True, GrantMode.RUN, LEASED),
+        )
+        mode, reason = next((mode, reason) for applies, mode, reason in ladder if applies)
+        self._last_step_ns = now_ns
+        if mode is not self._mode:
+            self._mode = mode
+            self._epoch += 1
+        return self._grant(now_ns, mode, reason)
+
+    def _was_stalled(self, now_ns: int) -> bool:
+        last_ns = self._last_step_ns
+        return last_ns is not None and now_ns - last_ns > self._config.ttl_ns
+
+    def _pressure(self, host: HostState | None) -> bool:
+        if host is not None and host.kv_total > 0:
+            used = host.kv_used / host.kv_total
+            if used >= self._config.kv_high_watermark:
+                self._under_pressure = True
+            elif used < self._config.kv_low_watermark:
+                self._under_pressure = False
+        return self._under_pressure
+
+    def _grant(self, now_ns: int, mode: GrantMode, reason: str) -> Grant:
+        config = self._config
+        budget = {
+            GrantMode.RUN: config.token_budget,
+            GrantMode.THROTTLE: config.throttled_token_budget,
+        }.get(mode, 0)
+        return Grant(
+            mode=mode,
+            token_budget=budget,
+            max_sequences=config.max_sequences if budget else 0,
+            kv_granule_cap=config.kv_granule_cap if budget else 0,
+            slack_share=config.slack_share,
+            epoch=self._epoch,
+            expiry_ns=now_ns + config.ttl_ns,
+            heartbeat_ns=now_ns,
+            reason=reason,
+        )

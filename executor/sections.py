@@ -1,0 +1,192 @@
+"""The records of the control page and their fixed binary forms.
+
+Times are CLOCK_MONOTONIC nanoseconds, so the processes of one machine can compare them. Zeroed
+memory decodes to the harmless value of every record (grant: FREEZE, expired).
+"""
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import ClassVar, Self
+
+REQUEST_ID_BYTES = 80
+REASON_BYTES = 32
+
+
+class GrantMode(IntEnum):
+    """What a guest may do; FREEZE is 0 so that empty memory freezes."""
+
+    FREEZE = 0
+    RUN = 1
+    THROTTLE = 2
+    DRAIN = 3
+    KILL = 4
+
+
+def _encode_text(text: str, size: int) -> bytes:
+    return text.encode("utf-8")[:size]
+
+
+def _decode_text(raw: bytes) -> str:
+    # Cutting at a byte limit may split a character: dropping the rest of it loses nothing readable.
+    return raw.rstrip(b"\0").decode("utf-8", errors="ignore")
+
+
+@dataclass(frozen=True, slots=True)
+class HostState:
+    """The host's queue and deadlines; a deadline of 0 means that nothing waits for it."""
+
+    step_seq: int = 0
+    in_step: bool = False
+    running: int = 0
+    waiting: int = 0
+    queued_prefill_tokens: int = 0
+    earliest_prefill_deadline_ns: int = 0
+    earliest_decode_deadline_ns: int = 0
+    kv_used: int = 0
+    kv_total: int = 0
+    busy_ns: int = 0
+    last_step_ns: int = 0
+    heartbeat_ns: int = 0
+
+    LAYOUT: ClassVar[struct.Struct] = struct.Struct("=q?qqqqqqqqqq")
+
+    @property
+    def idle(self) -> bool:
+        """No request and no step: this state stays valid until the host writes again."""
+        return not (self.in_step or self.running or self.waiting)
+
+    def pack(self) -> bytes:
+        """Binary form."""
+        return self.LAYOUT.pack(
+            self.step_seq,
+            self.in_step,
+            self.running,
+            self.waiting,
+            self.queued_prefill_tokens,
+            self.earliest_prefill_deadline_ns,
+            self.earliest_decode_deadline_ns,
+            self.kv_used,
+            self.kv_total,
+            self.busy_ns,
+            self.last_step_ns,
+            self.heartbeat_ns,
+        )
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> Self:
+        """Inverse of pack."""
+        return cls(*cls.LAYOUT.unpack(raw))
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What the guest may use until `expiry_ns`; `slack_share` in 0..1, 0 = host-idle time only."""
+
+    mode: GrantMode = GrantMode.FREEZE
+    token_budget: int = 0
+    max_sequences: int = 0
+    kv_granule_cap: int = 0
+    slack_share: float = 0.0
+    epoch: int = 0
+    expiry_ns: int = 0
+    heartbeat_ns: int = 0
+    reason: str = ""
+
+    LAYOUT: ClassVar[struct.Struct] = struct.Struct(f"=qqqqdqqq{REASON_BYTES}s")
+
+    def pack(self) -> bytes:
+        """Binary form; `reason` is cut to REASON_BYTES."""
+        return self.LAYOUT.pack(
+            self.mode,
+            self.token_budget,
+            self.max_sequences,
+            self.kv_granule_cap,
+            self.slack_share,
+            self.epoch,
+            self.expiry_ns,
+            self.heartbeat_ns,
+            _encode_text(self.reason, REASON_BYTES),
+        )
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> Self:
+        """Inverse of pack; raises ValueError for a mode this version does not know."""
+        mode, *rest, reason = cls.LAYOUT.unpack(raw)
+        return cls(GrantMode(mode), *rest, reason=_decode_text(reason))
+
+
+@dataclass(frozen=True, slots=True)
+class GuestState:
+    """What the guest did and holds; `heartbeat_ns` tells that its process lives."""
+
+    step_seq: int = 0
+    in_step: bool = False
+    last_step_ns: int = 0
+    tokens_total: int = 0
+    running: int = 0
+    waiting: int = 0
+    kv_used: int = 0
+    bytes_mapped: int = 0
+    policy_version: int = 0
+    yielded_ns: int = 0
+    gate_reason: str = ""
+    heartbeat_ns: int = 0
+
+    LAYOUT: ClassVar[struct.Struct] = struct.Struct(f"=q?qqqqqqqqq{REASON_BYTES}s")
+
+    def pack(self) -> bytes:
+        """Binary form; `gate_reason` is cut to REASON_BYTES."""
+        return self.LAYOUT.pack(
+            self.step_seq,
+            self.in_step,
+            self.last_step_ns,
+            self.tokens_total,
+            self.running,
+            self.waiting,
+            self.kv_used,
+            self.bytes_mapped,
+            self.policy_version,
+            self.yielded_ns,
+            self.heartbeat_ns,
+            _encode_text(self.gate_reason, REASON_BYTES),
+        )
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> Self:
+        """Inverse of pack."""
+        *head, heartbeat_ns, reason = cls.LAYOUT.unpack(raw)
+        return cls(*head, gate_reason=_decode_text(reason), heartbeat_ns=heartbeat_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyRecord:
+    """Latencies of one finished host request; `tpot_ns` is 0 with fewer than two output tokens."""
+
+    request_id: str
+    finished_ns: int
+    ttft_ns: int
+    tpot_ns: int
+    e2e_ns: int
+    prompt_tokens: int
+    output_tokens: int
+
+    LAYOUT: ClassVar[struct.Struct] = struct.Struct(f"={REQUEST_ID_BYTES}sqqqqqq")
+
+    def pack(self) -> bytes:
+        """Binary form; `request_id` is cut to REQUEST_ID_BYTES."""
+        return self.LAYOUT.pack(
+            _encode_text(self.request_id, REQUEST_ID_BYTES),
+            self.finished_ns,
+            self.ttft_ns,
+            self.tpot_ns,
+            self.e2e_ns,
+            self.prompt_tokens,
+            self.output_tokens,
+        )
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> Self:
+        """Inverse of pack."""
+        request_id, *numbers = cls.LAYOUT.unpack(raw)
+        return cls(_decode_text(request_id), *numbers)

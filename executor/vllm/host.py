@@ -1,0 +1,75 @@
+"""`--scheduler-cls executor.vllm.host.ObservedScheduler`: stock scheduling, published.
+
+The host never depends on ROSE: whatever goes wrong in here is logged once, and from then on the
+scheduler is the stock one.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+from executor.control_page import ControlPage
+from executor.vllm.observer import HostObserver
+from executor.vllm.settings import HOST, EngineSettings
+
+# vLLM shows what its own loggers' children say.
+logger = logging.getLogger("vllm.rose.host")
+
+
+class ObservedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types are not ours to check
+    """Publishes the host section at every change of queue and step; inert unless ROSE_ROLE=host.
+
+    AsyncScheduler is the base because a plain Scheduler would switch asynchronous scheduling off
+    where the platform has it; where it has not (CPU), it behaves as Scheduler does.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._observer: HostObserver | None = None
+        self._quietly(self._attach)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """Schedule as vLLM does, then publish the step."""
+        began_ns = time.monotonic_ns()
+        output = super().schedule(*args, **kwargs)
+        if self._observer is not None:
+            self._quietly(self._observer.scheduled, self, output, began_ns)
+        return output
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """Process a step's output as vLLM does, then publish what is left."""
+        result = super().update_from_output(scheduler_output, model_runner_output)
+        if self._observer is not None:
+            self._quietly(self._observer.stepped, self, scheduler_output)
+        return result
+
+    def add_request(self, request: Any) -> None:
+        """Add a request as vLLM does, then publish that the host is no longer idle."""
+        super().add_request(request)
+        if self._observer is not None:
+            self._quietly(self._observer.arrived, self, request)
+
+    def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
+        """Abort requests as vLLM does, then publish what is left."""
+        result = super().finish_requests(*args, **kwargs)
+        if self._observer is not None:
+            self._quietly(self._observer.ended, self)
+        return result
+
+    def _attach(self) -> None:
+        settings = EngineSettings.from_environ(os.environ)
+        if settings.role == HOST:
+            page = ControlPage.ensure(settings.page_path)
+            self._observer = HostObserver(page, settings.ttft_s, settings.tpot_s)
+            self._observer.started(self)
+
+    def _quietly(self, observe: Callable[..., None], *args: Any) -> None:
+        try:
+            observe(*args)
+        except Exception:
+            self._observer = None
+            logger.exception("the host is no longer published; it serves on without ROSE")

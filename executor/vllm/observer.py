@@ -1,0 +1,105 @@
+"""Turns what a vLLM scheduler does into the control page's host section."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from executor.control_page import ControlPage
+from executor.deadlines import DeadlineBook
+from executor.sections import HostState
+
+
+class HostObserver:
+    """Called by the scheduler at each turn of its life; every call ends in one write to the page.
+
+    Busy time is what passes while at least one step with work is between schedule() and the end of
+    update_from_output(); asynchronous scheduling keeps two of them in flight.
+    """
+
+    def __init__(
+        self,
+        page: ControlPage,
+        ttft_s: float,
+        tpot_s: float,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+        wall_s: Callable[[], float] = time.time,
+    ) -> None:
+        self._page = page
+        self._clock_ns = clock_ns
+        self._wall_s = wall_s
+        self._book = DeadlineBook(round(ttft_s * 1e9), round(tpot_s * 1e9))
+        self._steps_in_flight = 0
+        self._step_seq = 0
+        self._step_began_ns = 0
+        self._busy_until_ns = 0
+        self._busy_ns = 0
+        self._last_step_ns = 0
+
+    def started(self, scheduler: Any) -> None:
+        """Publish the idle host: its guest may run before the first request comes."""
+        self._publish(scheduler, self._clock_ns())
+
+    def arrived(self, scheduler: Any, request: Any) -> None:
+        """A request was added."""
+        now_ns = self._clock_ns()
+        # vLLM stamps arrivals with the wall clock; a jump of it must not move a deadline forward.
+        age_ns = max(0, round((self._wall_s() - request.arrival_time) * 1e9))
+        self._book.arrived(request.request_id, now_ns - age_ns, request.num_prompt_tokens)
+        self._publish(scheduler, now_ns)
+
+    def scheduled(self, scheduler: Any, output: Any, began_ns: int) -> None:
+        """schedule() made `output`; it was entered at `began_ns`."""
+        if output.total_num_scheduled_tokens == 0:
+            return
+        if self._steps_in_flight == 0:
+            self._step_began_ns = self._busy_until_ns = began_ns
+        self._steps_in_flight += 1
+        self._step_seq += 1
+        self._publish(scheduler, self._clock_ns())
+
+    def stepped(self, scheduler: Any, output: Any) -> None:
+        """update_from_output() is done with `output`."""
+        now_ns = self._clock_ns()
+        if output.total_num_scheduled_tokens:
+            requests = scheduler.requests
+            self._book.stepped(
+                now_ns, output.num_scheduled_tokens, lambda id_: _has_token(requests.get(id_))
+            )
+            self._steps_in_flight = max(0, self._steps_in_flight - 1)
+            self._busy_ns += now_ns - self._busy_until_ns
+            self._last_step_ns = now_ns - self._step_began_ns
+            self._step_began_ns = self._busy_until_ns = now_ns
+        self._book.finished(scheduler.finished_req_ids)
+        self._publish(scheduler, now_ns)
+
+    def ended(self, scheduler: Any) -> None:
+        """Requests were finished from outside (aborted)."""
+        self._book.finished(scheduler.finished_req_ids)
+        self._publish(scheduler, self._clock_ns())
+
+    def _publish(self, scheduler: Any, now_ns: int) -> None:
+        running, waiting = scheduler.get_request_counts()
+        pool = scheduler.kv_cache_manager.block_pool
+        kv_total = pool.num_gpu_blocks - 1  # Block 0 is the null block.
+        book = self._book
+        self._page.host.write(
+            HostState(
+                self._step_seq,
+                self._steps_in_flight > 0,
+                running,
+                waiting,
+                book.queued_prefill_tokens,
+                book.earliest_prefill_ns,
+                book.earliest_decode_ns,
+                kv_total - pool.get_num_free_blocks(),
+                kv_total,
+                self._busy_ns,
+                self._last_step_ns,
+                now_ns,
+            )
+        )
+
+
+def _has_token(request: Any) -> bool:
+    # A request that is gone has finished, so it had its first token.
+    return request is None or request.num_output_tokens > 0

@@ -1,0 +1,58 @@
+"""What an engine process learns from its environment."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+from executor.errors import ExecutorError
+
+HOST = "host"
+GUEST = "guest"
+POLICY_VERSION = "ROSE_POLICY_VERSION"
+"""Set in its own process by whoever activates weights there, so that the guest can publish it."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """`role` is empty outside ROSE: every plugin is inert then. Targets of 0 mean unknown."""
+
+    role: str
+    page_path: str
+    ttft_s: float
+    tpot_s: float
+    orphan_s: float
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str]) -> Self:
+        """Read ROSE_ROLE, ROSE_CONTROL_PAGE, ROSE_SLO_TTFT_S, ROSE_SLO_TPOT_S, ROSE_ORPHAN_S.
+
+        Raises ExecutorError for a host or guest without a page and for times that make no sense.
+        """
+        role = environ.get("ROSE_ROLE", "")
+        page_path = environ.get("ROSE_CONTROL_PAGE", "")
+        if role in (HOST, GUEST) and not page_path:
+            raise ExecutorError(f"ROSE_ROLE is {role}: set ROSE_CONTROL_PAGE to the page's path")
+        settings = cls(
+            role,
+            page_path,
+            _seconds(environ, "ROSE_SLO_TTFT_S", 0.0),
+            _seconds(environ, "ROSE_SLO_TPOT_S", 0.0),
+            _seconds(environ, "ROSE_ORPHAN_S", 2.0),
+        )
+        if settings.orphan_s == 0:
+            raise ExecutorError("ROSE_ORPHAN_S is 0; give the seconds a guest outlives its daemon")
+        return settings
+
+
+def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:
+    text = environ.get(name)
+    if text is None:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        raise ExecutorError(f"{name} is {text!r}; give seconds") from None
+    if not (math.isfinite(value) and value >= 0):
+        raise ExecutorError(f"{name} is {text}; give seconds that are not negative")
+    return value

@@ -1,0 +1,147 @@
+"""A guest engine's own end of the control page: asks the gate, tells what it does."""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from executor.control_page import ControlPage
+from executor.gate import GateLimits, Run, Yield, decide
+from executor.sections import GuestState
+from executor.vllm.settings import POLICY_VERSION
+from slo import StepModel
+
+YIELD_SLEEP_S = 0.0005
+BEAT_NS = 50_000_000
+# A first guess; measured steps correct it within a few.
+FIRST_MODEL = StepModel(base_s=0.005, per_token_s=20e-6, per_sequence_s=10e-6)
+
+
+class Load(NamedTuple):
+    """Requests and KV blocks of the guest's scheduler at one moment."""
+
+    running: int
+    waiting: int
+    kv_used: int
+
+
+class GuestStation:
+    """Owner of the guest section. The engine's thread and the watchdog's both write: one lock."""
+
+    def __init__(
+        self,
+        page: ControlPage,
+        bytes_mapped: int,
+        limits: GateLimits | None = None,
+        model: StepModel = FIRST_MODEL,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+        sleep: Callable[[float], None] = time.sleep,
+        environ: Mapping[str, str] = os.environ,
+    ) -> None:
+        self._page = page
+        self._limits = limits or GateLimits()
+        self._model = model
+        self._clock_ns = clock_ns
+        self._sleep = sleep
+        self._environ = environ
+        self._lock = threading.Lock()
+        self._state = GuestState(bytes_mapped=bytes_mapped)
+        self._in_flight = 0
+        self._step_began_ns = 0
+        self._yielding_since_ns: int | None = None
+        self.beat(clock_ns())
+
+    @property
+    def model(self) -> StepModel:
+        """The step model as corrected so far."""
+        return self._model
+
+    def ask(self, load: Load) -> Run | Yield:
+        """May a step begin now? Call once before each, with requests pending.
+
+        A refusal sleeps for YIELD_SLEEP_S: without it the engine's loop would spin.
+        """
+        now_ns = self._clock_ns()
+        verdict = decide(
+            self._page.host.peek(), self._page.grant.peek(), self._model, now_ns, self._limits
+        )
+        yielded_ns = self._state.yielded_ns
+        if self._yielding_since_ns is not None:
+            yielded_ns += now_ns - self._yielding_since_ns
+        self._yielding_since_ns = now_ns if isinstance(verdict, Yield) else None
+        if isinstance(verdict, Yield):
+            due = now_ns - self._state.heartbeat_ns >= BEAT_NS
+            changed = verdict.reason != self._state.gate_reason
+            self._update(
+                now_ns,
+                load,
+                publish=due or changed,
+                yielded_ns=yielded_ns,
+                gate_reason=verdict.reason,
+            )
+            self._sleep(YIELD_SLEEP_S)
+        else:
+            self._update(
+                now_ns, load, publish=False, yielded_ns=yielded_ns, gate_reason=verdict.reason
+            )
+        return verdict
+
+    def idle(self) -> None:
+        """No request is pending: time that passes from here on is not yielded."""
+        self._yielding_since_ns = None
+
+    def scheduled(self, load: Load, tokens: int) -> None:
+        """A step of `tokens` was scheduled; without tokens there is no step."""
+        if tokens == 0:
+            return
+        now_ns = self._clock_ns()
+        if self._in_flight == 0:
+            self._step_began_ns = now_ns
+        self._in_flight += 1
+        self._update(now_ns, load, step_seq=self._state.step_seq + 1, in_step=True)
+
+    def stepped(self, load: Load, tokens: int, sequences: int, sampled: int) -> None:
+        """A step of `tokens` over `sequences` ended and sampled so many new tokens."""
+        if tokens == 0:
+            return
+        now_ns = self._clock_ns()
+        took_ns = now_ns - self._step_began_ns
+        self._step_began_ns = now_ns
+        self._in_flight = max(0, self._in_flight - 1)
+        self._model = self._model.observed(tokens, sequences, took_ns / 1e9)
+        self._update(
+            now_ns,
+            load,
+            in_step=self._in_flight > 0,
+            last_step_ns=took_ns,
+            tokens_total=self._state.tokens_total + sampled,
+        )
+
+    def beat(self, now_ns: int) -> None:
+        """Publish the last state anew unless that happened within BEAT_NS (any thread)."""
+        with self._lock:
+            if now_ns - self._state.heartbeat_ns >= BEAT_NS:
+                self._state = replace(
+                    self._state, heartbeat_ns=now_ns, policy_version=self._policy_version()
+                )
+                self._page.guest.write(self._state)
+
+    def _update(self, now_ns: int, load: Load, publish: bool = True, **changes: object) -> None:
+        with self._lock:
+            self._state = replace(
+                self._state,
+                running=load.running,
+                waiting=load.waiting,
+                kv_used=load.kv_used,
+                **changes,
+            )
+            if publish:
+                self._state = replace(
+                    self._state, heartbeat_ns=now_ns, policy_version=self._policy_version()
+                )
+                self._page.guest.write(self._state)
+
+    def _policy_version(self) -> int:
+        return int(self._environ.get(POLICY_VERSION, "0"))
