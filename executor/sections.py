@@ -5,7 +5,7 @@ memory decodes to the harmless value of every record (grant: FREEZE, expired).
 """
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import ClassVar, Self
 
@@ -112,8 +112,9 @@ class Grant:
     @classmethod
     def unpack(cls, raw: bytes) -> Self:
         """Inverse of pack; raises ValueError for a mode this version does not know."""
-        mode, *rest, reason = cls.LAYOUT.unpack(raw)
-        return cls(GrantMode(mode), *rest, reason=_decode_text(reason))
+        values = cls.LAYOUT.unpack(raw)
+        grant = cls(GrantMode(values[0]), *values[1:8])
+        return replace(grant, reason=_decode_text(values[8]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +156,9 @@ class GuestState:
     @classmethod
     def unpack(cls, raw: bytes) -> Self:
         """Inverse of pack."""
-        *head, heartbeat_ns, reason = cls.LAYOUT.unpack(raw)
-        return cls(*head, gate_reason=_decode_text(reason), heartbeat_ns=heartbeat_ns)
+        values = cls.LAYOUT.unpack(raw)
+        state = cls(*values[:10])
+        return replace(state, heartbeat_ns=values[10], gate_reason=_decode_text(values[11]))
 
 
 @dataclass(frozen=True, slots=True)

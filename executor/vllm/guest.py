@@ -3,7 +3,6 @@
 import logging
 import os
 import time
-from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
@@ -12,6 +11,7 @@ from executor.gate import Run
 from executor.orphan import OrphanCore
 from executor.vllm.settings import GUEST, EngineSettings
 from executor.vllm.station import GuestStation, Load
+from executor.vllm.surfaces import SampledSurface, StepSurface
 from executor.vllm.watchdog import Watchdog
 
 logger = logging.getLogger("vllm.rose.guest")
@@ -26,7 +26,10 @@ class GatedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types are n
     raises PageError and so does not start.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    max_num_scheduled_tokens: int
+    max_num_active_reqs: int
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         self._station: GuestStation | None = None
         settings = EngineSettings.from_environ(os.environ)
@@ -39,11 +42,11 @@ class GatedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types are n
         orphan = OrphanCore(time.monotonic_ns(), round(settings.orphan_s * 1e9))
         Watchdog(page, orphan, self._station.beat).start()
 
-    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+    def schedule(self, *args: object, **kwargs: object) -> StepSurface:
         """Schedule within what the gate allows, which may be nothing."""
         station = self._station
         if station is None:
-            return super().schedule(*args, **kwargs)
+            return self._stock_schedule(*args, **kwargs)
         load = self._load()
         tokens = sequences = 0
         if load.running or load.waiting:
@@ -51,12 +54,14 @@ class GatedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types are n
             if isinstance(verdict, Run):
                 tokens, sequences = verdict.token_budget, verdict.max_sequences
         else:
-            station.idle()
+            station.idle(load)
         output = self._schedule_within(tokens, sequences, args, kwargs)
         station.scheduled(self._load(), output.total_num_scheduled_tokens)
         return output
 
-    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+    def update_from_output(
+        self, scheduler_output: StepSurface, model_runner_output: SampledSurface
+    ) -> object:
         """Process a step's output as vLLM does, then publish it."""
         result = super().update_from_output(scheduler_output, model_runner_output)
         if self._station is not None:
@@ -69,15 +74,19 @@ class GatedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types are n
         return result
 
     def _schedule_within(
-        self, tokens: int, sequences: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+        self, tokens: int, sequences: int, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> StepSurface:
         full = self.max_num_scheduled_tokens, self.max_num_active_reqs
         self.max_num_scheduled_tokens = min(full[0], tokens)
         self.max_num_active_reqs = min(full[1], sequences)
         try:
-            return super().schedule(*args, **kwargs)
+            return self._stock_schedule(*args, **kwargs)
         finally:
             self.max_num_scheduled_tokens, self.max_num_active_reqs = full
+
+    def _stock_schedule(self, *args: object, **kwargs: object) -> StepSurface:
+        output: StepSurface = super().schedule(*args, **kwargs)
+        return output
 
     def _load(self) -> Load:
         running, waiting = self.get_request_counts()

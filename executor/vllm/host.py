@@ -8,13 +8,13 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from executor.control_page import ControlPage
 from executor.vllm.observer import HostObserver
 from executor.vllm.settings import HOST, EngineSettings
+from executor.vllm.surfaces import RequestSurface, StepSurface
 
 # vLLM shows what its own loggers' children say.
 logger = logging.getLogger("vllm.rose.host")
@@ -27,12 +27,12 @@ class ObservedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types ar
     where the platform has it; where it has not (CPU), it behaves as Scheduler does.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         self._observer: HostObserver | None = None
         self._quietly(self._attach)
 
-    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+    def schedule(self, *args: object, **kwargs: object) -> object:
         """Schedule as vLLM does, then publish the step."""
         began_ns = time.monotonic_ns()
         output = super().schedule(*args, **kwargs)
@@ -40,20 +40,22 @@ class ObservedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types ar
             self._quietly(self._observer.scheduled, self, output, began_ns)
         return output
 
-    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+    def update_from_output(
+        self, scheduler_output: StepSurface, model_runner_output: object
+    ) -> object:
         """Process a step's output as vLLM does, then publish what is left."""
         result = super().update_from_output(scheduler_output, model_runner_output)
         if self._observer is not None:
             self._quietly(self._observer.stepped, self, scheduler_output)
         return result
 
-    def add_request(self, request: Any) -> None:
+    def add_request(self, request: RequestSurface) -> None:
         """Add a request as vLLM does, then publish that the host is no longer idle."""
         super().add_request(request)
         if self._observer is not None:
             self._quietly(self._observer.arrived, self, request)
 
-    def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
+    def finish_requests(self, *args: object, **kwargs: object) -> object:
         """Abort requests as vLLM does, then publish what is left."""
         result = super().finish_requests(*args, **kwargs)
         if self._observer is not None:
@@ -67,7 +69,7 @@ class ObservedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types ar
             self._observer = HostObserver(page, settings.ttft_s, settings.tpot_s)
             self._observer.started(self)
 
-    def _quietly(self, observe: Callable[..., None], *args: Any) -> None:
+    def _quietly(self, observe: Callable[..., None], *args: object) -> None:
         try:
             observe(*args)
         except Exception:

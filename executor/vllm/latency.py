@@ -4,13 +4,13 @@ import logging
 import os
 import re
 import time
-from typing import Any
 
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from executor.control_page import ControlPage
 from executor.sections import LatencyRecord
 from executor.vllm.settings import HOST, EngineSettings
+from executor.vllm.surfaces import FinishedSurface, IterationSurface
 
 logger = logging.getLogger("vllm.rose.latency")
 
@@ -32,7 +32,7 @@ def client_request_id(engine_request_id: str) -> str:
     return engine_request_id
 
 
-def latency_record(finished: Any, finished_ns: int) -> LatencyRecord:
+def latency_record(finished: FinishedSurface, finished_ns: int) -> LatencyRecord:
     """Record of vLLM's FinishedRequestStats; TTFT is what end-to-end leaves beside decoding."""
     e2e_ns = round(finished.e2e_latency * 1e9)
     return LatencyRecord(
@@ -49,7 +49,7 @@ def latency_record(finished: Any, finished_ns: int) -> LatencyRecord:
 class HostLatencyLogger(StatLoggerBase):  # type: ignore[misc] # vLLM's types are not ours to check
     """Appends one record per finished request; inert unless ROSE_ROLE=host."""
 
-    def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+    def __init__(self, vllm_config: object, engine_index: int = 0) -> None:
         del vllm_config, engine_index
         self._page: ControlPage | None = None
         try:
@@ -61,9 +61,9 @@ class HostLatencyLogger(StatLoggerBase):  # type: ignore[misc] # vLLM's types ar
 
     def record(
         self,
-        scheduler_stats: Any,
-        iteration_stats: Any,
-        mm_cache_stats: Any = None,
+        scheduler_stats: object,
+        iteration_stats: IterationSurface | None,
+        mm_cache_stats: object = None,
         engine_idx: int = 0,
     ) -> None:
         """Publish the requests that finished in this iteration.

@@ -2,11 +2,11 @@
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 from executor.control_page import ControlPage
 from executor.deadlines import DeadlineBook
 from executor.sections import HostState
+from executor.vllm.surfaces import RequestSurface, SchedulerSurface, StepSurface
 
 
 class HostObserver:
@@ -35,11 +35,11 @@ class HostObserver:
         self._busy_ns = 0
         self._last_step_ns = 0
 
-    def started(self, scheduler: Any) -> None:
+    def started(self, scheduler: SchedulerSurface) -> None:
         """Publish the idle host: its guest may run before the first request comes."""
         self._publish(scheduler, self._clock_ns())
 
-    def arrived(self, scheduler: Any, request: Any) -> None:
+    def arrived(self, scheduler: SchedulerSurface, request: RequestSurface) -> None:
         """A request was added."""
         now_ns = self._clock_ns()
         # vLLM stamps arrivals with the wall clock; a jump of it must not move a deadline forward.
@@ -47,7 +47,7 @@ class HostObserver:
         self._book.arrived(request.request_id, now_ns - age_ns, request.num_prompt_tokens)
         self._publish(scheduler, now_ns)
 
-    def scheduled(self, scheduler: Any, output: Any, began_ns: int) -> None:
+    def scheduled(self, scheduler: SchedulerSurface, output: StepSurface, began_ns: int) -> None:
         """schedule() made `output`; it was entered at `began_ns`."""
         if output.total_num_scheduled_tokens == 0:
             return
@@ -57,7 +57,7 @@ class HostObserver:
         self._step_seq += 1
         self._publish(scheduler, self._clock_ns())
 
-    def stepped(self, scheduler: Any, output: Any) -> None:
+    def stepped(self, scheduler: SchedulerSurface, output: StepSurface) -> None:
         """update_from_output() is done with `output`."""
         now_ns = self._clock_ns()
         if output.total_num_scheduled_tokens:
@@ -72,12 +72,12 @@ class HostObserver:
         self._book.finished(scheduler.finished_req_ids)
         self._publish(scheduler, now_ns)
 
-    def ended(self, scheduler: Any) -> None:
+    def ended(self, scheduler: SchedulerSurface) -> None:
         """Requests were finished from outside (aborted)."""
         self._book.finished(scheduler.finished_req_ids)
         self._publish(scheduler, self._clock_ns())
 
-    def _publish(self, scheduler: Any, now_ns: int) -> None:
+    def _publish(self, scheduler: SchedulerSurface, now_ns: int) -> None:
         running, waiting = scheduler.get_request_counts()
         pool = scheduler.kv_cache_manager.block_pool
         kv_total = pool.num_gpu_blocks - 1  # Block 0 is the null block.
@@ -100,6 +100,6 @@ class HostObserver:
         )
 
 
-def _has_token(request: Any) -> bool:
+def _has_token(request: RequestSurface | None) -> bool:
     # A request that is gone has finished, so it had its first token.
     return request is None or request.num_output_tokens > 0

@@ -67,30 +67,27 @@ class GuestStation:
         verdict = decide(
             self._page.host.peek(), self._page.grant.peek(), self._model, now_ns, self._limits
         )
-        yielded_ns = self._state.yielded_ns
-        if self._yielding_since_ns is not None:
-            yielded_ns += now_ns - self._yielding_since_ns
-        self._yielding_since_ns = now_ns if isinstance(verdict, Yield) else None
-        if isinstance(verdict, Yield):
-            due = now_ns - self._state.heartbeat_ns >= BEAT_NS
-            changed = verdict.reason != self._state.gate_reason
-            self._update(
-                now_ns,
-                load,
-                publish=due or changed,
-                yielded_ns=yielded_ns,
+        yields = isinstance(verdict, Yield)
+        since_ns, self._yielding_since_ns = self._yielding_since_ns, now_ns if yields else None
+        with self._lock:
+            state = self._state
+            silent = verdict.reason == state.gate_reason and now_ns - state.heartbeat_ns < BEAT_NS
+            self._state = replace(
+                state,
+                yielded_ns=state.yielded_ns + (now_ns - since_ns if since_ns is not None else 0),
                 gate_reason=verdict.reason,
             )
+            if yields and not silent:
+                self._publish(now_ns, load)
+        if yields:
             self._sleep(YIELD_SLEEP_S)
-        else:
-            self._update(
-                now_ns, load, publish=False, yielded_ns=yielded_ns, gate_reason=verdict.reason
-            )
         return verdict
 
-    def idle(self) -> None:
+    def idle(self, load: Load) -> None:
         """No request is pending: time that passes from here on is not yielded."""
         self._yielding_since_ns = None
+        with self._lock:
+            self._publish(self._clock_ns(), load)
 
     def scheduled(self, load: Load, tokens: int) -> None:
         """A step of `tokens` was scheduled; without tokens there is no step."""
@@ -100,7 +97,9 @@ class GuestStation:
         if self._in_flight == 0:
             self._step_began_ns = now_ns
         self._in_flight += 1
-        self._update(now_ns, load, step_seq=self._state.step_seq + 1, in_step=True)
+        with self._lock:
+            self._state = replace(self._state, step_seq=self._state.step_seq + 1, in_step=True)
+            self._publish(now_ns, load)
 
     def stepped(self, load: Load, tokens: int, sequences: int, sampled: int) -> None:
         """A step of `tokens` over `sequences` ended and sampled so many new tokens."""
@@ -111,37 +110,29 @@ class GuestStation:
         self._step_began_ns = now_ns
         self._in_flight = max(0, self._in_flight - 1)
         self._model = self._model.observed(tokens, sequences, took_ns / 1e9)
-        self._update(
-            now_ns,
-            load,
-            in_step=self._in_flight > 0,
-            last_step_ns=took_ns,
-            tokens_total=self._state.tokens_total + sampled,
-        )
+        with self._lock:
+            self._state = replace(
+                self._state,
+                in_step=self._in_flight > 0,
+                last_step_ns=took_ns,
+                tokens_total=self._state.tokens_total + sampled,
+            )
+            self._publish(now_ns, load)
 
     def beat(self, now_ns: int) -> None:
         """Publish the last state anew unless that happened within BEAT_NS (any thread)."""
         with self._lock:
             if now_ns - self._state.heartbeat_ns >= BEAT_NS:
-                self._state = replace(
-                    self._state, heartbeat_ns=now_ns, policy_version=self._policy_version()
-                )
-                self._page.guest.write(self._state)
+                self._publish(now_ns, None)
 
-    def _update(self, now_ns: int, load: Load, publish: bool = True, **changes: object) -> None:
-        with self._lock:
-            self._state = replace(
-                self._state,
-                running=load.running,
-                waiting=load.waiting,
-                kv_used=load.kv_used,
-                **changes,
-            )
-            if publish:
-                self._state = replace(
-                    self._state, heartbeat_ns=now_ns, policy_version=self._policy_version()
-                )
-                self._page.guest.write(self._state)
-
-    def _policy_version(self) -> int:
-        return int(self._environ.get(POLICY_VERSION, "0"))
+    def _publish(self, now_ns: int, load: Load | None) -> None:
+        # Under the lock. Without a load the requests last seen are still the latest known.
+        state = replace(
+            self._state,
+            policy_version=int(self._environ.get(POLICY_VERSION, "0")),
+            heartbeat_ns=now_ns,
+        )
+        if load is not None:
+            state = replace(state, running=load.running, waiting=load.waiting, kv_used=load.kv_used)
+        self._state = state
+        self._page.guest.write(state)

@@ -1,0 +1,335 @@
+"""A real host and a real guest on one control page: published, gated, frozen, orphaned."""
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from executor import ControlPage, Grant, GrantMode, GuestState, LatencyRecord
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
+
+START_S = 240.0
+ORPHAN_S = 2.0
+GRANT = Grant(GrantMode.RUN, token_budget=512, max_sequences=16, epoch=1, reason="leased")
+
+
+class Granter(threading.Thread):
+    """Stands in for the node daemon: rewrites one grant at 50 Hz, or stays silent."""
+
+    def __init__(self, page: ControlPage) -> None:
+        super().__init__(daemon=True)
+        self._page = page
+        self.mode: GrantMode | None = GrantMode.FREEZE
+        self.ttl_s = 0.5
+        self._stop = threading.Event()
+
+    def run(self) -> None:
+        while not self._stop.is_set():
+            if self.mode is not None:
+                now_ns = time.monotonic_ns()
+                self._page.grant.write(
+                    replace(
+                        GRANT,
+                        mode=self.mode,
+                        heartbeat_ns=now_ns,
+                        expiry_ns=now_ns + int(self.ttl_s * 1e9),
+                    )
+                )
+            time.sleep(0.02)
+
+    def stop(self) -> None:
+        self._stop.set()
+        self.join()
+
+
+@dataclass
+class Engine:
+    port: int
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def complete(
+        self, request_id: str, max_tokens: int, timeout_s: float = 60, shift: int = 0
+    ) -> dict[str, object]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
+        body = {
+            "model": "tiny",
+            "prompt": [(i * 7 + shift) % 96 for i in range(40)],
+            "max_tokens": max_tokens,
+            "ignore_eos": True,
+            "temperature": 0,
+            "detokenize": False,
+            "return_token_ids": True,
+        }
+        headers = {"Content-Type": "application/json", "X-Request-Id": request_id}
+        try:
+            connection.request("POST", "/v1/completions", json.dumps(body), headers)
+            response = connection.getresponse()
+            answer = json.loads(response.read())
+        finally:
+            connection.close()
+        assert response.status == 200, answer
+        return answer
+
+    def healthy(self) -> bool:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=2)
+        try:
+            connection.request("GET", "/health")
+            return connection.getresponse().status == 200
+        except OSError:
+            return False
+        finally:
+            connection.close()
+
+    def wait_ready(self, deadline_s: float) -> None:
+        while time.monotonic() < deadline_s:
+            assert self.process.poll() is None, self.log.read_text()[-4000:]
+            if self.healthy():
+                return
+            time.sleep(0.5)
+        raise AssertionError(f"not ready in time: {self.log.read_text()[-4000:]}")
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGTERM)
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait(20)
+
+
+@dataclass
+class Pair:
+    page: ControlPage
+    granter: Granter
+    host: Engine
+    guest: Engine
+
+    def guest_state(self) -> GuestState:
+        state = self.page.guest.read()
+        assert state is not None
+        return state
+
+
+def write_tiny_model(folder: Path) -> None:
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=96,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=1,
+    )
+    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+
+
+def start_engine(role: str, scheduler: str, model: Path, page: Path, logs: Path) -> Engine:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    log = logs / f"{role}.log"
+    environ = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_PLUGINS": "rose_host" if role == "host" else "none",
+        "ROSE_ROLE": role,
+        "ROSE_CONTROL_PAGE": str(page),
+        "ROSE_SLO_TTFT_S": "0.5",
+        "ROSE_SLO_TPOT_S": "0.15",
+        "ROSE_ORPHAN_S": str(ORPHAN_S),
+        "ROSE_POLICY_VERSION": "7",
+    }
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", str(model), "--served-model-name", "tiny", "--skip-tokenizer-init"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager"]
+    command += ["--dtype", "bfloat16", "--kv-cache-memory-bytes", "67108864"]
+    command += ["--max-model-len", "512", "--generation-config", "vllm"]
+    command += ["--distributed-executor-backend"]
+    command += ["vllm.v1.executor.uniproc_executor.UniProcExecutor", "--scheduler-cls", scheduler]
+    with log.open("wb") as sink:
+        process = subprocess.Popen(
+            command, env=environ, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    return Engine(port, process, log)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    folder = tmp_path_factory.mktemp("coserve")
+    write_tiny_model(folder / "model")
+    path = folder / "page"
+    page = ControlPage.create(path)
+    granter = Granter(page)
+    granter.start()
+    host = start_engine(
+        "host", "executor.vllm.host.ObservedScheduler", folder / "model", path, folder
+    )
+    guest = start_engine(
+        "guest", "executor.vllm.guest.GatedScheduler", folder / "model", path, folder
+    )
+    try:
+        deadline_s = time.monotonic() + START_S
+        host.wait_ready(deadline_s)
+        guest.wait_ready(deadline_s)
+        yield Pair(page, granter, host, guest)
+    finally:
+        granter.stop()
+        host.stop()
+        guest.stop()
+        page.close()
+
+
+def eventually(check: Callable[[], object], within_s: float, what: str) -> None:
+    deadline_s = time.monotonic() + within_s
+    while not check():
+        assert time.monotonic() < deadline_s, f"not within {within_s} s: {what}"
+        time.sleep(0.002)
+
+
+def test_host_section_follows_the_host_and_ends_idle(pair: Pair) -> None:
+    before = pair.page.host.read()
+    assert before is not None, "the host publishes itself before its first request"
+    assert before.idle
+    busy_seen = 0
+    asking = threading.Thread(target=pair.host.complete, args=("watched", 60))
+    asking.start()
+    while asking.is_alive():
+        state = pair.page.host.peek()
+        if state is not None and not state.idle:
+            busy_seen += 1
+            assert state.running + state.waiting >= 1
+        time.sleep(0.001)
+    after = pair.page.host.read()
+    assert busy_seen > 5
+    assert after is not None
+    assert after.idle
+    assert after.step_seq >= before.step_seq + 60
+    assert after.busy_ns > before.busy_ns
+    assert after.queued_prefill_tokens == 0
+    assert after.earliest_prefill_deadline_ns == after.earliest_decode_deadline_ns == 0
+    assert after.kv_total > 0
+
+
+def test_latencies_arrive_under_the_clients_request_id(pair: Pair) -> None:
+    cursor = pair.page.latency.total
+    sent_s: dict[str, float] = {}
+    for name in ("load-1-0001", "5d0f1c9e-0a52-4f6e-9d6a-0123456789ab"):
+        began_s = time.monotonic()
+        pair.host.complete(name, 20)
+        sent_s[name] = time.monotonic() - began_s
+    records: dict[str, LatencyRecord] = {}
+
+    def all_arrived() -> bool:
+        records.update({r.request_id: r for r in pair.page.latency.drain(cursor).records})
+        return sent_s.keys() <= records.keys()
+
+    eventually(all_arrived, 2.0, f"records of {list(sent_s)}, have {list(records)}")
+    for name, client_e2e_s in sent_s.items():
+        record = records[name]
+        assert (record.prompt_tokens, record.output_tokens) == (40, 20)
+        assert 0 < record.ttft_ns < record.e2e_ns <= client_e2e_s * 1e9
+        assert record.tpot_ns == pytest.approx((record.e2e_ns - record.ttft_ns) / 19, rel=0.01)
+
+
+def test_no_token_while_frozen_and_on_it_goes_after(pair: Pair) -> None:
+    pair.granter.mode = GrantMode.FREEZE
+    time.sleep(0.1)
+    before = pair.guest_state()
+    answers: list[dict[str, object]] = []
+    asking = threading.Thread(target=lambda: answers.append(pair.guest.complete("frozen", 30)))
+    asking.start()
+    eventually(lambda: pair.guest_state().waiting == 1, 5.0, "the request waits in the guest")
+    time.sleep(1.0)
+    frozen = pair.guest_state()
+    assert frozen.gate_reason == "frozen"
+    assert (frozen.tokens_total, frozen.step_seq) == (before.tokens_total, before.step_seq)
+    assert frozen.yielded_ns - before.yielded_ns > 0.8e9
+    assert time.monotonic_ns() - frozen.heartbeat_ns < 0.2e9
+    assert frozen.policy_version == 7
+    pair.granter.mode = GrantMode.RUN
+    asking.join(20)
+    assert answers, "the guest goes on once it may run"
+    assert pair.guest_state().tokens_total == before.tokens_total + 30
+
+
+def test_guest_aborts_go_through_while_frozen(pair: Pair) -> None:
+    pair.granter.mode = GrantMode.FREEZE
+    time.sleep(0.1)
+    with pytest.raises(TimeoutError):
+        pair.guest.complete("given-up", 30, timeout_s=0.5)
+    eventually(lambda: pair.guest_state().waiting == 0, 5.0, "the client that left is gone")
+    pair.granter.mode = GrantMode.RUN
+
+
+def test_silence_freezes_within_one_step_and_a_grant_revives(
+    pair: Pair, record_property: Callable[[str, object], None]
+) -> None:
+    waits_ms, longest_step_ms = [], 0.0
+    for trial in range(5):
+        pair.granter.mode = GrantMode.RUN
+        pair.granter.ttl_s = 0.2
+        yielded_before_ns = pair.guest_state().yielded_ns
+        asking = threading.Thread(
+            target=pair.guest.complete, args=(f"silent-{trial}", 450), kwargs={"shift": trial}
+        )
+        asking.start()
+        eventually(lambda: pair.guest_state().running == 1, 5.0, "the guest runs")
+        pair.granter.mode = None
+        time.sleep(0.03)
+        grant = pair.page.grant.read()
+        assert grant is not None
+        # Expiry (0.2 s) comes before the heartbeat limit (0.25 s).
+        eventually(lambda: pair.guest_state().gate_reason != "ok", 2.0, "the guest yields")
+        time.sleep(0.1)
+        state = pair.guest_state()
+        assert state.gate_reason in ("grant_expired", "heartbeat_stale")
+        tokens = state.tokens_total
+        time.sleep(0.2)
+        state = pair.guest_state()
+        assert state.tokens_total == tokens, "an expired grant lets no token through"
+        first_yield_ns = state.heartbeat_ns - (state.yielded_ns - yielded_before_ns)
+        waits_ms.append(round((first_yield_ns - grant.expiry_ns) / 1e6, 1))
+        longest_step_ms = max(longest_step_ms, state.last_step_ns / 1e6)
+        pair.granter.mode = GrantMode.RUN
+        asking.join(30)
+        assert not asking.is_alive()
+    pair.granter.ttl_s = 0.5
+    record_property("first_yield_after_expiry_ms", waits_ms)
+    record_property("longest_step_ms", longest_step_ms)
+    assert max(waits_ms) < 250
+
+
+def test_an_orphaned_guest_ends_itself_and_the_host_serves_on(
+    pair: Pair, record_property: Callable[[str, object], None]
+) -> None:
+    pair.granter.mode = None
+    began_s = time.monotonic()
+    pair.guest.process.wait(ORPHAN_S + 20)
+    took_s = time.monotonic() - began_s
+    record_property("orphaned_guest_gone_s", took_s)
+    record_property("exit_code", pair.guest.process.returncode)
+    assert "guest ends itself: orphaned" in pair.guest.log.read_text()
+    assert pair.host.complete("still-there", 5)["choices"]

@@ -1,0 +1,207 @@
+"""The control page: who may map it, torn writes, dead writers, concurrent readers."""
+
+import os
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from executor import ControlPage, Grant, GrantMode, HostState, LatencyRecord, PageError
+from executor.control_page import LAYOUT_VERSION, PAGE_BYTES
+from executor.errors import PageUnreadable
+from executor.latency_ring import CAPACITY, RING_BYTES, SLOT_BYTES
+
+HOST_AT = 64
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Iterator[ControlPage]:
+    with ControlPage.create(tmp_path / "page") as made:
+        yield made
+
+
+def patch(path: Path, offset: int, raw: bytes) -> None:
+    fd = os.open(path, os.O_RDWR)
+    os.pwrite(fd, raw, offset)
+    os.close(fd)
+
+
+def tear_host(page: ControlPage) -> None:
+    """Leave the host section as a writer killed in the middle of a write does."""
+    patch(page.path, HOST_AT, struct.pack("=Q", page.host.sequence + 1))
+    patch(page.path, HOST_AT + 20, b"\xff" * 30)
+
+
+def record(number: int) -> LatencyRecord:
+    return LatencyRecord(f"r{number}", number, 2, 3, 4, 5, 6)
+
+
+def test_a_page_is_private_and_starts_unwritten(page: ControlPage) -> None:
+    assert page.path.stat().st_mode & 0o777 == 0o600
+    assert page.owner_pid == os.getpid()
+    assert (page.host.read(), page.grant.read(), page.guest.read()) == (None, None, None)
+    assert page.latency.drain(0) == ([], 0, 0)
+    assert [p.name for p in page.path.parent.iterdir()] == ["page"]
+
+
+def test_another_mapping_reads_what_the_writer_wrote(page: ControlPage) -> None:
+    with ControlPage.open(page.path) as other:
+        for step in range(5):
+            page.host.write(HostState(step_seq=step, running=step))
+            assert other.host.read() == HostState(step_seq=step, running=step)
+        other.grant.write(Grant(GrantMode.RUN, reason="leased"))
+        assert page.grant.read() == Grant(GrantMode.RUN, reason="leased")
+
+
+def test_a_page_is_never_replaced_under_its_users(page: ControlPage) -> None:
+    with pytest.raises(PageError, match="exists"):
+        ControlPage.create(page.path)
+    page.host.write(HostState(step_seq=3))
+    with ControlPage.ensure(page.path) as same:
+        assert same.host.read() == HostState(step_seq=3)
+
+
+def test_whoever_starts_first_makes_the_page(tmp_path: Path) -> None:
+    with ControlPage.ensure(tmp_path / "p") as first, ControlPage.ensure(tmp_path / "p") as second:
+        first.host.write(HostState(step_seq=1))
+        assert second.host.read() == HostState(step_seq=1)
+
+
+@pytest.mark.parametrize(
+    ("offset", "raw", "message"),
+    [
+        (0, b"SOMETHNG", "not a control page"),
+        (8, struct.pack("=I", LAYOUT_VERSION + 1), "layout 2, this build speaks 1"),
+        (16, struct.pack("=Q", 2**62), "before the last boot"),
+    ],
+)
+def test_a_foreign_page_is_refused(
+    page: ControlPage, offset: int, raw: bytes, message: str
+) -> None:
+    patch(page.path, offset, raw)
+    with pytest.raises(PageError, match=message):
+        ControlPage.open(page.path)
+
+
+def test_a_page_that_others_can_open_is_refused(page: ControlPage) -> None:
+    page.path.chmod(0o640)
+    with pytest.raises(PageError, match="chmod 600"):
+        ControlPage.open(page.path)
+
+
+def test_missing_short_and_linked_pages_are_refused(page: ControlPage, tmp_path: Path) -> None:
+    with pytest.raises(PageError, match="No such file"):
+        ControlPage.open(tmp_path / "none")
+    with pytest.raises(PageError, match="cannot create"):
+        ControlPage.ensure(tmp_path / "no" / "folder")
+    (tmp_path / "link").symlink_to(page.path)
+    with pytest.raises(PageError, match="cannot open"):
+        ControlPage.open(tmp_path / "link")
+    os.truncate(page.path, PAGE_BYTES - 1)
+    with pytest.raises(PageError, match="cut short"):
+        ControlPage.open(page.path)
+
+
+def test_a_torn_write_is_unreadable_until_the_next_writer(page: ControlPage) -> None:
+    page.host.write(HostState(step_seq=1))
+    tear_host(page)
+    with pytest.raises(PageUnreadable, match="HostState section stays torn"):
+        page.host.read()
+    assert page.host.peek() is None
+    with ControlPage.open(page.path) as successor:
+        successor.host.write(HostState(step_seq=2))
+    assert page.host.read() == HostState(step_seq=2)
+
+
+def test_the_first_write_ever_torn_is_not_taken_for_unwritten(page: ControlPage) -> None:
+    tear_host(page)
+    assert page.host.peek() is None
+    page.host.write(HostState(step_seq=9))
+    assert page.host.read() == HostState(step_seq=9)
+
+
+def test_damage_under_a_whole_sequence_is_caught_by_the_crc(page: ControlPage) -> None:
+    page.host.write(HostState(step_seq=1))
+    patch(page.path, HOST_AT + 16, b"\x05")
+    assert page.host.peek() is None
+
+
+def test_a_mode_of_a_later_version_is_unreadable(page: ControlPage) -> None:
+    object.__setattr__(grant := Grant(), "mode", 42)
+    page.grant.write(grant)
+    assert page.grant.peek() is None
+
+
+def test_the_ring_hands_out_each_record_once(page: ControlPage) -> None:
+    for number in range(10):
+        page.latency.append(record(number))
+    first = page.latency.drain(0, limit=4)
+    assert [r.request_id for r in first.records] == ["r0", "r1", "r2", "r3"]
+    rest = page.latency.drain(first.cursor)
+    assert [r.request_id for r in rest.records] == [f"r{n}" for n in range(4, 10)]
+    assert page.latency.drain(rest.cursor) == ([], 10, 0)
+
+
+def test_the_ring_says_how_many_it_overwrote(page: ControlPage) -> None:
+    for number in range(CAPACITY + 7):
+        page.latency.append(record(number))
+    drained = page.latency.drain(2)
+    assert (drained.lost, drained.cursor) == (5, CAPACITY + 7)
+    assert [drained.records[0].request_id, len(drained.records)] == ["r7", CAPACITY]
+
+
+def test_a_new_ring_writer_goes_on_where_a_dead_one_stopped(page: ControlPage) -> None:
+    for number in range(3):
+        page.latency.append(record(number))
+    ring_at = PAGE_BYTES - RING_BYTES
+    patch(page.path, ring_at, struct.pack("=Q", 2))  # Died between slot 2 and the counter, …
+    patch(page.path, ring_at + 64 + 3 * SLOT_BYTES, struct.pack("=Q", 7))  # … or inside slot 3.
+    with ControlPage.open(page.path) as successor:
+        successor.latency.append(record(3))
+        assert successor.latency.total == 4
+    assert [r.request_id for r in page.latency.drain(0).records] == ["r0", "r1", "r2", "r3"]
+
+
+def test_a_cursor_of_an_earlier_page_starts_over(page: ControlPage) -> None:
+    page.latency.append(record(0))
+    assert page.latency.drain(500).records == [record(0)]
+
+
+WRITER = """
+import sys
+from executor import ControlPage, HostState
+page = ControlPage.open(sys.argv[1])
+print("ready", flush=True)
+step = 0
+while True:
+    step += 1
+    page.host.write(HostState(*[step] * 12))
+"""
+
+
+def test_readers_never_see_half_a_write_of_another_process(page: ControlPage) -> None:
+    writer = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(page.path)], stdout=subprocess.PIPE
+    )
+    try:
+        assert writer.stdout is not None
+        writer.stdout.readline()
+        seen = set()
+        until_s = time.monotonic() + 0.2
+        while time.monotonic() < until_s:
+            state = page.host.peek()
+            if state is not None:
+                seen.add(state.step_seq)
+                assert state.running == state.busy_ns == state.heartbeat_ns == state.step_seq
+    finally:
+        writer.kill()
+        writer.wait()
+        if writer.stdout is not None:
+            writer.stdout.close()
+    assert len(seen) > 1
+    page.host.write(HostState(step_seq=-1))
+    assert page.host.read() == HostState(step_seq=-1)

@@ -1,0 +1,37 @@
+"""Environment of an engine process."""
+
+import pytest
+
+from executor import ExecutorError
+from executor.vllm.settings import EngineSettings
+
+
+def test_without_a_role_nothing_is_asked_for() -> None:
+    assert EngineSettings.from_environ({}) == EngineSettings("", "", 0.0, 0.0, 2.0)
+
+
+def test_a_host_reads_its_page_and_targets() -> None:
+    settings = EngineSettings.from_environ(
+        {
+            "ROSE_ROLE": "host",
+            "ROSE_CONTROL_PAGE": "page",
+            "ROSE_SLO_TTFT_S": "0.5",
+            "ROSE_SLO_TPOT_S": "0.15",
+            "ROSE_ORPHAN_S": "1",
+        }
+    )
+    assert settings == EngineSettings("host", "page", 0.5, 0.15, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"ROSE_ROLE": "guest"}, "set ROSE_CONTROL_PAGE"),
+        ({"ROSE_SLO_TTFT_S": "fast"}, "ROSE_SLO_TTFT_S is 'fast'; give seconds"),
+        ({"ROSE_SLO_TPOT_S": "-1"}, "not negative"),
+        ({"ROSE_ORPHAN_S": "0"}, "ROSE_ORPHAN_S is 0"),
+    ],
+)
+def test_senseless_settings_say_what_to_do(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(ExecutorError, match=message):
+        EngineSettings.from_environ(environ)

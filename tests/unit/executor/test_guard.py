@@ -1,0 +1,91 @@
+"""The guard grants only to a lease, and everything unknown freezes."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from executor import Grant, GrantMode, GuardConfig, GuardCore, GuestState, HostState
+
+CONFIG = GuardConfig(token_budget=256, max_sequences=8, kv_granule_cap=4, slack_share=0.5)
+HOST = HostState(kv_used=10, kv_total=100)
+SECOND = 10**9
+
+
+def granted(core: GuardCore, now_ns: int = SECOND, **change: Any) -> Grant:
+    inputs: dict[str, Any] = {
+        "host": HOST,
+        "guest": None,
+        "lease_active": True,
+        "kill_switch": False,
+    }
+    return core.step(now_ns, **(inputs | change))
+
+
+def test_a_lease_gets_the_operators_limits_for_half_a_second() -> None:
+    assert granted(GuardCore(CONFIG)) == Grant(
+        GrantMode.RUN, 256, 8, 4, 0.5, 1, SECOND + SECOND // 2, SECOND, "leased"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "mode", "reason"),
+    [
+        ({"lease_active": False}, GrantMode.FREEZE, "no_lease"),
+        ({"host": None}, GrantMode.FREEZE, "host_unreadable"),
+        ({"host_alive": False}, GrantMode.FREEZE, "host_dead"),
+        ({"operator_hold": True}, GrantMode.FREEZE, "operator_hold"),
+        ({"draining": True}, GrantMode.DRAIN, "drain"),
+        ({"draining": True, "guest": GuestState(running=1)}, GrantMode.DRAIN, "drain"),
+        ({"draining": True, "guest": GuestState()}, GrantMode.FREEZE, "drained"),
+        ({"kill_switch": True}, GrantMode.KILL, "kill_switch"),
+        ({"kill_switch": True, "host": None, "lease_active": False}, GrantMode.KILL, "kill_switch"),
+    ],
+)
+def test_anything_wrong_takes_the_capacity_back(
+    change: dict[str, Any], mode: GrantMode, reason: str
+) -> None:
+    grant = granted(GuardCore(CONFIG), **change)
+    assert (grant.mode, grant.reason) == (mode, reason)
+    assert (grant.token_budget, grant.max_sequences, grant.kv_granule_cap) == (0, 0, 0)
+
+
+def test_the_epoch_grows_with_each_change_of_mode_and_survives_a_restart() -> None:
+    core = GuardCore(CONFIG, previous=Grant(epoch=41))
+    assert granted(core).epoch == 42
+    assert granted(core).epoch == 42
+    assert granted(core, lease_active=False).epoch == 43
+    assert granted(core).epoch == core.epoch == 44
+
+
+def test_a_daemon_that_slept_longer_than_a_grant_freezes_before_it_goes_on() -> None:
+    core = GuardCore(CONFIG)
+    granted(core, SECOND)
+    woken = granted(core, 3 * SECOND)
+    assert (woken.mode, woken.reason) == (GrantMode.FREEZE, "daemon_stalled")
+    assert granted(core, 3 * SECOND + 1).mode is GrantMode.RUN
+
+
+def test_kv_pressure_throttles_with_hysteresis() -> None:
+    core = GuardCore(replace(CONFIG, throttled_token_budget=16))
+
+    def mode_at(used: int) -> GrantMode:
+        return granted(core, host=replace(HOST, kv_used=used)).mode
+
+    assert [mode_at(used) for used in (89, 90, 85, 79, 85)] == [
+        GrantMode.RUN,
+        GrantMode.THROTTLE,
+        GrantMode.THROTTLE,
+        GrantMode.RUN,
+        GrantMode.RUN,
+    ]
+    assert granted(core, host=replace(HOST, kv_used=99)).token_budget == 16
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [{"token_budget": 0}, {"slack_share": 1.5}, {"ttl_ns": 0}, {"kv_low_watermark": 0.95}],
+)
+def test_limits_that_make_no_sense_are_refused(bad: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=r"must|give"):
+        GuardConfig(**({"token_budget": 1, "max_sequences": 1} | bad))  # type: ignore[arg-type] # wrong on purpose

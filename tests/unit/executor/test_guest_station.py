@@ -1,0 +1,122 @@
+"""What a guest publishes while it runs, yields and idles."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from executor import ControlPage, Grant, GrantMode, GuestState, HostState, Run, Yield
+from executor.vllm.station import YIELD_SLEEP_S, GuestStation, Load
+
+MS = 1_000_000
+LOAD = Load(running=2, waiting=1, kv_used=5)
+
+
+class Rig:
+    def __init__(self, page: ControlPage) -> None:
+        self.page = page
+        self.now_ns = 1_000 * MS
+        self.sleeps: list[float] = []
+        self.environ = {"ROSE_POLICY_VERSION": "3"}
+        self.station = GuestStation(
+            page,
+            bytes_mapped=4096,
+            clock_ns=lambda: self.now_ns,
+            sleep=self.sleeps.append,
+            environ=self.environ,
+        )
+        page.host.write(HostState(heartbeat_ns=self.now_ns))
+
+    def grant(self, mode: GrantMode = GrantMode.RUN) -> None:
+        self.page.grant.write(
+            Grant(
+                mode,
+                token_budget=64,
+                max_sequences=4,
+                expiry_ns=self.now_ns + 500 * MS,
+                heartbeat_ns=self.now_ns,
+            )
+        )
+
+    def state(self) -> GuestState:
+        state = self.page.guest.read()
+        assert state is not None
+        return state
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    with ControlPage.create(tmp_path / "page") as page:
+        yield Rig(page)
+
+
+def test_a_guest_without_a_grant_yields_and_does_not_spin(rig: Rig) -> None:
+    assert rig.station.ask(LOAD) == Yield("page_unreadable")
+    assert rig.sleeps == [YIELD_SLEEP_S]
+    assert rig.state().gate_reason == "page_unreadable"
+
+
+def test_a_granted_step_is_published_from_begin_to_end(rig: Rig) -> None:
+    rig.grant()
+    assert rig.station.ask(LOAD) == Run(64, 4)
+    assert rig.sleeps == []
+    rig.station.scheduled(LOAD, 12)
+    assert rig.state().in_step
+    rig.now_ns += 8 * MS
+    rig.station.stepped(Load(2, 0, 6), tokens=12, sequences=2, sampled=2)
+    assert rig.state() == GuestState(
+        step_seq=1,
+        in_step=False,
+        last_step_ns=8 * MS,
+        tokens_total=2,
+        running=2,
+        waiting=0,
+        kv_used=6,
+        bytes_mapped=4096,
+        policy_version=3,
+        gate_reason="ok",
+        heartbeat_ns=rig.now_ns,
+    )
+
+
+def test_yielded_time_adds_up_and_is_published_every_50_ms(rig: Rig) -> None:
+    rig.grant(GrantMode.FREEZE)
+    published = set()
+    for _ in range(100):
+        assert rig.station.ask(LOAD) == Yield("frozen")
+        published.add(rig.state().heartbeat_ns)
+        rig.now_ns += 2 * MS
+    assert 4 <= len(published) <= 5
+    rig.grant()
+    rig.station.ask(LOAD)
+    rig.station.scheduled(LOAD, 1)
+    assert rig.state().yielded_ns == 200 * MS
+
+
+def test_time_without_requests_is_not_yielded(rig: Rig) -> None:
+    rig.grant(GrantMode.FREEZE)
+    rig.station.ask(LOAD)
+    rig.station.idle(Load(0, 0, 0))
+    rig.now_ns += 1_000 * MS
+    rig.grant()
+    rig.station.ask(LOAD)
+    rig.station.scheduled(LOAD, 1)
+    assert rig.state().yielded_ns == 0
+
+
+def test_an_idle_guest_beats_through_the_watchdog(rig: Rig) -> None:
+    first_ns = rig.state().heartbeat_ns
+    rig.station.beat(first_ns + 10 * MS)
+    assert rig.state().heartbeat_ns == first_ns
+    rig.environ["ROSE_POLICY_VERSION"] = "4"
+    rig.station.beat(first_ns + 60 * MS)
+    assert (rig.state().heartbeat_ns, rig.state().policy_version) == (first_ns + 60 * MS, 4)
+
+
+def test_measured_steps_correct_the_model(rig: Rig) -> None:
+    rig.grant()
+    for _ in range(30):
+        rig.station.scheduled(LOAD, 10)
+        rig.now_ns += 40 * MS
+        rig.station.stepped(LOAD, 10, 2, 2)
+    assert rig.station.model.seconds(10, 2) == pytest.approx(0.04, rel=0.01)

@@ -1,0 +1,170 @@
+"""What a scheduler's turns publish, told with stand-ins for vLLM's objects."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from executor import ControlPage, HostState
+from executor.vllm.observer import HostObserver
+
+MS = 1_000_000
+
+
+@dataclass
+class FakeRequest:
+    request_id: str
+    arrival_time: float = 100.0
+    num_prompt_tokens: int = 10
+    num_output_tokens: int = 0
+
+
+@dataclass
+class FakeStep:
+    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def total_num_scheduled_tokens(self) -> int:
+        return sum(self.num_scheduled_tokens.values())
+
+
+@dataclass
+class FakePool:
+    num_gpu_blocks: int = 101
+    free: int = 90
+
+    def get_num_free_blocks(self) -> int:
+        return self.free
+
+
+@dataclass
+class FakeManager:
+    block_pool: FakePool = field(default_factory=FakePool)
+
+
+@dataclass
+class FakeScheduler:
+    requests: dict[str, FakeRequest] = field(default_factory=dict)
+    finished_req_ids: set[str] = field(default_factory=set)
+    kv_cache_manager: FakeManager = field(default_factory=FakeManager)
+    running: int = 0
+
+    def get_request_counts(self) -> tuple[int, int]:
+        return self.running, len(self.requests) - self.running
+
+
+@dataclass
+class FakeClock:
+    now_ns: int = 1_000 * MS
+
+    def __call__(self) -> int:
+        return self.now_ns
+
+
+class Rig:
+    def __init__(self, page: ControlPage) -> None:
+        self.page = page
+        self.clock = FakeClock()
+        self.scheduler = FakeScheduler()
+        self.observer = HostObserver(page, 0.5, 0.15, self.clock, lambda: 100.0)
+        self.observer.started(self.scheduler)
+
+    def state(self) -> HostState:
+        state = self.page.host.read()
+        assert state is not None
+        return state
+
+    def add(self, name: str, age_s: float = 0.0) -> FakeRequest:
+        request = FakeRequest(name, 100.0 - age_s)
+        self.scheduler.requests[name] = request
+        self.observer.arrived(self.scheduler, request)
+        return request
+
+    def begin(self, **tokens: int) -> FakeStep:
+        step = FakeStep(tokens)
+        self.scheduler.running = len(self.scheduler.requests)
+        self.observer.scheduled(self.scheduler, step, self.clock.now_ns)
+        return step
+
+    def end(self, step: FakeStep, *finished: str) -> None:
+        for name in step.num_scheduled_tokens:
+            self.scheduler.requests[name].num_output_tokens += 1
+        for name in finished:
+            del self.scheduler.requests[name]
+        self.scheduler.finished_req_ids = set(finished)
+        self.scheduler.running = len(self.scheduler.requests)
+        self.observer.stepped(self.scheduler, step)
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    with ControlPage.create(tmp_path / "page") as page:
+        yield Rig(page)
+
+
+def test_a_host_is_published_idle_before_its_first_request(rig: Rig) -> None:
+    assert rig.state() == HostState(kv_used=10, kv_total=100, heartbeat_ns=1_000 * MS)
+    assert rig.state().idle
+
+
+def test_a_request_counts_from_its_arrival_not_from_its_turn(rig: Rig) -> None:
+    rig.add("a", age_s=0.2)
+    state = rig.state()
+    assert (state.waiting, state.queued_prefill_tokens) == (1, 10)
+    assert state.earliest_prefill_deadline_ns == rig.clock.now_ns + 300 * MS
+
+
+def test_a_wall_clock_that_jumped_back_cannot_postpone_a_deadline(rig: Rig) -> None:
+    rig.add("a", age_s=-3600)
+    assert rig.state().earliest_prefill_deadline_ns == rig.clock.now_ns + 500 * MS
+
+
+def test_a_request_passes_from_prefill_to_decode_to_idle(rig: Rig) -> None:
+    rig.add("a")
+    step = rig.begin(a=10)
+    assert rig.state().in_step
+    rig.clock.now_ns += 20 * MS
+    rig.end(step)
+    state = rig.state()
+    assert (state.in_step, state.running, state.queued_prefill_tokens) == (False, 1, 0)
+    assert state.earliest_prefill_deadline_ns == 0
+    assert state.earliest_decode_deadline_ns == rig.clock.now_ns + 150 * MS
+    assert (state.busy_ns, state.last_step_ns, state.step_seq) == (20 * MS, 20 * MS, 1)
+    rig.clock.now_ns += 5 * MS
+    step = rig.begin(a=1)
+    rig.clock.now_ns += 7 * MS
+    rig.end(step, "a")
+    state = rig.state()
+    assert state.idle
+    assert (state.busy_ns, state.last_step_ns, state.step_seq) == (27 * MS, 7 * MS, 2)
+    assert state.earliest_decode_deadline_ns == 0
+
+
+def test_overlapping_steps_count_their_time_once(rig: Rig) -> None:
+    rig.add("a")
+    first = rig.begin(a=10)
+    rig.clock.now_ns += 4 * MS
+    second = rig.begin(a=1)
+    rig.clock.now_ns += 6 * MS
+    rig.end(first)
+    assert rig.state().in_step
+    rig.clock.now_ns += 10 * MS
+    rig.end(second)
+    state = rig.state()
+    assert (state.in_step, state.busy_ns, state.last_step_ns) == (False, 20 * MS, 10 * MS)
+
+
+def test_empty_schedules_are_no_steps(rig: Rig) -> None:
+    rig.observer.scheduled(rig.scheduler, FakeStep(), rig.clock.now_ns)
+    rig.end(FakeStep())
+    assert (rig.state().step_seq, rig.state().busy_ns) == (0, 0)
+
+
+def test_an_aborted_request_leaves_an_idle_host(rig: Rig) -> None:
+    rig.add("a")
+    del rig.scheduler.requests["a"]
+    rig.scheduler.finished_req_ids = {"a"}
+    rig.observer.ended(rig.scheduler)
+    assert rig.state().idle
+    assert rig.state().earliest_prefill_deadline_ns == 0
