@@ -1,0 +1,110 @@
+"""`rose demo` and `rose demo verify DIR`."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rose.demo.settings import CONTROLS, DEFAULT_STEPS, QUICK_STEPS, DemoSettings
+
+if TYPE_CHECKING:
+    # argparse offers this type to annotations only.
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+DEFAULT_OUT = Path("out/demo")
+EPILOG = """\
+The demo runs the whole loop on this machine: a host vLLM under bursty load, a guest vLLM beside it
+on the same core, a dedicated one, and a trainer whose every step publishes new weights to both.
+It ends with report.md, report.json and pictures in --out, all computed from raw records there.
+Exit code: 0 when no claim fails, 1 when one does (of --control: when none does), 2 for bad input.
+"""
+
+
+def add_parser(subparsers: "Subparsers") -> None:
+    """Add `demo` to the command line; `args.run` is what carries it out."""
+    parser = subparsers.add_parser(
+        "demo",
+        help="run the whole loop on this machine and report what it proves",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run)
+    _add_experiment(parser)
+    _add_machine(parser)
+    commands = parser.add_subparsers(dest="demo_command", metavar="verify DIR")
+    verify = commands.add_parser(
+        "verify", help="recompute the report of a run from its raw records and compare"
+    )
+    verify.add_argument("folder", type=Path, metavar="DIR", help="the --out of a run")
+    verify.set_defaults(run=run)
+
+
+def _add_experiment(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--quick", action="store_true", help=f"a short run ({QUICK_STEPS} steps): proves less")
+    add("--steps", type=int, metavar="N", help=f"training steps (default {DEFAULT_STEPS})")
+    add("--seed", type=int, default=0, metavar="N", help="seed of everything (default 0)")
+    add("--trace", type=Path, metavar="FILE", help="load the host from this Azure trace (CSV)")
+    add("--long-turns", action="store_true", help="let the policy write longer turns")
+    add("--control", choices=CONTROLS, help="break one thing on purpose: a claim must then fail")
+    add("--compare", action="store_true", help="also run without the guest, and compare the two")
+
+
+def _add_machine(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    default_base = DemoSettings.__dataclass_fields__["port_base"].default
+    add("--out", type=Path, default=DEFAULT_OUT, metavar="DIR", help=f"default {DEFAULT_OUT}")
+    add(
+        "--port-base",
+        type=int,
+        default=default_base,
+        metavar="N",
+        help=f"first of the loopback ports used (default {default_base})",
+    )
+    add("--host-model", type=Path, metavar="DIR", help="serve this model instead of a tiny one")
+
+
+def settings_of(args: argparse.Namespace) -> DemoSettings:
+    """The settings that parsed arguments ask for. Raises `RoseError` for values that cannot run."""
+    steps = args.steps
+    if steps is None:
+        steps = QUICK_STEPS if args.quick else DEFAULT_STEPS
+    return DemoSettings(
+        out=args.out,
+        seed=args.seed,
+        steps=steps,
+        quick=args.quick,
+        trace=args.trace,
+        long_turns=args.long_turns,
+        control=args.control,
+        compare=args.compare,
+        port_base=args.port_base,
+        host_model=args.host_model,
+    )
+
+
+def _verify(folder: Path) -> int:
+    """0 when the report is what the records give, 1 with the differing fields otherwise."""
+    # Imported here: the pictures' library is slow to load, and `rose --help` must not be.
+    from rose.demo.verify import verify
+
+    differences = verify(folder)
+    for difference in differences:
+        sys.stdout.write(f"{difference}\n")
+    sys.stdout.write(
+        f"{folder}: {len(differences)} fields differ from the raw records\n"
+        if differences
+        else f"{folder}: every field of the report follows from the raw records\n"
+    )
+    return int(bool(differences))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out `rose demo …`; returns the exit code. Raises `RoseError` for bad input."""
+    if args.demo_command == "verify":
+        return _verify(args.folder)
+    settings = settings_of(args)
+    # Imported here: a bad option must not wait for an engine's libraries to load.
+    from rose.demo.run import run_demo
+
+    return run_demo(settings)

@@ -1,0 +1,232 @@
+"""What a person sees while the demo runs: a live page on a terminal, plain lines elsewhere.
+
+The run hands over a `ViewState` as often as it likes; a view draws it and decides nothing.
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Protocol, Self, TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+BARS = "▁▂▃▄▅▆▇█"
+SPARKLINE_WIDTH = 48
+REFRESHES_PER_S = 4
+LABEL_WIDTH = 10
+BAR_WIDTH = 30
+
+
+@dataclass(frozen=True, slots=True)
+class HostView:
+    """Host latencies of the last seconds against their targets; None before the first request."""
+
+    ttft_p50_s: float | None = None
+    ttft_p95_s: float | None = None
+    tpot_p50_s: float | None = None
+    tpot_p95_s: float | None = None
+    ttft_target_s: float | None = None
+    tpot_target_s: float | None = None
+    requests: int = 0
+    errors: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A slow part, such as an engine that starts."""
+
+    label: str
+    done: float
+    total: float
+
+
+@dataclass(frozen=True, slots=True)
+class ViewState:
+    """Everything on the page at one moment."""
+
+    stage: str
+    elapsed_s: float = 0.0
+    step: int = 0
+    steps: int = 0
+    arm: str = ""
+    rewards: Sequence[float] = ()
+    tokens_per_s: Mapping[str, float] = field(default_factory=dict)
+    host: HostView = field(default_factory=HostView)
+    guest_mode: str = ""
+    guest_reason: str = ""
+    revocations: int = 0
+    continued_turns: int = 0
+    version: int = 0
+    wire_bytes: int = 0
+    full_bytes: int = 0
+    memory_bytes: int = 0
+    progress: Sequence[Progress] = ()
+    note: str = ""
+
+
+class View(Protocol):
+    """Shows states until it is closed."""
+
+    def show(self, state: ViewState) -> None:
+        """Draw a state in place of the one before."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None: ...
+
+
+def sparkline(values: Sequence[float], width: int = SPARKLINE_WIDTH) -> str:
+    """The last `width` values between 0 and 1 as bars."""
+    top = len(BARS) - 1
+    return "".join(BARS[round(min(1.0, max(0.0, value)) * top)] for value in values[-width:])
+
+
+def _latency(p50_s: float | None, p95_s: float | None, target_s: float | None) -> Text:
+    """`p50 20 ms  p95 45 ms  of 200 ms`, red when past the target."""
+    if p50_s is None or p95_s is None:
+        return Text("no requests yet", style="dim")
+    text = Text(f"p50 {p50_s * 1e3:6.1f} ms   p95 {p95_s * 1e3:6.1f} ms")
+    if target_s is not None:
+        text.stylize("green" if p95_s <= target_s else "bold red")
+        text.append(f"   target {target_s * 1e3:.0f} ms", style="dim")
+    return text
+
+
+def _rows(state: ViewState) -> list[tuple[str, RenderableType]]:
+    reward = f"{state.rewards[-1]:.2f}  " if state.rewards else ""
+    rates = "   ".join(f"{name} {rate:,.0f}" for name, rate in sorted(state.tokens_per_s.items()))
+    host = state.host
+    sent = f"v{state.version}   {state.wire_bytes / 1e6:.1f} MB sent"
+    if state.full_bytes:
+        sent += f" of {state.full_bytes / 1e6:.1f} MB"
+    guest = Text(state.guest_mode or "–", style="bold")
+    guest.append(f"  {state.guest_reason}", style="not bold dim")
+    moved = f"{state.revocations} revocations   {state.continued_turns} turns went on elsewhere"
+    served = f"{host.requests} requests   {host.errors} failed"
+    return [
+        ("reward", Text(reward + sparkline(state.rewards), style="cyan")),
+        ("tokens/s", Text(rates or "–")),
+        ("host TTFT", _latency(host.ttft_p50_s, host.ttft_p95_s, host.ttft_target_s)),
+        ("host TPOT", _latency(host.tpot_p50_s, host.tpot_p95_s, host.tpot_target_s)),
+        ("host", Text(served, style="bold red" if host.errors else "")),
+        ("guest", guest),
+        ("moved", Text(moved)),
+        ("weights", Text(sent)),
+        ("memory", Text(f"{state.memory_bytes / 2**30:.1f} GiB")),
+    ]
+
+
+def render(state: ViewState) -> RenderableType:
+    """The whole page."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", width=LABEL_WIDTH)
+    table.add_column(no_wrap=True)
+    if state.steps:
+        counted = Table.grid(padding=(0, 1))
+        bar = ProgressBar(total=state.steps, completed=state.step, width=BAR_WIDTH)
+        counted.add_row(bar, f"{state.step}/{state.steps}", Text(state.arm, style="magenta"))
+        table.add_row("steps", counted)
+        for label, value in _rows(state):
+            table.add_row(label, value)
+    for part in state.progress:
+        slow = Table.grid(padding=(0, 1))
+        bar = ProgressBar(total=part.total, completed=min(part.done, part.total), width=BAR_WIDTH)
+        slow.add_row(bar, f"{part.done:.0f}/{part.total:.0f} s")
+        table.add_row(part.label, slow)
+    title = Text.assemble(("ROSE demo", "bold"), "  ", state.stage)
+    parts: list[RenderableType] = [table]
+    if state.note:
+        parts.append(Text(state.note, style="dim"))
+    elapsed = f"{int(state.elapsed_s) // 60}:{int(state.elapsed_s) % 60:02d}"
+    return Panel(
+        Group(*parts), title=title, title_align="left", subtitle=elapsed, subtitle_align="right"
+    )
+
+
+class LiveView:
+    """Redraws one page in place."""
+
+    def __init__(self, console: Console) -> None:
+        self._live = Live(console=console, refresh_per_second=REFRESHES_PER_S)
+
+    def show(self, state: ViewState) -> None:
+        """Draw a state in place of the one before."""
+        self._live.update(render(state))
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._live.stop()
+
+
+def plain_line(state: ViewState) -> str:
+    """A stage or step on one line."""
+    line = f"[{state.elapsed_s:6.1f} s] {state.stage}"
+    if not state.step:
+        return f"{line}: {state.note}" if state.note else line
+    rates = " ".join(f"{name}={rate:.0f}" for name, rate in sorted(state.tokens_per_s.items()))
+    reward = f" reward={state.rewards[-1]:.2f}" if state.rewards else ""
+    ttft_s = state.host.ttft_p95_s
+    host = "" if ttft_s is None else f" host_ttft_p95={ttft_s * 1e3:.1f}ms"
+    return (
+        f"{line}: step {state.step}/{state.steps} {state.arm}{reward} tokens/s {rates}{host}"
+        f" guest={state.guest_mode or '–'} v{state.version}"
+    )
+
+
+class PlainView:
+    """Writes a line for each new stage, step or note; for logs and pipes."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._seen: tuple[str, int, str] | None = None
+
+    def show(self, state: ViewState) -> None:
+        """Write a line when stage, step or note changed."""
+        seen = (state.stage, state.step, state.note)
+        if seen != self._seen:
+            self._seen = seen
+            self._stream.write(plain_line(state) + "\n")
+            self._stream.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._stream.flush()
+
+
+def open_view(stream: TextIO | None = None) -> View:
+    """The live page when the stream (stdout if None) is a terminal, plain lines otherwise."""
+    stream = sys.stdout if stream is None else stream
+    console = Console(file=stream)
+    return LiveView(console) if console.is_terminal else PlainView(stream)
+
+
+if __name__ == "__main__":
+    from rose.demo.view_rehearsal import rehearse
+
+    rehearse()

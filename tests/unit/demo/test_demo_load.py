@@ -1,0 +1,215 @@
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from rose.demo.arrivals import generate_segment
+from rose.demo.load import Command, LoadConfig, make_prompt
+
+StartHost = Callable[..., Awaitable["StandInHost"]]
+
+
+class StandInHost:
+    """Streams `max_tokens` chunks as vLLM's `/v1/completions` does, or does what `fault` says."""
+
+    def __init__(self, fault: str | None = None, token_s: float = 0.0) -> None:
+        self.fault = fault
+        self.token_s = token_s
+        self.seen: list[tuple[str, dict[str, Any]]] = []
+        self.url = ""
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.seen.append((request.headers["X-Request-Id"], body))
+        if self.fault == "busy":
+            return web.json_response({"error": "busy"}, status=503)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for _ in range(body["max_tokens"] if self.fault != "short" else 2):
+            await response.write(b'data: {"choices":[{"text":"x"}],"usage":null}\n\n')
+            await asyncio.sleep(self.token_s)
+        if self.fault == "cut":
+            assert request.transport is not None
+            request.transport.abort()
+            return response
+        sent = 2 if self.fault == "short" else body["max_tokens"]
+        usage = json.dumps({"choices": [], "usage": {"completion_tokens": sent}})
+        await response.write(f"data: {usage}\n\ndata: [DONE]\n\n".encode())
+        return response
+
+
+@pytest.fixture
+async def start_host() -> AsyncIterator[StartHost]:
+    runners: list[web.AppRunner] = []
+
+    async def start(**options: Any) -> StandInHost:
+        host = StandInHost(**options)
+        app = web.Application()
+        app.router.add_post("/v1/completions", host.completions)
+        runner = web.AppRunner(app, shutdown_timeout=0.05)
+        await runner.setup()
+        runners.append(runner)
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        host.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        return host
+
+    yield start
+    for runner in runners:
+        await runner.cleanup()
+
+
+class LoadProcess:
+    """`python -m rose.demo.load` as its parent sees it."""
+
+    def __init__(self, host: StandInHost, folder: Path, **options: Any) -> None:
+        self.out = folder / "client_requests.jsonl"
+        config = {"url": host.url, "model": "host", "out": str(self.out)}
+        config |= {"mean_rate_per_s": 150.0, "segment_s": 1.0, **options}
+        self.config = folder / "load.json"
+        self.config.write_text(json.dumps(config))
+
+    async def run(self, *commands: dict[str, Any] | float) -> tuple[int, list[dict[str, Any]]]:
+        """Send commands, sleeping where a number stands; returns exit code and messages."""
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "rose.demo.load", "--config", str(self.config)),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        messages = [json.loads(await process.stdout.readline())]
+        for command in commands:
+            if isinstance(command, dict):
+                process.stdin.write(json.dumps(command).encode() + b"\n")
+                await process.stdin.drain()
+            else:
+                await asyncio.sleep(command)
+        process.stdin.close()
+        rest = await process.stdout.read()
+        messages += [json.loads(line) for line in rest.splitlines()]
+        return await process.wait(), messages
+
+    def records(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.out.read_text().splitlines()]
+
+
+def segment(number: int, block: int, arm: str = "leased") -> dict[str, Any]:
+    return {"cmd": "segment", "segment": number, "block": block, "arm": arm}
+
+
+async def test_replayed_segments_arrive_alike_with_other_prompts(
+    start_host: StartHost, tmp_path: Path
+) -> None:
+    host = await start_host()
+    load = LoadProcess(host, tmp_path)
+    code, messages = await load.run(
+        segment(1, 4), 0.2, segment(1, 5, "frozen"), 0.2, {"cmd": "off"}, 0.1, {"cmd": "quit"}
+    )
+    records = load.records()
+    assert code == 0
+    assert messages[0] == {"event": "ready"}
+    assert messages[-1] == {
+        "event": "stats",
+        "sent": len(records),
+        "done": len(records),
+        "errors": 0,
+    }
+    arms = {b: sorted(r["offset_s"] for r in records if r["block"] == b) for b in (4, 5)}
+    shared = min(len(offsets) for offsets in arms.values())
+    assert shared > 3
+    assert arms[4][:shared] == arms[5][:shared]
+    expected = generate_segment(
+        LoadConfig.model_validate_json(load.config.read_text()).shape(), 0, 1
+    )
+    assert arms[4][:shared] == [arrival.offset_s for arrival in expected][:shared]
+    bodies = dict(host.seen)
+    first, second = bodies["b4s1n0"], bodies["b5s1n0"]
+    assert len(first["prompt"]) == len(second["prompt"])
+    assert first["prompt"] != second["prompt"]
+    assert first["temperature"] == 0
+    assert first["ignore_eos"] is True
+
+
+async def test_each_request_is_timed_from_when_it_was_due(
+    start_host: StartHost, tmp_path: Path
+) -> None:
+    load = LoadProcess(await start_host(token_s=0.003), tmp_path)
+    await load.run(segment(1, 1), 0.2, {"cmd": "quit"})
+    for record in load.records():
+        assert record["status"] == "ok"
+        assert 0 < record["ttft_s"] < record["e2e_s"]
+        assert record["e2e_s"] - record["ttft_s"] > 0.002 * (record["output_tokens"] - 1)
+        assert 8 <= record["output_tokens"] <= 32
+
+
+@pytest.mark.parametrize(
+    ("fault", "status"), [("busy", "http_503"), ("short", "broken"), ("cut", "client_")]
+)
+async def test_whatever_the_host_does_wrong_is_recorded_as_an_error(
+    start_host: StartHost, tmp_path: Path, fault: str, status: str
+) -> None:
+    load = LoadProcess(await start_host(fault=fault), tmp_path)
+    code, messages = await load.run(segment(1, 1), 0.2, {"cmd": "quit"})
+    records = load.records()
+    assert code == 0
+    assert records
+    assert all(record["status"].startswith(status) for record in records)
+    assert messages[-1]["errors"] == len(records)
+
+
+async def test_the_loop_is_open_and_what_exceeds_its_bound_is_recorded(
+    start_host: StartHost, tmp_path: Path
+) -> None:
+    load = LoadProcess(await start_host(token_s=5), tmp_path, max_outstanding=2, drain_s=0.05)
+    _, messages = await load.run(segment(1, 1), 0.2, {"cmd": "quit"})
+    statuses = [record["status"] for record in load.records()]
+    assert statuses.count("abandoned") == 2
+    assert statuses.count("dropped") == len(statuses) - 2 > 0
+    assert messages[-1]["errors"] == len(statuses)
+
+
+async def test_a_segment_that_is_over_starts_over(start_host: StartHost, tmp_path: Path) -> None:
+    load = LoadProcess(await start_host(), tmp_path, segment_s=0.05)
+    await load.run(segment(2, 1), 0.2, {"cmd": "quit"})
+    offsets = sorted(record["offset_s"] for record in load.records())
+    laps = [[round(x % 0.05, 5) for x in offsets if int(x / 0.05) == lap] for lap in (0, 1)]
+    assert laps[0]
+    assert laps[0] == laps[1]
+
+
+async def test_the_end_of_input_ends_the_process(start_host: StartHost, tmp_path: Path) -> None:
+    code, messages = await LoadProcess(await start_host(), tmp_path).run(segment(1, 1), 0.1)
+    assert code == 0
+    assert messages[-1]["event"] == "stats"
+
+
+async def test_a_line_that_is_no_command_ends_the_process_with_an_error(
+    start_host: StartHost, tmp_path: Path
+) -> None:
+    code, messages = await LoadProcess(await start_host(), tmp_path).run({"cmd": "faster"})
+    assert code == 2
+    assert messages[-1]["event"] == "error"
+    assert "not a command" in messages[-1]["message"]
+
+
+async def test_a_bad_configuration_is_one_error_message(
+    start_host: StartHost, tmp_path: Path
+) -> None:
+    load = LoadProcess(await start_host(), tmp_path, mean_rate_per_s=-1)
+    code, messages = await load.run()
+    assert code == 2
+    assert messages[0]["event"] == "error"
+
+
+def test_prompts_are_reproducible_and_inside_the_vocabulary(tmp_path: Path) -> None:
+    config = LoadConfig(url="u", model="m", out=tmp_path, token_ids=(5, 9))
+    command = Command("segment", 1, 2)
+    prompt = make_prompt(config, command, 3, 50)
+    assert prompt == make_prompt(config, command, 3, 50)
+    assert set(prompt) <= set(range(5, 9))

@@ -1,0 +1,64 @@
+from pathlib import Path
+
+import pytest
+from standin_run import StandInRun
+
+from rose.demo.reading import join_requests, read_lines, read_records
+from rose.demo.records import ClientRequest, HostLatency, Step
+from rose.errors import RoseError
+
+
+def client_request(name: str, status: str = "ok") -> ClientRequest:
+    return ClientRequest(name, 1, "leased", 1, 0.5, 10.5, 0.1, 0.5, 5, status)
+
+
+def host_latency(name: str) -> HostLatency:
+    return HostLatency(name, 11.0, 0.02, 0.01, 0.3, 40, 5)
+
+
+def test_a_synthetic_run_is_read_back_whole(tmp_path: Path) -> None:
+    records = read_records(StandInRun(steps=12, quick=True).write(tmp_path))
+    assert len(records.steps) == 12
+    assert records.client_requests
+    assert records.blocks[-1].arm == "unmeasured"
+
+
+@pytest.mark.parametrize(
+    "engine_id", ["b1s1n7", "cmpl-b1s1n7", "cmpl-b1s1n7-0", "cmpl-b1s1n7-0-9f"]
+)
+def test_the_hosts_figures_win_whatever_the_engine_added_to_the_id(engine_id: str) -> None:
+    (joined,) = join_requests([client_request("b1s1n7")], [host_latency(engine_id)])
+    assert (joined.source, joined.ttft_s, joined.tpot_s) == ("host_plugin", 0.02, 0.01)
+    assert joined.prompt_tokens == 40
+
+
+def test_a_request_the_host_did_not_measure_keeps_its_senders_figures() -> None:
+    (joined,) = join_requests([client_request("b1s1n7")], [host_latency("cmpl-b1s1n71-0")])
+    assert (joined.source, joined.ttft_s) == ("client", 0.1)
+    assert joined.tpot_s == pytest.approx(0.1)
+
+
+def test_a_malformed_record_is_named_by_file_and_line(tmp_path: Path) -> None:
+    StandInRun(steps=12, quick=True).write(tmp_path)
+    path = tmp_path / "steps.jsonl"
+    lines = path.read_text().splitlines()
+    lines[3] = lines[3].replace('"density"', '"densitie"')
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(RoseError, match=r"steps.jsonl:4: .*density"):
+        read_records(tmp_path)
+
+
+def test_a_line_that_a_killed_process_did_not_finish_is_left_out(tmp_path: Path) -> None:
+    StandInRun(steps=12, quick=True).write(tmp_path)
+    path = tmp_path / "steps.jsonl"
+    path.write_text(path.read_text()[:-20])
+    assert len(read_lines(path, Step)) == 11
+
+
+def test_a_missing_file_says_which(tmp_path: Path) -> None:
+    StandInRun(steps=12, quick=True).write(tmp_path)
+    (tmp_path / "turns.jsonl").unlink()
+    with pytest.raises(RoseError, match="turns.jsonl"):
+        read_records(tmp_path)
+    with pytest.raises(RoseError, match="name the folder of a demo run"):
+        read_records(tmp_path / "elsewhere")

@@ -1,0 +1,125 @@
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from standin_run import StandInRun
+
+from rose.demo.report import write_report
+from rose.demo.verify import compare, verify
+from rose.errors import RoseError
+
+SHORT: dict[str, Any] = {"steps": 12, "quick": True}
+PROMISED = {
+    "": "elapsed_s peak_memory_bytes cpu_s verdicts settings",
+    "reward": "first_fifth last_fifth by_step",
+    "heldout": "warm_start final",
+    "trajectories": "started delivered lost duplicated spanning_versions revoked_mid_turn",
+    "tokens": "dedicated guest continued unstamped",
+    "logprob_gap": "guest dedicated continued",
+    "harvest": "gain gain_ci95 ceiling idle_fraction",
+    "host": "frozen leased",
+    "weights": "versions full_bytes wire_bytes density_by_step digest_failures probe_failures",
+}
+
+
+def test_the_report_has_every_promised_field(tmp_path: Path) -> None:
+    write_report(StandInRun(**SHORT).write(tmp_path))
+    report = json.loads((tmp_path / "report.json").read_text())
+    for section, names in PROMISED.items():
+        found = report[section] if section else report
+        assert set(names.split()) <= set(found)
+    latencies = {"ttft_p50_s", "ttft_p95_s", "tpot_p50_s", "tpot_p95_s", "requests"}
+    assert latencies <= set(report["host"]["leased"])
+    assert {"name", "value", "ci95", "limit", "verdict", "why"} <= set(report["verdicts"][0])
+
+
+def test_a_report_follows_from_its_records(tmp_path: Path) -> None:
+    write_report(StandInRun(**SHORT).write(tmp_path))
+    assert verify(tmp_path) == []
+
+
+def test_verify_names_each_field_that_was_changed(tmp_path: Path) -> None:
+    write_report(StandInRun(**SHORT).write(tmp_path))
+    path = tmp_path / "report.json"
+    report = json.loads(path.read_text())
+    report["harvest"]["gain"] *= 1.001
+    report["verdicts"][0]["verdict"] = "MAYBE"
+    del report["weights"]["versions"]
+    report["extra"] = 1
+    path.write_text(json.dumps(report))
+    fields = [difference.field for difference in verify(tmp_path)]
+    assert fields == ["extra", "harvest.gain", "verdicts[0].verdict", "weights.versions"]
+
+
+def test_verify_notices_records_changed_after_the_report(tmp_path: Path) -> None:
+    write_report(StandInRun(**SHORT).write(tmp_path))
+    path = tmp_path / "trajectories.jsonl"
+    path.write_text(path.read_text().replace('"reward": 0.0', '"reward": 1.0', 1))
+    fields = {difference.field for difference in verify(tmp_path)}
+    assert "reward.by_step[0]" in fields
+    assert "report.md" in fields
+
+
+def test_verify_without_a_report_says_so(tmp_path: Path) -> None:
+    StandInRun(**SHORT).write(tmp_path)
+    with pytest.raises(RoseError, match="no report to verify"):
+        verify(tmp_path)
+
+
+def test_an_infinite_latency_is_null_in_json_and_still_verifies(tmp_path: Path) -> None:
+    report = write_report(StandInRun(leased_failures=0.3).write(tmp_path))
+    assert report.host.leased.ttft_p95_s == float("inf")
+    assert b"Infinity" not in (tmp_path / "report.json").read_bytes()
+    assert verify(tmp_path) == []
+
+
+def test_comparison_tells_numbers_from_truth_values_and_lengths() -> None:
+    assert list(compare({"a": 1.0}, {"a": 1 + 1e-12})) == []
+    assert [d.field for d in compare({"a": True}, {"a": 1})] == ["a"]
+    assert [d.field for d in compare([1, 2], [1])] == [".length"]
+    assert [d.field for d in compare({"a": None}, {"a": 0})] == ["a"]
+
+
+def test_the_page_names_every_claim_and_shows_every_picture(tmp_path: Path) -> None:
+    report = write_report(StandInRun(**SHORT).write(tmp_path))
+    page = (tmp_path / "report.md").read_text()
+    assert all(claim.name in page for claim in report.verdicts)
+    for name in ("reward.png", "host.png", "tokens.png", "wire.png"):
+        assert f"]({name})" in page
+        header = (tmp_path / name).read_bytes()[:24]
+        width, height = struct.unpack(">II", header[16:24])
+        assert width > 800
+        assert height > 300
+    rows = [line for line in page.splitlines() if line.startswith("| ")]
+    assert {row.count("|") for row in rows} == {7}
+
+
+def test_the_page_of_a_control_says_what_must_fail(tmp_path: Path) -> None:
+    write_report(StandInRun(**SHORT, control="lr0").write(tmp_path))
+    page = (tmp_path / "report.md").read_text()
+    assert "control (`lr0`): “learns: sampled reward” must fail" in page
+
+
+def test_a_run_that_stopped_early_still_gets_a_report(tmp_path: Path) -> None:
+    StandInRun(**SHORT).write(tmp_path)
+    for name in ("turns", "trajectories", "steps", "activations", "guest", "host_latency"):
+        (tmp_path / f"{name}.jsonl").write_text("")
+    blocks = (tmp_path / "blocks.jsonl").read_text().splitlines()
+    (tmp_path / "blocks.jsonl").write_text(blocks[0] + "\n")
+    report = write_report(tmp_path)
+    verdicts = {claim.name: claim.verdict for claim in report.verdicts}
+    assert verdicts["learns: sampled reward"] == "INCONCLUSIVE"
+    assert verdicts["harvest: gain"] == "INCONCLUSIVE"
+    assert verdicts["host does not notice: TTFT p50"] == "INCONCLUSIVE"
+    assert verify(tmp_path) == []
+
+
+def test_joined_requests_are_written_beside_the_report(tmp_path: Path) -> None:
+    write_report(StandInRun(**SHORT).write(tmp_path))
+    lines = (tmp_path / "requests.jsonl").read_bytes().splitlines()
+    clients = (tmp_path / "client_requests.jsonl").read_bytes().splitlines()
+    assert len(lines) == len(clients)
+    assert msgspec.json.decode(lines[0])["source"] == "host_plugin"

@@ -1,0 +1,94 @@
+import io
+
+from rich.console import Console
+
+from rose.demo.view import (
+    HostView,
+    LiveView,
+    PlainView,
+    Progress,
+    ViewState,
+    open_view,
+    render,
+    sparkline,
+)
+
+TRAINING = ViewState(
+    stage="training",
+    elapsed_s=75,
+    step=3,
+    steps=34,
+    arm="leased",
+    rewards=(0.4, 0.5, 0.6),
+    tokens_per_s={"guest-0": 310.0, "dedicated-0": 640.0},
+    host=HostView(0.02, 0.25, 0.008, 0.01, 0.2, 0.05, 120, 0),
+    guest_mode="RUN",
+    guest_reason="host idle",
+    revocations=2,
+    version=3,
+    wire_bytes=2_700_000,
+    full_bytes=3_900_000,
+    memory_bytes=4 * 2**30,
+)
+
+
+def drawn(state: ViewState, width: int = 100) -> str:
+    console = Console(file=io.StringIO(), width=width, force_terminal=False)
+    console.print(render(state))
+    output = console.file
+    assert isinstance(output, io.StringIO)
+    return output.getvalue()
+
+
+def test_the_page_shows_what_the_run_is_doing() -> None:
+    page = drawn(TRAINING)
+    for text in (
+        "training",
+        "3/34 leased",
+        "0.60",
+        "dedicated-0 640   guest-0 310",
+        "p95  250.0 ms   target 200 ms",
+        "RUN  host idle",
+        "2 revocations",
+        "v3   2.7 MB sent of 3.9 MB",
+        "4.0 GiB",
+        "1:15",
+    ):
+        assert text in page
+
+
+def test_the_page_fits_a_narrow_terminal() -> None:
+    assert all(len(line) <= 80 for line in drawn(TRAINING, width=80).splitlines())
+
+
+def test_slow_parts_show_how_far_they_are() -> None:
+    page = drawn(ViewState("starting", progress=[Progress("host", 12, 40)]))
+    assert "host" in page
+    assert "12/40 s" in page
+
+
+def test_a_sparkline_keeps_the_latest_values_and_stays_in_range() -> None:
+    assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
+    assert sparkline([-1.0, 2.0]) == "▁█"
+    assert len(sparkline([0.5] * 100)) == 48
+
+
+def test_without_a_terminal_each_stage_and_step_is_one_line() -> None:
+    stream = io.StringIO()
+    with open_view(stream) as view:
+        assert isinstance(view, PlainView)
+        view.show(ViewState("starting"))
+        for _ in range(3):
+            view.show(TRAINING)
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 2
+    assert "step 3/34 leased reward=0.60" in lines[1]
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_on_a_terminal_the_page_is_redrawn_and_left_standing() -> None:
+    stream = io.StringIO()
+    with LiveView(Console(file=stream, force_terminal=True, width=100)) as view:
+        view.show(ViewState("starting"))
+        view.show(TRAINING)
+    assert "3/34" in stream.getvalue()
