@@ -2,34 +2,17 @@
 
 import logging
 import os
-import re
 import time
 
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from executor.control_page import ControlPage
 from executor.sections import LatencyRecord
+from executor.vllm.request_id import client_request_id
 from executor.vllm.settings import HOST, EngineSettings
 from executor.vllm.surfaces import FinishedSurface, IterationSurface
 
 logger = logging.getLogger("vllm.rose.latency")
-
-# cmpl-<X-Request-Id>-<prompt index>, chatcmpl-<X-Request-Id>; some versions add 8 random digits.
-_COMPLETION = re.compile(r"cmpl-(?P<id>.+)-(?P<index>\d{1,4})(?:-[0-9a-f]{8})?")
-_CHAT = re.compile(r"chatcmpl-(?P<id>.+)")
-
-
-def client_request_id(engine_request_id: str) -> str:
-    """The X-Request-Id that a client sent, from the id that vLLM made of it.
-
-    Further prompts of one completion request keep their index (`id-1`, `id-2`, …).
-    """
-    if match := _COMPLETION.fullmatch(engine_request_id):
-        index = int(match["index"])
-        return match["id"] if index == 0 else f"{match['id']}-{index}"
-    if match := _CHAT.fullmatch(engine_request_id):
-        return match["id"]
-    return engine_request_id
 
 
 def latency_record(finished: FinishedSurface, finished_ns: int) -> LatencyRecord:

@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import logging
 import os
 import signal
 import socket
@@ -15,10 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from executor import ControlPage, Grant, GrantMode, GuestState, LatencyRecord
+from executor import ControlPage, GateLimits, Grant, GrantMode, GuestState, LatencyRecord
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
 
+log = logging.getLogger(__name__)
 START_S = 240.0
 ORPHAN_S = 2.0
 GRANT = Grant(GrantMode.RUN, token_budget=512, max_sequences=16, epoch=1, reason="leased")
@@ -32,16 +34,18 @@ class Granter(threading.Thread):
         self._page = page
         self.mode: GrantMode | None = GrantMode.FREEZE
         self.ttl_s = 0.5
-        self._stop = threading.Event()
+        self.slack_share = 0.0
+        self._ended = threading.Event()
 
     def run(self) -> None:
-        while not self._stop.is_set():
+        while not self._ended.is_set():
             if self.mode is not None:
                 now_ns = time.monotonic_ns()
                 self._page.grant.write(
                     replace(
                         GRANT,
                         mode=self.mode,
+                        slack_share=self.slack_share,
                         heartbeat_ns=now_ns,
                         expiry_ns=now_ns + int(self.ttl_s * 1e9),
                     )
@@ -49,7 +53,7 @@ class Granter(threading.Thread):
             time.sleep(0.02)
 
     def stop(self) -> None:
-        self._stop.set()
+        self._ended.set()
         self.join()
 
 
@@ -196,9 +200,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         guest.wait_ready(deadline_s)
         yield Pair(page, granter, host, guest)
     finally:
-        granter.stop()
         host.stop()
         guest.stop()
+        granter.stop()
         page.close()
 
 
@@ -284,13 +288,44 @@ def test_guest_aborts_go_through_while_frozen(pair: Pair) -> None:
     pair.granter.mode = GrantMode.RUN
 
 
+def guest_tokens_while_host_is_busy(pair: Pair, slack_share: float) -> int:
+    pair.granter.mode, pair.granter.slack_share = GrantMode.RUN, slack_share
+    time.sleep(0.1)
+    begun = last = pair.guest_state().tokens_total
+    serving = threading.Thread(target=pair.host.complete, args=("serving", 450))
+    serving.start()
+    eventually(lambda: (host := pair.page.host.peek()) and not host.idle, 5.0, "the host serves")
+    rolling = threading.Thread(target=pair.guest.complete, args=("rolling", 100))
+    rolling.start()
+    while serving.is_alive():
+        tokens = pair.guest_state().tokens_total
+        host = pair.page.host.peek()
+        if host is not None and not host.idle:
+            last = tokens
+        time.sleep(0.001)
+    serving.join()
+    rolling.join(20)
+    assert not rolling.is_alive()
+    pair.granter.slack_share = 0.0
+    return last - begun
+
+
+def test_a_busy_host_lends_its_slack_only_when_told_to(pair: Pair) -> None:
+    assert guest_tokens_while_host_is_busy(pair, slack_share=0.0) == 0
+    lent = guest_tokens_while_host_is_busy(pair, slack_share=1.0)
+    log.info("%d of 100 guest tokens came while the host was busy", lent)
+    assert lent > 20
+
+
+@pytest.mark.parametrize(("ttl_s", "reason"), [(0.2, "grant_expired"), (0.5, "heartbeat_stale")])
 def test_silence_freezes_within_one_step_and_a_grant_revives(
-    pair: Pair, record_property: Callable[[str, object], None]
+    pair: Pair, ttl_s: float, reason: str
 ) -> None:
     waits_ms, longest_step_ms = [], 0.0
-    for trial in range(5):
+    pair.granter.ttl_s = ttl_s
+    for trial in range(4):
         pair.granter.mode = GrantMode.RUN
-        pair.granter.ttl_s = 0.2
+        time.sleep(0.1)
         yielded_before_ns = pair.guest_state().yielded_ns
         asking = threading.Thread(
             target=pair.guest.complete, args=(f"silent-{trial}", 450), kwargs={"shift": trial}
@@ -298,38 +333,34 @@ def test_silence_freezes_within_one_step_and_a_grant_revives(
         asking.start()
         eventually(lambda: pair.guest_state().running == 1, 5.0, "the guest runs")
         pair.granter.mode = None
-        time.sleep(0.03)
+        time.sleep(0.05)
         grant = pair.page.grant.read()
         assert grant is not None
-        # Expiry (0.2 s) comes before the heartbeat limit (0.25 s).
+        due_ns = min(grant.expiry_ns, grant.heartbeat_ns + GateLimits().grant_stale_ns)
         eventually(lambda: pair.guest_state().gate_reason != "ok", 2.0, "the guest yields")
         time.sleep(0.1)
         state = pair.guest_state()
-        assert state.gate_reason in ("grant_expired", "heartbeat_stale")
         tokens = state.tokens_total
         time.sleep(0.2)
         state = pair.guest_state()
-        assert state.tokens_total == tokens, "an expired grant lets no token through"
+        assert state.tokens_total == tokens, "silence lets no token through"
         first_yield_ns = state.heartbeat_ns - (state.yielded_ns - yielded_before_ns)
-        waits_ms.append(round((first_yield_ns - grant.expiry_ns) / 1e6, 1))
+        waits_ms.append(round((first_yield_ns - due_ns) / 1e6, 1))
         longest_step_ms = max(longest_step_ms, state.last_step_ns / 1e6)
         pair.granter.mode = GrantMode.RUN
         asking.join(30)
         assert not asking.is_alive()
-    pair.granter.ttl_s = 0.5
-    record_property("first_yield_after_expiry_ms", waits_ms)
-    record_property("longest_step_ms", longest_step_ms)
-    assert max(waits_ms) < 250
+    log.info("%s: step %.1f ms, first yield late by %s ms", reason, longest_step_ms, waits_ms)
+    assert min(waits_ms) >= 0
+    # One step, and what a shared core may keep a process waiting.
+    assert max(waits_ms) < longest_step_ms + 50
 
 
-def test_an_orphaned_guest_ends_itself_and_the_host_serves_on(
-    pair: Pair, record_property: Callable[[str, object], None]
-) -> None:
+def test_an_orphaned_guest_ends_itself_and_the_host_serves_on(pair: Pair) -> None:
     pair.granter.mode = None
     began_s = time.monotonic()
     pair.guest.process.wait(ORPHAN_S + 20)
     took_s = time.monotonic() - began_s
-    record_property("orphaned_guest_gone_s", took_s)
-    record_property("exit_code", pair.guest.process.returncode)
+    log.info("orphaned guest gone in %.1f s, exit %s", took_s, pair.guest.process.returncode)
     assert "guest ends itself: orphaned" in pair.guest.log.read_text()
     assert pair.host.complete("still-there", 5)["choices"]

@@ -1,0 +1,34 @@
+"""The public face, and what an engine process must never load because of it."""
+
+import subprocess
+import sys
+
+import executor
+import slo
+
+LIGHT = """
+import sys
+import executor.vllm.observer, executor.vllm.station, executor.vllm.watchdog, executor.orphan
+heavy = {"grpc", "fastapi", "aiohttp", "pydantic", "etcd3", "kubernetes", "torch", "vllm"}
+print(sorted(heavy & {name.partition(".")[0] for name in sys.modules}))
+"""
+
+
+def test_public_names() -> None:
+    assert set(executor.__all__) == {
+        "Background", "ControlPage", "Drained", "ExecutorError", "GateLimits", "Grant", "GrantMode",
+        "GuardConfig", "GuardCore", "GuestState", "HostState", "LatencyRecord", "LatencyRing",
+        "PageError", "PageUnreadable", "Run", "Yield", "decide", "make_background", "pin",
+    }  # fmt: skip
+    assert set(slo.__all__) == {
+        "NO_DEADLINE", "PRESETS", "Attainment", "RequestLatency", "Slack", "SloSpec", "StepModel",
+        "UnknownPresetError", "attainment", "decode_deadline_ns", "dual_slack", "goodput_rps",
+        "percentile", "prefill_deadline_ns", "preset", "slack_until",
+    }  # fmt: skip
+
+
+def test_nothing_but_the_standard_library_enters_an_engine() -> None:
+    loaded = subprocess.run(
+        [sys.executable, "-c", LIGHT], check=True, capture_output=True, text=True
+    )
+    assert loaded.stdout.strip() == "[]"
