@@ -18,14 +18,15 @@ from rose.errors import RoseError
 class LoadShape:
     """A two-state Markov-modulated Poisson load: calm, and bursts `burst_ratio` times as dense.
 
-    Bursts last `burst_s` on average and take `burst_share` of the time.
+    Bursts last `burst_s` on average and take `burst_share` of the time. A block that outlasts its
+    segment hears it again, so `segment_s` is about as long as a block.
     """
 
     mean_rate_per_s: float = 4.0
     burst_ratio: float = 6.0
     burst_share: float = 0.2
     burst_s: float = 1.5
-    segment_s: float = 60.0
+    segment_s: float = 15.0
     min_prompt_tokens: int = 8
     max_prompt_tokens: int = 96
     min_output_tokens: int = 8

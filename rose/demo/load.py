@@ -51,7 +51,7 @@ class LoadConfig(BaseModel):
     seed: int = 0
     trace: Path | None = None
     mean_rate_per_s: float = Field(default=4.0, gt=0)
-    segment_s: float = Field(default=60.0, gt=0)
+    segment_s: float = Field(default=15.0, gt=0)
     max_prompt_tokens: int = Field(default=96, ge=8)
     max_output_tokens: int = Field(default=32, ge=8)
     token_ids: tuple[int, int] = (3, 250)

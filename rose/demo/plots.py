@@ -101,7 +101,7 @@ def _draw_latency(axes: Axes, records: Records, metric: str) -> None:
         values_ms = [getattr(r, metric) * 1e3 for r in served]
         axes.scatter(times, values_ms, s=7, color=color, alpha=0.8, linewidths=0)
     axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5, 7)))
     axes.yaxis.set_major_formatter(FormatStrFormatter("%g"))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_ylabel(f"{metric[:4].upper()} (ms)")

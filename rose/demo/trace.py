@@ -3,7 +3,7 @@
 import csv
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 
 from rose.errors import RoseError
@@ -22,9 +22,9 @@ class TracedRequest:
 
 
 def _timestamp_s(text: str) -> float:
-    """Seconds of `2023-11-16 18:17:03.9799600`; seven decimals are one too many for datetime."""
-    head, _, fraction = text.partition(".")
-    return datetime.fromisoformat(head).timestamp() + float(f"0.{fraction or 0}")
+    """Seconds of `2023-11-16 18:17:03.9799600`; without a zone it is UTC, which never jumps."""
+    moment = datetime.fromisoformat(text)
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
 def _tokens(text: str, column: str) -> int:

@@ -214,7 +214,7 @@ class _Writer:
 
     def _requests(self, block: Block, start_s: float) -> None:
         segment = block.segment or 0
-        shape = LoadShape(mean_rate_per_s=self.run.rate_per_s)
+        shape = LoadShape(mean_rate_per_s=self.run.rate_per_s, segment_s=60)
         for index, arrival in enumerate(generate_segment(shape, self.run.seed, segment)):
             if start_s + arrival.offset_s >= self.now_s:
                 return

@@ -107,6 +107,12 @@ def test_a_malformed_trace_is_refused_in_one_line_naming_file_and_line(
     assert "\n" not in str(caught.value)
 
 
+def test_timestamps_may_carry_a_zone(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text(HEADER + "2024-05-10 00:00:00.5+00:00,1,1\n2024-05-10 00:00:02+00:00,1,1\n")
+    assert read_trace(path)[1].offset_s == 1.5
+
+
 def test_a_trace_that_is_missing_or_has_one_request_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RoseError, match="cannot be read"):
         read_trace(tmp_path / "none.csv")
