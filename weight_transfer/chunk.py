@@ -1,0 +1,146 @@
+"""Chunk: an encoded, immutable, self-describing row range of one tensor, named by its BLAKE3.
+
+header (64 bytes, little-endian)
+  magic "ROSC" | format u8 | encoding u8 | element width u8 | reserved u8 (0)
+  first row u64 | end row u64 | row elements u64 | changed u64
+  base digest u64 (of the whole old tensor) | payload bytes u64 | reserved u64 (0)
+payload, see `codec`
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import blake3
+import numpy as np
+from numpy.typing import NDArray
+
+from weight_transfer.codec import Encoding, decode_payload, encode_payload
+from weight_transfer.errors import ChunkDigestError, ChunkFormatError, WrongBaseError
+from weight_transfer.tensors import Bits, TensorBits
+
+MAGIC = b"ROSC"
+FORMAT = 1
+HEADER = struct.Struct("<4sBBBBQQQQQQQ")
+DEFAULT_CHUNK_BYTES = 64 << 20
+"""Dense bytes of one chunk; larger tensors are cut at row boundaries."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkHeader:
+    """What a chunk says of itself; rows are [first_row, end_row) of its tensor."""
+
+    encoding: Encoding
+    width: int
+    first_row: int
+    end_row: int
+    row_elements: int
+    changed: int
+    base_digest: int
+    payload_bytes: int
+
+    @property
+    def elements(self) -> slice:
+        """Flat range of the tensor that the chunk covers."""
+        return slice(self.first_row * self.row_elements, self.end_row * self.row_elements)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Staged overwrite: `values[k]` belongs at flat index `indices[k]` of the tensor."""
+
+    indices: NDArray[np.int64]
+    values: Bits
+
+
+def chunk_id(encoded: bytes) -> str:
+    """Return a chunk's name: BLAKE3 of its encoded bytes, 64 hex digits."""
+    return blake3.blake3(encoded).hexdigest()
+
+
+def check_id(name: str, encoded: bytes) -> None:
+    """Raise ChunkDigestError unless `encoded` is what `name` promises."""
+    if chunk_id(encoded) != name:
+        raise ChunkDigestError(f"chunk {name} is damaged ({len(encoded)} bytes); fetch it again")
+
+
+def row_ranges(tensor: TensorBits, chunk_bytes: int) -> Iterator[tuple[int, int]]:
+    """Yield [first, end) row ranges of at most `chunk_bytes` dense bytes, at least one row."""
+    row_bytes = max(1, tensor.row_elements * tensor.bits.itemsize)
+    step = max(1, chunk_bytes // row_bytes)
+    for first in range(0, tensor.rows, step):
+        yield first, min(tensor.rows, first + step)
+
+
+def encode_chunk(
+    old: TensorBits, new: TensorBits, rows: tuple[int, int], base_digest: int
+) -> tuple[ChunkHeader, bytes]:
+    """Encode rows [a, b) of the step from `old` to `new`; `base_digest` is that of all of `old`."""
+    part = slice(rows[0] * old.row_elements, rows[1] * old.row_elements)
+    encoding, changed, payload = encode_payload(old.bits[part], new.bits[part])
+    header = ChunkHeader(
+        encoding=encoding,
+        width=old.bits.itemsize,
+        first_row=rows[0],
+        end_row=rows[1],
+        row_elements=old.row_elements,
+        changed=changed,
+        base_digest=base_digest,
+        payload_bytes=len(payload),
+    )
+    return header, _pack(header) + payload
+
+
+def parse_header(encoded: bytes) -> ChunkHeader:
+    """Read and check the header of an untrusted chunk; raises ChunkFormatError."""
+    if len(encoded) < HEADER.size:
+        raise ChunkFormatError(f"{len(encoded)} bytes are shorter than a chunk's header")
+    magic, form, encoding, width, pad, *numbers, tail = HEADER.unpack_from(encoded)
+    if magic != MAGIC or form != FORMAT or pad or tail:
+        raise ChunkFormatError(f"not a chunk of format {FORMAT}; publisher and receiver differ?")
+    if encoding not in tuple(Encoding) or width not in (2, 4, 8):
+        raise ChunkFormatError(f"unknown encoding {encoding} or element width {width}")
+    header = ChunkHeader(Encoding(encoding), width, *numbers)
+    if len(encoded) != HEADER.size + header.payload_bytes:
+        raise ChunkFormatError(f"chunk has {len(encoded)} bytes, its header promises others")
+    if header.first_row >= header.end_row:
+        raise ChunkFormatError(f"chunk covers no rows: {header.first_row}..{header.end_row}")
+    return header
+
+
+def decode_chunk(encoded: bytes, old: TensorBits, base_digest: int) -> Change:
+    """Decode an untrusted chunk against the tensor it was made for.
+
+    `base_digest` is the digest of `old`. Raises ChunkFormatError for malformed bytes and
+    WrongBaseError when the chunk was made for other weights.
+    """
+    header = parse_header(encoded)
+    if header.width != old.bits.itemsize or header.row_elements != old.row_elements:
+        raise ChunkFormatError(f"chunk is not of a tensor like {old.name} {old.shape}")
+    if header.end_row > old.rows:
+        raise ChunkFormatError(f"chunk ends at row {header.end_row}, {old.name} at {old.rows}")
+    if header.base_digest != base_digest:
+        raise WrongBaseError(f"chunk of {old.name} was made for other weights; rebase first")
+    payload = memoryview(encoded)[HEADER.size :]
+    base = old.bits[header.elements]
+    indices, values = decode_payload(header.encoding, header.changed, payload, base)
+    return Change(indices + header.elements.start, values)
+
+
+def _pack(header: ChunkHeader) -> bytes:
+    return HEADER.pack(
+        MAGIC,
+        FORMAT,
+        header.encoding,
+        header.width,
+        0,
+        header.first_row,
+        header.end_row,
+        header.row_elements,
+        header.changed,
+        header.base_digest,
+        header.payload_bytes,
+        0,
+    )

@@ -1,0 +1,73 @@
+"""Errors of weight transfer.
+
+WeightError
+├── TensorFormatError   a tensor or a safetensors file cannot be read as bits
+├── ChunkError          a chunk cannot be used
+│   ├── ChunkFormatError    its bytes do not follow the wire format
+│   ├── ChunkDigestError    its bytes are not those its name promises
+│   └── ChunkMissingError   a manifest names it and nobody handed it in
+├── ManifestError       a manifest is malformed or does not fit the model
+│   ├── SignatureError      it was not signed by the expected key
+│   └── ManifestExpired     its time is over
+├── WrongBaseError      an update was made for other weights than the active ones
+├── DigestMismatchError the weights after an update are not those the publisher computed
+├── LoaderMapError      a checkpoint tensor cannot be found, byte for byte, in the engine
+├── ProbeError          the probe cannot run in this engine
+└── StoreError          the store refuses: a chunk is not durable or a version exists already
+"""
+
+
+class WeightError(Exception):
+    """Root of everything this package raises on purpose."""
+
+
+class TensorFormatError(WeightError):
+    """A tensor or a safetensors file cannot be read as bits."""
+
+
+class ChunkError(WeightError):
+    """A chunk cannot be used; the active version stays whole."""
+
+
+class ChunkFormatError(ChunkError):
+    """The bytes of a chunk do not follow the wire format."""
+
+
+class ChunkDigestError(ChunkError):
+    """The bytes of a chunk are not those its name promises."""
+
+
+class ChunkMissingError(ChunkError):
+    """A chunk named by a manifest is absent."""
+
+
+class ManifestError(WeightError):
+    """A manifest is malformed or does not fit the model."""
+
+
+class SignatureError(ManifestError):
+    """A manifest was not signed by the expected key."""
+
+
+class ManifestExpired(ManifestError):  # noqa: N818 -- reads as the state of the manifest
+    """A manifest's time is over."""
+
+
+class WrongBaseError(WeightError):
+    """An update was made for other weights than the active ones."""
+
+
+class DigestMismatchError(WeightError):
+    """Weights after an update are not those the publisher computed."""
+
+
+class LoaderMapError(WeightError):
+    """A checkpoint tensor cannot be found, byte for byte, in the engine."""
+
+
+class ProbeError(WeightError):
+    """The probe cannot run in this engine."""
+
+
+class StoreError(WeightError):
+    """The store refuses: a chunk is not durable, or a version exists already."""

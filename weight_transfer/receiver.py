@@ -1,0 +1,165 @@
+"""Receiver: the sans-IO core of a replica's side.
+
+stage   manifest + chunks → StagedUpdate, nothing written: signature, expiry, base, every chunk,
+        and every tensor's digest after the change are checked first
+commit  overwrite with absolute values, then move the version: rerunning it is harmless
+rollback  the same with the old values
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weight_transfer.chunk import check_id, decode_chunk, parse_header
+from weight_transfer.digest import digest_of, updated
+from weight_transfer.errors import (
+    ChunkFormatError,
+    ChunkMissingError,
+    DigestMismatchError,
+    ManifestError,
+    ManifestExpired,
+    WrongBaseError,
+)
+from weight_transfer.manifest import CODEC, ChunkRef, Manifest, TensorUpdate, hex_digest
+from weight_transfer.signing import VerifyKey
+from weight_transfer.tensors import Bits, TensorBits, copy_tensors
+
+
+@dataclass(frozen=True, slots=True)
+class StagedTensor:
+    """Changes of one tensor: at flat `indices` (ascending), from `old_values` to `values`."""
+
+    name: str
+    indices: NDArray[np.int64]
+    values: Bits
+    old_values: Bits
+    digest_before: int
+    digest_after: int
+
+
+@dataclass(frozen=True, slots=True)
+class StagedUpdate:
+    """A verified update in memory; only tensors that change are listed."""
+
+    version: int
+    parent: int
+    tensors: tuple[StagedTensor, ...]
+    wire_bytes: int
+
+    @property
+    def changed(self) -> int:
+        """Elements that change."""
+        return sum(tensor.indices.size for tensor in self.tensors)
+
+
+class Receiver:
+    """Checkpoint-coordinate copy of the active version of one job."""
+
+    def __init__(self, tensors: Mapping[str, TensorBits], version: int = 0) -> None:
+        self._tensors = copy_tensors(tensors)
+        self._digests = {name: digest_of(t.bits) for name, t in self._tensors.items()}
+        self._version = version
+
+    @property
+    def version(self) -> int:
+        """The active version."""
+        return self._version
+
+    @property
+    def tensors(self) -> Mapping[str, TensorBits]:
+        """The active weights, to be read only."""
+        return self._tensors
+
+    @property
+    def digests(self) -> Mapping[str, int]:
+        """Digest of each active tensor."""
+        return self._digests
+
+    def stage(
+        self,
+        manifest: Manifest,
+        chunks: Mapping[str, bytes],
+        verify_key: VerifyKey | None,
+        now_s: float,
+    ) -> StagedUpdate:
+        """Check and decode an update without touching the active version.
+
+        `chunks` maps ids to encoded bytes; `now_s` is wall-clock. Without `verify_key` the
+        signature is not asked for. Raises the WeightError that names what is wrong.
+        """
+        if verify_key is not None:
+            manifest.verify(verify_key)
+        if now_s >= manifest.expires_s:
+            raise ManifestExpired(f"version {manifest.version} expired; fetch the newest manifest")
+        if manifest.codec != CODEC:
+            raise ManifestError(f"codec {manifest.codec} is unknown here; {CODEC} is known")
+        if manifest.parent != self._version or manifest.version <= manifest.parent:
+            raise WrongBaseError(
+                f"version {manifest.version} builds on {manifest.parent}, active is "
+                f"{self._version}; apply the versions between, or rebase"
+            )
+        listed = {tensor.name for tensor in manifest.tensors}
+        if listed != self._tensors.keys():
+            odd = sorted(listed ^ self._tensors.keys())
+            raise ManifestError(f"manifest and model differ in {len(odd)} tensors: {odd[:4]}")
+        staged = [self._stage_tensor(tensor, chunks) for tensor in manifest.tensors]
+        return StagedUpdate(
+            version=manifest.version,
+            parent=manifest.parent,
+            tensors=tuple(tensor for tensor in staged if tensor.indices.size),
+            wire_bytes=manifest.wire_bytes,
+        )
+
+    def commit(self, staged: StagedUpdate) -> None:
+        """Make `staged` the active version; committing the active version again is a no-op."""
+        if staged.version == self._version:
+            return
+        if staged.parent != self._version:
+            raise WrongBaseError(
+                f"staged on version {staged.parent}, active is {self._version}; stage it again"
+            )
+        for tensor in staged.tensors:
+            self._tensors[tensor.name].bits[tensor.indices] = tensor.values
+            self._digests[tensor.name] = tensor.digest_after
+        self._version = staged.version
+
+    def rollback(self, staged: StagedUpdate) -> None:
+        """Take back a committed or half-committed `staged`; its parent is active again."""
+        if self._version not in (staged.version, staged.parent):
+            raise WrongBaseError(f"cannot take version {staged.version} back from {self._version}")
+        for tensor in staged.tensors:
+            self._tensors[tensor.name].bits[tensor.indices] = tensor.old_values
+            self._digests[tensor.name] = tensor.digest_before
+        self._version = staged.parent
+
+    def _stage_tensor(self, update: TensorUpdate, chunks: Mapping[str, bytes]) -> StagedTensor:
+        old = self._tensors[update.name]
+        digest = self._digests[update.name]
+        if (update.dtype, update.shape) != (old.dtype, old.shape):
+            raise ManifestError(f"{old.name}: manifest says {update.dtype} {update.shape}")
+        if update.digest_before != hex_digest(digest):
+            raise WrongBaseError(f"{old.name}: version was made for other weights; rebase first")
+        changes = [decode_chunk(_fetch(ref, chunks), old, digest) for ref in update.chunks]
+        indices = np.concatenate([np.zeros(0, np.int64), *(c.indices for c in changes)])
+        values = np.concatenate([old.bits[:0], *(c.values for c in changes)])
+        old_values = old.bits[indices]
+        after = updated(digest, indices, old_values, values)
+        if update.digest_after != hex_digest(after):
+            raise DigestMismatchError(f"{old.name}: decoded weights are not the published ones")
+        return StagedTensor(old.name, indices, values, old_values, digest, after)
+
+
+def _fetch(ref: ChunkRef, chunks: Mapping[str, bytes]) -> bytes:
+    encoded = chunks.get(ref.id)
+    if encoded is None:
+        raise ChunkMissingError(f"chunk {ref.id} was not handed in; fetch it first")
+    check_id(ref.id, encoded)
+    header = parse_header(encoded)
+    found = (header.first_row, header.end_row), header.encoding.name.lower(), header.changed
+    if found != (ref.rows, ref.codec, ref.changed):
+        raise ChunkFormatError(f"chunk {ref.id} holds {found}, its manifest says otherwise")
+    return encoded
