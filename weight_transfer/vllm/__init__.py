@@ -1,0 +1,1 @@
+"""Weights inside vLLM: unpacked Linear layers, loader map, scatter, probe, worker extension."""

@@ -1,0 +1,252 @@
+"""Real vLLM: versions applied while serving compute exactly what a dense load computes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weight_transfer.errors import WrongBaseError
+from weight_transfer.publisher import Publisher
+from weight_transfer.signing import SigningKey
+from weight_transfer.store import ChunkStore
+from weight_transfer.tensors import TensorBits, read_model_dir, tensor_bits, tensor_of
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
+
+ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "ROSE_ROLE": "guest",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_PLUGINS": "rose_unpacked",
+}
+VOCABULARY = 96
+
+
+def save_tiny_model(model_dir: Path, seed: int) -> dict[str, TensorBits]:
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+        # Transformers initialises so small that greedy decoding would hardly see the layers.
+        initializer_range=0.15,
+    )
+    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(model_dir)
+    return read_model_dir(model_dir)
+
+
+def sgd_like(tensors: dict[str, TensorBits], seed: int, size: float) -> dict[str, TensorBits]:
+    import torch
+
+    torch.manual_seed(seed)
+    moved = {}
+    for name, tensor in tensors.items():
+        weight = tensor_of(tensor).float()
+        moved[name] = tensor_bits(name, (weight + size * torch.randn_like(weight)).bfloat16())
+    return moved
+
+
+@dataclass
+class Served:
+    llm: Any
+    publisher: Publisher
+    store: ChunkStore
+    model_dir: Path
+    base: dict[str, TensorBits]
+    active: dict[str, TensorBits]
+    version: int = 0
+    requests: int = field(default=0)
+
+    def rpc(self, method: str, *args: object) -> Any:
+        return self.llm.collective_rpc(method, args=args)[0]
+
+    def run(self, hook: Any) -> Any:
+        return self.llm.collective_rpc(hook)[0]
+
+    def publish(self, new: dict[str, TensorBits]) -> Any:
+        return self.publisher.publish(self.version + 1, self.version, self.active, new)
+
+    def stage(self, version: int) -> Any:
+        manifest = str(self.store.manifest_path(version))
+        return self.rpc("rose_weights_stage", manifest, str(self.store.chunks_dir))
+
+    def apply(self, new: dict[str, TensorBits]) -> dict[str, Any]:
+        manifest = self.publish(new)
+        self.stage(manifest.version)
+        report: dict[str, Any] = self.rpc("rose_weights_commit")
+        self.version, self.active = manifest.version, new
+        self.llm.reset_prefix_cache()
+        return report
+
+    def start(self, tokens: int) -> str:
+        from vllm import SamplingParams
+
+        self.requests += 1
+        name = f"request-{self.requests}"
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False
+        )
+        prompt = {"prompt_token_ids": [(5 * k) % VOCABULARY for k in range(40)]}
+        self.llm.llm_engine.add_request(name, prompt, sampling)
+        return name
+
+    def finish(self) -> list[int]:
+        for _ in range(1000):
+            for output in self.llm.llm_engine.step():
+                if output.finished:
+                    return list(output.outputs[0].token_ids)
+        raise AssertionError("the request never finished")
+
+    def greedy(self) -> list[int]:
+        self.start(32)
+        return self.finish()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    root = tmp_path_factory.mktemp("weights")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        patch.delenv("ROSE_FAULT", raising=False)
+        base = save_tiny_model(root / "model", seed=0)
+        from vllm import LLM
+
+        llm = LLM(
+            model=str(root / "model"),
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            dtype="bfloat16",
+            kv_cache_memory_bytes=67108864,
+            max_model_len=512,
+            distributed_executor_backend="vllm.v1.executor.uniproc_executor.UniProcExecutor",
+            worker_extension_cls="weight_transfer.vllm.worker.WeightWorker",
+        )
+        store, key = ChunkStore(root / "store"), SigningKey.generate()
+        publisher = Publisher(store, job="test", trainer="test", key=key)
+        served = Served(llm, publisher, store, root / "model", base, base)
+        served.rpc("rose_weights_init", str(root / "model"), key.verify_key.hex)
+        yield served
+        llm.llm_engine.engine_core.shutdown()
+
+
+def flip(parameter: str, index: int, mask: int) -> Any:
+    """Return a worker function that flips bits of one live weight."""
+
+    def hook(worker: Any) -> None:
+        import torch
+
+        with torch.inference_mode():
+            weight = dict(worker.model_runner.model.named_parameters())[parameter]
+            weight.view(-1).view(torch.int16)[index] ^= mask
+
+    return hook
+
+
+def prove(worker: Any) -> tuple[bool, bool, float]:
+    digest_ok, probe = worker._rose_weights.prove()
+    return digest_ok, probe.ok, probe.max_abs_diff
+
+
+def proofs_hold(report: dict[str, Any]) -> bool:
+    return bool(report["digest_ok"] and report["probe_ok"] and not report["probe_max_abs_diff"])
+
+
+def test_versions_activate_with_proofs_while_a_request_runs(served: Served) -> None:
+    before = served.greedy()
+    served.start(64)
+    for _ in range(5):
+        served.llm.llm_engine.step()
+    sparse = sgd_like(served.active, seed=1, size=1e-5)
+    manifest = served.publish(sparse)
+    staged = served.stage(manifest.version)
+    served.llm.llm_engine.step()
+    report = served.rpc("rose_weights_commit")
+    served.version, served.active = manifest.version, sparse
+    assert len(served.finish()) == 64
+    served.llm.reset_prefix_cache()
+    assert proofs_hold(report), report
+    assert report["version"] == 1 == served.rpc("rose_weights_version")
+    assert 0 < report["changed_elements"] == staged["changed_elements"] == manifest.changed
+    assert report["wire_bytes"] == manifest.wire_bytes
+
+    assert proofs_hold(served.apply(sgd_like(served.active, seed=2, size=1e-4)))
+    other = save_tiny_model(served.model_dir.parent / "other", seed=7)
+    dense = served.apply(other)
+    assert proofs_hold(dense)
+    assert served.greedy() != before
+
+    assert proofs_hold(served.apply(served.base))
+    assert served.greedy() == before, "the first weights came back, so must their tokens"
+
+
+def test_one_corrupted_live_weight_is_caught(served: Served) -> None:
+    names = ("model.layers.1.mlp.gate_up_proj.weight", "model.layers.0.self_attn.qkv_proj.weight")
+    for parameter in names:
+        served.run(flip(parameter, index=1234, mask=0x4000))
+        digest_ok, probe_ok, difference = served.run(prove)
+        served.run(flip(parameter, index=1234, mask=0x4000))
+        assert not digest_ok
+        assert not probe_ok
+        assert difference > 0
+    assert served.run(prove) == (True, True, 0.0)
+
+
+def test_a_stale_packed_copy_is_caught_by_the_probe_alone(served: Served) -> None:
+    def pack(worker: Any) -> None:
+        layer = worker.model_runner.model.lm_head
+        copy = layer.weight.detach().clone()
+        layer.cpu_linear = lambda x, _weight, bias: served_linear(x, copy, bias)
+
+    def unpack(worker: Any) -> None:
+        worker.model_runner.model.lm_head.cpu_linear = served_linear
+
+    from torch.nn.functional import linear as served_linear
+
+    served.run(pack)
+    report = served.apply(sgd_like(served.active, seed=3, size=1e-3))
+    served.run(unpack)
+    assert report["digest_ok"], "parameters are right: only the computation shows it"
+    assert not report["probe_ok"]
+    served.version, served.active = report["version"], served.base
+    assert served.rpc("rose_weights_version") == report["version"] == 4, "went back"
+    assert served.run(prove) == (True, True, 0.0)
+
+
+def test_an_update_for_other_weights_is_refused(served: Served) -> None:
+    served.publisher.publish(90, 89, served.active, sgd_like(served.active, seed=4, size=1e-4))
+    with pytest.raises(WrongBaseError):
+        served.stage(90)
+    assert served.run(prove) == (True, True, 0.0)
+
+
+def test_faults_claim_what_is_not_there(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    served.publisher.publish(91, 4, served.active, sgd_like(served.active, seed=5, size=1e-3))
+    monkeypatch.setenv("ROSE_FAULT", "wrong_chunk")
+    served.stage(91)
+    assert proofs_hold(served.rpc("rose_weights_commit"))
+    monkeypatch.delenv("ROSE_FAULT")
+    digest_ok, probe_ok, _ = served.run(prove)
+    assert not digest_ok
+    assert not probe_ok
+    assert os.environ.get("ROSE_FAULT") is None
