@@ -5,7 +5,7 @@ of noise (host latency), and too little data is never a verdict.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from rose.demo.harvest import Harvest, harvest
@@ -140,7 +140,7 @@ def _enough_pairs(claim: Claim, found: Harvest) -> Claim:
     if found.pairs >= ENOUGH_PAIRS or claim.verdict == "INCONCLUSIVE":
         return claim
     why = f"{found.pairs} pairs of blocks; {ENOUGH_PAIRS} are enough"
-    return Claim(claim.name, claim.value, claim.ci95, claim.bound, claim.limit, "INCONCLUSIVE", why)
+    return replace(claim, verdict="INCONCLUSIVE", why=why)
 
 
 def harvest_claims(records: Records, seed: int) -> list[Claim]:
@@ -149,7 +149,7 @@ def harvest_claims(records: Records, seed: int) -> list[Claim]:
     missing = "needs leased, frozen and ceiling blocks with tokens"
     why = "rollout tokens/s, leased over frozen; the least is 1 + 0.8 x idle x (ceiling - 1)"
     gain = _plain("harvest: gain", found.gain, "at least", found.required_gain, why, missing)
-    gain = Claim(gain.name, gain.value, found.gain_ci95, *_rest(gain))
+    gain = replace(gain, ci95=found.gain_ci95)
     low = found.gain_ci95[0] if found.gain_ci95 else None
     surely = _plain(
         "harvest: gain is real",
@@ -169,10 +169,6 @@ def harvest_claims(records: Records, seed: int) -> list[Claim]:
         "no frozen blocks",
     )
     return [_enough_pairs(gain, found), _enough_pairs(surely, found), quiet]
-
-
-def _rest(claim: Claim) -> tuple[Bound, float | None, Verdict, str]:
-    return claim.bound, claim.limit, claim.verdict, claim.why
 
 
 def host_claims(records: Records, seed: int) -> list[Claim]:

@@ -58,7 +58,7 @@ def test_a_line_that_a_killed_process_did_not_finish_is_left_out(tmp_path: Path)
 def test_a_missing_file_says_which(tmp_path: Path) -> None:
     StandInRun(steps=12, quick=True).write(tmp_path)
     (tmp_path / "turns.jsonl").unlink()
-    with pytest.raises(RoseError, match="turns.jsonl"):
+    with pytest.raises(RoseError, match=r"turns\.jsonl"):
         read_records(tmp_path)
     with pytest.raises(RoseError, match="name the folder of a demo run"):
         read_records(tmp_path / "elsewhere")
