@@ -159,7 +159,8 @@ def _fetch(ref: ChunkRef, chunks: Mapping[str, bytes]) -> bytes:
         raise ChunkMissingError(f"chunk {ref.id} was not handed in; fetch it first")
     check_id(ref.id, encoded)
     header = parse_header(encoded)
-    found = (header.first_row, header.end_row), header.encoding.name.lower(), header.changed
-    if found != (ref.rows, ref.codec, ref.changed):
+    rows, codec = (header.first_row, header.end_row), header.encoding.name.lower()
+    found = ChunkRef(ref.id, rows, codec, len(encoded), header.changed)
+    if found != ref:
         raise ChunkFormatError(f"chunk {ref.id} holds {found}, its manifest says otherwise")
     return encoded

@@ -1,0 +1,206 @@
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from weight_cases import model, next_model, stepped
+
+from weight_transfer.chunk import chunk_id
+from weight_transfer.digest import digest_of
+from weight_transfer.errors import (
+    ChunkDigestError,
+    ChunkFormatError,
+    ChunkMissingError,
+    DigestMismatchError,
+    ManifestError,
+    ManifestExpired,
+    SignatureError,
+    WrongBaseError,
+)
+from weight_transfer.manifest import Manifest, hex_digest
+from weight_transfer.publisher import Publisher
+from weight_transfer.receiver import Receiver, StagedUpdate
+from weight_transfer.signing import SigningKey
+from weight_transfer.store import ChunkStore
+from weight_transfer.tensors import TensorBits
+
+KEY = SigningKey.from_hex("03" * 32)
+NOW_S = 1000.0
+
+
+class Link:
+    """A publisher and a receiver that start from the same model."""
+
+    def __init__(self, root: Path, seed: int = 1) -> None:
+        self.base = model(seed)
+        self.store = ChunkStore(root)
+        self.receiver = Receiver(self.base)
+        self.publisher = Publisher(
+            self.store, "job", "trainer", KEY, chunk_bytes=256, lifetime_s=60, clock=lambda: NOW_S
+        )
+
+    def publish(
+        self, version: int, parent: int, old: dict[str, TensorBits], new: dict[str, TensorBits]
+    ) -> tuple[Manifest, dict[str, bytes]]:
+        manifest = self.publisher.publish(version, parent, old, new)
+        return manifest, {chunk.id: self.store.get(chunk.id) for chunk in manifest.chunks}
+
+    def stage(
+        self, manifest: Manifest, chunks: dict[str, bytes], now_s: float = NOW_S
+    ) -> StagedUpdate:
+        return self.receiver.stage(manifest, chunks, KEY.verify_key, now_s)
+
+
+@pytest.fixture
+def link(tmp_path: Path) -> Link:
+    return Link(tmp_path)
+
+
+def assert_holds(receiver: Receiver, tensors: dict[str, TensorBits], version: int) -> None:
+    assert receiver.version == version
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(receiver.tensors[name].bits, tensor.bits)
+        assert receiver.digests[name] == digest_of(tensor.bits)
+
+
+@given(st.lists(st.sampled_from([0.0, 0.02, 0.4, 1.0]), min_size=1, max_size=4))
+def test_a_chain_of_versions_arrives_bit_exactly(
+    tmp_path_factory: pytest.TempPathFactory, densities: list[float]
+) -> None:
+    link = Link(tmp_path_factory.mktemp("link"))
+    active = link.base
+    for version, density in enumerate(densities, start=1):
+        new = next_model(active, version, density)
+        staged = link.stage(*link.publish(version, version - 1, active, new))
+        assert_holds(link.receiver, active, version - 1)
+        link.receiver.commit(staged)
+        assert_holds(link.receiver, new, version)
+        active = new
+
+
+def test_committing_again_changes_nothing(link: Link) -> None:
+    new = next_model(link.base, 5)
+    staged = link.stage(*link.publish(1, 0, link.base, new))
+    link.receiver.commit(staged)
+    link.receiver.commit(staged)
+    assert_holds(link.receiver, new, 1)
+
+
+def test_a_crash_in_the_middle_of_a_commit_reruns_or_goes_back(link: Link) -> None:
+    new = next_model(link.base, 5)
+    staged = link.stage(*link.publish(1, 0, link.base, new))
+    first = staged.tensors[0]
+    link.receiver.tensors[first.name].bits[first.indices[::2]] = first.values[::2]
+    link.receiver.commit(staged)
+    assert_holds(link.receiver, new, 1)
+    link.receiver.rollback(staged)
+    assert_holds(link.receiver, link.base, 0)
+    link.receiver.tensors[first.name].bits[first.indices[::2]] = first.values[::2]
+    link.receiver.rollback(staged)
+    assert_holds(link.receiver, link.base, 0)
+
+
+def test_a_version_on_another_parent_is_refused(link: Link) -> None:
+    v1, v2 = next_model(link.base, 5), next_model(link.base, 6)
+    second = link.publish(2, 1, v1, v2)
+    with pytest.raises(WrongBaseError):
+        link.stage(*second)
+    assert_holds(link.receiver, link.base, 0)
+
+
+def test_the_right_number_on_other_weights_is_refused(link: Link) -> None:
+    foreign = model(50)
+    with pytest.raises(WrongBaseError):
+        link.stage(*link.publish(1, 0, foreign, next_model(foreign, 5)))
+    assert_holds(link.receiver, link.base, 0)
+
+
+def test_what_was_staged_before_another_commit_is_refused(link: Link) -> None:
+    update = link.publish(1, 0, link.base, next_model(link.base, 5))
+    staged = link.stage(*update)
+    other = link.stage(*link.publish(2, 0, link.base, next_model(link.base, 6)))
+    link.receiver.commit(other)
+    with pytest.raises(WrongBaseError):
+        link.receiver.commit(staged)
+    assert link.receiver.version == 2
+
+
+def test_missing_and_damaged_chunks_are_refused(link: Link) -> None:
+    manifest, chunks = link.publish(1, 0, link.base, next_model(link.base, 5))
+    name = manifest.chunks[0].id
+    damaged = bytes([chunks[name][0] ^ 1]) + chunks[name][1:]
+    with pytest.raises(ChunkDigestError):
+        link.stage(manifest, chunks | {name: damaged})
+    with pytest.raises(ChunkMissingError):
+        link.stage(manifest, {k: v for k, v in chunks.items() if k != name})
+    assert_holds(link.receiver, link.base, 0)
+
+
+def resigned(manifest: Manifest, position: int, **changes: object) -> Manifest:
+    tensors = list(manifest.tensors)
+    tensors[position] = replace(tensors[position], **changes)
+    return replace(manifest, tensors=tuple(tensors)).signed(KEY)
+
+
+def test_a_well_formed_but_wrong_chunk_is_caught_by_the_digest(link: Link) -> None:
+    new = next_model(link.base, 5)
+    manifest, chunks = link.publish(1, 0, link.base, new)
+    position = [tensor.name for tensor in manifest.tensors].index("proj")
+    wrong = resigned(manifest, position, digest_after=hex_digest(digest_of(new["proj"].bits[::-1])))
+    with pytest.raises(DigestMismatchError):
+        link.stage(wrong, chunks)
+    assert_holds(link.receiver, link.base, 0)
+
+
+def test_a_chunk_in_the_place_of_another_is_refused(link: Link) -> None:
+    manifest, chunks = link.publish(1, 0, link.base, next_model(link.base, 5))
+    position = [tensor.name for tensor in manifest.tensors].index("proj")
+    refs = list(manifest.tensors[position].chunks)
+    refs[0] = replace(refs[0], id=refs[1].id)
+    with pytest.raises(ChunkFormatError):
+        link.stage(resigned(manifest, position, chunks=tuple(refs)), chunks)
+    foreign = b"not a chunk"
+    refs[0] = replace(refs[0], id=chunk_id(foreign))
+    wrong = resigned(manifest, position, chunks=tuple(refs))
+    with pytest.raises(ChunkFormatError):
+        link.stage(wrong, chunks | {refs[0].id: foreign})
+
+
+def test_unsigned_foreign_and_expired_manifests_are_refused(link: Link) -> None:
+    manifest, chunks = link.publish(1, 0, link.base, next_model(link.base, 5))
+    with pytest.raises(SignatureError):
+        link.stage(replace(manifest, signature=""), chunks)
+    with pytest.raises(SignatureError):
+        link.stage(manifest.signed(SigningKey.generate()), chunks)
+    with pytest.raises(ManifestExpired):
+        link.stage(manifest, chunks, now_s=NOW_S + 60)
+    with pytest.raises(ManifestError):
+        link.stage(replace(manifest, codec="other").signed(KEY), chunks)
+    with pytest.raises(ManifestError):
+        link.stage(replace(manifest, tensors=manifest.tensors[1:]).signed(KEY), chunks)
+    assert_holds(link.receiver, link.base, 0)
+
+
+def test_a_manifest_for_another_shape_is_refused(link: Link) -> None:
+    manifest, chunks = link.publish(1, 0, link.base, next_model(link.base, 5))
+    position = [tensor.name for tensor in manifest.tensors].index("bias")
+    with pytest.raises(ManifestError):
+        link.stage(resigned(manifest, position, dtype="float16"), chunks)
+
+
+def test_the_publisher_refuses_what_is_no_step(link: Link) -> None:
+    with pytest.raises(ManifestError):
+        link.publish(1, 1, link.base, link.base)
+    with pytest.raises(ManifestError):
+        link.publish(1, 0, link.base, {k: v for k, v in link.base.items() if k != "bias"})
+    reshaped = replace(link.base["proj"], shape=(16, 30))
+    with pytest.raises(ManifestError):
+        link.publish(1, 0, link.base, link.base | {"proj": reshaped})
+    assert link.store.versions() == ()
+
+
+def test_the_receiver_keeps_its_own_copy(link: Link) -> None:
+    link.base["proj"].bits[:] = stepped(link.base["proj"], 9, 1.0).bits
+    assert_holds(link.receiver, model(1), 0)

@@ -1,0 +1,44 @@
+"""The wire format is pinned: chunks and a manifest written once must stay readable for ever.
+
+`golden/wire.json` holds bytes of format 1. Chunks are decoded only where zstd shaped them (its
+output may change between releases), and compared byte for byte where all planes are raw.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from weight_transfer.chunk import chunk_id, decode_chunk, encode_chunk
+from weight_transfer.manifest import Manifest
+from weight_transfer.signing import SigningKey, VerifyKey
+from weight_transfer.tensors import TensorBits
+
+GOLDEN = json.loads((Path(__file__).parent / "golden" / "wire.json").read_text())
+
+
+def tensor_like(shape: list[int], bits: list[int]) -> TensorBits:
+    return TensorBits("w", "bfloat16", tuple(shape), np.array(bits, dtype="<u2"))
+
+
+@pytest.mark.parametrize("case", GOLDEN["chunks"], ids=lambda case: case["name"])
+def test_golden_chunks_decode(case: dict[str, Any]) -> None:
+    old, new = (tensor_like(case["shape"], case[which]) for which in ("old", "new"))
+    encoded = bytes.fromhex(case["encoded"])
+    assert chunk_id(encoded) == case["id"]
+    change = decode_chunk(encoded, old, case["base_digest"])
+    bits = old.bits.copy()
+    bits[change.indices] = change.values
+    np.testing.assert_array_equal(bits, new.bits)
+    if case["raw"]:
+        assert encode_chunk(old, new, (0, old.rows), case["base_digest"])[1] == encoded
+
+
+def test_golden_manifest_is_canonical_and_its_signature_holds() -> None:
+    raw = GOLDEN["manifest"].encode()
+    manifest = Manifest.from_json(raw)
+    assert manifest.to_json() == raw
+    manifest.verify(VerifyKey(GOLDEN["verify_key"]))
+    assert SigningKey.from_hex("07" * 32).verify_key.hex == GOLDEN["verify_key"]

@@ -1,0 +1,60 @@
+"""Builders shared by the tests of weight transfer."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import strategies as st
+
+from weight_transfer.tensors import WIDTHS, TensorBits, unsigned
+
+SPECIAL = {
+    "bfloat16": [0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC0, 0x7FC1, 0xFFFF, 0x0001],
+    "float16": [0x0000, 0x8000, 0x7C00, 0xFC00, 0x7E00, 0x7E01, 0xFFFF, 0x0001],
+    "float32": [0x00000000, 0x80000000, 0x7F800000, 0x7FC00001, 0xFFFFFFFF, 1],
+}
+
+
+def tensor(name: str, shape: tuple[int, ...], seed: int, dtype: str = "bfloat16") -> TensorBits:
+    rng = np.random.default_rng(seed)
+    width = WIDTHS[dtype]
+    bits = rng.integers(0, 1 << (8 * width), int(np.prod(shape)), dtype=unsigned(width))
+    return TensorBits(name, dtype, shape, bits)
+
+
+def stepped(old: TensorBits, seed: int, density: float) -> TensorBits:
+    """Move a share `density` of the weights by a few ulps."""
+    rng = np.random.default_rng(seed)
+    moved = rng.random(old.bits.size) < density
+    ulps = rng.integers(-3, 4, old.bits.size).astype(f"<i{old.bits.itemsize}")
+    bits = np.where(moved, old.bits + ulps.view(old.bits.dtype), old.bits)
+    return TensorBits(old.name, old.dtype, old.shape, bits.astype(old.bits.dtype))
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[TensorBits, TensorBits]:
+    """Draw (old, new) with special values and every density between none and all."""
+    dtype = draw(st.sampled_from(sorted(SPECIAL)))
+    shape = tuple(draw(st.lists(st.integers(1, 12), min_size=0, max_size=3)))
+    old = tensor("t", shape, draw(st.integers(0, 99)), dtype)
+    new = stepped(old, draw(st.integers(0, 99)), draw(st.sampled_from([0, 0.01, 0.1, 0.5, 1])))
+    for bits in (old.bits, new.bits):
+        at = draw(st.lists(st.integers(0, bits.size - 1), max_size=8))
+        bits[at] = draw(
+            st.lists(st.sampled_from(SPECIAL[dtype]), min_size=len(at), max_size=len(at))
+        )
+    return old, new
+
+
+def model(seed: int) -> dict[str, TensorBits]:
+    shapes = {"embed": (40, 16), "proj": (30, 16), "bias": (30,), "scale": (), "frozen": (7, 3)}
+    return {name: tensor(name, shape, seed + k) for k, (name, shape) in enumerate(shapes.items())}
+
+
+def next_model(
+    old: dict[str, TensorBits], seed: int, density: float = 0.2
+) -> dict[str, TensorBits]:
+    """Step every tensor but `frozen`."""
+    return {
+        name: t if name == "frozen" else stepped(t, seed + k, density)
+        for k, (name, t) in enumerate(old.items())
+    }
