@@ -1,0 +1,50 @@
+"""Append-only JSON-lines logs: the raw records from which every figure is recomputed."""
+
+import json
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+
+class JsonlLog:
+    """One file of JSON objects, a line each, on disk as soon as they are written."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+
+    def write(self, record: dict[str, object]) -> None:
+        """Append one record."""
+        self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
+
+    def close(self) -> None:
+        """Close the file; writing afterwards is an error."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class EventLog:
+    """What one process did: leases, revocations, restarts, faults. Times are CLOCK_MONOTONIC seconds."""
+
+    def __init__(self, folder: Path, source: str) -> None:
+        self._log = JsonlLog(folder / f"events-{source}.jsonl")
+        self._source = source
+
+    def write(self, event: str, **fields: object) -> None:
+        """Append one event, stamped with the time and this process's name."""
+        self._log.write({"t_s": time.monotonic(), "source": self._source, "event": event, **fields})
+
+    def close(self) -> None:
+        """Close the log."""
+        self._log.close()
