@@ -35,7 +35,7 @@ class JsonlLog:
 
 
 class EventLog:
-    """What one process did: leases, revocations, restarts, faults. Times are CLOCK_MONOTONIC seconds."""
+    """What one process did: leases, revocations, restarts, faults (CLOCK_MONOTONIC seconds)."""
 
     def __init__(self, folder: Path, source: str) -> None:
         self._log = JsonlLog(folder / f"events-{source}.jsonl")
