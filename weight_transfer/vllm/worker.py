@@ -24,6 +24,7 @@ from weight_transfer.vllm.applier import apply_update, live_digests, revert_upda
 from weight_transfer.vllm.fresh import load_fresh
 from weight_transfer.vllm.loader_map import LoaderMap
 from weight_transfer.vllm.probe import Prober, ProbeResult, compare
+from weight_transfer.vllm.rpc_errors import names_errors
 
 if TYPE_CHECKING:
     import torch
@@ -142,17 +143,22 @@ class ReplicaWeights:
 
 
 class WeightWorker:
-    """Mixed into vLLM's worker by `--worker-extension-cls`; methods take and return plain JSON."""
+    """Mixed into vLLM's worker by `--worker-extension-cls`; methods take and return plain JSON.
+
+    Across processes their errors arrive as text: `rpc_errors.typed` gives them their type again.
+    """
 
     model_runner: Any
     _rose_weights: ReplicaWeights | None = None
 
+    @names_errors
     def rose_weights_init(self, model_dir: str, verify_key_hex: str | None) -> dict[str, Any]:
         """Take `model_dir` as version 0 and prove that it is what this engine serves."""
         key = None if verify_key_hex is None else VerifyKey(verify_key_hex)
         self._rose_weights = ReplicaWeights(self.model_runner, Path(model_dir), key)
         return {"version": self._rose_weights.version}
 
+    @names_errors
     def rose_weights_stage(self, manifest_path: str, chunks_dir: str) -> dict[str, Any]:
         """Verify and decode an update while serving."""
         started_s = time.perf_counter()
@@ -165,10 +171,12 @@ class WeightWorker:
             "stage_s": time.perf_counter() - started_s,
         }
 
+    @names_errors
     def rose_weights_commit(self) -> dict[str, Any]:
         """Activate the staged update; only under the engine's pause. See `CommitReport`."""
         return asdict(self._rose().commit())
 
+    @names_errors
     def rose_weights_version(self) -> int:
         """Return the active version, 0 before any update."""
         return self._rose().version

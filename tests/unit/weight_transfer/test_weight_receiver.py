@@ -1,5 +1,6 @@
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -138,7 +139,7 @@ def test_missing_and_damaged_chunks_are_refused(link: Link) -> None:
     assert_holds(link.receiver, link.base, 0)
 
 
-def resigned(manifest: Manifest, position: int, **changes: object) -> Manifest:
+def resigned(manifest: Manifest, position: int, **changes: Any) -> Manifest:
     tensors = list(manifest.tensors)
     tensors[position] = replace(tensors[position], **changes)
     return replace(manifest, tensors=tuple(tensors)).signed(KEY)
