@@ -1,0 +1,74 @@
+"""An engine as a process: started, awaited until it answers, and ended whole."""
+
+import asyncio
+import re
+
+import aiohttp
+
+from rose.engines.preflight import check_spec
+from rose.engines.spec import EngineSpec
+from rose.engines.vllm import process_spec
+from rose.errors import EngineStartError
+from rose.process import ManagedProcess
+
+POLL_INTERVAL_S = 0.25
+POLL_TIMEOUT_S = 2.0
+LOG_TAIL_BYTES = 64 << 10
+_PREFIX = re.compile(r"^\(\w+ pid=\d+\)\s*")
+_MEANINGFUL = re.compile(r"^\w*(Error|Exception)\b.*: .+")
+
+
+class EngineProcess:
+    """A running engine."""
+
+    def __init__(self, spec: EngineSpec, process: ManagedProcess) -> None:
+        self.spec = spec
+        self.process = process
+
+    @classmethod
+    async def start(cls, spec: EngineSpec) -> "EngineProcess":
+        """Start the engine without waiting for it. Raises ConfigError when it could not work."""
+        check_spec(spec)
+        spec.log.parent.mkdir(parents=True, exist_ok=True)
+        return cls(spec, await ManagedProcess.start(process_spec(spec)))
+
+    async def wait_healthy(self, timeout_s: float) -> None:
+        """Return once /health answers 200; EngineStartError when it dies or takes too long."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        timeout = aiohttp.ClientTimeout(total=POLL_TIMEOUT_S)
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            while asyncio.get_running_loop().time() < deadline:
+                if self.process.returncode is not None:
+                    raise EngineStartError(
+                        f"engine {self.spec.name} ended at start (exit {self.process.returncode}):"
+                        f" {self.last_words()}; see {self.spec.log}"
+                    )
+                if await _healthy(session, self.spec.url):
+                    return
+                await asyncio.sleep(POLL_INTERVAL_S)
+        raise EngineStartError(
+            f"engine {self.spec.name} did not answer within {timeout_s:.0f} s; see {self.spec.log}"
+        )
+
+    def last_words(self) -> str:
+        """The line of the log that best says why the engine ended."""
+        try:
+            tail = self.spec.log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")
+        except FileNotFoundError:
+            return "it wrote no log"
+        lines = [_PREFIX.sub("", line).strip() for line in tail.splitlines()]
+        meaningful = [line for line in lines if _MEANINGFUL.match(line)]
+        # The first error is the cause; those after it say that something else went down with it.
+        return (meaningful[:1] or [line for line in lines if line][-1:] or ["it wrote no log"])[0]
+
+    async def stop(self) -> None:
+        """End it and everything it started."""
+        await self.process.stop()
+
+
+async def _healthy(session: aiohttp.ClientSession, url: str) -> bool:
+    try:
+        async with session.get(f"{url}/health") as response:
+            return response.status == 200
+    except (aiohttp.ClientError, TimeoutError):
+        return False

@@ -1,0 +1,54 @@
+"""What can be known to be wrong before an engine is started, said in one line each."""
+
+import importlib.util
+import socket
+from pathlib import Path
+
+import psutil
+
+from rose.engines.spec import EngineSpec
+from rose.errors import ConfigError, EngineStartError
+
+MIN_FREE_BYTES_PER_ENGINE = 1_600 << 20
+
+
+def check_host(engines: int) -> None:
+    """Raise unless vLLM is installed and memory for so many engines is free."""
+    if importlib.util.find_spec("vllm") is None:
+        raise EngineStartError("vLLM is not installed here; run `make install`")
+    needed = engines * MIN_FREE_BYTES_PER_ENGINE
+    available = psutil.virtual_memory().available
+    if available < needed:
+        raise EngineStartError(
+            f"{engines} engines need {needed / 2**30:.1f} GiB of free memory and"
+            f" {available / 2**30:.1f} GiB are free; stop something or use a larger machine"
+        )
+
+
+def check_port(port: int, owner: str) -> None:
+    """Raise unless the loopback port can be bound."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise ConfigError(
+                f"port {port} ({owner}) is busy: {error.strerror}; choose another with --port-base"
+            ) from error
+
+
+def check_model(model_dir: Path) -> None:
+    """Raise unless the folder holds a model and its tokenizer."""
+    for name in ("config.json", "tokenizer.json"):
+        if not (model_dir / name).is_file():
+            raise ConfigError(f"{model_dir} has no {name}; give a folder in Hugging Face's layout")
+    if not any(model_dir.glob("*.safetensors")):
+        raise ConfigError(
+            f"{model_dir} has no *.safetensors; give a folder in Hugging Face's layout"
+        )
+
+
+def check_spec(spec: EngineSpec) -> None:
+    """Raise when the engine could not start: port, model, tokenizer."""
+    check_model(spec.model_dir)
+    check_port(spec.port, spec.name)

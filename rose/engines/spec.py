@@ -1,0 +1,48 @@
+"""What an engine is to be: one frozen record, from which its command line follows."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+
+class EngineRole(StrEnum):
+    """The part an engine plays on its GPU."""
+
+    HOST = "host"
+    GUEST = "guest"
+    DEDICATED = "dedicated"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """One engine.
+
+    kv_bytes: size of its KV cache. core: CPU it is pinned to.
+    stream_interval: tokens in a streamed chunk.
+    control_page: page shared by a host and its guests.
+    verify_key: hex of the key that signs manifests.
+    """
+
+    name: str
+    role: EngineRole
+    model_dir: Path
+    port: int
+    log: Path
+    core: int | None = None
+    dtype: str = "bfloat16"
+    kv_bytes: int = 64 << 20
+    max_model_len: int = 512
+    max_num_seqs: int = 128
+    block_size: int = 32
+    stream_interval: int = 1
+    control_page: Path | None = None
+    verify_key: str | None = None
+    ttft_target_s: float = 0.5
+    tpot_target_s: float = 0.15
+    extra_env: dict[str, str] = field(default_factory=dict)
+    extra_args: tuple[str, ...] = ()
+
+    @property
+    def url(self) -> str:
+        """Base address of its HTTP surface, on loopback."""
+        return f"http://127.0.0.1:{self.port}"

@@ -1,0 +1,83 @@
+"""vLLM on CPU: the command line and environment of an engine.
+
+Each engine runs its worker inside its engine core (UniProcExecutor): as two processes they would
+starve each other on one core.
+"""
+
+import sys
+
+from rose.engines.spec import EngineRole, EngineSpec
+from rose.process import ProcessSpec
+
+_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+_PLUGINS = {
+    EngineRole.HOST: "rose_host",
+    EngineRole.GUEST: "rose_unpacked,rose_replica",
+    EngineRole.DEDICATED: "rose_unpacked,rose_replica",
+}
+_SCHEDULERS = {
+    EngineRole.HOST: "executor.vllm.host.ObservedScheduler",
+    EngineRole.GUEST: "executor.vllm.guest.GatedScheduler",
+}
+_REPLICA_ARGS = (
+    "--worker-extension-cls=weight_transfer.vllm.worker.WeightWorker",
+    # Behaviour logprobs are those of the distribution that was sampled from.
+    "--logprobs-mode=processed_logprobs",
+    "--generation-config=vllm",
+    "--disable-log-stats",
+)
+
+
+def process_spec(spec: EngineSpec) -> ProcessSpec:
+    """The child process that is this engine."""
+    return ProcessSpec(
+        name=spec.name,
+        argv=(sys.executable, "-m", "vllm.entrypoints.openai.api_server", *_arguments(spec)),
+        env=_environment(spec),
+        log=spec.log,
+        core=spec.core,
+        background=spec.role is EngineRole.GUEST,
+    )
+
+
+def _arguments(spec: EngineSpec) -> list[str]:
+    arguments = [
+        f"--model={spec.model_dir}",
+        f"--served-model-name={spec.name}",
+        "--host=127.0.0.1",
+        f"--port={spec.port}",
+        "--enforce-eager",
+        f"--dtype={spec.dtype}",
+        f"--kv-cache-memory-bytes={spec.kv_bytes}",
+        f"--max-model-len={spec.max_model_len}",
+        f"--max-num-seqs={spec.max_num_seqs}",
+        f"--block-size={spec.block_size}",
+        f"--stream-interval={spec.stream_interval}",
+        f"--distributed-executor-backend={_EXECUTOR}",
+        "--disable-uvicorn-access-log",
+    ]
+    if spec.role in _SCHEDULERS:
+        arguments.append(f"--scheduler-cls={_SCHEDULERS[spec.role]}")
+    if spec.role is not EngineRole.HOST:
+        arguments.extend(_REPLICA_ARGS)
+    return [*arguments, *spec.extra_args]
+
+
+def _environment(spec: EngineSpec) -> dict[str, str]:
+    env = {
+        "ROSE_ROLE": spec.role.value,
+        "ROSE_REPLICA_ID": spec.name,
+        "ROSE_SLO_TTFT_S": str(spec.ttft_target_s),
+        "ROSE_SLO_TPOT_S": str(spec.tpot_target_s),
+        "VLLM_PLUGINS": _PLUGINS[spec.role],
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if spec.control_page:
+        env["ROSE_CONTROL_PAGE"] = str(spec.control_page)
+    if spec.verify_key:
+        env["ROSE_VERIFY_KEY"] = spec.verify_key
+    return env | spec.extra_env

@@ -1,0 +1,150 @@
+"""Child processes that never outlive their parent: a session each, ended as a whole group."""
+
+import asyncio
+import ctypes
+import os
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
+STOP_GRACE_S = 8.0
+KILL_GRACE_S = 5.0
+STREAM_LIMIT_BYTES = 4 << 20
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpec:
+    """How a child is started.
+
+    core: the CPU it and its children are pinned to, None for any.
+    background: below every normal process (SCHED_IDLE) and first to go when memory runs out.
+    log: file that takes stdout and stderr; with `piped` only stderr.
+    """
+
+    name: str
+    argv: Sequence[str]
+    env: Mapping[str, str] = field(default_factory=dict)
+    log: Path | None = None
+    core: int | None = None
+    background: bool = False
+    piped: bool = False
+
+
+class ManagedProcess:
+    """A running child and its process group."""
+
+    def __init__(self, spec: ProcessSpec, process: asyncio.subprocess.Process) -> None:
+        self.spec = spec
+        self._process = process
+        self._group = process.pid  # a new session: the child leads its group
+
+    @classmethod
+    async def start(cls, spec: ProcessSpec) -> "ManagedProcess":
+        """Start the child; errors of exec (missing file, no permission) are raised as OSError."""
+        log = spec.log.open("ab") if spec.log else None
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *spec.argv,
+                env={**os.environ, **spec.env},
+                stdin=asyncio.subprocess.PIPE if spec.piped else asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE if spec.piped else log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=_placement(spec),
+                limit=STREAM_LIMIT_BYTES,
+            )
+        finally:
+            if log:
+                log.close()
+        return cls(spec, process)
+
+    @property
+    def pid(self) -> int:
+        """Process id of the child itself."""
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit status, None while it runs."""
+        return self._process.returncode
+
+    @property
+    def stdin(self) -> asyncio.StreamWriter:
+        """The child's standard input (piped children only)."""
+        assert self._process.stdin is not None
+        return self._process.stdin
+
+    @property
+    def stdout(self) -> asyncio.StreamReader:
+        """The child's standard output (piped children only)."""
+        assert self._process.stdout is not None
+        return self._process.stdout
+
+    async def wait(self) -> int:
+        """Exit status, once it has ended."""
+        return await self._process.wait()
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to the child alone."""
+        if self.returncode is None:
+            self._process.send_signal(number)
+
+    async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
+        """End the whole group: TERM, a grace period, KILL. Returns when nothing of it is left."""
+        self._signal_group(signal.SIGTERM)
+        if not await self._gone(grace_s):
+            self._signal_group(signal.SIGKILL)
+            await self._gone(KILL_GRACE_S)
+
+    async def kill(self) -> None:
+        """End the whole group at once."""
+        await self.stop(grace_s=0.0)
+
+    def _signal_group(self, number: signal.Signals) -> None:
+        try:
+            os.killpg(self._group, number)
+        except ProcessLookupError:
+            return
+
+    async def _gone(self, patience_s: float) -> bool:
+        deadline = asyncio.get_running_loop().time() + patience_s
+        while _group_alive(self._group):
+            if asyncio.get_running_loop().time() >= deadline:
+                return False
+            await asyncio.sleep(0.02)
+        await self._process.wait()
+        return True
+
+
+def _group_alive(group: int) -> bool:
+    """True while the group holds a process that is no zombie."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    for entry in os.scandir("/proc"):
+        if not entry.name.isdigit():
+            continue
+        try:
+            fields = Path(entry.path, "stat").read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        state, pgrp = fields[0], int(fields[2])
+        if pgrp == group and state != "Z":
+            return True
+    return False
+
+
+def _placement(spec: ProcessSpec) -> Callable[[], None]:
+    def place() -> None:
+        _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if spec.core is not None:
+            os.sched_setaffinity(0, {spec.core})
+        if spec.background:
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+            Path("/proc/self/oom_score_adj").write_text("1000")
+
+    return place
