@@ -1,0 +1,104 @@
+"""WeightPublisher: what a trainer calls after each update of its policy."""
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import grpc
+
+from rose.errors import UnavailableError
+from rose.publish.server import VersionServer
+from rose.rpc import rose_pb2, rose_pb2_grpc
+from weight_transfer import ChunkStore, Publisher, SigningKey, TensorBits
+
+ANNOUNCE_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What a publication cost: bytes that cross a link once, and the share of elements changed."""
+
+    version: int
+    wire_bytes: int
+    full_bytes: int
+    density: float
+    publish_s: float
+
+
+class WeightPublisher:
+    """Publishes the versions of one job: durable first, then announced.
+
+    The trainer's baseline may advance as soon as `publish` returns, whoever has pulled it yet.
+    """
+
+    def __init__(
+        self,
+        job: str,
+        scheduler: str,
+        root: Path,
+        port: int,
+        key: SigningKey,
+        max_staleness: int = 1,
+        corrupt_every: int = 0,
+    ) -> None:
+        store = ChunkStore(root)
+        self._job = job
+        self._max_staleness = max_staleness
+        self._publisher = Publisher(store, job, "rose-trainer", key)
+        self._server = VersionServer(store, port, corrupt_every)
+        self._channel = grpc.aio.insecure_channel(scheduler)
+        self._scheduler = rose_pb2_grpc.SchedulerStub(self._channel)
+
+    async def start(self) -> None:
+        """Serve, and register the job with the scheduler."""
+        await self._server.start()
+        request = rose_pb2.RegisterJobRequest(job=self._job, max_staleness=self._max_staleness)
+        try:
+            await self._scheduler.RegisterJob(request, timeout=ANNOUNCE_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise UnavailableError(
+                f"the scheduler did not register job {self._job}: {error.details()}"
+            ) from error
+
+    async def publish(
+        self,
+        version: int,
+        parent: int,
+        old: Mapping[str, TensorBits],
+        new: Mapping[str, TensorBits],
+    ) -> Receipt:
+        """Publish the step from `old` (version `parent`) to `new` and announce it."""
+        started_s = time.perf_counter()
+        manifest = await asyncio.to_thread(self._publisher.publish, version, parent, old, new)
+        request = rose_pb2.AnnounceVersionRequest(
+            job=self._job, version=version, parent=parent, url=self._server.url
+        )
+        try:
+            await self._scheduler.AnnounceVersion(request, timeout=ANNOUNCE_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise UnavailableError(
+                f"version {version} is published but could not be announced: {error.details()}"
+            ) from error
+        elements = sum(tensor.bits.size for tensor in new.values())
+        return Receipt(
+            version=version,
+            wire_bytes=manifest.wire_bytes + len(manifest.to_json()),
+            full_bytes=sum(tensor.bits.nbytes for tensor in new.values()),
+            density=manifest.changed / elements,
+            publish_s=time.perf_counter() - started_s,
+        )
+
+    async def close(self) -> None:
+        """Stop serving; published files stay."""
+        await self._server.close()
+        await self._channel.close(None)
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
