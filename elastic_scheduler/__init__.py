@@ -1,0 +1,50 @@
+"""Cores that lease capacity, route turns and keep every token: no clock, socket or file in here."""
+
+from elastic_scheduler.answers import AnswerBook, Conflict
+from elastic_scheduler.errors import JournalError, LeaseError, LeaseHeld, SchedulerError, StaleEpoch
+from elastic_scheduler.harvest import HarvestMode, HarvestPlan, HarvestPolicy
+from elastic_scheduler.health import Health, judge
+from elastic_scheduler.journal import (
+    Attempt,
+    Continue,
+    Deliver,
+    End,
+    GiveUp,
+    Outcome,
+    Segment,
+    TurnJournal,
+    VersionSpan,
+)
+from elastic_scheduler.lease import Lease, LeaseBook, LeaseState
+from elastic_scheduler.offer import Offer, ReplicaKind
+from elastic_scheduler.staleness import StalenessBound
+
+__all__ = [
+    "AnswerBook",
+    "Attempt",
+    "Conflict",
+    "Continue",
+    "Deliver",
+    "End",
+    "GiveUp",
+    "HarvestMode",
+    "HarvestPlan",
+    "HarvestPolicy",
+    "Health",
+    "JournalError",
+    "Lease",
+    "LeaseBook",
+    "LeaseError",
+    "LeaseHeld",
+    "LeaseState",
+    "Offer",
+    "Outcome",
+    "ReplicaKind",
+    "SchedulerError",
+    "Segment",
+    "StaleEpoch",
+    "StalenessBound",
+    "TurnJournal",
+    "VersionSpan",
+    "judge",
+]

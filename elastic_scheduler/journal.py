@@ -1,0 +1,216 @@
+"""One turn's tokens, across all replicas that worked on it.
+
+    begin -> append* -> end(FINISHED)                    -> Deliver     (once; the turn is over)
+               |        end(REVOKED | BROKEN | STALLED)  -> Continue    (next begin: prompt + journal, smaller budget)
+               |                                         -> Deliver     (the journal is complete already)
+               |                                         -> GiveUp      (attempts are used up; the turn is over)
+               +- of an attempt that is over: dropped
+
+Only the current attempt can add tokens, so whatever an old stream still sends is neither lost nor doubled: its
+tokens up to the end were journaled, those after it are generated again elsewhere.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from elastic_scheduler.errors import JournalError
+
+
+class End(StrEnum):
+    """How an attempt ended."""
+
+    FINISHED = "finished"
+    REVOKED = "revoked"
+    BROKEN = "broken"
+    STALLED = "stalled"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """What to ask a replica for: continue `token_ids` by at most `max_tokens`; number counts from 1."""
+
+    number: int
+    token_ids: list[int]
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Output tokens [start, end) came from one attempt on `replica`."""
+
+    replica: str
+    kind: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Output tokens [start, end) were sampled by policy `version`."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Continue:
+    """Go on elsewhere: begin another attempt."""
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """No attempts are left; `reason` is how the last one ended."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Deliver:
+    """The whole turn; spans and segments cover all tokens in order, without gaps."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[VersionSpan, ...]
+    segments: tuple[Segment, ...]
+    finish_reason: str
+    attempts: int
+
+
+Outcome = Continue | Deliver | GiveUp
+
+
+class TurnJournal:
+    """State of one turn. Attempts are numbered; messages of any but the current one are dropped."""
+
+    __slots__ = (
+        "_current",
+        "_logprobs",
+        "_max_attempts",
+        "_max_tokens",
+        "_number",
+        "_over",
+        "_prompt",
+        "_segment_of",
+        "_segments",
+        "_stop",
+        "_tokens",
+        "_versions",
+    )
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        *,
+        max_attempts: int,
+        stop_token_ids: Sequence[int] = (),
+    ) -> None:
+        if max_tokens < 1 or max_attempts < 1:
+            raise ValueError("a turn needs max_tokens and max_attempts of at least 1")
+        self._prompt = prompt
+        self._max_tokens = max_tokens
+        self._max_attempts = max_attempts
+        self._stop = frozenset(stop_token_ids)
+        self._tokens: list[int] = []
+        self._logprobs: list[float] = []
+        self._versions: list[VersionSpan] = []
+        self._segments: list[Segment] = []
+        self._number = 0
+        self._segment_of = 0
+        self._current: tuple[str, str] | None = None
+        self._over = False
+
+    @property
+    def attempts(self) -> int:
+        """Attempts begun so far."""
+        return self._number
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that may still be generated."""
+        return self._max_tokens - len(self._tokens)
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and journal together: what the next attempt has to prefill."""
+        return len(self._prompt) + len(self._tokens)
+
+    def begin(self, replica: str, kind: str) -> Attempt:
+        """Start the next attempt on `replica`; an attempt that was not ended is over from now on.
+
+        Raises JournalError when the turn is over or has no attempts left.
+        """
+        if self._over or self._number >= self._max_attempts:
+            raise JournalError("the turn is over: send it again under a new request id")
+        self._number += 1
+        self._current = (replica, kind)
+        return Attempt(self._number, [*self._prompt, *self._tokens], self.remaining)
+
+    def append(
+        self, attempt: int, token_ids: Sequence[int], logprobs: Sequence[float], version: int
+    ) -> bool:
+        """Journal one chunk, all of one policy version. False: the attempt is over, nothing happened.
+
+        Raises JournalError, journaling nothing, for a chunk beyond the budget or without a logprob each.
+        """
+        if self._current is None or attempt != self._number:
+            return False
+        if len(token_ids) != len(logprobs):
+            raise JournalError(f"{len(token_ids)} tokens came with {len(logprobs)} logprobs")
+        start = len(self._tokens)
+        end = start + len(token_ids)
+        if end > self._max_tokens:
+            raise JournalError(f"{end} tokens came where {self._max_tokens} were asked for")
+        if end == start:
+            return True
+        self._tokens += token_ids
+        self._logprobs += logprobs
+        self._stamp(version, start, end)
+        self._attribute(attempt, start, end)
+        return True
+
+    def end(self, attempt: int, end: End, finish_reason: str = "") -> Outcome | None:
+        """End an attempt and say what follows; None when it was over already.
+
+        `finish_reason` is the replica's own ("stop", "length"), wanted for FINISHED only.
+        """
+        if self._current is None or attempt != self._number:
+            return None
+        self._current = None
+        if end is End.FINISHED:
+            return self._deliver(finish_reason)
+        if self._tokens and self._tokens[-1] in self._stop:
+            return self._deliver("stop")
+        if self.remaining == 0:
+            return self._deliver("length")
+        if self._number >= self._max_attempts:
+            self._over = True
+            return GiveUp(end.value)
+        return Continue()
+
+    def _deliver(self, finish_reason: str) -> Deliver:
+        self._over = True
+        return Deliver(
+            tuple(self._tokens),
+            tuple(self._logprobs),
+            tuple(self._versions),
+            tuple(self._segments),
+            finish_reason,
+            self._number,
+        )
+
+    def _stamp(self, version: int, start: int, end: int) -> None:
+        if self._versions and self._versions[-1].version == version:
+            start = self._versions.pop().start
+        self._versions.append(VersionSpan(version, start, end))
+
+    def _attribute(self, attempt: int, start: int, end: int) -> None:
+        assert self._current is not None
+        replica, kind = self._current
+        if self._segment_of == attempt:
+            start = self._segments.pop().start
+        self._segments.append(Segment(replica, kind, start, end))
+        self._segment_of = attempt
