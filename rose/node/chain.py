@@ -1,0 +1,29 @@
+"""The versions a node knows of, and which one a replica needs next."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class KnownVersion:
+    """A version that was announced: where it is and what it builds on."""
+
+    version: int
+    parent: int
+    url: str
+
+
+class VersionChain:
+    """Announced versions by their parent; version 0 is the model every engine starts from."""
+
+    def __init__(self) -> None:
+        self._by_parent: dict[int, KnownVersion] = {}
+        self.latest = 0
+
+    def add(self, known: KnownVersion) -> None:
+        """Learn of a version; learning it twice changes nothing."""
+        self._by_parent[known.parent] = known
+        self.latest = max(self.latest, known.version)
+
+    def after(self, version: int) -> KnownVersion | None:
+        """The step that follows `version`, None when a replica at it is up to date."""
+        return self._by_parent.get(version)

@@ -1,0 +1,99 @@
+"""The file that a node daemon is started with."""
+
+import json
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from rose.engines import EngineRole, EngineSpec
+from rose.errors import ConfigError
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class HostConfig(_Frozen):
+    """The production engine of this node: it is watched, never started or stopped."""
+
+    page: Path
+    pid: int | None = None
+    ttft_target_s: float = Field(default=0.5, gt=0)
+    tpot_target_s: float = Field(default=0.15, gt=0)
+
+
+class ReplicaConfig(_Frozen):
+    """A rollout engine that this node runs. A guest shares the GPU (here: the core) of the host.
+
+    token_budget: most tokens in one guest step. slack_share: 0 uses host-idle time only.
+    """
+
+    id: str
+    kind: Literal["guest", "dedicated"]
+    model_dir: Path
+    port: int = Field(gt=0, lt=65_536)
+    core: int | None = None
+    kv_bytes: int = Field(default=64 << 20, gt=0)
+    max_model_len: int = Field(default=512, gt=0)
+    max_sequences: int = Field(default=64, gt=0)
+    stream_interval: int = Field(default=1, gt=0)
+    token_budget: int = Field(default=512, gt=0)
+    slack_share: float = Field(default=0.0, ge=0.0, le=1.0)
+    decode_tok_s: float = Field(default=1_000.0, gt=0)
+    prefill_tok_s: float = Field(default=10_000.0, gt=0)
+    kv_tokens: int = Field(default=32_768, gt=0)
+    start_timeout_s: float = Field(default=180.0, gt=0)
+    extra_env: dict[str, str] = {}
+
+    def engine(self, log: Path, page: Path | None, verify_key: str | None) -> EngineSpec:
+        """The engine to start."""
+        return EngineSpec(
+            name=self.id,
+            role=EngineRole(self.kind),
+            model_dir=self.model_dir,
+            port=self.port,
+            log=log,
+            core=self.core,
+            kv_bytes=self.kv_bytes,
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.max_sequences,
+            stream_interval=self.stream_interval,
+            control_page=page if self.kind == "guest" else None,
+            verify_key=verify_key,
+            extra_env=self.extra_env,
+        )
+
+
+class NodeConfig(_Frozen):
+    """One node. `run_dir` holds its weights, its logs and the local kill file `KILL`."""
+
+    node: str
+    scheduler: str
+    run_dir: Path
+    log_dir: Path
+    host: HostConfig | None = None
+    replicas: tuple[ReplicaConfig, ...]
+    verify_key: str | None = None
+
+    @property
+    def kill_file(self) -> Path:
+        """While this file exists every guest of the node is ended, whatever anybody else says."""
+        return self.run_dir / "KILL"
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read and check the file; ConfigError names the first thing that is wrong."""
+        try:
+            config = cls.model_validate(json.loads(path.read_text()))
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{path} is no JSON: {error}") from error
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise ConfigError(f"{path}: {where}: {first['msg']}") from error
+        if config.host is None and any(r.kind == "guest" for r in config.replicas):
+            raise ConfigError(f"{path}: a guest needs a host; add `host` or make it dedicated")
+        return config

@@ -1,0 +1,70 @@
+"""What the host's users experience: each request's latencies, kept and summed up."""
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+
+from executor import ControlPage, LatencyRecord
+from rose.eventlog import JsonlLog
+from slo import percentile
+
+WINDOW_S = 10.0
+_NS = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class HostSummary:
+    """Latencies over the last `window_s`; zeros when no request finished in it."""
+
+    requests: int = 0
+    window_s: float = WINDOW_S
+    ttft_p50_s: float = 0.0
+    ttft_p95_s: float = 0.0
+    tpot_p50_s: float = 0.0
+    tpot_p95_s: float = 0.0
+
+
+class HostWatch:
+    """Drains the latency ring of a control page into `host_latency.jsonl` and a short window."""
+
+    def __init__(self, log_dir: Path) -> None:
+        self._log = JsonlLog(log_dir / "host_latency.jsonl")
+        self._window: deque[LatencyRecord] = deque(maxlen=4_096)
+        self._cursor = 0
+
+    def drain(self, page: ControlPage) -> None:
+        """Take what is new."""
+        drained = page.latency.drain(self._cursor)
+        self._cursor = drained.cursor
+        for record in drained.records:
+            self._window.append(record)
+            self._log.write(_as_json(record))
+
+    def summary(self) -> HostSummary:
+        """The last ten seconds."""
+        since_ns = time.monotonic_ns() - int(WINDOW_S * _NS)
+        recent = [record for record in tuple(self._window) if record.finished_ns >= since_ns]
+        if not recent:
+            return HostSummary()
+        ttft = [record.ttft_ns / _NS for record in recent]
+        tpot = [record.tpot_ns / _NS for record in recent if record.tpot_ns] or [0.0]
+        return HostSummary(
+            requests=len(recent),
+            ttft_p50_s=percentile(ttft, 0.5),
+            ttft_p95_s=percentile(ttft, 0.95),
+            tpot_p50_s=percentile(tpot, 0.5),
+            tpot_p95_s=percentile(tpot, 0.95),
+        )
+
+
+def _as_json(record: LatencyRecord) -> dict[str, object]:
+    return {
+        "request_id": record.request_id,
+        "finished_s": record.finished_ns / _NS,
+        "ttft_s": record.ttft_ns / _NS,
+        "tpot_s": record.tpot_ns / _NS if record.tpot_ns else None,
+        "e2e_s": record.e2e_ns / _NS,
+        "prompt_tokens": record.prompt_tokens,
+        "output_tokens": record.output_tokens,
+    }

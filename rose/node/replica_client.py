@@ -1,0 +1,93 @@
+"""The node's calls to a replica's own endpoint (docs/architecture.md, replica HTTP)."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from rose.errors import RefusedError, UnavailableError
+
+CALL_TIMEOUT_S = 5.0
+APPLY_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """Report of an activation; `ok` only when digest and probe both agree."""
+
+    version: int
+    digest_ok: bool
+    probe_ok: bool
+    probe_max_abs_diff: float
+    pause_s: float
+    apply_s: float
+    wire_bytes: int
+    changed: int
+
+    @property
+    def ok(self) -> bool:
+        """Whether the version is active and proven."""
+        return self.digest_ok and self.probe_ok
+
+
+class ReplicaClient:
+    """One replica's control calls. Raises UnavailableError when it does not answer."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+        self._session = session
+        self._url = url
+
+    async def state(self) -> dict[str, Any]:
+        """Its own account of itself."""
+        _, body = await self._call("GET", "state", None, CALL_TIMEOUT_S)
+        return body
+
+    async def admit(self, epoch: int) -> None:
+        """Open admission for a lease."""
+        await self._checked("admit", {"epoch": epoch})
+
+    async def drain(self, epoch: int, reason: str) -> int:
+        """Close admission and end all turns; returns how many were ended."""
+        body = await self._checked("drain", {"epoch": epoch, "reason": reason})
+        return int(body.get("aborted", 0))
+
+    async def apply(self, manifest: Path, chunks: Path) -> Applied:
+        """Activate a version. Raises RefusedError when the replica holds another base."""
+        payload: dict[str, object] = {"manifest": str(manifest), "chunks": str(chunks)}
+        status, body = await self._call("POST", "weights/apply", payload, APPLY_TIMEOUT_S)
+        if status not in (200, 422) or "version" not in body:
+            raise RefusedError(f"{self._url} refused the version: HTTP {status} {_message(body)}")
+        return Applied(
+            version=int(body["version"]),
+            digest_ok=bool(body["digest_ok"]),
+            probe_ok=bool(body["probe_ok"]),
+            probe_max_abs_diff=float(body["probe_max_abs_diff"]),
+            pause_s=float(body["pause_s"]),
+            apply_s=float(body["apply_s"]),
+            wire_bytes=int(body["wire_bytes"]),
+            changed=int(body["changed_elements"]),
+        )
+
+    async def _checked(self, path: str, payload: dict[str, object]) -> dict[str, Any]:
+        status, body = await self._call("POST", path, payload, CALL_TIMEOUT_S)
+        if status != 200:
+            raise RefusedError(f"{self._url} refused {path}: HTTP {status} {_message(body)}")
+        return body
+
+    async def _call(
+        self, method: str, path: str, payload: dict[str, object] | None, timeout_s: float
+    ) -> tuple[int, dict[str, Any]]:
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        try:
+            async with self._session.request(
+                method, f"{self._url}/rose/v1/{path}", json=payload, timeout=timeout
+            ) as response:
+                return response.status, await response.json(content_type=None)
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            raise UnavailableError(f"{self._url} does not answer {path}: {error!r}") from error
+
+
+def _message(body: dict[str, Any]) -> str:
+    error = body.get("error", body)
+    return str(error.get("message", error)) if isinstance(error, dict) else str(error)
