@@ -17,11 +17,14 @@ from elastic_scheduler.journal import (
 )
 from elastic_scheduler.lease import Lease, LeaseBook, LeaseState
 from elastic_scheduler.offer import Offer, ReplicaKind
+from elastic_scheduler.rate import RateMeter
+from elastic_scheduler.router import Candidate, Placement, ReplicaView, Router, TurnNeed
 from elastic_scheduler.staleness import StalenessBound
 
 __all__ = [
     "AnswerBook",
     "Attempt",
+    "Candidate",
     "Conflict",
     "Continue",
     "Deliver",
@@ -39,12 +42,17 @@ __all__ = [
     "LeaseState",
     "Offer",
     "Outcome",
+    "Placement",
+    "RateMeter",
     "ReplicaKind",
+    "ReplicaView",
+    "Router",
     "SchedulerError",
     "Segment",
     "StaleEpoch",
     "StalenessBound",
     "TurnJournal",
+    "TurnNeed",
     "VersionSpan",
     "judge",
 ]

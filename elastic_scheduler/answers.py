@@ -1,4 +1,4 @@
-"""Request ids seen lately: a repeated request gets the first one's answer, never a second generation."""
+"""Request ids seen lately: a repeated request gets the first one's answer, never a second one."""
 
 from collections import OrderedDict
 from dataclasses import dataclass

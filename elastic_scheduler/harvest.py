@@ -7,7 +7,8 @@
 | HOLD_AND_DRAIN | none | released |
 | OFF | none | released; the node ends its guests |
 
-Dedicated replicas belong to the jobs, not to the operator of a serving cluster: they are leased in every mode.
+Dedicated replicas belong to the jobs, not to the operator of a serving cluster: they are leased in
+every mode.
 """
 
 from collections.abc import Iterable, Mapping
@@ -32,7 +33,7 @@ _STRICTEST_FIRST = tuple(HarvestMode)
 
 @dataclass(frozen=True, slots=True)
 class HarvestPlan:
-    """What to do now. A lease in no field is being released, or lacks a live offer and will expire."""
+    """What to do now. A lease in no field is being released, or has no live offer and runs out."""
 
     lease: tuple[Offer, ...]
     renew: tuple[Lease, ...]
@@ -42,7 +43,7 @@ class HarvestPlan:
 class HarvestPolicy:
     """The cluster's mode and the modes of single replicas; the stricter of the two holds.
 
-    Stricter wins so that a forgotten permission for one replica can never defeat a cluster-wide stop.
+    Stricter wins so that a forgotten permission for one replica never defeats a cluster-wide stop.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class HarvestPolicy:
         return dict(self._overrides)
 
     def set_mode(self, mode: HarvestMode, replica: str | None = None) -> None:
-        """Set the cluster's mode, or that of one replica; ACTIVE for one replica clears its entry."""
+        """Set the cluster's mode, or that of one replica; ACTIVE for a replica clears its entry."""
         if replica is None:
             self.mode = mode
         elif mode is HarvestMode.ACTIVE:
@@ -75,8 +76,8 @@ class HarvestPolicy:
     def plan(self, offers: Iterable[Offer], leases: Iterable[Lease]) -> HarvestPlan:
         """Decide over live offers and live leases.
 
-        An unhealthy replica gets no new lease but keeps the one it has: it gets no turns either way, and
-        it may be catching up.
+        An unhealthy replica gets no new lease but keeps the one it has: it gets no turns either
+        way, and it may be catching up.
         """
         offered = {offer.replica: offer for offer in offers}
         held = {lease.replica: lease for lease in leases}

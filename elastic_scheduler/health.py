@@ -16,8 +16,8 @@ class Health(StrEnum):
 def judge(alive: bool, policy_version: int, latest_version: int, bound: StalenessBound) -> Health:
     """Health of a replica that its node calls `alive`, given the newest announced version.
 
-    One that missed a version beyond the job's bound is BEHIND until it has caught up: its tokens would be
-    refused by the trainer anyway.
+    One that missed a version beyond the job's bound is BEHIND until it has caught up: its tokens
+    would be refused by the trainer anyway.
     """
     if not alive:
         return Health.DOWN

@@ -1,13 +1,13 @@
 """One turn's tokens, across all replicas that worked on it.
 
-    begin -> append* -> end(FINISHED)                    -> Deliver     (once; the turn is over)
-               |        end(REVOKED | BROKEN | STALLED)  -> Continue    (next begin: prompt + journal, smaller budget)
-               |                                         -> Deliver     (the journal is complete already)
-               |                                         -> GiveUp      (attempts are used up; the turn is over)
+    begin -> append* -> end(FINISHED)       -> Deliver    once; the turn is over
+               |        end(anything else)  -> Continue   begin again: prompt + journal, rest of budget
+               |                            -> Deliver    the journal is complete already
+               |                            -> GiveUp     attempts are used up; the turn is over
                +- of an attempt that is over: dropped
 
-Only the current attempt can add tokens, so whatever an old stream still sends is neither lost nor doubled: its
-tokens up to the end were journaled, those after it are generated again elsewhere.
+Only the current attempt can add tokens, so whatever an old stream still sends is neither lost nor
+doubled: its tokens up to the end were journaled, those after it are generated again elsewhere.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class End(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """What to ask a replica for: continue `token_ids` by at most `max_tokens`; number counts from 1."""
+    """What to ask of a replica: continue `token_ids` by up to `max_tokens`; numbers start at 1."""
 
     number: int
     token_ids: list[int]
@@ -152,9 +152,10 @@ class TurnJournal:
     def append(
         self, attempt: int, token_ids: Sequence[int], logprobs: Sequence[float], version: int
     ) -> bool:
-        """Journal one chunk, all of one policy version. False: the attempt is over, nothing happened.
+        """Journal one chunk, all of one policy version. False: the attempt is over, nothing is done.
 
-        Raises JournalError, journaling nothing, for a chunk beyond the budget or without a logprob each.
+        Raises JournalError, journaling nothing, for a chunk beyond the budget or without a logprob
+        for each token.
         """
         if self._current is None or attempt != self._number:
             return False

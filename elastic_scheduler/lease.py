@@ -4,9 +4,10 @@
                         |  renew: same epoch        |
                         +------- revoke, expire ----+-----------------> (none)
 
-A replica has one lease at a time. Every grant has a greater epoch than all before it, across restarts: persist
-`epochs()` before a new lease is sent anywhere and hand it back to the next book. Messages that carry another epoch
-than the live lease's are refused, so a late release or revocation can never end a younger lease.
+A replica has one lease at a time. Every grant has a greater epoch than all before it, across
+restarts: persist `epochs()` before a new lease is sent anywhere and hand it back to the next book.
+Messages that carry another epoch than the live lease's are refused, so a late release or revocation
+can never end a younger lease.
 """
 
 from collections.abc import Mapping

@@ -15,8 +15,8 @@ class ReplicaKind(StrEnum):
 class Offer:
     """One replica's capacity; it is stale, and worth nothing, `ttl_s` after it arrived.
 
-    `epoch` is the newest lease epoch that the node has seen for the replica: the next lease's is greater.
-    Rates are tokens per second of the replica at full batch, 0 where the node does not know them.
+    `epoch` is the newest lease epoch that the node has seen for the replica: the next lease's is
+    greater. Rates are tokens per second at full batch, 0 where the node does not know them.
     """
 
     replica: str
