@@ -1,7 +1,7 @@
 """One turn's tokens, across all replicas that worked on it.
 
     begin -> append* -> end(FINISHED)       -> Deliver    once; the turn is over
-               |        end(anything else)  -> Continue   begin again: prompt + journal, rest of budget
+               |        end(anything else)  -> Continue   begin again: prompt + journal, less budget
                |                            -> Deliver    the journal is complete already
                |                            -> GiveUp     attempts are used up; the turn is over
                +- of an attempt that is over: dropped
@@ -152,7 +152,7 @@ class TurnJournal:
     def append(
         self, attempt: int, token_ids: Sequence[int], logprobs: Sequence[float], version: int
     ) -> bool:
-        """Journal one chunk, all of one policy version. False: the attempt is over, nothing is done.
+        """Journal one chunk, all of one policy version. False: the attempt is over, chunk dropped.
 
         Raises JournalError, journaling nothing, for a chunk beyond the budget or without a logprob
         for each token.

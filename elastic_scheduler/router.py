@@ -4,8 +4,8 @@
            + uncached prompt tokens / prefill rate
 
 The cheapest replica wins; the one that holds the session's prefix is kept unless another is cheaper
-by a margin. A turn rather waits than goes to a replica that is `PATIENCE` times dearer than a better
-one that is only full.
+by a margin. A turn rather waits than goes to one that is `PATIENCE` times dearer than one that
+is only full.
 """
 
 from collections import OrderedDict
@@ -69,6 +69,15 @@ class Candidate:
 
 
 @dataclass(slots=True)
+class _Load:
+    view: ReplicaView
+    meter: RateMeter
+    live: int = 0
+    owed: int = 0
+    resting_until_s: float = 0.0
+
+
+@dataclass(slots=True)
 class Placement:
     """A live turn on a replica; handed back with every token count and at its end."""
 
@@ -76,16 +85,8 @@ class Placement:
     session: str
     prompt_tokens: int
     owed_tokens: int
+    load: _Load
     generated_tokens: int = 0
-
-
-@dataclass(slots=True)
-class _Load:
-    view: ReplicaView
-    meter: RateMeter
-    live: int = 0
-    owed: int = 0
-    resting_until_s: float = 0.0
 
 
 class Router:
@@ -156,6 +157,19 @@ class Router:
             for load in self._loads.values()
         )
 
+    def fits(self, need: TurnNeed) -> bool:
+        """Whether any replica, free or not, can hold the turn; unknown sizes count as enough."""
+        tokens = need.prompt_tokens + need.budget_tokens
+        views = [load.view for load in self._loads.values()]
+        return not views or any(tokens <= v.kv_tokens or not v.kv_tokens for v in views)
+
+    def has_room(self) -> bool:
+        """Whether any usable replica is below its cap."""
+        return any(
+            load.view.usable and load.live < load.view.max_sequences
+            for load in self._loads.values()
+        )
+
     def begin(self, replica: str, need: TurnNeed, now_s: float) -> Placement:
         """Count the turn in. Raises ValueError beyond the replica's cap."""
         load = self._loads[replica]
@@ -165,22 +179,18 @@ class Router:
             load.meter.set_busy(True, now_s)
         load.live += 1
         load.owed += need.budget_tokens
-        return Placement(replica, need.session, need.prompt_tokens, need.budget_tokens)
+        return Placement(replica, need.session, need.prompt_tokens, need.budget_tokens, load)
 
     def progress(self, placement: Placement, tokens: int) -> None:
         """Tokens of a live turn arrived."""
         placement.owed_tokens -= tokens
         placement.generated_tokens += tokens
-        load = self._loads.get(placement.replica)
-        if load is not None:
-            load.owed -= tokens
-            load.meter.add(tokens)
+        placement.load.owed -= tokens
+        placement.load.meter.add(tokens)
 
     def end(self, placement: Placement, now_s: float) -> None:
         """Count the turn out; its replica now holds the session's prefix."""
-        load = self._loads.get(placement.replica)
-        if load is None:
-            return
+        load = placement.load
         load.live -= 1
         load.owed -= placement.owed_tokens
         if load.live == 0:
