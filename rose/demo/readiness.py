@@ -1,0 +1,86 @@
+"""Waits until everything that was started is of use, and says how far it is."""
+
+import asyncio
+import time
+
+from rose.demo.board import Board
+from rose.demo.stack import DEDICATED, GUEST, Stack
+from rose.demo.talker import Talker
+from rose.demo.view import Progress
+from rose.demo.watcher import Watcher
+from rose.errors import EngineStartError, UnavailableError
+from rose.eventlog import EventLog
+
+START_TIMEOUT_S = 180.0
+TALKER_TIMEOUT_S = 120.0
+POLL_S = 0.25
+# Only what the bars show before an engine answers; nothing waits for it.
+USUAL_START_S = 60.0
+
+
+async def wait_ready(stack: Stack, watcher: Watcher, board: Board, events: EventLog) -> None:
+    """Return once host, replicas, trainer and load generator are ready.
+
+    Raises EngineStartError when one of them dies or takes too long.
+    """
+    started_s = time.monotonic()
+    parts = {
+        "host": asyncio.create_task(stack.wait_host(START_TIMEOUT_S)),
+        GUEST: asyncio.create_task(_wait_replica(stack, watcher, GUEST)),
+        DEDICATED: asyncio.create_task(_wait_replica(stack, watcher, DEDICATED)),
+    }
+    if stack.trainer and stack.load:
+        parts["trainer"] = asyncio.create_task(_heard(stack.trainer))
+        parts["load"] = asyncio.create_task(_heard(stack.load))
+    try:
+        while not all(part.done() for part in parts.values()):
+            stack.check()
+            await asyncio.wait(
+                [part for part in parts.values() if not part.done()],
+                timeout=POLL_S,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            for part in parts.values():
+                if part.done():
+                    part.result()
+            board.progress = [
+                _bar(name, part.done(), time.monotonic() - started_s)
+                for name, part in parts.items()
+            ]
+    finally:
+        board.progress = ()
+        for part in parts.values():
+            part.cancel()
+        await asyncio.gather(*parts.values(), return_exceptions=True)
+    events.write("ready", after_s=time.monotonic() - started_s)
+
+
+async def _heard(talker: Talker) -> None:
+    await talker.expect("ready", TALKER_TIMEOUT_S)
+
+
+async def _wait_replica(stack: Stack, watcher: Watcher, name: str) -> None:
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        try:
+            snapshot = await watcher.snapshot()
+        except UnavailableError:
+            await asyncio.sleep(POLL_S)
+            continue
+        if any(replica.id == name and replica.healthy for replica in snapshot.replicas):
+            return
+        for guest in snapshot.guests:
+            if guest.replica == name and (guest.restarts or guest.state == "failed"):
+                raise EngineStartError(
+                    f"engine {name} died at start; see engine-{name}.log below {stack.layout.logs}"
+                )
+        await asyncio.sleep(POLL_S)
+    raise EngineStartError(
+        f"engine {name} was not ready within {START_TIMEOUT_S:.0f} s;"
+        f" see engine-{name}.log below {stack.layout.logs}"
+    )
+
+
+def _bar(name: str, done: bool, elapsed_s: float) -> Progress:
+    so_far_s = USUAL_START_S if done else min(elapsed_s, 0.95 * USUAL_START_S)
+    return Progress(name, so_far_s, USUAL_START_S)

@@ -1,0 +1,192 @@
+"""`rose demo`: start everything, play the plan, end everything, report."""
+
+import asyncio
+import contextlib
+import json
+import signal
+import time
+from collections.abc import AsyncIterator, Coroutine
+from pathlib import Path
+from typing import Any
+
+from rose.demo.board import Board
+from rose.demo.claims import exit_code
+from rose.demo.conductor import Conductor
+from rose.demo.drills import Drills
+from rose.demo.layout import Layout
+from rose.demo.model_cache import prepare_models
+from rose.demo.plan import make_plan
+from rose.demo.ports import Ports
+from rose.demo.readiness import wait_ready
+from rose.demo.report import write_report
+from rose.demo.sampler import sample_memory
+from rose.demo.settings import DemoSettings
+from rose.demo.stack import Stack
+from rose.demo.summary import print_summary
+from rose.demo.trace import read_trace
+from rose.demo.view import open_view
+from rose.demo.watcher import Watcher
+from rose.engines import check_host
+from rose.engines.preflight import check_model
+from rose.errors import RoseError
+from rose.eventlog import EventLog
+
+ENGINES = 3
+EVALUATION_TIMEOUT_S = 120.0
+FINISH_TIMEOUT_S = 180.0
+
+
+def run_demo(settings: DemoSettings) -> int:
+    """Run the demo; returns 0 when no claim fails (with a control: when its claim does).
+
+    Raises RoseError for bad input and for a process that could not be started. Nothing is left
+    running, whichever way it ends.
+    """
+    plan = make_plan(settings.seed, settings.steps, quick=settings.quick)
+    ports = Ports.from_base(settings.port_base)
+    _preflight(settings, ports)
+    layout = Layout(settings.out)
+    layout.prepare()
+    return asyncio.run(_interruptible(_Run(settings, layout, ports, plan.steps).play()))
+
+
+def _preflight(settings: DemoSettings, ports: Ports) -> None:
+    check_host(ENGINES)
+    ports.check()
+    if settings.trace:
+        read_trace(settings.trace)
+    if settings.host_model:
+        check_model(settings.host_model)
+
+
+async def _interruptible(coroutine: Coroutine[None, None, int]) -> int:
+    """Turn SIGINT and SIGTERM into a cancellation, so that every `finally` runs."""
+    task = asyncio.create_task(coroutine)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, task.cancel)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+
+
+class _Run:
+    """One run from the first process to the report."""
+
+    def __init__(self, settings: DemoSettings, layout: Layout, ports: Ports, steps: int) -> None:
+        self._settings = settings
+        self._layout = layout
+        self._ports = ports
+        self._t0_s = time.monotonic()
+        self._board = Board(self._t0_s, steps)
+        self._events = EventLog(layout.logs, "demo")
+
+    async def play(self) -> int:
+        self._write_run_info(None)
+        with open_view() as view:
+            drawing = asyncio.create_task(self._board.draw(view))
+            try:
+                await self._play()
+            finally:
+                drawing.cancel()
+                await asyncio.gather(drawing, return_exceptions=True)
+        report = write_report(self._layout.out)
+        print_summary(report.verdicts, self._layout.out)
+        return exit_code(report.verdicts, self._settings.control)
+
+    async def _play(self) -> None:
+        self._board.stage = "preparing models"
+        models = await prepare_models(self._settings, self._board)
+        stack = Stack(self._settings, self._layout, self._ports, models.policy_dir, models.host_dir)
+        try:
+            self._board.stage = "starting engines"
+            await stack.start()
+            async with self._watching(stack) as watcher:
+                await self._train(stack, watcher)
+        finally:
+            self._board.stage = "stopping"
+            await stack.stop()
+            self._events.close()
+            self._layout.gather()
+            self._write_run_info(time.monotonic())
+
+    @contextlib.asynccontextmanager
+    async def _watching(self, stack: Stack) -> AsyncIterator[Watcher]:
+        watcher = Watcher(stack.scheduler, stack.gateway_url)
+        tasks = [
+            asyncio.create_task(self._board.follow(watcher)),
+            asyncio.create_task(sample_memory(stack, self._layout, self._board)),
+        ]
+        try:
+            yield watcher
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await watcher.close()
+
+    async def _train(self, stack: Stack, watcher: Watcher) -> None:
+        assert stack.trainer is not None
+        await wait_ready(stack, watcher, self._board, self._events)
+        drills = Drills(stack, watcher, self._events)
+        plan = make_plan(self._settings.seed, self._settings.steps, quick=self._settings.quick)
+        conductor = Conductor(plan, stack, watcher, self._events, drills)
+        self._board.attach(conductor, drills)
+        self._board.stage = "held-out maps before training"
+        await stack.trainer.say(cmd="start")
+        evaluation = await stack.trainer.expect("eval", EVALUATION_TIMEOUT_S)
+        self._note(evaluation)
+        self._board.stage = "training"
+        blocks = asyncio.create_task(conductor.run())
+        try:
+            await self._follow_trainer(stack, conductor, blocks)
+            await blocks
+        finally:
+            blocks.cancel()
+
+    async def _follow_trainer(
+        self, stack: Stack, conductor: Conductor, blocks: "asyncio.Task[None]"
+    ) -> None:
+        assert stack.trainer is not None
+        while True:
+            event = await self._next_event(stack, blocks)
+            match event["event"]:
+                case "step":
+                    self._board.stepped(event)
+                    await conductor.step_done()
+                case "eval":
+                    self._note(event)
+                    self._board.stage = "finishing"
+                case "done":
+                    self._note(event)
+                    return
+                case _:
+                    continue
+
+    async def _next_event(self, stack: Stack, blocks: "asyncio.Task[None]") -> dict[str, object]:
+        """The trainer's next event, unless the experiment around it breaks first."""
+        assert stack.trainer is not None
+        waiting = asyncio.create_task(stack.trainer.next())
+        watched: set[asyncio.Task[Any]] = {waiting}
+        if not blocks.done():
+            watched.add(blocks)
+        done, _ = await asyncio.wait(
+            watched, timeout=FINISH_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED
+        )
+        stack.check()
+        if blocks in done:
+            blocks.result()
+        if not done:
+            waiting.cancel()
+            raise RoseError(f"the trainer was silent for {FINISH_TIMEOUT_S:.0f} s; see its log")
+        return await waiting
+
+    def _note(self, event: dict[str, object]) -> None:
+        """Keep an event of the trainer among the raw records."""
+        fields = {name: value for name, value in event.items() if name != "event"}
+        self._events.write(str(event["event"]), **fields)
+
+    def _write_run_info(self, end_s: float | None) -> None:
+        info = {"t0_s": self._t0_s, "settings": self._settings.as_record(), "end_s": end_s}
+        Path(self._layout.out / "run.json").write_text(json.dumps(info, indent=1) + "\n")

@@ -1,0 +1,238 @@
+"""All processes of the demo: started together, ended together."""
+
+import asyncio
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rose.demo.layout import Layout
+from rose.demo.ports import Ports
+from rose.demo.settings import DemoSettings
+from rose.demo.talker import Talker
+from rose.engines import EngineProcess, EngineRole, EngineSpec
+from rose.errors import EngineStartError
+from rose.process import ManagedProcess, ProcessSpec
+from weight_transfer import SigningKey
+
+SERVING_CORE = 0
+TRAINING_CORE = 1
+GUEST, DEDICATED = "guest", "dedicated"
+SERVING_NODE, TRAINING_NODE = "serving-0", "train-0"
+MAX_SEQUENCES = 64
+STREAMS = 96
+MEAN_RATE_PER_S = 5.0
+TTFT_TARGET_S, TPOT_TARGET_S = 0.5, 0.15
+_FAULTS = {"stale-guest": "stale_weights", "wrong-chunk": "wrong_chunk"}
+
+
+@dataclass(slots=True)
+class Stack:
+    """The running processes of one demo. `start_*` fill it, `stop` empties it."""
+
+    settings: DemoSettings
+    layout: Layout
+    ports: Ports
+    policy_dir: Path
+    host_dir: Path
+    processes: dict[str, ManagedProcess] = field(default_factory=dict)
+    host: EngineProcess | None = None
+    trainer: Talker | None = None
+    load: Talker | None = None
+
+    @property
+    def scheduler(self) -> str:
+        """Address of the scheduler."""
+        return f"127.0.0.1:{self.ports.scheduler}"
+
+    @property
+    def gateway_url(self) -> str:
+        """Address of the gateway."""
+        return f"http://127.0.0.1:{self.ports.gateway}"
+
+    @property
+    def roots(self) -> dict[str, int]:
+        """Pids of everything started here, by name."""
+        pids = {name: process.pid for name, process in self.processes.items()}
+        if self.host:
+            pids["host"] = self.host.process.pid
+        for name, talker in (("trainer", self.trainer), ("load", self.load)):
+            if talker:
+                pids[name] = talker.process.pid
+        return pids
+
+    async def start(self) -> None:
+        """Start every process without waiting for the slow ones."""
+        key = SigningKey.generate()
+        key_path = self.layout.scratch / "trainer.key"
+        key.save(key_path)
+        page = self.layout.scratch / "control-page"
+        self.host = await EngineProcess.start(self._host_spec(page))
+        await self._module("scheduler", "rose.scheduler.main", self._scheduler_args())
+        await self._module("gateway", "rose.gateway.main", self._gateway_args())
+        nodes = {
+            SERVING_NODE: (SERVING_CORE, self._serving_node(page, key.verify_key.hex)),
+            TRAINING_NODE: (TRAINING_CORE, self._training_node(key.verify_key.hex)),
+        }
+        for name, (core, config) in nodes.items():
+            path = self._write_config(name, config)
+            await self._module(name, "rose.node.main", ["--config", str(path)], core)
+        self.trainer = await self._talker("trainer", "rose.demo.train", self._trainer(key_path))
+        self.load = await self._talker("load", "rose.demo.load", self._load())
+
+    async def wait_host(self, timeout_s: float) -> None:
+        """Return once the host serves."""
+        assert self.host is not None
+        await self.host.wait_healthy(timeout_s)
+
+    def check(self) -> None:
+        """Raise when a process that must run has ended."""
+        for name, process in self.processes.items():
+            if process.returncode is not None:
+                raise EngineStartError(
+                    f"{name} ended (exit {process.returncode}): {last_line(process.spec.log)}"
+                )
+        if self.host and self.host.process.returncode is not None:
+            raise EngineStartError(f"the host engine ended: {self.host.last_words()}")
+
+    async def stop(self) -> None:
+        """End everything, talkers first, then nodes (which end their engines), then the rest."""
+        for talker in (self.load, self.trainer):
+            if talker:
+                await talker.stop()
+        await asyncio.gather(*(process.stop(grace_s=15.0) for process in self.processes.values()))
+        if self.host:
+            await self.host.stop()
+
+    async def _module(
+        self, name: str, module: str, arguments: list[str], core: int = TRAINING_CORE
+    ) -> None:
+        self.processes[name] = await ManagedProcess.start(
+            ProcessSpec(
+                name=name,
+                argv=(sys.executable, "-m", module, *arguments),
+                log=self.layout.logs / f"{name}.log",
+                core=core,
+            )
+        )
+
+    async def _talker(self, name: str, module: str, config: dict[str, object]) -> Talker:
+        path = self._write_config(name, config)
+        return await Talker.start(
+            ProcessSpec(
+                name=name,
+                argv=(sys.executable, "-m", module, "--config", str(path)),
+                env={"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+                log=self.layout.logs / f"{name}.log",
+                core=TRAINING_CORE,
+                piped=True,
+            )
+        )
+
+    def _write_config(self, name: str, config: dict[str, object]) -> Path:
+        path = self.layout.scratch / f"{name}.json"
+        path.write_text(json.dumps(config, indent=1))
+        return path
+
+    def _host_spec(self, page: Path) -> EngineSpec:
+        return EngineSpec(
+            name="host",
+            role=EngineRole.HOST,
+            model_dir=self.settings.host_model or self.host_dir,
+            port=self.ports.host,
+            log=self.layout.logs / "engine-host.log",
+            core=SERVING_CORE,
+            control_page=page,
+            ttft_target_s=TTFT_TARGET_S,
+            tpot_target_s=TPOT_TARGET_S,
+        )
+
+    def _scheduler_args(self) -> list[str]:
+        return [
+            f"--port={self.ports.scheduler}",
+            f"--store={self.layout.scratch / 'store.sqlite'}",
+            f"--log-dir={self.layout.logs}",
+            "--harvest=HOLD",
+            "--cooldown-s=0.3",
+        ]
+
+    def _gateway_args(self) -> list[str]:
+        return [
+            f"--port={self.ports.gateway}",
+            f"--scheduler={self.scheduler}",
+            f"--log-dir={self.layout.logs}",
+        ]
+
+    def _serving_node(self, page: Path, verify_key: str) -> dict[str, object]:
+        fault = _FAULTS.get(self.settings.control or "")
+        guest = self._replica(GUEST, self.ports.guest, SERVING_CORE)
+        guest["extra_env"] = {"ROSE_FAULT": fault} if fault else {}
+        host = {
+            "page": str(page),
+            "pid": self.host.process.pid if self.host else None,
+            "ttft_target_s": TTFT_TARGET_S,
+            "tpot_target_s": TPOT_TARGET_S,
+        }
+        return self._node(SERVING_NODE, guest, verify_key) | {"host": host}
+
+    def _training_node(self, verify_key: str) -> dict[str, object]:
+        replica = self._replica(DEDICATED, self.ports.dedicated, TRAINING_CORE)
+        return self._node(TRAINING_NODE, replica, verify_key)
+
+    def _node(self, name: str, replica: dict[str, object], verify_key: str) -> dict[str, object]:
+        return {
+            "node": name,
+            "scheduler": self.scheduler,
+            "run_dir": str(self.layout.scratch / name),
+            "log_dir": str(self.layout.node(name)),
+            "replicas": [replica],
+            "verify_key": verify_key,
+        }
+
+    def _replica(self, name: str, port: int, core: int) -> dict[str, object]:
+        return {
+            "id": name,
+            "kind": name,
+            "model_dir": str(self.policy_dir),
+            "port": port,
+            "core": core,
+            "max_sequences": MAX_SEQUENCES,
+            "stream_interval": 4,
+        }
+
+    def _trainer(self, key_path: Path) -> dict[str, object]:
+        control = self.settings.control
+        return {
+            "seed": self.settings.seed,
+            "model_dir": str(self.policy_dir),
+            "gateway_url": self.gateway_url,
+            "scheduler": self.scheduler,
+            "out": str(self.layout.out),
+            "publish_root": str(self.layout.scratch / "published"),
+            "publish_port": self.ports.publisher,
+            "streams": STREAMS,
+            "steps": self.settings.steps,
+            "control": control if control in ("shuffled-advantage", "lr0") else "none",
+            "corrupt_every": 7 if control == "corrupt-chunk" else 0,
+            "long_turns": self.settings.long_turns,
+            "torch_threads": 1,
+            "key": str(key_path),
+        }
+
+    def _load(self) -> dict[str, object]:
+        trace = self.settings.trace
+        return {
+            "url": f"http://127.0.0.1:{self.ports.host}",
+            "model": "host",
+            "out": str(self.layout.out / "client_requests.jsonl"),
+            "seed": self.settings.seed,
+            "trace": str(trace) if trace else None,
+            "mean_rate_per_s": MEAN_RATE_PER_S,
+            "segment_s": 30.0,
+        }
+
+
+def last_line(log: Path | None) -> str:
+    """The last thing a process wrote."""
+    lines = log.read_text(errors="replace").splitlines() if log and log.is_file() else []
+    return next((line.strip() for line in reversed(lines) if line.strip()), "it wrote no log")
