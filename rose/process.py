@@ -111,7 +111,7 @@ class ManagedProcess:
 
     async def _gone(self, patience_s: float) -> bool:
         deadline = asyncio.get_running_loop().time() + patience_s
-        while _group_alive(self._group):
+        while group_alive(self._group):
             if asyncio.get_running_loop().time() >= deadline:
                 return False
             await asyncio.sleep(0.02)
@@ -119,7 +119,7 @@ class ManagedProcess:
         return True
 
 
-def _group_alive(group: int) -> bool:
+def group_alive(group: int) -> bool:
     """True while the group holds a process that is no zombie."""
     try:
         os.killpg(group, 0)

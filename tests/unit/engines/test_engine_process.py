@@ -1,0 +1,88 @@
+"""Processes end whole, and an engine that dies at start says why."""
+
+import asyncio
+import os
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from rose.engines import EngineProcess, EngineRole, EngineSpec, launch, process_spec
+from rose.engines.preflight import check_model, check_port
+from rose.errors import ConfigError, EngineStartError
+from rose.process import ManagedProcess, ProcessSpec, group_alive
+
+
+def _spec(tmp_path: Path, port: int = 0) -> EngineSpec:
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (tmp_path / name).write_text("{}")
+    log = tmp_path / "engine.log"
+    return EngineSpec("guest", EngineRole.GUEST, tmp_path, port, log, control_page=tmp_path / "p")
+
+
+async def test_stopping_a_process_ends_its_children_too(tmp_path: Path) -> None:
+    script = "import subprocess,sys,time;subprocess.Popen(['sleep','60']);time.sleep(60)"
+    spec = ProcessSpec("parent", (sys.executable, "-c", script), log=tmp_path / "log")
+    process = await ManagedProcess.start(spec)
+    await asyncio.sleep(0.15)
+    await process.stop(grace_s=2.0)
+    assert not group_alive(process.pid)
+
+
+async def test_a_process_that_ignores_term_is_killed(tmp_path: Path) -> None:
+    script = "import signal,time;signal.signal(signal.SIGTERM,signal.SIG_IGN);time.sleep(60)"
+    spec = ProcessSpec("deaf", (sys.executable, "-c", script), log=tmp_path / "log")
+    process = await ManagedProcess.start(spec)
+    await asyncio.sleep(0.15)
+    await process.stop(grace_s=0.1)
+    assert process.returncode == -9
+
+
+async def test_a_background_process_runs_below_all_others(tmp_path: Path) -> None:
+    script = "import os;print(os.sched_getscheduler(0), open('/proc/self/oom_score_adj').read())"
+    spec = ProcessSpec("idle", (sys.executable, "-c", script), background=True, piped=True)
+    process = await ManagedProcess.start(spec)
+    printed = (await process.stdout.read()).split()
+    await process.wait()
+    assert [int(value) for value in printed] == [os.SCHED_IDLE, 1000]
+
+
+async def test_an_engine_that_dies_at_start_says_its_last_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = "raise ValueError('no such layer')"
+    monkeypatch.setattr(
+        launch,
+        "process_spec",
+        lambda spec: ProcessSpec(spec.name, (sys.executable, "-c", script), log=spec.log),
+    )
+    engine = await EngineProcess.start(_spec(tmp_path))
+    with pytest.raises(EngineStartError, match="ValueError: no such layer"):
+        await engine.wait_healthy(5.0)
+
+
+def test_a_busy_port_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port {port} .*gateway"):
+            check_port(port, "gateway")
+
+
+def test_a_model_without_tokenizer_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
+        check_model(tmp_path)
+
+
+def test_only_the_guest_gets_gate_and_page_and_yields_its_core(tmp_path: Path) -> None:
+    guest = process_spec(_spec(tmp_path))
+    assert guest.background
+    assert guest.env["ROSE_CONTROL_PAGE"]
+    assert any("GatedScheduler" in argument for argument in guest.argv)
+    dedicated = process_spec(EngineSpec("d", EngineRole.DEDICATED, tmp_path, 1, tmp_path / "l"))
+    assert not dedicated.background
+    assert "ROSE_CONTROL_PAGE" not in dedicated.env
+    assert not any("scheduler-cls" in argument for argument in dedicated.argv)

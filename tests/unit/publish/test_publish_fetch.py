@@ -1,0 +1,81 @@
+"""A version arrives whole or not at all, over real HTTP."""
+
+import socket
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+import pytest
+
+from rose.publish import FetchError, VersionServer, fetch_version
+from weight_transfer import (
+    ChunkStore,
+    Manifest,
+    Publisher,
+    SignatureError,
+    SigningKey,
+    TensorBits,
+)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _tensors(step: int) -> dict[str, TensorBits]:
+    rng = np.random.default_rng(0)
+    bits = rng.integers(0, 1 << 16, size=4_096, dtype=np.uint16)
+    bits[::7] += np.uint16(step)
+    return {"w": TensorBits("w", "bfloat16", (64, 64), bits)}
+
+
+def _publish(root: Path, key: SigningKey) -> Manifest:
+    publisher = Publisher(ChunkStore(root), "job", "trainer", key, chunk_bytes=1_024)
+    return publisher.publish(1, 0, _tensors(0), _tensors(1))
+
+
+async def test_a_corrupted_chunk_is_noticed_and_fetched_again(tmp_path: Path) -> None:
+    key = SigningKey.generate()
+    manifest = _publish(tmp_path / "from", key)
+    server = VersionServer(ChunkStore(tmp_path / "from"), _free_port(), corrupt_every=2)
+    rejected: list[str] = []
+    await server.start()
+    try:
+        async with aiohttp.ClientSession() as session:
+            store = ChunkStore(tmp_path / "to")
+            fetched = await fetch_version(
+                session, server.url, 1, store, key.verify_key, rejected.append
+            )
+    finally:
+        await server.close()
+    assert rejected, "the control corrupts some chunks"
+    assert all(store.has(ref.id) for ref in manifest.chunks)
+    assert fetched.wire_bytes > manifest.wire_bytes
+
+
+async def test_a_manifest_of_another_trainer_is_refused(tmp_path: Path) -> None:
+    _publish(tmp_path / "from", SigningKey.generate())
+    server = VersionServer(ChunkStore(tmp_path / "from"), _free_port())
+    stranger = SigningKey.generate().verify_key
+    await server.start()
+    try:
+        async with aiohttp.ClientSession() as session:
+            store = ChunkStore(tmp_path / "to")
+            with pytest.raises(SignatureError):
+                await fetch_version(session, server.url, 1, store, stranger, lambda _: None)
+    finally:
+        await server.close()
+
+
+async def test_a_version_that_is_not_there_is_a_clear_error(tmp_path: Path) -> None:
+    server = VersionServer(ChunkStore(tmp_path / "from"), _free_port())
+    await server.start()
+    try:
+        async with aiohttp.ClientSession() as session:
+            store = ChunkStore(tmp_path / "to")
+            with pytest.raises(FetchError, match="cannot be fetched"):
+                await fetch_version(session, server.url, 9, store, None, lambda _: None)
+    finally:
+        await server.close()
