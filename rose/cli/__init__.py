@@ -1,0 +1,5 @@
+"""The `rose` command."""
+
+from rose.cli.parser import Parser
+
+__all__ = ["Parser"]

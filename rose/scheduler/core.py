@@ -1,0 +1,207 @@
+"""The scheduler without sockets, files and clocks: `step(event, now_s) -> actions`.
+
+    node attaches --> harvest modes, whole version chain
+    stream breaks --> its leases end at once
+    offers, tick  --> leases expire, are renewed, granted, released, as the mode allows
+    revocation    --> the lease ends, a pause, a new lease under a greater epoch
+    version       --> stored, then told to all nodes
+
+Actions are carried out in order: what is persisted comes before what anybody is told.
+"""
+
+from elastic_scheduler import HarvestMode, HarvestPolicy
+from rose.errors import RefusedError
+from rose.rpc import rose_pb2 as pb
+from rose.scheduler.fleet import Fleet, NodeView
+from rose.scheduler.leasing import LeaseTimes, Leasing
+from rose.scheduler.messages import (
+    Action,
+    Activated,
+    Answer,
+    Attached,
+    CloseStream,
+    Command,
+    Detached,
+    Drained,
+    Event,
+    HarvestSet,
+    JobRegistered,
+    Measured,
+    Offered,
+    PublishTable,
+    Record,
+    RevokeAsked,
+    TakenBack,
+    Tick,
+    VersionAnnounced,
+)
+from rose.scheduler.saved import Saved, VersionRecord, save_job, save_mode, save_version
+from rose.scheduler.versions import VersionChain
+from rose.scheduler.views import replica_rows, snapshot
+from rose.scheduler.wire import harvest_command
+
+TABLE_INTERVAL_S = 1.0
+
+
+class SchedulerCore:
+    """All decisions of one scheduler. `step` raises `RefusedError` and then has changed nothing."""
+
+    def __init__(
+        self,
+        saved: Saved,
+        default_mode: HarvestMode = HarvestMode.OFF,
+        times: LeaseTimes | None = None,
+    ) -> None:
+        self._policy = HarvestPolicy(saved.mode or default_mode, saved.overrides)
+        self._fleet = Fleet()
+        self._leasing = Leasing(times or LeaseTimes(), saved.epochs, self._policy)
+        self._chain = VersionChain(saved.job, saved.versions)
+        self._table = pb.ReplicaTable()
+        self._published_s: float | None = None
+        self._complained: set[tuple[str, str]] = set()
+
+    def step(self, event: Event, now_s: float) -> list[Action]:
+        """What follows from an event at `now_s`, a monotonic clock's seconds."""
+        actions = self._react(event, now_s)
+        regulated = self._leasing.regulate(self._job, self._fleet, now_s)
+        if isinstance(event, HarvestSet):
+            releasing = [
+                each
+                for each in regulated
+                if isinstance(each, Record) and each.event == "lease_releasing"
+            ]
+            actions.append(Answer(len(releasing)))
+        return actions + regulated + self._publish(now_s)
+
+    def snapshot(self, now_s: float) -> pb.SnapshotReply:
+        """Everything an operator may ask about."""
+        return snapshot(self._fleet, self._leasing, self._chain, self._policy, now_s)
+
+    @property
+    def _job(self) -> str | None:
+        return self._chain.job.job if self._chain.job else None
+
+    def _react(self, event: Event, now_s: float) -> list[Action]:
+        match event:
+            case Attached():
+                return self._attach(event)
+            case Detached():
+                return self._detach(event.stream)
+            case JobRegistered():
+                job = self._chain.register(event.job, event.max_staleness)
+                return [save_job(job), Answer(self._chain.latest)]
+            case VersionAnnounced():
+                return self._announce(event)
+            case HarvestSet():
+                self._policy.set_mode(event.mode, event.replica)
+                return [save_mode(event.mode, event.replica), *self._tell_modes()]
+            case RevokeAsked():
+                return self._revoke(event, now_s)
+            case Tick():
+                return []
+        view = self._fleet.of_stream(event.stream)
+        # A stream that was replaced or lost has no say any more.
+        return [] if view is None else self._hear(event, view, now_s)
+
+    def _hear(
+        self,
+        event: Offered | Measured | TakenBack | Drained | Activated,
+        view: NodeView,
+        now_s: float,
+    ) -> list[Action]:
+        match event:
+            case Offered():
+                taken = self._fleet.replace_offers(view, event.offers, now_s)
+                elsewhere = [f"{replica} is offered by another node already" for replica in taken]
+                return self._complain(view.node, [*event.refused, *elsewhere])
+            case Measured():
+                view.telemetry = event.telemetry
+                return []
+            case TakenBack():
+                return self._leasing.taken_back(
+                    event.stream, event.replica, event.epoch, event.reason, now_s
+                )
+            case Drained():
+                return self._leasing.drained(event.stream, event.replica, event.epoch)
+            case Activated():
+                return self._activated(event, view)
+
+    def _attach(self, event: Attached) -> list[Action]:
+        actions: list[Action] = []
+        earlier = self._fleet.of_node(event.node)
+        if earlier is not None:
+            # The node came back before its old stream was noticed broken.
+            actions += [
+                *self._detach(earlier.stream),
+                CloseStream(earlier.stream, f"node {event.node} attached anew"),
+            ]
+        self._fleet.attach(event.node, event.stream)
+        told = [*self._mode_commands(), *self._chain.commands()]
+        actions += [Command(event.stream, command) for command in told]
+        return [*actions, Record("node_attached", {"node": event.node})]
+
+    def _detach(self, stream: int) -> list[Action]:
+        view = self._fleet.detach(stream)
+        if view is None:
+            return []
+        return [Record("node_lost", {"node": view.node}), *self._leasing.lost(stream)]
+
+    def _activated(self, event: Activated, view: NodeView) -> list[Action]:
+        if event.ok:
+            self._fleet.set_version(view, event.replica, event.version)
+            return []
+        fields = {"replica": event.replica, "version": event.version, "message": event.message}
+        return [Record("activation_failed", {"node": view.node, **fields})]
+
+    def _announce(self, event: VersionAnnounced) -> list[Action]:
+        record = VersionRecord(event.version, event.parent, event.url)
+        if not self._chain.announce(event.job, record):
+            return [Answer(0)]
+        streams, command = self._fleet.streams, self._chain.command(record)
+        fields: dict[str, object] = {"job": event.job, "version": event.version}
+        return [
+            save_version(record),
+            *(Command(stream, command) for stream in streams),
+            Record("version_announced", {**fields, "parent": event.parent}),
+            Answer(len(streams)),
+        ]
+
+    def _revoke(self, event: RevokeAsked, now_s: float) -> list[Action]:
+        revoked = self._leasing.revoke(event.replica, event.reason, now_s)
+        if revoked is None:
+            raise RefusedError(
+                f"replica {event.replica!r} has no lease to revoke; `rose status` lists leases"
+            )
+        lease, actions = revoked
+        return [*actions, Answer(lease.epoch)]
+
+    def _mode_commands(self) -> list[pb.NodeCommand]:
+        """The cluster's mode, then what holds for replicas with a mode of their own."""
+        own = sorted(self._policy.overrides)
+        return [
+            harvest_command(self._policy.mode),
+            *(harvest_command(self._policy.mode_of(replica), replica) for replica in own),
+        ]
+
+    def _tell_modes(self) -> list[Action]:
+        commands = self._mode_commands()
+        return [Command(stream, each) for stream in self._fleet.streams for each in commands]
+
+    def _complain(self, node: str, reasons: list[str]) -> list[Action]:
+        """Record each reason once: offers repeat twice a second."""
+        fresh = [reason for reason in reasons if (node, reason) not in self._complained]
+        self._complained.update((node, reason) for reason in fresh)
+        return [Record("offer_refused", {"node": node, "reason": reason}) for reason in fresh]
+
+    def _publish(self, now_s: float) -> list[Action]:
+        table = pb.ReplicaTable(
+            revision=self._table.revision,
+            replicas=replica_rows(self._fleet, self._leasing, self._chain, now_s),
+            latest_version=self._chain.latest,
+        )
+        due = self._published_s is None or now_s >= self._published_s + TABLE_INTERVAL_S
+        if table == self._table and not due:
+            return []
+        table.revision += 1
+        self._table, self._published_s = table, now_s
+        return [PublishTable(table)]

@@ -1,0 +1,132 @@
+"""Leases as they follow from offers, modes and time, and the commands that tell the nodes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from elastic_scheduler import HarvestPolicy, Lease, LeaseBook, LeaseState, Offer
+from rose.scheduler.fleet import Fleet
+from rose.scheduler.messages import Action, Command, Record
+from rose.scheduler.saved import save_epoch
+from rose.scheduler.wire import lease_command, release_command
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseTimes:
+    """How long a lease lives unrenewed, how often it is renewed, and the pause after a revoke."""
+
+    ttl_s: float = 5.0
+    renew_s: float = 1.0
+    cooldown_s: float = 1.0
+
+
+class Leasing:
+    """The lease book of attached nodes. A lease belongs to the stream that it was sent on."""
+
+    def __init__(self, times: LeaseTimes, epochs: Mapping[str, int], policy: HarvestPolicy) -> None:
+        self._times = times
+        self._policy = policy
+        self._book = LeaseBook(times.ttl_s, epochs)
+        self._stream_of: dict[str, int] = {}
+        self._not_before_s: dict[str, float] = {}
+
+    def leases(self) -> tuple[Lease, ...]:
+        """All leases that were not ended."""
+        return self._book.leases()
+
+    def active(self, replica: str, now_s: float) -> Lease | None:
+        """The lease under which turns may be sent to the replica."""
+        lease = self._book.live(replica, now_s)
+        return lease if lease is not None and lease.state is LeaseState.ACTIVE else None
+
+    def regulate(self, job: str | None, fleet: Fleet, now_s: float) -> list[Action]:
+        """Expire, release, renew and grant what is due now."""
+        # First of all: after a pause of this process no lease may outlive its time by a renewal.
+        actions: list[Action] = [
+            Record("lease_expired", _fields(lease)) for lease in self._book.expire(now_s)
+        ]
+        plan = self._policy.plan(fleet.live_offers(now_s), self._book.leases())
+        for lease in plan.release:
+            actions += self._release(lease, "harvest", now_s)
+        for lease in plan.renew:
+            actions += self._renew(lease, now_s)
+        if job is not None:
+            for offer in plan.lease:
+                actions += self._grant(job, offer, fleet, now_s)
+        return actions
+
+    def drained(self, stream: int, replica: str, epoch: int) -> list[Action]:
+        """The node carried out a release; one of an older lease changes nothing."""
+        lease = self._held(stream, replica, epoch)
+        if lease is None:
+            return []
+        self._book.released(replica, epoch)
+        return [Record("lease_released", {**_fields(lease), "reason": "drained"})]
+
+    def taken_back(
+        self, stream: int, replica: str, epoch: int, reason: str, now_s: float
+    ) -> list[Action]:
+        """The node revoked the lease; a revocation of an older one changes nothing."""
+        lease = self._held(stream, replica, epoch)
+        return [] if lease is None else [self._revoke(lease, reason, "node", now_s)]
+
+    def revoke(self, replica: str, reason: str, now_s: float) -> tuple[Lease, list[Action]] | None:
+        """An operator ends the lease at once; None when there is none."""
+        lease = self._book.live(replica, now_s)
+        if lease is None:
+            return None
+        told = Command(self._stream_of[replica], release_command(lease, reason))
+        return lease, [told, self._revoke(lease, reason, "operator", now_s)]
+
+    def lost(self, stream: int) -> list[Action]:
+        """The stream of these leases is over, and they are with it."""
+        over = [lease for lease in self._book.leases() if self._stream_of[lease.replica] == stream]
+        for lease in over:
+            self._book.revoke(lease.replica, lease.epoch)
+        return [
+            Record("lease_released", {**_fields(lease), "reason": "node lost"}) for lease in over
+        ]
+
+    def _held(self, stream: int, replica: str, epoch: int) -> Lease | None:
+        for lease in self._book.leases():
+            if lease.replica == replica and lease.epoch == epoch:
+                return lease if self._stream_of[replica] == stream else None
+        return None
+
+    def _release(self, lease: Lease, reason: str, now_s: float) -> list[Action]:
+        self._book.begin_release(lease.replica, lease.epoch, now_s)
+        return [
+            Command(self._stream_of[lease.replica], release_command(lease, reason)),
+            Record("lease_releasing", {**_fields(lease), "reason": reason}),
+        ]
+
+    def _renew(self, lease: Lease, now_s: float) -> list[Action]:
+        granted_s = lease.expires_s - self._times.ttl_s
+        if now_s < granted_s + self._times.renew_s:
+            return []
+        renewed = self._book.renew(lease.replica, lease.epoch, now_s)
+        told = lease_command(renewed, self._times.ttl_s)
+        return [Command(self._stream_of[lease.replica], told)]
+
+    def _grant(self, job: str, offer: Offer, fleet: Fleet, now_s: float) -> list[Action]:
+        view = fleet.of_replica(offer.replica)
+        if view is None or now_s < self._not_before_s.get(offer.replica, now_s):
+            return []
+        lease = self._book.grant(job, offer.replica, now_s, seen_epoch=offer.epoch)
+        self._stream_of[offer.replica] = view.stream
+        return [
+            # Before the command: an epoch that a node saw must never be handed out again.
+            save_epoch(lease.replica, lease.epoch),
+            Command(view.stream, lease_command(lease, self._times.ttl_s)),
+            Record(
+                "lease_granted", {**_fields(lease), "node": view.node, "kind": offer.kind.value}
+            ),
+        ]
+
+    def _revoke(self, lease: Lease, reason: str, by: str, now_s: float) -> Record:
+        self._book.revoke(lease.replica, lease.epoch)
+        self._not_before_s[lease.replica] = now_s + self._times.cooldown_s
+        return Record("revoked", {**_fields(lease), "reason": reason, "by": by})
+
+
+def _fields(lease: Lease) -> dict[str, object]:
+    return {"replica": lease.replica, "epoch": lease.epoch, "job": lease.job}

@@ -1,0 +1,54 @@
+"""Bounded hand-over between the core and the streams that it speaks on."""
+
+import asyncio
+
+from rose.rpc import rose_pb2 as pb
+
+# Far more than a version chain: a node this far behind attaches anew and gets all of it again.
+COMMAND_LIMIT = 4_096
+
+
+class CommandQueue:
+    """Commands for one node, in order. Nothing is ever dropped: a full queue ends the stream."""
+
+    def __init__(self, limit: int = COMMAND_LIMIT) -> None:
+        self._queue: asyncio.Queue[pb.NodeCommand | None] = asyncio.Queue(limit + 1)
+        self._limit = limit
+        self.closed: str | None = None
+
+    def put(self, command: pb.NodeCommand) -> None:
+        """Add a command; closes the queue when the node does not keep up."""
+        if self.closed is None and self._queue.qsize() >= self._limit:
+            self.close("the node does not take its commands; attach anew")
+        elif self.closed is None:
+            self._queue.put_nowait(command)
+
+    def close(self, reason: str) -> None:
+        """Let `get` return None once all commands before are taken."""
+        if self.closed is None:
+            self.closed = reason
+            self._queue.put_nowait(None)
+
+    async def get(self) -> pb.NodeCommand | None:
+        """The next command, None when the stream shall end."""
+        return await self._queue.get()
+
+
+class TableSlot:
+    """The newest table for one watcher; older ones that it did not take are gone."""
+
+    def __init__(self) -> None:
+        self._table: pb.ReplicaTable | None = None
+        self._fresh = asyncio.Event()
+
+    def put(self, table: pb.ReplicaTable) -> None:
+        """Replace whatever waits."""
+        self._table = table
+        self._fresh.set()
+
+    async def get(self) -> pb.ReplicaTable:
+        """The newest table, once there is one that was not taken yet."""
+        await self._fresh.wait()
+        self._fresh.clear()
+        assert self._table is not None
+        return self._table

@@ -1,0 +1,167 @@
+"""The scheduler's process: options, port, store, signals."""
+
+import asyncio
+import contextlib
+import fcntl
+import math
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from elastic_scheduler import HarvestMode
+from rose.cli.parser import Parser
+from rose.errors import ConfigError, RoseError
+from rose.eventlog import EventLog
+from rose.rpc.channel import make_server
+from rose.rpc.rose_pb2_grpc import add_SchedulerServicer_to_server
+from rose.scheduler.core import SchedulerCore
+from rose.scheduler.leasing import LeaseTimes
+from rose.scheduler.saved import load
+from rose.scheduler.service import SchedulerService
+from rose.store import SqliteStore
+
+DEFAULT_PORT = 7400
+STOP_GRACE_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerSettings:
+    """What one scheduler process is told."""
+
+    host: str
+    port: int
+    store: Path
+    log_dir: Path
+    harvest: HarvestMode
+    cooldown_s: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 1 << 16:
+            raise ConfigError(f"port {self.port} does not exist; give --port 1 to 65535")
+        if not (math.isfinite(self.cooldown_s) and self.cooldown_s >= 0):
+            raise ConfigError(f"a pause of {self.cooldown_s} s is none; give --cooldown-s >= 0")
+
+
+def settings_of(argv: Sequence[str]) -> SchedulerSettings:
+    """Parse options. Raises `ConfigError` for those that cannot be."""
+    parser = Parser(prog="rose scheduler", description="Lease offered capacity to the job.")
+    add = parser.add_argument
+    add("--host", default="127.0.0.1", help="address to bind (default: loopback only)")
+    add("--port", type=int, default=DEFAULT_PORT, metavar="N", help=f"default {DEFAULT_PORT}")
+    add("--store", type=Path, required=True, metavar="FILE", help="SQLite file, made if missing")
+    add("--log-dir", type=Path, required=True, metavar="DIR", help="where events go")
+    add(
+        "--harvest",
+        type=str.upper,
+        default="OFF",
+        choices=[mode.name for mode in HarvestMode],
+        help="mode of a store in which no operator has set one (default OFF)",
+    )
+    add(
+        "--cooldown-s",
+        type=float,
+        default=LeaseTimes().cooldown_s,
+        metavar="S",
+        help="pause between a revocation and the next lease of the replica",
+    )
+    args = parser.parse_args(argv)
+    return SchedulerSettings(
+        args.host, args.port, args.store, args.log_dir, HarvestMode[args.harvest], args.cooldown_s
+    )
+
+
+async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
+    """Serve until `stop` is set. Raises `RoseError` when it cannot, or its store fails."""
+    with _only_owner(settings.store), contextlib.ExitStack() as stack:
+        store = SqliteStore(settings.store)
+        stack.callback(store.close)
+        events = _event_log(settings.log_dir)
+        stack.callback(events.close)
+        times = LeaseTimes(cooldown_s=settings.cooldown_s)
+        core = SchedulerCore(load(store), settings.harvest, times)
+        service = SchedulerService(core, store, events)
+        server = make_server()
+        add_SchedulerServicer_to_server(service, server)
+        port = _bind(server, settings)
+        await server.start()
+        events.write("scheduler_started", port=port)
+        try:
+            await _until_stopped(service, stop)
+        finally:
+            await server.stop(STOP_GRACE_S)
+            events.write("scheduler_stopped")
+
+
+async def _until_stopped(service: SchedulerService, stop: asyncio.Event) -> None:
+    ticking = asyncio.create_task(service.tick())
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait([ticking, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if ticking.done():
+            ticking.result()
+    finally:
+        ticking.cancel()
+        stopping.cancel()
+
+
+def _bind(server: "object", settings: SchedulerSettings) -> int:
+    address = f"{settings.host}:{settings.port}"
+    try:
+        port: int = server.add_insecure_port(address)  # type: ignore[attr-defined]  # grpc.aio is untyped
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{address} cannot be bound; free the port or give another --port"
+        ) from error
+    return port
+
+
+def _event_log(folder: Path) -> EventLog:
+    try:
+        return EventLog(folder, "scheduler")
+    except OSError as error:
+        raise ConfigError(f"events cannot be written ({error}); give another --log-dir") from error
+
+
+@contextlib.contextmanager
+def _only_owner(store: Path) -> Iterator[None]:
+    """Two schedulers on one store would hand out the same epochs: the second is refused."""
+    path = store.with_name(store.name + ".lock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("w")
+    except OSError as error:
+        raise ConfigError(
+            f"store {store} cannot be made ({error}); give a path that can be written"
+        ) from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"store {store} belongs to a running scheduler; stop it or give another --store"
+            ) from error
+        yield
+
+
+async def _run(settings: SchedulerSettings) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    await serve(settings, stop)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run a scheduler; 0 after SIGTERM or SIGINT, 2 with one line for what cannot be."""
+    try:
+        asyncio.run(_run(settings_of(argv)))
+    except RoseError as error:
+        sys.stderr.write(f"rose scheduler: {error}\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

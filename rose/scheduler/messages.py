@@ -1,0 +1,177 @@
+"""What reaches the scheduler's core, and what the core asks its shell to do."""
+
+from dataclasses import dataclass, field
+
+from elastic_scheduler import HarvestMode, Offer
+from rose.rpc import rose_pb2 as pb
+
+# ---- events ----
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """A node opened a stream; `stream` is unique within this process."""
+
+    node: str
+    stream: int
+
+
+@dataclass(frozen=True, slots=True)
+class Detached:
+    """A stream is over, whoever ended it."""
+
+    stream: int
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """All that a node offers now; earlier offers of it are void."""
+
+    stream: int
+    offers: tuple[Offer, ...]
+    refused: tuple[str, ...] = ()  # why malformed offers were dropped
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Telemetry of a node, replacing what it said before."""
+
+    stream: int
+    telemetry: pb.Telemetry
+
+
+@dataclass(frozen=True, slots=True)
+class TakenBack:
+    """The node revoked the lease of `epoch`."""
+
+    stream: int
+    replica: str
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """The node carried out a release of `epoch`."""
+
+    stream: int
+    replica: str
+    epoch: int
+    aborted: int
+
+
+@dataclass(frozen=True, slots=True)
+class Activated:
+    """A replica now runs `version`, or failed to."""
+
+    stream: int
+    replica: str
+    version: int
+    ok: bool
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class JobRegistered:
+    """A trainer asks for capacity. Answered with the newest version."""
+
+    job: str
+    max_staleness: int
+
+
+@dataclass(frozen=True, slots=True)
+class VersionAnnounced:
+    """A trainer published a version. Answered with the number of nodes told."""
+
+    job: str
+    version: int
+    parent: int
+    url: str
+
+
+@dataclass(frozen=True, slots=True)
+class HarvestSet:
+    """An operator set the mode of a replica, or of all (None). Answered with leases released."""
+
+    mode: HarvestMode
+    replica: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class RevokeAsked:
+    """An operator ends a lease. Answered with its epoch."""
+
+    replica: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed."""
+
+
+Event = (
+    Attached
+    | Detached
+    | Offered
+    | Measured
+    | TakenBack
+    | Drained
+    | Activated
+    | JobRegistered
+    | VersionAnnounced
+    | HarvestSet
+    | RevokeAsked
+    | Tick
+)
+
+# ---- actions, carried out in order ----
+
+
+@dataclass(frozen=True, slots=True)
+class Persist:
+    """Write to the store before any later action; None deletes the key."""
+
+    key: str
+    value: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """Send to the node behind a stream."""
+
+    stream: int
+    command: pb.NodeCommand
+
+
+@dataclass(frozen=True, slots=True)
+class CloseStream:
+    """End a node's stream."""
+
+    stream: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PublishTable:
+    """Give all watchers this table."""
+
+    table: pb.ReplicaTable
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Append to the event log."""
+
+    event: str
+    fields: dict[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The number that the caller of an RPC gets."""
+
+    value: int
+
+
+Action = Persist | Command | CloseStream | PublishTable | Record | Answer
