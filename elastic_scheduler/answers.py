@@ -47,20 +47,26 @@ class AnswerBook(Generic[T]):
             raise ValueError(f"request {request_id} is known already; look with find() first")
         self._entries[request_id] = _Entry(fingerprint, value)
 
-    def close(self, request_id: str) -> None:
-        """The request is answered: keep its value until newer answers push it out."""
-        entry = self._entries[request_id]
-        if not entry.done:
-            entry.done = True
-            self._done[request_id] = None
+    def close(self, request_id: str, value: T) -> None:
+        """The request is answered: keep its value until newer answers push it out.
+
+        Nothing happens if the id was forgotten meanwhile, or opened anew with another value.
+        """
+        entry = self._entries.get(request_id)
+        if entry is None or entry.value is not value:
+            return
+        entry.done = True
+        self._done[request_id] = None
         while len(self._done) > self._capacity:
             oldest, _ = self._done.popitem(last=False)
             del self._entries[oldest]
 
-    def forget(self, request_id: str) -> None:
-        """The request failed or was given up: the id may be used anew."""
-        self._entries.pop(request_id, None)
-        self._done.pop(request_id, None)
+    def forget(self, request_id: str, value: T) -> None:
+        """The request failed or was given up: the id may be used anew. Else as `close`."""
+        entry = self._entries.get(request_id)
+        if entry is not None and entry.value is value:
+            del self._entries[request_id]
+            self._done.pop(request_id, None)
 
     def __len__(self) -> int:
         return len(self._entries)

@@ -134,6 +134,11 @@ class TurnJournal:
         return self._max_tokens - len(self._tokens)
 
     @property
+    def generated(self) -> int:
+        """Tokens journaled so far."""
+        return len(self._tokens)
+
+    @property
     def length(self) -> int:
         """Tokens of prompt and journal together: what the next attempt has to prefill."""
         return len(self._prompt) + len(self._tokens)

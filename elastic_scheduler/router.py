@@ -4,8 +4,7 @@
            + uncached prompt tokens / prefill rate
 
 The cheapest replica wins; the one that holds the session's prefix is kept unless another is cheaper
-by a margin. A turn rather waits than goes to one that is `PATIENCE` times dearer than one that
-is only full.
+by a margin. A turn waits rather than go to a replica `PATIENCE` times dearer than one that is full.
 """
 
 from collections import OrderedDict

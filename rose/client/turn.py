@@ -1,0 +1,36 @@
+"""What a trainer asks for and what it gets: tokens in, tokens out."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to sample. The defaults leave the policy's distribution as it is, as RL needs it.
+
+    `top_k` 0 is off. `allowed_token_ids` None allows all.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_tokens: int = 16
+    stop_token_ids: tuple[int, ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One generated turn. Spans are half-open token ranges that cover all tokens in order.
+
+    versions: (policy version, start, end); segments: (replica, kind, start, end). `logprobs` are
+    the behaviour policy's, of the distribution that was sampled from.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[tuple[int, int, int], ...]
+    segments: tuple[tuple[str, str, int, int], ...]
+    finish_reason: str
+    attempts: int

@@ -1,0 +1,206 @@
+"""Which turn works on which replica right now, and which turns wait.
+
+acquire --> waiting --pump--> live --finish--> (gone)
+               |               |  lease lost, replica gone: interrupted as REVOKED, at once
+               |               |  no token for stall_s, room elsewhere: interrupted as STALLED
+               +- no acceptable version, or nobody in time: TurnError
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from elastic_scheduler import End, Placement, Router, TurnNeed
+from rose.gateway.errors import BadRequest, NoReplica, QueueFull, TurnError, VersionUnavailable
+from rose.gateway.settings import GatewaySettings
+from rose.gateway.stats import GatewayStats
+from rose.gateway.table import ReplicaEntry
+
+# How long a replica gets no new turns after an attempt on it ended badly: until the table follows.
+REST_S = {End.REFUSED: 0.25, End.BROKEN: 0.5, End.STALLED: 1.0, End.REVOKED: 0.25}
+
+EventSink = Callable[..., None]
+
+
+@dataclass(slots=True, eq=False)
+class LiveAttempt:
+    """A turn on a replica. `interrupt` ends its stream from outside."""
+
+    entry: ReplicaEntry
+    placement: Placement
+    need: TurnNeed
+    last_token_s: float
+    task: "asyncio.Task[object] | None" = None
+    interrupted: End | None = None
+    may_move: bool = True
+
+    def interrupt(self, end: End) -> None:
+        """Cancel the stream; its task reads `interrupted` and goes on elsewhere."""
+        if self.interrupted is None:
+            self.interrupted = end
+            if self.task is not None:
+                self.task.cancel()
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    need: TurnNeed
+    avoid: str
+    since_s: float
+    granted: "asyncio.Future[LiveAttempt]"
+
+
+class Dispatcher:
+    """The replica table, the router and the queue; `clock` gives monotonic seconds."""
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        stats: GatewayStats,
+        clock: Callable[[], float],
+        on_event: EventSink,
+    ) -> None:
+        self._settings = settings
+        self._stats = stats
+        self._clock = clock
+        self._on_event = on_event
+        self._router = Router()
+        self._entries: dict[str, ReplicaEntry] = {}
+        self._live: set[LiveAttempt] = set()
+        self._waiting: deque[_Waiter] = deque()
+
+    @property
+    def waiting(self) -> int:
+        """Turns that wait for a replica."""
+        return len(self._waiting)
+
+    @property
+    def usable(self) -> int:
+        """Replicas that get turns."""
+        return sum(entry.leased and entry.healthy for entry in self._entries.values())
+
+    def live_turns(self) -> dict[str, int]:
+        """Turns on each replica of the table."""
+        return self._router.live_turns()
+
+    def set_table(self, entries: tuple[ReplicaEntry, ...]) -> None:
+        """Replace the table; streams whose lease is over are cancelled before this returns."""
+        now_s = self._clock()
+        old, self._entries = self._entries, {entry.id: entry for entry in entries}
+        for entry in old.values():
+            if entry.leased and not entry.continues(self._entries.get(entry.id)):
+                self._on_event("replica_lost", replica=entry.id, epoch=entry.lease_epoch)
+        # A replica under a new lease starts with a clean load: its old turns are ended below.
+        kept = [e for e in entries if e.id not in old or old[e.id].continues(e)]
+        self._router.set_table([entry.view() for entry in kept], now_s)
+        self._router.set_table([entry.view() for entry in entries], now_s)
+        for live in self._live:
+            if not live.entry.continues(self._entries.get(live.entry.id)):
+                live.interrupt(End.REVOKED)
+        self.pump()
+
+    def check_admission(self, need: TurnNeed) -> None:
+        """Raise QueueFull or BadRequest for a new turn that must not even wait."""
+        if len(self._waiting) >= self._settings.max_waiting:
+            raise QueueFull(f"{len(self._waiting)} turns wait already; send this one again later")
+        if not self._router.fits(need):
+            raise BadRequest("prompt and max_tokens together exceed the KV memory of every replica")
+
+    async def acquire(self, need: TurnNeed, avoid: str = "") -> LiveAttempt:
+        """A place on a replica, now or when there is one; hand it back with `finish`.
+
+        Raises VersionUnavailable or NoReplica when waiting did not help.
+        """
+        granted: asyncio.Future[LiveAttempt] = asyncio.get_running_loop().create_future()
+        waiter = _Waiter(need, avoid, self._clock(), granted)
+        # A turn that continues has waited before: it goes first.
+        if avoid:
+            self._waiting.appendleft(waiter)
+        else:
+            self._waiting.append(waiter)
+        self.pump()
+        try:
+            return await granted
+        except asyncio.CancelledError:
+            if granted.done() and not granted.cancelled() and granted.exception() is None:
+                self.finish(granted.result(), None)
+            elif waiter in self._waiting:
+                self._waiting.remove(waiter)
+            raise
+
+    def finish(self, live: LiveAttempt, end: End | None) -> None:
+        """The attempt is over; `end` says how, None when nobody wants the turn any more."""
+        now_s = self._clock()
+        self._live.discard(live)
+        self._router.end(live.placement, now_s)
+        if end is not None:
+            self._stats.ends[end.value] += 1
+            rest_s = REST_S.get(end)
+            if rest_s is not None and live.entry.continues(self._entries.get(live.entry.id)):
+                self._router.rest(live.entry.id, now_s + rest_s)
+        if self._waiting:
+            self.pump()
+
+    def journaled(self, live: LiveAttempt, tokens: int) -> None:
+        """Tokens of a live attempt are in its journal."""
+        live.last_token_s = self._clock()
+        self._router.progress(live.placement, tokens)
+        self._stats.tokens[live.entry.id] += tokens
+
+    def pump(self) -> None:
+        """Place as many waiting turns as there is room for, oldest first."""
+        now_s = self._clock()
+        blocked: set[tuple[int | None, int | None]] = set()
+        still: deque[_Waiter] = deque()
+        while self._waiting and self._router.has_room():
+            waiter = self._waiting.popleft()
+            constraint = (waiter.need.min_version, waiter.need.exact_version)
+            if waiter.granted.done():
+                continue
+            name = None
+            if constraint not in blocked:
+                name = self._router.choose(waiter.need, now_s, waiter.avoid)
+            if name is None:
+                blocked.add(constraint)
+                still.append(waiter)
+            else:
+                self._place(waiter, name, now_s)
+        still.extend(self._waiting)
+        self._waiting = still
+
+    def sweep(self) -> None:
+        """Move stalled turns, end hopeless waits; called every `SWEEP_S`."""
+        now_s = self._clock()
+        for live in self._live:
+            if live.may_move and now_s - live.last_token_s > self._settings.stall_s:
+                other = self._router.choose(live.need, now_s, avoid=live.entry.id)
+                if other is not None and other != live.entry.id:
+                    live.interrupt(End.STALLED)
+        for waiter in self._waiting:
+            error = self._hopeless(waiter, now_s)
+            if error is not None and not waiter.granted.done():
+                waiter.granted.set_exception(error)
+        self.pump()
+        self._waiting = deque(w for w in self._waiting if not w.granted.done())
+
+    def _place(self, waiter: _Waiter, name: str, now_s: float) -> None:
+        placement = self._router.begin(name, waiter.need, now_s)
+        live = LiveAttempt(self._entries[name], placement, waiter.need, now_s)
+        self._live.add(live)
+        self._stats.attempts += 1
+        waiter.granted.set_result(live)
+
+    def _hopeless(self, waiter: _Waiter, now_s: float) -> TurnError | None:
+        need, waited_s = waiter.need, now_s - waiter.since_s
+        if not self._router.reachable(need):
+            return VersionUnavailable(
+                f"version {need.exact_version} is over on every replica; ask for a newer one"
+            )
+        wanted = need.min_version if need.exact_version is None else need.exact_version
+        too_late = wanted is not None and waited_s > self._settings.version_wait_s
+        if too_late and not self._router.has_version(need):
+            return VersionUnavailable(f"no replica runs version {wanted} after {waited_s:.0f} s")
+        if waited_s > self._settings.queue_wait_s:
+            return NoReplica(f"no replica was free for {waited_s:.0f} s; send the turn again later")
+        return None

@@ -1,0 +1,42 @@
+"""Command line of the gateway: `python -m rose.gateway.main --port N (--scheduler | --replica)`."""
+
+import asyncio
+import contextlib
+import signal
+import sys
+
+from rose.errors import RoseError
+from rose.gateway.process import Gateway
+from rose.gateway.settings import GatewaySettings, parse_settings
+
+
+def main(argv: list[str]) -> int:
+    """Serve until SIGTERM or SIGINT: 0; 2 with one line on standard error for wrong input."""
+    try:
+        asyncio.run(_serve(parse_settings(argv)))
+    except RoseError as error:
+        sys.stderr.write(f"rose gateway: {error}\n")
+        return 2
+    return 0
+
+
+async def _serve(settings: GatewaySettings) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, stop.set)
+    async with Gateway(settings) as gateway:
+        sys.stdout.write(f"rose gateway: listening on http://{settings.host}:{gateway.port}\n")
+        sys.stdout.flush()
+        waits = {asyncio.ensure_future(stop.wait()), asyncio.ensure_future(gateway.failed())}
+        done, pending = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in pending:
+            wait.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await wait
+        for wait in done:
+            wait.result()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,111 @@
+"""A whole gateway in one event loop: table source, dispatcher, server."""
+
+import asyncio
+import errno
+from types import TracebackType
+from typing import Self
+
+import aiohttp
+from aiohttp import web
+
+from rose.errors import ConfigError
+from rose.eventlog import EventLog
+from rose.gateway.dispatcher import Dispatcher
+from rose.gateway.server import GatewayServer
+from rose.gateway.settings import GatewaySettings
+from rose.gateway.static import StaticTable
+from rose.gateway.stats import GatewayStats
+from rose.gateway.table import ReplicaEntry
+from rose.gateway.watch import WatchedTable
+
+KEEPALIVE_S = 300.0
+CONNECT_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=2.0)
+
+
+class Gateway:
+    """Async context manager around a listening gateway; `port` is the one it got."""
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        self._settings = settings
+        self._events = EventLog(settings.log_dir, "gateway") if settings.log_dir else None
+        self._tasks: list[asyncio.Task[None]] = []
+        self.port = settings.port
+
+    async def __aenter__(self) -> Self:
+        settings, stats = self._settings, GatewayStats()
+        # One pool for all replicas: the router's caps bound it, not the connector.
+        connector = aiohttp.TCPConnector(
+            limit=0, keepalive_timeout=KEEPALIVE_S, enable_cleanup_closed=False
+        )
+        self._session = aiohttp.ClientSession(
+            connector=connector, timeout=CONNECT_TIMEOUT, auto_decompress=False
+        )
+        clock = asyncio.get_running_loop().time
+        self._dispatcher = Dispatcher(settings, stats, clock, self.note)
+        self._server = GatewayServer(settings, self._dispatcher, self._session, stats, self.note)
+        self._runner = web.AppRunner(
+            self._server.application(),
+            access_log=None,
+            handler_cancellation=True,
+            keepalive_timeout=KEEPALIVE_S,
+        )
+        await self._runner.setup()
+        try:
+            await self._listen()
+        except BaseException:
+            await self._close_io()
+            raise
+        self._server.start()
+        self._tasks.append(asyncio.create_task(self._source().run(self.set_table)))
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._close_io()
+
+    def set_table(self, entries: tuple[ReplicaEntry, ...]) -> None:
+        """Take a new replica table."""
+        self._dispatcher.set_table(entries)
+
+    def note(self, event: str, **fields: object) -> None:
+        """Write one event, where a log is wanted."""
+        if self._events is not None:
+            self._events.write(event, **fields)
+
+    async def failed(self) -> None:
+        """Return only when a background task ended, which none should; raises its error."""
+        await asyncio.gather(*self._tasks)
+
+    def _source(self) -> StaticTable | WatchedTable:
+        settings = self._settings
+        if settings.scheduler is None:
+            return StaticTable(settings.replicas, self._session)
+        name = f"gateway:{self.port}"
+        return WatchedTable(settings.scheduler, name, settings.table_ttl_s, self.note)
+
+    async def _listen(self) -> None:
+        settings = self._settings
+        site = web.TCPSite(self._runner, settings.host, settings.port, shutdown_timeout=1.0)
+        try:
+            await site.start()
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise ConfigError(
+                    f"port {settings.port} of {settings.host} is in use; give another --port"
+                ) from error
+            raise ConfigError(f"cannot listen on {settings.host}: {error.strerror}") from error
+        self.port = self._runner.addresses[0][1]
+
+    async def _close_io(self) -> None:
+        await self._runner.cleanup()
+        await self._session.close()
+        if self._events is not None:
+            self._events.close()

@@ -1,0 +1,59 @@
+"""Counters of one gateway, for `/rose/v1/stats` and `/metrics`."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class GatewayStats:
+    """Since start. `tokens` counts journaled tokens by replica; `turns` delivered ones."""
+
+    tokens: Counter[str] = field(default_factory=Counter)
+    ends: Counter[str] = field(default_factory=Counter)
+    turns: int = 0
+    failed: int = 0
+    continuations: int = 0
+    attempts: int = 0
+    repeated: int = 0
+
+
+def snapshot(stats: GatewayStats, live: dict[str, int], waiting: int) -> dict[str, object]:
+    """Body of `/rose/v1/stats`."""
+    return {
+        "tokens": dict(stats.tokens),
+        "live_turns": live,
+        "turns": stats.turns,
+        "failed": stats.failed,
+        "continuations": stats.continuations,
+        "attempts": stats.attempts,
+        "repeated": stats.repeated,
+        "waiting": waiting,
+    }
+
+
+def exposition(stats: GatewayStats, live: dict[str, int], waiting: int) -> str:
+    """Body of `/metrics`, in Prometheus' text format; replica ids are the operator's own."""
+    lines = [
+        *_family("rose_gateway_tokens_total", "counter", _by("replica", stats.tokens)),
+        *_family("rose_gateway_attempt_ends_total", "counter", _by("end", stats.ends)),
+        *_family("rose_gateway_live_turns", "gauge", _by("replica", live)),
+        *_family("rose_gateway_turns_total", "counter", {"": stats.turns}),
+        *_family("rose_gateway_failed_turns_total", "counter", {"": stats.failed}),
+        *_family("rose_gateway_continuations_total", "counter", {"": stats.continuations}),
+        *_family("rose_gateway_attempts_total", "counter", {"": stats.attempts}),
+        *_family("rose_gateway_repeated_requests_total", "counter", {"": stats.repeated}),
+        *_family("rose_gateway_waiting_turns", "gauge", {"": waiting}),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _by(label: str, values: dict[str, int]) -> dict[str, int]:
+    return {f'{{{label}="{_escaped(name)}"}}': count for name, count in values.items()}
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+def _family(name: str, kind: str, values: dict[str, int]) -> list[str]:
+    return [f"# TYPE {name} {kind}", *(f"{name}{label} {value}" for label, value in values.items())]

@@ -1,0 +1,48 @@
+"""The replicas that the gateway knows, wherever it learned of them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from elastic_scheduler import ReplicaKind, ReplicaView
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaEntry:
+    """One row of the replica table."""
+
+    id: str
+    kind: ReplicaKind
+    url: str
+    leased: bool
+    lease_epoch: int
+    healthy: bool
+    policy_version: int
+    max_sequences: int
+    kv_tokens: int = 0
+    decode_tok_s: float = 0.0
+    prefill_tok_s: float = 0.0
+
+    def view(self) -> ReplicaView:
+        """The row as the router reads it."""
+        return ReplicaView(
+            id=self.id,
+            kind=self.kind,
+            usable=self.leased and self.healthy,
+            policy_version=self.policy_version,
+            max_sequences=self.max_sequences,
+            kv_tokens=self.kv_tokens,
+            decode_tok_s=self.decode_tok_s,
+            prefill_tok_s=self.prefill_tok_s,
+        )
+
+    def continues(self, newer: "ReplicaEntry | None") -> bool:
+        """Whether turns begun under this row may go on under `newer`: same engine, same lease."""
+        return (
+            newer is not None
+            and newer.leased
+            and newer.lease_epoch == self.lease_epoch
+            and newer.url == self.url
+        )
+
+
+TableSink = Callable[[tuple[ReplicaEntry, ...]], None]

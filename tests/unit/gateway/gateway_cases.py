@@ -1,0 +1,49 @@
+"""A gateway in this process with a replica table that the test sets."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+from elastic_scheduler import ReplicaKind
+from rose.gateway import Gateway, GatewaySettings, ReplicaEntry
+from standin_replica import StandInReplica
+
+
+class TestSource:
+    """Hands out whatever table the test sets."""
+
+    __test__ = False
+
+    async def run(self, sink: object) -> None:
+        await asyncio.Event().wait()
+
+
+def entry(replica: StandInReplica, name: str, **changes: object) -> ReplicaEntry:
+    row = ReplicaEntry(
+        id=name,
+        kind=ReplicaKind.GUEST if name.startswith("guest") else ReplicaKind.DEDICATED,
+        url=replica.url,
+        leased=True,
+        lease_epoch=1,
+        healthy=True,
+        policy_version=replica.version,
+        max_sequences=64,
+    )
+    return replace(row, **changes)
+
+
+@asynccontextmanager
+async def gateway_with(*rows: ReplicaEntry, **settings: object) -> AsyncIterator[Gateway]:
+    class TestGateway(Gateway):
+        def _source(self) -> TestSource:
+            return TestSource()
+
+    values = {"port": 0, "scheduler": "127.0.0.1:1", "shutdown_s": 0.1, **settings}
+    async with TestGateway(GatewaySettings(**values)) as gateway:
+        gateway.set_table(rows)
+        yield gateway
+
+
+def base_url(gateway: Gateway) -> str:
+    return f"http://127.0.0.1:{gateway.port}"

@@ -1,0 +1,107 @@
+"""A replica's HTTP surface without an engine: scripted streams over real sockets."""
+
+import asyncio
+import json
+from typing import Any, Self
+
+from aiohttp import web
+
+
+class StandInReplica:
+    """Counts on from the last prompt token; the faults are switches.
+
+    Token i of an answer is (last prompt token + 1 + i), its logprob is -token / 1000: a continuation
+    is right exactly when the whole answer is one unbroken count.
+    """
+
+    def __init__(self, version: int = 0, delay_s: float = 0.0) -> None:
+        self.version = version
+        self.delay_s = delay_s
+        self.revoke_after: int | None = None
+        self.break_after: int | None = None
+        self.hang_after: int | None = None
+        self.draining = False
+        self.bad_request = False
+        self.stop_after: int | None = None
+        self.requests: list[dict[str, Any]] = []
+        self.cancelled = 0
+        self.live = 0
+        self.max_live = 0
+        self.url = ""
+
+    async def __aenter__(self) -> Self:
+        app = web.Application()
+        app.router.add_post("/rose/v1/generate", self._generate)
+        app.router.add_get("/rose/v1/state", self._state)
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0, shutdown_timeout=0.1).start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._runner.cleanup()
+
+    async def _state(self, http: web.Request) -> web.Response:
+        return web.json_response(
+            {
+                "replica_id": "x",
+                "role": "guest",
+                "policy_version": self.version,
+                "admitting": not self.draining,
+                "epoch": 0,
+                "running": self.live,
+                "waiting": 0,
+                "tokens_total": 0,
+            }
+        )
+
+    async def _generate(self, http: web.Request) -> web.StreamResponse:
+        asked = await http.json()
+        self.requests.append(asked)
+        if self.draining:
+            return web.json_response({"error": {"type": "draining", "message": "-"}}, status=503)
+        if self.bad_request:
+            return web.json_response({"error": {"message": "too long"}}, status=400)
+        response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+        await response.prepare(http)
+        self.live += 1
+        self.max_live = max(self.max_live, self.live)
+        try:
+            await self._stream(http, response, asked)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            self.live -= 1
+        return response
+
+    async def _stream(
+        self, http: web.Request, response: web.StreamResponse, asked: dict[str, Any]
+    ) -> None:
+        first = asked["token_ids"][-1] + 1
+        budget = asked["sampling"]["max_tokens"]
+        for i in range(min(budget, self.stop_after or budget)):
+            if i == self.revoke_after:
+                return await _line(response, {"finish_reason": "revoked"})
+            if i == self.break_after:
+                assert http.transport is not None
+                http.transport.close()
+                return None
+            if i == self.hang_after:
+                await asyncio.sleep(60)
+            if self.delay_s:
+                await asyncio.sleep(self.delay_s)
+            token = first + i
+            await _line(
+                response,
+                {"token_ids": [token], "logprobs": [-token / 1000], "version": self.version},
+            )
+        done = "stop" if self.stop_after else "length"
+        await _line(response, {"finish_reason": done})
+        await response.write_eof()
+        return None
+
+
+async def _line(response: web.StreamResponse, line: dict[str, Any]) -> None:
+    await response.write(json.dumps(line).encode() + b"\n")
