@@ -157,15 +157,15 @@ class GatewayServer:
 
 
 @web.middleware
-async def _errors_as_json(http: web.Request, handler: Handler) -> web.StreamResponse:
+async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
-        return await handler(http)
+        return await handler(request)
     except TurnError as error:
         return _error(error.status, error.kind, str(error), error.retry_after_s)
     except web.HTTPRequestEntityTooLarge as error:
         return _error(413, "too_large", f"{error.text}; send a smaller body")
     except web.HTTPException as error:
-        return _error(error.status, "http", f"{http.method} {http.path}: {error.reason}")
+        return _error(error.status, "http", f"{request.method} {request.path}: {error.reason}")
 
 
 def _error(status: int, kind: str, message: str, retry_after_s: int = 0) -> web.Response:

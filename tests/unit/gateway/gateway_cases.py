@@ -5,9 +5,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
+from standin_replica import StandInReplica
+
 from elastic_scheduler import ReplicaKind
 from rose.gateway import Gateway, GatewaySettings, ReplicaEntry
-from standin_replica import StandInReplica
 
 
 class TestSource:

@@ -1,8 +1,9 @@
 import asyncio
 
 from gateway_cases import base_url, entry, gateway_with
-from rose.client import RolloutClient, Sampling
 from standin_replica import StandInReplica
+
+from rose.client import RolloutClient, Sampling
 
 PROMPT = [1, 2, 100]
 COUNT = tuple(range(101, 111))
