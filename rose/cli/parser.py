@@ -3,7 +3,8 @@
 import argparse
 import difflib
 import re
-from typing import NoReturn
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from rose.errors import ConfigError
 
@@ -13,6 +14,18 @@ _CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
 class Parser(argparse.ArgumentParser):
     """Raises `ConfigError` with one line instead of printing a usage page and exiting."""
 
+    def parse_known_args(  # type: ignore[override]  # argparse's overloads tell apart namespaces
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        """Parse; an unknown option is named first, or its value would be taken for a command."""
+        for word in args or ():
+            option = word.partition("=")[0]
+            if word == "--":
+                break
+            if word.startswith("--") and not any(o.startswith(option) for o in _options(self)):
+                self.error(f"unrecognized arguments: {option}")
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
         """Called by argparse with what is wrong."""
         raise ConfigError(f"{self._explained(message)}; see `{self.prog} --help`")
@@ -21,23 +34,24 @@ class Parser(argparse.ArgumentParser):
         choice = _CHOICE.search(message)
         if choice:
             word, known = choice[1], re.findall(r"[\w-]+", choice[2])
-            return f"there is no {word!r}{nearest(word, known)}"
+            hint = nearest(word, known) or f"; choose from {', '.join(known)}"
+            return f"there is no {word!r}{hint}"
         unknown = message.removeprefix("unrecognized arguments: ")
         if unknown != message:
             word = unknown.split()[0].partition("=")[0]
-            return f"unknown option {word!r}{nearest(word, self._words(word))}"
+            what = "option" if word.startswith("-") else "argument"
+            return f"unknown {what} {word!r}{nearest(word, _options(self))}"
         return message
 
-    def _words(self, word: str) -> list[str]:
-        """Options of this parser and of all its subcommands, or commands where `word` is one."""
-        words = list(self._option_string_actions)
-        for action in self._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                if not word.startswith("-"):
-                    words += action.choices
-                for child in action.choices.values():
-                    words += child._option_string_actions
-        return words
+
+def _options(parser: argparse.ArgumentParser) -> list[str]:
+    """Options of a parser and of all its commands."""
+    options = list(parser._option_string_actions)
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for child in action.choices.values():
+                options += _options(child)
+    return options
 
 
 def nearest(word: str, known: list[str]) -> str:

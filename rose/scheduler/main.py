@@ -5,10 +5,13 @@ import contextlib
 import fcntl
 import math
 import signal
+import socket
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import grpc.aio
 
 from elastic_scheduler import HarvestMode
 from rose.cli.parser import Parser
@@ -106,13 +109,17 @@ async def _until_stopped(service: SchedulerService, stop: asyncio.Event) -> None
         stopping.cancel()
 
 
-def _bind(server: "object", settings: SchedulerSettings) -> int:
-    address = f"{settings.host}:{settings.port}"
+def _bind(server: grpc.aio.Server, settings: SchedulerSettings) -> int:
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    address = f"{host}:{settings.port}"
     try:
-        port: int = server.add_insecure_port(address)  # type: ignore[attr-defined]  # grpc.aio is untyped
-    except RuntimeError as error:
+        # Asked of the kernel first: gRPC prints lines of its own when it cannot bind.
+        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+        socket.create_server((settings.host, settings.port), family=family).close()
+        port: int = server.add_insecure_port(address)
+    except (OSError, RuntimeError) as error:
         raise ConfigError(
-            f"{address} cannot be bound; free the port or give another --port"
+            f"{address} cannot be bound ({error}); free the port or give another --port"
         ) from error
     return port
 

@@ -1,0 +1,102 @@
+"""The `rose` command: whatever happens, a person gets one line and a script an exit code.
+
+0 done, 1 failed unexpectedly (or a claim of the demo failed), 2 bad input or nobody answers,
+130 interrupted.
+"""
+
+import argparse
+import importlib
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from rose.cli.commands import add_operator_commands
+from rose.cli.parser import Parser
+from rose.errors import RoseError
+
+EXIT_UNEXPECTED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
+
+# Processes with options of their own: everything after the name goes to their main(argv).
+PROCESSES = {
+    "scheduler": ("rose.scheduler.main", "lease what nodes offer to the job"),
+    "gateway": ("rose.gateway.main", "route rollout turns to leased replicas"),
+    "node": ("rose.node.main", "guard the hosts of this machine and run its guests"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(words)
+    except RoseError as error:
+        return _complain(str(error), EXIT_BAD_INPUT)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output left (`rose status | head`): nobody is left to tell.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except ModuleNotFoundError as error:
+        return _complain(
+            f"{error.name} is not installed; install rose-rollout with the extra that"
+            " this command needs (control, trainer or demo)",
+            EXIT_BAD_INPUT,
+        )
+    except Exception as error:  # noqa: BLE001 -- the last resort: no traceback reaches a user
+        return _complain(
+            f"unexpected {type(error).__name__}: {_first_line(error)}; the traceback is in"
+            f" {_keep_traceback(error)}, please report it",
+            EXIT_UNEXPECTED,
+        )
+
+
+def _run(words: Sequence[str]) -> int:
+    if words and words[0] in PROCESSES:
+        module = importlib.import_module(PROCESSES[words[0]][0])
+        return int(module.main(words[1:]))
+    args = _parser(words).parse_args(words)
+    return int(args.run(args))
+
+
+def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = Parser(
+        prog="rose", description="Lend idle LLM serving capacity to RL rollouts."
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    if "demo" in words[:1]:
+        # Imported only when asked for: it brings the libraries of the trainer and the pictures.
+        from rose.demo.cli import add_parser
+
+        add_parser(commands)
+    else:
+        commands.add_parser(
+            "demo", help="run the whole loop on this machine, report what it proves"
+        )
+    for name, (_, what) in PROCESSES.items():
+        commands.add_parser(name, help=what)
+    add_operator_commands(commands)
+    return parser
+
+
+def _complain(what: str, code: int) -> int:
+    sys.stderr.write(f"rose: {what}\n")
+    return code
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or ["no message"])[0]
+
+
+def _keep_traceback(error: Exception) -> Path:
+    descriptor, path = tempfile.mkstemp(prefix="rose-error-", suffix=".txt")
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        traceback.print_exception(error, file=file)
+    return Path(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
