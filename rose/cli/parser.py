@@ -4,7 +4,7 @@ import argparse
 import difflib
 import re
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from rose.errors import ConfigError
 
@@ -15,8 +15,8 @@ class Parser(argparse.ArgumentParser):
     """Raises `ConfigError` with one line instead of printing a usage page and exiting."""
 
     def parse_known_args(  # type: ignore[override]  # argparse's overloads tell apart namespaces
-        self, args: Sequence[str] | None = None, namespace: Any = None
-    ) -> tuple[Any, list[str]]:
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
         """Parse; an unknown option is named first, or its value would be taken for a command."""
         for word in args or ():
             option = word.partition("=")[0]

@@ -1,0 +1,109 @@
+"""A scheduler core with a hand-turned clock, and shorthands for what it is told and says."""
+
+from elastic_scheduler import HarvestMode, Offer, ReplicaKind
+from rose.rpc import rose_pb2 as pb
+from rose.scheduler.core import SchedulerCore
+from rose.scheduler.leasing import LeaseTimes
+from rose.scheduler.messages import (
+    Action,
+    Answer,
+    Attached,
+    Command,
+    Event,
+    JobRegistered,
+    Offered,
+    Persist,
+    PublishTable,
+    Record,
+    Tick,
+    VersionAnnounced,
+)
+from rose.scheduler.saved import load
+from rose.store import InMemoryStore
+
+JOB = "grpo"
+
+
+def offer(replica: str = "g0", **changes: object) -> Offer:
+    fields: dict[str, object] = {
+        "replica": replica,
+        "kind": ReplicaKind.GUEST,
+        "url": "http://127.0.0.1:9000",
+        "node": "n0",
+        "kv_tokens": 4096,
+        "decode_tok_s": 100.0,
+        "prefill_tok_s": 1000.0,
+        "policy_version": 0,
+        "healthy": True,
+        "ttl_s": 3.0,
+        "epoch": 0,
+        "max_sequences": 8,
+    }
+    return Offer(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+class CoreBench:
+    """Steps a core, keeps its actions, and persists as the shell would."""
+
+    def __init__(
+        self, mode: HarvestMode = HarvestMode.ACTIVE, store: InMemoryStore | None = None
+    ) -> None:
+        self.store = store or InMemoryStore()
+        self.core = SchedulerCore(load(self.store), mode, LeaseTimes(5.0, 1.0, 1.0))
+        self.now_s = 100.0
+        self.actions: list[Action] = []
+        self.table = pb.ReplicaTable()
+
+    def step(self, event: Event) -> list[Action]:
+        self.actions = self.core.step(event, self.now_s)
+        for action in self.actions:
+            if isinstance(action, Persist):
+                if action.value is None:
+                    self.store.delete(action.key)
+                else:
+                    self.store.put(action.key, action.value)
+            if isinstance(action, PublishTable):
+                assert action.table.revision > self.table.revision
+                self.table = action.table
+        return self.actions
+
+    def at(self, now_s: float) -> "CoreBench":
+        self.now_s = now_s
+        self.step(Tick())
+        return self
+
+    def with_job(self, max_staleness: int = 1) -> "CoreBench":
+        self.step(JobRegistered(JOB, max_staleness))
+        return self
+
+    def attach(self, stream: int = 1, node: str = "n0") -> list[pb.NodeCommand]:
+        self.step(Attached(node, stream))
+        return self.commands(stream)
+
+    def offered(self, *offers: Offer, stream: int = 1) -> list[pb.NodeCommand]:
+        self.step(Offered(stream, offers or (offer(),)))
+        return self.commands(stream)
+
+    def announce(self, version: int, parent: int | None = None, url: str = "http://t") -> None:
+        self.step(VersionAnnounced(JOB, version, version - 1 if parent is None else parent, url))
+
+    def commands(self, stream: int = 1) -> list[pb.NodeCommand]:
+        return [a.command for a in self.actions if isinstance(a, Command) and a.stream == stream]
+
+    def kinds(self, stream: int = 1) -> list[str | None]:
+        return [command.WhichOneof("command") for command in self.commands(stream)]
+
+    def lease(self, stream: int = 1) -> pb.Lease:
+        [found] = [c.lease for c in self.commands(stream) if c.HasField("lease")]
+        return found
+
+    def records(self) -> list[str]:
+        return [action.event for action in self.actions if isinstance(action, Record)]
+
+    def answer(self) -> int:
+        [found] = [action.value for action in self.actions if isinstance(action, Answer)]
+        return found
+
+    def row(self, replica: str = "g0") -> pb.Replica:
+        [found] = [row for row in self.table.replicas if row.id == replica]
+        return found

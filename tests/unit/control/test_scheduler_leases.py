@@ -1,0 +1,278 @@
+"""Leases follow offers, time and the operator's word."""
+
+import pytest
+from core_cases import JOB, CoreBench, offer
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_scheduler import HarvestMode, ReplicaKind
+from rose.errors import RefusedError
+from rose.scheduler.messages import (
+    Attached,
+    CloseStream,
+    Command,
+    Detached,
+    Drained,
+    Event,
+    HarvestSet,
+    JobRegistered,
+    Offered,
+    Persist,
+    PublishTable,
+    RevokeAsked,
+    TakenBack,
+    Tick,
+)
+
+
+@pytest.fixture
+def bench() -> CoreBench:
+    bench = CoreBench().with_job()
+    bench.attach()
+    return bench
+
+
+def test_an_offer_is_leased_to_the_job(bench: CoreBench) -> None:
+    bench.offered()
+    lease = bench.lease()
+    assert (lease.job, lease.replica, lease.epoch, lease.ttl_s) == (JOB, "g0", 1, 5.0)
+    assert bench.row().leased
+    assert bench.row().lease_epoch == 1
+    assert "lease_granted" in bench.records()
+
+
+def test_an_epoch_is_stored_before_the_node_hears_of_it(bench: CoreBench) -> None:
+    bench.offered()
+    kinds = [type(action) for action in bench.actions]
+    assert kinds.index(Persist) < kinds.index(Command) < kinds.index(PublishTable)
+
+
+def test_nothing_is_leased_before_a_job_registered() -> None:
+    bench = CoreBench()
+    bench.attach()
+    assert bench.offered() == []
+    bench.with_job()
+    assert bench.lease().epoch == 1
+
+
+def test_an_unhealthy_offer_is_not_leased(bench: CoreBench) -> None:
+    assert bench.offered(offer(healthy=False)) == []
+    assert not bench.row().leased
+
+
+def test_a_lease_is_renewed_each_second_under_its_epoch(bench: CoreBench) -> None:
+    bench.offered()
+    bench.at(100.9)
+    assert bench.kinds() == []
+    bench.at(101.0)
+    assert bench.lease().epoch == 1
+    bench.at(101.5)
+    assert bench.kinds() == []
+    assert bench.core.snapshot(bench.now_s).leases[0].expires_in_s == pytest.approx(4.5)
+
+
+def test_a_lease_without_a_live_offer_runs_out(bench: CoreBench) -> None:
+    bench.offered(offer(ttl_s=3.0))
+    bench.at(102.0)
+    for now_s in (103.5, 105.0, 106.9):
+        bench.at(now_s)
+        assert bench.kinds() == []
+        assert not bench.table.replicas
+    bench.at(107.0)
+    assert bench.records() == ["lease_expired"]
+    assert not bench.core.snapshot(bench.now_s).leases
+
+
+def test_a_paused_scheduler_renews_nothing_that_ran_out(bench: CoreBench) -> None:
+    bench.offered(offer(ttl_s=9.0))
+    bench.at(107.0)
+    assert "lease_expired" in bench.records()
+    assert bench.lease().epoch == 2
+
+
+def test_new_offers_void_the_earlier_ones(bench: CoreBench) -> None:
+    bench.offered(offer("g0"), offer("g1"))
+    bench.offered(offer("g1"))
+    assert [row.id for row in bench.table.replicas] == ["g1"]
+
+
+def test_a_revocation_ends_the_lease_and_pauses_the_next(bench: CoreBench) -> None:
+    bench.offered()
+    bench.step(TakenBack(1, "g0", 1, "pressure"))
+    assert "revoked" in bench.records()
+    assert not bench.row().leased
+    bench.at(100.9)
+    assert bench.kinds() == []
+    bench.at(101.0)
+    assert bench.lease().epoch == 2
+
+
+def test_reports_of_an_older_epoch_change_nothing(bench: CoreBench) -> None:
+    bench.offered(offer(epoch=6))
+    assert bench.lease().epoch == 7
+    for stale in (TakenBack(1, "g0", 6, "late"), Drained(1, "g0", 6, 0), Drained(1, "x", 7, 0)):
+        bench.step(stale)
+        assert bench.records() == []
+    assert bench.row().leased
+
+
+def test_an_operator_ends_a_lease_at_once(bench: CoreBench) -> None:
+    bench.offered()
+    bench.step(RevokeAsked("g0", "maintenance"))
+    assert bench.answer() == 1
+    [command] = bench.commands()
+    assert (command.release.epoch, command.release.reason) == (1, "maintenance")
+    assert not bench.row().leased
+    bench.step(Drained(1, "g0", 1, 2))
+    bench.at(101.0)
+    assert bench.lease().epoch == 2
+
+
+def test_revoking_what_is_not_leased_is_refused(bench: CoreBench) -> None:
+    with pytest.raises(RefusedError, match="rose status"):
+        bench.step(RevokeAsked("g0", "x"))
+
+
+def test_a_lost_node_takes_its_leases_along(bench: CoreBench) -> None:
+    bench.attach(stream=2, node="n1")
+    bench.offered()
+    bench.offered(offer("d0", kind=ReplicaKind.DEDICATED, node="n1"), stream=2)
+    bench.step(Detached(1))
+    assert bench.records() == ["node_lost", "lease_released"]
+    assert [row.id for row in bench.table.replicas] == ["d0"]
+    bench.attach(stream=3)
+    bench.offered(stream=3)
+    assert bench.lease(3).epoch == 2
+
+
+def test_a_node_that_comes_back_early_replaces_its_old_stream(bench: CoreBench) -> None:
+    bench.offered()
+    bench.step(Attached("n0", 2))
+    assert CloseStream(1, "node n0 attached anew") in bench.actions
+    assert not bench.table.replicas
+    bench.offered(stream=2)
+    assert bench.lease(2).epoch == 2
+    bench.step(Detached(1))
+    bench.step(TakenBack(1, "g0", 2, "ghost"))
+    assert bench.row().leased
+
+
+def test_a_replica_of_two_nodes_stays_with_the_first(bench: CoreBench) -> None:
+    bench.attach(stream=2, node="n1")
+    bench.offered()
+    assert bench.offered(offer(node="n1"), stream=2) == []
+    assert "offer_refused" in bench.records()
+    bench.offered(offer(node="n1"), stream=2)
+    assert bench.records() == []
+    assert bench.row().node == "n0"
+
+
+def test_epochs_grow_across_a_restart(bench: CoreBench) -> None:
+    bench.offered()
+    again = CoreBench(store=bench.store)
+    again.attach()
+    again.offered()
+    assert again.lease().epoch == 2
+
+
+@pytest.mark.parametrize("mode", [HarvestMode.OFF, HarvestMode.HOLD, HarvestMode.HOLD_AND_DRAIN])
+def test_guests_are_leased_only_when_active_but_dedicated_always(mode: HarvestMode) -> None:
+    bench = CoreBench(mode).with_job()
+    bench.attach()
+    bench.offered(offer("g0"), offer("d0", kind=ReplicaKind.DEDICATED))
+    assert bench.lease().replica == "d0"
+    bench.step(HarvestSet(HarvestMode.ACTIVE, None))
+    assert bench.lease().replica == "g0"
+
+
+@pytest.mark.parametrize("mode", [HarvestMode.OFF, HarvestMode.HOLD_AND_DRAIN])
+def test_a_stop_releases_guests_at_once(bench: CoreBench, mode: HarvestMode) -> None:
+    bench.offered(offer("g0"), offer("d0", kind=ReplicaKind.DEDICATED))
+    bench.step(HarvestSet(mode, None))
+    assert bench.answer() == 1
+    assert bench.kinds() == ["harvest", "release"]
+    assert (bench.row("g0").leased, bench.row("d0").leased) == (False, True)
+    bench.step(Drained(1, "g0", 1, 3))
+    assert bench.records() == ["lease_released"]
+    bench.at(130.0)
+    assert "g0" not in [lease.replica for lease in bench.core.snapshot(130.0).leases]
+
+
+def test_hold_keeps_what_lives(bench: CoreBench) -> None:
+    bench.offered()
+    bench.step(HarvestSet(HarvestMode.HOLD, None))
+    assert bench.answer() == 0
+    bench.at(101.0)
+    assert bench.lease().epoch == 1
+
+
+def test_one_replica_may_be_stopped_alone(bench: CoreBench) -> None:
+    bench.offered(offer("g0"), offer("g1"))
+    bench.step(HarvestSet(HarvestMode.OFF, "g1"))
+    assert bench.answer() == 1
+    assert (bench.row("g0").leased, bench.row("g1").leased) == (True, False)
+
+
+def test_modes_survive_a_restart_and_are_told_on_attach(bench: CoreBench) -> None:
+    bench.step(HarvestSet(HarvestMode.HOLD, None))
+    bench.step(HarvestSet(HarvestMode.OFF, "g1"))
+    again = CoreBench(HarvestMode.ACTIVE, bench.store)
+    told = [(command.harvest.mode, command.harvest.replica) for command in again.attach()]
+    assert told == [(2, ""), (1, "g1")]
+    again.step(HarvestSet(HarvestMode.ACTIVE, "g1"))
+    assert not CoreBench(store=bench.store).core.snapshot(0.0).overrides
+
+
+def test_a_silent_table_is_told_each_second_and_a_change_at_once(bench: CoreBench) -> None:
+    bench.offered()
+    revision = bench.table.revision
+    bench.at(100.5)
+    assert bench.table.revision == revision
+    bench.at(101.0)
+    assert bench.table.revision == revision + 1
+    bench.offered(offer(policy_version=0, healthy=False))
+    assert bench.table.revision == revision + 2
+
+
+_EVENTS: st.SearchStrategy[Event] = st.one_of(
+    st.just(Tick()),
+    st.builds(Attached, st.sampled_from(["n0", "n1"]), st.integers(1, 4)),
+    st.builds(Detached, st.integers(1, 4)),
+    st.builds(
+        Offered,
+        st.integers(1, 4),
+        st.builds(
+            lambda healthy, epoch: (offer(healthy=healthy, epoch=epoch),),
+            st.booleans(),
+            st.integers(0, 9),
+        ),
+    ),
+    st.builds(TakenBack, st.integers(1, 4), st.just("g0"), st.integers(0, 9), st.just("x")),
+    st.builds(Drained, st.integers(1, 4), st.just("g0"), st.integers(0, 9), st.just(0)),
+    st.builds(HarvestSet, st.sampled_from(HarvestMode), st.sampled_from([None, "g0"])),
+    st.just(JobRegistered(JOB, 1)),
+)
+
+
+@given(st.lists(st.tuples(_EVENTS, st.floats(0, 3), st.booleans()), max_size=60))
+def test_whatever_happens_epochs_grow_and_only_active_modes_lend(
+    history: list[tuple[Event, float, bool]],
+) -> None:
+    bench, newest, streams = CoreBench(), 0, set[int]()
+    for event, pause_s, restart in history:
+        if restart:
+            bench, streams = CoreBench(store=bench.store), set()
+        if isinstance(event, Attached):
+            if event.stream in streams:
+                continue
+            streams.add(event.stream)
+        bench.now_s += pause_s
+        before = {lease.id for lease in bench.core.snapshot(bench.now_s).leases}
+        bench.step(event)
+        snapshot = bench.core.snapshot(bench.now_s)
+        for lease in snapshot.leases:
+            if lease.id not in before:
+                assert lease.epoch > newest
+                newest = lease.epoch
+                assert snapshot.harvest == 4
+                assert not snapshot.overrides
