@@ -6,7 +6,7 @@ import grpc.aio
 # Frames are small by design (tables, leases, names): anything larger is a mistake or an attack.
 MAX_MESSAGE_BYTES = 4 << 20
 KEEPALIVE_MS = 2_000
-KEEPALIVE_TIMEOUT_MS = 2_000
+KEEPALIVE_TIMEOUT_MS = 3_000
 RECONNECT_MAX_MS = 1_000
 
 _LIMITS: tuple[tuple[str, int], ...] = (
