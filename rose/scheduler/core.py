@@ -111,9 +111,10 @@ class SchedulerCore:
     ) -> list[Action]:
         match event:
             case Offered():
+                lapsed = self._leasing.lapsed(view.lapsed(now_s))
                 taken = self._fleet.replace_offers(view, event.offers, now_s)
                 elsewhere = [f"{replica} is offered by another node already" for replica in taken]
-                return self._complain(view.node, [*event.refused, *elsewhere])
+                return lapsed + self._complain(view.node, [*event.refused, *elsewhere])
             case Measured():
                 view.telemetry = event.telemetry
                 return []

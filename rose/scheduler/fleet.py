@@ -16,6 +16,10 @@ class NodeView:
     offered_s: float = 0.0
     telemetry: pb.Telemetry = field(default_factory=pb.Telemetry)
 
+    def lapsed(self, now_s: float) -> list[str]:
+        """Replicas whose offers ran out before the node spoke again."""
+        return [name for name, each in self.offers.items() if each.is_stale(self.offered_s, now_s)]
+
 
 class Fleet:
     """All attached nodes, by their streams."""

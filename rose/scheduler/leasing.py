@@ -1,6 +1,6 @@
 """Leases as they follow from offers, modes and time, and the commands that tell the nodes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from elastic_scheduler import HarvestPolicy, Lease, LeaseBook, LeaseState, Offer
@@ -76,6 +76,16 @@ class Leasing:
             return None
         told = Command(self._stream_of[replica], release_command(lease, reason))
         return lease, [told, self._revoke(lease, reason, "operator", now_s)]
+
+    def lapsed(self, replicas: Sequence[str]) -> list[Action]:
+        """The node fell silent for longer than its offers lived, and is back.
+
+        Its lease may have run out there while it lives here: only a new epoch is believed again.
+        """
+        over = [lease for lease in self._book.leases() if lease.replica in replicas]
+        for lease in over:
+            self._book.revoke(lease.replica, lease.epoch)
+        return [Record("lease_expired", _fields(lease)) for lease in over]
 
     def lost(self, stream: int) -> list[Action]:
         """The stream of these leases is over, and they are with it."""

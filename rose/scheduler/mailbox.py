@@ -41,14 +41,13 @@ class TableSlot:
         self._table: pb.ReplicaTable | None = None
         self._fresh = asyncio.Event()
 
-    def put(self, table: pb.ReplicaTable) -> None:
-        """Replace whatever waits."""
+    def put(self, table: pb.ReplicaTable | None) -> None:
+        """Replace whatever waits; None ends the watch."""
         self._table = table
         self._fresh.set()
 
-    async def get(self) -> pb.ReplicaTable:
-        """The newest table, once there is one that was not taken yet."""
+    async def get(self) -> pb.ReplicaTable | None:
+        """The newest table, once there is one that was not taken yet; None at the end."""
         await self._fresh.wait()
         self._fresh.clear()
-        assert self._table is not None
         return self._table

@@ -93,6 +93,7 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
         try:
             await _until_stopped(service, stop)
         finally:
+            service.close()
             await server.stop(STOP_GRACE_S)
             events.write("scheduler_stopped")
 

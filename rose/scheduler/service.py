@@ -64,6 +64,13 @@ class SchedulerService(SchedulerServicer):
             await asyncio.sleep(TICK_S)
         raise self._failure
 
+    def close(self) -> None:
+        """End all streams, so that none is cut off when the server stops."""
+        for queue in self._queues.values():
+            queue.close("the scheduler stops; attach again")
+        for slot in self._watchers:
+            slot.put(None)
+
     # ---- nodes ----
 
     @override
@@ -139,8 +146,8 @@ class SchedulerService(SchedulerServicer):
         self._watchers.add(slot)
         slot.put(self._table)
         try:
-            while True:
-                await context.write(await slot.get())
+            while (table := await slot.get()) is not None:
+                await context.write(table)
         finally:
             self._watchers.discard(slot)
 

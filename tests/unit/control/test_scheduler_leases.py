@@ -90,6 +90,15 @@ def test_a_paused_scheduler_renews_nothing_that_ran_out(bench: CoreBench) -> Non
     assert bench.lease().epoch == 2
 
 
+def test_a_node_that_was_silent_for_too_long_gets_a_new_epoch(bench: CoreBench) -> None:
+    bench.offered(offer(ttl_s=3.0))
+    bench.at(102.0)
+    bench.now_s = 105.5
+    bench.offered()
+    assert "lease_expired" in bench.records()
+    assert bench.lease().epoch == 2
+
+
 def test_new_offers_void_the_earlier_ones(bench: CoreBench) -> None:
     bench.offered(offer("g0"), offer("g1"))
     bench.offered(offer("g1"))

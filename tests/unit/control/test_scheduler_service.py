@@ -202,6 +202,17 @@ async def test_the_second_stream_of_a_node_ends_the_first(bench: Bench) -> None:
     await second.leave()
 
 
+async def test_a_stop_ends_every_stream(bench: Bench) -> None:
+    node = FakeNode(bench.stub)
+    watch = bench.stub.WatchReplicas(pb.WatchReplicasRequest())
+    await node.hears("harvest")
+    await watch.read()
+    bench.service.close()
+    async with asyncio.timeout(3):
+        assert await node.call.code() is grpc.StatusCode.ABORTED
+        assert await watch.code() is grpc.StatusCode.OK
+
+
 async def test_an_oversized_message_is_refused(bench: Bench) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await bench.stub.Revoke(pb.RevokeRequest(reason="x" * (MAX_MESSAGE_BYTES + 1)))
@@ -230,7 +241,9 @@ async def test_a_slow_watcher_gets_the_newest_table_only() -> None:
     slot = TableSlot()
     for revision in (1, 2, 3):
         slot.put(pb.ReplicaTable(revision=revision))
-    assert (await slot.get()).revision == 3
+    newest = await slot.get()
+    assert newest is not None
+    assert newest.revision == 3
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(slot.get(), 0.01)
 
