@@ -6,6 +6,7 @@ from pathlib import Path
 
 import matplotlib as mpl
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -61,7 +62,7 @@ def _span_s(records: Records) -> tuple[float, float]:
     return records.blocks[0].start_s - t0_s, records.blocks[-1].end_s - t0_s
 
 
-def _shade_arms(axes: Axes, records: Records) -> list[Patch]:
+def _shade_arms(axes: Axes, records: Records) -> list[Artist]:
     """Background of each block in its arm's color; returns the legend's entries."""
     for block in records.blocks:
         span = (block.start_s - records.run.t0_s, block.end_s - records.run.t0_s)

@@ -1,0 +1,113 @@
+"""The learner: one clipped policy-gradient update for each batch of trajectories.
+
+The forward pass runs on the published (bf16-rounded) values and the gradient moves the fp32 master
+copy: the policy that is trained is exactly the one that engines sample from.
+"""
+
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rose.demo.forward import reply_logprobs
+from rose.demo.grpo import advantages, clipped_objective
+from rose.demo.sequences import pieces
+from rose.demo.train_config import Control
+from rose.demo.trajectory import Trajectory
+from rose.demo.weights import published, values_of
+from weight_transfer import TensorBits
+
+LEARNING_RATE = 2e-4
+BETAS = (0.9, 0.95)
+MAX_GRADIENT_NORM = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One step. `logprobs` [sampled tokens of the trajectory], under the version before it, of
+    the trajectories that were trained on."""
+
+    old: dict[str, TensorBits]
+    new: dict[str, TensorBits]
+    clip_fraction: float
+    gradient_norm: float
+    train_s: float
+    logprobs: dict[str, Tensor]
+
+
+class Learner:
+    """Master weights, optimiser and the version that they were last published as."""
+
+    def __init__(
+        self,
+        base: Mapping[str, TensorBits],
+        control: Control = "none",
+        seed: int = 0,
+        learning_rate: float = LEARNING_RATE,
+    ) -> None:
+        self.bits = dict(base)
+        self.values = values_of(base)
+        self._master = {name: value.clone() for name, value in self.values.items()}
+        rate = 0.0 if control == "lr0" else learning_rate
+        self._optimiser = torch.optim.AdamW(
+            list(self._master.values()), lr=rate, betas=BETAS, weight_decay=0.0, fused=True
+        )
+        self._shuffled = control == "shuffled-advantage"
+        self._rng = random.Random(seed)  # noqa: S311 - an experiment, not a secret
+
+    def step(self, batch: Sequence[Trajectory]) -> Update:
+        """Train on a batch; `values` and `bits` are the new version's afterwards."""
+        started_s = time.perf_counter()
+        old = self.bits
+        trained, wanted = self._advantages(batch)
+        leaves = {name: value.requires_grad_(True) for name, value in self.values.items()}
+        tokens = sum(len(one.positions()) for one in trained)
+        clipped, logprobs = 0, {}
+        for piece in pieces([len(one.tokens) for one in trained]):
+            part = [trained[index] for index in piece]
+            positions = [one.positions() for one in part]
+            new = reply_logprobs(leaves, [one.tokens for one in part], positions)
+            behaviour = torch.tensor([value for one in part for value in one.logprobs()])
+            counts = [len(at) for at in positions]
+            advantage = torch.tensor([wanted[index] for index in piece]).repeat_interleave(
+                torch.tensor(counts)
+            )
+            objective = clipped_objective(new, behaviour, advantage)
+            (objective.loss / tokens).backward()
+            clipped += objective.clipped
+            scored = new.detach().split(counts)
+            logprobs.update({one.name: of for one, of in zip(part, scored, strict=True)})
+        norm = self._apply(leaves) if trained else 0.0
+        return Update(
+            old=old,
+            new=self.bits,
+            clip_fraction=clipped / tokens if tokens else 0.0,
+            gradient_norm=norm,
+            train_s=time.perf_counter() - started_s,
+            logprobs=logprobs,
+        )
+
+    def _advantages(self, batch: Sequence[Trajectory]) -> tuple[list[Trajectory], list[float]]:
+        """Trajectories worth training on, and their advantages."""
+        found = advantages([one.group for one in batch], [one.reward for one in batch])
+        pairs = [
+            (one, value) for one, value in zip(batch, found, strict=True) if value and one.turns
+        ]
+        values = [value for _, value in pairs]
+        if self._shuffled:
+            self._rng.shuffle(values)
+        return [one for one, _ in pairs], values
+
+    def _apply(self, leaves: Mapping[str, Tensor]) -> float:
+        """Move the master weights by the leaves' gradients; returns the gradient's norm."""
+        for name, leaf in leaves.items():
+            self._master[name].grad = leaf.grad
+        norm = torch.nn.utils.clip_grad_norm_(self._master.values(), MAX_GRADIENT_NORM)
+        self._optimiser.step()
+        self._optimiser.zero_grad(set_to_none=True)
+        self.bits = published(self._master)
+        self.values = values_of(self.bits)
+        return float(norm)

@@ -1,0 +1,110 @@
+"""`python -m rose.demo.models --cache DIR`: make the demo's models, once.
+
+stdout  {"event":"progress","label","share"} …  {"event":"models","policy_dir","host_dir"}
+"""
+
+import argparse
+import hashlib
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+REPORT_EVERY = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """Folders in Hugging Face's layout: the policy's version 0, and the host's model."""
+
+    policy_dir: Path
+    host_dir: Path
+
+
+def ensure_models(cache: Path, long_turns: bool, progress: Callable[[str, float], None]) -> Models:
+    """The cached models; made first where they are missing or their recipe has changed."""
+    key = _recipe_hash()
+    policy = cache / f"policy-{'long-' if long_turns else ''}{key}"
+    host = cache / f"host-{key}"
+    cache.mkdir(parents=True, exist_ok=True)
+    if not host.is_dir():
+        _make(host, lambda folder: _save_host(folder))
+    if not policy.is_dir():
+        _make(policy, lambda folder: _save_policy(folder, long_turns, progress))
+    return Models(policy, host)
+
+
+def _save_host(folder: Path) -> None:
+    # Torch is slow to import: only when something is really made.
+    import torch
+    from transformers import Qwen2ForCausalLM
+
+    from rose.demo.model import HOST_VOCABULARY, host_config, save_model
+
+    torch.manual_seed(0)
+    words = tuple(f"<{index}>" for index in range(HOST_VOCABULARY))
+    save_model(Qwen2ForCausalLM(host_config()), folder, words)
+
+
+def _save_policy(folder: Path, long_turns: bool, progress: Callable[[str, float], None]) -> None:
+    from rose.demo import vocab
+    from rose.demo.model import save_model
+    from rose.demo.warmstart import warm_start
+
+    model = warm_start(long_turns, lambda share: progress("warm start of the policy", share))
+    save_model(model, folder, vocab.WORDS)
+
+
+def _make(target: Path, write: Callable[[Path], None]) -> None:
+    """Write into a folder beside `target` and rename it: a half-made model is never found."""
+    draft = Path(tempfile.mkdtemp(dir=target.parent, prefix=".making-"))
+    try:
+        write(draft)
+        draft.rename(target)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _recipe_hash() -> str:
+    """Changes with any file that the models are made by."""
+    sources = ("vocab", "task", "demonstrations", "model", "sequences", "forward", "warmstart")
+    here = Path(__file__).parent
+    content = b"".join((here / f"{name}.py").read_bytes() for name in sources)
+    return hashlib.sha256(content).hexdigest()[:12]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(prog="rose.demo.models", description=__doc__)
+    parser.add_argument("--cache", type=Path, required=True)
+    parser.add_argument("--long-turns", action="store_true")
+    args = parser.parse_args(argv)
+    reported = 0.0
+
+    def progress(label: str, share: float) -> None:
+        nonlocal reported
+        if share - reported >= REPORT_EVERY or share >= 1.0:
+            reported = share
+            _say({"event": "progress", "label": label, "share": share})
+
+    models = ensure_models(args.cache, args.long_turns, progress)
+    _say(
+        {
+            "event": "models",
+            "policy_dir": str(models.policy_dir),
+            "host_dir": str(models.host_dir),
+        }
+    )
+    return 0
+
+
+def _say(event: dict[str, object]) -> None:
+    sys.stdout.write(json.dumps(event) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,169 @@
+"""Agent loops: trajectories in strict order of groups, as many at a time as there are streams.
+
+Update t trains on batch t, the groups [t x groups, (t + 1) x groups). A group of batch t may start
+once version t - max_staleness is published, so the next batch runs while the trainer works and
+versions change in mid-trajectory.
+"""
+
+import asyncio
+import logging
+import time
+from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from rose.client import RolloutError, Sampling, Turn
+from rose.demo import vocab
+from rose.demo.task import LONG_REPLY_TOKENS, REPLY_TOKENS, Episode, Lake
+from rose.demo.trajectory import TakenTurn, Trajectory
+
+logger = logging.getLogger(__name__)
+
+
+class TurnSource(Protocol):
+    """Where turns come from: `rose.client.RolloutClient`."""
+
+    async def generate(
+        self,
+        token_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        request_id: str,
+        session_id: str,
+        min_version: int | None = None,
+    ) -> Turn:
+        """Generate one turn. Raises RolloutError when that is impossible."""
+        ...
+
+
+def sampling(*, long_turns: bool, greedy: bool = False) -> Sampling:
+    """How replies are sampled: from the words of a reply only, until the stop."""
+    return Sampling(
+        temperature=0.0 if greedy else 1.0,
+        max_tokens=LONG_REPLY_TOKENS if long_turns else REPLY_TOKENS,
+        stop_token_ids=(vocab.STOP_ID,),
+        allowed_token_ids=vocab.REPLY_IDS,
+    )
+
+
+async def play(
+    source: TurnSource, lake: Lake, how: Sampling, trajectory: Trajectory, min_version: int
+) -> None:
+    """Play an episode into `trajectory`; one that cannot go on is marked as lost."""
+    episode = Episode(lake)
+    try:
+        while not episode.done:
+            start_s = time.monotonic()
+            turn = await source.generate(
+                episode.tokens,
+                how,
+                request_id=f"{trajectory.name}-{episode.turns}",
+                session_id=trajectory.name,
+                min_version=min_version,
+            )
+            taken = TakenTurn(len(episode.tokens), turn, start_s, time.monotonic())
+            trajectory.turns.append(taken)
+            episode.reply(list(turn.token_ids))
+    except RolloutError as error:
+        logger.warning("trajectory %s is lost: %s", trajectory.name, error)
+        trajectory.lost = True
+    trajectory.tokens = episode.tokens
+    trajectory.reward = episode.reward
+    trajectory.end_s = time.monotonic()
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutPlan:
+    """What is to be played: `batches` of `groups` x `group_size` trajectories."""
+
+    batches: int
+    groups: int
+    group_size: int
+    streams: int
+    max_staleness: int
+    how: Sampling
+    lake_of: Callable[[int], Lake]
+
+    def first_version(self, batch: int) -> int:
+        """The version that must be published before a group of `batch` may start."""
+        return max(0, batch - self.max_staleness)
+
+
+class Rollouts:
+    """Plays a plan; batches come out in order, each once and complete."""
+
+    def __init__(self, source: TurnSource, plan: RolloutPlan) -> None:
+        self._source = source
+        self._plan = plan
+        self._version = 0
+        self._moved = asyncio.Condition()
+        self._stopped = False
+        self._streams = asyncio.Semaphore(plan.streams)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._ended: dict[int, dict[str, Trajectory]] = {}
+        self.started = 0
+        self.lost = 0
+        self.duplicated = 0
+
+    async def run(self) -> None:
+        """Start everything in order; returns when the last trajectory has started."""
+        plan = self._plan
+        for group in range(plan.batches * plan.groups):
+            batch = group // plan.groups
+            async with self._moved:
+                await self._moved.wait_for(lambda at=batch: self._may_start(at))
+            lake = plan.lake_of(group)
+            for member in range(plan.group_size):
+                await self._streams.acquire()
+                if self._stopped:
+                    self._streams.release()
+                    return
+                self.started += 1
+                trajectory = Trajectory(f"{group}.{member}", group, batch, time.monotonic())
+                task = asyncio.create_task(self._play(lake, trajectory))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    async def batch(self, batch: int) -> list[Trajectory]:
+        """All trajectories of a batch, in order; empty when `finish` was called before."""
+        size = self._plan.groups * self._plan.group_size
+        async with self._moved:
+            await self._moved.wait_for(
+                lambda: self._stopped or len(self._ended.get(batch, ())) == size
+            )
+        return [] if self._stopped else self._taken(batch)
+
+    async def published(self, version: int) -> None:
+        """A new version may be sampled from."""
+        async with self._moved:
+            self._version = version
+            self._moved.notify_all()
+
+    async def finish(self) -> list[Trajectory]:
+        """Start no more, wait for those in flight; returns what no update has trained on."""
+        async with self._moved:
+            self._stopped = True
+            self._moved.notify_all()
+        await asyncio.gather(*self._tasks)
+        return [one for batch in sorted(self._ended) for one in self._taken(batch)]
+
+    def _may_start(self, batch: int) -> bool:
+        return self._stopped or self._version >= self._plan.first_version(batch)
+
+    def _taken(self, batch: int) -> list[Trajectory]:
+        ended = self._ended.pop(batch)
+        return sorted(ended.values(), key=lambda one: (one.group, one.name))
+
+    async def _play(self, lake: Lake, trajectory: Trajectory) -> None:
+        try:
+            oldest = self._plan.first_version(trajectory.batch)
+            await play(self._source, lake, self._plan.how, trajectory, oldest)
+        finally:
+            self._streams.release()
+        async with self._moved:
+            ended = self._ended.setdefault(trajectory.batch, {})
+            self.duplicated += trajectory.name in ended
+            self.lost += trajectory.lost
+            ended[trajectory.name] = trajectory
+            self._moved.notify_all()

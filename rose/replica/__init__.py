@@ -1,0 +1,1 @@
+"""The endpoint that a replica serves inside its engine's API process."""

@@ -1,0 +1,64 @@
+"""Bodies and lines of the replica HTTP contract (docs/architecture.md)."""
+
+import msgspec
+
+MAX_BODY_BYTES = 4 << 20
+
+
+class Sampling(msgspec.Struct, frozen=True):
+    """How to sample; the defaults are those of an unmodified distribution."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_tokens: int = 16
+    stop_token_ids: list[int] = []
+    allowed_token_ids: list[int] | None = None
+    seed: int | None = None
+
+
+class GenerateBody(msgspec.Struct, frozen=True):
+    """Body of `POST /rose/v1/generate`."""
+
+    request_id: str
+    token_ids: list[int]
+    sampling: Sampling = Sampling()
+    cache_salt: str | None = None
+    priority: int = 0
+
+
+class EpochBody(msgspec.Struct, frozen=True):
+    """Body of `POST /rose/v1/drain` and `/rose/v1/admit`."""
+
+    epoch: int
+    reason: str = ""
+
+
+class ApplyBody(msgspec.Struct, frozen=True):
+    """Body of `POST /rose/v1/weights/apply`: paths on this machine."""
+
+    manifest: str
+    chunks: str
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """A line of a stream: tokens of one policy version with their logprobs."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    version: int
+
+
+class Finish(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The last line of a stream."""
+
+    finish_reason: str
+    message: str | None = None
+
+
+_ENCODER = msgspec.json.Encoder()
+
+
+def line(record: Chunk | Finish) -> bytes:
+    """One line of NDJSON."""
+    return _ENCODER.encode(record) + b"\n"
