@@ -1,7 +1,7 @@
 """A gateway in this process with a replica table that the test sets."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -48,3 +48,12 @@ async def gateway_with(*rows: ReplicaEntry, **settings: object) -> AsyncIterator
 
 def base_url(gateway: Gateway) -> str:
     return f"http://127.0.0.1:{gateway.port}"
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let the loop run until `condition` holds, for at most two seconds."""
+    for _ in range(400):
+        if condition():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("the condition never held")

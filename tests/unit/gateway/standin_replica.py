@@ -10,8 +10,8 @@ from aiohttp import web
 class StandInReplica:
     """Counts on from the last prompt token; the faults are switches.
 
-    Token i of an answer is (last prompt token + 1 + i), its logprob is -token / 1000: a continuation
-    is right exactly when the whole answer is one unbroken count.
+    Token i of an answer is (last prompt token + 1 + i), its logprob is -token / 1000: a
+    continuation is right exactly when the whole answer is one unbroken count.
     """
 
     def __init__(self, version: int = 0, delay_s: float = 0.0) -> None:

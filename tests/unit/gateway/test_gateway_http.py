@@ -2,10 +2,11 @@ import asyncio
 import socket
 import subprocess
 import sys
+from typing import Any
 
 import aiohttp
 import pytest
-from gateway_cases import base_url, entry, gateway_with
+from gateway_cases import base_url, entry, gateway_with, until
 from standin_replica import StandInReplica
 
 from rose.client import (
@@ -24,16 +25,19 @@ from rose.gateway.settings import parse_settings
 BODY = {"request_id": "r", "token_ids": [1, 100], "sampling_params": {"max_tokens": 3}}
 
 
-async def post(session, gateway, body, **kw):
+async def post(session: Any, gateway: Any, body: Any, **kw: Any) -> Any:
     url = f"{base_url(gateway)}/inference/v1/generate"
     async with session.post(url, json=body, **kw) as response:
         return response.status, await response.json(), response.headers
 
 
-async def test_the_answer_is_in_vllms_shape():
-    async with StandInReplica(version=4) as replica, gateway_with(entry(replica, "guest-0")) as gw:
-        async with aiohttp.ClientSession() as session:
-            status, answer, _ = await post(session, gw, BODY)
+async def test_the_answer_is_in_vllms_shape() -> None:
+    async with (
+        StandInReplica(version=4) as replica,
+        gateway_with(entry(replica, "guest-0")) as gw,
+        aiohttp.ClientSession() as session,
+    ):
+        status, answer, _ = await post(session, gw, BODY)
     assert status == 200
     assert answer == {
         "request_id": "r",
@@ -55,13 +59,15 @@ async def test_the_answer_is_in_vllms_shape():
     }
 
 
-async def test_a_repeated_request_id_is_answered_once_generated_once():
-    async with StandInReplica(delay_s=0.01) as replica:
-        async with gateway_with(entry(replica, "guest-0")) as gw:
-            async with aiohttp.ClientSession() as session:
-                both = await asyncio.gather(post(session, gw, BODY), post(session, gw, BODY))
-                later = await post(session, gw, BODY)
-                other = await post(session, gw, {**BODY, "token_ids": [1, 2]})
+async def test_a_repeated_request_id_is_answered_once_generated_once() -> None:
+    async with (
+        StandInReplica(delay_s=0.01) as replica,
+        gateway_with(entry(replica, "guest-0")) as gw,
+        aiohttp.ClientSession() as session,
+    ):
+        both = await asyncio.gather(post(session, gw, BODY), post(session, gw, BODY))
+        later = await post(session, gw, BODY)
+        other = await post(session, gw, {**BODY, "token_ids": [1, 2]})
     assert both[0][1] == both[1][1] == later[1]
     assert len(replica.requests) == 1
     assert other[0] == 400
@@ -79,7 +85,7 @@ async def test_a_repeated_request_id_is_answered_once_generated_once():
         {"token_ids": [1], "stream": True},
     ],
 )
-async def test_a_wrong_request_is_400_with_a_message(body):
+async def test_a_wrong_request_is_400_with_a_message(body: Any) -> None:
     async with gateway_with() as gw, aiohttp.ClientSession() as session:
         status, answer, _ = await post(session, gw, body)
     assert status == 400
@@ -87,17 +93,19 @@ async def test_a_wrong_request_is_400_with_a_message(body):
     assert answer["error"]["message"]
 
 
-async def test_what_a_replica_refuses_as_wrong_is_not_tried_elsewhere():
+async def test_what_a_replica_refuses_as_wrong_is_not_tried_elsewhere() -> None:
     async with StandInReplica() as one, StandInReplica() as two:
         one.bad_request = two.bad_request = True
-        async with gateway_with(entry(one, "guest-0"), entry(two, "ded-0")) as gw:
-            async with aiohttp.ClientSession() as session:
-                status, _, _ = await post(session, gw, BODY)
+        async with (
+            gateway_with(entry(one, "guest-0"), entry(two, "ded-0")) as gw,
+            aiohttp.ClientSession() as session,
+        ):
+            status, _, _ = await post(session, gw, BODY)
     assert status == 400
     assert len(one.requests) + len(two.requests) == 1
 
 
-async def test_sizes_models_and_unknown_routes():
+async def test_sizes_models_and_unknown_routes() -> None:
     async with gateway_with(max_body_bytes=256) as gw, aiohttp.ClientSession() as session:
         assert (await post(session, gw, {**BODY, "token_ids": [1] * 500}))[0] == 413
         assert (await post(session, gw, {**BODY, "model": "other"}))[0] == 404
@@ -106,73 +114,81 @@ async def test_sizes_models_and_unknown_routes():
             assert "error" in await response.json()
 
 
-async def test_a_prompt_that_no_replica_can_hold_is_refused_at_once():
-    async with StandInReplica() as replica:
-        async with gateway_with(entry(replica, "guest-0", kv_tokens=4)) as gw:
-            async with aiohttp.ClientSession() as session:
-                assert (await post(session, gw, {**BODY, "token_ids": [1] * 9}))[0] == 400
+async def test_a_prompt_that_no_replica_can_hold_is_refused_at_once() -> None:
+    async with (
+        StandInReplica() as replica,
+        gateway_with(entry(replica, "guest-0", kv_tokens=4)) as gw,
+        aiohttp.ClientSession() as session,
+    ):
+        assert (await post(session, gw, {**BODY, "token_ids": [1] * 9}))[0] == 400
 
 
-async def test_a_full_queue_is_429_with_retry_after():
+async def test_a_full_queue_is_429_with_retry_after() -> None:
     async with gateway_with(max_waiting=1) as gw, aiohttp.ClientSession() as session:
         first = asyncio.create_task(post(session, gw, BODY))
-        while gw._dispatcher.waiting == 0:
-            await asyncio.sleep(0.005)
+        await until(lambda: gw._dispatcher.waiting > 0)
         status, _, headers = await post(session, gw, {**BODY, "request_id": "r2"})
         first.cancel()
     assert (status, headers["Retry-After"]) == (429, "1")
 
 
-async def test_versions_nobody_has_are_409():
-    async with StandInReplica(version=3) as replica:
-        async with gateway_with(entry(replica, "guest-0"), version_wait_s=0.05) as gw:
-            async with aiohttp.ClientSession() as session:
-                newer = await post(session, gw, {**BODY, "min_version": 4})
-                passed = await post(session, gw, {**BODY, "exact_version": 2})
-                exact = await post(session, gw, {**BODY, "exact_version": 3})
+async def test_versions_nobody_has_are_409() -> None:
+    async with (
+        StandInReplica(version=3) as replica,
+        gateway_with(entry(replica, "guest-0"), version_wait_s=0.05) as gw,
+        aiohttp.ClientSession() as session,
+    ):
+        newer = await post(session, gw, {**BODY, "min_version": 4})
+        passed = await post(session, gw, {**BODY, "exact_version": 2})
+        exact = await post(session, gw, {**BODY, "exact_version": 3})
     assert (newer[0], passed[0], exact[0]) == (409, 409, 200)
 
 
-async def test_waiting_ends_with_503():
+async def test_waiting_ends_with_503() -> None:
     async with gateway_with(queue_wait_s=0.05) as gw, aiohttp.ClientSession() as session:
         status, _, headers = await post(session, gw, BODY)
     assert (status, headers["Retry-After"]) == (503, "1")
 
 
-async def test_a_client_that_leaves_cancels_the_replica_and_frees_the_place():
+async def test_a_client_that_leaves_cancels_the_replica_and_frees_the_place() -> None:
     async with StandInReplica() as replica:
         replica.hang_after = 1
-        async with gateway_with(entry(replica, "guest-0")) as gw:
-            async with aiohttp.ClientSession() as session:
-                turn = asyncio.create_task(post(session, gw, BODY))
-                while replica.live == 0:
-                    await asyncio.sleep(0.005)
-                turn.cancel()
-                while replica.cancelled == 0:
-                    await asyncio.sleep(0.005)
-                assert gw._dispatcher.live_turns() == {"guest-0": 0}
-                replica.hang_after = None
-                assert (await post(session, gw, BODY))[0] == 200
+        async with (
+            gateway_with(entry(replica, "guest-0")) as gw,
+            aiohttp.ClientSession() as session,
+        ):
+            turn = asyncio.create_task(post(session, gw, BODY))
+            await until(lambda: replica.live > 0)
+            turn.cancel()
+            await until(lambda: replica.cancelled > 0)
+            assert gw._dispatcher.live_turns() == {"guest-0": 0}
+            replica.hang_after = None
+            assert (await post(session, gw, BODY))[0] == 200
 
 
-async def test_attempts_are_bounded_and_the_turn_then_fails():
+async def test_attempts_are_bounded_and_the_turn_then_fails() -> None:
     async with StandInReplica() as replica:
         replica.break_after = 0
-        async with gateway_with(entry(replica, "guest-0"), max_attempts=1) as gw:
-            async with aiohttp.ClientSession() as session:
-                status, answer, _ = await post(session, gw, BODY)
+        async with (
+            gateway_with(entry(replica, "guest-0"), max_attempts=1) as gw,
+            aiohttp.ClientSession() as session,
+        ):
+            status, answer, _ = await post(session, gw, BODY)
     assert status == 503
     assert "1 replicas failed" in answer["error"]["message"]
 
 
-async def test_stats_metrics_health_and_models():
-    async with StandInReplica() as replica, gateway_with(entry(replica, "guest-0")) as gw:
-        async with aiohttp.ClientSession(base_url(gw)) as session:
-            await post(session, gw, BODY)
-            stats = await (await session.get("/rose/v1/stats")).json()
-            text = await (await session.get("/metrics")).text()
-            health = await (await session.get("/health")).json()
-            models = await (await session.get("/v1/models")).json()
+async def test_stats_metrics_health_and_models() -> None:
+    async with (
+        StandInReplica() as replica,
+        gateway_with(entry(replica, "guest-0")) as gw,
+        aiohttp.ClientSession(base_url(gw)) as session,
+    ):
+        await post(session, gw, BODY)
+        stats = await (await session.get("/rose/v1/stats")).json()
+        text = await (await session.get("/metrics")).text()
+        health = await (await session.get("/health")).json()
+        models = await (await session.get("/v1/models")).json()
     assert stats["tokens"] == {"guest-0": 3}
     assert stats["live_turns"] == {"guest-0": 0}
     assert [stats[k] for k in ("turns", "attempts", "continuations", "waiting")] == [1, 1, 0, 0]
@@ -181,7 +197,7 @@ async def test_stats_metrics_health_and_models():
     assert models["data"][0]["id"] == "rose-policy"
 
 
-async def test_events_tell_of_continuations_and_lost_replicas(tmp_path):
+async def test_events_tell_of_continuations_and_lost_replicas(tmp_path: Any) -> None:
     async with StandInReplica() as guest, StandInReplica() as dedicated:
         guest.revoke_after = 1
         rows = (entry(guest, "guest-0", decode_tok_s=9e5), entry(dedicated, "ded-0"))
@@ -194,20 +210,20 @@ async def test_events_tell_of_continuations_and_lost_replicas(tmp_path):
     assert '"event":"replica_lost","replica":"guest-0"' in text
 
 
-async def test_the_client_raises_typed_errors(monkeypatch):
+async def test_the_client_raises_typed_errors(monkeypatch: Any) -> None:
     monkeypatch.setattr(rollout, "BACKOFF_FIRST_S", 0.001)
     monkeypatch.setattr(rollout, "BACKOFF_MAX_S", 0.002)
     sampling = Sampling(max_tokens=3)
-    async with StandInReplica() as replica:
-        async with gateway_with(entry(replica, "guest-0"), version_wait_s=0.02) as gw:
-            async with RolloutClient(base_url(gw)) as client:
-                with pytest.raises(VersionNotServed, match="version 7"):
-                    await client.generate(
-                        [1], sampling, request_id="a", session_id="s", min_version=7
-                    )
-                with pytest.raises(RequestRefused, match="token_ids is empty"):
-                    await client.generate([], sampling, request_id="b", session_id="s")
-                replica.break_after = 0
+    async with (
+        StandInReplica() as replica,
+        gateway_with(entry(replica, "guest-0"), version_wait_s=0.02) as gw,
+        RolloutClient(base_url(gw)) as client,
+    ):
+        with pytest.raises(VersionNotServed, match="version 7"):
+            await client.generate([1], sampling, request_id="a", session_id="s", min_version=7)
+        with pytest.raises(RequestRefused, match="token_ids is empty"):
+            await client.generate([], sampling, request_id="b", session_id="s")
+        replica.break_after = 0
     async with RolloutClient(base_url(gw)) as client:
         with pytest.raises(GatewayUnavailable, match="6 tries"):
             await client.generate([1], sampling, request_id="c", session_id="s")
@@ -226,24 +242,24 @@ async def test_the_client_raises_typed_errors(monkeypatch):
         ["--port", "99999", "--scheduler", "a:1"],
     ],
 )
-def test_wrong_options_are_one_line_and_exit_code_2(argv, capsys):
+def test_wrong_options_are_one_line_and_exit_code_2(argv: Any, capsys: Any) -> None:
     assert main(argv) == 2
     error = capsys.readouterr().err
     assert error.startswith("rose gateway: ")
     assert error.count("\n") == 1
 
 
-def test_static_replicas_are_read_from_the_command_line():
+def test_static_replicas_are_read_from_the_command_line() -> None:
     settings = parse_settings(["--port", "1", "--replica", "g=guest=http://h:1/"])
     assert settings.replicas[0].url == "http://h:1"
 
 
-def test_settings_need_exactly_one_source_of_replicas():
+def test_settings_need_exactly_one_source_of_replicas() -> None:
     with pytest.raises(ConfigError, match="one way"):
         GatewaySettings(port=0)
 
 
-def test_a_busy_port_is_one_line_and_exit_code_2(capsys):
+def test_a_busy_port_is_one_line_and_exit_code_2(capsys: Any) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -252,10 +268,10 @@ def test_a_busy_port_is_one_line_and_exit_code_2(capsys):
     assert "is in use" in capsys.readouterr().err
 
 
-async def test_the_process_serves_polls_static_replicas_and_ends_on_sigterm():
+async def test_the_process_serves_polls_static_replicas_and_ends_on_sigterm() -> None:
     async with StandInReplica(version=2) as replica:
         command = [sys.executable, "-m", "rose.gateway.main", "--port", "0"]
-        process = subprocess.Popen(
+        process = subprocess.Popen(  # noqa: ASYNC220 - starting takes a millisecond
             [*command, "--replica", f"g=guest={replica.url}"], stdout=subprocess.PIPE, text=True
         )
         try:

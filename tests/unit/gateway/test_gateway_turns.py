@@ -1,6 +1,8 @@
 import asyncio
+from itertools import pairwise
+from typing import Any
 
-from gateway_cases import base_url, entry, gateway_with
+from gateway_cases import base_url, entry, gateway_with, until
 from standin_replica import StandInReplica
 
 from rose.client import RolloutClient, Sampling
@@ -10,22 +12,22 @@ COUNT = tuple(range(101, 111))
 TEN = Sampling(max_tokens=10)
 
 
-async def one_turn(gateway, name="r1", **kw):
+async def one_turn(gateway: Any, name: Any = "r1", **kw: Any) -> Any:
     async with RolloutClient(base_url(gateway), timeout_s=10) as client:
         return await client.generate(PROMPT, TEN, request_id=name, session_id="s", **kw)
 
 
-def assert_whole(turn):
+def assert_whole(turn: Any) -> None:
     assert turn.token_ids == COUNT
     assert turn.logprobs == tuple(-token / 1000 for token in COUNT)
     for spans in (turn.versions, turn.segments):
         edges = [span[-2:] for span in spans]
         assert edges[0][0] == 0
         assert edges[-1][1] == len(COUNT)
-        assert all(a[1] == b[0] for a, b in zip(edges, edges[1:], strict=False))
+        assert all(a[1] == b[0] for a, b in pairwise(edges))
 
 
-async def test_an_untroubled_turn_has_one_segment_and_one_version():
+async def test_an_untroubled_turn_has_one_segment_and_one_version() -> None:
     async with StandInReplica(version=3) as replica, gateway_with(entry(replica, "ded-0")) as gw:
         turn = await one_turn(gw)
     assert_whole(turn)
@@ -34,7 +36,7 @@ async def test_an_untroubled_turn_has_one_segment_and_one_version():
     assert (turn.attempts, turn.finish_reason) == (1, "length")
 
 
-async def _continued(fault, value, **settings):
+async def _continued(fault: Any, value: Any, **settings: Any) -> Any:
     """A turn whose first replica (the guest: it offers more) fails after 4 tokens."""
     async with StandInReplica(version=1) as guest, StandInReplica(version=2) as dedicated:
         setattr(guest, fault, value)
@@ -47,7 +49,7 @@ async def _continued(fault, value, **settings):
             return turn, guest, dedicated
 
 
-async def test_a_revoked_stream_goes_on_elsewhere_with_prompt_and_journal():
+async def test_a_revoked_stream_goes_on_elsewhere_with_prompt_and_journal() -> None:
     turn, guest, dedicated = await _continued("revoke_after", 4)
     assert_whole(turn)
     assert turn.segments == (("guest-0", "guest", 0, 4), ("ded-0", "dedicated", 4, 10))
@@ -58,34 +60,33 @@ async def test_a_revoked_stream_goes_on_elsewhere_with_prompt_and_journal():
     assert guest.requests[0]["request_id"] != dedicated.requests[0]["request_id"]
 
 
-async def test_a_broken_stream_goes_on_elsewhere():
+async def test_a_broken_stream_goes_on_elsewhere() -> None:
     turn, _, _ = await _continued("break_after", 4)
     assert_whole(turn)
     assert turn.segments[-1] == ("ded-0", "dedicated", 4, 10)
 
 
-async def test_a_draining_replica_costs_an_attempt_but_no_token():
+async def test_a_draining_replica_costs_an_attempt_but_no_token() -> None:
     turn, guest, _ = await _continued("draining", True)
     assert_whole(turn)
     assert turn.segments == (("ded-0", "dedicated", 0, 10),)
     assert len(guest.requests) == 1
 
 
-async def test_a_stalled_stream_moves_when_another_replica_has_room():
+async def test_a_stalled_stream_moves_when_another_replica_has_room() -> None:
     turn, guest, _ = await _continued("hang_after", 4, stall_s=0.05)
     assert_whole(turn)
     assert turn.segments[-1] == ("ded-0", "dedicated", 4, 10)
     assert guest.cancelled == 1
 
 
-async def test_a_lost_lease_ends_the_stream_at_once():
+async def test_a_lost_lease_ends_the_stream_at_once() -> None:
     async with StandInReplica() as guest, StandInReplica() as dedicated:
         guest.hang_after = 4
         rows = (entry(guest, "guest-0", decode_tok_s=9e5), entry(dedicated, "ded-0"))
         async with gateway_with(*rows) as gw:
             turn = asyncio.create_task(one_turn(gw))
-            while guest.live == 0:
-                await asyncio.sleep(0.005)
+            await until(lambda: guest.live > 0)
             await asyncio.sleep(0.02)
             gw.set_table((entry(guest, "guest-0", lease_epoch=2, healthy=False), rows[1]))
             assert_whole(await turn)
@@ -93,7 +94,7 @@ async def test_a_lost_lease_ends_the_stream_at_once():
             assert gw._dispatcher.live_turns() == {"guest-0": 0, "ded-0": 0}
 
 
-async def test_a_turn_complete_but_for_its_last_line_is_not_generated_again():
+async def test_a_turn_complete_but_for_its_last_line_is_not_generated_again() -> None:
     async with StandInReplica() as guest, gateway_with(entry(guest, "guest-0")) as gw:
         guest.break_after = 9
         guest.stop_after = None
@@ -109,41 +110,40 @@ async def test_a_turn_complete_but_for_its_last_line_is_not_generated_again():
     assert len(guest.requests) == 1
 
 
-async def test_turns_wait_while_nobody_is_leased():
+async def test_turns_wait_while_nobody_is_leased() -> None:
     async with StandInReplica() as guest, gateway_with() as gw:
         turn = asyncio.create_task(one_turn(gw))
-        while gw._dispatcher.waiting == 0:
-            await asyncio.sleep(0.005)
+        await until(lambda: gw._dispatcher.waiting > 0)
         gw.set_table((entry(guest, "guest-0", leased=False),))
         assert gw._dispatcher.waiting == 1
         gw.set_table((entry(guest, "guest-0"),))
         assert_whole(await turn)
 
 
-async def test_a_replica_never_has_more_turns_than_its_cap():
-    async with StandInReplica(delay_s=0.001) as guest:
-        async with gateway_with(entry(guest, "guest-0", max_sequences=3)) as gw:
-            async with RolloutClient(base_url(gw), timeout_s=10) as client:
-                turns = [
-                    client.generate(PROMPT, TEN, request_id=f"r{i}", session_id="s")
-                    for i in range(20)
-                ]
-                for turn in await asyncio.gather(*turns):
-                    assert_whole(turn)
+async def test_a_replica_never_has_more_turns_than_its_cap() -> None:
+    async with (
+        StandInReplica(delay_s=0.001) as guest,
+        gateway_with(entry(guest, "guest-0", max_sequences=3)) as gw,
+        RolloutClient(base_url(gw), timeout_s=10) as client,
+    ):
+        turns = [
+            client.generate(PROMPT, TEN, request_id=f"r{i}", session_id="s") for i in range(20)
+        ]
+        for turn in await asyncio.gather(*turns):
+            assert_whole(turn)
     assert guest.max_live == 3
 
 
-async def test_min_version_waits_for_the_version_to_arrive():
+async def test_min_version_waits_for_the_version_to_arrive() -> None:
     async with StandInReplica(version=1) as guest, gateway_with(entry(guest, "guest-0")) as gw:
         turn = asyncio.create_task(one_turn(gw, min_version=2))
-        while gw._dispatcher.waiting == 0:
-            await asyncio.sleep(0.005)
+        await until(lambda: gw._dispatcher.waiting > 0)
         guest.version = 2
         gw.set_table((entry(guest, "guest-0"),))
         assert (await turn).versions == ((2, 0, 10),)
 
 
-async def test_tokens_older_than_the_table_says_are_never_journaled():
+async def test_tokens_older_than_the_table_says_are_never_journaled() -> None:
     async with StandInReplica(version=1) as liar, StandInReplica(version=2) as honest:
         rows = (
             entry(liar, "guest-0", policy_version=2, decode_tok_s=9e5),

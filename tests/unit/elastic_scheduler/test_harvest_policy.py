@@ -1,0 +1,74 @@
+import pytest
+
+from elastic_scheduler import (
+    HarvestMode,
+    HarvestPolicy,
+    Health,
+    LeaseBook,
+    Offer,
+    ReplicaKind,
+    StalenessBound,
+    judge,
+)
+
+
+def offer(replica: str, kind: ReplicaKind = ReplicaKind.GUEST, healthy: bool = True) -> Offer:
+    return Offer(replica, kind, "http://h:1", "n", 4096, 1e3, 1e4, 0, healthy, 2.0, 0, 8)
+
+
+@pytest.mark.parametrize(
+    ("mode", "grants", "renews", "releases"),
+    [
+        (HarvestMode.ACTIVE, 1, 1, 0),
+        (HarvestMode.HOLD, 0, 1, 0),
+        (HarvestMode.HOLD_AND_DRAIN, 0, 0, 1),
+        (HarvestMode.OFF, 0, 0, 1),
+    ],
+)
+def test_the_mode_decides_over_guests_and_never_over_dedicated_replicas(
+    mode: HarvestMode, grants: int, renews: int, releases: int
+) -> None:
+    book = LeaseBook(2.0)
+    book.grant("job", "held", 0.0)
+    offers = [offer("held"), offer("new"), offer("own", ReplicaKind.DEDICATED)]
+    plan = HarvestPolicy(mode).plan(offers, book.leases())
+    assert [o.replica for o in plan.lease] == ["new"] * grants + ["own"]
+    assert len(plan.renew) == renews
+    assert len(plan.release) == releases
+
+
+def test_the_stricter_of_cluster_and_replica_wins() -> None:
+    policy = HarvestPolicy(HarvestMode.OFF)
+    policy.set_mode(HarvestMode.ACTIVE, "g")
+    assert policy.mode_of("g") is HarvestMode.OFF
+    policy.set_mode(HarvestMode.ACTIVE)
+    policy.set_mode(HarvestMode.HOLD_AND_DRAIN, "g")
+    assert policy.mode_of("g") is HarvestMode.HOLD_AND_DRAIN
+    assert policy.mode_of("other") is HarvestMode.ACTIVE
+    policy.set_mode(HarvestMode.ACTIVE, "g")
+    assert policy.overrides == {}
+
+
+def test_an_unhealthy_replica_gets_no_new_lease() -> None:
+    assert HarvestPolicy().plan([offer("g", healthy=False)], []).lease == ()
+
+
+def test_a_lease_without_a_live_offer_is_left_to_expire() -> None:
+    book = LeaseBook(2.0)
+    book.grant("job", "gone", 0.0)
+    plan = HarvestPolicy().plan([], book.leases())
+    assert plan.renew == plan.release == ()
+
+
+def test_a_replica_behind_the_bound_is_not_healthy_until_it_caught_up() -> None:
+    bound = StalenessBound(1)
+    assert judge(True, 4, 5, bound) is Health.HEALTHY
+    assert judge(True, 3, 5, bound) is Health.BEHIND
+    assert judge(True, 5, 5, bound) is Health.HEALTHY
+    assert judge(False, 5, 5, bound) is Health.DOWN
+
+
+def test_batches_start_within_the_staleness_bound() -> None:
+    assert StalenessBound(1).may_start(batch=3, published=2)
+    assert not StalenessBound(0).may_start(batch=3, published=2)
+    assert not StalenessBound(1).may_start(batch=4, published=2)

@@ -1,0 +1,78 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_scheduler import LeaseBook, LeaseHeld, LeaseState, StaleEpoch
+
+OPERATIONS = ("grant", "renew", "release", "released", "revoke", "expire", "restart")
+
+
+def test_a_lease_runs_out_and_counts_as_revoked() -> None:
+    book = LeaseBook(ttl_s=2.0)
+    lease = book.grant("job", "g", now_s=0.0)
+    assert book.live("g", 1.9) == lease
+    assert book.live("g", 2.0) is None
+    with pytest.raises(StaleEpoch):
+        book.renew("g", lease.epoch, 2.0)
+    assert book.expire(2.0) == (lease,)
+
+
+def test_a_replica_that_is_being_released_is_not_leased_again_or_renewed() -> None:
+    book = LeaseBook(ttl_s=2.0)
+    lease = book.grant("job", "g", now_s=0.0)
+    assert book.begin_release("g", lease.epoch, 1.0).state is LeaseState.RELEASING
+    with pytest.raises(StaleEpoch):
+        book.renew("g", lease.epoch, 1.0)
+    with pytest.raises(LeaseHeld):
+        book.grant("job", "g", 1.0)
+    book.released("g", lease.epoch)
+    assert book.grant("job", "g", 1.0).epoch > lease.epoch
+
+
+def test_a_late_message_of_an_old_epoch_cannot_end_a_younger_lease() -> None:
+    book = LeaseBook(ttl_s=2.0)
+    old = book.grant("job", "g", 0.0)
+    book.revoke("g", old.epoch)
+    young = book.grant("job", "g", 0.1)
+    with pytest.raises(StaleEpoch, match="refused"):
+        book.revoke("g", old.epoch)
+    with pytest.raises(StaleEpoch):
+        book.released("g", old.epoch)
+    assert book.live("g", 0.2) == young
+
+
+def test_epochs_grow_across_restarts_and_beyond_what_the_node_has_seen() -> None:
+    book = LeaseBook(ttl_s=2.0, epochs={"g": 7})
+    assert book.grant("job", "g", 0.0, seen_epoch=11).epoch == 12
+    assert LeaseBook(2.0, book.epochs()).grant("job", "g", 0.0).epoch == 13
+
+
+@given(st.lists(st.tuples(st.sampled_from(OPERATIONS), st.integers(0, 6), st.floats(0, 3))))
+def test_leases_never_overlap_and_epochs_only_grow(
+    script: list[tuple[str, int, float]],
+) -> None:
+    book, now_s, newest, holder_until_s = LeaseBook(ttl_s=2.0), 0.0, 0, 0.0
+    for operation, epoch, wait_s in script:
+        now_s += wait_s
+        try:
+            if operation == "grant":
+                lease = book.grant("job", "g", now_s)
+                assert lease.epoch > newest
+                assert now_s >= holder_until_s
+                newest, holder_until_s = lease.epoch, lease.expires_s
+            elif operation == "renew":
+                holder_until_s = book.renew("g", epoch, now_s).expires_s
+                assert epoch == newest
+            elif operation == "release":
+                assert book.begin_release("g", epoch, now_s).epoch == newest
+            elif operation == "expire":
+                assert all(lease.expires_s <= now_s for lease in book.expire(now_s))
+            elif operation == "restart":
+                # A new process knows no leases; it must wait a TTL, or rely on the epoch.
+                book, holder_until_s = LeaseBook(2.0, book.epochs()), 0.0
+            else:
+                end = book.released if operation == "released" else book.revoke
+                assert end("g", epoch).epoch == newest
+                holder_until_s = 0.0
+        except (LeaseHeld, StaleEpoch):
+            continue

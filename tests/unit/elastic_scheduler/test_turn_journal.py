@@ -1,0 +1,103 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_scheduler import (
+    AnswerBook,
+    Conflict,
+    Continue,
+    Deliver,
+    End,
+    GiveUp,
+    JournalError,
+    TurnJournal,
+)
+
+STEP = st.tuples(
+    st.sampled_from(["append", "late", "revoked", "broken", "stalled", "refused", "finish"]),
+    st.integers(1, 4),
+    st.integers(0, 3),
+)
+
+
+@given(st.integers(1, 12), st.integers(1, 4), st.lists(STEP, max_size=30))
+def test_no_journaled_token_is_lost_or_doubled(
+    budget: int, max_attempts: int, script: list[tuple[str, int, int]]
+) -> None:
+    journal = TurnJournal([1, 2], budget, max_attempts=max_attempts)
+    sent: list[int] = []
+    stamps: list[int] = []
+    delivered = 0
+    outcome: object = Continue()
+    attempt = journal.begin("r1", "guest")
+    for what, count, version in script:
+        if what == "append":
+            tokens = list(range(len(sent), len(sent) + min(count, budget - len(sent))))
+            if journal.append(attempt.number, tokens, [-1.0] * len(tokens), version):
+                sent += tokens
+                stamps += [version] * len(tokens)
+            continue
+        if what == "late":
+            assert not journal.append(attempt.number - 1, [99], [-1.0], version)
+            assert journal.end(attempt.number - 1, End.FINISHED, "stop") is None
+            continue
+        end = End.FINISHED if what == "finish" else End(what)
+        outcome = journal.end(attempt.number, end, "stop")
+        if isinstance(outcome, Continue):
+            attempt = journal.begin(f"r{attempt.number + 1}", "guest")
+            assert attempt.token_ids == [1, 2, *sent]
+            assert attempt.max_tokens == budget - len(sent)
+            continue
+        if isinstance(outcome, Deliver):
+            delivered += 1
+            assert list(outcome.token_ids) == sent
+            by_version = [s.version for s in outcome.versions for _ in range(s.start, s.end)]
+            assert by_version == stamps
+            assert sum(s.end - s.start for s in outcome.segments) == len(sent)
+        break
+    assert delivered <= 1
+    if not isinstance(outcome, Continue):
+        assert journal.end(attempt.number, End.FINISHED, "stop") is None
+        with pytest.raises(JournalError):
+            journal.begin("again", "guest")
+
+
+def test_a_chunk_beyond_the_budget_is_refused_whole() -> None:
+    journal = TurnJournal([1], 2, max_attempts=2)
+    attempt = journal.begin("r", "guest")
+    with pytest.raises(JournalError, match="asked for"):
+        journal.append(attempt.number, [1, 2, 3], [0.0] * 3, 0)
+    with pytest.raises(JournalError, match="logprobs"):
+        journal.append(attempt.number, [1], [], 0)
+    assert journal.generated == 0
+
+
+def test_a_turn_that_stopped_before_its_stream_broke_is_delivered() -> None:
+    journal = TurnJournal([1], 9, max_attempts=2, stop_token_ids=(7,))
+    journal.append(journal.begin("r", "guest").number, [5, 7], [0.0, 0.0], 0)
+    outcome = journal.end(1, End.BROKEN)
+    assert isinstance(outcome, Deliver)
+    assert outcome.finish_reason == "stop"
+
+
+def test_attempts_are_bounded() -> None:
+    journal = TurnJournal([1], 9, max_attempts=1)
+    journal.begin("r", "guest")
+    assert journal.end(1, End.STALLED) == GiveUp("stalled")
+
+
+def test_the_answer_book_keeps_running_requests_and_the_newest_answers() -> None:
+    book: AnswerBook[list[str]] = AnswerBook(capacity=2)
+    values = {name: [name] for name in "abcd"}
+    for name, value in values.items():
+        book.open(name, 1, value)
+    for name in "abc":
+        book.close(name, values[name])
+    assert book.find("a", 1) is None
+    assert book.find("c", 1) is values["c"]
+    assert book.find("d", 1) is values["d"]
+    assert book.find("d", 2) is Conflict.OTHER_BODY
+    book.forget("d", ["another"])
+    assert book.find("d", 1) is values["d"]
+    book.forget("d", values["d"])
+    assert len(book) == 2

@@ -1,0 +1,120 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_scheduler import Placement, ReplicaKind, ReplicaView, Router, TurnNeed
+
+NEED = TurnNeed("s", 74, 14)
+LONG = TurnNeed("l", 74, 2_000)
+
+
+def view(name: str, **changes: object) -> ReplicaView:
+    values: dict[str, object] = {"usable": True, "policy_version": 1, "max_sequences": 8}
+    return ReplicaView(name, ReplicaKind.GUEST, **{**values, **changes})  # type: ignore[arg-type]
+
+
+def router_with(*views: ReplicaView) -> Router:
+    router = Router()
+    router.set_table(views, 0.0)
+    return router
+
+
+def test_a_gated_replica_gets_only_what_it_can_chew() -> None:
+    router = router_with(view("fast", decode_tok_s=1e3), view("gated", decode_tok_s=1e3))
+    placed = {name: router.begin(name, LONG, 0.0) for name in ("fast", "gated")}
+    for tick in range(1, 11):
+        router.progress(placed["fast"], 100)
+        router.choose(NEED, tick * 0.2)
+    rates = {c.replica: c.decode_tok_s for c in router.explain(NEED, 2.0)}
+    assert rates["gated"] < rates["fast"] / 3
+    assert router.choose(NEED, 2.0) == "fast"
+    router.end(placed["gated"], 2.0)
+    assert {c.replica: c.decode_tok_s for c in router.explain(NEED, 30.0)}["gated"] > 900
+
+
+def test_the_prefix_holder_is_kept_unless_another_is_cheaper_by_a_margin() -> None:
+    router = router_with(view("a", decode_tok_s=1e3), view("b", decode_tok_s=1.1e3))
+    turn = router.begin("a", NEED, 0.0)
+    router.progress(turn, 14)
+    router.end(turn, 0.014)
+    longer = TurnNeed("s", 100, 14)
+    assert router.choose(longer, 0.02) == "a"
+    assert router.choose(TurnNeed("other", 100, 14), 0.02) == "b"
+    router.begin("a", NEED, 0.02)
+    router.begin("a", NEED, 0.02)
+    assert router.choose(longer, 0.02) == "b"
+
+
+def test_a_new_version_empties_the_prefix_cache() -> None:
+    router = router_with(view("a"))
+    turn = router.begin("a", NEED, 0.0)
+    router.progress(turn, 14)
+    router.end(turn, 0.1)
+    router.set_table([view("a", policy_version=2)], 0.2)
+    assert router.explain(TurnNeed("s", 100, 14), 0.2)[0].uncached_tokens == 100
+
+
+def test_a_turn_waits_rather_than_go_to_a_far_worse_replica() -> None:
+    router = router_with(
+        view("good", decode_tok_s=1e4, max_sequences=1), view("slow", decode_tok_s=1.0)
+    )
+    router.begin("good", NEED, 0.0)
+    assert router.choose(NEED, 0.0) is None
+
+
+def test_every_refusal_is_explained() -> None:
+    router = router_with(
+        view("a", usable=False),
+        view("b", policy_version=0),
+        view("c", max_sequences=0),
+        view("d", kv_tokens=10),
+        view("e"),
+    )
+    router.rest("e", 1.0)
+    reasons = {c.replica: c.refusal for c in router.explain(TurnNeed("s", 9, 9, 1), 0.5)}
+    assert reasons["b"] == "runs version 0"
+    assert reasons["c"] == "full"
+    assert all(reasons.values())
+    assert router.choose(TurnNeed("s", 9, 9, 1), 1.0) == "e"
+
+
+def test_a_replica_that_came_back_starts_with_a_clean_load() -> None:
+    router = router_with(view("a"))
+    turn = router.begin("a", NEED, 0.0)
+    router.set_table([], 0.1)
+    router.set_table([view("a")], 0.2)
+    router.end(turn, 0.3)
+    assert router.live_turns() == {"a": 0}
+
+
+def test_a_passed_exact_version_is_unreachable_a_future_one_is_not() -> None:
+    router = router_with(view("a", policy_version=3))
+    assert not router.reachable(TurnNeed("s", 1, 1, exact_version=2))
+    assert router.reachable(TurnNeed("s", 1, 1, exact_version=4))
+
+
+@given(
+    st.lists(st.integers(1, 3), min_size=1, max_size=3),
+    st.lists(st.tuples(st.booleans(), st.integers(0, 30), st.floats(0, 0.5)), max_size=60),
+)
+def test_caps_are_never_exceeded_and_loads_return_to_zero(
+    caps: list[int], script: list[tuple[bool, int, float]]
+) -> None:
+    router = router_with(*[view(f"r{i}", max_sequences=cap) for i, cap in enumerate(caps)])
+    live: list[Placement] = []
+    now_s = 0.0
+    for begins, pick, wait_s in script:
+        now_s += wait_s
+        if begins:
+            name = router.choose(NEED, now_s)
+            if name is not None:
+                live.append(router.begin(name, NEED, now_s))
+        elif live:
+            placement = live.pop(pick % len(live))
+            router.progress(placement, pick % 15)
+            router.end(placement, now_s)
+        counts = router.live_turns()
+        assert all(counts[f"r{i}"] <= cap for i, cap in enumerate(caps))
+        assert sum(counts.values()) == len(live)
+    for placement in live:
+        router.end(placement, now_s)
+    assert all(c.owed_tokens == 0 for c in router.explain(NEED, now_s))
