@@ -97,7 +97,7 @@ def _finished_spans(
     spans = completion.weight_versions
     if not spans:
         return []
-    return split_spans([(span.weight_version, span.start) for span in spans], first, count)
+    return split_spans([(span.version, span.start) for span in spans], first, count)
 
 
 def _parameters(sampling: Sampling) -> SamplingParams:
