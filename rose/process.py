@@ -1,18 +1,19 @@
 """Child processes that never outlive their parent: a session each, ended as a whole group."""
 
 import asyncio
-import ctypes
 import os
+import shutil
 import signal
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-PR_SET_PDEATHSIG = 1
+from rose import placement
+
 STOP_GRACE_S = 8.0
 KILL_GRACE_S = 5.0
 STREAM_LIMIT_BYTES = 4 << 20
-_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +44,18 @@ class ManagedProcess:
 
     @classmethod
     async def start(cls, spec: ProcessSpec) -> "ManagedProcess":
-        """Start the child; errors of exec (missing file, no permission) are raised as OSError."""
+        """Start the child. Raises FileNotFoundError when there is no such program."""
+        if shutil.which(spec.argv[0]) is None:
+            raise FileNotFoundError(f"{spec.argv[0]} is no program that can be run")
         log = spec.log.open("ab") if spec.log else None
         try:
             process = await asyncio.create_subprocess_exec(
-                *spec.argv,
+                *_placed(spec),
                 env={**os.environ, **spec.env},
                 stdin=asyncio.subprocess.PIPE if spec.piped else asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE if spec.piped else log,
                 stderr=log,
                 start_new_session=True,
-                preexec_fn=_placement(spec),
                 limit=STREAM_LIMIT_BYTES,
             )
         finally:
@@ -138,13 +140,9 @@ def group_alive(group: int) -> bool:
     return False
 
 
-def _placement(spec: ProcessSpec) -> Callable[[], None]:
-    def place() -> None:
-        _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if spec.core is not None:
-            os.sched_setaffinity(0, {spec.core})
-        if spec.background:
-            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-            Path("/proc/self/oom_score_adj").write_text("1000")
-
-    return place
+def _placed(spec: ProcessSpec) -> list[str]:
+    """The child's command line: placement first, which then becomes the program itself."""
+    core = "-" if spec.core is None else str(spec.core)
+    share = "background" if spec.background else "normal"
+    placer = (sys.executable, "-I", "-S", str(placement.__file__))
+    return [*placer, str(os.getpid()), core, share, *spec.argv]
