@@ -1,23 +1,32 @@
 """NodeDaemon: assembles guard, supervisors, weight receiver and the scheduler session."""
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Coroutine
+from functools import partial
 
 import aiohttp
 
 from executor import ControlPage, GuardConfig, GuardCore, PageUnreadable
+from rose.errors import RoseError
 from rose.eventlog import EventLog, JsonlLog
 from rose.node.chain import KnownVersion, VersionChain
 from rose.node.config import HostConfig, NodeConfig, ReplicaConfig
 from rose.node.guard_thread import GuardThread
+from rose.node.harvest import HarvestState
 from rose.node.host_watch import HostWatch
 from rose.node.replica import Replica
-from rose.node.reports import build_reports, released
+from rose.node.reports import build_reports
 from rose.node.session import SchedulerSession
 from rose.node.supervisor import Supervisor
+from rose.node.updates import Source
 from rose.rpc import rose_pb2
 from weight_transfer import ChunkStore, VerifyKey
+
+STOPPING = "node stops"
+
+
+class GuardDiedError(RoseError):
+    """The grant loop broke; its guest is frozen and the node must be started anew."""
 
 
 class NodeDaemon:
@@ -27,19 +36,23 @@ class NodeDaemon:
         self._config = config
         self._events = EventLog(config.log_dir, config.node)
         self._chain = VersionChain()
+        self._harvest = HarvestState()
         self._stopping = asyncio.Event()
+        self._guard_broke = asyncio.Event()
         self._page = ControlPage.ensure(config.host.page) if config.host else None
         self._watch = HostWatch(config.log_dir) if config.host else None
         self._guards: dict[str, GuardThread] = {}
         self._replicas: dict[str, Replica] = {}
-        self._session: SchedulerSession | None = None
+        self._session = SchedulerSession(
+            config.scheduler, config.node, self._reports, self._obey, self._events
+        )
 
     def stop(self) -> None:
         """Drain, end every engine, and let `run` return."""
         self._stopping.set()
 
     async def run(self) -> None:
-        """Serve until stopped."""
+        """Serve until stopped. Raises what broke, once everything it started is ended."""
         self._config.run_dir.mkdir(parents=True, exist_ok=True)
         connector = aiohttp.TCPConnector(limit=64)
         async with aiohttp.ClientSession(connector=connector) as http:
@@ -57,38 +70,41 @@ class NodeDaemon:
     def _build(self, http: aiohttp.ClientSession) -> None:
         store = ChunkStore(self._config.run_dir / "weights")
         key = VerifyKey(self._config.verify_key) if self._config.verify_key else None
+        source = Source(http, store, self._chain, key)
         activations = JsonlLog(self._config.log_dir / "activations.jsonl")
-        self._session = SchedulerSession(
-            self._config.scheduler, self._config.node, self._reports, self._obey, self._events
-        )
         for config in self._config.replicas:
             self._replicas[config.id] = Replica(
                 config,
                 self._supervisor_of(config),
-                http,
-                store,
-                self._chain,
-                key,
+                source,
                 activations,
                 self._events,
+                self._session.say,
                 self._session.changed,
             )
             if config.kind == "guest" and self._config.host:
                 self._guards[config.id] = self._guard_of(config, self._config.host)
         self._events.write("node_started", node=self._config.node)
 
-    def _supervisor_of(self, config: ReplicaConfig) -> Callable[..., Supervisor]:
+    def _supervisor_of(self, config: ReplicaConfig) -> Callable[[Replica], Supervisor]:
         page = self._config.host.page if self._config.host else None
         log = self._config.log_dir / f"engine-{config.id}.log"
         spec = config.engine(log, page, self._config.verify_key)
         guest = config.kind == "guest"
-        return lambda on_change: Supervisor(
+        return lambda replica: Supervisor(
             spec,
             config.start_timeout_s,
             self._events,
-            on_change,
-            blocked=self._config.kill_file.exists if guest else lambda: False,
+            replica.entered,
+            blocked=(lambda: self._barred(replica)) if guest else lambda: False,
         )
+
+    def _barred(self, guest: Replica) -> bool:
+        """Whether the guest may not exist now. The kill switch waits for nothing."""
+        if self._config.kill_file.exists():
+            return True
+        # Without a right to exist it still may finish handing its turns back.
+        return guest.tenant.core.vacant and not self._harvest.wants(guest.config.id)
 
     def _guard_of(self, config: ReplicaConfig, host: HostConfig) -> GuardThread:
         assert self._page is not None
@@ -105,30 +121,27 @@ class NodeDaemon:
         guard = GuardThread(
             self._page,
             GuardCore(limits, previous),
-            self._replicas[config.id].lease_active,
+            self._replicas[config.id].tenant.active,
             self._config.kill_file,
             host.pid,
             self._watch,
             self._config.log_dir,
             self._events,
+            partial(asyncio.get_running_loop().call_soon_threadsafe, self._guard_broke.set),
         )
         guard.start()
         return guard
 
     def _tasks(self) -> list[Coroutine[None, None, None]]:
-        assert self._session is not None
-        replicas = self._replicas.values()
-        return [
-            self._session.run(),
-            *(replica.supervisor.run() for replica in replicas),
-            *(replica.keep_current() for replica in replicas),
-        ]
+        replicas = [task for replica in self._replicas.values() for task in replica.tasks()]
+        return [self._session.run(), self._watch_guards(), *replicas]
+
+    async def _watch_guards(self) -> None:
+        await self._guard_broke.wait()
+        raise GuardDiedError("the grant loop broke; its guest is frozen: start the node again")
 
     async def _end(self) -> None:
-        for replica in self._replicas.values():
-            with contextlib.suppress(aiohttp.ClientError):
-                await replica.release(replica.lease.epoch, "node stops")
-        await asyncio.gather(*(r.supervisor.stop() for r in self._replicas.values()))
+        await asyncio.gather(*(replica.stop(STOPPING) for replica in self._replicas.values()))
         for guard in self._guards.values():
             guard.stop()
         self._events.write("node_stopped", node=self._config.node)
@@ -136,26 +149,20 @@ class NodeDaemon:
     def _reports(self) -> list[rose_pb2.NodeReport]:
         return build_reports(self._config, self._replicas, self._guards, self._watch)
 
-    async def _obey(self, command: rose_pb2.NodeCommand) -> list[rose_pb2.NodeReport]:
+    def _obey(self, command: rose_pb2.NodeCommand) -> None:
         match command.WhichOneof("command"):
             case "lease":
-                replica = self._replicas.get(command.lease.replica)
-                if replica:
-                    await replica.grant(command.lease.epoch, command.lease.ttl_s)
+                if replica := self._replicas.get(command.lease.replica):
+                    replica.tenant.grant(command.lease.epoch, command.lease.ttl_s)
             case "release":
-                return await self._release(command.release)
+                if replica := self._replicas.get(command.release.replica):
+                    replica.tenant.release(command.release.epoch, command.release.reason)
             case "version":
                 known = command.version
                 self._chain.add(KnownVersion(known.version, known.parent, known.url))
                 for replica in self._replicas.values():
-                    replica.wake()
+                    replica.updates.wake()
+            case "harvest":
+                self._harvest.take(command.harvest)
             case other:
                 self._events.write("command_ignored", command=other)
-        return []
-
-    async def _release(self, release: rose_pb2.Release) -> list[rose_pb2.NodeReport]:
-        replica = self._replicas.get(release.replica)
-        if replica is None:
-            return []
-        aborted = await replica.release(release.epoch, release.reason)
-        return [released(self._config.node, release.replica, release.epoch, aborted)]

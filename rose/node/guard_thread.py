@@ -31,7 +31,9 @@ class GuardThread:
         watch: HostWatch,
         log_dir: Path,
         events: EventLog,
+        on_broken: Callable[[], object],
     ) -> None:
+        """`on_broken` is called in this thread when the loop ends unasked."""
         self._page = page
         self._core = core
         self._lease_active = lease_active
@@ -40,6 +42,7 @@ class GuardThread:
         self._watch = watch
         self._samples = JsonlLog(log_dir / "guest.jsonl")
         self._events = events
+        self._on_broken = on_broken
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rose-guard", daemon=True)
         self._duty = DutyMeter()
@@ -62,6 +65,13 @@ class GuardThread:
         return self._duty.value
 
     def _run(self) -> None:
+        try:
+            self._loop()
+        finally:
+            if not self._stopping.is_set():
+                self._on_broken()
+
+    def _loop(self) -> None:
         ticks = 0
         reason = ""
         while not self._stopping.wait(TICK_S):

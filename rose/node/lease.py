@@ -10,6 +10,11 @@ class HeldLease:
     epoch: int = 0
     until_s: float = 0.0
 
+    @property
+    def open(self) -> bool:
+        """Whether it was not ended, though its time may be over."""
+        return self.until_s > 0.0
+
     def grant(self, epoch: int, ttl_s: float, now_s: float) -> bool:
         """Take a grant or a renewal; False when it is of the past."""
         if epoch < self.epoch or (epoch == self.epoch and not self.active(now_s)):

@@ -35,12 +35,6 @@ def build_reports(
     ]
 
 
-def released(node: str, replica: str, epoch: int, aborted: int) -> rose_pb2.NodeReport:
-    """Report that a release was carried out."""
-    report = rose_pb2.Released(replica=replica, epoch=epoch, aborted=aborted)
-    return rose_pb2.NodeReport(node=node, released=report)
-
-
 def _offer(replica: Replica) -> rose_pb2.Offer:
     config = replica.config
     return rose_pb2.Offer(
@@ -54,7 +48,7 @@ def _offer(replica: Replica) -> rose_pb2.Offer:
         policy_version=replica.version,
         healthy=replica.offered,
         ttl_s=OFFER_TTL_S,
-        epoch=replica.lease.epoch,
+        epoch=replica.tenant.core.held.epoch,
     )
 
 

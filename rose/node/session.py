@@ -5,28 +5,35 @@ A broken stream changes nothing here: leases run out by themselves and the guest
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections import deque
+from collections.abc import AsyncIterator, Callable
 
 import grpc
+import grpc.aio
 
 from rose.eventlog import EventLog
 from rose.rpc import rose_pb2, rose_pb2_grpc
+from rose.rpc.channel import make_channel
 
 PROTOCOL = 1
 FIRST_BACKOFF_S = 0.2
 MAX_BACKOFF_S = 5.0
 REPORT_INTERVAL_S = 0.5
+MAX_PENDING_REPORTS = 1_024
 
 
 class SchedulerSession:
-    """Keeps an Attach stream open. `reports` gives what to say now; `obey` takes a command."""
+    """Keeps an Attach stream open. `reports` gives what to say now; `obey` takes a command.
+
+    `obey` must not wait for an engine: renewals of other leases stand behind it.
+    """
 
     def __init__(
         self,
         scheduler: str,
         node: str,
         reports: Callable[[], list[rose_pb2.NodeReport]],
-        obey: Callable[[rose_pb2.NodeCommand], Awaitable[list[rose_pb2.NodeReport]]],
+        obey: Callable[[rose_pb2.NodeCommand], None],
         events: EventLog,
     ) -> None:
         self._scheduler = scheduler
@@ -35,24 +42,30 @@ class SchedulerSession:
         self._obey = obey
         self._events = events
         self._changed = asyncio.Event()
-        self._answers: asyncio.Queue[rose_pb2.NodeReport] = asyncio.Queue(maxsize=1_024)
+        self._pending: deque[rose_pb2.NodeReport] = deque(maxlen=MAX_PENDING_REPORTS)
 
     def changed(self) -> None:
         """Report soon instead of at the next interval."""
         self._changed.set()
 
+    def say(self, report: rose_pb2.NodeReport) -> None:
+        """Send a report of its own, soon."""
+        report.node = self._node
+        self._pending.append(report)
+        self._changed.set()
+
     async def run(self) -> None:
         """Until cancelled."""
         backoff_s = FIRST_BACKOFF_S
-        async with grpc.aio.insecure_channel(self._scheduler) as channel:
+        async with make_channel(self._scheduler) as channel:
             stub = rose_pb2_grpc.SchedulerStub(channel)
             while True:
+                # Leases of a lost stream are over for the scheduler: what was left to say is moot.
+                self._pending.clear()
                 try:
                     async for command in stub.Attach(self._outgoing()):
                         backoff_s = FIRST_BACKOFF_S
-                        for answer in await self._obey(command):
-                            self._answers.put_nowait(answer)
-                        self._changed.set()
+                        self._obey(command)
                 except grpc.aio.AioRpcError as error:
                     self._events.write("scheduler_lost", message=str(error.details()))
                 await asyncio.sleep(backoff_s)
@@ -62,9 +75,10 @@ class SchedulerSession:
         yield rose_pb2.NodeReport(node=self._node, hello=rose_pb2.Hello(protocol=PROTOCOL))
         while True:
             self._changed.clear()
+            # Ends first: an offer before them would speak of a lease that is over.
+            while self._pending:
+                yield self._pending.popleft()
             for report in self._reports():
                 yield report
-            while not self._answers.empty():
-                yield self._answers.get_nowait()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), REPORT_INTERVAL_S)

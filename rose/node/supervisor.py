@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable, Callable
 from enum import StrEnum
 
@@ -9,7 +10,8 @@ from rose.engines import EngineProcess, EngineSpec
 from rose.errors import RoseError
 from rose.eventlog import EventLog
 
-MAX_RESTARTS = 5
+MAX_SHORT_LIVES = 6
+STABLE_S = 60.0
 FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 30.0
 BLOCKED_POLL_S = 0.2
@@ -26,7 +28,11 @@ class EngineState(StrEnum):
 
 
 class Supervisor:
-    """Runs `spec` until `stop`. `on_change` is awaited with each new state."""
+    """Runs `spec` until `stop`. `on_change` is awaited with each new state.
+
+    MAX_SHORT_LIVES lives in a row shorter than STABLE_S are one too many: it stays `failed`, which
+    telemetry says, and the rest of the node goes on.
+    """
 
     def __init__(
         self,
@@ -46,6 +52,8 @@ class Supervisor:
         self._blocked = blocked
         self._engine: EngineProcess | None = None
         self._stopping = asyncio.Event()
+        self._unwanted = False
+        self._short_lives = 0
 
     @property
     def pid(self) -> int | None:
@@ -53,7 +61,7 @@ class Supervisor:
         return self._engine.process.pid if self._engine else None
 
     async def run(self) -> None:
-        """Until stopped, or failed for good."""
+        """Until stopped."""
         backoff_s = FIRST_BACKOFF_S
         while not self._stopping.is_set():
             if self._blocked():
@@ -64,14 +72,20 @@ class Supervisor:
                 backoff_s = FIRST_BACKOFF_S
             if self._stopping.is_set() or self._blocked():
                 continue
-            if self.restarts >= MAX_RESTARTS:
+            if self._short_lives >= MAX_SHORT_LIVES:
                 await self._enter(EngineState.FAILED)
-                return
+                await self._stopping.wait()
+                break
             self.restarts += 1
             await self._enter(EngineState.BACKOFF)
             await self._pause(backoff_s)
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
         await self._enter(EngineState.STOPPED)
+
+    def restart(self, reason: str) -> None:
+        """End this life of the engine; the next one begins as after any other end."""
+        self._log("engine_unwanted", reason=reason)
+        self._unwanted = True
 
     async def stop(self) -> None:
         """End the engine and do not start it again."""
@@ -85,10 +99,10 @@ class Supervisor:
             await asyncio.wait_for(self._stopping.wait(), seconds)
 
     async def _end_of(self, engine: EngineProcess) -> int:
-        """Exit status of the engine; the kill switch ends it first."""
+        """Exit status of the engine; the kill switch or a wanted restart ends it first."""
         ended = asyncio.create_task(engine.process.wait())
         while not (await asyncio.wait((ended,), timeout=BLOCKED_POLL_S))[0]:
-            if self._blocked():
+            if self._blocked() or self._unwanted:
                 await engine.process.kill()
         return ended.result()
 
@@ -96,6 +110,8 @@ class Supervisor:
         """Start, and wait for the end; True when it was healthy in between."""
         await self._enter(EngineState.STARTING)
         healthy = False
+        self._unwanted = False
+        started_s = time.monotonic()
         try:
             self._engine = await EngineProcess.start(self.spec)
             self._log("engine_started", pid=self._engine.process.pid)
@@ -112,6 +128,8 @@ class Supervisor:
                 with contextlib.suppress(ProcessLookupError):
                     await self._engine.process.kill()
                 self._engine = None
+        stable = healthy and time.monotonic() - started_s >= STABLE_S
+        self._short_lives = 0 if stable else self._short_lives + 1
         return healthy
 
     async def _enter(self, state: EngineState) -> None:

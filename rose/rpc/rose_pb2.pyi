@@ -564,7 +564,7 @@ class Harvest(_message.Message):
     REPLICA_FIELD_NUMBER: _builtins.int
     mode: Global___HarvestMode.ValueType
     replica: _builtins.str
-    """empty: the whole node"""
+    """empty: all, and modes of single replicas are forgotten (they follow)"""
     def __init__(
         self,
         *,

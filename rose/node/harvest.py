@@ -1,0 +1,28 @@
+"""What the operator lets this node lend, as the scheduler last told it."""
+
+from rose.rpc import rose_pb2
+
+
+class HarvestState:
+    """Modes as told: one of the cluster, and stricter ones of single replicas.
+
+    Until a scheduler spoke nothing may be lent, so no guest is started either. A scheduler that
+    falls silent afterwards changes nothing: leases end by themselves.
+    """
+
+    def __init__(self) -> None:
+        self._cluster = rose_pb2.HARVEST_MODE_UNSPECIFIED
+        self._own: dict[str, rose_pb2.HarvestMode.ValueType] = {}
+
+    def take(self, command: rose_pb2.Harvest) -> None:
+        """Learn a mode. That of the cluster comes first and forgets those of single replicas."""
+        if command.replica:
+            self._own[command.replica] = command.mode
+        else:
+            self._cluster = command.mode
+            self._own.clear()
+
+    def wants(self, replica: str) -> bool:
+        """Whether the guest shall exist at all."""
+        barred = (rose_pb2.HARVEST_MODE_UNSPECIFIED, rose_pb2.HARVEST_MODE_OFF)
+        return self._cluster not in barred and self._own.get(replica) not in barred

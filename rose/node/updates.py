@@ -1,0 +1,167 @@
+"""Brings each policy version to one engine: in order, one at a time, proven before it counts."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import aiohttp
+
+from rose.errors import RefusedError, RoseError, UnavailableError
+from rose.eventlog import EventLog, JsonlLog
+from rose.node.chain import KnownVersion, VersionChain
+from rose.node.replica_client import Applied, ReplicaClient
+from rose.publish import fetch_version
+from weight_transfer import ChunkStore, VerifyKey, WeightError
+
+MAX_APPLY_FAILURES = 3
+FIRST_PAUSE_S = 0.3
+MAX_PAUSE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where versions come from, shared by all replicas of a node."""
+
+    session: aiohttp.ClientSession
+    store: ChunkStore
+    chain: VersionChain
+    verify_key: VerifyKey | None
+
+
+class Updates:
+    """The version of one engine.
+
+    A version that cannot be fetched leaves the replica stale, and it is tried again, less and less
+    often; one that the engine cannot prove ends the engine: nobody knows what it runs.
+    """
+
+    def __init__(
+        self,
+        replica: str,
+        kind: str,
+        client: ReplicaClient,
+        source: Source,
+        activations: JsonlLog,
+        events: EventLog,
+        on_active: Callable[[int], None],
+        on_unproven: Callable[[int, str], None],
+    ) -> None:
+        """`on_active(version)`; `on_unproven(version, why)`."""
+        self.version = 0
+        self._replica = replica
+        self._kind = kind
+        self._client = client
+        self._source = source
+        self._activations = activations
+        self._events = events
+        self._on_active = on_active
+        self._on_unproven = on_unproven
+        self._life = 0
+        self._up = False
+        self._refusals = 0
+        self._wake = asyncio.Event()
+
+    def engine_up(self) -> None:
+        """A new engine answers; it runs the base."""
+        self._life += 1
+        self._up = True
+        self._refusals = 0
+        self.version = 0
+        self._wake.set()
+
+    def engine_down(self) -> None:
+        """It is gone, and what it had learned with it."""
+        self._life += 1
+        self._up = False
+        self.version = 0
+
+    def wake(self) -> None:
+        """A new version is known."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        pause_s = FIRST_PAUSE_S
+        while True:
+            self._wake.clear()
+            known = self._source.chain.after(self.version) if self._up else None
+            if known is None:
+                await self._wake.wait()
+            elif await self._try(known):
+                pause_s = FIRST_PAUSE_S
+            else:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._wake.wait(), pause_s)
+                pause_s = min(2 * pause_s, MAX_PAUSE_S)
+
+    async def _try(self, known: KnownVersion) -> bool:
+        source, life = self._source, self._life
+        try:
+            fetched = await fetch_version(
+                source.session,
+                known.url,
+                known.version,
+                source.store,
+                source.verify_key,
+                self._rejected,
+            )
+        except (RoseError, WeightError) as error:
+            self._log("version_not_fetched", version=known.version, message=str(error))
+            return False
+        if life != self._life:
+            return True
+        try:
+            applied = await self._client.apply(fetched.manifest_path, source.store.chunks_dir)
+        except (RefusedError, UnavailableError) as error:
+            self._refused(known.version, str(error), life)
+            return False
+        self._record(known.version, applied, fetched.wire_bytes)
+        if life == self._life:
+            self._settle(known.version, applied)
+        return True
+
+    def _settle(self, version: int, applied: Applied) -> None:
+        if applied.ok and applied.version == version:
+            self._refusals = 0
+            self.version = version
+            self._on_active(version)
+        else:
+            self._unproven(version, f"engine reports version {applied.version} without proof")
+
+    def _refused(self, version: int, message: str, life: int) -> None:
+        self._log("version_refused", version=version, message=message)
+        if life != self._life:
+            return
+        self._refusals += 1
+        if self._refusals >= MAX_APPLY_FAILURES:
+            self._unproven(version, message)
+
+    def _unproven(self, version: int, why: str) -> None:
+        self._log("quarantined", version=version, message=why)
+        self.engine_down()
+        self._on_unproven(version, why)
+
+    def _record(self, version: int, applied: Applied, wire_bytes: int) -> None:
+        self._activations.write(
+            {
+                "t_s": time.monotonic(),
+                "replica": self._replica,
+                "kind": self._kind,
+                "version": version,
+                "digest_ok": applied.digest_ok,
+                "probe_ok": applied.probe_ok,
+                "probe_max_abs_diff": applied.probe_max_abs_diff,
+                "pause_s": applied.pause_s,
+                "apply_s": applied.apply_s,
+                "wire_bytes": wire_bytes,
+                "changed": applied.changed,
+            }
+        )
+
+    def _rejected(self, name: str) -> None:
+        self._log("chunk_rejected", chunk=name)
+
+    def _log(self, event: str, **fields: object) -> None:
+        self._events.write(event, replica=self._replica, **fields)

@@ -1,0 +1,56 @@
+"""StandInEngine: answers a replica's control calls and writes each down. argv: port, journal."""
+
+import json
+import os
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+PORT, JOURNAL = int(sys.argv[1]), Path(sys.argv[2])
+# While this file exists the engine cannot prove any version; with the other it refuses admission.
+UNPROVEN, CLOSED = JOURNAL.with_name("unproven"), JOURNAL.with_name("closed")
+
+
+def note(call: str, **fields: object) -> None:
+    with JOURNAL.open("a") as file:
+        file.write(json.dumps({"pid": os.getpid(), "call": call, **fields}) + "\n")
+
+
+def apply(body: dict[str, str]) -> tuple[int, dict[str, object]]:
+    version = json.loads(Path(body["manifest"]).read_text())["version"]
+    proven = not UNPROVEN.exists()
+    report = {"version": version, "digest_ok": proven, "probe_ok": proven, "wire_bytes": 1}
+    zeros = dict.fromkeys(("probe_max_abs_diff", "pause_s", "apply_s", "changed_elements"), 0)
+    note("apply", version=version)
+    return (200 if proven else 422), {**report, **zeros}
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.answer(200, {})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        call = self.path.rsplit("/", 1)[1]
+        if call == "apply":
+            self.answer(*apply(body))
+            return
+        if call == "admit" and CLOSED.exists():
+            self.answer(409, {"error": {"type": "stale_epoch", "message": "closed"}})
+            return
+        note(call, epoch=body["epoch"])
+        self.answer(200, {"aborted": 3})
+
+    def answer(self, status: int, body: dict[str, object]) -> None:
+        raw = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(raw)))
+        self.end_headers()
+        self.wfile.write(raw)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+note("start")
+HTTPServer(("127.0.0.1", PORT), Handler).serve_forever()
