@@ -8,7 +8,6 @@ versions change in mid-trajectory.
 import asyncio
 import logging
 import time
-from functools import partial
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol

@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 
 from rose.client import RolloutClient, RolloutError
 from rose.demo.train_config import TrainConfig
 from rose.demo.trainer import Trainer
-from rose.errors import ConfigError, RoseError
+from rose.errors import RoseError
 from rose.publish import WeightPublisher
 from weight_transfer import SigningKey
 
@@ -27,14 +26,6 @@ def say(event: dict[str, Any]) -> None:
     """One event to whoever started us."""
     sys.stdout.write(json.dumps(event, separators=(",", ":")) + "\n")
     sys.stdout.flush()
-
-
-def load_config(path: Path) -> TrainConfig:
-    """Read and check the file."""
-    try:
-        return TrainConfig.model_validate_json(path.read_text())
-    except (OSError, ValidationError) as error:
-        raise ConfigError(f"{path} cannot be used: {error}") from error
 
 
 async def commands() -> asyncio.StreamReader:
@@ -73,7 +64,7 @@ async def train(config: TrainConfig) -> None:
 async def _listen(stdin: asyncio.StreamReader, trainer: Trainer) -> None:
     while line := await stdin.readline():
         if json.loads(line).get("cmd") == "finish":
-            await trainer.cut()
+            trainer.cut()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", type=Path, required=True)
     args = parser.parse_args(argv)
     try:
-        asyncio.run(train(load_config(args.config)))
+        asyncio.run(train(TrainConfig.read(args.config)))
     except (RoseError, RolloutError) as error:
         say({"event": "error", "message": str(error)})
         return 2

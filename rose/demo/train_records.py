@@ -1,9 +1,9 @@
 """The trainer's raw records: turns, trajectories and steps."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rose.demo.gap import turn_gaps
+from rose.demo.gap import turn_gap
 from rose.demo.trajectory import Trajectory
 from rose.eventlog import JsonlLog
 
@@ -20,17 +20,16 @@ class TrainRecords:
         """One update of the policy."""
         self._steps.write(record)
 
-    def trajectories(
+    def delivered(
         self,
         batch: Sequence[Trajectory],
-        recomputed: Sequence[Sequence[float | None]],
+        scores: Mapping[str, Sequence[float | None]],
         step: int | None,
-        delivered: dict[str, int],
     ) -> None:
         """Finished episodes and their turns; `step` None for those that no step was trained on."""
-        for trajectory, logprobs in zip(batch, recomputed, strict=True):
-            self._trajectories.write(_trajectory(trajectory, step, delivered[trajectory.name]))
-            for record in _turns(trajectory, logprobs, step):
+        for trajectory in batch:
+            self._trajectories.write(_trajectory(trajectory, step))
+            for record in _turns(trajectory, scores[trajectory.name], step):
                 self._turns.write(record)
 
     def close(self) -> None:
@@ -39,7 +38,7 @@ class TrainRecords:
             log.close()
 
 
-def _trajectory(trajectory: Trajectory, step: int | None, delivered: int) -> dict[str, object]:
+def _trajectory(trajectory: Trajectory, step: int | None) -> dict[str, object]:
     return {
         "trajectory": trajectory.name,
         "group": trajectory.group,
@@ -48,33 +47,38 @@ def _trajectory(trajectory: Trajectory, step: int | None, delivered: int) -> dic
         "end_s": trajectory.end_s,
         "turns": len(trajectory.turns),
         "reward": trajectory.reward,
-        "versions": trajectory.versions,
-        "delivered": delivered,
-        "revoked_mid_turn": trajectory.revoked_mid_turn,
+        "versions": trajectory.versions(),
+        "delivered": int(not trajectory.lost),
+        "revoked_mid_turn": trajectory.revoked_mid_turn(),
     }
 
 
 def _turns(
-    trajectory: Trajectory, logprobs: Sequence[float | None], step: int | None
+    trajectory: Trajectory, scores: Sequence[float | None], step: int | None
 ) -> list[dict[str, object]]:
-    gaps = turn_gaps(trajectory.turns, trajectory.token_kinds(), logprobs)
-    return [
-        {
-            "request_id": played.turn.request_id,
-            "trajectory": trajectory.name,
-            "group": trajectory.group,
-            "step": step,
-            "turn": played.index,
-            "start_s": played.start_s,
-            "end_s": played.end_s,
-            "prompt_tokens": played.prompt_tokens,
-            "output_tokens": len(played.turn.token_ids),
-            "versions": played.turn.versions,
-            "segments": played.turn.segments,
-            "attempts": played.turn.attempts,
-            "finish_reason": played.turn.finish_reason,
-            "gap": gap,
-            "unstamped": unstamped,
-        }
-        for played, (gap, unstamped) in zip(trajectory.turns, gaps, strict=True)
-    ]
+    records: list[dict[str, object]] = []
+    at = 0
+    for index, taken in enumerate(trajectory.turns):
+        tokens = len(taken.turn.token_ids)
+        gap, unstamped = turn_gap(taken, scores[at : at + tokens])
+        at += tokens
+        records.append(
+            {
+                "request_id": taken.turn.request_id,
+                "trajectory": trajectory.name,
+                "group": trajectory.group,
+                "step": step,
+                "turn": index,
+                "start_s": taken.start_s,
+                "end_s": taken.end_s,
+                "prompt_tokens": taken.offset,
+                "output_tokens": tokens,
+                "versions": taken.turn.versions,
+                "segments": taken.segments(),
+                "attempts": taken.turn.attempts,
+                "finish_reason": taken.turn.finish_reason,
+                "gap": gap,
+                "unstamped": unstamped,
+            }
+        )
+    return records

@@ -2,25 +2,42 @@
 
 batch t complete → update → publish version t + 1 → the next trajectories start
                                  ↓
-              meanwhile: recompute the logprobs of batch t under the stamped versions
+              meanwhile: score batch t again under the versions stamped on it
 """
 
 import asyncio
-import random
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
 
-from rose.demo.grpo import LEARNING_RATE, Learner, UpdateReport, advantages
-from rose.demo.heldout import MAPS, greedy_success
-from rose.demo.model import load_policy
-from rose.demo.outside import Publisher, Rollouts
-from rose.demo.rollouts import RolloutPool
+from torch import Tensor
+
+from rose.demo.gap import Snapshots, rescored
+from rose.demo.heldout import evaluate
+from rose.demo.learner import Learner, Update
+from rose.demo.rollouts import RolloutPlan, Rollouts, TurnSource, sampling
+from rose.demo.task import training_lake
 from rose.demo.train_config import TrainConfig
 from rose.demo.train_records import TrainRecords
 from rose.demo.trajectory import Trajectory
-from rose.demo.versions_kept import PublishedVersions, published_bits
+from rose.demo.weights import load_version_zero
 from rose.publish import Receipt
+from weight_transfer import TensorBits
+
+
+class Publisher(Protocol):
+    """Where versions go: `rose.publish.WeightPublisher`."""
+
+    async def publish(
+        self,
+        version: int,
+        parent: int,
+        old: Mapping[str, TensorBits],
+        new: Mapping[str, TensorBits],
+    ) -> Receipt:
+        """Publish the step from `old` to `new`."""
+        ...
 
 
 class Trainer:
@@ -29,121 +46,124 @@ class Trainer:
     def __init__(
         self,
         config: TrainConfig,
-        rollouts: Rollouts,
+        source: TurnSource,
         publisher: Publisher,
         emit: Callable[[dict[str, Any]], None],
     ) -> None:
         self._config = config
-        self._rollouts = rollouts
+        self._source = source
         self._publisher = publisher
         self._emit = emit
         self._records = TrainRecords(config.out)
-        model = load_policy(config.model_dir)
-        rate = 0.0 if config.control == "lr0" else LEARNING_RATE
-        self._learner = Learner(model, rate)
-        self._versions = PublishedVersions(load_policy(config.model_dir))
-        self._versions.remember(0, published_bits(model))
-        self._rng = random.Random(config.seed)  # noqa: S311 - a control's order, not a secret
-        self._pool = RolloutPool(
-            rollouts, config.seed, config.steps, config.streams, config.long_turns
-        )
-        self._steps = config.steps
-        self._done = 0
+        self._learner = Learner(load_version_zero(config.model_dir), config.control, config.seed)
+        self._snapshots = Snapshots()
+        self._snapshots.keep(0, self._learner.values)
+        self._rollouts = Rollouts(source, _plan(config))
+        self._version = 0
         self._scoring: asyncio.Task[None] | None = None
+        self._steps = config.steps
 
-    async def cut(self) -> None:
+    def cut(self) -> None:
         """Finish the batch under way and stop there."""
-        self._steps = min(self._steps, self._done + 1)
-        await self._pool.cut_after(self._steps)
+        self._steps = min(self._steps, self._version + 1)
 
     async def run(self) -> None:
         """Evaluate, train, evaluate; every trajectory that was started is delivered."""
         await self._evaluate("warm_start")
-        pool = asyncio.create_task(self._pool.run())
+        starting = asyncio.create_task(self._rollouts.run())
         try:
-            while self._done < self._steps:
-                await self._step(self._done)
-            await pool
-            left = await self._pool.finish()
+            while self._version < self._steps:
+                await self._step(await self._rollouts.batch(self._version))
+            left = await self._rollouts.finish()
+            await starting
         finally:
-            pool.cancel()
-        if self._scoring:
-            await self._scoring
-        await self._score(left, None)
+            starting.cancel()
+        await self._scored()
+        await self._score(left, {}, None)
         await self._evaluate("final")
         self._records.close()
-        started, delivered = self._pool.started, self._pool.delivered
-        self._emit(
-            {
-                "event": "done",
-                "started": started,
-                "delivered": len(delivered),
-                "lost": started - len(delivered),
-                "duplicated": sum(count - 1 for count in delivered.values()),
-            }
-        )
+        self._emit(self._done())
 
     async def _evaluate(self, which: str) -> None:
-        success = await greedy_success(self._rollouts, which, self._config.long_turns, self._done)
-        self._emit({"event": "eval", "which": which, "success": success, "n": MAPS})
+        maps = self._config.held_out_maps
+        how = sampling(long_turns=self._config.long_turns, greedy=True)
+        success = await evaluate(self._source, how, maps, self._version, which)
+        self._emit({"event": "eval", "which": which, "success": success, "n": maps})
 
-    async def _step(self, number: int) -> None:
-        batch = await self._pool.batch(number)
-        start_s = time.monotonic()
-        report = await asyncio.to_thread(self._update, batch)
-        trained_s = time.monotonic()
-        receipt = await self._publish(number)
-        self._done = number + 1
-        await self._pool.published(self._done)
-        record = _step_record(number, start_s, trained_s, batch, report, receipt)
+    async def _step(self, batch: Sequence[Trajectory]) -> None:
+        number, start_s = self._version, time.monotonic()
+        update = await asyncio.to_thread(self._learner.step, batch)
+        receipt = await self._publisher.publish(number + 1, number, update.old, update.new)
+        await self._scored()
+        self._version = number + 1
+        self._snapshots.keep(self._version, self._learner.values)
+        await self._rollouts.published(self._version)
+        record = _step_record(number, start_s, batch, update, receipt)
         self._records.step(record)
         self._emit({"event": "step", **record})
+        known = {(name, number): values for name, values in update.logprobs.items()}
+        self._scoring = asyncio.create_task(self._score(batch, known, number))
+
+    async def _scored(self) -> None:
+        """Wait for the scores of the batch before."""
         if self._scoring:
             await self._scoring
-        self._scoring = asyncio.create_task(self._score(batch, number))
+            self._scoring = None
 
-    def _update(self, batch: Sequence[Trajectory]) -> UpdateReport:
-        scored = advantages([t.reward for t in batch], [t.group for t in batch])
-        if self._config.control == "shuffled-advantage":
-            self._rng.shuffle(scored)
-        return self._learner.update(batch, scored)
+    async def _score(
+        self,
+        batch: Sequence[Trajectory],
+        known: Mapping[tuple[str, int], Tensor],
+        step: int | None,
+    ) -> None:
+        scores = await asyncio.to_thread(partial(rescored, batch, self._snapshots, known))
+        self._records.delivered(batch, scores, step)
 
-    async def _publish(self, parent: int) -> Receipt:
-        bits = await asyncio.to_thread(published_bits, self._learner.model)
-        receipt = await self._publisher.publish(
-            parent + 1, parent, self._versions.bits(parent), bits
-        )
-        self._versions.remember(parent + 1, bits)
-        return receipt
+    def _done(self) -> dict[str, Any]:
+        rollouts = self._rollouts
+        return {
+            "event": "done",
+            "started": rollouts.started,
+            "delivered": rollouts.started - rollouts.lost,
+            "lost": rollouts.lost,
+            "duplicated": rollouts.duplicated,
+        }
 
-    async def _score(self, batch: Sequence[Trajectory], step: int | None) -> None:
-        recomputed = await asyncio.to_thread(self._versions.logprobs, batch)
-        self._records.trajectories(batch, recomputed, step, self._pool.delivered)
+
+def _plan(config: TrainConfig) -> RolloutPlan:
+    return RolloutPlan(
+        batches=config.steps,
+        groups=config.groups,
+        group_size=config.group_size,
+        streams=config.streams,
+        max_staleness=config.max_staleness,
+        how=sampling(long_turns=config.long_turns),
+        lake_of=partial(training_lake, config.seed),
+    )
 
 
 def _step_record(
     number: int,
     start_s: float,
-    trained_s: float,
     batch: Sequence[Trajectory],
-    report: UpdateReport,
+    update: Update,
     receipt: Receipt,
 ) -> dict[str, object]:
     return {
         "step": number,
         "start_s": start_s,
         "end_s": time.monotonic(),
-        "reward_mean": sum(t.reward for t in batch) / len(batch),
+        "reward_mean": sum(one.reward for one in batch) / len(batch),
         "reward_n": len(batch),
-        "tokens": sum(len(p.turn.token_ids) for t in batch for p in t.turns),
+        "tokens": sum(len(one.positions()) for one in batch),
         "trajectories": len(batch),
-        "spanning": sum(len(t.versions) > 1 for t in batch),
-        "clip_fraction": report.clip_fraction,
-        "grad_norm": report.grad_norm,
+        "spanning": sum(len(one.versions()) > 1 for one in batch),
+        "clip_fraction": update.clip_fraction,
+        "grad_norm": update.gradient_norm,
         "version": receipt.version,
         "density": receipt.density,
         "full_bytes": receipt.full_bytes,
         "wire_bytes": receipt.wire_bytes,
         "publish_s": receipt.publish_s,
-        "train_s": trained_s - start_s,
+        "train_s": update.train_s,
     }
