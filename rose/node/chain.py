@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class KnownVersion:
-    """A version that was announced: where it is and what it builds on."""
+    """A version that was announced: whose it is, what it builds on and where it is."""
 
+    job: str
     version: int
     parent: int
     url: str

@@ -159,7 +159,7 @@ class NodeDaemon:
                     replica.tenant.release(command.release.epoch, command.release.reason)
             case "version":
                 known = command.version
-                self._chain.add(KnownVersion(known.version, known.parent, known.url))
+                self._chain.add(KnownVersion(known.job, known.version, known.parent, known.url))
                 for replica in self._replicas.values():
                     replica.updates.wake()
             case "harvest":

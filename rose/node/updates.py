@@ -102,6 +102,7 @@ class Updates:
             fetched = await fetch_version(
                 source.session,
                 known.url,
+                known.job,
                 known.version,
                 source.store,
                 source.verify_key,

@@ -7,14 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-import grpc
+import grpc.aio
 
 from rose.errors import UnavailableError
 from rose.publish.server import VersionServer
 from rose.rpc import rose_pb2, rose_pb2_grpc
+from rose.rpc.channel import make_channel
 from weight_transfer import ChunkStore, Publisher, SigningKey, TensorBits
 
-ANNOUNCE_TIMEOUT_S = 5.0
+# A scheduler that restarts is waited for: training goes on meanwhile anywhere but here.
+ANNOUNCE_TIMEOUT_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class WeightPublisher:
         self._max_staleness = max_staleness
         self._publisher = Publisher(store, job, "rose-trainer", key)
         self._server = VersionServer(store, port, corrupt_every)
-        self._channel = grpc.aio.insecure_channel(scheduler)
+        self._channel = make_channel(scheduler)
         self._scheduler = rose_pb2_grpc.SchedulerStub(self._channel)
 
     async def start(self) -> None:
@@ -57,7 +59,9 @@ class WeightPublisher:
         await self._server.start()
         request = rose_pb2.RegisterJobRequest(job=self._job, max_staleness=self._max_staleness)
         try:
-            await self._scheduler.RegisterJob(request, timeout=ANNOUNCE_TIMEOUT_S)
+            await self._scheduler.RegisterJob(
+                request, timeout=ANNOUNCE_TIMEOUT_S, wait_for_ready=True
+            )
         except grpc.aio.AioRpcError as error:
             raise UnavailableError(
                 f"the scheduler did not register job {self._job}: {error.details()}"
@@ -77,7 +81,9 @@ class WeightPublisher:
             job=self._job, version=version, parent=parent, url=self._server.url
         )
         try:
-            await self._scheduler.AnnounceVersion(request, timeout=ANNOUNCE_TIMEOUT_S)
+            await self._scheduler.AnnounceVersion(
+                request, timeout=ANNOUNCE_TIMEOUT_S, wait_for_ready=True
+            )
         except grpc.aio.AioRpcError as error:
             raise UnavailableError(
                 f"version {version} is published but could not be announced: {error.details()}"

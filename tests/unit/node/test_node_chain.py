@@ -6,7 +6,7 @@ from rose.node.chain import KnownVersion, VersionChain
 def test_a_late_joiner_walks_the_chain_from_its_own_version() -> None:
     chain = VersionChain()
     for version in (3, 1, 2):
-        chain.add(KnownVersion(version, version - 1, "http://127.0.0.1:1"))
+        chain.add(KnownVersion("job", version, version - 1, "http://127.0.0.1:1"))
     assert chain.latest == 3
     walked = []
     at = 0
@@ -18,5 +18,5 @@ def test_a_late_joiner_walks_the_chain_from_its_own_version() -> None:
 
 def test_an_up_to_date_replica_has_nothing_to_do() -> None:
     chain = VersionChain()
-    chain.add(KnownVersion(1, 0, "http://127.0.0.1:1"))
+    chain.add(KnownVersion("job", 1, 0, "http://127.0.0.1:1"))
     assert chain.after(1) is None

@@ -46,7 +46,7 @@ async def test_a_corrupted_chunk_is_noticed_and_fetched_again(tmp_path: Path) ->
         async with aiohttp.ClientSession() as session:
             store = ChunkStore(tmp_path / "to")
             fetched = await fetch_version(
-                session, server.url, 1, store, key.verify_key, rejected.append
+                session, server.url, "job", 1, store, key.verify_key, rejected.append
             )
     finally:
         await server.close()
@@ -64,7 +64,7 @@ async def test_a_manifest_of_another_trainer_is_refused(tmp_path: Path) -> None:
         async with aiohttp.ClientSession() as session:
             store = ChunkStore(tmp_path / "to")
             with pytest.raises(SignatureError):
-                await fetch_version(session, server.url, 1, store, stranger, lambda _: None)
+                await fetch_version(session, server.url, "job", 1, store, stranger, lambda _: None)
     finally:
         await server.close()
 
@@ -76,6 +76,41 @@ async def test_a_version_that_is_not_there_is_a_clear_error(tmp_path: Path) -> N
         async with aiohttp.ClientSession() as session:
             store = ChunkStore(tmp_path / "to")
             with pytest.raises(FetchError, match="cannot be fetched"):
-                await fetch_version(session, server.url, 9, store, None, lambda _: None)
+                await fetch_version(session, server.url, "job", 9, store, None, lambda _: None)
+    finally:
+        await server.close()
+
+
+async def test_a_version_of_another_job_is_refused(tmp_path: Path) -> None:
+    key = SigningKey.generate()
+    _publish(tmp_path / "from", key)
+    server = VersionServer(ChunkStore(tmp_path / "from"), _free_port())
+    await server.start()
+    try:
+        async with aiohttp.ClientSession() as session:
+            store = ChunkStore(tmp_path / "to")
+            with pytest.raises(FetchError, match="version 1 of mine, was given 1 of job"):
+                await fetch_version(
+                    session, server.url, "mine", 1, store, key.verify_key, lambda _: None
+                )
+    finally:
+        await server.close()
+
+
+async def test_a_publisher_that_sends_more_than_it_announced_is_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = SigningKey.generate()
+    _publish(tmp_path / "from", key)
+    server = VersionServer(ChunkStore(tmp_path / "from"), _free_port())
+    monkeypatch.setattr(server, "_perhaps_corrupted", lambda name, body: body + bytes(1 << 20))
+    await server.start()
+    try:
+        async with aiohttp.ClientSession() as session:
+            store = ChunkStore(tmp_path / "to")
+            with pytest.raises(FetchError, match="sends more than"):
+                await fetch_version(
+                    session, server.url, "job", 1, store, key.verify_key, lambda _: None
+                )
     finally:
         await server.close()
