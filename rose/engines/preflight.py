@@ -16,11 +16,15 @@ def check_host(engines: int) -> None:
     """Raise unless vLLM is installed and memory for so many engines is free."""
     if importlib.util.find_spec("vllm") is None:
         raise EngineStartError("vLLM is not installed here; run `make install`")
-    needed = engines * MIN_FREE_BYTES_PER_ENGINE
+    check_memory(f"{engines} engines", engines * MIN_FREE_BYTES_PER_ENGINE)
+
+
+def check_memory(what: str, needed_bytes: int) -> None:
+    """Raise unless so much memory can be had without swapping."""
     available = psutil.virtual_memory().available
-    if available < needed:
+    if available < needed_bytes:
         raise EngineStartError(
-            f"{engines} engines need {needed / 2**30:.1f} GiB of free memory and"
+            f"{what} need {needed_bytes / 2**30:.1f} GiB of free memory and"
             f" {available / 2**30:.1f} GiB are free; stop something or use a larger machine"
         )
 
@@ -49,6 +53,7 @@ def check_model(model_dir: Path) -> None:
 
 
 def check_spec(spec: EngineSpec) -> None:
-    """Raise when the engine could not start: port, model, tokenizer."""
+    """Raise when the engine could not start: model, tokenizer, port, memory."""
     check_model(spec.model_dir)
     check_port(spec.port, spec.name)
+    check_memory(f"engine {spec.name}: its processes", MIN_FREE_BYTES_PER_ENGINE + spec.kv_bytes)

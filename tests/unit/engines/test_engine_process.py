@@ -4,12 +4,13 @@ import asyncio
 import os
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from rose.engines import EngineProcess, EngineRole, EngineSpec, launch, process_spec
-from rose.engines.preflight import check_model, check_port
+from rose.engines.preflight import check_model, check_port, check_spec
 from rose.errors import ConfigError, EngineStartError
 from rose.process import ManagedProcess, ProcessSpec, group_alive
 
@@ -75,6 +76,12 @@ def test_a_model_without_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
         check_model(tmp_path)
+
+
+def test_an_engine_that_does_not_fit_into_memory_is_not_started(tmp_path: Path) -> None:
+    spec = replace(_spec(tmp_path), kv_bytes=1 << 50)
+    with pytest.raises(EngineStartError, match=r"engine guest: .* GiB of free memory"):
+        check_spec(spec)
 
 
 def test_only_the_guest_gets_gate_and_page_and_yields_its_core(tmp_path: Path) -> None:
