@@ -1,4 +1,8 @@
-"""Child processes that never outlive their parent: a session each, ended as a whole group."""
+"""Child processes that never outlive their parent: a process group each, ended as a whole.
+
+A group and not a session: Linux schedules sessions against each other as equals (autogroups), and
+inside its own session a guest's SCHED_IDLE would mean nothing to the host.
+"""
 
 import asyncio
 import os
@@ -40,7 +44,7 @@ class ManagedProcess:
     def __init__(self, spec: ProcessSpec, process: asyncio.subprocess.Process) -> None:
         self.spec = spec
         self._process = process
-        self._group = process.pid  # a new session: the child leads its group
+        self._group = process.pid  # the child leads its group
 
     @classmethod
     async def start(cls, spec: ProcessSpec) -> "ManagedProcess":
@@ -55,7 +59,7 @@ class ManagedProcess:
                 stdin=asyncio.subprocess.PIPE if spec.piped else asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE if spec.piped else log,
                 stderr=log,
-                start_new_session=True,
+                process_group=0,
                 limit=STREAM_LIMIT_BYTES,
             )
         finally:

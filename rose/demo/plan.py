@@ -81,7 +81,7 @@ def _leased_first(pairs: int, rng: random.Random) -> list[bool]:
     return order
 
 
-def make_plan(seed: int, steps: int, steps_per_block: int = 2, quick: bool = False) -> Plan:
+def make_plan(seed: int, steps: int, steps_per_block: int = 4, quick: bool = False) -> Plan:
     """The seeded plan of a run of `steps` steps.
 
     Raises `RoseError` when the steps do not hold one pair, one ceiling and the storm.

@@ -9,7 +9,7 @@ from rose.errors import RoseError
 Control = Literal["shuffled-advantage", "lr0", "corrupt-chunk", "wrong-chunk", "stale-guest"]
 CONTROLS: tuple[Control, ...] = get_args(Control)
 
-DEFAULT_STEPS = 34
+DEFAULT_STEPS = 64
 QUICK_STEPS = 12
 MIN_STEPS = 8
 MAX_STEPS = 1_000
