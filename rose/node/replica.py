@@ -4,6 +4,7 @@ from collections.abc import Callable, Coroutine
 
 from rose.eventlog import EventLog, JsonlLog
 from rose.node.config import ReplicaConfig
+from rose.node.gauge import Gauge
 from rose.node.replica_client import ReplicaClient
 from rose.node.supervisor import EngineState, Supervisor
 from rose.node.tenancy import Ended, TakenBack
@@ -47,6 +48,7 @@ class Replica:
             self._activated,
             self._unproven,
         )
+        self.gauge = Gauge(client, lambda: self.offered)
         self._trusted = True
         self.supervisor = supervisor(self)
 
@@ -62,7 +64,9 @@ class Replica:
 
     def tasks(self) -> list[Coroutine[None, None, None]]:
         """What runs for as long as the node does."""
-        return [self.supervisor.run(), self.tenant.run(), self.updates.run()]
+        tasks = [self.supervisor.run(), self.tenant.run(), self.updates.run()]
+        # A guest says it all on the control page, for nothing.
+        return tasks if self.config.kind == "guest" else [*tasks, self.gauge.run()]
 
     async def stop(self, reason: str) -> None:
         """Give the lease back, end its turns, then the engine."""

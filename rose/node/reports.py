@@ -76,9 +76,9 @@ def _host(
 
 def _guest(replica: Replica, guard: GuardThread | None) -> rose_pb2.GuestTelemetry:
     grant = guard.grant if guard else None
-    state = (guard.guest if guard else None) or GuestState()
+    state = (guard.guest or GuestState()) if guard else replica.gauge.reading
     reason = "" if grant is None else grant.reason
-    if grant is not None and grant.token_budget:
+    if grant is not None and grant.token_budget and isinstance(state, GuestState):
         reason = state.gate_reason
     return rose_pb2.GuestTelemetry(
         replica=replica.config.id,

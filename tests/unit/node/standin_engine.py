@@ -27,7 +27,7 @@ def apply(body: dict[str, str]) -> tuple[int, dict[str, object]]:
 
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        self.answer(200, {})
+        self.answer(200, {"running": 2, "waiting": 0, "tokens_total": 7})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
