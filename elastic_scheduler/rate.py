@@ -3,7 +3,8 @@
 import math
 
 BUSY_TAU_S = 1.0
-IDLE_TAU_S = 5.0
+# A host's bursts last tenths of a second: a guest that was slow a moment ago is likely free again.
+IDLE_TAU_S = 0.3
 
 
 class RateMeter:

@@ -30,6 +30,7 @@ from rose.engines import check_host
 from rose.engines.preflight import check_model
 from rose.errors import RoseError
 from rose.eventlog import EventLog
+from rose.rpc import rose_pb2
 
 ENGINES = 3
 EVALUATION_TIMEOUT_S = 120.0
@@ -134,6 +135,8 @@ class _Run:
         conductor = Conductor(plan, stack, watcher, self._events, drills)
         self._board.attach(conductor, drills)
         self._board.stage = "held-out maps before training"
+        # The host has no load yet: both replicas play, and both are warm when blocks begin.
+        await watcher.harvest(rose_pb2.HARVEST_MODE_ACTIVE)
         await stack.trainer.say(cmd="start")
         evaluation = await stack.trainer.expect("eval", EVALUATION_TIMEOUT_S)
         self._note(evaluation)

@@ -21,6 +21,8 @@ GUEST, DEDICATED = "guest", "dedicated"
 SERVING_NODE, TRAINING_NODE = "serving-0", "train-0"
 MAX_SEQUENCES = 64
 STREAMS = 96
+# What either replica decodes alone on its core; live rates take over with the first tokens.
+DECODE_TOK_S = 2_500.0
 MEAN_RATE_PER_S = 5.0
 TTFT_TARGET_S, TPOT_TARGET_S = 0.5, 0.15
 _FAULTS = {"stale-guest": "stale_weights", "wrong-chunk": "wrong_chunk"}
@@ -198,6 +200,7 @@ class Stack:
             "core": core,
             "max_sequences": MAX_SEQUENCES,
             "stream_interval": 4,
+            "decode_tok_s": DECODE_TOK_S,
         }
 
     def _trainer(self, key_path: Path) -> dict[str, object]:
