@@ -6,7 +6,7 @@ import re
 import aiohttp
 
 from rose.engines.preflight import check_spec
-from rose.engines.spec import EngineSpec
+from rose.engines.spec import EngineRole, EngineSpec
 from rose.engines.vllm import process_spec
 from rose.errors import EngineStartError
 from rose.process import ManagedProcess
@@ -14,7 +14,7 @@ from rose.process import ManagedProcess
 POLL_INTERVAL_S = 0.25
 POLL_TIMEOUT_S = 2.0
 LOG_TAIL_BYTES = 64 << 10
-_PREFIX = re.compile(r"^\(\w+ pid=\d+\)\s*")
+_PREFIX = re.compile(r"^\(\w+ pid=\d+\)\s*(?:ERROR \S+ \S+ \[\S+\]\s*)?")
 _MEANINGFUL = re.compile(r"^\w*(Error|Exception)\b.*: .+")
 
 
@@ -33,7 +33,10 @@ class EngineProcess:
         return cls(spec, await ManagedProcess.start(process_spec(spec)))
 
     async def wait_healthy(self, timeout_s: float) -> None:
-        """Return once /health answers 200; EngineStartError when it dies or takes too long."""
+        """Return once it serves; EngineStartError when it dies or takes too long.
+
+        A replica must answer at ROSE's endpoint too: vLLM serves on without a plugin that failed.
+        """
         deadline = asyncio.get_running_loop().time() + timeout_s
         timeout = aiohttp.ClientTimeout(total=POLL_TIMEOUT_S)
         async with aiohttp.ClientSession(timeout=timeout) as session:
@@ -43,12 +46,22 @@ class EngineProcess:
                         f"engine {self.spec.name} ended at start (exit {self.process.returncode}):"
                         f" {self.last_words()}; see {self.spec.log}"
                     )
-                if await _healthy(session, self.spec.url):
+                if await _answers(session, f"{self.spec.url}/health"):
+                    await self._check_endpoint(session)
                     return
                 await asyncio.sleep(POLL_INTERVAL_S)
         raise EngineStartError(
             f"engine {self.spec.name} did not answer within {timeout_s:.0f} s; see {self.spec.log}"
         )
+
+    async def _check_endpoint(self, session: aiohttp.ClientSession) -> None:
+        if self.spec.role is EngineRole.HOST:
+            return
+        if not await _answers(session, f"{self.spec.url}/rose/v1/state"):
+            raise EngineStartError(
+                f"engine {self.spec.name} serves without ROSE's endpoint: {self.last_words()};"
+                f" see {self.spec.log}"
+            )
 
     def last_words(self) -> str:
         """The line of the log that best says why the engine ended."""
@@ -66,9 +79,9 @@ class EngineProcess:
         await self.process.stop()
 
 
-async def _healthy(session: aiohttp.ClientSession, url: str) -> bool:
+async def _answers(session: aiohttp.ClientSession, url: str) -> bool:
     try:
-        async with session.get(f"{url}/health") as response:
+        async with session.get(url) as response:
             return response.status == 200
     except (aiohttp.ClientError, TimeoutError):
         return False

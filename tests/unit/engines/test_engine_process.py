@@ -63,6 +63,35 @@ async def test_an_engine_that_dies_at_start_says_its_last_error(
         await engine.wait_healthy(5.0)
 
 
+async def test_a_replica_without_its_endpoint_is_not_healthy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    script = f"""
+import http.server as h, sys
+print("(APIServer pid=7) ERROR 11-21 06:24:58 [x.py:72] ImportError: no such name", flush=True)
+class Plain(h.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+h.HTTPServer(("127.0.0.1", {port}), Plain).serve_forever()
+"""
+    monkeypatch.setattr(
+        launch,
+        "process_spec",
+        lambda spec: ProcessSpec(spec.name, (sys.executable, "-c", script), log=spec.log),
+    )
+    monkeypatch.setattr(launch, "POLL_INTERVAL_S", 0.02)
+    engine = await EngineProcess.start(_spec(tmp_path, port))
+    try:
+        with pytest.raises(EngineStartError, match="without ROSE's endpoint: ImportError: no such"):
+            await engine.wait_healthy(5.0)
+    finally:
+        await engine.stop()
+
+
 def test_a_busy_port_is_named() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
