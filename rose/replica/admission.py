@@ -1,8 +1,16 @@
 """Who may start a turn on this replica: decided by the newest lease epoch."""
 
 
-class StaleEpochError(Exception):
+class AdmissionError(Exception):
+    """A command that changes nothing."""
+
+
+class StaleEpochError(AdmissionError):
     """A command of an older lease."""
+
+
+class QuarantinedError(AdmissionError):
+    """This process cannot prove which weights it runs."""
 
 
 class Admission:
@@ -12,23 +20,26 @@ class Admission:
         self.open = False
         self.epoch = 0
         self.reason = "no lease yet"
-        self.quarantined = False
+        self._quarantined = False
 
     def admit(self, epoch: int) -> None:
-        """Open for the lease `epoch`."""
+        """Open for the lease `epoch`. Raises StaleEpochError or QuarantinedError."""
         self._take(epoch)
-        self.open = not self.quarantined
-        self.reason = "" if self.open else "quarantined"
+        if self._quarantined:
+            raise QuarantinedError(f"{self.reason}; restart this replica")
+        self.open = True
+        self.reason = ""
 
     def close(self, epoch: int, reason: str) -> None:
-        """Close at the end of the lease `epoch`."""
+        """Close at the end of the lease `epoch`. Raises StaleEpochError."""
         self._take(epoch)
         self.open = False
-        self.reason = reason or "drained"
+        if not self._quarantined:
+            self.reason = reason or "drained"
 
     def quarantine(self, why: str) -> None:
-        """Close for good: this process could not prove which weights it runs."""
-        self.quarantined = True
+        """Close for as long as this process lives."""
+        self._quarantined = True
         self.open = False
         self.reason = why
 

@@ -14,37 +14,45 @@ import msgspec
 from fastapi import FastAPI, Request
 from starlette.datastructures import State
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
-from rose.replica.admission import Admission, StaleEpochError
-from rose.replica.stream import TurnStream
-from rose.replica.turns import TurnRunner
-from rose.replica.weights import Weights
-from rose.replica.wire import MAX_BODY_BYTES, ApplyBody, EpochBody, GenerateBody
+from rose.replica.admission import Admission, AdmissionError, StaleEpochError
+from rose.replica.generate import GenerateApp
+from rose.replica.turns import Turns
+from rose.replica.weights import ActivationError, Weights
+from rose.replica.wire import ApplyBody, EpochBody
 from weight_transfer import WeightError, WrongBaseError
 
-_GENERATE = msgspec.json.Decoder(GenerateBody)
 _EPOCH = msgspec.json.Decoder(EpochBody)
 _APPLY = msgspec.json.Decoder(ApplyBody)
+_ROLES = frozenset({"guest", "dedicated"})
 
 
 class ReplicaEndpoint:
-    """Named in `VLLM_PLUGINS` as `rose_replica`."""
+    """Named in `VLLM_PLUGINS` as `rose_replica`; inert unless `ROSE_ROLE` makes a replica of it."""
 
     name = "rose_replica"
     required_tasks = ("generate",)
 
     def __init__(self) -> None:
+        self._active = os.environ.get("ROSE_ROLE") in _ROLES
         self._admission = Admission()
-        self._turns: TurnRunner | None = None
+        self._generate = GenerateApp(self._admission)
+        self._turns: Turns | None = None
         self._weights: Weights | None = None
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the routes; Starlette's own, since no schema of FastAPI's is needed."""
-        app.add_route("/rose/v1/generate", self._generate, methods=["POST"])
-        app.add_route("/rose/v1/drain", self._drain, methods=["POST"])
-        app.add_route("/rose/v1/admit", self._admit, methods=["POST"])
-        app.add_route("/rose/v1/weights/apply", self._apply, methods=["POST"])
-        app.add_route("/rose/v1/state", self._state, methods=["GET"])
+        """Add the routes: Starlette's own, and before vLLM's, which are matched one by one."""
+        if not self._active:
+            return
+        app.router.routes[:0] = [
+            # An ASGI application as endpoint is called as it is, without a Request around it.
+            Route("/rose/v1/generate", self._generate, methods=["POST"]),
+            Route("/rose/v1/drain", self._drain, methods=["POST"]),
+            Route("/rose/v1/admit", self._admit, methods=["POST"]),
+            Route("/rose/v1/weights/apply", self._apply, methods=["POST"]),
+            Route("/rose/v1/state", self._state, methods=["GET"]),
+        ]
 
     async def init_state(
         self,
@@ -54,28 +62,14 @@ class ReplicaEndpoint:
     ) -> None:
         """Keep the engine; `args` are the server's own."""
         del state
-        self._turns = TurnRunner(engine_client)
+        self._turns = self._generate.turns = Turns(engine_client)
         self._weights = Weights(engine_client, str(args.model))
-
-    async def _generate(self, request: Request) -> Response:
-        if not self._admission.open:
-            return _refusal(503, "draining", f"no turns now: {self._admission.reason}")
-        raw = await request.body()
-        if len(raw) > MAX_BODY_BYTES:
-            return _refusal(413, "too_large", f"a body has at most {MAX_BODY_BYTES} bytes")
-        try:
-            body = _GENERATE.decode(raw)
-        except msgspec.MsgspecError as error:
-            return _refusal(400, "bad_request", str(error))
-        assert self._turns is not None
-        # An ASGI application is what a Response is to Starlette.
-        return TurnStream(self._turns, body)  # type: ignore[return-value]
 
     async def _drain(self, request: Request) -> Response:
         try:
             body = _EPOCH.decode(await request.body())
             self._admission.close(body.epoch, body.reason)
-        except (msgspec.MsgspecError, StaleEpochError) as error:
+        except (msgspec.MsgspecError, AdmissionError) as error:
             return _refused(error)
         assert self._turns is not None
         return JSONResponse({"aborted": await self._turns.revoke_all()})
@@ -83,9 +77,9 @@ class ReplicaEndpoint:
     async def _admit(self, request: Request) -> Response:
         try:
             self._admission.admit(_EPOCH.decode(await request.body()).epoch)
-        except (msgspec.MsgspecError, StaleEpochError) as error:
+        except (msgspec.MsgspecError, AdmissionError) as error:
             return _refused(error)
-        return JSONResponse({"admitting": self._admission.open})
+        return JSONResponse({"admitting": True})
 
     async def _apply(self, request: Request) -> Response:
         assert self._weights is not None
@@ -96,7 +90,11 @@ class ReplicaEndpoint:
             return _refused(error)
         except WrongBaseError as error:
             return _refusal(409, "wrong_base", str(error))
+        except ActivationError as error:
+            self._admission.quarantine(str(error))
+            return _refusal(422, "bad_version", str(error))
         except WeightError as error:
+            # Nothing was written: the replica serves on with what it has.
             return _refusal(422, "bad_version", str(error))
         if report["digest_ok"] and report["probe_ok"]:
             return JSONResponse(report)
@@ -115,7 +113,7 @@ class ReplicaEndpoint:
                 "admitting": self._admission.open,
                 "epoch": self._admission.epoch,
                 "running": self._turns.running,
-                "waiting": 0,
+                "waiting": self._turns.waiting,
                 "tokens_total": self._turns.tokens_total,
             }
         )
@@ -124,6 +122,8 @@ class ReplicaEndpoint:
 def _refused(error: Exception) -> Response:
     if isinstance(error, StaleEpochError):
         return _refusal(409, "stale_epoch", str(error))
+    if isinstance(error, AdmissionError):
+        return _refusal(409, "quarantined", str(error))
     return _refusal(400, "bad_request", str(error))
 
 

@@ -3,9 +3,8 @@
 import asyncio
 import logging
 import os
-from functools import cache
 
-from executor import ControlPage
+from executor import ControlPage, PageError
 
 PATIENCE_S = 2.0
 POLL_S = 0.002
@@ -15,23 +14,30 @@ _LOG = logging.getLogger(__name__)
 async def wait_host_idle() -> bool:
     """Return once the host is idle, or after PATIENCE_S; True when it was idle.
 
-    A replica without a host returns at once.
+    A replica without a host returns at once. The page is opened anew for each wait: a host that
+    was restarted may have brought another one.
     """
-    page = _page()
-    if page is None:
+    path = os.environ.get("ROSE_CONTROL_PAGE")
+    if not path or os.environ.get("ROSE_ROLE") != "guest":
         return True
-    deadline_s = asyncio.get_running_loop().time() + PATIENCE_S
-    while asyncio.get_running_loop().time() < deadline_s:
+    try:
+        with ControlPage.open(path) as page:
+            idle = await _poll(page)
+    except PageError as error:
+        _LOG.warning("the host's control page is unreadable (%s); switching all the same", error)
+        return False
+    if not idle:
+        _LOG.warning("the host was not idle for %.1f s; switching all the same", PATIENCE_S)
+    return idle
+
+
+async def _poll(page: ControlPage) -> bool:
+    clock_s = asyncio.get_running_loop().time
+    deadline_s = clock_s() + PATIENCE_S
+    while True:
         state = page.host.peek()
         if state is not None and state.idle:
             return True
+        if clock_s() >= deadline_s:
+            return False
         await asyncio.sleep(POLL_S)
-    _LOG.warning("the host was never idle for %.0f s; switching weights all the same", PATIENCE_S)
-    return False
-
-
-@cache
-def _page() -> ControlPage | None:
-    path = os.environ.get("ROSE_CONTROL_PAGE")
-    guest = os.environ.get("ROSE_ROLE") == "guest"
-    return ControlPage.open(path) if path and guest else None

@@ -1,4 +1,10 @@
-"""Policy versions on this replica: stage while serving, switch under the engine's own pause."""
+"""Policy versions on this replica.
+
+stage    while serving: verify and decode, nothing is written
+pause    keep running turns, drop every cache: no token mixes two versions' KV
+commit   scatter and prove; then stamp the engine with the version
+resume   always; after a failed proof on the old version, closed for admission
+"""
 
 import asyncio
 import os
@@ -6,7 +12,12 @@ import time
 from typing import Any
 
 from rose.replica.host_idle import wait_host_idle
+from weight_transfer import WeightError
 from weight_transfer.vllm.rpc_errors import typed
+
+
+class ActivationError(WeightError):
+    """A commit broke off: which weights the engine holds is not proven any more."""
 
 
 class Weights:
@@ -20,34 +31,40 @@ class Weights:
         self.version = 0
 
     async def apply(self, manifest: str, chunks: str) -> dict[str, Any]:
-        """Bring a version into force. Raises WeightError subtypes of weight_transfer.
+        """Bring a version into force and report it.
 
         The report tells whether digest and probe agree; when they do not, the worker has put the
-        old values back.
+        old values back. Raises WeightError subtypes of weight_transfer while nothing is written,
+        ActivationError afterwards.
         """
         async with self._lock:
             await self._prepare()
             staged = await self._call("rose_weights_stage", manifest, chunks)
             await wait_host_idle()
             started_s = time.perf_counter()
-            # Caches are cleared and running turns recompute: no token mixes two versions' KV.
-            await self._engine.pause_generation(mode="keep", clear_cache=True)
-            try:
-                report = await self._call("rose_weights_commit")
-                if report["digest_ok"] and report["probe_ok"]:
-                    await self._engine.update_weight_version(str(report["version"]))
-                    self.version = int(report["version"])
-            finally:
-                await self._engine.resume_generation()
+            report = await self._switch()
             return report | {
                 "wire_bytes": staged["wire_bytes"],
                 "stage_s": staged["stage_s"],
                 "pause_s": time.perf_counter() - started_s,
             }
 
+    async def _switch(self) -> dict[str, Any]:
+        await self._engine.pause_generation(mode="keep", clear_cache=True)
+        try:
+            report = await self._call("rose_weights_commit")
+            if report["digest_ok"] and report["probe_ok"]:
+                await self._engine.update_weight_version(str(report["version"]))
+                self.version = int(report["version"])
+        except Exception as failure:
+            raise ActivationError(f"a policy version broke off: {failure}") from failure
+        finally:
+            await self._engine.resume_generation()
+        return report
+
     async def _prepare(self) -> None:
         if not self._ready:
-            key = os.environ.get("ROSE_VERIFY_KEY")
+            key = os.environ.get("ROSE_VERIFY_KEY") or None
             await self._call("rose_weights_init", self._model_dir, key)
             self._ready = True
 

@@ -5,19 +5,19 @@ import msgspec
 MAX_BODY_BYTES = 4 << 20
 
 
-class Sampling(msgspec.Struct, frozen=True):
+class Sampling(msgspec.Struct, frozen=True, gc=False):
     """How to sample; the defaults are those of an unmodified distribution."""
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     max_tokens: int = 16
-    stop_token_ids: list[int] = []
+    stop_token_ids: list[int] | None = None
     allowed_token_ids: list[int] | None = None
     seed: int | None = None
 
 
-class GenerateBody(msgspec.Struct, frozen=True):
+class GenerateBody(msgspec.Struct, frozen=True, gc=False):
     """Body of `POST /rose/v1/generate`."""
 
     request_id: str
@@ -41,7 +41,7 @@ class ApplyBody(msgspec.Struct, frozen=True):
     chunks: str
 
 
-class Chunk(msgspec.Struct, frozen=True):
+class Chunk(msgspec.Struct, frozen=True, gc=False):
     """A line of a stream: tokens of one policy version with their logprobs."""
 
     token_ids: list[int]
@@ -56,9 +56,11 @@ class Finish(msgspec.Struct, frozen=True, omit_defaults=True):
     message: str | None = None
 
 
+Record = Chunk | Finish
+
 _ENCODER = msgspec.json.Encoder()
 
 
-def line(record: Chunk | Finish) -> bytes:
-    """One line of NDJSON."""
-    return _ENCODER.encode(record) + b"\n"
+def encode_lines(records: list[Record]) -> bytes:
+    """NDJSON, one line a record."""
+    return _ENCODER.encode_lines(records)

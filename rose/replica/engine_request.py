@@ -1,0 +1,132 @@
+"""One request inside vLLM's AsyncLLM: the one file that knows its internals (vLLM 0.32).
+
+`AsyncLLM.generate` hides what a replica needs: the moment a request is registered (a drain has to
+find it), its internal id, and the list of weight versions that grows while it runs. vLLM shows that
+list only when a request ends, and a request that is killed never ends. So this file does what
+`generate` does, with the same calls: `add_request`, then its collector, then `abort`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from vllm import SamplingParams
+from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMError
+from vllm.inputs.engine import tokens_input
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+from rose.replica.versions import Start, split_spans
+from rose.replica.wire import Chunk, GenerateBody, Sampling
+
+_BAD_REQUEST = 400
+ENGINE_FAILURES = (VLLMError, EngineDeadError, EngineGenerateError)
+
+
+class RequestRefusedError(Exception):
+    """The engine does not take a request; `status` is the HTTP status that says why."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What is new since the last look; `finish_reason` is the engine's, None while it runs."""
+
+    chunks: list[Chunk]
+    finish_reason: str | None
+
+
+class EngineRequest:
+    """A registered request. Read it with `next` until it finishes, else abort it."""
+
+    __slots__ = ("_collector", "_starts", "id", "tokens")
+
+    def __init__(self, collector: Any, starts: Sequence[Start] | None) -> None:  # noqa: ANN401 - vLLM's RequestOutputCollector
+        self._collector = collector
+        self._starts = starts
+        self.id: str = collector.request_id
+        self.tokens = 0
+
+    @classmethod
+    async def start(cls, engine: Any, body: GenerateBody) -> Self:  # noqa: ANN401 - vLLM's AsyncLLM
+        """Hand a turn to the engine. Raises RequestRefusedError for what the engine refuses."""
+        try:
+            collector = await engine.add_request(
+                body.request_id,
+                tokens_input(body.token_ids, cache_salt=body.cache_salt),
+                _parameters(body.sampling),
+                priority=body.priority,
+            )
+        except GracefulHTTPError as error:
+            raise RequestRefusedError(int(error.http_status), str(error)) from error
+        except (VLLMClientError, ValueError) as error:
+            raise RequestRefusedError(_BAD_REQUEST, str(error)) from error
+        # No state: the request has ended already, and its only output carries its versions.
+        state = engine.output_processor.request_states.get(collector.request_id)
+        return cls(collector, None if state is None else state.weight_version_starts)
+
+    async def next(self) -> Delta:
+        """Wait for output; what came since the last call is merged.
+
+        Raises UnknownVersionError, the engine's own failures, and what `interrupt` was given.
+        """
+        output = self._collector.get_nowait() or await self._collector.get()
+        completion = output.outputs[0]
+        chunks = self._chunks(completion) if completion.token_ids else []
+        return Delta(chunks, completion.finish_reason)
+
+    def interrupt(self, error: Exception) -> None:
+        """Make `next` raise at once."""
+        self._collector.put(error)
+
+    def _chunks(self, completion: Any) -> list[Chunk]:  # noqa: ANN401 - vLLM's CompletionOutput
+        tokens, logprobs = completion.token_ids, _sampled_logprobs(completion.logprobs)
+        if len(logprobs) != len(tokens):
+            raise EngineGenerateError(f"{len(tokens)} tokens came with {len(logprobs)} logprobs")
+        first, self.tokens = self.tokens, self.tokens + len(tokens)
+        spans = split_spans(self._version_starts(completion), first, len(tokens))
+        if len(spans) == 1:
+            return [Chunk(tokens, logprobs, spans[0][0])]
+        return [Chunk(tokens[a:b], logprobs[a:b], version) for version, a, b in spans]
+
+    def _version_starts(self, completion: Any) -> Sequence[Start]:  # noqa: ANN401 - vLLM's own
+        if self._starts is not None:
+            return self._starts
+        return [(span.version, span.start) for span in completion.weight_versions or ()]
+
+
+async def abort(engine: Any, requests: Sequence[EngineRequest]) -> None:  # noqa: ANN401 - AsyncLLM
+    """End requests. Needs no engine step: each collector has its last output before this awaits."""
+    if requests:
+        await engine.abort([request.id for request in requests], internal=True)
+
+
+def _sampled_logprobs(flat: Any) -> list[float]:  # noqa: ANN401 - vLLM's FlatLogprobs
+    """The first of each position is the sampled token's; others appear if a neighbour asked."""
+    values: list[float] = flat.logprobs
+    if len(values) == len(flat.start_indices):
+        return values
+    return [values[start] for start in flat.start_indices]
+
+
+def _parameters(sampling: Sampling) -> SamplingParams:
+    parameters = SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=sampling.max_tokens,
+        stop_token_ids=sampling.stop_token_ids,
+        allowed_token_ids=sampling.allowed_token_ids,
+        seed=sampling.seed,
+        logprobs=0,
+        flat_logprobs=True,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )
+    # These parameters are this request's own: no deep copy of them is needed.
+    parameters.skip_clone = True
+    return parameters
