@@ -17,11 +17,12 @@ from rose.demo.layout import Layout
 from rose.demo.model_cache import prepare_models
 from rose.demo.plan import make_plan
 from rose.demo.ports import Ports
+from rose.demo.priorities import yield_to_trainer
 from rose.demo.readiness import wait_ready
 from rose.demo.report import write_report
 from rose.demo.sampler import sample_memory
 from rose.demo.settings import DemoSettings
-from rose.demo.stack import Stack
+from rose.demo.stack import DEDICATED, Stack
 from rose.demo.summary import print_summary
 from rose.demo.trace import read_trace
 from rose.demo.view import open_view
@@ -130,6 +131,7 @@ class _Run:
     async def _train(self, stack: Stack, watcher: Watcher) -> None:
         assert stack.trainer is not None
         await wait_ready(stack, watcher, self._board, self._events)
+        yield_to_trainer(stack.roots, DEDICATED)
         drills = Drills(stack, watcher, self._events)
         plan = make_plan(self._settings.seed, self._settings.steps, quick=self._settings.quick)
         conductor = Conductor(plan, stack, watcher, self._events, drills)
