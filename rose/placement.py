@@ -1,9 +1,12 @@
 """Places the process it runs in, then becomes the program it is given.
 
-    placement.py PARENT CORE|- background|normal PROGRAM [ARGUMENT…]
+    placement.py PARENT CORE|- background|normal family|alone PROGRAM [ARGUMENT…]
 
-A program of its own, since code run between fork and exec crashes in a parent that has threads of
-gRPC. Run by path with `python -I -S`: standard library only.
+    parent dies ──SIGKILL──► program dies ──SIGUSR1──► watcher ──SIGKILL──► the whole group
+
+The watcher exists for a `family` only: a program whose own children would outlive it. A program of
+its own, since code run between fork and exec crashes in a parent that has threads of gRPC. Run by
+path with `python -I -S`: standard library only.
 """
 
 import ctypes
@@ -16,11 +19,28 @@ PR_SET_PDEATHSIG = 1
 ORPHANED = 75
 
 
-def place(parent: int, core: str, share: str) -> None:
-    """Tie this process to its parent's life, pin it, and put it below all others if asked to."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def die_with(parent: int, death: signal.Signals) -> None:
+    """Let the kernel send `death` to this process when its parent ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, death)
     if os.getppid() != parent:
         sys.exit(ORPHANED)  # it died before the line above: nothing will ever tell this process
+
+
+def watch(leader: int) -> None:
+    """Start the watcher that ends this process group once its leader, this process, is gone."""
+    # Blocked before the fork, so that no signal finds the watcher unprepared.
+    stops = {signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+    signal.pthread_sigmask(signal.SIG_BLOCK, stops)
+    if os.fork() == 0:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGUSR1)
+        if os.getppid() == leader:
+            signal.sigwait({signal.SIGUSR1})
+        os.killpg(leader, signal.SIGKILL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, stops)
+
+
+def place(core: str, share: str) -> None:
+    """Pin this process, and put it below all others if asked to."""
     if core != "-":
         os.sched_setaffinity(0, {int(core)})
     if share == "background":
@@ -29,5 +49,8 @@ def place(parent: int, core: str, share: str) -> None:
 
 
 if __name__ == "__main__":
-    place(int(sys.argv[1]), sys.argv[2], sys.argv[3])
-    os.execvp(sys.argv[4], sys.argv[4:])  # noqa: S606 - becoming the program is the point
+    die_with(int(sys.argv[1]), signal.SIGKILL)
+    if sys.argv[4] == "family":
+        watch(os.getpid())
+    place(sys.argv[2], sys.argv[3])
+    os.execvp(sys.argv[5], sys.argv[5:])  # noqa: S606 - becoming the program is the point

@@ -26,6 +26,7 @@ class ProcessSpec:
 
     core: the CPU it and its children are pinned to, None for any.
     background: below every normal process (SCHED_IDLE) and first to go when memory runs out.
+    family: it starts children of its own, which end with it however it ends.
     log: file that takes stdout and stderr; with `piped` only stderr.
     """
 
@@ -35,6 +36,7 @@ class ProcessSpec:
     log: Path | None = None
     core: int | None = None
     background: bool = False
+    family: bool = False
     piped: bool = False
 
 
@@ -148,5 +150,6 @@ def _placed(spec: ProcessSpec) -> list[str]:
     """The child's command line: placement first, which then becomes the program itself."""
     core = "-" if spec.core is None else str(spec.core)
     share = "background" if spec.background else "normal"
+    kind = "family" if spec.family else "alone"
     placer = (sys.executable, "-I", "-S", str(placement.__file__))
-    return [*placer, str(os.getpid()), core, share, *spec.argv]
+    return [*placer, str(os.getpid()), core, share, kind, *spec.argv]

@@ -37,6 +37,7 @@ def process_spec(spec: EngineSpec) -> ProcessSpec:
         log=spec.log,
         core=spec.core,
         background=spec.role is EngineRole.GUEST,
+        family=True,  # vLLM's engine core lives on for good when its API process is killed
     )
 
 

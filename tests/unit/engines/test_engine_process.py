@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import socket
 import sys
 from dataclasses import replace
@@ -14,6 +15,13 @@ from rose.engines.preflight import check_model, check_port, check_spec
 from rose.errors import ConfigError, EngineStartError
 from rose.process import ManagedProcess, ProcessSpec, group_alive
 
+PARENT = """
+import subprocess, time
+subprocess.Popen(["sleep", "60"])
+print("has a child", flush=True)
+time.sleep(60)
+"""
+
 
 def _spec(tmp_path: Path, port: int = 0) -> EngineSpec:
     for name in ("config.json", "tokenizer.json", "model.safetensors"):
@@ -23,21 +31,60 @@ def _spec(tmp_path: Path, port: int = 0) -> EngineSpec:
 
 
 async def test_stopping_a_process_ends_its_children_too(tmp_path: Path) -> None:
-    script = "import subprocess,sys,time;subprocess.Popen(['sleep','60']);time.sleep(60)"
-    spec = ProcessSpec("parent", (sys.executable, "-c", script), log=tmp_path / "log")
-    process = await ManagedProcess.start(spec)
-    await asyncio.sleep(0.15)
+    argv = (sys.executable, "-c", PARENT)
+    process = await ManagedProcess.start(ProcessSpec("p", argv, log=tmp_path / "l", piped=True))
+    await process.stdout.readline()
     await process.stop(grace_s=2.0)
     assert not group_alive(process.pid)
 
 
 async def test_a_process_that_ignores_term_is_killed(tmp_path: Path) -> None:
-    script = "import signal,time;signal.signal(signal.SIGTERM,signal.SIG_IGN);time.sleep(60)"
-    spec = ProcessSpec("deaf", (sys.executable, "-c", script), log=tmp_path / "log")
-    process = await ManagedProcess.start(spec)
-    await asyncio.sleep(0.15)
+    script = """
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("deaf", flush=True)
+time.sleep(60)
+"""
+    argv = (sys.executable, "-c", script)
+    process = await ManagedProcess.start(ProcessSpec("deaf", argv, log=tmp_path / "l", piped=True))
+    await process.stdout.readline()
     await process.stop(grace_s=0.1)
     assert process.returncode == -9
+
+
+async def test_the_children_of_a_killed_process_end_with_it(tmp_path: Path) -> None:
+    argv = (sys.executable, "-c", PARENT)
+    spec = ProcessSpec("p", argv, log=tmp_path / "l", family=True, piped=True)
+    process = await ManagedProcess.start(spec)
+    await process.stdout.readline()
+    os.kill(process.pid, signal.SIGKILL)
+    assert await process.wait() == -signal.SIGKILL
+    async with asyncio.timeout(2):
+        while group_alive(process.pid):  # noqa: ASYNC110 - another process is waited for
+            await asyncio.sleep(0.01)
+
+
+async def test_a_process_dies_with_the_one_that_started_it(tmp_path: Path) -> None:
+    script = f"""
+import asyncio, sys
+from pathlib import Path
+from rose.process import ManagedProcess, ProcessSpec
+async def main():
+    argv = (sys.executable, "-c", "import time; time.sleep(60)")
+    spec = ProcessSpec("child", argv, log=Path({str(tmp_path / "log")!r}), family=True)
+    print((await ManagedProcess.start(spec)).pid, flush=True)
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
+    argv = (sys.executable, "-c", script)
+    parent = await ManagedProcess.start(ProcessSpec("parent", argv, piped=True))
+    child = int(await parent.stdout.readline())
+    await asyncio.sleep(0.1)
+    os.kill(parent.pid, signal.SIGKILL)
+    await parent.wait()
+    async with asyncio.timeout(2):
+        while group_alive(child):  # noqa: ASYNC110 - another process is waited for
+            await asyncio.sleep(0.01)
 
 
 async def test_a_background_process_runs_below_all_others(tmp_path: Path) -> None:
