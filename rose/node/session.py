@@ -81,4 +81,5 @@ class SchedulerSession:
             for report in self._reports():
                 yield report
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), REPORT_INTERVAL_S)
+                async with asyncio.timeout(REPORT_INTERVAL_S):
+                    await self._changed.wait()

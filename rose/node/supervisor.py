@@ -96,7 +96,8 @@ class Supervisor:
     async def _pause(self, seconds: float) -> None:
         """Sleep, unless it is time to stop."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._stopping.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self._stopping.wait()
 
     async def _end_of(self, engine: EngineProcess) -> int:
         """Exit status of the engine; the kill switch or a wanted restart ends it first."""

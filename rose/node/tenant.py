@@ -91,13 +91,15 @@ class Tenant:
     async def settle(self, patience_s: float) -> None:
         """Return once nobody's turns run here, or patience is at its end."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._quiet.wait(), patience_s)
+            async with asyncio.timeout(patience_s):
+                await self._quiet.wait()
 
     async def _sleep(self) -> None:
         held = self.core.held
         patience_s = max(0.0, held.until_s - time.monotonic()) if held.open else None
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._wake.wait(), patience_s)
+            async with asyncio.timeout(patience_s):
+                await self._wake.wait()
 
     async def _carry_out(self, step: Step) -> None:
         match step:

@@ -93,7 +93,8 @@ class Updates:
                 pause_s = FIRST_PAUSE_S
             else:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._wake.wait(), pause_s)
+                    async with asyncio.timeout(pause_s):
+                        await self._wake.wait()
                 pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
     async def _try(self, known: KnownVersion) -> bool:
