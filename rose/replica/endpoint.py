@@ -18,6 +18,7 @@ from starlette.routing import Route
 
 from rose.replica.admission import Admission, AdmissionError, StaleEpochError
 from rose.replica.generate import GenerateApp
+from rose.replica.shortcut import GENERATE_PATH, STATE_NAME
 from rose.replica.turns import Turns
 from rose.replica.weights import ActivationError, Weights
 from rose.replica.wire import ApplyBody, EpochBody
@@ -47,7 +48,7 @@ class ReplicaEndpoint:
             return
         app.router.routes[:0] = [
             # An ASGI application as endpoint is called as it is, without a Request around it.
-            Route("/rose/v1/generate", self._generate, methods=["POST"]),
+            Route(GENERATE_PATH, self._generate, methods=["POST"]),
             Route("/rose/v1/drain", self._drain, methods=["POST"]),
             Route("/rose/v1/admit", self._admit, methods=["POST"]),
             Route("/rose/v1/weights/apply", self._apply, methods=["POST"]),
@@ -60,8 +61,10 @@ class ReplicaEndpoint:
         state: State,
         args: Namespace,
     ) -> None:
-        """Keep the engine; `args` are the server's own."""
-        del state
+        """Keep the engine; `args` are the server's own, `state` is where the shortcut looks."""
+        if not self._active:
+            return
+        setattr(state, STATE_NAME, self._generate)
         self._turns = self._generate.turns = Turns(engine_client)
         self._weights = Weights(engine_client, str(args.model))
 

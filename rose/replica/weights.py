@@ -50,7 +50,21 @@ class Weights:
             }
 
     async def _switch(self) -> dict[str, Any]:
-        await self._engine.pause_generation(mode="keep", clear_cache=True)
+        try:
+            await self._pause()
+            return await self._commit()
+        finally:
+            # A pause that failed half way holds the engine as well.
+            await self._engine.resume_generation()
+
+    async def _pause(self) -> None:
+        # Caches are cleared and running turns recompute their KV under the new weights.
+        try:
+            await self._engine.pause_generation(mode="keep", clear_cache=True)
+        except Exception as failure:
+            raise WeightError(f"the engine could not be paused: {failure}") from failure
+
+    async def _commit(self) -> dict[str, Any]:
         try:
             report = await self._call("rose_weights_commit")
             if report["digest_ok"] and report["probe_ok"]:
@@ -58,8 +72,6 @@ class Weights:
                 self.version = int(report["version"])
         except Exception as failure:
             raise ActivationError(f"a policy version broke off: {failure}") from failure
-        finally:
-            await self._engine.resume_generation()
         return report
 
     async def _prepare(self) -> None:

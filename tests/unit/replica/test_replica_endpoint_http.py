@@ -8,9 +8,9 @@ pytest.importorskip("vllm")
 from asgi_client import AsgiExchange, exchange, settle
 from fake_async_llm import FakeAsyncLLM
 from fastapi import FastAPI
-from starlette.datastructures import State
 
 from rose.replica.endpoint import ReplicaEndpoint
+from rose.replica.shortcut import GenerateShortcut
 from rose.replica.weights import ActivationError
 from weight_transfer import WeightError, WrongBaseError
 
@@ -26,7 +26,7 @@ class Replica:
         self.endpoint.attach_router(self.app)
 
     async def start(self) -> "Replica":
-        await self.endpoint.init_state(self.engine, State(), Namespace(model="model"))
+        await self.endpoint.init_state(self.engine, self.app.state, Namespace(model="model"))
         return self
 
     def begin(self, path: str, body: object, method: str = "POST") -> AsgiExchange:
@@ -122,3 +122,26 @@ async def test_unproven_weights_close_the_replica_and_nothing_else_does(
     assert (await replica.ask("weights/apply", {"manifest": "m", "chunks": "c"}))[0] == status
     assert (await replica.state())["admitting"] is still_admitting
     assert (await replica.ask("admit", {"epoch": 2}))[0] == (200 if still_admitting else 409)
+
+
+@pytest.mark.parametrize("shortcut", [False, True])
+async def test_a_turn_passes_the_servers_middleware_only_with_the_shortcut(
+    replica: Replica, shortcut: bool
+) -> None:
+    seen: list[str] = []
+
+    class FakeMetrics:
+        def __init__(self, app: Any) -> None:
+            self._app = app
+
+        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+            seen.append(scope["path"])
+            await self._app(scope, receive, send)
+
+    replica.app.add_middleware(FakeMetrics)
+    if shortcut:
+        replica.app.add_middleware(GenerateShortcut)
+    assert (await replica.ask("generate", TURN))[0] == 503, "served by the endpoint either way"
+    assert (await replica.ask("admit", {"epoch": 1}))[0] == 200
+    turn = ["/rose/v1/generate"] if not shortcut else []
+    assert seen == [*turn, "/rose/v1/admit"]

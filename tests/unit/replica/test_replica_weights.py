@@ -73,3 +73,11 @@ async def test_a_commit_that_breaks_off_resumes_and_is_told_apart(where: str) ->
     assert engine.calls[-1] == "resume"
     assert weights.version == 0
     assert issubclass(ActivationError, WeightError)
+
+
+async def test_a_pause_that_fails_is_resumed_and_writes_nothing() -> None:
+    engine = FakeWeightEngine({"pause": RuntimeError("Failed to reset KV cache")})
+    with pytest.raises(WeightError, match="could not be paused") as caught:
+        await Weights(engine, "model").apply("m", "c")
+    assert engine.calls == ["init", "stage", "pause", "resume"]
+    assert not isinstance(caught.value, ActivationError)
