@@ -1,0 +1,406 @@
+"""A real gated replica in fp32: turns, drains and versions over its HTTP contract."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from itertools import count, pairwise
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from executor import ControlPage, Grant, GrantMode, HostState
+from weight_transfer.publisher import Publisher
+from weight_transfer.signing import SigningKey
+from weight_transfer.store import ChunkStore
+from weight_transfer.tensors import TensorBits, read_model_dir, tensor_bits, tensor_of
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
+
+VOCABULARY = 96
+START_S = 200.0
+PROMPT = [(7 * k + 3) % VOCABULARY for k in range(70)]
+Lines = list[dict[str, Any]]
+
+
+class StandInNode(threading.Thread):
+    """Writes the sections that a host and a node daemon would: an idle host and one grant."""
+
+    def __init__(self, page: ControlPage) -> None:
+        super().__init__(daemon=True)
+        self._page = page
+        self._ended = threading.Event()
+        self.mode = GrantMode.RUN
+
+    def run(self) -> None:
+        while not self._ended.wait(0.02):
+            now_ns = time.monotonic_ns()
+            self._page.host.write(HostState(heartbeat_ns=now_ns))
+            self._page.grant.write(
+                Grant(
+                    self.mode,
+                    token_budget=2048,
+                    max_sequences=32,
+                    epoch=1,
+                    reason="test",
+                    heartbeat_ns=now_ns,
+                    expiry_ns=now_ns + 500_000_000,
+                )
+            )
+
+    def stop(self) -> None:
+        self._ended.set()
+        self.join()
+
+
+@dataclass
+class Engine:
+    url: str
+    node: StandInNode
+    store: ChunkStore
+    publisher: Publisher
+    active: dict[str, TensorBits]
+    version: int = 0
+    epochs: Iterator[int] = field(default_factory=lambda: count(1))
+
+
+@dataclass
+class Replica:
+    """One client of the engine."""
+
+    engine: Engine
+    http: aiohttp.ClientSession
+
+    async def call(self, path: str, body: object = None) -> tuple[int, Any]:
+        method = "GET" if body is None else "POST"
+        url = f"{self.engine.url}/rose/v1/{path}"
+        async with self.http.request(method, url, json=body) as answer:
+            return answer.status, await answer.json()
+
+    async def admit(self) -> int:
+        epoch = next(self.engine.epochs)
+        assert (await self.call("admit", {"epoch": epoch}))[0] == 200
+        return epoch
+
+    async def stream(
+        self, tokens: list[int], max_tokens: int, salt: str | None = None, **sampling: Any
+    ) -> AsyncIterator[dict[str, Any]]:
+        body = {
+            "request_id": "turn",
+            "token_ids": tokens,
+            "sampling": {"temperature": 0.0, "max_tokens": max_tokens, **sampling},
+            "cache_salt": salt,
+        }
+        async with self.http.post(f"{self.engine.url}/rose/v1/generate", json=body) as answer:
+            assert answer.status == 200, await answer.text()
+            async for line in answer.content:
+                yield json.loads(line)
+
+    async def lines(self, tokens: list[int], max_tokens: int, **how: Any) -> Lines:
+        return [line async for line in self.stream(tokens, max_tokens, **how)]
+
+    async def publish(self, seed: int) -> tuple[int, dict[str, TensorBits], dict[str, str]]:
+        import torch
+
+        torch.manual_seed(seed)
+        new = {}
+        for name, bits in self.engine.active.items():
+            weight = tensor_of(bits)
+            new[name] = tensor_bits(name, weight + 0.05 * torch.randn_like(weight))
+        version, store = self.engine.version + 1, self.engine.store
+        self.engine.publisher.publish(version, self.engine.version, self.engine.active, new)
+        paths = {"manifest": str(store.manifest_path(version)), "chunks": str(store.chunks_dir)}
+        return version, new, paths
+
+    async def update(self, seed: int) -> dict[str, Any]:
+        version, new, paths = await self.publish(seed)
+        status, report = await self.call("weights/apply", paths)
+        assert (status, report.get("version")) == (200, version), report
+        self.engine.version, self.engine.active = version, new
+        return dict(report)
+
+
+def tokens_of(lines: Lines) -> list[int]:
+    return [token for line in lines for token in line.get("token_ids", [])]
+
+
+def versions_of(lines: Lines) -> list[int]:
+    return [line["version"] for line in lines for _ in line.get("token_ids", [])]
+
+
+def forge(manifest: Path) -> Path:
+    """The manifest under another trainer's name, its signature left as it was."""
+    plain = json.loads(manifest.read_bytes())
+    forged = manifest.with_name("forged.json")
+    forged.write_text(json.dumps(plain | {"trainer": "somebody else"}))
+    return forged
+
+
+def save_tiny_model(folder: Path) -> None:
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+        # Transformers initialises so small that greedy decoding would hardly see the layers.
+        initializer_range=0.15,
+    )
+    Qwen2ForCausalLM(config).to(torch.float32).save_pretrained(folder)
+
+
+def command_line(model: Path, port: int) -> list[str]:
+    return [
+        sys.executable,
+        *("-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
+        *("--served-model-name", "tiny", "--skip-tokenizer-init", "--enforce-eager"),
+        *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"),
+        *("--kv-cache-memory-bytes", "67108864", "--max-model-len", "512", "--block-size", "32"),
+        *("--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor"),
+        *("--scheduler-cls", "executor.vllm.guest.GatedScheduler"),
+        *("--worker-extension-cls", "weight_transfer.vllm.worker.WeightWorker"),
+        *("--middleware", "rose.replica.shortcut.GenerateShortcut"),
+        *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
+        *("--disable-uvicorn-access-log", "--disable-log-stats", "--stream-interval", "4"),
+    ]
+
+
+def environment(page: Path, key: SigningKey) -> dict[str, str]:
+    return os.environ | {
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "ROSE_CONTROL_PAGE": str(page),
+        "ROSE_REPLICA_ID": "guest-0",
+        "ROSE_ROLE": "guest",
+        "ROSE_VERIFY_KEY": key.verify_key.hex,
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_PLUGINS": "rose_unpacked,rose_replica",
+    }
+
+
+def wait_ready(url: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
+    import urllib.error
+    import urllib.request
+
+    deadline_s = time.monotonic() + START_S
+    while time.monotonic() < deadline_s:
+        assert process.poll() is None, log.read_text()[-4000:]
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=2):
+                return
+        except (OSError, urllib.error.URLError):
+            time.sleep(0.5)
+    raise AssertionError(f"not ready in time: {log.read_text()[-4000:]}")
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    root = tmp_path_factory.mktemp("replica")
+    save_tiny_model(root / "model")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    key, store = SigningKey.generate(), ChunkStore(root / "store")
+    page = ControlPage.create(root / "page")
+    node = StandInNode(page)
+    node.start()
+    log = root / "engine.log"
+    with log.open("wb") as sink:
+        process = subprocess.Popen(
+            command_line(root / "model", port),
+            env=environment(root / "page", key),
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_ready(url, process, log)
+        publisher = Publisher(store, job="test", trainer="test", key=key)
+        yield Engine(url, node, store, publisher, read_model_dir(root / "model"))
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(20)
+        node.stop()
+
+
+@pytest.fixture
+async def replica(engine: Engine) -> AsyncIterator[Replica]:
+    engine.node.mode = GrantMode.RUN
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as http:
+        yield Replica(engine, http)
+
+
+async def test_a_replica_without_a_lease_takes_no_turns(replica: Replica) -> None:
+    status, answer = await replica.call("generate", {"request_id": "r", "token_ids": PROMPT})
+    assert (status, answer["error"]["type"]) == (503, "draining")
+
+
+async def test_a_greedy_stream_equals_the_engines_own_completion(replica: Replica) -> None:
+    await replica.admit()
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 48, "temperature": 0}
+    body |= {"ignore_eos": True, "detokenize": False, "return_token_ids": True}
+    async with replica.http.post(f"{replica.engine.url}/v1/completions", json=body) as answer:
+        expected = (await answer.json())["choices"][0]["token_ids"]
+    lines = await replica.lines(PROMPT, 48)
+    assert tokens_of(lines) == expected
+    assert versions_of(lines) == [0] * 48
+    assert lines[-1] == {"finish_reason": "length"}
+    stop = expected[20]
+    stopped = await replica.lines(PROMPT, 48, stop_token_ids=[stop])
+    assert tokens_of(stopped) == expected[: expected.index(stop) + 1]
+    assert stopped[-1] == {"finish_reason": "stop"}
+
+
+async def test_logprobs_are_those_of_the_distribution_that_was_sampled(replica: Replica) -> None:
+    await replica.admit()
+    allowed = {"allowed_token_ids": [5], "temperature": 1.0}
+    only = await replica.lines(PROMPT, 4, **allowed)
+    assert tokens_of(only) == [5] * 4
+    assert [p for line in only for p in line.get("logprobs", [])] == [0.0] * 4
+    sampling = {"temperature": 1.0, "seed": 3}
+    first = await replica.lines(PROMPT, 24, **sampling)
+    assert first == await replica.lines(PROMPT, 24, **sampling), "a seed repeats its turn"
+    assert all(p < 0 for line in first for p in line.get("logprobs", []))
+
+
+async def test_a_turn_goes_on_elsewhere_as_if_it_had_never_been_revoked(replica: Replica) -> None:
+    epoch = await replica.admit()
+    whole = tokens_of(await replica.lines(PROMPT, 64))
+    got: Lines = []
+    async for line in replica.stream(PROMPT, 64):
+        got.append(line)
+        if len(got) == 2:
+            assert await replica.call("drain", {"epoch": epoch, "reason": "host is busy"}) == (
+                200,
+                {"aborted": 1},
+            )
+    assert got[-1] == {"finish_reason": "revoked"}
+    begun = tokens_of(got)
+    assert 5 <= len(begun) < 64
+    assert (await replica.call("generate", {"request_id": "r", "token_ids": PROMPT}))[0] == 503
+    assert (await replica.call("admit", {"epoch": epoch - 1}))[0] == 409
+    assert (await replica.call("drain", {"epoch": epoch - 1}))[0] == 409
+    await replica.admit()
+    rest = await replica.lines(PROMPT + begun, 64 - len(begun))
+    assert begun + tokens_of(rest) == whole
+
+
+async def test_a_frozen_guest_is_drained_at_once(replica: Replica) -> None:
+    epoch = await replica.admit()
+    stream = replica.stream(PROMPT, 400)
+    first = await anext(stream)
+    replica.engine.node.mode = GrantMode.FREEZE
+    await asyncio.sleep(0.2)
+    began_s = time.monotonic()
+    status, answer = await replica.call("drain", {"epoch": epoch, "reason": "revoked"})
+    rest = [line async for line in stream]
+    assert time.monotonic() - began_s < 0.5
+    assert (status, answer) == (200, {"aborted": 1})
+    assert rest[-1] == {"finish_reason": "revoked"}
+    assert len(tokens_of([first, *rest])) < 400
+
+
+async def test_a_client_that_leaves_ends_its_turn(replica: Replica) -> None:
+    await replica.admit()
+    stream = replica.stream(PROMPT, 400)
+    await anext(stream)
+    assert (await replica.call("state"))[1]["running"] == 1
+    await stream.aclose()
+    for _ in range(200):
+        state = (await replica.call("state"))[1]
+        if not state["running"]:
+            break
+        await asyncio.sleep(0.01)
+    assert not state["running"]
+
+
+async def test_versions_switch_within_a_turn_and_old_caches_are_not_used(
+    replica: Replica,
+) -> None:
+    await replica.admit()
+    lines: Lines = []
+    updating: list[asyncio.Task[dict[str, Any]]] = []
+    async for line in replica.stream(PROMPT, 400):
+        lines.append(line)
+        if len(lines) in (3, 40):
+            updating.append(asyncio.create_task(replica.update(seed=len(lines))))
+            # The second is only published once the first is active.
+            if len(updating) == 2:
+                assert updating[0].done()
+    reports = await asyncio.gather(*updating)
+    assert all(report["digest_ok"] and report["probe_ok"] for report in reports)
+    tokens, versions = tokens_of(lines), versions_of(lines)
+    assert len(tokens) == 400
+    last = replica.engine.version
+    assert sorted(set(versions)) == [last - 2, last - 1, last]
+    assert [b - a for a, b in pairwise(versions) if a != b] == [1, 1]
+    assert (await replica.call("state"))[1]["policy_version"] == last
+    # Fresh KV of the newest weights gives the same tokens that the running turn went on with.
+    switch = versions.index(last)
+    fresh = await replica.lines(PROMPT + tokens[:switch], 400 - switch, salt="nothing cached")
+    assert tokens_of(fresh) == tokens[switch:]
+    assert tokens_of(await replica.lines(PROMPT, 40)) == tokens_of(
+        await replica.lines(PROMPT, 40, salt="nothing cached either")
+    )
+
+
+async def test_a_frozen_guest_still_takes_a_version(replica: Replica) -> None:
+    epoch = await replica.admit()
+    stream = replica.stream(PROMPT, 400)
+    lines = [await anext(stream)]
+    replica.engine.node.mode = GrantMode.FREEZE
+    await asyncio.sleep(0.2)
+    report = await replica.update(seed=90)
+    assert report["probe_ok"]
+    replica.engine.node.mode = GrantMode.RUN
+    async for line in stream:
+        lines.append(line)
+        if replica.engine.version in versions_of(lines[-1:]):
+            await replica.call("drain", {"epoch": epoch})
+    last = replica.engine.version
+    assert sorted(set(versions_of(lines))) == [last - 1, last]
+    assert lines[-1] == {"finish_reason": "revoked"}
+
+
+async def test_a_version_of_other_weights_is_refused_and_changes_nothing(
+    replica: Replica,
+) -> None:
+    await replica.admit()
+    before = tokens_of(await replica.lines(PROMPT, 32))
+    store = replica.engine.store
+    replica.engine.publisher.publish(90, 89, replica.engine.active, replica.engine.active)
+    paths = {"manifest": str(store.manifest_path(90)), "chunks": str(store.chunks_dir)}
+    status, answer = await replica.call("weights/apply", paths)
+    assert (status, answer["error"]["type"]) == (409, "wrong_base")
+    version, _, paths = await replica.publish(seed=91)
+    forged = forge(Path(paths["manifest"]))
+    status, answer = await replica.call("weights/apply", paths | {"manifest": str(forged)})
+    assert (status, answer["error"]["type"]) == (422, "bad_version"), answer
+    lines = await replica.lines(PROMPT, 32)
+    assert tokens_of(lines) == before
+    assert versions_of(lines) == [replica.engine.version] * 32 == [version - 1] * 32
