@@ -69,7 +69,7 @@ def _scored(weights: Weights, trajectories: Sequence[Trajectory]) -> dict[str, T
             part = [trajectories[index] for index in piece]
             positions = [one.positions() for one in part]
             values = reply_logprobs(weights, [one.tokens for one in part], positions)
-            split = values.split([len(at) for at in positions])
+            split = torch.split(values, [len(at) for at in positions])
             scores.update({one.name: of for one, of in zip(part, split, strict=True)})
     return scores
 

@@ -76,9 +76,9 @@ class Learner:
                 torch.tensor(counts)
             )
             objective = clipped_objective(new, behaviour, advantage)
-            (objective.loss / tokens).backward()
+            torch.autograd.backward(objective.loss / tokens)
             clipped += objective.clipped
-            scored = new.detach().split(counts)
+            scored = torch.split(new.detach(), counts)
             logprobs.update({one.name: of for one, of in zip(part, scored, strict=True)})
         norm = self._apply(leaves) if trained else 0.0
         return Update(

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from rose.client import RolloutError, Sampling, Turn
@@ -111,7 +112,7 @@ class Rollouts:
         for group in range(plan.batches * plan.groups):
             batch = group // plan.groups
             async with self._moved:
-                await self._moved.wait_for(lambda at=batch: self._may_start(at))
+                await self._moved.wait_for(partial(self._may_start, batch))
             lake = plan.lake_of(group)
             for member in range(plan.group_size):
                 await self._streams.acquire()

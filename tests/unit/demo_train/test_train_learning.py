@@ -1,0 +1,119 @@
+"""Advantages, the clip, the update and the check of stamps."""
+
+import pytest
+import torch
+
+from rose.client import Turn
+from rose.demo import vocab
+from rose.demo.forward import reply_logprobs
+from rose.demo.gap import Snapshots, rescored, turn_gap
+from rose.demo.grpo import CLIP_HIGH, advantages, clipped_objective
+from rose.demo.learner import Learner
+from rose.demo.model import new_policy
+from rose.demo.trajectory import TakenTurn, Trajectory
+from rose.demo.weights import published, values_of
+
+REPLY = (vocab.cell_id(5, "F"), vocab.THEN_ID, vocab.MOVE_IDS[1], vocab.STOP_ID)
+PROMPT = [vocab.cell_id(at, "F") for at in range(16)] + [vocab.BAR_ID, vocab.ASK_ID]
+
+
+def _learner(seed: int = 0, control: str = "none") -> Learner:
+    base = published(dict(new_policy(seed).named_parameters()))
+    return Learner(base, control, learning_rate=1e-3)  # type: ignore[arg-type]  # a literal
+
+
+def _trajectory(
+    learner: Learner, name: str, group: int, reward: float, reply: tuple[int, ...] = REPLY
+) -> Trajectory:
+    tokens = [*PROMPT, *reply]
+    with torch.no_grad():
+        scores = reply_logprobs(learner.values, [tokens], [range(len(PROMPT), len(tokens))])
+    turn = Turn(
+        name,
+        tuple(reply),
+        tuple(scores.tolist()),
+        ((0, 0, len(reply)),),
+        (("r", "guest", 0, 2), ("d", "dedicated", 2, len(reply))),
+        "stop",
+        2,
+    )
+    taken = TakenTurn(len(PROMPT), turn, 0.0, 1.0)
+    return Trajectory(name, group, 0, 0.0, 1.0, tokens, [taken], reward)
+
+
+def test_a_group_of_one_mind_teaches_nothing() -> None:
+    assert advantages([0, 0, 1, 1], [1.0, 1.0, 0.0, 1.0]) == [0.0, 0.0, -1.0, 1.0]
+
+
+def test_the_clip_takes_the_gradient_of_a_ratio_that_went_far_enough() -> None:
+    new = torch.tensor([CLIP_HIGH + 0.1, 0.0], requires_grad=True)
+    objective = clipped_objective(new, torch.zeros(2), torch.ones(2))
+    torch.autograd.backward(objective.loss)
+    assert objective.clipped == 1
+    assert new.grad is not None
+    assert new.grad[0] == 0
+    assert new.grad[1] < 0
+
+
+def test_an_update_makes_rewarded_replies_likelier() -> None:
+    learner = _learner()
+    worse = (vocab.cell_id(1, "F"), vocab.THEN_ID, vocab.MOVE_IDS[2], vocab.STOP_ID)
+    good = _trajectory(learner, "0.0", 0, 1.0)
+    bad = _trajectory(learner, "0.1", 0, 0.0, worse)
+    before = sum(good.logprobs())
+    update = learner.step([good, bad])
+    after = sum(_trajectory(learner, "x", 0, 1.0).logprobs())
+    assert after > before
+    assert update.gradient_norm > 0
+    assert any((update.old[name].bits != update.new[name].bits).any() for name in update.old)
+
+
+def test_without_learning_rate_nothing_moves() -> None:
+    learner = _learner(control="lr0")
+    update = learner.step(
+        [_trajectory(learner, "0.0", 0, 1.0), _trajectory(learner, "0.1", 0, 0.0)]
+    )
+    assert all((update.old[name].bits == update.new[name].bits).all() for name in update.old)
+
+
+def test_scores_under_the_right_version_leave_no_gap_and_a_wrong_one_shows() -> None:
+    learner, other = _learner(), _learner(seed=1)
+    trajectory = _trajectory(learner, "0.0", 0, 1.0)
+    right, wrong = Snapshots(), Snapshots()
+    right.keep(0, learner.values)
+    wrong.keep(0, other.values)
+    exact = rescored([trajectory], right, {})["0.0"]
+    assert exact == pytest.approx(trajectory.logprobs(), abs=1e-5)
+    gap, unstamped = turn_gap(trajectory.turns[0], exact)
+    assert set(gap) == {"guest", "continued"}
+    assert unstamped == 0
+    off, _ = turn_gap(trajectory.turns[0], rescored([trajectory], wrong, {})["0.0"])
+    assert off["guest"][0] / off["guest"][1] > 0.01
+
+
+def test_a_version_that_is_not_kept_counts_as_unstamped() -> None:
+    learner = _learner()
+    trajectory = _trajectory(learner, "0.0", 0, 1.0)
+    _, unstamped = turn_gap(trajectory.turns[0], rescored([trajectory], Snapshots(), {})["0.0"])
+    assert unstamped == len(REPLY)
+
+
+def test_the_plain_forward_pass_is_transformers_own() -> None:
+    model = new_policy(0)
+    tokens = [*PROMPT, *REPLY]
+    chosen = range(len(PROMPT), len(tokens))
+    weights = dict(model.named_parameters())
+    with torch.no_grad():
+        ours = reply_logprobs(weights, [tokens], [chosen])
+        logits = model(torch.tensor([tokens])).logits[0, [at - 1 for at in chosen]]
+    mask = torch.full((vocab.VOCABULARY_SIZE,), float("-inf"))
+    mask[list(vocab.REPLY_IDS)] = 0.0
+    theirs = torch.log_softmax(logits + mask, -1)
+    picked = theirs.gather(1, torch.tensor(REPLY)[:, None]).squeeze(1)
+    assert torch.allclose(ours, picked, atol=1e-4)
+
+
+def test_published_values_are_exactly_the_bits() -> None:
+    bits = published(dict(new_policy(0).named_parameters()))
+    again = published(values_of(bits))
+    assert all((bits[name].bits == again[name].bits).all() for name in bits)
