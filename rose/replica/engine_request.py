@@ -20,6 +20,7 @@ from rose.replica.versions import Start, split_spans
 from rose.replica.wire import Chunk, GenerateBody, Sampling
 
 _BAD_REQUEST = 400
+_UNAVAILABLE = 503
 ENGINE_FAILURES = (VLLMError, EngineDeadError, EngineGenerateError)
 
 
@@ -64,6 +65,8 @@ class EngineRequest:
             raise RequestRefusedError(int(error.http_status), str(error)) from error
         except (VLLMClientError, ValueError) as error:
             raise RequestRefusedError(_BAD_REQUEST, str(error)) from error
+        except ENGINE_FAILURES as error:
+            raise RequestRefusedError(_UNAVAILABLE, str(error)) from error
         # No state: the request has ended already, and its only output carries its versions.
         state = engine.output_processor.request_states.get(collector.request_id)
         return cls(collector, None if state is None else state.weight_version_starts)

@@ -153,6 +153,7 @@ async def test_a_client_that_leaves_ends_its_turn_in_the_engine(registered: bool
         (VLLMValidationError("too long"), 400),
         (ValueError("bad"), 400),
         (GracefulHTTPError("full", HTTPStatus.SERVICE_UNAVAILABLE), 503),
+        (EngineDeadError(), 503),
     ],
 )
 async def test_what_the_engine_refuses_is_an_http_status(failure: Exception, status: int) -> None:
