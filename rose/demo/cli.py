@@ -47,7 +47,11 @@ def _add_experiment(parser: argparse.ArgumentParser) -> None:
     add("--trace", type=Path, metavar="FILE", help="load the host from this Azure trace (CSV)")
     add("--long-turns", action="store_true", help="let the policy write longer turns")
     add("--control", choices=CONTROLS, help="break one thing on purpose: a claim must then fail")
-    add("--compare", action="store_true", help="also run without the guest, and compare the two")
+    add(
+        "--compare",
+        action="store_true",
+        help="train with and without the guest on paired seeds, compare where they end",
+    )
 
 
 def _add_machine(parser: argparse.ArgumentParser) -> None:
@@ -107,4 +111,8 @@ def run(args: argparse.Namespace) -> int:
     # Imported here: a bad option must not wait for an engine's libraries to load.
     from rose.demo.run import run_demo
 
+    if settings.compare:
+        from rose.demo.compare import run_compare
+
+        return run_compare(settings, run_demo)
     return run_demo(settings)

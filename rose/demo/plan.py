@@ -81,6 +81,11 @@ def _leased_first(pairs: int, rng: random.Random) -> list[bool]:
     return order
 
 
+def plain_plan(arm: Arm, steps: int) -> Plan:
+    """No experiment: every step in one arm."""
+    return Plan((Block(0, None, arm, 0, steps),))
+
+
 def make_plan(seed: int, steps: int, steps_per_block: int = 4, quick: bool = False) -> Plan:
     """The seeded plan of a run of `steps` steps.
 

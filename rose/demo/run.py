@@ -15,7 +15,7 @@ from rose.demo.conductor import Conductor
 from rose.demo.drills import Drills
 from rose.demo.layout import Layout
 from rose.demo.model_cache import prepare_models
-from rose.demo.plan import make_plan
+from rose.demo.plan import Plan, make_plan, plain_plan
 from rose.demo.ports import Ports
 from rose.demo.priorities import yield_to_trainer
 from rose.demo.readiness import wait_ready
@@ -44,12 +44,19 @@ def run_demo(settings: DemoSettings) -> int:
     Raises RoseError for bad input and for a process that could not be started. Nothing is left
     running, whichever way it ends.
     """
-    plan = make_plan(settings.seed, settings.steps, quick=settings.quick)
+    plan = plan_of(settings)
     ports = Ports.from_base(settings.port_base)
     _preflight(settings, ports)
     layout = Layout(settings.out)
     layout.prepare()
-    return asyncio.run(_interruptible(_Run(settings, layout, ports, plan.steps).play()))
+    return asyncio.run(_interruptible(_Run(settings, layout, ports, plan).play()))
+
+
+def plan_of(settings: DemoSettings) -> Plan:
+    """The experiment, or one arm throughout."""
+    if settings.only:
+        return plain_plan(settings.only, settings.steps)
+    return make_plan(settings.seed, settings.steps, quick=settings.quick)
 
 
 def _preflight(settings: DemoSettings, ports: Ports) -> None:
@@ -76,12 +83,13 @@ async def _interruptible(coroutine: Coroutine[None, None, int]) -> int:
 class _Run:
     """One run from the first process to the report."""
 
-    def __init__(self, settings: DemoSettings, layout: Layout, ports: Ports, steps: int) -> None:
+    def __init__(self, settings: DemoSettings, layout: Layout, ports: Ports, plan: Plan) -> None:
         self._settings = settings
         self._layout = layout
         self._ports = ports
+        self._plan = plan
         self._t0_s = time.monotonic()
-        self._board = Board(self._t0_s, steps)
+        self._board = Board(self._t0_s, plan.steps)
         self._events = EventLog(layout.logs, "demo")
 
     async def play(self) -> int:
@@ -133,8 +141,7 @@ class _Run:
         await wait_ready(stack, watcher, self._board, self._events)
         yield_to_trainer(stack.roots, DEDICATED)
         drills = Drills(stack, watcher, self._events)
-        plan = make_plan(self._settings.seed, self._settings.steps, quick=self._settings.quick)
-        conductor = Conductor(plan, stack, watcher, self._events, drills)
+        conductor = Conductor(self._plan, stack, watcher, self._events, drills)
         self._board.attach(conductor, drills)
         self._board.stage = "held-out maps before training"
         # The host has no load yet: both replicas play, and both are warm when blocks begin.

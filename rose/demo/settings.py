@@ -36,6 +36,8 @@ class DemoSettings:
     compare: bool = False
     port_base: int = 18_000
     host_model: Path | None = None
+    # One arm for the whole run instead of the experiment: what `--compare` runs in pairs.
+    only: Literal["leased", "frozen"] | None = None
 
     def __post_init__(self) -> None:
         if not MIN_STEPS <= self.steps <= MAX_STEPS:
@@ -43,6 +45,8 @@ class DemoSettings:
                 f"--steps {self.steps}: choose {MIN_STEPS} to {MAX_STEPS};"
                 " fewer leave no room for a leased and a frozen block, a ceiling and the storm"
             )
+        if self.compare and self.control:
+            raise RoseError("--compare and --control exclude each other; choose one")
         if self.seed < 0:
             raise RoseError(f"--seed {self.seed}: choose 0 or more")
         if not MIN_PORT <= self.port_base <= MAX_PORT - PORTS_TAKEN:

@@ -10,11 +10,11 @@ from rose.replica.engine_request import RequestRefusedError, abort
 from rose.replica.turn import Turn
 from rose.replica.wire import GenerateBody
 
-_START: Message = {
-    "type": "http.response.start",
-    "status": 200,
-    "headers": [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-store")],
-}
+
+def _start() -> Message:
+    """A fresh message each time: the server's middleware adds to its headers in place."""
+    headers = [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-store")]
+    return {"type": "http.response.start", "status": 200, "headers": headers}
 
 
 class Turns:
@@ -77,7 +77,7 @@ class Turns:
 async def _stream(turn: Turn, send: Send) -> None:
     # Headers go out with the first line: one wake-up less for the gateway.
     lines = await turn.next_lines()
-    await send(_START)
+    await send(_start())
     while not turn.ended:
         await send({"type": "http.response.body", "body": lines, "more_body": True})
         lines = await turn.next_lines()

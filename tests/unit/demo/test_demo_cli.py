@@ -19,7 +19,7 @@ def parse(*argv: str) -> argparse.Namespace:
 
 
 def test_quick_and_full_runs_have_their_own_number_of_steps() -> None:
-    assert cli.settings_of(parse()).steps == 34
+    assert cli.settings_of(parse()).steps == 64
     assert cli.settings_of(parse("--quick")).steps == 12
     assert cli.settings_of(parse("--quick", "--steps", "15")).steps == 15
 
@@ -32,20 +32,28 @@ def test_every_option_reaches_the_run(tmp_path: Path, monkeypatch: pytest.Monkey
     trace = tmp_path / "trace.csv"
     trace.write_text("")
     (tmp_path / "config.json").write_text("{}")
-    options = f"--seed 3 --steps 20 --out {tmp_path} --trace {trace} --long-turns --compare"
+    options = f"--seed 3 --steps 20 --out {tmp_path} --trace {trace} --long-turns"
     options += f" --control lr0 --port-base 20000 --host-model {tmp_path}"
     args = parse(*options.split())
     assert args.run(args) == 7
     assert seen == [
         DemoSettings(
-            tmp_path, 3, 20, False, trace, True, "lr0", True, port_base=20000, host_model=tmp_path
+            tmp_path, 3, 20, False, trace, True, "lr0", port_base=20000, host_model=tmp_path
         )
     ]
 
 
 @pytest.mark.parametrize(
     "options",
-    ["--steps 2", "--steps 100000", "--seed -1", "--port-base 80", "--trace no", "--host-model no"],
+    [
+        "--steps 2",
+        "--steps 100000",
+        "--seed -1",
+        "--port-base 80",
+        "--trace no",
+        "--host-model no",
+        "--compare --control lr0",
+    ],
 )
 def test_bad_input_is_refused_in_one_line_before_anything_starts(options: str) -> None:
     args = parse(*options.split())
