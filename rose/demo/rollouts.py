@@ -107,23 +107,21 @@ class Rollouts:
         self.duplicated = 0
 
     async def run(self) -> None:
-        """Start everything in order; returns when the last trajectory has started."""
-        plan = self._plan
-        for group in range(plan.batches * plan.groups):
-            batch = group // plan.groups
-            async with self._moved:
-                await self._moved.wait_for(partial(self._may_start, batch))
-            lake = plan.lake_of(group)
-            for member in range(plan.group_size):
-                await self._streams.acquire()
-                if self._stopped:
-                    self._streams.release()
-                    return
-                self.started += 1
-                trajectory = Trajectory(f"{group}.{member}", group, batch, time.monotonic())
-                task = asyncio.create_task(self._play(lake, trajectory))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+        """Start everything in order; returns when the last trajectory has ended.
+
+        Raises what an agent loop raised other than RolloutError, in an ExceptionGroup: a batch
+        that waits for that trajectory would wait for ever.
+        """
+        async with asyncio.TaskGroup() as playing:
+            for group in range(self._plan.batches * self._plan.groups):
+                async with self._moved:
+                    await self._moved.wait_for(partial(self._may_start, self._batch_of(group)))
+                lake = self._plan.lake_of(group)
+                for member in range(self._plan.group_size):
+                    await self._streams.acquire()
+                    if self._stopped:
+                        return
+                    self._start(playing, lake, group, member)
 
     async def batch(self, batch: int) -> list[Trajectory]:
         """All trajectories of a batch, in order; empty when `finish` was called before."""
@@ -147,6 +145,17 @@ class Rollouts:
             self._moved.notify_all()
         await asyncio.gather(*self._tasks)
         return [one for batch in sorted(self._ended) for one in self._taken(batch)]
+
+    def _batch_of(self, group: int) -> int:
+        return group // self._plan.groups
+
+    def _start(self, playing: asyncio.TaskGroup, lake: Lake, group: int, member: int) -> None:
+        self.started += 1
+        name, batch = f"{group}.{member}", self._batch_of(group)
+        trajectory = Trajectory(name, group, batch, time.monotonic())
+        task = playing.create_task(self._play(lake, trajectory))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def _may_start(self, batch: int) -> bool:
         return self._stopped or self._version >= self._plan.first_version(batch)

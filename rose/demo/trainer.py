@@ -22,6 +22,7 @@ from rose.demo.train_config import TrainConfig
 from rose.demo.train_records import TrainRecords
 from rose.demo.trajectory import Trajectory
 from rose.demo.weights import load_version_zero
+from rose.errors import UnavailableError
 from rose.publish import Receipt
 from weight_transfer import TensorBits
 
@@ -73,7 +74,7 @@ class Trainer:
         starting = asyncio.create_task(self._rollouts.run())
         try:
             while self._version < self._steps:
-                await self._step(await self._rollouts.batch(self._version))
+                await self._step(await self._batch(starting))
             left = await self._rollouts.finish()
             await starting
         finally:
@@ -90,15 +91,30 @@ class Trainer:
         success = await evaluate(self._source, how, maps, self._version, which)
         self._emit({"event": "eval", "which": which, "success": success, "n": maps})
 
+    async def _batch(self, starting: asyncio.Task[None]) -> list[Trajectory]:
+        """The next batch, or what broke the agent loops that should have filled it."""
+        batch = asyncio.create_task(self._rollouts.batch(self._version))
+        try:
+            await asyncio.wait({batch, starting}, return_when=asyncio.FIRST_COMPLETED)
+            if starting.done():
+                starting.result()
+            return await batch
+        finally:
+            batch.cancel()
+
     async def _step(self, batch: Sequence[Trajectory]) -> None:
         number, start_s = self._version, time.monotonic()
-        update = await asyncio.to_thread(self._learner.step, batch)
+        # A lost trajectory has no reward: to train on it would blame the policy for the system.
+        delivered = [one for one in batch if not one.lost]
+        if not delivered:
+            raise UnavailableError(f"all trajectories of step {number} were lost; see the gateway")
+        update = await asyncio.to_thread(self._learner.step, delivered)
         receipt = await self._publisher.publish(number + 1, number, update.old, update.new)
         await self._scored()
         self._version = number + 1
         self._snapshots.keep(self._version, self._learner.values)
         await self._rollouts.published(self._version)
-        record = _step_record(number, start_s, batch, update, receipt)
+        record = _step_record(number, start_s, delivered, update, receipt)
         self._records.step(record)
         self._emit({"event": "step", **record})
         known = {(name, number): values for name, values in update.logprobs.items()}

@@ -1,0 +1,147 @@
+"""The trainer's protocol, from the first evaluation to the last count, without engines."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from standin_policy import StandInSource
+
+from rose.client import Turn as ClientTurn
+from rose.demo import vocab
+from rose.demo.model import new_policy, save_model
+from rose.demo.records import Step, Trajectory, Turn
+from rose.demo.train_config import TrainConfig
+from rose.demo.trainer import Trainer
+from rose.errors import UnavailableError
+from rose.publish import Receipt
+from weight_transfer import TensorBits
+
+STEPS = 3
+
+
+class FakePublisher:
+    """Publishes nowhere; the stand-in source then stamps the new version."""
+
+    def __init__(self, source: StandInSource) -> None:
+        self._source = source
+        self.published: list[tuple[int, int]] = []
+
+    async def publish(
+        self,
+        version: int,
+        parent: int,
+        old: Mapping[str, TensorBits],
+        new: Mapping[str, TensorBits],
+    ) -> Receipt:
+        assert old.keys() == new.keys()
+        self.published.append((version, parent))
+        self._source.version = version
+        return Receipt(version, 1, 2, 0.5, 0.0)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("policy")
+    save_model(new_policy(0), folder, vocab.WORDS)
+    return folder
+
+
+def _config(model_dir: Path, out: Path) -> TrainConfig:
+    return TrainConfig(
+        model_dir=model_dir,
+        gateway_url="http://127.0.0.1:1",
+        scheduler="127.0.0.1:1",
+        out=out,
+        publish_root=out / "published",
+        publish_port=0,
+        key=out / "key",
+        steps=STEPS,
+        streams=3,
+        groups=2,
+        group_size=2,
+        held_out_maps=4,
+    )
+
+
+def _trainer(
+    model_dir: Path, out: Path, source: StandInSource
+) -> tuple[Trainer, FakePublisher, list[dict[str, Any]]]:
+    publisher, events = FakePublisher(source), list[dict[str, Any]]()
+    return Trainer(_config(model_dir, out), source, publisher, events.append), publisher, events
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+async def test_a_run_speaks_the_protocol_and_accounts_for_everything(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    trainer, publisher, events = _trainer(model_dir, tmp_path, StandInSource())
+    await trainer.run()
+    assert [event["event"] for event in events] == ["eval", *["step"] * STEPS, "eval", "done"]
+    assert [event["which"] for event in events if event["event"] == "eval"] == [
+        "warm_start",
+        "final",
+    ]
+    assert publisher.published == [(1, 0), (2, 1), (3, 2)]
+    done = events[-1]
+    assert (done["started"], done["delivered"], done["lost"], done["duplicated"]) == (12, 12, 0, 0)
+
+
+async def test_records_are_those_of_the_report(model_dir: Path, tmp_path: Path) -> None:
+    trainer, _, _ = _trainer(model_dir, tmp_path, StandInSource())
+    await trainer.run()
+    for name, schema, count in (("steps", Step, STEPS), ("trajectories", Trajectory, 12)):
+        lines = _lines(tmp_path / f"{name}.jsonl")
+        assert len(lines) == count
+        assert set(lines[0]) == set(schema.__struct_fields__)
+    turns = _lines(tmp_path / "turns.jsonl")
+    assert set(turns[0]) == set(Turn.__struct_fields__)
+    assert all(turn["gap"]["dedicated"][1] == 3 and turn["unstamped"] == 0 for turn in turns)
+
+
+async def test_a_lost_trajectory_is_counted_and_not_trained_on(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    source = StandInSource()
+    source.fails.add("0.1")
+    trainer, _, events = _trainer(model_dir, tmp_path, source)
+    await trainer.run()
+    assert events[1]["reward_n"] == 3
+    assert events[-1]["lost"] == 1
+    lost = [one for one in _lines(tmp_path / "trajectories.jsonl") if not one["delivered"]]
+    assert [one["trajectory"] for one in lost] == ["0.1"]
+
+
+async def test_a_batch_of_which_nothing_came_ends_the_run(model_dir: Path, tmp_path: Path) -> None:
+    source = StandInSource()
+    source.fails.update(f"{group}.{member}" for group in range(2) for member in range(2))
+    trainer, _, _ = _trainer(model_dir, tmp_path, source)
+    with pytest.raises(UnavailableError, match="lost"):
+        await trainer.run()
+
+
+async def test_a_bug_in_an_agent_loop_ends_the_run_instead_of_hanging_it(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    class BrokenSource(StandInSource):
+        async def generate(self, *args: Any, session_id: str, **named: Any) -> ClientTurn:
+            if session_id == "1.0":
+                raise ValueError("stand-in: a bug")
+            return await super().generate(*args, session_id=session_id, **named)
+
+    trainer, _, _ = _trainer(model_dir, tmp_path, BrokenSource())
+    with pytest.raises(ExceptionGroup) as caught:
+        await trainer.run()
+    assert caught.group_contains(ValueError, match="a bug")
+
+
+async def test_a_cut_ends_after_the_step_under_way(model_dir: Path, tmp_path: Path) -> None:
+    trainer, _, events = _trainer(model_dir, tmp_path, StandInSource())
+    trainer.cut()
+    await trainer.run()
+    assert [event["event"] for event in events].count("step") == 1
+    assert events[-1]["delivered"] == events[-1]["started"]
