@@ -64,6 +64,8 @@ class StandInNode(threading.Thread):
 
 @dataclass
 class Engine:
+    """The process, and the newest version that was published for it."""
+
     url: str
     node: StandInNode
     store: ChunkStore
@@ -108,7 +110,8 @@ class Replica:
     async def lines(self, tokens: list[int], max_tokens: int, **how: Any) -> Lines:
         return [line async for line in self.stream(tokens, max_tokens, **how)]
 
-    async def publish(self, seed: int) -> tuple[int, dict[str, TensorBits], dict[str, str]]:
+    def publish(self, seed: int) -> dict[str, str]:
+        """The next version, based on the newest published one; returns the body that applies it."""
         import torch
 
         torch.manual_seed(seed)
@@ -116,16 +119,19 @@ class Replica:
         for name, bits in self.engine.active.items():
             weight = tensor_of(bits)
             new[name] = tensor_bits(name, weight + 0.05 * torch.randn_like(weight))
-        version, store = self.engine.version + 1, self.engine.store
-        self.engine.publisher.publish(version, self.engine.version, self.engine.active, new)
-        paths = {"manifest": str(store.manifest_path(version)), "chunks": str(store.chunks_dir)}
-        return version, new, paths
+        parent, store = self.engine.version, self.engine.store
+        self.engine.publisher.publish(parent + 1, parent, self.engine.active, new)
+        self.engine.version, self.engine.active = parent + 1, new
+        return {
+            "manifest": str(store.manifest_path(parent + 1)),
+            "chunks": str(store.chunks_dir),
+        }
 
-    async def update(self, seed: int) -> dict[str, Any]:
-        version, new, paths = await self.publish(seed)
+    async def apply(self, paths: dict[str, str]) -> dict[str, Any]:
         status, report = await self.call("weights/apply", paths)
-        assert (status, report.get("version")) == (200, version), report
-        self.engine.version, self.engine.active = version, new
+        assert status == 200, report
+        assert report["digest_ok"]
+        assert report["probe_ok"]
         return dict(report)
 
 
@@ -343,20 +349,18 @@ async def test_versions_switch_within_a_turn_and_old_caches_are_not_used(
     replica: Replica,
 ) -> None:
     await replica.admit()
+    published = [replica.publish(seed) for seed in (1, 2)]
     lines: Lines = []
-    updating: list[asyncio.Task[dict[str, Any]]] = []
+    updates: list[asyncio.Task[dict[str, Any]]] = []
     async for line in replica.stream(PROMPT, 400):
         lines.append(line)
-        if len(lines) in (3, 40):
-            updating.append(asyncio.create_task(replica.update(seed=len(lines))))
-            # The second is only published once the first is active.
-            if len(updating) == 2:
-                assert updating[0].done()
-    reports = await asyncio.gather(*updating)
-    assert all(report["digest_ok"] and report["probe_ok"] for report in reports)
+        if published and len(lines) >= 3 and all(update.done() for update in updates):
+            updates.append(asyncio.create_task(replica.apply(published.pop(0))))
+    reports = await asyncio.gather(*updates)
+    last = replica.engine.version
+    assert [report["version"] for report in reports] == [last - 1, last]
     tokens, versions = tokens_of(lines), versions_of(lines)
     assert len(tokens) == 400
-    last = replica.engine.version
     assert sorted(set(versions)) == [last - 2, last - 1, last]
     assert [b - a for a, b in pairwise(versions) if a != b] == [1, 1]
     assert (await replica.call("state"))[1]["policy_version"] == last
@@ -375,8 +379,7 @@ async def test_a_frozen_guest_still_takes_a_version(replica: Replica) -> None:
     lines = [await anext(stream)]
     replica.engine.node.mode = GrantMode.FREEZE
     await asyncio.sleep(0.2)
-    report = await replica.update(seed=90)
-    assert report["probe_ok"]
+    await replica.apply(replica.publish(seed=90))
     replica.engine.node.mode = GrantMode.RUN
     async for line in stream:
         lines.append(line)
@@ -397,10 +400,11 @@ async def test_a_version_of_other_weights_is_refused_and_changes_nothing(
     paths = {"manifest": str(store.manifest_path(90)), "chunks": str(store.chunks_dir)}
     status, answer = await replica.call("weights/apply", paths)
     assert (status, answer["error"]["type"]) == (409, "wrong_base")
-    version, _, paths = await replica.publish(seed=91)
+    active = replica.engine.version
+    paths = replica.publish(seed=91)
     forged = forge(Path(paths["manifest"]))
     status, answer = await replica.call("weights/apply", paths | {"manifest": str(forged)})
     assert (status, answer["error"]["type"]) == (422, "bad_version"), answer
     lines = await replica.lines(PROMPT, 32)
     assert tokens_of(lines) == before
-    assert versions_of(lines) == [replica.engine.version] * 32 == [version - 1] * 32
+    assert versions_of(lines) == [active] * 32
