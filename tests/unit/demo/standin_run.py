@@ -21,7 +21,7 @@ TURNS = 2
 class StandInRun:
     """Knobs of the synthetic run; the defaults make every claim hold."""
 
-    steps: int = 34
+    steps: int = 64
     seed: int = 0
     quick: bool = False
     control: str | None = None
