@@ -1,0 +1,52 @@
+"""The stand-in for engines samples what the trainer scores, and follows what is published."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from rose.client import Sampling
+from rose.demo import vocab
+from rose.demo.gap import Snapshots, rescored
+from rose.demo.local_policy import LocalPolicy
+from rose.demo.model import new_policy, save_model
+from rose.demo.rollouts import play, sampling
+from rose.demo.task import held_out_lakes
+from rose.demo.trajectory import Trajectory
+from rose.demo.weights import load_version_zero, published, values_of
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("local-policy")
+    save_model(new_policy(0), folder, vocab.WORDS)
+    return folder
+
+
+async def test_prompts_of_different_lengths_are_sampled_together_and_score_the_same(
+    folder: Path,
+) -> None:
+    policy = LocalPolicy(folder, seed=0)
+    how = sampling(long_turns=False)
+    played = [Trajectory(str(at), at, 0, 0.0) for at in range(4)]
+    lakes = held_out_lakes(4)
+    await asyncio.gather(
+        *(play(policy, lake, how, one, 0) for lake, one in zip(lakes, played, strict=True))
+    )
+    kept = Snapshots()
+    kept.keep(0, values_of(load_version_zero(folder)))
+    ours = rescored(played, kept, {})
+    for one in played:
+        assert ours[one.name] == pytest.approx(one.logprobs(), abs=1e-4)
+
+
+async def test_turns_after_a_publication_are_stamped_with_it(folder: Path) -> None:
+    policy = LocalPolicy(folder, seed=0)
+    old = load_version_zero(folder)
+    new = published(dict(new_policy(1).named_parameters()))
+    receipt = await policy.publish(1, 0, old, new)
+    turn = await policy.generate(
+        [vocab.BAR_ID, vocab.ASK_ID], Sampling(max_tokens=2), request_id="r", session_id="s"
+    )
+    assert receipt.density > 0.5
+    assert [version for version, _, _ in turn.versions] == [1]
