@@ -25,6 +25,8 @@ _REPLICA_ARGS = (
     "--logprobs-mode=processed_logprobs",
     "--generation-config=vllm",
     "--disable-log-stats",
+    # Turns skip middleware that only users of the OpenAI routes need.
+    "--middleware=rose.replica.shortcut.GenerateShortcut",
 )
 
 
