@@ -96,6 +96,7 @@ class Rollouts:
     def __init__(self, source: TurnSource, plan: RolloutPlan) -> None:
         self._source = source
         self._plan = plan
+        self._batches = plan.batches
         self._version = 0
         self._moved = asyncio.Condition()
         self._stopped = False
@@ -114,12 +115,13 @@ class Rollouts:
         """
         async with asyncio.TaskGroup() as playing:
             for group in range(self._plan.batches * self._plan.groups):
+                batch = self._batch_of(group)
                 async with self._moved:
-                    await self._moved.wait_for(partial(self._may_start, self._batch_of(group)))
+                    await self._moved.wait_for(partial(self._may_start, batch))
                 lake = self._plan.lake_of(group)
                 for member in range(self._plan.group_size):
                     await self._streams.acquire()
-                    if self._stopped:
+                    if self._stopped or batch >= self._batches:
                         return
                     self._start(playing, lake, group, member)
 
@@ -137,6 +139,10 @@ class Rollouts:
         async with self._moved:
             self._version = version
             self._moved.notify_all()
+
+    def end_with(self, batch: int) -> None:
+        """Start nothing of a later batch: no update would train on it."""
+        self._batches = min(self._batches, batch + 1)
 
     async def finish(self) -> list[Trajectory]:
         """Start no more, wait for those in flight; returns what no update has trained on."""

@@ -77,6 +77,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (RoseError, RolloutError) as error:
         say({"event": "error", "message": str(error)})
         return 2
+    except Exception as error:
+        # A bug: whoever started us learns of it at once, its traceback goes to the log.
+        say({"event": "error", "message": f"the trainer broke, see its log: {error!r}"})
+        raise
     return 0
 
 

@@ -67,6 +67,7 @@ class Trainer:
     def cut(self) -> None:
         """Finish the batch under way and stop there."""
         self._steps = min(self._steps, self._version + 1)
+        self._rollouts.end_with(self._steps - 1)
 
     async def run(self) -> None:
         """Evaluate, train, evaluate; every trajectory that was started is delivered."""

@@ -77,3 +77,30 @@ async def test_what_runs_when_training_ends_is_still_delivered() -> None:
     left = await rollouts.finish()
     await starting
     assert 4 + len(left) == rollouts.started
+
+
+async def test_once_the_last_batch_is_known_nothing_of_a_later_one_starts() -> None:
+    source = StandInSource()
+    source.gate.clear()
+    rollouts = Rollouts(source, _plan(streams=3))
+    starting = asyncio.create_task(rollouts.run())
+    await asyncio.sleep(0.02)
+    rollouts.end_with(0)
+    source.gate.set()
+    assert len(await rollouts.batch(0)) == 4
+    await starting
+    assert rollouts.started == 4
+    assert await rollouts.finish() == []
+
+
+async def test_what_a_later_batch_had_started_when_the_last_was_named_is_delivered() -> None:
+    source = StandInSource()
+    source.gate.clear()
+    rollouts = Rollouts(source, _plan(streams=6))
+    starting = asyncio.create_task(rollouts.run())
+    await asyncio.sleep(0.02)
+    rollouts.end_with(0)
+    source.gate.set()
+    await rollouts.batch(0)
+    await starting
+    assert sorted(one.name for one in await rollouts.finish()) == ["2.0", "2.1"]
