@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
@@ -17,8 +16,9 @@ from typing import Any
 
 import aiohttp
 import pytest
+from standin_node import StandInNode
 
-from executor import ControlPage, Grant, GrantMode, HostState
+from executor import ControlPage, GrantMode
 from weight_transfer.publisher import Publisher
 from weight_transfer.signing import SigningKey
 from weight_transfer.store import ChunkStore
@@ -30,36 +30,6 @@ VOCABULARY = 96
 START_S = 200.0
 PROMPT = [(7 * k + 3) % VOCABULARY for k in range(70)]
 Lines = list[dict[str, Any]]
-
-
-class StandInNode(threading.Thread):
-    """Writes the sections that a host and a node daemon would: an idle host and one grant."""
-
-    def __init__(self, page: ControlPage) -> None:
-        super().__init__(daemon=True)
-        self._page = page
-        self._ended = threading.Event()
-        self.mode = GrantMode.RUN
-
-    def run(self) -> None:
-        while not self._ended.wait(0.02):
-            now_ns = time.monotonic_ns()
-            self._page.host.write(HostState(heartbeat_ns=now_ns))
-            self._page.grant.write(
-                Grant(
-                    self.mode,
-                    token_budget=2048,
-                    max_sequences=32,
-                    epoch=1,
-                    reason="test",
-                    heartbeat_ns=now_ns,
-                    expiry_ns=now_ns + 500_000_000,
-                )
-            )
-
-    def stop(self) -> None:
-        self._ended.set()
-        self.join()
 
 
 @dataclass
