@@ -117,3 +117,15 @@ def test_published_values_are_exactly_the_bits() -> None:
     bits = published(dict(new_policy(0).named_parameters()))
     again = published(values_of(bits))
     assert all((bits[name].bits == again[name].bits).all() for name in bits)
+
+
+def test_the_same_batch_gives_the_same_bits() -> None:
+    worse = (vocab.cell_id(1, "F"), vocab.THEN_ID, vocab.MOVE_IDS[2], vocab.STOP_ID)
+    first, second = (
+        learner.step(
+            [_trajectory(learner, "0.0", 0, 1.0), _trajectory(learner, "0.1", 0, 0.0, worse)]
+        )
+        for learner in (_learner(), _learner())
+    )
+    assert first.gradient_norm == second.gradient_norm
+    assert all((first.new[name].bits == second.new[name].bits).all() for name in first.new)
