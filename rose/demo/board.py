@@ -84,7 +84,7 @@ class Board:
             stage=self.stage,
             elapsed_s=time.monotonic() - self.t0_s,
             step=len(self.rewards),
-            steps=self.steps,
+            steps=max(self.steps, len(self.rewards)),
             arm=self._conductor.arm if self._conductor else "",
             rewards=self.rewards,
             tokens_per_s=self._rates,

@@ -20,7 +20,7 @@ _LENT: tuple[Arm, ...] = ("leased", "ceiling")
 
 
 class Conductor:
-    """Runs the blocks of one plan."""
+    """Runs the blocks of one plan; the trainer goes on until it is told to finish."""
 
     def __init__(
         self,
@@ -49,10 +49,12 @@ class Conductor:
             self._stepped.notify_all()
 
     async def run(self) -> None:
-        """Every block of the plan; returns when the last step is done."""
+        """Every block of the plan, then tell the trainer to finish the batch under way."""
+        assert self._stack.trainer is not None
         for block in self._plan.blocks:
             await self._run_block(block)
         await self._load.say(cmd="off")
+        await self._stack.trainer.say(cmd="finish")
 
     async def _run_block(self, block: Block) -> None:
         self.arm = "storm" if block.storm else block.arm
@@ -60,12 +62,12 @@ class Conductor:
         await self._set_load(block)
         start_s, start = time.monotonic(), await self._stats()
         target = self.steps_done + block.steps
-        storm = asyncio.create_task(self._drills.storm()) if block.storm else None
+        if block.storm:
+            # However long it takes: training goes on until every fault has happened.
+            await self._drills.storm()
         async with self._stepped:
             await self._stepped.wait_for(lambda: self.steps_done >= target)
         end_s, end = time.monotonic(), await self._stats()
-        if storm:
-            await storm
         self._blocks.write(
             {
                 "block": block.block,

@@ -21,6 +21,8 @@ GUEST, DEDICATED = "guest", "dedicated"
 SERVING_NODE, TRAINING_NODE = "serving-0", "train-0"
 MAX_SEQUENCES = 64
 STREAMS = 96
+# The faults of the storm take as long as they take; training goes on until they are over.
+MAX_EXTRA_STEPS = 40
 # What either replica decodes alone on its core; live rates take over with the first tokens.
 DECODE_TOK_S = 2_500.0
 MEAN_RATE_PER_S = 5.0
@@ -214,7 +216,7 @@ class Stack:
             "publish_root": str(self.layout.scratch / "published"),
             "publish_port": self.ports.publisher,
             "streams": STREAMS,
-            "steps": self.settings.steps,
+            "steps": self.settings.steps + MAX_EXTRA_STEPS,
             "control": control if control in ("shuffled-advantage", "lr0") else "none",
             "corrupt_every": 7 if control == "corrupt-chunk" else 0,
             "long_turns": self.settings.long_turns,
