@@ -11,7 +11,7 @@ from rose.demo.talker import Talker
 from rose.demo.usage import cpu_seconds
 from rose.demo.watcher import Watcher, replica_of
 from rose.errors import UnavailableError
-from rose.eventlog import EventLog, JsonlLog
+from rose.eventlog import JsonlLog
 from rose.rpc import rose_pb2
 
 SWITCH_TIMEOUT_S = 10.0
@@ -27,7 +27,6 @@ class Conductor:
         plan: Plan,
         stack: Stack,
         watcher: Watcher,
-        events: EventLog,
         drills: Drills,
     ) -> None:
         assert stack.load is not None
@@ -37,7 +36,6 @@ class Conductor:
         self._stack = stack
         self._load: Talker = stack.load
         self._watcher = watcher
-        self._events = events
         self._drills = drills
         self._blocks = JsonlLog(stack.layout.out / "blocks.jsonl")
         self._stepped = asyncio.Condition()

@@ -141,7 +141,7 @@ class _Run:
         await wait_ready(stack, watcher, self._board, self._events)
         yield_to_trainer(stack.roots, DEDICATED)
         drills = Drills(stack, watcher, self._events)
-        conductor = Conductor(self._plan, stack, watcher, self._events, drills)
+        conductor = Conductor(self._plan, stack, watcher, drills)
         self._board.attach(conductor, drills)
         self._board.stage = "held-out maps before training"
         # The host has no load yet: both replicas play, and both are warm when blocks begin.
