@@ -29,8 +29,8 @@ class LoadShape:
     segment_s: float = 15.0
     min_prompt_tokens: int = 8
     max_prompt_tokens: int = 96
-    min_output_tokens: int = 8
-    max_output_tokens: int = 32
+    min_output_tokens: int = 4
+    max_output_tokens: int = 16
 
     def __post_init__(self) -> None:
         if not (0 < self.mean_rate_per_s <= 1_000 and 0 < self.segment_s <= 3_600):
@@ -47,6 +47,14 @@ class LoadShape:
         """Rate outside bursts that makes the mean rate come out."""
         return self.mean_rate_per_s / (1 - self.burst_share + self.burst_share * self.burst_ratio)
 
+    @property
+    def typical_tokens(self) -> tuple[int, int]:
+        """(prompt, output) of the middle request."""
+        return (
+            _middle(self.min_prompt_tokens, self.max_prompt_tokens),
+            _middle(self.min_output_tokens, self.max_output_tokens),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
@@ -55,6 +63,10 @@ class Arrival:
     offset_s: float
     prompt_tokens: int
     output_tokens: int
+
+
+def _middle(low: int, high: int) -> int:
+    return round(math.sqrt(low * high))
 
 
 def _phases(shape: LoadShape, rng: random.Random) -> Iterator[tuple[float, float]]:

@@ -75,7 +75,8 @@ class Board:
             try:
                 self._take(await watcher.snapshot(), await watcher.gateway())
             except UnavailableError as error:
-                self.note = str(error)
+                # While it starts, its silence says nothing.
+                self.note = str(error) if self._stats_at_s else ""
             await asyncio.sleep(ASK_INTERVAL_S)
 
     def state(self) -> ViewState:

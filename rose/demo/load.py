@@ -1,9 +1,11 @@
 """The load generator process: an open loop of bursty requests to the host.
 
-    stdin   {"cmd":"segment","segment":k,"block":b,"arm":a}   play segment k from its start
+    stdin   {"cmd":"pace","busy":0.4}                         measure the host, set the rate
+            {"cmd":"segment","segment":k,"block":b,"arm":a}   play segment k from its start
             {"cmd":"off"}                                     send nothing more
             {"cmd":"quit"}, or end of input                   finish and exit
-    stdout  {"event":"ready"}  {"event":"stats","sent","done","errors"}  {"event":"error","message"}
+    stdout  {"event":"ready"}  {"event":"paced","request_s","mean_rate_per_s"}
+            {"event":"stats","sent","done","errors"}  {"event":"error","message"}
 
 Open loop: a request leaves when it is due, whatever became of the ones before. What exceeds the
 bound on outstanding requests is recorded as `dropped`, an error.
@@ -12,11 +14,12 @@ bound on outstanding requests is recorded as `dropped`, an error.
 import argparse
 import asyncio
 import random
+import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Annotated, BinaryIO, Literal
 
 import aiohttp
 import msgspec
@@ -38,6 +41,8 @@ STATS_PERIOD_S = 1.0
 # vLLM's server closes idle connections after 5 s; let go of them first.
 KEEPALIVE_S = 2.0
 MAX_COMMAND_BYTES = 4_096
+# Requests sent one after another to learn how long the host takes for one; the first warm it up.
+PACE_WARM_UP, PACE_REQUESTS = 3, 12
 
 
 class LoadConfig(BaseModel):
@@ -53,16 +58,16 @@ class LoadConfig(BaseModel):
     mean_rate_per_s: float = Field(default=4.0, gt=0)
     segment_s: float = Field(default=15.0, gt=0)
     max_prompt_tokens: int = Field(default=96, ge=8)
-    max_output_tokens: int = Field(default=32, ge=8)
+    max_output_tokens: int = Field(default=16, ge=4)
     token_ids: tuple[int, int] = (3, 250)
     max_outstanding: int = Field(default=128, ge=1, le=4_096)
     timeout_s: float = Field(default=30.0, gt=0)
     drain_s: float = Field(default=5.0, ge=0)
 
-    def shape(self) -> LoadShape:
-        """The load these numbers describe."""
+    def shape(self, mean_rate_per_s: float | None = None) -> LoadShape:
+        """The load these numbers describe, at another rate if one is given."""
         return LoadShape(
-            mean_rate_per_s=self.mean_rate_per_s,
+            mean_rate_per_s=mean_rate_per_s or self.mean_rate_per_s,
             segment_s=self.segment_s,
             max_prompt_tokens=self.max_prompt_tokens,
             max_output_tokens=self.max_output_tokens,
@@ -72,7 +77,8 @@ class LoadConfig(BaseModel):
 class Command(msgspec.Struct, frozen=True):
     """A line of stdin."""
 
-    cmd: Literal["segment", "off", "quit"]
+    cmd: Literal["pace", "segment", "off", "quit"]
+    busy: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.4
     segment: int = 0
     block: int = 0
     arm: str = ""
@@ -86,9 +92,15 @@ class Stats(msgspec.Struct, tag_field="event", tag="stats"):
     errors: int = 0
 
 
-def segment_source(config: LoadConfig) -> Callable[[int], Sequence[Arrival]]:
+class Paced(msgspec.Struct, tag_field="event", tag="paced", frozen=True):
+    """What pacing found: seconds that a lone request takes, and the rate that follows."""
+
+    request_s: float
+    mean_rate_per_s: float
+
+
+def segment_source(config: LoadConfig, shape: LoadShape) -> Callable[[int], Sequence[Arrival]]:
     """The function from a segment's number to its arrivals."""
-    shape = config.shape()
     if config.trace is None:
         return lambda segment: generate_segment(shape, config.seed, segment)
     rescaled = rescale_trace(read_trace(config.trace), shape)
@@ -120,11 +132,32 @@ class LoadGenerator:
         self._config = config
         self._session = session
         self._records = records
-        self._arrivals = segment_source(config)
+        self._arrivals = segment_source(config, config.shape())
         self._url = f"{config.url}/v1/completions"
         self._outstanding: set[asyncio.Task[None]] = set()
         self._player: asyncio.Task[None] | None = None
         self._encoder = msgspec.json.Encoder()
+
+    async def pace(self, busy: float) -> Paced:
+        """Choose the mean rate that keeps the host busy for about `busy` of the time.
+
+        Fast and slow machines get the same experiment. Batching makes bursts cheaper than lone
+        requests, so the host ends a little below. Raises RoseError when the host answers wrongly.
+        """
+        prompt_tokens, output_tokens = self._config.shape().typical_tokens
+        taken_s = []
+        for index in range(PACE_WARM_UP + PACE_REQUESTS):
+            prompt = make_prompt(self._config, Command("pace", block=-1), index, prompt_tokens)
+            body = CompletionBody(self._config.model, prompt, output_tokens)
+            name, now_s = f"pace{index}", time.monotonic()
+            result = await complete(self._session, self._url, body, name, now_s)
+            if result.status != "ok":
+                raise RoseError(f"the host failed a first request: {result.status}; see its log")
+            taken_s.append(result.e2e_s)
+        request_s = statistics.median(taken_s[PACE_WARM_UP:])
+        rate_per_s = busy / request_s
+        self._arrivals = segment_source(self._config, self._config.shape(rate_per_s))
+        return Paced(request_s, rate_per_s)
 
     def play(self, command: Command) -> None:
         """Start a segment from its beginning, in place of the one that is playing."""
@@ -233,7 +266,9 @@ async def _obey(generator: LoadGenerator, commands: asyncio.StreamReader) -> Non
             command = decoder.decode(line)
         except msgspec.DecodeError as error:
             raise RoseError(f"load: not a command: {line!r}: {error}") from error
-        if command.cmd == "segment":
+        if command.cmd == "pace":
+            _say(await generator.pace(command.busy))
+        elif command.cmd == "segment":
             generator.play(command)
         elif command.cmd == "off":
             generator.stop()

@@ -35,6 +35,9 @@ from rose.rpc import rose_pb2
 
 ENGINES = 3
 EVALUATION_TIMEOUT_S = 120.0
+PACE_TIMEOUT_S = 60.0
+# The fraction of the time in which the host is meant to be busy.
+HOST_BUSY = 0.4
 FINISH_TIMEOUT_S = 180.0
 
 
@@ -138,11 +141,15 @@ class _Run:
 
     async def _train(self, stack: Stack, watcher: Watcher) -> None:
         assert stack.trainer is not None
+        assert stack.load is not None
         await wait_ready(stack, watcher, self._board, self._events)
         yield_to_trainer(stack.roots, DEDICATED)
         drills = Drills(stack, watcher, self._events)
         conductor = Conductor(self._plan, stack, watcher, drills)
         self._board.attach(conductor, drills)
+        self._board.stage = "measuring the host alone"
+        await stack.load.say(cmd="pace", busy=HOST_BUSY)
+        self._note(await stack.load.expect("paced", PACE_TIMEOUT_S))
         self._board.stage = "held-out maps before training"
         # The host has no load yet: both replicas play, and both are warm when blocks begin.
         await watcher.harvest(rose_pb2.HARVEST_MODE_ACTIVE)

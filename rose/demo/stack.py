@@ -20,12 +20,12 @@ TRAINING_CORE = 1
 GUEST, DEDICATED = "guest", "dedicated"
 SERVING_NODE, TRAINING_NODE = "serving-0", "train-0"
 MAX_SEQUENCES = 64
-STREAMS = 96
+# As many as both replicas take together: neither ever waits for work while it may run.
+STREAMS = 2 * MAX_SEQUENCES
 # The faults of the storm take as long as they take; training goes on until they are over.
 MAX_EXTRA_STEPS = 40
 # What either replica decodes alone on its core; live rates take over with the first tokens.
 DECODE_TOK_S = 2_500.0
-MEAN_RATE_PER_S = 5.0
 TTFT_TARGET_S, TPOT_TARGET_S = 0.5, 0.15
 _FAULTS = {"stale-guest": "stale_weights", "wrong-chunk": "wrong_chunk"}
 
@@ -232,7 +232,6 @@ class Stack:
             "out": str(self.layout.out / "client_requests.jsonl"),
             "seed": self.settings.seed,
             "trace": str(trace) if trace else None,
-            "mean_rate_per_s": MEAN_RATE_PER_S,
             "segment_s": 30.0,
         }
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from tiny_model import save_tiny_model
 
 from executor import ControlPage, GateLimits, Grant, GrantMode, GuestState, LatencyRecord
 
@@ -127,26 +128,6 @@ class Pair:
         return state
 
 
-def write_tiny_model(folder: Path) -> None:
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=96,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=1,
-    )
-    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-
-
 def start_engine(role: str, scheduler: str, model: Path, page: Path, logs: Path) -> Engine:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -183,7 +164,7 @@ def start_engine(role: str, scheduler: str, model: Path, page: Path, logs: Path)
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("coserve")
-    write_tiny_model(folder / "model")
+    save_tiny_model(folder / "model", dtype="bfloat16", eos_token_id=1)
     path = folder / "page"
     page = ControlPage.create(path)
     granter = Granter(page)

@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 import pytest_asyncio
+from tiny_model import VOCABULARY, save_tiny_model
 
 from elastic_scheduler import ReplicaKind
 from rose.client import RolloutClient, Sampling, Turn
@@ -27,7 +28,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 
-VOCABULARY = 96
 START_S = 200.0
 PATIENCE_S = 20.0
 # By then the gateway has forgotten how slow the first batch was.
@@ -107,30 +107,6 @@ class Fleet:
                 await asyncio.sleep(0.005)
 
 
-def save_tiny_model(folder: Path) -> None:
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-        # Transformers initialises so small that greedy decoding would hardly see the layers.
-        initializer_range=0.15,
-    )
-    Qwen2ForCausalLM(config).to(torch.float32).save_pretrained(folder)
-    # Turns are token ids: the engines run without the tokenizer that the preflight looks for.
-    (folder / "tokenizer.json").write_text("{}")
-
-
 def spec_of(name: str, root: Path) -> EngineSpec:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -151,7 +127,7 @@ def spec_of(name: str, root: Path) -> EngineSpec:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
     root = tmp_path_factory.mktemp("gateway")
-    save_tiny_model(root / "model")
+    save_tiny_model(root / "model", dtype="float32")
     engines: dict[str, EngineProcess] = {}
     patch = pytest.MonkeyPatch()
     # Else half of each turn would pass before the gateway sees a replica come back.

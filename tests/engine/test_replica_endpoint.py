@@ -17,6 +17,7 @@ from typing import Any
 import aiohttp
 import pytest
 from standin_node import StandInNode
+from tiny_model import VOCABULARY, save_tiny_model
 
 from executor import ControlPage, GrantMode
 from weight_transfer.publisher import Publisher
@@ -26,7 +27,6 @@ from weight_transfer.tensors import TensorBits, read_model_dir, tensor_bits, ten
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 
-VOCABULARY = 96
 START_S = 200.0
 PROMPT = [(7 * k + 3) % VOCABULARY for k in range(70)]
 Lines = list[dict[str, Any]]
@@ -121,28 +121,6 @@ def forge(manifest: Path) -> Path:
     return forged
 
 
-def save_tiny_model(folder: Path) -> None:
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-        # Transformers initialises so small that greedy decoding would hardly see the layers.
-        initializer_range=0.15,
-    )
-    Qwen2ForCausalLM(config).to(torch.float32).save_pretrained(folder)
-
-
 def command_line(model: Path, port: int) -> list[str]:
     return [
         sys.executable,
@@ -192,7 +170,7 @@ def wait_ready(url: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     root = tmp_path_factory.mktemp("replica")
-    save_tiny_model(root / "model")
+    save_tiny_model(root / "model", dtype="float32")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

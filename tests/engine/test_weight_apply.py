@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_model import VOCABULARY, save_tiny_model
 
 from weight_transfer.errors import WrongBaseError
 from weight_transfer.publisher import Publisher
@@ -28,31 +29,6 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_PLUGINS": "rose_unpacked",
 }
-VOCABULARY = 96
-
-
-def save_tiny_model(model_dir: Path, seed: int) -> dict[str, TensorBits]:
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-        # Transformers initialises so small that greedy decoding would hardly see the layers.
-        initializer_range=0.15,
-    )
-    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(model_dir)
-    return read_model_dir(model_dir)
 
 
 def sgd_like(tensors: dict[str, TensorBits], seed: int, size: float) -> dict[str, TensorBits]:
@@ -129,7 +105,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
         patch.delenv("ROSE_FAULT", raising=False)
-        base = save_tiny_model(root / "model", seed=0)
+        save_tiny_model(root / "model", dtype="bfloat16")
+        base = read_model_dir(root / "model")
         from vllm import LLM
 
         llm = LLM(
@@ -191,7 +168,9 @@ def test_versions_activate_with_proofs_while_a_request_runs(served: Served) -> N
     assert report["wire_bytes"] == manifest.wire_bytes
 
     assert proofs_hold(served.apply(sgd_like(served.active, seed=2, size=1e-4)))
-    other = save_tiny_model(served.model_dir.parent / "other", seed=7)
+    other_dir = served.model_dir.parent / "other"
+    save_tiny_model(other_dir, dtype="bfloat16", seed=7)
+    other = read_model_dir(other_dir)
     dense = served.apply(other)
     assert proofs_hold(dense)
     assert served.greedy() != before

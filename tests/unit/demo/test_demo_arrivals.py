@@ -25,7 +25,7 @@ def test_a_replayed_segment_is_identical_ordered_and_within_its_limits(
     assert offsets == sorted(offsets)
     assert all(0 <= offset <= 30 for offset in offsets)
     assert all(8 <= arrival.prompt_tokens <= 96 for arrival in arrivals)
-    assert all(8 <= arrival.output_tokens <= 32 for arrival in arrivals)
+    assert all(4 <= arrival.output_tokens <= 16 for arrival in arrivals)
 
 
 def test_segments_differ_from_each_other_and_by_seed() -> None:
@@ -49,7 +49,7 @@ def test_a_rescaled_trace_has_the_target_rate_and_lengths_the_host_can_serve() -
     trace = [TracedRequest(k * k * 0.01, 100 + 70 * k, 10 + k) for k in range(200)]
     rescaled = rescale_trace(trace, LoadShape(mean_rate_per_s=8))
     assert len(rescaled) / rescaled[-1].offset_s == pytest.approx(8)
-    assert all(8 <= a.prompt_tokens <= 96 and 8 <= a.output_tokens <= 32 for a in rescaled)
+    assert all(8 <= a.prompt_tokens <= 96 and 4 <= a.output_tokens <= 16 for a in rescaled)
     assert rescaled[150].offset_s / rescaled[75].offset_s == pytest.approx(4, rel=1e-3)
 
 

@@ -145,7 +145,7 @@ async def test_each_request_is_timed_from_when_it_was_due(
         assert record["status"] == "ok"
         assert 0 < record["ttft_s"] < record["e2e_s"]
         assert record["e2e_s"] - record["ttft_s"] > 0.002 * (record["output_tokens"] - 1)
-        assert 8 <= record["output_tokens"] <= 32
+        assert 4 <= record["output_tokens"] <= 16
 
 
 @pytest.mark.parametrize(
@@ -205,6 +205,30 @@ async def test_a_bad_configuration_is_one_error_message(
     code, messages = await load.run()
     assert code == 2
     assert messages[0]["event"] == "error"
+
+
+async def test_the_load_is_paced_by_how_long_the_host_takes(
+    start_host: StartHost, tmp_path: Path
+) -> None:
+    host = await start_host(token_s=0.005)
+    load = LoadProcess(host, tmp_path)
+    code, messages = await load.run({"cmd": "pace", "busy": 0.4}, {"cmd": "quit"})
+    assert code == 0
+    paced = next(message for message in messages if message["event"] == "paced")
+    # Eight tokens of at least 5 ms: no request can be quicker, and none was recorded as load.
+    assert paced["request_s"] >= 0.04
+    assert paced["mean_rate_per_s"] == pytest.approx(0.4 / paced["request_s"])
+    assert {body["max_tokens"] for _, body in host.seen} == {8}
+    assert load.records() == []
+
+
+async def test_a_host_that_cannot_be_measured_ends_the_process_with_an_error(
+    start_host: StartHost, tmp_path: Path
+) -> None:
+    load = LoadProcess(await start_host(fault="busy"), tmp_path)
+    code, messages = await load.run({"cmd": "pace"}, {"cmd": "quit"})
+    assert code == 2
+    assert "http_503" in messages[-1]["message"]
 
 
 def test_prompts_are_reproducible_and_inside_the_vocabulary(tmp_path: Path) -> None:
