@@ -2,13 +2,15 @@
 
     cost_s = (tokens still owed to running turns + this turn's budget) / live decode rate
            + uncached prompt tokens / prefill rate
+           + silence: seconds since a replica with turns sent its last token
 
-The cheapest replica wins; the one that holds the session's prefix is kept unless another is cheaper
-by a margin. A turn waits rather than go to a replica `PATIENCE` times dearer than one that is full.
+A pause that has lasted t is expected to last as long again, so silence counts in full. The cheapest
+replica wins; the one that holds the session's prefix is kept unless another is cheaper by a margin.
+A turn waits rather than go to a replica `PATIENCE` times dearer than one that is full.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from elastic_scheduler.offer import ReplicaKind
@@ -73,6 +75,7 @@ class _Load:
     meter: RateMeter
     live: int = 0
     owed: int = 0
+    heard_s: float = 0.0
     resting_until_s: float = 0.0
 
 
@@ -138,6 +141,29 @@ class Router:
         )
         return holder if keeps else best.replica
 
+    def escape(
+        self,
+        need: TurnNeed,
+        replica: str,
+        waited_s: float,
+        now_s: float,
+        claimed: Mapping[str, int],
+    ) -> str | None:
+        """Where a turn should go that has heard nothing from `replica` for `waited_s`; None: stay.
+
+        It stays as long as moving would cost: whenever the pause ends, that is at most twice what
+        the best choice would have cost. `claimed` counts places that others were just promised.
+        """
+        candidates = [
+            c
+            for c in self.explain(need, now_s)
+            if not c.refusal
+            and c.replica != replica
+            and c.cost_s <= waited_s
+            and self._room(c.replica) > claimed.get(c.replica, 0)
+        ]
+        return min(candidates, key=_cost).replica if candidates else None
+
     def explain(self, need: TurnNeed, now_s: float) -> list[Candidate]:
         """Every replica of the table with its cost for this turn, or why it is out."""
         return [self._weigh(load, need, now_s) for load in self._loads.values()]
@@ -176,12 +202,14 @@ class Router:
             raise ValueError(f"{replica} has {load.live} turns already; choose() first")
         if load.live == 0:
             load.meter.set_busy(True, now_s)
+            load.heard_s = now_s
         load.live += 1
         load.owed += need.budget_tokens
         return Placement(replica, need.session, need.prompt_tokens, need.budget_tokens, load)
 
-    def progress(self, placement: Placement, tokens: int) -> None:
+    def progress(self, placement: Placement, tokens: int, now_s: float) -> None:
         """Tokens of a live turn arrived."""
+        placement.load.heard_s = now_s
         placement.owed_tokens -= tokens
         placement.generated_tokens += tokens
         placement.load.owed -= tokens
@@ -201,6 +229,10 @@ class Router:
             if len(self._prefixes) > SESSIONS_KEPT:
                 self._prefixes.popitem(last=False)
 
+    def _room(self, replica: str) -> int:
+        load = self._loads[replica]
+        return load.view.max_sequences - load.live
+
     def _holder(self, session: str) -> str | None:
         held = self._prefixes.get(session)
         return held[0] if held is not None and self._is_warm(held) else None
@@ -218,6 +250,8 @@ class Router:
         rate_tok_s = load.meter.tok_s(now_s)
         cost_s = (load.owed + need.budget_tokens) / max(rate_tok_s, MIN_RATE_TOK_S)
         cost_s += uncached / (view.prefill_tok_s or UNKNOWN_PREFILL_TOK_S)
+        if load.live:
+            cost_s += now_s - load.heard_s
         refusal = _refusal(load, need, now_s)
         return Candidate(view.id, cost_s, load.owed, rate_tok_s, uncached, refusal)
 

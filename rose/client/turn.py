@@ -7,13 +7,14 @@ from dataclasses import dataclass
 class Sampling:
     """How to sample. The defaults leave the policy's distribution as it is, as RL needs it.
 
-    `top_k` 0 is off. `allowed_token_ids` None allows all.
+    `top_k` 0 is off. `allowed_token_ids` None allows all. Before `min_tokens` no stop is sampled.
     """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     max_tokens: int = 16
+    min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
     seed: int | None = None

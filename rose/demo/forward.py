@@ -90,12 +90,16 @@ def hidden_states(weights: Weights, tokens: Tensor, at: tuple[Tensor, Tensor]) -
 
 
 def reply_logprobs(
-    weights: Weights, sequences: Sequence[list[int]], chosen: Sequence[Sequence[int]]
+    weights: Weights,
+    sequences: Sequence[list[int]],
+    chosen: Sequence[Sequence[int]],
+    min_tokens: int = 0,
 ) -> Tensor:
     """Log-probabilities (natural log) of chosen tokens, row by row, fp32 [sum of chosen].
 
     chosen[i]: positions (1 or more) in sequence i, rising. The distribution is that over
-    `vocab.REPLY_IDS` at temperature 1: the one an engine samples from and reports.
+    `vocab.REPLY_IDS` at temperature 1, without the stop in the first `min_tokens` of a reply: the
+    one an engine samples from and reports.
     """
     tokens = padded(sequences)
     rows = torch.repeat_interleave(
@@ -104,7 +108,18 @@ def reply_logprobs(
     columns = torch.tensor([at for positions in chosen for at in positions])
     hidden = hidden_states(weights, tokens, (rows, columns - 1))
     logits = F.linear(hidden, weights[EMBEDDING]) + reply_bias()
+    if min_tokens:
+        early = _replied(tokens)[rows, columns] < min_tokens
+        logits[:, vocab.STOP_ID].masked_fill_(early, float("-inf"))
     return torch.log_softmax(logits, dim=-1).gather(1, tokens[rows, columns, None]).squeeze(1)
+
+
+def _replied(tokens: Tensor) -> Tensor:
+    """How many tokens of its own reply stand before each token [batch, length]; the asking mark,
+    which no reply may contain, begins a reply."""
+    columns = torch.arange(tokens.shape[1]).expand_as(tokens)
+    asked = columns.masked_fill(tokens != vocab.ASK_ID, -1).cummax(dim=1).values
+    return columns - asked - 1
 
 
 @lru_cache(maxsize=1)

@@ -40,6 +40,7 @@ def rescored(
     trajectories: Sequence[Trajectory],
     snapshots: Snapshots,
     known: Mapping[tuple[str, int], Tensor],
+    min_tokens: int = 0,
 ) -> dict[str, list[float | None]]:
     """By trajectory: our logprob of each sampled token under its stamped version.
 
@@ -54,7 +55,8 @@ def rescored(
             continue
         concerned = [one for one in trajectories if version in stamps[one.name]]
         scores = {o.name: known[o.name, version] for o in concerned if (o.name, version) in known}
-        scores |= _scored(weights, [one for one in concerned if one.name not in scores])
+        missing = [one for one in concerned if one.name not in scores]
+        scores |= _scored(weights, missing, min_tokens)
         for name, values in scores.items():
             for at, (stamp, value) in enumerate(zip(stamps[name], values.tolist(), strict=True)):
                 if stamp == version:
@@ -62,13 +64,15 @@ def rescored(
     return result
 
 
-def _scored(weights: Weights, trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
+def _scored(
+    weights: Weights, trajectories: Sequence[Trajectory], min_tokens: int
+) -> dict[str, Tensor]:
     scores: dict[str, Tensor] = {}
     with torch.no_grad():
         for piece in pieces([len(one.tokens) for one in trajectories]):
             part = [trajectories[index] for index in piece]
             positions = [one.positions() for one in part]
-            values = reply_logprobs(weights, [one.tokens for one in part], positions)
+            values = reply_logprobs(weights, [one.tokens for one in part], positions, min_tokens)
             split = torch.split(values, [len(at) for at in positions])
             scores.update({one.name: of for one, of in zip(part, split, strict=True)})
     return scores

@@ -21,6 +21,8 @@ from rose.demo.weights import published, values_of
 from weight_transfer import TensorBits
 
 LEARNING_RATE = 2e-4
+# A long turn is mostly recital: its tokens outnumber those that decide.
+LONG_LEARNING_RATE = 1e-4
 BETAS = (0.9, 0.95)
 MAX_GRADIENT_NORM = 1.0
 
@@ -47,6 +49,7 @@ class Learner:
         control: Control = "none",
         seed: int = 0,
         learning_rate: float = LEARNING_RATE,
+        min_tokens: int = 0,
     ) -> None:
         self.bits = dict(base)
         self.values = values_of(base)
@@ -56,6 +59,7 @@ class Learner:
             list(self._master.values()), lr=rate, betas=BETAS, weight_decay=0.0, fused=True
         )
         self._shuffled = control == "shuffled-advantage"
+        self._min_tokens = min_tokens
         self._rng = random.Random(seed)  # noqa: S311 - an experiment, not a secret
 
     def step(self, batch: Sequence[Trajectory]) -> Update:
@@ -69,7 +73,8 @@ class Learner:
         for piece in pieces([len(one.tokens) for one in trained]):
             part = [trained[index] for index in piece]
             positions = [one.positions() for one in part]
-            new = reply_logprobs(leaves, [one.tokens for one in part], positions)
+            sequences = [one.tokens for one in part]
+            new = reply_logprobs(leaves, sequences, positions, self._min_tokens)
             behaviour = torch.tensor([value for one in part for value in one.logprobs()])
             counts = [len(at) for at in positions]
             advantage = torch.tensor([wanted[index] for index in piece]).repeat_interleave(

@@ -96,8 +96,11 @@ class LocalPolicy:
         logprobs: list[list[float]] = [[] for _ in asked]
         with torch.inference_mode():
             decoder = _Decoder(self._model, [one.prompt for one in asked])
-            for _ in range(asked[0].how.max_tokens):
-                scores = torch.log_softmax(decoder.logits + reply_bias(), dim=-1)
+            for step in range(asked[0].how.max_tokens):
+                logits = decoder.logits + reply_bias()
+                if step < asked[0].how.min_tokens:
+                    logits[:, vocab.STOP_ID] = float("-inf")
+                scores = torch.log_softmax(logits, dim=-1)
                 tokens = (
                     scores.argmax(-1, keepdim=True)
                     if greedy

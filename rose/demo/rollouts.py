@@ -15,7 +15,7 @@ from typing import Protocol
 
 from rose.client import RolloutError, Sampling, Turn
 from rose.demo import vocab
-from rose.demo.task import LONG_REPLY_TOKENS, REPLY_TOKENS, Episode, Lake
+from rose.demo.task import LONG_REPLY_TOKENS, LONG_TURN_TOKENS, REPLY_TOKENS, Episode, Lake
 from rose.demo.trajectory import TakenTurn, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -42,6 +42,7 @@ def sampling(*, long_turns: bool, greedy: bool = False) -> Sampling:
     return Sampling(
         temperature=0.0 if greedy else 1.0,
         max_tokens=LONG_REPLY_TOKENS if long_turns else REPLY_TOKENS,
+        min_tokens=LONG_TURN_TOKENS if long_turns else 0,
         stop_token_ids=(vocab.STOP_ID,),
         allowed_token_ids=vocab.REPLY_IDS,
     )

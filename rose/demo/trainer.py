@@ -13,9 +13,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from rose.client import Sampling
 from rose.demo.gap import Snapshots, rescored
 from rose.demo.heldout import evaluate
-from rose.demo.learner import Learner, Update
+from rose.demo.learner import LEARNING_RATE, LONG_LEARNING_RATE, Learner, Update
 from rose.demo.rollouts import RolloutPlan, Rollouts, TurnSource, sampling
 from rose.demo.task import training_lake
 from rose.demo.train_config import TrainConfig
@@ -56,10 +57,17 @@ class Trainer:
         self._publisher = publisher
         self._emit = emit
         self._records = TrainRecords(config.out)
-        self._learner = Learner(load_version_zero(config.model_dir), config.control, config.seed)
+        self._how = sampling(long_turns=config.long_turns)
+        self._learner = Learner(
+            load_version_zero(config.model_dir),
+            config.control,
+            config.seed,
+            learning_rate=LONG_LEARNING_RATE if config.long_turns else LEARNING_RATE,
+            min_tokens=self._how.min_tokens,
+        )
         self._snapshots = Snapshots()
         self._snapshots.keep(0, self._learner.values)
-        self._rollouts = Rollouts(source, _plan(config))
+        self._rollouts = Rollouts(source, _plan(config, self._how))
         self._version = 0
         self._scoring: asyncio.Task[None] | None = None
         self._steps = config.steps
@@ -133,7 +141,8 @@ class Trainer:
         known: Mapping[tuple[str, int], Tensor],
         step: int | None,
     ) -> None:
-        scores = await asyncio.to_thread(partial(rescored, batch, self._snapshots, known))
+        score = partial(rescored, batch, self._snapshots, known, self._how.min_tokens)
+        scores = await asyncio.to_thread(score)
         self._records.delivered(batch, scores, step)
 
     def _done(self) -> dict[str, Any]:
@@ -147,14 +156,14 @@ class Trainer:
         }
 
 
-def _plan(config: TrainConfig) -> RolloutPlan:
+def _plan(config: TrainConfig, how: Sampling) -> RolloutPlan:
     return RolloutPlan(
         batches=config.steps,
         groups=config.groups,
         group_size=config.group_size,
         streams=config.streams,
         max_staleness=config.max_staleness,
-        how=sampling(long_turns=config.long_turns),
+        how=how,
         lake_of=partial(training_lake, config.seed),
     )
 

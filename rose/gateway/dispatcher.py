@@ -2,12 +2,12 @@
 
 acquire --> waiting --pump--> live --finish--> (gone)
                |               |  lease lost, replica gone: interrupted as REVOKED, at once
-               |               |  no token for stall_s, room elsewhere: interrupted as STALLED
+               |               |  no token for stall_s, elsewhere cheaper: interrupted, STALLED
                +- no acceptable version, or nobody in time: TurnError
 """
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ from rose.gateway.stats import GatewayStats
 from rose.gateway.table import ReplicaEntry
 
 # How long a replica gets no new turns after an attempt on it ended badly: until the table follows.
-REST_S = {End.REFUSED: 0.25, End.BROKEN: 0.5, End.STALLED: 1.0, End.REVOKED: 0.25}
+REST_S = {End.REFUSED: 0.25, End.BROKEN: 0.5, End.STALLED: 0.3, End.REVOKED: 0.25}
 
 EventSink = Callable[..., None]
 
@@ -145,7 +145,7 @@ class Dispatcher:
     def journaled(self, live: LiveAttempt, tokens: int) -> None:
         """Tokens of a live attempt are in its journal."""
         live.last_token_s = self._clock()
-        self._router.progress(live.placement, tokens)
+        self._router.progress(live.placement, tokens, live.last_token_s)
         self._stats.tokens[live.entry.id] += tokens
 
     def pump(self) -> None:
@@ -172,10 +172,13 @@ class Dispatcher:
     def sweep(self) -> None:
         """Move stalled turns, end hopeless waits; called every `SWEEP_S`."""
         now_s = self._clock()
+        claimed: Counter[str] = Counter()
         for live in self._live:
-            if live.may_move and now_s - live.last_token_s > self._settings.stall_s:
-                other = self._router.choose(live.need, now_s, avoid=live.entry.id)
-                if other is not None and other != live.entry.id:
+            waited_s = now_s - live.last_token_s
+            if live.may_move and live.interrupted is None and waited_s > self._settings.stall_s:
+                other = self._router.escape(live.need, live.entry.id, waited_s, now_s, claimed)
+                if other is not None:
+                    claimed[other] += 1
                     live.interrupt(End.STALLED)
         for waiter in self._waiting:
             error = self._hopeless(waiter, now_s)

@@ -30,7 +30,7 @@ class GatewaySettings:
     replicas: tuple[StaticReplica, ...] = ()
     log_dir: Path | None = None
     model_name: str = "rose-policy"
-    stall_s: float = 2.0
+    stall_s: float = 0.5
     version_wait_s: float = 30.0
     queue_wait_s: float = 60.0
     table_ttl_s: float = 5.0

@@ -15,6 +15,7 @@ class SamplingParams(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     top_p: float = 1.0
     top_k: int = 0
     max_tokens: int = DEFAULT_MAX_TOKENS
+    min_tokens: int = 0
     stop_token_ids: list[int] | None = None
     allowed_token_ids: list[int] | None = None
     seed: int | None = None
@@ -41,6 +42,8 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, gc=False):
             raise BadRequest("token_ids is empty: send a prompt of at least one token")
         if self.sampling_params.max_tokens < 1:
             raise BadRequest("max_tokens must be at least 1")
+        if not 0 <= self.sampling_params.min_tokens <= self.sampling_params.max_tokens:
+            raise BadRequest("min_tokens must be between 0 and max_tokens")
         if self.sampling_params.n != 1:
             raise BadRequest("n must be 1: send one request for each sample")
         if self.stream:
@@ -64,6 +67,7 @@ class ReplicaSampling(msgspec.Struct, gc=False):
     top_p: float
     top_k: int
     max_tokens: int
+    min_tokens: int
     stop_token_ids: list[int] | None
     allowed_token_ids: list[int] | None
     seed: int | None
@@ -156,11 +160,13 @@ def encode_replica_request(
 ) -> bytes:
     """Ask a replica to continue a turn; its request id is unique to the attempt."""
     asked = request.sampling_params
+    generated = asked.max_tokens - max_tokens
     sampling = ReplicaSampling(
         asked.temperature,
         asked.top_p,
         asked.top_k,
         max_tokens,
+        max(0, asked.min_tokens - generated),
         asked.stop_token_ids,
         asked.allowed_token_ids,
         asked.seed,

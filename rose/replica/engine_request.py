@@ -121,6 +121,7 @@ def _parameters(sampling: Sampling) -> SamplingParams:
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
         stop_token_ids=sampling.stop_token_ids,
         allowed_token_ids=sampling.allowed_token_ids,
         seed=sampling.seed,

@@ -12,6 +12,7 @@ class Sampling(msgspec.Struct, frozen=True, gc=False):
     top_p: float = 1.0
     top_k: int = 0
     max_tokens: int = 16
+    min_tokens: int = 0
     stop_token_ids: list[int] | None = None
     allowed_token_ids: list[int] | None = None
     seed: int | None = None

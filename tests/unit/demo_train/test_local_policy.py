@@ -23,11 +23,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("long_turns", [False, True])
 async def test_prompts_of_different_lengths_are_sampled_together_and_score_the_same(
-    folder: Path,
+    folder: Path, long_turns: bool
 ) -> None:
     policy = LocalPolicy(folder, seed=0)
-    how = sampling(long_turns=False)
+    how = sampling(long_turns=long_turns)
     played = [Trajectory(str(at), at, 0, 0.0) for at in range(4)]
     lakes = held_out_lakes(4)
     await asyncio.gather(
@@ -35,9 +36,10 @@ async def test_prompts_of_different_lengths_are_sampled_together_and_score_the_s
     )
     kept = Snapshots()
     kept.keep(0, values_of(load_version_zero(folder)))
-    ours = rescored(played, kept, {})
+    ours = rescored(played, kept, {}, how.min_tokens)
     for one in played:
         assert ours[one.name] == pytest.approx(one.logprobs(), abs=1e-4)
+        assert all(len(taken.turn.token_ids) >= how.min_tokens for taken in one.turns)
 
 
 async def test_turns_after_a_publication_are_stamped_with_it(folder: Path) -> None:

@@ -22,7 +22,7 @@ def test_a_gated_replica_gets_only_what_it_can_chew() -> None:
     router = router_with(view("fast", decode_tok_s=1e3), view("gated", decode_tok_s=1e3))
     placed = {name: router.begin(name, LONG, 0.0) for name in ("fast", "gated")}
     for tick in range(1, 11):
-        router.progress(placed["fast"], 100)
+        router.progress(placed["fast"], 100, tick * 0.2)
         router.choose(NEED, tick * 0.2)
     rates = {c.replica: c.decode_tok_s for c in router.explain(NEED, 2.0)}
     assert rates["gated"] < rates["fast"] / 3
@@ -31,10 +31,35 @@ def test_a_gated_replica_gets_only_what_it_can_chew() -> None:
     assert {c.replica: c.decode_tok_s for c in router.explain(NEED, 30.0)}["gated"] > 900
 
 
+def test_a_silent_replica_costs_what_it_has_been_silent() -> None:
+    router = router_with(view("silent", decode_tok_s=1e3), view("other", decode_tok_s=0.9e3))
+    turn = router.begin("silent", NEED, 0.0)
+    router.progress(turn, 13, 0.01)
+    # The same load on both; only the pause of one tells them apart.
+    router.progress(router.begin("other", NEED, 0.01), 13, 0.01)
+    assert router.choose(NEED, 0.01) == "silent"
+    cost_s = {c.replica: c.cost_s for c in router.explain(NEED, 0.01)}
+    router.progress(turn, 0, 0.3)
+    later_s = {c.replica: c.cost_s for c in router.explain(NEED, 0.3)}
+    assert later_s["other"] - cost_s["other"] > 0.29 > later_s["silent"] - cost_s["silent"]
+
+
+def test_a_paused_turn_moves_once_it_has_waited_as_long_as_moving_costs() -> None:
+    router = router_with(
+        view("paused", decode_tok_s=1e3), view("free", decode_tok_s=100, max_sequences=2)
+    )
+    router.begin("paused", NEED, 0.0)
+    cost_s = {c.replica: c.cost_s for c in router.explain(NEED, 0.0)}["free"]
+    assert router.escape(NEED, "paused", cost_s * 0.9, 0.0, {}) is None
+    assert router.escape(NEED, "paused", cost_s * 1.1, 0.0, {}) == "free"
+    assert router.escape(NEED, "paused", cost_s * 1.1, 0.0, {"free": 2}) is None
+    assert router.escape(NEED, "free", 1e9, 0.0, {"paused": 8}) is None
+
+
 def test_the_prefix_holder_is_kept_unless_another_is_cheaper_by_a_margin() -> None:
     router = router_with(view("a", decode_tok_s=1e3), view("b", decode_tok_s=1.1e3))
     turn = router.begin("a", NEED, 0.0)
-    router.progress(turn, 14)
+    router.progress(turn, 14, 0.014)
     router.end(turn, 0.014)
     longer = TurnNeed("s", 100, 14)
     assert router.choose(longer, 0.02) == "a"
@@ -47,7 +72,7 @@ def test_the_prefix_holder_is_kept_unless_another_is_cheaper_by_a_margin() -> No
 def test_a_new_version_empties_the_prefix_cache() -> None:
     router = router_with(view("a"))
     turn = router.begin("a", NEED, 0.0)
-    router.progress(turn, 14)
+    router.progress(turn, 14, 0.1)
     router.end(turn, 0.1)
     router.set_table([view("a", policy_version=2)], 0.2)
     assert router.explain(TurnNeed("s", 100, 14), 0.2)[0].uncached_tokens == 100
@@ -110,7 +135,7 @@ def test_caps_are_never_exceeded_and_loads_return_to_zero(
                 live.append(router.begin(name, NEED, now_s))
         elif live:
             placement = live.pop(pick % len(live))
-            router.progress(placement, pick % 15)
+            router.progress(placement, pick % 15, now_s)
             router.end(placement, now_s)
         counts = router.live_turns()
         assert all(counts[f"r{i}"] <= cap for i, cap in enumerate(caps))

@@ -80,6 +80,7 @@ async def test_a_repeated_request_id_is_answered_once_generated_once() -> None:
         {"token_ids": []},
         {"token_ids": ["a"]},
         {"token_ids": [1], "sampling_params": {"max_tokens": 0}},
+        {"token_ids": [1], "sampling_params": {"max_tokens": 3, "min_tokens": 4}},
         {"token_ids": [1], "sampling_params": {"temprature": 1}},
         {"token_ids": [1], "sampling_params": {"n": 2}},
         {"token_ids": [1], "stream": True},

@@ -9,7 +9,7 @@ from rose.client import RolloutClient, Sampling
 
 PROMPT = [1, 2, 100]
 COUNT = tuple(range(101, 111))
-TEN = Sampling(max_tokens=10)
+TEN = Sampling(max_tokens=10, min_tokens=7)
 
 
 async def one_turn(gateway: Any, name: Any = "r1", **kw: Any) -> Any:
@@ -57,6 +57,7 @@ async def test_a_revoked_stream_goes_on_elsewhere_with_prompt_and_journal() -> N
     assert turn.attempts == 2
     assert dedicated.requests[0]["token_ids"] == [*PROMPT, *COUNT[:4]]
     assert dedicated.requests[0]["sampling"]["max_tokens"] == 6
+    assert dedicated.requests[0]["sampling"]["min_tokens"] == 3
     assert guest.requests[0]["request_id"] != dedicated.requests[0]["request_id"]
 
 
