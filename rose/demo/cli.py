@@ -45,7 +45,7 @@ def _add_experiment(parser: argparse.ArgumentParser) -> None:
     add("--steps", type=int, metavar="N", help=f"training steps (default {DEFAULT_STEPS})")
     add("--seed", type=int, default=0, metavar="N", help="seed of everything (default 0)")
     add("--trace", type=Path, metavar="FILE", help="load the host from this Azure trace (CSV)")
-    add("--long-turns", action="store_true", help="let the policy write longer turns")
+    add("--long-turns", action="store_true", help="every turn has 32 tokens or more")
     add("--control", choices=CONTROLS, help="break one thing on purpose: a claim must then fail")
     add(
         "--compare",

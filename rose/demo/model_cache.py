@@ -1,6 +1,7 @@
 """The models of the demo, made once in a process of their own and kept."""
 
 import asyncio
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -39,5 +40,7 @@ async def _follow(process: ManagedProcess, board: Board) -> Models:
         if event["event"] == "models":
             return Models(Path(event["policy_dir"]), Path(event["host_dir"]))
         board.progress = [Progress(event["label"], event["share"], 1.0)]
-    await asyncio.wait_for(process.wait(), timeout=5.0)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(5.0):
+            await process.wait()
     raise RoseError(f"the demo's models could not be made; see {process.spec.log}")

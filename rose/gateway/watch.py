@@ -64,7 +64,9 @@ class WatchedTable:
             try:
                 while True:
                     # A live scheduler sends every second: silence is a lost connection.
-                    table = await asyncio.wait_for(call.read(), self._ttl_s)
+                    # (`wait_for` of Python 3.11 can swallow a cancellation; `timeout` cannot.)
+                    async with asyncio.timeout(self._ttl_s):
+                        table = await call.read()
                     if not isinstance(table, rose_pb2.ReplicaTable):
                         break
                     brought = True
