@@ -37,7 +37,7 @@ ENGINES = 3
 EVALUATION_TIMEOUT_S = 120.0
 PACE_TIMEOUT_S = 60.0
 # The fraction of the time in which the host is meant to be busy.
-HOST_BUSY = 0.4
+HOST_BUSY = 0.35
 FINISH_TIMEOUT_S = 180.0
 
 

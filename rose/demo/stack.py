@@ -19,7 +19,7 @@ SERVING_CORE = 0
 TRAINING_CORE = 1
 GUEST, DEDICATED = "guest", "dedicated"
 SERVING_NODE, TRAINING_NODE = "serving-0", "train-0"
-MAX_SEQUENCES = 64
+MAX_SEQUENCES = 48
 # As many as both replicas take together: neither ever waits for work while it may run.
 STREAMS = 2 * MAX_SEQUENCES
 # The faults of the storm take as long as they take; training goes on until they are over.
