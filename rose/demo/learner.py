@@ -24,6 +24,8 @@ LEARNING_RATE = 2e-4
 # A long turn is mostly recital: its tokens outnumber those that decide.
 LONG_LEARNING_RATE = 1e-4
 BETAS = (0.9, 0.95)
+# Adam's first steps move every weight by the full rate, whatever the gradient: begin gently.
+WARM_UP_STEPS = 5
 MAX_GRADIENT_NORM = 1.0
 
 
@@ -57,6 +59,9 @@ class Learner:
         rate = 0.0 if control == "lr0" else learning_rate
         self._optimiser = torch.optim.AdamW(
             list(self._master.values()), lr=rate, betas=BETAS, weight_decay=0.0, fused=True
+        )
+        self._schedule = torch.optim.lr_scheduler.LambdaLR(
+            self._optimiser, lambda step: min(1.0, (step + 1) / WARM_UP_STEPS)
         )
         self._shuffled = control == "shuffled-advantage"
         self._min_tokens = min_tokens
@@ -112,6 +117,7 @@ class Learner:
             self._master[name].grad = leaf.grad
         norm = torch.nn.utils.clip_grad_norm_(self._master.values(), MAX_GRADIENT_NORM)
         self._optimiser.step()
+        self._schedule.step()
         self._optimiser.zero_grad(set_to_none=True)
         self.bits = published(self._master)
         self.values = values_of(self.bits)
