@@ -26,6 +26,8 @@ LONG_LEARNING_RATE = 1e-4
 BETAS = (0.9, 0.95)
 # Adam's first steps move every weight by the full rate, whatever the gradient: begin gently.
 WARM_UP_STEPS = 5
+# Where the rate ends: a policy that still jumps about is worse when it is read greedily.
+FINAL_SHARE = 0.1
 MAX_GRADIENT_NORM = 1.0
 
 
@@ -52,7 +54,9 @@ class Learner:
         seed: int = 0,
         learning_rate: float = LEARNING_RATE,
         min_tokens: int = 0,
+        decay_steps: int | None = None,
     ) -> None:
+        """`decay_steps`: the rate falls linearly until then; None: it stays."""
         self.bits = dict(base)
         self.values = values_of(base)
         self._master = {name: value.clone() for name, value in self.values.items()}
@@ -61,7 +65,7 @@ class Learner:
             list(self._master.values()), lr=rate, betas=BETAS, weight_decay=0.0, fused=True
         )
         self._schedule = torch.optim.lr_scheduler.LambdaLR(
-            self._optimiser, lambda step: min(1.0, (step + 1) / WARM_UP_STEPS)
+            self._optimiser, lambda step: _share_of_rate(step, decay_steps)
         )
         self._shuffled = control == "shuffled-advantage"
         self._min_tokens = min_tokens
@@ -122,3 +126,9 @@ class Learner:
         self.bits = published(self._master)
         self.values = values_of(self.bits)
         return float(norm)
+
+
+def _share_of_rate(step: int, decay_steps: int | None) -> float:
+    """What part of the learning rate update number `step` uses."""
+    decayed = 1.0 - step / decay_steps if decay_steps else 1.0
+    return min((step + 1) / WARM_UP_STEPS, max(FINAL_SHARE, decayed))

@@ -43,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         key=args.out,
         seed=args.seed,
         steps=args.steps,
+        decay_steps=args.steps,
         control=args.control,
         long_turns=args.long_turns,
     )

@@ -217,6 +217,7 @@ class Stack:
             "publish_port": self.ports.publisher,
             "streams": STREAMS,
             "steps": self.settings.steps + MAX_EXTRA_STEPS,
+            "decay_steps": self.settings.steps,
             "control": control if control in ("shuffled-advantage", "lr0") else "none",
             "corrupt_every": 7 if control == "corrupt-chunk" else 0,
             "long_turns": self.settings.long_turns,

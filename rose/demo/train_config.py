@@ -11,7 +11,8 @@ Control = Literal["none", "shuffled-advantage", "lr0"]
 
 
 class TrainConfig(BaseModel):
-    """One training run. `streams`: trajectories in flight; a step is `groups` x `group_size`."""
+    """One training run. `streams`: trajectories in flight; a step is `groups` x `group_size`. The
+    learning rate falls until `decay_steps`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -25,6 +26,7 @@ class TrainConfig(BaseModel):
     job: str = "frozen-lake"
     seed: int = Field(default=0, ge=0, lt=10_000)
     steps: int = Field(default=34, ge=1, le=1_000)
+    decay_steps: int | None = Field(default=None, ge=1)
     streams: int = Field(default=96, ge=1, le=4_096)
     groups: int = Field(default=16, ge=1)
     group_size: int = Field(default=8, ge=2)

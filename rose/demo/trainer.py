@@ -64,6 +64,7 @@ class Trainer:
             config.seed,
             learning_rate=LONG_LEARNING_RATE if config.long_turns else LEARNING_RATE,
             min_tokens=self._how.min_tokens,
+            decay_steps=config.decay_steps,
         )
         self._snapshots = Snapshots()
         self._snapshots.keep(0, self._learner.values)
