@@ -58,15 +58,20 @@ def load_policy(folder: Path) -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-def save_model(model: Qwen2ForCausalLM, folder: Path, words: tuple[str, ...]) -> None:
-    """Write bf16 weights, config and tokenizer."""
+def save_model(
+    model: Qwen2ForCausalLM, folder: Path, words: tuple[str, ...], end: str = ""
+) -> None:
+    """Write bf16 weights, config and tokenizer; `end` is the word that ends a text."""
     model.to(torch.bfloat16).save_pretrained(folder)
-    _tokenizer(words, model.config.vocab_size).save_pretrained(folder)
+    _tokenizer(words, model.config.vocab_size, end or words[0]).save_pretrained(folder)
 
 
-def _tokenizer(words: tuple[str, ...], size: int) -> PreTrainedTokenizerFast:
+def _tokenizer(words: tuple[str, ...], size: int, end: str) -> PreTrainedTokenizerFast:
     table = {word: index for index, word in enumerate(words)}
     table |= {f"<{index}>": index for index in range(len(words), size)}
     tokenizer = Tokenizer(WordLevel(table, unk_token=words[0]))
     tokenizer.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=words[0])
+    # Named, or engines that take it for Qwen2's add words of that, outside the model's vocabulary.
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=words[0], unk_token=words[0], eos_token=end
+    )

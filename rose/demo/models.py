@@ -55,7 +55,7 @@ def _save_policy(folder: Path, long_turns: bool, progress: Callable[[str, float]
     from rose.demo.warmstart import warm_start
 
     model = warm_start(long_turns, lambda share: progress("warm start of the policy", share))
-    save_model(model, folder, vocab.WORDS)
+    save_model(model, folder, vocab.WORDS, vocab.STOP)
 
 
 def _make(target: Path, write: Callable[[Path], None]) -> None:

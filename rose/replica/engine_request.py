@@ -54,6 +54,7 @@ class EngineRequest:
     @classmethod
     async def start(cls, engine: Any, body: GenerateBody) -> Self:  # noqa: ANN401 - vLLM's AsyncLLM
         """Hand a turn to the engine. Raises RequestRefusedError for what the engine refuses."""
+        _check_stops(engine, body.sampling)
         try:
             collector = await engine.add_request(
                 body.request_id,
@@ -105,6 +106,21 @@ async def abort(engine: Any, requests: Sequence[EngineRequest]) -> None:  # noqa
     """End requests. Needs no engine step: each collector has its last output before this awaits."""
     if requests:
         await engine.abort([request.id for request in requests], internal=True)
+
+
+def _check_stops(engine: Any, sampling: Sampling) -> None:  # noqa: ANN401 - AsyncLLM
+    """Refuse what would end the engine: before `min_tokens` vLLM masks every stop by index."""
+    if not sampling.min_tokens:
+        return
+    size: int = engine.model_config.get_vocab_size()
+    end = engine.renderer.get_eos_token_id()
+    stops = [*(sampling.stop_token_ids or ()), *(() if end is None else (end,))]
+    outside = [token for token in stops if not 0 <= token < size]
+    if outside:
+        raise RequestRefusedError(
+            _BAD_REQUEST,
+            f"min_tokens needs stops inside the vocabulary of {size} tokens, not {outside[0]}",
+        )
 
 
 def _sampled_logprobs(flat: Any) -> list[float]:  # noqa: ANN401 - vLLM's FlatLogprobs

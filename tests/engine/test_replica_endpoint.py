@@ -264,6 +264,26 @@ async def test_a_turn_goes_on_elsewhere_as_if_it_had_never_been_revoked(replica:
     assert begun + tokens_of(rest) == whole
 
 
+async def test_no_stop_is_sampled_before_min_tokens(replica: Replica) -> None:
+    await replica.admit()
+    first = tokens_of(await replica.lines(PROMPT, 1))[0]
+    stops = {"stop_token_ids": [first]}
+    assert tokens_of(await replica.lines(PROMPT, 40, **stops)) == [first]
+    later = await replica.lines(PROMPT, 40, **stops, min_tokens=20)
+    assert len(tokens_of(later)) >= 20
+    assert first not in tokens_of(later)[:20]
+
+
+async def test_a_stop_outside_the_vocabulary_does_not_end_the_engine(replica: Replica) -> None:
+    await replica.admit()
+    sampling = {"max_tokens": 8, "min_tokens": 4, "stop_token_ids": [VOCABULARY]}
+    body = {"request_id": "r", "token_ids": PROMPT, "sampling": sampling}
+    status, answer = await replica.call("generate", body)
+    assert status == 400
+    assert str(VOCABULARY) in answer["error"]["message"]
+    assert len(tokens_of(await replica.lines(PROMPT, 8))) == 8
+
+
 async def test_a_frozen_guest_is_drained_at_once(replica: Replica) -> None:
     epoch = await replica.admit()
     stream = replica.stream(PROMPT, 400)

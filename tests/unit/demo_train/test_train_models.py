@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rose.demo import models, vocab
 from rose.demo.demonstrations import demonstrate
@@ -19,8 +19,14 @@ LONG_REPLY_AT_LEAST = 32
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("policy")
-    save_model(new_policy(0), path, vocab.WORDS)
+    save_model(new_policy(0), path, vocab.WORDS, vocab.STOP)
     return path
+
+
+def test_engines_add_no_word_outside_the_vocabulary(folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert len(tokenizer) == vocab.VOCABULARY_SIZE
+    assert tokenizer.eos_token_id == vocab.STOP_ID
 
 
 def test_the_saved_tokenizer_speaks_the_vocabulary(folder: Path) -> None:
