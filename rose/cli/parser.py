@@ -55,6 +55,6 @@ def _options(parser: argparse.ArgumentParser) -> list[str]:
 
 
 def nearest(word: str, known: list[str]) -> str:
-    """`, did you mean 'x'?` for the nearest known word, empty when none is near."""
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f", did you mean {near[0]!r}?" if near else ""
+    """` (did you mean 'x'?)` for the nearest known word, empty when none is near."""
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    return f" (did you mean {near[0]!r}?)" if near else ""

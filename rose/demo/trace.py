@@ -23,15 +23,17 @@ class TracedRequest:
 
 def _timestamp_s(text: str) -> float:
     """Seconds of `2023-11-16 18:17:03.9799600`; without a zone it is UTC, which never jumps."""
-    moment = datetime.fromisoformat(text)
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        raise ValueError(f"TIMESTAMP is {text!r}; write it as 2023-11-16 18:17:03.97") from None
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
 def _tokens(text: str, column: str) -> int:
-    tokens = int(text)
-    if tokens < 0:
-        raise ValueError(f"{column} is negative")
-    return tokens
+    if not text.strip().isdecimal():
+        raise ValueError(f"{column} is {text!r}; give a whole number of tokens")
+    return int(text)
 
 
 def _parse_row(row: list[str]) -> tuple[float, int, int]:
