@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from rose.demo.arrivals import LoadShape, generate_segment
 from rose.demo.plan import Block, make_plan
 
@@ -56,9 +58,9 @@ class StandInRun:
         """Write all raw records into `folder` and return it."""
         writer = _Writer(self)
         writer.play()
+        encoder = msgspec.json.Encoder()
         for name, lines in writer.files.items():
-            text = "".join(json.dumps(line) + "\n" for line in lines)
-            (folder / f"{name}.jsonl").write_text(text)
+            (folder / f"{name}.jsonl").write_bytes(encoder.encode_lines(lines))
         settings = {"seed": self.seed, "steps": self.steps, "control": self.control}
         run = {"t0_s": T0_S, "end_s": writer.now_s + 3, "settings": settings}
         (folder / "run.json").write_text(json.dumps(run))
