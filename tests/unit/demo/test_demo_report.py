@@ -57,7 +57,7 @@ def test_verify_names_each_field_that_was_changed(tmp_path: Path) -> None:
 def test_verify_notices_records_changed_after_the_report(tmp_path: Path) -> None:
     write_report(StandInRun(**SHORT).write(tmp_path))
     path = tmp_path / "trajectories.jsonl"
-    path.write_text(path.read_text().replace('"reward": 0.0', '"reward": 1.0', 1))
+    path.write_text(path.read_text().replace('"reward":0.0', '"reward":1.0', 1))
     fields = {difference.field for difference in verify(tmp_path)}
     assert "reward.by_step[0]" in fields
     assert "report.md" in fields
