@@ -1,22 +1,48 @@
 """Places the process it runs in, then becomes the program it is given.
 
-    placement.py PARENT CORE|- background|normal family|alone PROGRAM [ARGUMENT…]
+    placement.py [OPTION=VALUE…] -- PROGRAM [ARGUMENT…]
 
-    parent dies ──SIGKILL──► program dies ──SIGUSR1──► watcher ──SIGKILL──► the whole group
+    parent=PID        parent dies ──SIGKILL──► program
+    family=yes        program dies ──SIGUSR1──► keeper ──SIGKILL──► the whole group
+    claim=FD          nobody has locked FD for orphan_s, or kill_file appears ──► keeper ──► group
+    core=N            pinned there
+    share=background  behind every normal process, and first to go when memory runs out
+    cgroup=DIR        moved there first
 
-The watcher exists for a `family` only: a program whose own children would outlive it. A program of
-its own, since code run between fork and exec crashes in a parent that has threads of gRPC. Run by
-path with `python -I -S`: standard library only.
+The keeper is a process beside the program, so it works while the program starts, hangs or is dead.
+A program of its own, since code run between fork and exec crashes in a parent that has threads of
+gRPC. Run by path with `python -I -S`: standard library only.
 """
 
 import ctypes
+import fcntl
 import os
 import signal
+import struct
 import sys
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 ORPHANED = 75
+POLL_S = 0.05
+NICEST = 19
+_FLOCK = struct.Struct("hhqqi4x")
+_STOPS = {signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+
+
+def main(words: list[str]) -> None:
+    """Place this process as told, then become the program."""
+    border = words.index("--")
+    options = dict(word.split("=", 1) for word in words[:border])
+    if "parent" in options:
+        die_with(int(options["parent"]), signal.SIGKILL)
+    if "family" in options or "claim" in options:
+        fork_keeper(os.getpid(), options)
+    place(options)
+    program = words[border + 1 :]
+    os.execvp(program[0], program)  # noqa: S606 - becoming the program is the point
 
 
 def die_with(parent: int, death: signal.Signals) -> None:
@@ -26,31 +52,66 @@ def die_with(parent: int, death: signal.Signals) -> None:
         sys.exit(ORPHANED)  # it died before the line above: nothing will ever tell this process
 
 
-def watch(leader: int) -> None:
-    """Start the watcher that ends this process group once its leader, this process, is gone."""
-    # Blocked before the fork, so that no signal finds the watcher unprepared.
-    stops = {signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
-    signal.pthread_sigmask(signal.SIG_BLOCK, stops)
+def fork_keeper(leader: int, options: Mapping[str, str]) -> None:
+    """Start the process that ends this group once its leader, this process, has no right to be."""
+    # Blocked before the fork, so that no signal finds the keeper unprepared.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
     if os.fork() == 0:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGUSR1)
-        if os.getppid() == leader:
-            signal.sigwait({signal.SIGUSR1})
-        os.killpg(leader, signal.SIGKILL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, stops)
+        try:
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGUSR1)
+            if os.getppid() == leader:
+                keep(options)
+        finally:
+            # Whatever ended the watch, and be it a mistake in it: nothing may go on unwatched.
+            os.killpg(leader, signal.SIGKILL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
+    if "claim" in options:
+        os.set_inheritable(int(options["claim"]), False)
 
 
-def place(core: str, share: str) -> None:
-    """Pin this process, and put it below all others if asked to."""
-    if core != "-":
-        os.sched_setaffinity(0, {int(core)})
-    if share == "background":
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-        Path("/proc/self/oom_score_adj").write_text("1000")
+def keep(options: Mapping[str, str]) -> None:
+    """Return when the leader is dead, when nobody claims it any more, or when the kill file is."""
+    if "claim" not in options:
+        signal.sigwait({signal.SIGUSR1})
+        return
+    claim, orphan_s = int(options["claim"]), float(options["orphan_s"])
+    claimed_s = time.monotonic()
+    while signal.sigtimedwait({signal.SIGUSR1}, POLL_S) is None:
+        if claim_holder(claim) is not None:
+            claimed_s = time.monotonic()
+        if time.monotonic() - claimed_s > orphan_s or Path(options["kill_file"]).exists():
+            return
+
+
+def claim_holder(descriptor: int) -> int | None:
+    """The process that has locked the file, None when nobody has. The kernel drops a dead one's."""
+    wanted = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, wanted))
+    return None if kind == fcntl.F_UNLCK else int(pid)
+
+
+def place(options: Mapping[str, str]) -> None:
+    """Pin this process, and put it behind all others if asked to, as far as that is permitted.
+
+    What came of it is read back by whoever wants to know .
+    """
+    if "core" in options:
+        os.sched_setaffinity(0, {int(options["core"])})
+    if "cgroup" in options:
+        _permitted(lambda: Path(options["cgroup"], "cgroup.procs").write_text(str(os.getpid())))
+    if options.get("share") == "background":
+        if not _permitted(lambda: os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))):
+            _permitted(lambda: os.setpriority(os.PRIO_PROCESS, 0, NICEST))
+        _permitted(lambda: Path("/proc/self/oom_score_adj").write_text("1000"))
+
+
+def _permitted(attempt: Callable[[], object]) -> bool:
+    try:
+        attempt()
+    except OSError:
+        return False
+    return True
 
 
 if __name__ == "__main__":
-    die_with(int(sys.argv[1]), signal.SIGKILL)
-    if sys.argv[4] == "family":
-        watch(os.getpid())
-    place(sys.argv[2], sys.argv[3])
-    os.execvp(sys.argv[5], sys.argv[5:])  # noqa: S606 - becoming the program is the point
+    main(sys.argv[1:])

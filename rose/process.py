@@ -1,4 +1,4 @@
-"""Child processes that never outlive their parent: a process group each, ended as a whole.
+"""Child processes: a group each, which ends with its parent or is kept for the next one to adopt.
 
 A group and not a session: Linux schedules sessions against each other as equals (autogroups), and
 inside its own session a guest's SCHED_IDLE would mean nothing to the host.
@@ -14,10 +14,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rose import placement
+from rose.process_group import ProcessGroup, group_alive
 
-STOP_GRACE_S = 8.0
-KILL_GRACE_S = 5.0
+__all__ = ["Keep", "ManagedProcess", "ProcessSpec", "group_alive"]
+
 STREAM_LIMIT_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """What lets a child outlive its parent: for `orphan_s` after nobody locks `claim` any more.
+
+    claim: descriptor of an open file, which this process has locked. kill_file: while it exists
+    the child ends, whoever lives.
+    """
+
+    claim: int
+    kill_file: Path
+    orphan_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +40,9 @@ class ProcessSpec:
 
     core: the CPU it and its children are pinned to, None for any.
     background: below every normal process (SCHED_IDLE) and first to go when memory runs out.
+    cgroup: folder of the cgroup it is moved to.
     family: it starts children of its own, which end with it however it ends.
+    keep: None ends it with its parent.
     log: file that takes stdout and stderr; with `piped` only stderr.
     """
 
@@ -36,17 +52,19 @@ class ProcessSpec:
     log: Path | None = None
     core: int | None = None
     background: bool = False
+    cgroup: Path | None = None
     family: bool = False
+    keep: Keep | None = None
     piped: bool = False
 
 
-class ManagedProcess:
+class ManagedProcess(ProcessGroup):
     """A running child and its process group."""
 
     def __init__(self, spec: ProcessSpec, process: asyncio.subprocess.Process) -> None:
+        super().__init__(process.pid)
         self.spec = spec
         self._process = process
-        self._group = process.pid  # the child leads its group
 
     @classmethod
     async def start(cls, spec: ProcessSpec) -> "ManagedProcess":
@@ -62,17 +80,13 @@ class ManagedProcess:
                 stdout=asyncio.subprocess.PIPE if spec.piped else log,
                 stderr=log,
                 process_group=0,
+                pass_fds=(spec.keep.claim,) if spec.keep else (),
                 limit=STREAM_LIMIT_BYTES,
             )
         finally:
             if log:
                 log.close()
         return cls(spec, process)
-
-    @property
-    def pid(self) -> int:
-        """Process id of the child itself."""
-        return self._process.pid
 
     @property
     def returncode(self) -> int | None:
@@ -100,56 +114,22 @@ class ManagedProcess:
         if self.returncode is None:
             self._process.send_signal(number)
 
-    async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
-        """End the whole group: TERM, a grace period, KILL. Returns when nothing of it is left."""
-        self._signal_group(signal.SIGTERM)
-        if not await self._gone(grace_s):
-            self._signal_group(signal.SIGKILL)
-            await self._gone(KILL_GRACE_S)
-
-    async def kill(self) -> None:
-        """End the whole group at once."""
-        await self.stop(grace_s=0.0)
-
-    def _signal_group(self, number: signal.Signals) -> None:
-        try:
-            os.killpg(self._group, number)
-        except ProcessLookupError:
-            return
-
-    async def _gone(self, patience_s: float) -> bool:
-        deadline = asyncio.get_running_loop().time() + patience_s
-        while group_alive(self._group):
-            if asyncio.get_running_loop().time() >= deadline:
-                return False
-            await asyncio.sleep(0.02)
-        await self._process.wait()
-        return True
-
-
-def group_alive(group: int) -> bool:
-    """True while the group holds a process that is no zombie."""
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    for entry in os.scandir("/proc"):
-        if not entry.name.isdigit():
-            continue
-        try:
-            fields = Path(entry.path, "stat").read_text().rpartition(")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        state, pgrp = fields[0], int(fields[2])
-        if pgrp == group and state != "Z":
-            return True
-    return False
-
 
 def _placed(spec: ProcessSpec) -> list[str]:
     """The child's command line: placement first, which then becomes the program itself."""
-    core = "-" if spec.core is None else str(spec.core)
-    share = "background" if spec.background else "normal"
-    kind = "family" if spec.family else "alone"
+    options: dict[str, object] = {}
+    if spec.keep:
+        options |= {"claim": spec.keep.claim, "orphan_s": spec.keep.orphan_s}
+        options["kill_file"] = spec.keep.kill_file.absolute()
+    else:
+        options["parent"] = os.getpid()
+    if spec.core is not None:
+        options["core"] = spec.core
+    if spec.background:
+        options["share"] = "background"
+    if spec.cgroup:
+        options["cgroup"] = spec.cgroup
+    if spec.family:
+        options["family"] = "yes"
     placer = (sys.executable, "-I", "-S", str(placement.__file__))
-    return [*placer, str(os.getpid()), core, share, kind, *spec.argv]
+    return [*placer, *(f"{name}={value}" for name, value in options.items()), "--", *spec.argv]

@@ -41,7 +41,7 @@ def add_operator_commands(subparsers: "Subparsers") -> None:
     revoke.set_defaults(run=_revoke)
 
     for name, run, what in (
-        ("kill", _kill, "end all guests of a node, with the scheduler up or down"),
+        ("kill", _kill, "end all guests of a node now, whatever else is down"),
         ("unkill", _unkill, "let them start again"),
     ):
         parser = subparsers.add_parser(name, help=what)
@@ -78,16 +78,15 @@ def _revoke(args: argparse.Namespace) -> int:
 
 
 def _kill(args: argparse.Namespace) -> int:
+    # Imported here: only this command looks at processes.
+    from rose.node.kill import end_guests
+
     file = _kill_file(args.folder)
-    try:
-        file.touch()
-    except OSError as error:
-        raise ConfigError(
-            f"{file} cannot be written ({error.strerror}); check its owner"
-        ) from error
-    return _say(
-        f"{file} is set: the node ends its guests; `rose unkill {args.folder}` takes it back"
-    )
+    ended = end_guests(args.folder, file)
+    _say(f"{file} is set: no guest starts until `rose unkill {args.folder}` takes it back")
+    for guest in ended:
+        _say(f"{guest.name} (process {guest.pid}) {guest.outcome}")
+    return 0 if all(guest.gone for guest in ended) else 1
 
 
 def _unkill(args: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from dataclasses import replace
 
 import aiohttp
 
@@ -9,7 +10,9 @@ from rose.engines.preflight import check_spec
 from rose.engines.spec import EngineRole, EngineSpec
 from rose.engines.vllm import process_spec
 from rose.errors import EngineStartError
-from rose.process import ManagedProcess
+from rose.process import Keep, ManagedProcess
+from rose.process_group import AdoptedProcess, ProcessGroup
+from rose.procfs import ProcessIdentity
 
 POLL_INTERVAL_S = 0.25
 POLL_TIMEOUT_S = 2.0
@@ -21,16 +24,24 @@ _MEANINGFUL = re.compile(r"^\w*(Error|Exception)\b.*: .+")
 class EngineProcess:
     """A running engine."""
 
-    def __init__(self, spec: EngineSpec, process: ManagedProcess) -> None:
+    def __init__(self, spec: EngineSpec, process: ProcessGroup) -> None:
         self.spec = spec
         self.process = process
 
     @classmethod
-    async def start(cls, spec: EngineSpec) -> "EngineProcess":
-        """Start the engine without waiting for it. Raises ConfigError when it could not work."""
+    async def start(cls, spec: EngineSpec, keep: Keep | None = None) -> "EngineProcess":
+        """Start the engine without waiting for it. Raises ConfigError when it could not work.
+
+        `keep` lets it outlive this process for a while; None ends it with this process.
+        """
         check_spec(spec)
         spec.log.parent.mkdir(parents=True, exist_ok=True)
-        return cls(spec, await ManagedProcess.start(process_spec(spec)))
+        return cls(spec, await ManagedProcess.start(replace(process_spec(spec), keep=keep)))
+
+    @classmethod
+    def adopt(cls, spec: EngineSpec, identity: ProcessIdentity) -> "EngineProcess":
+        """Take over an engine that an earlier process started as `spec`."""
+        return cls(spec, AdoptedProcess(identity))
 
     async def wait_healthy(self, timeout_s: float) -> None:
         """Return once it serves; EngineStartError when it dies or takes too long.

@@ -20,6 +20,8 @@ class EngineSpec:
     kv_bytes: size of its KV cache. core: CPU it is pinned to.
     stream_interval: tokens in a streamed chunk.
     control_page: page shared by a host and its guests.
+    orphan_s: how long a guest outlives the last grant.
+    cgroup: where it is put, None leaves it where its parent is.
     verify_key: hex of the key that signs manifests.
     """
 
@@ -36,6 +38,8 @@ class EngineSpec:
     block_size: int = 32
     stream_interval: int = 1
     control_page: Path | None = None
+    orphan_s: float = 1.5
+    cgroup: Path | None = None
     verify_key: str | None = None
     ttft_target_s: float = 0.5
     tpot_target_s: float = 0.15

@@ -39,6 +39,7 @@ def process_spec(spec: EngineSpec) -> ProcessSpec:
         log=spec.log,
         core=spec.core,
         background=spec.role is EngineRole.GUEST,
+        cgroup=spec.cgroup,
         family=True,  # vLLM's engine core lives on for good when its API process is killed
     )
 
@@ -81,6 +82,7 @@ def _environment(spec: EngineSpec) -> dict[str, str]:
     }
     if spec.control_page:
         env["ROSE_CONTROL_PAGE"] = str(spec.control_page)
+        env["ROSE_ORPHAN_S"] = str(spec.orphan_s)
     if spec.verify_key:
         env["ROSE_VERIFY_KEY"] = spec.verify_key
     return env | spec.extra_env

@@ -27,6 +27,8 @@ class ReplicaConfig(_Frozen):
     """A rollout engine that this node runs. A guest shares the GPU (here: the core) of the host.
 
     token_budget: most tokens in one guest step. slack_share: 0 uses host-idle time only.
+    orphan_s: how long a guest outlives its daemon, frozen: until then the next daemon may adopt it,
+    afterwards its memory is the machine's again.
     """
 
     id: str
@@ -44,6 +46,7 @@ class ReplicaConfig(_Frozen):
     prefill_tok_s: float = Field(default=10_000.0, gt=0)
     kv_tokens: int = Field(default=32_768, gt=0)
     start_timeout_s: float = Field(default=180.0, gt=0)
+    orphan_s: float = Field(default=1.5, ge=0.5, le=600.0)
     extra_env: dict[str, str] = {}
 
     def engine(self, log: Path, page: Path | None, verify_key: str | None) -> EngineSpec:
@@ -60,6 +63,7 @@ class ReplicaConfig(_Frozen):
             max_num_seqs=self.max_sequences,
             stream_interval=self.stream_interval,
             control_page=page if self.kind == "guest" else None,
+            orphan_s=self.orphan_s,
             verify_key=verify_key,
             extra_env=self.extra_env,
         )

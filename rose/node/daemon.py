@@ -1,23 +1,23 @@
 """NodeDaemon: assembles guard, supervisors, weight receiver and the scheduler session."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from functools import partial
+from collections.abc import Coroutine
 
 import aiohttp
 
-from executor import ControlPage, GuardConfig, GuardCore, PageUnreadable
+from executor import ControlPage
 from rose.errors import RoseError
 from rose.eventlog import EventLog, JsonlLog
+from rose.node.assembly import Assembly, HostSide
 from rose.node.chain import KnownVersion, VersionChain
-from rose.node.config import HostConfig, NodeConfig, ReplicaConfig
+from rose.node.config import NodeConfig
 from rose.node.guard_thread import GuardThread
 from rose.node.harvest import HarvestState
 from rose.node.host_watch import HostWatch
+from rose.node.kill_switch import KillSwitch
 from rose.node.replica import Replica
 from rose.node.reports import build_reports
 from rose.node.session import SchedulerSession
-from rose.node.supervisor import Supervisor
 from rose.node.updates import Source
 from rose.rpc import rose_pb2
 from weight_transfer import ChunkStore, VerifyKey
@@ -37,10 +37,13 @@ class NodeDaemon:
         self._events = EventLog(config.log_dir, config.node)
         self._chain = VersionChain()
         self._harvest = HarvestState()
+        self._kill_switch = KillSwitch(config.kill_file)
         self._stopping = asyncio.Event()
         self._guard_broke = asyncio.Event()
-        self._page = ControlPage.ensure(config.host.page) if config.host else None
-        self._watch = HostWatch(config.log_dir) if config.host else None
+        self._host: HostSide | None = None
+        if config.host:
+            page = ControlPage.ensure(config.host.page)
+            self._host = HostSide(config.host, page, HostWatch(config.log_dir))
         self._guards: dict[str, GuardThread] = {}
         self._replicas: dict[str, Replica] = {}
         self._session = SchedulerSession(
@@ -50,6 +53,11 @@ class NodeDaemon:
     def stop(self) -> None:
         """Drain, end every engine, and let `run` return."""
         self._stopping.set()
+
+    def kill(self) -> None:
+        """Set the kill switch: every guest ends at once, and none starts until it is taken back."""
+        self._kill_switch.engage()
+        self._events.write("kill_switch_set", by="signal")
 
     async def run(self) -> None:
         """Serve until stopped. Raises what broke, once everything it started is ended."""
@@ -72,65 +80,22 @@ class NodeDaemon:
         key = VerifyKey(self._config.verify_key) if self._config.verify_key else None
         source = Source(http, store, self._chain, key)
         activations = JsonlLog(self._config.log_dir / "activations.jsonl")
+        assembly = Assembly(
+            self._config, self._events, self._harvest, self._kill_switch, self._host, self._guards
+        )
         for config in self._config.replicas:
-            self._replicas[config.id] = Replica(
+            self._replicas[config.id] = replica = Replica(
                 config,
-                self._supervisor_of(config),
+                assembly.supervisor_of(config),
                 source,
                 activations,
                 self._events,
                 self._session.say,
                 self._session.changed,
             )
-            if config.kind == "guest" and self._config.host:
-                self._guards[config.id] = self._guard_of(config, self._config.host)
+            if config.kind == "guest" and self._host:
+                assembly.guard_of(replica, self._host, self._guard_broke.set)
         self._events.write("node_started", node=self._config.node)
-
-    def _supervisor_of(self, config: ReplicaConfig) -> Callable[[Replica], Supervisor]:
-        page = self._config.host.page if self._config.host else None
-        log = self._config.log_dir / f"engine-{config.id}.log"
-        spec = config.engine(log, page, self._config.verify_key)
-        guest = config.kind == "guest"
-        return lambda replica: Supervisor(
-            spec,
-            config.start_timeout_s,
-            self._events,
-            replica.entered,
-            blocked=(lambda: self._barred(replica)) if guest else lambda: False,
-        )
-
-    def _barred(self, guest: Replica) -> bool:
-        """Whether the guest may not exist now. The kill switch waits for nothing."""
-        if self._config.kill_file.exists():
-            return True
-        # Without a right to exist it still may finish handing its turns back.
-        return guest.tenant.core.vacant and not self._harvest.wants(guest.config.id)
-
-    def _guard_of(self, config: ReplicaConfig, host: HostConfig) -> GuardThread:
-        assert self._page is not None
-        assert self._watch is not None
-        limits = GuardConfig(
-            token_budget=config.token_budget,
-            max_sequences=config.max_sequences,
-            slack_share=config.slack_share,
-        )
-        try:
-            previous = self._page.grant.read()
-        except PageUnreadable:
-            previous = None
-        guard = GuardThread(
-            self._page,
-            GuardCore(limits, previous),
-            self._replicas[config.id].tenant.active,
-            self._config.kill_file,
-            host.pid,
-            self._watch,
-            self._config.log_dir,
-            self._events,
-            partial(asyncio.get_running_loop().call_soon_threadsafe, self._guard_broke.set),
-        )
-        guard.start()
-        return guard
 
     def _tasks(self) -> list[Coroutine[None, None, None]]:
         replicas = [task for replica in self._replicas.values() for task in replica.tasks()]
@@ -147,7 +112,8 @@ class NodeDaemon:
         self._events.write("node_stopped", node=self._config.node)
 
     def _reports(self) -> list[rose_pb2.NodeReport]:
-        return build_reports(self._config, self._replicas, self._guards, self._watch)
+        watch = self._host.watch if self._host else None
+        return build_reports(self._config, self._replicas, self._guards, watch)
 
     def _obey(self, command: rose_pb2.NodeCommand) -> None:
         match command.WhichOneof("command"):

@@ -3,19 +3,26 @@
 When the thread dies the last grant expires and the guest freezes: silence is a revocation.
 """
 
+import logging
 import os
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from executor import ControlPage, Grant, GuardCore, GuestState, HostState, PageUnreadable
+from executor import ControlPage, Grant, GuardCore, GuestState, HostState
+from executor.guard import STALLED
 from rose.eventlog import EventLog, JsonlLog
 from rose.node.duty import DutyMeter
 from rose.node.host_watch import HostWatch
+from rose.node.kill_switch import KillSwitch
+from rose.node.reasons import sentence
+from rose.node.tenant import Tenant
 
 TICK_S = 0.02
 SAMPLE_EVERY_TICKS = 5
+
+logger = logging.getLogger("rose.node")
 
 
 class GuardThread:
@@ -23,32 +30,41 @@ class GuardThread:
 
     def __init__(
         self,
+        name: str,
         page: ControlPage,
         core: GuardCore,
-        lease_active: Callable[[], bool],
-        kill_file: Path,
+        tenant: Tenant,
+        kill_switch: KillSwitch,
         host_pid: int | None,
         watch: HostWatch,
         log_dir: Path,
         events: EventLog,
         on_broken: Callable[[], object],
+        on_stall: Callable[[str], object],
     ) -> None:
-        """`on_broken` is called in this thread when the loop ends unasked."""
+        """Both are called in this thread: when the loop ends unasked, when the process stood still.
+
+        After a stop longer than a grant lives the lease of that time grants nothing any more.
+        """
+        self._name = name
         self._page = page
         self._core = core
-        self._lease_active = lease_active
-        self._kill_file = kill_file
+        self._tenant = tenant
+        self._kill_switch = kill_switch
         self._host_pid = host_pid
         self._watch = watch
         self._samples = JsonlLog(log_dir / "guest.jsonl")
         self._events = events
         self._on_broken = on_broken
+        self._on_stall = on_stall
+        self._void_epoch = 0
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rose-guard", daemon=True)
         self._duty = DutyMeter()
         self.host: HostState | None = None
         self.guest: GuestState | None = None
         self.grant: Grant | None = None
+        self.granted = 0
 
     def start(self) -> None:
         """Begin to grant."""
@@ -78,38 +94,36 @@ class GuardThread:
             grant = self._tick()
             if grant.reason != reason:
                 reason = grant.reason
-                self._events.write("grant", mode=grant.mode.name.lower(), reason=reason)
+                self._changed(grant)
             if ticks % SAMPLE_EVERY_TICKS == 0:
                 self._duty.update(time.monotonic_ns(), self.guest)
                 self._sample(grant)
                 self._watch.drain(self._page)
             ticks += 1
 
+    def _changed(self, grant: Grant) -> None:
+        mode = grant.mode.name.lower()
+        self._events.write("grant", replica=self._name, mode=mode, reason=grant.reason)
+        logger.info(sentence(self._name, mode, grant.reason))
+
     def _tick(self) -> Grant:
-        self.host = self._read_host()
-        self.guest = self._read_guest()
+        self.host = self._page.host.peek()
+        self.guest = self._page.guest.peek()
+        epoch = self._tenant.lease_epoch()
         self.grant = self._core.step(
             time.monotonic_ns(),
             self.host,
             self.guest,
-            lease_active=self._lease_active(),
-            kill_switch=self._kill_file.exists(),
+            lease_active=epoch is not None and epoch > self._void_epoch,
+            kill_switch=self._kill_switch.engaged,
             host_alive=_alive(self._host_pid),
         )
+        if self.grant.reason == STALLED:
+            self._void_epoch = self._tenant.core.held.epoch
+            self._on_stall(STALLED)
         self._page.grant.write(self.grant)
+        self.granted += 1
         return self.grant
-
-    def _read_host(self) -> HostState | None:
-        try:
-            return self._page.host.read()
-        except PageUnreadable:
-            return None
-
-    def _read_guest(self) -> GuestState | None:
-        try:
-            return self._page.guest.read()
-        except PageUnreadable:
-            return None
 
     def _sample(self, grant: Grant) -> None:
         host = self.host or HostState()

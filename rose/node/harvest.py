@@ -6,8 +6,9 @@ from rose.rpc import rose_pb2
 class HarvestState:
     """Modes as told: one of the cluster, and stricter ones of single replicas.
 
-    Until a scheduler spoke nothing may be lent, so no guest is started either. A scheduler that
-    falls silent afterwards changes nothing: leases end by themselves.
+    Until a scheduler spoke nothing may be lent, so no guest is started either; one that an earlier
+    daemon left running stays, frozen. A scheduler that falls silent changes nothing: leases end by
+    themselves.
     """
 
     def __init__(self) -> None:
@@ -22,7 +23,12 @@ class HarvestState:
             self._cluster = command.mode
             self._own.clear()
 
-    def wants(self, replica: str) -> bool:
-        """Whether the guest shall exist at all."""
-        barred = (rose_pb2.HARVEST_MODE_UNSPECIFIED, rose_pb2.HARVEST_MODE_OFF)
-        return self._cluster not in barred and self._own.get(replica) not in barred
+    @property
+    def known(self) -> bool:
+        """Whether a scheduler has spoken since this daemon started."""
+        return self._cluster != rose_pb2.HARVEST_MODE_UNSPECIFIED
+
+    def off(self, replica: str) -> bool:
+        """Whether the guest shall not exist at all."""
+        barred = rose_pb2.HARVEST_MODE_OFF
+        return barred in (self._cluster, self._own.get(replica))

@@ -1,37 +1,74 @@
-"""`rose node --config FILE`: run a node daemon until it is told to stop."""
+"""`rose node --config FILE`: run a node daemon until it is told to stop.
+
+SIGTERM, SIGINT  drain, end the guests, leave
+SIGUSR1          set the kill switch: guests end at once and stay away until `rose unkill RUN_DIR`
+SIGKILL          guests freeze, and end themselves unless the next daemon adopts them in time
+"""
 
 import argparse
 import asyncio
+import logging
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from executor import PageError
-from rose.errors import RoseError
+from rose.errors import RefusedError, RoseError
+from rose.filelock import HeldFile
 from rose.node.config import NodeConfig
 from rose.node.daemon import NodeDaemon
+
+STANDBY_POLL_S = 0.05
+EXIT_BAD_INPUT, EXIT_INTERRUPTED = 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; exit code 2 with one line on bad input."""
-    parser = argparse.ArgumentParser(prog="rose node", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="rose node", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--config", type=Path, required=True, help="the node's JSON file")
+    parser.add_argument(
+        "--standby",
+        action="store_true",
+        help="wait until the daemon that runs this node ends, then adopt its guests",
+    )
     args = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     try:
-        asyncio.run(_run(NodeConfig.load(args.config)))
+        asyncio.run(_run(NodeConfig.load(args.config), standby=args.standby))
     except (RoseError, PageError) as error:
         sys.stderr.write(f"rose node: {error}\n")
-        return 2
+        return EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
     return 0
 
 
-async def _run(config: NodeConfig) -> None:
+async def _run(config: NodeConfig, *, standby: bool) -> None:
+    # For as long as this process lives: two daemons would both write the grant.
+    lock = await _own(config.run_dir / "daemon.lock", patient=standby)
     daemon = NodeDaemon(config)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, daemon.stop)
-    await daemon.run()
+    # Not through the loop: a loop that is stuck in one callback must still obey.
+    signal.signal(signal.SIGUSR1, lambda *_: daemon.kill())
+    try:
+        await daemon.run()
+    finally:
+        lock.close()
+
+
+async def _own(path: Path, *, patient: bool) -> HeldFile:
+    while True:
+        try:
+            return HeldFile.take(path)
+        except RefusedError:
+            if not patient:
+                raise
+            await asyncio.sleep(STANDBY_POLL_S)
 
 
 if __name__ == "__main__":

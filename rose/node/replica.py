@@ -36,7 +36,7 @@ class Replica:
         self._events = events
         self._report = report
         self._changed = changed
-        client = ReplicaClient(source.session, self.url)
+        self._client = client = ReplicaClient(source.session, self.url)
         self.tenant = Tenant(config.id, client, events, self._lease_told, self._broken)
         self.updates = Updates(
             config.id,
@@ -75,11 +75,12 @@ class Replica:
         await self.supervisor.stop()
 
     async def entered(self, state: EngineState) -> None:
-        """The engine's state changed."""
+        """The engine's state changed. UnavailableError when a healthy one does not answer."""
         if state is EngineState.HEALTHY:
+            said = await self._client.state()
             self._trusted = True
-            self.tenant.engine_up()
-            self.updates.engine_up()
+            self.tenant.engine_up(int(said.get("epoch", 0)), bool(said.get("admitting")))
+            self.updates.engine_up(int(said.get("policy_version", 0)))
         else:
             self.tenant.engine_down()
             self.updates.engine_down()

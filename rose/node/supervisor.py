@@ -1,4 +1,4 @@
-"""Keeps one engine running: start, watch, restart a bounded number of times, end."""
+"""Keeps one engine running: adopt or start, watch, restart a bounded number of times, end."""
 
 import asyncio
 import contextlib
@@ -9,12 +9,14 @@ from enum import StrEnum
 from rose.engines import EngineProcess, EngineSpec
 from rose.errors import RoseError
 from rose.eventlog import EventLog
+from rose.node.claim import Claim, fingerprint
+from rose.node.rules import Rules
 
 MAX_SHORT_LIVES = 6
 STABLE_S = 60.0
 FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 30.0
-BLOCKED_POLL_S = 0.2
+POLL_S = 0.2
 
 
 class EngineState(StrEnum):
@@ -40,19 +42,21 @@ class Supervisor:
         start_timeout_s: float,
         events: EventLog,
         on_change: Callable[[EngineState], Awaitable[None]],
-        blocked: Callable[[], bool] = lambda: False,
+        rules: Rules,
+        claim: Claim | None = None,
     ) -> None:
-        """`blocked`: while true nothing is started (the kill switch)."""
+        """Without a `claim` the engine ends with this process, however it ends."""
         self.spec = spec
         self.state = EngineState.STARTING
         self.restarts = 0
         self._start_timeout_s = start_timeout_s
         self._events = events
         self._on_change = on_change
-        self._blocked = blocked
+        self._rules = rules
+        self._claim = claim
         self._engine: EngineProcess | None = None
         self._stopping = asyncio.Event()
-        self._unwanted = False
+        self._unwanted: str | None = None
         self._short_lives = 0
 
     @property
@@ -63,14 +67,16 @@ class Supervisor:
     async def run(self) -> None:
         """Until stopped."""
         backoff_s = FIRST_BACKOFF_S
+        adopted = await self._adopt()
         while not self._stopping.is_set():
-            if self._blocked():
+            if adopted is None and self._barred():
                 await self._enter(EngineState.STOPPED)
-                await self._pause(BLOCKED_POLL_S)
+                await self._pause(POLL_S)
                 continue
-            if await self._one_life():
+            if await self._one_life(adopted):
                 backoff_s = FIRST_BACKOFF_S
-            if self._stopping.is_set() or self._blocked():
+            adopted = None
+            if self._stopping.is_set() or self._barred():
                 continue
             if self._short_lives >= MAX_SHORT_LIVES:
                 await self._enter(EngineState.FAILED)
@@ -85,7 +91,7 @@ class Supervisor:
     def restart(self, reason: str) -> None:
         """End this life of the engine; the next one begins as after any other end."""
         self._log("engine_unwanted", reason=reason)
-        self._unwanted = True
+        self._unwanted = reason
 
     async def stop(self) -> None:
         """End the engine and do not start it again."""
@@ -93,29 +99,61 @@ class Supervisor:
         if self._engine:
             await self._engine.stop()
 
+    def _barred(self) -> bool:
+        return bool(self._rules.must_end() or self._rules.must_wait())
+
     async def _pause(self, seconds: float) -> None:
         """Sleep, unless it is time to stop."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._stopping.wait()
 
+    async def _adopt(self) -> EngineProcess | None:
+        """The engine that an earlier daemon left running, unless it is not what shall run here."""
+        tenure = self._claim.found() if self._claim else None
+        if tenure is None:
+            return None
+        engine = EngineProcess.adopt(self.spec, tenure.identity)
+        refusal = self._rules.must_end()
+        if tenure.spec != fingerprint(self.spec):
+            refusal = "it was started with other settings"
+        if refusal is None:
+            self._log("engine_adopted", pid=tenure.identity.pid)
+            return engine
+        self._log("engine_not_adopted", pid=tenure.identity.pid, reason=refusal)
+        await self._reclaim(engine, refusal)
+        return None
+
+    async def _obtain(self) -> EngineProcess:
+        keep = self._claim.begin() if self._claim else None
+        engine = await EngineProcess.start(self.spec, keep)
+        if self._claim:
+            self._claim.record(engine.process.pid, self.spec)
+        self._log("engine_started", pid=engine.process.pid)
+        return engine
+
     async def _end_of(self, engine: EngineProcess) -> int:
-        """Exit status of the engine; the kill switch or a wanted restart ends it first."""
+        """Exit status of the engine; whatever stands against it ends it first."""
         ended = asyncio.create_task(engine.process.wait())
-        while not (await asyncio.wait((ended,), timeout=BLOCKED_POLL_S))[0]:
-            if self._blocked() or self._unwanted:
-                await engine.process.kill()
+        while not (await asyncio.wait((ended,), timeout=POLL_S))[0]:
+            reason = self._rules.must_end() or self._unwanted or self._rules.hangs()
+            if reason:
+                await self._reclaim(engine, reason)
         return ended.result()
 
-    async def _one_life(self) -> bool:
-        """Start, and wait for the end; True when it was healthy in between."""
+    async def _reclaim(self, engine: EngineProcess, reason: str) -> None:
+        began_s = time.monotonic()
+        await engine.process.kill()
+        self._log("engine_reclaimed", reason=reason, seconds=time.monotonic() - began_s)
+
+    async def _one_life(self, adopted: EngineProcess | None) -> bool:
+        """Start (or go on with) the engine, and wait for its end; True when it was healthy."""
         await self._enter(EngineState.STARTING)
         healthy = False
-        self._unwanted = False
+        self._unwanted = None
         started_s = time.monotonic()
         try:
-            self._engine = await EngineProcess.start(self.spec)
-            self._log("engine_started", pid=self._engine.process.pid)
+            self._engine = adopted or await self._obtain()
             await self._engine.wait_healthy(self._start_timeout_s)
             healthy = True
             await self._enter(EngineState.HEALTHY)
@@ -126,16 +164,18 @@ class Supervisor:
         finally:
             if self._engine:
                 # What the engine started may outlive it; nothing of it may.
-                with contextlib.suppress(ProcessLookupError):
-                    await self._engine.process.kill()
+                await self._engine.process.kill()
                 self._engine = None
+            if self._claim:
+                self._claim.drop()
         stable = healthy and time.monotonic() - started_s >= STABLE_S
         self._short_lives = 0 if stable else self._short_lives + 1
         return healthy
 
     async def _enter(self, state: EngineState) -> None:
-        self.state = state
+        # Afterwards: an engine is offered as healthy only once it has said which version it runs.
         await self._on_change(state)
+        self.state = state
 
     def _log(self, event: str, **fields: object) -> None:
         self._events.write(event, engine=self.spec.name, **fields)

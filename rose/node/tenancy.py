@@ -12,6 +12,7 @@ from rose.node.lease import HeldLease
 
 EXPIRED = "expired"
 ENGINE_DOWN = "engine is not running"
+ADOPTED = "its node daemon was started anew"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +76,18 @@ class TenancyCore:
         """Whether the engine runs nobody's turns."""
         return self._admitted is None
 
-    def engine_up(self) -> None:
-        """An engine answers that knows of no lease yet."""
+    def engine_up(self, epoch: int = 0, admitting: bool = False) -> None:
+        """An engine answers. `epoch`: the newest lease that it knows of, 0 when it is new.
+
+        One that admits already does so for a lease of an earlier daemon's, which is over: streams
+        that a lease is renewed on end with the daemon.
+        """
         self.life += 1
         self._engine_up = True
-        self._admitted = None
+        self._admitted = epoch if admitting else None
+        self.held.end(epoch)
+        if admitting:
+            self._ending = _Ending(epoch, ADOPTED, asked=False)
 
     def engine_down(self) -> None:
         """The engine ended, and its turns with it."""

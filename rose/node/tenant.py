@@ -42,9 +42,11 @@ class Tenant:
         self._failures = 0
         self._aborted = 0
 
-    def active(self) -> bool:
-        """Whether turns may run now; safe to ask from another thread."""
-        return self.core.held.active(time.monotonic())
+    def lease_epoch(self) -> int | None:
+        """Under which lease turns may run now; safe to ask from another thread."""
+        held = self.core.held
+        epoch = held.epoch
+        return epoch if held.active(time.monotonic()) else None
 
     def grant(self, epoch: int, ttl_s: float) -> None:
         """Take a lease or its renewal."""
@@ -64,9 +66,9 @@ class Tenant:
             self._told(taken)
         self._wake.set()
 
-    def engine_up(self) -> None:
-        """A healthy engine is there."""
-        self.core.engine_up()
+    def engine_up(self, epoch: int, admitting: bool) -> None:
+        """A healthy engine is there, new or adopted."""
+        self.core.engine_up(epoch, admitting)
         self._wake.set()
 
     def engine_down(self) -> None:

@@ -63,12 +63,12 @@ class Updates:
         self._refusals = 0
         self._wake = asyncio.Event()
 
-    def engine_up(self) -> None:
-        """A new engine answers; it runs the base."""
+    def engine_up(self, version: int) -> None:
+        """An engine answers: a new one runs the base, an adopted one what it has proven."""
         self._life += 1
         self._up = True
         self._refusals = 0
-        self.version = 0
+        self.version = version
         self._wake.set()
 
     def engine_down(self) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 PORT, JOURNAL = int(sys.argv[1]), Path(sys.argv[2])
 # While this file exists the engine cannot prove any version; with the other it refuses admission.
+SAID = {"policy_version": 0, "epoch": 0, "admitting": False}
 UNPROVEN, CLOSED = JOURNAL.with_name("unproven"), JOURNAL.with_name("closed")
 
 
@@ -22,12 +23,14 @@ def apply(body: dict[str, str]) -> tuple[int, dict[str, object]]:
     report = {"version": version, "digest_ok": proven, "probe_ok": proven, "wire_bytes": 1}
     zeros = dict.fromkeys(("probe_max_abs_diff", "pause_s", "apply_s", "changed_elements"), 0)
     note("apply", version=version)
+    if proven:
+        SAID["policy_version"] = version
     return (200 if proven else 422), {**report, **zeros}
 
 
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        self.answer(200, {"running": 2, "waiting": 0, "tokens_total": 7})
+        self.answer(200, SAID | {"running": 2, "waiting": 0, "tokens_total": 7})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -39,6 +42,7 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(409, {"error": {"type": "stale_epoch", "message": "closed"}})
             return
         note(call, epoch=body["epoch"])
+        SAID.update(epoch=body["epoch"], admitting=call == "admit")
         self.answer(200, {"aborted": 3})
 
     def answer(self, status: int, body: dict[str, object]) -> None:

@@ -3,7 +3,16 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose.node.tenancy import ENGINE_DOWN, EXPIRED, Admit, Drain, Ended, TakenBack, TenancyCore
+from rose.node.tenancy import (
+    ADOPTED,
+    ENGINE_DOWN,
+    EXPIRED,
+    Admit,
+    Drain,
+    Ended,
+    TakenBack,
+    TenancyCore,
+)
 
 
 def _leased(epoch: int = 1) -> TenancyCore:
@@ -120,3 +129,23 @@ def test_whatever_happens_it_settles_and_only_a_live_lease_admits(
         told |= _settle(core, float(second))
         assert core.vacant or core.held.active(float(second))
     assert asked == told, "every release that counts is answered"
+
+
+def test_an_adopted_engine_is_drained_of_the_lease_that_ended_with_its_daemon() -> None:
+    core = TenancyCore()
+    core.engine_up(epoch=6, admitting=True)
+    core.grant(6, ttl_s=5.0, now_s=0.0)
+    assert not core.held.open, "that lease is over, whoever still speaks of it"
+    core.grant(7, ttl_s=5.0, now_s=0.0)
+    assert core.next(0.0) == Drain(6, ADOPTED)
+    core.drained(core.life)
+    assert isinstance(core.next(0.0), Ended)
+    assert core.next(0.0) == Admit(7)
+
+
+def test_an_adopted_engine_that_admits_nobody_waits_for_a_lease() -> None:
+    core = TenancyCore()
+    core.engine_up(epoch=6, admitting=False)
+    assert core.vacant
+    assert core.next(0.0) is None
+    assert core.held.epoch == 6, "the scheduler hears it and grants a greater one"

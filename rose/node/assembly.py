@@ -1,0 +1,112 @@
+"""Puts one node together: which parts a replica gets, and what stands against its engine."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from executor import ControlPage, GuardConfig, GuardCore, PageUnreadable
+from rose.eventlog import EventLog
+from rose.node.claim import Claim
+from rose.node.config import HostConfig, NodeConfig, ReplicaConfig
+from rose.node.guard_thread import GuardThread
+from rose.node.hang import HangWatch
+from rose.node.harvest import HarvestState
+from rose.node.host_watch import HostWatch
+from rose.node.kill_switch import KILLED, KillSwitch
+from rose.node.replica import Replica
+from rose.node.rules import Rules
+from rose.node.supervisor import Supervisor
+
+OFF = "harvest is off"
+UNTOLD = "no scheduler has spoken"
+
+
+@dataclass(frozen=True, slots=True)
+class HostSide:
+    """What a node with a host has beside its replicas."""
+
+    config: HostConfig
+    page: ControlPage
+    watch: HostWatch
+
+
+@dataclass(slots=True)
+class Assembly:
+    """What the parts of one node share. `guards` fills as guards are made."""
+
+    config: NodeConfig
+    events: EventLog
+    harvest: HarvestState
+    kill_switch: KillSwitch
+    host: HostSide | None
+    guards: dict[str, GuardThread]
+
+    def supervisor_of(self, config: ReplicaConfig) -> Callable[[Replica], Supervisor]:
+        """How to make the supervisor of a replica, once there is the replica."""
+        page = self.host.config.page if self.host else None
+        log = self.config.log_dir / f"engine-{config.id}.log"
+        spec = config.engine(log, page, self.config.verify_key)
+        guest = config.kind == "guest"
+        # A dedicated replica ends with its daemon: it has no gate that would freeze it meanwhile.
+        claim = self._claim(config) if guest else None
+        return lambda replica: Supervisor(
+            spec,
+            config.start_timeout_s,
+            self.events,
+            replica.entered,
+            self._rules(replica) if guest else Rules(),
+            claim,
+        )
+
+    def guard_of(self, guest: Replica, host: HostSide, on_broken: Callable[[], None]) -> None:
+        """Start the grant loop of a guest. `on_broken` is called when it ends unasked."""
+        config = guest.config
+        limits = GuardConfig(
+            token_budget=config.token_budget,
+            max_sequences=config.max_sequences,
+            slack_share=config.slack_share,
+        )
+        try:
+            previous = host.page.grant.read()
+        except PageUnreadable:
+            previous = None
+        in_loop = asyncio.get_running_loop().call_soon_threadsafe
+        guard = GuardThread(
+            config.id,
+            host.page,
+            GuardCore(limits, previous),
+            guest.tenant,
+            self.kill_switch,
+            host.config.pid,
+            host.watch,
+            self.config.log_dir,
+            self.events,
+            partial(in_loop, on_broken),
+            lambda reason: in_loop(guest.tenant.take_back, reason),
+        )
+        self.guards[config.id] = guard
+        guard.start()
+
+    def _claim(self, config: ReplicaConfig) -> Claim:
+        return Claim(self.config.run_dir, config.id, self.kill_switch.file, config.orphan_s)
+
+    def _rules(self, guest: Replica) -> Rules:
+        name = guest.config.id
+        hang = HangWatch(
+            lambda: guard.guest if (guard := self.guards.get(name)) else None,
+            lambda: guest.supervisor.pid,
+        )
+        return Rules(
+            must_end=lambda: self._must_end(guest),
+            must_wait=lambda: None if self.harvest.known else UNTOLD,
+            hangs=hang.reason,
+        )
+
+    def _must_end(self, guest: Replica) -> str | None:
+        """Whether the guest may not exist now. The kill switch waits for nothing."""
+        if self.kill_switch.engaged:
+            return KILLED
+        # Without a right to exist it still may finish handing its turns back.
+        off = self.harvest.off(guest.config.id) and guest.tenant.core.vacant
+        return OFF if off else None

@@ -1,0 +1,76 @@
+"""Ends a node's guests from outside, with the daemon alive, stopped or dead.
+
+kill file ──► keepers and the daemon end the guests ──► still there after a while? SIGKILL
+"""
+
+import contextlib
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rose.errors import ConfigError
+from rose.filelock import holder_of
+from rose.node.claim import tenures
+from rose.process_group import group_alive
+
+PATIENCE_S = 1.0
+LAST_PATIENCE_S = 5.0
+POLL_S = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class EndedGuest:
+    """How one guest's end came about; `seconds` from the order on."""
+
+    name: str
+    pid: int
+    seconds: float
+    gone: bool
+
+    @property
+    def outcome(self) -> str:
+        """For a person."""
+        if self.gone:
+            return f"is gone after {self.seconds:.2f} s"
+        return f"still runs after {self.seconds:.1f} s; end it with `kill -9 -{self.pid}` as root"
+
+
+def end_guests(run_dir: Path, kill_file: Path) -> list[EndedGuest]:
+    """Set the kill file and see every guest of the node gone.
+
+    Where the file cannot be written the daemon is told by signal; ConfigError when there is none.
+    """
+    began_s = time.monotonic()
+    guests = tenures(run_dir)
+    _order(run_dir, kill_file)
+    return [_seen_gone(name, t.identity.pid, began_s) for name, t in guests.items()]
+
+
+def _order(run_dir: Path, kill_file: Path) -> None:
+    try:
+        kill_file.touch()
+    except OSError as error:
+        daemon = holder_of(run_dir / "daemon.lock")
+        if daemon is None:
+            raise ConfigError(
+                f"{kill_file} cannot be written ({error.strerror}); check its owner"
+            ) from error
+        os.kill(daemon, signal.SIGUSR1)
+
+
+def _seen_gone(name: str, pid: int, began_s: float) -> EndedGuest:
+    if not _gone_by(pid, began_s + PATIENCE_S):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+    gone = _gone_by(pid, began_s + LAST_PATIENCE_S)
+    return EndedGuest(name, pid, time.monotonic() - began_s, gone)
+
+
+def _gone_by(pid: int, deadline_s: float) -> bool:
+    while group_alive(pid):
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(POLL_S)
+    return True

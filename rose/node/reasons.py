@@ -1,0 +1,21 @@
+"""Why a guest is frozen, in words for the log."""
+
+from executor import guard
+
+_MEANING = {
+    guard.NO_LEASE: "no job has leased it",
+    guard.KILL_SWITCH: "the kill switch is set; take it back with `rose unkill RUN_DIR`",
+    guard.HOST_DEAD: "the host's process is gone",
+    guard.HOST_UNREADABLE: "the host publishes nothing on the control page, or half a record",
+    guard.OPERATOR_HOLD: "the operator holds it",
+    guard.DRAIN: "its turns are being handed back",
+    guard.DRAINED: "its turns were handed back",
+    guard.STALLED: "this daemon stood still for longer than a grant lives; its leases are void",
+    guard.PRESSURE: "the host needs its KV cache",
+}
+
+
+def sentence(guest: str, mode: str, reason: str) -> str:
+    """One line: `guest-0 freeze: no_lease (no job has leased it)`."""
+    meaning = _MEANING.get(reason)
+    return f"{guest} {mode}: {reason}" + (f" ({meaning})" if meaning else "")

@@ -1,0 +1,65 @@
+"""What /proc says about processes, and how one is known again after its number was reused."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+STOPPED, ZOMBIE, DEAD = "T", "Z", "X"
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessStat:
+    """The fields of /proc/PID/stat that ROSE looks at; `started` in clock ticks since boot."""
+
+    state: str
+    group: int
+    started: int
+
+    @classmethod
+    def of(cls, pid: int) -> Self | None:
+        """None when there is no such process."""
+        try:
+            raw = Path(f"/proc/{pid}/stat").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            return None
+        # The program's name stands in parentheses and may contain anything, these included.
+        fields = raw.rpartition(")")[2].split()
+        return cls(state=fields[0], group=int(fields[2]), started=int(fields[19]))
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing of it runs any more, though nobody may have collected it."""
+        return self.state in (ZOMBIE, DEAD)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessIdentity:
+    """One process for all time: numbers repeat, start times within a boot do not."""
+
+    pid: int
+    started: int
+    boot: str
+
+    @classmethod
+    def of(cls, pid: int) -> Self | None:
+        """None when there is no such process."""
+        stat = ProcessStat.of(pid)
+        return None if stat is None or stat.ended else cls(pid, stat.started, boot_id())
+
+    @property
+    def running(self) -> bool:
+        """Whether this very process still runs (a stopped one does)."""
+        return ProcessIdentity.of(self.pid) == self
+
+
+def boot_id() -> str:
+    """Differs after every boot."""
+    return _BOOT_ID.read_text().strip()
+
+
+def group_states(group: int) -> list[str]:
+    """States of the group's processes, those that only wait to be collected left out."""
+    stats = (ProcessStat.of(int(e.name)) for e in os.scandir("/proc") if e.name.isdigit())
+    return [stat.state for stat in stats if stat and stat.group == group and not stat.ended]

@@ -1,0 +1,175 @@
+"""Bench: a real scheduler and publisher in this process, around one node with stand-in engines."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from elastic_scheduler import HarvestMode
+from executor import ControlPage, HostState
+from rose.engines import EngineSpec
+from rose.eventlog import EventLog
+from rose.node import NodeConfig
+from rose.process import ProcessSpec, group_alive
+from rose.publish import WeightPublisher
+from rose.rpc import rose_pb2 as pb
+from rose.rpc.channel import make_channel, make_server
+from rose.rpc.rose_pb2_grpc import SchedulerStub, add_SchedulerServicer_to_server
+from rose.scheduler import LeaseTimes, SchedulerCore, SchedulerService
+from rose.scheduler.saved import load
+from rose.store import InMemoryStore
+from weight_transfer import SigningKey, TensorBits
+
+HERE = Path(__file__).parent
+PATIENCE_S = 15.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def standin_spec(journal: Path) -> Callable[[EngineSpec], ProcessSpec]:
+    """Starts the stand-in where the node would start vLLM."""
+
+    def spec_of(spec: EngineSpec) -> ProcessSpec:
+        argv = (sys.executable, "-S", str(HERE / "standin_engine.py"), str(spec.port), str(journal))
+        return ProcessSpec(spec.name, argv, log=spec.log, family=True)
+
+    return spec_of
+
+
+def _tensors(step: int) -> dict[str, TensorBits]:
+    bits = np.arange(4_096, dtype=np.uint16)
+    bits[::7] += np.uint16(step)
+    return {"w": TensorBits("w", "bfloat16", (64, 64), bits)}
+
+
+class Bench:
+    """All but the node; `config` is what a node is to be started with."""
+
+    def __init__(self, folder: Path, kind: str, **replica: object) -> None:
+        self.folder = folder
+        self.run_dir = folder / "run"
+        self.journal = folder / "journal"
+        self.key = SigningKey.generate()
+        self.events = EventLog(folder, "scheduler")
+        times = LeaseTimes(ttl_s=1.0, renew_s=0.1, cooldown_s=0.05)
+        core = SchedulerCore(load(InMemoryStore()), HarvestMode.ACTIVE, times)
+        self.service = SchedulerService(core, InMemoryStore(), self.events)
+        self.server = make_server()
+        add_SchedulerServicer_to_server(self.service, self.server)
+        self.address = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
+        self.channel = make_channel(self.address)
+        self.stub = SchedulerStub(self.channel)
+        self.publisher = WeightPublisher(
+            "job", self.address, folder / "published", free_port(), self.key, corrupt_every=1
+        )
+        self.settings = self._settings(kind) | {"replicas": [self._replica(kind) | replica]}
+        self.daemons: list[subprocess.Popen[bytes]] = []
+        self._ticking: asyncio.Task[None] | None = None
+
+    @property
+    def config(self) -> NodeConfig:
+        return NodeConfig.model_validate(self.settings)
+
+    async def start(self) -> None:
+        await self.server.start()
+        self._ticking = asyncio.create_task(self.service.tick())
+        await self.publisher.start()
+
+    async def close(self) -> None:
+        for daemon in self.daemons:
+            daemon.kill()
+            daemon.wait()
+        for pid in {call["pid"] for call in self.calls("start")}:
+            if group_alive(pid):
+                os.killpg(pid, signal.SIGKILL)
+        assert self._ticking is not None
+        self._ticking.cancel()
+        await self.publisher.close()
+        await self.channel.close()
+        await self.server.stop(0)
+        self.events.close()
+
+    def spawn(self, *options: str) -> subprocess.Popen[bytes]:
+        """A node daemon as a process of its own."""
+        path = self.folder / "node.json"
+        path.write_text(json.dumps(self.settings))
+        argv = [sys.executable, str(HERE / "standin_daemon.py"), str(self.journal)]
+        with (self.folder / "daemon.log").open("ab") as log:
+            daemon = subprocess.Popen([*argv, "--config", str(path), *options], stderr=log)
+        self.daemons.append(daemon)
+        return daemon
+
+    def calls(self, name: str) -> list[dict[str, Any]]:
+        lines = self.journal.read_text().splitlines() if self.journal.exists() else []
+        return [record for line in lines if (record := json.loads(line))["call"] == name]
+
+    def noted(self, event: str) -> list[dict[str, Any]]:
+        """What the node wrote down."""
+        return self._events_in(self.folder / "logs" / "events-n0.jsonl", event)
+
+    def scheduled(self, event: str) -> list[dict[str, Any]]:
+        """What the scheduler wrote down."""
+        return self._events_in(self.folder / "events-scheduler.jsonl", event)
+
+    def _events_in(self, path: Path, event: str) -> list[dict[str, Any]]:
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [record for line in lines if (record := json.loads(line))["event"] == event]
+
+    async def row(self) -> pb.Replica | None:
+        rows = (await self.stub.Snapshot(pb.SnapshotRequest())).replicas
+        return rows[0] if rows else None
+
+    async def until(self, what: str, holds: Callable[[pb.Replica], bool]) -> pb.Replica:
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                while True:
+                    row = await self.row()
+                    if row is not None and holds(row):
+                        return row
+                    await asyncio.sleep(0.02)
+        except TimeoutError:
+            raise AssertionError(f"never {what}: {await self.row()}") from None
+
+    async def until_noted(self, event: str, times: int = 1) -> dict[str, Any]:
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                if len(found := self.noted(event)) >= times:
+                    return found[-1]
+                await asyncio.sleep(0.02)
+
+    async def publish(self, version: int) -> None:
+        await self.publisher.publish(version, version - 1, _tensors(version - 1), _tensors(version))
+
+    def _replica(self, kind: str) -> dict[str, object]:
+        model = self.folder / "model"
+        model.mkdir()
+        for name in ("config.json", "tokenizer.json", "model.safetensors"):
+            (model / name).write_text("{}")
+        return {"id": "r0", "kind": kind, "model_dir": str(model), "port": free_port()}
+
+    def _settings(self, kind: str) -> dict[str, Any]:
+        settings: dict[str, Any] = {
+            "node": "n0",
+            "scheduler": self.address,
+            "run_dir": str(self.run_dir),
+            "log_dir": str(self.folder / "logs"),
+            "verify_key": self.key.verify_key.hex,
+        }
+        if kind == "guest":
+            self.page = ControlPage.create(self.folder / "page")
+            self.page.host.write(HostState(heartbeat_ns=time.monotonic_ns()))
+            settings["host"] = {"page": str(self.page.path), "pid": os.getpid()}
+        return settings

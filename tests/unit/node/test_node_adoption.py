@@ -1,0 +1,199 @@
+"""What becomes of a guest when its daemon dies: adopted in time, or gone in time."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+from node_bench import Bench
+
+from rose.cli.main import main as rose
+from rose.node.claim import tenures
+from rose.process import group_alive
+
+ORPHAN_S = 1.0
+# What a busy machine may keep a process waiting.
+LATE_S = 1.0
+
+
+@pytest.fixture
+async def bench(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
+    bench = Bench(tmp_path, "guest", orphan_s=getattr(request, "param", ORPHAN_S))
+    await bench.start()
+    yield bench
+    await bench.close()
+
+
+async def leased_guest(bench: Bench) -> int:
+    await bench.until("leased", lambda row: row.leased)
+    await bench.until_noted("lease_taken")
+    return int(bench.calls("start")[-1]["pid"])
+
+
+async def eventually(check: Callable[[], bool], within_s: float) -> float:
+    """Seconds until `check` held."""
+    began_s = time.monotonic()
+    while not check():
+        assert time.monotonic() - began_s < within_s, f"not within {within_s} s"
+        await asyncio.sleep(0.005)
+    return time.monotonic() - began_s
+
+
+def kill(daemon: "subprocess.Popen[bytes]") -> None:
+    daemon.kill()
+    daemon.wait()
+
+
+@pytest.mark.parametrize("bench", [20.0], indirect=True)
+async def test_the_next_daemon_adopts_the_guest_and_its_version_but_not_its_lease(
+    bench: Bench,
+) -> None:
+    first, standby = bench.spawn(), bench.spawn("--standby")
+    pid = await leased_guest(bench)
+    await bench.publish(1)
+    before = await bench.until("caught up", lambda row: row.policy_version == 1)
+    assert standby.poll() is None
+    kill(first)
+    adopted = await bench.until_noted("engine_adopted")
+    assert adopted["pid"] == pid
+    after = await bench.until(
+        "leased anew", lambda row: row.leased and row.lease_epoch > before.lease_epoch
+    )
+    await bench.until_noted("lease_taken", times=2)
+    assert after.policy_version == 1
+    assert [call["version"] for call in bench.calls("apply")] == [1], "it had proven that one"
+    assert before.lease_epoch in [call["epoch"] for call in bench.calls("drain")]
+    assert len(bench.calls("start")) == 1
+    standby.terminate()
+    assert standby.wait(15) == 0
+    assert not group_alive(pid), "who adopts a guest ends it too"
+    assert tenures(bench.run_dir) == {}
+
+
+async def test_a_guest_that_nobody_adopts_is_gone_when_its_time_is_over(bench: Bench) -> None:
+    daemon = bench.spawn()
+    pid = await leased_guest(bench)
+    kill(daemon)
+    await asyncio.sleep(ORPHAN_S / 2)
+    assert group_alive(pid), "the next daemon may still come"
+    took_s = ORPHAN_S / 2 + await eventually(lambda: not group_alive(pid), ORPHAN_S + LATE_S)
+    assert took_s < ORPHAN_S + LATE_S
+
+
+async def test_a_guest_killed_with_its_daemon_leaves_nothing(bench: Bench) -> None:
+    daemon = bench.spawn()
+    pid = await leased_guest(bench)
+    os.kill(pid, signal.SIGKILL)  # The leader alone: the rest of its group is the keeper's to end.
+    kill(daemon)
+    await eventually(lambda: not group_alive(pid), LATE_S)
+
+
+@pytest.mark.parametrize("bench", [20.0], indirect=True)
+async def test_a_guest_of_other_settings_is_not_adopted(bench: Bench) -> None:
+    first = bench.spawn()
+    pid = await leased_guest(bench)
+    kill(first)
+    bench.settings["replicas"][0]["max_model_len"] = 1024
+    bench.spawn()
+    refused = await bench.until_noted("engine_not_adopted")
+    assert (refused["pid"], refused["reason"]) == (pid, "it was started with other settings")
+    await eventually(lambda: not group_alive(pid), LATE_S)
+    await bench.until_noted("lease_taken", times=2)
+    assert len(bench.calls("start")) == 2
+
+
+@pytest.mark.parametrize("bench", [20.0], indirect=True)
+async def test_a_record_cut_short_is_not_believed(bench: Bench) -> None:
+    first = bench.spawn()
+    await leased_guest(bench)
+    kill(first)
+    record = bench.run_dir / "guests" / "r0.json"
+    record.write_bytes(record.read_bytes()[:20])
+    bench.spawn()
+    await bench.until_noted("node_started", times=2)
+    assert bench.noted("engine_adopted") == []
+
+
+async def test_a_second_daemon_of_the_same_node_is_refused(bench: Bench) -> None:
+    first = bench.spawn()
+    await leased_guest(bench)
+    second = bench.spawn()
+    assert second.wait(15) == 2
+    assert f"held by process {first.pid}" in (bench.folder / "daemon.log").read_text()
+
+
+@pytest.mark.parametrize("bench", [20.0], indirect=True)
+async def test_the_kill_file_works_with_the_daemon_dead_and_bars_the_next_one(
+    bench: Bench,
+) -> None:
+    first = bench.spawn()
+    pid = await leased_guest(bench)
+    kill(first)
+    (bench.run_dir / "KILL").touch()
+    await eventually(lambda: not group_alive(pid), LATE_S)
+    bench.spawn()
+    await bench.until_noted("node_started", times=2)
+    await asyncio.sleep(0.5)
+    assert len(bench.calls("start")) == 1
+    (bench.run_dir / "KILL").unlink()
+    await bench.until_noted("lease_taken", times=2)
+
+
+@pytest.mark.parametrize("bench", [20.0], indirect=True)
+async def test_a_signal_kills_the_guest_and_keeps_it_away(bench: Bench) -> None:
+    daemon = bench.spawn()
+    pid = await leased_guest(bench)
+    await bench.server.stop(0)
+    daemon.send_signal(signal.SIGUSR1)
+    await eventually(lambda: not group_alive(pid), LATE_S)
+    await eventually((bench.run_dir / "KILL").exists, LATE_S)
+    assert daemon.poll() is None
+    await bench.until_noted("kill_switch_set")
+
+
+@pytest.mark.parametrize("bench", [20.0], indirect=True)
+async def test_rose_kill_sees_the_guest_gone_though_the_daemon_is_stopped(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    daemon = bench.spawn()
+    pid = await leased_guest(bench)
+    daemon.send_signal(signal.SIGSTOP)
+    assert await asyncio.to_thread(rose, ["kill", str(bench.run_dir)]) == 0
+    assert not group_alive(pid)
+    assert f"r0 (process {pid}) is gone after 0." in capsys.readouterr().out
+    daemon.send_signal(signal.SIGCONT)
+
+
+@pytest.mark.parametrize("bench", [20.0], indirect=True)
+async def test_rose_kill_needs_no_keeper(bench: Bench) -> None:
+    """Everything that should have ended the guest is stopped: the command ends it itself."""
+    daemon = bench.spawn()
+    pid = await leased_guest(bench)
+    daemon.send_signal(signal.SIGSTOP)
+    os.killpg(pid, signal.SIGSTOP)
+    assert await asyncio.to_thread(rose, ["kill", str(bench.run_dir)]) == 0
+    assert not group_alive(pid)
+
+
+@pytest.mark.parametrize("bench", [20.0], indirect=True)
+async def test_a_stopped_daemon_that_wakes_up_with_an_old_lease_grants_nothing(
+    bench: Bench,
+) -> None:
+    daemon = bench.spawn()
+    await leased_guest(bench)
+    old = (await bench.until("leased", lambda row: row.leased)).lease_epoch
+    daemon.send_signal(signal.SIGSTOP)
+    await asyncio.sleep(0.7)  # Longer than a grant lives, not as long as the lease does.
+    daemon.send_signal(signal.SIGCONT)
+    taken = await bench.until_noted("lease_taken_back")
+    assert (taken["epoch"], taken["reason"]) == (old, "daemon_stalled")
+    await bench.until_noted("lease_taken", times=2)
+    stalled = next(g["t_s"] for g in bench.noted("grant") if g["reason"] == "daemon_stalled")
+    ran = [g["t_s"] for g in bench.noted("grant") if g["mode"] == "run" and g["t_s"] > stalled]
+    granted = bench.scheduled("lease_granted")[-1]
+    assert granted["epoch"] > old
+    assert min(ran) >= granted["t_s"]
