@@ -1,15 +1,13 @@
-"""SLO-safe co-serving: control page, gate, guard, isolation; plugins in `executor.vllm`."""
+"""SLO-safe co-serving: control page, gate, guard; plugins in `executor.vllm`."""
 
 from executor.control_page import ControlPage
 from executor.errors import ExecutorError, PageError, PageUnreadable
 from executor.gate import GateLimits, Run, Yield, decide
 from executor.guard import GuardConfig, GuardCore
-from executor.isolation import Background, make_background, pin
 from executor.latency_ring import Drained, LatencyRing
 from executor.sections import Grant, GrantMode, GuestState, HostState, LatencyRecord
 
 __all__ = [
-    "Background",
     "ControlPage",
     "Drained",
     "ExecutorError",
@@ -27,6 +25,4 @@ __all__ = [
     "Run",
     "Yield",
     "decide",
-    "make_background",
-    "pin",
 ]

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -34,16 +35,26 @@ class JsonlLog:
         self.close()
 
 
+Listener = Callable[[str, Mapping[str, object]], None]
+
+
 class EventLog:
     """What one process did: leases, revocations, restarts, faults (CLOCK_MONOTONIC seconds)."""
 
     def __init__(self, folder: Path, source: str) -> None:
         self._log = JsonlLog(folder / f"events-{source}.jsonl")
         self._source = source
+        self._listener: Listener | None = None
+
+    def listen(self, listener: Listener) -> None:
+        """Tell one listener of every event, in the thread that writes it."""
+        self._listener = listener
 
     def write(self, event: str, **fields: object) -> None:
         """Append one event, stamped with the time and this process's name."""
         self._log.write({"t_s": time.monotonic(), "source": self._source, "event": event, **fields})
+        if self._listener:
+            self._listener(event, fields)
 
     def close(self) -> None:
         """Close the log."""

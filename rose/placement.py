@@ -93,7 +93,7 @@ def claim_holder(descriptor: int) -> int | None:
 def place(options: Mapping[str, str]) -> None:
     """Pin this process, and put it behind all others if asked to, as far as that is permitted.
 
-    What came of it is read back by whoever wants to know .
+    What came of it is read back by whoever wants to know (`rose.node.placed`).
     """
     if "core" in options:
         os.sched_setaffinity(0, {int(options["core"])})

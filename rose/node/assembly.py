@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from executor import ControlPage, GuardConfig, GuardCore, PageUnreadable
 from rose.eventlog import EventLog
@@ -14,6 +15,7 @@ from rose.node.hang import HangWatch
 from rose.node.harvest import HarvestState
 from rose.node.host_watch import HostWatch
 from rose.node.kill_switch import KILLED, KillSwitch
+from rose.node.placed import CgroupRefusedError, guest_cgroup
 from rose.node.replica import Replica
 from rose.node.rules import Rules
 from rose.node.supervisor import Supervisor
@@ -46,8 +48,9 @@ class Assembly:
         """How to make the supervisor of a replica, once there is the replica."""
         page = self.host.config.page if self.host else None
         log = self.config.log_dir / f"engine-{config.id}.log"
-        spec = config.engine(log, page, self.config.verify_key)
         guest = config.kind == "guest"
+        cgroup = self._cgroup_of(config.id) if guest and self.config.cgroup else None
+        spec = config.engine(log, page, self.config.verify_key, cgroup)
         # A dedicated replica ends with its daemon: it has no gate that would freeze it meanwhile.
         claim = self._claim(config) if guest else None
         return lambda replica: Supervisor(
@@ -87,6 +90,15 @@ class Assembly:
         )
         self.guards[config.id] = guard
         guard.start()
+
+    def _cgroup_of(self, guest: str) -> Path | None:
+        assert self.config.cgroup
+        try:
+            return guest_cgroup(self.config.cgroup, guest)
+        except CgroupRefusedError as error:
+            # The guest still runs behind the host as far as the scheduler's classes allow.
+            self.events.write("cgroup_refused", replica=guest, message=str(error))
+            return None
 
     def _claim(self, config: ReplicaConfig) -> Claim:
         return Claim(self.config.run_dir, config.id, self.kill_switch.file, config.orphan_s)

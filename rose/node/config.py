@@ -49,7 +49,9 @@ class ReplicaConfig(_Frozen):
     orphan_s: float = Field(default=1.5, ge=0.5, le=600.0)
     extra_env: dict[str, str] = {}
 
-    def engine(self, log: Path, page: Path | None, verify_key: str | None) -> EngineSpec:
+    def engine(
+        self, log: Path, page: Path | None, verify_key: str | None, cgroup: Path | None = None
+    ) -> EngineSpec:
         """The engine to start."""
         return EngineSpec(
             name=self.id,
@@ -64,13 +66,18 @@ class ReplicaConfig(_Frozen):
             stream_interval=self.stream_interval,
             control_page=page if self.kind == "guest" else None,
             orphan_s=self.orphan_s,
+            cgroup=cgroup,
             verify_key=verify_key,
             extra_env=self.extra_env,
         )
 
 
 class NodeConfig(_Frozen):
-    """One node. `run_dir` holds its weights, its logs and the local kill file `KILL`."""
+    """One node. `run_dir` holds its weights, its guests' records and the local kill file `KILL`.
+
+    cgroup: a cgroup v2 folder delegated to this user, in which guests get groups of their own.
+    metrics_port: loopback port of `/metrics`, None serves none.
+    """
 
     node: str
     scheduler: str
@@ -79,6 +86,8 @@ class NodeConfig(_Frozen):
     host: HostConfig | None = None
     replicas: tuple[ReplicaConfig, ...]
     verify_key: str | None = None
+    cgroup: Path | None = None
+    metrics_port: int | None = Field(default=None, gt=0, lt=65_536)
 
     @property
     def kill_file(self) -> Path:

@@ -15,8 +15,10 @@ from rose.node.guard_thread import GuardThread
 from rose.node.harvest import HarvestState
 from rose.node.host_watch import HostWatch
 from rose.node.kill_switch import KillSwitch
+from rose.node.live_metrics import ReplicaView
+from rose.node.metrics import NodeMetrics
 from rose.node.replica import Replica
-from rose.node.reports import build_reports
+from rose.node.reports import build_reports, view_of
 from rose.node.session import SchedulerSession
 from rose.node.updates import Source
 from rose.rpc import rose_pb2
@@ -40,10 +42,13 @@ class NodeDaemon:
         self._kill_switch = KillSwitch(config.kill_file)
         self._stopping = asyncio.Event()
         self._guard_broke = asyncio.Event()
+        self._metrics = NodeMetrics(config.host, self._views)
+        self._events.listen(self._metrics.heard)
         self._host: HostSide | None = None
         if config.host:
             page = ControlPage.ensure(config.host.page)
-            self._host = HostSide(config.host, page, HostWatch(config.log_dir))
+            watch = HostWatch(config.log_dir, self._metrics.served)
+            self._host = HostSide(config.host, page, watch)
         self._guards: dict[str, GuardThread] = {}
         self._replicas: dict[str, Replica] = {}
         self._session = SchedulerSession(
@@ -62,6 +67,8 @@ class NodeDaemon:
     async def run(self) -> None:
         """Serve until stopped. Raises what broke, once everything it started is ended."""
         self._config.run_dir.mkdir(parents=True, exist_ok=True)
+        if self._config.metrics_port:
+            self._metrics.serve(self._config.metrics_port)
         connector = aiohttp.TCPConnector(limit=64)
         async with aiohttp.ClientSession(connector=connector) as http:
             self._build(http)
@@ -109,11 +116,17 @@ class NodeDaemon:
         await asyncio.gather(*(replica.stop(STOPPING) for replica in self._replicas.values()))
         for guard in self._guards.values():
             guard.stop()
+        self._metrics.close()
         self._events.write("node_stopped", node=self._config.node)
 
     def _reports(self) -> list[rose_pb2.NodeReport]:
         watch = self._host.watch if self._host else None
         return build_reports(self._config, self._replicas, self._guards, watch)
+
+    def _views(self) -> list[ReplicaView]:
+        return [
+            view_of(replica, self._guards.get(name)) for name, replica in self._replicas.items()
+        ]
 
     def _obey(self, command: rose_pb2.NodeCommand) -> None:
         match command.WhichOneof("command"):

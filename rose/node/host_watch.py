@@ -2,6 +2,7 @@
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +29,10 @@ class HostSummary:
 class HostWatch:
     """Drains the latency ring of a control page into `host_latency.jsonl` and a short window."""
 
-    def __init__(self, log_dir: Path) -> None:
+    def __init__(
+        self, log_dir: Path, on_record: Callable[[LatencyRecord], None] = lambda _: None
+    ) -> None:
+        self._on_record = on_record
         self._log = JsonlLog(log_dir / "host_latency.jsonl")
         self._window: deque[LatencyRecord] = deque(maxlen=4_096)
         self._cursor = 0
@@ -40,6 +44,7 @@ class HostWatch:
         for record in drained.records:
             self._window.append(record)
             self._log.write(_as_json(record))
+            self._on_record(record)
 
     def summary(self) -> HostSummary:
         """The last ten seconds."""

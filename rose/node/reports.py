@@ -1,11 +1,13 @@
 """What a node tells the scheduler: offers and telemetry, built from what it knows now."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from executor import GuestState
 from rose.node.config import NodeConfig
 from rose.node.guard_thread import GuardThread
 from rose.node.host_watch import HostWatch
+from rose.node.live_metrics import ReplicaView
 from rose.node.replica import Replica
 from rose.rpc import rose_pb2
 
@@ -33,6 +35,25 @@ def build_reports(
         rose_pb2.NodeReport(node=config.node, offers=offers),
         rose_pb2.NodeReport(node=config.node, telemetry=telemetry),
     ]
+
+
+def view_of(replica: Replica, guard: GuardThread | None) -> ReplicaView:
+    """What `/metrics` shows of a replica."""
+    view = ReplicaView(
+        name=replica.config.id,
+        state=replica.supervisor.state.value,
+        restarts=replica.supervisor.restarts,
+        policy_version=replica.version,
+    )
+    if guard is None:
+        return view
+    return replace(
+        view,
+        duty=guard.duty(),
+        granted=guard.granted,
+        grant=guard.grant,
+        guest=guard.guest,
+    )
 
 
 def _offer(replica: Replica) -> rose_pb2.Offer:

@@ -4,12 +4,14 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from enum import StrEnum
 
 from rose.engines import EngineProcess, EngineSpec
 from rose.errors import RoseError
 from rose.eventlog import EventLog
 from rose.node.claim import Claim, fingerprint
+from rose.node.placed import Placed
 from rose.node.rules import Rules
 
 MAX_SHORT_LIVES = 6
@@ -156,6 +158,7 @@ class Supervisor:
             self._engine = adopted or await self._obtain()
             await self._engine.wait_healthy(self._start_timeout_s)
             healthy = True
+            self._note_place(self._engine.process.pid)
             await self._enter(EngineState.HEALTHY)
             code = await self._end_of(self._engine)
             self._log("engine_ended", code=code, wanted=self._stopping.is_set())
@@ -171,6 +174,10 @@ class Supervisor:
         stable = healthy and time.monotonic() - started_s >= STABLE_S
         self._short_lives = 0 if stable else self._short_lives + 1
         return healthy
+
+    def _note_place(self, pid: int) -> None:
+        if place := Placed.of(pid):
+            self._log("engine_placed", **asdict(place))
 
     async def _enter(self, state: EngineState) -> None:
         # Afterwards: an engine is offered as healthy only once it has said which version it runs.

@@ -16,9 +16,9 @@ print(sorted(heavy & {name.partition(".")[0] for name in sys.modules}))
 
 def test_public_names() -> None:
     assert set(executor.__all__) == {
-        "Background", "ControlPage", "Drained", "ExecutorError", "GateLimits", "Grant", "GrantMode",
+        "ControlPage", "Drained", "ExecutorError", "GateLimits", "Grant", "GrantMode",
         "GuardConfig", "GuardCore", "GuestState", "HostState", "LatencyRecord", "LatencyRing",
-        "PageError", "PageUnreadable", "Run", "Yield", "decide", "make_background", "pin",
+        "PageError", "PageUnreadable", "Run", "Yield", "decide",
     }  # fmt: skip
     assert set(slo.__all__) == {
         "NO_DEADLINE", "PRESETS", "Attainment", "RequestLatency", "Slack", "SloSpec", "StepModel",

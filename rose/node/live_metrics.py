@@ -1,0 +1,112 @@
+"""Gauges that are read from the node's own state at the moment of the scrape."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from executor import Grant, GrantMode, GuestState
+
+_NS = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaView:
+    """What is known of one replica now; `grant` and `guest` are None without a control page."""
+
+    name: str
+    state: str
+    restarts: int
+    policy_version: int
+    duty: float = 1.0
+    granted: int = 0
+    grant: Grant | None = None
+    guest: GuestState | None = None
+
+
+class LiveMetrics(Collector):
+    """Asks for the views of all replicas at each scrape."""
+
+    def __init__(self, replicas: Callable[[], Iterable[ReplicaView]]) -> None:
+        self._replicas = replicas
+
+    def describe(self) -> Iterable[Metric]:
+        """Names are checked for clashes without asking for any view."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """All families."""
+        views = list(self._replicas())
+        guests = [view for view in views if view.grant]
+        yield _modes(guests)
+        yield _gauge("rose_guest_duty", "Share of the last second.", guests, lambda v: v.duty)
+        yield _gauge(
+            "rose_grant_epoch",
+            "Grows with every mode.",
+            guests,
+            lambda v: v.grant.epoch if v.grant else None,
+        )
+        yield _counter("rose_grants", "Grants written.", guests, lambda v: v.granted)
+        yield from _of_guests([view for view in views if view.guest])
+        yield _gauge("rose_policy_version", "Proven.", views, lambda v: v.policy_version)
+        yield _counter("rose_engine_restarts", "After an end.", views, lambda v: v.restarts)
+        yield _states(views)
+
+
+Value = Callable[[ReplicaView], float | None]
+
+
+def _of_guests(views: list[ReplicaView]) -> Iterator[Metric]:
+    def of(read: Callable[[GuestState], float]) -> Value:
+        return lambda view: read(view.guest) if view.guest else None
+
+    yield _counter("rose_guest_tokens", "Sampled.", views, of(lambda g: g.tokens_total))
+    yield _counter(
+        "rose_guest_yielded_seconds",
+        "Had work and waited.",
+        views,
+        of(lambda g: g.yielded_ns / _NS),
+    )
+    yield _gauge("rose_guest_running", "Turns that run.", views, of(lambda g: g.running))
+    yield _gauge("rose_guest_waiting", "Turns that wait.", views, of(lambda g: g.waiting))
+    yield _gauge(
+        "rose_guest_last_step_seconds", "Its last step.", views, of(lambda g: g.last_step_ns / _NS)
+    )
+    yield _gauge("rose_guest_kv_bytes", "Mapped for KV.", views, of(lambda g: g.bytes_mapped))
+
+
+def _modes(views: list[ReplicaView]) -> Metric:
+    family = GaugeMetricFamily(
+        "rose_guest_mode", "1 for the mode that holds.", labels=["replica", "mode", "reason"]
+    )
+    for view in views:
+        assert view.grant
+        for mode in GrantMode:
+            reason = view.grant.reason if mode is view.grant.mode else ""
+            holds = float(mode is view.grant.mode)
+            family.add_metric([view.name, mode.name.lower(), reason], holds)
+    return family
+
+
+def _states(views: list[ReplicaView]) -> Metric:
+    family = GaugeMetricFamily("rose_engine_state", "1 for it.", labels=["replica", "state"])
+    for view in views:
+        family.add_metric([view.name, view.state], 1.0)
+    return family
+
+
+def _gauge(name: str, what: str, views: list[ReplicaView], value: Value) -> Metric:
+    return _filled(GaugeMetricFamily(name, what, labels=["replica"]), views, value)
+
+
+def _counter(name: str, what: str, views: list[ReplicaView], value: Value) -> Metric:
+    return _filled(CounterMetricFamily(name, what, labels=["replica"]), views, value)
+
+
+def _filled(
+    family: GaugeMetricFamily | CounterMetricFamily, views: list[ReplicaView], value: Value
+) -> Metric:
+    for view in views:
+        family.add_metric([view.name], value(view) or 0.0)
+    return family

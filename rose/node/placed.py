@@ -1,0 +1,59 @@
+"""Where a process ended up below all others: read back from the kernel, not from what was asked."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from rose.errors import RoseError
+
+IDLE, NICE, PLAIN = "SCHED_IDLE", "nice", "plain"
+
+
+class CgroupRefusedError(RoseError):
+    """The operator's cgroup folder cannot be used."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """`share`: IDLE, NICE or PLAIN. `cgroup`: its cgroup v2 path, empty where there is none."""
+
+    share: str
+    cgroup: str
+    oom_score_adj: int
+
+    @classmethod
+    def of(cls, pid: int) -> "Placed | None":
+        """None when the process is gone."""
+        try:
+            idle = os.sched_getscheduler(pid) == os.SCHED_IDLE
+            nice = os.getpriority(os.PRIO_PROCESS, pid) > 0
+            oom = int(Path(f"/proc/{pid}/oom_score_adj").read_text())
+            lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
+        except (FileNotFoundError, ProcessLookupError):
+            return None
+        unified = next((line.removeprefix("0::") for line in lines if line.startswith("0::")), "")
+        return cls(IDLE if idle else NICE if nice else PLAIN, unified, oom)
+
+
+def guest_cgroup(parent: Path, guest: str) -> Path:
+    """Make the guest's cgroup below the delegated folder `parent`, last in line for the CPU.
+
+    Inside a cgroup SCHED_IDLE counts against its own members only: beside a host in another one it
+    is the group's weight that decides. Raises CgroupRefusedError with what to do.
+    """
+    group = parent / guest
+    try:
+        control = parent / "cgroup.subtree_control"
+        if "cpu" not in control.read_text().split():
+            control.write_text("+cpu")
+        group.mkdir(exist_ok=True)
+        if (group / "cpu.idle").exists():
+            (group / "cpu.idle").write_text("1")
+        else:
+            (group / "cpu.weight").write_text("1")
+    except OSError as error:
+        raise CgroupRefusedError(
+            f"cgroup {group} cannot be used ({error.strerror}): delegate a cgroup v2 folder with"
+            " the cpu controller to this user and name it in `cgroup`, or leave `cgroup` out"
+        ) from error
+    return group

@@ -1,0 +1,104 @@
+"""`/metrics` of a node: what operators alert on, under names that stay."""
+
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from node_bench import free_port
+from prometheus_client.parser import text_string_to_metric_families
+
+from executor import Grant, GrantMode, GuestState, LatencyRecord
+from rose.errors import ConfigError
+from rose.node.config import HostConfig
+from rose.node.live_metrics import ReplicaView
+from rose.node.metrics import NodeMetrics
+from rose.node.reasons import sentence
+
+HOST = HostConfig(page=Path("page"), ttft_target_s=0.45, tpot_target_s=0.04)
+GRANT = Grant(GrantMode.FREEZE, epoch=3, reason="host_dead")
+GUEST = GuestState(tokens_total=70, running=2, waiting=1, yielded_ns=1_500_000_000)
+VIEW = ReplicaView("g0", "healthy", 1, 9, 0.25, 40, GRANT, GUEST)
+
+
+@pytest.fixture
+def metrics() -> Iterator[NodeMetrics]:
+    made = NodeMetrics(HOST, lambda: [VIEW])
+    yield made
+    made.close()
+
+
+def samples(metrics: NodeMetrics) -> dict[str, float]:
+    port = free_port()
+    metrics.serve(port)
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+        text = answer.read().decode()
+    return {
+        s.name + "".join(f",{value}" for _, value in sorted(s.labels.items())): s.value
+        for family in text_string_to_metric_families(text)
+        for s in family.samples
+    }
+
+
+def test_the_targets_are_bounds_of_the_latency_histograms(metrics: NodeMetrics) -> None:
+    for ttft_s, tpot_s in ((0.2, 0.03), (0.45, 0.05), (0.6, 0.0)):
+        metrics.served(LatencyRecord("r", 1, round(ttft_s * 1e9), round(tpot_s * 1e9), 1, 1, 1))
+    found = samples(metrics)
+    assert found["rose_host_ttft_seconds_bucket,0.45"] == 2
+    assert found["rose_host_tpot_seconds_bucket,0.04"] == 1
+    assert found["rose_host_tpot_seconds_count"] == 2, "one token has no time per output token"
+    assert found["rose_host_ttft_target_seconds"] == 0.45
+
+
+def test_freezes_are_counted_by_their_reason(metrics: NodeMetrics) -> None:
+    for mode, reason in (("run", "leased"), ("freeze", "host_dead"), ("kill", "kill_switch")):
+        metrics.heard("grant", {"replica": "g0", "mode": mode, "reason": reason})
+    found = samples(metrics)
+    assert found["rose_guest_freezes_total,host_dead,g0"] == 1
+    assert found["rose_guest_freezes_total,kill_switch,g0"] == 1
+    assert not any("leased" in name for name in found)
+
+
+def test_a_guest_is_shown_as_it_is_now(metrics: NodeMetrics) -> None:
+    found = samples(metrics)
+    assert found["rose_guest_mode,freeze,host_dead,g0"] == 1
+    assert found["rose_guest_mode,run,,g0"] == 0
+    assert found["rose_guest_duty,g0"] == 0.25
+    assert found["rose_guest_tokens_total,g0"] == 70
+    assert found["rose_guest_yielded_seconds_total,g0"] == 1.5
+    assert found["rose_grants_total,g0"] == 40
+    assert found["rose_engine_restarts_total,g0"] == 1
+    assert found["rose_policy_version,g0"] == 9
+
+
+def test_starts_and_reclaims_and_places_come_from_the_event_log(metrics: NodeMetrics) -> None:
+    metrics.heard("engine_adopted", {"engine": "g0", "pid": 1})
+    metrics.heard("engine_reclaimed", {"engine": "g0", "reason": "kill switch", "seconds": 0.07})
+    metrics.heard("engine_placed", {"engine": "g0", "share": "SCHED_IDLE", "cgroup": "/"})
+    metrics.heard("something_else", {})
+    found = samples(metrics)
+    assert found["rose_engine_starts_total,adopted,g0"] == 1
+    assert found["rose_reclaim_seconds_bucket,0.1,g0"] == 1
+    assert found["rose_engine_placement,g0,SCHED_IDLE"] == 1
+
+
+def test_a_busy_port_is_named(metrics: NodeMetrics) -> None:
+    port = free_port()
+    metrics.serve(port)
+    with pytest.raises(ConfigError, match=f"metrics_port {port}"):
+        NodeMetrics(None, list).serve(port)
+
+
+def test_a_scrape_costs_the_daemon_little(metrics: NodeMetrics) -> None:
+    began_s = time.perf_counter()
+    for _ in range(20):
+        list(metrics.registry.collect())
+    assert time.perf_counter() - began_s < 1.0
+
+
+def test_the_reason_of_a_freeze_is_a_sentence() -> None:
+    assert sentence("g0", "freeze", "host_dead") == (
+        "g0 freeze: host_dead (the host's process is gone)"
+    )
+    assert sentence("g0", "run", "leased") == "g0 run: leased"

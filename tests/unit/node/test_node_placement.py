@@ -1,0 +1,82 @@
+"""A guest is put behind everybody else as far as is permitted, and the node says how far."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rose import placement
+from rose.node.placed import IDLE, NICE, PLAIN, CgroupRefusedError, Placed, guest_cgroup
+
+UNTOUCHED = NICE if os.getpriority(os.PRIO_PROCESS, 0) > 0 else PLAIN
+# What a container without the right to change scheduling answers.
+FORBIDDEN = """
+import os, runpy, sys
+def refuse(*_): raise PermissionError(1, "not permitted")
+for name in sys.argv[1].split(","):
+    setattr(os, name, refuse)
+sys.argv = sys.argv[2:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def placed(*argv: str) -> Placed:
+    """Where the kernel says that a program started so is."""
+    program = [sys.executable, "-c", "print(flush=True); input()"]
+    with subprocess.Popen(
+        [sys.executable, *argv, "--", *program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout
+        process.stdout.readline()
+        found = Placed.of(process.pid)
+        process.kill()
+    assert found
+    return found
+
+
+@pytest.mark.parametrize(
+    ("refused", "share"),
+    [
+        ("nothing", IDLE),
+        ("sched_setscheduler", NICE),
+        ("sched_setscheduler,setpriority", UNTOUCHED),
+    ],
+)
+def test_the_next_best_is_taken_where_the_best_is_refused(refused: str, share: str) -> None:
+    script = str(placement.__file__)
+    found = placed("-c", FORBIDDEN, refused, script, "share=background")
+    assert (found.share, found.oom_score_adj) == (share, 1000)
+
+
+def test_others_are_left_as_they_are() -> None:
+    assert placed(str(placement.__file__)).share == UNTOUCHED
+
+
+def test_nothing_is_said_of_a_process_that_is_gone() -> None:
+    assert Placed.of(2**22 + 1) is None
+
+
+@pytest.mark.parametrize(("knob", "value"), [("cpu.idle", "1"), ("cpu.weight", "1")])
+def test_a_delegated_cgroup_gets_a_group_of_the_least_weight(
+    tmp_path: Path, knob: str, value: str
+) -> None:
+    """On files that stand in for a cgroup v2 folder with the cpu controller."""
+    (tmp_path / "cgroup.subtree_control").write_text("cpu memory")
+    (tmp_path / "guest").mkdir()
+    (tmp_path / "guest" / knob).write_text("100")
+    (tmp_path / "guest" / "cgroup.procs").write_text("")
+    group = guest_cgroup(tmp_path, "guest")
+    assert (group / knob).read_text() == value
+    process = subprocess.Popen(
+        [sys.executable, str(placement.__file__), f"cgroup={group}", "--", "true"]
+    )
+    process.wait()
+    assert (group / "cgroup.procs").read_text() == str(process.pid)
+
+
+def test_a_folder_that_is_no_cgroup_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(CgroupRefusedError, match="delegate a cgroup v2 folder"):
+        guest_cgroup(tmp_path, "guest")
+    assert os.listdir(tmp_path) == []
