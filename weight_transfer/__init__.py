@@ -23,7 +23,7 @@ from weight_transfer.manifest import ChunkRef, Manifest, TensorUpdate
 from weight_transfer.publisher import Publisher
 from weight_transfer.receiver import Receiver, StagedTensor, StagedUpdate
 from weight_transfer.signing import SigningKey, VerifyKey
-from weight_transfer.store import ChunkStore, read_chunk
+from weight_transfer.store import ChunkStore, StoredFile, read_chunk
 from weight_transfer.tensors import (
     TensorBits,
     bits_of,
@@ -56,6 +56,7 @@ __all__ = [
     "StagedTensor",
     "StagedUpdate",
     "StoreError",
+    "StoredFile",
     "TensorBits",
     "TensorFormatError",
     "TensorUpdate",

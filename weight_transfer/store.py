@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import os
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 from weight_transfer.chunk import check_id, chunk_id
 from weight_transfer.errors import ChunkMissingError, StoreError
 from weight_transfer.manifest import Manifest
+
+_DRAFT = ".tmp-"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A chunk (`name` is its own) or a manifest (`name` is its file's)."""
+
+    name: str
+    path: Path
+    size: int
+    written_ns: int
 
 
 class ChunkStore:
@@ -67,6 +80,20 @@ class ChunkStore:
         """Return the published versions, ascending."""
         return tuple(sorted(int(path.stem) for path in self.manifests_dir.glob("*.json")))
 
+    def files(self) -> list[StoredFile]:
+        """Everything here that is whole."""
+        paths = [*self.chunks_dir.iterdir(), *self.manifests_dir.iterdir()]
+        return [_stored(path) for path in paths if not path.name.startswith(_DRAFT)]
+
+    def discard(self, file: StoredFile) -> None:
+        """Remove one; whoever needs it again fetches it again."""
+        file.path.unlink(missing_ok=True)
+
+
+def _stored(path: Path) -> StoredFile:
+    status = path.stat()
+    return StoredFile(path.name, path, status.st_size, status.st_mtime_ns)
+
 
 def read_chunk(chunks_dir: Path, name: str) -> bytes:
     """Return `chunks_dir/name`, verified against its name."""
@@ -80,7 +107,7 @@ def read_chunk(chunks_dir: Path, name: str) -> bytes:
 
 def _write_durably(path: Path, raw: bytes) -> None:
     """Write a temporary file, sync it, rename it, sync the directory: all or nothing."""
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".tmp-")
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=_DRAFT)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(raw)

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rose.engines import EngineRole, EngineSpec
 from rose.errors import ConfigError
+from rose.publish import Caps
 
 
 class _Frozen(BaseModel):
@@ -72,6 +73,24 @@ class ReplicaConfig(_Frozen):
         )
 
 
+class ReceiverConfig(_Frozen):
+    """What fetching weights may cost this machine. None bounds nothing.
+
+    bytes_per_s: of the link, on the average. disk_bytes: of chunks and manifests kept; the oldest
+    that no update needs goes first. threads, nice: who hashes and writes what arrives.
+    """
+
+    bytes_per_s: int | None = Field(default=None, gt=0)
+    disk_bytes: int | None = Field(default=None, gt=0)
+    threads: int = Field(default=2, gt=0, le=64)
+    nice: int = Field(default=10, ge=0, le=19)
+
+    @property
+    def caps(self) -> Caps:
+        """As the receiver takes them."""
+        return Caps(self.bytes_per_s, self.disk_bytes, self.threads, self.nice)
+
+
 class NodeConfig(_Frozen):
     """One node. `run_dir` holds its weights, its guests' records and the local kill file `KILL`.
 
@@ -87,6 +106,7 @@ class NodeConfig(_Frozen):
     replicas: tuple[ReplicaConfig, ...]
     verify_key: str | None = None
     cgroup: Path | None = None
+    receiver: ReceiverConfig = ReceiverConfig()
     metrics_port: int | None = Field(default=None, gt=0, lt=65_536)
 
     @property

@@ -12,8 +12,8 @@ from rose.errors import RefusedError, RoseError, UnavailableError
 from rose.eventlog import EventLog, JsonlLog
 from rose.node.chain import KnownVersion, VersionChain
 from rose.node.replica_client import Applied, ReplicaClient
-from rose.publish import fetch_version
-from weight_transfer import ChunkStore, VerifyKey, WeightError
+from rose.publish import Receiving, fetch_version
+from weight_transfer import VerifyKey, WeightError
 
 MAX_APPLY_FAILURES = 3
 FIRST_PAUSE_S = 0.3
@@ -25,7 +25,7 @@ class Source:
     """Where versions come from, shared by all replicas of a node."""
 
     session: aiohttp.ClientSession
-    store: ChunkStore
+    receiving: Receiving
     chain: VersionChain
     verify_key: VerifyKey | None
 
@@ -98,6 +98,11 @@ class Updates:
                 pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
     async def _try(self, known: KnownVersion) -> bool:
+        # Until the engine has read them, the files of this version are not to be evicted.
+        with self._source.receiving.shelf.hold() as hold:
+            return await self._bring(known, hold)
+
+    async def _bring(self, known: KnownVersion, hold: set[str]) -> bool:
         source, life = self._source, self._life
         try:
             fetched = await fetch_version(
@@ -105,9 +110,10 @@ class Updates:
                 known.url,
                 known.job,
                 known.version,
-                source.store,
+                source.receiving,
                 source.verify_key,
                 self._rejected,
+                hold,
             )
         except (RoseError, WeightError) as error:
             self._log("version_not_fetched", version=known.version, message=str(error))
@@ -115,7 +121,9 @@ class Updates:
         if life != self._life:
             return True
         try:
-            applied = await self._client.apply(fetched.manifest_path, source.store.chunks_dir)
+            applied = await self._client.apply(
+                fetched.manifest_path, source.receiving.store.chunks_dir
+            )
         except (RefusedError, UnavailableError) as error:
             self._refused(known.version, str(error), life)
             return False

@@ -2,6 +2,16 @@
 
 from rose.publish.fetch import Fetched, FetchError, fetch_version
 from rose.publish.publisher import Receipt, WeightPublisher
+from rose.publish.receiving import Caps, Receiving
 from rose.publish.server import VersionServer
 
-__all__ = ["FetchError", "Fetched", "Receipt", "VersionServer", "WeightPublisher", "fetch_version"]
+__all__ = [
+    "Caps",
+    "FetchError",
+    "Fetched",
+    "Receipt",
+    "Receiving",
+    "VersionServer",
+    "WeightPublisher",
+    "fetch_version",
+]

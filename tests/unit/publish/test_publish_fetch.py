@@ -7,7 +7,7 @@ import aiohttp
 import numpy as np
 import pytest
 
-from rose.publish import FetchError, VersionServer, fetch_version
+from rose.publish import Caps, FetchError, Receiving, VersionServer, fetch_version
 from weight_transfer import (
     ChunkStore,
     Manifest,
@@ -44,14 +44,14 @@ async def test_a_corrupted_chunk_is_noticed_and_fetched_again(tmp_path: Path) ->
     await server.start()
     try:
         async with aiohttp.ClientSession() as session:
-            store = ChunkStore(tmp_path / "to")
+            receiving = Receiving(ChunkStore(tmp_path / "to"), Caps())
             fetched = await fetch_version(
-                session, server.url, "job", 1, store, key.verify_key, rejected.append
+                session, server.url, "job", 1, receiving, key.verify_key, rejected.append, set()
             )
     finally:
         await server.close()
     assert rejected, "the control corrupts some chunks"
-    assert all(store.has(ref.id) for ref in manifest.chunks)
+    assert all(receiving.store.has(ref.id) for ref in manifest.chunks)
     assert fetched.wire_bytes > manifest.wire_bytes
 
 
@@ -62,9 +62,11 @@ async def test_a_manifest_of_another_trainer_is_refused(tmp_path: Path) -> None:
     await server.start()
     try:
         async with aiohttp.ClientSession() as session:
-            store = ChunkStore(tmp_path / "to")
+            receiving = Receiving(ChunkStore(tmp_path / "to"), Caps())
             with pytest.raises(SignatureError):
-                await fetch_version(session, server.url, "job", 1, store, stranger, lambda _: None)
+                await fetch_version(
+                    session, server.url, "job", 1, receiving, stranger, lambda _: None, set()
+                )
     finally:
         await server.close()
 
@@ -74,9 +76,11 @@ async def test_a_version_that_is_not_there_is_a_clear_error(tmp_path: Path) -> N
     await server.start()
     try:
         async with aiohttp.ClientSession() as session:
-            store = ChunkStore(tmp_path / "to")
+            receiving = Receiving(ChunkStore(tmp_path / "to"), Caps())
             with pytest.raises(FetchError, match="cannot be fetched"):
-                await fetch_version(session, server.url, "job", 9, store, None, lambda _: None)
+                await fetch_version(
+                    session, server.url, "job", 9, receiving, None, lambda _: None, set()
+                )
     finally:
         await server.close()
 
@@ -88,10 +92,10 @@ async def test_a_version_of_another_job_is_refused(tmp_path: Path) -> None:
     await server.start()
     try:
         async with aiohttp.ClientSession() as session:
-            store = ChunkStore(tmp_path / "to")
+            receiving = Receiving(ChunkStore(tmp_path / "to"), Caps())
             with pytest.raises(FetchError, match="version 1 of mine, was given 1 of job"):
                 await fetch_version(
-                    session, server.url, "mine", 1, store, key.verify_key, lambda _: None
+                    session, server.url, "mine", 1, receiving, key.verify_key, lambda _: None, set()
                 )
     finally:
         await server.close()
@@ -107,10 +111,10 @@ async def test_a_publisher_that_sends_more_than_it_announced_is_cut_off(
     await server.start()
     try:
         async with aiohttp.ClientSession() as session:
-            store = ChunkStore(tmp_path / "to")
+            receiving = Receiving(ChunkStore(tmp_path / "to"), Caps())
             with pytest.raises(FetchError, match="sends more than"):
                 await fetch_version(
-                    session, server.url, "job", 1, store, key.verify_key, lambda _: None
+                    session, server.url, "job", 1, receiving, key.verify_key, lambda _: None, set()
                 )
     finally:
         await server.close()

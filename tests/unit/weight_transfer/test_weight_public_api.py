@@ -22,7 +22,7 @@ SignatureError
 SigningKey
 StagedTensor
 StagedUpdate
-StoreError
+StoreError StoredFile
 TensorBits
 TensorFormatError
 TensorUpdate
