@@ -19,11 +19,12 @@ from rose.errors import RoseError
 
 EXIT_UNEXPECTED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
 
-# Processes with options of their own: everything after the name goes to their main(argv).
+# Commands with options of their own: everything after the name goes to their main(argv).
 PROCESSES = {
     "scheduler": ("rose.scheduler.main", "lease what nodes offer to the job"),
     "gateway": ("rose.gateway.main", "route rollout turns to leased replicas"),
     "node": ("rose.node.main", "guard the hosts of this machine and run its guests"),
+    "doctor": ("rose.doctor.main", "say what stands in a node's way, and what to do"),
 }
 
 

@@ -121,7 +121,7 @@ class NodeConfig(_Frozen):
             config = cls.model_validate(json.loads(path.read_text()))
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} is no JSON: {error}") from error
         except ValidationError as error:
             first = error.errors()[0]

@@ -92,7 +92,17 @@ def test_help_loads_nothing_heavy(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     assert ended.value.code == 0
     out = capsys.readouterr().out
-    for name in ("demo", "scheduler", "gateway", "node", "status", "harvest", "revoke", "kill"):
+    for name in (
+        "demo",
+        "scheduler",
+        "gateway",
+        "node",
+        "status",
+        "harvest",
+        "revoke",
+        "kill",
+        "doctor",
+    ):
         assert name in out
 
 

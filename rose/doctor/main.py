@@ -1,0 +1,42 @@
+"""`rose doctor --config FILE`: 0 nothing is wrong, 1 something is, 2 the file cannot be used."""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rose.cli.parser import Parser
+from rose.doctor.finding import Finding, Level
+from rose.doctor.host_checks import host_checks
+from rose.doctor.node_checks import daemon_of, node_checks
+from rose.node.config import NodeConfig
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; a file that cannot be used raises ConfigError, which the `rose` command says."""
+    parser = Parser(
+        prog="rose doctor",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", type=Path, required=True, help="the node's JSON file")
+    config = NodeConfig.load(parser.parse_args(argv).config)
+    found = list[Finding]()
+    for finding in diagnose(config):
+        found.append(finding)
+        sys.stdout.write(f"{finding}\n")
+        sys.stdout.flush()
+    wrong = sum(finding.level is Level.WRONG for finding in found)
+    sys.stdout.write(f"node {config.node}: {len(found)} checks, {wrong} wrong\n")
+    return 1 if wrong else 0
+
+
+def diagnose(config: NodeConfig) -> Iterator[Finding]:
+    """Check everything; nothing is changed and nothing is raised."""
+    if config.host:
+        yield from host_checks(config.host, daemon_runs=daemon_of(config) is not None)
+    yield from node_checks(config)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""`rose doctor`: every ailment is one plain line that says what to do; it never faints."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import struct
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from node_bench import Bench, free_port
+
+from executor import HostState
+from rose.cli.main import main as rose
+from rose.doctor import Finding, Level, diagnose
+from rose.doctor.finding import checked
+
+
+@pytest.fixture
+async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
+    monkeypatch.setattr("rose.doctor.node_checks.SCHEDULER_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("rose.doctor.node_checks.check_memory", lambda *_: None)
+    bench = Bench(tmp_path, "guest")
+    for name in ("run", "logs"):
+        (tmp_path / name).mkdir(exist_ok=True)
+    await bench.start()
+    yield bench
+    await bench.close()
+
+
+async def findings(bench: Bench) -> dict[str, Finding]:
+    return {f.subject: f for f in await asyncio.to_thread(lambda: list(diagnose(bench.config)))}
+
+
+async def wrongs(bench: Bench) -> dict[str, str]:
+    found = (await findings(bench)).values()
+    assert all(finding.do for finding in found if finding.level is not Level.OK)
+    return {f.subject: str(f) for f in found if f.level is Level.WRONG}
+
+
+async def test_a_node_without_a_daemon_is_well_but_for_that(bench: Bench) -> None:
+    assert await wrongs(bench) == {}
+    found = await findings(bench)
+    assert found["daemon"].level is Level.NOTE
+    assert {"page", "host", "scheduler", "r0", "placement", "clock", "disk"} <= found.keys()
+
+
+async def test_a_node_at_work_is_well(bench: Bench) -> None:
+    bench.spawn()
+    await bench.until_noted("lease_taken")
+    assert await wrongs(bench) == {}
+    found = await findings(bench)
+    assert found["grant heartbeat"].what == "run, leased"
+    assert found["r0"].what.startswith("runs on port")
+
+
+async def test_a_stopped_daemon_is_named(bench: Bench) -> None:
+    daemon = bench.spawn()
+    await bench.until_noted("lease_taken")
+    daemon.send_signal(signal.SIGSTOP)
+    await asyncio.sleep(1.2)
+    assert "silent for" in (await wrongs(bench))["grant heartbeat"]
+
+
+async def test_everything_that_can_be_wrong_is(bench: Bench) -> None:
+    await bench.server.stop(0)
+    bench.config.kill_file.touch()
+    bench.page.host.write(HostState(running=1, heartbeat_ns=time.monotonic_ns() - 10**11))
+    settings = bench.settings
+    settings["host"]["pid"] = 2**22 + 1
+    settings["cgroup"] = str(bench.folder / "no-cgroup")
+    settings["receiver"] = {"disk_bytes": 1 << 60}
+    settings["metrics_port"] = free_port()
+    with socket.socket() as taken, socket.socket() as scraped:
+        for busy, port in ((taken, settings["replicas"][0]["port"]), (scraped, None)):
+            busy.bind(("127.0.0.1", port or settings["metrics_port"]))
+            busy.listen()
+        found = await wrongs(bench)
+    for subject, hint in {
+        "host": "start the host",
+        "host heartbeat": "silent for 100 s",
+        "kill switch": "rose unkill",
+        "scheduler": "start `rose scheduler`",
+        "r0": "choose another port",
+        "metrics": "choose another port",
+        "placement": "delegate a cgroup v2 folder",
+        "disk": "lower `receiver.disk_bytes`",
+    }.items():
+        assert hint in found[subject], found
+
+
+@pytest.mark.parametrize(
+    ("offset", "raw", "hint"),
+    [
+        (8, struct.pack("=I", 99), "run the same ROSE version"),
+        (0, b"SOMETHNG", "choose another path"),
+        (16, struct.pack("=Q", 2**62), "delete it"),
+    ],
+)
+async def test_a_page_that_is_not_ours_is_named(
+    bench: Bench, offset: int, raw: bytes, hint: str
+) -> None:
+    fd = os.open(bench.page.path, os.O_RDWR)
+    os.pwrite(fd, raw, offset)
+    os.close(fd)
+    assert hint in (await wrongs(bench))["page"]
+
+
+async def test_a_model_that_is_missing_or_does_not_fit_is_named(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    bench.settings["replicas"][0]["kv_bytes"] = 1 << 50
+    assert "GiB of free memory" in (await wrongs(bench))["r0"]
+    bench.settings["replicas"][0]["model_dir"] = str(bench.folder / "nowhere")
+    assert "Hugging Face" in (await wrongs(bench))["r0"]
+
+
+def test_a_check_that_breaks_is_a_finding() -> None:
+    def breaks() -> Finding:
+        raise OSError(5, "Input/output error")
+
+    assert "cannot be checked (OSError" in str(checked("disk", breaks))
+
+
+@pytest.mark.parametrize("text", [None, "{", '{"node": 1}', "\x00", "\udcff"])
+def test_a_file_that_cannot_be_used_is_exit_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None
+) -> None:
+    path = tmp_path / "node.json"
+    if text is not None:
+        path.write_text(text, errors="surrogateescape")
+    assert rose(["doctor", "--config", str(path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+async def test_exit_codes_and_the_last_line(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = bench.folder / "node.json"
+    path.write_text(json.dumps(bench.settings))
+    argv = ["doctor", "--config", str(path)]
+    assert await asyncio.to_thread(rose, argv) == 0
+    assert capsys.readouterr().out.endswith(" checks, 0 wrong\n")
+    bench.config.kill_file.touch()
+    assert await asyncio.to_thread(rose, argv) == 1
+    out = capsys.readouterr().out
+    assert "WRONG  kill switch: " in out
+    assert "Traceback" not in out
