@@ -59,7 +59,9 @@ class ControlPage:
         except OSError as error:
             raise PageError(f"cannot create control page {target}: {error.strerror}") from error
         try:
-            os.ftruncate(fd, PAGE_BYTES)
+            # Blocks now: a mapped file that grows on a full disk kills whoever writes to it, and
+            # the host is one of them.
+            os.posix_fallocate(fd, 0, PAGE_BYTES)
             header = _HEADER.pack(
                 MAGIC, LAYOUT_VERSION, os.getpid(), time.monotonic_ns(), PAGE_BYTES
             )

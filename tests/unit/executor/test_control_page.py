@@ -205,3 +205,28 @@ def test_readers_never_see_half_a_write_of_another_process(page: ControlPage) ->
     assert len(seen) > 1
     page.host.write(HostState(step_seq=-1))
     assert page.host.read() == HostState(step_seq=-1)
+
+
+def test_a_page_owns_all_its_blocks_from_the_start(page: ControlPage) -> None:
+    """A write to a sparse mapping on a full disk ends the writer (SIGBUS): the host, at worst."""
+    assert page.path.stat().st_blocks * 512 >= PAGE_BYTES
+
+
+def test_a_full_disk_makes_no_page_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(PageError, match="No space left"):
+        ControlPage.create(tmp_path / "page")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_page_that_was_deleted_and_made_anew_is_another_page(page: ControlPage) -> None:
+    """A host that still writes to the deleted one says nothing on the new one: that freezes."""
+    page.path.unlink()
+    with ControlPage.ensure(page.path) as fresh:
+        page.host.write(HostState(step_seq=5))
+        assert fresh.host.read() is None
