@@ -48,7 +48,7 @@ class NodeDaemon:
         self._host: HostSide | None = None
         if config.host:
             page = ControlPage.ensure(config.host.page)
-            watch = HostWatch(config.log_dir, self._metrics.served)
+            watch = HostWatch(config.log_dir, self._metrics.served, page.latency.total)
             self._host = HostSide(config.host, page, watch)
         self._guards: dict[str, GuardThread] = {}
         self._replicas: dict[str, Replica] = {}

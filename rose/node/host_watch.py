@@ -30,12 +30,16 @@ class HostWatch:
     """Drains the latency ring of a control page into `host_latency.jsonl` and a short window."""
 
     def __init__(
-        self, log_dir: Path, on_record: Callable[[LatencyRecord], None] = lambda _: None
+        self,
+        log_dir: Path,
+        on_record: Callable[[LatencyRecord], None] = lambda _: None,
+        cursor: int = 0,
     ) -> None:
+        """`cursor`: the first record to take; those before it an earlier daemon has taken."""
         self._on_record = on_record
         self._log = JsonlLog(log_dir / "host_latency.jsonl")
         self._window: deque[LatencyRecord] = deque(maxlen=4_096)
-        self._cursor = 0
+        self._cursor = cursor
 
     def drain(self, page: ControlPage) -> None:
         """Take what is new."""

@@ -167,6 +167,7 @@ class Bench:
             "run_dir": str(self.run_dir),
             "log_dir": str(self.folder / "logs"),
             "verify_key": self.key.verify_key.hex,
+            "metrics_port": free_port(),
         }
         if kind == "guest":
             self.page = ControlPage.create(self.folder / "page")

@@ -52,8 +52,9 @@ def kill(daemon: "subprocess.Popen[bytes]") -> None:
 async def test_the_next_daemon_adopts_the_guest_and_its_version_but_not_its_lease(
     bench: Bench,
 ) -> None:
-    first, standby = bench.spawn(), bench.spawn("--standby")
+    first = bench.spawn()
     pid = await leased_guest(bench)
+    standby = bench.spawn("--standby")
     await bench.publish(1)
     before = await bench.until("caught up", lambda row: row.policy_version == 1)
     assert standby.poll() is None
