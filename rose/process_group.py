@@ -5,6 +5,7 @@ import os
 import signal
 from abc import ABC, abstractmethod
 
+from rose.placement import kill_group
 from rose.procfs import ProcessIdentity, group_states
 
 STOP_GRACE_S = 8.0
@@ -37,12 +38,12 @@ class ProcessGroup(ABC):
         """End the whole group: TERM, a grace period, KILL. Returns when nothing of it is left."""
         self._signal_group(signal.SIGTERM)
         if not await self._gone(grace_s):
-            self._signal_group(signal.SIGKILL)
-            await self._gone(KILL_GRACE_S)
+            await self.kill()
 
     async def kill(self) -> None:
         """End the whole group at once."""
-        self._signal_group(signal.SIGKILL)
+        kill_group(self._group)
+        self._signal_group(signal.SIGKILL)  # whatever was started meanwhile
         await self._gone(KILL_GRACE_S)
 
     def _signal_group(self, number: signal.Signals) -> None:

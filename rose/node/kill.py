@@ -13,6 +13,7 @@ from pathlib import Path
 from rose.errors import ConfigError
 from rose.filelock import holder_of
 from rose.node.claim import tenures
+from rose.placement import kill_group
 from rose.process_group import group_alive
 
 PATIENCE_S = 1.0
@@ -63,6 +64,7 @@ def _order(run_dir: Path, kill_file: Path) -> None:
 def _seen_gone(name: str, pid: int, began_s: float) -> EndedGuest:
     if not _gone_by(pid, began_s + PATIENCE_S):
         with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill_group(pid)
             os.killpg(pid, signal.SIGKILL)
     gone = _gone_by(pid, began_s + LAST_PATIENCE_S)
     return EndedGuest(name, pid, time.monotonic() - began_s, gone)

@@ -1,0 +1,56 @@
+"""A guest gives its memory back soon though a saturated host leaves its core no idle time."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from rose.placement import kill_group
+from rose.procfs import group_states
+
+HELD_BYTES = 256 << 20
+HOST = "import os; os.sched_setaffinity(0, {%d})\nprint(flush=True)\nwhile True: pass"
+GUEST = """
+import os, time
+os.sched_setaffinity(0, {%d})
+os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+held = b"x" * %d
+print(flush=True)
+time.sleep(60)
+"""
+
+
+def start(script: str) -> "subprocess.Popen[bytes]":
+    argv = [sys.executable, "-S", "-c", script]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, process_group=0)
+    assert process.stdout
+    process.stdout.readline()
+    return process
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple["subprocess.Popen[bytes]", "subprocess.Popen[bytes]"]]:
+    """A guest, then a host that never rests, on one core."""
+    core = max(os.sched_getaffinity(0))
+    guest, host = start(GUEST % (core, HELD_BYTES)), start(HOST % core)
+    yield guest, host
+    for process in (guest, host):
+        process.kill()
+        process.communicate()
+
+
+def test_a_killed_guest_does_not_wait_for_a_saturated_host(
+    pair: tuple["subprocess.Popen[bytes]", "subprocess.Popen[bytes]"],
+) -> None:
+    guest, host = pair
+    began_s = time.monotonic()
+    kill_group(guest.pid)
+    while group_states(guest.pid):
+        assert time.monotonic() - began_s < 2.0
+        time.sleep(0.005)
+    assert host.poll() is None
+    assert guest.wait() == -signal.SIGKILL
