@@ -12,12 +12,14 @@ from collections.abc import Callable
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from executor.control_page import ControlPage
+from executor.errors import PageError
 from executor.vllm.observer import HostObserver
 from executor.vllm.settings import HOST, EngineSettings
 from executor.vllm.surfaces import RequestSurface, StepSurface
 
 # vLLM shows what its own loggers' children say.
 logger = logging.getLogger("vllm.rose.host")
+SERVES_ON = "the host is no longer published; it serves on without ROSE"
 
 
 class ObservedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types are not ours to check
@@ -72,6 +74,9 @@ class ObservedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types ar
     def _quietly(self, observe: Callable[..., None], *args: object) -> None:
         try:
             observe(*args)
+        except PageError as error:
+            self._observer = None
+            logger.error("%s: %s", SERVES_ON, error)  # noqa: TRY400 -- the message says it all
         except Exception:
             self._observer = None
-            logger.exception("the host is no longer published; it serves on without ROSE")
+            logger.exception(SERVES_ON)
