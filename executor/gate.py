@@ -94,13 +94,21 @@ _STOPPING = {
 }
 
 
-def _refusal(grant: Grant, now_ns: int, limits: GateLimits) -> str | None:
-    if grant.mode is GrantMode.KILL:
-        return KILLED
+def lapsed(grant: Grant, now_ns: int, limits: GateLimits) -> str | None:
+    """Why a grant no longer counts, whatever its mode; None while it is live."""
     if not now_ns < grant.expiry_ns <= now_ns + limits.max_grant_ns:
         return GRANT_EXPIRED
     if _stale(grant.heartbeat_ns, now_ns, limits.grant_stale_ns):
         return HEARTBEAT_STALE
+    return None
+
+
+def _refusal(grant: Grant, now_ns: int, limits: GateLimits) -> str | None:
+    if grant.mode is GrantMode.KILL:
+        return KILLED
+    reason = lapsed(grant, now_ns, limits)
+    if reason is not None:
+        return reason
     if grant.mode in _STOPPING:
         return _STOPPING[grant.mode]
     if grant.token_budget <= 0 or grant.max_sequences <= 0:

@@ -25,6 +25,7 @@ PRESSURE = "kv_pressure"
 class GuardConfig:
     """The operator's limits for one guest.
 
+    `kv_granule_cap`: KV granules it may keep pages under, 0 for as many as it started with.
     `slack_share` 0..1 (0: host-idle time only). Above `kv_high_watermark` of the host's KV in use
     the grant is throttled to `throttled_token_budget`, until it falls below `kv_low_watermark`.
     """
@@ -125,7 +126,8 @@ class GuardCore:
             mode=mode,
             token_budget=budget,
             max_sequences=config.max_sequences if budget else 0,
-            kv_granule_cap=config.kv_granule_cap if budget else 0,
+            # In every mode: no cap would let a frozen guest grow back.
+            kv_granule_cap=config.kv_granule_cap,
             slack_share=config.slack_share,
             epoch=self._epoch,
             expiry_ns=now_ns + config.ttl_ns,

@@ -47,7 +47,8 @@ def test_anything_wrong_takes_the_capacity_back(
 ) -> None:
     grant = granted(GuardCore(CONFIG), **change)
     assert (grant.mode, grant.reason) == (mode, reason)
-    assert (grant.token_budget, grant.max_sequences, grant.kv_granule_cap) == (0, 0, 0)
+    assert (grant.token_budget, grant.max_sequences) == (0, 0)
+    assert grant.kv_granule_cap == 4, "0 would lift the cap of a guest that may not run"
 
 
 def test_the_epoch_grows_with_each_change_of_mode_and_survives_a_restart() -> None:
