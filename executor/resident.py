@@ -12,6 +12,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 for _function, _last in ((_libc.madvise, ctypes.c_int), (_libc.mincore, ctypes.c_void_p)):
     _function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, _last)
     _function.restype = ctypes.c_int
+# Linux 5.14; the standard library has no name for it.
+_MADV_POPULATE_WRITE = 23
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -54,6 +56,17 @@ def discard(pages: Range) -> None:
             f"the kernel keeps {pages.size} bytes of KV cache: {reason}; start the guest without"
             " locked memory"
         )
+
+
+def use_huge_pages(pages: Range) -> None:
+    """Ask for huge pages under memory whose content is of no account; it reads as zeros then.
+
+    Giving back and touching again cost a tenth of what small pages do. A wish: a kernel that has
+    none leaves the pages small.
+    """
+    if pages.size and not _libc.madvise(pages.start, pages.size, mmap.MADV_HUGEPAGE):
+        _libc.madvise(pages.start, pages.size, mmap.MADV_DONTNEED)
+        _libc.madvise(pages.start, pages.size, _MADV_POPULATE_WRITE)
 
 
 def resident_bytes(pages: Range) -> int:

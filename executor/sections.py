@@ -81,7 +81,10 @@ class HostState:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What the guest may use until `expiry_ns`; `slack_share` in 0..1, 0 = host-idle time only."""
+    """What the guest may use until `expiry_ns`; `slack_share` in 0..1, 0 = host-idle time only.
+
+    `kv_granule_cap`: KV granules it may keep pages under; 0 sets no cap. One granule always stays.
+    """
 
     mode: GrantMode = GrantMode.FREEZE
     token_budget: int = 0
@@ -119,7 +122,11 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class GuestState:
-    """What the guest did and holds; `heartbeat_ns` tells that its process lives."""
+    """What the guest did and holds; `heartbeat_ns` tells that its process lives.
+
+    `bytes_mapped`: KV memory that is not known to have been given back. Of its `granules_total`
+    KV granules the guest keeps pages under `granules_mapped`.
+    """
 
     step_seq: int = 0
     in_step: bool = False
@@ -133,8 +140,10 @@ class GuestState:
     yielded_ns: int = 0
     gate_reason: str = ""
     heartbeat_ns: int = 0
+    granules_total: int = 0
+    granules_mapped: int = 0
 
-    LAYOUT: ClassVar[struct.Struct] = struct.Struct(f"=q?qqqqqqqqq{REASON_BYTES}s")
+    LAYOUT: ClassVar[struct.Struct] = struct.Struct(f"=q?qqqqqqqqqqq{REASON_BYTES}s")
 
     def pack(self) -> bytes:
         """Binary form; `gate_reason` is cut to REASON_BYTES."""
@@ -150,6 +159,8 @@ class GuestState:
             self.policy_version,
             self.yielded_ns,
             self.heartbeat_ns,
+            self.granules_total,
+            self.granules_mapped,
             _encode_text(self.gate_reason, REASON_BYTES),
         )
 
@@ -158,7 +169,13 @@ class GuestState:
         """Inverse of pack."""
         values = cls.LAYOUT.unpack(raw)
         state = cls(*values[:10])
-        return replace(state, heartbeat_ns=values[10], gate_reason=_decode_text(values[11]))
+        return replace(
+            state,
+            gate_reason=_decode_text(values[13]),
+            heartbeat_ns=values[10],
+            granules_total=values[11],
+            granules_mapped=values[12],
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,21 @@
 import logging
 import os
 import time
+from collections.abc import Collection
+from itertools import chain
+from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.request import RequestStatus
 
 from executor.control_page import ControlPage
 from executor.gate import Run
 from executor.orphan import OrphanCore
+from executor.preemption import Rollout
+from executor.vllm.ballooned_pool import BalloonedPool
+from executor.vllm.guest_kv import GuestKv
+from executor.vllm.hand_back import HandBack, too_large
+from executor.vllm.kv_storage import kv_pages
 from executor.vllm.settings import GUEST, EngineSettings
 from executor.vllm.station import GuestStation, Load
 from executor.vllm.surfaces import SampledSurface, StepSurface
@@ -37,8 +46,11 @@ class GatedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types are n
             logger.warning("ROSE_ROLE is not %s: this engine runs without a gate", GUEST)
             return
         page = ControlPage.open(settings.page_path)
-        kv_bytes = sum(tensor.size for tensor in self.kv_cache_config.kv_cache_tensors)
-        self._station = GuestStation(page, kv_bytes)
+        pages, granules = kv_pages(self.vllm_config, self.kv_cache_config)
+        pool = BalloonedPool(self.kv_cache_manager.block_pool, granules, pages)
+        self._kv = GuestKv(pool, self._rollouts, self._preempt)
+        self._hand_back = HandBack()
+        self._station = GuestStation(page, self._kv.mapped)
         orphan = OrphanCore(time.monotonic_ns(), round(settings.orphan_s * 1e9))
         Watchdog(page, orphan, self._station.beat).start()
 
@@ -55,16 +67,23 @@ class GatedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types are n
                 tokens, sequences = verdict.token_budget, verdict.max_sequences
         else:
             station.idle(load)
+        if not self._fit_kv(station):
+            tokens = sequences = 0
         output = self._schedule_within(tokens, sequences, args, kwargs)
+        if output.total_num_scheduled_tokens:
+            self._kv.step_begun()
         station.scheduled(self._load(), output.total_num_scheduled_tokens)
         return output
 
     def update_from_output(
         self, scheduler_output: StepSurface, model_runner_output: SampledSurface
-    ) -> object:
+    ) -> dict[int, Any]:
         """Process a step's output as vLLM does, then publish it."""
-        result = super().update_from_output(scheduler_output, model_runner_output)
+        result: dict[int, Any] = super().update_from_output(scheduler_output, model_runner_output)
         if self._station is not None:
+            if scheduler_output.total_num_scheduled_tokens:
+                self._kv.step_done()
+            self._hand_back.tell(result)
             self._station.stepped(
                 self._load(),
                 scheduler_output.total_num_scheduled_tokens,
@@ -72,6 +91,52 @@ class GatedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types are n
                 sum(map(len, model_runner_output.sampled_token_ids or ())),
             )
         return result
+
+    def has_requests(self) -> bool:
+        """Also True while KV memory is owed: only in a step can an idle engine give it back.
+
+        An idle core looks here when something wakes it, as `rose.replica.kv_wake` does.
+        """
+        if super().has_requests():
+            return True
+        station = self._station
+        return station is not None and self._kv.must_shrink(station.grant())
+
+    def _fit_kv(self, station: GuestStation) -> bool:
+        """Bring KV memory to what the grant allows; True when a step may begin."""
+        fits = self._kv.fit(station.grant())
+        station.mapped(self._kv.mapped, self._load())
+        if self._kv.ballooned:
+            waiting = [*self.kv_holding_waiting, *self.waiting]
+            lost = too_large(
+                waiting, self._kv.capacity_blocks, self.block_size, self.num_lookahead_tokens
+            )
+            if lost:
+                logger.info("%d requests do not fit the KV cap and are handed back", len(lost))
+                ended = self.finish_requests(lost, RequestStatus.FINISHED_ABORTED)
+                self._hand_back.ended(ended)
+        return fits
+
+    def _rollouts(self) -> list[Rollout]:
+        if self.deferred_frees:
+            return []  # Blocks of rollouts preempted before are on their way: wait for them.
+        return [
+            Rollout(
+                request.request_id,
+                request.num_computed_tokens,
+                set(chain(*self.kv_cache_manager.get_block_ids(request.request_id))),
+            )
+            for request in self.running
+        ]
+
+    def _preempt(self, request_ids: Collection[str]) -> None:
+        chosen = frozenset(request_ids)
+        # The queue gets each at its front, so the last goes first.
+        for request in reversed([r for r in self.running if r.request_id in chosen]):
+            self.running.remove(request)
+            self._preempt_request(request, time.monotonic())
+            # It may come back in this very step: the workers must not take it for one that stayed.
+            self.prev_step_scheduled_req_ids.discard(request.request_id)
 
     def _schedule_within(
         self, tokens: int, sequences: int, args: tuple[object, ...], kwargs: dict[str, object]

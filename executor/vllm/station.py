@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from executor.control_page import ControlPage
 from executor.gate import GateLimits, Run, Yield, decide
-from executor.sections import GuestState
+from executor.sections import Grant, GuestState
 from executor.vllm.settings import POLICY_VERSION
 from slo import StepModel
 
@@ -27,13 +27,21 @@ class Load(NamedTuple):
     kv_used: int
 
 
+class KvMapped(NamedTuple):
+    """KV memory of the guest at one moment."""
+
+    bytes_mapped: int
+    granules_mapped: int = 0
+    granules_total: int = 0
+
+
 class GuestStation:
     """Owner of the guest section. The engine's thread and the watchdog's both write: one lock."""
 
     def __init__(
         self,
         page: ControlPage,
-        bytes_mapped: int,
+        kv: KvMapped,
         limits: GateLimits | None = None,
         model: StepModel = FIRST_MODEL,
         clock_ns: Callable[[], int] = time.monotonic_ns,
@@ -47,7 +55,7 @@ class GuestStation:
         self._sleep = sleep
         self._environ = environ
         self._lock = threading.Lock()
-        self._state = GuestState(bytes_mapped=bytes_mapped)
+        self._state = GuestState(**kv._asdict())
         self._in_flight = 0
         self._step_began_ns = 0
         self._yielding_since_ns: int | None = None
@@ -88,6 +96,18 @@ class GuestStation:
         self._yielding_since_ns = None
         with self._lock:
             self._publish(self._clock_ns(), load)
+
+    def mapped(self, kv: KvMapped, load: Load) -> None:
+        """Publish how much KV memory is mapped, at once when that changed, and whom it cost."""
+        with self._lock:
+            state = replace(self._state, **kv._asdict())
+            if state != self._state:
+                self._state = state
+                self._publish(self._clock_ns(), load)
+
+    def grant(self) -> Grant | None:
+        """The grant as it is now, None when it cannot be read."""
+        return self._page.grant.peek()
 
     def scheduled(self, load: Load, tokens: int) -> None:
         """A step of `tokens` was scheduled; without tokens there is no step."""

@@ -15,6 +15,11 @@ class RequestSurface(Protocol):
     num_prompt_tokens: int
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and output so far."""
+        ...
+
+    @property
     def num_output_tokens(self) -> int:
         """Tokens generated so far."""
         ...
@@ -27,6 +32,40 @@ class BlockPoolSurface(Protocol):
 
     def get_num_free_blocks(self) -> int:
         """Blocks that can be allocated now."""
+        ...
+
+
+class BlockSurface(Protocol):
+    """vllm.v1.core.kv_cache_utils.KVCacheBlock."""
+
+    block_id: int
+    is_null: bool
+
+    @property
+    def block_hash(self) -> bytes | None:
+        """Name of the cached content, None without any."""
+        ...
+
+
+class FreeQueueSurface(Protocol):
+    """vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue."""
+
+    num_free_blocks: int
+
+    def get_all_free_blocks(self) -> list[BlockSurface]:
+        """All of them."""
+        ...
+
+
+class FullBlockPoolSurface(Protocol):
+    """vllm.v1.core.block_pool.BlockPool, as far as a balloon needs it."""
+
+    num_gpu_blocks: int
+    blocks: list[BlockSurface]
+    free_block_queue: FreeQueueSurface
+
+    def evict_blocks(self, block_ids: set[int]) -> None:
+        """Forget the cached content of these blocks."""
         ...
 
 

@@ -18,6 +18,7 @@ from starlette.routing import Route
 
 from rose.replica.admission import Admission, AdmissionError, StaleEpochError
 from rose.replica.generate import GenerateApp
+from rose.replica.kv_wake import KvWaker
 from rose.replica.shortcut import GENERATE_PATH, STATE_NAME
 from rose.replica.turns import Turns
 from rose.replica.weights import ActivationError, Weights
@@ -41,6 +42,7 @@ class ReplicaEndpoint:
         self._generate = GenerateApp(self._admission)
         self._turns: Turns | None = None
         self._weights: Weights | None = None
+        self._kv_waker: KvWaker | None = None
 
     def attach_router(self, app: FastAPI) -> None:
         """Add the routes: Starlette's own, and before vLLM's, which are matched one by one."""
@@ -67,6 +69,8 @@ class ReplicaEndpoint:
         setattr(state, STATE_NAME, self._generate)
         self._turns = self._generate.turns = Turns(engine_client)
         self._weights = Weights(engine_client, str(args.model))
+        self._kv_waker = KvWaker(engine_client)
+        self._kv_waker.start()
 
     async def _drain(self, request: Request) -> Response:
         try:

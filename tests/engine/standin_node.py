@@ -14,6 +14,8 @@ class StandInNode(threading.Thread):
         self._page = page
         self._ended = threading.Event()
         self.mode = GrantMode.RUN
+        self.token_budget = 2048
+        self.kv_granule_cap = 0
 
     def run(self) -> None:
         while not self._ended.wait(0.02):
@@ -22,8 +24,9 @@ class StandInNode(threading.Thread):
             self._page.grant.write(
                 Grant(
                     self.mode,
-                    token_budget=2048,
+                    token_budget=self.token_budget,
                     max_sequences=32,
+                    kv_granule_cap=self.kv_granule_cap,
                     epoch=1,
                     reason="test",
                     heartbeat_ns=now_ns,

@@ -75,7 +75,11 @@ def test_whoever_starts_first_makes_the_page(tmp_path: Path) -> None:
     ("offset", "raw", "message"),
     [
         (0, b"SOMETHNG", "not a control page"),
-        (8, struct.pack("=I", LAYOUT_VERSION + 1), "layout 2, this build speaks 1"),
+        (
+            8,
+            struct.pack("=I", LAYOUT_VERSION + 1),
+            f"this build speaks {LAYOUT_VERSION}",
+        ),
         (16, struct.pack("=Q", 2**62), "before the last boot"),
     ],
 )

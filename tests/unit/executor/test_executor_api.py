@@ -9,6 +9,7 @@ import slo
 LIGHT = """
 import sys
 import executor.vllm.observer, executor.vllm.station, executor.vllm.watchdog, executor.orphan
+import executor.vllm.guest_kv, executor.host_pages
 heavy = {"grpc", "fastapi", "aiohttp", "pydantic", "etcd3", "kubernetes", "torch", "vllm"}
 print(sorted(heavy & {name.partition(".")[0] for name in sys.modules}))
 """

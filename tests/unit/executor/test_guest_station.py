@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from executor import ControlPage, Grant, GrantMode, GuestState, HostState, Run, Yield
-from executor.vllm.station import YIELD_SLEEP_S, GuestStation, Load
+from executor.vllm.station import YIELD_SLEEP_S, GuestStation, KvMapped, Load
 
 MS = 1_000_000
 LOAD = Load(running=2, waiting=1, kv_used=5)
@@ -20,7 +20,7 @@ class Rig:
         self.environ = {"ROSE_POLICY_VERSION": "3"}
         self.station = GuestStation(
             page,
-            bytes_mapped=4096,
+            kv=KvMapped(4096),
             clock_ns=lambda: self.now_ns,
             sleep=self.sleeps.append,
             environ=self.environ,
@@ -120,3 +120,15 @@ def test_measured_steps_correct_the_model(rig: Rig) -> None:
         rig.now_ns += 40 * MS
         rig.station.stepped(LOAD, 10, 2, 2)
     assert rig.station.model.seconds(10, 2) == pytest.approx(0.04, rel=0.01)
+
+
+def test_a_change_of_mapped_memory_is_published_at_once(rig: Rig) -> None:
+    rig.now_ns += 1 * MS
+    rig.station.mapped(KvMapped(1024, granules_mapped=1, granules_total=4), LOAD)
+    state = rig.state()
+    assert (state.bytes_mapped, state.granules_mapped, state.granules_total) == (1024, 1, 4)
+    assert (state.running, state.waiting, state.kv_used) == LOAD, "preemption is seen with it"
+    assert state.heartbeat_ns == rig.now_ns
+    rig.now_ns += 1 * MS
+    rig.station.mapped(KvMapped(1024, granules_mapped=1, granules_total=4), LOAD)
+    assert rig.state().heartbeat_ns == rig.now_ns - 1 * MS, "nothing changed, nothing is written"

@@ -10,7 +10,7 @@ import pytest
 from executor.errors import PageReleaseError
 from executor.granules import Granules
 from executor.host_pages import Extent, HostPages, runs
-from executor.resident import Range, coalesce, discard, resident_bytes
+from executor.resident import Range, coalesce, discard, resident_bytes, use_huge_pages
 
 PAGE = mmap.PAGESIZE
 SKEW = 64  # vLLM's storage begins so many bytes behind a page boundary.
@@ -117,3 +117,15 @@ def test_ranges_and_runs() -> None:
     assert Range(1, 2 * PAGE + 1).whole_pages() == Range(PAGE, 2 * PAGE)
     assert Range(1, PAGE - 1).whole_pages().size == 0
     assert runs([4, 1, 2, 6]) == [range(1, 3), range(4, 5), range(6, 7)]
+
+
+def test_huge_pages_are_a_wish_and_leave_zeroed_memory_that_can_be_returned(
+    memory: mmap.mmap,
+) -> None:
+    start = address_of(memory)
+    whole = Range(start, start + len(memory))
+    use_huge_pages(whole)
+    assert memory[:] == bytes(len(memory))
+    discard(Range(start, start + 8 * PAGE))
+    assert resident_pages(memory) == 256 - 8
+    use_huge_pages(Range(start, start))

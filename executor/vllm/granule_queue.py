@@ -1,0 +1,139 @@
+"""A free queue for vLLM's BlockPool that fills and empties whole granules.
+
+Stock vLLM hands out free blocks in the order of their last use, wherever they lie: a pool that is
+half free then has hardly one granule without a block in use. Here blocks come
+
+    1. without cached content, from the granule with the fewest free blocks
+    2. with cached content, from the fullest granule among the COLD_SHARE least recently freed ones
+
+so that prefixes are still forgotten roughly in the order of their last use.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Final, Generic, TypeVar
+
+from executor.granules import Granules
+from executor.vllm.surfaces import BlockSurface
+
+COLD_SHARE: Final = 1 / 8
+# Bounds the work of one allocation in a large pool.
+MOST_COLD: Final = 64
+
+Block = TypeVar("Block", bound=BlockSurface)
+
+
+class GranuleQueue(Generic[Block]):
+    """Takes the place of vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue, with its methods."""
+
+    def __init__(self, granules: Granules, blocks: Sequence[Block]) -> None:
+        self._granules = granules
+        self._plain: list[dict[int, Block]] = [{} for _ in range(granules.count)]
+        self._cached: list[dict[int, Block]] = [{} for _ in range(granules.count)]
+        # Granules that have plain blocks, by their number of free blocks of both kinds.
+        self._by_free: list[dict[int, None]] = [{} for _ in range(granules.granule_blocks + 1)]
+        # Granules that have cached blocks; the one a cached block came back to last is last.
+        self._recency: OrderedDict[int, None] = OrderedDict()
+        self.num_free_blocks = 0
+        self.prepend_n(blocks)
+
+    def prepend_n(self, blocks: Sequence[Block]) -> None:
+        """Add blocks without cached content."""
+        for block in blocks:
+            self._add(self._plain, block)
+
+    def append_n(self, blocks: Sequence[Block]) -> None:
+        """Add blocks whose content may be asked for again."""
+        for block in blocks:
+            self._add(self._cached, block)
+            granule = self._granules.of(block.block_id)
+            self._recency[granule] = None
+            self._recency.move_to_end(granule)
+
+    def append(self, block: Block) -> None:
+        """Add one block whose content may be asked for again."""
+        self.append_n([block])
+
+    def popleft(self) -> Block:
+        """Remove and return the block to use next. Raises ValueError when there is none."""
+        if not self.num_free_blocks:
+            raise ValueError("No free blocks available")
+        return self.popleft_n(1)[0]
+
+    def popleft_n(self, n: int) -> list[Block]:
+        """Remove and return the `n` blocks to use next."""
+        assert self.num_free_blocks >= n
+        popped: list[Block] = []
+        while len(popped) < n:
+            for block in list(islice(self._next_source(), n - len(popped))):
+                self.remove(block)
+                popped.append(block)
+        return popped
+
+    def remove(self, block: Block) -> None:
+        """Remove a block that is in the queue. Raises RuntimeError when it is not."""
+        number, granule = block.block_id, self._granules.of(block.block_id)
+        plain, cached = self._plain[granule], self._cached[granule]
+        if number not in plain and number not in cached:
+            raise RuntimeError(f"remove() called on a block that is not free: {block}")
+        self._by_free[self.free_in(granule)].pop(granule, None)
+        if plain.pop(number, None) is None:
+            del cached[number]
+            if not cached:
+                del self._recency[granule]
+        self._sort_in(granule)
+        self.num_free_blocks -= 1
+
+    def get_all_free_blocks(self) -> list[Block]:
+        """All free blocks, roughly in the order of their use."""
+        return list(self.iter_blocks_after(None))
+
+    def iter_blocks_after(self, cursor: Block | None) -> Iterator[Block]:
+        """Free blocks roughly in the order of their use, from behind `cursor` on."""
+        plain = (self._plain[granule] for bucket in self._by_free for granule in bucket)
+        cached = (self._cached[granule] for granule in self._recency)
+        blocks = (block for group in (*plain, *cached) for block in group.values())
+        if cursor is not None:
+            for block in blocks:
+                if block is cursor:
+                    break
+        yield from blocks
+
+    def free_in(self, granule: int) -> int:
+        """How many blocks of a granule are free."""
+        return len(self._plain[granule]) + len(self._cached[granule])
+
+    def cached_in(self, granule: int) -> int:
+        """How many of them have content that may be asked for again."""
+        return sum(block.block_hash is not None for block in self._cached[granule].values())
+
+    def take(self, granule: int) -> list[Block]:
+        """Remove and return all free blocks of a granule."""
+        plain, cached = self._plain[granule], self._cached[granule]
+        blocks = [*plain.values(), *cached.values()]
+        self._by_free[len(blocks)].pop(granule, None)
+        self._recency.pop(granule, None)
+        plain.clear()
+        cached.clear()
+        self.num_free_blocks -= len(blocks)
+        return blocks
+
+    def _next_source(self) -> Iterable[Block]:
+        for bucket in self._by_free:
+            if bucket:
+                return self._plain[next(iter(bucket))].values()
+        cold = max(1, min(MOST_COLD, int(len(self._recency) * COLD_SHARE)))
+        fullest = min(islice(self._recency, cold), key=lambda granule: len(self._cached[granule]))
+        return self._cached[fullest].values()
+
+    def _add(self, kind: list[dict[int, Block]], block: Block) -> None:
+        granule = self._granules.of(block.block_id)
+        self._by_free[self.free_in(granule)].pop(granule, None)
+        kind[granule][block.block_id] = block
+        self._sort_in(granule)
+        self.num_free_blocks += 1
+
+    def _sort_in(self, granule: int) -> None:
+        if self._plain[granule]:
+            self._by_free[self.free_in(granule)][granule] = None

@@ -1,0 +1,96 @@
+"""A guest's KV memory under its grant: shrinks before the next step, grows when told to."""
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Final
+
+from executor.balloon import NO_CAP, cap_in_force, granules_over, plan_growth, plan_shrink
+from executor.gate import GateLimits
+from executor.preemption import Rollout
+from executor.sections import Grant
+from executor.vllm.ballooned_pool import BalloonedPool
+from executor.vllm.station import KvMapped
+
+# Bounds one call, so that the engine core still hears aborts while it gives much back.
+MOST_BYTES_A_CALL: Final = 512 << 20
+
+
+class GuestKv:
+    """Owner of the balloon. The engine core's thread alone may call it."""
+
+    def __init__(
+        self,
+        pool: BalloonedPool,
+        rollouts: Callable[[], Sequence[Rollout]],
+        preempt: Callable[[Collection[str]], None],
+        limits: GateLimits | None = None,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        """`rollouts`: the running requests; `preempt` sends some of them back to the queue."""
+        self._pool = pool
+        self._rollouts = rollouts
+        self._preempt = preempt
+        self._limits = limits or GateLimits()
+        self._clock_ns = clock_ns
+        self._cap = NO_CAP
+        self._steps_begun = 0
+        self._steps_done = 0
+        bytes_a_granule = max(1, pool.pages.bytes_total // pool.granules.count)
+        self._most_a_call = max(1, MOST_BYTES_A_CALL // bytes_a_granule)
+
+    @property
+    def mapped(self) -> KvMapped:
+        """What is mapped now."""
+        pages, granules = self._pool.pages, self._pool.granules
+        return KvMapped(
+            pages.bytes_total - pages.bytes_returned,
+            granules.count - len(self._pool.held),
+            granules.count,
+        )
+
+    @property
+    def capacity_blocks(self) -> int:
+        """Blocks that requests can have at most now."""
+        return self._pool.capacity_blocks
+
+    @property
+    def ballooned(self) -> bool:
+        """Whether any granule is held."""
+        return bool(self._pool.held)
+
+    def must_shrink(self, grant: Grant | None) -> bool:
+        """Whether granules have to be taken, or pages to be returned, before the next step."""
+        return self._over(grant) > 0 or not self._pool.unmapped
+
+    def fit(self, grant: Grant | None) -> bool:
+        """Work towards what the grant allows; True when nothing more has to go.
+
+        A step may begin only after True. Each call does a bounded part of the work.
+        """
+        over = self._over(grant)
+        if over > 0:
+            over -= self._shrink(over)
+        elif over < 0:
+            self._pool.give_back(plan_growth(min(-over, self._most_a_call), self._pool.held))
+        self._pool.unmap(self._steps_done)
+        return over <= 0 and self._pool.unmapped
+
+    def step_begun(self) -> None:
+        """A step with work was scheduled; until it is done it may touch any block."""
+        self._steps_begun += 1
+
+    def step_done(self) -> None:
+        """The oldest step in flight was processed."""
+        self._steps_done += 1
+
+    def _over(self, grant: Grant | None) -> int:
+        self._cap = cap_in_force(grant, self._clock_ns(), self._limits, self._cap)
+        return granules_over(self._cap, self._pool.granules, len(self._pool.held))
+
+    def _shrink(self, over: int) -> int:
+        pool = self._pool
+        count = min(over, self._most_a_call)
+        plan = plan_shrink(count, pool.granules, pool.uses(), self._rollouts)
+        if plan.preempt:
+            self._preempt(plan.preempt)
+        return pool.take(plan.granules, self._steps_begun)

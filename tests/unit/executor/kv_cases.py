@@ -1,0 +1,274 @@
+"""vLLM's own scheduler and block pool without an engine, over memory that a stand-in model uses."""
+
+import os
+import time
+import zlib
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+)
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+import executor.vllm.guest
+from executor import ControlPage, Grant, GrantMode, HostState
+from executor.vllm.guest import GatedScheduler
+
+VOCABULARY = 96
+BLOCK_TOKENS = 16
+# K and V of 16 tokens, 32 heads of 128 in fp32: half a MiB, so that a granule is one block …
+WIDE = FullAttentionSpec(
+    block_size=BLOCK_TOKENS, num_kv_heads=32, head_size=128, dtype=torch.float32
+)
+# … and 16 KiB, so that it is 16 blocks.
+NARROW = FullAttentionSpec(
+    block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=128, dtype=torch.float32
+)
+
+
+def save_config(folder: Path) -> Path:
+    from transformers import Qwen2Config
+
+    Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        intermediate_size=64,
+        max_position_embeddings=512,
+        architectures=["Qwen2ForCausalLM"],
+    ).save_pretrained(folder)
+    return folder
+
+
+def vllm_config(model: Path, *, asynchronous: bool = False) -> VllmConfig:
+    model_config = ModelConfig(
+        model=str(model), dtype="float32", skip_tokenizer_init=True, max_model_len=512
+    )
+    return VllmConfig(
+        model_config=model_config,
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=16,
+            max_num_batched_tokens=512,
+            max_model_len=512,
+            is_encoder_decoder=False,
+            enable_chunked_prefill=True,
+            async_scheduling=asynchronous,
+        ),
+        cache_config=CacheConfig(block_size=BLOCK_TOKENS, enable_prefix_caching=True),
+    )
+
+
+def kv_config(blocks: int, spec: FullAttentionSpec, layers: int = 2) -> KVCacheConfig:
+    """Layer-outermost, as vLLM lays it out on CPU."""
+    page = spec.page_size_bytes
+    names = [f"layers.{layer}" for layer in range(layers)]
+    tensor = KVCacheTensor(
+        size=page * blocks * layers, layers=names, layer_stride=page * blocks, block_stride=page
+    )
+    return KVCacheConfig(
+        num_blocks=blocks,
+        kv_cache_tensors=[tensor],
+        kv_cache_groups=[KVCacheGroupSpec(names, spec)],
+    )
+
+
+def next_token(tokens: Iterable[int]) -> int:
+    return zlib.crc32(np.fromiter(tokens, np.int32).tobytes()) % VOCABULARY
+
+
+def undisturbed(prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+class StandInRunner:
+    """A model whose next token follows from every token it finds in KV memory, and from no other.
+
+    It writes and reads the first and the last layer, so that pages lost in either show.
+    """
+
+    def __init__(self, buffer: torch.Tensor, config: KVCacheConfig) -> None:
+        self._memory = buffer.numpy().view(np.uint8)
+        (self._tensor,) = config.kv_cache_tensors
+        self._tokens: dict[str, list[int]] = {}
+        self._blocks: dict[str, list[int]] = {}
+
+    def execute(self, output: Any) -> ModelRunnerOutput:
+        if not output.total_num_scheduled_tokens:
+            return EMPTY_MODEL_RUNNER_OUTPUT
+        computed = self._update(output)
+        ids = list(output.num_scheduled_tokens)
+        sampled = [self._step(i, computed[i], output.num_scheduled_tokens[i]) for i in ids]
+        return ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
+            sampled_token_ids=sampled,
+        )
+
+    def _update(self, output: Any) -> dict[str, int]:
+        computed = {}
+        for new in output.scheduled_new_reqs:
+            self._tokens[new.req_id] = list(new.prompt_token_ids)
+            self._blocks[new.req_id] = list(new.block_ids[0])
+            computed[new.req_id] = new.num_computed_tokens
+        cached = output.scheduled_cached_reqs
+        for index, request_id in enumerate(cached.req_ids):
+            blocks = cached.new_block_ids[index]
+            if request_id in cached.resumed_req_ids:
+                self._tokens[request_id] = list(cached.all_token_ids[request_id])
+                self._blocks[request_id] = []
+            self._blocks[request_id] += blocks[0] if blocks else []
+            computed[request_id] = cached.num_computed_tokens[index]
+        return computed
+
+    def _step(self, request_id: str, computed: int, count: int) -> list[int]:
+        tokens = self._tokens[request_id]
+        end = computed + count
+        for position in range(computed, end):
+            for cell in self._cells(request_id, position):
+                cell[0] = tokens[position]
+        if end < len(tokens):
+            return []
+        layers = zip(*(self._cells(request_id, position) for position in range(end)), strict=True)
+        read = [[int(cell[0]) for cell in cells] for cells in layers]
+        assert read[0] == read[1], "both layers hold the same tokens"
+        tokens.append(next_token(read[0]))
+        return [tokens[-1]]
+
+    def _cells(self, request_id: str, position: int) -> list[np.ndarray[Any, Any]]:
+        block = self._blocks[request_id][position // BLOCK_TOKENS]
+        tensor = self._tensor
+        start = block * tensor.block_stride + position % BLOCK_TOKENS * 4
+        last = (len(tensor.layers) - 1) * tensor.layer_stride
+        return [self._memory[at : at + 4].view(np.int32) for at in (start, start + last)]
+
+
+class NoWatchdog:
+    """Tests end their own process."""
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def start(self) -> None:
+        pass
+
+
+@dataclass
+class GuestRig:
+    """A gated scheduler and its stand-in model, `depth` steps in flight at most."""
+
+    scheduler: Any
+    runner: StandInRunner
+    page: ControlPage
+    buffer: torch.Tensor
+    depth: int
+    grant: Grant = field(
+        default_factory=lambda: Grant(GrantMode.RUN, token_budget=512, max_sequences=16)
+    )
+    outputs: dict[str, list[int]] = field(default_factory=dict)
+    ends: dict[str, str] = field(default_factory=dict)
+    in_flight: deque[Any] = field(default_factory=deque)
+    _hasher: Any = None
+
+    def allow(self, **change: Any) -> None:
+        """Change the grant and keep it alive."""
+        self.grant = replace(self.grant, **change)
+        now_ns = time.monotonic_ns()
+        self.page.host.write(HostState(heartbeat_ns=now_ns))
+        live = {"heartbeat_ns": now_ns, "expiry_ns": now_ns + 4_000_000_000}
+        self.page.grant.write(replace(self.grant, **live))
+
+    def add(self, request_id: str, prompt: list[int], max_tokens: int) -> None:
+        parameters = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        parameters.update_from_generation_config({}, 1)
+        request = Request(
+            request_id, prompt, parameters, pooling_params=None, block_hasher=self._hasher
+        )
+        self.scheduler.add_request(request)
+        self.outputs[request_id] = []
+
+    def turn(self) -> None:
+        """What the engine core does in one turn of its loop."""
+        if self.scheduler.has_requests():
+            self.in_flight.append(self.scheduler.schedule())
+        if self.in_flight and (
+            len(self.in_flight) == self.depth or not self.scheduler.has_requests()
+        ):
+            self.land()
+
+    def land(self) -> None:
+        """The oldest step in flight ends."""
+        output = self.in_flight.popleft()
+        result = self.scheduler.update_from_output(output, self.runner.execute(output))
+        for client in result.values():
+            for part in client.outputs:
+                self.outputs[part.request_id] += part.new_token_ids
+                if part.finish_reason is not None:
+                    assert part.request_id not in self.ends
+                    self.ends[part.request_id] = str(part.finish_reason)
+
+    def run_until_idle(self, turns: int = 5_000) -> None:
+        for _ in range(turns):
+            self.allow()
+            if not self.scheduler.has_requests() and not self.in_flight:
+                return
+            self.turn()
+        raise AssertionError(f"not idle after {turns} turns")
+
+
+def guest_rig(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    blocks: int = 65,
+    spec: FullAttentionSpec = WIDE,
+    depth: int = 1,
+) -> GuestRig:
+    """A guest whose KV memory is `buffer`, resident from the start as vLLM's is."""
+    init_none_hash(sha256)
+    page = ControlPage.create(folder / "page")
+    environ = {"ROSE_ROLE": "guest", "ROSE_CONTROL_PAGE": str(page.path), "ROSE_ORPHAN_S": "3600"}
+    for name, value in environ.items():
+        monkeypatch.setitem(os.environ, name, value)
+    monkeypatch.setattr(executor.vllm.guest, "Watchdog", NoWatchdog)
+    config = vllm_config(save_config(folder / "model"), asynchronous=depth > 1)
+    config.cache_config.num_gpu_blocks = blocks
+    kv = kv_config(blocks, spec)
+    buffer = torch.zeros(kv.kv_cache_tensors[0].size, dtype=torch.int8)
+    buffer.fill_(1)
+    layers = config.compilation_config.static_forward_context
+    layers.update(
+        {name: SimpleNamespace(kv_cache=buffer) for name in kv.kv_cache_tensors[0].layers}
+    )
+    scheduler = GatedScheduler(
+        vllm_config=config,
+        kv_cache_config=kv,
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=BLOCK_TOKENS,
+    )
+    runner = StandInRunner(buffer, kv)
+    rig = GuestRig(scheduler, runner, page, buffer, depth)
+    rig._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
+    rig.allow()
+    return rig

@@ -1,0 +1,64 @@
+"""An idle guest that owes memory is woken, and nobody else."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from executor import ControlPage, Grant, GuestState
+from rose.replica.kv_wake import KvWaker, owes_memory
+
+
+class Core:
+    """Counts what ends the wait of an engine core."""
+
+    def __init__(self) -> None:
+        self.woken = 0
+
+    async def is_paused(self) -> bool:
+        self.woken += 1
+        return False
+
+
+@pytest.mark.parametrize(
+    ("cap", "mapped", "owes"), [(0, 9, False), (5, 9, True), (9, 9, False), (1, 1, False)]
+)
+def test_memory_is_owed_above_a_cap(cap: int, mapped: int, owes: bool) -> None:
+    guest = GuestState(granules_total=9, granules_mapped=mapped)
+    assert owes_memory(Grant(kv_granule_cap=cap), guest) is owes
+    assert not owes_memory(None, guest)
+    assert not owes_memory(Grant(kv_granule_cap=cap), None)
+
+
+async def test_the_core_is_woken_until_the_memory_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROSE_ROLE", "guest")
+    monkeypatch.setenv("ROSE_CONTROL_PAGE", str(tmp_path / "page"))
+    with ControlPage.create(tmp_path / "page") as page:
+        page.guest.write(GuestState(granules_total=9, granules_mapped=9))
+        core = Core()
+        waker = KvWaker(core)
+        waker.start()
+        await asyncio.sleep(0.1)
+        assert core.woken == 0
+        page.grant.write(Grant(kv_granule_cap=4))
+        await asyncio.sleep(0.2)
+        assert core.woken > 2
+        page.guest.write(GuestState(granules_total=9, granules_mapped=4))
+        await asyncio.sleep(0.05)
+        woken = core.woken
+        await asyncio.sleep(0.1)
+        assert core.woken == woken
+        waker.stop()
+
+
+@pytest.mark.parametrize("role", ["dedicated", ""])
+async def test_a_replica_without_a_host_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str
+) -> None:
+    monkeypatch.setenv("ROSE_ROLE", role)
+    monkeypatch.setenv("ROSE_CONTROL_PAGE", str(tmp_path / "none"))
+    waker = KvWaker(Core())
+    waker.start()
+    waker.stop()
