@@ -1,8 +1,29 @@
-"""Latency targets, measured latencies, slack and step-time prediction. Imports nothing of ROSE."""
+"""What latency was promised, what it is, and how much of the difference may be lent.
+
+Targets, per-request latencies, sketches, slack, step-time prediction, error budgets and load
+forecasts. All of it pure: clocks are handed in, nothing is read or written. Imports nothing of ROSE
+and nothing but the standard library, so that it may live inside a production engine; parsing a
+scrape alone needs prometheus_client, and imports it when first called.
+"""
 
 from slo.attainment import Attainment, attainment, goodput_rps
-from slo.latency import RequestLatency, percentile
-from slo.predictor import StepModel
+from slo.budget import RULES, BurnAlert, BurnRule, ErrorBudget
+from slo.errors import (
+    ProfileError,
+    ScrapeError,
+    SketchError,
+    SloError,
+    TargetError,
+    UnknownPresetError,
+)
+from slo.forecast import LoadForecast
+from slo.histogram import Histogram, latency_bounds_s
+from slo.latency import Met, RequestLatency
+from slo.latency_model import StepModel
+from slo.percentile import percentile
+from slo.presets import PRESETS, preset
+from slo.scrape import Scrape, parse_scrape
+from slo.sketch import RELATIVE_ERROR, Sketch
 from slo.slack import (
     NO_DEADLINE,
     Slack,
@@ -11,21 +32,44 @@ from slo.slack import (
     prefill_deadline_ns,
     slack_until,
 )
-from slo.spec import PRESETS, SloSpec, UnknownPresetError, preset
+from slo.sliding import SlidingSketch
+from slo.spec import SloSpec
+from slo.step_profile import StepProfile, StepSample, fit_profile
 
 __all__ = [
     "NO_DEADLINE",
     "PRESETS",
+    "RELATIVE_ERROR",
+    "RULES",
     "Attainment",
+    "BurnAlert",
+    "BurnRule",
+    "ErrorBudget",
+    "Histogram",
+    "LoadForecast",
+    "Met",
+    "ProfileError",
     "RequestLatency",
+    "Scrape",
+    "ScrapeError",
+    "Sketch",
+    "SketchError",
     "Slack",
+    "SlidingSketch",
+    "SloError",
     "SloSpec",
     "StepModel",
+    "StepProfile",
+    "StepSample",
+    "TargetError",
     "UnknownPresetError",
     "attainment",
     "decode_deadline_ns",
     "dual_slack",
+    "fit_profile",
     "goodput_rps",
+    "latency_bounds_s",
+    "parse_scrape",
     "percentile",
     "prefill_deadline_ns",
     "preset",

@@ -9,12 +9,19 @@ from slo.spec import SloSpec
 
 @dataclass(frozen=True, slots=True)
 class Attainment:
-    """Counts over a set of requests; `good` met both targets."""
+    """Counts over a set of requests; `good` met every target. Add two to count both sets."""
 
-    requests: int
-    good: int
-    ttft_met: int
-    tpot_met: int
+    requests: int = 0
+    good: int = 0
+    ttft_met: int = 0
+    tpot_met: int = 0
+    itl_met: int = 0
+    e2e_met: int = 0
+
+    @property
+    def bad(self) -> int:
+        """Requests that missed at least one target."""
+        return self.requests - self.good
 
     @property
     def fraction(self) -> float:
@@ -25,22 +32,36 @@ class Attainment:
         """Whether at least the spec's percentile of the requests were good."""
         return self.good >= spec.percentile * self.requests
 
+    def __add__(self, other: "Attainment") -> "Attainment":
+        return Attainment(
+            self.requests + other.requests,
+            self.good + other.good,
+            self.ttft_met + other.ttft_met,
+            self.tpot_met + other.tpot_met,
+            self.itl_met + other.itl_met,
+            self.e2e_met + other.e2e_met,
+        )
+
 
 def attainment(latencies: Iterable[RequestLatency], spec: SloSpec) -> Attainment:
-    """Exact attainment of `spec`, counted request by request."""
-    requests = good = ttft_met = tpot_met = 0
+    """Exact attainment of `spec`, counted request by request; raises as `RequestLatency.met`."""
+    requests = good = ttft_met = tpot_met = itl_met = e2e_met = 0
     for latency in latencies:
-        in_ttft = latency.ttft_s <= spec.ttft_s
-        in_tpot = latency.tpot_s <= spec.tpot_s
+        met = latency.met(spec)
         requests += 1
-        ttft_met += in_ttft
-        tpot_met += in_tpot
-        good += in_ttft and in_tpot
-    return Attainment(requests, good, ttft_met, tpot_met)
+        good += all(met)
+        ttft_met += met.ttft
+        tpot_met += met.tpot
+        itl_met += met.itl
+        e2e_met += met.e2e
+    return Attainment(requests, good, ttft_met, tpot_met, itl_met, e2e_met)
 
 
 def goodput_rps(latencies: Iterable[RequestLatency], spec: SloSpec, window_s: float) -> float:
-    """Requests a second that met both targets; raises ValueError unless `window_s` is positive."""
+    """Requests a second that met every target (DistServe, OSDI 2024).
+
+    Raises ValueError unless `window_s` is positive.
+    """
     if window_s <= 0:
         raise ValueError(
             f"window_s is {window_s}; give the seconds the requests were collected over"

@@ -1,15 +1,26 @@
-"""What one request experienced, and exact percentiles of many."""
+"""What one request experienced."""
 
-import math
-from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from slo.spec import SloSpec
 
 
+class Met(NamedTuple):
+    """Which targets one request met; a target that nobody promised is met."""
+
+    ttft: bool
+    tpot: bool
+    itl: bool
+    e2e: bool
+
+
 @dataclass(frozen=True, slots=True)
 class RequestLatency:
-    """Measured times of a finished request; `tpot_s` is 0 with fewer than two tokens."""
+    """Measured times of a finished request; `tpot_s` is 0 with fewer than two tokens.
+
+    `itl_max_s` is the longest gap between two tokens, None where gaps were not measured.
+    """
 
     request_id: str
     ttft_s: float
@@ -17,20 +28,22 @@ class RequestLatency:
     e2e_s: float
     prompt_tokens: int
     output_tokens: int
+    itl_max_s: float | None = None
+
+    def met(self, spec: SloSpec) -> Met:
+        """Each target for itself; raises ValueError for an ITL target without measured gaps."""
+        if spec.itl_s is not None and self.itl_max_s is None:
+            raise ValueError(
+                f"request {self.request_id!r} has no itl_max_s, but {spec.model!r} has an ITL "
+                "target; measure token gaps or drop itl_s"
+            )
+        return Met(
+            ttft=self.ttft_s <= spec.ttft_s,
+            tpot=self.tpot_s <= spec.tpot_s,
+            itl=spec.itl_s is None or self.itl_max_s is None or self.itl_max_s <= spec.itl_s,
+            e2e=spec.e2e_s is None or self.e2e_s <= spec.e2e_s,
+        )
 
     def meets(self, spec: SloSpec) -> bool:
-        """Whether both targets hold for this request."""
-        return self.ttft_s <= spec.ttft_s and self.tpot_s <= spec.tpot_s
-
-
-def percentile(values: Iterable[float], fraction: float) -> float:
-    """Nearest-rank percentile: the smallest value that `fraction` of `values` do not exceed.
-
-    Raises ValueError without values or for a fraction outside (0, 1].
-    """
-    if not 0 < fraction <= 1:
-        raise ValueError(f"fraction is {fraction}; give one in (0, 1]")
-    ordered = sorted(values)
-    if not ordered:
-        raise ValueError("no values: a percentile needs at least one")
-    return ordered[math.ceil(fraction * len(ordered) - 1e-9) - 1]
+        """Whether every target holds for this request; raises as `met` does."""
+        return all(self.met(spec))

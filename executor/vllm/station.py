@@ -11,12 +11,14 @@ from executor.control_page import ControlPage
 from executor.gate import GateLimits, Run, Yield, decide
 from executor.sections import Grant, GuestState
 from executor.vllm.settings import POLICY_VERSION
-from slo import StepModel
+from slo import StepModel, StepProfile
 
 YIELD_SLEEP_S = 0.0005
 BEAT_NS = 50_000_000
-# A first guess; measured steps correct it within a few.
-FIRST_MODEL = StepModel(base_s=0.005, per_token_s=20e-6, per_sequence_s=10e-6)
+# A first guess: measured steps correct it within a few, and further than they may a profile.
+FIRST_MODEL = StepModel(
+    StepProfile(base_s=0.005, per_token_s=20e-6, per_sequence_s=10e-6), max_correction=32.0
+)
 
 
 class Load(NamedTuple):

@@ -22,9 +22,13 @@ def test_public_names() -> None:
         "PageError", "PageUnreadable", "Run", "Yield", "decide",
     }  # fmt: skip
     assert set(slo.__all__) == {
-        "NO_DEADLINE", "PRESETS", "Attainment", "RequestLatency", "Slack", "SloSpec", "StepModel",
-        "UnknownPresetError", "attainment", "decode_deadline_ns", "dual_slack", "goodput_rps",
-        "percentile", "prefill_deadline_ns", "preset", "slack_until",
+        "NO_DEADLINE", "PRESETS", "RELATIVE_ERROR", "RULES", "Attainment", "BurnAlert", "BurnRule",
+        "ErrorBudget", "Histogram", "LoadForecast", "Met", "ProfileError", "RequestLatency",
+        "Scrape", "ScrapeError", "Sketch", "SketchError", "Slack", "SlidingSketch", "SloError",
+        "SloSpec", "StepModel", "StepProfile", "StepSample", "TargetError", "UnknownPresetError",
+        "attainment", "decode_deadline_ns", "dual_slack", "fit_profile", "goodput_rps",
+        "latency_bounds_s", "parse_scrape", "percentile", "prefill_deadline_ns", "preset",
+        "slack_until",
     }  # fmt: skip
 
 

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from executor import GateLimits, Grant, GrantMode, HostState, Run, Yield, decide
-from slo import StepModel
+from slo import StepModel, StepProfile
 
 NOW = 10**12
 MS = 1_000_000
-MODEL = StepModel(base_s=0.005, per_token_s=1e-4)
+MODEL = StepModel(StepProfile(base_s=0.005, per_token_s=1e-4))
 LIMITS = GateLimits()
 GRANT = Grant(
     GrantMode.RUN,

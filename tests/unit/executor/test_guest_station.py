@@ -115,7 +115,7 @@ def test_an_idle_guest_beats_through_the_watchdog(rig: Rig) -> None:
 
 def test_measured_steps_correct_the_model(rig: Rig) -> None:
     rig.grant()
-    for _ in range(30):
+    for _ in range(60):
         rig.station.scheduled(LOAD, 10)
         rig.now_ns += 40 * MS
         rig.station.stepped(LOAD, 10, 2, 2)

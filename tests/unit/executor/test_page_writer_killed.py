@@ -101,9 +101,11 @@ def writing(page: ControlPage, first: int) -> Iterator[int]:
             os.kill(writer.pid, signal.SIGKILL)
 
 
-def stop_in_a_write(pid: int, page: ControlPage) -> None:
+def stop_in_a_write(pid: int, page: ControlPage, chance: random.Random) -> None:
     """Chance alone hits a write in a few percent of all kills."""
     for _ in range(5_000):
+        # Stopped again before it came to run, it would stand where it stood.
+        time.sleep(chance.uniform(0, 2e-4))
         os.kill(pid, signal.SIGSTOP)
         while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
             time.sleep(0)
@@ -127,7 +129,7 @@ def test_no_reader_ever_sees_half_a_record_of_a_killed_writer(page: ControlPage)
             while time.monotonic() < until_s:
                 checker.look()
             if life % 10 == 0:
-                stop_in_a_write(pid, page)
+                stop_in_a_write(pid, page, chance)
         torn += torn_sections(page)
         checker.look()
     log.info("%d kills, %d sections left torn, %d ring records", KILLS, torn, checker.records)

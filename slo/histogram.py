@@ -1,0 +1,83 @@
+"""Classic Prometheus histograms: what engines export, and what ROSE exports for its targets."""
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+from slo.percentile import nearest_rank
+
+_LADDER_S = tuple(round(digit * 10.0**power, 3) for power in range(-3, 3) for digit in (1, 2, 5))
+
+
+def latency_bounds_s(*targets_s: float) -> tuple[float, ...]:
+    """Bucket bounds from 1 ms to 500 s, three a decade, with every target among them."""
+    return tuple(sorted({*_LADDER_S, *targets_s}))
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """Cumulative `counts` of values not above each of `bounds_s`, then of all (+Inf).
+
+    Raises ValueError for bounds that do not ascend, counts that fall, or a count too few or many.
+    """
+
+    bounds_s: tuple[float, ...]
+    counts: tuple[int, ...]
+    sum_s: float
+
+    def __post_init__(self) -> None:
+        if len(self.counts) != len(self.bounds_s) + 1:
+            raise ValueError(
+                f"{len(self.bounds_s)} bounds need {len(self.bounds_s) + 1} counts, "
+                f"not {len(self.counts)}"
+            )
+        if any(b <= a for a, b in zip(self.bounds_s, self.bounds_s[1:], strict=False)):
+            raise ValueError(f"bounds {self.bounds_s} do not ascend")
+        if any(b < a for a, b in zip((0, *self.counts), self.counts, strict=False)):
+            raise ValueError(f"counts {self.counts} fall; they must be cumulative")
+
+    @property
+    def count(self) -> int:
+        """Values observed."""
+        return self.counts[-1]
+
+    def at_most(self, bound_s: float) -> int:
+        """Values that were certainly not above `bound_s`: those up to the nearest bound below it.
+
+        An engine's buckets miss usual targets (vLLM's TTFT has 1.0 and 2.5 s but no 2.0), so this
+        never calls a value good that may have missed.
+        """
+        index = bisect_right(self.bounds_s, bound_s)
+        return self.counts[index - 1] if index else 0
+
+    def quantile(self, fraction: float) -> float | None:
+        """Estimate as Prometheus' histogram_quantile: linear inside a bucket; None without values.
+
+        A rank above the last finite bound gives that bound. Raises ValueError for a fraction
+        outside (0, 1].
+        """
+        rank = nearest_rank(fraction, self.count)
+        if not self.count or not self.bounds_s:
+            return None
+        index = next((i for i, count in enumerate(self.counts) if count >= rank), 0)
+        if index == len(self.bounds_s):
+            return self.bounds_s[-1]
+        lower_s, below = (self.bounds_s[index - 1], self.counts[index - 1]) if index else (0.0, 0)
+        inside = (rank - below) / (self.counts[index] - below)
+        return lower_s + (self.bounds_s[index] - lower_s) * inside
+
+    def since(self, earlier: "Histogram") -> "Histogram | None":
+        """What was observed after `earlier`; None when this one did not grow out of it."""
+        if self.bounds_s != earlier.bounds_s:
+            return None
+        grown = [now - then for now, then in zip(self.counts, earlier.counts, strict=True)]
+        if any(b < a for a, b in zip([0, *grown], grown, strict=False)):
+            return None
+        return Histogram(self.bounds_s, tuple(grown), max(0.0, self.sum_s - earlier.sum_s))
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """`(le, count)` pairs as prometheus_client's HistogramMetricFamily takes them.
+
+        Prometheus wants counts that only rise: export a sketch that is never emptied.
+        """
+        labels = [*map(repr, self.bounds_s), "+Inf"]
+        return [(le, float(count)) for le, count in zip(labels, self.counts, strict=True)]

@@ -1,0 +1,131 @@
+"""Burn rates and alerts follow the SRE workbook, and silence burns nothing."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slo import RULES, BurnRule, ErrorBudget
+
+HOUR = 3600.0
+DAY = 24 * HOUR
+PAGE_FAST, PAGE_SLOW, TICKET_FAST, TICKET_SLOW = RULES
+
+
+def run(budget: ErrorBudget, start_s: float, seconds: float, bad_share: float) -> float:
+    """A thousand requests a minute, `bad_share` of them bad; returns the time after the last."""
+    now_s = start_s
+    while now_s < start_s + seconds:
+        bad = round(1000 * bad_share)
+        budget.add(now_s, 1000 - bad, bad)
+        now_s += 60.0
+    return now_s - 1.0
+
+
+def test_thresholds_are_the_workbook_s() -> None:
+    assert [rule.threshold(30 * DAY) for rule in RULES] == pytest.approx([14.4, 6.0, 3.0, 1.0])
+    assert [(r.severity, r.long_s / HOUR, r.short_s / HOUR) for r in RULES] == [
+        ("page", 1, 1 / 12),
+        ("page", 6, 0.5),
+        ("ticket", 24, 2),
+        ("ticket", 72, 6),
+    ]
+
+
+windows = st.sampled_from([300.0, HOUR, 6 * HOUR, DAY, 3 * DAY, 30 * DAY])
+
+
+@given(st.floats(0.5, 1.0), st.floats(0, 1e9), windows)
+def test_no_traffic_burns_nothing_and_alerts_nobody(
+    objective: float, now_s: float, window_s: float
+) -> None:
+    budget = ErrorBudget(objective)
+    assert budget.burn_rate(now_s, window_s) == 0.0
+    assert budget.remaining(now_s) == 1.0
+    assert budget.alerts(now_s) == ()
+
+
+@given(st.floats(0.5, 0.999), st.integers(0, 1000), st.integers(0, 1000), windows)
+def test_burn_is_the_bad_share_over_the_allowed_share(
+    objective: float, good: int, bad: int, window_s: float
+) -> None:
+    budget = ErrorBudget(objective)
+    budget.add(1e6, good, bad)
+    share = bad / (good + bad) if good + bad else 0.0
+    assert budget.burn_rate(1e6, window_s) == pytest.approx(share / (1 - objective))
+    assert not math.isnan(budget.remaining(1e6))
+
+
+@pytest.mark.parametrize(
+    ("bad_share", "seconds", "fired"),
+    [
+        (0.15, 2 * HOUR, {PAGE_FAST, PAGE_SLOW, TICKET_FAST, TICKET_SLOW}),
+        (0.07, 12 * HOUR, {PAGE_SLOW, TICKET_FAST, TICKET_SLOW}),
+        (0.04, 2 * DAY, {TICKET_FAST, TICKET_SLOW}),
+        (0.02, 4 * DAY, {TICKET_SLOW}),
+        (0.009, 4 * DAY, set()),
+    ],
+)
+def test_each_steady_burn_fires_its_rules(
+    bad_share: float, seconds: float, fired: set[BurnRule]
+) -> None:
+    budget = ErrorBudget(0.99)
+    now_s = run(budget, 0.0, seconds, bad_share)
+    assert {alert.rule for alert in budget.alerts(now_s)} == fired
+
+
+def test_an_alert_ends_soon_after_its_cause() -> None:
+    budget = ErrorBudget(0.99)
+    broken_until_s = run(budget, 0.0, HOUR, 0.5)
+    assert PAGE_FAST in {alert.rule for alert in budget.alerts(broken_until_s)}
+    now_s = run(budget, HOUR, 360.0, 0.0)
+    assert budget.burn_rate(now_s, HOUR) > 14.4
+    assert PAGE_FAST not in {alert.rule for alert in budget.alerts(now_s)}
+
+
+def test_an_alert_says_how_fast_both_windows_burn() -> None:
+    budget = ErrorBudget(0.99)
+    now_s = run(budget, 0.0, 2 * HOUR, 0.2)
+    alert = budget.alerts(now_s)[0]
+    assert (alert.long_burn, alert.short_burn) == (pytest.approx(20), pytest.approx(20))
+
+
+def test_the_budget_of_the_period_is_spent_and_comes_back() -> None:
+    budget = ErrorBudget(0.9)
+    budget.add(0.0, 960, 40)
+    assert budget.remaining(0.0) == pytest.approx(0.6)
+    budget.add(DAY, 0, 200)
+    assert budget.remaining(DAY) < 0
+    assert budget.remaining(32 * DAY) == 1.0
+
+
+def test_a_perfect_objective_burns_without_end_on_one_miss_and_never_nan() -> None:
+    budget = ErrorBudget(1.0)
+    budget.add(0.0, 10, 0)
+    assert budget.burn_rate(0.0, HOUR) == 0.0
+    budget.add(0.0, 0, 1)
+    assert budget.burn_rate(0.0, HOUR) == math.inf
+    assert budget.remaining(0.0) == -math.inf
+
+
+def test_requests_of_long_ago_disturb_nothing() -> None:
+    budget = ErrorBudget(0.99)
+    budget.add(100 * DAY, 10, 0)
+    budget.add(0.0, 0, 10)
+    assert budget.remaining(100 * DAY) == 1.0
+
+
+@pytest.mark.parametrize("objective", [0.0, 1.1, math.nan])
+def test_an_objective_must_be_a_fraction(objective: float) -> None:
+    with pytest.raises(ValueError, match="fraction"):
+        ErrorBudget(objective)
+
+
+def test_senseless_counts_periods_and_windows_are_refused() -> None:
+    with pytest.raises(ValueError, match="negative"):
+        ErrorBudget(0.9).add(0.0, -1, 0)
+    with pytest.raises(ValueError, match="three days"):
+        ErrorBudget(0.9, period_s=DAY)
+    with pytest.raises(ValueError, match="at most the period"):
+        ErrorBudget(0.9).burn_rate(0.0, 31 * DAY)
