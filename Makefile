@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install check test unit demo bench-kv protos lock clean
+.PHONY: install check test unit demo bench-coserve bench-kv protos lock clean
 
 install: $(STAMP)
 
@@ -23,6 +23,9 @@ test: install
 
 demo: install
 	$(BIN)/rose demo $(ARGS)
+
+bench-coserve: install
+	$(BIN)/python -m rose.bench.coserve run $(if $(QUICK),--quick) $(ARGS)
 
 bench-kv: install
 	$(BIN)/python bench/kv_return.py $(ARGS)

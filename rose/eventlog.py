@@ -5,7 +5,13 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
+
+import msgspec
+
+from rose.errors import RoseError
+
+T = TypeVar("T")
 
 
 class JsonlLog:
@@ -59,3 +65,25 @@ class EventLog:
     def close(self) -> None:
         """Close the log."""
         self._log.close()
+
+
+def read_lines(path: Path, schema: type[T]) -> list[T]:
+    """The records of one file; a last line that its writer did not finish is left out.
+
+    Raises `RoseError` naming file and line for anything else that is not such a record.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise RoseError(
+            f"{path}: cannot be read ({error.strerror}); is the run complete?"
+        ) from error
+    decoder = msgspec.json.Decoder(schema)
+    records = []
+    # What follows the last newline is empty, or the line a killed process was writing.
+    for number, line in enumerate(lines[:-1], 1):
+        try:
+            records.append(decoder.decode(line))
+        except msgspec.DecodeError as error:
+            raise RoseError(f"{path}:{number}: {error}") from error
+    return records

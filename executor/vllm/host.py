@@ -13,6 +13,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from executor.control_page import ControlPage
 from executor.errors import PageError
+from executor.step_log import StepLog
 from executor.vllm.observer import HostObserver
 from executor.vllm.settings import HOST, EngineSettings
 from executor.vllm.surfaces import RequestSurface, StepSurface
@@ -68,7 +69,8 @@ class ObservedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types ar
         settings = EngineSettings.from_environ(os.environ)
         if settings.role == HOST:
             page = ControlPage.ensure(settings.page_path)
-            self._observer = HostObserver(page, settings.ttft_s, settings.tpot_s)
+            log = StepLog.from_environ(os.environ, HOST)
+            self._observer = HostObserver(page, settings.ttft_s, settings.tpot_s, step_log=log)
             self._observer.started(self)
 
     def _quietly(self, observe: Callable[..., None], *args: object) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from executor.control_page import ControlPage
 from executor.deadlines import DeadlineBook
 from executor.sections import HostState
+from executor.step_log import StepLog
 from executor.vllm.surfaces import RequestSurface, SchedulerSurface, StepSurface
 
 
@@ -23,8 +24,10 @@ class HostObserver:
         tpot_s: float,
         clock_ns: Callable[[], int] = time.monotonic_ns,
         wall_s: Callable[[], float] = time.time,
+        step_log: StepLog | None = None,
     ) -> None:
         self._page = page
+        self._step_log = step_log
         self._clock_ns = clock_ns
         self._wall_s = wall_s
         self._book = DeadlineBook(round(ttft_s * 1e9), round(tpot_s * 1e9))
@@ -46,6 +49,8 @@ class HostObserver:
         age_ns = max(0, round((self._wall_s() - request.arrival_time) * 1e9))
         self._book.arrived(request.request_id, now_ns - age_ns, request.num_prompt_tokens)
         self._publish(scheduler, now_ns)
+        if self._step_log is not None:
+            self._step_log.arrival(now_ns - age_ns, now_ns, request.num_prompt_tokens)
 
     def scheduled(self, scheduler: SchedulerSurface, output: StepSurface, began_ns: int) -> None:
         """schedule() made `output`; it was entered at `began_ns`."""
@@ -53,6 +58,8 @@ class HostObserver:
             return
         if self._steps_in_flight == 0:
             self._step_began_ns = self._busy_until_ns = began_ns
+            if self._step_log is not None:
+                self._step_log.begin()
         self._steps_in_flight += 1
         self._step_seq += 1
         self._publish(scheduler, self._clock_ns())
@@ -68,6 +75,11 @@ class HostObserver:
             self._steps_in_flight = max(0, self._steps_in_flight - 1)
             self._busy_ns += now_ns - self._busy_until_ns
             self._last_step_ns = now_ns - self._step_began_ns
+            if self._step_log is not None:
+                scheduled = output.num_scheduled_tokens
+                self._step_log.step(
+                    self._step_began_ns, now_ns, sum(scheduled.values()), len(scheduled)
+                )
             self._step_began_ns = self._busy_until_ns = now_ns
         self._book.finished(scheduler.finished_req_ids)
         self._publish(scheduler, now_ns)

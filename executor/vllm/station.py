@@ -10,7 +10,8 @@ from typing import NamedTuple
 from executor.control_page import ControlPage
 from executor.gate import GateLimits, Run, Yield, decide
 from executor.sections import Grant, GuestState
-from executor.vllm.settings import POLICY_VERSION
+from executor.step_log import StepLog
+from executor.vllm.settings import GUEST, POLICY_VERSION
 from slo import StepModel, StepProfile
 
 YIELD_SLEEP_S = 0.0005
@@ -56,6 +57,7 @@ class GuestStation:
         self._clock_ns = clock_ns
         self._sleep = sleep
         self._environ = environ
+        self._step_log = StepLog.from_environ(environ, GUEST)
         self._lock = threading.Lock()
         self._state = GuestState(**kv._asdict())
         self._in_flight = 0
@@ -118,6 +120,8 @@ class GuestStation:
         now_ns = self._clock_ns()
         if self._in_flight == 0:
             self._step_began_ns = now_ns
+            if self._step_log is not None:
+                self._step_log.begin()
         self._in_flight += 1
         with self._lock:
             self._state = replace(self._state, step_seq=self._state.step_seq + 1, in_step=True)
@@ -129,6 +133,8 @@ class GuestStation:
             return
         now_ns = self._clock_ns()
         took_ns = now_ns - self._step_began_ns
+        if self._step_log is not None:
+            self._step_log.step(self._step_began_ns, now_ns, tokens, sequences, sampled)
         self._step_began_ns = now_ns
         self._in_flight = max(0, self._in_flight - 1)
         self._model = self._model.observed(tokens, sequences, took_ns / 1e9)

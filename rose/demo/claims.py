@@ -23,7 +23,7 @@ from rose.demo.measures import (
     weights,
 )
 from rose.demo.records import Records
-from rose.demo.statistics import Estimate, Interval, mean_difference, proportion_difference
+from rose.stats import Estimate, Interval, mean_difference, proportion_difference
 
 Verdict = Literal["HOLDS", "FAILS", "INCONCLUSIVE"]
 Bound = Literal["at least", "at most", "above"]

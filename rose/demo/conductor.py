@@ -7,12 +7,12 @@ from rose.demo.drills import Drills
 from rose.demo.plan import Arm, Block, Plan
 from rose.demo.records import BlockStats
 from rose.demo.stack import GUEST, Stack
-from rose.demo.talker import Talker
 from rose.demo.usage import cpu_seconds
 from rose.demo.watcher import Watcher, replica_of
 from rose.errors import UnavailableError
 from rose.eventlog import JsonlLog
 from rose.rpc import rose_pb2
+from rose.talker import Talker
 
 SWITCH_TIMEOUT_S = 10.0
 POLL_S = 0.02

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rose.demo.records import BlockRecord, Records
-from rose.demo.statistics import Estimate, Interval, ratio_of_rates
+from rose.stats import Estimate, Interval, ratio_of_rates
 
 # Share of the host's idle time that the guest must turn into throughput.
 REQUIRED_SHARE = 0.8

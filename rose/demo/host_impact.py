@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rose.demo.harvest import block_pairs
-from rose.demo.reading import join_requests
-from rose.demo.records import BlockRecord, Records, Request
-from rose.demo.statistics import (
+from rose.demo.records import BlockRecord, Records
+from rose.load.records import Request, join_requests
+from rose.stats import (
     Estimate,
     PairedWindow,
     percentile,

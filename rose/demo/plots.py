@@ -14,8 +14,8 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
 
 from rose.demo.measures import reward
-from rose.demo.reading import join_requests
 from rose.demo.records import FORCED_REVOCATION, GUEST_KILLED, Records
+from rose.load.records import join_requests
 
 ARM_COLORS = {
     "leased": "#2a7f9e",

@@ -5,11 +5,11 @@ import time
 
 from rose.demo.board import Board
 from rose.demo.stack import DEDICATED, GUEST, Stack
-from rose.demo.talker import Talker
 from rose.demo.view import Progress
 from rose.demo.watcher import Watcher
 from rose.errors import EngineStartError, UnavailableError
 from rose.eventlog import EventLog
+from rose.talker import Talker
 
 START_TIMEOUT_S = 180.0
 TALKER_TIMEOUT_S = 120.0

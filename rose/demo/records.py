@@ -8,47 +8,14 @@ from typing import Literal
 
 import msgspec
 
+from rose.load.records import ClientRequest, HostLatency
+
 # Names of events in `events.jsonl` from which claims are computed.
 FORCED_REVOCATION = "forced_revocation"
 GUEST_KILLED = "guest_killed"
 CHUNK_REJECTED = "chunk_rejected"
 EVALUATION = "eval"
 TRAINER_DONE = "done"
-
-
-class ClientRequest(msgspec.Struct, frozen=True):
-    """`client_requests.jsonl`: a host request as its sender saw it."""
-
-    request_id: str
-    block: int
-    arm: str
-    segment: int
-    offset_s: float
-    arrival_s: float
-    ttft_s: float | None
-    e2e_s: float | None
-    output_tokens: int
-    status: str
-
-
-class HostLatency(msgspec.Struct, frozen=True):
-    """`host_latency.jsonl`: a host request as the host's plugin measured it."""
-
-    request_id: str
-    finished_s: float
-    ttft_s: float | None
-    tpot_s: float | None
-    e2e_s: float | None
-    prompt_tokens: int
-    output_tokens: int
-
-
-class Request(ClientRequest, frozen=True):
-    """`requests.jsonl`: both joined; the host's figures win."""
-
-    tpot_s: float | None
-    prompt_tokens: int | None
-    source: Literal["host_plugin", "client"]
 
 
 class Turn(msgspec.Struct, frozen=True):

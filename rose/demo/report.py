@@ -10,9 +10,10 @@ from rose.demo import measures, plots
 from rose.demo.claims import Claim, claims_of
 from rose.demo.harvest import Harvest, harvest
 from rose.demo.host_impact import HostArm, host_impact
-from rose.demo.reading import join_requests, read_records
+from rose.demo.reading import read_records
 from rose.demo.records import Records
 from rose.demo.report_text import render_report
+from rose.load.records import join_requests
 
 SCHEMA = 1
 

@@ -24,13 +24,13 @@ from rose.demo.sampler import sample_memory
 from rose.demo.settings import DemoSettings
 from rose.demo.stack import DEDICATED, Stack
 from rose.demo.summary import print_summary
-from rose.demo.trace import read_trace
 from rose.demo.view import open_view
 from rose.demo.watcher import Watcher
 from rose.engines import check_host
 from rose.engines.preflight import check_model
 from rose.errors import RoseError
 from rose.eventlog import EventLog
+from rose.load.trace import read_trace
 from rose.rpc import rose_pb2
 
 ENGINES = 3

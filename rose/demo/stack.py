@@ -9,10 +9,10 @@ from pathlib import Path
 from rose.demo.layout import Layout
 from rose.demo.ports import Ports
 from rose.demo.settings import DemoSettings
-from rose.demo.talker import Talker
 from rose.engines import EngineProcess, EngineRole, EngineSpec
 from rose.errors import EngineStartError
 from rose.process import ManagedProcess, ProcessSpec
+from rose.talker import Talker
 from weight_transfer import SigningKey
 
 SERVING_CORE = 0
@@ -82,7 +82,7 @@ class Stack:
             path = self._write_config(name, config)
             await self._module(name, "rose.node.main", ["--config", str(path)], core)
         self.trainer = await self._talker("trainer", "rose.demo.train", self._trainer(key_path))
-        self.load = await self._talker("load", "rose.demo.load", self._load())
+        self.load = await self._talker("load", "rose.load.main", self._load())
 
     async def wait_host(self, timeout_s: float) -> None:
         """Return once the host serves."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 import aiohttp
 
 from rose.engines.preflight import check_spec
-from rose.engines.spec import EngineRole, EngineSpec
+from rose.engines.spec import EngineSpec
 from rose.engines.vllm import process_spec
 from rose.errors import EngineStartError
 from rose.process import Keep, ManagedProcess
@@ -66,7 +66,7 @@ class EngineProcess:
         )
 
     async def _check_endpoint(self, session: aiohttp.ClientSession) -> None:
-        if self.spec.role is EngineRole.HOST:
+        if not self.spec.role.is_replica:
             return
         if not await _answers(session, f"{self.spec.url}/rose/v1/state"):
             raise EngineStartError(

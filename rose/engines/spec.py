@@ -11,6 +11,13 @@ class EngineRole(StrEnum):
     HOST = "host"
     GUEST = "guest"
     DEDICATED = "dedicated"
+    STOCK = "stock"
+    """An engine without ROSE, to compare with."""
+
+    @property
+    def is_replica(self) -> bool:
+        """Whether it speaks ROSE's replica HTTP."""
+        return self in (EngineRole.GUEST, EngineRole.DEDICATED)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ _PLUGINS = {
     EngineRole.HOST: "rose_host",
     EngineRole.GUEST: "rose_unpacked,rose_replica",
     EngineRole.DEDICATED: "rose_unpacked,rose_replica",
+    EngineRole.STOCK: "none",
 }
 _SCHEDULERS = {
     EngineRole.HOST: "executor.vllm.host.ObservedScheduler",
@@ -62,14 +63,14 @@ def _arguments(spec: EngineSpec) -> list[str]:
     ]
     if spec.role in _SCHEDULERS:
         arguments.append(f"--scheduler-cls={_SCHEDULERS[spec.role]}")
-    if spec.role is not EngineRole.HOST:
+    if spec.role.is_replica:
         arguments.extend(_REPLICA_ARGS)
     return [*arguments, *spec.extra_args]
 
 
 def _environment(spec: EngineSpec) -> dict[str, str]:
     env = {
-        "ROSE_ROLE": spec.role.value,
+        "ROSE_ROLE": "" if spec.role is EngineRole.STOCK else spec.role.value,
         "ROSE_REPLICA_ID": spec.name,
         "ROSE_SLO_TTFT_S": str(spec.ttft_target_s),
         "ROSE_SLO_TPOT_S": str(spec.tpot_target_s),

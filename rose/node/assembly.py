@@ -79,7 +79,7 @@ class Assembly:
             config.id,
             host.page,
             GuardCore(limits, previous),
-            guest.tenant,
+            guest.tenant.lease_epoch,
             self.kill_switch,
             host.config.pid,
             host.watch,

@@ -17,7 +17,6 @@ from rose.node.duty import DutyMeter
 from rose.node.host_watch import HostWatch
 from rose.node.kill_switch import KillSwitch
 from rose.node.reasons import sentence
-from rose.node.tenant import Tenant
 
 TICK_S = 0.02
 SAMPLE_EVERY_TICKS = 5
@@ -33,7 +32,7 @@ class GuardThread:
         name: str,
         page: ControlPage,
         core: GuardCore,
-        tenant: Tenant,
+        lease_epoch: Callable[[], int | None],
         kill_switch: KillSwitch,
         host_pid: int | None,
         watch: HostWatch,
@@ -42,14 +41,15 @@ class GuardThread:
         on_broken: Callable[[], object],
         on_stall: Callable[[str], object],
     ) -> None:
-        """Both are called in this thread: when the loop ends unasked, when the process stood still.
+        """`lease_epoch`: of the lease that holds now, None without one; asked in this thread.
 
-        After a stop longer than a grant lives the lease of that time grants nothing any more.
+        So are both others called: when the loop ends unasked, when the process stood still. After a stop longer than a grant lives the lease of that time grants nothing any more.
         """
         self._name = name
         self._page = page
         self._core = core
-        self._tenant = tenant
+        self._lease_epoch = lease_epoch
+        self._newest_epoch = 0
         self._kill_switch = kill_switch
         self._host_pid = host_pid
         self._watch = watch
@@ -109,7 +109,8 @@ class GuardThread:
     def _tick(self) -> Grant:
         self.host = self._page.host.peek()
         self.guest = self._page.guest.peek()
-        epoch = self._tenant.lease_epoch()
+        epoch = self._lease_epoch()
+        self._newest_epoch = max(self._newest_epoch, epoch or 0)
         self.grant = self._core.step(
             time.monotonic_ns(),
             self.host,
@@ -119,7 +120,7 @@ class GuardThread:
             host_alive=_alive(self._host_pid),
         )
         if self.grant.reason == STALLED:
-            self._void_epoch = self._tenant.core.held.epoch
+            self._void_epoch = self._newest_epoch
             self._on_stall(STALLED)
         self._page.grant.write(self.grant)
         self.granted += 1

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from rose.demo.arrivals import LoadShape, generate_segment
 from rose.demo.plan import Block, make_plan
+from rose.load.arrivals import LoadShape, generate_segment
 
 T0_S = 1000.0
 FROZEN_STEP_S = 5.0

@@ -3,9 +3,11 @@ from pathlib import Path
 import pytest
 from standin_run import StandInRun
 
-from rose.demo.reading import join_requests, read_lines, read_records
-from rose.demo.records import ClientRequest, HostLatency, Step
+from rose.demo.reading import read_records
+from rose.demo.records import Step
 from rose.errors import RoseError
+from rose.eventlog import read_lines
+from rose.load.records import ClientRequest, HostLatency, join_requests
 
 
 def client_request(name: str, status: str = "ok") -> ClientRequest:

@@ -7,8 +7,9 @@ import msgspec
 import pytest
 from standin_run import StandInRun
 
+from rose.compare import compare
 from rose.demo.report import write_report
-from rose.demo.verify import compare, verify
+from rose.demo.verify import verify
 from rose.errors import RoseError
 
 SHORT: dict[str, Any] = {"steps": 12, "quick": True}

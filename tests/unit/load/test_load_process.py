@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from rose.demo.arrivals import generate_segment
-from rose.demo.load import Command, LoadConfig, make_prompt
+from rose.load.arrivals import generate_segment
+from rose.load.protocol import Command, LoadConfig, make_prompt
 
 StartHost = Callable[..., Awaitable["StandInHost"]]
 
@@ -31,7 +31,9 @@ class StandInHost:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         for _ in range(body["max_tokens"] if self.fault != "short" else 2):
-            await response.write(b'data: {"choices":[{"text":"x"}],"usage":null}\n\n')
+            ids = ',"token_ids":[7]' if body["return_token_ids"] else ""
+            chunk = f'data: {{"choices":[{{"text":"x"{ids}}}],"usage":null}}\n\n'
+            await response.write(chunk.encode())
             await asyncio.sleep(self.token_s)
         if self.fault == "cut":
             assert request.transport is not None
@@ -65,7 +67,7 @@ async def start_host() -> AsyncIterator[StartHost]:
 
 
 class LoadProcess:
-    """`python -m rose.demo.load` as its parent sees it."""
+    """`python -m rose.load.main` as its parent sees it."""
 
     def __init__(self, host: StandInHost, folder: Path, **options: Any) -> None:
         self.out = folder / "client_requests.jsonl"
@@ -77,7 +79,7 @@ class LoadProcess:
     async def run(self, *commands: dict[str, Any] | float) -> tuple[int, list[dict[str, Any]]]:
         """Send commands, sleeping where a number stands; returns exit code and messages."""
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "rose.demo.load", "--config", str(self.config)),
+            *(sys.executable, "-m", "rose.load.main", "--config", str(self.config)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
         )
@@ -181,6 +183,44 @@ async def test_a_segment_that_is_over_starts_over(start_host: StartHost, tmp_pat
     laps = [[round(x % 0.05, 5) for x in offsets if int(x / 0.05) == lap] for lap in (0, 1)]
     assert laps[0]
     assert laps[0] == laps[1]
+
+
+async def test_a_segment_may_bring_its_own_rate_and_kind_of_traffic(
+    start_host: StartHost, tmp_path: Path
+) -> None:
+    load = LoadProcess(await start_host(), tmp_path)
+    own = {"rate_per_s": 40.0, "traffic": "poisson"}
+    await load.run(segment(1, 1) | own, 0.4, segment(1, 2), 0.2, {"cmd": "quit"})
+    config = LoadConfig.model_validate_json(load.config.read_text())
+    expected = [a.offset_s for a in generate_segment(config.shape(40.0, "poisson"), 0, 1)]
+    for block in (1, 2):
+        offsets = sorted(r["offset_s"] for r in load.records() if r["block"] == block)
+        assert offsets
+        assert offsets == expected[: len(offsets)]
+
+
+async def test_a_segment_of_a_trace_that_was_never_named_is_an_error(
+    start_host: StartHost, tmp_path: Path
+) -> None:
+    code, messages = await LoadProcess(await start_host(), tmp_path).run(
+        segment(1, 1) | {"traffic": "trace"}, {"cmd": "quit"}
+    )
+    assert code == 2
+    assert "without a trace" in messages[-1]["message"]
+
+
+async def test_replayed_prompts_are_alike_in_every_block_and_answers_have_a_digest(
+    start_host: StartHost, tmp_path: Path
+) -> None:
+    host = await start_host()
+    load = LoadProcess(host, tmp_path, replay_prompts=True, digest=True)
+    await load.run(segment(1, 1), 0.2, segment(1, 2), 0.2, {"cmd": "quit"})
+    bodies = dict(host.seen)
+    assert bodies["b1s1n0"]["prompt"] == bodies["b2s1n0"]["prompt"]
+    digests = {(r["output_tokens"], r["output_digest"]) for r in load.records()}
+    assert all(digest for _, digest in digests)
+    # The stand-in says the same token over and over: one digest for each length.
+    assert len(digests) == len({tokens for tokens, _ in digests})
 
 
 async def test_the_end_of_input_ends_the_process(start_host: StartHost, tmp_path: Path) -> None:

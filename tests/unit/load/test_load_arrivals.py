@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose.demo.arrivals import LoadShape, generate_segment, rescale_trace, trace_segment
-from rose.demo.trace import TracedRequest, read_trace
 from rose.errors import RoseError
+from rose.load.arrivals import LoadShape, generate_segment, rescale_trace, trace_segment
+from rose.load.trace import TracedRequest, read_trace
 
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 ROW = "2023-11-16 18:17:03.9799600,4808,10\n"
@@ -43,6 +43,18 @@ def test_the_load_is_bursty_and_its_mean_rate_comes_out() -> None:
         per_second[min(3599, int(arrival.offset_s))] += 1
     # A Poisson load has an index of dispersion of 1.
     assert statistics.variance(per_second) / statistics.mean(per_second) > 3
+
+
+def test_without_bursts_the_same_load_is_poisson() -> None:
+    shape = LoadShape(mean_rate_per_s=5, segment_s=3600).without_bursts()
+    arrivals = generate_segment(shape, 1, 0)
+    assert len(arrivals) / 3600 == pytest.approx(5, rel=0.05)
+    per_second = [0] * 3600
+    for arrival in arrivals:
+        per_second[min(3599, int(arrival.offset_s))] += 1
+    assert statistics.variance(per_second) / statistics.mean(per_second) == pytest.approx(
+        1, abs=0.1
+    )
 
 
 def test_a_rescaled_trace_has_the_target_rate_and_lengths_the_host_can_serve() -> None:

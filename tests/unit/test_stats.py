@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from rose.demo.statistics import (
+from rose.stats import (
     PairedWindow,
     mean_difference,
     percentile,

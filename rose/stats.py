@@ -103,6 +103,14 @@ def ratio_of_rates(
     return Estimate(float(ratio(pairs.sum(axis=0))), _interval(replicates, len(pairs)))
 
 
+def paired_difference(pairs: Sequence[Sequence[tuple[float, float]]], seed: int) -> Estimate:
+    """Mean of (first - second) over all pairs, resampling whole windows of pairs; none is empty."""
+    rng = np.random.default_rng(seed)
+    differences = [[first - second for first, second in window] for window in pairs]
+    replicates = _resampled_means(differences, rng)
+    return Estimate(_mean(differences), _interval(replicates, len(differences)))
+
+
 def percentile(values: Floats | Sequence[float], percent: float) -> float:
     """A percentile that is one of the values; a failed request counts as infinitely late."""
     return float(np.percentile(np.asarray(values), percent, method="inverted_cdf"))

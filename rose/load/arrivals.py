@@ -8,10 +8,10 @@ import math
 import random
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from rose.demo.trace import TracedRequest
 from rose.errors import RoseError
+from rose.load.trace import TracedRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,10 @@ class LoadShape:
             _middle(self.min_prompt_tokens, self.max_prompt_tokens),
             _middle(self.min_output_tokens, self.max_output_tokens),
         )
+
+    def without_bursts(self) -> "LoadShape":
+        """The same mean load as a plain Poisson process."""
+        return replace(self, burst_ratio=1.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,121 @@
+"""An engine's steps and arrivals on file, for measurements only: off unless ROSE_STEP_LOG is set.
+
+    0      magic, layout version, capacity in records, count
+    32     records of seven int64: kind, begin_ns, end_ns, cpu_ns, tokens, sequences, sampled
+
+The file is mapped, so a record costs a copy of 56 bytes and survives `kill -9` of its writer. It is
+sparse: it takes room on disk as it fills, and a full one takes no more. Times are CLOCK_MONOTONIC.
+"""
+
+import mmap
+import os
+import struct
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from executor.errors import PageError
+
+STEP_LOG: Final = "ROSE_STEP_LOG"
+MAGIC: Final = b"ROSESTEP"
+VERSION: Final = 1
+CAPACITY: Final = 4_000_000
+HEADER: Final = struct.Struct("=8sqqq")
+RECORD: Final = struct.Struct("=7q")
+STEP, ARRIVAL = 1, 2
+_COUNT_WORD: Final = 3
+
+
+class StepRecord(NamedTuple):
+    """One record.
+
+    STEP: `tokens` were scheduled for `sequences`, `sampled` came out; `cpu_ns` is what the engine's
+    thread used. ARRIVAL: a request of `tokens` came at `begin_ns`, the engine saw it at `end_ns`.
+    """
+
+    kind: int
+    begin_ns: int
+    end_ns: int
+    cpu_ns: int
+    tokens: int
+    sequences: int
+    sampled: int
+
+
+class StepLog:
+    """The log of one engine process; its one thread writes."""
+
+    def __init__(
+        self,
+        path: Path,
+        capacity: int = CAPACITY,
+        thread_ns: Callable[[], int] = time.thread_time_ns,
+    ) -> None:
+        """Raises PageError when the file cannot be made."""
+        size = HEADER.size + capacity * RECORD.size
+        try:
+            with path.open("xb+") as file:
+                file.truncate(size)
+                self._mapping = mmap.mmap(file.fileno(), size)
+        except OSError as error:
+            raise PageError(f"cannot make step log {path}: {error.strerror}") from error
+        HEADER.pack_into(self._mapping, 0, MAGIC, VERSION, capacity, 0)
+        self._words = memoryview(self._mapping)[: HEADER.size].cast("q")
+        self._capacity = capacity
+        self._count = 0
+        self._thread_ns = thread_ns
+        self._began_cpu_ns = 0
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str], role: str) -> "StepLog | None":
+        """A log of this process in the folder that ROSE_STEP_LOG names; None when it names none."""
+        folder = environ.get(STEP_LOG)
+        return cls(Path(folder) / f"steps-{role}-{os.getpid()}.bin") if folder else None
+
+    def begin(self) -> None:
+        """A step begins in the calling thread."""
+        self._began_cpu_ns = self._thread_ns()
+
+    def step(
+        self, begin_ns: int, end_ns: int, tokens: int, sequences: int, sampled: int = 0
+    ) -> None:
+        """A step ended, in the thread that began it."""
+        cpu_ns = self._thread_ns()
+        used_ns, self._began_cpu_ns = cpu_ns - self._began_cpu_ns, cpu_ns
+        self._append(STEP, begin_ns, end_ns, used_ns, tokens, sequences, sampled)
+
+    def arrival(self, arrived_ns: int, seen_ns: int, prompt_tokens: int) -> None:
+        """A request came in."""
+        self._append(ARRIVAL, arrived_ns, seen_ns, 0, prompt_tokens, 1, 0)
+
+    def _append(self, *record: int) -> None:
+        if self._count >= self._capacity:
+            return
+        RECORD.pack_into(self._mapping, HEADER.size + self._count * RECORD.size, *record)
+        self._count += 1
+        # Last, so that a reader never counts a record that is not whole.
+        self._words[_COUNT_WORD] = self._count
+
+
+def checked_records(raw: bytes) -> bytes:
+    """The records of a log as bytes; it may be cut after its last one. ValueError otherwise."""
+    if len(raw) < HEADER.size:
+        raise ValueError("too short for a step log")
+    magic, version, _, count = HEADER.unpack_from(raw)
+    if magic != MAGIC or version != VERSION:
+        raise ValueError(f"no step log of version {VERSION}")
+    body = raw[HEADER.size : HEADER.size + count * RECORD.size]
+    if len(body) < count * RECORD.size:
+        raise ValueError(f"a step log of {count} records is cut short")
+    return body
+
+
+def read_step_log(raw: bytes) -> list[StepRecord]:
+    """The records of a log; raises ValueError when it is none."""
+    return [StepRecord(*fields) for fields in RECORD.iter_unpack(checked_records(raw))]
+
+
+def used_bytes(header: bytes) -> int:
+    """How much of a log is in use, from its first HEADER.size bytes."""
+    return HEADER.size + int(HEADER.unpack(header)[3]) * RECORD.size

@@ -1,0 +1,1 @@
+"""Benchmarks on real engines; each writes raw records from which its figures are recomputed."""

@@ -1,0 +1,170 @@
+"""Host, ROSE guest and stock guest: engine cores on one core, everything else on the other."""
+
+import asyncio
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from executor.step_log import STEP_LOG
+from rose.bench.coserve import models
+from rose.bench.coserve.priority import family, make_background, make_foreground, pin
+from rose.bench.coserve.settings import BenchSettings
+from rose.engines import EngineProcess, EngineRole, EngineSpec
+from rose.errors import EngineStartError
+from weight_transfer import SigningKey
+
+START_TIMEOUT_S = 300.0
+HOST, GUEST, NAIVE = "host", "guest", "naive"
+HOST_SEQUENCES = 64
+# While nobody knows better: the host is started again once its own latencies are measured.
+FIRST_TTFT_S, FIRST_TPOT_S = 0.5, 0.15
+
+
+@dataclass(slots=True)
+class Engines:
+    """The three engines of a run; `start_*` fill it, `stop` ends them."""
+
+    settings: BenchSettings
+    page: Path
+    logs: Path
+    key: SigningKey
+    running: dict[str, EngineProcess] = field(default_factory=dict)
+    cores: tuple[int, int] = (0, 0)
+
+    def __post_init__(self) -> None:
+        available = sorted(os.sched_getaffinity(0))
+        self.cores = (available[0], available[-1])
+
+    @property
+    def model_root(self) -> Path:
+        """Where the models are kept between runs."""
+        return self.settings.out / "models"
+
+    def url(self, name: str) -> str:
+        """Address of an engine."""
+        return f"http://127.0.0.1:{self._port(name)}"
+
+    def pid(self, name: str) -> int | None:
+        """Its API process while it runs."""
+        engine = self.running.get(name)
+        return engine.process.pid if engine and engine.process.returncode is None else None
+
+    async def start_all(self) -> None:
+        """Start the three in parallel, on all cores; then pin them."""
+        first = self.settings.ttft_target_s or FIRST_TTFT_S, self.settings.tpot_target_s
+        for spec in (self._host(first[0], first[1] or FIRST_TPOT_S), self._guest(), self._naive()):
+            self.running[spec.name] = await EngineProcess.start(spec)
+        engines = list(self.running.values())
+        await asyncio.gather(*(engine.wait_healthy(START_TIMEOUT_S) for engine in engines))
+        for name in self.running:
+            self.place(name)
+        os.sched_setaffinity(0, {self.cores[1]})
+
+    async def restart_host(self, ttft_s: float, tpot_s: float) -> None:
+        """The same host with other targets."""
+        await self.running[HOST].stop()
+        os.sched_setaffinity(0, set(self.cores))
+        self.running[HOST] = await EngineProcess.start(self._host(ttft_s, tpot_s))
+        os.sched_setaffinity(0, {self.cores[1]})
+        await self.running[HOST].wait_healthy(START_TIMEOUT_S)
+        self.place(HOST)
+
+    async def begin_guest(self) -> None:
+        """Start the ROSE guest where a node starts it: on its host's core."""
+        self.running[GUEST] = await EngineProcess.start(self._guest(core=self.cores[0]))
+
+    async def await_guest(self) -> None:
+        """Return once the guest serves."""
+        await self.running[GUEST].wait_healthy(START_TIMEOUT_S)
+        self.place(GUEST)
+
+    async def kill_guest(self) -> None:
+        """SIGKILL to the whole guest; returns when nothing of it is left."""
+        await self.running.pop(GUEST).process.kill()
+
+    def place(self, name: str) -> None:
+        """Engine core to the serving core, API process to the other."""
+        api = psutil.Process(self.running[name].process.pid)
+        cores = [p for p in api.children(recursive=True) if "EngineCore" in " ".join(p.cmdline())]
+        if not cores:
+            raise EngineStartError(f"engine {name} has no engine core process to pin")
+        pin(api.pid, {self.cores[1]})
+        for process in cores:
+            pin(process.pid, {self.cores[0]})
+
+    def prioritise_guest(self, *, background: bool) -> None:
+        """Schedule the ROSE guest's engine core behind everybody else's, or as everybody else's."""
+        for pid in family(self.running[GUEST].process.pid):
+            if background:
+                make_background(pid)
+            else:
+                make_foreground(pid)
+
+    def check(self) -> None:
+        """Raise when an engine ended by itself."""
+        for name, engine in self.running.items():
+            if engine.process.returncode is not None:
+                raise EngineStartError(f"engine {name} ended: {engine.last_words()}")
+
+    async def stop(self) -> None:
+        """End all."""
+        await asyncio.gather(*(engine.stop() for engine in self.running.values()))
+        self.running.clear()
+
+    def _port(self, name: str) -> int:
+        return self.settings.port_base + (HOST, GUEST, NAIVE).index(name)
+
+    def _log(self, name: str) -> Path:
+        return self.logs / f"engine-{name}.log"
+
+    def _host(self, ttft_s: float, tpot_s: float) -> EngineSpec:
+        return EngineSpec(
+            name=HOST,
+            role=EngineRole.HOST,
+            model_dir=self.model_root / models.HOST.name,
+            port=self._port(HOST),
+            log=self._log(HOST),
+            dtype=models.HOST.dtype,
+            kv_bytes=192 << 20,
+            max_model_len=256,
+            max_num_seqs=HOST_SEQUENCES,
+            control_page=self.page,
+            ttft_target_s=ttft_s,
+            tpot_target_s=tpot_s,
+            extra_env={STEP_LOG: str(self.settings.out.resolve())},
+            # Arms replay the same prompts: none may find them cached.
+            extra_args=("--no-enable-prefix-caching", "--generation-config=vllm"),
+        )
+
+    def _guest(self, core: int | None = None) -> EngineSpec:
+        return EngineSpec(
+            name=GUEST,
+            role=EngineRole.GUEST,
+            model_dir=self.model_root / models.GUEST.name,
+            port=self._port(GUEST),
+            log=self._log(GUEST),
+            core=core,
+            dtype=models.GUEST.dtype,
+            max_model_len=256,
+            max_num_seqs=self.settings.guest_streams,
+            stream_interval=16,
+            control_page=self.page,
+            verify_key=self.key.verify_key.hex,
+            extra_env={STEP_LOG: str(self.settings.out.resolve()), "ROSE_ORPHAN_S": "5"},
+        )
+
+    def _naive(self) -> EngineSpec:
+        return EngineSpec(
+            name=NAIVE,
+            role=EngineRole.STOCK,
+            model_dir=self.model_root / models.GUEST.name,
+            port=self._port(NAIVE),
+            log=self._log(NAIVE),
+            dtype=models.GUEST.dtype,
+            max_model_len=256,
+            max_num_seqs=self.settings.guest_streams,
+            stream_interval=16,
+            extra_args=("--generation-config=vllm",),
+        )

@@ -1,0 +1,84 @@
+"""The guest's grants: from the node's own guard, under each arm's rules."""
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from executor import ControlPage, GuardConfig, GuardCore
+from rose.bench.coserve.plan import Arm
+from rose.errors import RoseError
+from rose.eventlog import EventLog
+from rose.node.guard_thread import GuardThread
+from rose.node.host_watch import HostWatch
+from rose.node.kill_switch import KillSwitch
+
+POLICY_FIELD = "policy"
+
+
+def guard_config(arm: Arm, token_budget: int, max_sequences: int) -> tuple[GuardConfig, bool]:
+    """The arm's limits, and whether the guard knows the arm's pressure policy at all."""
+    known = POLICY_FIELD in {field.name for field in fields(GuardConfig)}
+    options: dict[str, Any] = {"slack_share": arm.slack_share or 0.0}
+    if known and arm.policy is not None:
+        options[POLICY_FIELD] = arm.policy
+    return GuardConfig(token_budget, max_sequences, **options), known or arm.policy is None
+
+
+class Granting:
+    """Runs one guard at a time; without a ROSE guest in the arm it grants nothing."""
+
+    def __init__(self, page: ControlPage, out: Path, logs: Path) -> None:
+        self._page = page
+        self._logs = logs
+        self._watch = HostWatch(out)
+        self._events = EventLog(logs, "guard")
+        self._guard: GuardThread | None = None
+        self._broken = False
+        self._arm = 0
+
+    def rule(self, arm: Arm, host_pid: int | None, token_budget: int, max_sequences: int) -> bool:
+        """Grant by the arm's rules from now on; False when its policy is unknown to the guard."""
+        self._end()
+        config, applied = guard_config(arm, token_budget, max_sequences)
+        self._arm += 1
+        self._guard = GuardThread(
+            name=arm.name,
+            page=self._page,
+            core=GuardCore(config, self._page.grant.peek()),
+            lease_epoch=lambda: self._arm if arm.guest == "rose" else None,
+            kill_switch=KillSwitch(self._logs / "KILL"),
+            host_pid=host_pid,
+            watch=self._watch,
+            log_dir=self._logs,
+            events=self._events,
+            on_broken=self._break,
+            on_stall=self._stall,
+        )
+        self._guard.start()
+        return applied
+
+    def check(self) -> None:
+        """Raise when the guard ended by itself: what was measured since says nothing."""
+        if self._broken:
+            raise RoseError(f"the guard broke; see {self._logs}")
+
+    def drain_latencies(self) -> None:
+        """Write the host's latencies that are still in the ring; call it after `stop`."""
+        self._watch.drain(self._page)
+
+    def stop(self) -> None:
+        """Grant nothing more."""
+        self._end()
+
+    def _end(self) -> None:
+        if self._guard is not None:
+            self._guard.stop()
+            self._guard = None
+
+    def _stall(self, reason: str) -> None:
+        # A bench that stood still knows no more than a node: the arm goes on under a new lease.
+        self._events.write("stalled", reason=reason)
+        self._arm += 1
+
+    def _break(self) -> None:
+        self._broken = True

@@ -1,0 +1,91 @@
+"""The same arrivals in two arms, window by window."""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rose.bench.coserve.records import BlockRecord
+from rose.load.records import Request
+from rose.stats import Estimate, PairedWindow, ratio_of_percentiles
+from slo import RequestLatency
+
+METRICS: dict[str, Callable[[Request], float | None]] = {
+    "ttft": lambda request: request.ttft_s,
+    "tpot": lambda request: request.tpot_s,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One arrival: in the arm, and alone."""
+
+    arm: Request
+    alone: Request
+
+    @property
+    def both_digests(self) -> bool:
+        """Whether the tokens of both answers are known."""
+        return None not in (self.arm.output_digest, self.alone.output_digest)
+
+    @property
+    def mismatch(self) -> bool:
+        """Whether the answers differ in a token."""
+        return self.both_digests and self.arm.output_digest != self.alone.output_digest
+
+
+Window = list[Pair]
+
+
+class RequestIndex:
+    """Requests by block and offset."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self._by_block: dict[int, dict[float, Request]] = defaultdict(dict)
+        for request in requests:
+            self._by_block[request.block][request.offset_s] = request
+
+    def of(self, block: BlockRecord) -> list[Request]:
+        """Requests that arrived while the block lasted, in order of time."""
+        found = self._by_block[block.block]
+        return [found[at] for at in sorted(found) if at < block.duration_s]
+
+    def windows(self, arm: BlockRecord, alone: BlockRecord, window_s: float) -> list[Window]:
+        """Arrivals that both blocks saw, grouped by time."""
+        others = {request.offset_s: request for request in self.of(alone)}
+        grouped: dict[int, Window] = defaultdict(list)
+        for request in self.of(arm):
+            if (other := others.get(request.offset_s)) is not None:
+                grouped[int(request.offset_s / window_s)].append(Pair(request, other))
+        return list(grouped.values())
+
+
+def latency_s(request: Request, metric: str) -> float | None:
+    """A failed request is infinitely late; None when there is nothing to measure."""
+    return METRICS[metric](request) if request.status == "ok" else math.inf
+
+
+def slo_latency(request: Request) -> RequestLatency:
+    """For counting attainment: a failed request meets no target."""
+    ok = request.status == "ok" and request.ttft_s is not None
+    return RequestLatency(
+        request_id=request.request_id,
+        ttft_s=request.ttft_s if ok and request.ttft_s is not None else math.inf,
+        tpot_s=(request.tpot_s or 0.0) if ok else math.inf,
+        e2e_s=request.e2e_s if request.e2e_s is not None else math.inf,
+        prompt_tokens=request.prompt_tokens or 0,
+        output_tokens=request.output_tokens,
+    )
+
+
+def percentile_ratio(
+    windows: Sequence[Window], metric: str, percent: float, seed: int
+) -> Estimate | None:
+    """Percentile in the arm over the one alone; None when nothing can be compared."""
+    found = []
+    for window in windows:
+        both = [(latency_s(pair.arm, metric), latency_s(pair.alone, metric)) for pair in window]
+        kept = [(above, below) for above, below in both if above is not None and below is not None]
+        if kept:
+            found.append(PairedWindow([a for a, _ in kept], [b for _, b in kept]))
+    return ratio_of_percentiles(found, percent, seed) if found else None

@@ -1,0 +1,273 @@
+"""A run: engines up, host measured alone, blocks played, events drilled, everything down."""
+
+import asyncio
+import json
+import os
+import platform
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from executor import ControlPage
+from executor.step_log import HEADER, used_bytes
+from rose.bench.coserve import models
+from rose.bench.coserve.calibration import (
+    TARGETS_FROM,
+    choose_targets,
+    find_rates,
+    measure_capacity,
+)
+from rose.bench.coserve.drills import Drills
+from rose.bench.coserve.engines import HOST, Engines
+from rose.bench.coserve.granting import Granting
+from rose.bench.coserve.plan import (
+    CALIBRATION,
+    EVENT_ALONE,
+    WARM_UP,
+    Block,
+    Cell,
+    fit_rounds,
+    make_events,
+    make_rounds,
+    round_s,
+    rounds_wanted,
+)
+from rose.bench.coserve.player import Player
+from rose.bench.coserve.records import (
+    BLOCKS,
+    CLIENT_REQUESTS,
+    EVENTS,
+    HOST_LATENCY,
+    RUN,
+    Calibration,
+    RunInfo,
+)
+from rose.bench.coserve.result import RESULT
+from rose.bench.coserve.settings import EVENT_BUSY, BenchSettings
+from rose.engines import check_host
+from rose.errors import ConfigError, RoseError
+from rose.eventlog import JsonlLog, read_lines
+from rose.load.protocol import LoadConfig
+from rose.load.records import ClientRequest, HostLatency, join_requests
+from rose.load.trace import read_trace
+from rose.process import ManagedProcess, ProcessSpec
+from rose.talker import Talker
+from weight_transfer import SigningKey
+
+ENGINES = 3
+READY_TIMEOUT_S = 60.0
+HTTP_TIMEOUT_S = 60.0
+FLUSH_S = 0.5
+WARM_UP_S = 3.0
+MODELS_TIMEOUT_S = 300.0
+MODELS, LOGS = "models", "logs"
+WRITTEN = (MODELS, LOGS, RUN, RESULT, "*.jsonl", "steps-*.bin", "*.png")
+
+
+def run_bench(settings: BenchSettings) -> None:
+    """Measure, and leave the raw records in `settings.out`. Raises RoseError for bad input."""
+    if settings.trace:
+        read_trace(settings.trace)
+    check_host(ENGINES)
+    _prepare(settings.out)
+    asyncio.run(_Run(settings).play())
+
+
+def _prepare(out: Path) -> None:
+    """An empty folder, but for the models of an earlier run; nobody else's files are touched."""
+    out.mkdir(parents=True, exist_ok=True)
+    for path in out.iterdir():
+        if not any(path.match(pattern) for pattern in WRITTEN):
+            raise ConfigError(f"{out} holds {path.name}, which is no part of a run; choose another")
+    for path in out.iterdir():
+        if path.name == LOGS:
+            shutil.rmtree(path)
+        elif path.name != MODELS:
+            path.unlink()
+    (out / LOGS).mkdir()
+
+
+class _Run:
+    def __init__(self, settings: BenchSettings) -> None:
+        self._settings = settings
+        self._out = settings.out
+        self._logs = settings.out / LOGS
+        self._began_s = time.monotonic()
+
+    async def play(self) -> None:
+        await _make_models(self._out)
+        with tempfile.TemporaryDirectory(prefix="rose-bench-") as scratch:
+            async with self._stack(Path(scratch)) as (player, drills):
+                await self._measure(player, drills)
+        for path in self._out.glob("steps-*.bin"):
+            with path.open("rb") as file:
+                used = used_bytes(file.read(HEADER.size))
+            os.truncate(path, used)
+        self._say("measured")
+
+    @asynccontextmanager
+    async def _stack(self, scratch: Path) -> AsyncIterator[tuple[Player, Drills]]:
+        settings = self._settings
+        key = SigningKey.generate()
+        page = ControlPage.create(scratch / "page")
+        granting = Granting(page, self._out, self._logs)
+        engines = Engines(settings, scratch / "page", self._logs, key)
+        timeout = aiohttp.ClientTimeout(total=HTTP_TIMEOUT_S)
+        load: Talker | None = None
+        blocks, events = JsonlLog(self._out / BLOCKS), JsonlLog(self._out / EVENTS)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+            try:
+                # A guest that never sees a grant ends itself.
+                granting.rule(EVENT_ALONE, None, 1, 1)
+                self._say("engines start")
+                await engines.start_all()
+                load = await self._load(engines, scratch)
+                player = Player(settings, engines, page, granting, load, session, blocks)
+                drills = Drills(engines, session, scratch / "store", events, settings.event_s)
+                drills.publish(key, engines.model_root / models.GUEST.name, settings.seed)
+                yield player, drills
+            finally:
+                if load:
+                    await load.stop()
+                await engines.stop()
+                granting.stop()
+                granting.drain_latencies()
+                page.close()
+
+    async def _measure(self, player: Player, drills: Drills) -> None:
+        settings = self._settings
+        await player.play(Block(WARM_UP, WARM_UP_S, 0, 0))
+        self._say("host alone: capacity and rates")
+        shape = self._load_config(player.engines).shape()
+        capacity = await measure_capacity(player, shape, settings.calibration_s)
+        rates = await find_rates(player)
+        ttft_s, tpot_s = await self._targets(player, rates)
+        self._write_run(capacity, rates, (ttft_s, tpot_s))
+        if not settings.targets_given:
+            self._say(f"targets TTFT {ttft_s:.3f} s, TPOT {tpot_s:.4f} s: host starts again")
+            await player.engines.restart_host(ttft_s, tpot_s)
+        cells = [Cell(r.busy_target, r.traffic, r.rate_per_s) for r in rates]
+        blocks = self._blocks(cells)
+        for number, block in enumerate(blocks, 1):
+            load = f"{block.cell.busy_target} {block.cell.traffic}" if block.cell else "host off"
+            self._say(f"block {number}/{len(blocks)}: {block.arm.name}, {load}")
+            await player.play(block)
+        poisson = [cell for cell in cells if cell.traffic == "poisson"]
+        near = min(poisson, key=lambda cell: abs(cell.busy_target - EVENT_BUSY))
+        for block in make_events(near, settings.event_rounds, settings.event_s):
+            self._say(f"window: {block.arm.name}")
+            await player.play(block, drills.of(block.arm.name))
+        await player.load.say(cmd="quit")
+        await player.load.process.wait()
+        await asyncio.sleep(FLUSH_S)
+
+    def _blocks(self, cells: list[Cell]) -> list[Block]:
+        s = self._settings
+        wanted = [rounds_wanted(c, s.block_s, s.requests_per_arm, s.min_rounds) for c in cells]
+        one_s = round_s(s.block_s, s.idle_block_s)
+        rounds = fit_rounds(wanted, one_s, s.budget_s, s.min_rounds)
+        return make_rounds(cells, rounds, s.block_s, s.idle_block_s, s.seed)
+
+    async def _targets(self, player: Player, rates: list[Calibration]) -> tuple[float, float]:
+        settings = self._settings
+        if settings.ttft_target_s is not None and settings.tpot_target_s is not None:
+            return settings.ttft_target_s, settings.tpot_target_s
+        await player.load.say(cmd="off")  # makes it write what it holds
+        await asyncio.sleep(FLUSH_S)
+        highest = max(settings.busy_targets)
+        found = {r.rate_per_s for r in rates if r.busy_target == highest}
+        blocks = {
+            record.block
+            for record in player.records
+            if record.arm == CALIBRATION.name and record.rate_per_s in found
+        }
+        requests = join_requests(
+            read_lines(self._out / CLIENT_REQUESTS, ClientRequest),
+            read_lines(self._out / HOST_LATENCY, HostLatency),
+        )
+        return choose_targets([request for request in requests if request.block in blocks])
+
+    def _write_run(
+        self, capacity_rps: float, rates: list[Calibration], targets: tuple[float, float]
+    ) -> None:
+        plain: dict[str, Any] = json.loads(json.dumps(asdict(self._settings), default=str))
+        for name in ("out", "port_base", "trace"):
+            del plain[name]  # where a run was made is no part of what it measured
+        info = RunInfo(
+            seed=self._settings.seed,
+            quick=self._settings.quick,
+            settings=plain,
+            machine={
+                "cpus": os.cpu_count(),
+                "processor": platform.machine(),
+                "accelerator": None,
+                "python": platform.python_version(),
+                "host_model": asdict(models.HOST),
+                "guest_model": asdict(models.GUEST),
+            },
+            capacity_rps=capacity_rps,
+            calibrations=rates,
+            ttft_target_s=targets[0],
+            tpot_target_s=targets[1],
+            targets_from="given" if self._settings.targets_given else TARGETS_FROM,
+        )
+        (self._out / RUN).write_bytes(msgspec.json.format(msgspec.json.encode(info)))
+
+    def _load_config(self, engines: Engines) -> LoadConfig:
+        return LoadConfig(
+            url=engines.url(HOST),
+            model=HOST,
+            out=self._out / CLIENT_REQUESTS,
+            seed=self._settings.seed,
+            trace=self._settings.trace,
+            segment_s=self._settings.block_s,
+            max_outstanding=1_024,
+            replay_prompts=True,
+            digest=True,
+        )
+
+    async def _load(self, engines: Engines, scratch: Path) -> Talker:
+        path = scratch / "load.json"
+        path.write_text(self._load_config(engines).model_dump_json())
+        talker = await Talker.start(
+            ProcessSpec(
+                name="load",
+                argv=(sys.executable, "-m", "rose.load.main", "--config", str(path)),
+                log=self._logs / "load.log",
+                core=engines.cores[1],
+                piped=True,
+            )
+        )
+        await talker.expect("ready", READY_TIMEOUT_S)
+        return talker
+
+    def _say(self, what: str) -> None:
+        sys.stdout.write(f"{time.monotonic() - self._began_s:7.1f} s  {what}\n")
+        sys.stdout.flush()
+
+
+async def _make_models(out: Path) -> None:
+    """In a process of its own, which alone loads torch; kept for the next run."""
+    root = out / "models"
+    if all((root / m.name / "tokenizer.json").is_file() for m in (models.HOST, models.GUEST)):
+        return
+    log = out / "logs" / "models.log"
+    argv = (sys.executable, "-m", "rose.bench.coserve.models", str(root))
+    process = await ManagedProcess.start(ProcessSpec(name="models", argv=argv, log=log))
+    try:
+        async with asyncio.timeout(MODELS_TIMEOUT_S):
+            code = await process.wait()
+    finally:
+        await process.stop()
+    if code:
+        raise RoseError(f"the bench's models could not be made; see {log}")

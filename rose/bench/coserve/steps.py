@@ -1,0 +1,108 @@
+"""What the engines' step logs say about a stretch of time."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from executor.step_log import ARRIVAL, STEP, checked_records
+from rose.errors import RoseError
+
+Ints = NDArray[np.int64]
+Span = tuple[float, float]
+_KIND, _BEGIN, _END, _CPU, _SAMPLED = 0, 1, 2, 3, 6
+_NS = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Steps of one role in order of time, and when its engine saw arrivals; all in ns.
+
+    pickups: how long each arrival was on its way from the API process to the engine.
+    """
+
+    begin: Ints
+    end: Ints
+    cpu: Ints
+    sampled: Ints
+    arrivals: Ints
+    pickups: Ints
+
+    @classmethod
+    def of(cls, records: Ints) -> "StepTimes":
+        """From records of shape [n, 7] (executor.step_log)."""
+        records = records[np.argsort(records[:, _BEGIN], kind="stable")]
+        steps = records[records[:, _KIND] == STEP]
+        arrivals = records[records[:, _KIND] == ARRIVAL]
+        arrivals = arrivals[np.argsort(arrivals[:, _END], kind="stable")]
+        return cls(
+            begin=steps[:, _BEGIN],
+            end=steps[:, _END],
+            cpu=steps[:, _CPU],
+            sampled=steps[:, _SAMPLED],
+            arrivals=arrivals[:, _END],
+            pickups=arrivals[:, _END] - arrivals[:, _BEGIN],
+        )
+
+    def busy_s(self, span: Span) -> float:
+        """Time inside a step during `span` (seconds)."""
+        start, end = _ns(span)
+        overlap = np.minimum(self.end, end) - np.maximum(self.begin, start)
+        return float(np.clip(overlap, 0, None).sum()) / _NS
+
+    def sampled_in(self, span: Span) -> int:
+        """Tokens of the steps that ended in `span`."""
+        start, end = _ns(span)
+        return int(self.sampled[(self.end > start) & (self.end <= end)].sum())
+
+    def durations_s(self, span: Span) -> tuple[list[float], list[float]]:
+        """(wall, cpu) seconds of each step that began in `span`."""
+        start, end = _ns(span)
+        inside = (self.begin >= start) & (self.begin < end)
+        wall = (self.end[inside] - self.begin[inside]) / _NS
+        return wall.tolist(), (self.cpu[inside] / _NS).tolist()
+
+    def arrivals_in(self, span: Span) -> Ints:
+        """When requests that came in `span` were seen."""
+        start, end = _ns(span)
+        return self.arrivals[(self.arrivals >= start) & (self.arrivals < end)]
+
+    def pickups_s(self, span: Span) -> list[float]:
+        """Seconds from the API process to the engine, of requests seen in `span`."""
+        start, end = _ns(span)
+        inside = (self.arrivals >= start) & (self.arrivals < end)
+        return [float(ns) / _NS for ns in self.pickups[inside]]
+
+
+def yields_s(guest: StepTimes, arrivals: Ints) -> list[float]:
+    """For each arrival that found the guest in a step: seconds until that step ended."""
+    if not len(guest.begin):
+        return []
+    last = np.searchsorted(guest.begin, arrivals, side="right") - 1
+    known = last >= 0
+    left = guest.end[last[known]] - arrivals[known]
+    return [float(ns) / _NS for ns in left if ns > 0]
+
+
+def starts_s(host: StepTimes, arrivals: Ints) -> list[float]:
+    """For each arrival: seconds until the host's next step began."""
+    following = np.searchsorted(host.begin, arrivals, side="left")
+    known = following < len(host.begin)
+    return [float(ns) / _NS for ns in host.begin[following[known]] - arrivals[known]]
+
+
+def read_steps(folder: Path, role: str) -> StepTimes:
+    """Steps of every process that had this role; RoseError for a file that is no step log."""
+    found = [np.empty((0, 7), dtype=np.int64)]
+    for path in sorted(folder.glob(f"steps-{role}-*.bin")):
+        try:
+            body = checked_records(path.read_bytes())
+        except ValueError as error:
+            raise RoseError(f"{path}: {error}") from error
+        found.append(np.frombuffer(body, dtype=np.int64).reshape(-1, 7))
+    return StepTimes.of(np.concatenate(found))
+
+
+def _ns(span: Span) -> tuple[int, int]:
+    return round(span[0] * _NS), round(span[1] * _NS)

@@ -1,0 +1,181 @@
+"""Plays segments of arrivals against one host, in an open loop.
+
+Open loop: a request leaves when it is due, whatever became of the ones before. What exceeds the
+bound on outstanding requests is recorded as `dropped`, an error.
+"""
+
+import asyncio
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import BinaryIO
+
+import aiohttp
+import msgspec
+
+from rose.errors import RoseError
+from rose.load.arrivals import Arrival, generate_segment, rescale_trace, trace_segment
+from rose.load.host_client import Completion, CompletionBody, complete
+from rose.load.protocol import Command, LoadConfig, Paced, Stats, Traffic, make_prompt
+from rose.load.records import ClientRequest
+from rose.load.trace import read_trace
+
+# Requests sent one after another to learn how long the host takes for one; the first warm it up.
+PACE_WARM_UP, PACE_REQUESTS = 3, 12
+
+SegmentSource = Callable[[int], Sequence[Arrival]]
+
+
+def segment_source(
+    config: LoadConfig, rate_per_s: float | None = None, traffic: Traffic | None = None
+) -> SegmentSource:
+    """The function from a segment's number to its arrivals.
+
+    Without `traffic` it is the configured trace, or else bursts. Raises RoseError for a trace that
+    is missing or malformed.
+    """
+    traffic = traffic or ("trace" if config.trace else "bursty")
+    shape = config.shape(rate_per_s, traffic)
+    if traffic != "trace":
+        return lambda segment: generate_segment(shape, config.seed, segment)
+    if config.trace is None:
+        raise RoseError("the load was started without a trace; name one in its configuration")
+    rescaled = rescale_trace(read_trace(config.trace), shape)
+    return lambda segment: trace_segment(rescaled, config.segment_s, segment)
+
+
+class LoadGenerator:
+    """Plays segments against one host and records every request."""
+
+    def __init__(
+        self,
+        config: LoadConfig,
+        session: aiohttp.ClientSession,
+        records: BinaryIO,
+        tasks: asyncio.TaskGroup,
+    ) -> None:
+        self.stats = Stats()
+        self._tasks = tasks
+        self._config = config
+        self._session = session
+        self._records = records
+        self._arrivals = segment_source(config)
+        self._url = f"{config.url}/v1/completions"
+        self._outstanding: set[asyncio.Task[None]] = set()
+        self._player: asyncio.Task[None] | None = None
+        self._encoder = msgspec.json.Encoder()
+
+    async def pace(self, busy: float) -> Paced:
+        """Choose the mean rate that keeps the host busy for about `busy` of the time.
+
+        Fast and slow machines get the same experiment. Batching makes bursts cheaper than lone
+        requests, so the host ends a little below. Raises RoseError when the host answers wrongly.
+        """
+        prompt_tokens, output_tokens = self._config.shape().typical_tokens
+        taken_s = []
+        for index in range(PACE_WARM_UP + PACE_REQUESTS):
+            prompt = make_prompt(self._config, Command("pace", block=-1), index, prompt_tokens)
+            body = CompletionBody(self._config.model, prompt, output_tokens)
+            name, now_s = f"pace{index}", time.monotonic()
+            result = await complete(self._session, self._url, body, name, now_s)
+            if result.status != "ok":
+                raise RoseError(f"the host failed a first request: {result.status}; see its log")
+            taken_s.append(result.e2e_s)
+        request_s = statistics.median(taken_s[PACE_WARM_UP:])
+        rate_per_s = busy / request_s
+        self._arrivals = segment_source(self._config, rate_per_s)
+        return Paced(request_s, rate_per_s)
+
+    def play(self, command: Command) -> None:
+        """Start a segment from its beginning, in place of the one that is playing."""
+        self.stop()
+        if command.rate_per_s is not None or command.traffic is not None:
+            self._arrivals = segment_source(self._config, command.rate_per_s, command.traffic)
+        self._player = self._tasks.create_task(self._play(command, time.monotonic()))
+
+    def stop(self) -> None:
+        """Send nothing more; requests that are out run to their end."""
+        if self._player is not None:
+            self._player.cancel()
+            self._player = None
+        self._records.flush()
+
+    async def close(self) -> None:
+        """Stop, and give outstanding requests `drain_s` to end; the rest becomes `abandoned`."""
+        self.stop()
+        if self._outstanding:
+            _, late = await asyncio.wait(self._outstanding, timeout=self._config.drain_s)
+            for task in late:
+                task.cancel()
+            if late:
+                await asyncio.wait(late)
+        self._records.flush()
+
+    async def _play(self, command: Command, start_s: float) -> None:
+        """Send each arrival when it is due; past its end a segment starts over."""
+        arrivals = self._arrivals(command.segment)
+        sent = 0
+        while arrivals:
+            lap_s = (sent // len(arrivals)) * self._config.segment_s
+            arrival = arrivals[sent % len(arrivals)]
+            offset_s = round(lap_s + arrival.offset_s, 6)
+            delay_s = start_s + offset_s - time.monotonic()
+            if delay_s > 0:
+                await asyncio.sleep(delay_s)
+            self._send(command, sent, arrival, offset_s, start_s + offset_s)
+            sent += 1
+
+    def _send(
+        self, command: Command, index: int, arrival: Arrival, offset_s: float, arrival_s: float
+    ) -> None:
+        """Start one request, or record it as dropped when too many are out."""
+        record = ClientRequest(
+            request_id=f"b{command.block}s{command.segment}n{index}",
+            block=command.block,
+            arm=command.arm,
+            segment=command.segment,
+            offset_s=offset_s,
+            arrival_s=arrival_s,
+            ttft_s=None,
+            e2e_s=None,
+            output_tokens=0,
+            status="dropped",
+        )
+        self.stats.sent += 1
+        if len(self._outstanding) >= self._config.max_outstanding:
+            self._finish(record, None)
+            return
+        prompt = make_prompt(self._config, command, index, arrival.prompt_tokens)
+        body = CompletionBody(
+            self._config.model,
+            prompt,
+            arrival.output_tokens,
+            return_token_ids=self._config.digest,
+        )
+        task = self._tasks.create_task(self._request(record, body))
+        self._outstanding.add(task)
+        task.add_done_callback(self._outstanding.discard)
+
+    async def _request(self, record: ClientRequest, body: CompletionBody) -> None:
+        arrival_s = record.arrival_s
+        try:
+            result = await complete(self._session, self._url, body, record.request_id, arrival_s)
+        except asyncio.CancelledError:
+            waited_s = time.monotonic() - arrival_s
+            self._finish(record, Completion("abandoned", None, waited_s, 0))
+            raise
+        self._finish(record, result)
+
+    def _finish(self, record: ClientRequest, result: Completion | None) -> None:
+        if result is not None:
+            record = msgspec.structs.replace(
+                record,
+                status=result.status,
+                ttft_s=result.ttft_s,
+                e2e_s=result.e2e_s,
+                output_tokens=result.output_tokens,
+                output_digest=result.output_digest,
+            )
+        self.stats.done += 1
+        self.stats.errors += record.status != "ok"
+        self._records.write(self._encoder.encode(record) + b"\n")

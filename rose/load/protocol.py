@@ -1,0 +1,95 @@
+"""How the load generator is configured, told what to play, and what it answers.
+
+stdin   {"cmd":"pace","busy":0.4}                         measure the host, set the rate
+        {"cmd":"segment","segment":k,"block":b,"arm":a}   play segment k from its start
+          optional: "rate_per_s":r, "traffic":"poisson"|"bursty"|"trace"
+        {"cmd":"off"}                                     send nothing more
+        {"cmd":"quit"}, or end of input                   finish and exit
+stdout  {"event":"ready"}  {"event":"paced","request_s","mean_rate_per_s"}
+        {"event":"stats","sent","done","errors"}  {"event":"error","message"}
+"""
+
+import random
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field
+
+from rose.load.arrivals import LoadShape
+
+Traffic = Literal["poisson", "bursty", "trace"]
+
+
+class LoadConfig(BaseModel):
+    """The file named by `--config`.
+
+    replay_prompts: a segment has the same prompts in every block. The host must not cache
+    prefixes then. digest: keep a digest of every answer's tokens.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    url: str
+    model: str
+    out: Path
+    seed: int = 0
+    trace: Path | None = None
+    mean_rate_per_s: float = Field(default=4.0, gt=0)
+    segment_s: float = Field(default=15.0, gt=0)
+    max_prompt_tokens: int = Field(default=96, ge=8)
+    max_output_tokens: int = Field(default=16, ge=4)
+    token_ids: tuple[int, int] = (3, 250)
+    max_outstanding: int = Field(default=128, ge=1, le=4_096)
+    timeout_s: float = Field(default=30.0, gt=0)
+    drain_s: float = Field(default=5.0, ge=0)
+    replay_prompts: bool = False
+    digest: bool = False
+
+    def shape(self, mean_rate_per_s: float | None = None, traffic: Traffic = "bursty") -> LoadShape:
+        """The load these numbers describe, at another rate if one is given."""
+        shape = LoadShape(
+            mean_rate_per_s=mean_rate_per_s or self.mean_rate_per_s,
+            segment_s=self.segment_s,
+            max_prompt_tokens=self.max_prompt_tokens,
+            max_output_tokens=self.max_output_tokens,
+        )
+        return shape.without_bursts() if traffic == "poisson" else shape
+
+
+class Command(msgspec.Struct, frozen=True):
+    """A line of stdin. A segment without a rate keeps the last pace; without traffic, its kind."""
+
+    cmd: Literal["pace", "segment", "off", "quit"]
+    busy: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.4
+    segment: int = 0
+    block: int = 0
+    arm: str = ""
+    rate_per_s: Annotated[float, msgspec.Meta(gt=0, le=1_000)] | None = None
+    traffic: Traffic | None = None
+
+
+class Stats(msgspec.Struct, tag_field="event", tag="stats"):
+    """Requests since the start; `errors` counts everything that did not end `ok`."""
+
+    sent: int = 0
+    done: int = 0
+    errors: int = 0
+
+
+class Paced(msgspec.Struct, tag_field="event", tag="paced", frozen=True):
+    """What pacing found: seconds that a lone request takes, and the rate that follows."""
+
+    request_s: float
+    mean_rate_per_s: float
+
+
+def make_prompt(config: LoadConfig, command: Command, index: int, prompt_tokens: int) -> list[int]:
+    """Token ids that differ between blocks, unless the load replays prompts.
+
+    Were they equal, the second arm of a pair would find the first one's prefixes cached.
+    """
+    block = "" if config.replay_prompts else f"{command.block}/"
+    name = f"{config.seed}/{block}{command.segment}/{index}"
+    rng = random.Random(name)  # noqa: S311 - a load, not a secret
+    return rng.choices(range(*config.token_ids), k=prompt_tokens)

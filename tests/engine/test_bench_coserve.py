@@ -1,0 +1,63 @@
+"""The benchmark end to end on real engines, a few short blocks of it."""
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from rose.bench.coserve.__main__ import main
+from rose.bench.coserve.plan import ARMS
+from rose.bench.coserve.rows import arm_of
+from rose.bench.coserve.run import run_bench
+from rose.bench.coserve.settings import quick_settings
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
+
+
+def free_ports(count: int) -> int:
+    """The first of so many consecutive ports that nobody listens on."""
+    for base in range(18_500, 19_500, count):
+        sockets = [socket.socket() for _ in range(count)]
+        try:
+            for number, probe in enumerate(sockets):
+                probe.bind(("127.0.0.1", base + number))
+        except OSError:
+            continue
+        finally:
+            for probe in sockets:
+                probe.close()
+        return base
+    raise AssertionError("no free ports")
+
+
+def test_a_short_run_measures_every_arm_and_every_figure_can_be_recomputed(tmp_path: Path) -> None:
+    settings = quick_settings(
+        tmp_path,
+        busy_targets=(0.6,),
+        only_traffic="poisson",
+        block_s=3.0,
+        idle_block_s=1.5,
+        calibration_s=2.5,
+        calibration_tries=2,
+        event_rounds=0,
+        ttft_target_s=0.5,
+        tpot_target_s=0.15,
+        port_base=free_ports(3),
+    )
+    run_bench(settings)
+    main(["report", str(tmp_path)])
+    result = json.loads((tmp_path / "coserve.json").read_text())
+    rows = {arm_of(row): row for row in result["rows"]}
+    assert rows.keys() == set(ARMS)
+    for arm, row in rows.items():
+        assert row["host"]["requests"] > 10
+        assert row["host"]["failed"] == row["token_mismatches"] == row["host_preemptions"] == 0
+        assert 0.2 < row["busy"] < 0.95
+        if arm.guest != "none":
+            assert row["guest_tok_s"] > 0
+            assert row["guest_alone_tok_s"] > 0
+        if arm.guest == "rose":
+            assert row["guest_step_cpu_p99_s"] > 0
+    assert result["run"]["capacity_rps"] > 0
+    assert main(["verify", str(tmp_path)]) == 0

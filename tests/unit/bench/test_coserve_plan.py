@@ -1,0 +1,111 @@
+from collections import Counter
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from executor import GuardConfig
+from rose.bench.coserve.granting import guard_config
+from rose.bench.coserve.plan import (
+    ARMS,
+    EVENT_ARMS,
+    ROSE_ARMS,
+    Cell,
+    fit_rounds,
+    make_events,
+    make_rounds,
+    rounds_wanted,
+)
+from rose.bench.coserve.rate_search import RateSearch
+from rose.bench.coserve.run import _prepare
+from rose.bench.coserve.settings import quick_settings
+from rose.errors import ConfigError
+
+CELLS = [Cell(0.3, "poisson", 5.0), Cell(0.9, "bursty", 30.0)]
+
+
+def test_every_arm_of_a_round_replays_the_same_segment_in_another_order_each_time() -> None:
+    blocks = [b for b in make_rounds(CELLS, [3, 2], 20, 5, seed=0) if b.cell]
+    rounds = [list(group) for _, group in groupby(blocks, key=lambda b: (b.cell, b.round))]
+    assert len(rounds) == 5
+    for played in rounds:
+        assert {b.arm for b in played} == set(ARMS)
+        assert len({b.segment for b in played}) == 1
+    assert len({tuple(b.arm.name for b in played) for played in rounds}) > 1
+    assert len({played[0].segment for played in rounds}) == 5
+
+
+def test_guests_run_alone_before_each_round() -> None:
+    blocks = make_rounds(CELLS, [1, 1], 20, 5, seed=0)
+    idle = Counter(b.arm.name for b in blocks if b.cell is None)
+    assert idle == {"guest_alone": 2, "naive_alone": 2}
+
+
+def test_the_same_seed_gives_the_same_plan_and_another_one_another() -> None:
+    plans = [make_rounds(CELLS, [3, 2], 20, 5, seed) for seed in (0, 0, 1)]
+    assert plans[0] == plans[1] != plans[2]
+
+
+def test_rounds_go_on_until_every_arm_has_its_requests() -> None:
+    assert rounds_wanted(CELLS[0], 20, 1_000, 3) == 10
+    assert rounds_wanted(CELLS[1], 20, 1_000, 3) == 3
+
+
+def test_a_plan_that_is_too_long_loses_the_rounds_of_its_longest_cells() -> None:
+    assert fit_rounds([10, 3], 100, 2_000, 3) == [10, 3]
+    assert fit_rounds([10, 3], 100, 900, 3) == [6, 3]
+    assert fit_rounds([10, 3], 100, 1, 3) == [3, 3]
+
+
+def test_the_kill_comes_before_the_start_that_brings_the_guest_back() -> None:
+    names = [b.arm.name for b in make_events(CELLS[0], 2, 30)]
+    assert names == ["event_alone", *(arm.name for arm in EVENT_ARMS)] * 2
+    assert names.index("guest_kill") < names.index("guest_start")
+
+
+@pytest.mark.parametrize("target", [0.3, 0.6, 0.9])
+def test_the_rate_search_finds_a_batching_hosts_rate_in_a_few_tries(target: float) -> None:
+    search = RateSearch(target, request_s=0.08)
+    while not search.found and len(search.tries) < 8:
+        rate = search.rate_per_s
+        # Requests get cheaper as they share steps.
+        search.measured(rate, 1 - pow(2.718281828, -rate * 0.08 / (1 + 0.02 * rate)))
+    assert search.found
+    assert len(search.tries) <= 4
+
+
+def test_the_rate_search_keeps_the_nearest_try_when_a_host_jumps() -> None:
+    search = RateSearch(0.5, request_s=0.1)
+    for _ in range(4):
+        rate = search.rate_per_s
+        search.measured(rate, 0.2 if rate < 6 else 0.95)
+    assert search.nearest[1] == 0.2
+
+
+def test_the_guard_gets_the_arms_share_and_its_policy_once_it_knows_policies() -> None:
+    for arm in ROSE_ARMS:
+        config, applied = guard_config(arm, 64, 16)
+        assert config.slack_share == arm.slack_share
+        assert applied == ("policy" in GuardConfig.__dataclass_fields__)
+        assert getattr(config, "policy", arm.policy) == arm.policy
+
+
+def test_a_folder_with_files_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("x")
+    (tmp_path / "blocks.jsonl").write_text("")
+    with pytest.raises(ConfigError, match=r"thesis\.tex"):
+        _prepare(tmp_path)
+    (tmp_path / "thesis.tex").unlink()
+    (tmp_path / "models").mkdir()
+    _prepare(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"models", "logs"}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"busy_targets": (1.2,)}, {"ttft_target_s": 0.5}, {"trace": Path("none.csv")}],
+)
+def test_settings_that_cannot_run_are_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        quick_settings(tmp_path, **wrong)

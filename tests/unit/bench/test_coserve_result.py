@@ -1,0 +1,155 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from standin_bench import StandInBench
+
+from rose.bench.coserve.__main__ import main
+from rose.bench.coserve.plan import ARMS, EVENT_ARMS
+from rose.bench.coserve.records import read_run
+from rose.bench.coserve.result import RESULT, build_result, write_result
+from rose.bench.coserve.rows import arm_of
+from rose.bench.coserve.verify import verify
+from rose.errors import RoseError
+
+FIELDS = {
+    "busy", "offered", "capacity", "traffic", "mode", "slack_share", "host", "ratio_to_alone_ci95",
+    "guest_tok_s", "guest_alone_tok_s", "idle_efficiency", "spare_efficiency", "yield_p50_s",
+    "yield_p99_s", "guest_step_p99_s", "verdict",
+}  # fmt: skip
+HOST_FIELDS = {
+    "ttft_p50_s", "ttft_p90_s", "ttft_p99_s", "tpot_p50_s", "tpot_p90_s", "tpot_p99_s",
+    "requests", "attainment", "goodput",
+}  # fmt: skip
+
+
+def result_of(tmp_path: Path, **knobs: Any) -> dict[str, Any]:
+    return build_result(read_run(StandInBench(tmp_path / "run", **knobs).write()))
+
+
+def row_of(result: dict[str, Any], arm: str) -> dict[str, Any]:
+    return next(row for row in result["rows"] if arm_of(row).name == arm)
+
+
+def check_of(row: dict[str, Any], name: str) -> dict[str, Any]:
+    return next(check for check in row["checks"] if check["name"] == name)
+
+
+def test_a_guest_that_nobody_notices_holds_where_a_naive_one_fails(tmp_path: Path) -> None:
+    result = result_of(tmp_path)
+    assert {arm_of(row) for row in result["rows"]} == {*ARMS, *EVENT_ARMS}
+    for row in result["rows"]:
+        assert row.keys() >= FIELDS
+        assert row["host"].keys() >= HOST_FIELDS
+    verdicts = {arm_of(row).name: row["verdict"] for row in result["rows"]}
+    assert verdicts["alone"] == "REFERENCE"
+    assert verdicts["naive"] == "FAILS"
+    assert {verdicts[arm.name] for arm in ARMS if arm.guest == "rose"} == {"HOLDS"}
+    assert verdicts["alone_again"] == "HOLDS"
+    assert result["danger"] == "FAILS"
+    assert result["verdict"] == "HOLDS"
+    json.dumps(result, allow_nan=False)
+
+
+def test_what_was_written_into_the_records_comes_out_of_the_row(tmp_path: Path) -> None:
+    row = row_of(result_of(tmp_path), "adaptive-0.0")
+    assert row["busy"] == pytest.approx(0.6)
+    assert row["offered"] == pytest.approx(15, rel=0.1)
+    assert row["guest_alone_tok_s"] == pytest.approx(1_000)
+    assert row["guest_tok_s"] == pytest.approx(370)
+    assert row["idle_efficiency"] == pytest.approx(0.92, rel=0.02)
+    assert row["spare_efficiency"] == pytest.approx(0.37 / 0.75, rel=0.05)
+    assert row["guest_step_p99_s"] == pytest.approx(0.006)
+    assert row["guest_step_cpu_p99_s"] == pytest.approx(0.006)
+    assert 0 < row["yield_p50_s"] < row["yield_p99_s"] <= 0.006
+    assert row["ratio_to_alone_ci95"]["tpot_p90"] == pytest.approx([1, 1], abs=0.02)
+    assert row["host"]["requests"] > 600
+
+
+def test_without_a_danger_nothing_is_proved(tmp_path: Path) -> None:
+    result = result_of(tmp_path, slowdown={})
+    assert row_of(result, "naive")["verdict"] == "HOLDS"
+    assert result["danger"] == result["verdict"] == "INCONCLUSIVE"
+
+
+@pytest.mark.parametrize(
+    ("knobs", "arm", "check"),
+    [
+        ({"slowdown": {"paper-0.0": 1.3, "naive": 1.6}}, "paper-0.0", "tpot_p90"),
+        ({"slowdown": {"weight_apply": 1.9}}, "weight_apply", "ttft_p90"),
+        ({"slowdown": {"adaptive-0.7": 9.0}}, "adaptive-0.7", "attainment_difference"),
+        ({"wrong_tokens": {"adaptive-0.7": 1}}, "adaptive-0.7", "token_mismatches"),
+        ({"preemptions": {"paper-0.7": 2}}, "paper-0.7", "host_preemptions"),
+        ({"guest_share_of_idle": 0.5}, "adaptive-0.0", "idle_efficiency"),
+        ({"guest_share_lent": 0.3}, "paper-0.7", "spare_efficiency"),
+    ],
+)
+def test_each_limit_can_fail_and_then_the_run_does(
+    tmp_path: Path, knobs: dict[str, Any], arm: str, check: str
+) -> None:
+    result = result_of(tmp_path, **knobs)
+    row = row_of(result, arm)
+    assert check_of(row, check)["verdict"] == "FAILS"
+    assert row["verdict"] == result["verdict"] == "FAILS"
+
+
+def test_lent_slack_may_slow_the_host_within_its_targets(tmp_path: Path) -> None:
+    row = row_of(result_of(tmp_path, slowdown={"adaptive-0.7": 2.0}), "adaptive-0.7")
+    assert row["ratio_to_alone"]["tpot_p90"] > 1.5
+    assert row["host"]["attainment"] == 1.0
+    assert row["verdict"] == "HOLDS"
+
+
+def test_few_requests_decide_nothing_about_p99(tmp_path: Path) -> None:
+    for row in result_of(tmp_path)["rows"]:
+        for check in row["checks"]:
+            if check["name"].endswith("_p99"):
+                assert check["verdict"] == "INCONCLUSIVE"
+                assert not check["decisive"]
+
+
+def test_one_round_without_windows_to_resample_is_inconclusive(tmp_path: Path) -> None:
+    result = result_of(tmp_path, rounds=1, block_s=2.5)
+    assert row_of(result, "adaptive-0.0")["verdict"] == "INCONCLUSIVE"
+
+
+def test_every_figure_is_recomputed_and_a_changed_one_is_found(tmp_path: Path) -> None:
+    folder = StandInBench(tmp_path / "run", rounds=2).write()
+    written = write_result(folder)
+    assert verify(folder) == []
+    assert main(["verify", str(folder)]) == 0
+    written["rows"][0]["host"]["ttft_p90_s"] *= 1.001
+    (folder / RESULT).write_text(json.dumps(written))
+    assert [d.field for d in verify(folder)] == ["rows[0].host.ttft_p90_s"]
+    assert main(["verify", str(folder)]) == 1
+
+
+def test_a_missing_raw_request_is_found(tmp_path: Path) -> None:
+    folder = StandInBench(tmp_path / "run", rounds=2).write()
+    write_result(folder)
+    path = folder / "client_requests.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+    assert verify(folder)
+
+
+def test_a_report_draws_its_pictures_and_prints_a_line_a_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = StandInBench(tmp_path / "run", rounds=2).write()
+    main(["report", str(folder)])
+    text = capsys.readouterr().out
+    assert "naive co-location harms the host: yes" in text
+    for name in ("ratios.png", "harvest.png", "latency.png"):
+        assert (folder / name).stat().st_size > 10_000
+
+
+def test_a_folder_that_is_no_run_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    folder = StandInBench(tmp_path / "run", rounds=1).write()
+    (folder / "steps-host-1.bin").write_bytes(b"nothing")
+    with pytest.raises(RoseError, match="steps-host-1"):
+        read_run(folder)
