@@ -43,7 +43,8 @@ class GuardThread:
     ) -> None:
         """`lease_epoch`: of the lease that holds now, None without one; asked in this thread.
 
-        So are both others called: when the loop ends unasked, when the process stood still. After a stop longer than a grant lives the lease of that time grants nothing any more.
+        So are both others called: when the loop ends unasked, when the process stood still. After
+        a stop longer than a grant lives the lease of that time grants nothing any more.
         """
         self._name = name
         self._page = page
