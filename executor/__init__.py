@@ -5,6 +5,7 @@ from executor.errors import ExecutorError, PageError, PageUnreadable
 from executor.gate import GateLimits, Run, Yield, decide
 from executor.guard import GuardConfig, GuardCore
 from executor.latency_ring import Drained, LatencyRing
+from executor.pressure import PressureLimits, PressurePolicy
 from executor.sections import Grant, GrantMode, GuestState, HostState, LatencyRecord
 
 __all__ = [
@@ -22,6 +23,8 @@ __all__ = [
     "LatencyRing",
     "PageError",
     "PageUnreadable",
+    "PressureLimits",
+    "PressurePolicy",
     "Run",
     "Yield",
     "decide",

@@ -5,8 +5,9 @@ not know counts against the guest, and a daemon that stops calling revokes by si
 grant expires.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from executor.pressure import NO_CAP, PressureCore, PressureLimits
 from executor.sections import Grant, GrantMode, GuestState, HostState
 
 NO_LEASE = "no_lease"
@@ -26,8 +27,8 @@ class GuardConfig:
     """The operator's limits for one guest.
 
     `kv_granule_cap`: KV granules it may keep pages under, 0 for as many as it started with.
-    `slack_share` 0..1 (0: host-idle time only). Above `kv_high_watermark` of the host's KV in use
-    the grant is throttled to `throttled_token_budget`, until it falls below `kv_low_watermark`.
+    `slack_share` 0..1 (0: host-idle time only). While the host fills its own KV memory, as
+    `pressure` says, the guest's steps have half the tokens and its cap follows the policy.
     """
 
     token_budget: int
@@ -35,17 +36,13 @@ class GuardConfig:
     kv_granule_cap: int = 0
     slack_share: float = 0.0
     ttl_ns: int = 500_000_000
-    kv_high_watermark: float = 0.90
-    kv_low_watermark: float = 0.80
-    throttled_token_budget: int = 0
+    pressure: PressureLimits = field(default_factory=PressureLimits)
 
     def __post_init__(self) -> None:
         if self.token_budget <= 0 or self.max_sequences <= 0 or self.ttl_ns <= 0:
             raise ValueError("token_budget, max_sequences and ttl_ns must be positive")
         if not 0.0 <= self.slack_share <= 1.0:
             raise ValueError(f"slack_share is {self.slack_share}; give a share in 0..1")
-        if not 0 < self.kv_low_watermark <= self.kv_high_watermark:
-            raise ValueError("kv_low_watermark must lie in (0, kv_high_watermark]")
 
 
 class GuardCore:
@@ -57,7 +54,10 @@ class GuardCore:
         self._mode: GrantMode | None = None
         self._epoch = previous.epoch if previous is not None else 0
         self._last_step_ns: int | None = None
-        self._under_pressure = False
+        left = previous.kv_granule_cap if previous is not None else NO_CAP
+        self._pressure = PressureCore(
+            config.pressure, NO_CAP if left == config.kv_granule_cap else left
+        )
 
     @property
     def epoch(self) -> int:
@@ -82,7 +82,7 @@ class GuardCore:
         freeze: it reads its grant when it starts). `host_alive`: the host's process exists.
         """
         drained = draining and guest is not None and not (guest.running or guest.waiting)
-        pressed = self._pressure(host)
+        cap = self._cap(now_ns, host, guest)
         ladder = (
             (kill_switch, GrantMode.KILL, KILL_SWITCH),
             # After a stop longer than a grant lives, what the caller knows of leases is old news.
@@ -93,7 +93,7 @@ class GuardCore:
             (draining, GrantMode.DRAIN, DRAIN),
             (operator_hold, GrantMode.FREEZE, OPERATOR_HOLD),
             (not lease_active, GrantMode.FREEZE, NO_LEASE),
-            (pressed, GrantMode.THROTTLE, PRESSURE),
+            (self._pressure.pressed, GrantMode.THROTTLE, PRESSURE),
             (True, GrantMode.RUN, LEASED),
         )
         mode, reason = next((mode, reason) for applies, mode, reason in ladder if applies)
@@ -101,33 +101,33 @@ class GuardCore:
         if mode is not self._mode:
             self._mode = mode
             self._epoch += 1
-        return self._grant(now_ns, mode, reason)
+        return self._grant(now_ns, mode, reason, cap)
 
     def _was_stalled(self, now_ns: int) -> bool:
         last_ns = self._last_step_ns
         return last_ns is not None and now_ns - last_ns > self._config.ttl_ns
 
-    def _pressure(self, host: HostState | None) -> bool:
-        if host is not None and host.kv_total > 0:
-            used = host.kv_used / host.kv_total
-            if used >= self._config.kv_high_watermark:
-                self._under_pressure = True
-            elif used < self._config.kv_low_watermark:
-                self._under_pressure = False
-        return self._under_pressure
+    def _cap(self, now_ns: int, host: HostState | None, guest: GuestState | None) -> int:
+        """Granules that the guest may keep: the operator's limit, or less under pressure."""
+        used = host.kv_used / host.kv_total if host is not None and host.kv_total > 0 else None
+        guest = guest or GuestState()
+        limit = self._config.kv_granule_cap
+        most = min((n for n in (limit, guest.granules_total) if n > 0), default=0)
+        cap = self._pressure.step(now_ns, used, most, guest.granules_mapped, guest.policy_version)
+        return min((n for n in (limit, cap) if n > NO_CAP), default=NO_CAP)
 
-    def _grant(self, now_ns: int, mode: GrantMode, reason: str) -> Grant:
+    def _grant(self, now_ns: int, mode: GrantMode, reason: str, cap: int) -> Grant:
         config = self._config
         budget = {
             GrantMode.RUN: config.token_budget,
-            GrantMode.THROTTLE: config.throttled_token_budget,
+            GrantMode.THROTTLE: max(1, config.token_budget // 2),
         }.get(mode, 0)
         return Grant(
             mode=mode,
             token_budget=budget,
             max_sequences=config.max_sequences if budget else 0,
             # In every mode: no cap would let a frozen guest grow back.
-            kv_granule_cap=config.kv_granule_cap,
+            kv_granule_cap=cap,
             slack_share=config.slack_share,
             epoch=self._epoch,
             expiry_ns=now_ns + config.ttl_ns,

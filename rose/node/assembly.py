@@ -69,6 +69,7 @@ class Assembly:
             token_budget=config.token_budget,
             max_sequences=config.max_sequences,
             slack_share=config.slack_share,
+            pressure=config.pressure,
         )
         try:
             previous = host.page.grant.read()

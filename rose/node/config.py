@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from executor import PressureLimits, PressurePolicy
 from rose.engines import EngineRole, EngineSpec
 from rose.errors import ConfigError
 from rose.publish import Caps
@@ -28,6 +29,8 @@ class ReplicaConfig(_Frozen):
     """A rollout engine that this node runs. A guest shares the GPU (here: the core) of the host.
 
     token_budget: most tokens in one guest step. slack_share: 0 uses host-idle time only.
+    pressure_policy, kv_*_watermark: how its KV memory gives way when that share of the host's own
+    is in use (`executor.pressure`).
     orphan_s: how long a guest outlives its daemon, frozen: until then the next daemon may adopt it,
     afterwards its memory is the machine's again.
     """
@@ -43,12 +46,26 @@ class ReplicaConfig(_Frozen):
     stream_interval: int = Field(default=1, gt=0)
     token_budget: int = Field(default=512, gt=0)
     slack_share: float = Field(default=0.0, ge=0.0, le=1.0)
+    pressure_policy: PressurePolicy = PressurePolicy.ADAPTIVE
+    kv_high_watermark: float = Field(default=0.90, gt=0, le=1)
+    kv_low_watermark: float = Field(default=0.80, gt=0, le=1)
     decode_tok_s: float = Field(default=1_000.0, gt=0)
     prefill_tok_s: float = Field(default=10_000.0, gt=0)
     kv_tokens: int = Field(default=32_768, gt=0)
     start_timeout_s: float = Field(default=180.0, gt=0)
     orphan_s: float = Field(default=1.5, ge=0.5, le=600.0)
     extra_env: dict[str, str] = {}
+
+    @model_validator(mode="after")
+    def _watermarks_in_order(self) -> Self:
+        if self.kv_low_watermark > self.kv_high_watermark:
+            raise ValueError("kv_low_watermark must not be above kv_high_watermark")
+        return self
+
+    @property
+    def pressure(self) -> PressureLimits:
+        """As the guard takes them."""
+        return PressureLimits(self.pressure_policy, self.kv_high_watermark, self.kv_low_watermark)
 
     def engine(
         self, log: Path, page: Path | None, verify_key: str | None, cgroup: Path | None = None

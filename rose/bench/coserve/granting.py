@@ -1,10 +1,8 @@
 """The guest's grants: from the node's own guard, under each arm's rules."""
 
-from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
-from executor import ControlPage, GuardConfig, GuardCore
+from executor import ControlPage, GuardConfig, GuardCore, PressureLimits, PressurePolicy
 from rose.bench.coserve.plan import Arm
 from rose.errors import RoseError
 from rose.eventlog import EventLog
@@ -12,16 +10,13 @@ from rose.node.guard_thread import GuardThread
 from rose.node.host_watch import HostWatch
 from rose.node.kill_switch import KillSwitch
 
-POLICY_FIELD = "policy"
 
-
-def guard_config(arm: Arm, token_budget: int, max_sequences: int) -> tuple[GuardConfig, bool]:
-    """The arm's limits, and whether the guard knows the arm's pressure policy at all."""
-    known = POLICY_FIELD in {field.name for field in fields(GuardConfig)}
-    options: dict[str, Any] = {"slack_share": arm.slack_share or 0.0}
-    if known and arm.policy is not None:
-        options[POLICY_FIELD] = arm.policy
-    return GuardConfig(token_budget, max_sequences, **options), known or arm.policy is None
+def guard_config(arm: Arm, token_budget: int, max_sequences: int) -> GuardConfig:
+    """The arm's limits."""
+    pressure = PressureLimits(PressurePolicy(arm.policy)) if arm.policy else PressureLimits()
+    return GuardConfig(
+        token_budget, max_sequences, slack_share=arm.slack_share or 0.0, pressure=pressure
+    )
 
 
 class Granting:
@@ -36,10 +31,10 @@ class Granting:
         self._broken = False
         self._arm = 0
 
-    def rule(self, arm: Arm, host_pid: int | None, token_budget: int, max_sequences: int) -> bool:
-        """Grant by the arm's rules from now on; False when its policy is unknown to the guard."""
+    def rule(self, arm: Arm, host_pid: int | None, token_budget: int, max_sequences: int) -> None:
+        """Grant by the arm's rules from now on."""
         self._end()
-        config, applied = guard_config(arm, token_budget, max_sequences)
+        config = guard_config(arm, token_budget, max_sequences)
         self._arm += 1
         self._guard = GuardThread(
             name=arm.name,
@@ -55,7 +50,6 @@ class Granting:
             on_stall=self._stall,
         )
         self._guard.start()
-        return applied
 
     def check(self) -> None:
         """Raise when the guard ended by itself: what was measured since says nothing."""

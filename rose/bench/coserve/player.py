@@ -53,7 +53,7 @@ class Player:
     async def play(self, block: Block, drill: Drill | None = None) -> BlockRecord:
         """Play one block; `drill` gets its number and runs beside it."""
         number = len(self.records)
-        applied = self.rule(block.arm)
+        self.rule(block.arm)
         streams = self._streams(block.arm, number)
         if streams:
             streams.start()
@@ -76,7 +76,7 @@ class Player:
         await self._guests_empty()
         self.granting.check()
         self.engines.check()
-        return self._recorded(block, number, applied, start, end)
+        return self._recorded(block, number, start, end)
 
     async def _load_host(self, block: Block, number: int) -> None:
         if block.cell is None:
@@ -90,9 +90,7 @@ class Player:
             traffic=block.cell.traffic,
         )
 
-    def _recorded(
-        self, block: Block, number: int, applied: bool, start: Edge, end: Edge
-    ) -> BlockRecord:
+    def _recorded(self, block: Block, number: int, start: Edge, end: Edge) -> BlockRecord:
         cell = block.cell
         record = BlockRecord(
             block=number,
@@ -103,7 +101,6 @@ class Player:
             traffic=cell.traffic if cell else None,
             rate_per_s=cell.rate_per_s if cell else None,
             policy=block.arm.policy,
-            policy_applied=applied,
             slack_share=block.arm.slack_share,
             isolation=self._isolation(block.arm),
             start_s=start.at_s,
@@ -115,12 +112,12 @@ class Player:
         self.log.write(msgspec.to_builtins(record))
         return record
 
-    def rule(self, arm: Arm) -> bool:
+    def rule(self, arm: Arm) -> None:
         """Schedule and grant by the arm's rules."""
         settings = self.settings
         if settings.lent_priority == "normal" and self.engines.pid(GUEST) is not None:
             self.engines.prioritise_guest(background=self._isolation(arm) != NORMAL)
-        return self.granting.rule(
+        self.granting.rule(
             arm, self.engines.pid(HOST), settings.guest_token_budget, settings.guest_streams
         )
 

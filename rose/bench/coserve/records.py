@@ -42,7 +42,6 @@ class BlockRecord(msgspec.Struct, frozen=True, kw_only=True):
     traffic: str | None
     rate_per_s: float | None
     policy: str | None
-    policy_applied: bool
     slack_share: float | None
     isolation: str
     start_s: float

@@ -91,7 +91,6 @@ class Analysis:
             **load,
             "mode": group.arm.policy if group.arm in ARMS and group.arm.policy else group.arm.name,
             "policy": group.arm.policy,
-            "policy_applied": all(arm.policy_applied for arm, _ in group.pairs),
             "slack_share": group.arm.slack_share,
             "isolation": group.pairs[0][0].isolation,
             "rounds": len(group.pairs),

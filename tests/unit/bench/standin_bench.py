@@ -81,7 +81,6 @@ class StandInBench:
                 "traffic": cell.traffic if cell else None,
                 "rate_per_s": cell.rate_per_s if cell else None,
                 "policy": arm.policy,
-                "policy_applied": False,
                 "slack_share": arm.slack_share,
                 "isolation": "none",
                 "start_s": at_s,

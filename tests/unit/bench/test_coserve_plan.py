@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from executor import GuardConfig
 from rose.bench.coserve.granting import guard_config
 from rose.bench.coserve.plan import (
     ARMS,
@@ -83,12 +82,11 @@ def test_the_rate_search_keeps_the_nearest_try_when_a_host_jumps() -> None:
     assert search.nearest[1] == 0.2
 
 
-def test_the_guard_gets_the_arms_share_and_its_policy_once_it_knows_policies() -> None:
+def test_the_guard_gets_the_arms_share_and_its_policy() -> None:
     for arm in ROSE_ARMS:
-        config, applied = guard_config(arm, 64, 16)
+        config = guard_config(arm, 64, 16)
         assert config.slack_share == arm.slack_share
-        assert applied == ("policy" in GuardConfig.__dataclass_fields__)
-        assert getattr(config, "policy", arm.policy) == arm.policy
+        assert config.pressure.policy == arm.policy
 
 
 def test_a_folder_with_files_of_somebody_else_is_left_alone(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ def test_public_names() -> None:
     assert set(executor.__all__) == {
         "ControlPage", "Drained", "ExecutorError", "GateLimits", "Grant", "GrantMode",
         "GuardConfig", "GuardCore", "GuestState", "HostState", "LatencyRecord", "LatencyRing",
-        "PageError", "PageUnreadable", "Run", "Yield", "decide",
+        "PageError", "PageUnreadable", "PressureLimits", "PressurePolicy", "Run", "Yield", "decide",
     }  # fmt: skip
     assert set(slo.__all__) == {
         "NO_DEADLINE", "PRESETS", "RELATIVE_ERROR", "RULES", "Attainment", "BurnAlert", "BurnRule",
