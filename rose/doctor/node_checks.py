@@ -12,7 +12,7 @@ from pathlib import Path
 from rose import placement
 from rose.cli.client import SchedulerClient
 from rose.doctor.finding import Finding, checked, note, ok, wrong
-from rose.engines.preflight import MIN_FREE_BYTES_PER_ENGINE, check_memory, check_model
+from rose.engines.preflight import check_memory, check_model, engine_bytes
 from rose.errors import RoseError
 from rose.filelock import holder_of
 from rose.node.claim import tenures
@@ -37,7 +37,9 @@ def node_checks(config: NodeConfig) -> Iterator[Finding]:
     yield checked("kill switch", partial(_kill_switch, config))
     yield checked("scheduler", partial(_scheduler, config.scheduler))
     for replica in config.replicas:
-        yield checked(replica.id, partial(_replica, replica, replica.id in running))
+        host = config.host if replica.kind == "guest" else None
+        headroom = host.headroom_bytes if host else 0
+        yield checked(replica.id, partial(_replica, replica, headroom, replica.id in running))
     yield checked("placement", partial(_placement, config))
     if config.metrics_port and daemon_of(config) is None:
         yield checked("metrics", partial(_port, "metrics", config.metrics_port))
@@ -67,14 +69,13 @@ def _scheduler(address: str) -> Finding:
     return ok("scheduler", f"{address} answers")
 
 
-def _replica(replica: ReplicaConfig, runs: bool) -> Finding:
+def _replica(replica: ReplicaConfig, headroom: int, runs: bool) -> Finding:
     try:
         check_model(replica.model_dir)
-        weights = sum(path.stat().st_size for path in replica.model_dir.glob("*.safetensors"))
         if runs:
             return ok(replica.id, f"runs on port {replica.port}")
-        needed = MIN_FREE_BYTES_PER_ENGINE + replica.kv_bytes + weights
-        check_memory(f"{replica.id}: engine, weights and KV cache", needed)
+        needed = engine_bytes(replica.model_dir, replica.kv_bytes)
+        check_memory(f"{replica.id}: processes, weights and KV", needed, headroom)
     except RoseError as error:
         what, _, do = str(error).partition("; ")
         return wrong(replica.id, what, do)

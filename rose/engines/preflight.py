@@ -19,14 +19,22 @@ def check_host(engines: int) -> None:
     check_memory(f"{engines} engines", engines * MIN_FREE_BYTES_PER_ENGINE)
 
 
-def check_memory(what: str, needed_bytes: int) -> None:
-    """Raise unless so much memory can be had without swapping."""
-    available = psutil.virtual_memory().available
+def check_memory(what: str, needed_bytes: int, headroom_bytes: int = 0) -> None:
+    """Raise unless so much memory can be had without swapping, and the headroom stays free."""
+    available = psutil.virtual_memory().available - headroom_bytes
     if available < needed_bytes:
+        beyond = f" beyond the headroom of {headroom_bytes / 2**30:.1f}" if headroom_bytes else ""
         raise EngineStartError(
             f"{what} need {needed_bytes / 2**30:.1f} GiB of free memory and"
-            f" {available / 2**30:.1f} GiB are free; stop something or use a larger machine"
+            f" {max(0, available) / 2**30:.1f} GiB are free{beyond}; stop something, lower kv_bytes"
+            " or use a larger machine"
         )
+
+
+def engine_bytes(model_dir: Path, kv_bytes: int) -> int:
+    """Memory to expect of an engine: processes, weights as they lie on disk, KV cache."""
+    weights = sum(path.stat().st_size for path in model_dir.glob("*.safetensors"))
+    return MIN_FREE_BYTES_PER_ENGINE + weights + kv_bytes
 
 
 def check_port(port: int, owner: str) -> None:
@@ -56,4 +64,5 @@ def check_spec(spec: EngineSpec) -> None:
     """Raise when the engine could not start: model, tokenizer, port, memory."""
     check_model(spec.model_dir)
     check_port(spec.port, spec.name)
-    check_memory(f"engine {spec.name}: its processes", MIN_FREE_BYTES_PER_ENGINE + spec.kv_bytes)
+    needed = engine_bytes(spec.model_dir, spec.kv_bytes)
+    check_memory(f"engine {spec.name}: processes, weights and KV", needed, spec.headroom_bytes)

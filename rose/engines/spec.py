@@ -28,6 +28,7 @@ class EngineSpec:
     stream_interval: tokens in a streamed chunk.
     control_page: page shared by a host and its guests.
     orphan_s: how long a guest outlives the last grant.
+    headroom_bytes: memory of the machine that has to stay free when it starts.
     cgroup: where it is put, None leaves it where its parent is.
     verify_key: hex of the key that signs manifests.
     """
@@ -46,6 +47,7 @@ class EngineSpec:
     stream_interval: int = 1
     control_page: Path | None = None
     orphan_s: float = 1.5
+    headroom_bytes: int = 0
     cgroup: Path | None = None
     verify_key: str | None = None
     ttft_target_s: float = 0.5

@@ -17,12 +17,16 @@ class _Frozen(BaseModel):
 
 
 class HostConfig(_Frozen):
-    """The production engine of this node: it is watched, never started or stopped."""
+    """The production engine of this node: it is watched, never started or stopped.
+
+    headroom_bytes: memory of the machine that no guest may take from it.
+    """
 
     page: Path
     pid: int | None = None
     ttft_target_s: float = Field(default=0.5, gt=0)
     tpot_target_s: float = Field(default=0.15, gt=0)
+    headroom_bytes: int = Field(default=512 << 20, ge=0)
 
 
 class ReplicaConfig(_Frozen):
@@ -68,9 +72,14 @@ class ReplicaConfig(_Frozen):
         return PressureLimits(self.pressure_policy, self.kv_high_watermark, self.kv_low_watermark)
 
     def engine(
-        self, log: Path, page: Path | None, verify_key: str | None, cgroup: Path | None = None
+        self,
+        log: Path,
+        host: HostConfig | None,
+        verify_key: str | None,
+        cgroup: Path | None = None,
     ) -> EngineSpec:
-        """The engine to start."""
+        """The engine to start; what `host` needs binds guests only."""
+        neighbour = host if self.kind == "guest" else None
         return EngineSpec(
             name=self.id,
             role=EngineRole(self.kind),
@@ -82,8 +91,9 @@ class ReplicaConfig(_Frozen):
             max_model_len=self.max_model_len,
             max_num_seqs=self.max_sequences,
             stream_interval=self.stream_interval,
-            control_page=page if self.kind == "guest" else None,
+            control_page=neighbour.page if neighbour else None,
             orphan_s=self.orphan_s,
+            headroom_bytes=neighbour.headroom_bytes if neighbour else 0,
             cgroup=cgroup,
             verify_key=verify_key,
             extra_env=self.extra_env,

@@ -160,6 +160,15 @@ def test_an_engine_that_does_not_fit_into_memory_is_not_started(tmp_path: Path) 
         check_spec(spec)
 
 
+def test_the_hosts_headroom_is_not_a_guests_to_take(tmp_path: Path) -> None:
+    spec = _spec(tmp_path)
+    check_spec(spec)
+    with pytest.raises(
+        EngineStartError, match=r"guest: .* beyond the headroom of 1048576\.0; stop"
+    ):
+        check_spec(replace(spec, headroom_bytes=1 << 50))
+
+
 def test_only_the_guest_gets_gate_and_page_and_yields_its_core(tmp_path: Path) -> None:
     guest = process_spec(_spec(tmp_path))
     assert guest.background
