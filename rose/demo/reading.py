@@ -8,7 +8,6 @@ from rose.demo.records import (
     Activation,
     BlockRecord,
     Event,
-    GuestSample,
     MemorySample,
     Records,
     RunInfo,
@@ -19,6 +18,7 @@ from rose.demo.records import (
 from rose.errors import RoseError
 from rose.eventlog import read_lines
 from rose.load.records import ClientRequest, HostLatency
+from rose.node.samples import GUEST_SAMPLES, GuestSample
 
 
 def _read_run(path: Path) -> RunInfo:
@@ -46,6 +46,6 @@ def read_records(folder: Path) -> Records:
         blocks=sorted(read_lines(folder / "blocks.jsonl", BlockRecord), key=lambda b: b.block),
         activations=read_lines(folder / "activations.jsonl", Activation),
         events=read_lines(folder / "events.jsonl", Event),
-        guest=read_lines(folder / "guest.jsonl", GuestSample),
+        guest=read_lines(folder / GUEST_SAMPLES, GuestSample),
         memory=read_lines(memory, MemorySample) if memory.exists() else [],
     )

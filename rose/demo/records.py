@@ -9,6 +9,7 @@ from typing import Literal
 import msgspec
 
 from rose.load.records import ClientRequest, HostLatency
+from rose.node.samples import GuestSample
 
 # Names of events in `events.jsonl` from which claims are computed.
 FORCED_REVOCATION = "forced_revocation"
@@ -150,20 +151,6 @@ class Event(msgspec.Struct, frozen=True):
     lost: int | None = None
     duplicated: int | None = None
     signal: int | None = None
-
-
-class GuestSample(msgspec.Struct, frozen=True):
-    """`guest.jsonl`: what the guest was doing, ten times a second."""
-
-    t_s: float
-    mode: str
-    reason: str
-    running: int
-    tokens_total: int
-    step_seq: int
-    yielded_ns: int
-    host_busy_ns: int
-    host_running: int
 
 
 class MemorySample(msgspec.Struct, frozen=True):

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
 from executor import ControlPage, Grant, GuardCore, GuestState, HostState
 from executor.guard import STALLED
 from rose.eventlog import EventLog, JsonlLog
@@ -17,6 +19,7 @@ from rose.node.duty import DutyMeter
 from rose.node.host_watch import HostWatch
 from rose.node.kill_switch import KillSwitch
 from rose.node.reasons import sentence
+from rose.node.samples import GUEST_SAMPLES, GuestSample
 
 TICK_S = 0.02
 SAMPLE_EVERY_TICKS = 5
@@ -54,7 +57,7 @@ class GuardThread:
         self._kill_switch = kill_switch
         self._host_pid = host_pid
         self._watch = watch
-        self._samples = JsonlLog(log_dir / "guest.jsonl")
+        self._samples = JsonlLog(log_dir / GUEST_SAMPLES)
         self._events = events
         self._on_broken = on_broken
         self._on_stall = on_stall
@@ -132,19 +135,20 @@ class GuardThread:
         guest = self.guest or GuestState()
         # Why the guest does not run: its grant, or else what its gate said last.
         reason = guest.gate_reason if grant.token_budget else grant.reason
-        self._samples.write(
-            {
-                "t_s": time.monotonic(),
-                "mode": grant.mode.name.lower(),
-                "reason": reason,
-                "running": guest.running,
-                "tokens_total": guest.tokens_total,
-                "step_seq": guest.step_seq,
-                "yielded_ns": guest.yielded_ns,
-                "host_busy_ns": host.busy_ns,
-                "host_running": host.running,
-            }
+        sample = GuestSample(
+            t_s=time.monotonic(),
+            mode=grant.mode.name.lower(),
+            reason=reason,
+            running=guest.running,
+            kv_bytes=guest.bytes_mapped,
+            tokens_total=guest.tokens_total,
+            step_seq=guest.step_seq,
+            yielded_ns=guest.yielded_ns,
+            host_busy_ns=host.busy_ns,
+            host_running=host.running,
+            host_kv=host.kv_used / host.kv_total if host.kv_total else 0.0,
         )
+        self._samples.write(msgspec.to_builtins(sample))
 
 
 def _alive(pid: int | None) -> bool:

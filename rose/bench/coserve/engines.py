@@ -147,6 +147,8 @@ class Engines:
             log=self._log(GUEST),
             core=core,
             dtype=models.GUEST.dtype,
+            # Two to three times what its streams need: a halved cap is felt, a whole one is not.
+            kv_bytes=16 << 20,
             max_model_len=256,
             max_num_seqs=self.settings.guest_streams,
             stream_interval=16,

@@ -10,10 +10,15 @@ from rose.node.guard_thread import GuardThread
 from rose.node.host_watch import HostWatch
 from rose.node.kill_switch import KillSwitch
 
+# Shares of the host's KV memory that a loaded bench host crosses again and again, so that the two
+# policies differ.
+KV_HIGH, KV_LOW = 0.15, 0.10
+
 
 def guard_config(arm: Arm, token_budget: int, max_sequences: int) -> GuardConfig:
     """The arm's limits."""
-    pressure = PressureLimits(PressurePolicy(arm.policy)) if arm.policy else PressureLimits()
+    policy = PressurePolicy(arm.policy or PressurePolicy.ADAPTIVE)
+    pressure = PressureLimits(policy, high=KV_HIGH, low=KV_LOW)
     return GuardConfig(
         token_budget, max_sequences, slack_share=arm.slack_share or 0.0, pressure=pressure
     )
@@ -24,6 +29,7 @@ class Granting:
 
     def __init__(self, page: ControlPage, out: Path, logs: Path) -> None:
         self._page = page
+        self._out = out
         self._logs = logs
         self._watch = HostWatch(out)
         self._events = EventLog(logs, "guard")
@@ -44,7 +50,7 @@ class Granting:
             kill_switch=KillSwitch(self._logs / "KILL"),
             host_pid=host_pid,
             watch=self._watch,
-            log_dir=self._logs,
+            log_dir=self._out,
             events=self._events,
             on_broken=self._break,
             on_stall=self._stall,

@@ -1,6 +1,7 @@
 """The raw records of a run, beside `client_requests.jsonl` and `host_latency.jsonl`.
 
-`run.json`, `blocks.jsonl`, `events.jsonl` and `steps-<role>-<pid>.bin` (executor.step_log).
+`run.json`, `blocks.jsonl`, `events.jsonl`, `guest.jsonl` (rose.node.samples) and
+`steps-<role>-<pid>.bin` (executor.step_log).
 Times are CLOCK_MONOTONIC seconds.
 """
 
@@ -14,6 +15,7 @@ from rose.bench.coserve.steps import StepTimes, read_steps
 from rose.errors import RoseError
 from rose.eventlog import read_lines
 from rose.load.records import ClientRequest, HostLatency, Request, join_requests
+from rose.node.samples import GUEST_SAMPLES, GuestSample
 
 RUN, BLOCKS, EVENTS = "run.json", "blocks.jsonl", "events.jsonl"
 CLIENT_REQUESTS, HOST_LATENCY = "client_requests.jsonl", "host_latency.jsonl"
@@ -105,6 +107,7 @@ class Records:
     requests: list[Request]
     events: list[Event]
     steps: dict[str, StepTimes]
+    guest: list[GuestSample]
 
 
 def read_run(folder: Path) -> Records:
@@ -118,6 +121,7 @@ def read_run(folder: Path) -> Records:
         ),
         events=read_lines(folder / EVENTS, Event),
         steps={role: read_steps(folder, role) for role in ("host", "guest")},
+        guest=read_lines(folder / GUEST_SAMPLES, GuestSample),
     )
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from executor import GrantMode
 from rose.bench.coserve import verdict as limits
 from rose.bench.coserve.harvested import BlockPair, Harvest, harvest
 from rose.bench.coserve.pairs import (
@@ -27,6 +28,7 @@ from slo import SloSpec, attainment, goodput_rps, percentile
 Row = dict[str, Any]
 Ratios = dict[tuple[str, int], Estimate | None]
 PERCENTS = (90, 99)
+THROTTLED = GrantMode.THROTTLE.name.lower()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,7 @@ class Analysis:
             "idle_efficiency": _value(found.idle_efficiency),
             "spare_efficiency": _value(found.spare_efficiency),
             **guest,
+            **self._kv(group),
             "host_preemptions": _preemptions(group, alone=False),
             "token_mismatches": _mismatches(windows),
             "checks": [] if reference else [_plain(asdict(check)) for check in checks],
@@ -170,6 +173,17 @@ class Analysis:
             "host_pickup_p99_s": _p(pickups, 0.99),
             "host_start_p50_s": _p(starts, 0.5),
             "host_start_p99_s": _p(starts, 0.99),
+        }
+
+    def _kv(self, group: Group) -> Row:
+        """How often the host was short of KV memory, and how much the guest kept meanwhile."""
+        if group.arm.guest != "rose":
+            return {"host_kv_pressed": None, "guest_kv_bytes": None}
+        spans = [(arm.start_s, arm.end_s) for arm, _ in group.pairs]
+        seen = [s for s in self._records.guest if any(a <= s.t_s < b for a, b in spans)]
+        return {
+            "host_kv_pressed": _mean([float(s.mode == THROTTLED) for s in seen]),
+            "guest_kv_bytes": _mean([float(s.kv_bytes) for s in seen]),
         }
 
     def _checks(
@@ -290,6 +304,10 @@ def _ends(estimate: Estimate | None) -> list[float | None] | None:
 
 def _p(values: Sequence[float], fraction: float) -> float | None:
     return percentile(values, fraction) if values else None
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
 
 
 def _value(estimate: Estimate | None) -> float | None:

@@ -7,7 +7,8 @@ Row = dict[str, Any]
 _HEAD = (
     f"{'busy':>5} {'traffic':8} {'mode':12} {'share':>5} {'n':>6}"
     f" {'ttft p90':>9} {'× alone':>18} {'tpot p90':>9} {'× alone':>18}"
-    f" {'attain':>7} {'guest/s':>8} {'idle eff':>8} {'spare eff':>9}  verdict"
+    f" {'attain':>7} {'guest/s':>8} {'idle eff':>8} {'spare eff':>9}"
+    f" {'pressed':>7} {'kv MiB':>6}  verdict"
 )
 
 
@@ -43,8 +44,13 @@ def _line(row: Row) -> str:
         f" {_ratio(ratio['ttft_p90'], ci95['ttft_p90']):>18} {_number(host['tpot_p90_s'], 4):>9}"
         f" {_ratio(ratio['tpot_p90'], ci95['tpot_p90']):>18} {host['attainment']:7.4f}"
         f" {row['guest_tok_s']:8.1f} {_number(row['idle_efficiency'], 2):>8}"
-        f" {_number(row['spare_efficiency'], 2):>9}  {row['verdict']}"
+        f" {_number(row['spare_efficiency'], 2):>9} {_number(row['host_kv_pressed'], 2):>7}"
+        f" {_number(_mib(row['guest_kv_bytes']), 1):>6}  {row['verdict']}"
     )
+
+
+def _mib(size: float | None) -> float | None:
+    return None if size is None else size / 2**20
 
 
 def _number(value: float | None, digits: int) -> str:

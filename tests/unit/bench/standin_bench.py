@@ -37,7 +37,12 @@ class StandInBench:
         self._host = StepLog(self.out / "steps-host-1.bin", 200_000, lambda: 0)
         self._cpu_ns = 0
         self._guest = StepLog(self.out / "steps-guest-1.bin", 200_000, lambda: self._cpu_ns)
-        records: dict[str, list[Any]] = {"blocks": [], "client_requests": [], "host_latency": []}
+        records: dict[str, list[Any]] = {
+            "blocks": [],
+            "client_requests": [],
+            "host_latency": [],
+            "guest": [],
+        }
         now_s = 1_000.0
         for number, block in enumerate(blocks):
             self._block(records, number, block, now_s)
@@ -89,8 +94,16 @@ class StandInBench:
                 "end": end,
             }
         )
+        records["guest"].append(self._sample(block, at_s))
         if cell:
             self._requests(records, number, block, at_s)
+
+    def _sample(self, block: Block, at_s: float) -> dict[str, Any]:
+        pressed = block.arm.policy == "paper"
+        zeros = ("running", "tokens_total", "step_seq", "yielded_ns", "host_busy_ns")
+        sample = {"t_s": at_s + 1, "mode": "throttle" if pressed else "run", "reason": "ok"}
+        kv = {"kv_bytes": 1 << 20 if pressed else 4 << 20, "host_running": 0, "host_kv": 0.5}
+        return sample | dict.fromkeys(zeros, 0) | kv
 
     def _requests(
         self, records: dict[str, list[Any]], number: int, block: Block, at_s: float

@@ -279,7 +279,14 @@ class _Writer:
             tokens += int(90 * awake)
             self.files["guest"].append(
                 {"t_s": t_s, "mode": "FREEZE" if arm == "frozen" else "RUN", "reason": arm}
-                | {"running": 8, "tokens_total": tokens, "step_seq": tenth, "host_running": 1}
+                | {
+                    "running": 8,
+                    "tokens_total": tokens,
+                    "step_seq": tenth,
+                    "host_running": 1,
+                    "kv_bytes": 0,
+                    "host_kv": 0.5,
+                }
                 | {"yielded_ns": yielded_ns, "host_busy_ns": 0}
             )
         for second in range(int(self.now_s - T0_S)):
