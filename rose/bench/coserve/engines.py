@@ -127,7 +127,8 @@ class Engines:
             port=self._port(HOST),
             log=self._log(HOST),
             dtype=models.HOST.dtype,
-            kv_bytes=192 << 20,
+            # A few times what it uses alone; beside a naive guest its queue needs ten times that.
+            kv_bytes=64 << 20,
             max_model_len=256,
             max_num_seqs=HOST_SEQUENCES,
             control_page=self.page,

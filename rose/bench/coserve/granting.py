@@ -1,8 +1,9 @@
 """The guest's grants: from the node's own guard, under each arm's rules."""
 
+from dataclasses import replace
 from pathlib import Path
 
-from executor import ControlPage, GuardConfig, GuardCore, PressureLimits, PressurePolicy
+from executor import ControlPage, Grant, GuardConfig, GuardCore, PressureLimits, PressurePolicy
 from rose.bench.coserve.plan import Arm
 from rose.errors import RoseError
 from rose.eventlog import EventLog
@@ -12,7 +13,7 @@ from rose.node.kill_switch import KillSwitch
 
 # Shares of the host's KV memory that a loaded bench host crosses again and again, so that the two
 # policies differ.
-KV_HIGH, KV_LOW = 0.15, 0.10
+KV_HIGH, KV_LOW = 0.12, 0.08
 
 
 def guard_config(arm: Arm, token_budget: int, max_sequences: int) -> GuardConfig:
@@ -45,7 +46,7 @@ class Granting:
         self._guard = GuardThread(
             name=arm.name,
             page=self._page,
-            core=GuardCore(config, self._page.grant.peek()),
+            core=GuardCore(config, self._uncapped()),
             lease_epoch=lambda: self._arm if arm.guest == "rose" else None,
             kill_switch=KillSwitch(self._logs / "KILL"),
             host_pid=host_pid,
@@ -74,6 +75,11 @@ class Granting:
         if self._guard is not None:
             self._guard.stop()
             self._guard = None
+
+    def _uncapped(self) -> Grant | None:
+        """The last grant, whose epoch goes on; no arm begins with what another one took."""
+        last = self._page.grant.peek()
+        return None if last is None else replace(last, kv_granule_cap=0)
 
     def _stall(self, reason: str) -> None:
         # A bench that stood still knows no more than a node: the arm goes on under a new lease.

@@ -162,8 +162,9 @@ class _Run:
             load = f"{block.cell.busy_target} {block.cell.traffic}" if block.cell else "host off"
             self._say(f"block {number}/{len(blocks)}: {block.arm.name}, {load}")
             await player.play(block)
-        poisson = [cell for cell in cells if cell.traffic == "poisson"]
-        near = min(poisson, key=lambda cell: abs(cell.busy_target - EVENT_BUSY))
+        # Of steady arrivals, where there are any: a burst hides what an event does.
+        steady = [cell for cell in cells if cell.traffic == "poisson"] or cells
+        near = min(steady, key=lambda cell: abs(cell.busy_target - EVENT_BUSY))
         for block in make_events(near, settings.event_rounds, settings.event_s):
             self._say(f"window: {block.arm.name}")
             await player.play(block, drills.of(block.arm.name))
