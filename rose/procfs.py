@@ -11,8 +11,12 @@ STOPPED, ZOMBIE, DEAD = "T", "Z", "X"
 
 @dataclass(frozen=True, slots=True)
 class ProcessStat:
-    """The fields of /proc/PID/stat that ROSE looks at; `started` in clock ticks since boot."""
+    """The fields of /proc/PID/stat that ROSE looks at; `started` in clock ticks since boot.
 
+    `name`: as the process calls itself, cut to 15 characters by the kernel.
+    """
+
+    name: str
     state: str
     group: int
     started: int
@@ -25,8 +29,14 @@ class ProcessStat:
         except (FileNotFoundError, ProcessLookupError):
             return None
         # The program's name stands in parentheses and may contain anything, these included.
-        fields = raw.rpartition(")")[2].split()
-        return cls(state=fields[0], group=int(fields[2]), started=int(fields[19]))
+        head, _, tail = raw.rpartition(")")
+        fields = tail.split()
+        return cls(
+            name=head.partition("(")[2],
+            state=fields[0],
+            group=int(fields[2]),
+            started=int(fields[19]),
+        )
 
     @property
     def ended(self) -> bool:
@@ -61,5 +71,16 @@ def boot_id() -> str:
 
 def group_states(group: int) -> list[str]:
     """States of the group's processes, those that only wait to be collected left out."""
-    stats = (ProcessStat.of(int(e.name)) for e in os.scandir("/proc") if e.name.isdigit())
-    return [stat.state for stat in stats if stat and stat.group == group and not stat.ended]
+    return [stat.state for _, stat in _members(group)]
+
+
+def find_in_group(group: int, name: str) -> ProcessIdentity | None:
+    """A running process of the group whose name begins so."""
+    found = (pid for pid, stat in _members(group) if stat.name.startswith(name))
+    return next((identity for pid in found if (identity := ProcessIdentity.of(pid))), None)
+
+
+def _members(group: int) -> list[tuple[int, ProcessStat]]:
+    pids = (int(entry.name) for entry in os.scandir("/proc") if entry.name.isdigit())
+    stats = ((pid, stat) for pid in pids if (stat := ProcessStat.of(pid)))
+    return [(pid, stat) for pid, stat in stats if stat.group == group and not stat.ended]

@@ -51,6 +51,31 @@ def test_a_guest_silent_beyond_what_load_explains_is_ended(group: int) -> None:
     assert "no sign of life" in (judged(silent_for(STUCK_S + 1), group) or "")
 
 
+RENAMED = """
+import os, time
+if os.fork() == 0:
+    open("/proc/self/comm", "w").write("VLLM::EngineCore")
+    print(os.getpid(), flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_guest_whose_engine_core_died_is_ended_at_once() -> None:
+    """Dead engine keeps receiving traffic: its API process answers on for seconds."""
+    argv = [sys.executable, "-S", "-c", RENAMED]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, process_group=0) as process:
+        assert process.stdout
+        core = int(process.stdout.readline())
+        watch = HangWatch(lambda: silent_for(0.1), lambda: process.pid)
+        assert watch.reason() is None
+        assert watch.reason() is None
+        os.kill(core, signal.SIGKILL)
+        while ProcessIdentity.of(core):
+            time.sleep(0.01)
+        assert watch.reason() == "its engine core is dead"
+        os.killpg(process.pid, signal.SIGKILL)
+
+
 def test_a_process_is_not_taken_for_another_of_its_number(group: int) -> None:
     identity = ProcessIdentity.of(group)
     assert identity
