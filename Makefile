@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install check test unit demo bench-coserve bench-kv protos lock clean
+.PHONY: install check test unit demo bench-coserve bench-kv bench-host-overhead protos lock clean
 
 install: $(STAMP)
 
@@ -29,6 +29,9 @@ bench-coserve: install
 
 bench-kv: install
 	$(BIN)/python bench/kv_return.py $(ARGS)
+
+bench-host-overhead: install
+	$(BIN)/python bench/host_overhead.py $(ARGS)
 
 protos: install
 	scripts/protos

@@ -3,9 +3,14 @@
 All requests share one TTFT target, so the earliest prefill deadline belongs to the oldest arrival
 that still waits for its first token (a heap with lazy deletion). Nearly all decoding requests get a
 token in every step, so only those that were left out need a time of their own.
+
+Nor does a step look at its decoding requests one by one. Every request of a step is known to be
+prefilling, decoding or gone, and the first and the last are few: what is left counts the decoding
+ones, and while that count is right nobody was left out. Only when it is wrong a step is searched.
 """
 
 import heapq
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 
 from slo import NO_DEADLINE, decode_deadline_ns, prefill_deadline_ns
@@ -19,9 +24,16 @@ class DeadlineBook:
         self._tpot_ns = tpot_ns
         self._arrivals: list[tuple[int, str]] = []
         self._prefill_left: dict[str, int] = {}
+        # Of those, the ones that a step has had.
+        self._prefilling: set[str] = set()
         self._decoding: set[str] = set()
+        # In the order in which they were left out, so the first has waited longest.
         self._left_out: dict[str, int] = {}
+        # Ended while steps were in flight that may hold them: (last of those steps, request).
+        self._gone: deque[tuple[int, str]] = deque()
         self._last_token_ns = 0
+        self._begun = 0
+        self._done = 0
         self.queued_prefill_tokens = 0
 
     def __len__(self) -> int:
@@ -35,26 +47,45 @@ class DeadlineBook:
         self._prefill_left[request_id] = prompt_tokens
         self.queued_prefill_tokens += prompt_tokens
 
+    def begun(self, new_ids: Iterable[str]) -> None:
+        """A step was scheduled; `new_ids` are all that are in one for the first time.
+
+        Call it once for each `stepped`: steps end in the order in which they begin.
+        """
+        self._begun += 1
+        self._prefilling.update(id_ for id_ in new_ids if id_ in self._prefill_left)
+
     def stepped(
         self, now_ns: int, scheduled: Mapping[str, int], has_token: Callable[[str], bool]
     ) -> None:
         """A step over `scheduled` (request → tokens) ended; `has_token`: first token delivered?"""
-        if self._left_out:
-            self._left_out = {
-                id_: at_ns for id_, at_ns in self._left_out.items() if id_ not in scheduled
-            }
-        for request_id in self._decoding.difference(scheduled):
-            self._left_out.setdefault(request_id, self._last_token_ns)
-        if self._prefill_left:
-            self._prefilled(scheduled, has_token)
+        prefilled = [id_ for id_ in self._prefilling if id_ in scheduled]
+        gone = sum(id_ in scheduled for _, id_ in self._gone)
+        for request_id in [id_ for id_ in self._left_out if id_ in scheduled]:
+            del self._left_out[request_id]
+        decoded = len(scheduled) - len(prefilled) - gone
+        if decoded != len(self._decoding) - len(self._left_out):
+            prefilled = self._search(scheduled)
+        if prefilled:
+            self._prefilled(prefilled, scheduled, has_token)
         self._last_token_ns = now_ns
+        self._done += 1
+        while self._gone and self._gone[0][0] <= self._done:
+            self._gone.popleft()
 
     def finished(self, request_ids: Iterable[str]) -> None:
         """Requests ended, for whatever reason."""
         for request_id in request_ids:
-            self._decoding.discard(request_id)
-            self._left_out.pop(request_id, None)
-            self.queued_prefill_tokens -= self._prefill_left.pop(request_id, 0)
+            if request_id in self._decoding:
+                self._decoding.discard(request_id)
+                self._left_out.pop(request_id, None)
+            elif request_id in self._prefill_left:
+                self._prefilling.discard(request_id)
+                self.queued_prefill_tokens -= self._prefill_left.pop(request_id)
+            else:
+                continue
+            if self._begun > self._done:
+                self._gone.append((self._begun, request_id))
 
     @property
     def earliest_prefill_ns(self) -> int:
@@ -70,17 +101,30 @@ class DeadlineBook:
         """When the next token after a first one is due, NO_DEADLINE when none is waited for."""
         if not (self._decoding and self._tpot_ns):
             return NO_DEADLINE
-        last_ns = min(self._left_out.values()) if self._left_out else self._last_token_ns
+        last_ns = next(iter(self._left_out.values())) if self._left_out else self._last_token_ns
         return decode_deadline_ns(last_ns, self._tpot_ns)
 
-    def _prefilled(self, scheduled: Mapping[str, int], has_token: Callable[[str], bool]) -> None:
-        for request_id in self._prefill_left.keys() & scheduled.keys():
+    def _search(self, scheduled: Mapping[str, int]) -> list[str]:
+        """Note who was left out; returns the scheduled requests without a first token."""
+        for request_id in self._decoding.difference(scheduled):
+            self._left_out.setdefault(request_id, self._last_token_ns)
+        return [id_ for id_ in scheduled if id_ in self._prefill_left]
+
+    def _prefilled(
+        self,
+        request_ids: Iterable[str],
+        scheduled: Mapping[str, int],
+        has_token: Callable[[str], bool],
+    ) -> None:
+        for request_id in request_ids:
             left = self._prefill_left[request_id]
             if has_token(request_id):
                 del self._prefill_left[request_id]
+                self._prefilling.discard(request_id)
                 self._decoding.add(request_id)
                 self.queued_prefill_tokens -= left
             else:
+                self._prefilling.add(request_id)
                 done = min(left, scheduled[request_id])
                 self._prefill_left[request_id] = left - done
                 self.queued_prefill_tokens -= done

@@ -68,7 +68,10 @@ class Section(Generic[R]):
 
     def write(self, record: R) -> None:
         """Publish `record`. Only the section's one writer may call this."""
-        payload = record.pack()
+        self.write_packed(record.pack())
+
+    def write_packed(self, payload: bytes) -> None:
+        """Publish a record's binary form, LAYOUT.size bytes; for who writes at every step."""
         words, word = self._words, self._word
         writing = (words[word] + 1) | 1
         words[word] = writing

@@ -11,8 +11,10 @@ from executor.vllm.surfaces import RequestSurface, SchedulerSurface, StepSurface
 
 
 class HostObserver:
-    """Called by the scheduler at each turn of its life; every call ends in one write to the page.
+    """Called by the scheduler at each turn of its life; it writes to the page once or twice a step.
 
+    What a step costs grows with what changed in it, not with how many requests run: see
+    `executor.deadlines`, and `make bench-host-overhead`.
     Busy time is what passes while at least one step with work is between schedule() and the end of
     update_from_output(); asynchronous scheduling keeps two of them in flight.
     """
@@ -26,7 +28,8 @@ class HostObserver:
         wall_s: Callable[[], float] = time.time,
         step_log: StepLog | None = None,
     ) -> None:
-        self._page = page
+        self._write = page.host.write_packed
+        self._pack = HostState.LAYOUT.pack
         self._step_log = step_log
         self._clock_ns = clock_ns
         self._wall_s = wall_s
@@ -37,6 +40,7 @@ class HostObserver:
         self._busy_until_ns = 0
         self._busy_ns = 0
         self._last_step_ns = 0
+        self._told_idle = True
 
     def started(self, scheduler: SchedulerSurface) -> None:
         """Publish the idle host: its guest may run before the first request comes."""
@@ -48,7 +52,9 @@ class HostObserver:
         # vLLM stamps arrivals with the wall clock; a jump of it must not move a deadline forward.
         age_ns = max(0, round((self._wall_s() - request.arrival_time) * 1e9))
         self._book.arrived(request.request_id, now_ns - age_ns, request.num_prompt_tokens)
-        self._publish(scheduler, now_ns)
+        # A busy host's next schedule() tells of all that came in before it.
+        if self._told_idle:
+            self._publish(scheduler, now_ns)
         if self._step_log is not None:
             self._step_log.arrival(now_ns - age_ns, now_ns, request.num_prompt_tokens)
 
@@ -60,6 +66,7 @@ class HostObserver:
             self._step_began_ns = self._busy_until_ns = began_ns
             if self._step_log is not None:
                 self._step_log.begin()
+        self._book.begun(new.req_id for new in output.scheduled_new_reqs)
         self._steps_in_flight += 1
         self._step_seq += 1
         self._publish(scheduler, self._clock_ns())
@@ -76,9 +83,11 @@ class HostObserver:
             self._busy_ns += now_ns - self._busy_until_ns
             self._last_step_ns = now_ns - self._step_began_ns
             if self._step_log is not None:
-                scheduled = output.num_scheduled_tokens
                 self._step_log.step(
-                    self._step_began_ns, now_ns, sum(scheduled.values()), len(scheduled)
+                    self._step_began_ns,
+                    now_ns,
+                    output.total_num_scheduled_tokens,
+                    len(output.num_scheduled_tokens),
                 )
             self._step_began_ns = self._busy_until_ns = now_ns
         self._book.finished(scheduler.finished_req_ids)
@@ -94,8 +103,10 @@ class HostObserver:
         pool = scheduler.kv_cache_manager.block_pool
         kv_total = pool.num_gpu_blocks - 1  # Block 0 is the null block.
         book = self._book
-        self._page.host.write(
-            HostState(
+        self._told_idle = not (self._steps_in_flight or running or waiting)
+        # Packed as it stands: making a HostState first would cost as much again.
+        self._write(
+            self._pack(
                 self._step_seq,
                 self._steps_in_flight > 0,
                 running,

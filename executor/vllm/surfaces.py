@@ -101,8 +101,19 @@ class SchedulerSurface(Protocol):
         ...
 
 
+class NewRequestSurface(Protocol):
+    """vllm.v1.core.sched.output.NewRequestData."""
+
+    req_id: str
+
+
 class StepSurface(Protocol):
     """vllm.v1.core.sched.output.SchedulerOutput."""
+
+    @property
+    def scheduled_new_reqs(self) -> Sequence[NewRequestSurface]:
+        """Requests that are in a step for the first time."""
+        ...
 
     @property
     def total_num_scheduled_tokens(self) -> int:

@@ -1,6 +1,7 @@
 """Incremental deadlines equal those worked out from scratch."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,37 +30,63 @@ class SlowBook:
 events = st.lists(
     st.one_of(
         st.tuples(st.just("add"), st.integers(0, 50)),
-        st.tuples(st.just("step"), st.sets(st.integers(0, 12))),
-        st.tuples(st.just("end"), st.integers(0, 12)),
+        st.tuples(st.just("begin"), st.sets(st.integers(0, 12))),
+        st.tuples(st.just("end_step"), st.just(0)),
+        st.tuples(st.just("finish"), st.integers(0, 12)),
     ),
-    max_size=60,
+    max_size=80,
 )
 
 
-@given(events)
-def test_the_earliest_deadlines_are_exact(script: list[tuple[str, object]]) -> None:
-    book, slow, now_ns, names = DeadlineBook(TTFT, TPOT), SlowBook(), 1_000, 0
+class Script:
+    """Plays one engine to both books; with asynchronous scheduling two steps are in flight."""
+
+    def __init__(self, in_flight: int) -> None:
+        self.book, self.slow = DeadlineBook(TTFT, TPOT), SlowBook()
+        self.now_ns = 1_000
+        self._in_flight = in_flight
+        self._flight: list[dict[str, int]] = []
+        self._names = 0
+        self._begun: set[str] = set()
+
+    def add(self, age_ns: int) -> None:
+        name, self._names = f"r{self._names}", self._names + 1
+        self.book.arrived(name, self.now_ns - age_ns, 8)
+        self.slow.arrivals[name], self.slow.left[name] = self.now_ns - age_ns, 8
+
+    def begin(self, numbers: set[int]) -> None:
+        step = {f"r{n}": 4 for n in sorted(numbers) if f"r{n}" in self.slow.arrivals}
+        if step and len(self._flight) < self._in_flight:
+            self.book.begun(step.keys() - self._begun)
+            self._begun |= step.keys()
+            self._flight.append(step)
+
+    def end_step(self) -> None:
+        if not self._flight:
+            return
+        step, left = self._flight.pop(0), self.slow.left
+        for name in step.keys() & left.keys():
+            left[name] = max(0, left[name] - 4)
+            if left[name] == 0:
+                self.slow.last_token[name] = self.now_ns
+        self.book.stepped(self.now_ns, step, lambda name: left.get(name, 0) == 0)
+
+    def finish(self, number: int) -> None:
+        self.book.finished([f"r{number}"])
+        for table in (self.slow.arrivals, self.slow.left, self.slow.last_token):
+            table.pop(f"r{number}", None)
+
+
+@given(events, st.sampled_from([1, 2, 3]))
+def test_the_earliest_deadlines_are_exact(script: list[tuple[str, Any]], in_flight: int) -> None:
+    play = Script(in_flight)
     for what, detail in script:
-        now_ns += 10
-        if what == "add":
-            assert isinstance(detail, int)
-            name, names = f"r{names}", names + 1
-            book.arrived(name, now_ns - detail, 8)
-            slow.arrivals[name], slow.left[name] = now_ns - detail, 8
-        elif what == "step":
-            assert isinstance(detail, set)
-            chosen = {f"r{n}": 4 for n in detail if f"r{n}" in slow.arrivals}
-            for name in chosen:
-                slow.left[name] = max(0, slow.left[name] - 4)
-                if slow.left[name] == 0:
-                    slow.last_token[name] = now_ns
-            if chosen:
-                book.stepped(now_ns, chosen, lambda name: slow.left[name] == 0)
+        play.now_ns += 10
+        if what == "end_step":
+            play.end_step()
         else:
-            name = f"r{detail}"
-            book.finished([name])
-            for table in (slow.arrivals, slow.left, slow.last_token):
-                table.pop(name, None)
+            getattr(play, what)(detail)
+        book, slow = play.book, play.slow
         assert book.earliest_prefill_ns == slow.prefill_ns()
         assert book.earliest_decode_ns == slow.decode_ns()
         assert book.queued_prefill_tokens == sum(
@@ -72,6 +99,7 @@ def test_unknown_targets_give_no_deadline() -> None:
     book = DeadlineBook(0, 0)
     book.arrived("a", 5, 3)
     assert book.earliest_prefill_ns == 0
+    book.begun(["a"])
     book.stepped(10, {"a": 3}, lambda _: True)
     assert book.earliest_decode_ns == 0
 
@@ -80,7 +108,20 @@ def test_finished_requests_leave_nothing_behind() -> None:
     book = DeadlineBook(TTFT, TPOT)
     for n in range(1000):
         book.arrived(f"r{n}", n, 1)
+        book.begun([f"r{n}"])
         book.stepped(n, {f"r{n}": 1}, lambda _: True)
         book.finished([f"r{n}"])
     assert book.earliest_prefill_ns == 0
-    assert (len(book), len(book._arrivals), len(book._left_out)) == (0, 0, 0)
+    assert (len(book), len(book._arrivals), len(book._left_out), len(book._gone)) == (0, 0, 0, 0)
+
+
+def test_a_request_that_ended_in_its_step_does_not_stand_in_for_one_left_out() -> None:
+    book = DeadlineBook(TTFT, TPOT)
+    for name in ("a", "b"):
+        book.arrived(name, 0, 1)
+    book.begun(["a", "b"])
+    book.stepped(10, {"a": 1, "b": 1}, lambda _: True)
+    book.begun([])
+    book.finished(["a"])
+    book.stepped(20, {"a": 1}, lambda _: True)
+    assert book.earliest_decode_ns == 10 + TPOT, "b waits since its token at 10"

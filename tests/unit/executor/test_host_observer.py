@@ -1,6 +1,6 @@
 """What a scheduler's turns publish, told with stand-ins for vLLM's objects."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,8 +21,14 @@ class FakeRequest:
 
 
 @dataclass
+class FakeNewRequest:
+    req_id: str
+
+
+@dataclass
 class FakeStep:
-    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
+    num_scheduled_tokens: Mapping[str, int] = field(default_factory=dict)
+    scheduled_new_reqs: list[FakeNewRequest] = field(default_factory=list)
 
     @property
     def total_num_scheduled_tokens(self) -> int:
@@ -67,6 +73,7 @@ class Rig:
         self.page = page
         self.clock = FakeClock()
         self.scheduler = FakeScheduler()
+        self.begun: set[str] = set()
         self.observer = HostObserver(page, 0.5, 0.15, self.clock, lambda: 100.0)
         self.observer.started(self.scheduler)
 
@@ -82,7 +89,9 @@ class Rig:
         return request
 
     def begin(self, **tokens: int) -> FakeStep:
-        step = FakeStep(tokens)
+        new = [FakeNewRequest(name) for name in tokens if name not in self.begun]
+        self.begun.update(tokens)
+        step = FakeStep(tokens, new)
         self.scheduler.running = len(self.scheduler.requests)
         self.observer.scheduled(self.scheduler, step, self.clock.now_ns)
         return step
@@ -168,3 +177,69 @@ def test_an_aborted_request_leaves_an_idle_host(rig: Rig) -> None:
     rig.observer.ended(rig.scheduler)
     assert rig.state().idle
     assert rig.state().earliest_prefill_deadline_ns == 0
+
+
+def test_what_comes_in_while_the_host_is_busy_is_told_with_its_next_step(rig: Rig) -> None:
+    rig.add("a")
+    step = rig.begin(a=10)
+    rig.end(step)
+    rig.add("b", age_s=0.1)
+    assert rig.state().waiting == 0, "the next schedule() is a moment away"
+    rig.begin(a=1)
+    state = rig.state()
+    assert (state.running, state.queued_prefill_tokens) == (2, 10)
+    assert state.earliest_prefill_deadline_ns == rig.clock.now_ns + 400 * MS
+
+
+class CountingMapping(Mapping[str, int]):
+    """Scheduled tokens that count how often anybody looks at one request of the step."""
+
+    def __init__(self, tokens: dict[str, int]) -> None:
+        self._tokens = tokens
+        self.looks = 0
+
+    def __getitem__(self, name: str) -> int:
+        self.looks += 1
+        return self._tokens[name]
+
+    def __contains__(self, name: object) -> bool:
+        self.looks += 1
+        return name in self._tokens
+
+    def __iter__(self) -> Iterator[str]:
+        for name in self._tokens:
+            self.looks += 1
+            yield name
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+
+@dataclass
+class CountedStep:
+    num_scheduled_tokens: CountingMapping
+    scheduled_new_reqs: list[FakeNewRequest]
+    total_num_scheduled_tokens: int
+
+
+@pytest.mark.parametrize("running", [16, 1024])
+def test_a_step_looks_at_the_requests_that_changed_not_at_all_that_run(
+    rig: Rig, running: int
+) -> None:
+    names = [f"r{number}" for number in range(running)]
+    for name in names:
+        rig.add(name)
+    for number in range(2_000):
+        rig.add(f"waiting{number}")
+    rig.end(rig.begin(**dict.fromkeys(names, 10)))
+    rig.add("late")
+    looks = []
+    for new in ([FakeNewRequest("late")], [], [], []):
+        tokens = CountingMapping(dict.fromkeys([*names, "late"], 1))
+        step = CountedStep(tokens, new, running + 1)
+        rig.observer.scheduled(rig.scheduler, step, rig.clock.now_ns)
+        rig.scheduler.requests["late"].num_output_tokens += 1
+        rig.scheduler.finished_req_ids = set()
+        rig.observer.stepped(rig.scheduler, step)
+        looks.append(tokens.looks)
+    assert looks == [1, 0, 0, 0]
