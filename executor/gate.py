@@ -64,11 +64,13 @@ def decide(
     model: StepModel,
     now_ns: int,
     limits: GateLimits,
+    context_tokens: int = 0,
 ) -> Run | Yield:
     """Run or yield, from what the page says at `now_ns`; None stands for an unreadable section.
 
-    `model` predicts the guest's own steps. With `slack_share` 0 the guest runs only while the host
-    is idle; above 0 it gets the largest budget whose predicted step fits share × the tighter slack.
+    `model` predicts the guest's own steps over `context_tokens` of KV. With `slack_share` 0 the
+    guest runs only while the host is idle; above 0 it gets the largest budget whose predicted step
+    fits share × the tighter slack.
     """
     if host is None or grant is None:
         return Yield(PAGE_UNREADABLE)
@@ -83,7 +85,9 @@ def decide(
     if _stale(host.heartbeat_ns, now_ns, limits.host_stale_ns):
         return Yield(HEARTBEAT_STALE)
     available_ns = _lendable_ns(host, min(grant.slack_share, 1.0), now_ns, limits)
-    budget = model.largest_budget(available_ns / 1e9, grant.token_budget, grant.max_sequences)
+    budget = model.largest_budget(
+        available_ns / 1e9, grant.token_budget, grant.max_sequences, context_tokens
+    )
     return Run(budget, grant.max_sequences, reason) if budget > 0 else Yield(NO_SLACK)
 
 

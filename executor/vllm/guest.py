@@ -18,6 +18,7 @@ from executor.vllm.ballooned_pool import BalloonedPool
 from executor.vllm.guest_kv import GuestKv
 from executor.vllm.hand_back import HandBack, too_large
 from executor.vllm.kv_storage import kv_pages
+from executor.vllm.profiled import gate_limits, step_model
 from executor.vllm.settings import GUEST, EngineSettings
 from executor.vllm.station import GuestStation, Load
 from executor.vllm.surfaces import SampledSurface, StepSurface
@@ -32,7 +33,7 @@ class GatedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types are n
     An empty schedule still carries aborts and finished requests to the workers, and leaves vLLM's
     own pause state alone: with that set from outside, the engine core would block on its queue and
     never look at the page again. Inert unless ROSE_ROLE=guest; a guest whose page cannot be mapped
-    raises PageError and so does not start.
+    or whose step profile cannot be read raises ExecutorError and so does not start.
     """
 
     max_num_scheduled_tokens: int
@@ -45,12 +46,13 @@ class GatedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types are n
         if settings.role != GUEST:
             logger.warning("ROSE_ROLE is not %s: this engine runs without a gate", GUEST)
             return
+        model, limits = step_model(settings), gate_limits(settings)
         page = ControlPage.open(settings.page_path)
         pages, granules = kv_pages(self.vllm_config, self.kv_cache_config)
         pool = BalloonedPool(self.kv_cache_manager.block_pool, granules, pages)
         self._kv = GuestKv(pool, self._rollouts, self._preempt)
         self._hand_back = HandBack()
-        self._station = GuestStation(page, self._kv.mapped)
+        self._station = GuestStation(page, self._kv.mapped, limits, model, self.block_size)
         orphan = OrphanCore(time.monotonic_ns(), round(settings.orphan_s * 1e9))
         Watchdog(page, orphan, self._station.beat).start()
 

@@ -15,17 +15,23 @@ POLICY_VERSION = "ROSE_POLICY_VERSION"
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """`role` is empty outside ROSE: every plugin is inert then. Targets of 0 mean unknown."""
+    """`role` is empty outside ROSE: every plugin is inert then. Targets of 0 mean unknown.
+
+    `step_profile`, `host_step_profile`: files of `rose profile`, empty for none.
+    """
 
     role: str
     page_path: str
     ttft_s: float
     tpot_s: float
     orphan_s: float
+    step_profile: str = ""
+    host_step_profile: str = ""
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Self:
-        """Read ROSE_ROLE, ROSE_CONTROL_PAGE, ROSE_SLO_TTFT_S, ROSE_SLO_TPOT_S, ROSE_ORPHAN_S.
+        """Read ROSE_ROLE, ROSE_CONTROL_PAGE, ROSE_SLO_TTFT_S, ROSE_SLO_TPOT_S, ROSE_ORPHAN_S,
+        ROSE_STEP_PROFILE and ROSE_HOST_STEP_PROFILE.
 
         Raises ExecutorError for a host or guest without a page and for times that make no sense.
         """
@@ -39,6 +45,8 @@ class EngineSettings:
             _seconds(environ, "ROSE_SLO_TTFT_S", 0.0),
             _seconds(environ, "ROSE_SLO_TPOT_S", 0.0),
             _seconds(environ, "ROSE_ORPHAN_S", 2.0),
+            environ.get("ROSE_STEP_PROFILE", ""),
+            environ.get("ROSE_HOST_STEP_PROFILE", ""),
         )
         if settings.orphan_s == 0:
             raise ExecutorError("ROSE_ORPHAN_S is 0; give the seconds a guest outlives its daemon")

@@ -11,15 +11,12 @@ from executor.control_page import ControlPage
 from executor.gate import GateLimits, Run, Yield, decide
 from executor.sections import Grant, GuestState
 from executor.step_log import StepLog
+from executor.vllm.profiled import FIRST_MODEL
 from executor.vllm.settings import GUEST, POLICY_VERSION
-from slo import StepModel, StepProfile
+from slo import StepModel
 
 YIELD_SLEEP_S = 0.0005
 BEAT_NS = 50_000_000
-# A first guess: measured steps correct it within a few, and further than they may a profile.
-FIRST_MODEL = StepModel(
-    StepProfile(base_s=0.005, per_token_s=20e-6, per_sequence_s=10e-6), max_correction=32.0
-)
 
 
 class Load(NamedTuple):
@@ -47,13 +44,16 @@ class GuestStation:
         kv: KvMapped,
         limits: GateLimits | None = None,
         model: StepModel = FIRST_MODEL,
+        block_tokens: int = 0,
         clock_ns: Callable[[], int] = time.monotonic_ns,
         sleep: Callable[[float], None] = time.sleep,
         environ: Mapping[str, str] = os.environ,
     ) -> None:
+        """`block_tokens`: tokens of KV in a block; steps are predicted by the KV in use."""
         self._page = page
         self._limits = limits or GateLimits()
         self._model = model
+        self._block_tokens = block_tokens
         self._clock_ns = clock_ns
         self._sleep = sleep
         self._environ = environ
@@ -77,7 +77,12 @@ class GuestStation:
         """
         now_ns = self._clock_ns()
         verdict = decide(
-            self._page.host.peek(), self._page.grant.peek(), self._model, now_ns, self._limits
+            self._page.host.peek(),
+            self._page.grant.peek(),
+            self._model,
+            now_ns,
+            self._limits,
+            load.kv_used * self._block_tokens,
         )
         yields = isinstance(verdict, Yield)
         since_ns, self._yielding_since_ns = self._yielding_since_ns, now_ns if yields else None
@@ -137,7 +142,8 @@ class GuestStation:
             self._step_log.step(self._step_began_ns, now_ns, tokens, sequences, sampled)
         self._step_began_ns = now_ns
         self._in_flight = max(0, self._in_flight - 1)
-        self._model = self._model.observed(tokens, sequences, took_ns / 1e9)
+        context_tokens = load.kv_used * self._block_tokens
+        self._model = self._model.observed(tokens, sequences, took_ns / 1e9, context_tokens)
         with self._lock:
             self._state = replace(
                 self._state,

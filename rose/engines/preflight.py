@@ -8,6 +8,7 @@ import psutil
 
 from rose.engines.spec import EngineSpec
 from rose.errors import ConfigError, EngineStartError
+from slo import ProfileError, StepProfile
 
 MIN_FREE_BYTES_PER_ENGINE = 1_600 << 20
 
@@ -60,9 +61,22 @@ def check_model(model_dir: Path) -> None:
         )
 
 
+def check_profile(path: Path) -> None:
+    """Raise unless the file holds a step profile."""
+    try:
+        StepProfile.from_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"step profile {path} cannot be read: {error.strerror}") from error
+    except (ProfileError, UnicodeDecodeError) as error:
+        raise ConfigError(f"step profile {path}: {error}") from error
+
+
 def check_spec(spec: EngineSpec) -> None:
-    """Raise when the engine could not start: model, tokenizer, port, memory."""
+    """Raise when the engine could not start: model, tokenizer, profiles, port, memory."""
     check_model(spec.model_dir)
+    for profile in (spec.step_profile, spec.host_step_profile):
+        if profile is not None:
+            check_profile(profile)
     check_port(spec.port, spec.name)
     needed = engine_bytes(spec.model_dir, spec.kv_bytes)
     check_memory(f"engine {spec.name}: processes, weights and KV", needed, spec.headroom_bytes)

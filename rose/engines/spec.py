@@ -31,6 +31,7 @@ class EngineSpec:
     headroom_bytes: memory of the machine that has to stay free when it starts.
     cgroup: where it is put, None leaves it where its parent is.
     verify_key: hex of the key that signs manifests.
+    step_profile, host_step_profile: files of `rose profile`, of a guest and of its host.
     """
 
     name: str
@@ -52,6 +53,8 @@ class EngineSpec:
     verify_key: str | None = None
     ttft_target_s: float = 0.5
     tpot_target_s: float = 0.15
+    step_profile: Path | None = None
+    host_step_profile: Path | None = None
     extra_env: dict[str, str] = field(default_factory=dict)
     extra_args: tuple[str, ...] = ()
 

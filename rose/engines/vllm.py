@@ -84,6 +84,10 @@ def _environment(spec: EngineSpec) -> dict[str, str]:
     if spec.control_page:
         env["ROSE_CONTROL_PAGE"] = str(spec.control_page)
         env["ROSE_ORPHAN_S"] = str(spec.orphan_s)
+    if spec.step_profile:
+        env["ROSE_STEP_PROFILE"] = str(spec.step_profile.absolute())
+    if spec.host_step_profile:
+        env["ROSE_HOST_STEP_PROFILE"] = str(spec.host_step_profile.absolute())
     if spec.verify_key:
         env["ROSE_VERIFY_KEY"] = spec.verify_key
     return env | spec.extra_env

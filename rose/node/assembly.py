@@ -46,11 +46,10 @@ class Assembly:
 
     def supervisor_of(self, config: ReplicaConfig) -> Callable[[Replica], Supervisor]:
         """How to make the supervisor of a replica, once there is the replica."""
-        host = self.host.config if self.host else None
         log = self.config.log_dir / f"engine-{config.id}.log"
         guest = config.kind == "guest"
         cgroup = self._cgroup_of(config.id) if guest and self.config.cgroup else None
-        spec = config.engine(log, host, self.config.verify_key, cgroup)
+        spec = config.engine(log, self.config.host, self.config.verify_key, cgroup)
         # A dedicated replica ends with its daemon: it has no gate that would freeze it meanwhile.
         claim = self._claim(config) if guest else None
         return lambda replica: Supervisor(

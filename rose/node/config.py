@@ -7,7 +7,7 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from executor import PressureLimits, PressurePolicy
-from rose.engines import EngineRole, EngineSpec
+from rose.engines import EngineRole, EngineSpec, check_profile
 from rose.errors import ConfigError
 from rose.publish import Caps
 
@@ -20,6 +20,7 @@ class HostConfig(_Frozen):
     """The production engine of this node: it is watched, never started or stopped.
 
     headroom_bytes: memory of the machine that no guest may take from it.
+    step_profile: file of `rose profile` for its model; guests judge its queue by it.
     """
 
     page: Path
@@ -27,6 +28,7 @@ class HostConfig(_Frozen):
     ttft_target_s: float = Field(default=0.5, gt=0)
     tpot_target_s: float = Field(default=0.15, gt=0)
     headroom_bytes: int = Field(default=512 << 20, ge=0)
+    step_profile: Path | None = None
 
 
 class ReplicaConfig(_Frozen):
@@ -35,6 +37,7 @@ class ReplicaConfig(_Frozen):
     token_budget: most tokens in one guest step. slack_share: 0 uses host-idle time only.
     pressure_policy, kv_*_watermark: how its KV memory gives way when that share of the host's own
     is in use (`executor.pressure`).
+    step_profile: file of `rose profile`; without one a guest guesses, and learns as it runs.
     orphan_s: how long a guest outlives its daemon, frozen: until then the next daemon may adopt it,
     afterwards its memory is the machine's again.
     """
@@ -58,6 +61,7 @@ class ReplicaConfig(_Frozen):
     kv_tokens: int = Field(default=32_768, gt=0)
     start_timeout_s: float = Field(default=180.0, gt=0)
     orphan_s: float = Field(default=1.5, ge=0.5, le=600.0)
+    step_profile: Path | None = None
     extra_env: dict[str, str] = {}
 
     @model_validator(mode="after")
@@ -78,8 +82,8 @@ class ReplicaConfig(_Frozen):
         verify_key: str | None,
         cgroup: Path | None = None,
     ) -> EngineSpec:
-        """The engine to start; what `host` needs binds guests only."""
-        neighbour = host if self.kind == "guest" else None
+        """The engine to start; only a guest has to do with the host."""
+        host = host if self.kind == "guest" else None
         return EngineSpec(
             name=self.id,
             role=EngineRole(self.kind),
@@ -91,11 +95,13 @@ class ReplicaConfig(_Frozen):
             max_model_len=self.max_model_len,
             max_num_seqs=self.max_sequences,
             stream_interval=self.stream_interval,
-            control_page=neighbour.page if neighbour else None,
+            control_page=host.page if host else None,
             orphan_s=self.orphan_s,
-            headroom_bytes=neighbour.headroom_bytes if neighbour else 0,
+            headroom_bytes=host.headroom_bytes if host else 0,
             cgroup=cgroup,
             verify_key=verify_key,
+            step_profile=self.step_profile,
+            host_step_profile=host.step_profile if host else None,
             extra_env=self.extra_env,
         )
 
@@ -156,4 +162,17 @@ class NodeConfig(_Frozen):
             raise ConfigError(f"{path}: {where}: {first['msg']}") from error
         if config.host is None and any(r.kind == "guest" for r in config.replicas):
             raise ConfigError(f"{path}: a guest needs a host; add `host` or make it dedicated")
+        config._check_profiles(path)
         return config
+
+    def _check_profiles(self, path: Path) -> None:
+        """A guest would not start with a profile that cannot be used: say so before it tries."""
+        if self.host and self.host.step_profile:
+            check_profile(self.host.step_profile)
+        for replica in self.replicas:
+            if replica.step_profile and replica.kind != "guest":
+                raise ConfigError(
+                    f"{path}: {replica.id} is dedicated and has no gate; remove its step_profile"
+                )
+            if replica.step_profile:
+                check_profile(replica.step_profile)

@@ -1,12 +1,14 @@
 """What a guest publishes while it runs, yields and idles."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from executor import ControlPage, Grant, GrantMode, GuestState, HostState, Run, Yield
 from executor.vllm.station import YIELD_SLEEP_S, GuestStation, KvMapped, Load
+from slo import StepModel, StepProfile
 
 MS = 1_000_000
 LOAD = Load(running=2, waiting=1, kv_used=5)
@@ -120,6 +122,23 @@ def test_measured_steps_correct_the_model(rig: Rig) -> None:
         rig.now_ns += 40 * MS
         rig.station.stepped(LOAD, 10, 2, 2)
     assert rig.station.model.seconds(10, 2) == pytest.approx(0.04, rel=0.01)
+
+
+def test_a_guest_takes_smaller_steps_when_its_context_makes_them_long(rig: Rig) -> None:
+    model = StepModel(StepProfile(0.001, 1e-4, per_context_token_s=1e-6))
+    station = GuestStation(
+        rig.page, KvMapped(4096), model=model, block_tokens=32, clock_ns=lambda: rig.now_ns
+    )
+    rig.grant()
+    granted = rig.page.grant.read()
+    assert granted is not None
+    rig.page.grant.write(replace(granted, slack_share=1.0))
+    due_ns = rig.now_ns + 9 * MS
+    rig.page.host.write(
+        HostState(running=1, earliest_decode_deadline_ns=due_ns, heartbeat_ns=rig.now_ns)
+    )
+    assert station.ask(Load(2, 0, kv_used=0)) == Run(60, 4)
+    assert station.ask(Load(2, 0, kv_used=100)) == Run(28, 4)
 
 
 def test_a_change_of_mapped_memory_is_published_at_once(rig: Rig) -> None:

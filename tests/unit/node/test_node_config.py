@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from rose.engines import process_spec
 from rose.errors import ConfigError
 from rose.node.config import NodeConfig
+from slo import StepProfile
 
 REPLICA = {"id": "guest", "kind": "guest", "model_dir": "m", "port": 9000}
 NODE = {"node": "n", "scheduler": "127.0.0.1:1", "run_dir": "r", "log_dir": "l"}
@@ -46,3 +48,46 @@ def test_a_file_that_is_no_json_or_is_missing_says_so(tmp_path: Path) -> None:
 def test_the_kill_file_lies_in_the_run_folder(tmp_path: Path) -> None:
     config = _load(tmp_path, NODE | {"replicas": [REPLICA | {"kind": "dedicated"}]})
     assert config.kill_file == Path("r/KILL")
+
+
+def test_a_guest_is_started_with_its_own_profile_and_its_hosts(tmp_path: Path) -> None:
+    own, hosts = tmp_path / "guest.json", tmp_path / "host.json"
+    for path in (own, hosts):
+        path.write_text(StepProfile(0.004, 1e-5).to_json())
+    host = {"page": "page", "step_profile": str(hosts)}
+    replicas = [
+        REPLICA | {"step_profile": str(own)},
+        REPLICA | {"id": "d", "kind": "dedicated"},
+    ]
+    config = _load(tmp_path, NODE | {"host": host, "replicas": replicas})
+    guest, dedicated = (r.engine(tmp_path / "log", config.host, None) for r in config.replicas)
+    assert (guest.step_profile, guest.host_step_profile) == (own, hosts)
+    assert process_spec(guest).env["ROSE_STEP_PROFILE"] == str(own)
+    assert process_spec(guest).env["ROSE_HOST_STEP_PROFILE"] == str(hosts)
+    assert (dedicated.step_profile, dedicated.host_step_profile) == (None, None)
+    assert dedicated.control_page is None
+
+
+@pytest.mark.parametrize("where", ["host", "guest"])
+@pytest.mark.parametrize(
+    ("text", "says"), [(None, "cannot be read"), ("{}", "profile the replica")]
+)
+def test_a_profile_that_cannot_be_used_is_refused_before_anything_starts(
+    tmp_path: Path, where: str, text: str | None, says: str
+) -> None:
+    profile = tmp_path / "profile.json"
+    if text is not None:
+        profile.write_text(text)
+    named = {"step_profile": str(profile)}
+    host = {"page": "page"} | (named if where == "host" else {})
+    replica = REPLICA | (named if where == "guest" else {})
+    with pytest.raises(ConfigError, match=says) as error:
+        _load(tmp_path, NODE | {"host": host, "replicas": [replica]})
+    assert str(profile) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_dedicated_replica_has_no_use_for_a_profile(tmp_path: Path) -> None:
+    replica = REPLICA | {"kind": "dedicated", "step_profile": "p"}
+    with pytest.raises(ConfigError, match="has no gate"):
+        _load(tmp_path, NODE | {"replicas": [replica]})
