@@ -1,11 +1,13 @@
 """What publishing costs a host's scheduler: `python bench/host_overhead.py [--out FILE]`.
 
-Real requests go through vLLM's real scheduler classes; only the model is missing. Stock
-AsyncScheduler and ObservedScheduler take turns in short rounds of one run, in random order. A step
-is its arrivals, schedule() and update_from_output(); a round counts as its median step, or another
-process on the core would be the measurement. `overhead_us` is observed minus stock, `inside_us`
-what the added code takes by its own clock. Prints one JSON object; exit code 1 when the interval of
-an overhead reaches above the target.
+Real requests go through vLLM's real scheduler classes; only the model is missing. A step is its
+arrivals, schedule() and update_from_output(). Stock AsyncScheduler and ObservedScheduler run in
+turns, in processes of their own: in one, Python would specialise the code they share for whichever
+came first. A round counts as its median step, or another process on the core would be the
+measurement. `overhead_us` is observed minus stock; `inside_us`, what the added code takes by its
+own clock, is held against the target: where a process's memory lies moves a step by more than that,
+which is why several pairs of processes run and intervals are taken over them. Prints one JSON
+object; exit code 1 when an interval of `inside_us` reaches above the target.
 """
 
 import argparse
@@ -14,12 +16,13 @@ import json
 import os
 import platform
 import random
+import subprocess
 import sys
 import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from statistics import median
@@ -34,8 +37,16 @@ BLOCK_TOKENS = 16
 PROMPT_TOKENS = 64
 STEPS_A_ROUND = 10
 FIRST_STEPS = 100
-ROUNDS_A_COLLECTION = 10
 VOCABULARY = 1_000
+STOP_S = 20.0
+ENVIRONMENT = {
+    "ROSE_ROLE": "host",
+    "ROSE_SLO_TTFT_S": "0.5",
+    "ROSE_SLO_TPOT_S": "0.15",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_PLUGINS": "",
+    "HF_HUB_OFFLINE": "1",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,34 +188,78 @@ def block_hasher(config: Any) -> Any:  # noqa: ANN401 - vLLM's
     return get_request_block_hasher(BLOCK_TOKENS, hash_fn)
 
 
-def engines_of(folder: Path, traffic: Traffic, config: Any) -> tuple[Engine, Engine]:  # noqa: ANN401 - vLLM's
-    """A stock engine and one whose scheduler publishes to a page of its own."""
+class Arm:
+    """A process with the engines of one arm; asked for rounds of steps through its pipes."""
+
+    def __init__(self, kind: str, core: int) -> None:
+        command = (sys.executable, __file__, "--worker", kind)
+        self._process = subprocess.Popen(  # noqa: S603 - this very file
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        os.sched_setaffinity(self._process.pid, {core})
+
+    def steps(self, traffic: Traffic, how: str = "whole") -> float:
+        """Median microseconds of a round's steps; `inside`: of what ROSE added to them."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{traffic.name} {how}\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise SystemExit("a worker ended; what it said last is above")
+        return float(answer)
+
+    def stop(self) -> None:
+        """End the process: its input ends, and then it does."""
+        try:
+            self._process.communicate(timeout=STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.communicate()
+
+
+def worker(kind: str) -> None:
+    """Serve rounds until standard input ends."""
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
     from executor.vllm.host import ObservedScheduler
 
-    page = folder / f"page-{traffic.name}"
-    os.environ |= {
-        "ROSE_ROLE": "host",
-        "ROSE_CONTROL_PAGE": str(page),
-        "ROSE_SLO_TTFT_S": "0.5",
-        "ROSE_SLO_TPOT_S": "0.15",
-    }
-    hasher = block_hasher(config)
-    stock, observed = (
-        Engine(scheduler_of(kind, config), hasher, traffic)
-        for kind in (AsyncScheduler, ObservedScheduler)
-    )
-    for engine in (stock, observed):
-        engine.steps(FIRST_STEPS)
-    with ControlPage.open(page) as published:
-        state = published.host.peek()
+    # Collections fall between rounds: vLLM freezes its heap for the same reason.
+    gc.disable()
+    with tempfile.TemporaryDirectory(prefix="rose-host-overhead-") as name:
+        config = engine_config(Path(name))
+        hasher = block_hasher(config)
+        engines = {}
+        for traffic in TRAFFICS:
+            os.environ["ROSE_CONTROL_PAGE"] = str(Path(name) / traffic.name)
+            scheduler_class = ObservedScheduler if kind == "observed" else AsyncScheduler
+            engine = Engine(scheduler_of(scheduler_class, config), hasher, traffic)
+            engine.steps(FIRST_STEPS)
+            if kind == "observed":
+                check_published(Path(os.environ["ROSE_CONTROL_PAGE"]))
+            engines[traffic.name] = engine
+        for line in sys.stdin:
+            traffic_name, how = line.split()
+            gc.collect()
+            work = timed_inside if how == "inside" else timed_whole
+            sys.stdout.write(f"{work(engines[traffic_name]) * 1e6}\n")
+            sys.stdout.flush()
+
+
+def check_published(path: Path) -> None:
+    """End unless the page tells of the load: what does not publish costs nothing."""
+    with ControlPage.open(path) as page:
+        state = page.host.peek()
     if state is None or state.running != RUNNING:
         raise SystemExit(f"the host section does not tell of {RUNNING} running requests: {state}")
-    return stock, observed
 
 
-def timed_inside(engine: Engine, steps: int) -> float:
+def timed_whole(engine: Engine) -> float:
+    """Median seconds of a step."""
+    return median(engine.steps(STEPS_A_ROUND))
+
+
+def timed_inside(engine: Engine) -> float:
     """Median seconds of a step that the scheduler spends in what ROSE added, by its own clock."""
     spent_ns = 0
     quietly = engine.scheduler._quietly
@@ -217,7 +272,7 @@ def timed_inside(engine: Engine, steps: int) -> float:
 
     engine.scheduler._quietly = timed
     spent = []
-    for _ in range(steps):
+    for _ in range(STEPS_A_ROUND):
         spent_ns = 0
         engine.steps(1)
         spent.append(spent_ns / 1e9)
@@ -225,64 +280,88 @@ def timed_inside(engine: Engine, steps: int) -> float:
     return median(spent)
 
 
-def measured(traffic: Traffic, rounds: int, folder: Path, config: Any) -> dict[str, object]:  # noqa: ANN401 - vLLM's
-    """Figures of one load, microseconds a step."""
-    stock, observed = engines_of(folder, traffic, config)
-    order = random.Random(11)  # noqa: S311 # an order, not a secret
-    pairs, inside = [], []
-    for number in range(rounds):
-        if number % ROUNDS_A_COLLECTION == 0:
-            gc.collect()
-        arms = [("observed", observed), ("stock", stock)]
-        order.shuffle(arms)
-        took = {name: median(engine.steps(STEPS_A_ROUND)) * 1e6 for name, engine in arms}
-        pairs.append((took["observed"], took["stock"]))
-        inside.append(timed_inside(observed, STEPS_A_ROUND) * 1e6)
-        stock.steps(STEPS_A_ROUND)  # Both arms stay at the same age.
-    return {
-        "overhead_us": estimate(pairs),
-        "inside_us": estimate([(spent, 0.0) for spent in inside]),
-        "stock_step_us": round(median(pair[1] for pair in pairs), 1),
-        "observed_step_us": round(median(pair[0] for pair in pairs), 1),
-        "in_flight": traffic.in_flight,
-        "waiting": traffic.backlog,
-    }
+@dataclass(slots=True)
+class Rounds:
+    """Microseconds of one load: a list for each pair of processes, (observed, stock) a round."""
+
+    pairs: list[list[tuple[float, float]]] = field(default_factory=list)
+    inside: list[list[tuple[float, float]]] = field(default_factory=list)
+
+    def measure(self, traffic: Traffic, rounds: int, arms: dict[str, Arm]) -> None:
+        """One pair of processes, the two in turns."""
+        order = random.Random(len(self.pairs))  # noqa: S311 # an order, not a secret
+        pairs, inside = [], []
+        for _ in range(rounds):
+            took = {}
+            for name in order.sample(sorted(arms), len(arms)):
+                took[name] = arms[name].steps(traffic)
+            pairs.append((took["observed"], took["stock"]))
+            inside.append((arms["observed"].steps(traffic, "inside"), 0.0))
+        self.pairs.append(pairs)
+        self.inside.append(inside)
+
+    def figures(self, traffic: Traffic) -> dict[str, object]:
+        """What the rounds say."""
+        every = [pair for pairs in self.pairs for pair in pairs]
+        return {
+            "overhead_us": estimate(self.pairs),
+            "inside_us": estimate(self.inside),
+            "stock_step_us": round(median(stock for _, stock in every), 1),
+            "observed_step_us": round(median(observed for observed, _ in every), 1),
+            "in_flight": traffic.in_flight,
+            "waiting": traffic.backlog,
+        }
 
 
-def estimate(pairs: Sequence[tuple[float, float]]) -> dict[str, object]:
-    """Mean difference of the rounds' pairs with its 95% bootstrap interval."""
-    made: Estimate = paired_difference([[pair] for pair in pairs], seed=3)
+def estimate(pairs: Sequence[Sequence[tuple[float, float]]]) -> dict[str, object]:
+    """Mean difference of pairs, and its 95% bootstrap interval over pairs of processes."""
+    made: Estimate = paired_difference(pairs, seed=3)
     low_high = None if made.ci95 is None else [round(bound, 2) for bound in made.ci95]
     return {"mean": round(made.value, 2), "ci95": low_high}
 
 
 def within_target(figures: dict[str, object]) -> bool:
-    """Whether the whole interval of wall time is at or below the target."""
-    overhead = figures["overhead_us"]
-    assert isinstance(overhead, dict)
-    return overhead["ci95"] is not None and overhead["ci95"][1] <= TARGET_US
+    """Whether the whole interval of the added code's own time is at or below the target."""
+    inside = figures["inside_us"]
+    assert isinstance(inside, dict)
+    return inside["ci95"] is not None and inside["ci95"][1] <= TARGET_US
+
+
+def measured(processes: int, rounds: int) -> dict[str, Rounds]:
+    """Every load, by pairs of fresh processes, one after the other."""
+    core = max(os.sched_getaffinity(0))
+    found = {traffic.name: Rounds() for traffic in TRAFFICS}
+    for _ in range(processes):
+        arms = {kind: Arm(kind, core) for kind in ("observed", "stock")}
+        try:
+            for traffic in TRAFFICS:
+                found[traffic.name].measure(traffic, rounds, arms)
+        finally:
+            for arm in arms.values():
+                arm.stop()
+    return found
 
 
 def main() -> int:
     """Measure, and print or write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--processes", type=int, default=6, help="pairs of processes")
+    parser.add_argument("--rounds", type=int, default=30, help="of each pair, a load")
     parser.add_argument("--out", type=Path, help="write there instead of to the screen")
+    parser.add_argument("--worker", choices=("observed", "stock"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    # Collections fall between rounds: vLLM freezes its heap for the same reason.
-    gc.disable()
-    os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "VLLM_PLUGINS": ""}
-    with tempfile.TemporaryDirectory(prefix="rose-host-overhead-") as name:
-        config = engine_config(Path(name))
-        loads = {
-            traffic.name: measured(traffic, arguments.rounds, Path(name), config)
-            for traffic in TRAFFICS
-        }
+    os.environ |= ENVIRONMENT
+    if arguments.worker:
+        worker(arguments.worker)
+        return 0
+    found = measured(arguments.processes, arguments.rounds)
+    loads = {traffic.name: found[traffic.name].figures(traffic) for traffic in TRAFFICS}
     holds = all(within_target(figures) for figures in loads.values())
     report = {
         "running": RUNNING,
         "target_us": TARGET_US,
         "holds": holds,
+        "processes": arguments.processes,
         "rounds": arguments.rounds,
         "steps_a_round": STEPS_A_ROUND,
         "loads": loads,

@@ -53,25 +53,30 @@ class DeadlineBook:
         Call it once for each `stepped`: steps end in the order in which they begin.
         """
         self._begun += 1
-        self._prefilling.update(id_ for id_ in new_ids if id_ in self._prefill_left)
+        for request_id in new_ids:
+            if request_id in self._prefill_left:
+                self._prefilling.add(request_id)
 
     def stepped(
         self, now_ns: int, scheduled: Mapping[str, int], has_token: Callable[[str], bool]
     ) -> None:
         """A step over `scheduled` (request → tokens) ended; `has_token`: first token delivered?"""
-        prefilled = [id_ for id_ in self._prefilling if id_ in scheduled]
-        gone = sum(id_ in scheduled for _, id_ in self._gone)
-        for request_id in [id_ for id_ in self._left_out if id_ in scheduled]:
-            del self._left_out[request_id]
-        decoded = len(scheduled) - len(prefilled) - gone
+        prefilled: list[str] = []
+        decoded = len(scheduled)
+        if self._prefilling:
+            prefilled = [id_ for id_ in self._prefilling if id_ in scheduled]
+            decoded -= len(prefilled)
+        if self._gone:
+            decoded -= self._gone_of(scheduled)
+        if self._left_out:
+            for request_id in [id_ for id_ in self._left_out if id_ in scheduled]:
+                del self._left_out[request_id]
         if decoded != len(self._decoding) - len(self._left_out):
             prefilled = self._search(scheduled)
         if prefilled:
             self._prefilled(prefilled, scheduled, has_token)
         self._last_token_ns = now_ns
         self._done += 1
-        while self._gone and self._gone[0][0] <= self._done:
-            self._gone.popleft()
 
     def finished(self, request_ids: Iterable[str]) -> None:
         """Requests ended, for whatever reason."""
@@ -103,6 +108,12 @@ class DeadlineBook:
             return NO_DEADLINE
         last_ns = next(iter(self._left_out.values())) if self._left_out else self._last_token_ns
         return decode_deadline_ns(last_ns, self._tpot_ns)
+
+    def _gone_of(self, scheduled: Mapping[str, int]) -> int:
+        """How many of a step ended while it was in flight."""
+        while self._gone and self._gone[0][0] <= self._done:
+            self._gone.popleft()
+        return sum([id_ in scheduled for _, id_ in self._gone])
 
     def _search(self, scheduled: Mapping[str, int]) -> list[str]:
         """Note who was left out; returns the scheduled requests without a first token."""

@@ -11,7 +11,12 @@ from executor.vllm.surfaces import RequestSurface, SchedulerSurface, StepSurface
 
 
 class HostObserver:
-    """Called by the scheduler at each turn of its life; it writes to the page once or twice a step.
+    """Called by the scheduler at each turn of its life; it writes to the page about once a step.
+
+    An idle host that becomes busy and a busy one that becomes idle are told at once. Between, what
+    is new waits for the next moment of the same turn of the engine core's loop: arrivals, and the
+    end of a step while another is in flight, for the schedule() that follows; a schedule() that
+    tells of nothing new, for the end of its step.
 
     What a step costs grows with what changed in it, not with how many requests run: see
     `executor.deadlines`, and `make bench-host-overhead`.
@@ -41,6 +46,7 @@ class HostObserver:
         self._busy_ns = 0
         self._last_step_ns = 0
         self._told_idle = True
+        self._untold = False
 
     def started(self, scheduler: SchedulerSurface) -> None:
         """Publish the idle host: its guest may run before the first request comes."""
@@ -52,24 +58,29 @@ class HostObserver:
         # vLLM stamps arrivals with the wall clock; a jump of it must not move a deadline forward.
         age_ns = max(0, round((self._wall_s() - request.arrival_time) * 1e9))
         self._book.arrived(request.request_id, now_ns - age_ns, request.num_prompt_tokens)
-        # A busy host's next schedule() tells of all that came in before it.
+        self._untold = True
         if self._told_idle:
             self._publish(scheduler, now_ns)
+            # That it came in is told; that it runs from now on is not.
+            self._untold = True
         if self._step_log is not None:
             self._step_log.arrival(now_ns - age_ns, now_ns, request.num_prompt_tokens)
 
     def scheduled(self, scheduler: SchedulerSurface, output: StepSurface, began_ns: int) -> None:
         """schedule() made `output`; it was entered at `began_ns`."""
         if output.total_num_scheduled_tokens == 0:
+            if self._untold:
+                self._publish(scheduler, self._clock_ns())
             return
         if self._steps_in_flight == 0:
             self._step_began_ns = self._busy_until_ns = began_ns
             if self._step_log is not None:
                 self._step_log.begin()
-        self._book.begun(new.req_id for new in output.scheduled_new_reqs)
+        self._book.begun([new.req_id for new in output.scheduled_new_reqs])
         self._steps_in_flight += 1
         self._step_seq += 1
-        self._publish(scheduler, self._clock_ns())
+        if self._untold:
+            self._publish(scheduler, self._clock_ns())
 
     def stepped(self, scheduler: SchedulerSurface, output: StepSurface) -> None:
         """update_from_output() is done with `output`."""
@@ -90,8 +101,11 @@ class HostObserver:
                     len(output.num_scheduled_tokens),
                 )
             self._step_began_ns = self._busy_until_ns = now_ns
-        self._book.finished(scheduler.finished_req_ids)
-        self._publish(scheduler, now_ns)
+        if scheduler.finished_req_ids:
+            self._book.finished(scheduler.finished_req_ids)
+        self._untold = self._steps_in_flight > 0
+        if not self._untold:
+            self._publish(scheduler, now_ns)
 
     def ended(self, scheduler: SchedulerSurface) -> None:
         """Requests were finished from outside (aborted)."""
@@ -104,6 +118,7 @@ class HostObserver:
         kv_total = pool.num_gpu_blocks - 1  # Block 0 is the null block.
         book = self._book
         self._told_idle = not (self._steps_in_flight or running or waiting)
+        self._untold = False
         # Packed as it stands: making a HostState first would cost as much again.
         self._write(
             self._pack(

@@ -191,6 +191,38 @@ def test_what_comes_in_while_the_host_is_busy_is_told_with_its_next_step(rig: Ri
     assert state.earliest_prefill_deadline_ns == rig.clock.now_ns + 400 * MS
 
 
+def test_a_step_that_ends_while_another_is_in_flight_is_told_with_the_next(rig: Rig) -> None:
+    rig.add("a")
+    first = rig.begin(a=10)
+    second = rig.begin(a=1)
+    rig.clock.now_ns += 10 * MS
+    rig.end(first)
+    third = rig.begin(a=1)
+    state = rig.state()
+    assert (state.in_step, state.step_seq, state.last_step_ns) == (True, 3, 10 * MS)
+    assert state.earliest_decode_deadline_ns == rig.clock.now_ns + 150 * MS
+    rig.end(second)
+    rig.end(third, "a")
+    assert rig.state().idle, "that nothing is left is told at once"
+
+
+def test_what_is_untold_is_told_by_a_schedule_without_tokens_too(rig: Rig) -> None:
+    rig.add("a")
+    rig.end(rig.begin(a=10))
+    rig.add("b")
+    rig.observer.scheduled(rig.scheduler, FakeStep(), rig.clock.now_ns)
+    assert rig.state().queued_prefill_tokens == 10
+
+
+def test_a_step_writes_to_the_page_once(rig: Rig) -> None:
+    rig.add("a")
+    rig.end(rig.begin(a=10))
+    before = rig.page.host.sequence
+    for _ in range(10):
+        rig.end(rig.begin(a=1))
+    assert rig.page.host.sequence == before + 10 * 2, "the sequence grows by two with every write"
+
+
 class CountingMapping(Mapping[str, int]):
     """Scheduled tokens that count how often anybody looks at one request of the step."""
 
