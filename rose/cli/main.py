@@ -24,6 +24,7 @@ PROCESSES = {
     "scheduler": ("rose.scheduler.main", "lease what nodes offer to the job"),
     "gateway": ("rose.gateway.main", "route rollout turns to leased replicas"),
     "node": ("rose.node.main", "guard the hosts of this machine and run its guests"),
+    "profile": ("rose.profile.main", "measure how long an engine's steps take"),
     "doctor": ("rose.doctor.main", "say what stands in a node's way, and what to do"),
 }
 

@@ -42,6 +42,7 @@ class ReplicaEndpoint:
         self._generate = GenerateApp(self._admission)
         self._turns: Turns | None = None
         self._weights: Weights | None = None
+        self._kv_tokens = 0
         self._kv_waker: KvWaker | None = None
 
     def attach_router(self, app: FastAPI) -> None:
@@ -69,6 +70,8 @@ class ReplicaEndpoint:
         setattr(state, STATE_NAME, self._generate)
         self._turns = self._generate.turns = Turns(engine_client)
         self._weights = Weights(engine_client, str(args.model))
+        cache = engine_client.vllm_config.cache_config
+        self._kv_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
         self._kv_waker = KvWaker(engine_client)
         self._kv_waker.start()
 
@@ -122,6 +125,7 @@ class ReplicaEndpoint:
                 "running": self._turns.running,
                 "waiting": self._turns.waiting,
                 "tokens_total": self._turns.tokens_total,
+                "kv_tokens": self._kv_tokens,
             }
         )
 

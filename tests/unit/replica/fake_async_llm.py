@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,11 @@ class FakeAsyncLLM:
     def __init__(self, stream_interval: int = 1) -> None:
         self.output_processor = OutputProcessor(
             None, log_stats=False, stream_interval=stream_interval
+        )
+        self.vllm_config = SimpleNamespace(
+            cache_config=SimpleNamespace(num_gpu_blocks=4, block_size=32),
+            scheduler_config=SimpleNamespace(max_num_seqs=6, max_num_batched_tokens=64),
+            model_config=SimpleNamespace(max_model_len=100, get_vocab_size=lambda: 96),
         )
         self.weight_version: str | None = "default"
         self.prompts: list[Mapping[str, Any]] = []

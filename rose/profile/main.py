@@ -1,0 +1,208 @@
+"""`rose profile --model DIR`: run steps of several sizes, fit their times, save the fit.
+
+The engine starts as a node starts a guest, on a control page of its own. The file goes into a
+node's configuration: `step_profile` of a replica, or of the host for the host's model.
+"""
+
+import argparse
+import asyncio
+import json
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+
+from executor import ControlPage
+from executor.step_log import STEP_LOG
+from rose.cli.parser import Parser
+from rose.engines import EngineProcess, EngineRole, EngineSpec
+from rose.errors import ConfigError, EngineStartError, RoseError
+from rose.profile.driver import Driver
+from rose.profile.open_grant import OpenGrant
+from rose.profile.plan import DECODE_STEPS, SMALLEST_PROMPT, Limits, plan
+from rose.profile.report import report
+from rose.profile.samples import LoggedStep, samples_of, waited_share
+from slo import ProfileError, StepSample, fit_profile
+
+EXIT_STOPPED = 143
+CALL_TIMEOUT_S = 120.0
+LOG = "engine.log"
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Samples of all batches, and the share of their time in which the engine had no core."""
+
+    samples: list[StepSample]
+    waited: float
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; what cannot be done raises RoseError, which the `rose` command says."""
+    args = _arguments(argv)
+    out: Path = args.out
+    if not out.parent.is_dir():
+        raise ConfigError(f"{out.parent} is no folder; give --out a file in one")
+    folder = Path(tempfile.mkdtemp(prefix="rose-profile-"))
+    keep_log = False
+    try:
+        measured = asyncio.run(_measured(args, folder))
+    except asyncio.CancelledError:
+        return EXIT_STOPPED
+    except EngineStartError:
+        # Its log says more than one line can.
+        keep_log = (folder / LOG).exists()
+        raise
+    finally:
+        shutil.rmtree(folder / "steps" if keep_log else folder)
+    try:
+        profile = fit_profile(measured.samples)
+    except ProfileError as error:
+        raise RoseError(f"no profile: {error}") from error
+    sys.stdout.write("\n".join(report(profile, measured.samples, measured.waited)) + "\n")
+    out.write_text(profile.to_json() + "\n", encoding="utf-8")
+    sys.stdout.write(f"saved to {out}\n")
+    return 0
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser(
+        prog="rose profile",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--out", type=Path, default=Path("step_profile.json"), metavar="FILE")
+    for name, default, what in (
+        ("--max-num-seqs", 64, "most sequences in a step (a replica's max_sequences)"),
+        ("--max-model-len", 512, "longest sequence"),
+        ("--token-budget", 512, "most tokens in a step"),
+        ("--kv-bytes", 64 << 20, "size of the KV cache"),
+        ("--timeout-s", 900, "give up after so long"),
+    ):
+        parser.add_argument(name, type=_positive, default=default, metavar="N", help=what)
+    parser.add_argument("--port", type=_positive, metavar="N", help="default: a free one")
+    parser.add_argument("--core", type=int, metavar="N", help="CPU core, as in the node's file")
+    parser.add_argument("--dtype", default="bfloat16", help="default bfloat16")
+    args = parser.parse_args(argv)
+    if args.max_model_len < SMALLEST_PROMPT + DECODE_STEPS:
+        raise ConfigError(
+            f"--max-model-len is {args.max_model_len}; "
+            f"give at least {SMALLEST_PROMPT + DECODE_STEPS}"
+        )
+    if args.token_budget < args.max_num_seqs:
+        raise ConfigError(
+            f"--token-budget {args.token_budget} is below --max-num-seqs {args.max_num_seqs}: "
+            "a decode step of all sequences would not fit"
+        )
+    return args
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return value
+
+
+async def _measured(args: argparse.Namespace, folder: Path) -> Measured:
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    try:
+        async with asyncio.timeout(args.timeout_s):
+            return await _with_engine(args, folder)
+    except TimeoutError:
+        raise EngineStartError(
+            f"profiling took longer than {args.timeout_s} s; give a longer --timeout-s or smaller"
+            f" sizes, and see {folder}"
+        ) from None
+
+
+async def _with_engine(args: argparse.Namespace, folder: Path) -> Measured:
+    (folder / "steps").mkdir()
+    page = ControlPage.create(folder / "page")
+    grant = OpenGrant(page, args.token_budget, args.max_num_seqs)
+    grant.start()
+    engine: EngineProcess | None = None
+    try:
+        engine = await EngineProcess.start(_spec(args, folder))
+        await engine.wait_healthy(args.timeout_s)
+        return await _drive(args, folder, engine, grant)
+    finally:
+        if engine is not None:
+            await engine.stop()
+        grant.stop()
+        page.close()
+
+
+async def _drive(
+    args: argparse.Namespace, folder: Path, engine: EngineProcess, grant: OpenGrant
+) -> Measured:
+    timeout = aiohttp.ClientTimeout(total=CALL_TIMEOUT_S)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
+        driver = Driver(engine, grant, http, folder / "steps", _vocabulary(args.model))
+        kv_tokens = await driver.admit()
+        limits = Limits(args.max_num_seqs, args.max_model_len, args.token_budget, kv_tokens)
+        batches = plan(limits)
+        if not batches:
+            raise ConfigError(
+                f"the KV cache holds {kv_tokens} tokens, too few for one turn; give more --kv-bytes"
+            )
+        samples: list[StepSample] = []
+        every: list[list[LoggedStep]] = []
+        for number, batch in enumerate(batches, 1):
+            sys.stderr.write(
+                f"\rbatch {number} of {len(batches)}: {batch.sequences} x {batch.prompt_tokens}"
+                f" tokens in steps of {batch.token_budget} "
+            )
+            runs = await driver.runs(batch)
+            samples += samples_of(runs)
+            every += runs
+        sys.stderr.write("\n")
+    return Measured(samples, waited_share(every))
+
+
+def _spec(args: argparse.Namespace, folder: Path) -> EngineSpec:
+    return EngineSpec(
+        name="profile",
+        role=EngineRole.GUEST,
+        model_dir=args.model,
+        port=args.port or _free_port(),
+        log=folder / LOG,
+        core=args.core,
+        dtype=args.dtype,
+        kv_bytes=args.kv_bytes,
+        max_model_len=args.max_model_len,
+        max_num_seqs=args.max_num_seqs,
+        stream_interval=DECODE_STEPS,
+        control_page=folder / "page",
+        extra_env={STEP_LOG: str(folder / "steps")},
+        # Turns are token ids; a cached prefix would make a prefill shorter than it is said to be.
+        extra_args=("--skip-tokenizer-init", "--no-enable-prefix-caching"),
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _vocabulary(model_dir: Path) -> int:
+    try:
+        config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+        return int(config.get("vocab_size") or config["text_config"]["vocab_size"])
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"{model_dir / 'config.json'} names no vocab_size") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())
