@@ -24,7 +24,7 @@ from executor.sections import Grant, GuestState, HostState
 from executor.seqlock import Section, section_bytes
 
 MAGIC = b"ROSEPAGE"
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 _HEADER = struct.Struct("=8sIIQQ")
 _HOST_AT = 64
 _GRANT_AT = _HOST_AT + section_bytes(HostState)

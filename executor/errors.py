@@ -1,6 +1,7 @@
 """Errors of the executor.
 
 ExecutorError
+├── LendingError     a host's KV memory cannot be lent
 ├── PageError        the control page cannot be used: missing, foreign, of another layout
 ├── PageReleaseError the kernel does not give KV memory back, or does not say
 └── PageUnreadable   a section stays torn: its writer died or hangs in the middle of a write
@@ -9,6 +10,10 @@ ExecutorError
 
 class ExecutorError(Exception):
     """Root of everything this package raises on purpose."""
+
+
+class LendingError(ExecutorError):
+    """The host keeps its KV memory to itself."""
 
 
 class PageError(ExecutorError):

@@ -34,7 +34,11 @@ def _decode_text(raw: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class HostState:
-    """The host's queue and deadlines; a deadline of 0 means that nothing waits for it."""
+    """The host's queue and deadlines; a deadline of 0 means that nothing waits for it.
+
+    A host that lends has `granules_total` KV granules, keeps no pages under `granules_lent` of them
+    (`bytes_lent`: measured), and lacks `reserve_missing` granules of its reserve: it needs more.
+    """
 
     step_seq: int = 0
     in_step: bool = False
@@ -48,8 +52,12 @@ class HostState:
     busy_ns: int = 0
     last_step_ns: int = 0
     heartbeat_ns: int = 0
+    granules_total: int = 0
+    granules_lent: int = 0
+    bytes_lent: int = 0
+    reserve_missing: int = 0
 
-    LAYOUT: ClassVar[struct.Struct] = struct.Struct("=q?qqqqqqqqqq")
+    LAYOUT: ClassVar[struct.Struct] = struct.Struct("=q?qqqqqqqqqqqqqq")
 
     @property
     def idle(self) -> bool:
@@ -71,6 +79,10 @@ class HostState:
             self.busy_ns,
             self.last_step_ns,
             self.heartbeat_ns,
+            self.granules_total,
+            self.granules_lent,
+            self.bytes_lent,
+            self.reserve_missing,
         )
 
     @classmethod
@@ -125,7 +137,7 @@ class GuestState:
     """What the guest did and holds; `heartbeat_ns` tells that its process lives.
 
     `bytes_mapped`: KV memory that is not known to have been given back. Of its `granules_total`
-    KV granules the guest keeps pages under `granules_mapped`.
+    KV granules of `granule_bytes` each the guest keeps pages under `granules_mapped`.
     """
 
     step_seq: int = 0
@@ -142,8 +154,9 @@ class GuestState:
     heartbeat_ns: int = 0
     granules_total: int = 0
     granules_mapped: int = 0
+    granule_bytes: int = 0
 
-    LAYOUT: ClassVar[struct.Struct] = struct.Struct(f"=q?qqqqqqqqqqq{REASON_BYTES}s")
+    LAYOUT: ClassVar[struct.Struct] = struct.Struct(f"=q?qqqqqqqqqqqq{REASON_BYTES}s")
 
     def pack(self) -> bytes:
         """Binary form; `gate_reason` is cut to REASON_BYTES."""
@@ -161,6 +174,7 @@ class GuestState:
             self.heartbeat_ns,
             self.granules_total,
             self.granules_mapped,
+            self.granule_bytes,
             _encode_text(self.gate_reason, REASON_BYTES),
         )
 
@@ -171,10 +185,11 @@ class GuestState:
         state = cls(*values[:10])
         return replace(
             state,
-            gate_reason=_decode_text(values[13]),
+            gate_reason=_decode_text(values[14]),
             heartbeat_ns=values[10],
             granules_total=values[11],
             granules_mapped=values[12],
+            granule_bytes=values[13],
         )
 
 

@@ -10,7 +10,7 @@ from executor.balloon import GranuleUse
 from executor.granules import Granules
 from executor.pages import PageBackend
 from executor.vllm.granule_queue import GranuleQueue
-from executor.vllm.surfaces import FullBlockPoolSurface
+from executor.vllm.surfaces import BlockSurface, FullBlockPoolSurface
 
 
 class BalloonedPool:
@@ -18,12 +18,17 @@ class BalloonedPool:
 
     def __init__(self, pool: FullBlockPoolSurface, granules: Granules, pages: PageBackend) -> None:
         self._pool = pool
-        self._queue = GranuleQueue(granules, pool.free_block_queue.get_all_free_blocks())
+        self._queue = self._queue_of(granules, pool.free_block_queue.get_all_free_blocks())
         pool.free_block_queue = self._queue
         self.granules = granules
         self.pages = pages
         self.held: set[int] = set()
         self._touchable: dict[int, int] = {}
+
+    @property
+    def granule_bytes(self) -> int:
+        """KV bytes of a whole granule."""
+        return self.pages.bytes_total // self.granules.blocks * self.granules.granule_blocks
 
     @property
     def capacity_blocks(self) -> int:
@@ -49,11 +54,7 @@ class BalloonedPool:
         """
         taken = [granule for granule in granules if self._empty(granule)]
         for granule in taken:
-            blocks = self._queue.take(granule)
-            cached = {block.block_id for block in blocks if block.block_hash is not None}
-            if cached:
-                self._pool.evict_blocks(cached)
-            self._pool.num_gpu_blocks -= len(blocks)
+            self._remove(granule)
             self.held.add(granule)
             self._touchable[granule] = fence
         return len(taken)
@@ -70,11 +71,29 @@ class BalloonedPool:
         """Map held granules again: first their pages, then their blocks."""
         self.pages.restore(granules)
         for granule in granules:
-            blocks = [self._pool.blocks[number] for number in self.granules.blocks_of(granule)]
-            self._queue.prepend_n(blocks)
-            self._pool.num_gpu_blocks += len(blocks)
+            self._insert(granule)
             self.held.remove(granule)
             self._touchable.pop(granule, None)
+
+    def _queue_of(
+        self, granules: Granules, blocks: list[BlockSurface]
+    ) -> GranuleQueue[BlockSurface]:
+        return GranuleQueue(granules, blocks)
+
+    def _remove(self, granule: int) -> None:
+        blocks = self._queue.take(granule)
+        cached = {block.block_id for block in blocks if block.block_hash is not None}
+        if cached:
+            self._pool.evict_blocks(cached)
+        self._pool.num_gpu_blocks -= len(blocks)
+
+    def _insert(self, granule: int) -> None:
+        blocks = self._blocks_of(granule)
+        self._queue.prepend_n(blocks)
+        self._pool.num_gpu_blocks += len(blocks)
+
+    def _blocks_of(self, granule: int) -> list[BlockSurface]:
+        return [self._pool.blocks[number] for number in self.granules.blocks_of(granule)]
 
     def _empty(self, granule: int) -> bool:
         blocks = len(self.granules.blocks_of(granule))

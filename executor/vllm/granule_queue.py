@@ -36,6 +36,7 @@ class GranuleQueue(Generic[Block]):
         # Granules that have cached blocks; the one a cached block came back to last is last.
         self._recency: OrderedDict[int, None] = OrderedDict()
         self.num_free_blocks = 0
+        self.num_plain_blocks = 0
         self.prepend_n(blocks)
 
     def prepend_n(self, blocks: Sequence[Block]) -> None:
@@ -78,7 +79,9 @@ class GranuleQueue(Generic[Block]):
         if number not in plain and number not in cached:
             raise RuntimeError(f"remove() called on a block that is not free: {block}")
         self._by_free[self.free_in(granule)].pop(granule, None)
-        if plain.pop(number, None) is None:
+        if plain.pop(number, None) is not None:
+            self.num_plain_blocks -= 1
+        else:
             del cached[number]
             if not cached:
                 del self._recency[granule]
@@ -108,12 +111,18 @@ class GranuleQueue(Generic[Block]):
         """How many of them have content that may be asked for again."""
         return sum(block.block_hash is not None for block in self._cached[granule].values())
 
+    def empty_granules(self) -> list[int]:
+        """Whole granules whose blocks are all free and without cached content."""
+        full = self._by_free[self._granules.granule_blocks]
+        return [granule for granule in full if not self._cached[granule]]
+
     def take(self, granule: int) -> list[Block]:
         """Remove and return all free blocks of a granule."""
         plain, cached = self._plain[granule], self._cached[granule]
         blocks = [*plain.values(), *cached.values()]
         self._by_free[len(blocks)].pop(granule, None)
         self._recency.pop(granule, None)
+        self.num_plain_blocks -= len(plain)
         plain.clear()
         cached.clear()
         self.num_free_blocks -= len(blocks)
@@ -133,6 +142,7 @@ class GranuleQueue(Generic[Block]):
         kind[granule][block.block_id] = block
         self._sort_in(granule)
         self.num_free_blocks += 1
+        self.num_plain_blocks += kind is self._plain
 
     def _sort_in(self, granule: int) -> None:
         if self._plain[granule]:

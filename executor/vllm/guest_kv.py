@@ -35,8 +35,7 @@ class GuestKv:
         self._cap = NO_CAP
         self._steps_begun = 0
         self._steps_done = 0
-        bytes_a_granule = max(1, pool.pages.bytes_total // pool.granules.count)
-        self._most_a_call = max(1, MOST_BYTES_A_CALL // bytes_a_granule)
+        self._most_a_call = max(1, MOST_BYTES_A_CALL // max(1, pool.granule_bytes))
 
     @property
     def mapped(self) -> KvMapped:
@@ -46,6 +45,7 @@ class GuestKv:
             pages.bytes_total - pages.bytes_returned,
             granules.count - len(self._pool.held),
             granules.count,
+            self._pool.granule_bytes,
         )
 
     @property

@@ -1,7 +1,7 @@
 """`--scheduler-cls executor.vllm.host.ObservedScheduler`: stock scheduling, published.
 
-The host never depends on ROSE: whatever goes wrong in here is logged once, and from then on the
-scheduler is the stock one.
+With ROSE_HOST_LEVEL=lend it also lends idle KV memory. The host never depends on ROSE: whatever
+goes wrong in here is logged once, and from then on the scheduler is the stock one.
 """
 
 import logging
@@ -12,15 +12,18 @@ from collections.abc import Callable
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from executor.control_page import ControlPage
-from executor.errors import PageError
+from executor.errors import ExecutorError
+from executor.lending import LendingLimits
 from executor.step_log import StepLog
+from executor.vllm.lender import HostLender, KvLent
 from executor.vllm.observer import HostObserver
-from executor.vllm.settings import HOST, EngineSettings
+from executor.vllm.settings import HOST, LEND, EngineSettings
 from executor.vllm.surfaces import RequestSurface, StepSurface
 
 # vLLM shows what its own loggers' children say.
 logger = logging.getLogger("vllm.rose.host")
 SERVES_ON = "the host is no longer published; it serves on without ROSE"
+KEEPS = "KV memory is not lent; the host serves on with its whole pool"
 
 
 class ObservedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types are not ours to check
@@ -33,12 +36,16 @@ class ObservedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types ar
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         self._observer: HostObserver | None = None
+        self._lender: HostLender | None = None
         self._quietly(self._attach)
 
     def schedule(self, *args: object, **kwargs: object) -> object:
         """Schedule as vLLM does, then publish the step."""
         began_ns = time.monotonic_ns()
+        self._lend()
         output = super().schedule(*args, **kwargs)
+        if self._lender is not None and output.total_num_scheduled_tokens:
+            self._lender.step_begun()
         if self._observer is not None:
             self._quietly(self._observer.scheduled, self, output, began_ns)
         return output
@@ -48,6 +55,8 @@ class ObservedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types ar
     ) -> object:
         """Process a step's output as vLLM does, then publish what is left."""
         result = super().update_from_output(scheduler_output, model_runner_output)
+        if self._lender is not None and scheduler_output.total_num_scheduled_tokens:
+            self._lender.step_done()
         if self._observer is not None:
             self._quietly(self._observer.stepped, self, scheduler_output)
         return result
@@ -57,6 +66,7 @@ class ObservedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types ar
         super().add_request(request)
         if self._observer is not None:
             self._quietly(self._observer.arrived, self, request)
+            self._lend()
 
     def finish_requests(self, *args: object, **kwargs: object) -> object:
         """Abort requests as vLLM does, then publish what is left."""
@@ -65,20 +75,65 @@ class ObservedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types ar
             self._quietly(self._observer.ended, self)
         return result
 
+    def has_requests(self) -> bool:
+        """Also True while an idle host has more to lend: in empty steps, between which it listens.
+
+        Lending it all at once would keep a request waiting that arrives meanwhile.
+        """
+        return super().has_requests() or (self._lender is not None and self._lender.pending)
+
     def _attach(self) -> None:
         settings = EngineSettings.from_environ(os.environ)
         if settings.role == HOST:
             page = ControlPage.ensure(settings.page_path)
             log = StepLog.from_environ(os.environ, HOST)
-            self._observer = HostObserver(page, settings.ttft_s, settings.tpot_s, step_log=log)
+            if settings.level == LEND:
+                self._begin_lending(LendingLimits(settings.reserve))
+            self._observer = HostObserver(
+                page, settings.ttft_s, settings.tpot_s, step_log=log, lent=self._lent
+            )
             self._observer.started(self)
+
+    def _begin_lending(self, limits: LendingLimits) -> None:
+        try:
+            self._lender = HostLender.of(self, limits)
+        except Exception as error:  # noqa: BLE001 -- the host is worth more than what it lends
+            logger.error("%s: %s", KEEPS, error)  # noqa: TRY400 -- one line says it all
+
+    def _lend(self) -> None:
+        lender, observer = self._lender, self._observer
+        if lender is None or observer is None:
+            return
+        try:
+            before = lender.lent
+            lender.step(observer.queued_prefill_tokens, sum(self.get_request_counts()))
+            changed = lender.lent != before
+        except Exception as error:  # noqa: BLE001 -- as above
+            self._stop_lending()
+            logger.error("%s: %s", KEEPS, error)  # noqa: TRY400 -- one line says it all
+            changed = True
+        if changed:
+            self._quietly(observer.lends, self)
+
+    def _lent(self) -> KvLent:
+        return self._lender.lent if self._lender is not None else KvLent()
+
+    def _stop_lending(self) -> None:
+        lender, self._lender = self._lender, None
+        if lender is not None:
+            lender.stop()
 
     def _quietly(self, observe: Callable[..., None], *args: object) -> None:
         try:
             observe(*args)
-        except PageError as error:
-            self._observer = None
+        except ExecutorError as error:
+            self._give_up()
             logger.error("%s: %s", SERVES_ON, error)  # noqa: TRY400 -- the message says it all
         except Exception:
-            self._observer = None
+            self._give_up()
             logger.exception(SERVES_ON)
+
+    def _give_up(self) -> None:
+        self._observer = None
+        # Memory of which nobody hears helps nobody.
+        self._stop_lending()

@@ -15,7 +15,7 @@ from executor.host_pages import Extent, HostPages
 from executor.pages import NoPages, PageBackend
 from executor.resident import Range, coalesce, use_huge_pages
 
-logger = logging.getLogger("vllm.rose.guest")
+logger = logging.getLogger("vllm.rose.kv")
 
 # The two ends of a run that share a page with a neighbour then cost less than 2%.
 GRANULE_RUN_BYTES: Final = 256 << 10

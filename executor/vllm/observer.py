@@ -7,6 +7,7 @@ from executor.control_page import ControlPage
 from executor.deadlines import DeadlineBook
 from executor.sections import HostState
 from executor.step_log import StepLog
+from executor.vllm.lender import KvLent
 from executor.vllm.surfaces import RequestSurface, SchedulerSurface, StepSurface
 
 
@@ -32,10 +33,13 @@ class HostObserver:
         clock_ns: Callable[[], int] = time.monotonic_ns,
         wall_s: Callable[[], float] = time.time,
         step_log: StepLog | None = None,
+        lent: Callable[[], KvLent] = KvLent,
     ) -> None:
+        """`lent`: what the host lends of its KV memory now."""
         self._write = page.host.write_packed
         self._pack = HostState.LAYOUT.pack
         self._step_log = step_log
+        self._lent = lent
         self._clock_ns = clock_ns
         self._wall_s = wall_s
         self._book = DeadlineBook(round(ttft_s * 1e9), round(tpot_s * 1e9))
@@ -107,6 +111,15 @@ class HostObserver:
         if not self._untold:
             self._publish(scheduler, now_ns)
 
+    @property
+    def queued_prefill_tokens(self) -> int:
+        """Prompt tokens of requests without a first token."""
+        return self._book.queued_prefill_tokens
+
+    def lends(self, scheduler: SchedulerSurface) -> None:
+        """What the host lends changed."""
+        self._publish(scheduler, self._clock_ns())
+
     def ended(self, scheduler: SchedulerSurface) -> None:
         """Requests were finished from outside (aborted)."""
         self._book.finished(scheduler.finished_req_ids)
@@ -134,6 +147,7 @@ class HostObserver:
                 self._busy_ns,
                 self._last_step_ns,
                 now_ns,
+                *self._lent(),
             )
         )
 

@@ -9,6 +9,8 @@ from executor.errors import ExecutorError
 
 HOST = "host"
 GUEST = "guest"
+OBSERVE = "observe"
+LEND = "lend"
 POLICY_VERSION = "ROSE_POLICY_VERSION"
 """Set in its own process by whoever activates weights there, so that the guest can publish it."""
 
@@ -18,6 +20,7 @@ class EngineSettings:
     """`role` is empty outside ROSE: every plugin is inert then. Targets of 0 mean unknown.
 
     `step_profile`, `host_step_profile`: files of `rose profile`, empty for none.
+    `level`, `reserve`: whether a host lends idle KV memory, and the share that it never lends.
     """
 
     role: str
@@ -27,13 +30,15 @@ class EngineSettings:
     orphan_s: float
     step_profile: str = ""
     host_step_profile: str = ""
+    level: str = OBSERVE
+    reserve: float = 0.2
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Self:
         """Read ROSE_ROLE, ROSE_CONTROL_PAGE, ROSE_SLO_TTFT_S, ROSE_SLO_TPOT_S, ROSE_ORPHAN_S,
-        ROSE_STEP_PROFILE and ROSE_HOST_STEP_PROFILE.
+        ROSE_STEP_PROFILE, ROSE_HOST_STEP_PROFILE, ROSE_HOST_LEVEL and ROSE_HOST_RESERVE.
 
-        Raises ExecutorError for a host or guest without a page and for times that make no sense.
+        Raises ExecutorError for a host or guest without a page and for values that make no sense.
         """
         role = environ.get("ROSE_ROLE", "")
         page_path = environ.get("ROSE_CONTROL_PAGE", "")
@@ -47,10 +52,29 @@ class EngineSettings:
             _seconds(environ, "ROSE_ORPHAN_S", 2.0),
             environ.get("ROSE_STEP_PROFILE", ""),
             environ.get("ROSE_HOST_STEP_PROFILE", ""),
+            _level(environ.get("ROSE_HOST_LEVEL", OBSERVE)),
+            _share(environ, "ROSE_HOST_RESERVE", 0.2),
         )
         if settings.orphan_s == 0:
             raise ExecutorError("ROSE_ORPHAN_S is 0; give the seconds a guest outlives its daemon")
         return settings
+
+
+def _level(text: str) -> str:
+    if text not in (OBSERVE, LEND):
+        raise ExecutorError(f"ROSE_HOST_LEVEL is {text!r}; give {OBSERVE} or {LEND}")
+    return text
+
+
+def _share(environ: Mapping[str, str], name: str, default: float) -> float:
+    text = environ.get(name)
+    try:
+        value = default if text is None else float(text)
+    except ValueError:
+        value = math.nan
+    if not 0.0 < value <= 1.0:
+        raise ExecutorError(f"{name} is {text}; give a share above 0 and up to 1")
+    return value
 
 
 def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:

@@ -33,6 +33,7 @@ class KvMapped(NamedTuple):
     bytes_mapped: int
     granules_mapped: int = 0
     granules_total: int = 0
+    granule_bytes: int = 0
 
 
 class GuestStation:

@@ -40,6 +40,7 @@ class BlockSurface(Protocol):
 
     block_id: int
     is_null: bool
+    ref_cnt: int
 
     @property
     def block_hash(self) -> bytes | None:

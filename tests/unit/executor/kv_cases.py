@@ -17,6 +17,7 @@ from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -30,6 +31,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 import executor.vllm.guest
 from executor import ControlPage, Grant, GrantMode, HostState
 from executor.vllm.guest import GatedScheduler
+from executor.vllm.host import ObservedScheduler
 
 VOCABULARY = 96
 BLOCK_TOKENS = 16
@@ -59,7 +61,7 @@ def save_config(folder: Path) -> Path:
     return folder
 
 
-def vllm_config(model: Path, *, asynchronous: bool = False) -> VllmConfig:
+def vllm_config(model: Path, *, asynchronous: bool = False, caching: bool = True) -> VllmConfig:
     model_config = ModelConfig(
         model=str(model), dtype="float32", skip_tokenizer_init=True, max_model_len=512
     )
@@ -73,7 +75,7 @@ def vllm_config(model: Path, *, asynchronous: bool = False) -> VllmConfig:
             enable_chunked_prefill=True,
             async_scheduling=asynchronous,
         ),
-        cache_config=CacheConfig(block_size=BLOCK_TOKENS, enable_prefix_caching=True),
+        cache_config=CacheConfig(block_size=BLOCK_TOKENS, enable_prefix_caching=caching),
     )
 
 
@@ -246,13 +248,53 @@ def guest_rig(
     depth: int = 1,
 ) -> GuestRig:
     """A guest whose KV memory is `buffer`, resident from the start as vLLM's is."""
-    init_none_hash(sha256)
     page = ControlPage.create(folder / "page")
     environ = {"ROSE_ROLE": "guest", "ROSE_CONTROL_PAGE": str(page.path), "ROSE_ORPHAN_S": "3600"}
     for name, value in environ.items():
         monkeypatch.setitem(os.environ, name, value)
     monkeypatch.setattr(executor.vllm.guest, "Watchdog", NoWatchdog)
-    config = vllm_config(save_config(folder / "model"), asynchronous=depth > 1)
+    scheduler, buffer, kv = _scheduler(GatedScheduler, folder, blocks, spec, depth, caching=True)
+    rig = GuestRig(scheduler, StandInRunner(buffer, kv), page, buffer, depth)
+    rig._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
+    rig.allow()
+    return rig
+
+
+class HostRig(GuestRig):
+    """A host's scheduler; nobody grants it anything."""
+
+    def allow(self, **change: Any) -> None:
+        pass
+
+
+def host_rig(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    level: str = "lend",
+    blocks: int = 65,
+    spec: FullAttentionSpec = WIDE,
+    depth: int = 1,
+    caching: bool = True,
+) -> HostRig:
+    """A host over `buffer`; level "stock" is vLLM's own scheduler."""
+    page = ControlPage.ensure(folder / "page")
+    environ = {"ROSE_ROLE": "host", "ROSE_CONTROL_PAGE": str(page.path), "ROSE_HOST_LEVEL": level}
+    for name, value in environ.items():
+        monkeypatch.setitem(os.environ, name, value)
+    kind = AsyncScheduler if level == "stock" else ObservedScheduler
+    scheduler, buffer, kv = _scheduler(kind, folder, blocks, spec, depth, caching=caching)
+    rig = HostRig(scheduler, StandInRunner(buffer, kv), page, buffer, depth)
+    rig._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256) if caching else None
+    return rig
+
+
+def _scheduler(
+    kind: Any, folder: Path, blocks: int, spec: FullAttentionSpec, depth: int, *, caching: bool
+) -> tuple[Any, torch.Tensor, KVCacheConfig]:
+    init_none_hash(sha256)
+    model = save_config(folder / "model")
+    config = vllm_config(model, asynchronous=depth > 1, caching=caching)
     config.cache_config.num_gpu_blocks = blocks
     kv = kv_config(blocks, spec)
     buffer = torch.zeros(kv.kv_cache_tensors[0].size, dtype=torch.int8)
@@ -261,14 +303,10 @@ def guest_rig(
     layers.update(
         {name: SimpleNamespace(kv_cache=buffer) for name in kv.kv_cache_tensors[0].layers}
     )
-    scheduler = GatedScheduler(
+    scheduler = kind(
         vllm_config=config,
         kv_cache_config=kv,
         structured_output_manager=StructuredOutputManager(config),
         block_size=BLOCK_TOKENS,
     )
-    runner = StandInRunner(buffer, kv)
-    rig = GuestRig(scheduler, runner, page, buffer, depth)
-    rig._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
-    rig.allow()
-    return rig
+    return scheduler, buffer, kv

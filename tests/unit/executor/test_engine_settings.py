@@ -23,9 +23,20 @@ def test_a_host_reads_its_page_and_targets() -> None:
     assert settings == EngineSettings("host", "page", 0.5, 0.15, 1.0)
 
 
+def test_a_host_lends_only_when_told_to() -> None:
+    assert EngineSettings.from_environ({}).level == "observe"
+    told = {"ROSE_HOST_LEVEL": "lend", "ROSE_HOST_RESERVE": "0.5"}
+    settings = EngineSettings.from_environ(told)
+    assert (settings.level, settings.reserve) == ("lend", 0.5)
+
+
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
+        ({"ROSE_HOST_LEVEL": "give"}, "give observe or lend"),
+        ({"ROSE_HOST_RESERVE": "0"}, "ROSE_HOST_RESERVE is 0; give a share"),
+        ({"ROSE_HOST_RESERVE": "nan"}, "ROSE_HOST_RESERVE is nan; give a share"),
+        ({"ROSE_HOST_RESERVE": "half"}, "ROSE_HOST_RESERVE is half; give a share"),
         ({"ROSE_ROLE": "guest"}, "set ROSE_CONTROL_PAGE"),
         ({"ROSE_SLO_TTFT_S": "fast"}, "ROSE_SLO_TTFT_S is 'fast'; give seconds"),
         ({"ROSE_SLO_TPOT_S": "-1"}, "not negative"),
