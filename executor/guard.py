@@ -7,6 +7,7 @@ grant expires.
 
 from dataclasses import dataclass, field
 
+from executor.lending import LEAST_CAP, guest_granules, lent_bytes
 from executor.pressure import NO_CAP, PressureCore, PressureLimits
 from executor.sections import Grant, GrantMode, GuestState, HostState
 
@@ -29,6 +30,8 @@ class GuardConfig:
     `kv_granule_cap`: KV granules it may keep pages under, 0 for as many as it started with.
     `slack_share` 0..1 (0: host-idle time only). While the host fills its own KV memory, as
     `pressure` says, the guest's steps have half the tokens and its cap follows the policy.
+    `kv_base_bytes`: KV memory of its own, beyond which it has only what the host lends just now;
+    0 does not bind it to that.
     """
 
     token_budget: int
@@ -37,10 +40,13 @@ class GuardConfig:
     slack_share: float = 0.0
     ttl_ns: int = 500_000_000
     pressure: PressureLimits = field(default_factory=PressureLimits)
+    kv_base_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.token_budget <= 0 or self.max_sequences <= 0 or self.ttl_ns <= 0:
             raise ValueError("token_budget, max_sequences and ttl_ns must be positive")
+        if self.kv_base_bytes < 0:
+            raise ValueError("kv_base_bytes must not be negative")
         if not 0.0 <= self.slack_share <= 1.0:
             raise ValueError(f"slack_share is {self.slack_share}; give a share in 0..1")
 
@@ -82,7 +88,7 @@ class GuardCore:
         freeze: it reads its grant when it starts). `host_alive`: the host's process exists.
         """
         drained = draining and guest is not None and not (guest.running or guest.waiting)
-        cap = self._cap(now_ns, host, guest)
+        cap = self._cap(now_ns, host, guest, self._limit(host if host_alive else None, guest))
         ladder = (
             (kill_switch, GrantMode.KILL, KILL_SWITCH),
             # After a stop longer than a grant lives, what the caller knows of leases is old news.
@@ -107,11 +113,23 @@ class GuardCore:
         last_ns = self._last_step_ns
         return last_ns is not None and now_ns - last_ns > self._config.ttl_ns
 
-    def _cap(self, now_ns: int, host: HostState | None, guest: GuestState | None) -> int:
-        """Granules that the guest may keep: the operator's limit, or less under pressure."""
+    def _limit(self, host: HostState | None, guest: GuestState | None) -> int:
+        """Granules it may keep at most; with memory of its own: that and what is lent now."""
+        config = self._config
+        if not config.kv_base_bytes:
+            return config.kv_granule_cap
+        limit = guest_granules(config.kv_base_bytes, host, guest)
+        bytes_granted = limit * guest.granule_bytes if guest is not None else 0
+        # Reserved headroom is never granted.
+        assert limit == LEAST_CAP or bytes_granted <= config.kv_base_bytes + lent_bytes(host)
+        return min((n for n in (config.kv_granule_cap, limit) if n > NO_CAP), default=LEAST_CAP)
+
+    def _cap(
+        self, now_ns: int, host: HostState | None, guest: GuestState | None, limit: int
+    ) -> int:
+        """Granules that the guest may keep: its limit, or less under pressure."""
         used = host.kv_used / host.kv_total if host is not None and host.kv_total > 0 else None
         guest = guest or GuestState()
-        limit = self._config.kv_granule_cap
         most = min((n for n in (limit, guest.granules_total) if n > 0), default=0)
         cap = self._pressure.step(now_ns, used, most, guest.granules_mapped, guest.policy_version)
         return min((n for n in (limit, cap) if n > NO_CAP), default=NO_CAP)

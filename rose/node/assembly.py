@@ -69,6 +69,7 @@ class Assembly:
             max_sequences=config.max_sequences,
             slack_share=config.slack_share,
             pressure=config.pressure,
+            kv_base_bytes=config.kv_base_bytes or 0,
         )
         try:
             previous = host.page.grant.read()

@@ -38,6 +38,8 @@ class ReplicaConfig(_Frozen):
     pressure_policy, kv_*_watermark: how its KV memory gives way when that share of the host's own
     is in use (`executor.pressure`).
     step_profile: file of `rose profile`; without one a guest guesses, and learns as it runs.
+    kv_base_bytes: KV memory of a guest's own; beyond it the guest has what its host lends just now.
+    None: its KV memory does not depend on what the host lends.
     orphan_s: how long a guest outlives its daemon, frozen: until then the next daemon may adopt it,
     afterwards its memory is the machine's again.
     """
@@ -56,6 +58,7 @@ class ReplicaConfig(_Frozen):
     pressure_policy: PressurePolicy = PressurePolicy.ADAPTIVE
     kv_high_watermark: float = Field(default=0.90, gt=0, le=1)
     kv_low_watermark: float = Field(default=0.80, gt=0, le=1)
+    kv_base_bytes: int | None = Field(default=None, gt=0)
     decode_tok_s: float = Field(default=1_000.0, gt=0)
     prefill_tok_s: float = Field(default=10_000.0, gt=0)
     kv_tokens: int = Field(default=32_768, gt=0)

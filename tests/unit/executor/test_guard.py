@@ -83,9 +83,42 @@ def test_kv_pressure_throttles_with_hysteresis() -> None:
     assert granted(core, host=replace(HOST, kv_used=99)).token_budget == CONFIG.token_budget // 2
 
 
+LENDING = replace(CONFIG, kv_granule_cap=0, kv_base_bytes=500)
+LENDER = replace(HOST, granules_total=50, granules_lent=10, bytes_lent=1_000)
+BORROWER = GuestState(granules_total=40, granules_mapped=5, granule_bytes=100)
+
+
+def test_a_guests_cap_follows_what_its_host_lends_now_and_falls_at_once() -> None:
+    core = GuardCore(LENDING)
+
+    def cap(**change: Any) -> int:
+        return granted(core, **({"host": LENDER, "guest": BORROWER} | change)).kv_granule_cap
+
+    assert cap() == 15
+    assert cap(host=replace(LENDER, bytes_lent=300)) == 8
+    assert cap() == 15
+    assert cap(host=replace(LENDER, reserve_missing=1)) == 5, "reserved headroom is never granted"
+    assert cap(host=replace(LENDER, bytes_lent=10**9)) == 40
+    assert cap(lease_active=False) == 15, "a frozen guest may keep what it has"
+
+
+def test_what_is_unknown_of_a_loan_counts_against_the_guest() -> None:
+    core = GuardCore(LENDING)
+    assert granted(core, host=None, guest=BORROWER).kv_granule_cap == 5
+    assert granted(core, host=LENDER, guest=BORROWER, host_alive=False).kv_granule_cap == 5
+    assert granted(core, host=LENDER, guest=None).kv_granule_cap == 1
+
+
+def test_pressure_and_the_operators_cap_bind_a_borrower_too() -> None:
+    capped = GuardCore(replace(LENDING, kv_granule_cap=7))
+    assert granted(capped, host=LENDER, guest=BORROWER).kv_granule_cap == 7
+    full = replace(LENDER, kv_used=95, granules_lent=0, bytes_lent=0)
+    assert granted(GuardCore(LENDING), host=full, guest=BORROWER).kv_granule_cap == 2
+
+
 @pytest.mark.parametrize(
     "bad",
-    [{"token_budget": 0}, {"slack_share": 1.5}, {"ttl_ns": 0}],
+    [{"token_budget": 0}, {"slack_share": 1.5}, {"kv_base_bytes": -1}, {"ttl_ns": 0}],
 )
 def test_limits_that_make_no_sense_are_refused(bad: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=r"must|give"):
