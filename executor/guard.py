@@ -7,7 +7,7 @@ grant expires.
 
 from dataclasses import dataclass, field
 
-from executor.lending import LEAST_CAP, guest_granules, lent_bytes
+from executor.lending import LEAST_CAP, guest_granules, lent_bytes, owed_bytes
 from executor.pressure import NO_CAP, PressureCore, PressureLimits
 from executor.sections import Grant, GrantMode, GuestState, HostState
 
@@ -21,6 +21,7 @@ DRAIN = "drain"
 DRAINED = "drained"
 STALLED = "daemon_stalled"
 PRESSURE = "kv_pressure"
+RECLAIM = "reclaim"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,7 @@ class GuardCore:
         self._mode: GrantMode | None = None
         self._epoch = previous.epoch if previous is not None else 0
         self._last_step_ns: int | None = None
+        self._owed_bytes = 0
         left = previous.kv_granule_cap if previous is not None else NO_CAP
         self._pressure = PressureCore(
             config.pressure, NO_CAP if left == config.kv_granule_cap else left
@@ -69,6 +71,11 @@ class GuardCore:
     def epoch(self) -> int:
         """Epoch of the last grant."""
         return self._epoch
+
+    @property
+    def owed_bytes(self) -> int:
+        """KV memory of its host that the guest still kept at the last step."""
+        return self._owed_bytes
 
     def step(
         self,
@@ -81,20 +88,24 @@ class GuardCore:
         host_alive: bool = True,
         draining: bool = False,
         operator_hold: bool = False,
+        reclaim_cap: int | None = None,
     ) -> Grant:
         """The grant to write now.
 
         `host`/`guest`: sections as read, None when unreadable (an absent guest is no reason to
         freeze: it reads its grant when it starts). `host_alive`: the host's process exists.
+        `reclaim_cap`: KV granules that a reclaim leaves the guest (0: all of them), None without.
         """
         drained = draining and guest is not None and not (guest.running or guest.waiting)
         cap = self._cap(now_ns, host, guest, self._limit(host if host_alive else None, guest))
+        cap = min((n for n in (cap, reclaim_cap or NO_CAP) if n > NO_CAP), default=NO_CAP)
         ladder = (
             (kill_switch, GrantMode.KILL, KILL_SWITCH),
             # After a stop longer than a grant lives, what the caller knows of leases is old news.
             (self._was_stalled(now_ns), GrantMode.FREEZE, STALLED),
             (not host_alive, GrantMode.FREEZE, HOST_DEAD),
             (host is None, GrantMode.FREEZE, HOST_UNREADABLE),
+            (reclaim_cap is not None, GrantMode.FREEZE, RECLAIM),
             (drained, GrantMode.FREEZE, DRAINED),
             (draining, GrantMode.DRAIN, DRAIN),
             (operator_hold, GrantMode.FREEZE, OPERATOR_HOLD),
@@ -118,6 +129,7 @@ class GuardCore:
         config = self._config
         if not config.kv_base_bytes:
             return config.kv_granule_cap
+        self._owed_bytes = owed_bytes(config.kv_base_bytes, host, guest)
         limit = guest_granules(config.kv_base_bytes, host, guest)
         bytes_granted = limit * guest.granule_bytes if guest is not None else 0
         # Reserved headroom is never granted.

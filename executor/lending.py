@@ -91,3 +91,11 @@ def guest_granules(base_bytes: int, host: HostState | None, guest: GuestState | 
         return LEAST_CAP
     granules = (base_bytes + lent_bytes(host)) // guest.granule_bytes
     return max(LEAST_CAP, min(granules, guest.granules_total))
+
+
+def owed_bytes(base_bytes: int, host: HostState | None, guest: GuestState | None) -> int:
+    """KV bytes that such a guest still keeps of what the host took back."""
+    if guest is None:
+        return 0
+    allowed = guest_granules(base_bytes, host, guest)
+    return max(0, guest.granules_mapped - allowed) * guest.granule_bytes

@@ -2,12 +2,13 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from executor import ControlPage, GuardConfig, GuardCore, PageUnreadable
 from rose.eventlog import EventLog
+from rose.group_memory import group_bytes
 from rose.node.claim import Claim
 from rose.node.config import HostConfig, NodeConfig, ReplicaConfig
 from rose.node.guard_thread import GuardThread
@@ -16,12 +17,14 @@ from rose.node.harvest import HarvestState
 from rose.node.host_watch import HostWatch
 from rose.node.kill_switch import KILLED, KillSwitch
 from rose.node.placed import CgroupRefusedError, guest_cgroup
+from rose.node.reclaimer import Guest, Reclaimer
 from rose.node.replica import Replica
 from rose.node.rules import Rules
-from rose.node.supervisor import Supervisor
+from rose.node.supervisor import EngineState, Supervisor
 
 OFF = "harvest is off"
 UNTOLD = "no scheduler has spoken"
+OVERDUE = "it keeps KV memory that its host took back"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,7 @@ class Assembly:
     kill_switch: KillSwitch
     host: HostSide | None
     guards: dict[str, GuardThread]
+    reclaimers: dict[str, Reclaimer] = field(default_factory=dict)
 
     def supervisor_of(self, config: ReplicaConfig) -> Callable[[Replica], Supervisor]:
         """How to make the supervisor of a replica, once there is the replica."""
@@ -76,6 +80,7 @@ class Assembly:
         except PageUnreadable:
             previous = None
         in_loop = asyncio.get_running_loop().call_soon_threadsafe
+        self.reclaimers[config.id] = self._reclaimer(guest)
         guard = GuardThread(
             config.id,
             host.page,
@@ -88,6 +93,7 @@ class Assembly:
             self.events,
             partial(in_loop, on_broken),
             lambda reason: in_loop(guest.tenant.take_back, reason),
+            lambda owed: in_loop(self._overdue, guest, owed),
         )
         self.guards[config.id] = guard
         guard.start()
@@ -104,6 +110,35 @@ class Assembly:
     def _claim(self, config: ReplicaConfig) -> Claim:
         return Claim(self.config.run_dir, config.id, self.kill_switch.file, config.orphan_s)
 
+    def _reclaimer(self, guest: Replica) -> Reclaimer:
+        config = guest.config
+
+        def hold(cap: int | None) -> None:
+            self.guards[config.id].hold(cap)
+
+        def memory() -> int | None:
+            pid = guest.supervisor.pid
+            return group_bytes(pid) if pid else 0
+
+        return Reclaimer(
+            Guest(
+                config.id,
+                memory,
+                lambda: self.guards[config.id].guest,
+                hold,
+                lambda: hold(None),
+                guest.sleep if config.sleep_mode else None,
+                guest.supervisor.restart,
+            ),
+            self.events,
+        )
+
+    def _overdue(self, guest: Replica, owed_bytes: int) -> None:
+        # Until it is healthy the section on the page may be that of an earlier life.
+        if guest.supervisor.state is EngineState.HEALTHY:
+            config = guest.config
+            self.reclaimers[config.id].begin(owed_bytes, config.reclaim_s, OVERDUE)
+
     def _rules(self, guest: Replica) -> Rules:
         name = guest.config.id
         hang = HangWatch(
@@ -112,9 +147,15 @@ class Assembly:
         )
         return Rules(
             must_end=lambda: self._must_end(guest),
-            must_wait=lambda: None if self.harvest.known else UNTOLD,
+            must_wait=lambda: self._must_wait(name),
             hangs=hang.reason,
         )
+
+    def _must_wait(self, guest: str) -> str | None:
+        if not self.harvest.known:
+            return UNTOLD
+        reclaimer = self.reclaimers.get(guest)
+        return reclaimer.holding if reclaimer else None
 
     def _must_end(self, guest: Replica) -> str | None:
         """Whether the guest may not exist now. The kill switch waits for nothing."""

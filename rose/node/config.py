@@ -40,6 +40,8 @@ class ReplicaConfig(_Frozen):
     step_profile: file of `rose profile`; without one a guest guesses, and learns as it runs.
     kv_base_bytes: KV memory of a guest's own; beyond it the guest has what its host lends just now.
     None: its KV memory does not depend on what the host lends.
+    sleep_mode: its engine answers vLLM's sleep route, and may be asked to give up its weights.
+    reclaim_s: how long the reclaim ladder may take before its last rung has freed the memory.
     orphan_s: how long a guest outlives its daemon, frozen: until then the next daemon may adopt it,
     afterwards its memory is the machine's again.
     """
@@ -59,6 +61,8 @@ class ReplicaConfig(_Frozen):
     kv_high_watermark: float = Field(default=0.90, gt=0, le=1)
     kv_low_watermark: float = Field(default=0.80, gt=0, le=1)
     kv_base_bytes: int | None = Field(default=None, gt=0)
+    sleep_mode: bool = False
+    reclaim_s: float = Field(default=5.0, ge=1.0)
     decode_tok_s: float = Field(default=1_000.0, gt=0)
     prefill_tok_s: float = Field(default=10_000.0, gt=0)
     kv_tokens: int = Field(default=32_768, gt=0)

@@ -14,6 +14,7 @@ import msgspec
 
 from executor import ControlPage, Grant, GuardCore, GuestState, HostState
 from executor.guard import STALLED
+from executor.reclaim import Overdue
 from rose.eventlog import EventLog, JsonlLog
 from rose.node.duty import DutyMeter
 from rose.node.host_watch import HostWatch
@@ -23,6 +24,8 @@ from rose.node.samples import GUEST_SAMPLES, GuestSample
 
 TICK_S = 0.02
 SAMPLE_EVERY_TICKS = 5
+# A guest behind a busy host may wait that long for its core before it can give anything back.
+OVERDUE_S = 2.0
 
 logger = logging.getLogger("rose.node")
 
@@ -43,11 +46,13 @@ class GuardThread:
         events: EventLog,
         on_broken: Callable[[], object],
         on_stall: Callable[[str], object],
+        on_overdue: Callable[[int], object] | None = None,
     ) -> None:
         """`lease_epoch`: of the lease that holds now, None without one; asked in this thread.
 
         So are both others called: when the loop ends unasked, when the process stood still. After
         a stop longer than a grant lives the lease of that time grants nothing any more.
+        `on_overdue` hears of bytes of the host that the guest keeps for OVERDUE_S.
         """
         self._name = name
         self._page = page
@@ -61,6 +66,9 @@ class GuardThread:
         self._events = events
         self._on_broken = on_broken
         self._on_stall = on_stall
+        self._on_overdue = on_overdue
+        self._overdue = Overdue(round(OVERDUE_S * 1e9))
+        self._reclaim_cap: int | None = None
         self._void_epoch = 0
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rose-guard", daemon=True)
@@ -79,6 +87,10 @@ class GuardThread:
         self._stopping.set()
         self._thread.join(timeout=1.0)
         self._samples.close()
+
+    def hold(self, reclaim_cap: int | None) -> None:
+        """Freeze the guest and leave it so many KV granules; None ends that (any thread)."""
+        self._reclaim_cap = reclaim_cap
 
     def duty(self) -> float:
         """Share of the last second in which the guest was not held back."""
@@ -122,12 +134,16 @@ class GuardThread:
             lease_active=epoch is not None and epoch > self._void_epoch,
             kill_switch=self._kill_switch.engaged,
             host_alive=_alive(self._host_pid),
+            reclaim_cap=self._reclaim_cap,
         )
         if self.grant.reason == STALLED:
             self._void_epoch = self._newest_epoch
             self._on_stall(STALLED)
         self._page.grant.write(self.grant)
         self.granted += 1
+        overdue = self._overdue.step(self.grant.heartbeat_ns, self._core.owed_bytes)
+        if overdue and self._on_overdue:
+            self._on_overdue(overdue)
         return self.grant
 
     def _sample(self, grant: Grant) -> None:

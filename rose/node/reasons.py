@@ -11,6 +11,7 @@ _MEANING = {
     guard.DRAIN: "its turns are being handed back",
     guard.DRAINED: "its turns were handed back",
     guard.STALLED: "this daemon stood still for longer than a grant lives; its leases are void",
+    guard.RECLAIM: "its memory is being taken back",
     guard.PRESSURE: "the host needs its KV cache",
 }
 

@@ -74,6 +74,10 @@ class Replica:
         await self.tenant.settle(DRAIN_PATIENCE_S)
         await self.supervisor.stop()
 
+    async def sleep(self) -> None:
+        """Ask its engine to give up weights and KV. RefusedError, UnavailableError."""
+        await self._client.sleep()
+
     async def entered(self, state: EngineState) -> None:
         """The engine's state changed. UnavailableError when a healthy one does not answer."""
         if state is EngineState.HEALTHY:

@@ -52,6 +52,12 @@ class ReplicaClient:
         body = await self._checked("drain", {"epoch": epoch, "reason": reason})
         return int(body.get("aborted", 0))
 
+    async def sleep(self) -> None:
+        """vLLM's own route: give up weights and KV. Its answer proves nothing."""
+        status, body = await self._call("POST", "/sleep?level=2", None, CALL_TIMEOUT_S)
+        if status != 200:
+            raise RefusedError(f"{self._url} does not sleep: HTTP {status} {_message(body)}")
+
     async def apply(self, manifest: Path, chunks: Path) -> Applied:
         """Activate a version. Raises RefusedError when the replica holds another base."""
         payload: dict[str, object] = {"manifest": str(manifest), "chunks": str(chunks)}
@@ -79,11 +85,12 @@ class ReplicaClient:
         self, method: str, path: str, payload: dict[str, object] | None, timeout_s: float
     ) -> tuple[int, dict[str, Any]]:
         timeout = aiohttp.ClientTimeout(total=timeout_s)
+        url = self._url + (path if path.startswith("/") else f"/rose/v1/{path}")
         try:
             async with self._session.request(
-                method, f"{self._url}/rose/v1/{path}", json=payload, timeout=timeout
+                method, url, json=payload, timeout=timeout
             ) as response:
-                return response.status, await response.json(content_type=None)
+                return response.status, await response.json(content_type=None) or {}
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise UnavailableError(f"{self._url} does not answer {path}: {error!r}") from error
 

@@ -95,7 +95,10 @@ def test_a_guests_cap_follows_what_its_host_lends_now_and_falls_at_once() -> Non
         return granted(core, **({"host": LENDER, "guest": BORROWER} | change)).kv_granule_cap
 
     assert cap() == 15
+    assert core.owed_bytes == 0
     assert cap(host=replace(LENDER, bytes_lent=300)) == 8
+    assert cap(host=replace(LENDER, bytes_lent=-1), guest=replace(BORROWER, granules_mapped=9)) == 5
+    assert core.owed_bytes == 400
     assert cap() == 15
     assert cap(host=replace(LENDER, reserve_missing=1)) == 5, "reserved headroom is never granted"
     assert cap(host=replace(LENDER, bytes_lent=10**9)) == 40
@@ -107,6 +110,15 @@ def test_what_is_unknown_of_a_loan_counts_against_the_guest() -> None:
     assert granted(core, host=None, guest=BORROWER).kv_granule_cap == 5
     assert granted(core, host=LENDER, guest=BORROWER, host_alive=False).kv_granule_cap == 5
     assert granted(core, host=LENDER, guest=None).kv_granule_cap == 1
+
+
+def test_a_reclaim_freezes_and_its_cap_binds_until_it_ends() -> None:
+    core = GuardCore(CONFIG)
+    held = granted(core, reclaim_cap=2)
+    assert (held.mode, held.reason, held.kv_granule_cap) == (GrantMode.FREEZE, "reclaim", 2)
+    assert granted(core, reclaim_cap=0).kv_granule_cap == 4, "frozen only"
+    assert granted(core, reclaim_cap=9).kv_granule_cap == 4, "no reclaim loosens a cap"
+    assert granted(core).mode is GrantMode.RUN
 
 
 def test_pressure_and_the_operators_cap_bind_a_borrower_too() -> None:

@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 
 from executor import GuestState, HostState
 from executor.granules import Granules
-from executor.lending import KvFree, LendingCore, LendingLimits, guest_granules, lent_bytes
+from executor.lending import (
+    KvFree,
+    LendingCore,
+    LendingLimits,
+    guest_granules,
+    lent_bytes,
+    owed_bytes,
+)
 
 SECOND = 10**9
 COUNT, BLOCKS = 50, 4
@@ -146,3 +153,15 @@ def test_what_the_host_takes_back_leaves_the_cap_at_once() -> None:
     assert guest_granules(500, replace(HOST, reserve_missing=1), GUEST) == 5
     assert guest_granules(500, None, GUEST) == 5
     assert guest_granules(500, HOST, None) == 1
+
+
+@pytest.mark.parametrize(
+    ("lent", "missing", "mapped", "owed"),
+    [(1_000, 0, 15, 0), (1_000, 0, 16, 100), (0, 0, 15, 1_000), (1_000, 1, 15, 1_000)],
+)
+def test_what_a_guest_owes_is_what_it_keeps_of_what_was_taken_back(
+    lent: int, missing: int, mapped: int, owed: int
+) -> None:
+    host = replace(HOST, bytes_lent=lent, reserve_missing=missing)
+    assert owed_bytes(500, host, replace(GUEST, granules_mapped=mapped)) == owed
+    assert owed_bytes(500, host, None) == 0

@@ -1,0 +1,184 @@
+"""Takes memory back from a guest, rung by rung, and goes by what the kernel counts.
+
+L0 to L2 go through the grant: freeze, then a cap of KV granules, then the tightest cap. L3 asks the
+engine, L4 its supervisor. While a reclaim lasts the guest stays frozen, and a killed one away.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from executor import GuestState
+from executor.lending import LEAST_CAP
+from executor.pressure import NO_CAP
+from executor.reclaim import (
+    Answer,
+    Ask,
+    Claim,
+    Finished,
+    LadderLimits,
+    ReclaimCore,
+    Rung,
+    Unsupported,
+)
+from rose.errors import RefusedError, UnavailableError
+from rose.eventlog import EventLog
+
+POLL_S = 0.02
+RECLAIM = "its memory is being reclaimed"
+NO_SLEEP = "the engine has no sleep mode; set sleep_mode where it has"
+
+
+@dataclass(frozen=True, slots=True)
+class Guest:
+    """What a reclaim needs of a guest; `hold` and `free` are the guard's.
+
+    memory: bytes of its process group, measured; None when unknown or when there is none.
+    state: its section. hold: freeze it, with a cap of KV granules (NO_CAP for none). free: end
+    that. sleep: give up the weights, None for an engine that cannot. kill: end it.
+    """
+
+    name: str
+    memory: Callable[[], int | None]
+    state: Callable[[], GuestState | None]
+    hold: Callable[[int], None]
+    free: Callable[[], None]
+    sleep: Callable[[], Awaitable[None]] | None
+    kill: Callable[[str], None]
+
+
+class Reclaimer:
+    """One reclaim at a time; `holding` while one lasts."""
+
+    def __init__(self, guest: Guest, events: EventLog, limits: LadderLimits | None = None) -> None:
+        self._guest = guest
+        self._events = events
+        self._limits = limits
+        self._task: asyncio.Task[Finished] | None = None
+
+    @property
+    def holding(self) -> str | None:
+        """Why the guest must not be started just now."""
+        return RECLAIM if self._task is not None and not self._task.done() else None
+
+    def begin(self, wanted_bytes: int, within_s: float, reason: str) -> None:
+        """Reclaim in the background, unless a reclaim is under way (call in the event loop)."""
+        if self.holding is None:
+            self._task = asyncio.create_task(self._run(wanted_bytes, within_s, reason))
+
+    async def reclaim(self, wanted_bytes: int, within_s: float, reason: str) -> Finished:
+        """Reclaim so many bytes; joins a reclaim that is under way."""
+        self.begin(wanted_bytes, within_s, reason)
+        assert self._task is not None
+        return await self._task
+
+    async def _run(self, wanted_bytes: int, within_s: float, reason: str) -> Finished:
+        guest = self._guest
+        measured = await asyncio.to_thread(guest.memory)
+        held = measured or 0
+        now_ns = time.monotonic_ns()
+        core = ReclaimCore(now_ns, held, wanted_bytes, now_ns + round(within_s * 1e9), self._limits)
+        self._log("reclaim_begun", wanted_bytes=wanted_bytes, held_bytes=held, reason=reason)
+        climb = _Climb(guest, reason)
+        try:
+            while True:
+                action = core.step(time.monotonic_ns(), measured, climb.answer())
+                if isinstance(action, Finished):
+                    self._told(action)
+                    return action
+                if isinstance(action, Ask):
+                    climb.take(action)
+                await asyncio.sleep(POLL_S)
+                measured = await asyncio.to_thread(guest.memory)
+        finally:
+            climb.end()
+            guest.free()
+
+    def _told(self, finished: Finished) -> None:
+        for rung in finished.rungs:
+            self._log(
+                "reclaim_rung",
+                rung=rung.rung.name.lower(),
+                outcome=rung.outcome.value,
+                freed_bytes=rung.freed_bytes,
+                claimed_bytes=rung.claimed_bytes,
+                seconds=rung.took_ns / 1e9,
+                why=rung.why,
+            )
+        self._log(
+            "reclaim_ended",
+            wanted_bytes=finished.wanted_bytes,
+            freed_bytes=finished.freed_bytes,
+            enough=finished.enough,
+            in_time=finished.in_time,
+            seconds=finished.took_ns / 1e9,
+        )
+
+    def _log(self, event: str, **fields: object) -> None:
+        self._events.write(event, replica=self._guest.name, **fields)
+
+
+class _Climb:
+    """Carries the rungs out, and says what the engine answers to the one taken last."""
+
+    def __init__(self, guest: Guest, reason: str) -> None:
+        self._guest = guest
+        self._reason = reason
+        self._rung: Rung | None = None
+        self._cap = NO_CAP
+        self._mapped_bytes = 0
+        self._sleeping: asyncio.Task[Answer] | None = None
+
+    def take(self, ask: Ask) -> None:
+        """Begin a rung."""
+        self._rung = ask.rung
+        state = self._guest.state() or GuestState()
+        self._mapped_bytes = state.bytes_mapped
+        if ask.rung is Rung.FREEZE:
+            self._guest.hold(NO_CAP)
+        elif ask.rung in (Rung.BALLOON, Rung.RELEASE_KV):
+            self._cap = LEAST_CAP
+            if ask.rung is Rung.BALLOON and state.granule_bytes:
+                left = max(0, state.bytes_mapped - ask.bytes_left)
+                self._cap = max(LEAST_CAP, left // state.granule_bytes)
+            self._guest.hold(self._cap)
+        elif ask.rung is Rung.SLEEP and self._guest.sleep is not None:
+            self._sleeping = asyncio.create_task(self._sleep(ask.bytes_left))
+        elif ask.rung is Rung.KILL:
+            self._guest.kill(self._reason)
+
+    def answer(self) -> Answer:
+        """What the engine says of the rung."""
+        if self._rung is Rung.FREEZE:
+            state = self._guest.state()
+            return Claim(0) if state is None or not state.in_step else None
+        if self._rung in (Rung.BALLOON, Rung.RELEASE_KV):
+            return self._ballooned(self._guest.state())
+        if self._rung is Rung.SLEEP:
+            if self._sleeping is None:
+                return Unsupported(NO_SLEEP)
+            return self._sleeping.result() if self._sleeping.done() else None
+        return None
+
+    def end(self) -> None:
+        """Leave nothing running."""
+        if self._sleeping is not None:
+            self._sleeping.cancel()
+
+    def _ballooned(self, state: GuestState | None) -> Answer:
+        if state is None or not state.granule_bytes:
+            return Unsupported("the guest does not say what KV memory it has")
+        if state.granules_mapped > self._cap:
+            return None
+        return Claim(self._mapped_bytes - state.bytes_mapped)
+
+    async def _sleep(self, bytes_left: int) -> Answer:
+        assert self._guest.sleep is not None
+        try:
+            await self._guest.sleep()
+        except RefusedError as error:
+            return Unsupported(str(error))
+        except UnavailableError:
+            return None  # It may hang: its time, and then the next rung.
+        return Claim(bytes_left)

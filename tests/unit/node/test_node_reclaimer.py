@@ -1,0 +1,209 @@
+"""The ladder against processes that really hold memory, and say true and untrue things of it."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from executor import GuestState
+from executor.reclaim import Finished, Outcome, Rung
+from rose.errors import RefusedError, UnavailableError
+from rose.eventlog import EventLog
+from rose.group_memory import group_bytes
+from rose.node.reclaimer import NO_SLEEP, Guest, Reclaimer
+
+MIB = 1 << 20
+SIZE, KV = 160, 64
+GRANULE = 4 * MIB
+
+
+@dataclass
+class Rig:
+    """A guest of SIZE MiB, KV of them for its KV cache."""
+
+    process: subprocess.Popen[str]
+    events: EventLog
+    log: Path
+    kv_word: str = "free"
+    state: GuestState = field(
+        default_factory=lambda: GuestState(
+            bytes_mapped=KV * MIB, granules_total=16, granules_mapped=16, granule_bytes=GRANULE
+        )
+    )
+    holds: list[int] = field(default_factory=list)
+    freed: int = 0
+
+    @property
+    def memory(self) -> int | None:
+        return group_bytes(self.process.pid)
+
+    def say(self, word: str, mib: int) -> None:
+        assert self.process.stdin
+        assert self.process.stdout
+        self.process.stdin.write(f"{word} {mib}\n")
+        self.process.stdin.flush()
+        assert self.process.stdout.readline() == "done\n"
+
+    def hold(self, cap: int) -> None:
+        self.holds.append(cap)
+        if 0 < cap < self.state.granules_mapped:
+            self.say(self.kv_word, (self.state.granules_mapped - cap) * GRANULE // MIB)
+            self.state = replace(self.state, granules_mapped=cap, bytes_mapped=cap * GRANULE)
+
+    def release(self) -> None:
+        self.holds.append(-1)
+
+    def kill(self, _: str) -> None:
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def reclaimer(self, sleep: Callable[[], Any] | None = None) -> Reclaimer:
+        guest = Guest(
+            "guest",
+            lambda: self.memory,
+            lambda: self.state,
+            self.hold,
+            self.release,
+            sleep,
+            self.kill,
+        )
+        return Reclaimer(guest, self.events)
+
+    def noted(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.log.read_text().splitlines()]
+
+
+@pytest.fixture
+def rig(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Rig]:
+    delay_s = str(getattr(request, "param", 0.0))
+    script = Path(__file__).with_name("memory_holder.py")
+    process = subprocess.Popen(
+        [sys.executable, "-S", str(script), str(SIZE), delay_s],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        process_group=0,
+    )
+    assert process.stdout
+    assert process.stdout.readline() == "ready\n"
+    events = EventLog(tmp_path, "node")
+    try:
+        yield Rig(process, events, tmp_path / "events-node.jsonl")
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        events.close()
+
+
+def outcomes(finished: Finished) -> dict[Rung, Outcome]:
+    return {report.rung: report.outcome for report in finished.rungs}
+
+
+async def test_what_the_kernel_counts_is_what_a_group_holds(rig: Rig) -> None:
+    before = rig.memory
+    assert before is not None
+    assert SIZE * MIB < before < (SIZE + 64) * MIB
+    rig.say("free", 100)
+    await asyncio.sleep(0.2)
+    after = rig.memory
+    assert after is not None
+    assert abs(before - after - 100 * MIB) < MIB
+    rig.kill("")
+    assert rig.memory == 0
+
+
+async def test_the_balloon_gives_no_more_than_is_wanted(rig: Rig) -> None:
+    finished = await rig.reclaimer().reclaim(30 * MIB, 5.0, "test")
+    assert finished.enough
+    assert finished.in_time
+    assert list(outcomes(finished)) == [Rung.FREEZE, Rung.BALLOON]
+    assert rig.state.granules_mapped == (KV - 30) * MIB // GRANULE
+    assert rig.holds == [0, 8, -1], "frozen, ballooned, free again"
+    assert rig.process.poll() is None
+
+
+@pytest.mark.parametrize("rig", [0.12], indirect=True)
+async def test_release_returned_early(rig: Rig) -> None:
+    finished = await rig.reclaimer().reclaim(30 * MIB, 5.0, "test")
+    assert outcomes(finished)[Rung.BALLOON] is Outcome.FREED, "waited for, and not believed before"
+    assert rig.process.poll() is None
+    assert finished.freed_bytes >= 30 * MIB
+
+
+async def test_sleep_reported_success_but_memory_stayed_held(rig: Rig) -> None:
+    async def sleep() -> None:
+        rig.say("lie", 90)
+
+    finished = await rig.reclaimer(sleep).reclaim(120 * MIB, 8.0, "test")
+    assert outcomes(finished)[Rung.SLEEP] is Outcome.HELD
+    assert outcomes(finished)[Rung.KILL] is Outcome.FREED
+    assert (finished.enough, finished.in_time, rig.memory) == (True, True, 0)
+    rungs = {e["rung"]: e for e in rig.noted() if e["event"] == "reclaim_rung"}
+    assert rungs["sleep"]["outcome"] == "held"
+    assert rungs["sleep"]["claimed_bytes"] > 0
+    assert abs(rungs["sleep"]["freed_bytes"]) < 2 * MIB
+
+
+async def test_a_balloon_that_only_says_so_is_found_out(rig: Rig) -> None:
+    rig.kv_word = "lie"
+    finished = await rig.reclaimer().reclaim(30 * MIB, 8.0, "test")
+    assert outcomes(finished)[Rung.BALLOON] is Outcome.HELD
+    assert finished.rungs[-1].rung is Rung.KILL
+    assert rig.memory == 0
+
+
+async def test_an_engine_that_really_sleeps_lives_on(rig: Rig) -> None:
+    async def sleep() -> None:
+        rig.say("free", 90)
+
+    finished = await rig.reclaimer(sleep).reclaim(120 * MIB, 8.0, "test")
+    assert list(outcomes(finished))[-1] is Rung.SLEEP
+    assert finished.enough
+    assert rig.process.poll() is None
+
+
+async def refused() -> None:
+    raise RefusedError("HTTP 404")
+
+
+@pytest.mark.parametrize(("sleep", "why"), [(None, NO_SLEEP), (refused, "HTTP 404")])
+async def test_a_rung_the_engine_does_not_have_is_skipped_and_said(
+    rig: Rig, sleep: Any, why: str
+) -> None:
+    finished = await rig.reclaimer(sleep).reclaim(SIZE * MIB, 8.0, "test")
+    assert outcomes(finished)[Rung.SLEEP] is Outcome.UNSUPPORTED
+    said = [e for e in rig.noted() if e["event"] == "reclaim_rung" and e["rung"] == "sleep"]
+    assert [e["why"] for e in said] == [why]
+    assert rig.memory == 0
+
+
+async def test_an_engine_that_does_not_answer_is_killed_before_the_deadline(rig: Rig) -> None:
+    async def hangs() -> None:
+        raise UnavailableError("no answer")
+
+    rig.kv_word = "lie"
+    began_s = time.monotonic()
+    finished = await rig.reclaimer(hangs).reclaim(SIZE * MIB, 2.0, "test")
+    assert finished.enough
+    assert finished.in_time
+    assert time.monotonic() - began_s < 2.5
+
+
+async def test_while_it_lasts_the_guest_may_not_be_started(rig: Rig) -> None:
+    reclaimer = rig.reclaimer()
+    assert reclaimer.holding is None
+    reclaimer.begin(30 * MIB, 5.0, "test")
+    assert reclaimer.holding
+    finished = await reclaimer.reclaim(10 * MIB, 5.0, "joins the one under way")
+    assert finished.wanted_bytes == 30 * MIB
+    assert reclaimer.holding is None
