@@ -13,6 +13,7 @@ from executor.sections import Grant, GrantMode, GuestState, HostState
 
 NO_LEASE = "no_lease"
 LEASED = "leased"
+WARM_UP = "warm_up"
 KILL_SWITCH = "kill_switch"
 HOST_DEAD = "host_dead"
 HOST_UNREADABLE = "host_unreadable"
@@ -89,12 +90,14 @@ class GuardCore:
         draining: bool = False,
         operator_hold: bool = False,
         reclaim_cap: int | None = None,
+        warming: bool = False,
     ) -> Grant:
         """The grant to write now.
 
         `host`/`guest`: sections as read, None when unreadable (an absent guest is no reason to
         freeze: it reads its grant when it starts). `host_alive`: the host's process exists.
         `reclaim_cap`: KV granules that a reclaim leaves the guest (0: all of them), None without.
+        `warming`: the guest's engine starts and takes no turns yet; it may run in host-idle time.
         """
         drained = draining and guest is not None and not (guest.running or guest.waiting)
         cap = self._cap(now_ns, host, guest, self._limit(host if host_alive else None, guest))
@@ -109,16 +112,17 @@ class GuardCore:
             (drained, GrantMode.FREEZE, DRAINED),
             (draining, GrantMode.DRAIN, DRAIN),
             (operator_hold, GrantMode.FREEZE, OPERATOR_HOLD),
-            (not lease_active, GrantMode.FREEZE, NO_LEASE),
+            (not (lease_active or warming), GrantMode.FREEZE, NO_LEASE),
             (self._pressure.pressed, GrantMode.THROTTLE, PRESSURE),
-            (True, GrantMode.RUN, LEASED),
+            (lease_active, GrantMode.RUN, LEASED),
+            (True, GrantMode.RUN, WARM_UP),
         )
         mode, reason = next((mode, reason) for applies, mode, reason in ladder if applies)
         self._last_step_ns = now_ns
         if mode is not self._mode:
             self._mode = mode
             self._epoch += 1
-        return self._grant(now_ns, mode, reason, cap)
+        return self._grant(now_ns, mode, reason, cap, lease_active=lease_active)
 
     def _was_stalled(self, now_ns: int) -> bool:
         last_ns = self._last_step_ns
@@ -146,7 +150,9 @@ class GuardCore:
         cap = self._pressure.step(now_ns, used, most, guest.granules_mapped, guest.policy_version)
         return min((n for n in (limit, cap) if n > NO_CAP), default=NO_CAP)
 
-    def _grant(self, now_ns: int, mode: GrantMode, reason: str, cap: int) -> Grant:
+    def _grant(
+        self, now_ns: int, mode: GrantMode, reason: str, cap: int, *, lease_active: bool
+    ) -> Grant:
         config = self._config
         budget = {
             GrantMode.RUN: config.token_budget,
@@ -158,7 +164,7 @@ class GuardCore:
             max_sequences=config.max_sequences if budget else 0,
             # In every mode: no cap would let a frozen guest grow back.
             kv_granule_cap=cap,
-            slack_share=config.slack_share,
+            slack_share=config.slack_share if lease_active else 0.0,
             epoch=self._epoch,
             expiry_ns=now_ns + config.ttl_ns,
             heartbeat_ns=now_ns,

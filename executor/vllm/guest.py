@@ -19,7 +19,7 @@ from executor.vllm.guest_kv import GuestKv
 from executor.vllm.hand_back import HandBack, too_large
 from executor.vllm.kv_storage import kv_pages
 from executor.vllm.profiled import gate_limits, step_model
-from executor.vllm.settings import GUEST, EngineSettings
+from executor.vllm.settings import GUEST, WARM_UP, EngineSettings
 from executor.vllm.station import GuestStation, Load
 from executor.vllm.surfaces import SampledSurface, StepSurface
 from executor.vllm.watchdog import Watchdog
@@ -90,7 +90,7 @@ class GatedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types are n
                 self._load(),
                 scheduler_output.total_num_scheduled_tokens,
                 len(scheduler_output.num_scheduled_tokens),
-                sum(map(len, model_runner_output.sampled_token_ids or ())),
+                _rollout_tokens(model_runner_output),
             )
         return result
 
@@ -159,3 +159,9 @@ class GatedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types are n
         running, waiting = self.get_request_counts()
         pool = self.kv_cache_manager.block_pool
         return Load(running, waiting, pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
+
+
+def _rollout_tokens(output: SampledSurface) -> int:
+    """New tokens of a step's rollouts: a warm-up's are nobody's."""
+    sampled = zip(output.req_ids, output.sampled_token_ids or (), strict=False)
+    return sum([len(tokens) for name, tokens in sampled if not name.startswith(WARM_UP)])

@@ -11,6 +11,8 @@ HOST = "host"
 GUEST = "guest"
 OBSERVE = "observe"
 LEND = "lend"
+WARM_UP = "rose-warm-up-"
+"""Ids of requests begin so that run before the first lease: their tokens are nobody's."""
 POLICY_VERSION = "ROSE_POLICY_VERSION"
 """Set in its own process by whoever activates weights there, so that the guest can publish it."""
 

@@ -131,6 +131,11 @@ class SampledSurface(Protocol):
     """vllm.v1.outputs.ModelRunnerOutput."""
 
     @property
+    def req_ids(self) -> Sequence[str]:
+        """Requests of the step, in the order of its outputs."""
+        ...
+
+    @property
     def sampled_token_ids(self) -> Sequence[Sequence[int]]:
         """New tokens of each request of the step."""
         ...

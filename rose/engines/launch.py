@@ -3,6 +3,7 @@
 import asyncio
 import re
 from dataclasses import replace
+from typing import Any
 
 import aiohttp
 
@@ -16,6 +17,8 @@ from rose.procfs import ProcessIdentity
 
 POLL_INTERVAL_S = 0.25
 POLL_TIMEOUT_S = 2.0
+# In a row, while an engine warms up: its API process may share a busy core.
+MISSED_STATES = 30
 LOG_TAIL_BYTES = 64 << 10
 _PREFIX = re.compile(r"^\(\w+ pid=\d+\)\s*(?:ERROR \S+ \S+ \[\S+\]\s*)?")
 _MEANINGFUL = re.compile(r"^\w*(Error|Exception)\b.*: .+")
@@ -44,35 +47,55 @@ class EngineProcess:
         return cls(spec, AdoptedProcess(identity))
 
     async def wait_healthy(self, timeout_s: float) -> None:
-        """Return once it serves; EngineStartError when it dies or takes too long.
+        """Return once it serves and is warm; EngineStartError when it dies or takes too long.
 
         A replica must answer at ROSE's endpoint too: vLLM serves on without a plugin that failed.
+        Its warm-up has a bound of its own, which stands still while the host leaves it no time.
         """
         deadline = asyncio.get_running_loop().time() + timeout_s
         timeout = aiohttp.ClientTimeout(total=POLL_TIMEOUT_S)
         async with aiohttp.ClientSession(timeout=timeout) as session:
             while asyncio.get_running_loop().time() < deadline:
-                if self.process.returncode is not None:
-                    raise EngineStartError(
-                        f"engine {self.spec.name} ended at start (exit {self.process.returncode}):"
-                        f" {self.last_words()}; see {self.spec.log}"
-                    )
+                self._check_alive()
                 if await _answers(session, f"{self.spec.url}/health"):
-                    await self._check_endpoint(session)
+                    if self.spec.role.is_replica:
+                        await self._wait_warm(session)
                     return
                 await asyncio.sleep(POLL_INTERVAL_S)
         raise EngineStartError(
             f"engine {self.spec.name} did not answer within {timeout_s:.0f} s; see {self.spec.log}"
         )
 
-    async def _check_endpoint(self, session: aiohttp.ClientSession) -> None:
-        if not self.spec.role.is_replica:
-            return
-        if not await _answers(session, f"{self.spec.url}/rose/v1/state"):
+    def _check_alive(self) -> None:
+        if self.process.returncode is not None:
+            raise EngineStartError(
+                f"engine {self.spec.name} ended at start (exit {self.process.returncode}):"
+                f" {self.last_words()}; see {self.spec.log}"
+            )
+
+    async def _wait_warm(self, session: aiohttp.ClientSession) -> None:
+        if await _state(session, self.spec.url) is None:
             raise EngineStartError(
                 f"engine {self.spec.name} serves without ROSE's endpoint: {self.last_words()};"
                 f" see {self.spec.log}"
             )
+        missed = 0
+        while missed < MISSED_STATES:
+            self._check_alive()
+            state = await _state(session, self.spec.url)
+            if state is not None and state.get("warm"):
+                return
+            warm_up = (state or {}).get("warm_up", {})
+            if warm_up.get("failed"):
+                raise EngineStartError(
+                    f"engine {self.spec.name} is not warm: {warm_up.get('said')};"
+                    f" see {self.spec.log}"
+                )
+            missed = missed + 1 if state is None else 0
+            await asyncio.sleep(POLL_INTERVAL_S)
+        raise EngineStartError(
+            f"engine {self.spec.name} stopped answering in its warm-up; see {self.spec.log}"
+        )
 
     def last_words(self) -> str:
         """The line of the log that best says why the engine ended."""
@@ -96,3 +119,12 @@ async def _answers(session: aiohttp.ClientSession, url: str) -> bool:
             return response.status == 200
     except (aiohttp.ClientError, TimeoutError):
         return False
+
+
+async def _state(session: aiohttp.ClientSession, url: str) -> dict[str, Any] | None:
+    """A replica's account of itself, None where there is none."""
+    try:
+        async with session.get(f"{url}/rose/v1/state") as response:
+            return await response.json(content_type=None) if response.status == 200 else None
+    except (aiohttp.ClientError, TimeoutError, ValueError):
+        return None

@@ -31,6 +31,8 @@ class EngineSpec:
     headroom_bytes: memory of the machine that has to stay free when it starts.
     cgroup: where it is put, None leaves it where its parent is.
     verify_key: hex of the key that signs manifests.
+    warm_up_s: a replica runs every size of step before it is healthy, for at most so long; None
+    leaves that out.
     step_profile, host_step_profile: files of `rose profile`, of a guest and of its host.
     """
 
@@ -53,6 +55,7 @@ class EngineSpec:
     verify_key: str | None = None
     ttft_target_s: float = 0.5
     tpot_target_s: float = 0.15
+    warm_up_s: float | None = None
     step_profile: Path | None = None
     host_step_profile: Path | None = None
     extra_env: dict[str, str] = field(default_factory=dict)

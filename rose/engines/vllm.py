@@ -84,6 +84,8 @@ def _environment(spec: EngineSpec) -> dict[str, str]:
     if spec.control_page:
         env["ROSE_CONTROL_PAGE"] = str(spec.control_page)
         env["ROSE_ORPHAN_S"] = str(spec.orphan_s)
+    if spec.warm_up_s is not None and spec.role.is_replica:
+        env["ROSE_WARM_UP_S"] = str(spec.warm_up_s)
     if spec.step_profile:
         env["ROSE_STEP_PROFILE"] = str(spec.step_profile.absolute())
     if spec.host_step_profile:

@@ -94,6 +94,7 @@ class Assembly:
             partial(in_loop, on_broken),
             lambda reason: in_loop(guest.tenant.take_back, reason),
             lambda owed: in_loop(self._overdue, guest, owed),
+            lambda: guest.supervisor.warming,
         )
         self.guards[config.id] = guard
         guard.start()

@@ -37,6 +37,8 @@ class ReplicaConfig(_Frozen):
     token_budget: most tokens in one guest step. slack_share: 0 uses host-idle time only.
     pressure_policy, kv_*_watermark: how its KV memory gives way when that share of the host's own
     is in use (`executor.pressure`).
+    warm_up_s: it runs every size of step before it is offered, for at most so long; time in which
+    its host leaves it none does not count.
     step_profile: file of `rose profile`; without one a guest guesses, and learns as it runs.
     kv_base_bytes: KV memory of a guest's own; beyond it the guest has what its host lends just now.
     None: its KV memory does not depend on what the host lends.
@@ -67,6 +69,7 @@ class ReplicaConfig(_Frozen):
     prefill_tok_s: float = Field(default=10_000.0, gt=0)
     kv_tokens: int = Field(default=32_768, gt=0)
     start_timeout_s: float = Field(default=180.0, gt=0)
+    warm_up_s: float = Field(default=60.0, gt=0)
     orphan_s: float = Field(default=1.5, ge=0.5, le=600.0)
     step_profile: Path | None = None
     extra_env: dict[str, str] = {}
@@ -107,6 +110,7 @@ class ReplicaConfig(_Frozen):
             headroom_bytes=host.headroom_bytes if host else 0,
             cgroup=cgroup,
             verify_key=verify_key,
+            warm_up_s=self.warm_up_s,
             step_profile=self.step_profile,
             host_step_profile=host.step_profile if host else None,
             extra_env=self.extra_env,

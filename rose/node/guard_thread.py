@@ -47,9 +47,11 @@ class GuardThread:
         on_broken: Callable[[], object],
         on_stall: Callable[[str], object],
         on_overdue: Callable[[int], object] | None = None,
+        warming: Callable[[], bool] = lambda: False,
     ) -> None:
         """`lease_epoch`: of the lease that holds now, None without one; asked in this thread.
 
+        So is `warming`: whether the guest's engine starts and takes no turns yet.
         So are both others called: when the loop ends unasked, when the process stood still. After
         a stop longer than a grant lives the lease of that time grants nothing any more.
         `on_overdue` hears of bytes of the host that the guest keeps for OVERDUE_S.
@@ -69,6 +71,7 @@ class GuardThread:
         self._on_overdue = on_overdue
         self._overdue = Overdue(round(OVERDUE_S * 1e9))
         self._reclaim_cap: int | None = None
+        self._warming = warming
         self._void_epoch = 0
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rose-guard", daemon=True)
@@ -135,6 +138,7 @@ class GuardThread:
             kill_switch=self._kill_switch.engaged,
             host_alive=_alive(self._host_pid),
             reclaim_cap=self._reclaim_cap,
+            warming=self._warming(),
         )
         if self.grant.reason == STALLED:
             self._void_epoch = self._newest_epoch

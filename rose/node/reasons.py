@@ -4,6 +4,7 @@ from executor import guard
 
 _MEANING = {
     guard.NO_LEASE: "no job has leased it",
+    guard.WARM_UP: "its engine warms up while the host is idle",
     guard.KILL_SWITCH: "the kill switch is set; take it back with `rose unkill RUN_DIR`",
     guard.HOST_DEAD: "the host's process is gone",
     guard.HOST_UNREADABLE: "the host publishes nothing on the control page, or half a record",

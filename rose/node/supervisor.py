@@ -60,6 +60,15 @@ class Supervisor:
         self._stopping = asyncio.Event()
         self._unwanted: str | None = None
         self._short_lives = 0
+        self._fresh = False
+
+    @property
+    def warming(self) -> bool:
+        """Whether an engine that this daemon started has not been healthy yet (any thread).
+
+        Not so an adopted one: it may still hold turns of a lease that nobody knows any more.
+        """
+        return self._fresh
 
     @property
     def pid(self) -> int | None:
@@ -134,6 +143,18 @@ class Supervisor:
         self._log("engine_started", pid=engine.process.pid)
         return engine
 
+    async def _healthy(self, engine: EngineProcess) -> None:
+        """Return once it is. A start may take as long as its host is busy: rules end it too."""
+        start = asyncio.create_task(engine.wait_healthy(self._start_timeout_s))
+        try:
+            while not (await asyncio.wait((start,), timeout=POLL_S))[0]:
+                if reason := self._rules.must_end() or self._unwanted:
+                    await self._reclaim(engine, reason)
+                    break
+            await start
+        finally:
+            start.cancel()
+
     async def _end_of(self, engine: EngineProcess) -> int:
         """Exit status of the engine; whatever stands against it ends it first."""
         ended = asyncio.create_task(engine.process.wait())
@@ -153,11 +174,13 @@ class Supervisor:
         await self._enter(EngineState.STARTING)
         healthy = False
         self._unwanted = None
+        self._fresh = adopted is None
         started_s = time.monotonic()
         try:
             self._engine = adopted or await self._obtain()
-            await self._engine.wait_healthy(self._start_timeout_s)
+            await self._healthy(self._engine)
             healthy = True
+            self._fresh = False
             self._note_place(self._engine.process.pid)
             await self._enter(EngineState.HEALTHY)
             code = await self._end_of(self._engine)
@@ -165,6 +188,7 @@ class Supervisor:
         except RoseError as error:
             self._log("engine_start_failed", message=str(error))
         finally:
+            self._fresh = False
             if self._engine:
                 # What the engine started may outlive it; nothing of it may.
                 await self._engine.process.kill()

@@ -21,6 +21,7 @@ from rose.replica.generate import GenerateApp
 from rose.replica.kv_wake import KvWaker
 from rose.replica.shortcut import GENERATE_PATH, STATE_NAME
 from rose.replica.turns import Turns
+from rose.replica.warm_up import WarmUp
 from rose.replica.weights import ActivationError, Weights
 from rose.replica.wire import ApplyBody, EpochBody
 from weight_transfer import WeightError, WrongBaseError
@@ -44,6 +45,7 @@ class ReplicaEndpoint:
         self._weights: Weights | None = None
         self._kv_tokens = 0
         self._kv_waker: KvWaker | None = None
+        self._warm_up: WarmUp | None = None
 
     def attach_router(self, app: FastAPI) -> None:
         """Add the routes: Starlette's own, and before vLLM's, which are matched one by one."""
@@ -74,6 +76,8 @@ class ReplicaEndpoint:
         self._kv_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
         self._kv_waker = KvWaker(engine_client)
         self._kv_waker.start()
+        self._warm_up = WarmUp(engine_client)
+        self._warm_up.start()
 
     async def _drain(self, request: Request) -> Response:
         try:
@@ -115,6 +119,7 @@ class ReplicaEndpoint:
         del request
         assert self._turns is not None
         assert self._weights is not None
+        assert self._warm_up is not None
         return JSONResponse(
             {
                 "replica_id": os.environ.get("ROSE_REPLICA_ID", ""),
@@ -126,6 +131,8 @@ class ReplicaEndpoint:
                 "waiting": self._turns.waiting,
                 "tokens_total": self._turns.tokens_total,
                 "kv_tokens": self._kv_tokens,
+                "warm": self._warm_up.warm,
+                "warm_up": {"failed": self._warm_up.failed, "said": self._warm_up.said},
             }
         )
 

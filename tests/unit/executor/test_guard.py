@@ -135,3 +135,19 @@ def test_pressure_and_the_operators_cap_bind_a_borrower_too() -> None:
 def test_limits_that_make_no_sense_are_refused(bad: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=r"must|give"):
         GuardConfig(**({"token_budget": 1, "max_sequences": 1} | bad))  # type: ignore[arg-type] # wrong on purpose
+
+
+def test_a_guest_that_warms_up_runs_in_host_idle_time_without_a_lease() -> None:
+    core = GuardCore(CONFIG)
+    grant = granted(core, lease_active=False, warming=True)
+    assert (grant.mode, grant.reason, grant.token_budget) == (GrantMode.RUN, "warm_up", 256)
+    assert grant.slack_share == 0.0, "the host's slack is for leases"
+    after = granted(core, lease_active=False, warming=False)
+    assert (after.mode, after.reason) == (GrantMode.FREEZE, "no_lease")
+
+
+@pytest.mark.parametrize("change", [{"kill_switch": True}, {"operator_hold": True}, {"host": None}])
+def test_a_warm_up_obeys_whatever_freezes_a_lease(change: dict[str, Any]) -> None:
+    grant = granted(GuardCore(CONFIG), lease_active=False, warming=True, **change)
+    assert grant.mode in (GrantMode.KILL, GrantMode.FREEZE)
+    assert grant.token_budget == 0

@@ -8,7 +8,9 @@ from pathlib import Path
 
 PORT, JOURNAL = int(sys.argv[1]), Path(sys.argv[2])
 # While this file exists the engine cannot prove any version; with the other it refuses admission.
+# While COLD exists it has not warmed up, with TOO_COLD it never will.
 SAID = {"policy_version": 0, "epoch": 0, "admitting": False}
+COLD, TOO_COLD = JOURNAL.with_name("cold"), JOURNAL.with_name("too_cold")
 UNPROVEN, CLOSED = JOURNAL.with_name("unproven"), JOURNAL.with_name("closed")
 
 
@@ -30,7 +32,9 @@ def apply(body: dict[str, str]) -> tuple[int, dict[str, object]]:
 
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        self.answer(200, SAID | {"running": 2, "waiting": 0, "tokens_total": 7})
+        warm_up = {"failed": TOO_COLD.exists(), "said": "3 of 9 sizes"}
+        warmth = {"warm": not COLD.exists(), "warm_up": warm_up}
+        self.answer(200, SAID | warmth | {"running": 2, "waiting": 0, "tokens_total": 7})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

@@ -32,6 +32,7 @@ class FakeAsyncLLM:
         self.prompts: list[Mapping[str, Any]] = []
         self.parameters: list[SamplingParams] = []
         self.core_aborts: list[str] = []
+        self.resets, self.resets_after = 0, 1
         self.refuse_with: Exception | None = None
         self.adding = asyncio.Event()
         self.adding.set()
@@ -60,6 +61,10 @@ class FakeAsyncLLM:
         queue = RequestOutputCollector(params.output_kind, request.request_id)
         self.output_processor.add_request(request, None, None, 0, queue)
         return queue
+
+    async def reset_prefix_cache(self) -> bool:
+        self.resets += 1
+        return self.resets_after <= self.resets and not self.live
 
     async def abort(self, request_ids: list[str], internal: bool = False) -> None:
         self.core_aborts += self.output_processor.abort_requests(request_ids, internal)

@@ -91,6 +91,8 @@ async def test_a_lease_opens_a_drain_closes_and_an_old_lease_does_nothing(
         "waiting": 0,
         "tokens_total": 1,
         "kv_tokens": 128,
+        "warm": True,
+        "warm_up": {"failed": False, "said": "no warm-up was asked for"},
     }
     assert (await replica.ask("drain", {"epoch": 4, "reason": "old"}))[0] == 409
     assert (await replica.ask("admit", {"epoch": 4}))[0] == 409

@@ -1,0 +1,196 @@
+"""Steps of every size before the first lease: the first of a kind compiles kernels, for seconds.
+
+asked for ──► waiting for the gate ──► running ──► prefixes dropped ──► warm
+                                          └─► longer than allowed, or the engine failed: not warm
+
+The steps pass the gate like any others: the node grants them while it starts the engine, in
+host-idle time only. Time in which the gate lets nothing run does not count against the bound.
+Not one of their tokens is a rollout's: the guest section leaves out WARM_UP requests.
+"""
+
+import asyncio
+import logging
+import math
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final, Self
+
+from executor import ControlPage, PageError
+from executor.vllm.settings import WARM_UP
+from rose.replica.engine_request import ENGINE_FAILURES, EngineRequest, RequestRefusedError, abort
+from rose.replica.versions import UnknownVersionError
+from rose.replica.wire import GenerateBody, Sampling
+
+SECONDS: Final = "ROSE_WARM_UP_S"
+OUTPUT_TOKENS: Final = 3
+POLL_S: Final = 0.02
+RESETS, RESET_PAUSE_S = 50, 0.1
+_LOG = logging.getLogger("vllm.rose.replica")
+
+
+class WarmUpError(Exception):
+    """It did not come to its end; the message is one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What an engine may be asked for at once."""
+
+    max_num_seqs: int
+    max_model_len: int
+    max_tokens: int
+    vocabulary: int
+
+    @classmethod
+    def of(cls, config: Any) -> Self:  # noqa: ANN401 - vLLM's VllmConfig
+        """As vLLM was configured."""
+        return cls(
+            config.scheduler_config.max_num_seqs,
+            config.model_config.max_model_len,
+            config.scheduler_config.max_num_batched_tokens,
+            config.model_config.get_vocab_size(),
+        )
+
+    def batches(self) -> Iterator[tuple[int, int]]:
+        """(sequences, tokens of each prompt): all doublings, with short prompts and long ones."""
+        longest = self.max_model_len - OUTPUT_TOKENS
+        for sequences in _doublings(self.max_num_seqs):
+            fair = max(1, min(longest, self.max_tokens // sequences))
+            for prompt in sorted({min(8, fair), min(64, fair), fair}):
+                yield sequences, prompt
+
+
+class WarmUp:
+    """Warms one engine. `said` tells a person where it stands, in one line."""
+
+    def __init__(
+        self,
+        engine: Any,  # noqa: ANN401 - vLLM's AsyncLLM
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine = engine
+        self._clock_s = clock_s
+        self._limit_s = _limit_s(os.environ.get(SECONDS, ""))
+        self._rng = random.Random(0)  # noqa: S311 -- prompts, not secrets
+        self._page: ControlPage | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._vocabulary = 0
+        self._began_s = 0.0
+        self._yielded_before_s = 0.0
+        self.warm = self._limit_s is None
+        self.failed = False
+        self.said = "no warm-up was asked for"
+
+    def start(self) -> None:
+        """Begin, if it was asked for."""
+        if self._limit_s is not None:
+            self.said = "warm-up begins"
+            self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def _run(self) -> None:
+        try:
+            self._page = _page()
+            self._began_s, self._yielded_before_s = self._clock_s(), self._yielded_s()
+            sizes = Sizes.of(self._engine.vllm_config)
+            self._vocabulary, batches = sizes.vocabulary, list(sizes.batches())
+            for number, (sequences, prompt) in enumerate(batches):
+                self._check_time()
+                self.said = f"warm-up: {number} of {len(batches)} sizes"
+                await self._batch(sequences, prompt)
+            await self._forget()
+            self.said = f"warm after {len(batches)} sizes in {self._spent_s():.1f} s of its own"
+            self.warm = True
+            _LOG.info(self.said)
+        except (WarmUpError, PageError, RequestRefusedError, UnknownVersionError) as error:
+            self._end(str(error))
+        except ENGINE_FAILURES as error:
+            self._end(f"{type(error).__name__}: {error}")
+        finally:
+            if self._page is not None:
+                self._page.close()
+                self._page = None
+
+    def _end(self, why: str) -> None:
+        self.failed = True
+        self.said = f"{self.said}, then no more: {why}"
+        _LOG.warning(self.said)
+
+    async def _batch(self, sequences: int, prompt: int) -> None:
+        requests: list[EngineRequest] = []
+        turns: list[asyncio.Task[None]] = []
+        try:
+            for number in range(sequences):
+                request = await EngineRequest.start(self._engine, self._body(number, prompt))
+                requests.append(request)
+                turns.append(asyncio.create_task(_finish(request)))
+            while not (await asyncio.wait(turns, timeout=POLL_S))[0] >= set(turns):
+                self._check_time()
+            for turn in turns:
+                turn.result()
+        except BaseException:
+            for turn in turns:
+                turn.cancel()
+            await abort(self._engine, requests)
+            raise
+
+    def _body(self, number: int, prompt: int) -> GenerateBody:
+        return GenerateBody(
+            f"{WARM_UP}{number}",
+            [self._rng.randrange(self._vocabulary) for _ in range(prompt)],
+            # Greedy and sampled turns take different ways through the sampler.
+            Sampling(temperature=float(number % 2 == 0), max_tokens=OUTPUT_TOKENS),
+        )
+
+    async def _forget(self) -> None:
+        """Leave no cached prefix: nobody will ever ask for one, and each holds memory."""
+        for _ in range(RESETS):
+            if await self._engine.reset_prefix_cache():
+                return
+            self._check_time()
+            await asyncio.sleep(RESET_PAUSE_S)
+        raise WarmUpError("its prefixes stayed in the cache")
+
+    def _check_time(self) -> None:
+        assert self._limit_s is not None
+        if self._spent_s() > self._limit_s:
+            raise WarmUpError(f"it took longer than {self._limit_s:.0f} s that it was let run")
+
+    def _spent_s(self) -> float:
+        """Since it began, without the time in which the gate let nothing run."""
+        held_back_s = self._yielded_s() - self._yielded_before_s
+        return self._clock_s() - self._began_s - held_back_s
+
+    def _yielded_s(self) -> float:
+        guest = self._page.guest.peek() if self._page is not None else None
+        return guest.yielded_ns / 1e9 if guest is not None else 0.0
+
+
+async def _finish(request: EngineRequest) -> None:
+    while (await request.next()).finish_reason is None:
+        continue
+
+
+def _page() -> ControlPage | None:
+    """The control page of a guest; a dedicated replica has none, and no gate."""
+    path = os.environ.get("ROSE_CONTROL_PAGE")
+    return ControlPage.open(path) if path and os.environ.get("ROSE_ROLE") == "guest" else None
+
+
+def _doublings(most: int) -> list[int]:
+    sizes = [1]
+    while sizes[-1] * 2 < most:
+        sizes.append(sizes[-1] * 2)
+    return sizes if sizes[-1] == most else [*sizes, most]
+
+
+def _limit_s(text: str) -> float | None:
+    """Seconds; None without a warm-up. Raises ValueError for what is no time."""
+    if not text:
+        return None
+    seconds = float(text)
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise ValueError(f"{SECONDS} is {text}; give positive seconds")
+    return seconds
