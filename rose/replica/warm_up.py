@@ -26,6 +26,8 @@ from rose.replica.wire import GenerateBody, Sampling
 
 SECONDS: Final = "ROSE_WARM_UP_S"
 OUTPUT_TOKENS: Final = 3
+# More rows take the same kernels: above this a prefill only takes longer.
+MOST_TOKENS: Final = 1024
 POLL_S: Final = 0.02
 RESETS, RESET_PAUSE_S = 50, 0.1
 _LOG = logging.getLogger("vllm.rose.replica")
@@ -50,7 +52,7 @@ class Sizes:
         return cls(
             config.scheduler_config.max_num_seqs,
             config.model_config.max_model_len,
-            config.scheduler_config.max_num_batched_tokens,
+            min(config.scheduler_config.max_num_batched_tokens, MOST_TOKENS),
             config.model_config.get_vocab_size(),
         )
 
