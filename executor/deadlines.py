@@ -1,8 +1,9 @@
 """Earliest TTFT and TPOT deadlines of a host's requests, kept up to date in little time.
 
 All requests share one TTFT target, so the earliest prefill deadline belongs to the oldest arrival
-that still waits for its first token (a heap with lazy deletion). Nearly all decoding requests get a
-token in every step, so only those that were left out need a time of their own.
+that still waits for its first token. Requests come nearly in the order of their arrival times: a
+queue holds those that do, a heap the others, and both forget lazily. Nearly all decoding requests
+get a token in every step, so only those that were left out need a time of their own.
 
 Nor does a step look at its decoding requests one by one. Every request of a step is known to be
 prefilling, decoding or gone, and the first and the last are few: what is left counts the decoding
@@ -22,7 +23,8 @@ class DeadlineBook:
     def __init__(self, ttft_ns: int, tpot_ns: int) -> None:
         self._ttft_ns = ttft_ns
         self._tpot_ns = tpot_ns
-        self._arrivals: list[tuple[int, str]] = []
+        self._arrivals: deque[tuple[int, str]] = deque()
+        self._overtaken: list[tuple[int, str]] = []
         self._prefill_left: dict[str, int] = {}
         # Of those, the ones that a step has had.
         self._prefilling: set[str] = set()
@@ -43,7 +45,10 @@ class DeadlineBook:
         """A request came in; one that is known already (a streamed session) keeps its deadline."""
         if request_id in self._prefill_left or request_id in self._decoding:
             return
-        heapq.heappush(self._arrivals, (arrival_ns, request_id))
+        if not self._arrivals or arrival_ns >= self._arrivals[-1][0]:
+            self._arrivals.append((arrival_ns, request_id))
+        else:
+            heapq.heappush(self._overtaken, (arrival_ns, request_id))
         self._prefill_left[request_id] = prompt_tokens
         self.queued_prefill_tokens += prompt_tokens
 
@@ -95,11 +100,15 @@ class DeadlineBook:
     @property
     def earliest_prefill_ns(self) -> int:
         """When the next first token is due, NO_DEADLINE when none is waited for."""
-        while self._arrivals and self._arrivals[0][1] not in self._prefill_left:
-            heapq.heappop(self._arrivals)
-        if not (self._arrivals and self._ttft_ns):
+        queue, heap, waiting = self._arrivals, self._overtaken, self._prefill_left
+        while queue and queue[0][1] not in waiting:
+            queue.popleft()
+        while heap and heap[0][1] not in waiting:
+            heapq.heappop(heap)
+        if not (self._ttft_ns and waiting):
             return NO_DEADLINE
-        return prefill_deadline_ns(self._arrivals[0][0], self._ttft_ns)
+        oldest_ns = min(first[0][0] for first in (queue, heap) if first) if heap else queue[0][0]
+        return prefill_deadline_ns(oldest_ns, self._ttft_ns)
 
     @property
     def earliest_decode_ns(self) -> int:
