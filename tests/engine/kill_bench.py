@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -134,8 +134,16 @@ class GuestLoad:
 class KillBench:
     """Everything but who dies."""
 
-    def __init__(self, folder: Path, orphan_s: float) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        orphan_s: float,
+        host: dict[str, Any] | None = None,
+        guest: dict[str, Any] | None = None,
+    ) -> None:
+        """`host`, `guest`: fields of EngineSpec and of the node's file that differ."""
         self.folder = folder
+        self._host_fields, self._guest_fields = host or {}, guest or {}
         self.run_dir = folder / "run"
         save_tiny_model(folder / "model", dtype="bfloat16")
         self.page = ControlPage.create(folder / "page")
@@ -254,17 +262,16 @@ class KillBench:
             connection.close()
 
     def _start_host(self) -> "subprocess.Popen[bytes]":
-        spec = process_spec(
-            EngineSpec(
-                name="host",
-                role=EngineRole.HOST,
-                model_dir=self.folder / "model",
-                port=self.host_port,
-                log=self.folder / "host.log",
-                control_page=self.page.path,
-                extra_args=("--skip-tokenizer-init",),
-            )
+        plain = EngineSpec(
+            name="host",
+            role=EngineRole.HOST,
+            model_dir=self.folder / "model",
+            port=self.host_port,
+            log=self.folder / "host.log",
+            control_page=self.page.path,
+            extra_args=("--skip-tokenizer-init",),
         )
+        spec = process_spec(replace(plain, **self._host_fields))
         with (self.folder / "host.log").open("wb") as log:
             return subprocess.Popen(
                 spec.argv, env={**os.environ, **spec.env}, stdout=log, stderr=log, process_group=0
@@ -286,7 +293,7 @@ class KillBench:
             "slack_share": 1.0,
             "orphan_s": orphan_s,
             "stream_interval": 4,
-        }
+        } | self._guest_fields
         return {
             "node": NODE,
             "scheduler": f"127.0.0.1:{self.scheduler_port}",
