@@ -23,6 +23,11 @@ from rose.profile.samples import LoggedStep, steps_of
 RUNS, UNCOUNTED_RUNS = 3, 1
 WAITING_S = 20.0
 POLL_S = 0.005
+ENDS_S = 5.0
+
+
+class UnfinishedTurnError(Exception):
+    """A turn did not come to its end; the message is the last line of its stream."""
 
 
 class Driver:
@@ -55,7 +60,7 @@ class Driver:
             async with self._http.get(f"{url}/rose/v1/state") as answer:
                 return int((await answer.json())["kv_tokens"])
         except (aiohttp.ClientError, TimeoutError, KeyError, ValueError) as error:
-            raise self._failed(error) from error
+            raise await self._failed(error) from error
 
     async def runs(self, batch: Batch) -> list[list[LoggedStep]]:
         """The steps of each counted run of a batch."""
@@ -73,8 +78,8 @@ class Driver:
             await self._until_waiting(batch.sequences, turns)
             self._grant.allow(batch.token_budget)
             await asyncio.gather(*turns)
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise self._failed(error) from error
+        except (aiohttp.ClientError, TimeoutError, UnfinishedTurnError) as error:
+            raise await self._failed(error) from error
         finally:
             for turn in turns:
                 turn.cancel()
@@ -100,7 +105,7 @@ class Driver:
             lines = (await answer.read()).splitlines()
             if answer.status != 200 or not lines or b'"length"' not in lines[-1]:
                 said = lines[-1].decode(errors="replace") if lines else f"HTTP {answer.status}"
-                raise EngineStartError(f"the engine did not finish a turn: {said}")
+                raise UnfinishedTurnError(said)
 
     def _new_records(self) -> list[StepRecord]:
         path = next(self._logs.glob("steps-guest-*.bin"), None)
@@ -112,10 +117,12 @@ class Driver:
         fresh, self._read = records[self._read :], len(records)
         return [record for record in fresh if record.kind == STEP]
 
-    def _failed(self, error: Exception) -> EngineStartError:
+    async def _failed(self, error: Exception) -> EngineStartError:
         spec = self._engine.spec
+        # Its last turns break off a moment before it is gone.
+        await asyncio.wait((asyncio.ensure_future(self._engine.process.wait()),), timeout=ENDS_S)
         if self._engine.process.returncode is None:
-            return EngineStartError(f"the engine stopped answering ({error!r}); see {spec.log}")
+            return EngineStartError(f"the engine does not do its turns: {error!r}; see {spec.log}")
         return EngineStartError(
             f"the engine ended while it was profiled: {self._engine.last_words()}; see {spec.log}"
         )
