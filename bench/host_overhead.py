@@ -35,8 +35,10 @@ TARGET_US = 30.0
 RUNNING = 256
 BLOCK_TOKENS = 16
 PROMPT_TOKENS = 64
-STEPS_A_ROUND = 10
+# Long enough that the caches are its own again for most of a round.
+STEPS_A_ROUND = 40
 FIRST_STEPS = 100
+KINDS = ("stock", "observed", "timed")
 VOCABULARY = 1_000
 STOP_S = 20.0
 ENVIRONMENT = {
@@ -198,11 +200,11 @@ class Arm:
         )
         os.sched_setaffinity(self._process.pid, {core})
 
-    def steps(self, traffic: Traffic, how: str = "whole") -> float:
-        """Median microseconds of a round's steps; `inside`: of what ROSE added to them."""
+    def steps(self, traffic: Traffic) -> float:
+        """Microseconds of a round, see `round_of`."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(f"{traffic.name} {how}\n")
+        self._process.stdin.write(f"{traffic.name}\n")
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
         if not answer:
@@ -224,6 +226,11 @@ def worker(kind: str) -> None:
 
     from executor.vllm.host import ObservedScheduler
 
+    classes = {
+        "stock": AsyncScheduler,
+        "observed": ObservedScheduler,
+        "timed": timed_scheduler() if kind == "timed" else None,
+    }
     # Collections fall between rounds: vLLM freezes its heap for the same reason.
     gc.disable()
     with tempfile.TemporaryDirectory(prefix="rose-host-overhead-") as name:
@@ -232,17 +239,14 @@ def worker(kind: str) -> None:
         engines = {}
         for traffic in TRAFFICS:
             os.environ["ROSE_CONTROL_PAGE"] = str(Path(name) / traffic.name)
-            scheduler_class = ObservedScheduler if kind == "observed" else AsyncScheduler
-            engine = Engine(scheduler_of(scheduler_class, config), hasher, traffic)
+            engine = Engine(scheduler_of(classes[kind], config), hasher, traffic)
             engine.steps(FIRST_STEPS)
-            if kind == "observed":
+            if kind != "stock":
                 check_published(Path(os.environ["ROSE_CONTROL_PAGE"]))
             engines[traffic.name] = engine
         for line in sys.stdin:
-            traffic_name, how = line.split()
             gc.collect()
-            work = timed_inside if how == "inside" else timed_whole
-            sys.stdout.write(f"{work(engines[traffic_name]) * 1e6}\n")
+            sys.stdout.write(f"{round_of(engines[line.strip()], kind) * 1e6}\n")
             sys.stdout.flush()
 
 
@@ -254,29 +258,34 @@ def check_published(path: Path) -> None:
         raise SystemExit(f"the host section does not tell of {RUNNING} running requests: {state}")
 
 
-def timed_whole(engine: Engine) -> float:
-    """Median seconds of a step."""
-    return median(engine.steps(STEPS_A_ROUND))
+def timed_scheduler() -> Any:  # noqa: ANN401 - a class of vLLM's
+    """ObservedScheduler that adds up what the code takes that ROSE added to it.
+
+    A class of its own: a method that is replaced on an instance makes CPython keep that instance's
+    attributes in another way, and slows all of its code.
+    """
+    from executor.vllm.host import ObservedScheduler
+
+    class TimedScheduler(ObservedScheduler):
+        spent_ns = 0
+
+        def _quietly(self, observe: Callable[..., None], *args: object) -> None:
+            began_ns = time.perf_counter_ns()
+            super()._quietly(observe, *args)
+            self.spent_ns += time.perf_counter_ns() - began_ns
+
+    return TimedScheduler
 
 
-def timed_inside(engine: Engine) -> float:
-    """Median seconds of a step that the scheduler spends in what ROSE added, by its own clock."""
-    spent_ns = 0
-    quietly = engine.scheduler._quietly
-
-    def timed(observe: Callable[..., None], *args: object) -> None:
-        nonlocal spent_ns
-        began_ns = time.perf_counter_ns()
-        quietly(observe, *args)
-        spent_ns += time.perf_counter_ns() - began_ns
-
-    engine.scheduler._quietly = timed
+def round_of(engine: Engine, kind: str) -> float:
+    """Median seconds of a round's steps; of a timed engine, of what was added to them."""
+    if kind != "timed":
+        return median(engine.steps(STEPS_A_ROUND))
     spent = []
     for _ in range(STEPS_A_ROUND):
-        spent_ns = 0
+        engine.scheduler.spent_ns = 0
         engine.steps(1)
-        spent.append(spent_ns / 1e9)
-    del engine.scheduler._quietly
+        spent.append(engine.scheduler.spent_ns / 1e9)
     return median(spent)
 
 
@@ -296,7 +305,7 @@ class Rounds:
             for name in order.sample(sorted(arms), len(arms)):
                 took[name] = arms[name].steps(traffic)
             pairs.append((took["observed"], took["stock"]))
-            inside.append((arms["observed"].steps(traffic, "inside"), 0.0))
+            inside.append((took["timed"], 0.0))
         self.pairs.append(pairs)
         self.inside.append(inside)
 
@@ -332,7 +341,7 @@ def measured(processes: int, rounds: int) -> dict[str, Rounds]:
     core = max(os.sched_getaffinity(0))
     found = {traffic.name: Rounds() for traffic in TRAFFICS}
     for _ in range(processes):
-        arms = {kind: Arm(kind, core) for kind in ("observed", "stock")}
+        arms = {kind: Arm(kind, core) for kind in KINDS}
         try:
             for traffic in TRAFFICS:
                 found[traffic.name].measure(traffic, rounds, arms)
@@ -345,10 +354,10 @@ def measured(processes: int, rounds: int) -> dict[str, Rounds]:
 def main() -> int:
     """Measure, and print or write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--processes", type=int, default=6, help="pairs of processes")
-    parser.add_argument("--rounds", type=int, default=30, help="of each pair, a load")
+    parser.add_argument("--processes", type=int, default=5, help="processes of each arm")
+    parser.add_argument("--rounds", type=int, default=12, help="of each pair, a load")
     parser.add_argument("--out", type=Path, help="write there instead of to the screen")
-    parser.add_argument("--worker", choices=("observed", "stock"), help=argparse.SUPPRESS)
+    parser.add_argument("--worker", choices=KINDS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     os.environ |= ENVIRONMENT
     if arguments.worker:

@@ -21,7 +21,7 @@ POLL_TIMEOUT_S = 2.0
 MISSED_STATES = 30
 LOG_TAIL_BYTES = 64 << 10
 _PREFIX = re.compile(r"^\(\w+ pid=\d+\)\s*(?:ERROR \S+ \S+ \[\S+\]\s*)?")
-_MEANINGFUL = re.compile(r"^\w*(Error|Exception)\b.*: .+")
+_MEANINGFUL = re.compile(r"^(?:\w+\.)*\w*(Error|Exception)\b.*: .+")
 
 
 class EngineProcess:

@@ -60,7 +60,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         keep_log = (folder / LOG).exists()
         raise
     finally:
-        shutil.rmtree(folder / "steps" if keep_log else folder)
+        if keep_log:
+            shutil.rmtree(folder / "steps")
+            (folder / "page").unlink()
+        else:
+            shutil.rmtree(folder)
     try:
         profile = fit_profile(measured.samples)
     except ProfileError as error:

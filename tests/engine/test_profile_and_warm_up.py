@@ -1,12 +1,13 @@
 """A real engine is profiled; a fresh one starts with that profile and is warm before its lease."""
 
 import json
+import shutil
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -164,7 +165,8 @@ async def test_a_guest_does_not_start_with_a_profile_that_cannot_be_used(root: P
     node = StandInNode(page)
     node.start()
     more = {"extra_env": {"ROSE_STEP_PROFILE": str(root / "bad.json")}}
-    engine = await EngineProcess.start(spec_of(root, page, **more))
+    spec = replace(spec_of(root, page, **more), log=root / "guest-bad.log")
+    engine = await EngineProcess.start(spec)
     try:
         with pytest.raises(EngineStartError, match="not a step profile") as error:
             await engine.wait_healthy(START_S)
@@ -187,5 +189,5 @@ def test_an_engine_that_dies_at_start_is_said_in_one_line(tmp_path: Path) -> Non
     assert "engine profile ended at start" in process.stderr
     log = Path(process.stderr.rsplit("see ", 1)[1].strip())
     assert log.exists(), "its log is kept"
-    log.unlink()
-    log.parent.rmdir()
+    assert list(log.parent.iterdir()) == [log], "and nothing else"
+    shutil.rmtree(log.parent)

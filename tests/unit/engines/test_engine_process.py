@@ -178,3 +178,22 @@ def test_only_the_guest_gets_gate_and_page_and_yields_its_core(tmp_path: Path) -
     assert not dedicated.background
     assert "ROSE_CONTROL_PAGE" not in dedicated.env
     assert not any("scheduler-cls" in argument for argument in dedicated.argv)
+
+
+@pytest.mark.parametrize(
+    "cause",
+    ["ValueError: no such model", "executor.errors.ExecutorError: profile.json: not a profile"],
+)
+async def test_the_first_error_of_the_log_is_what_an_engine_ended_of(
+    tmp_path: Path, cause: str
+) -> None:
+    spec = _spec(tmp_path)
+    spec.log.write_text(
+        "(EngineCore pid=7) ERROR 11-21 13:05:56 [core.py:1510] Traceback (most recent call last)\n"
+        f"(EngineCore pid=7) ERROR 11-21 13:05:56 [core.py:1510] {cause}\n"
+        "RuntimeError: Engine core initialization failed. See root cause above.\n"
+    )
+    argv = (sys.executable, "-c", "")
+    engine = EngineProcess(spec, await ManagedProcess.start(ProcessSpec("engine", argv)))
+    await engine.process.wait()
+    assert engine.last_words() == cause
