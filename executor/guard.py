@@ -23,6 +23,7 @@ DRAINED = "drained"
 STALLED = "daemon_stalled"
 PRESSURE = "kv_pressure"
 RECLAIM = "reclaim"
+OWING = "owing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,7 @@ class GuardCore:
         draining: bool = False,
         operator_hold: bool = False,
         reclaim_cap: int | None = None,
+        pressed: bool = False,
         warming: bool = False,
     ) -> Grant:
         """The grant to write now.
@@ -97,7 +99,8 @@ class GuardCore:
         `host`/`guest`: sections as read, None when unreadable (an absent guest is no reason to
         freeze: it reads its grant when it starts). `host_alive`: the host's process exists.
         `reclaim_cap`: KV granules that a reclaim leaves the guest (0: all of them), None without.
-        `warming`: the guest's engine starts and takes no turns yet; it may run in host-idle time.
+        `pressed`: it owes memory and shall do nothing but give it back. `warming`: its engine
+        starts and takes no turns yet; it may run in host-idle time.
         """
         drained = draining and guest is not None and not (guest.running or guest.waiting)
         cap = self._cap(now_ns, host, guest, self._limit(host if host_alive else None, guest))
@@ -109,6 +112,7 @@ class GuardCore:
             (not host_alive, GrantMode.FREEZE, HOST_DEAD),
             (host is None, GrantMode.FREEZE, HOST_UNREADABLE),
             (reclaim_cap is not None, GrantMode.FREEZE, RECLAIM),
+            (pressed, GrantMode.FREEZE, OWING),
             (drained, GrantMode.FREEZE, DRAINED),
             (draining, GrantMode.DRAIN, DRAIN),
             (operator_hold, GrantMode.FREEZE, OPERATOR_HOLD),

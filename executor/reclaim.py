@@ -220,20 +220,29 @@ class ReclaimCore:
         )
 
 
-class Overdue:
-    """Tells when a guest has owed memory for so long that the ladder has to begin."""
+class Debt:
+    """How long a guest has owed memory that its host took back, and what that calls for.
 
-    def __init__(self, patience_ns: int) -> None:
+    It is `pressed` from `press_ns` on until it owes nothing: it should do nothing else, and have
+    a core to do it on. Every `patience_ns` without an end of it the ladder has to begin.
+    """
+
+    def __init__(self, press_ns: int, patience_ns: int) -> None:
+        self._press_ns = press_ns
         self._patience_ns = patience_ns
         self._since_ns: int | None = None
+        self._asked_ns = 0
+        self.pressed = False
 
     def step(self, now_ns: int, owed_bytes: int) -> int:
-        """Bytes to reclaim now, 0 for none. Told once; again after another patience."""
+        """Bytes to reclaim by the ladder now, 0 for none."""
         if owed_bytes <= 0:
-            self._since_ns = None
-        elif self._since_ns is None:
-            self._since_ns = now_ns
-        elif now_ns - self._since_ns >= self._patience_ns:
-            self._since_ns = now_ns
-            return owed_bytes
-        return 0
+            self._since_ns, self.pressed = None, False
+            return 0
+        if self._since_ns is None:
+            self._since_ns = self._asked_ns = now_ns
+        self.pressed = now_ns - self._since_ns >= self._press_ns
+        if now_ns - self._asked_ns < self._patience_ns:
+            return 0
+        self._asked_ns = now_ns
+        return owed_bytes

@@ -97,15 +97,35 @@ def kill_group(group: int) -> None:
     """
     members = [pid for pid in _members(group) if pid != os.getpid()]
     handles = [handle for pid in members if (handle := _handle_of(pid)) is not None]
-    for pid in members:
-        for thread in _threads(pid):
-            _permitted(partial(os.sched_setscheduler, thread, os.SCHED_OTHER, os.sched_param(0)))
-            _permitted(partial(os.setpriority, os.PRIO_PROCESS, thread, 0))
+    raise_group(group)
     for pid in members:
         _permitted(partial(os.kill, pid, signal.SIGKILL))
     for handle in handles:
         ctypes.CDLL(None).syscall(SYS_PROCESS_MRELEASE, handle, 0)
         os.close(handle)
+
+
+def raise_group(group: int) -> None:
+    """Put the group's threads among the normal ones, as far as that is permitted."""
+    for thread in _group_threads(group):
+        _permitted(partial(os.sched_setscheduler, thread, os.SCHED_OTHER, os.sched_param(0)))
+        _permitted(partial(os.setpriority, os.PRIO_PROCESS, thread, 0))
+
+
+def lower_group(group: int) -> None:
+    """Put the group's threads behind all others, as far as that is permitted."""
+    for thread in _group_threads(group):
+        _lower(thread)
+
+
+def _lower(thread: int) -> None:
+    if not _permitted(partial(os.sched_setscheduler, thread, os.SCHED_IDLE, os.sched_param(0))):
+        _permitted(partial(os.setpriority, os.PRIO_PROCESS, thread, NICEST))
+
+
+def _group_threads(group: int) -> list[int]:
+    members = [pid for pid in _members(group) if pid != os.getpid()]
+    return [thread for pid in members for thread in _threads(pid)]
 
 
 def _members(group: int) -> list[int]:
@@ -150,8 +170,7 @@ def place(options: Mapping[str, str]) -> None:
     if "cgroup" in options:
         _permitted(lambda: Path(options["cgroup"], "cgroup.procs").write_text(str(os.getpid())))
     if options.get("share") == "background":
-        if not _permitted(lambda: os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))):
-            _permitted(lambda: os.setpriority(os.PRIO_PROCESS, 0, NICEST))
+        _lower(0)
         _permitted(lambda: Path("/proc/self/oom_score_adj").write_text("1000"))
 
 

@@ -11,6 +11,7 @@ from rose.eventlog import EventLog
 from rose.group_memory import group_bytes
 from rose.node.claim import Claim
 from rose.node.config import HostConfig, NodeConfig, ReplicaConfig
+from rose.node.debtor import Debtor
 from rose.node.guard_thread import GuardThread
 from rose.node.hang import HangWatch
 from rose.node.harvest import HarvestState
@@ -93,7 +94,11 @@ class Assembly:
             self.events,
             partial(in_loop, on_broken),
             lambda reason: in_loop(guest.tenant.take_back, reason),
-            lambda owed: in_loop(self._overdue, guest, owed),
+            Debtor(
+                lambda: self._healthy_group(guest),
+                guest.supervisor.spec.cgroup,
+                lambda owed: in_loop(self._overdue, guest, owed),
+            ),
             lambda: guest.supervisor.warming,
         )
         self.guards[config.id] = guard
@@ -134,9 +139,13 @@ class Assembly:
             self.events,
         )
 
-    def _overdue(self, guest: Replica, owed_bytes: int) -> None:
+    def _healthy_group(self, guest: Replica) -> int | None:
         # Until it is healthy the section on the page may be that of an earlier life.
-        if guest.supervisor.state is EngineState.HEALTHY:
+        healthy = guest.supervisor.state is EngineState.HEALTHY
+        return guest.supervisor.pid if healthy else None
+
+    def _overdue(self, guest: Replica, owed_bytes: int) -> None:
+        if self._healthy_group(guest) is not None:
             config = guest.config
             self.reclaimers[config.id].begin(owed_bytes, config.reclaim_s, OVERDUE)
 

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import msgspec
 
-from executor import ControlPage, Grant, GuardCore, GuestState, HostState
+from executor import ControlPage, Grant, GrantMode, GuardCore, GuestState, HostState
 from executor.guard import STALLED
-from executor.reclaim import Overdue
+from executor.reclaim import Debt
 from rose.eventlog import EventLog, JsonlLog
+from rose.node.debtor import Debtor
 from rose.node.duty import DutyMeter
 from rose.node.host_watch import HostWatch
 from rose.node.kill_switch import KillSwitch
@@ -24,7 +25,8 @@ from rose.node.samples import GUEST_SAMPLES, GuestSample
 
 TICK_S = 0.02
 SAMPLE_EVERY_TICKS = 5
-# A guest behind a busy host may wait that long for its core before it can give anything back.
+# What a guest that has a core needs to give back what its host wants.
+PRESS_S = 0.25
 OVERDUE_S = 2.0
 
 logger = logging.getLogger("rose.node")
@@ -46,7 +48,7 @@ class GuardThread:
         events: EventLog,
         on_broken: Callable[[], object],
         on_stall: Callable[[str], object],
-        on_overdue: Callable[[int], object] | None = None,
+        debtor: Debtor | None = None,
         warming: Callable[[], bool] = lambda: False,
     ) -> None:
         """`lease_epoch`: of the lease that holds now, None without one; asked in this thread.
@@ -54,7 +56,7 @@ class GuardThread:
         So is `warming`: whether the guest's engine starts and takes no turns yet.
         So are both others called: when the loop ends unasked, when the process stood still. After
         a stop longer than a grant lives the lease of that time grants nothing any more.
-        `on_overdue` hears of bytes of the host that the guest keeps for OVERDUE_S.
+        `debtor` hears when the guest keeps bytes of the host for PRESS_S, and for OVERDUE_S.
         """
         self._name = name
         self._page = page
@@ -68,8 +70,8 @@ class GuardThread:
         self._events = events
         self._on_broken = on_broken
         self._on_stall = on_stall
-        self._on_overdue = on_overdue
-        self._overdue = Overdue(round(OVERDUE_S * 1e9))
+        self._debtor = debtor or Debtor()
+        self._debt = Debt(round(PRESS_S * 1e9), round(OVERDUE_S * 1e9))
         self._reclaim_cap: int | None = None
         self._warming = warming
         self._void_epoch = 0
@@ -138,6 +140,7 @@ class GuardThread:
             kill_switch=self._kill_switch.engaged,
             host_alive=_alive(self._host_pid),
             reclaim_cap=self._reclaim_cap,
+            pressed=self._debt.pressed,
             warming=self._warming(),
         )
         if self.grant.reason == STALLED:
@@ -145,9 +148,11 @@ class GuardThread:
             self._on_stall(STALLED)
         self._page.grant.write(self.grant)
         self.granted += 1
-        overdue = self._overdue.step(self.grant.heartbeat_ns, self._core.owed_bytes)
-        if overdue and self._on_overdue:
-            self._on_overdue(overdue)
+        overdue = self._debt.step(self.grant.heartbeat_ns, self._core.owed_bytes)
+        # Only a frozen guest gets a core of its host's: it gives memory back on it, nothing else.
+        self._debtor.press(self._debt.pressed and self.grant.mode is GrantMode.FREEZE)
+        if overdue:
+            self._debtor.overdue(overdue)
         return self.grant
 
     def _sample(self, grant: Grant) -> None:

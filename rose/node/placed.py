@@ -35,6 +35,14 @@ class Placed:
         return cls(IDLE if idle else NICE if nice else PLAIN, unified, oom)
 
 
+def weigh(group: Path, *, idle: bool) -> None:
+    """Last in line for the CPU, or a group like any other. Raises OSError where it may not."""
+    if (group / "cpu.idle").exists():
+        (group / "cpu.idle").write_text("1" if idle else "0")
+    else:
+        (group / "cpu.weight").write_text("1" if idle else "100")
+
+
 def guest_cgroup(parent: Path, guest: str) -> Path:
     """Make the guest's cgroup below the delegated folder `parent`, last in line for the CPU.
 
@@ -47,10 +55,7 @@ def guest_cgroup(parent: Path, guest: str) -> Path:
         if "cpu" not in control.read_text().split():
             control.write_text("+cpu")
         group.mkdir(exist_ok=True)
-        if (group / "cpu.idle").exists():
-            (group / "cpu.idle").write_text("1")
-        else:
-            (group / "cpu.weight").write_text("1")
+        weigh(group, idle=True)
     except OSError as error:
         raise CgroupRefusedError(
             f"cgroup {group} cannot be used ({error.strerror}): delegate a cgroup v2 folder with"

@@ -13,6 +13,7 @@ _MEANING = {
     guard.DRAINED: "its turns were handed back",
     guard.STALLED: "this daemon stood still for longer than a grant lives; its leases are void",
     guard.RECLAIM: "its memory is being taken back",
+    guard.OWING: "it gives back KV memory that its host took back, and does nothing else",
     guard.PRESSURE: "the host needs its KV cache",
 }
 

@@ -13,6 +13,7 @@ from rose.eventlog import EventLog
 from rose.node.claim import Claim, fingerprint
 from rose.node.placed import Placed
 from rose.node.rules import Rules
+from rose.placement import lower_group
 
 MAX_SHORT_LIVES = 6
 STABLE_S = 60.0
@@ -129,6 +130,7 @@ class Supervisor:
         if tenure.spec != fingerprint(self.spec):
             refusal = "it was started with other settings"
         if refusal is None:
+            lower_group(tenure.identity.pid)  # whatever the earlier daemon died over
             self._log("engine_adopted", pid=tenure.identity.pid)
             return engine
         self._log("engine_not_adopted", pid=tenure.identity.pid, reason=refusal)

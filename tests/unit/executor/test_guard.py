@@ -38,6 +38,7 @@ def test_a_lease_gets_the_operators_limits_for_half_a_second() -> None:
         ({"draining": True}, GrantMode.DRAIN, "drain"),
         ({"draining": True, "guest": GuestState(running=1)}, GrantMode.DRAIN, "drain"),
         ({"draining": True, "guest": GuestState()}, GrantMode.FREEZE, "drained"),
+        ({"pressed": True}, GrantMode.FREEZE, "owing"),
         ({"kill_switch": True}, GrantMode.KILL, "kill_switch"),
         ({"kill_switch": True, "host": None, "lease_active": False}, GrantMode.KILL, "kill_switch"),
     ],

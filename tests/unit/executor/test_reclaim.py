@@ -9,10 +9,10 @@ from executor.reclaim import (
     Answer,
     Ask,
     Claim,
+    Debt,
     Finished,
     LadderLimits,
     Outcome,
-    Overdue,
     ReclaimCore,
     Rung,
     Unsupported,
@@ -184,7 +184,16 @@ def test_it_climbs_only_and_ends_in_time_with_what_was_measured(
 
 
 def test_memory_that_is_owed_for_too_long_begins_a_reclaim_once() -> None:
-    overdue = Overdue(500 * MS)
+    debt = Debt(200 * MS, 500 * MS)
     ticks = [(0, 0), (100, 9), (550, 8), (600, 7), (700, 7), (1_050, 6), (1_100, 5), (1_150, 0)]
-    assert [overdue.step(at * MS, owed) for at, owed in ticks] == [0, 0, 0, 7, 0, 0, 5, 0]
-    assert overdue.step(1_700 * MS, 5) == 0, "a payment begins a new patience"
+    assert [debt.step(at * MS, owed) for at, owed in ticks] == [0, 0, 0, 7, 0, 0, 5, 0]
+    assert debt.step(1_700 * MS, 5) == 0, "a payment begins a new patience"
+
+
+def test_who_owes_for_a_while_is_pressed_until_all_is_paid() -> None:
+    debt = Debt(200 * MS, 500 * MS)
+    pressed = []
+    for at, owed in [(0, 9), (150, 9), (200, 8), (900, 1), (920, 0), (940, 4), (1_139, 4)]:
+        debt.step(at * MS, owed)
+        pressed.append(debt.pressed)
+    assert pressed == [False, False, True, True, False, False, False]

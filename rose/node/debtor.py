@@ -1,0 +1,46 @@
+"""What is done about a guest that keeps memory which its host took back."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from rose.node.placed import weigh
+from rose.placement import lower_group, raise_group
+
+
+def _nothing(_: int) -> None:
+    return
+
+
+class Debtor:
+    """First it gets a core: behind a busy host it may wait for seconds before it can give at all.
+
+    That it gets the core for nothing else is up to the caller, who keeps it frozen meanwhile.
+    """
+
+    def __init__(
+        self,
+        group: Callable[[], int | None] = lambda: None,
+        cgroup: Path | None = None,
+        overdue: Callable[[int], object] = _nothing,
+    ) -> None:
+        """`group`: its process group, None while it has none. `overdue` begins the ladder."""
+        self.overdue = overdue
+        self._group = group
+        self._cgroup = cgroup
+        self._raised: int | None = None
+
+    def press(self, pressed: bool) -> None:
+        """Put it among the normal processes, or back behind all others; any number of times."""
+        group = self._group() if pressed else None
+        if group == self._raised:
+            return
+        if self._raised is not None:
+            lower_group(self._raised)
+        if group is not None:
+            raise_group(group)
+        if self._cgroup:
+            # Where it may not, the classes inside are all there is, as at the start.
+            with suppress(OSError):
+                weigh(self._cgroup, idle=group is None)
+        self._raised = group

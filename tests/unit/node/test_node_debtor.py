@@ -1,0 +1,66 @@
+"""A guest that owes memory is put among the normal processes until it has paid, then back."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rose import placement
+from rose.node.debtor import Debtor
+from rose.node.placed import IDLE, NICE, Placed
+
+
+@pytest.fixture
+def guest() -> Iterator[int]:
+    """A process group in the background."""
+    program = [sys.executable, "-c", "print(flush=True); input()"]
+    with subprocess.Popen(
+        [sys.executable, str(placement.__file__), "share=background", "--", *program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        process_group=0,
+    ) as process:
+        assert process.stdout
+        process.stdout.readline()
+        yield process.pid
+        process.kill()
+
+
+def share(pid: int) -> str:
+    place = Placed.of(pid)
+    assert place
+    return place.share
+
+
+def test_it_has_a_core_while_it_is_pressed_and_only_then(guest: int) -> None:
+    debtor = Debtor(lambda: guest)
+    shares = []
+    for pressed in (False, True, True, False, True, False):
+        debtor.press(pressed)
+        shares.append(share(guest) in (IDLE, NICE))
+    assert shares == [True, False, False, True, False, True]
+
+
+def test_a_group_that_ended_meanwhile_and_its_successor_are_left_alone(guest: int) -> None:
+    groups = [2**22 + 1, guest]
+    debtor = Debtor(lambda: groups[0])
+    debtor.press(True)
+    groups.pop(0)
+    debtor.press(False)
+    assert share(guest) in (IDLE, NICE)
+
+
+@pytest.mark.parametrize(("knob", "values"), [("cpu.idle", "01"), ("cpu.weight", ["100", "1"])])
+def test_its_cgroup_is_weighed_with_it(tmp_path: Path, knob: str, values: str) -> None:
+    """On a file that stands in for a cgroup v2 folder."""
+    (tmp_path / knob).write_text("1")
+    debtor = Debtor(lambda: 2**22 + 1, tmp_path)
+    for pressed, value in zip((True, False), values, strict=True):
+        debtor.press(pressed)
+        assert (tmp_path / knob).read_text() == value
+
+
+def test_a_cgroup_that_may_not_be_written_costs_no_grant(tmp_path: Path) -> None:
+    Debtor(lambda: 2**22 + 1, tmp_path / "gone").press(True)
