@@ -52,26 +52,37 @@ class HostPages:
         Raises PageReleaseError.
         """
         self._held.update(granules)
-        self._measure_new_runs(discarding=True)
+        self._measure_new_runs()
 
     def restore(self, granules: Collection[int]) -> None:
-        """Stop counting on these granules' pages: the kernel puts zeroed ones where it must."""
-        self._held.difference_update(granules)
-        self._measure_new_runs(discarding=False)
+        """Stop counting on these granules' pages: the kernel puts zeroed ones where it must.
 
-    def _measure_new_runs(self, *, discarding: bool) -> None:
+        Takes no look at memory: a host does this inside an allocation. What was not gone when a run
+        was measured is missing from all that is left of it, so that too much is never claimed.
+        """
+        self._held.difference_update(granules)
+        known, self._returned = self._returned, {}
+        lost = {run: self._size(run) - gone for run, gone in known.items()}
+        for run in runs(self._held):
+            whole = next(old for old in known if old.start <= run.start and run.stop <= old.stop)
+            left = known[whole] if run == whole else self._size(run) - lost[whole]
+            self._returned[run] = max(0, left)
+
+    def _measure_new_runs(self) -> None:
         known, self._returned = self._returned, {}
         for run in runs(self._held):
             gone = known.get(run)
-            self._returned[run] = self._returned_by(run, discarding) if gone is None else gone
+            self._returned[run] = self._discarded(run) if gone is None else gone
 
-    def _returned_by(self, run: range, discarding: bool) -> int:
+    def _discarded(self, run: range) -> int:
         returned = 0
         for piece in self._pages(run):
-            if discarding:
-                discard(piece)
+            discard(piece)
             returned += piece.size - resident_bytes(piece)
         return returned
+
+    def _size(self, run: range) -> int:
+        return sum(piece.size for piece in self._pages(run))
 
     def _pages(self, run: range) -> list[Range]:
         first, last = self._granules.blocks_of(run.start), self._granules.blocks_of(run.stop - 1)

@@ -3,8 +3,9 @@
     free ── idle, or calm for a while ──> lent     only what lies above the reserve
     lent ── the reserve is half eaten, or requests will eat it ──> free
 
-The reserve is counted in blocks that hold no cached prefix: the host forgets nothing in order to
-lend, and serves what comes from its reserve while lent granules return.
+The reserve is counted in blocks that hold no cached prefix. The host forgets none in order to lend
+but those that nobody asked for in a long time, and serves what comes from its reserve while lent
+granules return.
 """
 
 import math
@@ -22,14 +23,18 @@ _STRIDE: Final = 1 / 16
 @dataclass(frozen=True, slots=True)
 class LendingLimits:
     """`reserve`: share of the granules that is never lent. `calm_ns`: how long a host under load
-    must not have taken anything back before it lends more."""
+    must not have taken anything back before it lends more. `cold_ns`: how long nobody must have
+    asked for a cached prefix before it is forgotten, so that its memory can be lent."""
 
     reserve: float = 0.2
     calm_ns: int = 1_000_000_000
+    cold_ns: int = 300_000_000_000
 
     def __post_init__(self) -> None:
         if not 0.0 < self.reserve <= 1.0:
             raise ValueError(f"reserve is {self.reserve}; give a share above 0 and up to 1")
+        if self.cold_ns < 0:
+            raise ValueError("cold_ns must not be negative")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +74,13 @@ class LendingCore:
             return 0
         return max(0, (spare - whole) // a_granule - self._stride)
 
+    def wants(self, now_ns: int, free: KvFree, demand_blocks: int, *, idle: bool) -> bool:
+        """Whether more plain blocks would be lent: what prefixes are forgotten for."""
+        if self.reserve >= self._granules.count:
+            return False
+        calm = self._needed_ns is None or now_ns - self._needed_ns >= self._limits.calm_ns
+        return free.cached > demand_blocks and (idle or calm)
+
     def missing(self, free: KvFree) -> int:
         """Granules by which the reserve is eaten, prefixes counted as room: they can be evicted."""
         a_granule = self._granules.granule_blocks
@@ -76,10 +88,12 @@ class LendingCore:
 
 
 def lent_bytes(host: HostState | None) -> int:
-    """What a guest may have of its host's memory now: nothing while the host needs it itself."""
-    if host is None or host.reserve_missing > 0:
+    """What a guest may have of its host's memory now: what is lent, less what its reserve lacks."""
+    if host is None or host.granules_lent <= 0:
         return 0
-    return max(0, host.bytes_lent)
+    # What the reserve lacks the host will take next: it is not to be granted any more.
+    missing = host.bytes_lent * host.reserve_missing // host.granules_lent
+    return max(0, host.bytes_lent - missing)
 
 
 def guest_granules(base_bytes: int, host: HostState | None, guest: GuestState | None) -> int:

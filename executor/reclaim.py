@@ -115,21 +115,24 @@ class ReclaimCore:
     def __init__(
         self,
         now_ns: int,
-        held_bytes: int,
+        held_bytes: int | None,
         wanted_bytes: int,
         deadline_ns: int,
         limits: LadderLimits | None = None,
     ) -> None:
-        """`held_bytes`: the guest's process group now; all of it may be wanted."""
+        """`held_bytes`: the guest's process group now, None when it cannot be measured; all of it
+        may be wanted. Without a first measurement nothing but the last rung is believed to help.
+        """
         self._limits = limits or LadderLimits()
         self._began_ns = now_ns
         self._deadline_ns = deadline_ns
         self._wanted_bytes = max(0, wanted_bytes)
-        self._start_bytes = self._held_bytes = held_bytes
-        self._goal_bytes = max(0, held_bytes - self._wanted_bytes)
+        known = self._wanted_bytes if held_bytes is None else held_bytes
+        self._start_bytes = self._held_bytes = known
+        self._goal_bytes = max(0, known - self._wanted_bytes)
         self._rung: Rung | None = None
         self._rung_began_ns = now_ns
-        self._rung_bytes = held_bytes
+        self._rung_bytes = known
         self._claim: Claim | None = None
         self._moved_ns = now_ns
         self._reports: list[RungReport] = []
@@ -155,6 +158,15 @@ class ReclaimCore:
         self._report(now_ns, outcome, answer.why if isinstance(answer, Unsupported) else "")
         too_late = now_ns >= self._last_call_ns
         return self._climb(now_ns, Rung.KILL if too_late else Rung(self._rung + 1))
+
+    def settled(self, now_ns: int) -> Finished:
+        """The end of a reclaim whose purpose is fulfilled otherwise."""
+        freed = self._start_bytes - self._held_bytes
+        took_ns = now_ns - self._began_ns
+        return Finished(
+            self._wanted_bytes, freed, True, now_ns <= self._deadline_ns, took_ns,
+            tuple(self._reports),
+        )  # fmt: skip
 
     @property
     def _last_call_ns(self) -> int:

@@ -11,7 +11,7 @@ so that prefixes are still forgotten roughly in the order of their last use.
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Final, Generic, TypeVar
 
 from executor.granules import Granules
@@ -34,7 +34,9 @@ class GranuleQueue(Generic[Block]):
         # Granules that have plain blocks, by their number of free blocks of both kinds.
         self._by_free: list[dict[int, None]] = [{} for _ in range(granules.granule_blocks + 1)]
         # Granules that have cached blocks; the one a cached block came back to last is last.
-        self._recency: OrderedDict[int, None] = OrderedDict()
+        # With the time at which it did, by the clock of whoever sets `now_ns`.
+        self._recency: OrderedDict[int, int] = OrderedDict()
+        self.now_ns = 0
         self.num_free_blocks = 0
         self.num_plain_blocks = 0
         self.prepend_n(blocks)
@@ -49,7 +51,7 @@ class GranuleQueue(Generic[Block]):
         for block in blocks:
             self._add(self._cached, block)
             granule = self._granules.of(block.block_id)
-            self._recency[granule] = None
+            self._recency[granule] = self.now_ns
             self._recency.move_to_end(granule)
 
     def append(self, block: Block) -> None:
@@ -126,6 +128,24 @@ class GranuleQueue(Generic[Block]):
         plain.clear()
         cached.clear()
         self.num_free_blocks -= len(blocks)
+        return blocks
+
+    def cold_granules(self, before_ns: int, most: int) -> list[int]:
+        """Up to `most` wholly free granules with prefixes, to which none came since `before_ns`."""
+        cold = takewhile(lambda entry: entry[1] < before_ns, self._recency.items())
+        seen = islice(cold, MOST_COLD if most else 0)
+        size = self._granules.granule_blocks
+        return list(islice((g for g, _ in seen if self.free_in(g) == size), most))
+
+    def make_plain(self, granule: int) -> list[Block]:
+        """Count the cached blocks of a granule as plain; the caller forgets what is in them."""
+        plain, cached = self._plain[granule], self._cached[granule]
+        blocks = list(cached.values())
+        plain.update(cached)
+        cached.clear()
+        self.num_plain_blocks += len(blocks)
+        del self._recency[granule]
+        self._sort_in(granule)
         return blocks
 
     def _next_source(self) -> Iterable[Block]:

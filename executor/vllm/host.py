@@ -26,6 +26,10 @@ SERVES_ON = "the host is no longer published; it serves on without ROSE"
 KEEPS = "KV memory is not lent; the host serves on with its whole pool"
 
 
+def _limits(settings: EngineSettings) -> LendingLimits:
+    return LendingLimits(settings.reserve, cold_ns=round(settings.prefix_cold_s * 1e9))
+
+
 class ObservedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types are not ours to check
     """Publishes the host section at every change of queue and step; inert unless ROSE_ROLE=host.
 
@@ -88,7 +92,7 @@ class ObservedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types ar
             page = ControlPage.ensure(settings.page_path)
             log = StepLog.from_environ(os.environ, HOST)
             if settings.level == LEND:
-                self._begin_lending(LendingLimits(settings.reserve))
+                self._begin_lending(_limits(settings))
             self._observer = HostObserver(
                 page, settings.ttft_s, settings.tpot_s, step_log=log, lent=self._lent
             )
@@ -120,8 +124,12 @@ class ObservedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types ar
 
     def _stop_lending(self) -> None:
         lender, self._lender = self._lender, None
-        if lender is not None:
+        if lender is None:
+            return
+        try:
             lender.stop()
+        except Exception:
+            logger.exception("%s, as far as it came back", KEEPS)
 
     def _quietly(self, observe: Callable[..., None], *args: object) -> None:
         try:
@@ -134,6 +142,12 @@ class ObservedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types ar
             logger.exception(SERVES_ON)
 
     def _give_up(self) -> None:
-        self._observer = None
+        observer, self._observer = self._observer, None
         # Memory of which nobody hears helps nobody.
         self._stop_lending()
+        if observer is None:
+            return
+        try:
+            observer.ceased()
+        except Exception:  # noqa: BLE001 -- what failed just now may fail again
+            logger.warning("its last state stays on the control page; kill the guests")

@@ -17,6 +17,7 @@ from executor.vllm.lent_pool import LentPool
 
 # Bounds one call, and with it what a request that arrives meanwhile waits for.
 MOST_BYTES_A_CALL: Final = 32 << 20
+MOST_FORGOTTEN_A_CALL: Final = 4
 
 
 class KvLent(NamedTuple):
@@ -40,6 +41,7 @@ class HostLender:
     ) -> None:
         self._pool = pool
         self._core = LendingCore(pool.granules, limits)
+        self._cold_ns = limits.cold_ns
         self._block_tokens = block_tokens
         self._clock_ns = clock_ns
         self._steps_begun = 0
@@ -76,13 +78,16 @@ class HostLender:
         if self._pool.failure is not None:
             raise self._pool.failure
         demand = -(-prefill_tokens // self._block_tokens) + requests
-        count = self._core.step(self._clock_ns(), self._pool.free, demand, idle=requests == 0)
+        now_ns = self._clock_ns()
+        count = self._core.step(now_ns, self._pool.free, demand, idle=requests == 0)
+        wants = self._core.wants(now_ns, self._pool.free, demand, idle=requests == 0)
+        forgotten = self._pool.forget(now_ns, self._cold_ns, MOST_FORGOTTEN_A_CALL if wants else 0)
         if count < 0:
             self._pool.give_back(plan_growth(-count, self._pool.held))
         lent = self._lend(min(count, self._most_a_call)) if count > 0 else 0
         self._pool.unmap(self._steps_done)
         # Fewer than could be lent in one call: there are no more that are wholly free.
-        self.pending = lent == self._most_a_call or not self._pool.unmapped
+        self.pending = bool(forgotten) or lent == self._most_a_call or not self._pool.unmapped
 
     def step_begun(self) -> None:
         """A step with work was scheduled; until it is done it may touch any block."""

@@ -68,6 +68,18 @@ class LentPool(BalloonedPool):
         """Up to `count` granules to lend: the highest, so that the lent ones stay together."""
         return sorted(self._queue.empty_granules(), reverse=True)[:count]
 
+    def forget(self, now_ns: int, cold_ns: int, most: int) -> int:
+        """Forget the prefixes in up to `most` granules that nobody asked for in the last `cold_ns`.
+
+        Returns in how many; to be called in every step, since it also tells the queue the time.
+        """
+        self._queue.now_ns = now_ns
+        granules = self._queue.cold_granules(now_ns - cold_ns, most)
+        for granule in granules:
+            blocks = self._queue.make_plain(granule)
+            self._pool.evict_blocks({block.block_id for block in blocks})
+        return len(granules)
+
     def give_back(self, granules: Collection[int]) -> None:
         """Have granules again: first their blocks, which a host must never lack."""
         for granule in granules:

@@ -125,6 +125,10 @@ class HostObserver:
         self._book.finished(scheduler.finished_req_ids)
         self._publish(scheduler, self._clock_ns())
 
+    def ceased(self) -> None:
+        """Nothing will be published any more: busy for good, and lending nothing."""
+        self._write(HostState(in_step=True, running=1).pack())
+
     def _publish(self, scheduler: SchedulerSurface, now_ns: int) -> None:
         running, waiting = scheduler.get_request_counts()
         pool = scheduler.kv_cache_manager.block_pool

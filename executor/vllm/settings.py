@@ -22,7 +22,8 @@ class EngineSettings:
     """`role` is empty outside ROSE: every plugin is inert then. Targets of 0 mean unknown.
 
     `step_profile`, `host_step_profile`: files of `rose profile`, empty for none.
-    `level`, `reserve`: whether a host lends idle KV memory, and the share that it never lends.
+    `level`, `reserve`, `prefix_cold_s`: whether a host lends idle KV memory, the share that it
+    never lends, and after which time a prefix that nobody asked for may be forgotten.
     """
 
     role: str
@@ -34,11 +35,13 @@ class EngineSettings:
     host_step_profile: str = ""
     level: str = OBSERVE
     reserve: float = 0.2
+    prefix_cold_s: float = 300.0
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Self:
         """Read ROSE_ROLE, ROSE_CONTROL_PAGE, ROSE_SLO_TTFT_S, ROSE_SLO_TPOT_S, ROSE_ORPHAN_S,
-        ROSE_STEP_PROFILE, ROSE_HOST_STEP_PROFILE, ROSE_HOST_LEVEL and ROSE_HOST_RESERVE.
+        ROSE_STEP_PROFILE, ROSE_HOST_STEP_PROFILE, ROSE_HOST_LEVEL, ROSE_HOST_RESERVE and
+        ROSE_HOST_PREFIX_COLD_S.
 
         Raises ExecutorError for a host or guest without a page and for values that make no sense.
         """
@@ -56,6 +59,7 @@ class EngineSettings:
             environ.get("ROSE_HOST_STEP_PROFILE", ""),
             _level(environ.get("ROSE_HOST_LEVEL", OBSERVE)),
             _share(environ, "ROSE_HOST_RESERVE", 0.2),
+            _seconds(environ, "ROSE_HOST_PREFIX_COLD_S", 300.0),
         )
         if settings.orphan_s == 0:
             raise ExecutorError("ROSE_ORPHAN_S is 0; give the seconds a guest outlives its daemon")

@@ -20,9 +20,9 @@ from executor.resident import Range, resident_bytes
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calm comes at once: a turn of these tests takes no time."""
-    calm = replace(executor.vllm.host.LendingLimits(), calm_ns=0)
+    limits = executor.vllm.host._limits
     monkeypatch.setattr(
-        executor.vllm.host, "LendingLimits", lambda reserve: replace(calm, reserve=reserve)
+        executor.vllm.host, "_limits", lambda settings: replace(limits(settings), calm_ns=0)
     )
 
 
@@ -221,6 +221,40 @@ def test_prefixes_stay_right_when_their_granules_neighbours_are_lent(
         assert rig.outputs[name] == undisturbed(prompt, count)
 
 
+def test_a_prefix_cache_does_not_hold_memory_for_good_after_the_load_fell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others' known pain: what was cached in the rush hour stays resident all night."""
+    monkeypatch.setenv("ROSE_HOST_PREFIX_COLD_S", "60")
+    rig = host_rig(tmp_path, monkeypatch, blocks=129)
+    now_ns = 10**12
+    rig.scheduler._lender._clock_ns = lambda: now_ns
+    rng = random.Random(3)
+    warm = prompt_of(rng, 64)
+    rig.add("first", [*warm, *prompt_of(rng, 20)], 4)
+    rig.run_until_idle()
+    for number in range(12):
+        rig.add(f"rush-{number}", prompt_of(rng, 120), 8)
+    rig.run_until_idle()
+    held = buffer_resident(rig)
+    after_rush = published(rig).granules_lent
+    now_ns += 50 * 10**9
+    rig.add("warm", [*warm, 1], 1)
+    rig.run_until_idle()
+    assert published(rig).granules_lent == after_rush, "what may be asked for again is kept"
+    now_ns += 20 * 10**9
+    # One small request an hour is load enough: an engine without any runs no scheduler.
+    rig.add("night", prompt_of(rng, 8), 1)
+    rig.run_until_idle()
+    state = published(rig)
+    assert state.granules_lent >= 0.6 * state.granules_total > after_rush
+    assert buffer_resident(rig) < 0.5 * held
+    manager = rig.scheduler.kv_cache_manager
+    rig.add("again", [*warm, 2], 1)
+    request = rig.scheduler.requests["again"]
+    assert manager.get_computed_blocks(request)[1] == len(warm), "a prefix in use is kept"
+
+
 def broken(*_: object) -> None:
     raise PageReleaseError("the kernel says no")
 
@@ -279,6 +313,9 @@ def test_a_host_that_is_no_longer_published_lends_no_more(
     rig.add("served", prompt_of(random.Random(0), 50), 30)
     rig.run_until_idle()
     assert (rig.scheduler._observer, rig.scheduler._lender) == (None, None)
+    state = published(rig)
+    assert not state.idle, "or its guest would run beside it for good"
+    assert (state.bytes_lent, state.granules_lent, state.heartbeat_ns) == (0, 0, 0)
     assert rig.outputs["served"] == undisturbed(prompt_of(random.Random(0), 50), 30)
 
 

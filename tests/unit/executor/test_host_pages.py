@@ -99,7 +99,26 @@ def test_what_is_touched_behind_the_balloons_back_is_not_claimed(memory: mmap.mm
     assert pages.bytes_returned == 8 * PAGE, "the whole run is discarded again, and measured again"
     memory[2 * 4 * PAGE] = 1
     pages.restore([3])
-    assert pages.bytes_returned == 3 * PAGE
+    pages.release([5])
+    assert pages.bytes_returned == 8 * PAGE, "a run is measured when it grows, and not before"
+    pages.release([3])
+    assert pages.bytes_returned == 16 * PAGE - 4 * PAGE
+
+
+def test_what_was_not_gone_is_claimed_of_no_part_of_its_run(
+    memory: mmap.mmap, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    granules = Granules(blocks=8, granule_blocks=1)
+    extent = Extent(address_of(memory), 4 * PAGE, 4 * PAGE)
+    pages = HostPages([extent], granules, bytes_total=32 * PAGE)
+    monkeypatch.setattr("executor.host_pages.resident_bytes", lambda _: PAGE)
+    pages.release([2, 3, 4])
+    assert pages.bytes_returned == 11 * PAGE
+    monkeypatch.setattr("executor.host_pages.resident_bytes", None)
+    pages.restore([3])
+    assert pages.bytes_returned == 2 * 3 * PAGE
+    pages.restore([2, 4])
+    assert pages.bytes_returned == 0
 
 
 def test_memory_that_the_kernel_will_not_take_is_an_error() -> None:
