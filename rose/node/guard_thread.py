@@ -101,6 +101,11 @@ class GuardThread:
         """Share of the last second in which the guest was not held back."""
         return self._duty.value
 
+    @property
+    def owed_bytes(self) -> int:
+        """KV memory that its host took back and the guest still keeps."""
+        return self._core.owed_bytes
+
     def _run(self) -> None:
         try:
             self._loop()
@@ -128,8 +133,10 @@ class GuardThread:
         logger.info(sentence(self._name, mode, grant.reason))
 
     def _tick(self) -> Grant:
-        self.host = self._page.host.peek()
-        self.guest = self._page.guest.peek()
+        # A host that is written at this moment is read again; without it the guest freezes.
+        self.host = self._page.host.peek() or self._page.host.peek()
+        # A guest that lost its core in the middle of a write is as it was before.
+        self.guest = self._page.guest.peek() or self.guest
         epoch = self._lease_epoch()
         self._newest_epoch = max(self._newest_epoch, epoch or 0)
         self.grant = self._core.step(

@@ -6,14 +6,17 @@ from dataclasses import dataclass
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from executor import Grant, GrantMode, GuestState
+from executor import Grant, GrantMode, GuestState, HostState
 
 _NS = 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaView:
-    """What is known of one replica now; `grant` and `guest` are None without a control page."""
+    """What is known of one replica now; without a control page there is no grant, guest or host.
+
+    `owed_bytes`: KV memory that its host took back and it still keeps.
+    """
 
     name: str
     state: str
@@ -23,6 +26,8 @@ class ReplicaView:
     granted: int = 0
     grant: Grant | None = None
     guest: GuestState | None = None
+    host: HostState | None = None
+    owed_bytes: int = 0
 
 
 class LiveMetrics(Collector):
@@ -48,7 +53,12 @@ class LiveMetrics(Collector):
             lambda v: v.grant.epoch if v.grant else None,
         )
         yield _counter("rose_grants", "Grants written.", guests, lambda v: v.granted)
+        yield _gauge(
+            "rose_guest_owed_bytes", "Its host took them back.", guests, lambda v: v.owed_bytes
+        )
         yield from _of_guests([view for view in views if view.guest])
+        # A node has one host, which all of its guests share.
+        yield from _of_host(next((view.host for view in views if view.host), None))
         yield _gauge("rose_policy_version", "Proven.", views, lambda v: v.policy_version)
         yield _counter("rose_engine_restarts", "After an end.", views, lambda v: v.restarts)
         yield _states(views)
@@ -74,6 +84,21 @@ def _of_guests(views: list[ReplicaView]) -> Iterator[Metric]:
         "rose_guest_last_step_seconds", "Its last step.", views, of(lambda g: g.last_step_ns / _NS)
     )
     yield _gauge("rose_guest_kv_bytes", "Mapped for KV.", views, of(lambda g: g.bytes_mapped))
+
+
+def _of_host(host: HostState | None) -> Iterator[Metric]:
+    if host is None:
+        return
+    for name, what, value in (
+        ("rose_host_running", "Requests that run.", host.running),
+        ("rose_host_waiting", "Requests that wait.", host.waiting),
+        ("rose_host_kv_usage", "Share of its KV blocks.", host.kv_used / max(1, host.kv_total)),
+        ("rose_host_lent_bytes", "KV memory it gave up for now.", host.bytes_lent),
+        ("rose_host_lent_granules", "Of its KV granules.", host.granules_lent),
+        ("rose_host_reserve_missing_granules", "It needs them back.", host.reserve_missing),
+    ):
+        yield GaugeMetricFamily(name, what, value=value)
+    yield CounterMetricFamily("rose_host_busy_seconds", "In a step.", value=host.busy_ns / _NS)
 
 
 def _modes(views: list[ReplicaView]) -> Metric:

@@ -40,6 +40,18 @@ class NodeMetrics:
             buckets=RECLAIM_BOUNDS_S,
             registry=self.registry,
         )
+        self._rungs = self._counter(
+            "rose_ladder_rungs",
+            "Rungs of the reclaim ladder that were taken.",
+            ("replica", "rung", "outcome"),
+        )
+        self._ladder = Histogram(
+            "rose_ladder_seconds",
+            "From the wish for memory to the end of the ladder; enough: all of it came.",
+            ("replica", "enough"),
+            buckets=RECLAIM_BOUNDS_S,
+            registry=self.registry,
+        )
         self._placed = self._gauge(
             "rose_engine_placement", "How an engine is kept behind the host.", ("replica", "share")
         )
@@ -60,6 +72,11 @@ class NodeMetrics:
             self._starts.labels(engine, event.removeprefix("engine_")).inc()
         elif event == "engine_reclaimed":
             self._reclaim.labels(engine).observe(float(str(fields["seconds"])))
+        elif event == "reclaim_rung":
+            self._rungs.labels(fields["replica"], fields["rung"], fields["outcome"]).inc()
+        elif event == "reclaim_ended":
+            enough = str(fields["enough"]).lower()
+            self._ladder.labels(fields["replica"], enough).observe(float(str(fields["seconds"])))
         elif event == "engine_placed":
             self._placed.labels(engine, fields["share"]).set(1)
 

@@ -53,6 +53,8 @@ def view_of(replica: Replica, guard: GuardThread | None) -> ReplicaView:
         granted=guard.granted,
         grant=guard.grant,
         guest=guard.guest,
+        host=guard.host,
+        owed_bytes=guard.owed_bytes,
     )
 
 

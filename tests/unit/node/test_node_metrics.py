@@ -3,13 +3,14 @@
 import time
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from node_bench import free_port
 from prometheus_client.parser import text_string_to_metric_families
 
-from executor import Grant, GrantMode, GuestState, LatencyRecord
+from executor import Grant, GrantMode, GuestState, HostState, LatencyRecord
 from rose.errors import ConfigError
 from rose.node.config import HostConfig
 from rose.node.live_metrics import ReplicaView
@@ -19,7 +20,10 @@ from rose.node.reasons import sentence
 HOST = HostConfig(page=Path("page"), ttft_target_s=0.45, tpot_target_s=0.04)
 GRANT = Grant(GrantMode.FREEZE, epoch=3, reason="host_dead")
 GUEST = GuestState(tokens_total=70, running=2, waiting=1, yielded_ns=1_500_000_000)
-VIEW = ReplicaView("g0", "healthy", 1, 9, 0.25, 40, GRANT, GUEST)
+STATE = HostState(
+    running=3, kv_used=10, kv_total=40, granules_total=8, granules_lent=5, bytes_lent=640
+)
+VIEW = ReplicaView("g0", "healthy", 1, 9, 0.25, 40, GRANT, GUEST, STATE, owed_bytes=128)
 
 
 @pytest.fixture
@@ -81,6 +85,30 @@ def test_starts_and_reclaims_and_places_come_from_the_event_log(metrics: NodeMet
     assert found["rose_engine_starts_total,adopted,g0"] == 1
     assert found["rose_reclaim_seconds_bucket,0.1,g0"] == 1
     assert found["rose_engine_placement,g0,SCHED_IDLE"] == 1
+
+
+def test_what_the_host_lends_and_the_guest_owes_is_shown(metrics: NodeMetrics) -> None:
+    found = samples(metrics)
+    assert found["rose_host_lent_bytes"] == 640
+    assert found["rose_host_lent_granules"] == 5
+    assert found["rose_host_reserve_missing_granules"] == 0
+    assert found["rose_host_kv_usage"] == 0.25
+    assert found["rose_guest_owed_bytes,g0"] == 128
+
+
+def test_a_node_whose_host_says_nothing_shows_nothing_of_it() -> None:
+    metrics = NodeMetrics(HOST, lambda: [replace(VIEW, host=None)])
+    assert not any(name.startswith("rose_host_lent") for name in samples(metrics))
+    metrics.close()
+
+
+def test_the_ladder_is_counted_by_rung_and_outcome(metrics: NodeMetrics) -> None:
+    rung = {"replica": "g0", "rung": "sleep", "outcome": "held"}
+    metrics.heard("reclaim_rung", rung)
+    metrics.heard("reclaim_ended", {"replica": "g0", "enough": True, "seconds": 0.3})
+    found = samples(metrics)
+    assert found["rose_ladder_rungs_total,held,g0,sleep"] == 1
+    assert found["rose_ladder_seconds_bucket,true,0.5,g0"] == 1
 
 
 def test_a_busy_port_is_named(metrics: NodeMetrics) -> None:
