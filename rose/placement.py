@@ -105,11 +105,15 @@ def kill_group(group: int) -> None:
         os.close(handle)
 
 
-def raise_group(group: int) -> None:
-    """Put the group's threads among the normal ones, as far as that is permitted."""
+def raise_group(group: int) -> bool:
+    """Put the group's threads among the normal ones; False when that is not permitted."""
+    raised = True
     for thread in _group_threads(group):
-        _permitted(partial(os.sched_setscheduler, thread, os.SCHED_OTHER, os.sched_param(0)))
+        raised &= _permitted(
+            partial(os.sched_setscheduler, thread, os.SCHED_OTHER, os.sched_param(0))
+        )
         _permitted(partial(os.setpriority, os.PRIO_PROCESS, thread, 0))
+    return raised
 
 
 def lower_group(group: int) -> None:

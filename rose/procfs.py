@@ -25,7 +25,7 @@ class ProcessStat:
     def of(cls, pid: int) -> Self | None:
         """None when there is no such process."""
         try:
-            raw = Path(f"/proc/{pid}/stat").read_text()
+            raw = Path(f"/proc/{pid}/stat").read_text(errors="replace")
         except (FileNotFoundError, ProcessLookupError):
             return None
         # The program's name stands in parentheses and may contain anything, these included.

@@ -146,8 +146,10 @@ class Assembly:
 
     def _overdue(self, guest: Replica, owed_bytes: int) -> None:
         if self._healthy_group(guest) is not None:
-            config = guest.config
-            self.reclaimers[config.id].begin(owed_bytes, config.reclaim_s, OVERDUE)
+            config, guard = guest.config, self.guards[guest.config.id]
+            self.reclaimers[config.id].begin(
+                owed_bytes, config.reclaim_s, OVERDUE, lambda: guard.owed_bytes == 0
+            )
 
     def _rules(self, guest: Replica) -> Rules:
         name = guest.config.id

@@ -1,11 +1,18 @@
 """What is done about a guest that keeps memory which its host took back."""
 
+import logging
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from rose.node.placed import weigh
 from rose.placement import lower_group, raise_group
+
+logger = logging.getLogger("rose.node")
+REFUSED = (
+    "a guest that owes memory stays behind its busy host, and may be killed for it: allow this user"
+    " to raise processes (CAP_SYS_NICE, or RLIMIT_NICE of 20)"
+)
 
 
 def _nothing(_: int) -> None:
@@ -29,6 +36,7 @@ class Debtor:
         self._group = group
         self._cgroup = cgroup
         self._raised: int | None = None
+        self._refused = False
 
     def press(self, pressed: bool) -> None:
         """Put it among the normal processes, or back behind all others; any number of times."""
@@ -37,8 +45,9 @@ class Debtor:
             return
         if self._raised is not None:
             lower_group(self._raised)
-        if group is not None:
-            raise_group(group)
+        if group is not None and not raise_group(group) and not self._refused:
+            self._refused = True
+            logger.warning(REFUSED)
         if self._cgroup:
             # Where it may not, the classes inside are all there is, as at the start.
             with suppress(OSError):

@@ -62,10 +62,20 @@ class Reclaimer:
         """Why the guest must not be started just now."""
         return RECLAIM if self._task is not None and not self._task.done() else None
 
-    def begin(self, wanted_bytes: int, within_s: float, reason: str) -> None:
-        """Reclaim in the background, unless a reclaim is under way (call in the event loop)."""
+    def begin(
+        self,
+        wanted_bytes: int,
+        within_s: float,
+        reason: str,
+        settled: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Reclaim in the background, unless a reclaim is under way (call in the event loop).
+
+        `settled`: what it is for is done, whatever was measured.
+        """
         if self.holding is None:
-            self._task = asyncio.create_task(self._run(wanted_bytes, within_s, reason))
+            self._task = asyncio.create_task(self._run(wanted_bytes, within_s, reason, settled))
+            self._task.add_done_callback(self._ended)
 
     async def reclaim(self, wanted_bytes: int, within_s: float, reason: str) -> Finished:
         """Reclaim so many bytes; joins a reclaim that is under way."""
@@ -73,16 +83,25 @@ class Reclaimer:
         assert self._task is not None
         return await self._task
 
-    async def _run(self, wanted_bytes: int, within_s: float, reason: str) -> Finished:
+    def _ended(self, task: "asyncio.Task[Finished]") -> None:
+        if not task.cancelled() and (error := task.exception()):
+            self._log("reclaim_broke", message=f"{type(error).__name__}: {error}")
+
+    async def _run(
+        self, wanted_bytes: int, within_s: float, reason: str, settled: Callable[[], bool]
+    ) -> Finished:
         guest = self._guest
         measured = await asyncio.to_thread(guest.memory)
-        held = measured or 0
         now_ns = time.monotonic_ns()
-        core = ReclaimCore(now_ns, held, wanted_bytes, now_ns + round(within_s * 1e9), self._limits)
-        self._log("reclaim_begun", wanted_bytes=wanted_bytes, held_bytes=held, reason=reason)
+        deadline_ns = now_ns + round(within_s * 1e9)
+        core = ReclaimCore(now_ns, measured, wanted_bytes, deadline_ns, self._limits)
+        self._log("reclaim_begun", wanted_bytes=wanted_bytes, held_bytes=measured, reason=reason)
         climb = _Climb(guest, reason)
         try:
             while True:
+                if settled():
+                    self._log("reclaim_settled", wanted_bytes=wanted_bytes)
+                    return core.settled(time.monotonic_ns())
                 action = core.step(time.monotonic_ns(), measured, climb.answer())
                 if isinstance(action, Finished):
                     self._told(action)
@@ -91,6 +110,10 @@ class Reclaimer:
                     climb.take(action)
                 await asyncio.sleep(POLL_S)
                 measured = await asyncio.to_thread(guest.memory)
+        except Exception:
+            # Whatever broke: memory that is wanted back comes back.
+            guest.kill(reason)
+            raise
         finally:
             climb.end()
             guest.free()
@@ -129,6 +152,7 @@ class _Climb:
         self._cap = NO_CAP
         self._mapped_bytes = 0
         self._sleeping: asyncio.Task[Answer] | None = None
+        self._asleep = False
 
     def take(self, ask: Ask) -> None:
         """Begin a rung."""
@@ -147,6 +171,7 @@ class _Climb:
             self._sleeping = asyncio.create_task(self._sleep(ask.bytes_left))
         elif ask.rung is Rung.KILL:
             self._guest.kill(self._reason)
+            self._asleep = False
 
     def answer(self) -> Answer:
         """What the engine says of the rung."""
@@ -162,9 +187,11 @@ class _Climb:
         return None
 
     def end(self) -> None:
-        """Leave nothing running."""
+        """Leave nothing running, and no engine without weights that passes for a replica."""
         if self._sleeping is not None:
             self._sleeping.cancel()
+        if self._asleep:
+            self._guest.kill(f"{self._reason}; its weights are gone")
 
     def _ballooned(self, state: GuestState | None) -> Answer:
         if state is None or not state.granule_bytes:
@@ -175,9 +202,11 @@ class _Climb:
 
     async def _sleep(self, bytes_left: int) -> Answer:
         assert self._guest.sleep is not None
+        self._asleep = True
         try:
             await self._guest.sleep()
         except RefusedError as error:
+            self._asleep = False
             return Unsupported(str(error))
         except UnavailableError:
             return None  # It may hang: its time, and then the next rung.

@@ -129,7 +129,7 @@ class Watch:
 
     def _run(self) -> None:
         lent, beyond_since_s = host(self.bench).granules_lent, None
-        while not self._ended.wait(0.002):
+        while not self._ended.wait(0.02):
             now_s, state, guest = time.monotonic(), host(self.bench), self.bench.guest()
             self.resident_most = max(self.resident_most, host_resident(self.bench))
             if lent and not state.granules_lent and not self.taken_back_s:

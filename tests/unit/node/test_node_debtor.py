@@ -1,5 +1,6 @@
 """A guest that owes memory is put among the normal processes until it has paid, then back."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,8 @@ import pytest
 from rose import placement
 from rose.node.debtor import Debtor
 from rose.node.placed import IDLE, NICE, Placed
+
+may_raise = pytest.mark.skipif(os.geteuid() != 0, reason="raising a process needs a privilege")
 
 
 @pytest.fixture
@@ -34,6 +37,7 @@ def share(pid: int) -> str:
     return place.share
 
 
+@may_raise
 def test_it_has_a_core_while_it_is_pressed_and_only_then(guest: int) -> None:
     debtor = Debtor(lambda: guest)
     shares = []
