@@ -66,6 +66,13 @@ class EngineProcess:
             f"engine {self.spec.name} did not answer within {timeout_s:.0f} s; see {self.spec.log}"
         )
 
+    async def warms_up(self) -> bool:
+        """Whether it answers and says that it is not warm yet."""
+        timeout = aiohttp.ClientTimeout(total=POLL_TIMEOUT_S)
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            state = await _state(session, self.spec.url) if self.spec.role.is_replica else None
+        return state is not None and not state.get("warm")
+
     def _check_alive(self) -> None:
         if self.process.returncode is not None:
             raise EngineStartError(

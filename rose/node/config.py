@@ -173,6 +173,11 @@ class NodeConfig(_Frozen):
             raise ConfigError(f"{path}: {where}: {first['msg']}") from error
         if config.host is None and any(r.kind == "guest" for r in config.replicas):
             raise ConfigError(f"{path}: a guest needs a host; add `host` or make it dedicated")
+        guests = [replica.id for replica in config.replicas if replica.kind == "guest"]
+        if len(guests) > 1:
+            raise ConfigError(
+                f"{path}: {' and '.join(guests)} would share one host; give each host one guest"
+            )
         config._check_profiles(path)
         return config
 

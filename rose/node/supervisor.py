@@ -129,6 +129,9 @@ class Supervisor:
         refusal = self._rules.must_end()
         if tenure.spec != fingerprint(self.spec):
             refusal = "it was started with other settings"
+        elif refusal is None and await engine.warms_up():
+            # Only who starts an engine grants it time to warm up in: see `warming`.
+            refusal = "it was not warm yet"
         if refusal is None:
             lower_group(tenure.identity.pid)  # whatever the earlier daemon died over
             self._log("engine_adopted", pid=tenure.identity.pid)

@@ -81,7 +81,7 @@ class WarmUp:
         self._task: asyncio.Task[None] | None = None
         self._vocabulary = 0
         self._began_s = 0.0
-        self._yielded_before_s = 0.0
+        self._yielded_before_s = self._last_yielded_s = 0.0
         self.warm = self._limit_s is None
         self.failed = False
         self.said = "no warm-up was asked for"
@@ -110,6 +110,9 @@ class WarmUp:
             self._end(str(error))
         except ENGINE_FAILURES as error:
             self._end(f"{type(error).__name__}: {error}")
+        except Exception as error:  # or it would be neither warm nor failed for ever
+            self._end(f"{type(error).__name__}: {error}")
+            raise
         finally:
             if self._page is not None:
                 self._page.close()
@@ -167,7 +170,9 @@ class WarmUp:
 
     def _yielded_s(self) -> float:
         guest = self._page.guest.peek() if self._page is not None else None
-        return guest.yielded_ns / 1e9 if guest is not None else 0.0
+        if guest is not None:
+            self._last_yielded_s = guest.yielded_ns / 1e9
+        return self._last_yielded_s
 
 
 async def _finish(request: EngineRequest) -> None:

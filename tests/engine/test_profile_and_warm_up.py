@@ -31,6 +31,8 @@ pytestmark = [
 ]
 
 START_S = 240.0
+# What two shared cores may keep a process waiting.
+LATE_S = 0.2
 PROMPT_TOKENS, OUTPUT_TOKENS, SEQUENCES = 64, 24, 16
 
 
@@ -145,7 +147,8 @@ async def test_the_first_leased_turn_of_a_fresh_engine_is_as_fast_as_later_ones(
     guest: Guest,
 ) -> None:
     later_s = median([await guest.turn_s(seed) for seed in range(1, 8)])
-    assert guest.first_turn_s <= 2 * later_s, (guest.first_turn_s, later_s)
+    # Cold, it would take seconds.
+    assert guest.first_turn_s <= 2 * later_s + LATE_S, (guest.first_turn_s, later_s)
 
 
 async def test_a_warm_up_counts_no_tokens_and_leaves_no_prefix(guest: Guest) -> None:

@@ -91,3 +91,9 @@ def test_a_dedicated_replica_has_no_use_for_a_profile(tmp_path: Path) -> None:
     replica = REPLICA | {"kind": "dedicated", "step_profile": "p"}
     with pytest.raises(ConfigError, match="has no gate"):
         _load(tmp_path, NODE | {"replicas": [replica]})
+
+
+def test_two_guests_of_one_host_are_refused(tmp_path: Path) -> None:
+    replicas = [REPLICA, REPLICA | {"id": "other", "port": 9001}]
+    with pytest.raises(ConfigError, match="guest and other would share one host"):
+        _load(tmp_path, NODE | {"host": {"page": "p"}, "replicas": replicas})
