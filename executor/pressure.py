@@ -15,6 +15,9 @@ from typing import Final
 from slo import LoadForecast
 
 NO_CAP: Final = 0
+# A load is grown into unless more than one in five of the last minute's seconds would be too much:
+# with rarer bursts it costs less to shrink again than to stay small between them.
+GROWTH_QUANTILE: Final = 0.8
 _NS: Final = 1e9
 
 
@@ -113,7 +116,7 @@ class PressureCore:
         if used >= self._limits.low or not self._due(now_ns, self._limits.grow_ns):
             return
         now_s, ahead_s = now_ns / _NS, self._limits.grow_ns / _NS
-        if self._forecast.peak(now_s, ahead_s) < self._limits.high:
+        if self._forecast.peak(now_s, ahead_s, GROWTH_QUANTILE) < self._limits.high:
             self._cap += max(1, most // self._limits.grow_steps)
             self._moved_ns = now_ns
             if self._cap >= most:

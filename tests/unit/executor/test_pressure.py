@@ -84,6 +84,17 @@ def test_adaptive_does_not_grow_into_a_load_that_keeps_coming_back() -> None:
     assert max(calm) <= MOST // 4
 
 
+def test_adaptive_is_large_again_between_rare_bursts() -> None:
+    """Bursts of a second, eight seconds apart: a minute's memory of them must not keep it small."""
+    rig = Rig(ADAPTIVE)
+    for _ in range(12):
+        rig.run(0.95, 1.0)
+        rig.run(0.30, 8.0)
+    settled = [cap or MOST for cap in rig.caps[len(rig.caps) // 2 :]]
+    assert sum(settled) / len(settled) > MOST / 4
+    assert max(settled) >= MOST * 3 // 4
+
+
 @pytest.mark.parametrize("limits", [PAPER, ADAPTIVE])
 def test_a_new_daemon_goes_on_with_the_cap_it_finds(limits: PressureLimits) -> None:
     rig = Rig(limits, cap=16)
