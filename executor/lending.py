@@ -70,7 +70,7 @@ class LendingCore:
             return -min(free.lent, max(self._stride, -(-(whole - spare) // a_granule)))
         if idle:
             return max(0, (spare - whole) // a_granule)
-        if self._needed_ns is not None and now_ns - self._needed_ns < self._limits.calm_ns:
+        if not self._calm(now_ns):
             return 0
         return max(0, (spare - whole) // a_granule - self._stride)
 
@@ -78,8 +78,10 @@ class LendingCore:
         """Whether more plain blocks would be lent: what prefixes are forgotten for."""
         if self.reserve >= self._granules.count:
             return False
-        calm = self._needed_ns is None or now_ns - self._needed_ns >= self._limits.calm_ns
-        return free.cached > demand_blocks and (idle or calm)
+        return free.cached > demand_blocks and (idle or self._calm(now_ns))
+
+    def _calm(self, now_ns: int) -> bool:
+        return self._needed_ns is None or now_ns - self._needed_ns >= self._limits.calm_ns
 
     def missing(self, free: KvFree) -> int:
         """Granules by which the reserve is eaten, prefixes counted as room: they can be evicted."""

@@ -1,11 +1,9 @@
 """What a process group really holds, as the kernel counts it."""
 
 import mmap
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
-from rose.procfs import ProcessStat
+from rose.procfs import group_members
 
 
 def group_bytes(group: int) -> int | None:
@@ -14,7 +12,7 @@ def group_bytes(group: int) -> int | None:
     0 when nothing of the group is left, None when the kernel does not say.
     """
     total = 0
-    for pid in _members(group):
+    for pid, _ in group_members(group):
         try:
             total += _pss_bytes(pid)
         except (FileNotFoundError, ProcessLookupError):
@@ -22,14 +20,6 @@ def group_bytes(group: int) -> int | None:
         except OSError:
             return None
     return total
-
-
-def _members(group: int) -> Iterator[int]:
-    for entry in os.scandir("/proc"):
-        if entry.name.isdigit():
-            stat = ProcessStat.of(int(entry.name))
-            if stat and stat.group == group and not stat.ended:
-                yield int(entry.name)
 
 
 def _pss_bytes(pid: int) -> int:

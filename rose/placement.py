@@ -21,7 +21,7 @@ import signal
 import struct
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -95,9 +95,9 @@ def kill_group(group: int) -> None:
     would do so only when nobody else wants its core. So it is put among the others first, where
     that is permitted, and its memory is taken from here where it is not.
     """
-    members = [pid for pid in _members(group) if pid != os.getpid()]
+    members = _others_of(group)
     handles = [handle for pid in members if (handle := _handle_of(pid)) is not None]
-    raise_group(group)
+    _raise(members)
     for pid in members:
         _permitted(partial(os.kill, pid, signal.SIGKILL))
     for handle in handles:
@@ -107,8 +107,12 @@ def kill_group(group: int) -> None:
 
 def raise_group(group: int) -> bool:
     """Put the group's threads among the normal ones; False when that is not permitted."""
+    return _raise(_others_of(group))
+
+
+def _raise(members: Iterable[int]) -> bool:
     raised = True
-    for thread in _group_threads(group):
+    for thread in _threads_of(members):
         raised &= _permitted(
             partial(os.sched_setscheduler, thread, os.SCHED_OTHER, os.sched_param(0))
         )
@@ -118,7 +122,7 @@ def raise_group(group: int) -> bool:
 
 def lower_group(group: int) -> None:
     """Put the group's threads behind all others, as far as that is permitted."""
-    for thread in _group_threads(group):
+    for thread in _threads_of(_others_of(group)):
         _lower(thread)
 
 
@@ -127,9 +131,12 @@ def _lower(thread: int) -> None:
         _permitted(partial(os.setpriority, os.PRIO_PROCESS, thread, NICEST))
 
 
-def _group_threads(group: int) -> list[int]:
-    members = [pid for pid in _members(group) if pid != os.getpid()]
-    return [thread for pid in members for thread in _threads(pid)]
+def _others_of(group: int) -> list[int]:
+    return [pid for pid in _members(group) if pid != os.getpid()]
+
+
+def _threads_of(members: Iterable[int]) -> Iterator[int]:
+    return (thread for pid in members for thread in _threads(pid))
 
 
 def _members(group: int) -> list[int]:

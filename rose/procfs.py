@@ -71,16 +71,17 @@ def boot_id() -> str:
 
 def group_states(group: int) -> list[str]:
     """States of the group's processes, those that only wait to be collected left out."""
-    return [stat.state for _, stat in _members(group)]
+    return [stat.state for _, stat in group_members(group)]
 
 
 def find_in_group(group: int, name: str) -> ProcessIdentity | None:
     """A running process of the group whose name begins so."""
-    found = (pid for pid, stat in _members(group) if stat.name.startswith(name))
+    found = (pid for pid, stat in group_members(group) if stat.name.startswith(name))
     return next((identity for pid in found if (identity := ProcessIdentity.of(pid))), None)
 
 
-def _members(group: int) -> list[tuple[int, ProcessStat]]:
+def group_members(group: int) -> list[tuple[int, ProcessStat]]:
+    """Process ids and stats of the group, those that only wait to be collected left out."""
     pids = (int(entry.name) for entry in os.scandir("/proc") if entry.name.isdigit())
     stats = ((pid, stat) for pid in pids if (stat := ProcessStat.of(pid)))
     return [(pid, stat) for pid, stat in stats if stat.group == group and not stat.ended]

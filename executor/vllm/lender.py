@@ -78,9 +78,9 @@ class HostLender:
         if self._pool.failure is not None:
             raise self._pool.failure
         demand = -(-prefill_tokens // self._block_tokens) + requests
-        now_ns = self._clock_ns()
-        count = self._core.step(now_ns, self._pool.free, demand, idle=requests == 0)
-        wants = self._core.wants(now_ns, self._pool.free, demand, idle=requests == 0)
+        now_ns, free = self._clock_ns(), self._pool.free
+        count = self._core.step(now_ns, free, demand, idle=requests == 0)
+        wants = self._core.wants(now_ns, free, demand, idle=requests == 0)
         forgotten = self._pool.forget(now_ns, self._cold_ns, MOST_FORGOTTEN_A_CALL if wants else 0)
         if count < 0:
             self._pool.give_back(plan_growth(-count, self._pool.held))
