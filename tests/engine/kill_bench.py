@@ -196,12 +196,32 @@ class KillBench:
         return daemon
 
     def at_work(self) -> int:
-        """The guest's process group, once it is leased and makes tokens under the host's load."""
-        # Each look costs a call, and cores are what the guest waits for.
-        until(self._leased, START_S, f"the guest is leased, see {self.folder}", every_s=0.1)
-        begun = self.guest().tokens_total
-        until(lambda: self.guest().tokens_total > begun + 50, 60.0, "the guest makes tokens")
-        return tenures(self.run_dir)[GUEST].identity.pid
+        """The guest's process group, once it is leased and makes tokens under the host's load.
+
+        Counted for one process under one lease: what the page and the scheduler's table say of an
+        earlier guest stays there until the next one, or the node's next report, replaces it.
+        """
+        life: int | None = None
+        begun = made = 0
+
+        def works() -> bool:
+            nonlocal life, begun, made
+            tenure = tenures(self.run_dir).get(GUEST) if self._leased() else None
+            now = tenure.identity.pid if tenure else None
+            made = self.guest().tokens_total
+            if now is None or now != life or made < begun:
+                life, begun = now, made
+            return life is not None and made > begun + 50
+
+        try:
+            # Each look costs a call, and cores are what the guest waits for.
+            until(works, START_S, "the guest is leased and makes tokens", every_s=0.1)
+        except AssertionError as error:
+            error.add_note(f"group {life}, {made - begun} tokens, {self.guest()}")
+            error.add_note(self._last_words())
+            raise
+        assert life is not None
+        return life
 
     def guest(self) -> GuestState:
         return self.page.guest.peek() or GuestState()
@@ -247,6 +267,14 @@ class KillBench:
 
     def gone(self, group: int, within_s: float) -> float:
         return until(lambda: not group_alive(group), within_s, "the guest is gone")
+
+    def _last_words(self) -> str:
+        """What a failed run leaves to read."""
+        logs = sorted((self.folder / "logs").glob("events-*.jsonl"))
+        ends = [(log.name, log.read_text().splitlines()[-12:]) for log in logs]
+        worst_s = max(self.host_load.latencies_s, default=0.0)
+        host = f"host: {len(self.host_load.latencies_s)} answers, worst {worst_s:.2f} s"
+        return "\n".join([host, *(line for name, end in ends for line in (name, *end))])
 
     def _leased(self) -> bool:
         with suppress(grpc.RpcError):
