@@ -1,5 +1,6 @@
 """Sparse, bit-exact weight transfer: codec, chunks, manifests, receiver; vLLM in `.vllm`."""
 
+from weight_transfer.checkpoint import read_model_dir, read_safetensors
 from weight_transfer.chunk import Change, ChunkHeader, chunk_id, decode_chunk, encode_chunk
 from weight_transfer.codec import Encoding
 from weight_transfer.digest import digest_of, updated
@@ -24,14 +25,7 @@ from weight_transfer.publisher import Publisher
 from weight_transfer.receiver import Receiver, StagedTensor, StagedUpdate
 from weight_transfer.signing import SigningKey, VerifyKey
 from weight_transfer.store import ChunkStore, StoredFile, read_chunk
-from weight_transfer.tensors import (
-    TensorBits,
-    bits_of,
-    read_model_dir,
-    read_safetensors,
-    tensor_bits,
-    tensor_of,
-)
+from weight_transfer.tensors import TensorBits, bits_of, tensor_bits, tensor_of
 
 __all__ = [
     "Change",

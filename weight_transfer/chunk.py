@@ -17,7 +17,7 @@ import blake3
 import numpy as np
 from numpy.typing import NDArray
 
-from weight_transfer.codec import Encoding, decode_payload, encode_payload
+from weight_transfer.codec import Encoding, Level, decode_payload, encode_payload
 from weight_transfer.errors import ChunkDigestError, ChunkFormatError, WrongBaseError
 from weight_transfer.tensors import Bits, TensorBits
 
@@ -48,6 +48,15 @@ class ChunkHeader:
 
 
 @dataclass(frozen=True, slots=True)
+class EncodedChunk:
+    """A chunk in the making. `digest_change`: what its tensor's digest grows by, mod 2^64."""
+
+    header: ChunkHeader
+    encoded: bytes
+    digest_change: int
+
+
+@dataclass(frozen=True, slots=True)
 class Change:
     """Staged overwrite: `values[k]` belongs at flat index `indices[k]` of the tensor."""
 
@@ -75,22 +84,26 @@ def row_ranges(tensor: TensorBits, chunk_bytes: int) -> Iterator[tuple[int, int]
 
 
 def encode_chunk(
-    old: TensorBits, new: TensorBits, rows: tuple[int, int], base_digest: int
-) -> tuple[ChunkHeader, bytes]:
+    old: TensorBits,
+    new: TensorBits,
+    rows: tuple[int, int],
+    base_digest: int,
+    level: Level = Level.FAST,
+) -> EncodedChunk:
     """Encode rows [a, b) of the step from `old` to `new`; `base_digest` is that of all of `old`."""
-    part = slice(rows[0] * old.row_elements, rows[1] * old.row_elements)
-    encoding, changed, payload = encode_payload(old.bits[part], new.bits[part])
+    first, end = (row * old.row_elements for row in rows)
+    found = encode_payload(old.bits[first:end], new.bits[first:end], old.weight_class, level, first)
     header = ChunkHeader(
-        encoding=encoding,
+        encoding=found.encoding,
         width=old.bits.itemsize,
         first_row=rows[0],
         end_row=rows[1],
         row_elements=old.row_elements,
-        changed=changed,
+        changed=found.changed,
         base_digest=base_digest,
-        payload_bytes=len(payload),
+        payload_bytes=len(found.payload),
     )
-    return header, _pack(header) + payload
+    return EncodedChunk(header, _pack(header) + found.payload, found.digest_change)
 
 
 def parse_header(encoded: bytes) -> ChunkHeader:
@@ -100,7 +113,7 @@ def parse_header(encoded: bytes) -> ChunkHeader:
     magic, form, encoding, width, pad, *numbers, tail = HEADER.unpack_from(encoded)
     if magic != MAGIC or form != FORMAT or pad or tail:
         raise ChunkFormatError(f"not a chunk of format {FORMAT}; publisher and receiver differ?")
-    if encoding not in tuple(Encoding) or width not in (2, 4, 8):
+    if encoding not in tuple(Encoding) or width not in (1, 2, 4, 8):
         raise ChunkFormatError(f"unknown encoding {encoding} or element width {width}")
     header = ChunkHeader(Encoding(encoding), width, *numbers)
     if len(encoded) != HEADER.size + header.payload_bytes:

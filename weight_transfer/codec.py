@@ -1,27 +1,40 @@
 """Codec of one row range: (old bits, new bits) → payload → (indices, absolute new bits).
 
-empty   nothing changed                 payload: nothing
-sparse  index gaps + ulp deltas         payload: gap plane count u8 | gap planes | delta planes
-bitmap  changed map + ulp deltas        payload: bitmap plane | delta planes
-dense   new bits                        payload: value planes
+empty    nothing changed                 payload: nothing
+sparse   index gaps + ulp deltas         payload: gap plane count u8 | gap planes | delta planes
+bitmap   changed map + ulp deltas        payload: bitmap plane | delta planes
+dense    new bits                        payload: value planes
+compact  changes by class of old weight  payload: see `compact`
 A gap is the distance to the previous changed index, less one. An ulp delta is new − old of the
 integer views, wrapped to the element's width, zigzag coded: exact for every bit pattern.
 """
 
 from __future__ import annotations
 
-from enum import IntEnum
-from typing import Any
+from dataclasses import dataclass
+from enum import IntEnum, StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
 
+from weight_transfer.compact import decode_compact, encode_compact
+from weight_transfer.digest import MODULUS, digest_part
 from weight_transfer.errors import ChunkFormatError
+from weight_transfer.kernels.changes import (
+    Changes,
+    apply_changes,
+    find_changes,
+    gaps_of,
+    mark_changes,
+)
+from weight_transfer.kernels.mixing import sum_changes
 from weight_transfer.planes import PlaneReader, pack_plane, pack_planes, planes_needed
-from weight_transfer.tensors import Bits
+from weight_transfer.tensors import Bits, WeightClass
 
-_BITMAP_DENSITY = 0.02
-"""Below this changed share the gaps always win, so the other encodings are not even tried."""
+_SPARSE_SHARE = 4
+"""One in so many weights may change before a bitmap, which no gap can beat then, is tried."""
+_SURELY_COMPACT = 4096
+_GAP_BYTES = 4
 
 
 class Encoding(IntEnum):
@@ -31,22 +44,46 @@ class Encoding(IntEnum):
     SPARSE = 1
     BITMAP = 2
     DENSE = 3
+    COMPACT = 4
 
 
-def encode_payload(old: Bits, new: Bits) -> tuple[Encoding, int, bytes]:
-    """Return (encoding, changed elements, payload), the smallest of the encodings."""
-    indices = np.flatnonzero(old != new)
-    if not indices.size:
-        return Encoding.EMPTY, 0, b""
-    deltas = _zigzag(new[indices] - old[indices])
-    candidates = [(Encoding.SPARSE, _sparse(indices, deltas))]
-    if indices.size > _BITMAP_DENSITY * old.size:
-        bitmap = np.packbits(old != new, bitorder="little").tobytes()
-        planes = pack_plane(bitmap) + pack_planes(deltas, deltas.itemsize)
-        candidates.append((Encoding.BITMAP, planes))
-        candidates.append((Encoding.DENSE, pack_planes(new, new.itemsize)))
-    encoding, payload = min(candidates, key=lambda candidate: len(candidate[1]))
-    return encoding, int(indices.size), payload
+class Level(StrEnum):
+    """What a publisher spends on a sparse chunk: little time, or few bytes."""
+
+    FAST = "fast"
+    COMPACT = "compact"
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """An encoded range. `digest_change`: what its tensor's digest grows by, mod MODULUS."""
+
+    encoding: Encoding
+    changed: int
+    payload: bytes
+    digest_change: int
+
+
+def encode_payload(
+    old: Bits, new: Bits, kind: WeightClass, level: Level = Level.FAST, first: int = 0
+) -> Encoded:
+    """Encode a range whose first weight has index `first` in its tensor, the smallest way."""
+    changes = find_changes(old, new, old.size // _SPARSE_SHARE)
+    if changes is None:
+        return _crowded(old, new, first)
+    if not changes.count:
+        return Encoded(Encoding.EMPTY, 0, b"", 0)
+    growth = int(sum_changes(old, changes.gaps, changes.codes, first))
+    compact = encode_compact(old, changes, kind) if level is Level.COMPACT else None
+    # Beyond a few changes the table of classes costs nothing any more.
+    if compact is not None and changes.count > _SURELY_COMPACT:
+        return Encoded(Encoding.COMPACT, changes.count, compact, growth)
+    sparse = _sparse(changes)
+    if compact is not None and len(compact) < len(sparse):
+        return Encoded(Encoding.COMPACT, changes.count, compact, growth)
+    if len(sparse) > old.nbytes:
+        return _crowded(old, new, first)
+    return Encoded(Encoding.SPARSE, changes.count, sparse, growth)
 
 
 def decode_payload(
@@ -58,65 +95,56 @@ def decode_payload(
     """
     if changed > old.size or (encoding is Encoding.EMPTY) != (changed == 0):
         raise ChunkFormatError(f"{changed} changes claimed by {encoding.name} of {old.size}")
+    if encoding is Encoding.COMPACT:
+        return decode_compact(payload, changed, old)
     reader = PlaneReader(payload)
     if encoding is Encoding.EMPTY:
         indices, new = np.zeros(0, dtype=np.int64), old[:0]
     elif encoding is Encoding.DENSE:
-        dense = reader.integers(old.size, old.itemsize, old.itemsize)
+        dense = reader.integers(old.size, old.itemsize, old.dtype)
         indices = np.flatnonzero(dense != old)
         new = dense[indices]
     else:
         read = _read_gaps if encoding is Encoding.SPARSE else _read_bitmap
-        indices = read(reader, changed, old.size)
-        deltas = _unzigzag(reader.integers(changed, old.itemsize, old.itemsize))
-        if not deltas.all():
-            raise ChunkFormatError("a change of nothing is listed; fetch the chunk again")
-        new = old[indices] + deltas
+        gaps = read(reader, changed, old.size)
+        codes = reader.integers(changed, old.itemsize, old.dtype)
+        try:
+            indices, new = apply_changes(old, Changes(gaps, codes))
+        except ValueError as error:
+            raise ChunkFormatError(f"{error}; fetch the chunk again") from error
     reader.finish()
     if indices.size != changed:
         raise ChunkFormatError(f"{indices.size} changes found where {changed} were claimed")
     return indices, new
 
 
-def _sparse(indices: NDArray[np.int64], deltas: Bits) -> bytes:
-    gaps = np.diff(indices, prepend=-1).astype(np.uint64) - np.uint64(1)
-    planes = planes_needed(gaps)
-    return bytes([planes]) + pack_planes(gaps, planes) + pack_planes(deltas, deltas.itemsize)
+def _sparse(changes: Changes) -> bytes:
+    planes = planes_needed(changes.gaps)
+    codes = pack_planes(changes.codes, changes.codes.itemsize)
+    return bytes([planes]) + pack_planes(changes.gaps, planes) + codes
 
 
-def _read_gaps(reader: PlaneReader, changed: int, size: int) -> NDArray[np.int64]:
+def _crowded(old: Bits, new: Bits, first: int) -> Encoded:
+    """Many weights changed: their map, or all of them anew."""
+    growth = (digest_part(new, first) - digest_part(old, first)) % MODULUS
+    bitmap, codes = mark_changes(old, new)
+    marked = pack_plane(bitmap) + pack_planes(codes, codes.itemsize)
+    dense = pack_planes(new, new.itemsize)
+    if len(marked) <= len(dense):
+        return Encoded(Encoding.BITMAP, codes.size, marked, growth)
+    return Encoded(Encoding.DENSE, codes.size, dense, growth)
+
+
+def _read_gaps(reader: PlaneReader, changed: int, size: int) -> NDArray[np.uint32]:
     planes = reader.byte()
-    if not 1 <= planes <= 8:
-        raise ChunkFormatError(f"{planes} gap planes; 1 to 8 are possible")
-    gaps = reader.integers(changed, planes, 8)
-    # Any single gap beyond the range is wrong, and without one the sum cannot wrap.
-    if int(gaps.max()) >= size:
-        raise ChunkFormatError("a changed index lies outside the chunk's rows")
-    indices: NDArray[np.int64] = np.cumsum(gaps.astype(np.int64) + 1) - 1
-    if int(indices[-1]) >= size:
-        raise ChunkFormatError("a changed index lies outside the chunk's rows")
-    return indices
+    if not 1 <= planes <= _GAP_BYTES:
+        raise ChunkFormatError(f"{planes} gap planes; 1 to {_GAP_BYTES} are possible")
+    gaps: NDArray[np.uint32] = reader.integers(changed, planes, np.dtype("<u4"))
+    return gaps
 
 
-def _read_bitmap(reader: PlaneReader, changed: int, size: int) -> NDArray[np.int64]:
-    bitmap = np.unpackbits(reader.plane((size + 7) // 8), bitorder="little")
-    indices = np.flatnonzero(bitmap)
-    if indices.size != changed or int(indices[-1]) >= size:
-        raise ChunkFormatError(f"bitmap marks {indices.size} changes where {changed} were claimed")
-    return indices
-
-
-def _signed(width: int) -> np.dtype[np.signedinteger[Any]]:
-    return np.dtype(f"<i{width}")
-
-
-def _zigzag(deltas: Bits) -> Bits:
-    signed = deltas.view(_signed(deltas.itemsize))
-    zigzag: Bits = ((signed << 1) ^ (signed >> (8 * deltas.itemsize - 1))).view(deltas.dtype)
-    return zigzag
-
-
-def _unzigzag(codes: Bits) -> Bits:
-    one = codes.dtype.type(1)
-    deltas: Bits = (codes >> one) ^ (~(codes & one) + one)
-    return deltas
+def _read_bitmap(reader: PlaneReader, changed: int, size: int) -> NDArray[np.uint32]:
+    gaps = gaps_of(reader.plane((size + 7) // 8), size, changed)
+    if gaps is None:
+        raise ChunkFormatError(f"bitmap does not mark the {changed} changes that were claimed")
+    return gaps

@@ -2,6 +2,7 @@
 
 WeightError
 ├── TensorFormatError   a tensor or a safetensors file cannot be read as bits
+├── DeltaFormatError    a delta file does not follow its format
 ├── ChunkError          a chunk cannot be used
 │   ├── ChunkFormatError    its bytes do not follow the wire format
 │   ├── ChunkDigestError    its bytes are not those its name promises
@@ -11,6 +12,7 @@ WeightError
 │   └── ManifestExpired     its time is over
 ├── WrongBaseError      an update was made for other weights than the active ones
 ├── DigestMismatchError the weights after an update are not those the publisher computed
+├── CatalogError        what is published does not lead to the wanted version
 ├── LoaderMapError      a checkpoint tensor cannot be found, byte for byte, in the engine
 ├── ProbeError          the probe cannot run in this engine
 └── StoreError          the store refuses: a chunk is not durable or a version exists already
@@ -23,6 +25,10 @@ class WeightError(Exception):
 
 class TensorFormatError(WeightError):
     """A tensor or a safetensors file cannot be read as bits."""
+
+
+class DeltaFormatError(WeightError):
+    """A delta file does not follow its format."""
 
 
 class ChunkError(WeightError):
@@ -59,6 +65,10 @@ class WrongBaseError(WeightError):
 
 class DigestMismatchError(WeightError):
     """Weights after an update are not those the publisher computed."""
+
+
+class CatalogError(WeightError):
+    """What is published does not lead to the wanted version."""
 
 
 class LoaderMapError(WeightError):

@@ -46,7 +46,11 @@ class TensorUpdate:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """One published version; times are wall-clock seconds."""
+    """One published version; times are wall-clock seconds.
+
+    A base, all weights anew, is a version that names itself as its parent: its chunks build on
+    zeros.
+    """
 
     job: str
     version: int
@@ -62,6 +66,11 @@ class Manifest:
     def chunks(self) -> tuple[ChunkRef, ...]:
         """All chunks, in tensor order; the same id may occur more than once."""
         return tuple(chunk for tensor in self.tensors for chunk in tensor.chunks)
+
+    @property
+    def is_base(self) -> bool:
+        """Whether it builds on nothing."""
+        return self.parent == self.version
 
     @property
     def wire_bytes(self) -> int:
@@ -98,15 +107,13 @@ class Manifest:
             manifest = _manifest(json.loads(raw))
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise ManifestError(f"not a manifest: {error!r}; fetch it again") from error
-        for tensor in manifest.tensors:
-            _check_tiling(tensor)
         if len({tensor.name for tensor in manifest.tensors}) != len(manifest.tensors):
             raise ManifestError("a tensor is listed twice; fetch the manifest again")
         return manifest
 
     def _plain(self) -> dict[str, Any]:
         plain: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
-        plain["tensors"] = [_plain_tensor(tensor) for tensor in self.tensors]
+        plain["tensors"] = [plain_tensor(tensor) for tensor in self.tensors]
         return plain
 
 
@@ -119,7 +126,8 @@ def _dump(plain: Mapping[str, Any]) -> bytes:
     return json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
-def _plain_tensor(tensor: TensorUpdate) -> dict[str, Any]:
+def plain_tensor(tensor: TensorUpdate) -> dict[str, Any]:
+    """Return a tensor as JSON has it."""
     plain: dict[str, Any] = {name: getattr(tensor, name) for name in tensor.__slots__}
     plain["chunks"] = [{n: getattr(c, n) for n in c.__slots__} for c in tensor.chunks]
     return plain
@@ -147,14 +155,15 @@ def _manifest(value: object) -> Manifest:
         trainer=_str(raw["trainer"]),
         created_s=_number(raw["created_s"]),
         expires_s=_number(raw["expires_s"]),
-        tensors=tuple(_tensor(tensor) for tensor in _list(raw["tensors"])),
+        tensors=tuple(tensor_update(tensor) for tensor in _list(raw["tensors"])),
         signature=_str(raw["signature"]),
     )
 
 
-def _tensor(value: object) -> TensorUpdate:
+def tensor_update(value: object) -> TensorUpdate:
+    """Read one tensor of untrusted JSON; raises TypeError, ValueError, KeyError, ManifestError."""
     raw = _dict(value)
-    return TensorUpdate(
+    tensor = TensorUpdate(
         name=_str(raw["name"]),
         dtype=_str(raw["dtype"]),
         shape=tuple(_int(n) for n in _list(raw["shape"])),
@@ -162,6 +171,8 @@ def _tensor(value: object) -> TensorUpdate:
         digest_after=_hex(raw["digest_after"], 16),
         chunks=tuple(_chunk(chunk) for chunk in _list(raw["chunks"])),
     )
+    _check_tiling(tensor)
+    return tensor
 
 
 def _chunk(value: object) -> ChunkRef:

@@ -1,6 +1,6 @@
 """Byte planes: integers split by significance, each plane compressed on its own.
 
-plane := tag u8 (0 raw, 1 zstd) | length u32 | bytes
+plane := tag u8 (0 raw, 1 zstd, 2 one byte, many times) | length u32 | bytes
 A plane that zstd cannot shrink is stored raw, so nothing ever grows by more than its 5 bytes.
 """
 
@@ -14,11 +14,11 @@ import zstandard
 from numpy.typing import NDArray
 
 from weight_transfer.errors import ChunkFormatError
-from weight_transfer.tensors import Bits, unsigned
+from weight_transfer.kernels.planes import all_equal, join_plane, split_plane
 
 PLANE_HEADER = struct.Struct("<BI")
 ZSTD_LEVEL = 1
-_RAW, _ZSTD = 0, 1
+_RAW, _ZSTD, _SAME = 0, 1, 2
 
 
 def planes_needed(values: NDArray[np.unsignedinteger[Any]]) -> int:
@@ -29,14 +29,22 @@ def planes_needed(values: NDArray[np.unsignedinteger[Any]]) -> int:
 
 def pack_planes(values: NDArray[np.unsignedinteger[Any]], count: int) -> bytes:
     """Return the low `count` bytes of `values` as planes, least significant first."""
-    split = np.ascontiguousarray(values).view(np.uint8).reshape(values.size, values.itemsize)
-    return b"".join(pack_plane(split[:, plane].tobytes()) for plane in range(count))
+    return b"".join(_pack_plane_of(values, plane) for plane in range(count))
 
 
-def pack_plane(raw: bytes) -> bytes:
+def _pack_plane_of(values: NDArray[np.unsignedinteger[Any]], plane: int) -> bytes:
+    same = all_equal(values, plane)
+    if same >= 0 and values.size > 1:
+        return PLANE_HEADER.pack(_SAME, 1) + bytes([same])
+    raw = np.empty(values.size, np.uint8)
+    split_plane(values, plane, raw)
+    return pack_plane(raw)
+
+
+def pack_plane(raw: NDArray[np.uint8]) -> bytes:
     """Return one plane, compressed where that helps."""
-    packed = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(raw)
-    tag, body = (_ZSTD, packed) if len(packed) < len(raw) else (_RAW, raw)
+    packed = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(raw.data)
+    tag, body = (_ZSTD, packed) if len(packed) < raw.size else (_RAW, raw.tobytes())
     return PLANE_HEADER.pack(tag, len(body)) + body
 
 
@@ -59,18 +67,20 @@ class PlaneReader:
             raw = bytes(body)
         elif tag == _ZSTD:
             raw = _decompress(bytes(body), size)
+        elif tag == _SAME and length == 1:
+            return np.full(size, body[0], np.uint8)
         else:
             raise ChunkFormatError(f"unknown plane tag {tag}; fetch the chunk again")
         if len(raw) != size:
             raise ChunkFormatError(f"plane holds {len(raw)} bytes where {size} belong")
         return np.frombuffer(raw, dtype=np.uint8)
 
-    def integers(self, size: int, planes: int, width: int) -> Bits:
-        """Read `size` integers of `width` bytes whose low `planes` bytes are stored."""
-        split = np.zeros((size, width), dtype=np.uint8)
+    def integers(self, size: int, planes: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+        """Read `size` unsigned integers of which the low `planes` bytes are stored."""
+        values = np.zeros(size, dtype)
         for plane in range(planes):
-            split[:, plane] = self.plane(size)
-        return split.reshape(-1).view(unsigned(width))
+            join_plane(plane, self.plane(size), values)
+        return values
 
     def finish(self) -> None:
         """Insist that nothing is left over."""

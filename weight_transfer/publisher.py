@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-from weight_transfer.chunk import DEFAULT_CHUNK_BYTES, encode_chunk, row_ranges
-from weight_transfer.digest import digest_of
+from weight_transfer.chunk import DEFAULT_CHUNK_BYTES, EncodedChunk, encode_chunk, row_ranges
+from weight_transfer.codec import Level
+from weight_transfer.digest import MODULUS, digest_of
 from weight_transfer.errors import ManifestError
 from weight_transfer.manifest import CODEC, ChunkRef, Manifest, TensorUpdate, hex_digest
 from weight_transfer.signing import SigningKey
 from weight_transfer.store import ChunkStore
-from weight_transfer.tensors import TensorBits
+from weight_transfer.tensors import TensorBits, zeros_like
 
 DEFAULT_LIFETIME_S = 24 * 3600.0
 
@@ -28,6 +29,7 @@ class Publisher:
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
         lifetime_s: float = DEFAULT_LIFETIME_S,
         clock: Callable[[], float] = time.time,
+        level: Level = Level.FAST,
     ) -> None:
         self._store = store
         self._job = job
@@ -36,6 +38,8 @@ class Publisher:
         self._chunk_bytes = chunk_bytes
         self._lifetime_s = lifetime_s
         self._clock = clock
+        self._level = level
+        self._known: tuple[int | None, Mapping[str, int]] = None, {}
 
     def publish(
         self,
@@ -53,7 +57,19 @@ class Publisher:
             raise ManifestError(f"version {version} does not follow its parent {parent}")
         if old.keys() != new.keys():
             raise ManifestError(f"tensors differ: {sorted(old.keys() ^ new.keys())[:4]}")
-        tensors = tuple(self._tensor(old[name], new[name]) for name in sorted(old))
+        before = self._digests_of(parent, old)
+        tensors = tuple(self._tensor(old[name], new[name], before[name]) for name in sorted(old))
+        return self._published(version, parent, tensors)
+
+    def publish_base(self, version: int, tensors: Mapping[str, TensorBits]) -> Manifest:
+        """Publish all weights of a version, for those who join: its delta may be published too."""
+        updates = []
+        for name in sorted(tensors):
+            zeros = zeros_like(tensors[name])
+            updates.append(self._tensor(zeros, tensors[name], digest_of(zeros.bits)))
+        return self._published(version, version, tuple(updates))
+
+    def _published(self, version: int, parent: int, tensors: tuple[TensorUpdate, ...]) -> Manifest:
         now_s = self._clock()
         manifest = Manifest(
             job=self._job,
@@ -66,29 +82,36 @@ class Publisher:
             tensors=tensors,
         ).signed(self._key)
         self._store.put_manifest(manifest)
+        self._known = version, {t.name: int(t.digest_after, 16) for t in tensors}
         return manifest
 
-    def _tensor(self, old: TensorBits, new: TensorBits) -> TensorUpdate:
+    def _digests_of(self, version: int, tensors: Mapping[str, TensorBits]) -> Mapping[str, int]:
+        """Known of the version that was published last; any other is read once, all of it."""
+        known, digests = self._known
+        if known == version and digests.keys() == tensors.keys():
+            return digests
+        return {name: digest_of(tensor.bits) for name, tensor in tensors.items()}
+
+    def _tensor(self, old: TensorBits, new: TensorBits, before: int) -> TensorUpdate:
         if (old.dtype, old.shape) != (new.dtype, new.shape):
             raise ManifestError(f"{old.name}: dtype or shape changed; publish a new base instead")
-        before = after = digest_of(old.bits)
-        chunks: list[ChunkRef] = []
-        if not (old.bits == new.bits).all():
-            after = digest_of(new.bits)
-            for rows in row_ranges(old, self._chunk_bytes):
-                chunks.append(self._chunk(old, new, rows, before))
+        made = [
+            encode_chunk(old, new, rows, before, self._level)
+            for rows in row_ranges(old, self._chunk_bytes)
+        ]
+        after = (before + sum(chunk.digest_change for chunk in made)) % MODULUS
+        changed = any(chunk.header.changed for chunk in made)
+        chunks = tuple(self._stored(chunk) for chunk in made) if changed else ()
         return TensorUpdate(
-            old.name, old.dtype, old.shape, hex_digest(before), hex_digest(after), tuple(chunks)
+            old.name, old.dtype, old.shape, hex_digest(before), hex_digest(after), chunks
         )
 
-    def _chunk(
-        self, old: TensorBits, new: TensorBits, rows: tuple[int, int], base_digest: int
-    ) -> ChunkRef:
-        header, encoded = encode_chunk(old, new, rows, base_digest)
+    def _stored(self, chunk: EncodedChunk) -> ChunkRef:
+        header = chunk.header
         return ChunkRef(
-            id=self._store.put(encoded),
-            rows=rows,
+            id=self._store.put(chunk.encoded),
+            rows=(header.first_row, header.end_row),
             codec=header.encoding.name.lower(),
-            encoded_bytes=len(encoded),
+            encoded_bytes=len(chunk.encoded),
             changed=header.changed,
         )

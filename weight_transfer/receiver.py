@@ -1,14 +1,14 @@
 """Receiver: the sans-IO core of a replica's side.
 
-stage   manifest + chunks → StagedUpdate, nothing written: signature, expiry, base, every chunk,
-        and every tensor's digest after the change are checked first
+stage   manifests + chunks → StagedUpdate, nothing written: signature, expiry, base, every chunk,
+        and every tensor's digest after each version are checked first
 commit  overwrite with absolute values, then move the version: rerunning it is harmless
 rollback  the same with the old values
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +24,7 @@ from weight_transfer.errors import (
     ManifestExpired,
     WrongBaseError,
 )
+from weight_transfer.kernels.changes import apply_changes, find_changes
 from weight_transfer.manifest import CODEC, ChunkRef, Manifest, TensorUpdate, hex_digest
 from weight_transfer.signing import VerifyKey
 from weight_transfer.tensors import Bits, TensorBits, copy_tensors
@@ -91,27 +92,40 @@ class Receiver:
         `chunks` maps ids to encoded bytes; `now_s` is wall-clock. Without `verify_key` the
         signature is not asked for. Raises the WeightError that names what is wrong.
         """
-        if verify_key is not None:
-            manifest.verify(verify_key)
-        if now_s >= manifest.expires_s:
-            raise ManifestExpired(f"version {manifest.version} expired; fetch the newest manifest")
-        if manifest.codec != CODEC:
-            raise ManifestError(f"codec {manifest.codec} is unknown here; {CODEC} is known")
-        if manifest.parent != self._version or manifest.version <= manifest.parent:
-            raise WrongBaseError(
-                f"version {manifest.version} builds on {manifest.parent}, active is "
-                f"{self._version}; apply the versions between, or rebase"
-            )
-        listed = {tensor.name for tensor in manifest.tensors}
-        if listed != self._tensors.keys():
-            odd = sorted(listed ^ self._tensors.keys())
-            raise ManifestError(f"manifest and model differ in {len(odd)} tensors: {odd[:4]}")
-        staged = [self._stage_tensor(tensor, chunks) for tensor in manifest.tensors]
+        return self.stage_chain([manifest], chunks, verify_key, now_s)
+
+    def stage_chain(
+        self,
+        manifests: Sequence[Manifest],
+        chunks: Mapping[str, bytes],
+        verify_key: VerifyKey | None,
+        now_s: float,
+    ) -> StagedUpdate:
+        """Fold versions that follow each other, perhaps from a base on, into one update.
+
+        Each tensor is touched once, however often the chain changed it; a weight that came back
+        to what it was is not touched. Only the last manifest must not have expired: those before
+        it are on the way.
+        """
+        if not manifests:
+            raise ManifestError("no version to stage; give at least one manifest")
+        for manifest in manifests:
+            self._check(manifest, verify_key)
+        last = manifests[-1]
+        if now_s >= last.expires_s:
+            raise ManifestExpired(f"version {last.version} expired; fetch the newest manifest")
+        self._check_order(manifests)
+        updates = [{tensor.name: tensor for tensor in m.tensors} for m in manifests]
+        based = manifests[0].is_base
+        staged = [
+            self._stage_tensor([update[name] for update in updates], chunks, based=based)
+            for name in sorted(self._tensors)
+        ]
         return StagedUpdate(
-            version=manifest.version,
-            parent=manifest.parent,
+            version=last.version,
+            parent=self._version,
             tensors=tuple(tensor for tensor in staged if tensor.indices.size),
-            wire_bytes=manifest.wire_bytes,
+            wire_bytes=sum(manifest.wire_bytes for manifest in manifests),
         )
 
     def commit(self, staged: StagedUpdate) -> None:
@@ -136,21 +150,85 @@ class Receiver:
             self._digests[tensor.name] = tensor.digest_before
         self._version = staged.parent
 
-    def _stage_tensor(self, update: TensorUpdate, chunks: Mapping[str, bytes]) -> StagedTensor:
-        old = self._tensors[update.name]
-        digest = self._digests[update.name]
-        if (update.dtype, update.shape) != (old.dtype, old.shape):
-            raise ManifestError(f"{old.name}: manifest says {update.dtype} {update.shape}")
-        if update.digest_before != hex_digest(digest):
-            raise WrongBaseError(f"{old.name}: version was made for other weights; rebase first")
-        changes = [decode_chunk(_fetch(ref, chunks), old, digest) for ref in update.chunks]
-        indices = np.concatenate([np.zeros(0, np.int64), *(c.indices for c in changes)])
-        values = np.concatenate([old.bits[:0], *(c.values for c in changes)])
-        old_values = old.bits[indices]
-        after = updated(digest, indices, old_values, values)
-        if update.digest_after != hex_digest(after):
-            raise DigestMismatchError(f"{old.name}: decoded weights are not the published ones")
-        return StagedTensor(old.name, indices, values, old_values, digest, after)
+    def _check(self, manifest: Manifest, verify_key: VerifyKey | None) -> None:
+        if verify_key is not None:
+            manifest.verify(verify_key)
+        if manifest.codec != CODEC:
+            raise ManifestError(f"codec {manifest.codec} is unknown here; {CODEC} is known")
+        listed = {tensor.name for tensor in manifest.tensors}
+        if listed != self._tensors.keys():
+            odd = sorted(listed ^ self._tensors.keys())
+            raise ManifestError(f"manifest and model differ in {len(odd)} tensors: {odd[:4]}")
+
+    def _check_order(self, manifests: Sequence[Manifest]) -> None:
+        active = self._version
+        for at, manifest in enumerate(manifests):
+            if manifest.is_base and at == 0 and manifest.version > active:
+                pass
+            elif manifest.parent != active or manifest.version <= manifest.parent:
+                raise WrongBaseError(
+                    f"version {manifest.version} builds on {manifest.parent}, active is "
+                    f"{active}; apply the versions between, or rebase"
+                )
+            active = manifest.version
+
+    def _stage_tensor(
+        self, updates: Sequence[TensorUpdate], chunks: Mapping[str, bytes], *, based: bool
+    ) -> StagedTensor:
+        active = self._tensors[updates[0].name]
+        digest = self._digests[active.name]
+        if len(updates) == 1 and not based:
+            change = _changed(active, digest, updates[0], chunks)
+            indices, values, after = change.indices, change.values, change.digest_after
+        else:
+            scratch, after = self._replayed(active, updates, chunks, based=based)
+            found = find_changes(active.bits, scratch, active.bits.size)
+            assert found is not None
+            indices, values = apply_changes(active.bits, found)
+        old_values = active.bits[indices]
+        return StagedTensor(active.name, indices, values, old_values, digest, after)
+
+    def _replayed(
+        self,
+        active: TensorBits,
+        updates: Sequence[TensorUpdate],
+        chunks: Mapping[str, bytes],
+        *,
+        based: bool,
+    ) -> tuple[Bits, int]:
+        """The tensor as the chain leaves it, and its digest; the active one stays as it is."""
+        bits = np.zeros_like(active.bits) if based else active.bits.copy()
+        scratch = TensorBits(active.name, active.dtype, active.shape, bits)
+        digest = digest_of(bits) if based else self._digests[active.name]
+        for update in updates:
+            change = _changed(scratch, digest, update, chunks)
+            bits[change.indices] = change.values
+            digest = change.digest_after
+        return bits, digest
+
+
+@dataclass(frozen=True, slots=True)
+class _Changed:
+    indices: NDArray[np.int64]
+    values: Bits
+    digest_after: int
+
+
+def _changed(
+    old: TensorBits, digest: int, update: TensorUpdate, chunks: Mapping[str, bytes]
+) -> _Changed:
+    """What one version makes of a tensor, decoded and proved."""
+    if (update.dtype, update.shape) != (old.dtype, old.shape):
+        raise ManifestError(f"{old.name}: manifest says {update.dtype} {update.shape}")
+    if update.digest_before != hex_digest(digest):
+        raise WrongBaseError(f"{old.name}: version was made for other weights; rebase first")
+    changes = [decode_chunk(_fetch(ref, chunks), old, digest) for ref in update.chunks]
+    indices = np.concatenate([np.zeros(0, np.int64), *(c.indices for c in changes)])
+    values = np.concatenate([old.bits[:0], *(c.values for c in changes)])
+    after = updated(digest, indices, old.bits[indices], values)
+    if update.digest_after != hex_digest(after):
+        raise DigestMismatchError(f"{old.name}: decoded weights are not the published ones")
+    return _Changed(indices, values, after)
 
 
 def _fetch(ref: ChunkRef, chunks: Mapping[str, bytes]) -> bytes:

@@ -1,17 +1,27 @@
-"""Chunk store: `root/chunks/<blake3>` and `root/manifests/<version>.json`, durable and verified."""
+"""Chunk store, durable and verified.
+
+root/chunks/<blake3>              encoded chunks
+root/parts/<blake3>               chunks that are on their way, from the first byte on
+root/manifests/<version>.json     how a version follows from its parent
+root/manifests/<version>.base.json  all of a version, where it was published so too
+"""
 
 from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
+from weight_transfer.catalog import Catalog, Lease, Published
 from weight_transfer.chunk import check_id, chunk_id
+from weight_transfer.durable import DRAFT, sync
 from weight_transfer.errors import ChunkMissingError, StoreError
 from weight_transfer.manifest import Manifest
 
-_DRAFT = ".tmp-"
+_DELTA, _BASE = ".json", ".base.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +40,8 @@ class ChunkStore:
     def __init__(self, root: Path) -> None:
         self.chunks_dir = root / "chunks"
         self.manifests_dir = root / "manifests"
+        self._parts_dir = root / "parts"
+        self._parts_dir.mkdir(parents=True, exist_ok=True)
         self.chunks_dir.mkdir(parents=True, exist_ok=True)
         self.manifests_dir.mkdir(parents=True, exist_ok=True)
 
@@ -39,6 +51,17 @@ class ChunkStore:
         if not self.has(name):
             _write_durably(self.chunks_dir / name, encoded)
         return name
+
+    def part_path(self, name: str) -> Path:
+        """Where a chunk that is on its way is written to."""
+        return self._parts_dir / name
+
+    def adopt(self, name: str, part: BinaryIO) -> None:
+        """Store the chunk whose part file, open here, the caller has proved whole."""
+        part.flush()
+        os.fsync(part.fileno())
+        self.part_path(name).replace(self.chunks_dir / name)
+        sync(self.chunks_dir)
 
     def has(self, name: str) -> bool:
         """Whether a chunk is here; a file appears under its name only when it is durable."""
@@ -56,7 +79,7 @@ class ChunkStore:
                 f"version {manifest.version}: {len(missing)} chunks are not stored, "
                 f"first {missing[0]}; put them first"
             )
-        path = self.manifest_path(manifest.version)
+        path = self.manifest_path(manifest.version, base=manifest.is_base)
         raw = manifest.to_json()
         if path.exists():
             if path.read_bytes() != raw:
@@ -65,29 +88,66 @@ class ChunkStore:
         _write_durably(path, raw)
         return path
 
-    def get_manifest(self, version: int) -> Manifest:
+    def get_manifest(self, version: int, *, base: bool = False) -> Manifest:
         """Return a published manifest; its signature is the reader's to check."""
-        path = self.manifest_path(version)
+        path = self.manifest_path(version, base=base)
         if not path.is_file():
             raise StoreError(f"version {version} is not in this store")
         return Manifest.from_json(path.read_bytes())
 
-    def manifest_path(self, version: int) -> Path:
+    def manifest_path(self, version: int, *, base: bool = False) -> Path:
         """Return where a version's manifest is, or would be."""
-        return self.manifests_dir / f"{version}.json"
+        return self.manifests_dir / f"{version}{_BASE if base else _DELTA}"
 
     def versions(self) -> tuple[int, ...]:
-        """Return the published versions, ascending."""
-        return tuple(sorted(int(path.stem) for path in self.manifests_dir.glob("*.json")))
+        """Return the versions that follow a parent, ascending."""
+        names = (path.name for path in self.manifests_dir.glob(f"*{_DELTA}"))
+        return tuple(sorted(int(n.removesuffix(_DELTA)) for n in names if not n.endswith(_BASE)))
+
+    def bases(self) -> tuple[int, ...]:
+        """Return the versions that are here as a whole, ascending."""
+        names = (path.name for path in self.manifests_dir.glob(f"*{_BASE}"))
+        return tuple(sorted(int(name.removesuffix(_BASE)) for name in names))
+
+    def catalog(self) -> Catalog:
+        """What is published here."""
+        bases = {v: self.get_manifest(v, base=True).wire_bytes for v in self.bases()}
+        deltas = [self.get_manifest(version) for version in self.versions()]
+        return Catalog(bases, tuple(Published(m.version, m.parent, m.wire_bytes) for m in deltas))
+
+    def collect(self, leases: Iterable[Lease], now_s: float) -> int:
+        """Remove what no joiner and no leased reader needs; returns the bytes that this freed.
+
+        Manifests go before their chunks, so that nobody is sent to a chunk that is gone. A chunk
+        that no manifest has named yet stays: its version is being published.
+        """
+        needed = self.catalog().needed(leases, now_s)
+        gone = [(v, True) for v in self.bases() if v not in needed.bases]
+        gone += [(v, False) for v in self.versions() if v not in needed.deltas]
+        manifests = [self.get_manifest(version, base=base) for version, base in gone]
+        suspects = {chunk.id for manifest in manifests for chunk in manifest.chunks}
+        freed = 0
+        for version, base in gone:
+            freed += _remove(self.manifest_path(version, base=base))
+        kept = [self.get_manifest(version, base=True) for version in self.bases()]
+        kept += [self.get_manifest(version) for version in self.versions()]
+        suspects -= {chunk.id for manifest in kept for chunk in manifest.chunks}
+        return freed + sum(_remove(self.chunks_dir / name) for name in suspects)
 
     def files(self) -> list[StoredFile]:
         """Everything here that is whole."""
         paths = [*self.chunks_dir.iterdir(), *self.manifests_dir.iterdir()]
-        return [_stored(path) for path in paths if not path.name.startswith(_DRAFT)]
+        return [_stored(path) for path in paths if not path.name.startswith(DRAFT)]
 
     def discard(self, file: StoredFile) -> None:
         """Remove one; whoever needs it again fetches it again."""
         file.path.unlink(missing_ok=True)
+
+
+def _remove(path: Path) -> int:
+    size = path.stat().st_size
+    path.unlink()
+    return size
 
 
 def _stored(path: Path) -> StoredFile:
@@ -107,7 +167,7 @@ def read_chunk(chunks_dir: Path, name: str) -> bytes:
 
 def _write_durably(path: Path, raw: bytes) -> None:
     """Write a temporary file, sync it, rename it, sync the directory: all or nothing."""
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=_DRAFT)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=DRAFT)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(raw)
@@ -117,8 +177,4 @@ def _write_durably(path: Path, raw: bytes) -> None:
     except OSError:
         Path(temporary).unlink(missing_ok=True)
         raise
-    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    sync(path.parent)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -20,11 +18,49 @@ if TYPE_CHECKING:
 Bits: TypeAlias = NDArray[np.unsignedinteger[Any]]
 """Flat array of uint8, uint16, uint32 or uint64, one per weight."""
 
-WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-"""Bytes of one element by dtype name (torch's names)."""
 
-_SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-_MAX_HEADER_BYTES = 100_000_000
+@dataclass(frozen=True, slots=True)
+class WeightClass:
+    """Which bits of a weight say how coarse it is: `bits` of them from bit `shift` on (0: none)."""
+
+    shift: int
+    bits: int
+
+    @property
+    def mask(self) -> int:
+        """Of the bits once they are shifted down."""
+        return (1 << self.bits) - 1
+
+
+_EXPONENTS = {
+    # Of eleven bits the lower eight: no tensor's weights span more.
+    "float64": WeightClass(52, 8),
+    "float32": WeightClass(23, 8),
+    "bfloat16": WeightClass(7, 8),
+    "float16": WeightClass(10, 5),
+    "float8_e4m3fn": WeightClass(3, 4),
+    "float8_e5m2": WeightClass(2, 5),
+}
+SAFETENSORS = {
+    "F64": ("float64", 8),
+    "F32": ("float32", 4),
+    "BF16": ("bfloat16", 2),
+    "F16": ("float16", 2),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+    "I64": ("int64", 8),
+    "I32": ("int32", 4),
+    "I16": ("int16", 2),
+    "I8": ("int8", 1),
+    "U64": ("uint64", 8),
+    "U32": ("uint32", 4),
+    "U16": ("uint16", 2),
+    "U8": ("uint8", 1),
+    "BOOL": ("bool", 1),
+}
+WIDTHS = dict(SAFETENSORS.values())
+"""Bytes of one element by dtype name (torch's names)."""
+_SIGNED = {1: "int8", 2: "int16", 4: "int32", 8: "int64"}
 
 
 def unsigned(width: int) -> np.dtype[np.unsignedinteger[Any]]:
@@ -64,15 +100,20 @@ class TensorBits:
         """Elements of one row."""
         return math.prod(self.shape[1:])
 
+    @property
+    def weight_class(self) -> WeightClass:
+        """What tells its weights' coarseness; integers have one class."""
+        return _EXPONENTS.get(self.dtype, WeightClass(0, 0))
+
 
 def bits_of(tensor: torch.Tensor) -> Bits:
     """Return the bits of `tensor`, flat; shares memory with a contiguous CPU tensor."""
     import torch
 
-    width = tensor.element_size()
-    if width not in (2, 4, 8) or not tensor.is_floating_point():
+    width = WIDTHS.get(str(tensor.dtype).removeprefix("torch."))
+    if width is None:
         raise TensorFormatError(f"dtype {tensor.dtype} is not carried; use {sorted(WIDTHS)}")
-    signed = {2: torch.int16, 4: torch.int32, 8: torch.int64}[width]
+    signed: torch.dtype = getattr(torch, _SIGNED[width])
     flat = tensor.detach().cpu().contiguous().view(-1)
     bits: Bits = flat.view(signed).numpy().view(unsigned(width))
     return bits
@@ -94,51 +135,10 @@ def tensor_of(tensor: TensorBits) -> torch.Tensor:
     return torch.from_numpy(tensor.bits.copy().view(signed)).view(dtype).view(tensor.shape)
 
 
-def read_safetensors(path: Path) -> dict[str, TensorBits]:
-    """Read every tensor of one safetensors file as bits, nothing converted."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if not 2 <= length <= min(_MAX_HEADER_BYTES, path.stat().st_size - 8):
-            raise TensorFormatError(f"{path}: not a safetensors file (header of {length} bytes)")
-        try:
-            header = json.loads(file.read(length))
-        except ValueError as error:
-            raise TensorFormatError(f"{path}: header is not JSON: {error}") from error
-    if not isinstance(header, dict):
-        raise TensorFormatError(f"{path}: header is not a JSON object")
-    data = np.memmap(path, dtype=np.uint8, mode="r", offset=0)[8 + length :]
-    return {
-        name: _entry(path, name, entry, data)
-        for name, entry in header.items()
-        if name != "__metadata__"
-    }
-
-
-def _entry(path: Path, name: str, entry: dict[str, Any], data: NDArray[np.uint8]) -> TensorBits:
-    try:
-        dtype = _SAFETENSORS_DTYPES[entry["dtype"]]
-        shape = tuple(int(n) for n in entry["shape"])
-        begin, end = (int(n) for n in entry["data_offsets"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise TensorFormatError(f"{path}: cannot read the entry of {name}: {entry}") from error
-    if not 0 <= begin <= end <= data.size or end - begin != math.prod(shape) * WIDTHS[dtype]:
-        raise TensorFormatError(f"{path}: {name} has offsets {begin}..{end} for shape {shape}")
-    bits = np.array(data[begin:end]).view(unsigned(WIDTHS[dtype]))
-    return TensorBits(name, dtype, shape, bits)
-
-
-def read_model_dir(model_dir: Path) -> dict[str, TensorBits]:
-    """Read all `*.safetensors` of a Hugging Face model directory."""
-    paths = sorted(model_dir.glob("*.safetensors"))
-    if not paths:
-        raise TensorFormatError(f"{model_dir}: no *.safetensors in it; save the model there first")
-    tensors: dict[str, TensorBits] = {}
-    for path in paths:
-        for name, tensor in read_safetensors(path).items():
-            if name in tensors:
-                raise TensorFormatError(f"{path}: {name} is in another file of {model_dir} too")
-            tensors[name] = tensor
-    return tensors
+def zeros_like(tensor: TensorBits) -> TensorBits:
+    """What a fresh tensor builds on; takes no memory until it is written to."""
+    bits = np.zeros(tensor.bits.size, unsigned(WIDTHS[tensor.dtype]))
+    return TensorBits(tensor.name, tensor.dtype, tensor.shape, bits)
 
 
 def copy_tensors(tensors: Mapping[str, TensorBits]) -> dict[str, TensorBits]:

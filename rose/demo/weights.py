@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from weight_transfer import TensorBits
-from weight_transfer.tensors import read_model_dir, tensor_bits, tensor_of
+from weight_transfer.checkpoint import read_model_dir
+from weight_transfer.tensors import tensor_bits, tensor_of
 
 
 def load_version_zero(folder: Path) -> dict[str, TensorBits]:

@@ -20,10 +20,11 @@ from standin_node import StandInNode
 from tiny_model import VOCABULARY, save_tiny_model
 
 from executor import ControlPage, GrantMode
+from weight_transfer.checkpoint import read_model_dir
 from weight_transfer.publisher import Publisher
 from weight_transfer.signing import SigningKey
 from weight_transfer.store import ChunkStore
-from weight_transfer.tensors import TensorBits, read_model_dir, tensor_bits, tensor_of
+from weight_transfer.tensors import TensorBits, tensor_bits, tensor_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 

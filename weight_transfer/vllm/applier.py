@@ -32,7 +32,7 @@ def overwrite(live: torch.Tensor, tensor: StagedTensor, values: Bits) -> None:
     """Write `values` at `tensor.indices` of the flat `live` weights, bits as they are."""
     import torch
 
-    signed = {2: torch.int16, 4: torch.int32, 8: torch.int64}[live.element_size()]
+    signed = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[live.element_size()]
     source = torch.from_numpy(values.view(np.dtype(f"<i{values.itemsize}")))
     indices = torch.from_numpy(tensor.indices)
     with torch.inference_mode():

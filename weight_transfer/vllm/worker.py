@@ -13,12 +13,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from weight_transfer.checkpoint import read_model_dir
 from weight_transfer.errors import WeightError, WrongBaseError
 from weight_transfer.manifest import Manifest
 from weight_transfer.receiver import Receiver, StagedUpdate
 from weight_transfer.signing import VerifyKey
 from weight_transfer.store import read_chunk
-from weight_transfer.tensors import read_model_dir
 from weight_transfer.vllm import faults
 from weight_transfer.vllm.applier import apply_update, live_digests, revert_update
 from weight_transfer.vllm.fresh import load_fresh

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from weight_cases import stepped, steps, tensor
 
 from weight_transfer.chunk import HEADER, decode_chunk, encode_chunk
+from weight_transfer.codec import Level
 from weight_transfer.errors import ChunkFormatError, WeightError, WrongBaseError
 from weight_transfer.planes import PLANE_HEADER
 from weight_transfer.tensors import TensorBits
@@ -16,8 +17,14 @@ from weight_transfer.tensors import TensorBits
 OLD = tensor("w", (64, 64), seed=1)
 
 
+LEVELS = (Level.FAST, Level.COMPACT)
+"""Of encoded_step: 0.02 stands for the compact one."""
+
+
 def encoded_step(density: float) -> bytes:
-    return encode_chunk(OLD, stepped(OLD, 2, density), (0, OLD.rows), 7)[1]
+    return encode_chunk(
+        OLD, stepped(OLD, 2, density), (0, OLD.rows), 7, LEVELS[density == 0.02]
+    ).encoded
 
 
 def decode_or_refuse(encoded: bytes, old: TensorBits = OLD, digest: int = 7) -> None:
@@ -31,7 +38,7 @@ def decode_or_refuse(encoded: bytes, old: TensorBits = OLD, digest: int = 7) -> 
         assert change.indices.max() < old.bits.size
 
 
-@pytest.mark.parametrize("density", [0.0, 0.01, 0.3, 1.0])
+@pytest.mark.parametrize("density", [0.0, 0.01, 0.02, 0.3, 1.0])
 def test_every_truncation_is_refused(density: float) -> None:
     encoded = encoded_step(density)
     for length in {*range(min(len(encoded), 200)), *range(0, len(encoded), 37)}:
@@ -41,7 +48,7 @@ def test_every_truncation_is_refused(density: float) -> None:
         decode_chunk(encoded + b"\0", OLD, 7)
 
 
-@given(st.sampled_from([0.0, 0.01, 0.3, 1.0]), st.data())
+@given(st.sampled_from([0.0, 0.01, 0.02, 0.3, 1.0]), st.data())
 def test_flipped_bytes_never_escape(density: float, data: st.DataObject) -> None:
     encoded = bytearray(encoded_step(density))
     for _ in range(data.draw(st.integers(1, 4))):
@@ -50,7 +57,7 @@ def test_flipped_bytes_never_escape(density: float, data: st.DataObject) -> None
     decode_or_refuse(bytes(encoded))
 
 
-@given(st.binary(max_size=300), st.integers(0, 3), st.integers(0, 1 << 64), steps())
+@given(st.binary(max_size=300), st.integers(0, 4), st.integers(0, 1 << 64), steps())
 def test_arbitrary_payloads_never_escape(
     payload: bytes, encoding: int, changed: int, step: tuple[TensorBits, TensorBits]
 ) -> None:
@@ -62,8 +69,8 @@ def test_arbitrary_payloads_never_escape(
     decode_or_refuse(HEADER.pack(*fields) + payload, old)
 
 
-def sparse_with_plane(tag: int, body: bytes, changed: int = 64) -> bytes:
-    payload = bytes([1]) + PLANE_HEADER.pack(tag, len(body)) + body
+def sparse_with_plane(tag: int, body: bytes, changed: int = 64, rest: bytes = b"") -> bytes:
+    payload = bytes([1]) + PLANE_HEADER.pack(tag, len(body)) + body + rest
     fields = (b"ROSC", 1, 1, 2, 0, 0, 64, 64, changed, 7, len(payload), 0)
     return HEADER.pack(*fields) + payload
 
@@ -89,8 +96,10 @@ def test_more_changes_than_rows_are_refused() -> None:
 
 
 def test_gaps_that_leave_the_rows_are_refused() -> None:
+    ones = PLANE_HEADER.pack(2, 1) + b"\x01"
+    decode_chunk(sparse_with_plane(0, b"\x03" * 64, rest=2 * ones), OLD, 7)
     with pytest.raises(ChunkFormatError, match="outside"):
-        decode_chunk(sparse_with_plane(0, b"\xff" * 64), OLD, 7)
+        decode_chunk(sparse_with_plane(0, b"\xff" * 64, rest=2 * ones), OLD, 7)
 
 
 def test_a_chunk_for_other_weights_or_another_tensor_is_refused() -> None:

@@ -5,33 +5,43 @@ from hypothesis import strategies as st
 from weight_cases import stepped, steps, tensor
 
 from weight_transfer.chunk import HEADER, decode_chunk, encode_chunk, row_ranges
-from weight_transfer.codec import Encoding
+from weight_transfer.codec import Encoding, Level
 from weight_transfer.digest import digest_of
 from weight_transfer.planes import PLANE_HEADER
 from weight_transfer.tensors import Bits, TensorBits
 
 
-def carried(old: TensorBits, new: TensorBits, chunk_bytes: int) -> Bits:
+def carried(old: TensorBits, new: TensorBits, chunk_bytes: int, level: Level = Level.FAST) -> Bits:
     digest, bits = digest_of(old.bits), old.bits.copy()
     for rows in row_ranges(old, chunk_bytes):
-        _, encoded = encode_chunk(old, new, rows, digest)
+        encoded = encode_chunk(old, new, rows, digest, level).encoded
         change = decode_chunk(encoded, old, digest)
         bits[change.indices] = change.values
     return bits
 
 
-@given(steps(), st.sampled_from([1, 64, 1 << 20]))
+@given(steps(), st.sampled_from([1, 64, 1 << 20]), st.sampled_from(Level))
 def test_every_bit_arrives_signed_zeros_and_nan_payloads_included(
-    step: tuple[TensorBits, TensorBits], chunk_bytes: int
+    step: tuple[TensorBits, TensorBits], chunk_bytes: int, level: Level
 ) -> None:
     old, new = step
-    np.testing.assert_array_equal(carried(old, new, chunk_bytes), new.bits)
+    np.testing.assert_array_equal(carried(old, new, chunk_bytes, level), new.bits)
+
+
+@given(steps(), st.sampled_from([1, 64, 1 << 20]), st.sampled_from(Level))
+def test_the_digest_grows_by_what_the_chunks_say(
+    step: tuple[TensorBits, TensorBits], chunk_bytes: int, level: Level
+) -> None:
+    old, new = step
+    chunks = [encode_chunk(old, new, rows, 0, level) for rows in row_ranges(old, chunk_bytes)]
+    grown = digest_of(old.bits) + sum(chunk.digest_change for chunk in chunks)
+    assert grown % (1 << 64) == digest_of(new.bits)
 
 
 @given(steps())
 def test_only_changed_elements_are_staged(step: tuple[TensorBits, TensorBits]) -> None:
     old, new = step
-    _, encoded = encode_chunk(old, new, (0, old.rows), 0)
+    encoded = encode_chunk(old, new, (0, old.rows), 0).encoded
     change = decode_chunk(encoded, old, 0)
     np.testing.assert_array_equal(change.indices, np.flatnonzero(old.bits != new.bits))
     np.testing.assert_array_equal(change.values, new.bits[change.indices])
@@ -42,7 +52,7 @@ def test_a_chunk_is_never_above_raw_by_more_than_a_header(
     step: tuple[TensorBits, TensorBits],
 ) -> None:
     old, new = step
-    _, encoded = encode_chunk(old, new, (0, old.rows), 0)
+    encoded = encode_chunk(old, new, (0, old.rows), 0).encoded
     overhead = HEADER.size + old.bits.itemsize * PLANE_HEADER.size
     # Below the size of a plane's header the gaps may win; they are still smaller than dense.
     assert len(encoded) <= old.bits.nbytes * 1.001 + overhead
@@ -60,16 +70,16 @@ def test_the_smallest_encoding_is_taken(
     density: float, encoding: Encoding, bytes_per_change: float
 ) -> None:
     old = tensor("w", (256, 256), seed=1)
-    header, encoded = encode_chunk(old, stepped(old, 2, density), (0, 256), 0)
-    assert header.encoding is encoding
-    assert len(encoded) <= HEADER.size + 40 + bytes_per_change * header.changed
+    chunk = encode_chunk(old, stepped(old, 2, density), (0, 256), 0)
+    assert chunk.header.encoding is encoding
+    assert len(chunk.encoded) <= HEADER.size + 40 + bytes_per_change * chunk.header.changed
 
 
 def test_unrelated_weights_go_dense() -> None:
     old, new = tensor("w", (256, 256), seed=1), tensor("w", (256, 256), seed=2)
-    header, encoded = encode_chunk(old, new, (0, 256), 0)
-    assert header.encoding is Encoding.DENSE
-    assert len(encoded) <= old.bits.nbytes * 1.001 + HEADER.size + 2 * PLANE_HEADER.size
+    chunk = encode_chunk(old, new, (0, 256), 0)
+    assert chunk.header.encoding is Encoding.DENSE
+    assert len(chunk.encoded) <= old.bits.nbytes * 1.001 + HEADER.size + 2 * PLANE_HEADER.size
 
 
 def test_ranges_are_row_aligned_and_bounded() -> None:

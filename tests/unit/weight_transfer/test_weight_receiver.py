@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from weight_cases import model, next_model, stepped
 
+from weight_transfer.catalog import Lease
 from weight_transfer.chunk import chunk_id
 from weight_transfer.digest import digest_of
 from weight_transfer.errors import (
@@ -205,3 +206,96 @@ def test_the_publisher_refuses_what_is_no_step(link: Link) -> None:
 def test_the_receiver_keeps_its_own_copy(link: Link) -> None:
     link.base["proj"].bits[:] = stepped(link.base["proj"], 9, 1.0).bits
     assert_holds(link.receiver, model(1), 0)
+
+
+def publish_all(link: Link, densities: list[float]) -> list[dict[str, TensorBits]]:
+    """Versions 1.. of the job, each published; returns the weights of all versions."""
+    models = [link.base]
+    for version, density in enumerate(densities, start=1):
+        models.append(next_model(models[-1], version, density))
+        link.publisher.publish(version, version - 1, models[-2], models[-1])
+    return models
+
+
+def chunks_of(link: Link, manifests: list[Manifest]) -> dict[str, bytes]:
+    return {chunk.id: link.store.get(chunk.id) for m in manifests for chunk in m.chunks}
+
+
+@given(
+    st.lists(st.sampled_from([0.0, 0.02, 0.4, 1.0]), min_size=1, max_size=5),
+    st.data(),
+)
+def test_whoever_joins_or_lags_ends_bit_exactly_in_one_fold(
+    tmp_path_factory: pytest.TempPathFactory, densities: list[float], data: st.DataObject
+) -> None:
+    link = Link(tmp_path_factory.mktemp("link"))
+    models = publish_all(link, densities)
+    newest = len(densities)
+    at = data.draw(st.integers(1, newest))
+    link.publisher.publish_base(at, models[at])
+    way = data.draw(st.sampled_from(["chain", "base"]))
+    if way == "base":
+        manifests = [link.store.get_manifest(at, base=True)]
+        manifests += [link.store.get_manifest(v) for v in range(at + 1, newest + 1)]
+    else:
+        manifests = [link.store.get_manifest(v) for v in range(1, newest + 1)]
+    staged = link.receiver.stage_chain(manifests, chunks_of(link, manifests), KEY.verify_key, NOW_S)
+    assert_holds(link.receiver, link.base, 0)
+    names = [tensor.name for tensor in staged.tensors]
+    assert len(set(names)) == len(names), "each tensor once"
+    link.receiver.commit(staged)
+    assert_holds(link.receiver, models[-1], newest)
+    link.receiver.rollback(staged)
+    assert_holds(link.receiver, link.base, 0)
+
+
+def test_a_pruned_chain_is_not_replayed_on_the_wrong_base(link: Link) -> None:
+    """Others' known pain: version 2 applied to version 0, since 1 was deleted."""
+    publish_all(link, [0.1, 0.1])
+    second = link.store.get_manifest(2)
+    with pytest.raises(WrongBaseError, match="builds on 1, active is 0"):
+        link.receiver.stage_chain([second], chunks_of(link, [second]), KEY.verify_key, NOW_S)
+    assert_holds(link.receiver, link.base, 0)
+
+
+def test_a_base_does_not_take_a_receiver_back(link: Link) -> None:
+    models = publish_all(link, [0.1, 0.1])
+    manifests = [link.store.get_manifest(v) for v in (1, 2)]
+    staged = link.receiver.stage_chain(manifests, chunks_of(link, manifests), KEY.verify_key, NOW_S)
+    link.receiver.commit(staged)
+    base = link.publisher.publish_base(1, models[1])
+    with pytest.raises(WrongBaseError):
+        link.stage(base, chunks_of(link, [base]))
+
+
+def test_a_trainer_that_resumed_with_other_weights_than_it_published_is_found(link: Link) -> None:
+    """Others' known pain: a resumed trainer diffs against weights that nobody has."""
+    models = publish_all(link, [0.1])
+    manifests = [link.store.get_manifest(1)]
+    link.receiver.commit(
+        link.receiver.stage_chain(manifests, chunks_of(link, manifests), KEY.verify_key, NOW_S)
+    )
+    strayed = next_model(models[1], 77, 0.1)
+    manifest, chunks = link.publish(2, 1, strayed, next_model(strayed, 78, 0.1))
+    with pytest.raises((DigestMismatchError, WrongBaseError)):
+        link.stage(manifest, chunks)
+    assert_holds(link.receiver, models[1], 1)
+
+
+def test_what_nobody_needs_is_deleted_and_nothing_else(link: Link) -> None:
+    models = publish_all(link, [0.3] * 4)
+    link.publisher.publish_base(0, models[0])
+    link.publisher.publish_base(3, models[3])
+    before = sum(file.size for file in link.store.files())
+    lagging = [Lease("reader", 2, NOW_S + 1)]
+    link.store.collect(lagging, NOW_S)
+    assert link.store.versions() == (3, 4)
+    assert link.store.bases() == (3,)
+    freed = before - sum(file.size for file in link.store.files())
+    assert freed > 0
+    for version in link.store.versions():
+        chunks_of(link, [link.store.get_manifest(version)])
+    link.store.put(b"a chunk of a version that is being published")
+    link.store.collect([], NOW_S)
+    assert link.store.versions() == (4,)
+    assert link.store.has(chunk_id(b"a chunk of a version that is being published"))

@@ -1,0 +1,1 @@
+"""What weight transfer costs: bytes for each changed weight and seconds, beside others' schemes."""

@@ -1,0 +1,90 @@
+"""Catch-up takes the fewest bytes, and nothing that a reader may need is ever deleted."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weight_transfer.catalog import MOST_DELTAS, Catalog, Lease, Plan, Published
+from weight_transfer.errors import CatalogError
+
+
+def chain(*sizes: int, bases: dict[int, int] | None = None) -> Catalog:
+    """Versions 1.. with deltas of these sizes, on a base 0 of 1000 bytes."""
+    deltas = tuple(Published(n, n - 1, size) for n, size in enumerate(sizes, 1))
+    return Catalog({0: 1000} | (bases or {}), deltas)
+
+
+def test_who_is_up_to_date_needs_nothing() -> None:
+    assert chain(10, 10).plan(2, 2) == Plan(None, (), 0)
+
+
+def test_a_joiner_takes_the_base_that_is_cheapest_with_what_follows() -> None:
+    catalog = chain(200, 200, 200, 10, bases={3: 1100})
+    assert catalog.plan(None, 4) == Plan(3, (4,), 1110)
+    assert catalog.plan(None, 2) == Plan(0, (1, 2), 1400)
+
+
+def test_who_lags_takes_the_chain_unless_the_base_is_fewer_bytes() -> None:
+    catalog = chain(200, 600, 600, bases={3: 1100})
+    assert catalog.plan(2, 3) == Plan(None, (3,), 600)
+    assert catalog.plan(1, 3) == Plan(3, (), 1100)
+
+
+def test_a_trainer_that_resumed_from_an_older_version_makes_a_branch() -> None:
+    deltas = (Published(1, 0, 10), Published(2, 1, 10), Published(3, 1, 10))
+    catalog = Catalog({0: 1000}, deltas)
+    assert catalog.plan(1, 3) == Plan(None, (3,), 10)
+    assert catalog.plan(2, 3) == Plan(0, (1, 3), 1020), "2 is no ancestor of 3"
+
+
+def test_a_version_out_of_reach_is_said() -> None:
+    with pytest.raises(CatalogError, match="publish a base"):
+        Catalog({}, (Published(2, 1, 10),)).plan(0, 2)
+    assert Catalog().newest is None
+    assert Catalog({}, (Published(2, 1, 10),)).newest is None
+
+
+@pytest.mark.parametrize(
+    "deltas", [(Published(1, 0, 1), Published(1, 0, 2)), (Published(1, 1, 1),)]
+)
+def test_a_catalog_that_contradicts_itself_is_refused(deltas: tuple[Published, ...]) -> None:
+    with pytest.raises(CatalogError):
+        Catalog({0: 1}, deltas)
+
+
+def test_a_new_base_is_due_after_a_long_or_a_heavy_chain() -> None:
+    assert not chain(*[1] * MOST_DELTAS).base_due()
+    assert chain(*[1] * (MOST_DELTAS + 1)).base_due()
+    assert not chain(150, 150).base_due()
+    assert chain(150, 151).base_due()
+    assert not chain(150, 151, bases={2: 1000}).base_due()
+
+
+@given(
+    st.lists(st.integers(1, 500), min_size=1, max_size=12),
+    st.dictionaries(st.integers(1, 12), st.integers(1, 1500), max_size=3),
+    st.integers(0, 12),
+    st.data(),
+)
+def test_no_other_way_is_cheaper_and_what_is_kept_is_enough(
+    sizes: list[int], bases: dict[int, int], held: int, data: st.DataObject
+) -> None:
+    bases = {version: size for version, size in bases.items() if version <= len(sizes)}
+    catalog, newest = chain(*sizes, bases=bases), len(sizes)
+    held = min(held, newest)
+    target = data.draw(st.integers(held, newest))
+    costs = [sum(sizes[held:target])]
+    costs += [size + sum(sizes[at:target]) for at, size in catalog.bases.items() if at <= target]
+    assert catalog.plan(held, target).wire_bytes == min(costs)
+    needed = catalog.needed([Lease("reader", held, 10.0)], 9.0)
+    kept = Catalog(
+        {v: size for v, size in catalog.bases.items() if v in needed.bases},
+        tuple(d for d in catalog.deltas if d.version in needed.deltas),
+    )
+    for start, end in itertools.combinations(range(held, newest + 1), 2):
+        assert kept.plan(start, end) == catalog.plan(start, end)
+    assert kept.plan(None, newest).wire_bytes == catalog.plan(None, newest).wire_bytes
+    gone = catalog.needed([Lease("reader", held, 10.0)], 11.0)
+    assert gone.deltas == set(catalog.plan(None, newest).deltas)

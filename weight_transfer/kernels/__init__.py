@@ -1,0 +1,6 @@
+"""What touches every weight: compiled loops, on CPU by numba.
+
+They know arrays of unsigned integers and nothing of chunks or formats. All run without the GIL, so
+that threads work on chunks side by side; none of them allocates more than its caller handed in,
+beyond some KiB. Only imported where they are used: compilers are slow to import.
+"""

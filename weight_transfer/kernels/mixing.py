@@ -1,0 +1,79 @@
+"""The position-mixed sum of `weight_transfer.digest`, and writing what it is about."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weight_transfer.kernels.jit import compiled
+
+Bits = NDArray[np.unsignedinteger[Any]]
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_M1 = np.uint64(0xBF58476D1CE4E5B9)
+_M2 = np.uint64(0x94D049BB133111EB)
+_S1, _S2, _S3 = np.uint64(30), np.uint64(27), np.uint64(31)
+
+
+@compiled
+def _mix(index: np.uint64, value: np.uint64) -> np.uint64:
+    mixed = (index + np.uint64(1)) * _GAMMA + value
+    mixed = (mixed ^ (mixed >> _S1)) * _M1
+    mixed = (mixed ^ (mixed >> _S2)) * _M2
+    return mixed ^ (mixed >> _S3)
+
+
+@compiled
+def sum_all(bits: Bits, first: int) -> np.uint64:
+    """Sum over a flat range whose first weight has index `first`."""
+    total = np.uint64(0)
+    for k in range(bits.size):
+        total += _mix(np.uint64(first + k), np.uint64(bits[k]))
+    return total
+
+
+@compiled
+def sum_difference(indices: NDArray[np.int64], old: Bits, new: Bits) -> np.uint64:
+    """What the sum grows by when the weights at `indices` go from `old` to `new`."""
+    total = np.uint64(0)
+    for k in range(indices.size):
+        index = np.uint64(indices[k])
+        total += _mix(index, np.uint64(new[k])) - _mix(index, np.uint64(old[k]))
+    return total
+
+
+@compiled
+def sum_changes(old: Bits, gaps: NDArray[np.uint32], codes: Bits, first: int) -> np.uint64:
+    """The same for changes as `kernels.changes` has them, in a range that begins at `first`."""
+    one = np.uint64(1)
+    mask = np.uint64(0xFFFFFFFFFFFFFFFF) >> np.uint64(64 - 8 * codes.itemsize)
+    total = np.uint64(0)
+    at = -1
+    for k in range(gaps.size):
+        at += np.int64(gaps[k]) + 1
+        before = np.uint64(old[at])
+        code = np.uint64(codes[k])
+        after = (before + ((code >> one) ^ (np.uint64(0) - (code & one)))) & mask
+        index = np.uint64(first + at)
+        total += _mix(index, after) - _mix(index, before)
+    return total
+
+
+@compiled
+def scatter(target: Bits, indices: NDArray[np.int64], values: Bits) -> None:
+    """Overwrite `target` at `indices`."""
+    for k in range(indices.size):
+        target[indices[k]] = values[k]
+
+
+@compiled
+def scatter_and_sum(target: Bits, indices: NDArray[np.int64], values: Bits) -> np.uint64:
+    """Overwrite `target` at `indices`; returns what its sum grew by."""
+    total = np.uint64(0)
+    for k in range(indices.size):
+        at = indices[k]
+        index = np.uint64(at)
+        total += _mix(index, np.uint64(values[k])) - _mix(index, np.uint64(target[at]))
+        target[at] = values[k]
+    return total
