@@ -21,7 +21,7 @@ from rose.node.replica import Replica
 from rose.node.reports import build_reports, view_of
 from rose.node.session import SchedulerSession
 from rose.node.updates import Source
-from rose.publish import Receiving
+from rose.publish import Hub, Receiving
 from rose.rpc import rose_pb2
 from weight_transfer import ChunkStore, VerifyKey
 
@@ -87,7 +87,7 @@ class NodeDaemon:
         store = ChunkStore(self._config.run_dir / "weights")
         receiving = Receiving(store, self._config.receiver.caps)
         key = VerifyKey(self._config.verify_key) if self._config.verify_key else None
-        source = Source(http, receiving, self._chain, key)
+        source = Source(http, Hub(http, receiving), self._chain, key)
         activations = JsonlLog(self._config.log_dir / "activations.jsonl")
         assembly = Assembly(
             self._config, self._events, self._harvest, self._kill_switch, self._host, self._guards

@@ -12,7 +12,7 @@ from rose.errors import RefusedError, RoseError, UnavailableError
 from rose.eventlog import EventLog, JsonlLog
 from rose.node.chain import KnownVersion, VersionChain
 from rose.node.replica_client import Applied, ReplicaClient
-from rose.publish import Receiving, fetch_version
+from rose.publish import Hub, Receiving, fetch_version
 from weight_transfer import VerifyKey, WeightError
 
 MAX_APPLY_FAILURES = 3
@@ -25,9 +25,14 @@ class Source:
     """Where versions come from, shared by all replicas of a node."""
 
     session: aiohttp.ClientSession
-    receiving: Receiving
+    hub: Hub
     chain: VersionChain
     verify_key: VerifyKey | None
+
+    @property
+    def receiving(self) -> Receiving:
+        """Where they are stored."""
+        return self.hub.receiving
 
 
 class Updates:
@@ -106,11 +111,10 @@ class Updates:
         source, life = self._source, self._life
         try:
             fetched = await fetch_version(
-                source.session,
+                source.hub,
                 known.url,
                 known.job,
                 known.version,
-                source.receiving,
                 source.verify_key,
                 self._rejected,
                 hold,

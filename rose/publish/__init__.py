@@ -1,6 +1,8 @@
 """Policy versions over HTTP: served by the trainer, fetched by nodes, announced by gRPC."""
 
-from rose.publish.fetch import Fetched, FetchError, fetch_version
+from rose.publish.download import FetchError
+from rose.publish.fetch import Fetched, fetch_version
+from rose.publish.hub import Hub
 from rose.publish.publisher import Receipt, WeightPublisher
 from rose.publish.receiving import Caps, Receiving
 from rose.publish.server import VersionServer
@@ -9,6 +11,7 @@ __all__ = [
     "Caps",
     "FetchError",
     "Fetched",
+    "Hub",
     "Receipt",
     "Receiving",
     "VersionServer",

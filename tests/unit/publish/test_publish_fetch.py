@@ -7,7 +7,7 @@ import aiohttp
 import numpy as np
 import pytest
 
-from rose.publish import Caps, FetchError, Receiving, VersionServer, fetch_version
+from rose.publish import Caps, FetchError, Hub, Receiving, VersionServer, fetch_version
 from weight_transfer import (
     ChunkStore,
     Manifest,
@@ -36,6 +36,12 @@ def _publish(root: Path, key: SigningKey) -> Manifest:
     return publisher.publish(1, 0, _tensors(0), _tensors(1))
 
 
+def _lengthen(root: Path) -> None:
+    """Each chunk's file is longer than its manifest says."""
+    for path in (root / "chunks").iterdir():
+        path.write_bytes(path.read_bytes() + bytes(1 << 20))
+
+
 async def test_a_corrupted_chunk_is_noticed_and_fetched_again(tmp_path: Path) -> None:
     key = SigningKey.generate()
     manifest = _publish(tmp_path / "from", key)
@@ -46,7 +52,13 @@ async def test_a_corrupted_chunk_is_noticed_and_fetched_again(tmp_path: Path) ->
         async with aiohttp.ClientSession() as session:
             receiving = Receiving(ChunkStore(tmp_path / "to"), Caps())
             fetched = await fetch_version(
-                session, server.url, "job", 1, receiving, key.verify_key, rejected.append, set()
+                Hub(session, receiving),
+                server.url,
+                "job",
+                1,
+                key.verify_key,
+                rejected.append,
+                set(),
             )
     finally:
         await server.close()
@@ -65,7 +77,7 @@ async def test_a_manifest_of_another_trainer_is_refused(tmp_path: Path) -> None:
             receiving = Receiving(ChunkStore(tmp_path / "to"), Caps())
             with pytest.raises(SignatureError):
                 await fetch_version(
-                    session, server.url, "job", 1, receiving, stranger, lambda _: None, set()
+                    Hub(session, receiving), server.url, "job", 1, stranger, lambda _: None, set()
                 )
     finally:
         await server.close()
@@ -79,7 +91,7 @@ async def test_a_version_that_is_not_there_is_a_clear_error(tmp_path: Path) -> N
             receiving = Receiving(ChunkStore(tmp_path / "to"), Caps())
             with pytest.raises(FetchError, match="cannot be fetched"):
                 await fetch_version(
-                    session, server.url, "job", 9, receiving, None, lambda _: None, set()
+                    Hub(session, receiving), server.url, "job", 9, None, lambda _: None, set()
                 )
     finally:
         await server.close()
@@ -95,26 +107,38 @@ async def test_a_version_of_another_job_is_refused(tmp_path: Path) -> None:
             receiving = Receiving(ChunkStore(tmp_path / "to"), Caps())
             with pytest.raises(FetchError, match="version 1 of mine, was given 1 of job"):
                 await fetch_version(
-                    session, server.url, "mine", 1, receiving, key.verify_key, lambda _: None, set()
+                    Hub(session, receiving),
+                    server.url,
+                    "mine",
+                    1,
+                    key.verify_key,
+                    lambda _: None,
+                    set(),
                 )
     finally:
         await server.close()
 
 
 async def test_a_publisher_that_sends_more_than_it_announced_is_cut_off(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     key = SigningKey.generate()
     _publish(tmp_path / "from", key)
     server = VersionServer(ChunkStore(tmp_path / "from"), _free_port())
-    monkeypatch.setattr(server, "_perhaps_corrupted", lambda name, body: body + bytes(1 << 20))
+    _lengthen(tmp_path / "from")
     await server.start()
     try:
         async with aiohttp.ClientSession() as session:
             receiving = Receiving(ChunkStore(tmp_path / "to"), Caps())
             with pytest.raises(FetchError, match="sends more than"):
                 await fetch_version(
-                    session, server.url, "job", 1, receiving, key.verify_key, lambda _: None, set()
+                    Hub(session, receiving),
+                    server.url,
+                    "job",
+                    1,
+                    key.verify_key,
+                    lambda _: None,
+                    set(),
                 )
     finally:
         await server.close()

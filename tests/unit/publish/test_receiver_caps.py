@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose.publish import Caps, Receiving, VersionServer, fetch_version
+from rose.publish import Caps, Hub, Receiving, VersionServer, fetch_version
 from rose.publish.bucket import TokenBucket
 from rose.publish.shelf import Shelf, ShelfFullError, evictions
 from weight_transfer import ChunkStore, Manifest, Publisher, SigningKey, StoredFile, TensorBits
@@ -84,7 +84,7 @@ async def fetch(trainer: Trainer, receiving: Receiving, version: int, hold: set[
     began_s = time.monotonic()
     async with aiohttp.ClientSession() as session:
         await fetch_version(
-            *(session, trainer.server.url, "job", version, receiving, trainer.key.verify_key),
+            *(Hub(session, receiving), trainer.server.url, "job", version, trainer.key.verify_key),
             on_reject=lambda _: None,
             hold=hold,
         )

@@ -1,0 +1,202 @@
+"""All that one node fetches: each object once, for its own replicas and for its neighbours.
+
+    origin ══slow link══► relay of the chunk ──► its neighbours
+Who relays what follows from the names alone (`rendezvous`). A member asks those before it in that
+order, and the origin when there are none or none of them answers: so each object crosses the slow
+link once, and what a dead relay had not finished crosses it through the next one.
+"""
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from contextlib import AbstractAsyncContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import aiohttp
+
+from rose.publish.download import (
+    ATTEMPTS_PER_SOURCE,
+    RETRY_PAUSE_S,
+    SILENCE_TIMEOUT_S,
+    Download,
+    FetchError,
+    SourceError,
+)
+from rose.publish.receiving import Receiving
+from rose.publish.rendezvous import order
+from rose.publish.standing import Standing
+from weight_transfer import ChunkRef, Manifest, VerifyKey
+
+# Over the slow link at once; held by nobody who waits for a neighbour, or two could wait for ever.
+PARALLEL_CHUNKS = 4
+# Versions whose chunks a neighbour may still ask for before they are here.
+KNOWN_VERSIONS = 8
+MAX_MANIFEST_BYTES = 64 << 20
+# How long a neighbour that asks early waits until this node knows what it asks for.
+KNOWN_WITHIN_S = 2.0
+
+
+def nobody_told(_: str) -> None:
+    """Nobody hears of chunks that arrived corrupt."""
+
+
+class Hub:
+    """Objects on their way to one node. `me`: how the other members know this one."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        receiving: Receiving,
+        me: str = "",
+        members: Iterable[str] = (),
+    ) -> None:
+        self._session = session
+        self._receiving = receiving
+        self._me = me
+        self._members = frozenset(members)
+        self._standing = Standing()
+        self._gate = asyncio.Semaphore(PARALLEL_CHUNKS)
+        self._tasks: dict[str, asyncio.Task[Any]] = {}
+        self._downloads: dict[str, Download] = {}
+        self._origins: dict[str, tuple[ChunkRef, str]] = {}
+        self._manifests: OrderedDict[str, tuple[bytes, str]] = OrderedDict()
+        self._learned = asyncio.Event()
+
+    @property
+    def receiving(self) -> Receiving:
+        """Where objects are stored, and what that may cost."""
+        return self._receiving
+
+    def enrol(self, members: Iterable[str]) -> None:
+        """From now on these are the members of the cluster, this node among them or not."""
+        self._members = frozenset(members)
+
+    def sources(self, name: str, origin: str) -> list[str]:
+        """Whom to ask for an object, in order."""
+        everyone = order({*self._members, self._me}, name)
+        before = everyone[: everyone.index(self._me)]
+        return [*before, origin]
+
+    def download(self, name: str) -> Download | None:
+        """A chunk that is on its way."""
+        return self._downloads.get(name)
+
+    async def manifest(
+        self,
+        job: str,
+        version: int,
+        origin: str,
+        verify_key: VerifyKey | None,
+        *,
+        base: bool = False,
+    ) -> tuple[Manifest, int]:
+        """A version's manifest, checked, and the bytes that it took."""
+        path = f"manifests/{version}{'.base' if base else ''}"
+        raw = await self._object(path, self.sources(f"{job}/{path}", origin))
+        manifest = Manifest.from_json(raw)
+        if verify_key is not None:
+            manifest.verify(verify_key)
+        if (manifest.job, manifest.version) != (job, version):
+            raise FetchError(
+                f"asked for version {version} of {job}, was given {manifest.version} of"
+                f" {manifest.job}"
+            )
+        self._learn(path, raw, manifest, origin)
+        return manifest, len(raw)
+
+    async def obtain(self, ref: ChunkRef, on_reject: Callable[[str], None] = nobody_told) -> int:
+        """Have a chunk of a known manifest in the store; returns the bytes that came for it.
+
+        However many ask, it is fetched once; they all get the FetchError of a failed one.
+        """
+        task = self._tasks.get(ref.id)
+        mine = task is None
+        if task is None:
+            task = asyncio.create_task(self._fetch(ref, on_reject))
+            self._tasks[ref.id] = task
+            task.add_done_callback(lambda _: self._tasks.pop(ref.id, None))
+        # One waiter that is cancelled takes nothing from the others.
+        received: int = await asyncio.shield(task)
+        return received if mine else 0
+
+    async def known(self, name: str) -> ChunkRef | None:
+        """A chunk of a manifest that this node has, waited for shortly."""
+        await self._learns(lambda: name in self._origins)
+        return self._origins[name][0] if name in self._origins else None
+
+    async def known_manifest(self, path: str) -> bytes | None:
+        """A manifest that this node has, waited for shortly."""
+        await self._learns(lambda: path in self._manifests)
+        return self._manifests[path][0] if path in self._manifests else None
+
+    async def close(self) -> None:
+        """Stop all downloads; what came of them stays."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _fetch(self, ref: ChunkRef, on_reject: Callable[[str], None]) -> int:
+        store = self._receiving.store
+        if await self._receiving.work(partial(store.has, ref.id)):
+            return 0
+        download = Download(ref, self._receiving, self._standing, on_reject)
+        self._downloads[ref.id] = download
+        try:
+            _, origin = self._origins[ref.id]
+            sources = self.sources(ref.id, origin)
+            await download.run(self._session, sources, lambda s: self._gate_of(s, origin))
+        finally:
+            del self._downloads[ref.id]
+        return download.received
+
+    async def _object(self, path: str, sources: list[str]) -> bytes:
+        failure: Exception | None = None
+        timeout = aiohttp.ClientTimeout(None, sock_connect=3.0, sock_read=SILENCE_TIMEOUT_S)
+        for attempt in range(ATTEMPTS_PER_SOURCE):
+            for source in self._standing.ordered(sources, time.monotonic()):
+                try:
+                    async with self._session.get(f"{source}/{path}", timeout=timeout) as response:
+                        if response.status == 200:
+                            return await self._whole(response)
+                        failure = SourceError(f"{source}/{path}: HTTP {response.status}")
+                except (SourceError, aiohttp.ClientError, TimeoutError) as error:
+                    failure = error
+                self._standing.failed(source, time.monotonic())
+            await asyncio.sleep(RETRY_PAUSE_S * 2**attempt)
+        raise FetchError(
+            f"{sources[-1]}/{path} cannot be fetched: {failure}; is the publisher alive?"
+        ) from failure
+
+    async def _whole(self, response: aiohttp.ClientResponse) -> bytes:
+        body = bytearray()
+        async for part in response.content.iter_any():
+            body += part
+            if len(body) > MAX_MANIFEST_BYTES:
+                raise SourceError(f"{response.url} sends more than {MAX_MANIFEST_BYTES} bytes")
+            await self._receiving.arrived(len(part))
+        return bytes(body)
+
+    def _gate_of(self, source: str, origin: str) -> AbstractAsyncContextManager[object]:
+        return self._gate if source == origin else nullcontext()
+
+    def _learn(self, path: str, raw: bytes, manifest: Manifest, origin: str) -> None:
+        self._manifests[path] = raw, origin
+        for ref in manifest.chunks:
+            self._origins[ref.id] = ref, origin
+        if len(self._manifests) > KNOWN_VERSIONS:
+            self._manifests.popitem(last=False)
+            kept = [(Manifest.from_json(body), where) for body, where in self._manifests.values()]
+            self._origins = {ref.id: (ref, where) for m, where in kept for ref in m.chunks}
+        learned, self._learned = self._learned, asyncio.Event()
+        learned.set()
+
+    async def _learns(self, what: Callable[[], bool]) -> None:
+        try:
+            async with asyncio.timeout(KNOWN_WITHIN_S):
+                while not what():
+                    await self._learned.wait()
+        except TimeoutError:
+            return

@@ -1,0 +1,252 @@
+"""Nodes over real HTTP: each chunk crosses the slow link once, whoever dies or lies."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+import pytest
+from aiohttp import web
+
+from rose.publish import Caps, FetchError, Hub, Receiving, VersionServer, fetch_version
+from rose.publish import hub as hub_module
+from weight_transfer import ChunkStore, Manifest, Publisher, SigningKey, TensorBits
+
+KEY = SigningKey.from_hex("05" * 32)
+CHUNK_BYTES = 200_000
+ELEMENTS = 900_000
+
+
+class Origin:
+    """The trainer's side: counts what is asked of it, byte by byte."""
+
+    def __init__(self, root: Path, port: int) -> None:
+        self.store = ChunkStore(root)
+        publisher = Publisher(self.store, "job", "trainer", KEY, chunk_bytes=CHUNK_BYTES)
+        old, new = (self.tensors(step) for step in (0, 1))
+        self.manifest: Manifest = publisher.publish(1, 0, old, new)
+        self.url = f"http://127.0.0.1:{port}"
+        self.sent: dict[str, int] = {}
+        self.break_after: dict[str, int] = {}
+        self.rate: float | None = None
+        self._port = port
+        self._runner: web.AppRunner | None = None
+
+    @staticmethod
+    def tensors(step: int) -> dict[str, TensorBits]:
+        bits = np.random.default_rng(step).integers(0, 1 << 16, ELEMENTS, dtype="<u2")
+        return {"w": TensorBits("w", "bfloat16", (900, 1_000), bits)}
+
+    async def start(self) -> None:
+        app = web.Application()
+        app.router.add_get("/{kind:manifests|chunks}/{name}", self._answer)
+        self._runner = web.AppRunner(app, access_log=None)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", self._port).start()
+
+    async def stop(self) -> None:
+        assert self._runner
+        await self._runner.cleanup()
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        kind, name = request.match_info["kind"], request.match_info["name"]
+        path = self.store.chunks_dir / name
+        if kind == "manifests":
+            path = self.store.manifest_path(int(name))
+        body, at = path.read_bytes(), request.http_range.start or 0
+        response = web.StreamResponse(status=206 if at else 200)
+        response.content_length = len(body) - at
+        await response.prepare(request)
+        stop = self.break_after.pop(name, len(body))
+        for start in range(at, len(body), 16_384):
+            piece = body[start : min(start + 16_384, stop)]
+            if not piece:
+                assert request.transport
+                request.transport.abort()
+                break
+            await response.write(piece)
+            self.sent[name] = self.sent.get(name, 0) + len(piece)
+            if self.rate:
+                await asyncio.sleep(len(piece) / self.rate)
+        return response
+
+    @property
+    def bytes_sent(self) -> int:
+        return sum(self.sent.values())
+
+
+class Node:
+    """One member: store, hub and server."""
+
+    def __init__(self, folder: Path, session: aiohttp.ClientSession, port: int) -> None:
+        self.store = ChunkStore(folder)
+        self.url = f"http://127.0.0.1:{port}"
+        self.hub = Hub(session, Receiving(self.store, Caps(threads=2)), self.url)
+        self.server = VersionServer(self.store, port, hub=self.hub)
+        self.rejected: list[str] = []
+
+    async def fetch(self, origin: Origin) -> int:
+        fetched = await fetch_version(
+            self.hub, origin.url, "job", 1, KEY.verify_key, self.rejected.append, set()
+        )
+        for ref in origin.manifest.chunks:
+            self.store.get(ref.id)
+        return fetched.wire_bytes
+
+    async def die(self) -> None:
+        await self.hub.close()
+        await self.server.close()
+
+
+class Cluster:
+    def __init__(self, origin: Origin, nodes: list[Node]) -> None:
+        self.origin = origin
+        self.nodes = nodes
+        for node in nodes:
+            node.hub.enrol(each.url for each in nodes)
+
+    def relay_of(self, name: str) -> Node:
+        first = hub_module.order([node.url for node in self.nodes], name)[0]
+        return next(node for node in self.nodes if node.url == first)
+
+    async def fetch_all(self) -> None:
+        await asyncio.gather(*(node.fetch(self.origin) for node in self.nodes))
+
+
+@pytest.fixture
+async def cluster(
+    tmp_path: Path, unused_tcp_port_factory: object, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Cluster]:
+    monkeypatch.setattr(hub_module, "KNOWN_WITHIN_S", 0.3)
+    port = unused_tcp_port_factory
+    assert callable(port)
+    async with AsyncExitStack() as stack:
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        origin = Origin(tmp_path / "origin", port())
+        await origin.start()
+        stack.push_async_callback(origin.stop)
+        nodes = [Node(tmp_path / f"node-{n}", session, port()) for n in range(4)]
+        for node in nodes:
+            await node.server.start()
+            stack.push_async_callback(node.die)
+        yield Cluster(origin, nodes)
+
+
+def slow_link_bytes(origin: Origin) -> int:
+    return origin.manifest.wire_bytes + len(origin.manifest.to_json())
+
+
+async def test_each_chunk_crosses_the_slow_link_once_for_any_number_of_nodes(
+    cluster: Cluster,
+) -> None:
+    await cluster.fetch_all()
+    assert cluster.origin.bytes_sent <= 1.02 * slow_link_bytes(cluster.origin)
+    assert len(cluster.origin.sent) == len(set(cluster.origin.manifest.chunks)) + 1
+
+
+async def test_a_relay_sends_on_what_it_has_not_whole(cluster: Cluster) -> None:
+    """Two hops over a slow link take hardly longer than one."""
+    cluster.origin.rate = 1_000_000.0
+    ref = max(cluster.origin.manifest.chunks, key=lambda ref: ref.encoded_bytes)
+    relay = cluster.relay_of(ref.id)
+    other = next(node for node in cluster.nodes if node is not relay)
+    for node in (relay, other):
+        await node.hub.manifest("job", 1, cluster.origin.url, KEY.verify_key)
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    await other.hub.obtain(ref)
+    two_hops_s = loop.time() - began_s
+    one_hop_s = ref.encoded_bytes / cluster.origin.rate
+    assert two_hops_s < 1.6 * one_hop_s
+    assert cluster.origin.sent[ref.id] == ref.encoded_bytes
+
+
+async def test_a_broken_connection_goes_on_at_its_byte(cluster: Cluster) -> None:
+    origin = cluster.origin
+    for ref, after in zip(origin.manifest.chunks, itertools.cycle([1, 65_536, 150_000])):
+        origin.break_after[ref.id] = after
+    await cluster.nodes[0].fetch(origin)
+    assert cluster.nodes[0].rejected == []
+    for ref in origin.manifest.chunks:
+        assert origin.sent[ref.id] <= ref.encoded_bytes + 16_384, "resumed, not sent anew"
+
+
+async def test_a_dead_relays_chunks_come_through_the_next_one_and_only_they(
+    cluster: Cluster,
+) -> None:
+    dead = cluster.nodes[0]
+    theirs = [r for r in cluster.origin.manifest.chunks if cluster.relay_of(r.id) is dead]
+    assert theirs
+    await dead.die()
+    alive = cluster.nodes[1:]
+    await asyncio.gather(*(node.fetch(cluster.origin) for node in alive))
+    for ref in cluster.origin.manifest.chunks:
+        assert cluster.origin.sent[ref.id] == ref.encoded_bytes, "once, though its relay is dead"
+
+
+async def test_a_relay_that_dies_in_the_middle_costs_nobody_a_bit(cluster: Cluster) -> None:
+    cluster.origin.rate = 2_000_000.0
+    fetching = [asyncio.create_task(node.fetch(cluster.origin)) for node in cluster.nodes[1:]]
+    own = asyncio.create_task(cluster.nodes[0].fetch(cluster.origin))
+    await asyncio.sleep(0.3)
+    own.cancel()
+    await cluster.nodes[0].die()
+    await asyncio.gather(*fetching)
+    for node in cluster.nodes[1:]:
+        for ref in cluster.origin.manifest.chunks:
+            assert node.store.get(ref.id)
+
+
+async def test_a_neighbour_that_lies_is_found_and_avoided(cluster: Cluster) -> None:
+    liar = cluster.nodes[0]
+    await liar.fetch(cluster.origin)
+    for path in liar.store.chunks_dir.iterdir():
+        body = bytearray(path.read_bytes())
+        body[len(body) // 2] ^= 1
+        path.write_bytes(body)
+    await asyncio.gather(*(node.fetch(cluster.origin) for node in cluster.nodes[1:]))
+    rejected = [name for node in cluster.nodes[1:] for name in node.rejected]
+    assert rejected
+    assert all(cluster.relay_of(name) is liar for name in rejected)
+
+
+async def test_a_chunk_that_arrives_corrupt_at_its_relay_goes_to_nobody(cluster: Cluster) -> None:
+    origin = cluster.origin
+    for ref in origin.manifest.chunks:
+        path = origin.store.chunks_dir / ref.id
+        body = bytearray(path.read_bytes())
+        body[0] ^= 1
+        path.write_bytes(body)
+    with pytest.raises(FetchError, match="corrupt"):
+        await cluster.nodes[0].fetch(origin)
+    for node in cluster.nodes:
+        assert not any(node.store.has(ref.id) for ref in origin.manifest.chunks)
+
+
+async def test_a_part_file_of_an_earlier_life_is_gone_on_with(cluster: Cluster) -> None:
+    node, ref = cluster.nodes[0], cluster.origin.manifest.chunks[0]
+    node.hub.enrol([node.url])
+    body = cluster.origin.store.get(ref.id)
+    node.store.part_path(ref.id).write_bytes(body[: len(body) // 2])
+    await node.fetch(cluster.origin)
+    assert cluster.origin.sent[ref.id] == len(body) - len(body) // 2
+
+
+async def test_callers_without_the_token_get_nothing(
+    cluster: Cluster, unused_tcp_port: int
+) -> None:
+    server = VersionServer(cluster.origin.store, unused_tcp_port, token="secret")
+    await server.start()
+    name = cluster.origin.manifest.chunks[0].id
+    async with aiohttp.ClientSession() as session:
+        for headers, status in (
+            ({}, 401),
+            ({"Authorization": "Bearer other"}, 401),
+            ({"Authorization": "Bearer secret"}, 200),
+        ):
+            async with session.get(f"{server.url}/chunks/{name}", headers=headers) as response:
+                assert response.status == status
+    await server.close()

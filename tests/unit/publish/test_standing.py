@@ -1,0 +1,53 @@
+"""Who relays what, and who is asked next: pure rules."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rose.publish.rendezvous import order
+from rose.publish.standing import CORRUPT_PAUSE_S, Standing
+
+MEMBERS = [f"http://node-{n}:1" for n in range(8)]
+
+
+@given(st.sets(st.sampled_from(MEMBERS), min_size=2), st.text(max_size=9), st.data())
+def test_a_member_that_goes_moves_nothing_of_the_others(
+    members: set[str], name: str, data: st.DataObject
+) -> None:
+    gone = data.draw(st.sampled_from(sorted(members)))
+    before = order(members, name)
+    assert order(members - {gone}, name) == [member for member in before if member != gone]
+
+
+def test_objects_spread_evenly() -> None:
+    firsts = [order(MEMBERS, f"chunk-{n}")[0] for n in range(4_000)]
+    counts = [firsts.count(member) for member in MEMBERS]
+    assert min(counts) > 400
+    assert max(counts) < 600
+
+
+def test_who_failed_is_asked_last_for_a_while_and_longer_each_time() -> None:
+    standing = Standing()
+    standing.failed("a", 10.0)
+    assert standing.ordered(["a", "b"], 10.1) == ["b", "a"]
+    assert standing.ordered(["a", "b"], 10.6) == ["a", "b"]
+    standing.failed("a", 10.6)
+    assert standing.ordered(["a", "b"], 11.5) == ["b", "a"]
+    standing.served("a", 100, 1.0)
+    standing.failed("a", 20.0)
+    assert standing.ordered(["a", "b"], 20.6) == ["a", "b"], "forgiven once it served"
+
+
+def test_who_sent_wrong_bytes_is_avoided_for_minutes() -> None:
+    standing = Standing()
+    standing.corrupt("a", 0.0)
+    assert standing.ordered(["a", "b"], CORRUPT_PAUSE_S - 1) == ["b", "a"]
+    assert standing.ordered(["a"], 1.0) == ["a"], "better than nobody"
+
+
+def test_slow_is_said_only_beside_somebody_fast() -> None:
+    standing = Standing()
+    assert not standing.dawdles("a", 1.0)
+    standing.served("b", 1_000_000, 1.0)
+    assert standing.dawdles("a", 50_000)
+    assert not standing.dawdles("a", 500_000)
+    assert not standing.dawdles("b", 1.0), "nobody else is known"
