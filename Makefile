@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install check test unit demo bench-coserve bench-kv bench-host-overhead protos lock clean
+.PHONY: install check test unit demo bench-coserve bench-kv bench-host-overhead bench-weights protos lock clean
 
 install: $(STAMP)
 
@@ -32,6 +32,9 @@ bench-kv: install
 
 bench-host-overhead: install
 	$(BIN)/python bench/host_overhead.py $(ARGS)
+
+bench-weights: install
+	$(BIN)/python -m rose.bench.weights $(ARGS)
 
 protos: install
 	scripts/protos

@@ -1,0 +1,94 @@
+"""`python -m rose.bench.weights`: sizes and speeds of weight updates, beside others' schemes.
+
+Writes weights.json and weights.txt. Exit code 0, 1 when a limit fails, 2 for bad input.
+"""
+
+import argparse
+import json
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rose.bench.weights.limits import checks
+from rose.bench.weights.link import link_figures
+from rose.bench.weights.paper import on_paper
+from rose.bench.weights.sizes import sizes
+from rose.bench.weights.speed import speeds
+from rose.bench.weights.synthetic import adam_step, rate_for
+from rose.bench.weights.table import table
+from rose.errors import RoseError
+
+DENSITIES = (0.001, 0.01, 0.019, 0.046, 0.05, 0.119, 0.2, 0.5)
+SPEED_DENSITIES = (0.01, 0.02, 0.1)
+RATES = (1e-6, 3e-6, 1e-5, 2e-4)
+TRAINED_STEPS = 3
+SIZE_ROWS, SIZE_COLUMNS = 4096, 4096
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point."""
+    args = _parser().parse_args(argv)
+    try:
+        result = measure(args.models, args.seed)
+    except RoseError as error:
+        sys.stderr.write(f"bench: {error}\n")
+        return 2
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "weights.json").write_text(json.dumps(result, indent=1) + "\n")
+    text = table(result)
+    (args.out / "weights.txt").write_text(text)
+    sys.stdout.write(text)
+    return int(any(check["verdict"] == "FAILS" for check in result["checks"]))  # type: ignore[attr-defined]
+
+
+def measure(models: Path, seed: int) -> dict[str, object]:
+    """Everything."""
+    from rose.bench.weights.training import training_steps
+    from rose.demo.models import ensure_models
+
+    synthetic = []
+    for density in DENSITIES:
+        _say(f"synthetic step, {density:.1%} of the weights change")
+        step = adam_step(SIZE_ROWS, SIZE_COLUMNS, rate_for(density), seed)
+        synthetic.append({"wanted": density, **sizes([step])})
+    fast = []
+    for density in SPEED_DENSITIES:
+        _say(f"speed at {density:.0%}")
+        fast.append(speeds(rate_for(density), seed))
+    policy = ensure_models(models, False, lambda label, share: None).policy_dir
+    trained = []
+    for rate in RATES:
+        _say(f"training at a rate of {rate:g}")
+        for number, steps in enumerate(training_steps(policy, rate, TRAINED_STEPS, seed)):
+            trained.append({"rate": rate, "step": number, **sizes(steps)})
+    each = synthetic[1]["bytes_per_change"]
+    encode = {level: fast[0][f"encode_{level}"]["all"] for level in ("fast", "compact")}  # type: ignore[index]
+    result: dict[str, object] = {
+        "machine": {"cpus": os.cpu_count(), "cpu": platform.processor(), "seed": seed},
+        "synthetic": synthetic,
+        "speed": fast,
+        "trained": trained,
+        "on_paper": on_paper(0.01, each, encode),  # type: ignore[arg-type]
+    }
+    _say("a base across a shaped link")
+    result["link"] = link_figures(seed)
+    result["checks"] = checks(result)
+    return result
+
+
+def _say(what: str) -> None:
+    sys.stderr.write(f"bench: {what}\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="rose.bench.weights", description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("out/bench"), metavar="DIR")
+    parser.add_argument("--models", type=Path, default=Path("out/models"), metavar="DIR")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
