@@ -5,6 +5,7 @@ from weight_transfer.chunk import Change, ChunkHeader, chunk_id, decode_chunk, e
 from weight_transfer.codec import Encoding
 from weight_transfer.digest import digest_of, updated
 from weight_transfer.errors import (
+    CatalogError,
     ChunkDigestError,
     ChunkError,
     ChunkFormatError,
@@ -28,6 +29,7 @@ from weight_transfer.store import ChunkStore, StoredFile, read_chunk
 from weight_transfer.tensors import TensorBits, bits_of, tensor_bits, tensor_of
 
 __all__ = [
+    "CatalogError",
     "Change",
     "ChunkDigestError",
     "ChunkError",

@@ -114,8 +114,8 @@ class Catalog:
         may be in the middle of it.
         """
         newest = self.newest
-        if newest is None:
-            return Needed(frozenset(), frozenset())
+        if newest is None:  # Without a base a joiner begins with the first delta.
+            return Needed(frozenset(self.bases), frozenset(d.version for d in self.deltas))
         joiner = self.plan(None, newest)
         bases = {joiner.base} if joiner.base is not None else set()
         deltas = set(joiner.deltas)

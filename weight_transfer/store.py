@@ -18,7 +18,7 @@ from typing import BinaryIO
 from weight_transfer.catalog import Catalog, Lease, Published
 from weight_transfer.chunk import check_id, chunk_id
 from weight_transfer.durable import DRAFT, sync
-from weight_transfer.errors import ChunkMissingError, StoreError
+from weight_transfer.errors import ChunkDigestError, ChunkMissingError, StoreError
 from weight_transfer.manifest import Manifest
 
 _DELTA, _BASE = ".json", ".base.json"
@@ -70,6 +70,18 @@ class ChunkStore:
     def get(self, name: str) -> bytes:
         """Return a chunk, verified against its name."""
         return read_chunk(self.chunks_dir, name)
+
+    def sound(self, name: str) -> bool:
+        """Whether a chunk is here and is what its name says."""
+        try:
+            self.get(name)
+        except (ChunkMissingError, ChunkDigestError):
+            return False
+        return True
+
+    def drop(self, name: str) -> None:
+        """Remove a chunk that is not what its name says; whoever needs it fetches it again."""
+        (self.chunks_dir / name).unlink(missing_ok=True)
 
     def put_manifest(self, manifest: Manifest) -> Path:
         """Publish a version: refused unless every chunk is durable, final once written."""

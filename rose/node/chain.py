@@ -18,12 +18,13 @@ class VersionChain:
 
     def __init__(self) -> None:
         self._by_parent: dict[int, KnownVersion] = {}
-        self.latest = 0
+        self.newest: KnownVersion | None = None
 
     def add(self, known: KnownVersion) -> None:
         """Learn of a version; learning it twice changes nothing."""
         self._by_parent[known.parent] = known
-        self.latest = max(self.latest, known.version)
+        if self.newest is None or known.version >= self.newest.version:
+            self.newest = known
 
     def after(self, version: int) -> KnownVersion | None:
         """The step that follows `version`, None when a replica at it is up to date."""

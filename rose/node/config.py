@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from executor import PressureLimits, PressurePolicy
 from rose.engines import EngineRole, EngineSpec, check_profile
 from rose.errors import ConfigError
-from rose.publish import Caps
+from rose.publish import Caps, Credentials
 
 
 class _Frozen(BaseModel):
@@ -135,8 +135,35 @@ class ReceiverConfig(_Frozen):
         return Caps(self.bytes_per_s, self.disk_bytes, self.threads, self.nice)
 
 
+class TransportConfig(_Frozen):
+    """What this node shows when it fetches weights or serves them, and whom it believes.
+
+    token_file: what every caller of a cluster bears. ca, certificate, key: PEM files; with them
+    both sides of a connection prove who they are. Give all three or none.
+    """
+
+    token_file: Path | None = None
+    ca: Path | None = None
+    certificate: Path | None = None
+    key: Path | None = None
+
+    @property
+    def credentials(self) -> Credentials:
+        """Read from the files. ConfigError says which one cannot be used."""
+        return Credentials.read(self.token_file, self.ca, self.certificate, self.key)
+
+
+class RelayConfig(_Frozen):
+    """This node passes weights on to its neighbours. host: an address that they reach."""
+
+    host: str
+    port: int = Field(gt=0, lt=65_536)
+
+
 class NodeConfig(_Frozen):
     """One node. `run_dir` holds its weights, its guests' records and the local kill file `KILL`.
+
+    cluster: nodes of the same label share what they fetch; those with a `relay` pass it on.
 
     cgroup: a cgroup v2 folder delegated to this user, in which guests get groups of their own.
     metrics_port: loopback port of `/metrics`, None serves none.
@@ -151,6 +178,9 @@ class NodeConfig(_Frozen):
     verify_key: str | None = None
     cgroup: Path | None = None
     receiver: ReceiverConfig = ReceiverConfig()
+    cluster: str = ""
+    relay: RelayConfig | None = None
+    transport: TransportConfig = TransportConfig()
     metrics_port: int | None = Field(default=None, gt=0, lt=65_536)
 
     @property

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Coroutine
+from contextlib import AsyncExitStack
 
 import aiohttp
 
@@ -9,6 +10,7 @@ from executor import ControlPage
 from rose.errors import RoseError
 from rose.eventlog import EventLog, JsonlLog
 from rose.node.assembly import Assembly, HostSide
+from rose.node.bringing import Source
 from rose.node.chain import KnownVersion, VersionChain
 from rose.node.config import NodeConfig
 from rose.node.guard_thread import GuardThread
@@ -17,13 +19,11 @@ from rose.node.host_watch import HostWatch
 from rose.node.kill_switch import KillSwitch
 from rose.node.live_metrics import ReplicaView
 from rose.node.metrics import NodeMetrics
+from rose.node.relaying import WeightNetwork
 from rose.node.replica import Replica
 from rose.node.reports import build_reports, view_of
 from rose.node.session import SchedulerSession
-from rose.node.updates import Source
-from rose.publish import Hub, Receiving
 from rose.rpc import rose_pb2
-from weight_transfer import ChunkStore, VerifyKey
 
 STOPPING = "node stops"
 
@@ -52,8 +52,15 @@ class NodeDaemon:
             self._host = HostSide(config.host, page, watch)
         self._guards: dict[str, GuardThread] = {}
         self._replicas: dict[str, Replica] = {}
+        self._network = WeightNetwork(config, self._events)
         self._session = SchedulerSession(
-            config.scheduler, config.node, self._reports, self._obey, self._events
+            config.scheduler,
+            config.node,
+            self._reports,
+            self._obey,
+            self._events,
+            config.cluster,
+            self._network.relay_url,
         )
 
     def stop(self) -> None:
@@ -71,8 +78,10 @@ class NodeDaemon:
         if self._config.metrics_port:
             self._metrics.serve(self._config.metrics_port)
         connector = aiohttp.TCPConnector(limit=64)
-        async with aiohttp.ClientSession(connector=connector) as http:
-            self._build(http)
+        async with AsyncExitStack() as stack:
+            http = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
+            stack.push_async_callback(self._network.close)
+            self._build(await self._network.start(http, self._chain))
             tasks = [asyncio.create_task(task) for task in self._tasks()]
             stopping = asyncio.create_task(self._stopping.wait())
             done, _ = await asyncio.wait((stopping, *tasks), return_when=asyncio.FIRST_COMPLETED)
@@ -83,11 +92,7 @@ class NodeDaemon:
             for task in done - {stopping}:
                 task.result()
 
-    def _build(self, http: aiohttp.ClientSession) -> None:
-        store = ChunkStore(self._config.run_dir / "weights")
-        receiving = Receiving(store, self._config.receiver.caps)
-        key = VerifyKey(self._config.verify_key) if self._config.verify_key else None
-        source = Source(http, Hub(http, receiving), self._chain, key)
+    def _build(self, source: Source) -> None:
         activations = JsonlLog(self._config.log_dir / "activations.jsonl")
         assembly = Assembly(
             self._config, self._events, self._harvest, self._kill_switch, self._host, self._guards
@@ -139,11 +144,15 @@ class NodeDaemon:
                 if replica := self._replicas.get(command.release.replica):
                     replica.tenant.release(command.release.epoch, command.release.reason)
             case "version":
-                known = command.version
-                self._chain.add(KnownVersion(known.job, known.version, known.parent, known.url))
+                said = command.version
+                known = KnownVersion(said.job, said.version, said.parent, said.url)
+                self._chain.add(known)
+                self._network.learn(known)
                 for replica in self._replicas.values():
                     replica.updates.wake()
             case "harvest":
                 self._harvest.take(command.harvest)
+            case "relays":
+                self._network.enrol(command.relays.urls)
             case other:
                 self._events.write("command_ignored", command=other)

@@ -3,13 +3,14 @@
 from collections.abc import Callable, Coroutine
 
 from rose.eventlog import EventLog, JsonlLog
+from rose.node.bringing import Source
 from rose.node.config import ReplicaConfig
 from rose.node.gauge import Gauge
 from rose.node.replica_client import ReplicaClient
 from rose.node.supervisor import EngineState, Supervisor
 from rose.node.tenancy import Ended, TakenBack
 from rose.node.tenant import Tenant
-from rose.node.updates import Source, Updates
+from rose.node.updates import Updates
 from rose.rpc import rose_pb2
 
 DRAIN_PATIENCE_S = 2.0

@@ -1,5 +1,6 @@
 """The node's calls to a replica's own endpoint (docs/architecture.md, replica HTTP)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import aiohttp
 
 from rose.errors import RefusedError, UnavailableError
+from weight_transfer import WrongBaseError
 
 CALL_TIMEOUT_S = 5.0
 APPLY_TIMEOUT_S = 60.0
@@ -58,10 +60,17 @@ class ReplicaClient:
         if status != 200:
             raise RefusedError(f"{self._url} does not sleep: HTTP {status} {_message(body)}")
 
-    async def apply(self, manifest: Path, chunks: Path) -> Applied:
-        """Activate a version. Raises RefusedError when the replica holds another base."""
-        payload: dict[str, object] = {"manifest": str(manifest), "chunks": str(chunks)}
+    async def apply(self, manifests: Sequence[Path], chunks: Path) -> Applied:
+        """Activate the last of versions that follow each other, all of them at once.
+
+        Raises WrongBaseError when the replica holds other weights, RefusedError for a version that
+        it does not take.
+        """
+        paths = [str(path) for path in manifests]
+        payload: dict[str, object] = {"manifests": paths, "chunks": str(chunks)}
         status, body = await self._call("POST", "weights/apply", payload, APPLY_TIMEOUT_S)
+        if status == 409:
+            raise WrongBaseError(f"{self._url}: {_message(body)}")
         if status not in (200, 422) or "version" not in body:
             raise RefusedError(f"{self._url} refused the version: HTTP {status} {_message(body)}")
         return Applied(

@@ -25,6 +25,7 @@ MAX_PENDING_REPORTS = 1_024
 class SchedulerSession:
     """Keeps an Attach stream open. `reports` gives what to say now; `obey` takes a command.
 
+    cluster, relay_url: which nodes it shares weights with, and where they find it.
     `obey` must not wait for an engine: renewals of other leases stand behind it.
     """
 
@@ -35,7 +36,10 @@ class SchedulerSession:
         reports: Callable[[], list[rose_pb2.NodeReport]],
         obey: Callable[[rose_pb2.NodeCommand], None],
         events: EventLog,
+        cluster: str = "",
+        relay_url: str = "",
     ) -> None:
+        self._hello = rose_pb2.Hello(protocol=PROTOCOL, cluster=cluster, relay_url=relay_url)
         self._scheduler = scheduler
         self._node = node
         self._reports = reports
@@ -72,7 +76,7 @@ class SchedulerSession:
                 backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
 
     async def _outgoing(self) -> AsyncIterator[rose_pb2.NodeReport]:
-        yield rose_pb2.NodeReport(node=self._node, hello=rose_pb2.Hello(protocol=PROTOCOL))
+        yield rose_pb2.NodeReport(node=self._node, hello=self._hello)
         while True:
             self._changed.clear()
             # Ends first: an offer before them would speak of a lease that is over.

@@ -1,45 +1,28 @@
-"""Brings each policy version to one engine: in order, one at a time, proven before it counts."""
+"""Brings the newest policy version to one engine: at once, proven before it counts."""
 
 import asyncio
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-
-import aiohttp
 
 from rose.errors import RefusedError, RoseError, UnavailableError
 from rose.eventlog import EventLog, JsonlLog
-from rose.node.chain import KnownVersion, VersionChain
+from rose.node.bringing import Source, Wish, bring
+from rose.node.chain import KnownVersion
 from rose.node.replica_client import Applied, ReplicaClient
-from rose.publish import Hub, Receiving, fetch_version
-from weight_transfer import VerifyKey, WeightError
+from weight_transfer import CatalogError, WeightError, WrongBaseError
 
 MAX_APPLY_FAILURES = 3
 FIRST_PAUSE_S = 0.3
 MAX_PAUSE_S = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Where versions come from, shared by all replicas of a node."""
-
-    session: aiohttp.ClientSession
-    hub: Hub
-    chain: VersionChain
-    verify_key: VerifyKey | None
-
-    @property
-    def receiving(self) -> Receiving:
-        """Where they are stored."""
-        return self.hub.receiving
-
-
 class Updates:
     """The version of one engine.
 
     A version that cannot be fetched leaves the replica stale, and it is tried again, less and less
-    often; one that the engine cannot prove ends the engine: nobody knows what it runs.
+    often. An engine that holds other weights than its version says is given a base. One that cannot
+    prove a version is ended: nobody knows what it runs.
     """
 
     def __init__(
@@ -66,6 +49,7 @@ class Updates:
         self._life = 0
         self._up = False
         self._refusals = 0
+        self._rebase = False
         self._wake = asyncio.Event()
 
     def engine_up(self, version: int) -> None:
@@ -73,6 +57,7 @@ class Updates:
         self._life += 1
         self._up = True
         self._refusals = 0
+        self._rebase = False
         self.version = version
         self._wake.set()
 
@@ -91,8 +76,8 @@ class Updates:
         pause_s = FIRST_PAUSE_S
         while True:
             self._wake.clear()
-            known = self._source.chain.after(self.version) if self._up else None
-            if known is None:
+            known = self._source.chain.newest if self._up else None
+            if known is None or known.version <= self.version:
                 await self._wake.wait()
             elif await self._try(known):
                 pause_s = FIRST_PAUSE_S
@@ -109,40 +94,45 @@ class Updates:
 
     async def _bring(self, known: KnownVersion, hold: set[str]) -> bool:
         source, life = self._source, self._life
+        wish = Wish(self._replica, self.version, known, self._rebase)
         try:
-            fetched = await fetch_version(
-                source.hub,
-                known.url,
-                known.job,
-                known.version,
-                source.verify_key,
-                self._rejected,
-                hold,
-            )
+            brought = await bring(source, wish, self._rejected, hold)
         except (RoseError, WeightError) as error:
             self._log("version_not_fetched", version=known.version, message=str(error))
+            if isinstance(error, CatalogError) and wish.rebase:
+                self._refused(known.version, str(error), life)
             return False
         if life != self._life:
             return True
         try:
-            applied = await self._client.apply(
-                fetched.manifest_path, source.receiving.store.chunks_dir
-            )
-        except (RefusedError, UnavailableError) as error:
-            self._refused(known.version, str(error), life)
+            applied = await self._client.apply(brought.manifests, source.receiving.store.chunks_dir)
+        except WrongBaseError as error:
+            self._wrong_base(brought.version, str(error), life)
             return False
-        self._record(known.version, applied, fetched.wire_bytes)
+        except (RefusedError, UnavailableError) as error:
+            self._refused(brought.version, str(error), life)
+            return False
+        self._record(brought.version, applied, brought.wire_bytes)
         if life == self._life:
-            self._settle(known.version, applied)
+            self._settle(brought.version, applied)
         return True
 
     def _settle(self, version: int, applied: Applied) -> None:
         if applied.ok and applied.version == version:
             self._refusals = 0
+            self._rebase = False
             self.version = version
             self._on_active(version)
         else:
             self._unproven(version, f"engine reports version {applied.version} without proof")
+
+    def _wrong_base(self, version: int, message: str, life: int) -> None:
+        """Next time with a base. A base that does not help either is refused like any version."""
+        if self._rebase or life != self._life:
+            self._refused(version, message, life)
+            return
+        self._log("wrong_base", version=version, message=message)
+        self._rebase = True
 
     def _refused(self, version: int, message: str, life: int) -> None:
         self._log("version_refused", version=version, message=message)

@@ -20,8 +20,14 @@ BLOCK_BYTES = 1 << 18
 ATTEMPTS_PER_SOURCE = 4
 RETRY_PAUSE_S = 0.1
 SILENCE_TIMEOUT_S = 10.0
-# A source is judged by its rate once it had that long.
+# A relay whose own source went silent needs a little longer than that to ask another.
+RELAY_SILENCE_TIMEOUT_S = 15.0
+# A source is judged by its rate once it has sent for that long.
 PATIENCE_S = 2.0
+# How often a relay may say that this chunk is in line there; it answers every IN_LINE_S (`server`).
+MOST_TURNS_IN_LINE = 300
+# Says that this chunk arrived corrupt once: a relay looks at its own copy before it answers.
+DOUBT = "Rose-Doubt"
 
 
 GateOf = Callable[[str], AbstractAsyncContextManager[object]]
@@ -78,9 +84,9 @@ class Download:
     async def run(
         self, session: aiohttp.ClientSession, sources: Sequence[str], gate_of: GateOf
     ) -> None:
-        """Bring it into the store. `gate_of` a source is held while it sends.
+        """Bring it into the store. `gate_of` a source is held while it sends; the origin is last.
 
-        Raises FetchError when no source gave it.
+        Raises FetchError when no source gave it, StorageError when the disk refuses.
         """
         try:
             await self._receiving.work(self._open)
@@ -100,7 +106,7 @@ class Download:
                 alone = self.here == 0
                 try:
                     async with gate_of(source):
-                        await self._pull(session, source)
+                        await self._pull(session, source, sources[-1])
                 except (SourceError, aiohttp.ClientError, TimeoutError) as error:
                     self._standing.failed(source, time.monotonic())
                     failure = error
@@ -117,26 +123,43 @@ class Download:
             f"chunk {self.ref.id} cannot be fetched: {failure or 'no source'}; is its source alive?"
         ) from failure
 
-    async def _pull(self, session: aiohttp.ClientSession, source: str) -> None:
+    async def _pull(self, session: aiohttp.ClientSession, source: str, origin: str) -> None:
         if self.here == self.ref.encoded_bytes:
             return
+        for _ in range(MOST_TURNS_IN_LINE):
+            if await self._ask(session, source, origin):
+                return
+        raise SourceError(f"{source} keeps chunk {self.ref.id} in line for too long")
+
+    async def _ask(self, session: aiohttp.ClientSession, source: str, origin: str) -> bool:
+        """Take what a source sends; False when it says that the chunk is in line there."""
         headers = {"Range": f"bytes={self.here}-"} if self.here else {}
-        timeout = aiohttp.ClientTimeout(None, sock_connect=3.0, sock_read=SILENCE_TIMEOUT_S)
+        if self.restarts:
+            headers[DOUBT] = "1"
+        silence_s = SILENCE_TIMEOUT_S if source == origin else RELAY_SILENCE_TIMEOUT_S
+        timeout = aiohttp.ClientTimeout(None, sock_connect=3.0, sock_read=silence_s)
         url = f"{source}/chunks/{self.ref.id}"
-        async with session.get(url, headers=headers, timeout=timeout) as response:
+        async with session.get(
+            url, headers=headers, timeout=timeout, allow_redirects=False
+        ) as response:
+            if response.status == 202:
+                return False
             if response.status == 200 and self.here:
                 await self._receiving.work(self._restart)  # It does not know ranges.
             elif response.status not in (200, 206):
                 raise SourceError(f"{url}: HTTP {response.status}")
-            await self._body(source, response)
+            await self._body(source, origin, response)
         if self.here != self.ref.encoded_bytes:
             raise SourceError(f"{url}: broke off after {self.here} bytes")
+        return True
 
-    async def _body(self, source: str, response: aiohttp.ClientResponse) -> None:
-        began_s, first = time.monotonic(), self.here
+    async def _body(self, source: str, origin: str, response: aiohttp.ClientResponse) -> None:
+        # From the first byte on: what a relay waits for in line says nothing about its speed.
+        began_s, first = 0.0, self.here
         block = bytearray()
         try:
             async for part in response.content.iter_any():
+                began_s = began_s or time.monotonic()
                 block += part
                 if self.here + len(block) > self.ref.encoded_bytes:
                     block.clear()
@@ -145,14 +168,16 @@ class Download:
                 await self._receiving.arrived(len(part))
                 if len(block) >= BLOCK_BYTES:
                     await self._take(block)
-                    self._judge(source, self.here - first, time.monotonic() - began_s)
+                    self._judge(source, origin, self.here - first, time.monotonic() - began_s)
         finally:
             await self._take(block)  # A connection that broke: the next one goes on here.
         self._standing.served(source, self.here - first, time.monotonic() - began_s)
 
-    def _judge(self, source: str, size: int, seconds: float) -> None:
+    def _judge(self, source: str, origin: str, size: int, seconds: float) -> None:
+        """Leave a relay that keeps us from the origin's own speed; SourceError then."""
         capped = self._receiving.seconds_for(size) > 0.5 * seconds
-        if seconds > PATIENCE_S and not capped and self._standing.dawdles(source, size / seconds):
+        rate = size / seconds if seconds > PATIENCE_S else None
+        if rate is not None and not capped and self._standing.dawdles(source, rate, origin):
             self._standing.served(source, size, seconds)
             raise SourceError(f"{source} is slow: {size / seconds:.0f} B/s")
 

@@ -11,6 +11,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -32,7 +33,7 @@ from weight_transfer import ChunkRef, Manifest, VerifyKey
 # Over the slow link at once; held by nobody who waits for a neighbour, or two could wait for ever.
 PARALLEL_CHUNKS = 4
 # Versions whose chunks a neighbour may still ask for before they are here.
-KNOWN_VERSIONS = 8
+KNOWN_VERSIONS = 32
 MAX_MANIFEST_BYTES = 64 << 20
 # How long a neighbour that asks early waits until this node knows what it asks for.
 KNOWN_WITHIN_S = 2.0
@@ -42,8 +43,18 @@ def nobody_told(_: str) -> None:
     """Nobody hears of chunks that arrived corrupt."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Known:
+    raw: bytes
+    origin: str
+    chunks: tuple[ChunkRef, ...]
+
+
 class Hub:
-    """Objects on their way to one node. `me`: how the other members know this one."""
+    """Objects on their way to one node.
+
+    `me`: how the other members know this one, empty for a node that relays nothing.
+    """
 
     def __init__(
         self,
@@ -61,7 +72,7 @@ class Hub:
         self._tasks: dict[str, asyncio.Task[Any]] = {}
         self._downloads: dict[str, Download] = {}
         self._origins: dict[str, tuple[ChunkRef, str]] = {}
-        self._manifests: OrderedDict[str, tuple[bytes, str]] = OrderedDict()
+        self._manifests: OrderedDict[str, _Known] = OrderedDict()
         self._learned = asyncio.Event()
 
     @property
@@ -75,6 +86,8 @@ class Hub:
 
     def sources(self, name: str, origin: str) -> list[str]:
         """Whom to ask for an object, in order."""
+        if not self._me:  # It relays nothing, so nobody waits for it: all of them come first.
+            return [*order(self._members, name), origin]
         everyone = order({*self._members, self._me}, name)
         before = everyone[: everyone.index(self._me)]
         return [*before, origin]
@@ -129,7 +142,7 @@ class Hub:
     async def known_manifest(self, path: str) -> bytes | None:
         """A manifest that this node has, waited for shortly."""
         await self._learns(lambda: path in self._manifests)
-        return self._manifests[path][0] if path in self._manifests else None
+        return self._manifests[path].raw if path in self._manifests else None
 
     async def close(self) -> None:
         """Stop all downloads; what came of them stays."""
@@ -158,10 +171,7 @@ class Hub:
         for attempt in range(ATTEMPTS_PER_SOURCE):
             for source in self._standing.ordered(sources, time.monotonic()):
                 try:
-                    async with self._session.get(f"{source}/{path}", timeout=timeout) as response:
-                        if response.status == 200:
-                            return await self._whole(response)
-                        failure = SourceError(f"{source}/{path}: HTTP {response.status}")
+                    return await self._whole(f"{source}/{path}", timeout)
                 except (SourceError, aiohttp.ClientError, TimeoutError) as error:
                     failure = error
                 self._standing.failed(source, time.monotonic())
@@ -170,26 +180,30 @@ class Hub:
             f"{sources[-1]}/{path} cannot be fetched: {failure}; is the publisher alive?"
         ) from failure
 
-    async def _whole(self, response: aiohttp.ClientResponse) -> bytes:
+    async def _whole(self, url: str, timeout: aiohttp.ClientTimeout) -> bytes:
         body = bytearray()
-        async for part in response.content.iter_any():
-            body += part
-            if len(body) > MAX_MANIFEST_BYTES:
-                raise SourceError(f"{response.url} sends more than {MAX_MANIFEST_BYTES} bytes")
-            await self._receiving.arrived(len(part))
+        async with self._session.get(url, timeout=timeout, allow_redirects=False) as response:
+            if response.status != 200:
+                raise SourceError(f"{url}: HTTP {response.status}")
+            async for part in response.content.iter_any():
+                body += part
+                if len(body) > MAX_MANIFEST_BYTES:
+                    raise SourceError(f"{url} sends more than {MAX_MANIFEST_BYTES} bytes")
+                await self._receiving.arrived(len(part))
         return bytes(body)
 
     def _gate_of(self, source: str, origin: str) -> AbstractAsyncContextManager[object]:
         return self._gate if source == origin else nullcontext()
 
     def _learn(self, path: str, raw: bytes, manifest: Manifest, origin: str) -> None:
-        self._manifests[path] = raw, origin
+        self._manifests[path] = _Known(raw, origin, manifest.chunks)
+        self._manifests.move_to_end(path)
         for ref in manifest.chunks:
             self._origins[ref.id] = ref, origin
         if len(self._manifests) > KNOWN_VERSIONS:
             self._manifests.popitem(last=False)
-            kept = [(Manifest.from_json(body), where) for body, where in self._manifests.values()]
-            self._origins = {ref.id: (ref, where) for m, where in kept for ref in m.chunks}
+            kept = self._manifests.values()
+            self._origins = {ref.id: (ref, k.origin) for k in kept for ref in k.chunks}
         learned, self._learned = self._learned, asyncio.Event()
         learned.set()
 

@@ -1,6 +1,7 @@
 """WeightPublisher: what a trainer calls after each update of its policy."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,10 +11,15 @@ from typing import Self
 import grpc.aio
 
 from rose.errors import UnavailableError
+from rose.publish.credentials import OPEN, Credentials
+from rose.publish.leases import Leases
 from rose.publish.server import VersionServer
+from rose.publish.upkeep import Latest, Upkeep
 from rose.rpc import rose_pb2, rose_pb2_grpc
 from rose.rpc.channel import make_channel
 from weight_transfer import ChunkStore, Publisher, SigningKey, TensorBits
+
+_log = logging.getLogger(__name__)
 
 # A scheduler that restarts is waited for: training goes on meanwhile anywhere but here.
 ANNOUNCE_TIMEOUT_S = 20.0
@@ -45,12 +51,21 @@ class WeightPublisher:
         key: SigningKey,
         max_staleness: int = 1,
         corrupt_every: int = 0,
+        *,
+        host: str = "127.0.0.1",
+        credentials: Credentials = OPEN,
     ) -> None:
+        """`host`: an address that all nodes reach. `credentials`: what they must show."""
         store = ChunkStore(root)
+        leases = Leases(time.monotonic())
         self._job = job
         self._max_staleness = max_staleness
         self._publisher = Publisher(store, job, "rose-trainer", key)
-        self._server = VersionServer(store, port, corrupt_every)
+        self._server = VersionServer(
+            store, port, corrupt_every, credentials=credentials, host=host, leases=leases
+        )
+        bases = Publisher(store, job, "rose-trainer", key)
+        self._upkeep = Upkeep(store, bases, leases, _log.warning)
         self._channel = make_channel(scheduler)
         self._scheduler = rose_pb2_grpc.SchedulerStub(self._channel)
 
@@ -74,9 +89,15 @@ class WeightPublisher:
         old: Mapping[str, TensorBits],
         new: Mapping[str, TensorBits],
     ) -> Receipt:
-        """Publish the step from `old` (version `parent`) to `new` and announce it."""
+        """Publish the step from `old` (version `parent`) to `new` and announce it.
+
+        `new` is read once more behind the caller's back, where a base is due: hand in weights that
+        are not written to any more.
+        """
         started_s = time.perf_counter()
-        manifest = await asyncio.to_thread(self._publisher.publish, version, parent, old, new)
+        async with self._upkeep.publishing:
+            manifest = await asyncio.to_thread(self._publisher.publish, version, parent, old, new)
+        self._upkeep.published(Latest(version, parent, new))
         request = rose_pb2.AnnounceVersionRequest(
             job=self._job, version=version, parent=parent, url=self._server.url
         )
@@ -97,8 +118,13 @@ class WeightPublisher:
             publish_s=time.perf_counter() - started_s,
         )
 
+    async def settle(self) -> None:
+        """Return once the bases that are due are made and what nobody needs is gone."""
+        await self._upkeep.settle()
+
     async def close(self) -> None:
         """Stop serving; published files stay."""
+        await self._upkeep.close()
         await self._server.close()
         await self._channel.close(None)
 

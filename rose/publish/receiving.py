@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
+from rose.errors import RoseError
 from rose.publish.bucket import TokenBucket
 from rose.publish.shelf import Shelf
 from weight_transfer import ChunkStore
@@ -17,6 +18,10 @@ BURST_S = 0.1
 MIN_BURST_BYTES = 64 << 10
 
 Result = TypeVar("Result")
+
+
+class StorageError(RoseError):
+    """The disk refuses what arrives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +65,17 @@ class Receiving:
             await asyncio.sleep(wait_s)
 
     async def work(self, task: Callable[[], Result]) -> Result:
-        """Run what costs CPU or waits for the disk in one of the receiver's own threads."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, task)
+        """Run what costs CPU or waits for the disk in one of the receiver's own threads.
+
+        Raises StorageError when the disk refuses.
+        """
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, task)
+        except OSError as error:
+            raise StorageError(
+                f"{error.filename or self.store.chunks_dir.parent}: {error.strerror or error};"
+                " what came of the weights is kept, make room there"
+            ) from error
 
     def close(self) -> None:
         """Let the threads go once they are done."""

@@ -1,31 +1,36 @@
 """Serves manifests and chunks of one store: the trainer's, or a node's to its neighbours.
 
 GET /manifests/{version}        signed JSON; `{version}.base` for all of a version
-GET /chunks/{blake3}            encoded bytes, `Range: bytes=N-` goes on at byte N
-With a hub, what is on its way is served while it arrives. The last bytes wait until the whole was
-proved, so that no neighbour ever ends up with a chunk that this node would refuse.
+GET /chunks/{blake3}            encoded bytes, `Range: bytes=N-` goes on at byte N; 202: in line
+GET /catalog                    what is published here (`index`)
+POST /leases                    {reader, version, ttl_s}: nothing after `version` is collected
+With a hub, what is on its way is served while it arrives (`passing`).
 """
 
 import asyncio
-import contextlib
-import os
+import json
+import time
 from hmac import compare_digest
 
 from aiohttp import web
 
-from rose.errors import ConfigError
-from rose.publish.download import BLOCK_BYTES, Download, FetchError
+from rose.errors import ConfigError, RefusedError
+from rose.publish import index
+from rose.publish.credentials import OPEN, Credentials
+from rose.publish.download import DOUBT
 from rose.publish.hub import Hub
-from weight_transfer import ChunkMissingError, ChunkStore
+from rose.publish.leases import Leases
+from rose.publish.passing import Passing
+from weight_transfer import ChunkMissingError, ChunkStore, WeightError
 
-HELD_BACK_BYTES = 1 << 16
+MOST_BODY_BYTES = 4_096
 
 
 class VersionServer:
     """HTTP face of a chunk store.
 
-    hub: of a node that relays. token: what callers must bear, nothing when empty. host: the address
-    to listen at.
+    hub: of a node that relays. credentials: what callers must show. host: the address to listen at.
+    leases: of a publisher that collects.
     corrupt_every: a control for tests and drills. The first answer for every n-th chunk has one bit
     flipped, which receivers must catch and heal by fetching again; 0 serves everything as it is.
     """
@@ -36,36 +41,44 @@ class VersionServer:
         port: int,
         corrupt_every: int = 0,
         hub: Hub | None = None,
-        token: str = "",
+        credentials: Credentials = OPEN,
         host: str = "127.0.0.1",
+        leases: Leases | None = None,
     ) -> None:
         self._host = host
         self._store = store
         self._port = port
         self._corrupt_every = corrupt_every
         self._hub = hub
-        self._token = token
+        self._passing = Passing(store, hub) if hub else None
+        self._credentials = credentials
+        self._leases = leases
         self._served: set[str] = set()
         self._runner: web.AppRunner | None = None
 
     @property
     def url(self) -> str:
         """Base address."""
-        return f"http://{self._host}:{self._port}"
+        return f"{self._credentials.scheme}://{self._host}:{self._port}"
 
     async def start(self) -> None:
-        """Bind the port; ConfigError when it is taken."""
-        app = web.Application()
+        """Bind the port; ConfigError when it is taken or a certificate cannot be used."""
+        app = web.Application(client_max_size=MOST_BODY_BYTES)
         app.router.add_get(r"/manifests/{version:\d{1,18}(\.base)?}", self._manifest)
         app.router.add_get("/chunks/{name:[0-9a-f]{64}}", self._chunk)
+        app.router.add_get("/catalog", self._catalog)
+        app.router.add_post("/leases", self._lease)
+        context = self._credentials.server()
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
         await self._runner.setup()
         try:
-            await web.TCPSite(self._runner, self._host, self._port).start()
+            site = web.TCPSite(self._runner, self._host, self._port, ssl_context=context)
+            await site.start()
         except OSError as error:
             await self.close()
             raise ConfigError(
-                f"port {self._port} (weights) is busy; choose another for the publisher"
+                f"{self._host}:{self._port} (weights) cannot be served: {error.strerror};"
+                " choose another"
             ) from error
 
     async def close(self) -> None:
@@ -88,90 +101,41 @@ class VersionServer:
     async def _chunk(self, request: web.Request) -> web.StreamResponse:
         self._admit(request)
         name = request.match_info["name"]
+        if self._passing and DOUBT in request.headers:
+            await asyncio.to_thread(self._heal, name)
         if not self._store.has(name):
-            return await self._relayed(request, name)
+            if self._passing is None:
+                raise web.HTTPNotFound(text=f"chunk {name} is not here")
+            return await self._passing.answer(request, name)
         if self._corrupt_every:
             return await self._perhaps_corrupted(name)
         return web.FileResponse(self._store.chunks_dir / name)
 
+    async def _catalog(self, request: web.Request) -> web.Response:
+        self._admit(request)
+        try:
+            catalog = await asyncio.to_thread(self._store.catalog)
+        except (WeightError, OSError) as error:
+            raise web.HTTPServiceUnavailable(text=f"ask again: {error}") from error
+        return web.Response(body=index.written(catalog), content_type="application/json")
+
+    async def _lease(self, request: web.Request) -> web.Response:
+        self._admit(request)
+        if self._leases is None:
+            raise web.HTTPNotFound(text="nothing is collected here; no lease is needed")
+        try:
+            asked = json.loads(await request.read())
+            reader, version, ttl_s = (asked[name] for name in ("reader", "version", "ttl_s"))
+            lease = self._leases.take(str(reader), int(version), float(ttl_s), time.monotonic())
+        except (ValueError, KeyError, TypeError, RefusedError) as error:
+            raise web.HTTPBadRequest(text=f"no lease: {error!r}") from error
+        return web.json_response({"ttl_s": lease.expires_s - time.monotonic()})
+
     def _admit(self, request: web.Request) -> None:
         given = request.headers.get("Authorization", "")
-        if self._token and not compare_digest(given.encode(), f"Bearer {self._token}".encode()):
+        token = self._credentials.token
+        if token and not compare_digest(given.encode(), f"Bearer {token}".encode()):
             raise web.HTTPUnauthorized(text="bear the token of this cluster")
-
-    async def _relayed(self, request: web.Request, name: str) -> web.StreamResponse:
-        """What is not here yet, while it comes."""
-        ref = await self._hub.known(name) if self._hub else None
-        if self._hub is None or ref is None:
-            raise web.HTTPNotFound(text=f"chunk {name} is not here")
-        wanted = asyncio.create_task(self._hub.obtain(ref))
-        try:
-            await asyncio.sleep(0)  # Until the download is known, unless the chunk came meanwhile.
-            download = self._hub.download(name)
-            if download is None or ref.encoded_bytes <= HELD_BACK_BYTES:
-                await wanted
-                return web.FileResponse(self._store.chunks_dir / name)
-            return await self._stream(request, download, wanted)
-        except FetchError as error:
-            raise web.HTTPBadGateway(text=str(error)) from error
-        finally:
-            wanted.cancel()
-
-    async def _stream(
-        self, request: web.Request, download: Download, wanted: "asyncio.Task[int]"
-    ) -> web.StreamResponse:
-        at = request.http_range.start or 0
-        size = download.ref.encoded_bytes
-        response = web.StreamResponse(status=206 if at else 200)
-        response.content_length = size - at
-        if at:
-            response.headers["Content-Range"] = f"bytes {at}-{size - 1}/{size}"
-        await response.prepare(request)
-        with contextlib.ExitStack() as stack:
-            if await self._pass_on(response, download, wanted, at, stack):
-                await response.write_eof()
-            elif request.transport:
-                # What was sent may be wrong: the caller gets a broken answer, and asks again.
-                request.transport.abort()
-        return response
-
-    async def _pass_on(
-        self,
-        response: web.StreamResponse,
-        download: Download,
-        wanted: "asyncio.Task[int]",
-        at: int,
-        stack: contextlib.ExitStack,
-    ) -> bool:
-        """Send a chunk from byte `at` on, as it comes; False when what was sent is not of it."""
-        size, restarts = download.ref.encoded_bytes, download.restarts
-        reader: int | None = None
-        while not download.ended:
-            moved = download.moved
-            if reader is None and download.here:
-                reader = download.reader()
-                stack.callback(os.close, reader)
-            ready = min(download.here, size - HELD_BACK_BYTES)
-            while reader is not None and at < ready:
-                block = await asyncio.to_thread(os.pread, reader, min(BLOCK_BYTES, ready - at), at)
-                if download.restarts != restarts:
-                    return False
-                await response.write(block)
-                at += len(block)
-            if not download.ended:
-                await moved.wait()
-            if download.restarts != restarts:
-                return False
-        try:
-            await wanted
-        except FetchError:
-            return False
-        with (self._store.chunks_dir / download.ref.id).open("rb") as file:
-            while at < size:
-                block = await asyncio.to_thread(os.pread, file.fileno(), BLOCK_BYTES, at)
-                await response.write(block)
-                at += len(block)
-        return True
 
     async def _perhaps_corrupted(self, name: str) -> web.Response:
         body = await asyncio.to_thread(self._body, name)
@@ -181,6 +145,11 @@ class VersionServer:
             middle = len(body) // 2
             body = body[:middle] + bytes([body[middle] ^ 1]) + body[middle + 1 :]
         return web.Response(body=body)
+
+    def _heal(self, name: str) -> None:
+        # A relay fetches it again; a publisher has nowhere to fetch it from.
+        if self._store.has(name) and not self._store.sound(name):
+            self._store.drop(name)
 
     def _body(self, name: str) -> bytes:
         try:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
 CORRUPT_PAUSE_S = 300.0
-# Slower than the best by more is worth asking somebody else.
+# Slower than the origin by more is worth asking it.
 SLOW_SHARE = 0.1
 _WEIGHT = 0.3
 
@@ -49,10 +49,12 @@ class Standing:
         record.until_s = now_s + CORRUPT_PAUSE_S
         record.strikes += 1
 
-    def dawdles(self, source: str, rate: float) -> bool:
-        """Whether somebody else is known to be so much faster that asking them pays."""
-        best = max((r.rate for s, r in self._records.items() if s != source), default=0.0)
-        return rate < SLOW_SHARE * best
+    def dawdles(self, source: str, rate: float, origin: str) -> bool:
+        """Whether the origin is known to be so much faster that asking it pays.
+
+        Neighbours' speed says nothing: they may have had the chunk, this source waits for it.
+        """
+        return source != origin and rate < SLOW_SHARE * self._of(origin).rate
 
     def _of(self, source: str) -> _Record:
         return self._records.setdefault(source, _Record())

@@ -99,7 +99,7 @@ class ReplicaEndpoint:
         assert self._weights is not None
         try:
             body = _APPLY.decode(await request.body())
-            report = await self._weights.apply(body.manifest, body.chunks)
+            report = await self._weights.apply(body.paths, body.chunks)
         except msgspec.MsgspecError as error:
             return _refused(error)
         except WrongBaseError as error:

@@ -30,8 +30,8 @@ class Weights:
         self._ready = False
         self.version = 0
 
-    async def apply(self, manifest: str, chunks: str) -> dict[str, Any]:
-        """Bring a version into force and report it.
+    async def apply(self, manifests: list[str], chunks: str) -> dict[str, Any]:
+        """Bring versions that follow each other into force at once, and report the last.
 
         The report tells whether digest and probe agree; when they do not, the worker has put the
         old values back. Raises WeightError subtypes of weight_transfer while nothing is written,
@@ -39,7 +39,7 @@ class Weights:
         """
         async with self._lock:
             await self._prepare()
-            staged = await self._call("rose_weights_stage", manifest, chunks)
+            staged = await self._call("rose_weights_stage", manifests, chunks)
             await wait_host_idle()
             started_s = time.perf_counter()
             report = await self._switch()

@@ -36,10 +36,19 @@ class EpochBody(msgspec.Struct, frozen=True):
 
 
 class ApplyBody(msgspec.Struct, frozen=True):
-    """Body of `POST /rose/v1/weights/apply`: paths on this machine."""
+    """Body of `POST /rose/v1/weights/apply`: paths on this machine.
 
-    manifest: str
+    `manifests` of versions that follow each other and are applied at once, or one `manifest`.
+    """
+
     chunks: str
+    manifest: str = ""
+    manifests: list[str] = []
+
+    @property
+    def paths(self) -> list[str]:
+        """The manifests, in order. Empty when the caller named none."""
+        return self.manifests or ([self.manifest] if self.manifest else [])
 
 
 class Chunk(msgspec.Struct, frozen=True, gc=False):

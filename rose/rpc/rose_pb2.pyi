@@ -137,15 +137,23 @@ class Hello(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PROTOCOL_FIELD_NUMBER: _builtins.int
+    CLUSTER_FIELD_NUMBER: _builtins.int
+    RELAY_URL_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
+    cluster: _builtins.str
+    """nodes of one label are near each other"""
+    relay_url: _builtins.str
+    """where neighbours fetch weights from it; empty for a node that relays nothing"""
     def __init__(
         self,
         *,
         protocol: _builtins.int = ...,
+        cluster: _builtins.str = ...,
+        relay_url: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["protocol", b"protocol"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "protocol", b"protocol", "relay_url", b"relay_url"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -440,6 +448,7 @@ class NodeCommand(_message.Message):
     RELEASE_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     HARVEST_FIELD_NUMBER: _builtins.int
+    RELAYS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def lease(self) -> Global___Lease:
         """granted or renewed: a renewal carries the same epoch"""
@@ -452,6 +461,8 @@ class NodeCommand(_message.Message):
     def version(self) -> Global___Version: ...
     @_builtins.property
     def harvest(self) -> Global___Harvest: ...
+    @_builtins.property
+    def relays(self) -> Global___Relays: ...
     def __init__(
         self,
         *,
@@ -459,16 +470,39 @@ class NodeCommand(_message.Message):
         release: Global___Release | None = ...,
         version: Global___Version | None = ...,
         harvest: Global___Harvest | None = ...,
+        relays: Global___Relays | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "harvest", b"harvest", "lease", b"lease", "release", b"release", "version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "harvest", b"harvest", "lease", b"lease", "relays", b"relays", "release", b"release", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "harvest", b"harvest", "lease", b"lease", "release", b"release", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "harvest", b"harvest", "lease", b"lease", "relays", b"relays", "release", b"release", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["lease", "release", "version", "harvest"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["lease", "release", "version", "harvest", "relays"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
 Global___NodeCommand: _TypeAlias = NodeCommand  # noqa: Y015
+
+@_typing.final
+class Relays(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    URLS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def urls(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """of the cluster's live nodes, this one among them; replaces what was said before"""
+
+    def __init__(
+        self,
+        *,
+        urls: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["urls", b"urls"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Relays: _TypeAlias = Relays  # noqa: Y015
 
 @_typing.final
 class Lease(_message.Message):

@@ -5,6 +5,7 @@
     offers, tick  --> leases expire, are renewed, granted, released, as the mode allows
     revocation    --> the lease ends, a pause, a new lease under a greater epoch
     version       --> stored, then told to all nodes
+    silence       --> the node relays no weights until it speaks again
 
 Actions are carried out in order: what is persisted comes before what anybody is told.
 """
@@ -35,6 +36,7 @@ from rose.scheduler.messages import (
     Tick,
     VersionAnnounced,
 )
+from rose.scheduler.relays import Relays
 from rose.scheduler.saved import Saved, VersionRecord, save_job, save_mode, save_version
 from rose.scheduler.versions import VersionChain
 from rose.scheduler.views import replica_rows, snapshot
@@ -54,6 +56,7 @@ class SchedulerCore:
     ) -> None:
         self._policy = HarvestPolicy(saved.mode or default_mode, saved.overrides)
         self._fleet = Fleet()
+        self._relays = Relays()
         self._leasing = Leasing(times or LeaseTimes(), saved.epochs, self._policy)
         self._chain = VersionChain(saved.job, saved.versions)
         self._table = pb.ReplicaTable()
@@ -71,7 +74,8 @@ class SchedulerCore:
                 if isinstance(each, Record) and each.event == "lease_releasing"
             ]
             actions.append(Answer(len(releasing)))
-        return actions + regulated + self._publish(now_s)
+        told = self._relays.told(self._fleet.nodes, now_s)
+        return actions + regulated + told + self._publish(now_s)
 
     def snapshot(self, now_s: float) -> pb.SnapshotReply:
         """Everything an operator may ask about."""
@@ -84,7 +88,7 @@ class SchedulerCore:
     def _react(self, event: Event, now_s: float) -> list[Action]:
         match event:
             case Attached():
-                return self._attach(event)
+                return self._attach(event, now_s)
             case Detached():
                 return self._detach(event.stream)
             case JobRegistered():
@@ -100,8 +104,10 @@ class SchedulerCore:
             case Tick():
                 return []
         view = self._fleet.of_stream(event.stream)
-        # A stream that was replaced or lost has no say any more.
-        return [] if view is None else self._hear(event, view, now_s)
+        if view is None:  # A stream that was replaced or lost has no say any more.
+            return []
+        view.heard_s = now_s
+        return self._hear(event, view, now_s)
 
     def _hear(
         self,
@@ -127,7 +133,7 @@ class SchedulerCore:
             case Activated():
                 return self._activated(event, view)
 
-    def _attach(self, event: Attached) -> list[Action]:
+    def _attach(self, event: Attached, now_s: float) -> list[Action]:
         actions: list[Action] = []
         earlier = self._fleet.of_node(event.node)
         if earlier is not None:
@@ -136,7 +142,7 @@ class SchedulerCore:
                 *self._detach(earlier.stream),
                 CloseStream(earlier.stream, f"node {event.node} attached anew"),
             ]
-        self._fleet.attach(event.node, event.stream)
+        self._fleet.attach(event.node, event.stream, event.cluster, event.relay_url, now_s)
         told = [*self._mode_commands(), *self._chain.commands()]
         actions += [Command(event.stream, command) for command in told]
         return [*actions, Record("node_attached", {"node": event.node})]

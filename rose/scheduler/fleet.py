@@ -12,6 +12,9 @@ class NodeView:
 
     node: str
     stream: int
+    cluster: str = ""
+    relay_url: str = ""
+    heard_s: float = 0.0
     offers: dict[str, Offer] = field(default_factory=dict)
     offered_s: float = 0.0
     telemetry: pb.Telemetry = field(default_factory=pb.Telemetry)
@@ -37,9 +40,9 @@ class Fleet:
         """All attached nodes."""
         return list(self._nodes.values())
 
-    def attach(self, node: str, stream: int) -> None:
+    def attach(self, node: str, stream: int, cluster: str, relay_url: str, now_s: float) -> None:
         """A node that has no stream yet is there now."""
-        self._nodes[stream] = NodeView(node, stream)
+        self._nodes[stream] = NodeView(node, stream, cluster, relay_url, now_s)
 
     def detach(self, stream: int) -> NodeView | None:
         """Forget a node; None when it is forgotten already."""

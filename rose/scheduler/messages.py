@@ -14,6 +14,8 @@ class Attached:
 
     node: str
     stream: int
+    cluster: str = ""
+    relay_url: str = ""
 
 
 @dataclass(frozen=True, slots=True)

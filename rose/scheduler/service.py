@@ -80,12 +80,13 @@ class SchedulerService(SchedulerServicer):
         context: "grpc.aio.ServicerContext[pb.NodeReport, pb.NodeCommand]",
     ) -> None:
         """One node's stream, for as long as the node and this process live."""
-        node = await self._hello(request_iterator, context)
+        first = await self._hello(request_iterator, context)
+        node, hello = first.node, first.hello
         stream = next(self._streams)
         queue = self._queues[stream] = CommandQueue()
         reader: asyncio.Task[None] | None = None
         try:
-            self._step(Attached(node, stream))
+            self._step(Attached(node, stream, hello.cluster, hello.relay_url))
             reader = asyncio.create_task(self._read(request_iterator, node, stream, queue))
             while (command := await queue.get()) is not None:
                 await context.write(command)
@@ -103,7 +104,7 @@ class SchedulerService(SchedulerServicer):
         self,
         reports: AsyncIterator[pb.NodeReport],
         context: "grpc.aio.ServicerContext[pb.NodeReport, pb.NodeCommand]",
-    ) -> str:
+    ) -> pb.NodeReport:
         first = await anext(aiter(reports), None)
         if first is None or not first.node or not first.HasField("hello"):
             await context.abort(
@@ -116,7 +117,7 @@ class SchedulerService(SchedulerServicer):
                 grpc.StatusCode.FAILED_PRECONDITION,
                 f"protocol {first.hello.protocol} is not {PROTOCOL}; run one version of ROSE",
             )
-        return first.node
+        return first
 
     async def _read(
         self, reports: AsyncIterator[pb.NodeReport], node: str, stream: int, queue: CommandQueue

@@ -65,7 +65,7 @@ class Served:
 
     def stage(self, version: int) -> Any:
         manifest = str(self.store.manifest_path(version))
-        return self.rpc("rose_weights_stage", manifest, str(self.store.chunks_dir))
+        return self.rpc("rose_weights_stage", [manifest], str(self.store.chunks_dir))
 
     def apply(self, new: dict[str, TensorBits]) -> dict[str, Any]:
         manifest = self.publish(new)

@@ -9,6 +9,7 @@ commit  under the engine's pause: scatter → digests of the live weights → pr
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,16 +68,18 @@ class ReplicaWeights:
         """The active version (with the fault `stale_weights`: the claimed one)."""
         return self._receiver.version if self._claimed is None else self._claimed
 
-    def stage(self, manifest_path: Path, chunks_dir: Path) -> StagedUpdate:
-        """Verify and decode an update; the engine may serve meanwhile."""
+    def stage(self, manifest_paths: Sequence[Path], chunks_dir: Path) -> StagedUpdate:
+        """Verify, decode and fold versions that follow each other; the engine may serve."""
         self._staged = None
-        manifest = Manifest.from_json(manifest_path.read_bytes())
+        manifests = [Manifest.from_json(path.read_bytes()) for path in manifest_paths]
         if faults.injected() is faults.Fault.STALE_WEIGHTS:
-            wire_bytes = manifest.wire_bytes
-            self._staged = StagedUpdate(manifest.version, self._receiver.version, (), wire_bytes)
+            last = manifests[-1]
+            self._staged = StagedUpdate(last.version, self._receiver.version, (), last.wire_bytes)
             return self._staged
-        chunks = {ref.id: read_chunk(chunks_dir, ref.id) for ref in manifest.chunks}
-        self._staged = self._receiver.stage(manifest, chunks, self._verify_key, time.time())
+        refs = [ref for manifest in manifests for ref in manifest.chunks]
+        chunks = {ref.id: read_chunk(chunks_dir, ref.id) for ref in refs}
+        now_s = time.time()
+        self._staged = self._receiver.stage_chain(manifests, chunks, self._verify_key, now_s)
         return self._staged
 
     def commit(self) -> CommitReport:
@@ -159,10 +162,10 @@ class WeightWorker:
         return {"version": self._rose_weights.version}
 
     @names_errors
-    def rose_weights_stage(self, manifest_path: str, chunks_dir: str) -> dict[str, Any]:
-        """Verify and decode an update while serving."""
+    def rose_weights_stage(self, manifest_paths: list[str], chunks_dir: str) -> dict[str, Any]:
+        """Verify and decode versions that follow each other while serving."""
         started_s = time.perf_counter()
-        staged = self._rose().stage(Path(manifest_path), Path(chunks_dir))
+        staged = self._rose().stage([Path(path) for path in manifest_paths], Path(chunks_dir))
         return {
             "version": staged.version,
             "tensors": len(staged.tensors),

@@ -54,7 +54,7 @@ class Drills:
         store = ChunkStore(self.store)
         client = ReplicaClient(self.session, self.engines.url(GUEST))
         try:
-            applied = await client.apply(store.manifest_path(1), store.chunks_dir)
+            applied = await client.apply([store.manifest_path(1)], store.chunks_dir)
         except (RefusedError, UnavailableError) as error:
             self._write("weight_apply", block, began_s, ok=False, message=str(error))
             return

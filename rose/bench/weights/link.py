@@ -21,10 +21,10 @@ from rose.bench.weights.shaped import (
 )
 from weight_transfer import ChunkStore, Manifest, Publisher, SigningKey, TensorBits
 
-MBIT, DELAY_MS, LOSS_PERCENT = 1_000, 20, 0.1
+MBIT, DELAY_MS, LOSS_PERCENT = 25, 20, 0.1
 RECEIVERS = (1, 4, 8)
-TENSORS, ROWS, COLUMNS = 12, 2_048, 4_096
-CHUNK_BYTES = 4 << 20
+TENSORS, ROWS, COLUMNS = 16, 1_024, 1_024
+CHUNK_BYTES = 1 << 20
 PORT = 18_900
 _END_S = 20.0
 
@@ -47,7 +47,7 @@ def link_figures(seed: int) -> dict[str, object]:
 
 
 def _published(root: Path, seed: int) -> Manifest:
-    """A base of 192 MiB of weights, which hardly compress."""
+    """A base of 32 MiB of weights, which hardly compress."""
     rng = np.random.default_rng(seed)
     tensors = {}
     for number in range(TENSORS):

@@ -8,6 +8,7 @@ receive FOLDER URL ORIGIN MEMBER…   say {"event":"up"}; on a line of input fet
 import asyncio
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ import aiohttp
 import numpy as np
 
 from rose.publish import Caps, Hub, Receiving, VersionServer
-from weight_transfer import ChunkStore, Manifest, Receiver, TensorBits
+from weight_transfer import ChunkStore, Manifest, Publisher, Receiver, SigningKey, TensorBits
 from weight_transfer.tensors import WIDTHS, unsigned
 
 JOB = "bench"
@@ -41,6 +42,7 @@ async def _receive(folder: Path, url: str, origin: str, members: Sequence[str]) 
         hub = Hub(session, Receiving(store, Caps()), url, members)
         server = VersionServer(store, port, hub=hub)
         await server.start()
+        await asyncio.to_thread(_warm_up)
         _say(event="up")
         await asyncio.to_thread(sys.stdin.readline)
         began_s = time.monotonic()
@@ -53,6 +55,16 @@ async def _receive(folder: Path, url: str, origin: str, members: Sequence[str]) 
         await asyncio.to_thread(sys.stdin.read)
         await hub.close()
         await server.close()
+
+
+def _warm_up() -> None:
+    """Kernels are compiled before: an engine that serves has used them at its start."""
+    with tempfile.TemporaryDirectory(prefix="rose-warm-") as folder:
+        store = ChunkStore(Path(folder))
+        bits = np.arange(1 << 12, dtype="<u2")
+        tensors = {"w": TensorBits("w", "bfloat16", (64, 64), bits)}
+        publisher = Publisher(store, JOB, "bench", SigningKey.generate())
+        _load(store, publisher.publish_base(1, tensors))
 
 
 def _load(store: ChunkStore, manifest: Manifest) -> None:

@@ -11,6 +11,8 @@ PORT, JOURNAL = int(sys.argv[1]), Path(sys.argv[2])
 # While COLD exists it has not warmed up, with TOO_COLD it never will.
 SAID = {"policy_version": 0, "epoch": 0, "admitting": False}
 COLD, TOO_COLD = JOURNAL.with_name("cold"), JOURNAL.with_name("too_cold")
+# While OTHER exists it holds other weights than its version says: only a base helps.
+OTHER = JOURNAL.with_name("other")
 UNPROVEN, CLOSED = JOURNAL.with_name("unproven"), JOURNAL.with_name("closed")
 
 
@@ -19,12 +21,16 @@ def note(call: str, **fields: object) -> None:
         file.write(json.dumps({"pid": os.getpid(), "call": call, **fields}) + "\n")
 
 
-def apply(body: dict[str, str]) -> tuple[int, dict[str, object]]:
-    version = json.loads(Path(body["manifest"]).read_text())["version"]
+def apply(body: dict[str, list[str]]) -> tuple[int, dict[str, object]]:
+    manifests = [json.loads(Path(path).read_text()) for path in body["manifests"]]
+    version, based = manifests[-1]["version"], manifests[0]["parent"] == manifests[0]["version"]
+    if (OTHER.exists() or manifests[0]["parent"] != SAID["policy_version"]) and not based:
+        note("wrong_base", version=version)
+        return 409, {"error": {"type": "wrong_base", "message": "other weights are active"}}
     proven = not UNPROVEN.exists()
     report = {"version": version, "digest_ok": proven, "probe_ok": proven, "wire_bytes": 1}
     zeros = dict.fromkeys(("probe_max_abs_diff", "pause_s", "apply_s", "changed_elements"), 0)
-    note("apply", version=version)
+    note("apply", version=version, steps=[each["version"] for each in manifests], based=based)
     if proven:
         SAID["policy_version"] = version
     return (200 if proven else 422), {**report, **zeros}

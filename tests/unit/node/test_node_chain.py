@@ -7,7 +7,8 @@ def test_a_late_joiner_walks_the_chain_from_its_own_version() -> None:
     chain = VersionChain()
     for version in (3, 1, 2):
         chain.add(KnownVersion("job", version, version - 1, "http://127.0.0.1:1"))
-    assert chain.latest == 3
+    assert chain.newest
+    assert chain.newest.version == 3
     walked = []
     at = 0
     while (known := chain.after(at)) is not None:

@@ -66,8 +66,8 @@ async def test_a_killed_engine_comes_back_under_a_new_lease_and_caught_up(bench:
     assert again.healthy
     await bench.until_noted("lease_taken", times=2)
     second_pid = bench.calls("start")[1]["pid"]
-    applied = [call["version"] for call in bench.calls("apply") if call["pid"] == second_pid]
-    assert applied == [1, 2], "the new engine starts from the base"
+    applied = [call["steps"] for call in bench.calls("apply") if call["pid"] == second_pid]
+    assert applied == [[1, 2]], "the new engine starts from the base, and takes the chain at once"
     admitted = [call["epoch"] for call in bench.calls("admit") if call["pid"] == second_pid]
     assert min(admitted) > first.lease_epoch, "and never serves under the old lease"
     assert bench.noted("chunk_rejected"), "the publisher corrupts chunks, which are fetched again"

@@ -13,6 +13,7 @@ from aiohttp import web
 
 from rose.publish import Caps, FetchError, Hub, Receiving, VersionServer, fetch_version
 from rose.publish import hub as hub_module
+from rose.publish.credentials import Credentials
 from weight_transfer import ChunkStore, Manifest, Publisher, SigningKey, TensorBits
 
 KEY = SigningKey.from_hex("05" * 32)
@@ -238,7 +239,7 @@ async def test_a_part_file_of_an_earlier_life_is_gone_on_with(cluster: Cluster) 
 async def test_callers_without_the_token_get_nothing(
     cluster: Cluster, unused_tcp_port: int
 ) -> None:
-    server = VersionServer(cluster.origin.store, unused_tcp_port, token="secret")
+    server = VersionServer(cluster.origin.store, unused_tcp_port, credentials=Credentials("secret"))
     await server.start()
     name = cluster.origin.manifest.chunks[0].id
     async with aiohttp.ClientSession() as session:

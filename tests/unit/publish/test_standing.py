@@ -44,10 +44,12 @@ def test_who_sent_wrong_bytes_is_avoided_for_minutes() -> None:
     assert standing.ordered(["a"], 1.0) == ["a"], "better than nobody"
 
 
-def test_slow_is_said_only_beside_somebody_fast() -> None:
+def test_slow_is_said_only_beside_a_fast_origin() -> None:
     standing = Standing()
-    assert not standing.dawdles("a", 1.0)
+    assert not standing.dawdles("a", 1.0, "origin")
     standing.served("b", 1_000_000, 1.0)
-    assert standing.dawdles("a", 50_000)
-    assert not standing.dawdles("a", 500_000)
-    assert not standing.dawdles("b", 1.0), "nobody else is known"
+    assert not standing.dawdles("a", 1.0, "origin"), "b may have had what a waits for"
+    standing.served("origin", 1_000_000, 1.0)
+    assert standing.dawdles("a", 50_000, "origin")
+    assert not standing.dawdles("a", 500_000, "origin")
+    assert not standing.dawdles("origin", 1.0, "origin"), "nobody is behind it"

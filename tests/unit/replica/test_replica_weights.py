@@ -39,11 +39,11 @@ class FakeWeightEngine:
 async def test_a_version_is_staged_while_serving_and_stamped_under_the_pause() -> None:
     engine = FakeWeightEngine()
     weights = Weights(engine, "model")
-    report = await weights.apply("m", "c")
+    report = await weights.apply(["m"], "c")
     assert engine.calls == ["init", "stage", "pause", "commit", "stamp 3", "resume"]
     assert weights.version == report["version"] == 3
     assert report["pause_s"] >= 0
-    await weights.apply("m", "c")
+    await weights.apply(["m"], "c")
     assert engine.calls.count("init") == 1
 
 
@@ -51,7 +51,7 @@ async def test_a_version_is_staged_while_serving_and_stamped_under_the_pause() -
 async def test_an_unproven_version_is_neither_stamped_nor_reported_as_active(proof: str) -> None:
     engine = FakeWeightEngine(**{proof: False})
     weights = Weights(engine, "model")
-    assert (await weights.apply("m", "c"))[proof] is False
+    assert (await weights.apply(["m"], "c"))[proof] is False
     assert engine.calls == ["init", "stage", "pause", "commit", "resume"]
     assert weights.version == 0
 
@@ -60,7 +60,7 @@ async def test_what_fails_before_the_pause_keeps_its_type_and_pauses_nothing() -
     failure = RuntimeError("Call to collective_rpc failed: [rose:WrongBaseError] based on 7")
     engine = FakeWeightEngine({"stage": failure})
     with pytest.raises(WrongBaseError, match="based on 7"):
-        await Weights(engine, "model").apply("m", "c")
+        await Weights(engine, "model").apply(["m"], "c")
     assert engine.calls == ["init", "stage"]
 
 
@@ -69,7 +69,7 @@ async def test_a_commit_that_breaks_off_resumes_and_is_told_apart(where: str) ->
     engine = FakeWeightEngine({where: RuntimeError("worker says no")})
     weights = Weights(engine, "model")
     with pytest.raises(ActivationError, match="worker says no"):
-        await weights.apply("m", "c")
+        await weights.apply(["m"], "c")
     assert engine.calls[-1] == "resume"
     assert weights.version == 0
     assert issubclass(ActivationError, WeightError)
@@ -78,6 +78,6 @@ async def test_a_commit_that_breaks_off_resumes_and_is_told_apart(where: str) ->
 async def test_a_pause_that_fails_is_resumed_and_writes_nothing() -> None:
     engine = FakeWeightEngine({"pause": RuntimeError("Failed to reset KV cache")})
     with pytest.raises(WeightError, match="could not be paused") as caught:
-        await Weights(engine, "model").apply("m", "c")
+        await Weights(engine, "model").apply(["m"], "c")
     assert engine.calls == ["init", "stage", "pause", "resume"]
     assert not isinstance(caught.value, ActivationError)

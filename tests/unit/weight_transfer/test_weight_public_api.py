@@ -1,6 +1,7 @@
 import weight_transfer
 
 PUBLIC = """
+CatalogError
 Change
 ChunkDigestError
 ChunkError

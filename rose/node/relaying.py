@@ -1,0 +1,85 @@
+"""The weights' side of a node's network: what it fetches with, and what it passes on."""
+
+import asyncio
+from collections.abc import Sequence
+
+import aiohttp
+
+from rose.errors import RoseError
+from rose.eventlog import EventLog
+from rose.node.bringing import Source
+from rose.node.chain import KnownVersion, VersionChain
+from rose.node.config import NodeConfig
+from rose.publish import Credentials, Hub, Reader, Receiving, VersionServer
+from weight_transfer import ChunkStore, VerifyKey, WeightError
+
+
+class WeightNetwork:
+    """One node's connections for weights, and its relay where it has one.
+
+    Raises ConfigError for credentials that cannot be used.
+    """
+
+    def __init__(self, config: NodeConfig, events: EventLog) -> None:
+        self._config = config
+        self._events = events
+        self._credentials: Credentials = config.transport.credentials
+        self._session: aiohttp.ClientSession | None = None
+        self._server: VersionServer | None = None
+        self._source: Source | None = None
+        self._learning: set[asyncio.Task[None]] = set()
+
+    @property
+    def relay_url(self) -> str:
+        """Where neighbours fetch from this node; empty when it relays nothing."""
+        relay = self._config.relay
+        return f"{self._credentials.scheme}://{relay.host}:{relay.port}" if relay else ""
+
+    async def start(self, replicas: aiohttp.ClientSession, chain: VersionChain) -> Source:
+        """Open it. `replicas`: the session to this node's own engines. ConfigError."""
+        config = self._config
+        self._session = self._credentials.session()
+        store = ChunkStore(config.run_dir / "weights")
+        hub = Hub(self._session, Receiving(store, config.receiver.caps), self.relay_url)
+        if config.relay:
+            self._server = VersionServer(
+                store,
+                config.relay.port,
+                hub=hub,
+                credentials=self._credentials,
+                host=config.relay.host,
+            )
+            await self._server.start()
+        key = VerifyKey(config.verify_key) if config.verify_key else None
+        self._source = Source(replicas, hub, chain, key, Reader(self._session, config.node))
+        return self._source
+
+    def enrol(self, members: Sequence[str]) -> None:
+        """Who relays in this cluster now."""
+        if self._source:
+            self._source.hub.enrol(members)
+
+    def learn(self, known: KnownVersion) -> None:
+        """Neighbours may ask for any part of a version, whether or not an engine here needs it."""
+        if self._server and self._source:
+            task = asyncio.create_task(self._learn(self._source, known))
+            self._learning.add(task)
+            task.add_done_callback(self._learning.discard)
+
+    async def close(self) -> None:
+        """Close all connections; what came stays on disk."""
+        for task in self._learning:
+            task.cancel()
+        if self._source:
+            await self._source.hub.close()
+            self._source.receiving.close()
+        if self._server:
+            await self._server.close()
+        if self._session:
+            await self._session.close()
+
+    async def _learn(self, source: Source, known: KnownVersion) -> None:
+        try:
+            await source.hub.manifest(known.job, known.version, known.url, source.verify_key)
+        except (RoseError, WeightError) as error:
+            self._events.write("version_not_relayed", version=known.version, message=str(error))
