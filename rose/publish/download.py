@@ -3,7 +3,7 @@
 import asyncio
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import BinaryIO
@@ -13,6 +13,7 @@ import blake3
 
 from rose.errors import RoseError
 from rose.publish.receiving import Receiving
+from rose.publish.route import Route
 from rose.publish.standing import Standing
 from weight_transfer import ChunkRef
 
@@ -26,6 +27,9 @@ RELAY_SILENCE_TIMEOUT_S = 15.0
 PATIENCE_S = 2.0
 # How often a relay may say that this chunk is in line there; it answers every IN_LINE_S (`server`).
 MOST_TURNS_IN_LINE = 300
+# Asks for what is held already, or comes from the origin: nothing is to be fetched for this.
+HELD = "Rose-Held"
+ASK_ANOTHER = 409
 # Says that this chunk arrived corrupt once: a relay looks at its own copy before it answers.
 DOUBT = "Rose-Doubt"
 
@@ -39,6 +43,10 @@ class FetchError(RoseError):
 
 class SourceError(Exception):
     """This source does not serve this chunk now."""
+
+
+class NotHeldError(Exception):
+    """Another is to be asked for the chunk; nothing is wrong with this one."""
 
 
 class Download:
@@ -67,6 +75,18 @@ class Download:
         self._hash = blake3.blake3()
         self._file: BinaryIO | None = None
         self._moved = asyncio.Event()
+        self._source = ""
+        self._route: Route | None = None
+
+    @property
+    def from_origin(self) -> bool:
+        """Whether it comes straight over the slow link, or is in line for that."""
+        return self._route is not None and self._source == self._route.origin
+
+    @property
+    def from_holder(self) -> bool:
+        """Whether it comes from a member that may ask this one: then it is not passed on."""
+        return self._route is not None and self._source in self._route.holders
 
     @property
     def moved(self) -> asyncio.Event:
@@ -81,32 +101,34 @@ class Download:
         assert self._file
         return os.dup(self._file.fileno())
 
-    async def run(
-        self, session: aiohttp.ClientSession, sources: Sequence[str], gate_of: GateOf
-    ) -> None:
-        """Bring it into the store. `gate_of` a source is held while it sends; the origin is last.
+    async def run(self, session: aiohttp.ClientSession, route: Route, gate_of: GateOf) -> None:
+        """Bring it into the store. `gate_of` a source is held while it sends.
 
         Raises FetchError when no source gave it, StorageError when the disk refuses.
         """
         try:
             await self._receiving.work(self._open)
-            await self._bring(session, sources, gate_of)
+            await self._bring(session, route, gate_of)
         finally:
             if self._file:
                 self._file.close()
             self.ended = True
             self._told()
 
-    async def _bring(
-        self, session: aiohttp.ClientSession, sources: Sequence[str], gate_of: GateOf
-    ) -> None:
+    async def _bring(self, session: aiohttp.ClientSession, route: Route, gate_of: GateOf) -> None:
         failure: Exception | None = None
         for attempt in range(ATTEMPTS_PER_SOURCE):
-            for source in self._standing.ordered(sources, time.monotonic()):
+            for source in self._standing.ordered(route.sources, time.monotonic()):
                 alone = self.here == 0
+                self._route = route
+                # From its place in line for the slow link on: others need not stand there too.
+                self._source = source if source == route.origin else ""
                 try:
                     async with gate_of(source):
-                        await self._pull(session, source, sources[-1])
+                        await self._pull(session, source, route)
+                except NotHeldError as error:
+                    failure = failure or error
+                    continue
                 except (SourceError, aiohttp.ClientError, TimeoutError) as error:
                     self._standing.failed(source, time.monotonic())
                     failure = error
@@ -123,20 +145,22 @@ class Download:
             f"chunk {self.ref.id} cannot be fetched: {failure or 'no source'}; is its source alive?"
         ) from failure
 
-    async def _pull(self, session: aiohttp.ClientSession, source: str, origin: str) -> None:
+    async def _pull(self, session: aiohttp.ClientSession, source: str, route: Route) -> None:
         if self.here == self.ref.encoded_bytes:
             return
         for _ in range(MOST_TURNS_IN_LINE):
-            if await self._ask(session, source, origin):
+            if await self._ask(session, source, route):
                 return
         raise SourceError(f"{source} keeps chunk {self.ref.id} in line for too long")
 
-    async def _ask(self, session: aiohttp.ClientSession, source: str, origin: str) -> bool:
+    async def _ask(self, session: aiohttp.ClientSession, source: str, route: Route) -> bool:
         """Take what a source sends; False when it says that the chunk is in line there."""
         headers = {"Range": f"bytes={self.here}-"} if self.here else {}
         if self.restarts:
             headers[DOUBT] = "1"
-        silence_s = SILENCE_TIMEOUT_S if source == origin else RELAY_SILENCE_TIMEOUT_S
+        if source in route.holders:
+            headers[HELD] = "1"
+        silence_s = SILENCE_TIMEOUT_S if source == route.origin else RELAY_SILENCE_TIMEOUT_S
         timeout = aiohttp.ClientTimeout(None, sock_connect=3.0, sock_read=silence_s)
         url = f"{source}/chunks/{self.ref.id}"
         async with session.get(
@@ -144,11 +168,14 @@ class Download:
         ) as response:
             if response.status == 202:
                 return False
+            if response.status == ASK_ANOTHER:
+                raise NotHeldError(f"{url} is not held there")
             if response.status == 200 and self.here:
                 await self._receiving.work(self._restart)  # It does not know ranges.
             elif response.status not in (200, 206):
                 raise SourceError(f"{url}: HTTP {response.status}")
-            await self._body(source, origin, response)
+            self._source = source
+            await self._body(source, route.origin, response)
         if self.here != self.ref.encoded_bytes:
             raise SourceError(f"{url}: broke off after {self.here} bytes")
         return True

@@ -26,7 +26,7 @@ from rose.publish.download import (
     SourceError,
 )
 from rose.publish.receiving import Receiving
-from rose.publish.rendezvous import order
+from rose.publish.route import Route
 from rose.publish.standing import Standing
 from weight_transfer import ChunkRef, Manifest, VerifyKey
 
@@ -84,13 +84,9 @@ class Hub:
         """From now on these are the members of the cluster, this node among them or not."""
         self._members = frozenset(members)
 
-    def sources(self, name: str, origin: str) -> list[str]:
-        """Whom to ask for an object, in order."""
-        if not self._me:  # It relays nothing, so nobody waits for it: all of them come first.
-            return [*order(self._members, name), origin]
-        everyone = order({*self._members, self._me}, name)
-        before = everyone[: everyone.index(self._me)]
-        return [*before, origin]
+    def route(self, name: str, origin: str) -> Route:
+        """Whom to ask for an object."""
+        return Route.of(name, self._me, self._members, origin)
 
     def download(self, name: str) -> Download | None:
         """A chunk that is on its way."""
@@ -107,7 +103,8 @@ class Hub:
     ) -> tuple[Manifest, int]:
         """A version's manifest, checked, and the bytes that it took."""
         path = f"manifests/{version}{'.base' if base else ''}"
-        raw = await self._object(path, self.sources(f"{job}/{path}", origin))
+        route = self.route(f"{job}/{path}", origin)
+        raw = await self._object(path, [*route.before, origin])
         manifest = Manifest.from_json(raw)
         if verify_key is not None:
             manifest.verify(verify_key)
@@ -159,8 +156,8 @@ class Hub:
         self._downloads[ref.id] = download
         try:
             _, origin = self._origins[ref.id]
-            sources = self.sources(ref.id, origin)
-            await download.run(self._session, sources, lambda s: self._gate_of(s, origin))
+            route = self.route(ref.id, origin)
+            await download.run(self._session, route, lambda s: self._gate_of(s, origin))
         finally:
             del self._downloads[ref.id]
         return download.received

@@ -12,7 +12,7 @@ import time
 from aiohttp import web
 
 from rose.errors import RoseError
-from rose.publish.download import BLOCK_BYTES, Download
+from rose.publish.download import BLOCK_BYTES, HELD, Download
 from rose.publish.hub import Hub
 from weight_transfer import ChunkRef, ChunkStore
 
@@ -30,6 +30,9 @@ class Passing:
 
     async def answer(self, request: web.Request, name: str) -> web.StreamResponse:
         """What is not here yet, while it comes."""
+        download = self._hub.download(name)
+        if HELD in request.headers and not (download and download.from_origin):
+            raise web.HTTPConflict(text=f"chunk {name} is not held here")
         ref = await self._hub.known(name)
         if ref is None:
             raise web.HTTPNotFound(text=f"chunk {name} is not here")
@@ -39,6 +42,8 @@ class Passing:
             if wanted.done():
                 wanted.result()
                 return web.FileResponse(self._store.chunks_dir / name)
+            if download and download.from_holder:
+                raise web.HTTPConflict(text=f"chunk {name} comes from a neighbour; ask that one")
             if download is None:
                 return web.Response(status=202, text="in line; ask again")
             return await self._stream(request, download, wanted)

@@ -14,6 +14,7 @@ from aiohttp import web
 from rose.publish import Caps, FetchError, Hub, Receiving, VersionServer, fetch_version
 from rose.publish import hub as hub_module
 from rose.publish.credentials import Credentials
+from rose.publish.rendezvous import order
 from weight_transfer import ChunkStore, Manifest, Publisher, SigningKey, TensorBits
 
 KEY = SigningKey.from_hex("05" * 32)
@@ -110,7 +111,7 @@ class Cluster:
             node.hub.enrol(each.url for each in nodes)
 
     def relay_of(self, name: str) -> Node:
-        first = hub_module.order([node.url for node in self.nodes], name)[0]
+        first = order([node.url for node in self.nodes], name)[0]
         return next(node for node in self.nodes if node.url == first)
 
     async def fetch_all(self) -> None:
