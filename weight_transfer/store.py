@@ -79,9 +79,15 @@ class ChunkStore:
             return False
         return True
 
-    def drop(self, name: str) -> None:
-        """Remove a chunk that is not what its name says; whoever needs it fetches it again."""
-        (self.chunks_dir / name).unlink(missing_ok=True)
+    def mend(self, name: str) -> bool:
+        """Remove a chunk that is not what its name says, for it to be fetched again.
+
+        Returns whether it was so.
+        """
+        damaged = self.has(name) and not self.sound(name)
+        if damaged:
+            (self.chunks_dir / name).unlink(missing_ok=True)
+        return damaged
 
     def put_manifest(self, manifest: Manifest) -> Path:
         """Publish a version: refused unless every chunk is durable, final once written."""

@@ -1,6 +1,7 @@
 """One chunk on its way into the store: from whoever has it, going on where the last one stopped."""
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -30,10 +31,9 @@ MOST_TURNS_IN_LINE = 300
 # Asks for what is held already, or comes from the origin: nothing is to be fetched for this.
 HELD = "Rose-Held"
 ASK_ANOTHER = 409
-# Says that this chunk arrived corrupt once: a relay looks at its own copy before it answers.
-DOUBT = "Rose-Doubt"
 
 
+_CALL = aiohttp.ClientTimeout(total=5.0)
 GateOf = Callable[[str], AbstractAsyncContextManager[object]]
 
 
@@ -138,12 +138,20 @@ class Download:
                 self._on_reject(self.ref.id)
                 if alone:  # Of several sources it is not known who lied.
                     self._standing.corrupt(source, time.monotonic())
+                    await self._doubt(session, source)
                 failure = SourceError("it arrived corrupt")
                 await self._receiving.work(self._restart)
             await asyncio.sleep(RETRY_PAUSE_S * 2**attempt)
         raise FetchError(
             f"chunk {self.ref.id} cannot be fetched: {failure or 'no source'}; is its source alive?"
         ) from failure
+
+    async def _doubt(self, session: aiohttp.ClientSession, source: str) -> None:
+        """Have a relay look at its own copy; whether it does is its own affair."""
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+            url = f"{source}/chunks/{self.ref.id}/doubt"
+            async with session.post(url, timeout=_CALL, allow_redirects=False):
+                pass
 
     async def _pull(self, session: aiohttp.ClientSession, source: str, route: Route) -> None:
         if self.here == self.ref.encoded_bytes:
@@ -156,8 +164,6 @@ class Download:
     async def _ask(self, session: aiohttp.ClientSession, source: str, route: Route) -> bool:
         """Take what a source sends; False when it says that the chunk is in line there."""
         headers = {"Range": f"bytes={self.here}-"} if self.here else {}
-        if self.restarts:
-            headers[DOUBT] = "1"
         if source in route.holders:
             headers[HELD] = "1"
         silence_s = SILENCE_TIMEOUT_S if source == route.origin else RELAY_SILENCE_TIMEOUT_S

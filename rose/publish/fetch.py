@@ -72,9 +72,8 @@ def _missing(
     """Chunks that are not here, or not as their names say: disks err too."""
     missing = {}
     for ref in manifest.chunks:
-        if not store.sound(ref.id):
+        if store.mend(ref.id):
+            on_reject(ref.id)
+        if not store.has(ref.id):
             missing[ref.id] = ref
-            if store.has(ref.id):
-                on_reject(ref.id)
-                store.drop(ref.id)
     return missing

@@ -2,6 +2,7 @@
 
 GET /manifests/{version}        signed JSON; `{version}.base` for all of a version
 GET /chunks/{blake3}            encoded bytes, `Range: bytes=N-` goes on at byte N; 202: in line
+POST /chunks/{blake3}/doubt     it arrived corrupt: a relay drops a copy that is damaged
 GET /catalog                    what is published here (`index`)
 POST /leases                    {reader, version, ttl_s}: nothing after `version` is collected
 With a hub, what is on its way is served while it arrives (`passing`).
@@ -17,7 +18,6 @@ from aiohttp import web
 from rose.errors import ConfigError, RefusedError
 from rose.publish import index
 from rose.publish.credentials import OPEN, Credentials
-from rose.publish.download import DOUBT
 from rose.publish.hub import Hub
 from rose.publish.leases import Leases
 from rose.publish.passing import Passing
@@ -66,6 +66,7 @@ class VersionServer:
         app = web.Application(client_max_size=MOST_BODY_BYTES)
         app.router.add_get(r"/manifests/{version:\d{1,18}(\.base)?}", self._manifest)
         app.router.add_get("/chunks/{name:[0-9a-f]{64}}", self._chunk)
+        app.router.add_post("/chunks/{name:[0-9a-f]{64}}/doubt", self._doubt)
         app.router.add_get("/catalog", self._catalog)
         app.router.add_post("/leases", self._lease)
         context = self._credentials.server()
@@ -101,8 +102,6 @@ class VersionServer:
     async def _chunk(self, request: web.Request) -> web.StreamResponse:
         self._admit(request)
         name = request.match_info["name"]
-        if self._passing and DOUBT in request.headers:
-            await asyncio.to_thread(self._heal, name)
         if not self._store.has(name):
             if self._passing is None:
                 raise web.HTTPNotFound(text=f"chunk {name} is not here")
@@ -146,10 +145,11 @@ class VersionServer:
             body = body[:middle] + bytes([body[middle] ^ 1]) + body[middle + 1 :]
         return web.Response(body=body)
 
-    def _heal(self, name: str) -> None:
-        # A relay fetches it again; a publisher has nowhere to fetch it from.
-        if self._store.has(name) and not self._store.sound(name):
-            self._store.drop(name)
+    async def _doubt(self, request: web.Request) -> web.Response:
+        self._admit(request)
+        if self._hub:  # A relay fetches it again; a publisher has nowhere to fetch it from.
+            await asyncio.to_thread(self._store.mend, request.match_info["name"])
+        return web.Response(status=204)
 
     def _body(self, name: str) -> bytes:
         try:
