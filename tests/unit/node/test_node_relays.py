@@ -1,0 +1,153 @@
+"""A node's relay: named to the scheduler, told of its neighbours, serving what it may not need."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+from node_bench import Bench, free_port, standin_spec
+
+from rose.engines import launch
+from rose.node import NodeConfig, NodeDaemon, supervisor
+from rose.publish import Caps, Hub, Receiving, fetch_version
+from rose.rpc import rose_pb2 as pb
+from weight_transfer import ChunkStore
+
+NEIGHBOUR = "http://10.0.0.9:1"
+
+
+class Neighbour:
+    """The stream of another node: hears who relays."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.told: list[str] = []
+        self._bench = bench
+        self._hearing = asyncio.create_task(self._hear())
+
+    async def _reports(self) -> AsyncIterator[pb.NodeReport]:
+        hello = pb.Hello(protocol=1, cluster="lon", relay_url=NEIGHBOUR)
+        yield pb.NodeReport(node="n9", hello=hello)
+        while True:
+            await asyncio.sleep(0.2)
+            yield pb.NodeReport(node="n9", telemetry=pb.Telemetry())
+
+    async def _hear(self) -> None:
+        async for command in self._bench.stub.Attach(self._reports()):
+            if command.HasField("relays"):
+                self.told = list(command.relays.urls)
+
+    async def until_told(self, urls: list[str]) -> None:
+        async with asyncio.timeout(10):
+            while self.told != urls:  # noqa: ASYNC110 -- it has nobody to tell
+                await asyncio.sleep(0.02)
+
+    async def leave(self) -> None:
+        self._hearing.cancel()
+        await asyncio.gather(self._hearing, return_exceptions=True)
+
+
+@pytest.fixture
+async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
+    bench = Bench(tmp_path, "dedicated")
+    monkeypatch.setattr(launch, "process_spec", standin_spec(bench.journal))
+    monkeypatch.setattr(launch, "POLL_INTERVAL_S", 0.02)
+    monkeypatch.setattr(supervisor, "FIRST_BACKOFF_S", 0.02)
+    await bench.start()
+    yield bench
+    await bench.close()
+
+
+async def test_a_nodes_relay_is_known_to_its_neighbours_and_serves_them(bench: Bench) -> None:
+    token = bench.folder / "token"
+    token.write_text("secret")
+    bench.settings |= {
+        "cluster": "lon",
+        "relay": {"host": "127.0.0.1", "port": free_port()},
+        "transport": {"token_file": str(token)},
+    }
+    node = NodeDaemon(bench.config)
+    running = asyncio.create_task(node.run())
+    neighbour = Neighbour(bench)
+    url = f"http://127.0.0.1:{bench.settings['relay']['port']}"
+    await neighbour.until_told(sorted([NEIGHBOUR, url]))
+    network = node._network
+    assert network._source
+    route = network._source.hub.route("chunk", "http://origin")
+    assert {*route.before, *route.holders} == {NEIGHBOUR}, "and it knows of its neighbour"
+    await neighbour.leave()
+
+    await bench.publish(1)
+    await bench.until("up to date", lambda row: row.policy_version == 1)
+    async with aiohttp.ClientSession(headers={"Authorization": "Bearer secret"}) as session:
+        receiving = Receiving(ChunkStore(bench.folder / "other"), Caps())
+        hub = Hub(session, receiving, "", [url])
+        # Nobody is there but the relay.
+        fetched = await fetch_version(
+            hub, "http://127.0.0.1:9", "job", 1, bench.key.verify_key, lambda _: None, set()
+        )
+        assert fetched.wire_bytes
+        receiving.close()
+    async with aiohttp.ClientSession() as session, session.get(f"{url}/catalog") as answer:
+        assert answer.status == 401
+    node.stop()
+    await running
+
+
+async def test_a_relay_serves_a_version_that_its_own_engine_does_not_take(bench: Bench) -> None:
+    (bench.folder / "unproven").touch()
+    bench.settings["relay"] = {"host": "127.0.0.1", "port": free_port()}
+    node = NodeDaemon(bench.config)
+    running = asyncio.create_task(node.run())
+    await bench.until("there", lambda row: row.leased)
+    await bench.publish(1)
+    url = f"http://127.0.0.1:{bench.settings['relay']['port']}"
+    async with aiohttp.ClientSession() as session:
+        receiving = Receiving(ChunkStore(bench.folder / "other"), Caps())
+        hub = Hub(session, receiving, "", [url])
+        await fetch_version(
+            hub, "http://127.0.0.1:9", "job", 1, bench.key.verify_key, lambda _: None, set()
+        )
+        receiving.close()
+    node.stop()
+    await running
+
+
+async def test_a_relay_that_cannot_listen_is_one_line(bench: Bench) -> None:
+    taken = bench.publisher._server.url.rsplit(":", 1)[1]
+    bench.settings["relay"] = {"host": "127.0.0.1", "port": int(taken)}
+    with pytest.raises(Exception, match="cannot be served") as said:
+        await NodeDaemon(bench.config).run()
+    assert "\n" not in str(said.value)
+
+
+def test_relays_are_off_by_default(tmp_path: Path) -> None:
+    config = NodeConfig(node="n", scheduler="s", run_dir=tmp_path, log_dir=tmp_path, replicas=())
+    assert config.relay is None
+    assert config.transport.credentials.server() is None
+
+
+async def test_an_engine_with_other_weights_is_given_a_base(bench: Bench) -> None:
+    node = NodeDaemon(bench.config)
+    running = asyncio.create_task(node.run())
+    await bench.publish(1)
+    await bench.until("at 1", lambda row: row.policy_version == 1)
+    (bench.folder / "other").touch()
+    await bench.publish(2)
+    await bench.until_noted("wrong_base")
+    store = ChunkStore(bench.folder / "published")
+    assert store.bases() == ()
+    await _publish_base(bench, 2)
+    await bench.until("at 2", lambda row: row.policy_version == 2)
+    assert bench.calls("apply")[-1]["based"]
+    node.stop()
+    await running
+
+
+async def _publish_base(bench: Bench, version: int) -> None:
+    from node_bench import _tensors
+
+    from weight_transfer import Publisher
+
+    publisher = Publisher(ChunkStore(bench.folder / "published"), "job", "trainer", bench.key)
+    await asyncio.to_thread(publisher.publish_base, version, _tensors(version))

@@ -1,0 +1,126 @@
+"""A stand-alone relay: a folder, an origin, fixed members; who waits in its line hears so."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+import pytest
+
+from rose.publish import Caps, Hub, Receiving, Relay, VersionServer, fetch_version, passing
+from rose.publish.rendezvous import order
+from rose.publish.route import Route
+from weight_transfer import ChunkStore, Manifest, Publisher, SigningKey, TensorBits
+
+KEY = SigningKey.generate()
+
+
+def published(root: Path, chunk_bytes: int = 100_000) -> tuple[ChunkStore, Manifest]:
+    rng = np.random.default_rng(0)
+    old, new = (
+        {"w": TensorBits("w", "bfloat16", (400, 500), rng.integers(0, 1 << 16, 200_000, "<u2"))}
+        for _ in range(2)
+    )
+    store = ChunkStore(root)
+    return store, Publisher(store, "job", "trainer", KEY, chunk_bytes).publish(1, 0, old, new)
+
+
+async def test_relays_with_fixed_members_share_the_origin(
+    tmp_path: Path, unused_tcp_port_factory: Callable[[], int]
+) -> None:
+    store, manifest = published(tmp_path / "origin")
+    origin = VersionServer(store, unused_tcp_port_factory())
+    await origin.start()
+    ports = [unused_tcp_port_factory() for _ in range(2)]
+    members = [f"http://127.0.0.1:{port}" for port in ports]
+    troubles: list[str] = []
+    relays = [
+        Relay(
+            tmp_path / str(port),
+            origin.url,
+            "job",
+            "127.0.0.1",
+            port,
+            members,
+            verify_key=KEY.verify_key,
+            on_trouble=troubles.append,
+        )
+        for port in ports
+    ]
+    async with relays[0], relays[1], aiohttp.ClientSession() as session:
+        assert [relay.url for relay in relays] == members
+        hub = Hub(session, Receiving(ChunkStore(tmp_path / "node"), Caps()), "", members)
+        fetched = await fetch_version(
+            hub, origin.url, "job", 1, KEY.verify_key, lambda _: None, set()
+        )
+        assert fetched.wire_bytes == manifest.wire_bytes + len(manifest.to_json())
+        for relay in relays:
+            mine = {r.id for r in manifest.chunks if order(members, r.id)[0] == relay.url}
+            held = {path.name for path in relay.hub.receiving.store.chunks_dir.iterdir()}
+            assert held == mine, "each fetched its share, and nothing else"
+    await origin.close()
+    assert troubles == []
+
+
+async def test_a_relay_without_an_origin_says_so_once(
+    tmp_path: Path, unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rose.publish.relay.LOOK_INTERVAL_S", 0.01)
+    troubles: list[str] = []
+    async with Relay(
+        tmp_path,
+        "http://127.0.0.1:9",
+        "job",
+        "127.0.0.1",
+        unused_tcp_port,
+        on_trouble=troubles.append,
+    ):
+        await asyncio.sleep(0.2)
+    assert len(troubles) == 1
+    assert "http://127.0.0.1:9/catalog cannot be fetched" in troubles[0]
+
+
+async def test_who_waits_in_line_is_neither_refused_nor_sent_to_the_origin(
+    tmp_path: Path,
+    unused_tcp_port_factory: Callable[[], int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(passing, "IN_LINE_S", 0.05)
+    store, manifest = published(tmp_path / "origin")
+    origin = VersionServer(store, unused_tcp_port_factory())
+    await origin.start()
+    ref, port = manifest.chunks[0], unused_tcp_port_factory()
+    url = f"http://127.0.0.1:{port}"
+    async with aiohttp.ClientSession() as session:
+        relay = Hub(session, Receiving(ChunkStore(tmp_path / "relay"), Caps()), url, [url])
+        server = VersionServer(relay.receiving.store, port, hub=relay)
+        await server.start()
+        await relay.manifest("job", 1, origin.url, None)
+        node = Hub(session, Receiving(ChunkStore(tmp_path / "node"), Caps()), "", [url])
+        await node.manifest("job", 1, "http://127.0.0.1:9", None)
+        for _ in range(4):
+            await relay._gate.acquire()  # Four others cross the slow link.
+        waiting = asyncio.create_task(node.obtain(ref))
+        async with session.get(f"{url}/chunks/{ref.id}") as answer:
+            assert answer.status == 202
+        assert not waiting.done()
+        for _ in range(4):
+            relay._gate.release()
+        assert await waiting == ref.encoded_bytes
+        for hub in (relay, node):
+            await hub.close()
+            hub.receiving.close()
+        await server.close()
+    await origin.close()
+
+
+def test_a_route_asks_up_first_then_the_two_below_then_the_origin() -> None:
+    members = [f"http://node-{n}" for n in range(6)]
+    ranked = order(members, "x")
+    route = Route.of("x", ranked[2], members, "http://origin")
+    assert route.before == tuple(ranked[:2])
+    assert route.holders == tuple(ranked[3:5])
+    assert route.sources == (*ranked[:2], *ranked[3:5], "http://origin")
+    assert Route.of("x", "", members, "o").before == tuple(ranked), "it passes nothing on"
+    assert Route.of("x", ranked[0], [], "o").sources == ("o",)
