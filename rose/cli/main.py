@@ -25,6 +25,7 @@ PROCESSES = {
     "gateway": ("rose.gateway.main", "route rollout turns to leased replicas"),
     "node": ("rose.node.main", "guard the hosts of this machine and run its guests"),
     "profile": ("rose.profile.main", "measure how long an engine's steps take"),
+    "relay": ("rose.publish.main", "pass weights on inside a cluster, without a scheduler"),
     "weights": ("rose.weights.main", "write, apply and check what changed between checkpoints"),
     "doctor": ("rose.doctor.main", "say what stands in a node's way, and what to do"),
 }

@@ -1,6 +1,8 @@
 """A stand-alone relay: a folder, an origin, fixed members; who waits in its line hears so."""
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,6 +10,7 @@ import aiohttp
 import numpy as np
 import pytest
 
+from rose.cli.main import main as rose
 from rose.publish import Caps, Hub, Receiving, Relay, VersionServer, fetch_version, passing
 from rose.publish.rendezvous import order
 from rose.publish.route import Route
@@ -124,3 +127,31 @@ def test_a_route_asks_up_first_then_the_two_below_then_the_origin() -> None:
     assert route.sources == (*ranked[:2], *ranked[3:5], "http://origin")
     assert Route.of("x", "", members, "o").before == tuple(ranked), "it passes nothing on"
     assert Route.of("x", ranked[0], [], "o").sources == ("o",)
+
+
+def test_the_command_says_in_one_line_what_is_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["relay", "--store", str(tmp_path), "--origin", "http://o", "--job", "j"]
+    assert rose(words) == 2
+    assert "--port" in capsys.readouterr().err
+    ca = tmp_path / "ca.pem"
+    assert rose([*words, "--port", "1", "--ca", str(ca)]) == 2
+    assert "all three or none" in capsys.readouterr().err
+    pair = ["--certificate", str(ca), "--key", str(ca)]
+    assert rose([*words, "--port", "1", "--ca", str(ca), *pair]) == 2
+    assert "ca.pem is missing" in capsys.readouterr().err
+
+
+def test_the_command_serves_until_it_is_told_to_stop(tmp_path: Path, unused_tcp_port: int) -> None:
+    words = ["--store", str(tmp_path), "--origin", "http://127.0.0.1:9", "--job", "j"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rose.cli", "relay", *words, "--port", str(unused_tcp_port)],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr
+    assert f"listening on http://127.0.0.1:{unused_tcp_port}" in process.stderr.readline()
+    process.terminate()
+    assert process.wait(10) == 0
+    process.stderr.close()

@@ -1,0 +1,82 @@
+"""`rose relay`: pass the weights of one job on, without a scheduler.
+
+Serves until SIGTERM or SIGINT. Exit code 2 with one line for bad input.
+"""
+
+import argparse
+import asyncio
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rose.cli.parser import Parser
+from rose.publish.credentials import Credentials
+from rose.publish.receiving import Caps
+from rose.publish.relay import Relay
+from weight_transfer import VerifyKey
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; what cannot be done raises ConfigError, which the `rose` command says."""
+    args = _parser().parse_args(argv)
+    credentials = Credentials.read(args.token_file, args.ca, args.certificate, args.key)
+    asyncio.run(_serve(args, credentials))
+    return 0
+
+
+async def _serve(args: argparse.Namespace, credentials: Credentials) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    relay = Relay(
+        args.store,
+        args.origin.rstrip("/"),
+        args.job,
+        args.host,
+        args.port,
+        args.members,
+        credentials=credentials,
+        caps=Caps(args.bytes_per_s),
+        verify_key=VerifyKey(args.verify_key) if args.verify_key else None,
+        on_trouble=lambda line: _say(f"rose relay: {line}"),
+    )
+    try:
+        await relay.start()
+        _say(f"rose relay: listening on {relay.url}")
+        await stop.wait()
+    finally:
+        await relay.close()
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="rose relay", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--store", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--origin", required=True, metavar="URL", help="the job's publisher")
+    parser.add_argument("--job", required=True, metavar="NAME")
+    parser.add_argument("--host", default="127.0.0.1", help="an address that the members reach")
+    parser.add_argument("--port", type=int, required=True, metavar="N")
+    parser.add_argument(
+        "--members", nargs="*", default=(), metavar="URL", help="all relays, this one among them"
+    )
+    parser.add_argument("--verify-key", metavar="HEX", help="of the job's trainer")
+    parser.add_argument("--bytes-per-s", type=int, metavar="N", help="of the link, on the average")
+    parser.add_argument("--token-file", type=Path, metavar="FILE")
+    for name, what in (
+        ("ca", "who signs the others' certificates; with --certificate and --key"),
+        ("certificate", "this relay's"),
+        ("key", "of the certificate"),
+    ):
+        parser.add_argument(f"--{name}", type=Path, metavar="FILE", help=what)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
