@@ -52,7 +52,7 @@ class NodeDaemon:
             self._host = HostSide(config.host, page, watch)
         self._guards: dict[str, GuardThread] = {}
         self._replicas: dict[str, Replica] = {}
-        self._network = WeightNetwork(config, self._events)
+        self._network = WeightNetwork(config)
         self._session = SchedulerSession(
             config.scheduler,
             config.node,
@@ -147,7 +147,7 @@ class NodeDaemon:
                 said = command.version
                 known = KnownVersion(said.job, said.version, said.parent, said.url)
                 self._chain.add(known)
-                self._network.learn(known)
+                self._network.follow(known)
                 for replica in self._replicas.values():
                     replica.updates.wake()
             case "harvest":

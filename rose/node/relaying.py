@@ -1,17 +1,14 @@
 """The weights' side of a node's network: what it fetches with, and what it passes on."""
 
-import asyncio
 from collections.abc import Sequence
 
 import aiohttp
 
-from rose.errors import RoseError
-from rose.eventlog import EventLog
 from rose.node.bringing import Source
 from rose.node.chain import KnownVersion, VersionChain
 from rose.node.config import NodeConfig
 from rose.publish import Credentials, Hub, Reader, Receiving, VersionServer
-from weight_transfer import ChunkStore, VerifyKey, WeightError
+from weight_transfer import ChunkStore, VerifyKey
 
 
 class WeightNetwork:
@@ -20,14 +17,12 @@ class WeightNetwork:
     Raises ConfigError for credentials that cannot be used.
     """
 
-    def __init__(self, config: NodeConfig, events: EventLog) -> None:
+    def __init__(self, config: NodeConfig) -> None:
         self._config = config
-        self._events = events
         self._credentials: Credentials = config.transport.credentials
         self._session: aiohttp.ClientSession | None = None
         self._server: VersionServer | None = None
         self._source: Source | None = None
-        self._learning: set[asyncio.Task[None]] = set()
 
     @property
     def relay_url(self) -> str:
@@ -59,17 +54,13 @@ class WeightNetwork:
         if self._source:
             self._source.hub.enrol(members)
 
-    def learn(self, known: KnownVersion) -> None:
+    def follow(self, known: KnownVersion) -> None:
         """Neighbours may ask for any part of a version, whether or not an engine here needs it."""
-        if self._server and self._source:
-            task = asyncio.create_task(self._learn(self._source, known))
-            self._learning.add(task)
-            task.add_done_callback(self._learning.discard)
+        if self._source:
+            self._source.hub.follow(known.job, known.url, self._source.verify_key)
 
     async def close(self) -> None:
         """Close all connections; what came stays on disk."""
-        for task in self._learning:
-            task.cancel()
         if self._source:
             await self._source.hub.close()
             self._source.receiving.close()
@@ -77,9 +68,3 @@ class WeightNetwork:
             await self._server.close()
         if self._session:
             await self._session.close()
-
-    async def _learn(self, source: Source, known: KnownVersion) -> None:
-        try:
-            await source.hub.manifest(known.job, known.version, known.url, source.verify_key)
-        except (RoseError, WeightError) as error:
-            self._events.write("version_not_relayed", version=known.version, message=str(error))

@@ -31,6 +31,8 @@ MOST_TURNS_IN_LINE = 300
 # Asks for what is held already, or comes from the origin: nothing is to be fetched for this.
 HELD = "Rose-Held"
 ASK_ANOTHER = 409
+# Which manifest names the chunk.
+MANIFEST = "Rose-Manifest"
 
 
 _CALL = aiohttp.ClientTimeout(total=5.0)
@@ -62,8 +64,11 @@ class Download:
         receiving: Receiving,
         standing: Standing,
         on_reject: Callable[[str], None],
+        manifest: str,
     ) -> None:
+        """`manifest`: path of one that names the chunk, for relays that do not know it yet."""
         self.ref = ref
+        self._manifest = manifest
         self.here = 0
         self.restarts = 0
         self.received = 0
@@ -163,7 +168,9 @@ class Download:
 
     async def _ask(self, session: aiohttp.ClientSession, source: str, route: Route) -> bool:
         """Take what a source sends; False when it says that the chunk is in line there."""
-        headers = {"Range": f"bytes={self.here}-"} if self.here else {}
+        headers = {MANIFEST: self._manifest}
+        if self.here:
+            headers["Range"] = f"bytes={self.here}-"
         if source in route.holders:
             headers[HELD] = "1"
         silence_s = SILENCE_TIMEOUT_S if source == route.origin else RELAY_SILENCE_TIMEOUT_S

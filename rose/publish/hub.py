@@ -7,6 +7,8 @@ link once, and what a dead relay had not finished crosses it through the next on
 """
 
 import asyncio
+import contextlib
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -14,9 +16,11 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import aiohttp
 
+from rose.errors import RoseError
 from rose.publish.download import (
     ATTEMPTS_PER_SOURCE,
     RETRY_PAUSE_S,
@@ -28,7 +32,7 @@ from rose.publish.download import (
 from rose.publish.receiving import Receiving
 from rose.publish.route import Route
 from rose.publish.standing import Standing
-from weight_transfer import ChunkRef, Manifest, VerifyKey
+from weight_transfer import ChunkRef, Manifest, VerifyKey, WeightError
 
 # Over the slow link at once; held by nobody who waits for a neighbour, or two could wait for ever.
 PARALLEL_CHUNKS = 4
@@ -37,6 +41,7 @@ KNOWN_VERSIONS = 32
 MAX_MANIFEST_BYTES = 64 << 20
 # How long a neighbour that asks early waits until this node knows what it asks for.
 KNOWN_WITHIN_S = 2.0
+_MANIFEST = re.compile(r"manifests/(\d{1,18})(\.base)?")
 
 
 def nobody_told(_: str) -> None:
@@ -48,6 +53,14 @@ class _Known:
     raw: bytes
     origin: str
     chunks: tuple[ChunkRef, ...]
+    expires_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Where:
+    ref: ChunkRef
+    origin: str
+    path: str
 
 
 class Hub:
@@ -69,9 +82,11 @@ class Hub:
         self._members = frozenset(members)
         self._standing = Standing()
         self._gate = asyncio.Semaphore(PARALLEL_CHUNKS)
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._tasks: dict[str, asyncio.Task[Any]] = {}
         self._downloads: dict[str, Download] = {}
-        self._origins: dict[str, tuple[ChunkRef, str]] = {}
+        self._origins: dict[str, _Where] = {}
+        self._following: tuple[str, str, VerifyKey | None] | None = None
         self._manifests: OrderedDict[str, _Known] = OrderedDict()
         self._learned = asyncio.Event()
 
@@ -104,7 +119,23 @@ class Hub:
         """A version's manifest, checked, and the bytes that it took."""
         path = f"manifests/{version}{'.base' if base else ''}"
         route = self.route(f"{job}/{path}", origin)
-        raw = await self._object(path, [*route.before, origin])
+        async with self._locks.setdefault(path, asyncio.Lock()):
+            known = self._fresh(path)
+            if known and known.origin == origin:
+                return Manifest.from_json(known.raw), 0
+            raw = await self._object(path, [*route.before, origin])
+            manifest = self._checked(raw, job, version, verify_key)
+            self._learn(path, raw, manifest, origin)
+        return manifest, len(raw)
+
+    def _fresh(self, path: str) -> _Known | None:
+        # One that expired may have been signed anew.
+        known = self._manifests.get(path)
+        return known if known and time.time() < known.expires_s else None
+
+    def _checked(
+        self, raw: bytes, job: str, version: int, verify_key: VerifyKey | None
+    ) -> Manifest:
         manifest = Manifest.from_json(raw)
         if verify_key is not None:
             manifest.verify(verify_key)
@@ -113,8 +144,7 @@ class Hub:
                 f"asked for version {version} of {job}, was given {manifest.version} of"
                 f" {manifest.job}"
             )
-        self._learn(path, raw, manifest, origin)
-        return manifest, len(raw)
+        return manifest
 
     async def obtain(self, ref: ChunkRef, on_reject: Callable[[str], None] = nobody_told) -> int:
         """Have a chunk of a known manifest in the store; returns the bytes that came for it.
@@ -131,14 +161,27 @@ class Hub:
         received: int = await asyncio.shield(task)
         return received if mine else 0
 
-    async def known(self, name: str) -> ChunkRef | None:
-        """A chunk of a manifest that this node has, waited for shortly."""
-        await self._learns(lambda: name in self._origins)
-        return self._origins[name][0] if name in self._origins else None
+    def follow(self, job: str, origin: str, verify_key: VerifyKey | None) -> None:
+        """From now on what neighbours ask for and is not known here is fetched from there."""
+        self._following = job, origin, verify_key
+
+    async def known(self, name: str, path: str = "") -> ChunkRef | None:
+        """A chunk of a manifest that this node has, waited for shortly. `path`: of the manifest."""
+        if name not in self._origins and path:
+            await self.known_manifest(path)
+        else:
+            await self._learns(lambda: name in self._origins)
+        return self._origins[name].ref if name in self._origins else None
 
     async def known_manifest(self, path: str) -> bytes | None:
-        """A manifest that this node has, waited for shortly."""
-        await self._learns(lambda: path in self._manifests)
+        """A manifest that this node has, or gets: for a neighbour's sake, or waited for shortly."""
+        named = _MANIFEST.fullmatch(path)
+        if self._fresh(path) is None and self._following and named:
+            job, origin, key = self._following
+            with contextlib.suppress(RoseError, WeightError):
+                await self.manifest(job, int(named[1]), origin, key, base=bool(named[2]))
+        else:
+            await self._learns(lambda: path in self._manifests)
         return self._manifests[path].raw if path in self._manifests else None
 
     async def close(self) -> None:
@@ -152,12 +195,12 @@ class Hub:
         store = self._receiving.store
         if await self._receiving.work(partial(store.has, ref.id)):
             return 0
-        download = Download(ref, self._receiving, self._standing, on_reject)
+        where = self._origins[ref.id]
+        download = Download(ref, self._receiving, self._standing, on_reject, where.path)
         self._downloads[ref.id] = download
         try:
-            _, origin = self._origins[ref.id]
-            route = self.route(ref.id, origin)
-            await download.run(self._session, route, lambda s: self._gate_of(s, origin))
+            route = self.route(ref.id, where.origin)
+            await download.run(self._session, route, lambda s: self._gate_of(s, where.origin))
         finally:
             del self._downloads[ref.id]
         return download.received
@@ -193,14 +236,17 @@ class Hub:
         return self._gate if source == origin else nullcontext()
 
     def _learn(self, path: str, raw: bytes, manifest: Manifest, origin: str) -> None:
-        self._manifests[path] = _Known(raw, origin, manifest.chunks)
+        self._manifests[path] = _Known(raw, origin, manifest.chunks, manifest.expires_s)
         self._manifests.move_to_end(path)
         for ref in manifest.chunks:
-            self._origins[ref.id] = ref, origin
+            self._origins[ref.id] = _Where(ref, origin, path)
         if len(self._manifests) > KNOWN_VERSIONS:
             self._manifests.popitem(last=False)
-            kept = self._manifests.values()
-            self._origins = {ref.id: (ref, k.origin) for k in kept for ref in k.chunks}
+            self._origins = {
+                ref.id: _Where(ref, known.origin, at)
+                for at, known in self._manifests.items()
+                for ref in known.chunks
+            }
         learned, self._learned = self._learned, asyncio.Event()
         learned.set()
 

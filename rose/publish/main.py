@@ -39,7 +39,6 @@ async def _serve(args: argparse.Namespace, credentials: Credentials) -> None:
         credentials=credentials,
         caps=Caps(args.bytes_per_s),
         verify_key=VerifyKey(args.verify_key) if args.verify_key else None,
-        on_trouble=lambda line: _say(f"rose relay: {line}"),
     )
     try:
         await relay.start()

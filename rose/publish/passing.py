@@ -12,7 +12,7 @@ import time
 from aiohttp import web
 
 from rose.errors import RoseError
-from rose.publish.download import BLOCK_BYTES, HELD, Download
+from rose.publish.download import BLOCK_BYTES, HELD, MANIFEST, Download
 from rose.publish.hub import Hub
 from weight_transfer import ChunkRef, ChunkStore
 
@@ -33,7 +33,7 @@ class Passing:
         download = self._hub.download(name)
         if HELD in request.headers and not (download and download.from_origin):
             raise web.HTTPConflict(text=f"chunk {name} is not held here")
-        ref = await self._hub.known(name)
+        ref = await self._hub.known(name, request.headers.get(MANIFEST, ""))
         if ref is None:
             raise web.HTTPNotFound(text=f"chunk {name} is not here")
         wanted = asyncio.create_task(self._hub.obtain(ref))

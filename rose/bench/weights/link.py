@@ -21,6 +21,7 @@ from rose.bench.weights.shaped import (
 )
 from weight_transfer import ChunkStore, Manifest, Publisher, SigningKey, TensorBits
 
+# So slow that the cores of one small machine can play the machines on both sides of it.
 MBIT, DELAY_MS, LOSS_PERCENT = 25, 20, 0.1
 RECEIVERS = (1, 4, 8)
 TENSORS, ROWS, COLUMNS = 16, 1_024, 1_024

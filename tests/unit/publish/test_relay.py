@@ -37,7 +37,6 @@ async def test_relays_with_fixed_members_share_the_origin(
     await origin.start()
     ports = [unused_tcp_port_factory() for _ in range(2)]
     members = [f"http://127.0.0.1:{port}" for port in ports]
-    troubles: list[str] = []
     relays = [
         Relay(
             tmp_path / str(port),
@@ -47,7 +46,6 @@ async def test_relays_with_fixed_members_share_the_origin(
             port,
             members,
             verify_key=KEY.verify_key,
-            on_trouble=troubles.append,
         )
         for port in ports
     ]
@@ -63,25 +61,6 @@ async def test_relays_with_fixed_members_share_the_origin(
             held = {path.name for path in relay.hub.receiving.store.chunks_dir.iterdir()}
             assert held == mine, "each fetched its share, and nothing else"
     await origin.close()
-    assert troubles == []
-
-
-async def test_a_relay_without_an_origin_says_so_once(
-    tmp_path: Path, unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("rose.publish.relay.LOOK_INTERVAL_S", 0.01)
-    troubles: list[str] = []
-    async with Relay(
-        tmp_path,
-        "http://127.0.0.1:9",
-        "job",
-        "127.0.0.1",
-        unused_tcp_port,
-        on_trouble=troubles.append,
-    ):
-        await asyncio.sleep(0.2)
-    assert len(troubles) == 1
-    assert "http://127.0.0.1:9/catalog cannot be fetched" in troubles[0]
 
 
 async def test_who_waits_in_line_is_neither_refused_nor_sent_to_the_origin(
@@ -155,3 +134,29 @@ def test_the_command_serves_until_it_is_told_to_stop(tmp_path: Path, unused_tcp_
     process.terminate()
     assert process.wait(10) == 0
     process.stderr.close()
+
+
+async def test_a_relay_that_knows_nothing_yet_serves_a_late_joiner(
+    tmp_path: Path, unused_tcp_port_factory: Callable[[], int]
+) -> None:
+    """A restart forgets every manifest: the caller names the one that it means."""
+    store, manifest = published(tmp_path / "origin")
+    origin = VersionServer(store, unused_tcp_port_factory())
+    await origin.start()
+    port = unused_tcp_port_factory()
+    async with (
+        Relay(tmp_path / "relay", origin.url, "job", "127.0.0.1", port) as relay,
+        aiohttp.ClientSession() as session,
+    ):
+        name = manifest.chunks[0].id
+        async with session.get(
+            f"{relay.url}/chunks/{name}", headers={"Rose-Manifest": "manifests/1"}
+        ) as answer:
+            assert await answer.read() == store.get(name)
+        for path in ("manifests/1", "../manifests/1"):
+            name = "00" * 32
+            async with session.get(
+                f"{relay.url}/chunks/{name}", headers={"Rose-Manifest": path}
+            ) as answer:
+                assert answer.status == 404
+    await origin.close()
