@@ -195,7 +195,7 @@ class Download:
 
     async def _body(self, source: str, origin: str, response: aiohttp.ClientResponse) -> None:
         # From the first byte on: what a relay waits for in line says nothing about its speed.
-        began_s, first = 0.0, self.here
+        asked_s, began_s, first = time.monotonic(), 0.0, self.here
         block = bytearray()
         try:
             async for part in response.content.iter_any():
@@ -208,17 +208,18 @@ class Download:
                 await self._receiving.arrived(len(part))
                 if len(block) >= BLOCK_BYTES:
                     await self._take(block)
-                    self._judge(source, origin, self.here - first, time.monotonic() - began_s)
+                    self._judge(source, origin, self.here - first, began_s)
         finally:
             await self._take(block)  # A connection that broke: the next one goes on here.
-        self._standing.served(source, self.here - first, time.monotonic() - began_s)
+        now_s = time.monotonic()
+        self._standing.served(source, self.here - first, now_s - asked_s, now_s)
 
-    def _judge(self, source: str, origin: str, size: int, seconds: float) -> None:
+    def _judge(self, source: str, origin: str, size: int, began_s: float) -> None:
         """Leave a relay that keeps us from the origin's own speed; SourceError then."""
-        capped = self._receiving.seconds_for(size) > 0.5 * seconds
-        rate = size / seconds if seconds > PATIENCE_S else None
-        if rate is not None and not capped and self._standing.dawdles(source, rate, origin):
-            self._standing.served(source, size, seconds)
+        seconds = time.monotonic() - began_s
+        if seconds < PATIENCE_S or self._receiving.seconds_for(size) > 0.5 * seconds:
+            return
+        if self._standing.dawdles(source, size / seconds, origin, began_s):
             raise SourceError(f"{source} is slow: {size / seconds:.0f} B/s")
 
     async def _take(self, block: bytearray) -> None:

@@ -1,21 +1,24 @@
 """How well each source has served: who fails, lies or dawdles is asked later. Pure."""
 
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
 CORRUPT_PAUSE_S = 300.0
 # Slower than the origin by more is worth asking it.
 SLOW_SHARE = 0.1
-_WEIGHT = 0.3
+# Less says nothing of a rate: buffers on the way take it at once.
+LEAST_SAMPLE_BYTES = 1 << 18
+_MOST_SAMPLES = 16
 
 
 @dataclass(slots=True)
 class _Record:
-    rate: float = 0.0
     strikes: int = 0
     until_s: float = 0.0
+    samples: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_MOST_SAMPLES))
 
 
 class Standing:
@@ -30,12 +33,12 @@ class Standing:
         good = [source for source in sources if until[source] <= now_s]
         return good + sorted((s for s in sources if until[s] > now_s), key=lambda s: until[s])
 
-    def served(self, source: str, size: int, seconds: float) -> None:
-        """It sent so many bytes in that time."""
+    def served(self, source: str, size: int, seconds: float, now_s: float) -> None:
+        """It sent so many bytes in that time, until now."""
         record = self._of(source)
-        rate = size / max(seconds, 1e-6)
-        record.rate = rate if not record.rate else record.rate + _WEIGHT * (rate - record.rate)
         record.strikes = 0
+        if size >= LEAST_SAMPLE_BYTES:
+            record.samples.append((now_s, size / max(seconds, 1e-6)))
 
     def failed(self, source: str, now_s: float) -> None:
         """It refused, went silent or broke off."""
@@ -49,12 +52,15 @@ class Standing:
         record.until_s = now_s + CORRUPT_PAUSE_S
         record.strikes += 1
 
-    def dawdles(self, source: str, rate: float, origin: str) -> bool:
-        """Whether the origin is known to be so much faster that asking it pays.
+    def dawdles(self, source: str, rate: float, origin: str, since_s: float) -> bool:
+        """Whether the origin was so much faster, all the time since then, that asking it pays.
 
-        Neighbours' speed says nothing: they may have had the chunk, this source waits for it.
+        Only what it sent meanwhile counts: how much of the slow link one chunk gets depends on how
+        many share it. Neighbours' speed says nothing: they may have had the chunk that this source
+        waits for.
         """
-        return source != origin and rate < SLOW_SHARE * self._of(origin).rate
+        meanwhile = [rate for at_s, rate in self._of(origin).samples if at_s > since_s]
+        return source != origin and bool(meanwhile) and rate < SLOW_SHARE * min(meanwhile)
 
     def _of(self, source: str) -> _Record:
         return self._records.setdefault(source, _Record())

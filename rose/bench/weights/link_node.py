@@ -40,6 +40,7 @@ async def _receive(folder: Path, url: str, origin: str, members: Sequence[str]) 
     assert port
     async with aiohttp.ClientSession() as session:
         hub = Hub(session, Receiving(store, Caps()), url, members)
+        hub.follow(JOB, origin, None)
         server = VersionServer(store, port, hub=hub)
         await server.start()
         await asyncio.to_thread(_warm_up)
