@@ -210,7 +210,8 @@ async def test_a_neighbour_that_lies_is_found_and_avoided(cluster: Cluster) -> N
     await asyncio.gather(*(node.fetch(cluster.origin) for node in cluster.nodes[1:]))
     assert any(node.rejected for node in cluster.nodes[1:])
     for node in cluster.nodes[1:]:
-        assert len(node.rejected) == len(set(node.rejected)), "nobody is lied to twice"
+        # From the liar itself once, and once as the unproven beginning that another passed on.
+        assert all(node.rejected.count(name) <= 2 for name in node.rejected)
 
 
 async def test_a_chunk_that_arrives_corrupt_at_its_relay_goes_to_nobody(cluster: Cluster) -> None:
