@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from weight_transfer.kernels.mixing import sum_all, sum_difference
+from weight_transfer.kernels.mixing import sum_all, sum_difference, sum_pending
 from weight_transfer.tensors import Bits
 
 MODULUS = 1 << 64
@@ -30,3 +30,8 @@ def digest_of(bits: Bits) -> int:
 def updated(digest: int, indices: NDArray[np.int64], old: Bits, new: Bits) -> int:
     """Return the digest after `bits[indices]` went from `old` to `new`; indices are distinct."""
     return (digest + int(sum_difference(indices, old, new))) % MODULUS
+
+
+def after_write(digest: int, bits: Bits, indices: NDArray[np.int64], values: Bits) -> int:
+    """Return the digest that `bits` will have once `values` are written to `indices`."""
+    return (digest + int(sum_pending(bits, indices, values))) % MODULUS

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weight_transfer.chunk import check_id, decode_chunk, parse_header
-from weight_transfer.digest import digest_of, updated
+from weight_transfer.digest import after_write, digest_of
 from weight_transfer.errors import (
     ChunkFormatError,
     ChunkMissingError,
@@ -184,7 +184,7 @@ class Receiver:
             scratch, after = self._replayed(active, updates, chunks, based=based)
             found = find_changes(active.bits, scratch, active.bits.size)
             assert found is not None
-            indices, values = apply_changes(active.bits, found)
+            indices, values = apply_changes(active.bits, found.changes)
         old_values = active.bits[indices]
         return StagedTensor(active.name, indices, values, old_values, digest, after)
 
@@ -225,7 +225,7 @@ def _changed(
     changes = [decode_chunk(_fetch(ref, chunks), old, digest) for ref in update.chunks]
     indices = np.concatenate([np.zeros(0, np.int64), *(c.indices for c in changes)])
     values = np.concatenate([old.bits[:0], *(c.values for c in changes)])
-    after = updated(digest, indices, old.bits[indices], values)
+    after = after_write(digest, old.bits, indices, values)
     if update.digest_after != hex_digest(after):
         raise DigestMismatchError(f"{old.name}: decoded weights are not the published ones")
     return _Changed(indices, values, after)
