@@ -136,7 +136,7 @@ class _Chain:
         def decode(ref: ChunkRef) -> Change:
             return _decoded(delta, ref, tensor, before)
 
-        # A chunk reads its own rows alone: what others overwrite meanwhile is not among them.
+        # A chunk reads its own block alone: what others overwrite meanwhile is not among them.
         for change in self._pool.map(decode, update.chunks):
             digest += int(scatter_and_sum(tensor.bits, change.indices, change.values))
         if update.digest_after != hex_digest(digest % MODULUS):
@@ -146,7 +146,8 @@ class _Chain:
 def _decoded(delta: Delta, ref: ChunkRef, tensor: TensorBits, digest: int) -> Change:
     encoded = delta.blob(ref.id)
     header = parse_header(encoded)
-    if (header.first_row, header.end_row) != ref.rows:
+    found = header.ref(ref.id)
+    if (found.rows, found.columns) != (ref.rows, ref.columns):
         raise ChunkFormatError(f"{delta.path}: chunk {ref.id} holds other rows than its index says")
     return decode_chunk(encoded, tensor, digest)
 

@@ -144,15 +144,7 @@ class _Writer:
         for chunk in self._encoded(old, new, ranges, before):
             header, encoded = chunk.header, chunk.encoded
             after = (after + chunk.digest_change) % MODULUS
-            chunks.append(
-                ChunkRef(
-                    id=chunk_id(encoded),
-                    rows=(header.first_row, header.end_row),
-                    codec=header.encoding.name.lower(),
-                    encoded_bytes=len(encoded),
-                    changed=header.changed,
-                )
-            )
+            chunks.append(header.ref(chunk_id(encoded)))
             if header.changed:
                 self._blob(encoded)
             else:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from weight_transfer.blocks import Block
+from weight_transfer.kernels.blocks import sum_block
 from weight_transfer.kernels.mixing import sum_all, sum_difference, sum_pending
 from weight_transfer.tensors import Bits
 
@@ -20,6 +22,18 @@ MODULUS = 1 << 64
 def digest_part(bits: Bits, first: int) -> int:
     """Return what a range adds to the digest of its tensor: the sum over ranges, mod MODULUS."""
     return int(sum_all(bits, first))
+
+
+def block_part(bits: Bits, block: Block) -> int:
+    """Return what a block adds to the digest of its tensor; `bits` are its own, row by row."""
+    if block.is_whole_rows:
+        return digest_part(bits, block.first)
+    return int(sum_block(bits, block.first, block.width, block.row_elements))
+
+
+def block_growth(old: Bits, new: Bits, block: Block) -> int:
+    """Return what that part grows by when the block's own weights go from `old` to `new`."""
+    return (block_part(new, block) - block_part(old, block)) % MODULUS
 
 
 def digest_of(bits: Bits) -> int:

@@ -107,11 +107,4 @@ class Publisher:
         )
 
     def _stored(self, chunk: EncodedChunk) -> ChunkRef:
-        header = chunk.header
-        return ChunkRef(
-            id=self._store.put(chunk.encoded),
-            rows=(header.first_row, header.end_row),
-            codec=header.encoding.name.lower(),
-            encoded_bytes=len(chunk.encoded),
-            changed=header.changed,
-        )
+        return chunk.header.ref(self._store.put(chunk.encoded))
