@@ -13,6 +13,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 
 import blake3
 import numpy as np
@@ -146,6 +147,22 @@ def encode_block(
         columns=None if block.is_whole_rows else block.columns,
     )
     return EncodedChunk(header, _pack(header) + found.payload, growth)
+
+
+def encode_nothing(shape: tuple[int, ...], ref: ChunkRef, width: int, base_digest: int) -> bytes:
+    """Return the chunk that says of a reference's block that nothing changed there."""
+    header = ChunkHeader(
+        encoding=Encoding.EMPTY,
+        width=width,
+        first_row=ref.rows[0],
+        end_row=ref.rows[1],
+        row_elements=prod(shape[1:]),
+        changed=0,
+        base_digest=base_digest,
+        payload_bytes=0,
+        columns=ref.columns,
+    )
+    return _pack(header)
 
 
 def parse_header(encoded: bytes) -> ChunkHeader:
