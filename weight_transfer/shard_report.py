@@ -38,15 +38,13 @@ class ShardTensor:
 class ShardReport:
     """From one rank: chunks of the step from `parent` to `version`, or of all of `version`.
 
-    The latter when both are the same; then, without chunks, it is of parts. `error`: what kept
-    the rank from it, so that nobody waits.
+    The latter when both are the same; then, without chunks, it is of parts.
     """
 
     rank: int
     version: int
     parent: int
     tensors: tuple[ShardTensor, ...]
-    error: str = ""
 
     def to_json(self) -> bytes:
         """As it is sent."""
@@ -64,7 +62,6 @@ class ShardReport:
                 version=count_of(plain["version"]),
                 parent=count_of(plain["parent"]),
                 tensors=tuple(_tensor(tensor) for tensor in list_of(plain["tensors"])),
-                error=string_of(plain["error"]),
             )
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ShardError(f"not a rank's report: {error!r:.200}") from error

@@ -10,7 +10,7 @@ The pieces of all ranks cover each checkpoint tensor exactly once: of replicas, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TypeAlias
@@ -108,3 +108,13 @@ def stacked(parts: Iterable[Pieces], elements: int) -> Pieces:
         for at, pieces in enumerate(parts)
         for found in pieces
     )
+
+
+def first_holders(held: Sequence[Sequence[Hashable]]) -> list[list[int]]:
+    """Of what each rank holds, the positions of what no rank before it holds too."""
+    seen: set[Hashable] = set()
+    kept: list[list[int]] = []
+    for mine in held:
+        kept.append([at for at, one in enumerate(mine) if one not in seen])
+        seen.update(mine)
+    return kept

@@ -71,12 +71,12 @@ class ChunkStore:
         """Return a chunk, verified against its name."""
         return read_chunk(self.chunks_dir, name)
 
-    def put_manifest(self, manifest: Manifest) -> Path:
+    def put_manifest(self, manifest: Manifest, origin: int | None = None) -> Path:
         """Publish a version: refused unless every chunk is durable, final once written.
 
-        For a chunk with an origin its rank vouches: it is in that store.
+        Chunks of other origins than this store's are vouched for by the ranks that put them there.
         """
-        missing = [c.id for c in manifest.chunks if c.origin is None and not self.has(c.id)]
+        missing = [c.id for c in manifest.chunks if c.origin == origin and not self.has(c.id)]
         if missing:
             raise StoreError(
                 f"version {manifest.version}: {len(missing)} chunks are not stored, "

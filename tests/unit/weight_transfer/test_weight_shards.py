@@ -14,7 +14,15 @@ from weight_transfer.errors import ShardError
 from weight_transfer.held import check_fit, hold
 from weight_transfer.local import LocalBits
 from weight_transfer.megatron import Heads, gate_up, grouped_qkv
-from weight_transfer.shards import Piece, column_shard, piece, row_shard, share, whole
+from weight_transfer.shards import (
+    Piece,
+    column_shard,
+    first_holders,
+    piece,
+    row_shard,
+    share,
+    whole,
+)
 
 
 def faults(shapes: dict[str, tuple[int, ...]], found: Iterable[Piece]) -> dict[str, str]:
@@ -95,6 +103,11 @@ def test_of_replicas_one_publishes() -> None:
     for rank in range(8):
         found = grouped_qkv(("q", "k", "v"), heads, (5,), "p", rank, 8)
         assert [one.tensor for one in found] == (["q", "k", "v"] if rank % 4 == 0 else ["q"])
+
+
+def test_of_equal_pieces_the_first_rank_has_one() -> None:
+    held = [["a", "b"], ["b", "c"], [], ["a", "d", "c"]]
+    assert first_holders(held) == [[0, 1], [1], [], [1]]
 
 
 def test_what_cannot_be_is_said() -> None:
