@@ -79,28 +79,45 @@ def assert_equal(receiver: Receiver, path: Path) -> None:
         np.testing.assert_array_equal(receiver.tensors[name].bits, tensor.bits, name)
 
 
-def test_four_ranks_publish_what_they_shard(tmp_path: Path) -> None:
-    run(tmp_path, 4, "fsdp", "hsdp", "fsdp_tp", "dtensors", "faults")
-    sharded = received(tmp_path / "fsdp", 2, stores=4)
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All that four ranks publish, until one dies; then what two ranks do in their place."""
+    root = tmp_path_factory.mktemp("ranks")
+    run(root, 4, "fsdp", "hsdp", "fsdp_tp", "dtensors", "faults", "death", dies=(3,))
+    assert ChunkStore(root / "death").versions() == ()
+    run(root, 2, "restart", "pair")
+    return root
+
+
+def test_fsdp_ranks_publish_from_stores_of_their_own(root: Path) -> None:
+    sharded = received(root / "fsdp", 2, stores=4)
     assert {"rank-1", "rank-2", "rank-3"} == set(sharded[0].origins)
     assert {t.dtype for t in sharded[0].tensors} == {"bfloat16", "int64"}
-    own = ChunkStore(tmp_path / "fsdp" / "rank-2")
+    own = ChunkStore(root / "fsdp" / "rank-2")
     assert own.versions() == (1, 2)
     assert own.get_manifest(2) == sharded[1]
-    received(tmp_path / "hsdp", 2)
-    split = received(tmp_path / "fsdp_tp", 2)
+    received(root / "pair", 2)
+
+
+def test_of_replicas_one_publishes(root: Path) -> None:
+    received(root / "hsdp", 2)
+
+
+def test_fsdp_over_tensor_parallelism_arrives(root: Path) -> None:
+    split = received(root / "fsdp_tp", 2)
     assert any(chunk.columns for manifest in split for chunk in manifest.chunks)
-    received(tmp_path / "dtensors", 2)
-    received(tmp_path / "faults", 1)
 
 
-def test_two_ranks_publish_and_a_dead_rank_stops_nothing_but_its_version(tmp_path: Path) -> None:
-    run(tmp_path, 3, "death", dies=(2,))
-    assert ChunkStore(tmp_path / "death").versions() == ()
-    run(tmp_path, 2, "fsdp", "dtensors", "restart")
-    received(tmp_path / "fsdp", 2, stores=2)
-    received(tmp_path / "dtensors", 2)
-    received(tmp_path / "death", 1)
+def test_every_pair_of_placements_arrives(root: Path) -> None:
+    received(root / "dtensors", 2)
+
+
+def test_after_a_full_disk_and_a_wrong_version_the_next_publish_works(root: Path) -> None:
+    received(root / "faults", 1)
+
+
+def test_after_a_dead_rank_other_ranks_publish_on_the_old_version(root: Path) -> None:
+    received(root / "death", 1)
 
 
 def test_a_plain_module_is_one_rank_that_owns_all(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from weight_transfer import ChunkStore, ShardError, SigningKey
 from weight_transfer.shard_encoder import ShardSettings
@@ -122,6 +123,10 @@ def scenario_fsdp() -> None:
     train(fsdp(), where, torch.bfloat16, root=where / f"rank-{RANK}", origin=origin)
 
 
+def scenario_pair() -> None:
+    train(fsdp(), ROOT / "pair", torch.bfloat16)
+
+
 def scenario_hsdp() -> None:
     names = ("replicate", "shard")
     mesh = init_device_mesh("cpu", (2, RANKS // 2), mesh_dim_names=names)
@@ -137,7 +142,7 @@ def scenario_fsdp_tp() -> None:
         parallelize_module(block, mesh["tp"], plan)
         fully_shard(block, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
-    if RANKS == 4:
+    if RANKS == 4:  # What torch does here may change: then this scenario proves nothing.
         kinds = {
             type(p).__name__
             for t in model.state_dict().values()
@@ -169,8 +174,13 @@ def scenario_dtensors() -> None:
     sharded.publish_base()
     third = distribute_tensor(torch.randn(4, 4, 8), mesh, (Shard(2), Replicate()))
     partial = DTensor.from_local(torch.ones(4), mesh, (Partial(), Replicate()), run_check=False)
-    for wrong, words in ((third, "first two dimensions"), (partial, "finished weights")):
-        refused(lambda: state_pieces({"w": wrong}), words)  # noqa: B023
+    odd = (_StridedShard(0, split_factor=3), Shard(0))
+    strided = DTensor.from_local(
+        torch.ones(3), mesh, odd, run_check=False, shape=torch.Size([12]), stride=(1,)
+    )
+    refused(lambda: state_pieces({"w": third}), "first two dimensions")
+    refused(lambda: state_pieces({"w": partial}), "finished weights")
+    refused(lambda: state_pieces({"w": strided}), "in no order that is known here")
 
 
 def refused(work: Callable[[], object], words: str) -> None:
