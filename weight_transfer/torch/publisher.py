@@ -61,22 +61,16 @@ class ShardedPublisher:
         pieces = self._owned(state)
         weights = local_weights(state, dtype)
 
-        def coordinator() -> ShardCoordinator:
-            if key is None:
-                raise ShardError("the first rank signs; give it the job's key")
-            origins = self._origins if any(self._origins) else ()
-            size = self._ranks.size
-            return ShardCoordinator(store, job, trainer, key, size, origins, lifetime_s, clock)
-
         def begin() -> ShardReport:
-            if self._ranks.rank == 0:
-                self._coordinator = coordinator()
-            self._encoder = ShardEncoder(
-                store, self._ranks.rank, pieces, weights, version, settings
-            )
+            rank = self._ranks.rank
+            self._encoder = ShardEncoder(store, rank, pieces, weights, version, settings)
             return self._encoder.parts()
 
-        self._digests = self._agree_on_digests(begin, lambda parts: self._coordinator.begin(parts))
+        def merge(parts: list[ShardReport]) -> Mapping[str, int]:
+            self._coordinator = self._coordinate(job, trainer, key, lifetime_s, clock)
+            return self._coordinator.begin(parts)
+
+        self._digests = self._agree_on_digests(begin, merge)
 
     @property
     def version(self) -> int:
@@ -86,7 +80,9 @@ class ShardedPublisher:
     def publish(self, version: int, state: Mapping[str, torch.Tensor]) -> Manifest:
         """Collective: publish the step to `state`, which must not change until this returns.
 
-        Durable on all ranks when it returns. Raises ShardError on all ranks, and then nothing is.
+        Durable on all ranks when it returns. Raises ShardError on all ranks, and then nothing is;
+        a StoreError on one rank says that it is published and that this rank's own store has no
+        room for its manifest.
         """
 
         def encode() -> ShardReport:
@@ -96,19 +92,21 @@ class ShardedPublisher:
             return self._coordinator.publish(version, reports).to_json()
 
         manifest = Manifest.from_json(self._agree(encode, merge))
-        self._keep(manifest)
         self._encoder.advance(manifest)
         self._digests = {t.name: int(t.digest_after, 16) for t in manifest.tensors}
+        self._keep(manifest)
         return manifest
 
     def publish_base(self) -> Manifest:
         """Collective: publish all weights of the newest version, for those who join."""
-        version = self.version
 
         def zeros() -> ShardReport:
             return self._encoder.parts(of_zeros=True)
 
-        digests = self._agree_on_digests(zeros, lambda got: self._coordinator.merged(version, got))
+        def merge_zeros(reports: list[ShardReport]) -> Mapping[str, int]:
+            return self._coordinator.merged(self.version, reports)
+
+        digests = self._agree_on_digests(zeros, merge_zeros)
 
         def merge(reports: list[ShardReport]) -> bytes:
             return self._coordinator.publish_base(digests, reports).to_json()
@@ -117,6 +115,20 @@ class ShardedPublisher:
         manifest = Manifest.from_json(raw)
         self._keep(manifest)
         return manifest
+
+    def _coordinate(
+        self,
+        job: str,
+        trainer: str,
+        key: SigningKey | None,
+        lifetime_s: float,
+        clock: Callable[[], float],
+    ) -> ShardCoordinator:
+        if key is None:
+            raise ShardError("the first rank signs; give it the job's key")
+        origins = self._origins if any(self._origins) else ()
+        size = self._ranks.size
+        return ShardCoordinator(self._store, job, trainer, key, size, origins, lifetime_s, clock)
 
     def _keep(self, manifest: Manifest) -> None:
         """A store of this rank's own has the manifest too, to know what may be deleted when."""

@@ -298,3 +298,34 @@ def test_a_rank_holds_its_shard_and_about_two_chunks_a_thread(tmp_path: Path) ->
         tracemalloc.stop()
     assert isinstance(manifest, Manifest)
     assert peak < 2 * chunk < old.bits.nbytes / 3
+
+
+def test_stores_of_ranks_delete_what_nobody_needs_and_nothing_else(tmp_path: Path) -> None:
+    model = dense(SHAPE, 1)
+    trainer = Trainer(tmp_path, SHAPE, model, 4)
+
+    def keep(manifest: Manifest) -> None:
+        for rank, store in enumerate(trainer.stores[1:], start=1):
+            store.put_manifest(manifest, manifest.origins.index(f"http://rank-{rank}"))
+
+    for version in (1, 2, 3):
+        new = next_model(model, version, 0.3)
+        keep(trainer.publish(version, new))
+        if version == 2:
+            zeros = trainer.coordinator.merged(
+                2, [e.parts(of_zeros=True) for e in trainer.encoders]
+            )
+            reports = [encoder.encode_base(zeros) for encoder in trainer.encoders]
+            keep(trainer.coordinator.publish_base(zeros, reports))
+        model = new
+    assert all(store.collect([], now_s=1.0) > 0 for store in trainer.stores)
+    assert {(s.bases(), s.versions()) for s in trainer.stores} == {((2,), (3,))}
+    manifests = [trainer.stores[2].get_manifest(2, base=True), trainer.stores[3].get_manifest(3)]
+    chunks = trainer.chunks(manifests[0]) | trainer.chunks(manifests[1])
+    joiner = Receiver(dense(SHAPE, 9))
+    joiner.commit(joiner.stage_chain(manifests, chunks, KEY.verify_key, 0.0))
+    assert_holds(joiner, model, 3)
+    own = next(c for c in manifests[1].chunks if c.origin == 0)
+    (trainer.stores[1].chunks_dir / own.id).unlink()
+    with pytest.raises(StoreError, match="1 chunks are not stored"):
+        trainer.stores[1].put_manifest(manifests[1], 0)
