@@ -1,8 +1,8 @@
 """Loader map: where each checkpoint weight lives in this rank's parameters, proved at start.
 
 trace    the model's own loader, without data: rectangles (see `tracing`)
-prove    replay the base through them into empty memory; every byte of every parameter must be
-         what the engine really loaded
+prove    replay the base through them; every byte of every parameter must be what the engine
+         really loaded
 loose    parameters that differ: their loader transforms weights. They must equal, byte for byte,
          those of a second, fresh load of the base, and every update copies them from one
 """
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from weight_transfer.errors import LoaderMapError
-from weight_transfer.tensors import WIDTHS, Bits, TensorBits, bits_of, unsigned
+from weight_transfer.tensors import WIDTHS, Bits, TensorBits, bits_of
 from weight_transfer.vllm.flat import flat_bits, flat_view
 from weight_transfer.vllm.rectangle import Rectangle
 from weight_transfer.vllm.tracing import Trace
@@ -68,7 +68,7 @@ class LoaderMap:
         loose = [
             name
             for name, tensor in live.items()
-            if not _replays(tensor, trace.shapes.get(name), by_target[name], base)
+            if not _replays(tensor, name, trace, by_target[name], base)
         ]
         if loose:
             _prove_loose(live, loose, live_tensors(fresh(), trace))
@@ -138,17 +138,22 @@ def _refuse_casts(model: torch.nn.Module, trace: Trace, base: Mapping[str, Tenso
 
 def _replays(
     live: torch.Tensor,
-    traced: tuple[tuple[int, ...], tuple[int, ...]] | None,
+    name: str,
+    trace: Trace,
     rectangles: Sequence[Rectangle],
     base: Mapping[str, TensorBits],
 ) -> bool:
-    """Whether the rectangles alone make every byte of `live`; padding is zero."""
-    if traced != (tuple(live.shape), tuple(live.stride())) or not rectangles:
+    """Whether the rectangles make every byte of `live` that a checkpoint fills.
+
+    With each tensor of the checkpoint traced, what no rectangle reaches is padding: whatever it
+    holds, no update concerns it. Otherwise it has to be zero.
+    """
+    if trace.shapes.get(name) != (tuple(live.shape), tuple(live.stride())) or not rectangles:
         return False
     if any(WIDTHS[base[rect.source].dtype] != live.element_size() for rect in rectangles):
         return False
     real = flat_bits(live)
-    replayed = np.zeros(real.size, unsigned(live.element_size()))
+    replayed = np.zeros_like(real) if trace.transformed else real.copy()
     for rect in rectangles:
         view(replayed, rect.target_offset, rect.shape, rect.target_strides)[...] = view(
             base[rect.source].bits, rect.source_offset, rect.shape, rect.source_strides
