@@ -114,6 +114,11 @@ def versions_of(lines: Lines) -> list[int]:
     return [line["version"] for line in lines for _ in line.get("token_ids", [])]
 
 
+def first_logprob(lines: Lines) -> float:
+    logprob: float = lines[0]["logprobs"][0]
+    return logprob
+
+
 def forge(manifest: Path) -> Path:
     """The manifest under another trainer's name, its signature left as it was."""
     plain = json.loads(manifest.read_bytes())
@@ -340,6 +345,64 @@ async def test_versions_switch_within_a_turn_and_old_caches_are_not_used(
     assert tokens_of(await replica.lines(PROMPT, 40)) == tokens_of(
         await replica.lines(PROMPT, 40, salt="nothing cached either")
     )
+
+
+async def test_kept_kv_is_told_and_never_found_by_turns_of_the_new_version(
+    replica: Replica,
+) -> None:
+    await replica.admit()
+    lines: Lines = []
+    update: asyncio.Task[dict[str, Any]] | None = None
+    async for line in replica.stream(PROMPT, 400):
+        lines.append(line)
+        if update is None and len(lines) >= 3:
+            paths = replica.publish(seed=80) | {"on_update": "keep"}
+            update = asyncio.create_task(replica.apply(paths))
+    assert update is not None
+    await update
+    last = replica.engine.version
+    stamps = [(line["version"], line.get("oldest_version")) for line in lines[:-1]]
+    assert set(stamps) == {(last - 1, None), (last, last - 1)}
+    tokens, switch = tokens_of(lines), versions_of(lines).index(last)
+    fresh = await replica.lines(PROMPT + tokens[:switch], 400 - switch, salt="nothing cached")
+    after = [line for line in lines if line.get("version") == last]
+    assert first_logprob(after) != first_logprob(fresh), "its KV was kept"
+    again, apart = await replica.lines(PROMPT, 40), await replica.lines(PROMPT, 40, salt="apart")
+    assert again == apart, "the old prefix is not reused, though it is cached still"
+    assert all("oldest_version" not in line for line in again)
+
+
+async def test_turns_in_flight_finish_under_the_old_version_when_a_job_asks_for_it(
+    replica: Replica,
+) -> None:
+    await replica.admit()
+    paths = replica.publish(seed=81) | {"on_update": "finish_old"}
+    last = replica.engine.version
+    lines: Lines = []
+    update: asyncio.Task[dict[str, Any]] | None = None
+    during: asyncio.Task[Lines] | None = None
+    async for line in replica.stream(PROMPT, 300):
+        lines.append(line)
+        if update is None:
+            update = asyncio.create_task(replica.apply(paths))
+        if during is None and len(tokens_of(lines)) >= 250:
+            during = asyncio.create_task(replica.lines(PROMPT, 8))
+    assert update is not None
+    assert during is not None
+    report = await update
+    assert report["finished_old"] is True
+    assert versions_of(lines) == [last - 1] * 300
+    assert versions_of(await during) == [last] * 8, "what is new waits for the new version"
+
+
+async def test_an_audit_reads_every_live_weight_while_turns_run(replica: Replica) -> None:
+    await replica.admit()
+    turn = asyncio.create_task(replica.lines(PROMPT, 100))
+    status, report = await replica.call("weights/audit", {})
+    assert (status, report["flipped"], report["unjudged"]) == (200, [], [])
+    assert report["version"] == replica.engine.version
+    assert report["weights"] == sum(t.bits.size for t in replica.engine.active.values())
+    assert len(tokens_of(await turn)) == 100
 
 
 async def test_a_frozen_guest_still_takes_a_version(replica: Replica) -> None:

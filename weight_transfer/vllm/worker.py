@@ -93,7 +93,11 @@ class WeightWorker:
     def rose_weights_digests(self) -> dict[str, Any]:
         """What an audit has to find: of each checkpoint tensor its digest and its size."""
         weights = self._rose()
-        return {"digests": dict(weights.digests), "elements": dict(weights.elements)}
+        return {
+            "version": weights.version,
+            "digests": dict(weights.digests),
+            "elements": dict(weights.elements),
+        }
 
     @names_errors
     def rose_weights_version(self) -> int:
