@@ -79,6 +79,7 @@ class Weights:
                 started_s = time.perf_counter()
                 report = await self._switch(on_update)
                 pause_s = time.perf_counter() - started_s
+            await self._call("rose_weights_settle")
             return report | {
                 "wire_bytes": staged["wire_bytes"],
                 "stage_s": staged["stage_s"],

@@ -16,6 +16,7 @@ from weight_transfer.kernels.mixing import _mix
 
 Bits = NDArray[np.unsignedinteger[Any]]
 Int64s = NDArray[np.int64]
+_BLOCK = 512
 
 
 @compiled
@@ -50,34 +51,24 @@ def locate(
 
 
 @compiled
-def exchange(
-    flat: Bits, places: Int64s, values: Bits, indices: Int64s, picked: Int64s
-) -> tuple[np.uint64, np.uint64, int]:
-    """Write values[picked] at `places` of `flat`, then read all of them back.
+def exchange(flat: Bits, places: NDArray[np.uint64], old: Bits, new: Bits) -> tuple[int, int]:
+    """Write `new` at `places` of `flat`, then read all of it back.
 
-    Returns (what the digest's sum lost, what it gained by what was read back, how many weights do
-    not read as they were written).
+    Returns (0 when all were `old`, 0 when all read as `new`). Bits say more than sums of them. Each
+    loop does one thing, so that the processor has many cache misses under way: this takes a third
+    of the time that a loop which reads, counts and writes takes.
     """
-    lost = np.uint64(0)
-    for k in range(places.size):
-        lost += _mix(np.uint64(indices[picked[k]]), np.uint64(flat[places[k]]))
-        flat[places[k]] = values[picked[k]]
-    gained = np.uint64(0)
-    wrong = 0
-    for k in range(places.size):
-        read = flat[places[k]]
-        gained += _mix(np.uint64(indices[picked[k]]), np.uint64(read))
-        wrong += np.int64(read != values[picked[k]])
-    return lost, gained, wrong
-
-
-@compiled
-def sum_picked(indices: Int64s, picked: Int64s, values: Bits) -> np.uint64:
-    """The digest's sum over values[picked] at indices[picked]."""
-    total = np.uint64(0)
-    for k in range(picked.size):
-        total += _mix(np.uint64(indices[picked[k]]), np.uint64(values[picked[k]]))
-    return total
+    stale = flat.dtype.type(0)
+    wrong = flat.dtype.type(0)
+    for start in range(0, places.size, _BLOCK):
+        stop = min(start + _BLOCK, places.size)
+        for k in range(start, stop):
+            stale |= flat[places[k]] ^ old[k]
+        for k in range(start, stop):
+            flat[places[k]] = new[k]
+        for k in range(start, stop):
+            wrong |= flat[places[k]] ^ new[k]
+    return np.int64(stale), np.int64(wrong)
 
 
 @compiled

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from weight_transfer.kernels.rectangles import exchange, sum_picked
-from weight_transfer.receiver import StagedTensor, StagedUpdate
+from weight_transfer.kernels.rectangles import exchange
+from weight_transfer.receiver import StagedUpdate
 from weight_transfer.tensors import Bits
 from weight_transfer.vllm.flat import flat_bits
 from weight_transfer.vllm.loader_map import LoaderMap
@@ -27,26 +27,24 @@ if TYPE_CHECKING:
 class Placed:
     """Changes of one checkpoint tensor that land in one parameter of this rank.
 
-    `picked` (into the tensor's changes) and `places` (into the parameter's memory) belong together.
-    `lost` and `gained`: what the checkpoint's digest loses and gains by these weights.
+    At `places` of the parameter's memory `old` becomes `new`, in the order of the checkpoint.
     """
 
+    tensor: str
     parameter: str
-    change: StagedTensor
-    picked: NDArray[np.int64]
     places: NDArray[np.int64]
-    lost: int
-    gained: int
+    old: Bits
+    new: Bits
     device: DevicePart | None
 
 
 @dataclass(frozen=True, slots=True)
 class DevicePart:
-    """Of a parameter on a device: what is uploaded before the pause begins."""
+    """The same on a parameter's device: uploaded before the pause begins."""
 
     places: torch.Tensor
-    new: torch.Tensor
     old: torch.Tensor
+    new: torch.Tensor
 
 
 def place(loader_map: LoaderMap, staged: StagedUpdate) -> tuple[Placed, ...]:
@@ -57,72 +55,65 @@ def place(loader_map: LoaderMap, staged: StagedUpdate) -> tuple[Placed, ...]:
             picked, places = rectangle.locate(change.indices)
             if not picked.size:
                 continue
-            lost = int(sum_picked(change.indices, picked, change.old_values))
-            gained = int(sum_picked(change.indices, picked, change.values))
+            old, new = change.old_values[picked], change.values[picked]
             live = loader_map.flat(rectangle.target)
-            device = None if live.device.type == "cpu" else _upload(change, picked, places, live)
-            found.append(Placed(rectangle.target, change, picked, places, lost, gained, device))
+            device = None if live.device.type == "cpu" else upload(places, old, new, live.device)
+            found.append(Placed(change.name, rectangle.target, places, old, new, device))
     return tuple(found)
 
 
 def write(loader_map: LoaderMap, placed: Sequence[Placed]) -> tuple[str, ...]:
-    """Write the new values; rerunning it is harmless.
+    """Write the new values.
 
     Returns the parameters that are not proven: what was overwritten was not the old version, or
-    what can be read there now is not the new one.
+    what can be read there now is not the new one. When both hold for all of them, and the digests
+    were right before, they are right now: the staged update's were checked against its manifest.
     """
-    unproven = []
-    for part in placed:
-        lost, gained, wrong = _exchange(loader_map, part, back=False)
-        if (lost, gained, wrong) != (part.lost, part.gained, 0):
-            unproven.append(part.parameter)
-    return tuple(unproven)
+    return tuple(
+        part.parameter
+        for part in placed
+        if _exchange(loader_map, part, part.old, part.new) != (0, 0)
+    )
 
 
 def write_back(loader_map: LoaderMap, placed: Sequence[Placed]) -> None:
-    """Write the old values."""
+    """Write the old values; rerunning it is harmless."""
     for part in placed:
-        _exchange(loader_map, part, back=True)
+        _exchange(loader_map, part, part.new, part.old)
 
 
-def _exchange(loader_map: LoaderMap, part: Placed, *, back: bool) -> tuple[int, int, int]:
-    """Returns (what the digest lost, what it gained, weights that do not read as written)."""
-    change = part.change
-    values = change.old_values if back else change.values
+def _exchange(loader_map: LoaderMap, part: Placed, old: Bits, new: Bits) -> tuple[int, int]:
+    """Returns (0 when all weights were `old`, 0 when all of them read as `new`)."""
     if part.device is not None:
-        return _exchange_on_device(loader_map, part, part.device, values, back=back)
+        uploaded = part.device
+        pair = (uploaded.old, uploaded.new) if new is part.new else (uploaded.new, uploaded.old)
+        return _exchange_on_device(loader_map.flat(part.parameter), uploaded.places, *pair)
     flat = flat_bits(loader_map.parameter(part.parameter))
-    lost, gained, wrong = exchange(flat, part.places, values, change.indices, part.picked)
-    return int(lost), int(gained), wrong
+    # Unsigned places spare the kernel the question whether they count from the end.
+    stale, wrong = exchange(flat, part.places.view(np.uint64), old, new)
+    return stale, wrong
 
 
 def _exchange_on_device(
-    loader_map: LoaderMap, part: Placed, uploaded: DevicePart, values: Bits, *, back: bool
-) -> tuple[int, int, int]:
-    """The same by torch. What is overwritten and what is read back come here, O(changed)."""
+    live: torch.Tensor, places: torch.Tensor, old: torch.Tensor, new: torch.Tensor
+) -> tuple[int, int]:
+    """The same by torch, all of it on the device."""
     import torch
 
-    live = loader_map.flat(part.parameter)
     with torch.inference_mode():
-        before = live.index_select(0, uploaded.places)
-        live.index_copy_(0, uploaded.places, uploaded.old if back else uploaded.new)
-        after = live.index_select(0, uploaded.places)
-    at = part.change.indices[part.picked]
-    everything = np.arange(at.size)
-    lost = sum_picked(at, everything, before.cpu().numpy().view(values.dtype))
-    read = after.cpu().numpy().view(values.dtype)
-    gained = sum_picked(at, everything, read)
-    return int(lost), int(gained), int(np.count_nonzero(read != values[part.picked]))
+        stale = (live.index_select(0, places) != old).sum()
+        live.index_copy_(0, places, new)
+        wrong = (live.index_select(0, places) != new).sum()
+    return int(stale), int(wrong)
 
 
-def _upload(
-    change: StagedTensor, picked: NDArray[np.int64], places: NDArray[np.int64], live: torch.Tensor
-) -> DevicePart:
+def upload(places: NDArray[np.int64], old: Bits, new: Bits, device: torch.device) -> DevicePart:
+    """Bring a part to a device."""
     import torch
 
-    signed = np.dtype(f"<i{change.values.itemsize}")
+    signed = np.dtype(f"<i{new.itemsize}")
     return DevicePart(
-        torch.from_numpy(places).to(live.device),
-        torch.from_numpy(change.values[picked].view(signed)).to(live.device),
-        torch.from_numpy(change.old_values[picked].view(signed)).to(live.device),
+        torch.from_numpy(places).to(device),
+        torch.from_numpy(old.view(signed)).to(device),
+        torch.from_numpy(new.view(signed)).to(device),
     )

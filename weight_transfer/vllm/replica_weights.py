@@ -54,16 +54,26 @@ class ReplicaWeights:
         self._receiver = Receiver(base)
         self._staging: Staging | None = None
         self._last: tuple[Prepared, LooseCopy] | None = None
+        self._unsettled: StagedUpdate | None = None
         self._claimed: int | None = None
 
     @property
     def version(self) -> int:
         """The active version (with the fault `stale_weights`: the claimed one)."""
-        return self._receiver.version if self._claimed is None else self._claimed
+        if self._claimed is not None:
+            return self._claimed
+        return self._unsettled.version if self._unsettled else self._receiver.version
+
+    def settle(self) -> None:
+        """Bring the checkpoint copy to the active version: what a pause need not wait for."""
+        update, self._unsettled = self._unsettled, None
+        if update is not None:
+            self._receiver.commit(update)
 
     @property
     def digests(self) -> Mapping[str, int]:
         """What each checkpoint tensor's digest has to be."""
+        self.settle()
         return self._receiver.digests
 
     @property
@@ -76,6 +86,7 @@ class ReplicaWeights:
         if self._staging is not None:
             self._staging.drop()
         self._last = None
+        self.settle()
         self._staging = Staging(lambda: self._decode(manifest_path, chunks_dir), self._prepare)
         return self._staging
 
@@ -106,7 +117,7 @@ class ReplicaWeights:
             return self._report(prepared, time.perf_counter() - started_s)
         if fault is faults.Fault.WRONG_CHUNK:
             write(self.map, place(self.map, faults.permuted(prepared.update)))
-            self._receiver.commit(prepared.update)
+            self._unsettled = prepared.update
             return self._report(prepared, time.perf_counter() - started_s)
         return self._activate(prepared)
 
@@ -115,8 +126,9 @@ class ReplicaWeights:
 
         Returns the active version.
         """
-        if self._last is not None and self._receiver.version == self._last[0].update.version:
-            self._revert(*self._last)
+        last, self._last = self._last, None
+        if last is not None and self.version == last[0].update.version:
+            self._revert(*last)
         return self.version
 
     def audit(self) -> Audit:
@@ -128,6 +140,7 @@ class ReplicaWeights:
 
         O(model), for one rank alone; only under a pause or between steps.
         """
+        self.settle()
         pieces = reference_in_pieces(self._engine, self._receiver.tensors, None, ())
         probe = compare(self._logits(), finish(pieces).logits)
         return not judge(self.audit().rest(), self.digests, self.elements).flipped, probe
@@ -152,7 +165,7 @@ class ReplicaWeights:
         loose = LooseCopy(self.map, prepared.reference.loose if prepared.update.tensors else {})
         try:
             unproven = write(self.map, prepared.placed) + loose.write()
-            self._receiver.commit(prepared.update)
+            self._unsettled = prepared.update
             applied_s = time.perf_counter()
             probe = compare(self._logits(), prepared.reference.logits)
         except BaseException:
@@ -171,7 +184,9 @@ class ReplicaWeights:
     def _revert(self, prepared: Prepared, loose: LooseCopy) -> None:
         write_back(self.map, prepared.placed)
         loose.write_back()
-        self._receiver.rollback(prepared.update)
+        if self._unsettled is None:
+            self._receiver.rollback(prepared.update)
+        self._unsettled = None
 
     def _report(
         self,

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from weight_transfer.chunk import decode_chunk, encode_chunk
 from weight_transfer.codec import Level
 from weight_transfer.digest import digest_of, updated
-from weight_transfer.kernels.rectangles import exchange, sum_picked
+from weight_transfer.kernels.rectangles import exchange
 from weight_transfer.tensors import Bits, TensorBits, unsigned
 from weight_transfer.vllm.rectangle import Rectangle
 
@@ -39,6 +39,5 @@ def warm_kernels(base: Mapping[str, TensorBits]) -> None:
 def _scatter(flat: Bits, indices: NDArray[np.int64], values: Bits) -> None:
     transposed = Rectangle("", "", 0, 0, (_ROWS, _COLUMNS), (_COLUMNS, 1), (1, _ROWS))
     picked, places = transposed.locate(indices)
-    sum_picked(indices, picked, values)
-    exchange(flat, places, values, indices, picked)
+    exchange(flat, places.view(np.uint64), values[picked], values[picked])
     transposed.digest_part(flat)

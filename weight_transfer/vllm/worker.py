@@ -77,6 +77,11 @@ class WeightWorker:
         return asdict(self._rose().commit())
 
     @names_errors
+    def rose_weights_settle(self) -> None:
+        """After the pause: bring the checkpoint copy to the version that was activated."""
+        self._rose().settle()
+
+    @names_errors
     def rose_weights_rollback(self) -> dict[str, Any]:
         """Take the last commit back under the same pause: another rank could not prove it."""
         return {"version": self._rose().rollback()}

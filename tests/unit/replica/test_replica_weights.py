@@ -63,7 +63,7 @@ async def test_a_version_is_staged_while_serving_and_stamped_under_the_pause() -
     engine = FakeWeightEngine()
     weights = made(engine)
     report = await weights.apply("m", "c")
-    assert engine.calls == ["init", *STAGED, "pause", "commit", "stamp 3", "resume"]
+    assert engine.calls == ["init", *STAGED, "pause", "commit", "stamp 3", "resume", "settle"]
     assert weights.version == report["version"] == 3
     assert report["pause_s"] >= 0
     await weights.apply("m", "c")
@@ -75,7 +75,7 @@ async def test_an_unproven_version_is_neither_stamped_nor_reported_as_active(pro
     engine = FakeWeightEngine(**{proof: False})
     weights = made(engine)
     assert (await weights.apply("m", "c"))[proof] is False
-    assert engine.calls == ["init", *STAGED, "pause", "commit", "resume"]
+    assert engine.calls == ["init", *STAGED, "pause", "commit", "resume", "settle"]
     assert weights.version == 0
     assert weights._turns.ages.current == 0
 
@@ -120,7 +120,7 @@ async def test_a_rank_that_cannot_prove_its_weights_takes_the_others_back() -> N
     engine = FakeWeightEngine(ranks=2, probe_ok=False)
     weights = made(engine)
     assert (await weights.apply("m", "c"))["probe_ok"] is False
-    assert engine.calls[-3:] == ["commit", "rollback", "resume"]
+    assert engine.calls[-4:] == ["commit", "rollback", "resume", "settle"]
     assert weights.version == 0
 
 

@@ -204,7 +204,7 @@ def test_the_path_of_devices_writes_and_proves_the_same(
     model = loaded(FakeEngineModel(), base)
     proved = prove(model, base)
     placed = tuple(
-        replace(p, device=applier._upload(p.change, p.picked, p.places, proved.flat(p.parameter)))
+        replace(p, device=applier.upload(p.places, p.old, p.new, torch.device("cpu")))
         for p in place(proved, staged)
     )
     assert write(proved, placed) == ()
