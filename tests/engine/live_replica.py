@@ -73,6 +73,10 @@ class Replica:
     async def lines(self, tokens: list[int], max_tokens: int, **how: Any) -> Lines:
         return [line async for line in self.stream(tokens, max_tokens, **how)]
 
+    async def prepared(self) -> None:
+        """Wait until an update would not have to wait for the worker's own start."""
+        assert (await self.call("weights/audit", {}))[0] == 200
+
     def publish(self, seed: int) -> dict[str, str]:
         """The next version, based on the newest published one; returns the body that applies it."""
         import torch
@@ -104,6 +108,14 @@ def tokens_of(lines: Lines) -> list[int]:
 
 def versions_of(lines: Lines) -> list[int]:
     return [line["version"] for line in lines for _ in line.get("token_ids", [])]
+
+
+def sampled(lines: Lines) -> list[tuple[int, float]]:
+    """Tokens with their logprobs, however they were cut into chunks."""
+    pairs = (
+        zip(line.get("token_ids", ()), line.get("logprobs", ()), strict=True) for line in lines
+    )
+    return [pair for pairs_of_line in pairs for pair in pairs_of_line]
 
 
 def first_logprob(lines: Lines) -> float:

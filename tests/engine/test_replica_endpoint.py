@@ -22,6 +22,7 @@ from live_replica import (
     environment,
     first_logprob,
     forge,
+    sampled,
     tokens_of,
     versions_of,
     wait_ready,
@@ -188,6 +189,7 @@ async def test_versions_switch_within_a_turn_and_old_caches_are_not_used(
     replica: Replica,
 ) -> None:
     await replica.admit()
+    await replica.prepared()
     published = [replica.publish(seed) for seed in (1, 2)]
     lines: Lines = []
     updates: list[asyncio.Task[dict[str, Any]]] = []
@@ -216,11 +218,12 @@ async def test_kept_kv_is_told_and_never_found_by_turns_of_the_new_version(
     replica: Replica,
 ) -> None:
     await replica.admit()
+    await replica.prepared()
     lines: Lines = []
     update: asyncio.Task[dict[str, Any]] | None = None
     async for line in replica.stream(PROMPT, 400):
         lines.append(line)
-        if update is None and len(lines) >= 3:
+        if update is None:
             paths = replica.publish(seed=80) | {"on_update": "keep"}
             update = asyncio.create_task(replica.apply(paths))
     assert update is not None
@@ -233,7 +236,7 @@ async def test_kept_kv_is_told_and_never_found_by_turns_of_the_new_version(
     after = [line for line in lines if line.get("version") == last]
     assert first_logprob(after) != first_logprob(fresh), "its KV was kept"
     again, apart = await replica.lines(PROMPT, 40), await replica.lines(PROMPT, 40, salt="apart")
-    assert again == apart, "the old prefix is not reused, though it is cached still"
+    assert sampled(again) == sampled(apart), "the old prefix is not found"
     assert all("oldest_version" not in line for line in again)
 
 
