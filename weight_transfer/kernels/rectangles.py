@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weight_transfer.kernels.jit import compiled
-from weight_transfer.kernels.mixing import _mix
+from weight_transfer.kernels.mixing import mix
+from weight_transfer.kernels.words import AHEAD, prefetch
 
 Bits = NDArray[np.unsignedinteger[Any]]
 Int64s = NDArray[np.int64]
@@ -63,6 +64,7 @@ def exchange(flat: Bits, places: NDArray[np.uint64], old: Bits, new: Bits) -> tu
     for start in range(0, places.size, _BLOCK):
         stop = min(start + _BLOCK, places.size)
         for k in range(start, stop):
+            prefetch(flat, np.int64(places[min(k + AHEAD, places.size - 1)]))
             stale |= flat[places[k]] ^ old[k]
         for k in range(start, stop):
             flat[places[k]] = new[k]
@@ -90,7 +92,7 @@ def sum_rectangle(
             source += at * sources[d]
             target += at * targets[d]
         for _ in range(shape[last]):
-            total += _mix(np.uint64(source), np.uint64(flat[target]))
+            total += mix(np.uint64(source), np.uint64(flat[target]))
             source += sources[last]
             target += targets[last]
     return total
