@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install check test unit demo bench-coserve bench-kv bench-host-overhead bench-weights protos lock clean
+.PHONY: install check test unit engine demo bench-coserve bench-kv bench-host-overhead bench-weights protos lock clean
 
 install: $(STAMP)
 
@@ -15,11 +15,14 @@ $(STAMP): requirements/cpu.txt pyproject.toml scripts/install
 check: install
 	scripts/check
 
+# In two processes: they need a core each. Engine tests need both.
 unit: install
-	$(BIN)/pytest -q -m "not engine" $(ARGS)
+	$(BIN)/pytest -q -m "not engine" -n 2 --dist worksteal $(ARGS)
 
-test: install
-	$(BIN)/pytest -q $(ARGS)
+engine: install
+	$(BIN)/pytest -q -m engine $(ARGS)
+
+test: unit engine
 
 demo: install
 	$(BIN)/rose demo $(ARGS)

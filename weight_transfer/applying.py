@@ -20,7 +20,7 @@ from weight_transfer.checkpoint import Checkpoint, parse_head, view
 from weight_transfer.chunk import Change, decode_chunk, parse_header
 from weight_transfer.delta import Delta, DeltaFile
 from weight_transfer.diffing import Progress, nothing_told, whole_digest
-from weight_transfer.digest import digest_of, updated
+from weight_transfer.digest import MODULUS, digest_of
 from weight_transfer.durable import draft
 from weight_transfer.errors import (
     ChunkFormatError,
@@ -28,7 +28,7 @@ from weight_transfer.errors import (
     DigestMismatchError,
     WrongBaseError,
 )
-from weight_transfer.kernels.mixing import scatter
+from weight_transfer.kernels.mixing import scatter_and_sum
 from weight_transfer.manifest import ChunkRef, TensorUpdate, hex_digest
 from weight_transfer.tensors import TensorBits
 
@@ -136,19 +136,18 @@ class _Chain:
         def decode(ref: ChunkRef) -> Change:
             return _decoded(delta, ref, tensor, before)
 
-        # A chunk reads its own rows alone: what others overwrite meanwhile is not among them.
+        # A chunk reads its own block alone: what others overwrite meanwhile is not among them.
         for change in self._pool.map(decode, update.chunks):
-            old = tensor.bits[change.indices]
-            digest = updated(digest, change.indices, old, change.values)
-            scatter(tensor.bits, change.indices, change.values)
-        if update.digest_after != hex_digest(digest):
+            digest += int(scatter_and_sum(tensor.bits, change.indices, change.values))
+        if update.digest_after != hex_digest(digest % MODULUS):
             raise DigestMismatchError(f"{delta.path}: {tensor.name} is not what was published")
 
 
 def _decoded(delta: Delta, ref: ChunkRef, tensor: TensorBits, digest: int) -> Change:
     encoded = delta.blob(ref.id)
     header = parse_header(encoded)
-    if (header.first_row, header.end_row) != ref.rows:
+    found = header.ref(ref.id)
+    if (found.rows, found.columns) != (ref.rows, ref.columns):
         raise ChunkFormatError(f"{delta.path}: chunk {ref.id} holds other rows than its index says")
     return decode_chunk(encoded, tensor, digest)
 

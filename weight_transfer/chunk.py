@@ -1,10 +1,11 @@
-"""Chunk: an encoded, immutable, self-describing row range of one tensor, named by its BLAKE3.
+"""Chunk: an encoded, immutable, self-describing block of one tensor, named by its BLAKE3.
 
 header (64 bytes, little-endian)
   magic "ROSC" | format u8 | encoding u8 | element width u8 | reserved u8 (0)
   first row u64 | end row u64 | row elements u64 | changed u64
-  base digest u64 (of the whole old tensor) | payload bytes u64 | reserved u64 (0)
-payload, see `codec`
+  base digest u64 (of the whole old tensor) | payload bytes u64
+  first column u32 | columns u32 (0, 0 where rows are whole)
+payload, see `codec`: of the block's weights, row by row
 """
 
 from __future__ import annotations
@@ -12,25 +13,33 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 
 import blake3
 import numpy as np
 from numpy.typing import NDArray
 
+from weight_transfer.blocks import Block, Range
 from weight_transfer.codec import Encoding, Level, decode_payload, encode_payload
+from weight_transfer.digest import block_growth
 from weight_transfer.errors import ChunkDigestError, ChunkFormatError, WrongBaseError
-from weight_transfer.tensors import Bits, TensorBits
+from weight_transfer.manifest import ChunkRef
+from weight_transfer.tensors import Bits, TensorBits, WeightClass
 
 MAGIC = b"ROSC"
 FORMAT = 1
 HEADER = struct.Struct("<4sBBBBQQQQQQQ")
+_COLUMN_BITS = 32
 DEFAULT_CHUNK_BYTES = 64 << 20
 """Dense bytes of one chunk; larger tensors are cut at row boundaries."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkHeader:
-    """What a chunk says of itself; rows are [first_row, end_row) of its tensor."""
+    """What a chunk says of itself; rows are [first_row, end_row) of its tensor.
+
+    `columns`: [first, end) of each row, None for all of them.
+    """
 
     encoding: Encoding
     width: int
@@ -40,11 +49,24 @@ class ChunkHeader:
     changed: int
     base_digest: int
     payload_bytes: int
+    columns: Range | None = None
 
     @property
-    def elements(self) -> slice:
-        """Flat range of the tensor that the chunk covers."""
-        return slice(self.first_row * self.row_elements, self.end_row * self.row_elements)
+    def block(self) -> Block:
+        """What of its tensor it covers."""
+        columns = (0, self.row_elements) if self.columns is None else self.columns
+        return Block((self.first_row, self.end_row), columns, self.row_elements)
+
+    def ref(self, name: str) -> ChunkRef:
+        """Return how a manifest lists this chunk under its name."""
+        return ChunkRef(
+            id=name,
+            rows=(self.first_row, self.end_row),
+            codec=self.encoding.name.lower(),
+            encoded_bytes=HEADER.size + self.payload_bytes,
+            changed=self.changed,
+            columns=self.columns,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,36 +113,83 @@ def encode_chunk(
     level: Level = Level.FAST,
 ) -> EncodedChunk:
     """Encode rows [a, b) of the step from `old` to `new`; `base_digest` is that of all of `old`."""
-    first, end = (row * old.row_elements for row in rows)
-    found = encode_payload(old.bits[first:end], new.bits[first:end], old.weight_class, level, first)
+    block = Block.of_rows(rows, old.row_elements)
+    before, after = block.cut(old.bits), block.cut(new.bits)
+    return encode_block(before, after, block, old.weight_class, base_digest, level)
+
+
+def encode_block(
+    old: Bits,
+    new: Bits,
+    block: Block,
+    kind: WeightClass,
+    base_digest: int,
+    level: Level = Level.FAST,
+) -> EncodedChunk:
+    """Encode a block's own weights, row by row; `base_digest` is that of its whole old tensor.
+
+    Raises ChunkFormatError for columns that a header cannot name.
+    """
+    if not block.is_whole_rows and block.columns[1] >> _COLUMN_BITS:
+        raise ChunkFormatError(f"columns {block.columns} end beyond 2^32; shard by rows instead")
+    found = encode_payload(old, new, kind, level, block.first)
+    # The codec takes a range for contiguous, and the digest wants each weight's own index.
+    growth = found.digest_change if block.is_whole_rows else block_growth(old, new, block)
     header = ChunkHeader(
         encoding=found.encoding,
-        width=old.bits.itemsize,
-        first_row=rows[0],
-        end_row=rows[1],
-        row_elements=old.row_elements,
+        width=old.itemsize,
+        first_row=block.rows[0],
+        end_row=block.rows[1],
+        row_elements=block.row_elements,
         changed=found.changed,
         base_digest=base_digest,
         payload_bytes=len(found.payload),
+        columns=None if block.is_whole_rows else block.columns,
     )
-    return EncodedChunk(header, _pack(header) + found.payload, found.digest_change)
+    return EncodedChunk(header, _pack(header) + found.payload, growth)
+
+
+def encode_nothing(shape: tuple[int, ...], ref: ChunkRef, width: int, base_digest: int) -> bytes:
+    """Return the chunk that says of a reference's block that nothing changed there."""
+    header = ChunkHeader(
+        encoding=Encoding.EMPTY,
+        width=width,
+        first_row=ref.rows[0],
+        end_row=ref.rows[1],
+        row_elements=prod(shape[1:]),
+        changed=0,
+        base_digest=base_digest,
+        payload_bytes=0,
+        columns=ref.columns,
+    )
+    return _pack(header)
 
 
 def parse_header(encoded: bytes) -> ChunkHeader:
     """Read and check the header of an untrusted chunk; raises ChunkFormatError."""
     if len(encoded) < HEADER.size:
         raise ChunkFormatError(f"{len(encoded)} bytes are shorter than a chunk's header")
-    magic, form, encoding, width, pad, *numbers, tail = HEADER.unpack_from(encoded)
-    if magic != MAGIC or form != FORMAT or pad or tail:
+    magic, form, encoding, width, pad, *numbers, stretch = HEADER.unpack_from(encoded)
+    if magic != MAGIC or form != FORMAT or pad:
         raise ChunkFormatError(f"not a chunk of format {FORMAT}; publisher and receiver differ?")
     if encoding not in tuple(Encoding) or width not in (1, 2, 4, 8):
         raise ChunkFormatError(f"unknown encoding {encoding} or element width {width}")
-    header = ChunkHeader(Encoding(encoding), width, *numbers)
+    header = ChunkHeader(Encoding(encoding), width, *[*numbers, _columns(stretch)])
     if len(encoded) != HEADER.size + header.payload_bytes:
         raise ChunkFormatError(f"chunk has {len(encoded)} bytes, its header promises others")
     if header.first_row >= header.end_row:
         raise ChunkFormatError(f"chunk covers no rows: {header.first_row}..{header.end_row}")
+    _check_columns(header)
     return header
+
+
+def _check_columns(header: ChunkHeader) -> None:
+    if header.columns is None:
+        return
+    first, end = header.columns
+    some = end - first < header.row_elements  # All of them have one way to be said.
+    if not (some and first < end <= header.row_elements):
+        raise ChunkFormatError(f"chunk covers columns {first}..{end} of {header.row_elements}")
 
 
 def decode_chunk(encoded: bytes, old: TensorBits, base_digest: int) -> Change:
@@ -137,12 +206,18 @@ def decode_chunk(encoded: bytes, old: TensorBits, base_digest: int) -> Change:
     if header.base_digest != base_digest:
         raise WrongBaseError(f"chunk of {old.name} was made for other weights; rebase first")
     payload = memoryview(encoded)[HEADER.size :]
-    base = old.bits[header.elements]
-    indices, values = decode_payload(header.encoding, header.changed, payload, base)
-    return Change(indices + header.elements.start, values)
+    base = header.block.cut(old.bits)
+    local, values = decode_payload(header.encoding, header.changed, payload, base)
+    return Change(header.block.flat(local), values)
+
+
+def _columns(stretch: int) -> Range | None:
+    first, count = stretch & ((1 << _COLUMN_BITS) - 1), stretch >> _COLUMN_BITS
+    return (first, first + count) if stretch else None
 
 
 def _pack(header: ChunkHeader) -> bytes:
+    first, end = header.columns or (0, 0)
     return HEADER.pack(
         MAGIC,
         FORMAT,
@@ -155,5 +230,5 @@ def _pack(header: ChunkHeader) -> bytes:
         header.changed,
         header.base_digest,
         header.payload_bytes,
-        0,
+        (end - first) << _COLUMN_BITS | first,
     )

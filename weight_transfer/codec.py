@@ -27,7 +27,6 @@ from weight_transfer.kernels.changes import (
     gaps_of,
     mark_changes,
 )
-from weight_transfer.kernels.mixing import sum_changes
 from weight_transfer.planes import PlaneReader, pack_plane, pack_planes, planes_needed
 from weight_transfer.tensors import Bits, WeightClass
 
@@ -68,12 +67,12 @@ def encode_payload(
     old: Bits, new: Bits, kind: WeightClass, level: Level = Level.FAST, first: int = 0
 ) -> Encoded:
     """Encode a range whose first weight has index `first` in its tensor, the smallest way."""
-    changes = find_changes(old, new, old.size // _SPARSE_SHARE)
-    if changes is None:
+    found = find_changes(old, new, old.size // _SPARSE_SHARE, first)
+    if found is None:
         return _crowded(old, new, first)
+    changes, growth = found.changes, found.digest_change
     if not changes.count:
         return Encoded(Encoding.EMPTY, 0, b"", 0)
-    growth = int(sum_changes(old, changes.gaps, changes.codes, first))
     compact = encode_compact(old, changes, kind) if level is Level.COMPACT else None
     # Beyond a few changes the table of classes costs nothing any more.
     if compact is not None and changes.count > _SURELY_COMPACT:

@@ -1,17 +1,21 @@
 """The compact payload: changes by class of the old weight, entropy coded.
 
 payload  head | classes | coded | raw
-head     class shift u8 | class bits u8 | lanes u8 | classes u16 | coded bytes u32 | raw bytes u32
-class    number u8 | Rice parameter u8 | changed weights u32, for each lane
+head     class shift u8 | class bits u8 | lowest u8 | highest u8 | classes u16 | coded bytes u32
+         | raw bytes u32
+class    number u8 | Rice parameter u8 | changed weights u32; the first class holds all weights from
+         lowest on, the last one all up to highest
 coded    range coder: the unary part of each rank gap, how long each change is, its second bit
 raw      bits, least significant first: low part of each rank gap, sign, low part of each change
-Changes come class by class, lane by lane. What is likely depends on the class alone, see
-`kernels.classes`; the receiver has the old weights and thereby the classes.
+Changes come class by class. What is likely depends on the class alone, see `kernels.classes`; the
+receiver has the old weights and thereby the classes.
 """
 
 from __future__ import annotations
 
 import struct
+from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,54 +26,64 @@ from weight_transfer.kernels import ranges
 from weight_transfer.kernels.changes import Bits, Changes
 from weight_transfer.tensors import WeightClass
 
-_HEAD = struct.Struct("<BBBHII")
-_CLASS = struct.Struct("<BB")
-_COUNT = np.dtype("<u4")
-# Shorter ranges have one lane: what lanes cost is then more than what they save.
-_LEAST_LANES = 1 << 16
+_HEAD = struct.Struct("<BBBBHII")
+_CLASS = struct.Struct("<BBI")
 _MOST_RICE = 30
+# Of all changes, those of the smallest and of the largest weights: each class is looked for in all.
+_RARE = 0.005
 
 
-class _Lanes:
-    """How a range of `size` weights is cut."""
+@dataclass(frozen=True, slots=True)
+class _Classes:
+    """Classes with changes, ascending, each with its Rice parameter and number of changes."""
 
-    def __init__(self, size: int) -> None:
-        self.count = kernels.LANES if size >= _LEAST_LANES else 1
-        self.size = -(-size // self.count)
+    lowest: int
+    highest: int
+    numbers: NDArray[np.uint8]
+    rice: list[int]
+    counts: NDArray[np.int64]
+
+    def ends(self) -> NDArray[np.uint8]:
+        """Which weights belong to the first class and to the last one."""
+        first, last = int(self.numbers[0]), int(self.numbers[-1])
+        return np.array([self.lowest, first, last, self.highest], np.uint8)
+
+    def starts(self) -> NDArray[np.int64]:
+        """Where each class begins."""
+        starts: NDArray[np.int64] = np.cumsum(self.counts) - self.counts
+        return starts
+
+    def parts(self) -> list[slice]:
+        """Where each class lies."""
+        ends = [0, *(int(end) for end in np.cumsum(self.counts))]
+        return [slice(a, b) for a, b in pairwise(ends)]
 
 
 def encode_compact(old: Bits, changes: Changes, kind: WeightClass) -> bytes:
     """Encode changes, at least one, of the range `old`."""
-    lanes = _Lanes(old.size)
-    counts = np.zeros((kernels.LANES, kernels.CLASSES), np.int64)
-    kernels.class_counts(old, changes.gaps, kind.shift, kind.mask, lanes.size, counts)
-    starts = _starts(counts)
+    counts = np.zeros(kernels.CLASSES, np.int64)
+    kernels.class_counts(old, changes.gaps, kind.shift, kind.mask, counts)
+    classes = _gathered(counts)
     gaps, codes = np.empty_like(changes.gaps), np.empty_like(changes.codes)
     kernels.by_class(
-        old, changes.gaps, changes.codes, kind.shift, kind.mask, lanes.size, starts, gaps, codes
+        old,
+        changes.gaps,
+        changes.codes,
+        kind.shift,
+        kind.mask,
+        classes.ends(),
+        classes.numbers,
+        classes.starts(),
+        gaps,
+        codes,
     )
-    # The kernel moved each start to its part's end.
-    present = [int(n) for n in np.flatnonzero(counts.any(axis=0))]
-    parts = {n: [slice(e - c, e) for e, c in zip(starts[:, n], counts[:, n], strict=True)]
-             for n in present}  # fmt: skip
-    rice = {n: _rice(gaps[parts[n][0].start : parts[n][-1].stop]) for n in present}
-    sizes = [kernels.size_of(gaps[p], codes[p], rice[n]) for n in present for p in parts[n]]
-    decisions, raw_bits = (sum(column) for column in zip(*sizes, strict=True))
-    coded = np.empty(decisions * ranges.WORST_BITS // 8 + 16, np.uint8)
-    raw = np.empty(raw_bits // 8 + 8, np.uint8)
-    state, bits = ranges.encoder(), np.zeros(3, np.int64)
-    for n in present:
-        odds, seen = ranges.contexts(kernels.CONTEXTS)
-        for part in parts[n]:
-            kernels.encode_class(
-                gaps[part], codes[part], rice[n], state, coded, bits, raw, odds, seen
-            )
-    coded = coded[: ranges.flush(state, coded)]
-    raw = raw[: kernels.finish_raw(bits, raw)]
-    head = _HEAD.pack(kind.shift, kind.bits, lanes.count, len(present), coded.size, raw.size)
-    table = b"".join(
-        _CLASS.pack(n, rice[n]) + counts[: lanes.count, n].astype(_COUNT).tobytes() for n in present
-    )
+    parts = classes.parts()
+    classes.rice.extend(_rice(gaps[part]) for part in parts)
+    coded, raw = _entropy_coded(gaps, codes, parts, classes.rice)
+    which = kind.shift, kind.bits, classes.lowest, classes.highest, classes.numbers.size
+    head = _HEAD.pack(*which, coded.size, raw.size)
+    rows = zip(classes.numbers, classes.rice, classes.counts, strict=True)
+    table = b"".join(_CLASS.pack(*row) for row in rows)
     return b"".join((head, table, coded.tobytes(), raw.tobytes()))
 
 
@@ -77,51 +91,81 @@ def decode_compact(payload: memoryview, changed: int, old: Bits) -> tuple[NDArra
     """Return (indices, new values). Raises ChunkFormatError for what no encoder writes."""
     if len(payload) < _HEAD.size:
         raise ChunkFormatError("compact chunk ends in its head; fetch it again")
-    shift, width, lane_count, present, coded_size, raw_size = _HEAD.unpack_from(payload)
-    kind, lanes = WeightClass(shift, width), _Lanes(old.size)
-    table_size = present * (_CLASS.size + lane_count * _COUNT.itemsize)
-    if lane_count != lanes.count or width > 8 or shift + width > 8 * old.itemsize:
+    shift, width, lowest, highest, present, coded_size, raw_size = _HEAD.unpack_from(payload)
+    table_size = present * _CLASS.size
+    if width > 8 or shift + width > 8 * old.itemsize:
         raise ChunkFormatError("compact chunk is not of weights like these; fetch it again")
     if len(payload) != _HEAD.size + table_size + coded_size + raw_size:
         raise ChunkFormatError("compact chunk has another length than its head says")
-    numbers, rice, counts = _table(payload[_HEAD.size :], present, lane_count, kind)
-    if int(counts.sum()) != changed or int(counts.max(initial=0)) > lanes.size:
+    kind = WeightClass(shift, width)
+    classes = _table(payload[_HEAD.size : _HEAD.size + table_size], kind, lowest, highest)
+    if int(classes.counts.sum()) != changed:
         raise ChunkFormatError("compact chunk counts other changes than its header")
     body = np.frombuffer(payload, np.uint8)[_HEAD.size + table_size :]
-    coded, raw = body[:coded_size], body[coded_size:]
-    gaps, codes = np.empty(changed, np.uint32), np.empty(changed, old.dtype)
-    starts = _starts(counts)
-    state, bits = np.zeros(5, np.int64), np.zeros(3, np.int64)
-    ranges.begin(state, coded)
-    for n, k in zip(numbers, rice, strict=True):
-        odds, seen = ranges.contexts(kernels.CONTEXTS)
-        for lane in range(lane_count):
-            part = slice(starts[lane, n], starts[lane, n] + counts[lane, n])
-            wrong = kernels.decode_class(
-                gaps[part], codes[part], k, lanes.size, state, coded, bits, raw, odds, seen
-            )
-            if wrong:
-                raise ChunkFormatError("compact chunk holds a gap or a change that cannot be")
-    if int(state[2]) != coded_size or int(bits[2]) != raw_size:
-        raise ChunkFormatError("compact chunk is longer or shorter than its changes")
+    gaps, codes = _entropy_decoded(body, coded_size, classes, changed, old)
     indices, values = np.empty(changed, np.int64), np.empty(changed, old.dtype)
-    by_lane = counts.sum(axis=1)
-    firsts = np.cumsum(by_lane) - by_lane
     wrong = kernels.place(
-        old, shift, kind.mask, lanes.size, gaps, codes, starts, counts, firsts, indices, values
+        old,
+        shift,
+        kind.mask,
+        classes.ends(),
+        classes.numbers,
+        gaps,
+        codes,
+        classes.starts(),
+        classes.counts,
+        indices,
+        values,
     )
     if wrong:
         raise ChunkFormatError("a changed index lies outside the chunk's rows")
     return indices, values
 
 
-def _starts(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Where each class of each lane begins: class by class, in it lane by lane."""
-    flat = counts.T.reshape(-1)
-    starts: NDArray[np.int64] = np.ascontiguousarray(
-        (np.cumsum(flat) - flat).reshape(counts.T.shape).T
-    )
-    return starts
+def _entropy_coded(
+    gaps: NDArray[np.uint32], codes: Bits, parts: list[slice], rice: list[int]
+) -> tuple[ranges.Bytes, ranges.Bytes]:
+    sizes = [kernels.size_of(gaps[p], codes[p], k) for p, k in zip(parts, rice, strict=True)]
+    decisions, raw_bits = (sum(column) for column in zip(*sizes, strict=True))
+    coded = np.empty(decisions * ranges.WORST_BITS // 8 + 16, np.uint8)
+    raw = np.empty(raw_bits // 8 + 8, np.uint8)
+    state, bits = ranges.encoder(), np.zeros(3, np.int64)
+    for part, k in zip(parts, rice, strict=True):
+        odds, seen = ranges.contexts(kernels.CONTEXTS)
+        kernels.encode_class(gaps[part], codes[part], k, state, coded, bits, raw, odds, seen)
+    return coded[: ranges.flush(state, coded)], raw[: kernels.finish_raw(bits, raw)]
+
+
+def _entropy_decoded(
+    body: ranges.Bytes, coded_size: int, classes: _Classes, changed: int, old: Bits
+) -> tuple[NDArray[np.uint32], Bits]:
+    coded, raw = body[:coded_size], body[coded_size:]
+    gaps, codes = np.empty(changed, np.uint32), np.empty(changed, old.dtype)
+    state, bits = np.zeros(5, np.int64), np.zeros(3, np.int64)
+    ranges.begin(state, coded)
+    for part, k in zip(classes.parts(), classes.rice, strict=True):
+        odds, seen = ranges.contexts(kernels.CONTEXTS)
+        wrong = kernels.decode_class(
+            gaps[part], codes[part], k, old.size, state, coded, bits, raw, odds, seen
+        )
+        if wrong:
+            raise ChunkFormatError("compact chunk holds a gap or a change that cannot be")
+    if int(state[2]) != coded.size or int(bits[2]) != raw.size:
+        raise ChunkFormatError("compact chunk is longer or shorter than its changes")
+    return gaps, codes
+
+
+def _gathered(counts: NDArray[np.int64]) -> _Classes:
+    """Classes with changes; those at both ends that hold few are one with their neighbour."""
+    changed = np.flatnonzero(counts)
+    below, total = np.cumsum(counts), int(counts.sum())
+    first = int(np.searchsorted(below, total * _RARE, side="right"))
+    last = max(first, int(np.searchsorted(below, total * (1 - _RARE))))
+    gathered = counts.copy()
+    gathered[first] += gathered[:first].sum()
+    gathered[last] += gathered[last + 1 :].sum()
+    numbers = (first + np.flatnonzero(gathered[first : last + 1])).astype(np.uint8)
+    return _Classes(int(changed[0]), int(changed[-1]), numbers, [], gathered[numbers])
 
 
 def _rice(gaps: NDArray[np.uint32]) -> int:
@@ -129,18 +173,13 @@ def _rice(gaps: NDArray[np.uint32]) -> int:
     return min(_MOST_RICE, max(0, int(float(gaps.mean()) * 0.7).bit_length() - 1))
 
 
-def _table(
-    table: memoryview, present: int, lanes: int, kind: WeightClass
-) -> tuple[list[int], list[int], NDArray[np.int64]]:
-    counts = np.zeros((kernels.LANES, kernels.CLASSES), np.int64)
-    numbers: list[int] = []
-    rice: list[int] = []
-    size = _CLASS.size + lanes * _COUNT.itemsize
-    for at in range(0, present * size, size):
-        number, k = _CLASS.unpack_from(table, at)
-        if number > kind.mask or k > _MOST_RICE or (numbers and number <= numbers[-1]):
-            raise ChunkFormatError("compact chunk lists a class that cannot be")
-        numbers.append(number)
-        rice.append(k)
-        counts[:lanes, number] = np.frombuffer(table, _COUNT, lanes, at + _CLASS.size)
-    return numbers, rice, counts
+def _table(table: memoryview, kind: WeightClass, lowest: int, highest: int) -> _Classes:
+    rows = list(_CLASS.iter_unpack(table))
+    numbers = [number for number, _, _ in rows]
+    order = [lowest, *numbers, highest, kind.mask]
+    if not rows or any(one > other for one, other in pairwise(order)):
+        raise ChunkFormatError("compact chunk lists its classes in no order")
+    if len(set(numbers)) != len(rows) or any(k > _MOST_RICE or not n for _, k, n in rows):
+        raise ChunkFormatError("compact chunk lists a class that cannot be")
+    counts = np.array([count for _, _, count in rows], np.int64)
+    return _Classes(lowest, highest, np.array(numbers, np.uint8), [k for _, k, _ in rows], counts)

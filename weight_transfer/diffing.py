@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, TypeVar
@@ -28,6 +27,7 @@ from weight_transfer.durable import draft
 from weight_transfer.errors import TensorFormatError
 from weight_transfer.manifest import ChunkRef, TensorUpdate, hex_digest
 from weight_transfer.tensors import TensorBits, zeros_like
+from weight_transfer.threads import in_order
 
 Progress = Callable[[int], None]
 """Told how many bytes of the new checkpoint are done since the last call."""
@@ -144,15 +144,7 @@ class _Writer:
         for chunk in self._encoded(old, new, ranges, before):
             header, encoded = chunk.header, chunk.encoded
             after = (after + chunk.digest_change) % MODULUS
-            chunks.append(
-                ChunkRef(
-                    id=chunk_id(encoded),
-                    rows=(header.first_row, header.end_row),
-                    codec=header.encoding.name.lower(),
-                    encoded_bytes=len(encoded),
-                    changed=header.changed,
-                )
-            )
+            chunks.append(header.ref(chunk_id(encoded)))
             if header.changed:
                 self._blob(encoded)
             else:
@@ -201,14 +193,7 @@ class _Writer:
     def _in_threads(
         self, work: Callable[[Rows], Result], items: Iterable[Rows]
     ) -> Iterator[Result]:
-        """Results in order; as many at once as there are threads, so that few wait in memory."""
-        pending: deque[Future[Result]] = deque()
-        for item in items:
-            pending.append(self._pool.submit(work, item))
-            if len(pending) > self._settings.threads:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
+        return in_order(self._pool, self._settings.threads, work, items)
 
 
 def _part(tensor: TensorBits, rows: Rows) -> int:

@@ -11,7 +11,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from weight_transfer.kernels.mixing import sum_all, sum_difference
+from weight_transfer.blocks import Block
+from weight_transfer.kernels.blocks import sum_block
+from weight_transfer.kernels.mixing import sum_all, sum_difference, sum_pending
 from weight_transfer.tensors import Bits
 
 MODULUS = 1 << 64
@@ -22,6 +24,18 @@ def digest_part(bits: Bits, first: int) -> int:
     return int(sum_all(bits, first))
 
 
+def block_part(bits: Bits, block: Block) -> int:
+    """Return what a block adds to the digest of its tensor; `bits` are its own, row by row."""
+    if block.is_whole_rows:
+        return digest_part(bits, block.first)
+    return int(sum_block(bits, block.first, block.width, block.row_elements))
+
+
+def block_growth(old: Bits, new: Bits, block: Block) -> int:
+    """Return what that part grows by when the block's own weights go from `old` to `new`."""
+    return (block_part(new, block) - block_part(old, block)) % MODULUS
+
+
 def digest_of(bits: Bits) -> int:
     """Return the digest of a whole tensor, 0 for an empty one."""
     return int(sum_all(bits, 0))
@@ -30,3 +44,8 @@ def digest_of(bits: Bits) -> int:
 def updated(digest: int, indices: NDArray[np.int64], old: Bits, new: Bits) -> int:
     """Return the digest after `bits[indices]` went from `old` to `new`; indices are distinct."""
     return (digest + int(sum_difference(indices, old, new))) % MODULUS
+
+
+def after_write(digest: int, bits: Bits, indices: NDArray[np.int64], values: Bits) -> int:
+    """Return the digest that `bits` will have once `values` are written to `indices`."""
+    return (digest + int(sum_pending(bits, indices, values))) % MODULUS

@@ -10,6 +10,7 @@ WeightError
 ├── ManifestError       a manifest is malformed or does not fit the model
 │   ├── SignatureError      it was not signed by the expected key
 │   └── ManifestExpired     its time is over
+├── ShardError          what ranks hold, or report, does not make a version
 ├── WrongBaseError      an update was made for other weights than the active ones
 ├── DigestMismatchError the weights after an update are not those the publisher computed
 ├── CatalogError        what is published does not lead to the wanted version
@@ -57,6 +58,10 @@ class SignatureError(ManifestError):
 
 class ManifestExpired(ManifestError):  # noqa: N818 -- reads as the state of the manifest
     """A manifest's time is over."""
+
+
+class ShardError(WeightError):
+    """What a trainer's ranks hold, or report, does not make a version."""
 
 
 class WrongBaseError(WeightError):

@@ -1,8 +1,9 @@
 """Manifest: what a version consists of, as signed canonical JSON.
 
 Canonical: keys sorted, no white space, ASCII. The signature covers the canonical bytes of
-everything but itself. A tensor's chunks tile its rows in order; a tensor that did not change
-is listed without chunks.
+everything but itself. A tensor's chunks are blocks of it, in order of (first row, first column),
+and cover it exactly once; a tensor that did not change is listed without chunks. What is not said
+has its usual meaning: no `columns` are all of them, no `origin` is where the manifest came from.
 """
 
 from __future__ import annotations
@@ -10,26 +11,43 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import isfinite
+from math import prod
 from typing import Any
 
+from weight_transfer.blocks import Range, tiling_fault
 from weight_transfer.errors import ManifestError
+from weight_transfer.plain import (
+    count_of,
+    hex_of,
+    list_of,
+    object_of,
+    range_of,
+    seconds_of,
+    string_of,
+)
 from weight_transfer.signing import SigningKey, VerifyKey
 
 CODEC = "fast-1"
 """Name of the chunk format of `chunk` and `codec`."""
 _MAX_JSON_BYTES = 64 << 20
+_MAX_DIMENSIONS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkRef:
-    """One chunk by name; `rows` is [first, end), `codec` its encoding in lower case."""
+    """One chunk by name; `rows` is [first, end), `codec` its encoding in lower case.
+
+    `columns`: [first, end) of each row's elements, None for all of them. `origin`: which of the
+    manifest's origins has it, None for where the manifest came from.
+    """
 
     id: str
-    rows: tuple[int, int]
+    rows: Range
     codec: str
     encoded_bytes: int
     changed: int
+    columns: Range | None = None
+    origin: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +67,7 @@ class Manifest:
     """One published version; times are wall-clock seconds.
 
     A base, all weights anew, is a version that names itself as its parent: its chunks build on
-    zeros.
+    zeros. `origins`: addresses of the stores that hold chunks, where they are several.
     """
 
     job: str
@@ -61,6 +79,7 @@ class Manifest:
     expires_s: float
     tensors: tuple[TensorUpdate, ...]
     signature: str = ""
+    origins: tuple[str, ...] = ()
 
     @property
     def chunks(self) -> tuple[ChunkRef, ...]:
@@ -109,11 +128,15 @@ class Manifest:
             raise ManifestError(f"not a manifest: {error!r}; fetch it again") from error
         if len({tensor.name for tensor in manifest.tensors}) != len(manifest.tensors):
             raise ManifestError("a tensor is listed twice; fetch the manifest again")
+        if any(c.origin >= len(manifest.origins) for c in manifest.chunks if c.origin is not None):
+            raise ManifestError("a chunk has an origin that is not listed")
         return manifest
 
     def _plain(self) -> dict[str, Any]:
         plain: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
         plain["tensors"] = [plain_tensor(tensor) for tensor in self.tensors]
+        if not self.origins:
+            del plain["origins"]
         return plain
 
 
@@ -129,97 +152,72 @@ def _dump(plain: Mapping[str, Any]) -> bytes:
 def plain_tensor(tensor: TensorUpdate) -> dict[str, Any]:
     """Return a tensor as JSON has it."""
     plain: dict[str, Any] = {name: getattr(tensor, name) for name in tensor.__slots__}
-    plain["chunks"] = [{n: getattr(c, n) for n in c.__slots__} for c in tensor.chunks]
+    plain["chunks"] = [plain_chunk(chunk) for chunk in tensor.chunks]
     return plain
 
 
-def _check_tiling(tensor: TensorUpdate) -> None:
-    at = 0
-    for chunk in tensor.chunks:
-        if chunk.rows[0] != at or chunk.rows[1] <= at:
-            raise ManifestError(f"{tensor.name}: chunks do not tile its rows at row {at}")
-        at = chunk.rows[1]
-    if tensor.chunks and at != (tensor.shape[0] if tensor.shape else 1):
-        raise ManifestError(f"{tensor.name}: chunks end at row {at} of shape {tensor.shape}")
-    if not tensor.chunks and tensor.digest_before != tensor.digest_after:
-        raise ManifestError(f"{tensor.name}: digests differ and no chunk says how")
+def plain_chunk(chunk: ChunkRef) -> dict[str, Any]:
+    """Return a chunk as JSON has it."""
+    values = ((name, getattr(chunk, name)) for name in chunk.__slots__)
+    return {name: value for name, value in values if value is not None}
+
+
+def check_tiling(tensor: TensorUpdate) -> None:
+    """Raise ManifestError unless the chunks cover the tensor once, or say that nothing changed."""
+    if not tensor.chunks:
+        if tensor.digest_before != tensor.digest_after:
+            raise ManifestError(f"{tensor.name}: digests differ and no chunk says how")
+        return
+    rows, row_elements = (tensor.shape[0] if tensor.shape else 1), prod(tensor.shape[1:])
+    every = 0, row_elements
+    blocks = ((c.rows, every if c.columns is None else c.columns) for c in tensor.chunks)
+    fault = tiling_fault(rows, row_elements, blocks)
+    if fault:
+        raise ManifestError(f"{tensor.name} {tensor.shape}: chunks do not tile it: {fault}")
 
 
 def _manifest(value: object) -> Manifest:
-    raw = _dict(value)
+    raw = object_of(value)
     return Manifest(
-        job=_str(raw["job"]),
-        version=_int(raw["version"]),
-        parent=_int(raw["parent"]),
-        codec=_str(raw["codec"]),
-        trainer=_str(raw["trainer"]),
-        created_s=_number(raw["created_s"]),
-        expires_s=_number(raw["expires_s"]),
-        tensors=tuple(tensor_update(tensor) for tensor in _list(raw["tensors"])),
-        signature=_str(raw["signature"]),
+        job=string_of(raw["job"]),
+        version=count_of(raw["version"]),
+        parent=count_of(raw["parent"]),
+        codec=string_of(raw["codec"]),
+        trainer=string_of(raw["trainer"]),
+        created_s=seconds_of(raw["created_s"]),
+        expires_s=seconds_of(raw["expires_s"]),
+        tensors=tuple(tensor_update(tensor) for tensor in list_of(raw["tensors"])),
+        signature=string_of(raw["signature"]),
+        origins=tuple(string_of(url) for url in list_of(raw.get("origins", []))),
     )
 
 
 def tensor_update(value: object) -> TensorUpdate:
     """Read one tensor of untrusted JSON; raises TypeError, ValueError, KeyError, ManifestError."""
-    raw = _dict(value)
+    raw = object_of(value)
     tensor = TensorUpdate(
-        name=_str(raw["name"]),
-        dtype=_str(raw["dtype"]),
-        shape=tuple(_int(n) for n in _list(raw["shape"])),
-        digest_before=_hex(raw["digest_before"], 16),
-        digest_after=_hex(raw["digest_after"], 16),
-        chunks=tuple(_chunk(chunk) for chunk in _list(raw["chunks"])),
+        name=string_of(raw["name"]),
+        dtype=string_of(raw["dtype"]),
+        shape=tuple(count_of(n) for n in list_of(raw["shape"])),
+        digest_before=hex_of(raw["digest_before"], 16),
+        digest_after=hex_of(raw["digest_after"], 16),
+        chunks=tuple(chunk_ref(chunk) for chunk in list_of(raw["chunks"])),
     )
-    _check_tiling(tensor)
+    if len(tensor.shape) > _MAX_DIMENSIONS:
+        raise ManifestError(f"{tensor.name} has {len(tensor.shape)} dimensions")
+    check_tiling(tensor)
     return tensor
 
 
-def _chunk(value: object) -> ChunkRef:
-    raw = _dict(value)
-    first, end = _list(raw["rows"])
+def chunk_ref(value: object) -> ChunkRef:
+    """Read one chunk of untrusted JSON; raises TypeError, ValueError, KeyError."""
+    raw = object_of(value)
     return ChunkRef(
-        id=_hex(raw["id"], 64),
-        rows=(_int(first), _int(end)),
-        codec=_str(raw["codec"]),
-        encoded_bytes=_int(raw["encoded_bytes"]),
-        changed=_int(raw["changed"]),
+        id=hex_of(raw["id"], 64),
+        rows=range_of(raw["rows"]),
+        codec=string_of(raw["codec"]),
+        encoded_bytes=count_of(raw["encoded_bytes"]),
+        changed=count_of(raw["changed"]),
+        columns=range_of(raw["columns"]) if "columns" in raw else None,
+        origin=count_of(raw["origin"]) if "origin" in raw else None,
     )
-
-
-def _dict(value: object) -> dict[str, object]:
-    if not isinstance(value, dict):
-        raise TypeError(f"{value!r:.80} is not an object")
-    return value
-
-
-def _list(value: object) -> list[object]:
-    if not isinstance(value, list):
-        raise TypeError(f"{value!r:.80} is not a list")
-    return value
-
-
-def _str(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r:.80} is not a string")
-    return value
-
-
-def _int(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 63:
-        raise TypeError(f"{value!r:.80} is not a count")
-    return value
-
-
-def _number(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
-        raise TypeError(f"{value!r:.80} is not a number of seconds")
-    return value
-
-
-def _hex(value: object, digits: int) -> str:
-    # Ids become file names: nothing but lower-case hex may pass.
-    text = _str(value)
-    if len(text) != digits or not set(text) <= set("0123456789abcdef"):
-        raise ValueError(f"{text!r:.80} is not {digits} hex digits")
-    return text

@@ -59,7 +59,7 @@ class Publisher:
             raise ManifestError(f"tensors differ: {sorted(old.keys() ^ new.keys())[:4]}")
         before = self._digests_of(parent, old)
         tensors = tuple(self._tensor(old[name], new[name], before[name]) for name in sorted(old))
-        return self._published(version, parent, tensors)
+        return self.publish_updates(version, parent, tensors)
 
     def publish_base(self, version: int, tensors: Mapping[str, TensorBits]) -> Manifest:
         """Publish all weights of a version, for those who join: its delta may be published too."""
@@ -67,9 +67,16 @@ class Publisher:
         for name in sorted(tensors):
             zeros = zeros_like(tensors[name])
             updates.append(self._tensor(zeros, tensors[name], digest_of(zeros.bits)))
-        return self._published(version, version, tuple(updates))
+        return self.publish_updates(version, version, tuple(updates))
 
-    def _published(self, version: int, parent: int, tensors: tuple[TensorUpdate, ...]) -> Manifest:
+    def publish_updates(
+        self,
+        version: int,
+        parent: int,
+        tensors: tuple[TensorUpdate, ...],
+        origins: tuple[str, ...] = (),
+    ) -> Manifest:
+        """Sign and publish what is encoded and durable, here or where `origins` say."""
         now_s = self._clock()
         manifest = Manifest(
             job=self._job,
@@ -80,6 +87,7 @@ class Publisher:
             created_s=now_s,
             expires_s=now_s + self._lifetime_s,
             tensors=tensors,
+            origins=origins,
         ).signed(self._key)
         self._store.put_manifest(manifest)
         self._known = version, {t.name: int(t.digest_after, 16) for t in tensors}
@@ -107,11 +115,4 @@ class Publisher:
         )
 
     def _stored(self, chunk: EncodedChunk) -> ChunkRef:
-        header = chunk.header
-        return ChunkRef(
-            id=self._store.put(chunk.encoded),
-            rows=(header.first_row, header.end_row),
-            codec=header.encoding.name.lower(),
-            encoded_bytes=len(chunk.encoded),
-            changed=header.changed,
-        )
+        return chunk.header.ref(self._store.put(chunk.encoded))

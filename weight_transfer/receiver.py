@@ -9,13 +9,13 @@ rollback  the same with the old values
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from weight_transfer.chunk import check_id, decode_chunk, parse_header
-from weight_transfer.digest import digest_of, updated
+from weight_transfer.digest import after_write, digest_of
 from weight_transfer.errors import (
     ChunkFormatError,
     ChunkMissingError,
@@ -184,7 +184,7 @@ class Receiver:
             scratch, after = self._replayed(active, updates, chunks, based=based)
             found = find_changes(active.bits, scratch, active.bits.size)
             assert found is not None
-            indices, values = apply_changes(active.bits, found)
+            indices, values = apply_changes(active.bits, found.changes)
         old_values = active.bits[indices]
         return StagedTensor(active.name, indices, values, old_values, digest, after)
 
@@ -225,7 +225,10 @@ def _changed(
     changes = [decode_chunk(_fetch(ref, chunks), old, digest) for ref in update.chunks]
     indices = np.concatenate([np.zeros(0, np.int64), *(c.indices for c in changes)])
     values = np.concatenate([old.bits[:0], *(c.values for c in changes)])
-    after = updated(digest, indices, old.bits[indices], values)
+    if any(ref.columns for ref in update.chunks):
+        order = np.argsort(indices, kind="stable")  # Quick where it meets ascending runs.
+        indices, values = indices[order], values[order]
+    after = after_write(digest, old.bits, indices, values)
     if update.digest_after != hex_digest(after):
         raise DigestMismatchError(f"{old.name}: decoded weights are not the published ones")
     return _Changed(indices, values, after)
@@ -237,8 +240,7 @@ def _fetch(ref: ChunkRef, chunks: Mapping[str, bytes]) -> bytes:
         raise ChunkMissingError(f"chunk {ref.id} was not handed in; fetch it first")
     check_id(ref.id, encoded)
     header = parse_header(encoded)
-    rows, codec = (header.first_row, header.end_row), header.encoding.name.lower()
-    found = ChunkRef(ref.id, rows, codec, len(encoded), header.changed)
-    if found != ref:
+    found = header.ref(ref.id)
+    if found != replace(ref, origin=None):
         raise ChunkFormatError(f"chunk {ref.id} holds {found}, its manifest says otherwise")
     return encoded

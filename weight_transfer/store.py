@@ -89,9 +89,12 @@ class ChunkStore:
             (self.chunks_dir / name).unlink(missing_ok=True)
         return damaged
 
-    def put_manifest(self, manifest: Manifest) -> Path:
-        """Publish a version: refused unless every chunk is durable, final once written."""
-        missing = [chunk.id for chunk in manifest.chunks if not self.has(chunk.id)]
+    def put_manifest(self, manifest: Manifest, origin: int | None = None) -> Path:
+        """Publish a version: refused unless every chunk is durable, final once written.
+
+        Chunks of other origins than this store's are vouched for by the ranks that put them there.
+        """
+        missing = [c.id for c in manifest.chunks if c.origin == origin and not self.has(c.id)]
         if missing:
             raise StoreError(
                 f"version {manifest.version}: {len(missing)} chunks are not stored, "
@@ -150,7 +153,7 @@ class ChunkStore:
         kept = [self.get_manifest(version, base=True) for version in self.bases()]
         kept += [self.get_manifest(version) for version in self.versions()]
         suspects -= {chunk.id for manifest in kept for chunk in manifest.chunks}
-        return freed + sum(_remove(self.chunks_dir / name) for name in suspects)
+        return freed + sum(_remove(self.chunks_dir / name) for name in suspects if self.has(name))
 
     def files(self) -> list[StoredFile]:
         """Everything here that is whole."""
@@ -185,14 +188,20 @@ def read_chunk(chunks_dir: Path, name: str) -> bytes:
 
 def _write_durably(path: Path, raw: bytes) -> None:
     """Write a temporary file, sync it, rename it, sync the directory: all or nothing."""
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=DRAFT)
+    temporary: Path | None = None
     try:
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=DRAFT)
+        temporary = Path(name)
         with os.fdopen(descriptor, "wb") as file:
             file.write(raw)
             file.flush()
             os.fsync(file.fileno())
-        Path(temporary).replace(path)
-    except OSError:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    sync(path.parent)
+        temporary.replace(path)
+        sync(path.parent)
+    except OSError as error:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
+        raise StoreError(
+            f"{path.parent} does not take {len(raw)} bytes: {error.strerror}; make room and "
+            "publish again"
+        ) from error

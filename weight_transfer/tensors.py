@@ -103,7 +103,12 @@ class TensorBits:
     @property
     def weight_class(self) -> WeightClass:
         """What tells its weights' coarseness; integers have one class."""
-        return _EXPONENTS.get(self.dtype, WeightClass(0, 0))
+        return weight_class_of(self.dtype)
+
+
+def weight_class_of(dtype: str) -> WeightClass:
+    """What tells the coarseness of weights of a dtype; integers have one class."""
+    return _EXPONENTS.get(dtype, WeightClass(0, 0))
 
 
 def bits_of(tensor: torch.Tensor) -> Bits:

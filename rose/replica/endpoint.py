@@ -3,6 +3,7 @@
 POST /rose/v1/generate        tokens in, stamped tokens out
 POST /rose/v1/drain | admit   lease epochs open and close admission
 POST /rose/v1/weights/apply   the next policy version
+POST /rose/v1/weights/audit   digests of everything that is live
 GET  /rose/v1/state
 """
 
@@ -57,6 +58,7 @@ class ReplicaEndpoint:
             Route("/rose/v1/drain", self._drain, methods=["POST"]),
             Route("/rose/v1/admit", self._admit, methods=["POST"]),
             Route("/rose/v1/weights/apply", self._apply, methods=["POST"]),
+            Route("/rose/v1/weights/audit", self._audit, methods=["POST"]),
             Route("/rose/v1/state", self._state, methods=["GET"]),
         ]
 
@@ -71,13 +73,14 @@ class ReplicaEndpoint:
             return
         setattr(state, STATE_NAME, self._generate)
         self._turns = self._generate.turns = Turns(engine_client)
-        self._weights = Weights(engine_client, str(args.model))
+        self._weights = Weights(engine_client, str(args.model), self._turns)
         cache = engine_client.vllm_config.cache_config
         self._kv_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
         self._kv_waker = KvWaker(engine_client)
         self._kv_waker.start()
         self._warm_up = WarmUp(engine_client)
         self._warm_up.start()
+        self._weights.start()
 
     async def _drain(self, request: Request) -> Response:
         try:
@@ -99,7 +102,7 @@ class ReplicaEndpoint:
         assert self._weights is not None
         try:
             body = _APPLY.decode(await request.body())
-            report = await self._weights.apply(body.paths, body.chunks)
+            report = await self._weights.apply(body.paths, body.chunks, body.on_update)
         except msgspec.MsgspecError as error:
             return _refused(error)
         except WrongBaseError as error:
@@ -114,6 +117,18 @@ class ReplicaEndpoint:
             return JSONResponse(report)
         self._admission.quarantine("a policy version failed its proof")
         return JSONResponse(report, status_code=422)
+
+    async def _audit(self, request: Request) -> Response:
+        del request
+        assert self._weights is not None
+        try:
+            report = await self._weights.audit()
+        except WeightError as error:
+            return _refusal(503, "no_audit", str(error))
+        if report["flipped"]:
+            self._admission.quarantine(f"live weights of {report['flipped'][0]} are wrong")
+            return JSONResponse(report, status_code=422)
+        return JSONResponse(report)
 
     async def _state(self, request: Request) -> Response:
         del request

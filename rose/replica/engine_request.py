@@ -16,6 +16,7 @@ from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+from rose.replica.kv_ages import KvAges
 from rose.replica.versions import Start, split_spans
 from rose.replica.wire import Chunk, GenerateBody, Sampling
 
@@ -43,22 +44,36 @@ class Delta:
 class EngineRequest:
     """A registered request. Read it with `next` until it finishes, else abort it."""
 
-    __slots__ = ("_collector", "_starts", "id", "tokens")
+    __slots__ = ("_ages", "_began", "_collector", "_starts", "id", "tokens")
 
-    def __init__(self, collector: Any, starts: Sequence[Start] | None) -> None:  # noqa: ANN401 - vLLM's RequestOutputCollector
+    def __init__(
+        self,
+        collector: Any,  # noqa: ANN401 - vLLM's RequestOutputCollector
+        starts: Sequence[Start] | None,
+        ages: KvAges,
+        began: int,
+    ) -> None:
         self._collector = collector
         self._starts = starts
+        self._ages = ages
+        self._began = began
         self.id: str = collector.request_id
         self.tokens = 0
 
     @classmethod
-    async def start(cls, engine: Any, body: GenerateBody) -> Self:  # noqa: ANN401 - vLLM's AsyncLLM
+    async def start(
+        cls,
+        engine: Any,  # noqa: ANN401 - vLLM's AsyncLLM
+        body: GenerateBody,
+        ages: KvAges,
+    ) -> Self:
         """Hand a turn to the engine. Raises RequestRefusedError for what the engine refuses."""
         _check_stops(engine, body.sampling)
+        began, salt = ages.current, ages.salted(body.cache_salt)
         try:
             collector = await engine.add_request(
                 body.request_id,
-                tokens_input(body.token_ids, cache_salt=body.cache_salt),
+                tokens_input(body.token_ids, cache_salt=salt),
                 _parameters(body.sampling),
                 priority=body.priority,
             )
@@ -70,7 +85,8 @@ class EngineRequest:
             raise RequestRefusedError(_UNAVAILABLE, str(error)) from error
         # No state: the request has ended already, and its only output carries its versions.
         state = engine.output_processor.request_states.get(collector.request_id)
-        return cls(collector, None if state is None else state.weight_version_starts)
+        starts = None if state is None else state.weight_version_starts
+        return cls(collector, starts, ages, began)
 
     async def next(self) -> Delta:
         """Wait for output; what came since the last call is merged.
@@ -93,8 +109,18 @@ class EngineRequest:
         first, self.tokens = self.tokens, self.tokens + len(tokens)
         spans = split_spans(self._version_starts(completion), first, len(tokens))
         if len(spans) == 1:
-            return [Chunk(tokens, logprobs, spans[0][0])]
-        return [Chunk(tokens[a:b], logprobs[a:b], version) for version, a, b in spans]
+            version = spans[0][0]
+            return [Chunk(tokens, logprobs, version, self._older(version))]
+        return [
+            Chunk(tokens[a:b], logprobs[a:b], version, self._older(version))
+            for version, a, b in spans
+        ]
+
+    def _older(self, version: int) -> int | None:
+        if version == self._began:
+            return None
+        oldest = self._ages.oldest(self._began, version)
+        return None if oldest == version else oldest
 
     def _version_starts(self, completion: Any) -> Sequence[Start]:  # noqa: ANN401 - vLLM's own
         if self._starts is not None:

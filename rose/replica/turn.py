@@ -9,6 +9,7 @@ from typing import Any
 
 from rose.replica.asgi import ClientGoneError
 from rose.replica.engine_request import ENGINE_FAILURES, EngineRequest, abort
+from rose.replica.kv_ages import KvAges
 from rose.replica.versions import UnknownVersionError
 from rose.replica.wire import Finish, GenerateBody, Record, encode_lines
 
@@ -16,15 +17,36 @@ from rose.replica.wire import Finish, GenerateBody, Record, encode_lines
 class Turn:
     """State of one turn; the stream around it owns the socket."""
 
-    __slots__ = ("_body", "_client_gone", "_engine", "ended", "request", "revoked")
+    __slots__ = (
+        "_ages",
+        "_body",
+        "_client_gone",
+        "_engine",
+        "begun",
+        "ended",
+        "request",
+        "revoked",
+    )
 
-    def __init__(self, engine: Any, body: GenerateBody) -> None:  # noqa: ANN401 - vLLM's AsyncLLM
+    def __init__(
+        self,
+        engine: Any,  # noqa: ANN401 - vLLM's AsyncLLM
+        body: GenerateBody,
+        ages: KvAges,
+    ) -> None:
         self._engine = engine
         self._body = body
+        self._ages = ages
         self._client_gone = False
+        self.begun = False
         self.request: EngineRequest | None = None
         self.revoked = False
         self.ended = False
+
+    @property
+    def over(self) -> bool:
+        """Whether there is nothing left to begin: it was revoked, or its client is gone."""
+        return self.revoked or self._client_gone
 
     @property
     def tokens(self) -> int:
@@ -33,7 +55,10 @@ class Turn:
 
     async def start(self) -> None:
         """Hand the turn to the engine. Raises RequestRefusedError or ClientGoneError."""
-        self.request = await EngineRequest.start(self._engine, self._body)
+        if self._client_gone:
+            raise ClientGoneError("the client left before its turn began")
+        self.begun = True
+        self.request = await EngineRequest.start(self._engine, self._body, self._ages)
         if self._client_gone:
             raise ClientGoneError("the client left before its turn started")
         if self.revoked:

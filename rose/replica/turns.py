@@ -7,6 +7,8 @@ from starlette.types import Message, Receive, Send
 
 from rose.replica.asgi import ClientGoneError, refuse, until_gone
 from rose.replica.engine_request import RequestRefusedError, abort
+from rose.replica.hold import Hold
+from rose.replica.kv_ages import KvAges
 from rose.replica.turn import Turn
 from rose.replica.wire import GenerateBody
 
@@ -24,6 +26,9 @@ class Turns:
         self._engine = engine
         self._live: set[Turn] = set()
         self._past_tokens = 0
+        self._left = asyncio.Event()
+        self.hold = Hold()
+        self.ages = KvAges()
 
     @property
     def running(self) -> int:
@@ -42,7 +47,7 @@ class Turns:
 
     def open(self, body: GenerateBody) -> Turn:
         """Take on a turn; from here on a drain finds it."""
-        turn = Turn(self._engine, body)
+        turn = Turn(self._engine, body, self.ages)
         self._live.add(turn)
         return turn
 
@@ -51,14 +56,31 @@ class Turns:
         turns = [turn for turn in self._live if not turn.revoked and not turn.ended]
         for turn in turns:
             turn.revoked = True
+        self.hold.look_again()
         await abort(self._engine, [turn.request for turn in turns if turn.request is not None])
         return len(turns)
+
+    async def all_ended(self, limit_s: float) -> bool:
+        """Wait until no turn is in the engine; False when some are after `limit_s` seconds.
+
+        Close the hold first, or new ones take their places.
+        """
+        try:
+            async with asyncio.timeout(limit_s):
+                while any(turn.begun and not turn.ended for turn in self._live):
+                    self._left.clear()
+                    await self._left.wait()
+        except TimeoutError:
+            return False
+        return True
 
     async def serve(self, turn: Turn, receive: Receive, send: Send) -> None:
         """Stream a turn; a client that goes away ends it."""
         watch = asyncio.create_task(until_gone(receive))
         watch.add_done_callback(turn.client_left)
+        watch.add_done_callback(lambda _: self.hold.look_again())
         try:
+            await self.hold.passed(lambda: turn.over)
             await turn.start()
             await _stream(turn, send)
         except RequestRefusedError as error:
@@ -72,6 +94,7 @@ class Turns:
             self._live.discard(turn)
             self._past_tokens += turn.tokens
             await turn.close()
+            self._left.set()
 
 
 async def _stream(turn: Turn, send: Send) -> None:

@@ -21,6 +21,7 @@ from typing import Any, Final, Self
 from executor import ControlPage, PageError
 from executor.vllm.settings import WARM_UP
 from rose.replica.engine_request import ENGINE_FAILURES, EngineRequest, RequestRefusedError, abort
+from rose.replica.kv_ages import KvAges
 from rose.replica.versions import UnknownVersionError
 from rose.replica.wire import GenerateBody, Sampling
 
@@ -128,7 +129,9 @@ class WarmUp:
         turns: list[asyncio.Task[None]] = []
         try:
             for number in range(sequences):
-                request = await EngineRequest.start(self._engine, self._body(number, prompt))
+                request = await EngineRequest.start(
+                    self._engine, self._body(number, prompt), KvAges()
+                )
                 requests.append(request)
                 turns.append(asyncio.create_task(_finish(request)))
             while not (await asyncio.wait(turns, timeout=POLL_S))[0] >= set(turns):

@@ -1,5 +1,7 @@
 """Bodies and lines of the replica HTTP contract (docs/architecture.md)."""
 
+from enum import StrEnum
+
 import msgspec
 
 MAX_BODY_BYTES = 4 << 20
@@ -35,6 +37,19 @@ class EpochBody(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
+class OnUpdate(StrEnum):
+    """What becomes of turns in flight when a version is activated.
+
+    finish_old  they end under the old version first, within a bound; then recompute
+    recompute   they go on under the new one, all of their KV computed anew
+    keep        they go on under the new one with the KV that they have
+    """
+
+    FINISH_OLD = "finish_old"
+    RECOMPUTE = "recompute"
+    KEEP = "keep"
+
+
 class ApplyBody(msgspec.Struct, frozen=True):
     """Body of `POST /rose/v1/weights/apply`: paths on this machine.
 
@@ -44,6 +59,7 @@ class ApplyBody(msgspec.Struct, frozen=True):
     chunks: str
     manifest: str = ""
     manifests: list[str] = []
+    on_update: OnUpdate = OnUpdate.RECOMPUTE
 
     @property
     def paths(self) -> list[str]:
@@ -51,12 +67,16 @@ class ApplyBody(msgspec.Struct, frozen=True):
         return self.manifests or ([self.manifest] if self.manifest else [])
 
 
-class Chunk(msgspec.Struct, frozen=True, gc=False):
-    """A line of a stream: tokens of one policy version with their logprobs."""
+class Chunk(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+    """A line of a stream: tokens of one policy version with their logprobs.
+
+    `oldest_version` of their KV, where it may be older than `version` (`OnUpdate.KEEP`).
+    """
 
     token_ids: list[int]
     logprobs: list[float]
     version: int
+    oldest_version: int | None = None
 
 
 class Finish(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +29,7 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_PLUGINS": "rose_unpacked",
+    "VLLM_PLUGINS": "rose_unpacked,rose",
 }
 
 
@@ -99,6 +100,17 @@ class Served:
         return self.finish()
 
 
+def install_plugins(folder: Path) -> None:
+    """What vLLM discovers is what this tree declares, whichever tree was installed."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    plugins = project["entry-points"]["vllm.general_plugins"]
+    info = folder / "rose_tree-0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: rose-tree\nVersion: 0\n")
+    lines = [f"{name} = {target}" for name, target in plugins.items()]
+    (info / "entry_points.txt").write_text("\n".join(["[vllm.general_plugins]", *lines]))
+
+
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     root = tmp_path_factory.mktemp("weights")
@@ -106,6 +118,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
         patch.delenv("ROSE_FAULT", raising=False)
+        install_plugins(root / "plugins")
+        patch.syspath_prepend(root / "plugins")
         save_tiny_model(root / "model", dtype="bfloat16")
         base = read_model_dir(root / "model")
         from vllm import LLM
@@ -119,6 +133,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
             max_model_len=512,
             distributed_executor_backend="vllm.v1.executor.uniproc_executor.UniProcExecutor",
             worker_extension_cls="weight_transfer.vllm.worker.WeightWorker",
+            weight_transfer_config={"backend": "rose"},
         )
         store, key = ChunkStore(root / "store"), SigningKey.generate()
         publisher = Publisher(store, job="test", trainer="test", key=key)
@@ -235,6 +250,51 @@ def test_an_update_for_other_weights_is_refused(served: Served) -> None:
     served.publisher.publish(90, 89, served.active, sgd_like(served.active, seed=4, size=1e-4))
     with pytest.raises(WrongBaseError):
         served.stage(90)
+    assert served.run(prove) == (True, True, 0.0)
+
+
+def test_an_update_is_prepared_between_the_engines_steps(served: Served) -> None:
+    served.publisher.publish(88, 4, served.active, sgd_like(served.active, seed=8, size=1e-4))
+    served.start(64)
+    before = served.run(prove)
+    manifests = [str(served.store.manifest_path(88))]
+    served.rpc("rose_weights_stage_begin", manifests, str(served.store.chunks_dir))
+    pieces = 0
+    while not served.rpc("rose_weights_stage_step", 1)["done"]:
+        pieces += 1
+        served.llm.llm_engine.step()
+    assert pieces >= 5, "a piece for each layer at least"
+    assert served.run(prove) == before == (True, True, 0.0), "nothing was written"
+    report = served.rpc("rose_weights_commit")
+    assert proofs_hold(report)
+    assert report["loose"] == 0
+    assert served.rpc("rose_weights_rollback") == {"version": 4}, "another rank could not prove it"
+    assert served.run(prove) == before
+    assert len(served.finish()) == 64
+
+
+def test_vllms_own_weight_calls_lead_to_the_same_weights(served: Served, tmp_path: Path) -> None:
+    before = served.greedy()
+    store, key = ChunkStore(tmp_path), SigningKey.generate()
+    publisher = Publisher(store, job="test", trainer="test", key=key)
+    new = sgd_like(served.base, seed=6, size=1e-3)
+    publisher.publish(1, 0, served.base, new)
+    publisher.publish(2, 1, new, served.base)
+    init = {"model_dir": str(served.model_dir), "verify_key": key.verify_key.hex}
+    served.rpc("init_weight_transfer_engine", init)
+    after = []
+    for version in (1, 2):
+        served.rpc("start_weight_update")
+        update = {"manifests": [str(store.manifest_path(version))], "chunks": str(store.chunks_dir)}
+        served.rpc("update_weights", update)
+        served.rpc("finish_weight_update")
+        served.llm.reset_prefix_cache()
+        after.append(served.greedy())
+    assert after[0] != before
+    assert after[1] == before
+    served.rpc("start_weight_update")
+    with pytest.raises(WrongBaseError):
+        served.rpc("update_weights", update)
     assert served.run(prove) == (True, True, 0.0)
 
 

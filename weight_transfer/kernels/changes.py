@@ -13,11 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weight_transfer.kernels.jit import compiled
+from weight_transfer.kernels.mixing import mix
+from weight_transfer.kernels.words import AHEAD, COMPARED, differing, prefetch, trailing_zeros
 
 Bits = NDArray[np.unsignedinteger[Any]]
-_WORD = 8
-# Words between two looks at what was found; their marks stay in the first level cache.
-_BLOCK = 2048
+# Weights compared before what differs is looked at; meanwhile the next ones are fetched.
+_BLOCK = 4096
 _OUTSIDE, _NOTHING = -1, -2
 
 
@@ -34,22 +35,26 @@ class Changes:
         return int(self.codes.size)
 
 
-def find_changes(old: Bits, new: Bits, room: int) -> Changes | None:
-    """Compare two flat ranges of one width; None when more than `room` weights changed."""
-    lanes = _WORD // old.itemsize
-    border = old.size // lanes * lanes
-    # Writes go ahead of what is found by the lanes of a block at most.
-    spare = min(room, old.size) + _BLOCK * lanes + 1
-    gaps = np.empty(spare, np.uint32)
-    codes = np.empty(spare, old.dtype)
-    found, following = _scan(
-        old[:border].view(np.uint64), new[:border].view(np.uint64), gaps, codes, room
-    )
-    if found >= 0:
-        found = _scan_tail(old[border:], new[border:], gaps, codes, found, following - border)
-    if not 0 <= found <= room:
+@dataclass(frozen=True, slots=True)
+class Found:
+    """All that changed. `digest_change`: what the tensor's digest grows by, mod 2^64."""
+
+    changes: Changes
+    digest_change: int
+
+
+def find_changes(old: Bits, new: Bits, room: int, first: int = 0) -> Found | None:
+    """Compare two flat ranges of one width; None when more than `room` weights changed.
+
+    `first`: index of their first weight in its tensor, which the digest depends on.
+    """
+    room = min(room, old.size)
+    gaps = np.empty(room + _BLOCK, np.uint32)
+    codes = np.empty(room + _BLOCK, old.dtype)
+    count, growth = _scan(old, new, gaps, codes, room, first)
+    if not 0 <= count <= room:
         return None
-    return Changes(gaps[:found], codes[:found])
+    return Found(Changes(gaps[:count], codes[:count]), int(growth))
 
 
 def apply_changes(old: Bits, changes: Changes) -> tuple[NDArray[np.int64], Bits]:
@@ -80,71 +85,106 @@ def gaps_of(bitmap: NDArray[np.uint8], size: int, count: int) -> NDArray[np.uint
 
 @compiled
 def _scan(
-    old: NDArray[np.uint64],
-    new: NDArray[np.uint64],
-    gaps: NDArray[np.uint32],
-    codes: Bits,
-    room: int,
-) -> tuple[int, int]:
-    """Returns (found, index after the last one); found is -1 when the room was too small.
+    old: Bits, new: Bits, gaps: NDArray[np.uint32], codes: Bits, room: int, first: int
+) -> tuple[int, np.uint64]:
+    """Returns (found, growth of the digest); found is -1 when the room was too small.
 
-    No branch depends on the data but the loop over words that differ: at 1 to 2% of changed
-    weights half of all branches on cache lines would be mispredicted.
+    Block by block: mark, list the marks that are not zero, list the weights, write what is kept of
+    them. Branches that depend on the data would be mispredicted for each change; there are none but
+    for weights that share a mark. All other loops are for the vector units.
     """
-    width = codes.itemsize
-    lanes = 8 // width
-    bits = np.uint64(8 * width)
-    mask = np.uint64(0xFFFFFFFFFFFFFFFF) >> (np.uint64(64) - bits)
-    one = np.uint64(1)
-    marks = np.empty(_BLOCK, np.uint32)
+    marks = np.empty(_BLOCK // COMPARED + 1, np.uint64)
+    places = np.empty(_BLOCK + 1, np.int32)
+    pairs = np.empty((2, _BLOCK), np.uint64)
+    growth = np.uint64(0)
     found = 0
-    following = 0
+    last = -1
     for start in range(0, old.size, _BLOCK):
-        stop = min(start + _BLOCK, old.size)
-        marked = 0
-        for word in range(start, stop):
-            marks[marked] = word - start
-            marked += np.int64(old[word] != new[word])
+        places[0] = last - start
+        count = _places_of(old, new, start, marks, places)
+        before, after = old[start : start + _BLOCK], new[start : start + _BLOCK]
+        _take(places, count, before, after, pairs)
+        _write_gaps(places, count, gaps[found:])
+        _write_codes(pairs, count, codes[found:])
+        growth += _growth(places, count, pairs, first + start)
+        found += count
+        last = start + np.int64(places[count])
         if found > room:
-            return -1, following
-        for k in range(marked):
-            word = start + np.int64(marks[k])
-            before = old[word]
-            after = new[word]
-            for lane in range(lanes):
-                shift = np.uint64(lane) * bits
-                delta = ((after >> shift) - (before >> shift)) & mask
-                sign = np.uint64(0) - (delta >> (bits - one))
-                index = word * lanes + lane
-                gaps[found] = index - following
-                codes[found] = ((delta << one) ^ sign) & mask
-                if delta != np.uint64(0):
-                    found += 1
-                    following = index + 1
-    return found, following
+            return -1, growth
+    return found, growth
 
 
 @compiled
-def _scan_tail(
-    old: Bits,
-    new: Bits,
-    gaps: NDArray[np.uint32],
-    codes: Bits,
-    found: int,
-    following: int,
+def _places_of(
+    old: Bits, new: Bits, start: int, marks: NDArray[np.uint64], places: NDArray[np.int32]
 ) -> int:
+    """List the weights of a block that differ from `places[1]` on; returns how many there are.
+
+    A mark in the making: COMPARED bits, above them where they belong.
+    """
+    size = min(_BLOCK, old.size - start)
+    whole = size // COMPARED
+    marked = 0
+    for k in range(whole):
+        at = start + k * COMPARED
+        ahead = min(at + _BLOCK, old.size - 1)
+        prefetch(old, ahead)
+        prefetch(new, ahead)
+        mark = differing(old, new, at)
+        marks[marked] = mark | (np.uint64(k) << np.uint64(COMPARED))
+        marked += np.int64(mark != np.uint64(0))
+    count = 0
+    for k in range(marked):
+        first = np.int64(marks[k] >> np.uint64(COMPARED)) * COMPARED
+        left = marks[k] & np.uint64((1 << COMPARED) - 1)
+        while True:
+            count += 1
+            places[count] = first + trailing_zeros(left)
+            left &= left - np.uint64(1)
+            if left == np.uint64(0):
+                break
+    for at in range(whole * COMPARED, size):
+        if old[start + at] != new[start + at]:
+            count += 1
+            places[count] = at
+    return count
+
+
+@compiled
+def _write_gaps(places: NDArray[np.int32], count: int, gaps: NDArray[np.uint32]) -> None:
+    for k in range(count):
+        gaps[k] = places[k + 1] - places[k] - 1
+
+
+@compiled
+def _take(
+    places: NDArray[np.int32], count: int, before: Bits, after: Bits, pairs: NDArray[np.uint64]
+) -> None:
+    for k in range(count):
+        at = places[k + 1]
+        pairs[0, k] = before[at]
+        pairs[1, k] = after[at]
+
+
+@compiled
+def _write_codes(pairs: NDArray[np.uint64], count: int, codes: Bits) -> None:
     bits = np.uint64(8 * codes.itemsize)
     mask = np.uint64(0xFFFFFFFFFFFFFFFF) >> (np.uint64(64) - bits)
     one = np.uint64(1)
-    for index in range(old.size):
-        if old[index] != new[index]:
-            delta = (np.uint64(new[index]) - np.uint64(old[index])) & mask
-            sign = np.uint64(0) - (delta >> (bits - one))
-            gaps[found] = index - following
-            codes[found] = ((delta << one) ^ sign) & mask
-            found += 1
-            following = index + 1
-    return found
+    for k in range(count):
+        delta = (pairs[1, k] - pairs[0, k]) & mask
+        codes[k] = (delta << one) ^ (np.uint64(0) - (delta >> (bits - one)))
+
+
+@compiled
+def _growth(
+    places: NDArray[np.int32], count: int, pairs: NDArray[np.uint64], first: int
+) -> np.uint64:
+    total = np.uint64(0)
+    for k in range(count):
+        index = np.uint64(first + np.int64(places[k + 1]))
+        total += mix(index, pairs[1, k]) - mix(index, pairs[0, k])
+    return total
 
 
 @compiled
@@ -155,15 +195,17 @@ def _expand(
     index = -1
     for k in range(gaps.size):
         index += np.int64(gaps[k]) + 1
-        if index >= old.size:
-            return _OUTSIDE
-        code = np.uint64(codes[k])
-        if code == np.uint64(0):
-            return _NOTHING
-        delta = (code >> one) ^ (np.uint64(0) - (code & one))
         indices[k] = index
-        values[k] = np.uint64(old[index]) + delta
-    return 0
+    if index >= old.size:
+        return _OUTSIDE
+    nothing = 0
+    for k in range(gaps.size):
+        prefetch(old, indices[min(k + AHEAD, gaps.size - 1)])
+        code = np.uint64(codes[k])
+        delta = (code >> one) ^ (np.uint64(0) - (code & one))
+        values[k] = np.uint64(old[indices[k]]) + delta
+        nothing |= np.int64(code == np.uint64(0))
+    return _NOTHING if nothing else 0
 
 
 @compiled

@@ -2,9 +2,8 @@
 
 A weight w flips in a step with probability about |Δw| / ulp(w), and ulp(w) depends on its exponent
 alone. So changed weights are counted among those of equal exponent: `rank gap` is the number of
-unchanged weights of the class between one changed weight and the next. A range is cut in lanes of
-equal length, each with ranks of its own, since following one class's counter after another is
-what decoding waits for.
+unchanged weights of the class between one changed weight and the next. Ranks are counted MATCHED
+weights at a time: those of a class are the set bits of one word.
 """
 
 from __future__ import annotations
@@ -16,28 +15,42 @@ from numpy.typing import NDArray
 
 from weight_transfer.kernels.jit import compiled
 from weight_transfer.kernels.ranges import Bytes, Contexts, Ints, get, put
+from weight_transfer.kernels.words import (
+    AHEAD,
+    MATCHED,
+    leading_zeros,
+    matching,
+    ones,
+    prefetch,
+    trailing_zeros,
+)
 
 Bits = NDArray[np.unsignedinteger[Any]]
 CLASSES = 256
-LANES = 4
 # Contexts of one class: unary part of a gap, length of a change, its second bit.
 _GAPS, _LENGTHS, _SECONDS = 0, 8, 32
 CONTEXTS = 40
 _MOST_LENGTH_CONTEXT, _MOST_SECOND_CONTEXT = 23, 7
-_NONE = np.int32(0x7FFFFFFF)
+_NEVER = 1 << 62
+# Weights whose classes are worked out at once.
+_STRETCH = 4096
 WRONG = -1
 
 
 @compiled
-def class_counts(
-    old: Bits, gaps: NDArray[np.uint32], shift: int, mask: int, lane_size: int, counts: Ints
-) -> None:
-    """Count the changed weights into `counts` [lanes, CLASSES]."""
+def class_counts(old: Bits, gaps: NDArray[np.uint32], shift: int, mask: int, counts: Ints) -> None:
+    """Count the changed weights into `counts` [CLASSES]."""
+    up, low = np.uint64(shift), np.uint64(mask)
+    ahead = -1
+    for k in range(min(AHEAD, gaps.size)):
+        ahead += np.int64(gaps[k]) + 1
     index = -1
     for k in range(gaps.size):
+        if k + AHEAD < gaps.size:
+            ahead += np.int64(gaps[k + AHEAD]) + 1
+        prefetch(old, ahead)
         index += np.int64(gaps[k]) + 1
-        kind = (np.uint64(old[index]) >> np.uint64(shift)) & np.uint64(mask)
-        counts[index // lane_size, np.int64(kind)] += 1
+        counts[(np.uint64(old[index]) >> up) & low] += 1
 
 
 @compiled
@@ -47,47 +60,58 @@ def by_class(
     codes: Bits,
     shift: int,
     mask: int,
-    lane_size: int,
+    ends: Bytes,
+    present: Bytes,
     starts: Ints,
     rank_gaps: NDArray[np.uint32],
     sorted_codes: Bits,
 ) -> None:
-    """Sort changes by lane and class; `starts` [lanes, CLASSES]: where each begins (used up).
+    """Sort changes by class; `starts` [present.size]: where each class begins (used up).
 
-    Four histograms take turns: one alone would wait for its own last write.
+    `ends`: see `_classes_of`.
     """
-    up, ones = np.uint64(shift), np.uint64(mask)
-    seen = np.zeros((4, CLASSES), np.int32)
-    following = np.zeros(CLASSES, np.int64)
-    lane, at, index = 0, 0, -1
-    for k in range(gaps.size):
-        index += np.int64(gaps[k]) + 1
-        while index >= (lane + 1) * lane_size:
-            lane += 1
-            at = lane * lane_size
-            seen[:] = 0
-            following[:] = 0
-        while at + 4 <= index:
-            seen[0, np.int64((np.uint64(old[at]) >> up) & ones)] += 1
-            seen[1, np.int64((np.uint64(old[at + 1]) >> up) & ones)] += 1
-            seen[2, np.int64((np.uint64(old[at + 2]) >> up) & ones)] += 1
-            seen[3, np.int64((np.uint64(old[at + 3]) >> up) & ones)] += 1
-            at += 4
-        while at < index:
-            seen[0, np.int64((np.uint64(old[at]) >> up) & ones)] += 1
-            at += 1
-        kind = np.int64((np.uint64(old[index]) >> up) & ones)
-        rank = (
-            np.int64(seen[0, kind])
-            + np.int64(seen[1, kind])
-            + np.int64(seen[2, kind])
-            + np.int64(seen[3, kind])
-        )
-        slot = starts[lane, kind]
-        rank_gaps[slot] = rank - following[kind]
-        sorted_codes[slot] = codes[k]
-        starts[lane, kind] = slot + 1
-        following[kind] = rank + 1
+    kinds = np.empty(_STRETCH, np.uint8)
+    number = np.zeros(CLASSES, np.int64)
+    for j in range(present.size):
+        number[present[j]] = j
+    # Weights of each class before the word at hand, and up to its last change.
+    before = np.zeros(present.size, np.int64)
+    following = np.zeros(present.size, np.int64)
+    k = 0
+    index = np.int64(gaps[0])
+    for first in range(0, old.size, _STRETCH):
+        stretch = old[first : first + _STRETCH]
+        _classes_of(stretch, shift, mask, ends, kinds)
+        for at in range(0, stretch.size, MATCHED):
+            while index < first + at + MATCHED:
+                place = index - first - at
+                kind = kinds[at + place]
+                lower = matching(kinds, at, kind) & (
+                    (np.uint64(1) << np.uint64(place)) - np.uint64(1)
+                )
+                j = number[kind]
+                rank = before[j] + ones(lower)
+                slot = starts[j]
+                rank_gaps[slot] = rank - following[j]
+                sorted_codes[slot] = codes[k]
+                starts[j] = slot + 1
+                following[j] = rank + 1
+                k += 1
+                if k == gaps.size:
+                    return
+                index += np.int64(gaps[k]) + 1
+            for j in range(present.size):
+                before[j] += ones(matching(kinds, at, present[j]))
+
+
+@compiled
+def _classes_of(weights: Bits, shift: int, mask: int, ends: Bytes, kinds: Bytes) -> None:
+    """`ends`: lowest, first, last, highest class; what lies between two of a side is one class."""
+    lowest, first, last, highest = ends[0], ends[1], ends[2], ends[3]
+    for k in range(weights.size):
+        kind = np.uint8((weights[k] >> shift) & mask)
+        raised = max(kind, first) if kind >= lowest else kind
+        kinds[k] = min(raised, last) if kind <= highest else kind
 
 
 @compiled
@@ -95,7 +119,8 @@ def size_of(rank_gaps: NDArray[np.uint32], codes: Bits, k: int) -> tuple[int, in
     """(decisions, raw bits) that coding these with Rice parameter `k` takes."""
     decisions, raw = 0, 0
     for at in range(rank_gaps.size):
-        length = _length(np.uint64(codes[at]))
+        code = np.uint64(codes[at])
+        length = _length((code >> np.uint64(1)) + (code & np.uint64(1)))
         decisions += (np.int64(rank_gaps[at]) >> k) + 1 + length + 1
         raw += k + 1 + max(0, length - 2)
     return decisions, raw
@@ -113,33 +138,41 @@ def encode_class(
     odds: Contexts,
     seen: Bytes,
 ) -> None:
-    """Append one lane of one class; `odds`, `seen`: its contexts."""
+    """Append one class; `odds`, `seen`: its contexts."""
     one = np.uint64(1)
+    most = 8 * codes.itemsize
+    low, width = state[0], state[1]
     for at in range(rank_gaps.size):
         gap = np.int64(rank_gaps[at])
         unary = gap >> k
         for step in range(unary):
-            put(state, coded, odds, seen, _GAPS + min(step, 7), 1)
-        put(state, coded, odds, seen, _GAPS + min(unary, 7), 0)
-        _put_raw(bits, raw, gap & ((1 << k) - 1), k)
+            low, width = put(low, width, state, coded, odds, seen, _GAPS + min(step, 7), 1)
+        low, width = put(low, width, state, coded, odds, seen, _GAPS + min(unary, 7), 0)
         code = np.uint64(codes[at])
         size = (code >> one) + (code & one)
-        _put_raw(bits, raw, np.int64(code & one), 1)
-        length = _length(code)
-        most = 8 * codes.itemsize
-        for step in range(1, length):
-            put(state, coded, odds, seen, _LENGTHS + min(step - 1, _MOST_LENGTH_CONTEXT), 1)
+        _put_raw(bits, raw, gap & ((1 << k) - 1) | (np.int64(code & one) << k), k + 1)
+        length = _length(size)
+        for step in range(length - 1):
+            place = _LENGTHS + min(step, _MOST_LENGTH_CONTEXT)
+            low, width = put(low, width, state, coded, odds, seen, place, 1)
         if length < most:
-            put(state, coded, odds, seen, _LENGTHS + min(length - 1, _MOST_LENGTH_CONTEXT), 0)
+            place = _LENGTHS + min(length - 1, _MOST_LENGTH_CONTEXT)
+            low, width = put(low, width, state, coded, odds, seen, place, 0)
         if length > 1:
             second = np.int64((size >> np.uint64(length - 2)) & one)
-            put(state, coded, odds, seen, _SECONDS + min(length - 2, _MOST_SECOND_CONTEXT), second)
-            rest = length - 2
-            while rest > 0:
-                part = min(rest, 32)
-                rest -= part
-                piece = (size >> np.uint64(rest)) & ((one << np.uint64(part)) - one)
-                _put_raw(bits, raw, np.int64(piece), part)
+            place = _SECONDS + min(length - 2, _MOST_SECOND_CONTEXT)
+            low, width = put(low, width, state, coded, odds, seen, place, second)
+            _put_rest(bits, raw, size, length - 2)
+    state[0], state[1] = low, width
+
+
+@compiled
+def _put_rest(bits: Ints, raw: Bytes, size: np.uint64, rest: int) -> None:
+    while rest > 0:
+        part = min(rest, 32)
+        rest -= part
+        piece = (size >> np.uint64(rest)) & ((np.uint64(1) << np.uint64(part)) - np.uint64(1))
+        _put_raw(bits, raw, np.int64(piece), part)
 
 
 @compiled
@@ -155,38 +188,46 @@ def decode_class(
     odds: Contexts,
     seen: Bytes,
 ) -> int:
-    """Fill one lane of one class; WRONG for what no encoder writes."""
+    """Fill one class; WRONG for what no encoder writes."""
     one = np.uint64(1)
     most = 8 * codes.itemsize
+    code, width = state[0], state[1]
     for at in range(rank_gaps.size):
         unary = 0
-        while get(state, coded, odds, seen, _GAPS + min(unary, 7)):
+        bit, code, width = get(code, width, state, coded, odds, seen, _GAPS)
+        while bit and unary << k <= most_gap:
             unary += 1
-            if unary << k > most_gap:
-                return WRONG
-        gap = (unary << k) | _get_raw(bits, raw, k)
-        if gap > most_gap:
-            return WRONG
+            bit, code, width = get(code, width, state, coded, odds, seen, _GAPS + min(unary, 7))
+        low = _get_raw(bits, raw, k + 1)
+        gap = (unary << k) | (low & ((1 << k) - 1))
         rank_gaps[at] = gap
-        negative = np.uint64(_get_raw(bits, raw, 1))
+        negative = np.uint64(low >> k)
         length = 1
-        while length < most and get(
-            state, coded, odds, seen, _LENGTHS + min(length - 1, _MOST_LENGTH_CONTEXT)
-        ):
-            length += 1
+        bit = np.int64(1)
+        while length < most and bit:
+            place = _LENGTHS + min(length - 1, _MOST_LENGTH_CONTEXT)
+            bit, code, width = get(code, width, state, coded, odds, seen, place)
+            length += bit
         size = one
         if length > 1:
-            second = get(state, coded, odds, seen, _SECONDS + min(length - 2, _MOST_SECOND_CONTEXT))
-            size = (size << one) | np.uint64(second)
-            rest = length - 2
-            while rest > 0:
-                part = min(rest, 32)
-                rest -= part
-                size = (size << np.uint64(part)) | np.uint64(_get_raw(bits, raw, part))
+            place = _SECONDS + min(length - 2, _MOST_SECOND_CONTEXT)
+            bit, code, width = get(code, width, state, coded, odds, seen, place)
+            size = (size << one) | np.uint64(bit)
+            size = _get_rest(bits, raw, size, length - 2)
         codes[at] = (size << one) - negative
-        if np.uint64(codes[at]) == np.uint64(0):
+        if gap > most_gap or np.uint64(codes[at]) == np.uint64(0):
             return WRONG
+    state[0], state[1] = code, width
     return 0
+
+
+@compiled
+def _get_rest(bits: Ints, raw: Bytes, size: np.uint64, rest: int) -> np.uint64:
+    while rest > 0:
+        part = min(rest, 32)
+        rest -= part
+        size = (size << np.uint64(part)) | np.uint64(_get_raw(bits, raw, part))
+    return size
 
 
 @compiled
@@ -205,115 +246,85 @@ def place(
     old: Bits,
     shift: int,
     mask: int,
-    lane_size: int,
+    ends: Bytes,
+    present: Bytes,
     rank_gaps: NDArray[np.uint32],
     codes: Bits,
     starts: Ints,
     counts: Ints,
-    firsts: Ints,
     indices: NDArray[np.int64],
     values: Bits,
 ) -> int:
-    """Walk all lanes at once and write (index, new value) of each change, ascending.
+    """Write (index, new value) of each change, ascending.
 
-    `starts`, `counts` [LANES, CLASSES]: each class's part of `rank_gaps` and `codes`, in each lane
-    (starts are used up); `firsts` [LANES]: where each lane's part of the result begins (used up).
-    WRONG when a change lies behind its lane's end.
+    `starts`, `counts` [present.size]: each class's part of `rank_gaps` and `codes` (used up).
+    WRONG when a change lies behind the end.
     """
-    up, ones = np.uint64(shift), np.uint64(mask)
-    left = np.full((LANES, CLASSES), _NONE, np.int32)
-    for lane in range(LANES):
-        for kind in range(CLASSES):
-            if counts[lane, kind]:
-                left[lane, kind] = np.int32(rank_gaps[starts[lane, kind]])
-    whole = max(0, old.size - (LANES - 1) * lane_size)
-    for at in range(whole):
-        for lane in range(LANES):
-            index = lane * lane_size + at
-            value = np.uint64(old[index])
-            kind = np.int64((value >> up) & ones)
-            waits = left[lane, kind] - np.int32(1)
-            left[lane, kind] = waits
-            if waits < 0:
-                _change(
-                    lane,
-                    kind,
-                    index,
-                    value,
-                    left,
-                    rank_gaps,
-                    codes,
-                    starts,
-                    counts,
-                    firsts,
-                    indices,
-                    values,
+    one = np.uint64(1)
+    kinds = np.zeros(_STRETCH, np.uint8)
+    slots = np.empty(MATCHED, np.int64)
+    # Weights of each class from the word at hand on that come before its next change.
+    due = np.full(present.size, _NEVER, np.int64)
+    for j in range(present.size):
+        if counts[j]:
+            due[j] = rank_gaps[starts[j]]
+    found = 0
+    for first in range(0, old.size, _STRETCH):
+        stretch = old[first : first + _STRETCH]
+        _classes_of(stretch, shift, mask, ends, kinds)
+        for at in range(0, stretch.size, MATCHED):
+            hits = np.uint64(0)
+            for j in range(present.size):
+                word = matching(kinds, at, present[j])
+                size = ones(word)
+                while due[j] < size:
+                    bit = _nth(word, due[j])
+                    hits |= one << np.uint64(bit)
+                    slots[bit] = starts[j]
+                    _advance(j, rank_gaps, starts, counts, due)
+                due[j] -= size
+            while hits != np.uint64(0):
+                bit = trailing_zeros(hits)
+                hits &= hits - one
+                index = first + at + bit
+                if index >= old.size:
+                    return WRONG
+                code = np.uint64(codes[slots[bit]])
+                indices[found] = index
+                values[found] = np.uint64(old[index]) + (
+                    (code >> one) ^ (np.uint64(0) - (code & one))
                 )
-    for lane in range(LANES):
-        for index in range(lane * lane_size + whole, min((lane + 1) * lane_size, old.size)):
-            value = np.uint64(old[index])
-            kind = np.int64((value >> up) & ones)
-            waits = left[lane, kind] - np.int32(1)
-            left[lane, kind] = waits
-            if waits < 0:
-                _change(
-                    lane,
-                    kind,
-                    index,
-                    value,
-                    left,
-                    rank_gaps,
-                    codes,
-                    starts,
-                    counts,
-                    firsts,
-                    indices,
-                    values,
-                )
+                found += 1
     return WRONG if counts.any() else 0
 
 
 @compiled
-def _change(
-    lane: int,
-    kind: int,
-    index: int,
-    value: np.uint64,
-    left: NDArray[np.int32],
-    rank_gaps: NDArray[np.uint32],
-    codes: Bits,
-    starts: Ints,
-    counts: Ints,
-    firsts: Ints,
-    indices: NDArray[np.int64],
-    values: Bits,
-) -> None:
-    one = np.uint64(1)
-    slot = starts[lane, kind]
-    code = np.uint64(codes[slot])
-    delta = (code >> one) ^ (np.uint64(0) - (code & one))
-    to = firsts[lane]
-    firsts[lane] = to + 1
-    indices[to] = index
-    values[to] = value + delta
-    starts[lane, kind] = slot + 1
-    counts[lane, kind] -= 1
-    if counts[lane, kind]:
-        left[lane, kind] = np.int32(rank_gaps[slot + 1])
+def _advance(j: int, rank_gaps: NDArray[np.uint32], starts: Ints, counts: Ints, due: Ints) -> None:
+    starts[j] += 1
+    counts[j] -= 1
+    if counts[j]:
+        due[j] += 1 + np.int64(rank_gaps[starts[j]])
     else:
-        left[lane, kind] = _NONE
+        due[j] = _NEVER
 
 
 @compiled
-def _length(code: np.uint64) -> int:
-    """Bits of the size of a change, at least 1."""
-    one = np.uint64(1)
-    size = (code >> one) + (code & one)
-    length = 0
-    while size:
-        length += 1
-        size >>= one
-    return length
+def _nth(word: np.uint64, n: int) -> int:
+    """Number of the set bit of `word` that has `n` set ones below it: halves, no branch."""
+    bit = 0
+    for half in (32, 16, 8, 4, 2, 1):
+        low = ones(word & ((np.uint64(1) << np.uint64(half)) - np.uint64(1)))
+        upper = np.int64(n >= low)
+        n -= low * upper
+        word >>= np.uint64(half * upper)
+        bit += half * upper
+    return bit
+
+
+@compiled
+def _length(size: np.uint64) -> int:
+    """Bits of the size of a change, which is not 0."""
+    return 64 - leading_zeros(size)
 
 
 @compiled

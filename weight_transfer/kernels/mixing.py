@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weight_transfer.kernels.jit import compiled
+from weight_transfer.kernels.words import AHEAD, prefetch
 
 Bits = NDArray[np.unsignedinteger[Any]]
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
@@ -17,7 +18,8 @@ _S1, _S2, _S3 = np.uint64(30), np.uint64(27), np.uint64(31)
 
 
 @compiled
-def _mix(index: np.uint64, value: np.uint64) -> np.uint64:
+def mix(index: np.uint64, value: np.uint64) -> np.uint64:
+    """What one weight adds to the sum."""
     mixed = (index + np.uint64(1)) * _GAMMA + value
     mixed = (mixed ^ (mixed >> _S1)) * _M1
     mixed = (mixed ^ (mixed >> _S2)) * _M2
@@ -29,7 +31,7 @@ def sum_all(bits: Bits, first: int) -> np.uint64:
     """Sum over a flat range whose first weight has index `first`."""
     total = np.uint64(0)
     for k in range(bits.size):
-        total += _mix(np.uint64(first + k), np.uint64(bits[k]))
+        total += mix(np.uint64(first + k), np.uint64(bits[k]))
     return total
 
 
@@ -39,7 +41,7 @@ def sum_difference(indices: NDArray[np.int64], old: Bits, new: Bits) -> np.uint6
     total = np.uint64(0)
     for k in range(indices.size):
         index = np.uint64(indices[k])
-        total += _mix(index, np.uint64(new[k])) - _mix(index, np.uint64(old[k]))
+        total += mix(index, np.uint64(new[k])) - mix(index, np.uint64(old[k]))
     return total
 
 
@@ -56,7 +58,19 @@ def sum_changes(old: Bits, gaps: NDArray[np.uint32], codes: Bits, first: int) ->
         code = np.uint64(codes[k])
         after = (before + ((code >> one) ^ (np.uint64(0) - (code & one)))) & mask
         index = np.uint64(first + at)
-        total += _mix(index, after) - _mix(index, before)
+        total += mix(index, after) - mix(index, before)
+    return total
+
+
+@compiled
+def sum_pending(old: Bits, indices: NDArray[np.int64], values: Bits) -> np.uint64:
+    """What the sum grows by when `values` are written to `old` at `indices`."""
+    total = np.uint64(0)
+    for k in range(indices.size):
+        prefetch(old, indices[min(k + AHEAD, indices.size - 1)])
+        at = indices[k]
+        index = np.uint64(at)
+        total += mix(index, np.uint64(values[k])) - mix(index, np.uint64(old[at]))
     return total
 
 
@@ -64,6 +78,7 @@ def sum_changes(old: Bits, gaps: NDArray[np.uint32], codes: Bits, first: int) ->
 def scatter(target: Bits, indices: NDArray[np.int64], values: Bits) -> None:
     """Overwrite `target` at `indices`."""
     for k in range(indices.size):
+        prefetch(target, indices[min(k + AHEAD, indices.size - 1)])
         target[indices[k]] = values[k]
 
 
@@ -72,8 +87,9 @@ def scatter_and_sum(target: Bits, indices: NDArray[np.int64], values: Bits) -> n
     """Overwrite `target` at `indices`; returns what its sum grew by."""
     total = np.uint64(0)
     for k in range(indices.size):
+        prefetch(target, indices[min(k + AHEAD, indices.size - 1)])
         at = indices[k]
         index = np.uint64(at)
-        total += _mix(index, np.uint64(values[k])) - _mix(index, np.uint64(target[at]))
+        total += mix(index, np.uint64(values[k])) - mix(index, np.uint64(target[at]))
         target[at] = values[k]
     return total

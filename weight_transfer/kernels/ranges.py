@@ -1,7 +1,9 @@
 """Adaptive binary range coder (after G. N. N. Martin, 1979; carries as in LZMA's).
 
-A state is an i64 array: encoder [low, range, cache, cached, position], decoder [code, range,
-position]. A context is a probability of 0 in 1/65536 and how often it was asked, which says how
+Of a state, low (or code) and range are scalars, which stay in registers from decision to decision;
+the rest is an i64 array: encoder [low, range, cache, cached, position], decoder [code, range,
+position], with the scalars put back between calls.
+A context is a probability of 0 in 1/65536 and how often it was asked, which says how
 fast it learns: as the mean of what was seen at first, by 1/256 at last.
 """
 
@@ -36,9 +38,17 @@ def encoder() -> Ints:
 
 
 @compiled
-def put(state: Ints, out: Bytes, odds: Contexts, seen: Bytes, at: int, bit: int) -> None:
-    """Encode a decision in context `at` of flat `odds` and `seen`."""
-    low, width = state[0], state[1]
+def put(
+    low: int,
+    width: int,
+    state: Ints,
+    out: Bytes,
+    odds: Contexts,
+    seen: Bytes,
+    at: int,
+    bit: int,
+) -> tuple[int, int]:
+    """Encode a decision in context `at` of flat `odds` and `seen`; returns (low, range)."""
     p = np.int64(odds[at])
     bound = (width >> 16) * p
     n = np.int64(seen[at])
@@ -50,12 +60,11 @@ def put(state: Ints, out: Bytes, odds: Contexts, seen: Bytes, at: int, bit: int)
         width = bound
         p += ((65536 - p) * _STEP[n]) >> 16
     odds[at] = min(max(p, _LEAST), 65536 - _LEAST)
-    if n < _SLOWEST:
-        seen[at] = n + 1
+    seen[at] = min(n + 1, _SLOWEST)
     while width < _TOP:
         width <<= 8
         low = _shift_low(state, out, low)
-    state[0], state[1] = low, width
+    return low, width
 
 
 @compiled
@@ -93,9 +102,10 @@ def begin(state: Ints, raw: Bytes) -> None:
 
 
 @compiled
-def get(state: Ints, raw: Bytes, odds: Contexts, seen: Bytes, at: int) -> int:
-    """Decode a decision."""
-    code, width = state[0], state[1]
+def get(
+    code: int, width: int, state: Ints, raw: Bytes, odds: Contexts, seen: Bytes, at: int
+) -> tuple[int, int, int]:
+    """Decode a decision; returns (it, code, range)."""
     p = np.int64(odds[at])
     bound = (width >> 16) * p
     n = np.int64(seen[at])
@@ -108,13 +118,11 @@ def get(state: Ints, raw: Bytes, odds: Contexts, seen: Bytes, at: int) -> int:
         width = bound
         p += ((65536 - p) * _STEP[n]) >> 16
     odds[at] = min(max(p, _LEAST), 65536 - _LEAST)
-    if n < _SLOWEST:
-        seen[at] = n + 1
+    seen[at] = min(n + 1, _SLOWEST)
     while width < _TOP:
         width <<= 8
         code = (code << 8) | _next(state, raw)
-    state[0], state[1] = code, width
-    return bit
+    return bit, code, width
 
 
 @compiled

@@ -1,31 +1,30 @@
-"""A fresh dense load: the engine's own loader, run anew on checkpoint-coordinate weights."""
+"""A fresh dense load: the engine's own loader, run anew on checkpoint-coordinate weights.
+
+It is made in pieces, layer by layer, so that an engine can serve between them.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
-
-from weight_transfer.tensors import TensorBits, tensor_of
+import re
+from collections.abc import Callable, Generator, Iterable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     import torch
 
+_T = TypeVar("_T")
+_LAYER = re.compile(r"(.*?\.\d+)\.")
+ReadTensor = Callable[[str], "torch.Tensor"]
+"""Gives a checkpoint tensor by name, with memory of its own."""
 
-def load_fresh(
-    vllm_config: Any,  # noqa: ANN401 -- an engine type that is not ours to check
-    device: torch.device,
-    tensors: Mapping[str, TensorBits],
-) -> torch.nn.Module:
-    """Build a second instance of the engine's model and load `tensors` into it.
 
-    Same classes, same loader and the same processing after loading as at engine start. It registers
-    its layers in a context of its own, so the live model's layers stay the registered ones.
+def skeleton(vllm_config: Any, device: torch.device) -> torch.nn.Module:  # noqa: ANN401 -- vLLM's
+    """Build a second instance of the engine's model, its weights not loaded.
+
+    It registers its layers in a context of its own: the live model's stay the registered ones.
     """
-    from vllm.model_executor.model_loader.utils import (
-        initialize_model,
-        process_weights_after_loading,
-    )
+    from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     config = copy.copy(vllm_config)
@@ -35,7 +34,58 @@ def load_fresh(
     model_config = config.model_config
     with set_default_torch_dtype(model_config.dtype), device:
         model: torch.nn.Module = initialize_model(vllm_config=config, model_config=model_config)
+    return model
+
+
+def load_in_pieces(
+    vllm_config: Any,  # noqa: ANN401 -- an engine type that is not ours to check
+    device: torch.device,
+    names: Iterable[str],
+    read: ReadTensor,
+) -> Generator[None, None, torch.nn.Module]:
+    """Build and load an instance; yields between pieces and returns it, ready to compute.
+
+    Same classes, same loader and the same processing after loading as at engine start.
+    """
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+    model = skeleton(vllm_config, device)
     load: Any = model.load_weights
-    load((name, tensor_of(tensor)) for name, tensor in tensors.items())
-    process_weights_after_loading(model, model_config, device)
+    yield
+    for group in layers(names):
+        with set_current_vllm_config(vllm_config):
+            load((name, read(name)) for name in group)
+        yield
+    with set_current_vllm_config(vllm_config):
+        process_weights_after_loading(model, vllm_config.model_config, device)
     return model.eval()
+
+
+def load_fresh(
+    vllm_config: Any,  # noqa: ANN401 -- an engine type that is not ours to check
+    device: torch.device,
+    names: Iterable[str],
+    read: ReadTensor,
+) -> torch.nn.Module:
+    """The same at once."""
+    return finish(load_in_pieces(vllm_config, device, names, read))
+
+
+def finish(pieces: Generator[None, None, _T]) -> _T:
+    """Run a generator to its end and return what it returns."""
+    while True:
+        try:
+            next(pieces)
+        except StopIteration as end:
+            result: _T = end.value
+            return result
+
+
+def layers(names: Iterable[str]) -> list[list[str]]:
+    """Cut names by decoder layer: a fused module's parts have to be loaded in one go."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        layer = _LAYER.match(name)
+        groups.setdefault(layer.group(1) if layer else "", []).append(name)
+    return list(groups.values())

@@ -1,136 +1,192 @@
-"""Loader map: checkpoint tensor → rows of an engine parameter, proved byte for byte at start.
+"""Loader map: where each checkpoint weight lives in this rank's parameters, proved at start.
 
-At tensor parallel size 1 vLLM stacks the parts of a fused module (q, k, v; gate, up) by rows and
-leaves everything else as it is, so a flat index within a checkpoint tensor plus one offset is the
-flat index within the parameter. The proof is what makes this safe for models that load otherwise.
+trace    the model's own loader, without data: rectangles (see `tracing`)
+prove    replay the base through them; every byte of every parameter must be what the engine
+         really loaded
+loose    parameters that differ: their loader transforms weights. They must equal, byte for byte,
+         those of a second, fresh load of the base, and every update copies them from one
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from weight_transfer.errors import LoaderMapError
-from weight_transfer.tensors import TensorBits, bits_of
+from weight_transfer.tensors import WIDTHS, Bits, TensorBits, bits_of
+from weight_transfer.vllm.flat import flat_bits, flat_view
+from weight_transfer.vllm.rectangle import Rectangle
+from weight_transfer.vllm.tracing import Trace
 
 if TYPE_CHECKING:
     import torch
 
-
-@dataclass(frozen=True, slots=True)
-class Destination:
-    """Where a checkpoint tensor lives: `offset` and `elements` count within the flat parameter."""
-
-    tensor: str
-    parameter: str
-    offset: int
-    elements: int
+FreshLoad = Callable[[], "torch.nn.Module"]
+"""Makes a second instance of the engine's model, the base loaded into it by its own loader."""
 
 
 class LoaderMap:
-    """Proved destinations of every checkpoint tensor in a live model."""
+    """Proved places of checkpoint weights in a live model, on one rank."""
 
     def __init__(
         self,
-        destinations: Mapping[str, Destination],
-        parameters: Mapping[str, torch.Tensor],
+        live: Mapping[str, torch.Tensor],
+        rectangles: Sequence[Rectangle],
+        loose: Sequence[str],
+        transformed: Mapping[str, str],
     ) -> None:
-        self._destinations = destinations
-        self._parameters = parameters
+        self._live = live
+        self._rectangles: dict[str, list[Rectangle]] = defaultdict(list)
+        for rectangle in rectangles:
+            self._rectangles[rectangle.source].append(rectangle)
+        self.loose = tuple(loose)
+        """Parameters that updates copy from a fresh load, as a whole."""
+        self.transformed = transformed
+        """Checkpoint tensors that no map describes, and why."""
 
     @classmethod
-    def prove(cls, model: torch.nn.Module, base: Mapping[str, TensorBits]) -> LoaderMap:
-        """Map `base`, the checkpoint `model` was loaded from, and compare every byte.
+    def prove(
+        cls,
+        model: torch.nn.Module,
+        trace: Trace,
+        base: Mapping[str, TensorBits],
+        fresh: FreshLoad,
+    ) -> LoaderMap:
+        """Map `base`, the checkpoint that `model` was loaded from.
 
-        Raises LoaderMapError that names the first tensor or parameter that does not fit.
+        `fresh` is only called when something is loose. Raises LoaderMapError that names the first
+        parameter that is neither what the map says nor what a fresh load says.
         """
-        parameters = dict(model.named_parameters(remove_duplicate=False))
-        fused: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", None) or {}
-        destinations = {name: _destination(name, base, parameters, fused) for name in base}
-        loader_map = cls(destinations, parameters)
-        for name, tensor in base.items():
-            loader_map._prove_tensor(name, tensor)
-        loader_map._prove_coverage()
-        return loader_map
+        _refuse_casts(model, trace, base)
+        live = live_tensors(model, trace)
+        by_target: dict[str, list[Rectangle]] = defaultdict(list)
+        for rectangle in trace.rectangles:
+            by_target[rectangle.target].append(rectangle)
+        loose = [
+            name
+            for name, tensor in live.items()
+            if not _replays(tensor, name, trace, by_target[name], base)
+        ]
+        if loose:
+            _prove_loose(live, loose, live_tensors(fresh(), trace))
+        transformed = dict(trace.transformed)
+        for rectangle in trace.rectangles:
+            if rectangle.target in loose:
+                transformed.setdefault(rectangle.source, f"{rectangle.target} is processed further")
+        kept = [r for r in trace.rectangles if r.target in live and r.target not in loose]
+        return cls(live, kept, loose, transformed)
 
-    def view(self, name: str) -> torch.Tensor:
-        """Return the live weights of a checkpoint tensor, flat and writable."""
-        found = self._destinations[name]
-        flat = self._parameters[found.parameter].data.view(-1)
-        return flat[found.offset : found.offset + found.elements]
+    def rectangles(self, name: str) -> Sequence[Rectangle]:
+        """Where a checkpoint tensor lives on this rank; nowhere is possible."""
+        return self._rectangles.get(name, ())
 
-    def destination(self, name: str) -> Destination:
-        """Return where a checkpoint tensor lives."""
-        return self._destinations[name]
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Checkpoint tensors that live somewhere on this rank."""
+        return tuple(self._rectangles)
 
-    def _prove_tensor(self, name: str, tensor: TensorBits) -> None:
-        live = self.view(name)
-        if str(live.dtype).removeprefix("torch.") != tensor.dtype:
-            raise LoaderMapError(
-                f"{name} is {tensor.dtype} in the checkpoint and {live.dtype} in the engine; "
-                f"start it with --dtype {tensor.dtype}"
-            )
-        if not np.array_equal(bits_of(live), tensor.bits):
-            raise LoaderMapError(
-                f"{name} does not lie unchanged in {self._destinations[name].parameter}: the "
-                "loader transforms it, or the engine serves another checkpoint than this base"
-            )
+    def parameter(self, name: str) -> torch.Tensor:
+        """A live parameter."""
+        return self._live[name]
 
-    def _prove_coverage(self) -> None:
-        mapped: dict[int, int] = {}
-        for found in self._destinations.values():
-            pointer = self._parameters[found.parameter].data_ptr()
-            mapped[pointer] = max(mapped.get(pointer, 0), found.offset + found.elements)
-        for name, parameter in self._parameters.items():
-            end = mapped.get(parameter.data_ptr(), 0)
-            # Vocabularies are padded at the end; no logit or embedding of the padding is used.
-            if end == 0 or (end < parameter.numel() and "embed" not in name and "head" not in name):
-                raise LoaderMapError(f"nothing in the checkpoint fills parameter {name} to its end")
+    def flat(self, name: str) -> torch.Tensor:
+        """A live parameter's memory from its first element on, flat and writable."""
+        return flat_view(self._live[name])
 
 
-def _destination(
+def live_tensors(model: torch.nn.Module, trace: Trace) -> dict[str, torch.Tensor]:
+    """Everything of `model` that a checkpoint may fill, shared ones once.
+
+    All parameters; buffers where a loader was seen to fill them, or might have been.
+    """
+    found: dict[str, torch.Tensor] = dict(model.named_parameters())
+    filled = {rectangle.target for rectangle in trace.rectangles}
+    persistent = set(model.state_dict()) if trace.transformed else set()
+    for name, buffer in model.named_buffers():
+        if (name in filled or name in persistent) and buffer.numel():
+            found[name] = buffer
+    return _once(found)
+
+
+def _once(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Leave out names of memory that has another name already (tied weights)."""
+    seen: set[tuple[object, ...]] = set()
+    kept: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        memory = (tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()))
+        if tensor.numel() == 0 or memory not in seen:
+            kept[name] = tensor
+            seen.add(memory)
+    return kept
+
+
+def _refuse_casts(model: torch.nn.Module, trace: Trace, base: Mapping[str, TensorBits]) -> None:
+    """An engine of another type than the checkpoint would be loaded anew by every update."""
+    total = sum(tensor.bits.size for tensor in base.values())
+    if 2 * sum(base[name].bits.size for name in trace.casts) <= total:
+        return
+    name = next(iter(trace.casts))
+    served = next(parameter.dtype for parameter in model.parameters())
+    raise LoaderMapError(
+        f"{name} is {base[name].dtype} in the checkpoint and {served} in the engine; "
+        f"start it with --dtype {base[name].dtype}"
+    )
+
+
+def _replays(
+    live: torch.Tensor,
     name: str,
+    trace: Trace,
+    rectangles: Sequence[Rectangle],
     base: Mapping[str, TensorBits],
-    parameters: Mapping[str, torch.Tensor],
-    fused: Mapping[str, list[str]],
-) -> Destination:
-    tensor = base[name]
-    target, offset = _target(name, base, parameters, fused)
-    parameter = parameters[target]
-    if parameter.numel() == 0:
-        raise LoaderMapError(
-            f"{target} is empty: the engine packed its weights away; start it with "
-            "VLLM_PLUGINS=rose_unpacked and ROSE_ROLE=guest or dedicated"
+) -> bool:
+    """Whether the rectangles make every byte of `live` that a checkpoint fills.
+
+    With each tensor of the checkpoint traced, what no rectangle reaches is padding: whatever it
+    holds, no update concerns it. Otherwise it has to be zero.
+    """
+    if trace.shapes.get(name) != (tuple(live.shape), tuple(live.stride())) or not rectangles:
+        return False
+    if any(WIDTHS[base[rect.source].dtype] != live.element_size() for rect in rectangles):
+        return False
+    real = flat_bits(live)
+    replayed = np.zeros_like(real) if trace.transformed else real.copy()
+    for rect in rectangles:
+        view(replayed, rect.target_offset, rect.shape, rect.target_strides)[...] = view(
+            base[rect.source].bits, rect.source_offset, rect.shape, rect.source_strides
         )
-    fits = offset + tensor.bits.size <= parameter.numel()
-    if not parameter.is_contiguous() or tuple(parameter.shape[1:]) != tensor.shape[1:] or not fits:
-        raise LoaderMapError(
-            f"{name} {tensor.shape} does not fit {target} {tuple(parameter.shape)} by rows; "
-            "only tensor parallel size 1 without quantisation is supported"
-        )
-    return Destination(name, target, offset, tensor.bits.size)
+    return np.array_equal(replayed, real)
 
 
-def _target(
-    name: str,
-    base: Mapping[str, TensorBits],
-    parameters: Mapping[str, torch.Tensor],
-    fused: Mapping[str, list[str]],
-) -> tuple[str, int]:
-    """Return (parameter name, element offset) of a checkpoint tensor."""
-    if name in parameters:
-        return name, 0
-    path = name.split(".")
-    for whole, parts in fused.items():
-        for at, piece in enumerate(path[:-1]):
-            if piece not in parts or len(parts) < 2:
-                continue
-            siblings = [".".join([*path[:at], part, *path[at + 1 :]]) for part in parts]
-            target = ".".join([*path[:at], whole, *path[at + 1 :]])
-            before = siblings[: parts.index(piece)]
-            if target in parameters and all(sibling in base for sibling in before):
-                return target, sum(base[sibling].bits.size for sibling in before)
-    raise LoaderMapError(f"the engine has no parameter for checkpoint tensor {name}")
+def view(flat: Bits, offset: int, shape: Sequence[int], strides: Sequence[int]) -> Bits:
+    """The elements of `flat` at offset + Σ position·stride."""
+    steps = [stride * flat.itemsize for stride in strides]
+    return np.lib.stride_tricks.as_strided(flat[offset:], shape, steps)
+
+
+def _prove_loose(
+    live: Mapping[str, torch.Tensor],
+    loose: Sequence[str],
+    fresh: Mapping[str, torch.Tensor],
+) -> None:
+    for name in loose:
+        if live[name].numel() == 0:
+            raise LoaderMapError(
+                f"{name} is empty: the engine packed its weights away; start it with "
+                "VLLM_PLUGINS=rose_unpacked and ROSE_ROLE=guest or dedicated"
+            )
+        second = fresh.get(name)
+        if second is None or not _same(live[name], second):
+            raise LoaderMapError(
+                f"{name} holds neither the base's weights nor what the engine's loader makes of "
+                "them: the engine serves another checkpoint than this base"
+            )
+
+
+def _same(live: torch.Tensor, fresh: torch.Tensor) -> bool:
+    if (live.shape, live.stride(), live.dtype) != (fresh.shape, fresh.stride(), fresh.dtype):
+        return False
+    return np.array_equal(bits_of(live), bits_of(fresh))

@@ -56,34 +56,33 @@ def compare(live: torch.Tensor, fresh: torch.Tensor) -> ProbeResult:
 class Prober:
     """Runs the probe prompt through models that share the live engine's KV cache.
 
-    `runner` is vLLM's model runner. Only to be used while the engine is paused or between steps.
+    Only to be used while the engine is paused or between its steps. A KV block that is shorter than
+    the prompt shortens it: the probe has block 0 alone.
     """
 
-    def __init__(self, runner: Any) -> None:  # noqa: ANN401 -- an engine type, not ours to check
-        self._runner = runner
-        config = runner.vllm_config
-        self._tokens = probe_prompt(config.model_config.get_vocab_size())
-        for spec in runner.kv_cache_config.kv_cache_groups:
-            if spec.kv_cache_spec.block_size < len(self._tokens):
-                raise ProbeError(
-                    f"KV blocks of {spec.kv_cache_spec.block_size} tokens cannot hold the probe "
-                    f"of {len(self._tokens)}; start the engine with a larger --block-size"
-                )
+    def __init__(self, vllm_config: Any, device: torch.device) -> None:  # noqa: ANN401 -- vLLM's
+        self._config = vllm_config
+        self._device = device
+        self._layers = _cached_layers(vllm_config)
+        if not self._layers:
+            raise ProbeError("the engine has no KV cache yet; initialise weights after its start")
+        specs = [layer.get_kv_cache_spec(vllm_config) for layer in self._layers.values()]
+        room = min(spec.block_size for spec in specs)
+        self._tokens = probe_prompt(vllm_config.model_config.get_vocab_size())[:room]
+        self._builders = _builders(vllm_config, device, self._layers)
 
     def logits(self, model: torch.nn.Module) -> torch.Tensor:
         """Return the probe's logits [tokens, vocabulary] as `model` computes them now."""
         import torch
         from vllm.forward_context import set_forward_context
 
-        device = self._runner.device
+        device = self._device
         count = len(self._tokens)
         tokens = torch.tensor(self._tokens, dtype=torch.int32, device=device)
         positions = torch.arange(count, dtype=torch.int64, device=device)
         with torch.inference_mode(), self._scratch_block():
             metadata, slots = self._attention(positions)
-            with set_forward_context(
-                metadata, self._runner.vllm_config, num_tokens=count, slot_mapping=slots
-            ):
+            with set_forward_context(metadata, self._config, num_tokens=count, slot_mapping=slots):
                 hidden = model(input_ids=tokens, positions=positions)
             compute: Any = model.compute_logits
             logits: torch.Tensor = compute(hidden).clone()
@@ -109,18 +108,44 @@ class Prober:
             positions=positions,
         )
         metadata: dict[str, Any] = {}
-        for group in (group for groups in self._runner.attn_groups for group in groups):
-            built = group.get_metadata_builder().build(0, common)
-            metadata.update(dict.fromkeys(group.layer_names, built))
+        for names, builder in self._builders:
+            metadata.update(dict.fromkeys(names, builder.build(0, common)))
         return metadata, dict.fromkeys(metadata, common.slot_mapping)
 
     @contextmanager
     def _scratch_block(self) -> Iterator[None]:
-        context = self._runner.vllm_config.compilation_config.static_forward_context
-        blocks = [layer.kv_cache[0] for layer in context.values() if hasattr(layer, "kv_cache")]
+        blocks = [layer.kv_cache[0] for layer in self._layers.values()]
         saved = [block.clone() for block in blocks]
         try:
             yield
         finally:
             for block, content in zip(blocks, saved, strict=True):
                 block.copy_(content)
+
+
+def _cached_layers(vllm_config: Any) -> dict[str, Any]:  # noqa: ANN401 -- vLLM's
+    """Live layers by name that keep KV in the cache."""
+    context = vllm_config.compilation_config.static_forward_context
+    return {
+        name: layer
+        for name, layer in context.items()
+        if getattr(layer, "kv_cache", None) is not None
+        and len(layer.kv_cache)
+        and layer.get_kv_cache_spec(vllm_config) is not None
+    }
+
+
+def _builders(
+    vllm_config: Any,  # noqa: ANN401 -- vLLM's
+    device: torch.device,
+    layers: dict[str, Any],
+) -> list[tuple[list[str], Any]]:
+    """(layers, what builds their attention metadata) for each backend and kind of KV cache."""
+    groups: dict[tuple[Any, Any], list[str]] = {}
+    for name, layer in layers.items():
+        key = layer.get_attn_backend(), layer.get_kv_cache_spec(vllm_config)
+        groups.setdefault(key, []).append(name)
+    return [
+        (names, backend.get_builder_cls()(spec, names, vllm_config, device))
+        for (backend, spec), names in groups.items()
+    ]

@@ -50,7 +50,8 @@ async def replica(monkeypatch: pytest.MonkeyPatch) -> Replica:
 
 
 def fail_apply(replica: Replica, monkeypatch: pytest.MonkeyPatch, outcome: Any) -> None:
-    async def apply(manifest: str, chunks: str) -> Any:
+    async def apply(manifest: str, chunks: str, on_update: str) -> Any:
+        assert on_update == "recompute"
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
@@ -125,6 +126,37 @@ async def test_unproven_weights_close_the_replica_and_nothing_else_does(
     assert (await replica.ask("weights/apply", {"manifest": "m", "chunks": "c"}))[0] == status
     assert (await replica.state())["admitting"] is still_admitting
     assert (await replica.ask("admit", {"epoch": 2}))[0] == (200 if still_admitting else 409)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "status", "still_admitting"),
+    [
+        ({"flipped": []}, 200, True),
+        ({"flipped": ["lm_head.weight"]}, 422, False),
+        (WeightError("versions change too fast"), 503, True),
+    ],
+)
+async def test_a_flipped_weight_closes_the_replica(
+    replica: Replica,
+    monkeypatch: pytest.MonkeyPatch,
+    outcome: Any,
+    status: int,
+    still_admitting: bool,
+) -> None:
+    async def audit() -> Any:
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(replica.endpoint._weights, "audit", audit)
+    await replica.ask("admit", {"epoch": 1})
+    assert (await replica.ask("weights/audit", b""))[0] == status
+    assert (await replica.state())["admitting"] is still_admitting
+
+
+async def test_an_unknown_way_to_update_is_refused(replica: Replica) -> None:
+    body = {"manifest": "m", "chunks": "c", "on_update": "whenever"}
+    assert (await replica.ask("weights/apply", body))[0] == 400
 
 
 @pytest.mark.parametrize("shortcut", [False, True])

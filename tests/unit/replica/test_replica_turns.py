@@ -207,3 +207,49 @@ async def test_many_turns_at_once_stay_apart() -> None:
         served.engine.step(FinishReason.LENGTH if index == 3 else None)
     await asyncio.gather(*(one.done() for one in begun))
     assert all(tokens(one.lines) == [0, 1, 2, 3] for one in begun)
+
+
+async def test_with_kept_kv_tokens_say_how_old_it_may_be_and_prefixes_are_not_shared() -> None:
+    served = Served()
+    begun = await served.begin(cache_salt="mine")
+    served.engine.step()
+    await settle()
+    served.engine.weight_version = "4"
+    served.turns.ages.activated(4, kept_kv=True)
+    served.engine.step()
+    later = await served.begin(request_id="later", cache_salt="mine")
+    unsalted = await served.begin(request_id="unsalted")
+    served.engine.step()
+    await settle()
+    served.engine.weight_version = "5"
+    served.turns.ages.activated(5, kept_kv=False)
+    served.engine.step(FinishReason.STOP)
+    await asyncio.gather(begun.done(), later.done(), unsalted.done())
+    stamps = [(line["version"], line.get("oldest_version")) for line in begun.lines[:-1]]
+    assert stamps == [(0, None), (4, 0), (4, 0), (5, None)]
+    assert all("oldest_version" not in line for line in later.lines)
+    salts = [prompt.get("cache_salt") for prompt in served.engine.prompts]
+    assert salts == ["mine", "4/mine", "4/"]
+    await served.begin(request_id="after")
+    assert served.engine.prompts[-1].get("cache_salt") is None, "nothing old is left to hide"
+
+
+@pytest.mark.parametrize("how", ["opens", "drained", "client gone"])
+async def test_a_held_turn_begins_ends_or_is_forgotten(how: str) -> None:
+    served = Served()
+    with served.turns.hold.closed():
+        begun = await served.begin()
+        assert served.engine.live == 0
+        if how == "drained":
+            assert await served.turns.revoke_all() == 1
+            assert (await begun.done()).lines == [{"finish_reason": "revoked"}]
+        if how == "client gone":
+            begun.leave()
+            await begun.done()
+        assert await served.turns.all_ended(0.01), "held turns are not in the engine"
+    await settle()
+    assert served.engine.live == (how == "opens")
+    if how == "opens":
+        served.engine.step(FinishReason.STOP)
+        assert (await begun.done()).lines[-1] == {"finish_reason": "stop"}
+    assert await served.turns.all_ended(0.01)

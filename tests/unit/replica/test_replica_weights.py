@@ -1,32 +1,51 @@
+import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+pytest.importorskip("vllm")
+
+from rose.replica.turns import Turns
 from rose.replica.weights import ActivationError, Weights
+from rose.replica.wire import OnUpdate
 from weight_transfer import WeightError, WrongBaseError
 
 PROOFS = {"digest_ok": True, "probe_ok": True}
+REPORT = {"version": 3, "apply_s": 0.1, "probe_s": 0.2, "probe_max_abs_diff": 0.0}
+STAGED = ["stage_begin", "stage_poll", "stage_step"]
 
 
 class FakeWeightEngine:
     """The calls that a weight change makes on AsyncLLM, in order; any of them can fail."""
 
-    def __init__(self, fail: dict[str, Exception] | None = None, **proofs: bool) -> None:
+    def __init__(
+        self, fail: dict[str, Exception] | None = None, ranks: int = 1, **proofs: bool
+    ) -> None:
         self.calls: list[str] = []
+        self.cleared: list[bool] = []
+        self.answers: dict[str, list[dict[str, Any]]] = {}
+        self.vllm_config = SimpleNamespace()
         self._fail = fail or {}
         self._proofs = PROOFS | proofs
+        self._ranks = ranks
 
     def _note(self, name: str) -> None:
         self.calls.append(name)
         if name in self._fail:
             raise self._fail[name]
 
-    async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[dict[str, Any]]:
-        self._note(method.removeprefix("rose_weights_"))
-        return [{"version": 3, "wire_bytes": 5, "stage_s": 0.1, **self._proofs}]
+    async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+        name = method.removeprefix("rose_weights_")
+        self._note(name)
+        if self.answers.get(name):
+            return [self.answers[name].pop(0)]
+        own = {"done": True, "wire_bytes": 5, "stage_s": 0.1, **REPORT, **self._proofs}
+        return [own] + [own | PROOFS] * (self._ranks - 1)
 
     async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
-        assert (mode, clear_cache) == ("keep", True)
+        assert mode == "keep"
+        self.cleared.append(clear_cache)
         self._note("pause")
 
     async def update_weight_version(self, version: str) -> None:
@@ -36,11 +55,15 @@ class FakeWeightEngine:
         self._note("resume")
 
 
+def made(engine: FakeWeightEngine, finish_old_s: float = 20.0) -> Weights:
+    return Weights(engine, "model", Turns(engine), finish_old_s)
+
+
 async def test_a_version_is_staged_while_serving_and_stamped_under_the_pause() -> None:
     engine = FakeWeightEngine()
-    weights = Weights(engine, "model")
+    weights = made(engine)
     report = await weights.apply(["m"], "c")
-    assert engine.calls == ["init", "stage", "pause", "commit", "stamp 3", "resume"]
+    assert engine.calls == ["init", *STAGED, "pause", "commit", "stamp 3", "resume", "settle"]
     assert weights.version == report["version"] == 3
     assert report["pause_s"] >= 0
     await weights.apply(["m"], "c")
@@ -50,24 +73,26 @@ async def test_a_version_is_staged_while_serving_and_stamped_under_the_pause() -
 @pytest.mark.parametrize("proof", ["digest_ok", "probe_ok"])
 async def test_an_unproven_version_is_neither_stamped_nor_reported_as_active(proof: str) -> None:
     engine = FakeWeightEngine(**{proof: False})
-    weights = Weights(engine, "model")
+    weights = made(engine)
     assert (await weights.apply(["m"], "c"))[proof] is False
-    assert engine.calls == ["init", "stage", "pause", "commit", "resume"]
+    assert engine.calls == ["init", *STAGED, "pause", "commit", "resume", "settle"]
     assert weights.version == 0
+    assert weights._turns.ages.current == 0
 
 
-async def test_what_fails_before_the_pause_keeps_its_type_and_pauses_nothing() -> None:
+@pytest.mark.parametrize("step", STAGED)
+async def test_what_fails_before_the_pause_keeps_its_type_and_pauses_nothing(step: str) -> None:
     failure = RuntimeError("Call to collective_rpc failed: [rose:WrongBaseError] based on 7")
-    engine = FakeWeightEngine({"stage": failure})
+    engine = FakeWeightEngine({step: failure})
     with pytest.raises(WrongBaseError, match="based on 7"):
-        await Weights(engine, "model").apply(["m"], "c")
-    assert engine.calls == ["init", "stage"]
+        await made(engine).apply(["m"], "c")
+    assert engine.calls == ["init", *STAGED[: STAGED.index(step) + 1]]
 
 
 @pytest.mark.parametrize("where", ["commit", "stamp 3"])
 async def test_a_commit_that_breaks_off_resumes_and_is_told_apart(where: str) -> None:
     engine = FakeWeightEngine({where: RuntimeError("worker says no")})
-    weights = Weights(engine, "model")
+    weights = made(engine)
     with pytest.raises(ActivationError, match="worker says no"):
         await weights.apply(["m"], "c")
     assert engine.calls[-1] == "resume"
@@ -78,6 +103,92 @@ async def test_a_commit_that_breaks_off_resumes_and_is_told_apart(where: str) ->
 async def test_a_pause_that_fails_is_resumed_and_writes_nothing() -> None:
     engine = FakeWeightEngine({"pause": RuntimeError("Failed to reset KV cache")})
     with pytest.raises(WeightError, match="could not be paused") as caught:
-        await Weights(engine, "model").apply(["m"], "c")
-    assert engine.calls == ["init", "stage", "pause", "resume"]
+        await made(engine).apply(["m"], "c")
+    assert engine.calls == ["init", *STAGED, "pause", "resume"]
     assert not isinstance(caught.value, ActivationError)
+
+
+async def test_staging_goes_on_piece_by_piece_until_all_of_it_is_done() -> None:
+    engine = FakeWeightEngine()
+    engine.answers["stage_poll"] = [{"done": False}, {"done": True}]
+    engine.answers["stage_step"] = [{"done": False}, {"done": False}]
+    await made(engine).apply(["m"], "c")
+    assert engine.calls[1:7] == ["stage_begin", *["stage_poll"] * 2, *["stage_step"] * 3]
+
+
+async def test_a_rank_that_cannot_prove_its_weights_takes_the_others_back() -> None:
+    engine = FakeWeightEngine(ranks=2, probe_ok=False)
+    weights = made(engine)
+    assert (await weights.apply(["m"], "c"))["probe_ok"] is False
+    assert engine.calls[-4:] == ["commit", "rollback", "resume", "settle"]
+    assert weights.version == 0
+
+
+@pytest.mark.parametrize("how", OnUpdate)
+async def test_only_keep_leaves_the_caches_and_notes_that_kv_is_older(how: OnUpdate) -> None:
+    engine = FakeWeightEngine()
+    weights = made(engine)
+    report = await weights.apply(["m"], "c", how)
+    keeps = how is OnUpdate.KEEP
+    assert engine.cleared == [not keeps]
+    assert weights._turns.ages.oldest(0, 3) == (0 if keeps else 3)
+    assert report["finished_old"] is (how is OnUpdate.FINISH_OLD)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+async def test_finish_old_waits_for_turns_in_flight_within_its_bound(ends: bool) -> None:
+    engine = FakeWeightEngine()
+    weights = made(engine, finish_old_s=20.0 if ends else 0.05)
+    turn = weights._turns.open(SimpleNamespace())
+    turn.begun = True
+    applying = asyncio.create_task(weights.apply(["m"], "c", OnUpdate.FINISH_OLD))
+    await asyncio.sleep(0.02)
+    assert "pause" not in engine.calls
+    held = asyncio.create_task(weights._turns.hold.passed(lambda: False))
+    await asyncio.sleep(0)
+    assert not held.done(), "what is new begins under the new version"
+    if ends:
+        turn.ended = True
+        weights._turns._left.set()
+    report = await asyncio.wait_for(applying, 2)
+    assert report["finished_old"] is ends
+    assert engine.cleared == [True]
+    await asyncio.wait_for(held, 1)
+
+
+async def test_preparing_early_is_for_engines_that_can_and_may_fail() -> None:
+    engine = FakeWeightEngine({"init": RuntimeError("no KV cache yet")})
+    weights = made(engine)
+    weights.start()
+    await asyncio.sleep(0)
+    assert engine.calls == []
+    engine.vllm_config.parallel_config = SimpleNamespace(worker_extension_cls="a.Worker")
+    weights.start()
+    await asyncio.sleep(0.01)
+    assert engine.calls == ["init"]
+    with pytest.raises(RuntimeError, match="no KV cache"):
+        await weights.apply(["m"], "c")
+
+
+def piece(version: int, total: int, *, done: bool) -> dict[str, Any]:
+    return {"done": done, "version": version, "parts": [["w", (0, 4, 1), 4, total]]}
+
+
+@pytest.mark.parametrize(("total", "flipped"), [(7, []), (8, ["w"])])
+async def test_an_audit_judges_what_it_read_and_begins_anew_after_a_change(
+    total: int, flipped: list[str]
+) -> None:
+    engine = FakeWeightEngine()
+    engine.answers["audit"] = [piece(2, 0, done=False), piece(3, 0, done=False)]
+    engine.answers["audit"].append(piece(3, total, done=True))
+    engine.answers["digests"] = [{"version": 3, "digests": {"w": 7}, "elements": {"w": 4}}]
+    report = await made(engine).audit()
+    assert (report["version"], report["flipped"], report["weights"]) == (3, flipped, 4)
+
+
+async def test_an_audit_gives_up_when_versions_change_all_the_time() -> None:
+    engine = FakeWeightEngine()
+    pieces = [piece(version, 0, done=False) for version in range(6)]
+    engine.answers["audit"] = pieces
+    with pytest.raises(WeightError, match="ask again"):
+        await made(engine).audit()

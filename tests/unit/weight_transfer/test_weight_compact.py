@@ -34,8 +34,9 @@ def test_any_change_of_any_width_comes_back(
     moved = rng.random(size) < density
     moved[rng.integers(0, size)] = True
     new = np.where(moved, old + step, old)
-    changes = find_changes(old, new, size)
-    assert changes is not None
+    found = find_changes(old, new, size)
+    assert found is not None
+    changes = found.changes
     payload = encode_compact(old, changes, KINDS[width])
     indices, values = decode_compact(memoryview(payload), changes.count, old)
     np.testing.assert_array_equal(indices, np.flatnonzero(old != new))
@@ -60,8 +61,9 @@ def test_an_empty_class_and_a_full_one(  # what a Rice code alone would pay for
     old = np.concatenate([np.full(40_000, 0x3C00, "<u2"), np.full(40_000, 0x4000, "<u2")])
     new = old.copy()
     new[:9_000] += 1
-    changes = find_changes(old, new, old.size)
-    assert changes is not None
+    found = find_changes(old, new, old.size)
+    assert found is not None
+    changes = found.changes
     payload = encode_compact(old, changes, KINDS[2])
     assert len(payload) < 9_000 / 8 * 1.5, "a bit for each sign and next to nothing for places"
     indices, values = decode_compact(memoryview(payload), changes.count, old)

@@ -1,54 +1,37 @@
-import os
 from pathlib import Path
-from typing import ClassVar
 
+import loader_cases as cases
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from loader_cases import FakeEngineModel, NormTransforming, checkpoint, everything, loaded
 
 from weight_transfer.errors import LoaderMapError
 from weight_transfer.publisher import Publisher
 from weight_transfer.receiver import Receiver, StagedUpdate
 from weight_transfer.signing import SigningKey
 from weight_transfer.store import ChunkStore
-from weight_transfer.tensors import TensorBits, bits_of, tensor_bits, tensor_of
+from weight_transfer.tensors import TensorBits, tensor_of
 from weight_transfer.vllm import faults
-from weight_transfer.vllm.applier import apply_update, live_digests, revert_update
+from weight_transfer.vllm.applier import place, write, write_back
+from weight_transfer.vllm.audit import Audit, judge
 from weight_transfer.vllm.loader_map import LoaderMap
-from weight_transfer.vllm.probe import compare, probe_prompt
-from weight_transfer.vllm.unpacked import plain_linear, register
+from weight_transfer.vllm.loose import LooseCopy
+from weight_transfer.vllm.rectangle import UnmappableError, rectangles
+from weight_transfer.vllm.reference import overlay
+from weight_transfer.vllm.tracing import trace_loader
 
 
-class FakeAttention(nn.Module):
-    def __init__(self, parts: dict[str, TensorBits]) -> None:
-        super().__init__()
-        self.qkv_proj = nn.Linear(8, 12, dtype=torch.bfloat16)
-        for name in ("weight", "bias"):
-            fused = torch.cat([tensor_of(parts[f"attn.{p}_proj.{name}"]) for p in "qkv"])
-            getattr(self.qkv_proj, name).data = fused
+def never() -> FakeEngineModel:
+    raise AssertionError("everything has a map: nothing has to be loaded anew")
 
 
-class FakeEngineModel(nn.Module):
-    """Fused, padded and tied as vLLM lays out a model at tensor parallel size 1."""
-
-    packed_modules_mapping: ClassVar = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
-
-    def __init__(self, base: dict[str, TensorBits]) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(16, 8, dtype=torch.bfloat16)
-        self.embed.weight.data[:10] = tensor_of(base["embed.weight"])
-        self.attn = FakeAttention(base)
-        self.head = nn.Linear(8, 16, bias=False, dtype=torch.bfloat16)
-        self.head.weight = self.embed.weight
-
-
-def checkpoint(seed: int) -> dict[str, TensorBits]:
-    torch.manual_seed(seed)
-    shapes = {"embed.weight": (10, 8)}
-    for part, rows in (("q", 8), ("k", 2), ("v", 2)):
-        shapes |= {f"attn.{part}_proj.weight": (rows, 8), f"attn.{part}_proj.bias": (rows,)}
-    return {name: tensor_bits(name, torch.randn(s).bfloat16()) for name, s in shapes.items()}
+def prove(model: FakeEngineModel, base: dict[str, TensorBits]) -> LoaderMap:
+    with torch.device("meta"):
+        skeleton = type(model)(model.rank)
+    return LoaderMap.prove(model, trace_loader(skeleton, base), base, never)
 
 
 @pytest.fixture
@@ -56,120 +39,224 @@ def base() -> dict[str, TensorBits]:
     return checkpoint(0)
 
 
-def test_fused_padded_and_tied_parameters_are_found_and_proved(base: dict[str, TensorBits]) -> None:
-    model = FakeEngineModel(base)
-    loader_map = LoaderMap.prove(model, base)
-    found = loader_map.destination("attn.v_proj.weight")
-    assert (found.parameter, found.offset, found.elements) == ("attn.qkv_proj.weight", 80, 16)
-    assert loader_map.destination("attn.k_proj.bias").offset == 8
-    for name, tensor in base.items():
-        np.testing.assert_array_equal(bits_of(loader_map.view(name)), tensor.bits)
-
-
-def test_one_differing_bit_fails_the_proof(base: dict[str, TensorBits]) -> None:
-    model = FakeEngineModel(base)
-    model.attn.qkv_proj.bias.data.view(torch.int16)[9] ^= 1
-    with pytest.raises(LoaderMapError, match="k_proj"):
-        LoaderMap.prove(model, base)
-
-
-def test_packed_away_weights_say_what_to_do(base: dict[str, TensorBits]) -> None:
-    model = FakeEngineModel(base)
-    model.attn.qkv_proj.weight.data = torch.empty(0, dtype=torch.bfloat16)
-    with pytest.raises(LoaderMapError, match="rose_unpacked"):
-        LoaderMap.prove(model, base)
-
-
-def test_misfits_are_named(base: dict[str, TensorBits]) -> None:
-    with pytest.raises(LoaderMapError, match="no parameter"):
-        LoaderMap.prove(FakeEngineModel(base), base | {"extra": base["embed.weight"]})
-    uncovered = {k: v for k, v in base.items() if k != "attn.v_proj.bias"}
-    with pytest.raises(LoaderMapError, match="to its end"):
-        LoaderMap.prove(FakeEngineModel(base), uncovered)
-    with pytest.raises(LoaderMapError, match="float32"):
-        LoaderMap.prove(FakeEngineModel(base).float(), base)
-    wide = tensor_bits("embed.weight", torch.zeros(10, 9).bfloat16())
-    with pytest.raises(LoaderMapError, match="by rows"):
-        LoaderMap.prove(FakeEngineModel(base), base | {"embed.weight": wide})
+@pytest.fixture
+def new(base: dict[str, TensorBits]) -> dict[str, TensorBits]:
+    return cases.sparse_step(base, seed=1)
 
 
 @pytest.fixture
-def staged(base: dict[str, TensorBits], tmp_path: Path) -> StagedUpdate:
+def staged(base: dict[str, TensorBits], new: dict[str, TensorBits], tmp_path: Path) -> StagedUpdate:
     store, key = ChunkStore(tmp_path), SigningKey.generate()
-    manifest = Publisher(store, "job", "trainer", key, clock=lambda: 0.0).publish(
-        1, 0, base, checkpoint(1)
-    )
+    manifest = Publisher(store, "job", "trainer", key, clock=lambda: 0.0).publish(1, 0, base, new)
     chunks = {chunk.id: store.get(chunk.id) for chunk in manifest.chunks}
     return Receiver(base).stage(manifest, chunks, key.verify_key, 0.0)
 
 
-def test_the_scatter_writes_exactly_the_new_weights_and_back(
+def sizes(tensors: dict[str, TensorBits]) -> dict[str, int]:
+    return {name: tensor.bits.size for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_fused_sharded_padded_tied_and_transposed_weights_are_found_and_proved(
+    base: dict[str, TensorBits], rank: int
+) -> None:
+    proved = prove(loaded(FakeEngineModel(rank), base), base)
+    assert not proved.loose
+    assert not proved.transformed
+    (found,) = proved.rectangles("attn.v_proj.weight")
+    assert (found.target, found.source_offset, found.target_offset) == ("qkv.weight", 0, 48)
+    (found,) = proved.rectangles("attn.o_proj.weight")
+    assert (found.source_offset, found.shape) == (4 * rank, (8, 4))
+    assert (found.source_strides, found.target_strides) == ((8, 1), (4, 1))
+    (found,) = proved.rectangles("experts.1.down.weight")
+    assert (found.target_offset, found.target_strides) == (32, (1, 8))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_scatter_leaves_what_a_dense_load_leaves_and_goes_back(
+    base: dict[str, TensorBits], new: dict[str, TensorBits], staged: StagedUpdate, rank: int
+) -> None:
+    model = loaded(FakeEngineModel(rank), base)
+    proved = prove(model, base)
+    placed = place(proved, staged)
+    assert write(proved, placed) == ()
+    assert everything(model) == everything(loaded(FakeEngineModel(rank), new))
+    write_back(proved, placed)
+    assert everything(model) == everything(loaded(FakeEngineModel(rank), base))
+
+
+def test_a_weight_that_was_not_the_parents_is_noticed_when_it_is_overwritten(
     base: dict[str, TensorBits], staged: StagedUpdate
 ) -> None:
-    loader_map = LoaderMap.prove(FakeEngineModel(base), base)
-    new = checkpoint(1)
-    for _ in range(2):
-        apply_update(loader_map, staged)
-        for name, tensor in new.items():
-            np.testing.assert_array_equal(bits_of(loader_map.view(name)), tensor.bits)
-    after = {tensor.name: tensor.digest_after for tensor in staged.tensors}
-    assert live_digests(loader_map, after) == after
-    revert_update(loader_map, staged)
-    for name, tensor in base.items():
-        np.testing.assert_array_equal(bits_of(loader_map.view(name)), tensor.bits)
+    model = loaded(FakeEngineModel(), base)
+    proved = prove(model, base)
+    placed = place(proved, staged)
+    part = next(part for part in placed if part.parameter == "qkv.weight")
+    model.qkv["weight"].view(-1).view(torch.int16)[int(part.places[0])] ^= 1
+    assert write(proved, placed) == ("qkv.weight",)
 
 
-def test_permuted_values_fail_the_live_digest(
-    base: dict[str, TensorBits], staged: StagedUpdate
+def test_writes_that_went_elsewhere_are_found_by_the_audit(
+    base: dict[str, TensorBits], staged: StagedUpdate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loader_map = LoaderMap.prove(FakeEngineModel(base), base)
-    apply_update(loader_map, faults.permuted(staged))
-    after = {tensor.name: tensor.digest_after for tensor in staged.tensors}
-    wrong = [
-        name for name, digest in live_digests(loader_map, after).items() if digest != after[name]
-    ]
-    assert len(wrong) == 1
+    proved = prove(loaded(FakeEngineModel(), base), base)
+    placed = place(proved, staged)
+    # An engine that hands out a copy of its memory: what is written to it changes nothing.
+    real = LoaderMap.parameter
+    monkeypatch.setattr(LoaderMap, "parameter", lambda self, name: real(self, name).clone())
+    assert write(proved, placed) == ()
+    parts = Audit(proved).rest()
+    after = dict(Receiver(base).digests)
+    after |= {tensor.name: tensor.digest_after for tensor in staged.tensors}
+    assert "attn.k_proj.weight" in judge(parts, after, sizes(base)).flipped
 
 
-def test_faults_are_off_unless_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for value, fault in (
-        ("", faults.Fault.NONE),
-        ("wrong_chunk", faults.Fault.WRONG_CHUNK),
-        ("stale_weights", faults.Fault.STALE_WEIGHTS),
-        ("fault_of_another_part", faults.Fault.NONE),
-    ):
-        monkeypatch.setenv("ROSE_FAULT", value)
-        assert faults.injected() is fault
+def test_both_ranks_together_find_any_flipped_weight(base: dict[str, TensorBits]) -> None:
+    models = [loaded(FakeEngineModel(rank), base) for rank in range(2)]
+    maps = [prove(model, base) for model in models]
+    digests = Receiver(base).digests
+
+    def judged(ranks: tuple[int, ...] = (0, 1)) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        parts = [part for rank in ranks for part in Audit(maps[rank]).rest()]
+        found = judge(parts, digests, sizes(base))
+        return found.flipped, found.unjudged
+
+    assert judged() == ((), ())
+    assert judged((0,))[1] == ("attn.o_proj.weight", "attn.q_proj.weight", "embed.weight")
+    at = {"o_proj.weight": "attn.o_proj.weight", "experts.w2": "experts.0.down.weight"}
+    # On one rank only, of a KV head that both have: their copies differ.
+    at |= {"qkv.weight": "attn.v_proj.weight", "embed.weight": "embed.weight"}
+    for parameter, tensor in at.items():
+        flat = dict(models[1].named_parameters())[parameter].view(-1).view(torch.int16)
+        place = 63 if parameter == "qkv.weight" else 3
+        flat[place] ^= 1
+        assert judged() == ((tensor,), ())
+        flat[place] ^= 1
 
 
-def test_the_plugin_is_inert_in_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "vllm.model_executor.layers", None)
-    for role in ("host", None):
-        monkeypatch.delenv("ROSE_ROLE", raising=False)
-        if role:
-            monkeypatch.setenv("ROSE_ROLE", role)
-        register()
-    assert os.environ.get("ROSE_ROLE") is None
+def test_what_a_loader_transforms_is_copied_from_a_fresh_load(
+    base: dict[str, TensorBits], new: dict[str, TensorBits], staged: StagedUpdate
+) -> None:
+    model = loaded(NormTransforming(), base)
+    with torch.device("meta"):
+        trace = trace_loader(NormTransforming(), base)
+    proved = LoaderMap.prove(model, trace, base, lambda: loaded(NormTransforming(), base))
+    assert proved.loose == ("norm.weight",)
+    assert list(proved.transformed) == ["norm.weight"]
+    changes = {tensor.name: tensor for tensor in staged.tensors}
+    read = overlay(base, changes)
+    fresh = NormTransforming()
+    fresh.load_weights((name, read(name)) for name in base)
+    copy = LooseCopy(proved, {"norm.weight": fresh.norm["weight"]})
+    placed = place(proved, staged)
+    assert write(proved, placed) + copy.write() == ()
+    assert everything(model) == everything(loaded(NormTransforming(), new))
+    write_back(proved, placed)
+    copy.write_back()
+    assert everything(model) == everything(loaded(NormTransforming(), base))
 
 
-def test_plain_linear_computes_with_the_live_weight() -> None:
-    layer = nn.Linear(4, 3, bias=False)
-    plain_linear(layer, remove_weight=True)
-    with torch.no_grad():
-        layer.weight.fill_(2.0)
-        assert layer.cpu_linear(torch.ones(1, 4), layer.weight, None).tolist() == [[8.0] * 3]
+def test_the_overlay_reads_the_new_version_and_leaves_the_old(
+    base: dict[str, TensorBits], new: dict[str, TensorBits], staged: StagedUpdate
+) -> None:
+    read = overlay(base, {tensor.name: tensor for tensor in staged.tensors})
+    for name in base:
+        assert torch.equal(read(name), tensor_of(new[name]))
+    assert Receiver(base).digests == Receiver(checkpoint(0)).digests
 
 
-def test_logits_are_compared_by_bits() -> None:
-    logits = torch.tensor([[0.0, 1.0]])
-    assert compare(logits, logits.clone()).ok
-    signed = compare(logits, torch.tensor([[-0.0, 1.0]]))
-    assert (signed.ok, signed.max_abs_diff) == (False, 0.0)
-    assert compare(logits, torch.tensor([[0.0, 1.5]])).max_abs_diff == 0.5
-    assert compare(logits, torch.tensor([[0.0, float("nan")]])).max_abs_diff > 1e300
+def test_one_differing_bit_fails_the_proof(base: dict[str, TensorBits]) -> None:
+    model = loaded(FakeEngineModel(), base)
+    model.qkv["weight"].data.view(torch.int16).view(-1)[9] ^= 1
+    with torch.device("meta"):
+        trace = trace_loader(FakeEngineModel(), base)
+    with pytest.raises(LoaderMapError, match="qkv"):
+        LoaderMap.prove(model, trace, base, lambda: loaded(FakeEngineModel(), base))
 
 
-def test_the_probe_prompt_stays_inside_the_vocabulary() -> None:
-    for size in (5, 96, 150_000):
-        assert all(0 <= token < size for token in probe_prompt(size))
-    assert len(set(probe_prompt(96))) == 24
+def test_packed_away_weights_say_what_to_do(base: dict[str, TensorBits]) -> None:
+    model = loaded(FakeEngineModel(), base)
+    model.qkv["weight"].data = torch.empty(0, dtype=torch.bfloat16)
+    with torch.device("meta"):
+        trace = trace_loader(FakeEngineModel(), base)
+    with pytest.raises(LoaderMapError, match="rose_unpacked"):
+        LoaderMap.prove(model, trace, base, lambda: model)
+
+
+def test_an_engine_of_another_type_says_what_to_do(base: dict[str, TensorBits]) -> None:
+    model = loaded(FakeEngineModel(dtype=torch.float32), base)
+    with torch.device("meta"):
+        trace = trace_loader(FakeEngineModel(dtype=torch.float32), base)
+    with pytest.raises(LoaderMapError, match="--dtype bfloat16"):
+        LoaderMap.prove(model, trace, base, lambda: model)
+
+
+def test_the_path_of_devices_writes_and_proves_the_same(
+    base: dict[str, TensorBits],
+    new: dict[str, TensorBits],
+    staged: StagedUpdate,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from dataclasses import replace
+
+    from weight_transfer.vllm import applier
+
+    model = loaded(FakeEngineModel(), base)
+    proved = prove(model, base)
+    placed = tuple(
+        replace(p, device=applier.upload(p.places, p.old, p.new, torch.device("cpu")))
+        for p in place(proved, staged)
+    )
+    assert write(proved, placed) == ()
+    assert everything(model) == everything(loaded(FakeEngineModel(), new))
+    assert set(write(proved, placed)) == {part.parameter for part in placed}, "not the parent's"
+    write_back(proved, placed)
+    assert everything(model) == everything(loaded(FakeEngineModel(), base))
+
+
+def test_permuted_values_fail_the_audit(base: dict[str, TensorBits], staged: StagedUpdate) -> None:
+    parts = []
+    for rank in range(2):
+        proved = prove(loaded(FakeEngineModel(rank), base), base)
+        write(proved, place(proved, faults.permuted(staged)))
+        parts += Audit(proved).rest()
+    digests = dict(Receiver(base).digests)
+    digests |= {tensor.name: tensor.digest_after for tensor in staged.tensors}
+    assert len(judge(parts, digests, sizes(base)).flipped) == 1
+
+
+dims = st.lists(st.integers(1, 5), min_size=1, max_size=3)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data(), dims)
+def test_any_nested_view_is_followed_both_ways(data: st.DataObject, shape: list[int]) -> None:
+    """A rectangle finds exactly the positions of its view, whatever slices and order made it."""
+    source = torch.arange(int(np.prod(shape)) + 7)[7:].view(shape)
+    for dim, size in enumerate(shape):
+        first = data.draw(st.integers(0, size - 1))
+        step = data.draw(st.integers(1, 2))
+        source = source[(slice(None),) * dim + (slice(first, None, step),)]
+    order = data.draw(st.permutations(range(len(shape))))
+    source = source.permute(order)
+    target = torch.empty(source.shape)
+    (rect,) = rectangles(
+        ("s", "t"),
+        (source.storage_offset(), 0),
+        tuple(source.shape),
+        source.stride(),
+        target.stride(),
+    )
+    indices = np.arange(7 + int(np.prod(shape)))
+    picked, places = rect.locate(indices)
+    reached = dict(zip(places.tolist(), indices[picked].tolist(), strict=True))
+    assert reached == dict(enumerate(source.reshape(-1).tolist()))
+    pieces = [piece.locate(indices)[1] for piece in rect.pieces(2)]
+    assert sorted(np.concatenate(pieces).tolist()) == sorted(places.tolist())
+
+
+def test_overlapping_views_are_no_map_and_broadcasts_are_several() -> None:
+    with pytest.raises(UnmappableError, match="overlap"):
+        rectangles(("s", "t"), (0, 0), (3, 3), (1, 1), (3, 1))
+    found = rectangles(("s", "t"), (0, 0), (2, 3), (0, 1), (3, 1))
+    assert [rect.target_offset for rect in found] == [0, 3]

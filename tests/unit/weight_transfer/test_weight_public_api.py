@@ -1,6 +1,8 @@
 import weight_transfer
+import weight_transfer.torch
 
 PUBLIC = """
+Block
 CatalogError
 Change
 ChunkDigestError
@@ -12,18 +14,28 @@ ChunkRef
 ChunkStore
 DigestMismatchError
 Encoding
+Heads
 LoaderMapError
+LocalBits
+LocalTensor
 Manifest
 ManifestError
 ManifestExpired
+Piece
 ProbeError
 Publisher
 Receiver
+ShardCoordinator
+ShardEncoder
+ShardError
+ShardReport
+ShardSettings
 SignatureError
 SigningKey
 StagedTensor
 StagedUpdate
-StoreError StoredFile
+StoreError
+StoredFile
 TensorBits
 TensorFormatError
 TensorUpdate
@@ -32,18 +44,31 @@ WeightError
 WrongBaseError
 bits_of
 chunk_id
+column_shard
 decode_chunk
 digest_of
 encode_chunk
+gate_up
+grouped_qkv
+piece
 read_chunk
 read_model_dir
 read_safetensors
+row_shard
+stacked
 tensor_bits
 tensor_of
 updated
+vocabulary
+whole
 """
 
 
 def test_the_public_names_are_pinned() -> None:
     assert weight_transfer.__all__ == PUBLIC.split()
     assert all(hasattr(weight_transfer, name) for name in weight_transfer.__all__)
+
+
+def test_what_torch_trainers_call_is_pinned() -> None:
+    assert weight_transfer.torch.__all__ == ["ShardedPublisher", "local_weights", "state_pieces"]
+    assert all(hasattr(weight_transfer.torch, name) for name in weight_transfer.torch.__all__)

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from weight_cases import model, next_model, stepped
 
@@ -67,6 +67,7 @@ def assert_holds(receiver: Receiver, tensors: dict[str, TensorBits], version: in
         assert receiver.digests[name] == digest_of(tensor.bits)
 
 
+@settings(max_examples=30)  # Every chunk is synced to the disk.
 @given(st.lists(st.sampled_from([0.0, 0.02, 0.4, 1.0]), min_size=1, max_size=4))
 def test_a_chain_of_versions_arrives_bit_exactly(
     tmp_path_factory: pytest.TempPathFactory, densities: list[float]
@@ -221,6 +222,7 @@ def chunks_of(link: Link, manifests: list[Manifest]) -> dict[str, bytes]:
     return {chunk.id: link.store.get(chunk.id) for m in manifests for chunk in m.chunks}
 
 
+@settings(max_examples=30)
 @given(
     st.lists(st.sampled_from([0.0, 0.02, 0.4, 1.0]), min_size=1, max_size=5),
     st.data(),

@@ -1,0 +1,182 @@
+"""Real vLLM model classes at tensor parallel sizes 1 to 8: the traced map against their loader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sharded_models import MODELS, as_rank, engine_config, save_model
+
+from weight_transfer.checkpoint import read_model_dir
+from weight_transfer.publisher import Publisher
+from weight_transfer.receiver import Receiver, StagedUpdate
+from weight_transfer.signing import SigningKey
+from weight_transfer.store import ChunkStore
+from weight_transfer.tensors import TensorBits, bits_of
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
+
+ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_PLUGINS": "",
+}
+
+
+@dataclass
+class Case:
+    config: Any
+    base: dict[str, TensorBits]
+    new: dict[str, TensorBits]
+    staged: StagedUpdate
+
+
+@pytest.fixture(scope="module", autouse=True)
+def environment() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters as the loader leaves them: on GPUs experts stay so too, on CPU they are packed."""
+    from vllm.model_executor.layers import utils
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+
+    from weight_transfer.vllm.unpacked import plain_linear
+
+    monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", plain_linear)
+    monkeypatch.setattr(cpu_moe, "cpu_prepack_moe_weight", lambda weight, _isa: weight)
+
+
+def sparse_step(old: dict[str, TensorBits]) -> dict[str, TensorBits]:
+    rng = np.random.default_rng(1)
+    new = {}
+    for name, tensor in old.items():
+        bits = tensor.bits.copy()
+        chosen = rng.random(bits.size) < 0.03
+        bits[chosen] ^= rng.integers(1, 60, int(chosen.sum())).astype(bits.dtype)
+        new[name] = TensorBits(name, tensor.dtype, tensor.shape, bits)
+    return new
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    root: Path = tmp_path_factory.mktemp(request.param)
+    save_model(request.param, root / "model")
+    base = read_model_dir(root / "model")
+    new = sparse_step(base)
+    store, key = ChunkStore(root / "store"), SigningKey.generate()
+    manifest = Publisher(store, job="test", trainer="test", key=key).publish(1, 0, base, new)
+    chunks = {chunk.id: store.get(chunk.id) for chunk in manifest.chunks}
+    staged = Receiver(base).stage(manifest, chunks, key.verify_key, manifest.created_s)
+    return Case(engine_config(root / "model"), base, new, staged)
+
+
+def load(case: Case, tensors: dict[str, TensorBits]) -> Any:
+    import torch
+
+    from weight_transfer.vllm.fresh import load_fresh
+    from weight_transfer.vllm.reference import overlay
+
+    return load_fresh(case.config, torch.device("cpu"), tensors, overlay(tensors, {}))
+
+
+def differing(one: Any, other: Any) -> list[str]:
+    theirs = dict(other.named_parameters())
+    return [
+        name
+        for name, parameter in one.named_parameters()
+        if not np.array_equal(bits_of(parameter), bits_of(theirs[name]))
+    ]
+
+
+def never() -> Any:
+    raise AssertionError("all of these models' weights have a map")
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_every_rank_becomes_what_a_dense_load_of_the_new_weights_makes_it(
+    case: Case, size: int
+) -> None:
+    import torch
+
+    from weight_transfer.vllm.applier import place, write
+    from weight_transfer.vllm.audit import Audit, judge
+    from weight_transfer.vllm.fresh import skeleton
+    from weight_transfer.vllm.loader_map import LoaderMap
+    from weight_transfer.vllm.tracing import trace_loader
+
+    after = Receiver(case.new).digests
+    elements = {name: tensor.bits.size for name, tensor in case.base.items()}
+    parts = []
+    for rank in range(size):
+        with as_rank(case.config, rank, size):
+            live = load(case, case.base)
+            trace = trace_loader(skeleton(case.config, torch.device("meta")), case.base)
+            loader_map = LoaderMap.prove(live, trace, case.base, never)
+            assert not loader_map.transformed
+            assert write(loader_map, place(loader_map, case.staged)) == ()
+            fresh = load(case, case.new)
+            assert differing(live, fresh) == []
+            assert differing(load(case, case.base), fresh), "the update changed something here"
+        parts += Audit(loader_map).rest()
+    found = judge(parts, after, elements)
+    assert (found.flipped, found.unjudged) == ((), ())
+    assert {part.tensor for part in parts} == set(case.base), "every tensor lives somewhere"
+
+
+def test_these_models_do_shard_replicate_and_pad(case: Case) -> None:
+    with as_rank(case.config, 7, 8):
+        model = load(case, case.base)
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    layer = "model.layers.0.self_attn"
+    assert shapes[f"{layer}.qkv_proj.weight"] == (8 + 8 + 8, 64), "two KV heads on eight ranks"
+    assert shapes[f"{layer}.o_proj.weight"] == (64, 8)
+    assert shapes["model.embed_tokens.weight"] == (32, 64)
+    stacks = [shape for name, shape in shapes.items() if name.endswith("w13_weight")]
+    # 32 of 256 rows of gate, and of up.
+    assert stacks == [(8, 64, 64)] * (2 if "experts" in " ".join(case.base) else 0)
+
+
+@pytest.mark.parametrize("case", ["qwen3-moe"], indirect=True)
+def test_experts_that_an_engine_packs_are_copied_from_its_own_load(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+    from vllm import _custom_ops
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+
+    from weight_transfer.vllm.applier import place, write, write_back
+    from weight_transfer.vllm.fresh import load_fresh, skeleton
+    from weight_transfer.vllm.loader_map import LoaderMap
+    from weight_transfer.vllm.loose import LooseCopy
+    from weight_transfer.vllm.reference import overlay
+    from weight_transfer.vllm.tracing import trace_loader
+
+    monkeypatch.setattr(cpu_moe, "cpu_prepack_moe_weight", _custom_ops.cpu_prepack_moe_weight)
+    with as_rank(case.config, 1, 2):
+        live = load(case, case.base)
+        trace = trace_loader(skeleton(case.config, torch.device("meta")), case.base)
+        loader_map = LoaderMap.prove(live, trace, case.base, lambda: load(case, case.base))
+        assert len(loader_map.loose) == 4, "two stacks of experts in each of two layers"
+        assert all("experts" in name for name in loader_map.transformed)
+        read = overlay(case.base, {tensor.name: tensor for tensor in case.staged.tensors})
+        fresh = load_fresh(case.config, torch.device("cpu"), case.base, read)
+        known = dict(fresh.named_parameters())
+        copy = LooseCopy(loader_map, {name: known[name] for name in loader_map.loose})
+        placed = place(loader_map, case.staged)
+        assert write(loader_map, placed) + copy.write() == ()
+        assert differing(live, load(case, case.new)) == []
+        write_back(loader_map, placed)
+        copy.write_back()
+        assert differing(live, load(case, case.base)) == []

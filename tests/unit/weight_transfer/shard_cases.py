@@ -1,0 +1,184 @@
+"""A small MoE model as a checkpoint has it, and as a Megatron-like trainer's ranks have it.
+
+`cut` is the reference: it makes local parameters of dense tensors by reshaping and stacking, and
+knows nothing of pieces.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import numpy as np
+from weight_cases import tensor
+
+from weight_transfer.coordinator import ShardCoordinator
+from weight_transfer.local import LocalBits
+from weight_transfer.manifest import Manifest
+from weight_transfer.megatron import Heads, gate_up, grouped_qkv, vocabulary
+from weight_transfer.receiver import Receiver
+from weight_transfer.shard_encoder import ShardEncoder, ShardSettings
+from weight_transfer.shards import Pieces, column_shard, row_shard, stacked, whole
+from weight_transfer.signing import SigningKey
+from weight_transfer.store import ChunkStore
+from weight_transfer.tensors import TensorBits
+
+KEY = SigningKey.from_hex("08" * 32)
+Dense = dict[str, TensorBits]
+Local = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """`ffn` and `vocabulary` (padded) divide by the ranks; `kv` need not."""
+
+    hidden: int = 6
+    heads: int = 8
+    kv: int = 2
+    dim: int = 2
+    ffn: int = 8
+    vocabulary: int = 21
+    padded: int = 24
+    experts: int = 8
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        h, q, kv = self.hidden, self.heads * self.dim, self.kv * self.dim
+        found = {"embed": (self.vocabulary, h), "norm": (h,), "head": (self.vocabulary, h)}
+        found |= {"q": (q, h), "k": (kv, h), "v": (kv, h), "o": (h, q)}
+        found |= {"q_bias": (q,), "k_bias": (kv,), "v_bias": (kv,)}
+        found |= {"gate": (self.ffn, h), "up": (self.ffn, h), "down": (h, self.ffn)}
+        for e in range(self.experts):
+            found |= {f"e{e}.gate": (3, h), f"e{e}.up": (3, h), f"e{e}.down": (h, 3)}
+        return found
+
+
+def dense(shape: Shape, seed: int) -> Dense:
+    return {n: tensor(n, s, seed * 100 + k) for k, (n, s) in enumerate(shape.shapes.items())}
+
+
+def cut(shape: Shape, model: Dense, rank: int, ranks: int) -> Local:
+    full = {name: t.bits.reshape(t.shape) for name, t in model.items()}
+
+    def part(array: np.ndarray, axis: int = 0) -> np.ndarray:
+        return np.split(array, ranks, axis)[rank]
+
+    def padded(array: np.ndarray) -> np.ndarray:
+        spare = np.full((shape.padded - shape.vocabulary, shape.hidden), 0xDEAD, array.dtype)
+        return part(np.concatenate([array, spare]))
+
+    def fused(suffix: str) -> np.ndarray:
+        q, k, v = (full[name + suffix] for name in "qkv")
+        inner = q.shape[1:]
+        q = q.reshape(shape.heads, shape.dim, *inner)
+        k, v = (x.reshape(shape.kv, shape.dim, *inner) for x in (k, v))
+        if shape.kv < ranks:
+            group = rank * shape.kv // ranks
+            mine = np.split(q, ranks)[rank]
+            groups = [np.concatenate([mine, k[group : group + 1], v[group : group + 1]])]
+        else:
+            per = shape.heads // shape.kv
+            whole = [
+                np.concatenate([q[g * per : (g + 1) * per], k[g : g + 1], v[g : g + 1]])
+                for g in range(shape.kv)
+            ]
+            groups = whole[rank * shape.kv // ranks : (rank + 1) * shape.kv // ranks]
+        return np.concatenate(groups).reshape(-1, *inner)
+
+    mine = range(rank * shape.experts // ranks, (rank + 1) * shape.experts // ranks)
+    fc1 = [np.concatenate([full[f"e{e}.gate"], full[f"e{e}.up"]]) for e in mine]
+    return {
+        "embedding": padded(full["embed"]),
+        "output": padded(full["head"]),
+        "final_norm": full["norm"],
+        "linear_qkv": fused(""),
+        "linear_qkv.bias": fused("_bias"),
+        "linear_proj": part(full["o"], 1),
+        "linear_fc1": np.concatenate([part(full["gate"]), part(full["up"])]),
+        "linear_fc2": part(full["down"], 1),
+        "experts.fc1": np.stack(fc1),
+        "experts.fc2": np.stack([full[f"e{e}.down"] for e in mine]),
+    }
+
+
+def pieces(shape: Shape, rank: int, ranks: int) -> Pieces:
+    s, heads = shape.shapes, Heads(shape.heads, shape.kv, shape.dim)
+    rows = shape.padded // ranks
+    mine = range(rank * shape.experts // ranks, (rank + 1) * shape.experts // ranks)
+    fc1 = [gate_up(f"e{e}.gate", f"e{e}.up", s["e0.gate"], "experts.fc1", 0, 1) for e in mine]
+    fc2 = [whole(f"e{e}.down", s["e0.down"], "experts.fc2") for e in mine]
+    return (
+        *vocabulary("embed", s["embed"], "embedding", rows, rank),
+        *vocabulary("head", s["head"], "output", rows, rank),
+        *whole("norm", s["norm"], "final_norm", rank),
+        *grouped_qkv(("q", "k", "v"), heads, (shape.hidden,), "linear_qkv", rank, ranks),
+        *grouped_qkv(("q_bias", "k_bias", "v_bias"), heads, (), "linear_qkv.bias", rank, ranks),
+        *column_shard("o", s["o"], "linear_proj", rank, ranks),
+        *gate_up("gate", "up", s["gate"], "linear_fc1", rank, ranks),
+        *column_shard("down", s["down"], "linear_fc2", rank, ranks),
+        *stacked(fc1, 2 * prod(s["e0.gate"])),
+        *stacked(fc2, prod(s["e0.down"])),
+    )
+
+
+def rows_only(model: Dense, rank: int, ranks: int) -> Pieces:
+    """What FSDP makes of any model."""
+    return tuple(p for n, t in model.items() for p in row_shard(n, t.shape, n, rank, ranks))
+
+
+def weights(local: Local) -> dict[str, LocalBits]:
+    return {name: LocalBits("bfloat16", np.ravel(bits)) for name, bits in local.items()}
+
+
+class Trainer:
+    """Ranks with stores of their own, a coordinator and a receiver that starts from the dense."""
+
+    def __init__(
+        self, root: Path, shape: Shape, model: Dense, ranks: int, *, shared: bool = False
+    ) -> None:
+        self.shape, self.ranks = shape, ranks
+        self.stores = [ChunkStore(root / ("0" if shared else str(rank))) for rank in range(ranks)]
+        settings = ShardSettings(chunk_bytes=64, threads=2)
+        self.encoders = [
+            ShardEncoder(
+                self.stores[rank],
+                rank,
+                pieces(shape, rank, ranks),
+                weights(cut(shape, model, rank, ranks)),
+                settings=settings,
+            )
+            for rank in range(ranks)
+        ]
+        urls = [] if shared else ["", *(f"http://rank-{rank}" for rank in range(1, ranks))]
+        self.coordinator = ShardCoordinator(
+            self.stores[0], "job", "trainer", KEY, ranks, urls, clock=lambda: 0.0
+        )
+        self.coordinator.begin([encoder.parts() for encoder in self.encoders])
+        self.receiver = Receiver(model)
+
+    def publish(self, version: int, new: Dense) -> Manifest:
+        digests = self.coordinator.digests
+        reports = [
+            encoder.encode(version, digests, weights(cut(self.shape, new, rank, self.ranks)))
+            for rank, encoder in enumerate(self.encoders)
+        ]
+        manifest = self.coordinator.publish(version, reports)
+        for encoder in self.encoders:
+            encoder.advance(manifest)
+        return manifest
+
+    def chunks(self, manifest: Manifest) -> dict[str, bytes]:
+        """From where the manifest says they are."""
+        found = {}
+        for ref in manifest.chunks:
+            at = 0
+            if ref.origin is not None:
+                at = int(manifest.origins[ref.origin].removeprefix("http://rank-"))
+            found[ref.id] = self.stores[at].get(ref.id)
+        return found
+
+    def receive(self, manifest: Manifest) -> None:
+        received = Manifest.from_json(manifest.to_json())
+        staged = self.receiver.stage(received, self.chunks(received), KEY.verify_key, 0.0)
+        self.receiver.commit(staged)

@@ -1,0 +1,120 @@
+"""Shards: where the weights that a trainer's rank holds belong in the checkpoint; pure.
+
+A rank's local parameter is seen flat. A piece of it is a rectangle: it fills a block of a
+checkpoint tensor, whose rows lie `stride` weights apart in the parameter, the first at `offset`.
+
+    local [q0 q1 k0 v0 | q2 q3 k1 v1]  ──►  q_proj rows 0..2 and 2..4, k_proj rows 0..1 and …
+
+The pieces of all ranks cover each checkpoint tensor exactly once: of replicas, one publishes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TypeAlias
+
+from weight_transfer.blocks import Block, Range
+from weight_transfer.errors import ShardError
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A block of a checkpoint tensor of `shape`, and where local `parameter` holds it."""
+
+    tensor: str
+    shape: tuple[int, ...]
+    parameter: str
+    block: Block
+    offset: int
+    stride: int
+
+    @property
+    def end(self) -> int:
+        """Local weights up to which it reaches."""
+        rows = self.block.rows[1] - self.block.rows[0]
+        return self.offset + (rows - 1) * self.stride + self.block.width
+
+
+Pieces: TypeAlias = tuple[Piece, ...]
+
+
+def rows_of(shape: tuple[int, ...]) -> int:
+    """Rows of a tensor; a scalar is one row."""
+    return shape[0] if shape else 1
+
+
+def piece(
+    tensor: str,
+    shape: tuple[int, ...],
+    parameter: str,
+    rows: Range,
+    columns: Range | None = None,
+    offset: int = 0,
+    stride: int | None = None,
+) -> Pieces:
+    """Return the piece that fills rows x columns (None: all), or () where they are none.
+
+    `stride` None: its rows follow each other in the parameter. Raises ShardError.
+    """
+    row_elements = prod(shape[1:])
+    if not prod(shape):
+        raise ShardError(f"{tensor} {shape} has no weights to publish; leave it out")
+    columns = (0, row_elements) if columns is None else columns
+    if rows[0] >= rows[1] or columns[0] >= columns[1]:
+        return ()
+    if rows[1] > rows_of(shape):
+        raise ShardError(f"{tensor} has shape {shape}: rows {rows} of {parameter} are not in it")
+    block = Block(rows, columns, row_elements)
+    return (Piece(tensor, shape, parameter, block, offset, stride or block.width),)
+
+
+def whole(tensor: str, shape: tuple[int, ...], parameter: str, replica: int = 0) -> Pieces:
+    """A tensor that this rank holds all of; of replicas, number 0 publishes it."""
+    return () if replica else piece(tensor, shape, parameter, (0, rows_of(shape)))
+
+
+def share(size: int, rank: int, ranks: int) -> Range:
+    """What of `size` belongs to a rank: as much as to any before it, the last ones less or none."""
+    each = -(-size // ranks)
+    return min(size, rank * each), min(size, (rank + 1) * each)
+
+
+def row_shard(tensor: str, shape: tuple[int, ...], parameter: str, rank: int, ranks: int) -> Pieces:
+    """Rows in order of ranks: FSDP's and DTensor's Shard(0), column-parallel layers."""
+    return piece(tensor, shape, parameter, share(rows_of(shape), rank, ranks))
+
+
+def column_shard(
+    tensor: str, shape: tuple[int, ...], parameter: str, rank: int, ranks: int
+) -> Pieces:
+    """The second dimension in order of ranks: DTensor's Shard(1), row-parallel layers."""
+    if len(shape) < 2:
+        raise ShardError(f"{tensor} {shape} has no second dimension to shard")
+    inner = prod(shape[2:])
+    first, end = share(shape[1], rank, ranks)
+    return piece(tensor, shape, parameter, (0, shape[0]), (first * inner, end * inner))
+
+
+def stacked(parts: Iterable[Pieces], elements: int) -> Pieces:
+    """Pieces of equal parts that a parameter holds one after another, `elements` weights each.
+
+    So a stack of experts [experts_local, out, in] is made of its experts' pieces, each as if the
+    expert were a parameter of its own.
+    """
+    return tuple(
+        replace(found, offset=found.offset + at * elements)
+        for at, pieces in enumerate(parts)
+        for found in pieces
+    )
+
+
+def first_holders(held: Sequence[Sequence[Hashable]]) -> list[list[int]]:
+    """Of what each rank holds, the positions of what no rank before it holds too."""
+    seen: set[Hashable] = set()
+    kept: list[list[int]] = []
+    for mine in held:
+        kept.append([at for at, one in enumerate(mine) if one not in seen])
+        seen.update(mine)
+    return kept

@@ -1,0 +1,175 @@
+"""ShardedPublisher: what every rank of a trainer calls, all together.
+
+begin    rank: its blocks → first rank: which of the replicas publishes → all
+         rank: parts of digests → first rank: digests → all
+publish  rank encodes, reports → first rank: manifest, durable → all: baselines advance
+Where a rank fails all raise it, nothing is published, every baseline stays, and the next publish is
+as good as any.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+from weight_transfer.coordinator import ShardCoordinator
+from weight_transfer.errors import ShardError
+from weight_transfer.manifest import Manifest, hex_digest
+from weight_transfer.publisher import DEFAULT_LIFETIME_S
+from weight_transfer.shard_encoder import ShardEncoder, ShardSettings
+from weight_transfer.shard_report import ShardReport
+from weight_transfer.shards import Pieces, first_holders
+from weight_transfer.signing import SigningKey
+from weight_transfer.store import ChunkStore
+from weight_transfer.torch.group import Ranks
+from weight_transfer.torch.placements import state_pieces
+from weight_transfer.torch.weights import local_weights
+
+
+class ShardedPublisher:
+    """Publishes versions of one job from all ranks of a group; each holds its shard only."""
+
+    def __init__(
+        self,
+        store: ChunkStore,
+        job: str,
+        trainer: str,
+        state: Mapping[str, torch.Tensor],
+        key: SigningKey | None = None,
+        version: int = 0,
+        origin: str = "",
+        dtype: torch.dtype | None = None,
+        ranks: Ranks | None = None,
+        settings: ShardSettings | None = None,
+        lifetime_s: float = DEFAULT_LIFETIME_S,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Collective. `state`, a state dict with the checkpoint's names, is what `version` holds.
+
+        `key` is asked for on the first rank only. `origin`: where this rank's store is served, ""
+        where all ranks share the first one's folder. `dtype`: weights are published as such.
+        Raises ShardError on all ranks.
+        """
+        self._store = store
+        self._ranks = ranks or Ranks()
+        self._dtype = dtype
+        self._origin = origin
+        self._origins: list[str] = []
+        pieces = self._owned(state)
+        weights = local_weights(state, dtype)
+
+        def begin() -> ShardReport:
+            rank = self._ranks.rank
+            self._encoder = ShardEncoder(store, rank, pieces, weights, version, settings)
+            return self._encoder.parts()
+
+        def merge(parts: list[ShardReport]) -> Mapping[str, int]:
+            self._coordinator = self._coordinate(job, trainer, key, lifetime_s, clock)
+            return self._coordinator.begin(parts)
+
+        self._digests = self._agree_on_digests(begin, merge)
+
+    @property
+    def version(self) -> int:
+        """The version that was published last, or the one that it began with."""
+        return self._encoder.version
+
+    def publish(self, version: int, state: Mapping[str, torch.Tensor]) -> Manifest:
+        """Collective: publish the step to `state`, which must not change until this returns.
+
+        Durable on all ranks when it returns. Raises ShardError on all ranks, and then nothing is;
+        a StoreError on one rank says that it is published and that this rank's own store has no
+        room for its manifest.
+        """
+
+        def encode() -> ShardReport:
+            return self._encoder.encode(version, self._digests, local_weights(state, self._dtype))
+
+        def merge(reports: list[ShardReport]) -> bytes:
+            return self._coordinator.publish(version, reports).to_json()
+
+        manifest = Manifest.from_json(self._agree(encode, merge))
+        self._encoder.advance(manifest)
+        self._digests = {t.name: int(t.digest_after, 16) for t in manifest.tensors}
+        self._keep(manifest)
+        return manifest
+
+    def publish_base(self) -> Manifest:
+        """Collective: publish all weights of the newest version, for those who join."""
+
+        def zeros() -> ShardReport:
+            return self._encoder.parts(of_zeros=True)
+
+        def merge_zeros(reports: list[ShardReport]) -> Mapping[str, int]:
+            return self._coordinator.merged(self.version, reports)
+
+        digests = self._agree_on_digests(zeros, merge_zeros)
+
+        def merge(reports: list[ShardReport]) -> bytes:
+            return self._coordinator.publish_base(digests, reports).to_json()
+
+        raw = self._agree(lambda: self._encoder.encode_base(digests), merge)
+        manifest = Manifest.from_json(raw)
+        self._keep(manifest)
+        return manifest
+
+    def _coordinate(
+        self,
+        job: str,
+        trainer: str,
+        key: SigningKey | None,
+        lifetime_s: float,
+        clock: Callable[[], float],
+    ) -> ShardCoordinator:
+        if key is None:
+            raise ShardError("the first rank signs; give it the job's key")
+        origins = self._origins if any(self._origins) else ()
+        size = self._ranks.size
+        return ShardCoordinator(self._store, job, trainer, key, size, origins, lifetime_s, clock)
+
+    def _keep(self, manifest: Manifest) -> None:
+        """A store of this rank's own has the manifest too, to know what may be deleted when."""
+        if self._origin and self._ranks.rank:
+            self._store.put_manifest(manifest, manifest.origins.index(self._origin))
+
+    def _owned(self, state: Mapping[str, torch.Tensor]) -> Pieces:
+        """What this rank publishes of what it holds."""
+        pieces: Pieces = ()
+
+        def held() -> bytes:
+            nonlocal pieces
+            pieces = state_pieces(state)
+            blocks = [(p.tensor, p.block.rows, p.block.columns) for p in pieces]
+            return json.dumps([self._origin, blocks]).encode("ascii")
+
+        def merge(raws: list[bytes]) -> bytes:
+            told = [json.loads(raw) for raw in raws]
+            self._origins = [origin for origin, _ in told]
+            keys = [[(name, *rows, *columns) for name, rows, columns in b] for _, b in told]
+            return json.dumps(first_holders(keys)).encode("ascii")
+
+        kept = json.loads(self._ranks.agree(held, merge))[self._ranks.rank]
+        return tuple(pieces[at] for at in kept)
+
+    def _agree_on_digests(
+        self,
+        work: Callable[[], ShardReport],
+        merge: Callable[[list[ShardReport]], Mapping[str, int]],
+    ) -> Mapping[str, int]:
+        def merged(reports: list[ShardReport]) -> bytes:
+            plain = {name: hex_digest(digest) for name, digest in merge(reports).items()}
+            return json.dumps(plain).encode("ascii")
+
+        digests = json.loads(self._agree(work, merged))
+        return {name: int(digest, 16) for name, digest in digests.items()}
+
+    def _agree(
+        self, work: Callable[[], ShardReport], merge: Callable[[list[ShardReport]], bytes]
+    ) -> bytes:
+        return self._ranks.agree(
+            lambda: work().to_json(),
+            lambda raws: merge([ShardReport.from_json(raw) for raw in raws]),
+        )

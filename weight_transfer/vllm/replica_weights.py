@@ -1,0 +1,224 @@
+"""ReplicaWeights: the weights of one rank of an engine, and the proofs of each activation.
+
+init    read the base, compile the kernels, trace and prove the loader map
+stage   while serving: see `staging`
+commit  under the engine's pause: scatter → read back → one probe forward
+        all proofs hold: the new version is active; any fails: the old values go back
+audit   any time between steps: digests of everything that is live
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from weight_transfer.checkpoint import read_model_dir
+from weight_transfer.errors import WrongBaseError
+from weight_transfer.manifest import Manifest
+from weight_transfer.receiver import Receiver, StagedUpdate
+from weight_transfer.store import read_chunk
+from weight_transfer.tensors import TensorBits
+from weight_transfer.vllm import faults
+from weight_transfer.vllm.applier import place, write, write_back
+from weight_transfer.vllm.audit import Audit, judge
+from weight_transfer.vllm.fresh import finish, load_fresh, skeleton
+from weight_transfer.vllm.loader_map import LoaderMap
+from weight_transfer.vllm.loose import LooseCopy
+from weight_transfer.vllm.probe import ProbeResult, compare
+from weight_transfer.vllm.reference import overlay, reference_in_pieces
+from weight_transfer.vllm.report import CommitReport
+from weight_transfer.vllm.staging import Prepared, Staging
+from weight_transfer.vllm.tracing import trace_loader
+from weight_transfer.vllm.warm import warm_kernels
+
+if TYPE_CHECKING:
+    from weight_transfer.signing import VerifyKey
+    from weight_transfer.vllm.engine import EngineModel
+
+_HELD = ProbeResult(ok=True, max_abs_diff=0.0)
+
+
+class ReplicaWeights:
+    """Receiver, loader map and proofs; the one path by which an engine's weights change."""
+
+    def __init__(self, engine: EngineModel, model_dir: Path, verify_key: VerifyKey | None) -> None:
+        self._engine = engine
+        self._verify_key = verify_key
+        base = read_model_dir(model_dir)
+        warm_kernels(base)
+        self.map = map_engine(engine, base)
+        self._receiver = Receiver(base)
+        self._staging: Staging | None = None
+        self._last: tuple[Prepared, LooseCopy] | None = None
+        self._unsettled: StagedUpdate | None = None
+        self._claimed: int | None = None
+
+    @property
+    def version(self) -> int:
+        """The active version (with the fault `stale_weights`: the claimed one)."""
+        if self._claimed is not None:
+            return self._claimed
+        return self._unsettled.version if self._unsettled else self._receiver.version
+
+    def settle(self) -> None:
+        """Bring the checkpoint copy to the active version: what a pause need not wait for."""
+        update, self._unsettled = self._unsettled, None
+        if update is not None:
+            self._receiver.commit(update)
+
+    @property
+    def digests(self) -> Mapping[str, int]:
+        """What each checkpoint tensor's digest has to be."""
+        self.settle()
+        return self._receiver.digests
+
+    @property
+    def elements(self) -> Mapping[str, int]:
+        """How many weights each checkpoint tensor has."""
+        return {name: tensor.bits.size for name, tensor in self._receiver.tensors.items()}
+
+    def begin_stage(self, manifest_paths: Sequence[Path], chunks_dir: Path) -> Staging:
+        """Begin to stage versions that follow each other; what was staged before is forgotten."""
+        if self._staging is not None:
+            self._staging.drop()
+        self._last = None
+        self.settle()
+        self._staging = Staging(lambda: self._decode(manifest_paths, chunks_dir), self._prepare)
+        return self._staging
+
+    @property
+    def staging(self) -> Staging:
+        """The update on its way. Raises WrongBaseError when there is none."""
+        if self._staging is None:
+            raise WrongBaseError("nothing is staged; stage an update before committing it")
+        return self._staging
+
+    def stage(self, manifest_paths: Sequence[Path], chunks_dir: Path) -> Prepared:
+        """Stage them at once."""
+        staging = self.begin_stage(manifest_paths, chunks_dir)
+        staging.step()
+        assert staging.prepared is not None
+        return staging.prepared
+
+    def commit(self) -> CommitReport:
+        """Activate what is staged, or take it back when a proof fails."""
+        prepared = self.staging.prepared
+        if prepared is None:
+            raise WrongBaseError("the update is not staged to its end; step it on")
+        self._staging = None
+        started_s = time.perf_counter()
+        fault = faults.injected()
+        if fault is faults.Fault.STALE_WEIGHTS:
+            self._claimed = prepared.update.version
+            return self._report(prepared, time.perf_counter() - started_s)
+        if fault is faults.Fault.WRONG_CHUNK:
+            write(self.map, place(self.map, faults.permuted(prepared.update)))
+            self._unsettled = prepared.update
+            return self._report(prepared, time.perf_counter() - started_s)
+        return self._activate(prepared)
+
+    def rollback(self) -> int:
+        """Take the last commit back, if it is active: another rank could not prove it.
+
+        Returns the active version.
+        """
+        last, self._last = self._last, None
+        if last is not None and self.version == last[0].update.version:
+            self._revert(*last)
+        return self.version
+
+    def audit(self) -> Audit:
+        """A new pass over everything that is live; step it between the engine's steps."""
+        return Audit(self.map)
+
+    def prove(self) -> tuple[bool, ProbeResult]:
+        """Return (every live digest is right, probe) for the active version, all made anew.
+
+        O(model), for one rank alone; only under a pause or between steps.
+        """
+        self.settle()
+        pieces = reference_in_pieces(self._engine, self._receiver.tensors, None, ())
+        probe = compare(self._logits(), finish(pieces).logits)
+        return not judge(self.audit().rest(), self.digests, self.elements).flipped, probe
+
+    def _decode(self, manifest_paths: Sequence[Path], chunks_dir: Path) -> StagedUpdate:
+        manifests = [Manifest.from_json(path.read_bytes()) for path in manifest_paths]
+        if faults.injected() is faults.Fault.STALE_WEIGHTS:
+            last, active = manifests[-1], self._receiver.version
+            return StagedUpdate(last.version, active, (), last.wire_bytes)
+        refs = [ref for manifest in manifests for ref in manifest.chunks]
+        chunks = {ref.id: read_chunk(chunks_dir, ref.id) for ref in refs}
+        return self._receiver.stage_chain(manifests, chunks, self._verify_key, time.time())
+
+    def _prepare(self, update: StagedUpdate) -> Generator[None, None, Prepared]:
+        placed = place(self.map, update)
+        yield
+        tensors, loose = self._receiver.tensors, self.map.loose
+        reference = yield from reference_in_pieces(self._engine, tensors, update, loose)
+        return Prepared(update, placed, reference)
+
+    def _activate(self, prepared: Prepared) -> CommitReport:
+        started_s = time.perf_counter()
+        loose = LooseCopy(self.map, prepared.reference.loose if prepared.update.tensors else {})
+        try:
+            unproven = write(self.map, prepared.placed) + loose.write()
+            self._unsettled = prepared.update
+            applied_s = time.perf_counter()
+            probe = compare(self._logits(), prepared.reference.logits)
+        except BaseException:
+            self._revert(prepared, loose)
+            raise
+        probe_s = time.perf_counter() - applied_s
+        if unproven or not probe.ok:
+            self._revert(prepared, loose)
+        else:
+            self._last = prepared, loose
+        return self._report(prepared, applied_s - started_s, probe_s, not unproven, probe)
+
+    def _logits(self) -> torch.Tensor:
+        return self._engine.prober.logits(self._engine.model)
+
+    def _revert(self, prepared: Prepared, loose: LooseCopy) -> None:
+        write_back(self.map, prepared.placed)
+        loose.write_back()
+        if self._unsettled is None:
+            self._receiver.rollback(prepared.update)
+        self._unsettled = None
+
+    def _report(
+        self,
+        prepared: Prepared,
+        apply_s: float,
+        probe_s: float = 0.0,
+        digest_ok: bool = True,
+        probe: ProbeResult = _HELD,
+    ) -> CommitReport:
+        """The defaults are proofs that nobody made: what the faults exist for."""
+        update = prepared.update
+        return CommitReport(
+            version=self.version,
+            tensors=len(update.tensors),
+            changed_elements=update.changed,
+            wire_bytes=update.wire_bytes,
+            apply_s=apply_s,
+            probe_s=probe_s,
+            loose=len(self.map.loose),
+            digest_ok=digest_ok,
+            probe_ok=probe.ok,
+            probe_max_abs_diff=probe.max_abs_diff,
+        )
+
+
+def map_engine(engine: EngineModel, base: Mapping[str, TensorBits]) -> LoaderMap:
+    """Trace the engine's own loader and prove the map against its live parameters."""
+    config, device = engine.vllm_config, engine.device
+    trace = trace_loader(skeleton(config, torch.device("meta")), base)
+
+    def fresh() -> torch.nn.Module:
+        return load_fresh(config, device, base, overlay(base, {}))
+
+    return LoaderMap.prove(engine.model, trace, base, fresh)
