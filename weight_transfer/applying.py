@@ -17,7 +17,7 @@ import blake3
 import numpy as np
 
 from weight_transfer.checkpoint import Checkpoint, parse_head, view
-from weight_transfer.chunk import Change, decode_chunk, parse_header
+from weight_transfer.chunk import overwrite_chunk, parse_header
 from weight_transfer.delta import Delta, DeltaFile
 from weight_transfer.diffing import Progress, nothing_told, whole_digest
 from weight_transfer.digest import MODULUS, digest_of
@@ -28,7 +28,6 @@ from weight_transfer.errors import (
     DigestMismatchError,
     WrongBaseError,
 )
-from weight_transfer.kernels.mixing import scatter_and_sum
 from weight_transfer.manifest import ChunkRef, TensorUpdate, hex_digest
 from weight_transfer.tensors import TensorBits
 
@@ -133,23 +132,21 @@ class _Chain:
                 " the deltas, that it builds on"
             )
 
-        def decode(ref: ChunkRef) -> Change:
-            return _decoded(delta, ref, tensor, before)
+        def overwrite(ref: ChunkRef) -> int:
+            return _overwritten(delta, ref, tensor, before)
 
-        # A chunk reads its own block alone: what others overwrite meanwhile is not among them.
-        for change in self._pool.map(decode, update.chunks):
-            digest += int(scatter_and_sum(tensor.bits, change.indices, change.values))
+        digest += sum(self._pool.map(overwrite, update.chunks))
         if update.digest_after != hex_digest(digest % MODULUS):
             raise DigestMismatchError(f"{delta.path}: {tensor.name} is not what was published")
 
 
-def _decoded(delta: Delta, ref: ChunkRef, tensor: TensorBits, digest: int) -> Change:
+def _overwritten(delta: Delta, ref: ChunkRef, tensor: TensorBits, digest: int) -> int:
     encoded = delta.blob(ref.id)
     header = parse_header(encoded)
     found = header.ref(ref.id)
     if (found.rows, found.columns) != (ref.rows, ref.columns):
         raise ChunkFormatError(f"{delta.path}: chunk {ref.id} holds other rows than its index says")
-    return decode_chunk(encoded, tensor, digest)
+    return overwrite_chunk(encoded, tensor, digest)
 
 
 def _write_shard(path: Path, file: DeltaFile, chain: _Chain, progress: Progress) -> None:

@@ -20,9 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weight_transfer.blocks import Block, Range
-from weight_transfer.codec import Encoding, Level, decode_payload, encode_payload
+from weight_transfer.codec import Encoding, Level, decode_dense, decode_payload, encode_payload
 from weight_transfer.digest import block_growth
 from weight_transfer.errors import ChunkDigestError, ChunkFormatError, WrongBaseError
+from weight_transfer.kernels.mixing import scatter_and_sum
 from weight_transfer.manifest import ChunkRef
 from weight_transfer.tensors import Bits, TensorBits, WeightClass
 
@@ -198,6 +199,33 @@ def decode_chunk(encoded: bytes, old: TensorBits, base_digest: int) -> Change:
     `base_digest` is the digest of `old`. Raises ChunkFormatError for malformed bytes and
     WrongBaseError when the chunk was made for other weights.
     """
+    header = _header_for(encoded, old, base_digest)
+    payload = memoryview(encoded)[HEADER.size :]
+    base = header.block.cut(old.bits)
+    local, values = decode_payload(header.encoding, header.changed, payload, base)
+    return Change(header.block.flat(local), values)
+
+
+def overwrite_chunk(encoded: bytes, tensor: TensorBits, base_digest: int) -> int:
+    """Decode an untrusted chunk right into its tensor, whose bits can be written to.
+
+    Returns what the tensor's digest grows by. `base_digest` is the digest before the version. A
+    chunk touches its own block alone, so those of one version may go on at the same time. Raises
+    like `decode_chunk`; nothing is written then.
+    """
+    header = _header_for(encoded, tensor, base_digest)
+    block = header.block
+    if header.encoding is not Encoding.DENSE or not block.is_whole_rows:
+        change = decode_chunk(encoded, tensor, base_digest)
+        return int(scatter_and_sum(tensor.bits, change.indices, change.values))
+    old = block.cut(tensor.bits)
+    new = decode_dense(header.changed, memoryview(encoded)[HEADER.size :], old)
+    growth = block_growth(old, new, block)
+    old[:] = new
+    return growth
+
+
+def _header_for(encoded: bytes, old: TensorBits, base_digest: int) -> ChunkHeader:
     header = parse_header(encoded)
     if header.width != old.bits.itemsize or header.row_elements != old.row_elements:
         raise ChunkFormatError(f"chunk is not of a tensor like {old.name} {old.shape}")
@@ -205,10 +233,7 @@ def decode_chunk(encoded: bytes, old: TensorBits, base_digest: int) -> Change:
         raise ChunkFormatError(f"chunk ends at row {header.end_row}, {old.name} at {old.rows}")
     if header.base_digest != base_digest:
         raise WrongBaseError(f"chunk of {old.name} was made for other weights; rebase first")
-    payload = memoryview(encoded)[HEADER.size :]
-    base = header.block.cut(old.bits)
-    local, values = decode_payload(header.encoding, header.changed, payload, base)
-    return Change(header.block.flat(local), values)
+    return header
 
 
 def _columns(stretch: int) -> Range | None:

@@ -100,9 +100,9 @@ def decode_payload(
     if encoding is Encoding.EMPTY:
         indices, new = np.zeros(0, dtype=np.int64), old[:0]
     elif encoding is Encoding.DENSE:
-        dense = reader.integers(old.size, old.itemsize, old.dtype)
+        dense = decode_dense(changed, payload, old)
         indices = np.flatnonzero(dense != old)
-        new = dense[indices]
+        return indices, dense[indices]
     else:
         read = _read_gaps if encoding is Encoding.SPARSE else _read_bitmap
         gaps = read(reader, changed, old.size)
@@ -115,6 +115,17 @@ def decode_payload(
     if indices.size != changed:
         raise ChunkFormatError(f"{indices.size} changes found where {changed} were claimed")
     return indices, new
+
+
+def decode_dense(changed: int, payload: memoryview, old: Bits) -> Bits:
+    """Return all new bits of a dense payload. Raises ChunkFormatError."""
+    reader = PlaneReader(payload)
+    dense: Bits = reader.integers(old.size, old.itemsize, old.dtype)
+    reader.finish()
+    found = np.count_nonzero(dense != old)
+    if found != changed:
+        raise ChunkFormatError(f"{found} changes found where {changed} were claimed")
+    return dense
 
 
 def _sparse(changes: Changes) -> bytes:

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from weight_transfer.chunk import check_id, decode_chunk, parse_header
-from weight_transfer.digest import after_write, digest_of
+from weight_transfer.chunk import check_id, decode_chunk, overwrite_chunk, parse_header
+from weight_transfer.digest import MODULUS, after_write, digest_of
 from weight_transfer.errors import (
     ChunkFormatError,
     ChunkMissingError,
@@ -201,9 +201,7 @@ class Receiver:
         scratch = TensorBits(active.name, active.dtype, active.shape, bits)
         digest = digest_of(bits) if based else self._digests[active.name]
         for update in updates:
-            change = _changed(scratch, digest, update, chunks)
-            bits[change.indices] = change.values
-            digest = change.digest_after
+            digest = _overwritten(scratch, digest, update, chunks)
         return bits, digest
 
 
@@ -218,10 +216,7 @@ def _changed(
     old: TensorBits, digest: int, update: TensorUpdate, chunks: Mapping[str, bytes]
 ) -> _Changed:
     """What one version makes of a tensor, decoded and proved."""
-    if (update.dtype, update.shape) != (old.dtype, old.shape):
-        raise ManifestError(f"{old.name}: manifest says {update.dtype} {update.shape}")
-    if update.digest_before != hex_digest(digest):
-        raise WrongBaseError(f"{old.name}: version was made for other weights; rebase first")
+    _check_base(old, digest, update)
     changes = [decode_chunk(_fetch(ref, chunks), old, digest) for ref in update.chunks]
     indices = np.concatenate([np.zeros(0, np.int64), *(c.indices for c in changes)])
     values = np.concatenate([old.bits[:0], *(c.values for c in changes)])
@@ -229,9 +224,31 @@ def _changed(
         order = np.argsort(indices, kind="stable")  # Quick where it meets ascending runs.
         indices, values = indices[order], values[order]
     after = after_write(digest, old.bits, indices, values)
-    if update.digest_after != hex_digest(after):
-        raise DigestMismatchError(f"{old.name}: decoded weights are not the published ones")
+    _check_after(update, after)
     return _Changed(indices, values, after)
+
+
+def _overwritten(
+    tensor: TensorBits, digest: int, update: TensorUpdate, chunks: Mapping[str, bytes]
+) -> int:
+    """Make the tensor what one version makes of it; returns its proved digest."""
+    _check_base(tensor, digest, update)
+    growth = sum(overwrite_chunk(_fetch(ref, chunks), tensor, digest) for ref in update.chunks)
+    after = (digest + growth) % MODULUS
+    _check_after(update, after)
+    return after
+
+
+def _check_base(old: TensorBits, digest: int, update: TensorUpdate) -> None:
+    if (update.dtype, update.shape) != (old.dtype, old.shape):
+        raise ManifestError(f"{old.name}: manifest says {update.dtype} {update.shape}")
+    if update.digest_before != hex_digest(digest):
+        raise WrongBaseError(f"{old.name}: version was made for other weights; rebase first")
+
+
+def _check_after(update: TensorUpdate, digest: int) -> None:
+    if update.digest_after != hex_digest(digest):
+        raise DigestMismatchError(f"{update.name}: decoded weights are not the published ones")
 
 
 def _fetch(ref: ChunkRef, chunks: Mapping[str, bytes]) -> bytes:

@@ -228,24 +228,6 @@ def test_a_stale_packed_copy_is_caught_by_the_probe_alone(served: Served) -> Non
     assert served.run(prove) == (True, True, 0.0)
 
 
-def test_a_chain_and_then_a_base_come_into_force_at_once(served: Served) -> None:
-    """What a replica that lags is given: several manifests, or all weights anew."""
-    first, held = served.version + 2, served.version
-    one, two, three = (sgd_like(served.base, seed=seed, size=1e-4) for seed in (11, 12, 13))
-    served.publisher.publish(first, held, served.active, one)
-    served.publisher.publish(first + 1, first, one, two)
-    served.publisher.publish_base(first + 2, three)
-    chunks = str(served.store.chunks_dir)
-    chain = [str(served.store.manifest_path(version)) for version in (first, first + 1)]
-    base = [str(served.store.manifest_path(first + 2, base=True))]
-    for manifests, version in ((chain, first + 1), (base, first + 2)):
-        served.rpc("rose_weights_stage", manifests, chunks)
-        report = served.rpc("rose_weights_commit")
-        assert proofs_hold(report), report
-        assert report["version"] == version == served.rpc("rose_weights_version")
-    served.version, served.active = first + 2, three
-
-
 def test_an_update_for_other_weights_is_refused(served: Served) -> None:
     served.publisher.publish(90, 89, served.active, sgd_like(served.active, seed=4, size=1e-4))
     with pytest.raises(WrongBaseError):
@@ -296,6 +278,24 @@ def test_vllms_own_weight_calls_lead_to_the_same_weights(served: Served, tmp_pat
     with pytest.raises(WrongBaseError):
         served.rpc("update_weights", update)
     assert served.run(prove) == (True, True, 0.0)
+
+
+def test_a_chain_and_then_a_base_come_into_force_at_once(served: Served) -> None:
+    """What a replica that lags is given: several manifests, or all weights anew."""
+    first, held = served.version + 2, served.version
+    one, two, three = (sgd_like(served.base, seed=seed, size=1e-4) for seed in (11, 12, 13))
+    served.publisher.publish(first, held, served.active, one)
+    served.publisher.publish(first + 1, first, one, two)
+    served.publisher.publish_base(first + 2, three)
+    chunks = str(served.store.chunks_dir)
+    chain = [str(served.store.manifest_path(version)) for version in (first, first + 1)]
+    base = [str(served.store.manifest_path(first + 2, base=True))]
+    for manifests, version in ((chain, first + 1), (base, first + 2)):
+        served.rpc("rose_weights_stage", manifests, chunks)
+        report = served.rpc("rose_weights_commit")
+        assert proofs_hold(report), report
+        assert report["version"] == version == served.rpc("rose_weights_version")
+    served.version, served.active = first + 2, three
 
 
 def test_faults_claim_what_is_not_there(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
