@@ -21,9 +21,11 @@ from numpy.typing import NDArray
 
 from weight_transfer.blocks import Block, Range
 from weight_transfer.codec import Encoding, Level, decode_dense, decode_payload, encode_payload
+from weight_transfer.device import AnyTensor
 from weight_transfer.digest import block_growth
 from weight_transfer.errors import ChunkDigestError, ChunkFormatError, WrongBaseError
 from weight_transfer.kernels.mixing import scatter_and_sum
+from weight_transfer.kernels.processor import Flat
 from weight_transfer.manifest import ChunkRef
 from weight_transfer.tensors import Bits, TensorBits, WeightClass
 
@@ -98,7 +100,7 @@ def check_id(name: str, encoded: bytes) -> None:
         raise ChunkDigestError(f"chunk {name} is damaged ({len(encoded)} bytes); fetch it again")
 
 
-def row_ranges(tensor: TensorBits, chunk_bytes: int) -> Iterator[tuple[int, int]]:
+def row_ranges(tensor: AnyTensor, chunk_bytes: int) -> Iterator[tuple[int, int]]:
     """Yield [first, end) row ranges of at most `chunk_bytes` dense bytes, at least one row."""
     row_bytes = max(1, tensor.row_elements * tensor.bits.itemsize)
     step = max(1, chunk_bytes // row_bytes)
@@ -107,21 +109,22 @@ def row_ranges(tensor: TensorBits, chunk_bytes: int) -> Iterator[tuple[int, int]
 
 
 def encode_chunk(
-    old: TensorBits,
-    new: TensorBits,
+    old: AnyTensor,
+    new: AnyTensor,
     rows: tuple[int, int],
     base_digest: int,
     level: Level = Level.FAST,
 ) -> EncodedChunk:
     """Encode rows [a, b) of the step from `old` to `new`; `base_digest` is that of all of `old`."""
     block = Block.of_rows(rows, old.row_elements)
-    before, after = block.cut(old.bits), block.cut(new.bits)
+    part = slice(block.first, block.first + block.elements)
+    before, after = old.bits[part], new.bits[part]
     return encode_block(before, after, block, old.weight_class, base_digest, level)
 
 
 def encode_block(
-    old: Bits,
-    new: Bits,
+    old: Flat,
+    new: Flat,
     block: Block,
     kind: WeightClass,
     base_digest: int,
@@ -129,7 +132,8 @@ def encode_block(
 ) -> EncodedChunk:
     """Encode a block's own weights, row by row; `base_digest` is that of its whole old tensor.
 
-    Raises ChunkFormatError for columns that a header cannot name.
+    Raises ChunkFormatError for columns that a header cannot name, TensorFormatError for some
+    columns of a tensor on a device.
     """
     if not block.is_whole_rows and block.columns[1] >> _COLUMN_BITS:
         raise ChunkFormatError(f"columns {block.columns} end beyond 2^32; shard by rows instead")

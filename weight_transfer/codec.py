@@ -18,15 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weight_transfer.compact import decode_compact, encode_compact
-from weight_transfer.digest import MODULUS, digest_part
 from weight_transfer.errors import ChunkFormatError
-from weight_transfer.kernels.changes import (
-    Changes,
-    apply_changes,
-    find_changes,
-    gaps_of,
-    mark_changes,
-)
+from weight_transfer.kernels.changes import Changes, apply_changes, gaps_of
+from weight_transfer.kernels.difference import Difference
+from weight_transfer.kernels.processor import Flat, processor_of
 from weight_transfer.planes import PlaneReader, pack_plane, pack_planes, planes_needed
 from weight_transfer.tensors import Bits, WeightClass
 
@@ -64,25 +59,24 @@ class Encoded:
 
 
 def encode_payload(
-    old: Bits, new: Bits, kind: WeightClass, level: Level = Level.FAST, first: int = 0
+    old: Flat, new: Flat, kind: WeightClass, level: Level = Level.FAST, first: int = 0
 ) -> Encoded:
     """Encode a range whose first weight has index `first` in its tensor, the smallest way."""
-    found = find_changes(old, new, old.size // _SPARSE_SHARE, first)
+    found = processor_of(old, new).compare(old, new, old.size // _SPARSE_SHARE, first)
     if found is None:
         return _crowded(old, new, first)
-    changes, growth = found.changes, found.digest_change
-    if not changes.count:
+    if not found.count:
         return Encoded(Encoding.EMPTY, 0, b"", 0)
-    compact = encode_compact(old, changes, kind) if level is Level.COMPACT else None
+    compact = encode_compact(found, kind) if level is Level.COMPACT else None
     # Beyond a few changes the table of classes costs nothing any more.
-    if compact is not None and changes.count > _SURELY_COMPACT:
-        return Encoded(Encoding.COMPACT, changes.count, compact, growth)
-    sparse = _sparse(changes)
+    if compact is not None and found.count > _SURELY_COMPACT:
+        return Encoded(Encoding.COMPACT, found.count, compact, found.growth)
+    sparse = _sparse(found)
     if compact is not None and len(compact) < len(sparse):
-        return Encoded(Encoding.COMPACT, changes.count, compact, growth)
+        return Encoded(Encoding.COMPACT, found.count, compact, found.growth)
     if len(sparse) > old.nbytes:
         return _crowded(old, new, first)
-    return Encoded(Encoding.SPARSE, changes.count, sparse, growth)
+    return Encoded(Encoding.SPARSE, found.count, sparse, found.growth)
 
 
 def decode_payload(
@@ -128,21 +122,22 @@ def decode_dense(changed: int, payload: memoryview, old: Bits) -> Bits:
     return dense
 
 
-def _sparse(changes: Changes) -> bytes:
+def _sparse(changes: Difference) -> bytes:
     planes = planes_needed(changes.gaps)
     codes = pack_planes(changes.codes, changes.codes.itemsize)
     return bytes([planes]) + pack_planes(changes.gaps, planes) + codes
 
 
-def _crowded(old: Bits, new: Bits, first: int) -> Encoded:
+def _crowded(old: Flat, new: Flat, first: int) -> Encoded:
     """Many weights changed: their map, or all of them anew."""
-    growth = (digest_part(new, first) - digest_part(old, first)) % MODULUS
-    bitmap, codes = mark_changes(old, new)
-    marked = pack_plane(bitmap) + pack_planes(codes, codes.itemsize)
-    dense = pack_planes(new, new.itemsize)
+    processor = processor_of(old, new)
+    marks = processor.mark(old, new, first)
+    changed = marks.codes.size
+    marked = pack_plane(marks.bitmap) + pack_planes(marks.codes, marks.codes.itemsize)
+    dense = pack_planes(processor.read(new), new.itemsize)
     if len(marked) <= len(dense):
-        return Encoded(Encoding.BITMAP, codes.size, marked, growth)
-    return Encoded(Encoding.DENSE, codes.size, dense, growth)
+        return Encoded(Encoding.BITMAP, changed, marked, marks.growth)
+    return Encoded(Encoding.DENSE, changed, dense, marks.growth)
 
 
 def _read_gaps(reader: PlaneReader, changed: int, size: int) -> NDArray[np.uint32]:

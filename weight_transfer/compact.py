@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from weight_transfer.errors import ChunkFormatError
 from weight_transfer.kernels import classes as kernels
 from weight_transfer.kernels import ranges
-from weight_transfer.kernels.changes import Bits, Changes
-from weight_transfer.tensors import WeightClass
+from weight_transfer.kernels.difference import Difference
+from weight_transfer.tensors import Bits, WeightClass
 
 _HEAD = struct.Struct("<BBBBHII")
 _CLASS = struct.Struct("<BBI")
@@ -59,24 +59,10 @@ class _Classes:
         return [slice(a, b) for a, b in pairwise(ends)]
 
 
-def encode_compact(old: Bits, changes: Changes, kind: WeightClass) -> bytes:
-    """Encode changes, at least one, of the range `old`."""
-    counts = np.zeros(kernels.CLASSES, np.int64)
-    kernels.class_counts(old, changes.gaps, kind.shift, kind.mask, counts)
-    classes = _gathered(counts)
-    gaps, codes = np.empty_like(changes.gaps), np.empty_like(changes.codes)
-    kernels.by_class(
-        old,
-        changes.gaps,
-        changes.codes,
-        kind.shift,
-        kind.mask,
-        classes.ends(),
-        classes.numbers,
-        classes.starts(),
-        gaps,
-        codes,
-    )
+def encode_compact(found: Difference, kind: WeightClass) -> bytes:
+    """Encode changes, at least one."""
+    classes = _gathered(found.class_counts(kind))
+    gaps, codes = found.by_class(kind, classes.ends(), classes.numbers, classes.starts())
     parts = classes.parts()
     classes.rice.extend(_rice(gaps[part]) for part in parts)
     coded, raw = _entropy_coded(gaps, codes, parts, classes.rice)

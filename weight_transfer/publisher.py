@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 
 from weight_transfer.chunk import DEFAULT_CHUNK_BYTES, EncodedChunk, encode_chunk, row_ranges
 from weight_transfer.codec import Level
+from weight_transfer.device import AnyTensor, zeros_like
 from weight_transfer.digest import MODULUS, digest_of
 from weight_transfer.errors import ManifestError
 from weight_transfer.manifest import CODEC, ChunkRef, Manifest, TensorUpdate, hex_digest
 from weight_transfer.signing import SigningKey
 from weight_transfer.store import ChunkStore
-from weight_transfer.tensors import TensorBits, zeros_like
 
 DEFAULT_LIFETIME_S = 24 * 3600.0
 
@@ -45,8 +45,8 @@ class Publisher:
         self,
         version: int,
         parent: int,
-        old: Mapping[str, TensorBits],
-        new: Mapping[str, TensorBits],
+        old: Mapping[str, AnyTensor],
+        new: Mapping[str, AnyTensor],
     ) -> Manifest:
         """Publish the step from `old` (version `parent`) to `new` (version `version`).
 
@@ -61,7 +61,7 @@ class Publisher:
         tensors = tuple(self._tensor(old[name], new[name], before[name]) for name in sorted(old))
         return self.publish_updates(version, parent, tensors)
 
-    def publish_base(self, version: int, tensors: Mapping[str, TensorBits]) -> Manifest:
+    def publish_base(self, version: int, tensors: Mapping[str, AnyTensor]) -> Manifest:
         """Publish all weights of a version, for those who join: its delta may be published too."""
         updates = []
         for name in sorted(tensors):
@@ -93,14 +93,14 @@ class Publisher:
         self._known = version, {t.name: int(t.digest_after, 16) for t in tensors}
         return manifest
 
-    def _digests_of(self, version: int, tensors: Mapping[str, TensorBits]) -> Mapping[str, int]:
+    def _digests_of(self, version: int, tensors: Mapping[str, AnyTensor]) -> Mapping[str, int]:
         """Known of the version that was published last; any other is read once, all of it."""
         known, digests = self._known
         if known == version and digests.keys() == tensors.keys():
             return digests
         return {name: digest_of(tensor.bits) for name, tensor in tensors.items()}
 
-    def _tensor(self, old: TensorBits, new: TensorBits, before: int) -> TensorUpdate:
+    def _tensor(self, old: AnyTensor, new: AnyTensor, before: int) -> TensorUpdate:
         if (old.dtype, old.shape) != (new.dtype, new.shape):
             raise ManifestError(f"{old.name}: dtype or shape changed; publish a new base instead")
         made = [

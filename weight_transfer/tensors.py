@@ -69,26 +69,12 @@ def unsigned(width: int) -> np.dtype[np.unsignedinteger[Any]]:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorBits:
-    """One checkpoint tensor: `bits` is flat, of `prod(shape)` unsigned integers, row-major."""
+class Layout:
+    """What a checkpoint tensor is like, wherever its weights are."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    bits: Bits
-
-    def __post_init__(self) -> None:
-        if self.dtype not in WIDTHS:
-            raise TensorFormatError(
-                f"{self.name}: dtype {self.dtype} is not carried; use one of {sorted(WIDTHS)}"
-            )
-        expected = unsigned(WIDTHS[self.dtype])
-        if self.bits.ndim != 1 or self.bits.dtype != expected:
-            raise TensorFormatError(f"{self.name}: bits must be a flat array of {expected}")
-        if self.bits.size != math.prod(self.shape):
-            raise TensorFormatError(
-                f"{self.name}: {self.bits.size} elements do not fill shape {self.shape}"
-            )
 
     @property
     def rows(self) -> int:
@@ -109,6 +95,26 @@ class TensorBits:
 def weight_class_of(dtype: str) -> WeightClass:
     """What tells the coarseness of weights of a dtype; integers have one class."""
     return _EXPONENTS.get(dtype, WeightClass(0, 0))
+
+
+@dataclass(frozen=True, slots=True)
+class TensorBits(Layout):
+    """One checkpoint tensor: `bits` is flat, of `prod(shape)` unsigned integers, row-major."""
+
+    bits: Bits
+
+    def __post_init__(self) -> None:
+        if self.dtype not in WIDTHS:
+            raise TensorFormatError(
+                f"{self.name}: dtype {self.dtype} is not carried; use one of {sorted(WIDTHS)}"
+            )
+        expected = unsigned(WIDTHS[self.dtype])
+        if self.bits.ndim != 1 or self.bits.dtype != expected:
+            raise TensorFormatError(f"{self.name}: bits must be a flat array of {expected}")
+        if self.bits.size != math.prod(self.shape):
+            raise TensorFormatError(
+                f"{self.name}: {self.bits.size} elements do not fill shape {self.shape}"
+            )
 
 
 def bits_of(tensor: torch.Tensor) -> Bits:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from weight_transfer.kernels.difference import CLASSES
 from weight_transfer.kernels.jit import compiled
 from weight_transfer.kernels.ranges import Bytes, Contexts, Ints, get, put
 from weight_transfer.kernels.words import (
@@ -26,7 +27,6 @@ from weight_transfer.kernels.words import (
 )
 
 Bits = NDArray[np.unsignedinteger[Any]]
-CLASSES = 256
 # Contexts of one class: unary part of a gap, length of a change, its second bit.
 _GAPS, _LENGTHS, _SECONDS = 0, 8, 32
 CONTEXTS = 40

@@ -36,6 +36,15 @@ def sum_all(bits: Bits, first: int) -> np.uint64:
 
 
 @compiled
+def sum_at(indices: NDArray[np.int64], values: Bits) -> np.uint64:
+    """Sum over weights that lie at `indices`."""
+    total = np.uint64(0)
+    for k in range(indices.size):
+        total += mix(np.uint64(indices[k]), np.uint64(values[k]))
+    return total
+
+
+@compiled
 def sum_difference(indices: NDArray[np.int64], old: Bits, new: Bits) -> np.uint64:
     """What the sum grows by when the weights at `indices` go from `old` to `new`."""
     total = np.uint64(0)

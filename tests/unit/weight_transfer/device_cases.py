@@ -1,0 +1,301 @@
+"""What a device's kernels must give: the CPU's bits. Collected by `test_weight_device`, not alone.
+
+Run on a GPU where there is one, otherwise (TRITON_INTERPRET=1) in Triton's interpreter.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from weight_cases import model, next_model, tensor
+
+from weight_transfer.chunk import encode_chunk
+from weight_transfer.codec import Encoding, Level
+from weight_transfer.device import device_bits, device_tensor
+from weight_transfer.digest import digest_of
+from weight_transfer.errors import TensorFormatError
+from weight_transfer.kernels.cpu import CPU
+from weight_transfer.kernels.device.bits import DeviceBits, to_device
+from weight_transfer.kernels.device.processor import DEVICE
+from weight_transfer.publisher import Publisher
+from weight_transfer.signing import SigningKey
+from weight_transfer.store import ChunkStore
+from weight_transfer.tensors import Bits, TensorBits, WeightClass, tensor_of
+
+PLACE = torch.zeros(0, device="cpu" if os.environ.get("TRITON_INTERPRET") else "cuda")
+WIDTHS = (1, 2, 4, 8)
+WIDTH_OF = {"float8_e4m3fn": 1, "bfloat16": 2, "float32": 4, "float64": 8}
+KINDS = {1: WeightClass(3, 4), 2: WeightClass(7, 8), 4: WeightClass(23, 8), 8: WeightClass(52, 8)}
+# Around a tile of the first pass (4096 or less), of lists (1024), and none at all.
+SIZES = (0, 1, 7, 8, 1023, 1025, 4095, 4096, 4097, 9001)
+FEW = settings(
+    max_examples=8,
+    derandomize=True,
+    database=None,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=[HealthCheck.too_slow],
+)
+
+
+def held(bits: Bits) -> DeviceBits:
+    return DeviceBits(to_device(bits, PLACE))
+
+
+def held_tensor(host: TensorBits) -> Any:
+    return device_tensor(host.name, tensor_of(host).to(PLACE.device), copy=False)
+
+
+@st.composite
+def ranges(draw: st.DrawFn) -> tuple[Bits, Bits]:
+    """Old and new bits: sparse ulps or anything, from nothing changed to everything."""
+    width, size = draw(st.sampled_from(WIDTHS)), draw(st.sampled_from(SIZES))
+    rng = np.random.default_rng(draw(st.integers(0, 99)))
+    old = rng.integers(0, 1 << (8 * width), size, dtype=f"<u{width}")
+    new = old.copy()
+    moved = rng.random(size) < draw(st.sampled_from([0, 0.001, 0.05, 0.6, 1]))
+    most = draw(st.sampled_from([5, (1 << (8 * width)) - 1]))
+    new[moved] += rng.integers(1, most, np.count_nonzero(moved), dtype=old.dtype)
+    return old, new
+
+
+@FEW
+@given(ranges(), st.sampled_from([0, 1, 1 << 33]))
+def test_a_difference_is_the_cpus(step: tuple[Bits, Bits], first: int) -> None:
+    old, new = step
+    wanted = CPU.compare(old, new, old.size, first)
+    found = DEVICE.compare(held(old), held(new), old.size, first)
+    assert wanted is not None
+    assert found is not None
+    assert (found.count, found.growth) == (wanted.count, wanted.growth)
+    for got, expected in ((found.gaps, wanted.gaps), (found.codes, wanted.codes)):
+        assert got.dtype == expected.dtype
+        np.testing.assert_array_equal(got, expected)
+
+
+@FEW
+@given(ranges(), st.sampled_from([0, 5]))
+def test_marks_are_the_cpus(step: tuple[Bits, Bits], first: int) -> None:
+    old, new = step
+    wanted, found = CPU.mark(old, new, first), DEVICE.mark(held(old), held(new), first)
+    np.testing.assert_array_equal(found.bitmap, wanted.bitmap)
+    np.testing.assert_array_equal(found.codes, wanted.codes)
+    assert found.growth == wanted.growth
+
+
+@pytest.mark.parametrize("beyond", [0, 1])
+def test_more_changes_than_room_are_none(beyond: int) -> None:
+    old = np.zeros(5000, "<u2")
+    new = old.copy()
+    new[::7] = 1
+    changed, room = np.count_nonzero(new), np.count_nonzero(new) - beyond
+    for processor, hold in ((CPU, np.asarray), (DEVICE, held)):
+        found = processor.compare(hold(old), hold(new), room, 0)
+        assert found is None if beyond else found is not None and found.count == changed
+
+
+@FEW
+@given(ranges(), st.sampled_from([0, 3, (1 << 40) + 1]))
+def test_digests_are_the_cpus(step: tuple[Bits, Bits], first: int) -> None:
+    bits, _ = step
+    assert DEVICE.digest(held(bits), first) == CPU.digest(bits, first)
+
+
+def test_a_digest_of_many_tiles_wraps_as_the_cpus_does() -> None:
+    bits = np.full(40_000, 0xFFFFFFFFFFFFFFFF, "<u8")
+    assert DEVICE.digest(held(bits), 0) == CPU.digest(bits, 0)
+
+
+@FEW
+@given(ranges())
+def test_what_is_expanded_is_what_was_compared(step: tuple[Bits, Bits]) -> None:
+    old, new = step
+    found = CPU.compare(old, new, old.size, 0)
+    assert found is not None
+    indices, values = DEVICE.expand(held(old), found.gaps, found.codes)
+    assert indices.dtype == np.int64
+    np.testing.assert_array_equal(indices, np.flatnonzero(old != new))
+    np.testing.assert_array_equal(values, new[indices])
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(
+    ("gaps", "codes", "what"),
+    [
+        ([0, 98, 0], [1, 1, 1], "outside"),
+        ([0xFFFFFFFF], [1], "outside"),
+        ([3, 4], [1, 0], "nothing"),
+        ([0, 99, 0], [1, 0, 0], "outside"),
+        ([0, 5, 99], [1, 0, 1], "outside"),
+    ],
+)
+def test_what_no_encoder_lists_is_refused_alike(
+    width: int, gaps: list[int], codes: list[int], what: str
+) -> None:
+    old = np.zeros(100, f"<u{width}")
+    listed = np.array(gaps, "<u4"), np.array(codes, old.dtype)
+    for processor, hold in ((CPU, np.asarray), (DEVICE, held)):
+        with pytest.raises(ValueError, match=what):
+            processor.expand(hold(old), *listed)
+
+
+def classed(width: int, size: int) -> tuple[Bits, Bits]:
+    """Weights of classes 2 to 12, of which those of 4 to 10 change: all of 4, then half as many."""
+    rng = np.random.default_rng(width)
+    shift = KINDS[width].shift
+    kinds = 2 + rng.binomial(10, 0.5, size)
+    moved = (rng.random(size) < 0.5 ** (kinds - 4.0)) & (kinds >= 4) & (kinds <= 10)
+    moved[np.argmax(kinds == np.arange(4, 11)[:, None], axis=1)] = True
+    old = (kinds.astype(f"<u{width}") << shift) + rng.integers(0, 1 << shift, size, f"<u{width}")
+    new = np.where(moved, old + rng.choice(np.array([1, -1]).astype(old.dtype), size), old)
+    return old.astype(f"<u{width}"), new.astype(f"<u{width}")
+
+
+def same_ranks(old: Bits, new: Bits, kind: WeightClass, rare: int) -> int:
+    """Compare with the CPU; `rare` classes of each side are one. Returns how many are left."""
+    pair = CPU.compare(old, new, old.size, 0), DEVICE.compare(held(old), held(new), old.size, 0)
+    wanted, found = (each.class_counts(kind) for each in pair if each)
+    np.testing.assert_array_equal(found, wanted)
+    changed = np.flatnonzero(wanted)
+    present = changed[rare : changed.size - rare]
+    ends = np.array([changed[0], present[0], present[-1], changed[-1]], np.uint8)
+    counts = wanted[present]
+    counts[0] += wanted[: present[0]].sum()
+    counts[-1] += wanted[present[-1] + 1 :].sum()
+    starts = np.cumsum(counts) - counts
+    wanted_pair, found_pair = (
+        each.by_class(kind, ends, present.astype(np.uint8), starts.copy()) for each in pair if each
+    )
+    for one, other in zip(found_pair, wanted_pair, strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(one, other)
+    return present.size
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_ranks_by_class_are_the_cpus_whatever_is_gathered(width: int) -> None:
+    old, new = classed(width, 700)
+    assert [same_ranks(old, new, KINDS[width], rare) for rare in (0, 1)] == [7, 5]
+    assert same_ranks(old, new, WeightClass(0, 0), 0) == 1
+
+
+def test_ranks_are_counted_over_blocks_in_a_few_classes_and_in_all() -> None:
+    old, new = classed(2, 4_200)
+    assert same_ranks(old, new, KINDS[2], rare=2) == 3
+    rng = np.random.default_rng(0)
+    old = rng.permutation(np.arange(4_200, dtype="<u2") << 4)
+    assert same_ranks(old, old + 1, WeightClass(4, 8), rare=0) == 256
+
+
+@FEW
+@given(ranges(), st.integers(0, 99))
+def test_an_overwrite_says_what_was_there_and_what_is(step: tuple[Bits, Bits], seed: int) -> None:
+    old, new = step
+    places = np.random.default_rng(seed).permutation(old.size)[: old.size // 2]
+    indices = places + 1000
+    live, host = held(old), old.copy()
+    write = DEVICE.prepare(live, places, new[places], indices)
+    expected = CPU.prepare(host, places, new[places], indices).run()
+    assert write.run() == expected
+    np.testing.assert_array_equal(DEVICE.read(live), host)
+    assert expected.wrong == 0
+    again = write.run()
+    assert (again.growth, again.gained) == (0, expected.gained), "rerunning it is harmless"
+    np.testing.assert_array_equal(DEVICE.read(live), host)
+
+
+@pytest.mark.parametrize("processor", [CPU, DEVICE])
+def test_weights_that_do_not_keep_what_is_written_are_counted(processor: Any) -> None:
+    host = np.arange(10, dtype="<u2")
+    live = host if processor is CPU else held(host)
+    # One place twice: one of both values cannot be there afterwards.
+    places, values = np.array([3, 3]), np.array([7, 8], "<u2")
+    assert processor.prepare(live, places, values, places).run().wrong == 1
+
+
+@pytest.mark.parametrize("place", [-1, 10])
+def test_a_place_outside_is_refused_before_anything_is_written(place: int) -> None:
+    bits, places = np.zeros(10, "<u2"), np.array([0, place])
+    for processor, live in ((CPU, bits), (DEVICE, held(bits))):
+        with pytest.raises(IndexError, match="outside its 10 weights"):
+            processor.prepare(live, places, np.ones(2, "<u2"), places)
+
+
+def of_encoding(encoding: Encoding, dtype: str) -> tuple[TensorBits, TensorBits]:
+    """A tensor [31, 67] and the step that is encoded this way."""
+    width = WIDTH_OF[dtype]
+    rng = np.random.default_rng(width)
+    old, new = classed(width, 31 * 67)
+    if encoding is Encoding.EMPTY:
+        new = old
+    elif encoding is Encoding.BITMAP:
+        new = old + rng.integers(0, 2, old.size).astype(old.dtype)
+    elif encoding is Encoding.DENSE:
+        new = old + rng.integers(1, 1 << (8 * width), old.size, dtype=old.dtype)
+    before, after = (TensorBits("w", dtype, (31, 67), bits) for bits in (old, new))
+    return before, after
+
+
+@pytest.mark.parametrize("dtype", WIDTH_OF)
+@pytest.mark.parametrize("encoding", Encoding)
+def test_chunks_are_the_cpus_byte_for_byte(dtype: str, encoding: Encoding) -> None:
+    old, new = of_encoding(encoding, dtype)
+    level = Level.COMPACT if encoding is Encoding.COMPACT else Level.FAST
+    digest = digest_of(old.bits)
+    one, other = held_tensor(old), held_tensor(new)
+    assert digest_of(one.bits) == digest
+    wanted = encode_chunk(old, new, (9, 31), digest, level)
+    assert wanted.header.encoding is encoding
+    assert encode_chunk(one, other, (9, 31), digest, level) == wanted
+
+
+def test_a_publisher_takes_tensors_of_a_device(tmp_path: Path) -> None:
+    old = model(seed=1)
+    new = next_model(old, seed=2)
+    key = SigningKey.generate()
+    manifests = []
+    for name, held_model in (("host", dict), ("device", held_all)):
+        publisher = Publisher(
+            ChunkStore(tmp_path / name), "job", "trainer", key, clock=lambda: 1000.0
+        )
+        manifests.append(
+            (
+                publisher.publish_base(0, held_model(old)),
+                publisher.publish(1, 0, held_model(old), held_model(new)),
+            )
+        )
+    assert manifests[0] == manifests[1]
+
+
+def held_all(tensors: dict[str, TensorBits]) -> dict[str, Any]:
+    return {name: held_tensor(each) for name, each in tensors.items()}
+
+
+def test_a_snapshot_keeps_what_training_overwrites() -> None:
+    live = torch.ones(5, dtype=torch.bfloat16, device=PLACE.device)
+    kept, shared = device_tensor("w", live), device_tensor("w", live, copy=False)
+    live.zero_()
+    assert DEVICE.read(kept.bits).tolist() == [0x3F80] * 5
+    assert DEVICE.read(shared.bits).tolist() == [0] * 5
+
+
+def test_weights_in_two_memories_are_refused_in_one_line() -> None:
+    old = tensor("w", (4, 4), seed=1)
+    with pytest.raises(TensorFormatError, match="put both on one"):
+        encode_chunk(old, held_tensor(old), (0, 4), 0)
+
+
+def test_types_that_are_not_carried_are_refused() -> None:
+    with pytest.raises(TensorFormatError, match="complex64 is not carried"):
+        device_bits(torch.zeros(1, dtype=torch.complex64))
+
+
+def test_live_weights_that_are_not_contiguous_are_refused_but_may_be_published() -> None:
+    square = torch.arange(6, dtype=torch.int16, device=PLACE.device).view(2, 3)
+    with pytest.raises(TensorFormatError, match="not contiguous"):
+        device_bits(square.T)
+    assert DEVICE.read(device_tensor("w", square.T).bits).tolist() == [0, 3, 1, 4, 2, 5]

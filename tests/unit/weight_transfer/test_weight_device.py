@@ -1,0 +1,109 @@
+"""Kernels of devices, in processes of their own: Triton reads TRITON_INTERPRET when imported."""
+
+import ctypes
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
+)
+
+
+def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    variables = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    path = os.pathsep.join([str(ROOT), variables.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, *command],
+        env={**variables, "PYTHONPATH": path, **environment},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+
+
+def cases(**environment: str) -> None:
+    options = ("-q", "-p", "no:cacheprovider", "--no-header", "--timeout=300")
+    done = run("-m", "pytest", *options, str(HERE / "device_cases.py"), **environment)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    summary = done.stdout.strip().splitlines()[-1]
+    assert "passed" in summary
+    assert "skipped" not in summary
+
+
+@needs_triton
+@pytest.mark.timeout(300)
+def test_in_the_interpreter_every_kernel_gives_the_cpus_bits() -> None:
+    cases(TRITON_INTERPRET="1")
+
+
+@needs_triton
+@pytest.mark.timeout(300)
+def test_on_a_gpu_every_kernel_gives_the_cpus_bits() -> None:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        pytest.skip("no CUDA driver")
+    if run("-c", "import torch, sys; sys.exit(not torch.cuda.is_available())").returncode:
+        pytest.skip("no CUDA device")
+    cases()
+
+
+@needs_triton
+@pytest.mark.timeout(300)
+def test_every_kernel_compiles(tmp_path: Path) -> None:
+    targets = ("80:2", "90:1", "90:8")
+    script = str(HERE / "device_compiled.py")
+    done = run("-W", "ignore", script, *targets, TRITON_CACHE_DIR=str(tmp_path))
+    assert done.returncode == 0, done.stderr[-3000:]
+    sizes = json.loads(done.stdout)
+    assert len(sizes) == 9 * len(targets)
+    assert all(sizes.values())
+
+
+def test_who_has_no_device_imports_neither_torch_nor_triton() -> None:
+    program = """
+import sys
+import numpy as np
+import weight_transfer.device
+from weight_transfer import digest_of, encode_chunk, TensorBits
+old, new = (TensorBits("w", "bfloat16", (4,), np.full(4, n, "<u2")) for n in (1, 2))
+encode_chunk(old, new, (0, 4), digest_of(old.bits))
+assert not {"torch", "triton"} & sys.modules.keys(), sorted(sys.modules)
+"""
+    done = run("-c", program)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+BENCH = ROOT / "bench" / "gpu_weights.py"
+
+
+@needs_triton
+def test_the_benchmark_compares_with_numpy_alone_and_says_that_there_is_no_gpu() -> None:
+    program = f"""
+import runpy, sys
+for absent in ("numba", "zstandard", "blake3", "cryptography"):
+    sys.modules[absent] = None
+bench = runpy.run_path({str(BENCH)!r})
+for width, size in zip(bench["WIDTHS"], (600, 4100, 600, 600), strict=True):
+    assert bench["check"]("cpu", width, size, 0.05) == 15
+try:
+    bench["same"]("what", 1, 2)
+except AssertionError as error:
+    assert str(error) == "what: the device and numpy differ"
+else:
+    raise SystemExit("a difference is not told")
+sys.argv[1:] = []
+sys.exit(bench["main"]())
+"""
+    done = run("-c", program, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+    assert done.stderr.startswith("gpu_weights: no NVIDIA GPU"), done.stderr[-2000:]
+    assert done.stderr.count("\n") == 1
+    assert (done.returncode, done.stdout) == (2, "")
