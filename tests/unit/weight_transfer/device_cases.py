@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from weight_cases import model, next_model, tensor
 
-from weight_transfer.chunk import encode_chunk
+from weight_transfer.blocks import Block
+from weight_transfer.chunk import encode_block, encode_chunk
 from weight_transfer.codec import Encoding, Level
 from weight_transfer.device import device_bits, device_tensor
 from weight_transfer.digest import digest_of
@@ -287,6 +288,12 @@ def test_weights_in_two_memories_are_refused_in_one_line() -> None:
     old = tensor("w", (4, 4), seed=1)
     with pytest.raises(TensorFormatError, match="put both on one"):
         encode_chunk(old, held_tensor(old), (0, 4), 0)
+
+
+def test_some_columns_on_a_device_are_refused_in_one_line() -> None:
+    bits = held(np.zeros(8, "<u2"))
+    with pytest.raises(TensorFormatError, match=r"columns \(0, 2\) are on .*; shard by rows"):
+        encode_block(bits, bits, Block((0, 4), (0, 2), 3), KINDS[2], 0)
 
 
 def test_types_that_are_not_carried_are_refused() -> None:
