@@ -28,7 +28,7 @@ from weight_transfer.errors import (
     WrongBaseError,
 )
 from weight_transfer.local import LocalBits, LocalTensor
-from weight_transfer.manifest import ChunkRef, Manifest, TensorUpdate
+from weight_transfer.manifest import ChunkRef, Manifest, OnUpdate, TensorUpdate
 from weight_transfer.megatron import Heads, gate_up, grouped_qkv, vocabulary
 from weight_transfer.publisher import Publisher
 from weight_transfer.receiver import Receiver, StagedTensor, StagedUpdate
@@ -59,6 +59,7 @@ __all__ = [
     "Manifest",
     "ManifestError",
     "ManifestExpired",
+    "OnUpdate",
     "Piece",
     "ProbeError",
     "Publisher",

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from math import prod
 from typing import Any
 
@@ -62,12 +63,26 @@ class TensorUpdate:
     chunks: tuple[ChunkRef, ...]
 
 
+class OnUpdate(StrEnum):
+    """What becomes of turns in flight when a version is activated.
+
+    finish_old  they end under the old version first, within a bound; then recompute
+    recompute   they go on under the new one, all of their KV computed anew
+    keep        they go on under the new one with the KV that they have
+    """
+
+    FINISH_OLD = "finish_old"
+    RECOMPUTE = "recompute"
+    KEEP = "keep"
+
+
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """One published version; times are wall-clock seconds.
 
     A base, all weights anew, is a version that names itself as its parent: its chunks build on
     zeros. `origins`: addresses of the stores that hold chunks, where they are several.
+    `on_update`: what the job wants for its turns in flight.
     """
 
     job: str
@@ -80,6 +95,7 @@ class Manifest:
     tensors: tuple[TensorUpdate, ...]
     signature: str = ""
     origins: tuple[str, ...] = ()
+    on_update: OnUpdate = OnUpdate.RECOMPUTE
 
     @property
     def chunks(self) -> tuple[ChunkRef, ...]:
@@ -137,6 +153,8 @@ class Manifest:
         plain["tensors"] = [plain_tensor(tensor) for tensor in self.tensors]
         if not self.origins:
             del plain["origins"]
+        if self.on_update is OnUpdate.RECOMPUTE:
+            del plain["on_update"]
         return plain
 
 
@@ -189,6 +207,7 @@ def _manifest(value: object) -> Manifest:
         tensors=tuple(tensor_update(tensor) for tensor in list_of(raw["tensors"])),
         signature=string_of(raw["signature"]),
         origins=tuple(string_of(url) for url in list_of(raw.get("origins", []))),
+        on_update=OnUpdate(string_of(raw.get("on_update", OnUpdate.RECOMPUTE))),
     )
 
 

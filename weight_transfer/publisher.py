@@ -10,7 +10,7 @@ from weight_transfer.codec import Level
 from weight_transfer.device import AnyTensor, zeros_like
 from weight_transfer.digest import MODULUS, digest_of
 from weight_transfer.errors import ManifestError
-from weight_transfer.manifest import CODEC, ChunkRef, Manifest, TensorUpdate, hex_digest
+from weight_transfer.manifest import CODEC, ChunkRef, Manifest, OnUpdate, TensorUpdate, hex_digest
 from weight_transfer.signing import SigningKey
 from weight_transfer.store import ChunkStore
 
@@ -30,6 +30,7 @@ class Publisher:
         lifetime_s: float = DEFAULT_LIFETIME_S,
         clock: Callable[[], float] = time.time,
         level: Level = Level.FAST,
+        on_update: OnUpdate = OnUpdate.RECOMPUTE,
     ) -> None:
         self._store = store
         self._job = job
@@ -39,6 +40,7 @@ class Publisher:
         self._lifetime_s = lifetime_s
         self._clock = clock
         self._level = level
+        self._on_update = on_update
         self._known: tuple[int | None, Mapping[str, int]] = None, {}
 
     def publish(
@@ -88,6 +90,7 @@ class Publisher:
             expires_s=now_s + self._lifetime_s,
             tensors=tensors,
             origins=origins,
+            on_update=self._on_update,
         ).signed(self._key)
         self._store.put_manifest(manifest)
         self._known = version, {t.name: int(t.digest_after, 16) for t in tensors}

@@ -12,7 +12,7 @@ import aiohttp
 
 from rose.node.chain import KnownVersion, VersionChain
 from rose.publish import FetchError, Hub, IndexFormatError, Reader, Receiving, fetch_version
-from weight_transfer import VerifyKey
+from weight_transfer import OnUpdate, VerifyKey
 from weight_transfer.catalog import Catalog, Plan
 from weight_transfer.errors import CatalogError
 
@@ -35,11 +35,15 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Brought:
-    """Manifests that lead to `version`, in order; all their chunks are here."""
+    """Manifests that lead to `version`, in order; all their chunks are here.
+
+    `on_update`: what the last of them wants for turns in flight.
+    """
 
     version: int
     manifests: tuple[Path, ...]
     wire_bytes: int
+    on_update: OnUpdate
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +70,7 @@ async def bring(
         steps = [(version, False) for version in plan.deltas]
         if plan.base is not None:
             steps.insert(0, (plan.base, True))
-        paths, wire_bytes = [], 0
+        paths, wire_bytes, on_update = [], 0, OnUpdate.RECOMPUTE
         for version, base in steps:
             fetched = await fetch_version(
                 source.hub,
@@ -81,7 +85,8 @@ async def bring(
             )
             paths.append(fetched.manifest_path)
             wire_bytes += fetched.wire_bytes
-    return Brought(steps[-1][0], tuple(paths), wire_bytes)
+            on_update = fetched.manifest.on_update
+    return Brought(steps[-1][0], tuple(paths), wire_bytes, on_update)
 
 
 async def _plan(source: Source, wish: Wish) -> Plan:

@@ -8,7 +8,7 @@ from typing import Any
 import aiohttp
 
 from rose.errors import RefusedError, UnavailableError
-from weight_transfer import WrongBaseError
+from weight_transfer import OnUpdate, WrongBaseError
 
 CALL_TIMEOUT_S = 5.0
 APPLY_TIMEOUT_S = 60.0
@@ -60,7 +60,9 @@ class ReplicaClient:
         if status != 200:
             raise RefusedError(f"{self._url} does not sleep: HTTP {status} {_message(body)}")
 
-    async def apply(self, manifests: Sequence[Path], chunks: Path) -> Applied:
+    async def apply(
+        self, manifests: Sequence[Path], chunks: Path, on_update: OnUpdate = OnUpdate.RECOMPUTE
+    ) -> Applied:
         """Activate the last of versions that follow each other, all of them at once.
 
         Raises WrongBaseError when the replica holds other weights, RefusedError for a version that
@@ -68,6 +70,7 @@ class ReplicaClient:
         """
         paths = [str(path) for path in manifests]
         payload: dict[str, object] = {"manifests": paths, "chunks": str(chunks)}
+        payload["on_update"] = on_update.value
         status, body = await self._call("POST", "weights/apply", payload, APPLY_TIMEOUT_S)
         if status == 409:
             raise WrongBaseError(f"{self._url}: {_message(body)}")

@@ -105,7 +105,9 @@ class Updates:
         if life != self._life:
             return True
         try:
-            applied = await self._client.apply(brought.manifests, source.receiving.store.chunks_dir)
+            applied = await self._client.apply(
+                brought.manifests, source.receiving.store.chunks_dir, brought.on_update
+            )
         except WrongBaseError as error:
             self._wrong_base(brought.version, str(error), life)
             return False

@@ -52,6 +52,7 @@ def nobody_told(_: str) -> None:
 class _Known:
     raw: bytes
     origin: str
+    origins: tuple[str, ...]
     chunks: tuple[ChunkRef, ...]
     expires_s: float
 
@@ -236,14 +237,16 @@ class Hub:
         return self._gate if source == origin else nullcontext()
 
     def _learn(self, path: str, raw: bytes, manifest: Manifest, origin: str) -> None:
-        self._manifests[path] = _Known(raw, origin, manifest.chunks, manifest.expires_s)
+        self._manifests[path] = _Known(
+            raw, origin, manifest.origins, manifest.chunks, manifest.expires_s
+        )
         self._manifests.move_to_end(path)
         for ref in manifest.chunks:
-            self._origins[ref.id] = _Where(ref, origin, path)
+            self._origins[ref.id] = _Where(ref, _origin_of(ref, manifest.origins, origin), path)
         if len(self._manifests) > KNOWN_VERSIONS:
             self._manifests.popitem(last=False)
             self._origins = {
-                ref.id: _Where(ref, known.origin, at)
+                ref.id: _Where(ref, _origin_of(ref, known.origins, known.origin), at)
                 for at, known in self._manifests.items()
                 for ref in known.chunks
             }
@@ -257,3 +260,8 @@ class Hub:
                     await self._learned.wait()
         except TimeoutError:
             return
+
+
+def _origin_of(ref: ChunkRef, origins: tuple[str, ...], otherwise: str) -> str:
+    """Where a chunk was published: several ranks of a trainer may serve a part each."""
+    return otherwise if ref.origin is None else origins[ref.origin]

@@ -17,7 +17,7 @@ from rose.publish.server import VersionServer
 from rose.publish.upkeep import Latest, Upkeep
 from rose.rpc import rose_pb2, rose_pb2_grpc
 from rose.rpc.channel import make_channel
-from weight_transfer import ChunkStore, Publisher, SigningKey, TensorBits
+from weight_transfer import ChunkStore, OnUpdate, Publisher, SigningKey, TensorBits
 
 _log = logging.getLogger(__name__)
 
@@ -54,17 +54,21 @@ class WeightPublisher:
         *,
         host: str = "127.0.0.1",
         credentials: Credentials = OPEN,
+        on_update: OnUpdate = OnUpdate.RECOMPUTE,
     ) -> None:
-        """`host`: an address that all nodes reach. `credentials`: what they must show."""
+        """`host`: an address that all nodes reach. `credentials`: what they must show.
+
+        `on_update`: what becomes of turns in flight when a replica takes a version.
+        """
         store = ChunkStore(root)
         leases = Leases(time.monotonic())
         self._job = job
         self._max_staleness = max_staleness
-        self._publisher = Publisher(store, job, "rose-trainer", key)
+        self._publisher = Publisher(store, job, "rose-trainer", key, on_update=on_update)
         self._server = VersionServer(
             store, port, corrupt_every, credentials=credentials, host=host, leases=leases
         )
-        bases = Publisher(store, job, "rose-trainer", key)
+        bases = Publisher(store, job, "rose-trainer", key, on_update=on_update)
         self._upkeep = Upkeep(store, bases, leases, _log.warning)
         self._channel = make_channel(scheduler)
         self._scheduler = rose_pb2_grpc.SchedulerStub(self._channel)

@@ -19,8 +19,7 @@ from rose.replica.engine_request import ENGINE_FAILURES
 from rose.replica.host_idle import wait_host_idle
 from rose.replica.staging import stage
 from rose.replica.turns import Turns
-from rose.replica.wire import OnUpdate
-from weight_transfer import WeightError
+from weight_transfer import OnUpdate, WeightError
 from weight_transfer.vllm.report import merged
 from weight_transfer.vllm.rpc_errors import typed
 

@@ -1,8 +1,8 @@
 """Bodies and lines of the replica HTTP contract (docs/architecture.md)."""
 
-from enum import StrEnum
-
 import msgspec
+
+from weight_transfer import OnUpdate
 
 MAX_BODY_BYTES = 4 << 20
 
@@ -35,19 +35,6 @@ class EpochBody(msgspec.Struct, frozen=True):
 
     epoch: int
     reason: str = ""
-
-
-class OnUpdate(StrEnum):
-    """What becomes of turns in flight when a version is activated.
-
-    finish_old  they end under the old version first, within a bound; then recompute
-    recompute   they go on under the new one, all of their KV computed anew
-    keep        they go on under the new one with the KV that they have
-    """
-
-    FINISH_OLD = "finish_old"
-    RECOMPUTE = "recompute"
-    KEEP = "keep"
 
 
 class ApplyBody(msgspec.Struct, frozen=True):

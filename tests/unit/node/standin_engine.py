@@ -5,6 +5,7 @@ import os
 import sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 PORT, JOURNAL = int(sys.argv[1]), Path(sys.argv[2])
 # While this file exists the engine cannot prove any version; with the other it refuses admission.
@@ -21,7 +22,7 @@ def note(call: str, **fields: object) -> None:
         file.write(json.dumps({"pid": os.getpid(), "call": call, **fields}) + "\n")
 
 
-def apply(body: dict[str, list[str]]) -> tuple[int, dict[str, object]]:
+def apply(body: dict[str, Any]) -> tuple[int, dict[str, object]]:
     manifests = [json.loads(Path(path).read_text()) for path in body["manifests"]]
     version, based = manifests[-1]["version"], manifests[0]["parent"] == manifests[0]["version"]
     if (OTHER.exists() or manifests[0]["parent"] != SAID["policy_version"]) and not based:
@@ -30,7 +31,8 @@ def apply(body: dict[str, list[str]]) -> tuple[int, dict[str, object]]:
     proven = not UNPROVEN.exists()
     report = {"version": version, "digest_ok": proven, "probe_ok": proven, "wire_bytes": 1}
     zeros = dict.fromkeys(("probe_max_abs_diff", "pause_s", "apply_s", "changed_elements"), 0)
-    note("apply", version=version, steps=[each["version"] for each in manifests], based=based)
+    steps, on_update = [each["version"] for each in manifests], body["on_update"]
+    note("apply", version=version, steps=steps, based=based, on_update=on_update)
     if proven:
         SAID["policy_version"] = version
     return (200 if proven else 422), {**report, **zeros}

@@ -25,6 +25,7 @@ from rose.publish import hub as hub_module
 from weight_transfer import (
     ChunkStore,
     Manifest,
+    OnUpdate,
     Publisher,
     Receiver,
     SigningKey,
@@ -48,8 +49,9 @@ class Engine:
     def __init__(self) -> None:
         self.receiver = Receiver(tensors(0))
 
-    async def apply(self, manifests: list[Path], chunks: Path) -> Applied:
+    async def apply(self, manifests: list[Path], chunks: Path, on_update: OnUpdate) -> Applied:
         read = [Manifest.from_json(path.read_bytes()) for path in manifests]
+        assert on_update is read[-1].on_update
         store = ChunkStore(chunks.parent)
         bodies = {ref.id: store.get(ref.id) for each in read for ref in each.chunks}
         try:

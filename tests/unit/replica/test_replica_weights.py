@@ -8,8 +8,7 @@ pytest.importorskip("vllm")
 
 from rose.replica.turns import Turns
 from rose.replica.weights import ActivationError, Weights
-from rose.replica.wire import OnUpdate
-from weight_transfer import WeightError, WrongBaseError
+from weight_transfer import OnUpdate, WeightError, WrongBaseError
 
 PROOFS = {"digest_ok": True, "probe_ok": True}
 REPORT = {"version": 3, "apply_s": 0.1, "probe_s": 0.2, "probe_max_abs_diff": 0.0}

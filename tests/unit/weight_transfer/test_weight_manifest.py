@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weight_transfer.errors import ManifestError, SignatureError
-from weight_transfer.manifest import CODEC, ChunkRef, Manifest, TensorUpdate
+from weight_transfer.manifest import CODEC, ChunkRef, Manifest, OnUpdate, TensorUpdate
 from weight_transfer.signing import SigningKey
 
 KEY = SigningKey.from_hex("01" * 32)
@@ -27,6 +27,19 @@ def test_json_round_trip_keeps_everything() -> None:
     assert Manifest.from_json(MANIFEST.to_json()) == MANIFEST
     assert MANIFEST.wire_bytes == 164
     assert MANIFEST.changed == 7
+
+
+@pytest.mark.parametrize("how", OnUpdate)
+def test_what_becomes_of_turns_in_flight_is_signed_too(how: OnUpdate) -> None:
+    manifest = replace(MANIFEST, on_update=how).signed(KEY)
+    read = Manifest.from_json(manifest.to_json())
+    read.verify(KEY.verify_key)
+    assert read.on_update is how
+    if how is not OnUpdate.RECOMPUTE:
+        with pytest.raises(SignatureError):
+            replace(read, on_update=OnUpdate.RECOMPUTE).verify(KEY.verify_key)
+        with pytest.raises(ManifestError):
+            Manifest.from_json(manifest.to_json().replace(how.value.encode(), b"whenever"))
 
 
 def test_a_chunk_used_twice_crosses_the_wire_once() -> None:

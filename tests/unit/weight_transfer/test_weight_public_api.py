@@ -21,6 +21,7 @@ LocalTensor
 Manifest
 ManifestError
 ManifestExpired
+OnUpdate
 Piece
 ProbeError
 Publisher
