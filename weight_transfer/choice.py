@@ -37,7 +37,7 @@ def _seconds(
 ) -> float:
     def encode(size: int) -> int:
         part = slice(0, size // old.bits.itemsize)
-        return len(encode_payload(old.bits[part], new.bits[part], old.weight_class, level).payload)
+        return encode_payload(old.bits[part], new.bits[part], old.weight_class, level).size
 
     encode(_WARM_UP_BYTES)  # Compiling is paid once, not for each update.
     began_s = clock()

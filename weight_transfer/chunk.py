@@ -148,10 +148,10 @@ def encode_block(
         row_elements=block.row_elements,
         changed=found.changed,
         base_digest=base_digest,
-        payload_bytes=len(found.payload),
+        payload_bytes=found.size,
         columns=None if block.is_whole_rows else block.columns,
     )
-    return EncodedChunk(header, _pack(header) + found.payload, growth)
+    return EncodedChunk(header, b"".join((_pack(header), *found.parts)), growth)
 
 
 def encode_nothing(shape: tuple[int, ...], ref: ChunkRef, width: int, base_digest: int) -> bytes:

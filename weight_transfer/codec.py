@@ -18,11 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weight_transfer.compact import decode_compact, encode_compact
+from weight_transfer.crowded import encode_crowded
 from weight_transfer.errors import ChunkFormatError
 from weight_transfer.kernels.changes import Changes, apply_changes, gaps_of
 from weight_transfer.kernels.difference import Difference
 from weight_transfer.kernels.processor import Flat, processor_of
-from weight_transfer.planes import PlaneReader, pack_plane, pack_planes, planes_needed
+from weight_transfer.planes import Part, PlaneReader, pack_planes, planes_needed
 from weight_transfer.tensors import Bits, WeightClass
 
 _SPARSE_SHARE = 4
@@ -54,8 +55,13 @@ class Encoded:
 
     encoding: Encoding
     changed: int
-    payload: bytes
+    parts: tuple[Part, ...]
     digest_change: int
+
+    @property
+    def size(self) -> int:
+        """Bytes of the payload, which is all parts joined."""
+        return sum(len(part) for part in self.parts)
 
 
 def encode_payload(
@@ -66,17 +72,15 @@ def encode_payload(
     if found is None:
         return _crowded(old, new, first)
     if not found.count:
-        return Encoded(Encoding.EMPTY, 0, b"", 0)
+        return Encoded(Encoding.EMPTY, 0, (), 0)
     compact = encode_compact(found, kind) if level is Level.COMPACT else None
     # Beyond a few changes the table of classes costs nothing any more.
     if compact is not None and found.count > _SURELY_COMPACT:
-        return Encoded(Encoding.COMPACT, found.count, compact, found.growth)
-    sparse = _sparse(found)
-    if compact is not None and len(compact) < len(sparse):
-        return Encoded(Encoding.COMPACT, found.count, compact, found.growth)
-    if len(sparse) > old.nbytes:
-        return _crowded(old, new, first)
-    return Encoded(Encoding.SPARSE, found.count, sparse, found.growth)
+        return Encoded(Encoding.COMPACT, found.count, (compact,), found.growth)
+    sparse = Encoded(Encoding.SPARSE, found.count, tuple(_sparse(found)), found.growth)
+    if compact is not None and len(compact) < sparse.size:
+        return Encoded(Encoding.COMPACT, found.count, (compact,), found.growth)
+    return sparse if sparse.size <= old.nbytes else _crowded(old, new, first)
 
 
 def decode_payload(
@@ -122,22 +126,16 @@ def decode_dense(changed: int, payload: memoryview, old: Bits) -> Bits:
     return dense
 
 
-def _sparse(changes: Difference) -> bytes:
+def _sparse(changes: Difference) -> list[Part]:
     planes = planes_needed(changes.gaps)
     codes = pack_planes(changes.codes, changes.codes.itemsize)
-    return bytes([planes]) + pack_planes(changes.gaps, planes) + codes
+    return [bytes([planes]), *pack_planes(changes.gaps, planes), *codes]
 
 
 def _crowded(old: Flat, new: Flat, first: int) -> Encoded:
-    """Many weights changed: their map, or all of them anew."""
-    processor = processor_of(old, new)
-    marks = processor.mark(old, new, first)
-    changed = marks.codes.size
-    marked = pack_plane(marks.bitmap) + pack_planes(marks.codes, marks.codes.itemsize)
-    dense = pack_planes(processor.read(new), new.itemsize)
-    if len(marked) <= len(dense):
-        return Encoded(Encoding.BITMAP, changed, marked, marks.growth)
-    return Encoded(Encoding.DENSE, changed, dense, marks.growth)
+    made = encode_crowded(old, new, first)
+    encoding = Encoding.BITMAP if made.mapped else Encoding.DENSE
+    return Encoded(encoding, made.changed, tuple(made.parts), made.growth)
 
 
 def _read_gaps(reader: PlaneReader, changed: int, size: int) -> NDArray[np.uint32]:

@@ -7,7 +7,7 @@ A plane that zstd cannot shrink is stored raw, so nothing ever grows by more tha
 from __future__ import annotations
 
 import struct
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import zstandard
@@ -19,6 +19,8 @@ from weight_transfer.kernels.planes import all_equal, join_plane, split_plane
 PLANE_HEADER = struct.Struct("<BI")
 ZSTD_LEVEL = 1
 _RAW, _ZSTD, _SAME = 0, 1, 2
+Part: TypeAlias = bytes | memoryview
+"""A piece of a payload: joined once, since a chunk may be as large as its weights."""
 
 
 def planes_needed(values: NDArray[np.unsignedinteger[Any]]) -> int:
@@ -27,25 +29,25 @@ def planes_needed(values: NDArray[np.unsignedinteger[Any]]) -> int:
     return max(1, (top.bit_length() + 7) // 8)
 
 
-def pack_planes(values: NDArray[np.unsignedinteger[Any]], count: int) -> bytes:
-    """Return the low `count` bytes of `values` as planes, least significant first."""
-    return b"".join(_pack_plane_of(values, plane) for plane in range(count))
+def pack_planes(values: NDArray[np.unsignedinteger[Any]], count: int) -> list[Part]:
+    """Return the low `count` bytes of `values` as planes, least significant first, to be joined."""
+    return [part for plane in range(count) for part in _pack_plane_of(values, plane)]
 
 
-def _pack_plane_of(values: NDArray[np.unsignedinteger[Any]], plane: int) -> bytes:
+def _pack_plane_of(values: NDArray[np.unsignedinteger[Any]], plane: int) -> list[Part]:
     same = all_equal(values, plane)
     if same >= 0 and values.size > 1:
-        return PLANE_HEADER.pack(_SAME, 1) + bytes([same])
+        return [PLANE_HEADER.pack(_SAME, 1), bytes([same])]
     raw = np.empty(values.size, np.uint8)
     split_plane(values, plane, raw)
     return pack_plane(raw)
 
 
-def pack_plane(raw: NDArray[np.uint8]) -> bytes:
-    """Return one plane, compressed where that helps."""
+def pack_plane(raw: NDArray[np.uint8]) -> list[Part]:
+    """Return one plane, compressed where that helps; `raw` must not change until it is joined."""
     packed = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(raw.data)
-    tag, body = (_ZSTD, packed) if len(packed) < raw.size else (_RAW, raw.tobytes())
-    return PLANE_HEADER.pack(tag, len(body)) + body
+    tag, body = (_ZSTD, packed) if len(packed) < raw.size else (_RAW, raw.data)
+    return [PLANE_HEADER.pack(tag, len(body)), body]
 
 
 class PlaneReader:

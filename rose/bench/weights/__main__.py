@@ -13,6 +13,7 @@ from pathlib import Path
 
 from rose.bench.weights.limits import checks
 from rose.bench.weights.link import link_figures
+from rose.bench.weights.memory import peaks
 from rose.bench.weights.paper import on_paper
 from rose.bench.weights.sizes import sizes
 from rose.bench.weights.speed import speeds
@@ -20,8 +21,9 @@ from rose.bench.weights.synthetic import adam_step, rate_for
 from rose.bench.weights.table import table
 from rose.errors import RoseError
 
-DENSITIES = (0.001, 0.01, 0.019, 0.046, 0.05, 0.119, 0.2, 0.5)
+DENSITIES = (0.001, 0.01, 0.019, 0.02, 0.046, 0.05, 0.119, 0.2, 0.5)
 SPEED_DENSITIES = (0.01, 0.02, 0.1)
+MEMORY_DENSITIES = (0.02, 0.2, 0.5)
 RATES = (1e-6, 3e-6, 1e-5, 2e-4)
 TRAINED_STEPS = 3
 SIZE_ROWS, SIZE_COLUMNS = 4096, 4096
@@ -57,6 +59,8 @@ def measure(models: Path, seed: int) -> dict[str, object]:
     for density in SPEED_DENSITIES:
         _say(f"speed at {density:.0%}")
         fast.append(speeds(rate_for(density), seed))
+    _say("memory")
+    memory = [row for density in MEMORY_DENSITIES for row in peaks(rate_for(density), seed)]
     policy = ensure_models(models, False, lambda label, share: None).policy_dir
     trained = []
     for rate in RATES:
@@ -69,6 +73,7 @@ def measure(models: Path, seed: int) -> dict[str, object]:
         "machine": {"cpus": os.cpu_count(), "cpu": platform.processor(), "seed": seed},
         "synthetic": synthetic,
         "speed": fast,
+        "memory": memory,
         "trained": trained,
         "on_paper": on_paper(0.01, each, encode),  # type: ignore[arg-type]
     }

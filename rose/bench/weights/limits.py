@@ -10,6 +10,7 @@ OVER_RAW = 1.001
 # GB/s of model on one core at 1 to 2%.
 SPEEDS = {"encode_fast": 8.0, "decode_fast": 20.0, "encode_compact": 1.0, "decode_compact": 1.5}
 DIFF_OF_READ = 0.7
+MEMORY_CHUNKS = 2.0
 SCATTER = {"plain_m_s": 140.0, "with_digest_m_s": 100.0}
 LINK_BYTES, GOODPUT, READY = 1.02, 0.85, 1.3
 # Ethernet, IP and TCP, of which the interface counts every packet: 66 of 1514 bytes.
@@ -34,11 +35,14 @@ def checks(result: Mapping[str, Any]) -> list[dict[str, object]]:
             continue
         label = f"{row['density']:.1%}"
         for name, limit in SPEEDS.items():
-            found.append(_least(f"{name} GB/s a core at {label}", row[name]["one"], limit))
+            found.append(_guide(f"{name} GB/s a core at {label}", row[name]["one"], limit))
         share = row["diff"]["one"] / row["read"]["one"]
         found.append(_least(f"diff of read bandwidth at {label}", share, DIFF_OF_READ))
         for name, limit in SCATTER.items():
-            found.append(_least(f"scatter {name} at {label}", row["scatter"][name], limit))
+            found.append(_guide(f"scatter {name} at {label}", row["scatter"][name], limit))
+    for row in result["memory"]:
+        label = f"{row['level']} at {row['density']:.0%}"
+        found.append(_most(f"chunks held to encode, {label}", row["encode_chunks"], MEMORY_CHUNKS))
     for row in result["link"].get("rows", ()):
         label = f"to {row['receivers']} receivers"
         over = row["link_bytes_over_encoded"]
@@ -55,4 +59,10 @@ def _most(name: str, value: float, limit: float) -> dict[str, object]:
 
 def _least(name: str, value: float, limit: float) -> dict[str, object]:
     verdict = "HOLDS" if value >= limit else "FAILS"
+    return {"check": name, "value": value, "at_least": limit, "verdict": verdict}
+
+
+def _guide(name: str, value: float, limit: float) -> dict[str, object]:
+    """What depends on the machine more than on us fails nothing."""
+    verdict = "HOLDS" if value >= limit else "BELOW"
     return {"check": name, "value": value, "at_least": limit, "verdict": verdict}

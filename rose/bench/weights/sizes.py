@@ -1,6 +1,7 @@
 """Bytes for each changed weight, by scheme."""
 
 import json
+import zlib
 from collections.abc import Sequence
 
 from rose.bench.weights.peers import SCHEMES, size_of
@@ -18,12 +19,19 @@ def sizes(steps: Sequence[Step]) -> dict[str, object]:
     weights = sum(step.old.bits.size for step in steps)
     raw = sum(step.old.bits.nbytes for step in steps)
     found: dict[str, object] = {"density": changed / weights, "changed": changed, "raw_bytes": raw}
-    totals = {level.value: sum(_ours(step, level) for step in steps) for level in Level}
+    totals = {level.value: _all_of_ours(steps, level) for level in Level}
     for name in SCHEMES:
         totals[name] = sum(_theirs(name, step) for step in steps)
     found["bytes"] = totals
     found["bytes_per_change"] = {name: size / max(1, changed) for name, size in totals.items()}
     return found
+
+
+def _all_of_ours(steps: Sequence[Step], level: Level) -> int:
+    """With the manifest as it crosses a link: compressed."""
+    made = [_ours(step, level) for step in steps]
+    listed = ",".join(text for _, text in made).encode()
+    return sum(size for size, _ in made) + len(zlib.compress(listed))
 
 
 def _theirs(name: str, step: Step) -> int:
@@ -32,7 +40,8 @@ def _theirs(name: str, step: Step) -> int:
     return size_of(name, step.old.bits, step.new.bits, columns) if step.changed else 0
 
 
-def _ours(step: Step, level: Level) -> int:
+def _ours(step: Step, level: Level) -> tuple[int, str]:
+    """Bytes of the chunks of a tensor, and its part of the manifest."""
     chunks = [
         encode_chunk(step.old, step.new, r, 0, level) for r in row_ranges(step.old, CHUNK_BYTES)
     ]
@@ -47,7 +56,7 @@ def _ours(step: Step, level: Level) -> int:
         tuple(_reference(chunk) for chunk in chunks),
     )
     listed = json.dumps(plain_tensor(update), separators=(",", ":"))
-    return sum(len(chunk.encoded) for chunk in chunks) + len(listed)
+    return sum(len(chunk.encoded) for chunk in chunks), listed
 
 
 def _reference(chunk: EncodedChunk) -> ChunkRef:

@@ -40,6 +40,18 @@ def table(result: Mapping[str, Any]) -> str:
             ],
         ),
         _block(
+            "Peak memory beside the weights, in chunks of 64 MiB",
+            ["density", "level", "encode", "decode", "overwrite"],
+            [
+                [
+                    f"{row['density']:.0%}",
+                    row["level"],
+                    *(f"{row[f'{name}_chunks']:.2f}" for name in ("encode", "decode", "overwrite")),
+                ]
+                for row in result["memory"]
+            ],
+        ),
+        _block(
             "Seconds on a link of 10 Gbit/s at 1% changed, on paper",
             ["model", "full", *schemes],
             [_paper(result, model, schemes) for model in ("8B", "32B", "235B", "1T")],
