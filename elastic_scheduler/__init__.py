@@ -18,8 +18,12 @@ from elastic_scheduler.journal import (
 from elastic_scheduler.lease import Lease, LeaseBook, LeaseState
 from elastic_scheduler.offer import Offer, ReplicaKind
 from elastic_scheduler.rate import RateMeter
-from elastic_scheduler.router import Candidate, Placement, ReplicaView, Router, TurnNeed
+from elastic_scheduler.reasons import Reason, ReasonLog
+from elastic_scheduler.replica_load import ReplicaView
+from elastic_scheduler.router import Placement, Router, RoutingDecision
+from elastic_scheduler.routing_cost import Candidate
 from elastic_scheduler.staleness import StalenessBound
+from elastic_scheduler.turn_need import TurnNeed
 
 __all__ = [
     "AnswerBook",
@@ -44,9 +48,12 @@ __all__ = [
     "Outcome",
     "Placement",
     "RateMeter",
+    "Reason",
+    "ReasonLog",
     "ReplicaKind",
     "ReplicaView",
     "Router",
+    "RoutingDecision",
     "SchedulerError",
     "Segment",
     "StaleEpoch",

@@ -133,7 +133,9 @@ class Dispatcher:
         """The attempt is over; `end` says how, None when nobody wants the turn any more."""
         now_s = self._clock()
         self._live.discard(live)
-        self._router.end(live.placement, now_s)
+        self._router.end(
+            live.placement, now_s, revoked=end is End.REVOKED, finished=end is End.FINISHED
+        )
         if end is not None:
             self._stats.ends[end.value] += 1
             rest_s = REST_S.get(end)

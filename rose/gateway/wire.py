@@ -57,6 +57,7 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, gc=False):
             self.sampling_params.max_tokens,
             self.min_version,
             self.exact_version,
+            self.request_id,
         )
 
 

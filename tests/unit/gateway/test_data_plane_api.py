@@ -9,7 +9,8 @@ import rose.gateway
 SCHEDULER = """
     AnswerBook Attempt Candidate Conflict Continue Deliver End GiveUp HarvestMode HarvestPlan
     HarvestPolicy Health JournalError Lease LeaseBook LeaseError LeaseHeld LeaseState Offer Outcome
-    Placement RateMeter ReplicaKind ReplicaView Router SchedulerError Segment StaleEpoch
+    Placement RateMeter Reason ReasonLog ReplicaKind ReplicaView Router RoutingDecision
+    SchedulerError Segment StaleEpoch
     StalenessBound TurnJournal TurnNeed VersionSpan judge
 """
 CLIENT = """
