@@ -47,7 +47,7 @@ class _Turn:
 
 
 class Fleet:
-    """A router under steady load: replicas decode at their rates, a turn ends and another begins."""
+    """A router under steady load: replicas decode, a turn ends and another begins."""
 
     def __init__(self, replicas: int, trajectories: int, seed: int = 0) -> None:
         self._random = random.Random(seed)  # noqa: S311 - a load, not a secret

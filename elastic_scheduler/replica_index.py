@@ -1,10 +1,10 @@
 """Replicas by class and cost, so that a choice looks at a few of many thousand.
 
 A class is what a turn must not mix up, or what makes replicas dear to one turn and cheap to the
-next: free or full, kind, policy version, and the sizes of prefill rate and KV memory. In a class replicas
-lie in buckets by their standing wait, the time in which a turn of typical length would be decoded,
-a quarter of an octave each, with one bit a bucket: the cheapest one that holds anything is found in
-one operation, and a replica changes buckets in constant time.
+next: free or full, kind, policy version, and the sizes of prefill rate and KV memory. In a class
+replicas lie in buckets by their standing wait, the time in which a turn of typical length would be
+decoded, a quarter of an octave each, with one bit a bucket: the cheapest one that holds anything is
+found in one operation, and a replica changes buckets in constant time.
 """
 
 import math
