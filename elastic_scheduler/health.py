@@ -60,6 +60,7 @@ class ReplicaHealth:
         self._limits = limits or HealthLimits()
         self._heard_s = now_s
         self._epoch = 0
+        self._leased_epoch = 0
         self._failures = 0
         self._doubted_until_s = now_s
         # What comes under this epoch or an older one is void.
@@ -74,6 +75,10 @@ class ReplicaHealth:
     def set_bound(self, bound: StalenessBound) -> None:
         """The job allows another staleness; it counts from the next report."""
         self._bound = bound
+
+    def leased(self, epoch: int) -> None:
+        """A lease was granted, which the replica may have seen when it falls silent."""
+        self._leased_epoch = max(self._leased_epoch, epoch)
 
     def restarted(self, epoch: int, now_s: float) -> bool:
         """A new engine, or a new lease of it: begins anew. False for an epoch that is void."""
@@ -130,7 +135,8 @@ class ReplicaHealth:
         if self.state in (Health.DEAD, Health.QUARANTINED):
             return self.state
         if silent_s >= self._limits.dead_s:
-            self.state, self._void_epoch = Health.DEAD, self._epoch
+            self.state = Health.DEAD
+            self._void_epoch = max(self._epoch, self._leased_epoch)
         elif silent_s >= self._limits.suspect_s and self.state is Health.HEALTHY:
             self.state = Health.SUSPECT
         return self.state

@@ -72,6 +72,10 @@ class LengthBook:
         while len(self._means) > self._names_kept:
             self._means.popitem(last=False)
 
+    def forget(self, session: str) -> None:
+        """The trajectory is over."""
+        self._means.pop(("s", session), None)
+
     def expected(self, job: str, session: str, group: str, budget_tokens: int) -> int:
         """Tokens that a turn will likely make: from 1 to its budget."""
         count, mean = self._means.get(("s", session), (0, 0.0)) if session else (0, 0.0)

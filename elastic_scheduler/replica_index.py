@@ -150,13 +150,13 @@ class ReplicaIndex:
     def _cells(
         self, need: TurnNeed, free: bool, kind: ReplicaKind
     ) -> list[tuple[float, ReplicaClass]]:
-        prompt, least, exact = need.prompt_tokens, need.min_version or 0, need.exact_version
+        prompt, least, exact = need.prompt_tokens, need.min_version, need.exact_version
         tokens = prompt + need.budget_tokens
         cells = []
         for cell in self._groups[free, kind].values():
             if (
                 cell.mask
-                and cell.version >= least
+                and (least is None or cell.version >= least)
                 and (exact is None or cell.version == exact)
                 and (tokens <= cell.most_kv_tokens or not cell.most_kv_tokens)
             ):

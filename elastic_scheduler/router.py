@@ -194,6 +194,11 @@ class Router:
         """Past choices for a request id or a trajectory, oldest first; empty: none remembered."""
         return self._log.of(subject)
 
+    def forget(self, session: str) -> None:
+        """A trajectory is over: nothing of it will be asked for again."""
+        self._prefixes.forget(session)
+        self._lengths.forget(session)
+
     # ---- the turn ----
 
     def begin(self, replica: str, need: TurnNeed, now_s: float) -> Placement:
@@ -294,6 +299,8 @@ class Router:
         weighed: list[Weighed],
     ) -> str | None:
         need, chosen = ask.need, None if load is None else load.view.id
+        if chosen is None and self._waits_already(need, why):
+            return None
         if need.request_id or need.session:
             pairs = tuple((each.view.id, each_s) for each_s, each in weighed[:EXACT_UP_TO])
             decision = RoutingDecision(
@@ -304,6 +311,11 @@ class Router:
             if need.session and need.session != need.request_id:
                 self._log.note(need.session, decision)
         return chosen
+
+    def _waits_already(self, need: TurnNeed, why: str) -> bool:
+        """Whether the last thing noted about a turn is this wait: it is asked for over and over."""
+        noted = self._log.of(need.request_id or need.session)[-1:]
+        return any(last.replica is None and last.why == why for last in noted)
 
     def _wake(self, now_s: float) -> None:
         while self._resting and self._resting[0][0] <= now_s:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 
-from elastic_scheduler import End, Placement, Router, TurnNeed
+from elastic_scheduler import End, Placement, Router, RoutingDecision, TurnNeed
 from rose.gateway.errors import BadRequest, NoReplica, QueueFull, TurnError, VersionUnavailable
 from rose.gateway.settings import GatewaySettings
 from rose.gateway.stats import GatewayStats
@@ -98,6 +98,14 @@ class Dispatcher:
     def live_turns(self) -> dict[str, int]:
         """Turns on each replica of the table."""
         return self._router.live_turns()
+
+    def explained(self, subject: str) -> tuple[RoutingDecision, ...]:
+        """Past choices for a request id or a trajectory, oldest first."""
+        return self._router.explained(subject)
+
+    def forget(self, session: str) -> None:
+        """A trajectory is over: its prefix is nobody's any more."""
+        self._router.forget(session)
 
     def set_table(self, entries: tuple[ReplicaEntry, ...]) -> None:
         """Replace the table; streams whose lease is over are cancelled before this returns."""

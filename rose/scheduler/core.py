@@ -9,7 +9,7 @@
 Actions are carried out in order: what is persisted comes before what anybody is told.
 """
 
-from elastic_scheduler import HarvestMode, HarvestPolicy, Policy, Reason
+from elastic_scheduler import HarvestMode, HarvestPolicy, Policy
 from rose.errors import RefusedError
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler.fleet import Fleet, NodeView
@@ -81,10 +81,6 @@ class SchedulerCore:
     def snapshot(self, now_s: float) -> pb.SnapshotReply:
         """Everything an operator may ask about."""
         return snapshot(self._fleet, self._leasing, self._healths, self._chain, self._policy, now_s)
-
-    def explained(self, replica: str) -> tuple[Reason, ...]:
-        """Why the replica was leased and given back lately, oldest first."""
-        return self._leasing.explained(replica)
 
     def _react(self, event: Event, now_s: float) -> list[Action]:
         match event:

@@ -34,7 +34,10 @@ class HealthBook:
     def leased(self, replica: str, epoch: int, now_s: float) -> None:
         """A new lease was granted: one that had fallen silent is believed again under its epoch."""
         health = self._replicas.get(replica)
-        if health is not None and health.state is Health.DEAD:
+        if health is None:
+            return
+        health.leased(epoch)
+        if health.state is Health.DEAD:
             health.restarted(epoch, now_s)
 
     def forget(self, replicas: Iterable[str]) -> None:

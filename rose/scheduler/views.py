@@ -56,6 +56,7 @@ def snapshot(
                 epoch=lease.epoch,
                 expires_in_s=max(0.0, lease.expires_s - now_s),
                 state=lease.state.value,
+                why="".join(reason.why for reason in leasing.explained(lease.replica)[-1:]),
             )
             for lease in leasing.leases()
         ],

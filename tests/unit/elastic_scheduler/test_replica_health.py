@@ -52,6 +52,14 @@ def test_a_lease_from_before_a_stop_is_void_when_the_process_wakes_up() -> None:
     assert replica.heard(Report(True, 0, 0, 5), 6.4) is Health.HEALTHY
 
 
+def test_what_was_leased_before_a_silence_is_void_even_if_it_was_never_confirmed() -> None:
+    replica = healthy(epoch=4)
+    replica.leased(5)
+    replica.tick(5.0)
+    assert replica.heard(Report(True, 0, 0, 5), 6.0) is Health.DEAD
+    assert replica.restarted(6, 6.1)
+
+
 def test_silence_and_failures_are_forgiven_until_they_are_too_many() -> None:
     replica = healthy()
     assert replica.tick(2.5) is Health.SUSPECT
