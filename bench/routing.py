@@ -5,6 +5,8 @@ fleet of unlike replicas that carries that many turns: replicas decode at their 
 turn that ends another one is placed. Times are microseconds of wall time on one core. Another
 process on the core shows in the upper percentiles first, so CPU time is beside them, and `again`:
 the least of three more decisions of the same turn, which is what the decision itself takes.
+`constant_cpu` is a loop that does the same each time: where its p99 is far above its p50, so is
+everything's. `table_ms` is what a table of the whole fleet takes in which nothing changed.
 `regret` is the cost of the choice over that of the cheapest replica of the whole fleet.
 """
 
@@ -16,7 +18,7 @@ import platform
 import random
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from elastic_scheduler import Placement, ReplicaKind, ReplicaView, Router, TurnNeed
@@ -27,6 +29,7 @@ VERSIONS = (7, 8)
 SENDING = 32
 CHUNKS_PER_S = 25
 AGAIN = 3
+CONSTANT_STEPS = 900
 
 
 def make_view(number: int, cap: int, rng: random.Random) -> ReplicaView:
@@ -107,6 +110,13 @@ class Fleet:
                     ended += 1
         return ended
 
+    def table_ms(self) -> float:
+        """Milliseconds that the router takes for a whole new table in which nothing changed."""
+        views = [replace(view) for view in self._views]
+        began_s = time.perf_counter()
+        self.router.set_table(views, self.now_s)
+        return (time.perf_counter() - began_s) * 1e3
+
     def regret(self, need: TurnNeed, name: str) -> float:
         """Cost of the choice over that of the cheapest replica that could have had the turn."""
         costs = {
@@ -129,6 +139,14 @@ def timed_us(fleet: Fleet, need: TurnNeed) -> float:
     return (time.perf_counter() - began_s) * 1e6
 
 
+def constant_us() -> float:
+    """CPU microseconds of work that never varies: what the machine adds to everything else."""
+    began_s, total = time.thread_time(), 0
+    for number in range(CONSTANT_STEPS):
+        total += number * number
+    return (time.thread_time() - began_s) * 1e6
+
+
 def measure(replicas: int, trajectories: int, decisions: int, judged: int) -> dict[str, object]:
     """All figures of one fleet; `judged` decisions are held against the whole fleet."""
     fleet = Fleet(replicas, trajectories)
@@ -138,6 +156,7 @@ def measure(replicas: int, trajectories: int, decisions: int, judged: int) -> di
     wall_us: list[float] = []
     cpu_us: list[float] = []
     again_us: list[float] = []
+    constant: list[float] = []
     regrets: list[float] = []
     while len(wall_us) < decisions:
         # The whole fleet sends 25 times a second.
@@ -148,11 +167,12 @@ def measure(replicas: int, trajectories: int, decisions: int, judged: int) -> di
             name = fleet.router.choose(need, fleet.now_s)
             wall_us.append((time.perf_counter() - wall_s) * 1e6)
             cpu_us.append((time.thread_time() - cpu_s) * 1e6)
+            constant.append(constant_us())
             again_us.append(min(timed_us(fleet, need) for _ in range(AGAIN)))
             if name is not None and len(wall_us) % max(1, decisions // max(1, judged)) == 0:
                 regrets.append(fleet.regret(need, name))
             fleet.begin(need, name)
-    for values in (wall_us, cpu_us, again_us, regrets):
+    for values in (wall_us, cpu_us, again_us, constant, regrets):
         values.sort()
     return {
         "replicas": replicas,
@@ -162,6 +182,9 @@ def measure(replicas: int, trajectories: int, decisions: int, judged: int) -> di
         **{f"p{100 * q:g}_us": round(percentile(wall_us, q), 1) for q in (0.5, 0.9, 0.99, 0.999)},
         "cpu_p50_us": round(percentile(cpu_us, 0.5), 1),
         "cpu_p99_us": round(percentile(cpu_us, 0.99), 1),
+        "constant_cpu_p50_us": round(percentile(constant, 0.5), 1),
+        "constant_cpu_p99_us": round(percentile(constant, 0.99), 1),
+        "table_ms": round(fleet.table_ms(), 1),
         "again_p50_us": round(percentile(again_us, 0.5), 1),
         "again_p99_us": round(percentile(again_us, 0.99), 1),
         "regret_p50": round(percentile(regrets, 0.5), 3) if regrets else None,

@@ -22,7 +22,7 @@ LOWEST_OCTAVE = -12
 # A class of KV memory spans this many octaves: its bounds are 8**n tokens.
 KV_OCTAVES = 3
 # Classes of one kind that a choice looks into, and replicas that it takes of each.
-DRAWS = (3, 1, 1)
+DRAWS = (2, 1)
 # A bucket is searched this far for replicas that are large enough.
 SEARCHED = 16
 

@@ -24,7 +24,7 @@ PATIENCE = 8.0
 # Fleets up to this size are weighed whole.
 EXACT_UP_TO = 16
 # Replicas whose standing wait is brought up to date with every choice.
-FRESHENED = 2
+FRESHENED = 1
 # A replica that costs this much more than the best does not belong among the cheapest.
 MISPLACED = 2.0
 # A replica whose owed tokens fell to this share since it was placed belongs among cheaper ones.
