@@ -24,8 +24,9 @@ from elastic_scheduler.policies import Policy, make_policy, policy_names
 from elastic_scheduler.rate import RateMeter
 from elastic_scheduler.reasons import Reason, ReasonLog
 from elastic_scheduler.replica_load import ReplicaView
-from elastic_scheduler.router import Placement, Router, RoutingDecision
+from elastic_scheduler.router import Placement, Router
 from elastic_scheduler.routing_cost import Candidate
+from elastic_scheduler.routing_log import RoutingDecision
 from elastic_scheduler.situation import Decision, Holding, JobDemand, Move, Situation
 from elastic_scheduler.staleness import StalenessBound
 from elastic_scheduler.tail_batching import Round, RoundDone, TailBatcher, TailPlan

@@ -13,10 +13,10 @@ from operator import itemgetter
 
 from elastic_scheduler.lengths import LengthBook
 from elastic_scheduler.prefixes import Prefix, PrefixBook
-from elastic_scheduler.reasons import ReasonLog
 from elastic_scheduler.replica_index import ReplicaIndex
 from elastic_scheduler.replica_load import ReplicaLoad, ReplicaView
 from elastic_scheduler.routing_cost import Candidate, TurnAsk, cost_s, refusal, weigh
+from elastic_scheduler.routing_log import RoutingDecision, RoutingLog
 from elastic_scheduler.turn_need import TurnNeed
 
 STICKY_MARGIN = 0.25
@@ -35,19 +35,6 @@ FIRST_TYPICAL_TOKENS = 256.0
 
 Weighed = tuple[float, ReplicaLoad]
 _by_cost = itemgetter(0)
-
-
-@dataclass(frozen=True, slots=True)
-class RoutingDecision:
-    """One choice: `replica` is None where the turn was told to wait; `weighed` is (id, cost_s)."""
-
-    at_s: float
-    request_id: str
-    replica: str | None
-    why: str
-    expected_tokens: int
-    is_long: bool
-    weighed: tuple[tuple[str, float], ...]
 
 
 @dataclass(slots=True)
@@ -72,7 +59,7 @@ class Router:
         self._resting: list[tuple[float, str]] = []
         self._prefixes = PrefixBook()
         self._lengths = LengthBook()
-        self._log: ReasonLog[RoutingDecision] = ReasonLog()
+        self._log = RoutingLog()
         self._typical_tokens = FIRST_TYPICAL_TOKENS
         self._oldest_version: int | None = None
         self._usable_versions: set[int] = set()
@@ -299,23 +286,14 @@ class Router:
         weighed: list[Weighed],
     ) -> str | None:
         need, chosen = ask.need, None if load is None else load.view.id
-        if chosen is None and self._waits_already(need, why):
+        if chosen is None and self._log.waits(need, why):
             return None
-        if need.request_id or need.session:
-            pairs = tuple((each.view.id, each_s) for each_s, each in weighed[:EXACT_UP_TO])
-            decision = RoutingDecision(
-                now_s, need.request_id, chosen, why, ask.expected_tokens, ask.is_long, pairs
-            )
-            if need.request_id:
-                self._log.note(need.request_id, decision)
-            if need.session and need.session != need.request_id:
-                self._log.note(need.session, decision)
+        pairs = tuple([(each.view.id, each_s) for each_s, each in weighed])
+        decision = RoutingDecision(
+            now_s, need.request_id, chosen, why, ask.expected_tokens, ask.is_long, pairs
+        )
+        self._log.note(need, decision)
         return chosen
-
-    def _waits_already(self, need: TurnNeed, why: str) -> bool:
-        """Whether the last thing noted about a turn is this wait: it is asked for over and over."""
-        noted = self._log.of(need.request_id or need.session)[-1:]
-        return any(last.replica is None and last.why == why for last in noted)
 
     def _wake(self, now_s: float) -> None:
         while self._resting and self._resting[0][0] <= now_s:

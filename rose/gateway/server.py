@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict
 
 import aiohttp
 import msgspec
@@ -171,7 +170,7 @@ class GatewayServer:
             raise web.HTTPNotFound(reason=f"no choice is remembered for {subject[:200]!r}")
         # Ages, not times: the clock is this process's own.
         now_s = asyncio.get_running_loop().time()
-        rows = [{**asdict(each), "age_s": now_s - each.at_s} for each in decisions]
+        rows = [{**each._asdict(), "age_s": now_s - each.at_s} for each in decisions]
         return web.json_response({"subject": subject, "decisions": rows})
 
     async def _models(self, http: web.Request) -> web.Response:
