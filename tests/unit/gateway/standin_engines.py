@@ -78,28 +78,31 @@ class StandInEngine:
 
 
 class StandInVllm(StandInEngine):
-    """`/inference/v1/generate` of vLLM 0.32; `/version` as everywhere in vLLM."""
+    """`/v1/completions` of vLLM 0.32; `/version` as everywhere in vLLM."""
 
-    path = "/inference/v1/generate"
+    path = "/v1/completions"
+
+    def _more_routes(self, app: web.Application) -> None:
+        app.router.add_get("/version", self._version)
+
+    async def _version(self, http: web.Request) -> web.Response:
+        return web.json_response({"version": "0.32.0"})
 
     def _wanted(self, asked: dict[str, Any]) -> tuple[list[int], int]:
-        assert asked["stream"] is True
-        assert asked["sampling_params"]["logprobs"] == 0
+        assert (asked["stream"], asked["return_token_ids"], asked["logprobs"]) == (True, True, 0)
         assert "priority" not in asked, "a stock vLLM refuses priorities"
-        return asked["token_ids"], asked["sampling_params"]["max_tokens"]
+        return asked["prompt"], asked["max_tokens"]
 
     def _event(self, tokens: list[int], last: bool) -> dict[str, Any]:
         token = tokens[-1]
-        row = {"token_id": token, "logprob": -token / 1000, "rank": 1, "top_logprobs": []}
         choice = {
             "index": 0,
+            "text": "",
+            "logprobs": {"token_logprobs": [-token / 1000], "tokens": [f"token_id:{token}"]},
             "finish_reason": "length" if last else None,
-            "stop_reason": None,
             "token_ids": [token],
-            "weight_versions": None,
-            "logprobs": {"content": [row]},
         }
-        return {"request_id": "x", "usage": None, "output_mode": "tokens", "choices": [choice]}
+        return {"id": "x", "object": "text_completion", "choices": [choice]}
 
 
 class StandInSglang(StandInEngine):
