@@ -129,14 +129,19 @@ class ReplicaHealth:
         self._void_epoch = self._epoch
         self.state = Health.QUARANTINED
 
+    def silenced(self) -> None:
+        """It was silent for too long: what it was leased under, seen or not, is void."""
+        if self.state is not Health.QUARANTINED:
+            self.state = Health.DEAD
+        self._void_epoch = max(self._void_epoch, self._epoch, self._leased_epoch)
+
     def tick(self, now_s: float) -> Health:
         """Time passed."""
         silent_s = now_s - self._heard_s
         if self.state in (Health.DEAD, Health.QUARANTINED):
             return self.state
         if silent_s >= self._limits.dead_s:
-            self.state = Health.DEAD
-            self._void_epoch = max(self._epoch, self._leased_epoch)
+            self.silenced()
         elif silent_s >= self._limits.suspect_s and self.state is Health.HEALTHY:
             self.state = Health.SUSPECT
         return self.state

@@ -112,7 +112,8 @@ class SchedulerCore:
     ) -> list[Action]:
         match event:
             case Offered():
-                lapsed = self._leasing.lapsed(view.lapsed(now_s))
+                silent = view.lapsed(now_s)
+                lapsed = self._leasing.lapsed(silent) + self._healths.lapsed(silent)
                 taken = self._fleet.replace_offers(view, event.offers, now_s)
                 elsewhere = [f"{replica} is offered by another node already" for replica in taken]
                 heard = self._healths.hear(view.offers.values(), self._chain, now_s)

@@ -24,15 +24,28 @@ class HealthBook:
                 self._replicas[offer.replica] = health
             before = health.state
             health.set_bound(chain.bound)
-            health.tick(now_s)
             health.heard(
                 Report(offer.healthy, offer.policy_version, chain.latest, offer.epoch), now_s
             )
             changes += self._changed(offer.replica, before, health.state)
         return changes
 
+    def lapsed(self, replicas: Iterable[str]) -> list[Action]:
+        """Their offers ran out before their node spoke again, and their leases with them."""
+        changes: list[Action] = []
+        for replica in replicas:
+            health = self._replicas.get(replica)
+            if health is not None:
+                before = health.state
+                health.silenced()
+                changes += self._changed(replica, before, health.state)
+        return changes
+
     def leased(self, replica: str, epoch: int, now_s: float) -> None:
-        """A new lease was granted: one that had fallen silent is believed again under its epoch."""
+        """A new lease was granted: one that had fallen silent is believed again under its epoch.
+
+        How long is too long is what the node said of its offers: limits of seconds are not used.
+        """
         health = self._replicas.get(replica)
         if health is None:
             return

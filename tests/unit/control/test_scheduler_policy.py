@@ -64,6 +64,15 @@ def test_a_replica_back_from_a_long_silence_gets_turns_under_its_new_lease_only(
     assert bench.row().healthy
 
 
+def test_a_silence_that_its_offers_outlived_changes_nothing() -> None:
+    bench = bench_with("rose")
+    bench.offered(offer(epoch=0, ttl_s=9.0))
+    bench.at(104.0)
+    bench.at(107.9)
+    bench.step(Offered(1, (offer(epoch=1, ttl_s=9.0),)))
+    assert (bench.row().healthy, bench.row().lease_epoch) == (True, 1)
+
+
 def test_a_node_that_attaches_anew_is_believed_anew() -> None:
     bench = bench_with("rose")
     bench.offered(offer(epoch=5))
