@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install check test unit engine demo bench-coserve bench-kv bench-host-overhead bench-weights protos lock clean
+.PHONY: install check test unit engine demo bench-coserve bench-kv bench-host-overhead bench-weights bench-routing protos lock clean
 
 install: $(STAMP)
 
@@ -38,6 +38,9 @@ bench-host-overhead: install
 
 bench-weights: install
 	$(BIN)/python -m rose.bench.weights $(ARGS)
+
+bench-routing: install
+	$(BIN)/python bench/routing.py --out out/bench/routing.json $(ARGS)
 
 protos: install
 	scripts/protos

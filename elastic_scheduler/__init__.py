@@ -1,9 +1,12 @@
 """Cores that lease capacity, route turns and keep every token: no clock, socket or file in here."""
 
+from elastic_scheduler.admission import StalenessAdmission
 from elastic_scheduler.answers import AnswerBook, Conflict
 from elastic_scheduler.errors import JournalError, LeaseError, LeaseHeld, SchedulerError, StaleEpoch
+from elastic_scheduler.fair import FairShares, max_min
 from elastic_scheduler.harvest import HarvestMode, HarvestPlan, HarvestPolicy
-from elastic_scheduler.health import Health, judge
+from elastic_scheduler.health import Health, HealthLimits, ReplicaHealth, Report
+from elastic_scheduler.hedge import Hedge, HedgedGroup, MemberView, Won
 from elastic_scheduler.journal import (
     Attempt,
     Continue,
@@ -17,9 +20,17 @@ from elastic_scheduler.journal import (
 )
 from elastic_scheduler.lease import Lease, LeaseBook, LeaseState
 from elastic_scheduler.offer import Offer, ReplicaKind
+from elastic_scheduler.policies import Policy, make_policy, policy_names
 from elastic_scheduler.rate import RateMeter
-from elastic_scheduler.router import Candidate, Placement, ReplicaView, Router, TurnNeed
+from elastic_scheduler.reasons import Reason, ReasonLog
+from elastic_scheduler.replica_load import ReplicaView
+from elastic_scheduler.router import Placement, Router
+from elastic_scheduler.routing_cost import Candidate
+from elastic_scheduler.routing_log import RoutingDecision
+from elastic_scheduler.situation import Decision, Holding, JobDemand, Move, Situation
 from elastic_scheduler.staleness import StalenessBound
+from elastic_scheduler.tail_batching import Round, RoundDone, TailBatcher, TailPlan
+from elastic_scheduler.turn_need import TurnNeed
 
 __all__ = [
     "AnswerBook",
@@ -27,32 +38,56 @@ __all__ = [
     "Candidate",
     "Conflict",
     "Continue",
+    "Decision",
     "Deliver",
     "End",
+    "FairShares",
     "GiveUp",
     "HarvestMode",
     "HarvestPlan",
     "HarvestPolicy",
     "Health",
+    "HealthLimits",
+    "Hedge",
+    "HedgedGroup",
+    "Holding",
+    "JobDemand",
     "JournalError",
     "Lease",
     "LeaseBook",
     "LeaseError",
     "LeaseHeld",
     "LeaseState",
+    "MemberView",
+    "Move",
     "Offer",
     "Outcome",
     "Placement",
+    "Policy",
     "RateMeter",
+    "Reason",
+    "ReasonLog",
+    "ReplicaHealth",
     "ReplicaKind",
     "ReplicaView",
+    "Report",
+    "Round",
+    "RoundDone",
     "Router",
+    "RoutingDecision",
     "SchedulerError",
     "Segment",
+    "Situation",
     "StaleEpoch",
+    "StalenessAdmission",
     "StalenessBound",
+    "TailBatcher",
+    "TailPlan",
     "TurnJournal",
     "TurnNeed",
     "VersionSpan",
-    "judge",
+    "Won",
+    "make_policy",
+    "max_min",
+    "policy_names",
 ]

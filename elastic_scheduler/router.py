@@ -1,82 +1,40 @@
-"""Which replica generates the next turn.
+"""Which replica generates the next turn: the cheapest, or the prefix's holder if nearly as cheap.
 
-    cost_s = (tokens still owed to running turns + this turn's budget) / live decode rate
-           + uncached prompt tokens / prefill rate
-           + silence: seconds since a replica with turns sent its last token
-
-A pause that has lasted t is expected to last as long again, so silence counts in full. The cheapest
-replica wins; the one that holds the session's prefix is kept unless another is cheaper by a margin.
-A turn waits rather than go to a replica `PATIENCE` times dearer than one that is full.
+`routing_cost` says what a turn costs on a replica. In a small fleet every replica is weighed, in a
+large one a few of the cheapest by `replica_index`; always the holder of the trajectory's prefix.
+The holder is kept unless another is cheaper by a margin. A turn waits rather than go to a replica
+`PATIENCE` times dearer than one that is full.
 """
 
-from collections import OrderedDict
+import heapq
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 
-from elastic_scheduler.offer import ReplicaKind
-from elastic_scheduler.rate import RateMeter
+from elastic_scheduler.lengths import LengthBook
+from elastic_scheduler.prefixes import Prefix, PrefixBook
+from elastic_scheduler.replica_index import ReplicaIndex
+from elastic_scheduler.replica_load import ReplicaLoad, ReplicaView
+from elastic_scheduler.routing_cost import Candidate, TurnAsk, cost_s, refusal, weigh
+from elastic_scheduler.routing_log import RoutingDecision, RoutingLog
+from elastic_scheduler.turn_need import TurnNeed
 
 STICKY_MARGIN = 0.25
 PATIENCE = 8.0
-SESSIONS_KEPT = 16_384
-# Used where a node does not know its rates: any figure serves if all such replicas get the same.
-UNKNOWN_DECODE_TOK_S = 1_000.0
-UNKNOWN_PREFILL_TOK_S = 10_000.0
-# A stalled replica's rate goes to zero; its cost must stay finite to be compared.
-MIN_RATE_TOK_S = 0.1
+# Fleets up to this size are weighed whole.
+EXACT_UP_TO = 16
+# Replicas whose standing wait is brought up to date with every choice.
+FRESHENED = 1
+# A replica that costs this much more than the best does not belong among the cheapest.
+MISPLACED = 2.0
+# A replica whose owed tokens fell to this share since it was placed belongs among cheaper ones.
+WORKED_OFF = 0.75
+# What turns are expected to make is followed over about this many of them.
+TYPICAL_TURNS = 256
+FIRST_TYPICAL_TOKENS = 256.0
 
-
-@dataclass(frozen=True, slots=True)
-class ReplicaView:
-    """A replica as the router sees it; `usable` means leased and healthy."""
-
-    id: str
-    kind: ReplicaKind
-    usable: bool
-    policy_version: int
-    max_sequences: int
-    kv_tokens: int = 0
-    decode_tok_s: float = 0.0
-    prefill_tok_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class TurnNeed:
-    """What a turn asks of a replica; lengths in tokens."""
-
-    session: str
-    prompt_tokens: int
-    budget_tokens: int
-    min_version: int | None = None
-    exact_version: int | None = None
-
-    def accepts(self, version: int) -> bool:
-        """Whether tokens of policy `version` may be part of this turn."""
-        if self.exact_version is not None:
-            return version == self.exact_version
-        return self.min_version is None or version >= self.min_version
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """One replica weighed for a turn; `refusal` is empty when it may take the turn now."""
-
-    replica: str
-    cost_s: float
-    owed_tokens: int
-    decode_tok_s: float
-    uncached_tokens: int
-    refusal: str
-
-
-@dataclass(slots=True)
-class _Load:
-    view: ReplicaView
-    meter: RateMeter
-    live: int = 0
-    owed: int = 0
-    heard_s: float = 0.0
-    resting_until_s: float = 0.0
+Weighed = tuple[float, ReplicaLoad]
+_by_cost = itemgetter(0)
 
 
 @dataclass(slots=True)
@@ -84,62 +42,108 @@ class Placement:
     """A live turn on a replica; handed back with every token count and at its end."""
 
     replica: str
-    session: str
-    prompt_tokens: int
+    need: TurnNeed
     owed_tokens: int
-    load: _Load
+    load: ReplicaLoad
     generated_tokens: int = 0
 
 
 class Router:
     """Loads of all replicas and the choice among them. Times are monotonic seconds, handed in."""
 
-    def __init__(self) -> None:
-        self._loads: dict[str, _Load] = {}
-        self._prefixes: OrderedDict[str, tuple[str, int, int]] = OrderedDict()
+    def __init__(self, seed: int = 0) -> None:
+        self._loads: dict[str, ReplicaLoad] = {}
+        self._order: list[ReplicaLoad] = []
+        self._cursor = 0
+        self._index = ReplicaIndex(seed)
+        self._resting: list[tuple[float, str]] = []
+        self._prefixes = PrefixBook()
+        self._lengths = LengthBook()
+        self._log = RoutingLog()
+        self._typical_tokens = FIRST_TYPICAL_TOKENS
+        self._oldest_version: int | None = None
+        self._usable_versions: set[int] = set()
+        self._most_kv_tokens: int | None = None
+
+    # ---- the table ----
 
     def set_table(self, views: Iterable[ReplicaView], now_s: float) -> None:
         """Replace the table; a replica that stays keeps its load and measured rate."""
-        loads: dict[str, _Load] = {}
+        loads: dict[str, ReplicaLoad] = {}
         for view in views:
-            offered_tok_s = view.decode_tok_s or UNKNOWN_DECODE_TOK_S
-            load = self._loads.get(view.id)
+            load = self._loads.pop(view.id, None) or loads.get(view.id)
             if load is None:
-                load = _Load(view, RateMeter(offered_tok_s, now_s))
-            load.view = view
-            load.meter.set_offered(offered_tok_s)
+                load = ReplicaLoad(view, now_s)
+                self._arrange(load, now_s)
+            elif load.view != view:
+                load.set_view(view)
+                self._arrange(load, now_s)
             loads[view.id] = load
-        self._loads = loads
-
-    def live_turns(self) -> dict[str, int]:
-        """Turns on each replica of the table."""
-        return {name: load.live for name, load in self._loads.items()}
+        for gone in self._loads.values():
+            self._index.remove(gone)
+        self._index.drop_empty_classes()
+        self._loads, self._order, self._cursor = loads, list(loads.values()), 0
+        rows = [load.view for load in self._order]
+        self._oldest_version = min((row.policy_version for row in rows), default=None)
+        self._usable_versions = {row.policy_version for row in rows if row.usable}
+        unknown = any(not row.kv_tokens for row in rows)
+        most = max((row.kv_tokens for row in rows), default=0)
+        self._most_kv_tokens = None if unknown or not rows else most
 
     def rest(self, replica: str, until_s: float) -> None:
         """Send nothing to a replica that just failed until `until_s`."""
         load = self._loads.get(replica)
         if load is not None:
             load.resting_until_s = until_s
+            self._index.remove(load)
+            heapq.heappush(self._resting, (until_s, replica))
+
+    def live_turns(self) -> dict[str, int]:
+        """Turns on each replica of the table."""
+        return {name: load.live for name, load in self._loads.items()}
+
+    def reachable(self, need: TurnNeed) -> bool:
+        """Whether waiting can help: versions only grow, so a passed one never comes back."""
+        if need.exact_version is None or self._oldest_version is None:
+            return True
+        return self._oldest_version <= need.exact_version
+
+    def has_version(self, need: TurnNeed) -> bool:
+        """Whether any usable replica runs an acceptable version, free or not."""
+        return any(need.accepts(version) for version in self._usable_versions)
+
+    def fits(self, need: TurnNeed) -> bool:
+        """Whether any replica, free or not, can hold the turn; unknown sizes count as enough."""
+        most = self._most_kv_tokens
+        return most is None or need.prompt_tokens + need.budget_tokens <= most
+
+    def has_room(self) -> bool:
+        """Whether any usable replica is below its cap, though it may be at rest."""
+        return self._index.free > 0 or bool(self._resting)
+
+    # ---- the choice ----
 
     def choose(self, need: TurnNeed, now_s: float, avoid: str = "") -> str | None:
         """The replica that should take the turn now; None: wait.
 
         `avoid` is the replica that just failed this turn: any other is better.
         """
-        candidates = self.explain(need, now_s)
-        free = [c for c in candidates if not c.refusal]
-        others = [c for c in free if c.replica != avoid] or free
+        self._wake(now_s)
+        ask = self._ask(need)
+        weighed = self._weighed(ask, now_s)
+        others = [each for each in weighed if each[1].view.id != avoid] if avoid else weighed
+        others = others or weighed
         if not others:
-            return None
-        best = min(others, key=_cost)
-        full = [c.cost_s for c in candidates if c.refusal == "full"]
-        if full and best.cost_s > PATIENCE * min(full):
-            return None
-        holder = self._holder(need.session)
-        keeps = any(
-            c.replica == holder and c.cost_s * (1 - STICKY_MARGIN) <= best.cost_s for c in others
-        )
-        return holder if keeps else best.replica
+            return self._decide(ask, now_s, None, "no replica may take it now", others)
+        best_s, best = min(others, key=_by_cost)
+        if self._should_wait(ask, best_s, now_s):
+            return self._decide(ask, now_s, None, "waits for a full replica, far cheaper", others)
+        for each_s, each in others:
+            if each is ask.holder and each_s * (1 - STICKY_MARGIN) <= best_s:
+                return self._decide(ask, now_s, each, "holds the prefix", others)
+        if len(self._order) > EXACT_UP_TO:
+            self._freshen(others, best_s, now_s)
+        return self._decide(ask, now_s, best, "cheapest", others)
 
     def escape(
         self,
@@ -154,122 +158,161 @@ class Router:
         It stays as long as moving would cost: whenever the pause ends, that is at most twice what
         the best choice would have cost. `claimed` counts places that others were just promised.
         """
-        candidates = [
-            c
-            for c in self.explain(need, now_s)
-            if not c.refusal
-            and c.replica != replica
-            and c.cost_s <= waited_s
-            and self._room(c.replica) > claimed.get(c.replica, 0)
+        self._wake(now_s)
+        ask = self._ask(need)
+        better = [
+            (each_s, each)
+            for each_s, each in self._weighed(ask, now_s)
+            if each.view.id != replica
+            and each_s <= waited_s
+            and each.view.max_sequences - each.live > claimed.get(each.view.id, 0)
         ]
-        return min(candidates, key=_cost).replica if candidates else None
+        if not better:
+            return None
+        best = min(better, key=_by_cost)[1]
+        return self._decide(ask, now_s, best, f"{replica} is silent for longer than that", better)
 
     def explain(self, need: TurnNeed, now_s: float) -> list[Candidate]:
         """Every replica of the table with its cost for this turn, or why it is out."""
-        return [self._weigh(load, need, now_s) for load in self._loads.values()]
+        ask = self._ask(need)
+        return [weigh(load, ask, now_s) for load in self._order]
 
-    def reachable(self, need: TurnNeed) -> bool:
-        """Whether waiting can help: versions only grow, so a passed one never comes back."""
-        if need.exact_version is None:
-            return True
-        versions = [load.view.policy_version for load in self._loads.values()]
-        return not versions or min(versions) <= need.exact_version
+    def explained(self, subject: str) -> tuple[RoutingDecision, ...]:
+        """Past choices for a request id or a trajectory, oldest first; empty: none remembered."""
+        return self._log.of(subject)
 
-    def has_version(self, need: TurnNeed) -> bool:
-        """Whether any usable replica runs an acceptable version, free or not."""
-        return any(
-            load.view.usable and need.accepts(load.view.policy_version)
-            for load in self._loads.values()
-        )
+    def forget(self, session: str) -> None:
+        """A trajectory is over: nothing of it will be asked for again."""
+        self._prefixes.forget(session)
+        self._lengths.forget(session)
 
-    def fits(self, need: TurnNeed) -> bool:
-        """Whether any replica, free or not, can hold the turn; unknown sizes count as enough."""
-        tokens = need.prompt_tokens + need.budget_tokens
-        views = [load.view for load in self._loads.values()]
-        return not views or any(tokens <= v.kv_tokens or not v.kv_tokens for v in views)
-
-    def has_room(self) -> bool:
-        """Whether any usable replica is below its cap."""
-        return any(
-            load.view.usable and load.live < load.view.max_sequences
-            for load in self._loads.values()
-        )
+    # ---- the turn ----
 
     def begin(self, replica: str, need: TurnNeed, now_s: float) -> Placement:
         """Count the turn in. Raises ValueError beyond the replica's cap."""
         load = self._loads[replica]
-        if load.live >= load.view.max_sequences:
+        if not load.is_open:
             raise ValueError(f"{replica} has {load.live} turns already; choose() first")
-        if load.live == 0:
-            load.meter.set_busy(True, now_s)
-            load.heard_s = now_s
-        load.live += 1
-        load.owed += need.budget_tokens
-        return Placement(replica, need.session, need.prompt_tokens, need.budget_tokens, load)
+        expected = self._expected(need)
+        self._typical_tokens += (expected - self._typical_tokens) / TYPICAL_TURNS
+        load.add_turn(expected, now_s)
+        self._arrange(load, now_s)
+        return Placement(replica, need, expected, load)
 
     def progress(self, placement: Placement, tokens: int, now_s: float) -> None:
         """Tokens of a live turn arrived."""
-        placement.load.heard_s = now_s
-        placement.owed_tokens -= tokens
-        placement.generated_tokens += tokens
-        placement.load.owed -= tokens
-        placement.load.meter.add(tokens)
-
-    def end(self, placement: Placement, now_s: float) -> None:
-        """Count the turn out; its replica now holds the session's prefix."""
         load = placement.load
-        load.live -= 1
-        load.owed -= placement.owed_tokens
-        if load.live == 0:
-            load.meter.set_busy(False, now_s)
-        if placement.session and placement.generated_tokens:
-            held = placement.prompt_tokens + placement.generated_tokens
-            self._prefixes[placement.session] = (placement.replica, held, load.view.policy_version)
-            self._prefixes.move_to_end(placement.session)
-            if len(self._prefixes) > SESSIONS_KEPT:
-                self._prefixes.popitem(last=False)
+        load.heard_s = now_s
+        load.meter.add(tokens)
+        placement.generated_tokens += tokens
+        made = min(tokens, placement.owed_tokens)
+        if made == placement.owed_tokens:
+            # It outlived its forecast: such a turn is expected to last half as long again.
+            left = placement.need.budget_tokens - placement.generated_tokens
+            made -= max(0, min(left, 1 + placement.generated_tokens // 2))
+        placement.owed_tokens -= made
+        load.owed -= made
+        if load.owed < WORKED_OFF * load.placed_owed and load.bucket is not None:
+            self._arrange(load, now_s)
 
-    def _room(self, replica: str) -> int:
-        load = self._loads[replica]
-        return load.view.max_sequences - load.live
+    def end(
+        self, placement: Placement, now_s: float, *, revoked: bool = False, finished: bool = False
+    ) -> None:
+        """Count the turn out; its replica now holds the trajectory's prefix.
 
-    def _holder(self, session: str) -> str | None:
-        held = self._prefixes.get(session)
-        return held[0] if held is not None and self._is_warm(held) else None
+        `revoked`: the replica's lease ended under the turn. `finished`: the turn is complete, so
+        its length is one to forecast by.
+        """
+        load, need, made = placement.load, placement.need, placement.generated_tokens
+        load.drop_turn(placement.owed_tokens, now_s, revoked)
+        if self._loads.get(placement.replica) is load:
+            self._arrange(load, now_s)
+        if need.session and made and not revoked:
+            held = Prefix(placement.replica, need.prompt_tokens + made, load.view.policy_version)
+            self._prefixes.note(need.session, held)
+        if finished:
+            self._lengths.observe(need.job, need.session, need.group, need.made_tokens + made)
 
-    def _is_warm(self, held: tuple[str, int, int]) -> bool:
-        """A replica drops its caches when it changes versions."""
-        load = self._loads.get(held[0])
-        return load is not None and load.view.policy_version == held[2]
+    # ---- inside ----
 
-    def _weigh(self, load: _Load, need: TurnNeed, now_s: float) -> Candidate:
-        view = load.view
-        held = self._prefixes.get(need.session)
-        cached = held[1] if held is not None and held[0] == view.id and self._is_warm(held) else 0
-        uncached = max(0, need.prompt_tokens - cached)
-        rate_tok_s = load.meter.tok_s(now_s)
-        cost_s = (load.owed + need.budget_tokens) / max(rate_tok_s, MIN_RATE_TOK_S)
-        cost_s += uncached / (view.prefill_tok_s or UNKNOWN_PREFILL_TOK_S)
-        if load.live:
-            cost_s += now_s - load.heard_s
-        refusal = _refusal(load, need, now_s)
-        return Candidate(view.id, cost_s, load.owed, rate_tok_s, uncached, refusal)
+    def _ask(self, need: TurnNeed) -> TurnAsk:
+        expected = self._expected(need)
+        is_long = self._lengths.is_long(need.job, need.made_tokens + expected)
+        prefix = self._prefixes.find(need.session) if need.session else None
+        holder = self._loads.get(prefix.replica) if prefix is not None else None
+        # A replica drops its caches when it changes versions.
+        if holder is None or prefix is None or holder.view.policy_version != prefix.version:
+            return TurnAsk(need, expected, is_long, None, 0)
+        return TurnAsk(need, expected, is_long, holder, prefix.tokens)
 
+    def _expected(self, need: TurnNeed) -> int:
+        """Tokens still to come: what the turn is likely to have in all, less what it has."""
+        made, budget = need.made_tokens, need.budget_tokens
+        whole = self._lengths.expected(need.job, need.session, need.group, made + budget)
+        return max(1, min(budget, whole - made))
 
-def _cost(candidate: Candidate) -> float:
-    return candidate.cost_s
+    def _weighed(self, ask: TurnAsk, now_s: float) -> list[Weighed]:
+        """Replicas that may take the turn now, with their costs; the prefix's holder is in it."""
+        need = ask.need
+        if len(self._order) <= EXACT_UP_TO:
+            loads = [load for load in self._order if not refusal(load, need, now_s)]
+            return [(cost_s(load, ask, now_s), load) for load in loads]
+        found = self._index.candidates(need, free=True)
+        weighed = [(cost_s(load, ask, now_s), load) for load in found]
+        holder = ask.holder
+        if holder is not None and holder not in found and not refusal(holder, need, now_s):
+            weighed.append((cost_s(holder, ask, now_s), holder))
+        return weighed
 
+    def _should_wait(self, ask: TurnAsk, best_s: float, now_s: float) -> bool:
+        """Whether a replica that is full would be so much better that its next place is."""
+        need, loads = ask.need, self._order
+        if len(loads) > EXACT_UP_TO:
+            if best_s <= PATIENCE * self._index.floor_s(need, free=False):
+                return False
+            loads = self._index.candidates(need, free=False)
+        return any(
+            best_s > PATIENCE * cost_s(load, ask, now_s)
+            for load in loads
+            if refusal(load, need, now_s) == "full"
+        )
 
-def _refusal(load: _Load, need: TurnNeed, now_s: float) -> str:
-    view = load.view
-    if not view.usable:
-        return "not leased or not healthy"
-    if not need.accepts(view.policy_version):
-        return f"runs version {view.policy_version}"
-    if view.kv_tokens and need.prompt_tokens + need.budget_tokens > view.kv_tokens:
-        return f"holds only {view.kv_tokens} tokens"
-    if now_s < load.resting_until_s:
-        return "failed a moment ago"
-    if load.live >= view.max_sequences:
-        return "full"
-    return ""
+    def _decide(
+        self,
+        ask: TurnAsk,
+        now_s: float,
+        load: ReplicaLoad | None,
+        why: str,
+        weighed: list[Weighed],
+    ) -> str | None:
+        need, chosen = ask.need, None if load is None else load.view.id
+        if chosen is None and self._log.waits(need, why):
+            return None
+        pairs = tuple([(each.view.id, each_s) for each_s, each in weighed])
+        decision = RoutingDecision(
+            now_s, need.request_id, chosen, why, ask.expected_tokens, ask.is_long, pairs
+        )
+        self._log.note(need, decision)
+        return chosen
+
+    def _wake(self, now_s: float) -> None:
+        while self._resting and self._resting[0][0] <= now_s:
+            load = self._loads.get(heapq.heappop(self._resting)[1])
+            if load is not None and now_s >= load.resting_until_s:
+                self._arrange(load, now_s)
+
+    def _freshen(self, weighed: list[Weighed], best_s: float, now_s: float) -> None:
+        """Move those that turned out dear, and look at a few that nobody asked about."""
+        for each_s, load in weighed:
+            if each_s > MISPLACED * best_s:
+                self._arrange(load, now_s)
+        for _ in range(FRESHENED):
+            self._cursor = (self._cursor + 1) % len(self._order)
+            self._arrange(self._order[self._cursor], now_s)
+
+    def _arrange(self, load: ReplicaLoad, now_s: float) -> None:
+        """Put a replica where its load belongs, or nowhere."""
+        if load.view.usable and now_s >= load.resting_until_s:
+            self._index.place(load, load.wait_s(self._typical_tokens, now_s))
+        else:
+            self._index.remove(load)

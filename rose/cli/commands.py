@@ -1,4 +1,4 @@
-"""The operator's subcommands: status, harvest, revoke, kill, unkill."""
+"""The operator's subcommands: status, explain, harvest, revoke, kill, unkill."""
 
 import argparse
 import sys
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rose.cli.client import DEFAULT_SCHEDULER, SchedulerClient
+from rose.cli.explain import DEFAULT_GATEWAY, explain
 from rose.errors import ConfigError
 from rose.rpc import rose_pb2 as pb
 
@@ -27,6 +28,13 @@ def add_operator_commands(subparsers: "Subparsers") -> None:
     status = subparsers.add_parser("status", help="replicas, leases, hosts and guests right now")
     _add_scheduler(status)
     status.set_defaults(run=_status)
+
+    why = subparsers.add_parser("explain", help="say where turns were placed lately, and why")
+    why.add_argument("subject", metavar="TRAJECTORY", help="a session, or one turn's request id")
+    why.add_argument(
+        "--gateway", default=DEFAULT_GATEWAY, metavar="URL", help=f"default {DEFAULT_GATEWAY}"
+    )
+    why.set_defaults(run=_explain)
 
     harvest = subparsers.add_parser("harvest", help="say how much may be lent")
     harvest.add_argument("mode", choices=MODES, help="off and drain also end what is lent")
@@ -64,6 +72,10 @@ def _status(args: argparse.Namespace) -> int:
 
     show(SchedulerClient(args.scheduler).snapshot())
     return 0
+
+
+def _explain(args: argparse.Namespace) -> int:
+    return explain(args.gateway, args.subject)
 
 
 def _harvest(args: argparse.Namespace) -> int:

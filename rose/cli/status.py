@@ -51,7 +51,16 @@ def _table(title: str, *columns: str) -> Table:
 
 def _replicas(snapshot: pb.SnapshotReply) -> Table:
     table = _table(
-        "replicas", "replica", "kind", "node", "healthy", "version", "lease", "state", "expires in"
+        "replicas",
+        "replica",
+        "kind",
+        "node",
+        "healthy",
+        "version",
+        "lease",
+        "state",
+        "expires in",
+        "why",
     )
     leases = {lease.replica: lease for lease in snapshot.leases}
     for replica in snapshot.replicas:
@@ -65,6 +74,7 @@ def _replicas(snapshot: pb.SnapshotReply) -> Table:
             f"epoch {lease.epoch}" if lease else "-",
             lease.state if lease else "-",
             f"{lease.expires_in_s:.1f} s" if lease else "-",
+            escape(lease.why) if lease else "-",
         )
     return table
 

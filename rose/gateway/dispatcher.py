@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 
-from elastic_scheduler import End, Placement, Router, TurnNeed
+from elastic_scheduler import End, Placement, Router, RoutingDecision, TurnNeed
 from rose.gateway.errors import BadRequest, NoReplica, QueueFull, TurnError, VersionUnavailable
 from rose.gateway.settings import GatewaySettings
 from rose.gateway.stats import GatewayStats
@@ -99,6 +99,14 @@ class Dispatcher:
         """Turns on each replica of the table."""
         return self._router.live_turns()
 
+    def explained(self, subject: str) -> tuple[RoutingDecision, ...]:
+        """Past choices for a request id or a trajectory, oldest first."""
+        return self._router.explained(subject)
+
+    def forget(self, session: str) -> None:
+        """A trajectory is over: its prefix is nobody's any more."""
+        self._router.forget(session)
+
     def set_table(self, entries: tuple[ReplicaEntry, ...]) -> None:
         """Replace the table; streams whose lease is over are cancelled before this returns."""
         now_s = self._clock()
@@ -148,7 +156,9 @@ class Dispatcher:
         """The attempt is over; `end` says how, None when nobody wants the turn any more."""
         now_s = self._clock()
         self._live.discard(live)
-        self._router.end(live.placement, now_s)
+        self._router.end(
+            live.placement, now_s, revoked=end is End.REVOKED, finished=end is End.FINISHED
+        )
         if end is not None:
             self._stats.ends[end.value] += 1
             rest_s = REST_S.get(end)

@@ -82,6 +82,7 @@ class GatewayServer:
         get("/health", self._health)
         get("/metrics", self._metrics)
         get("/rose/v1/stats", self._show_stats)
+        get("/rose/v1/explain/{subject:.+}", self._explain)
         return app
 
     def start(self) -> None:
@@ -156,9 +157,21 @@ class GatewayServer:
         session = http.headers.get(SESSION_HEADER) or names.session_id
         if not session:
             raise BadRequest(f"name the session: header {SESSION_HEADER} or session_id")
+        self._dispatcher.forget(session)
         return web.json_response(
             {"session_id": session, "aborted": self._turns.finish_session(session)}
         )
+
+    async def _explain(self, http: web.Request) -> web.Response:
+        """Where the turns of a request or trajectory were placed, and why."""
+        subject = http.match_info["subject"]
+        decisions = self._dispatcher.explained(subject)
+        if not decisions:
+            raise web.HTTPNotFound(reason=f"no choice is remembered for {subject[:200]!r}")
+        # Ages, not times: the clock is this process's own.
+        now_s = asyncio.get_running_loop().time()
+        rows = [{**each._asdict(), "age_s": now_s - each.at_s} for each in decisions]
+        return web.json_response({"subject": subject, "decisions": rows})
 
     async def _models(self, http: web.Request) -> web.Response:
         name = self._model.name

@@ -95,7 +95,12 @@ class TurnRunner:
                 raise NoReplica(f"{journal.attempts} replicas failed the turn, the last: {reason}")
             assert isinstance(outcome, Continue)
             avoid = live.entry.id
-            need = replace(need, prompt_tokens=journal.length, budget_tokens=journal.remaining)
+            need = replace(
+                need,
+                prompt_tokens=journal.length,
+                budget_tokens=journal.remaining,
+                made_tokens=journal.generated,
+            )
             self._note_continuation(request.request_id, live, end, reason, journal)
 
     async def _attempt(

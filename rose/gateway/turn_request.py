@@ -59,6 +59,7 @@ class TurnRequest:
             self.sampling.max_tokens,
             self.min_version,
             self.exact_version,
+            self.request_id,
         )
 
     def fingerprint(self) -> int:

@@ -968,6 +968,7 @@ class LeaseView(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     EXPIRES_IN_S_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
+    WHY_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     job: _builtins.str
     replica: _builtins.str
@@ -975,6 +976,8 @@ class LeaseView(_message.Message):
     expires_in_s: _builtins.float
     state: _builtins.str
     """active, releasing"""
+    why: _builtins.str
+    """the last decision about it"""
     def __init__(
         self,
         *,
@@ -984,10 +987,11 @@ class LeaseView(_message.Message):
         epoch: _builtins.int = ...,
         expires_in_s: _builtins.float = ...,
         state: _builtins.str = ...,
+        why: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "expires_in_s", b"expires_in_s", "id", b"id", "job", b"job", "replica", b"replica", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "expires_in_s", b"expires_in_s", "id", b"id", "job", b"job", "replica", b"replica", "state", b"state", "why", b"why"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -10,10 +10,11 @@
 Actions are carried out in order: what is persisted comes before what anybody is told.
 """
 
-from elastic_scheduler import HarvestMode, HarvestPolicy
+from elastic_scheduler import HarvestMode, HarvestPolicy, Policy
 from rose.errors import RefusedError
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler.fleet import Fleet, NodeView
+from rose.scheduler.health_book import HealthBook
 from rose.scheduler.leasing import LeaseTimes, Leasing
 from rose.scheduler.messages import (
     Action,
@@ -53,11 +54,15 @@ class SchedulerCore:
         saved: Saved,
         default_mode: HarvestMode = HarvestMode.OFF,
         times: LeaseTimes | None = None,
+        leasing_policy: Policy | None = None,
     ) -> None:
         self._policy = HarvestPolicy(saved.mode or default_mode, saved.overrides)
         self._fleet = Fleet()
         self._relays = Relays()
-        self._leasing = Leasing(times or LeaseTimes(), saved.epochs, self._policy)
+        self._healths = HealthBook()
+        self._leasing = Leasing(
+            times or LeaseTimes(), saved.epochs, self._policy, self._healths, leasing_policy
+        )
         self._chain = VersionChain(saved.job, saved.versions)
         self._table = pb.ReplicaTable()
         self._published_s: float | None = None
@@ -66,7 +71,7 @@ class SchedulerCore:
     def step(self, event: Event, now_s: float) -> list[Action]:
         """What follows from an event at `now_s`, a monotonic clock's seconds."""
         actions = self._react(event, now_s)
-        regulated = self._leasing.regulate(self._job, self._fleet, now_s)
+        regulated = self._leasing.regulate(self._chain, self._fleet, now_s)
         if isinstance(event, HarvestSet):
             releasing = [
                 each
@@ -79,11 +84,7 @@ class SchedulerCore:
 
     def snapshot(self, now_s: float) -> pb.SnapshotReply:
         """Everything an operator may ask about."""
-        return snapshot(self._fleet, self._leasing, self._chain, self._policy, now_s)
-
-    @property
-    def _job(self) -> str | None:
-        return self._chain.job.job if self._chain.job else None
+        return snapshot(self._fleet, self._leasing, self._healths, self._chain, self._policy, now_s)
 
     def _react(self, event: Event, now_s: float) -> list[Action]:
         match event:
@@ -93,9 +94,9 @@ class SchedulerCore:
                 return self._detach(event.stream)
             case JobRegistered():
                 job = self._chain.register(event.job, event.max_staleness)
-                return [save_job(job), Answer(self._chain.latest)]
+                return [save_job(job), *self._rejudge(now_s), Answer(self._chain.latest)]
             case VersionAnnounced():
-                return self._announce(event)
+                return self._announce(event, now_s)
             case HarvestSet():
                 self._policy.set_mode(event.mode, event.replica)
                 return [save_mode(event.mode, event.replica), *self._tell_modes()]
@@ -117,10 +118,12 @@ class SchedulerCore:
     ) -> list[Action]:
         match event:
             case Offered():
-                lapsed = self._leasing.lapsed(view.lapsed(now_s))
+                silent = view.lapsed(now_s)
+                lapsed = self._leasing.lapsed(silent) + self._healths.lapsed(silent)
                 taken = self._fleet.replace_offers(view, event.offers, now_s)
                 elsewhere = [f"{replica} is offered by another node already" for replica in taken]
-                return lapsed + self._complain(view.node, [*event.refused, *elsewhere])
+                heard = self._healths.hear(view.offers.values(), self._chain, now_s)
+                return lapsed + heard + self._complain(view.node, [*event.refused, *elsewhere])
             case Measured():
                 view.telemetry = event.telemetry
                 return []
@@ -131,7 +134,7 @@ class SchedulerCore:
             case Drained():
                 return self._leasing.drained(event.stream, event.replica, event.epoch)
             case Activated():
-                return self._activated(event, view)
+                return self._activated(event, view, now_s)
 
     def _attach(self, event: Attached, now_s: float) -> list[Action]:
         actions: list[Action] = []
@@ -151,16 +154,17 @@ class SchedulerCore:
         view = self._fleet.detach(stream)
         if view is None:
             return []
+        self._healths.forget(view.offers)
         return [Record("node_lost", {"node": view.node}), *self._leasing.lost(stream)]
 
-    def _activated(self, event: Activated, view: NodeView) -> list[Action]:
+    def _activated(self, event: Activated, view: NodeView, now_s: float) -> list[Action]:
         if event.ok:
             self._fleet.set_version(view, event.replica, event.version)
-            return []
+            return self._healths.hear(view.offers.values(), self._chain, now_s)
         fields = {"replica": event.replica, "version": event.version, "message": event.message}
         return [Record("activation_failed", {"node": view.node, **fields})]
 
-    def _announce(self, event: VersionAnnounced) -> list[Action]:
+    def _announce(self, event: VersionAnnounced, now_s: float) -> list[Action]:
         record = VersionRecord(event.version, event.parent, event.url)
         if not self._chain.announce(event.job, record):
             return [Answer(0)]
@@ -170,8 +174,13 @@ class SchedulerCore:
             save_version(record),
             *(Command(stream, command) for stream in streams),
             Record("version_announced", {**fields, "parent": event.parent}),
+            *self._rejudge(now_s),
             Answer(len(streams)),
         ]
+
+    def _rejudge(self, now_s: float) -> list[Action]:
+        """A newer version or another bound: whoever is behind gets no turns from now on."""
+        return self._healths.hear(self._fleet.live_offers(now_s), self._chain, now_s)
 
     def _revoke(self, event: RevokeAsked, now_s: float) -> list[Action]:
         revoked = self._leasing.revoke(event.replica, event.reason, now_s)
@@ -203,7 +212,7 @@ class SchedulerCore:
     def _publish(self, now_s: float) -> list[Action]:
         table = pb.ReplicaTable(
             revision=self._table.revision,
-            replicas=replica_rows(self._fleet, self._leasing, self._chain, now_s),
+            replicas=replica_rows(self._fleet, self._leasing, self._healths, now_s),
             latest_version=self._chain.latest,
         )
         due = self._published_s is None or now_s >= self._published_s + TABLE_INTERVAL_S

@@ -3,10 +3,27 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from elastic_scheduler import HarvestPolicy, Lease, LeaseBook, LeaseState, Offer
+from elastic_scheduler import (
+    HarvestPolicy,
+    Holding,
+    JobDemand,
+    Lease,
+    LeaseBook,
+    LeaseState,
+    Move,
+    Offer,
+    Policy,
+    Reason,
+    ReasonLog,
+    ReplicaKind,
+    Situation,
+    make_policy,
+)
 from rose.scheduler.fleet import Fleet
+from rose.scheduler.health_book import HealthBook
 from rose.scheduler.messages import Action, Command, Record
 from rose.scheduler.saved import save_epoch
+from rose.scheduler.versions import VersionChain
 from rose.scheduler.wire import lease_command, release_command
 
 
@@ -22,9 +39,21 @@ class LeaseTimes:
 class Leasing:
     """The lease book of attached nodes. A lease belongs to the stream that it was sent on."""
 
-    def __init__(self, times: LeaseTimes, epochs: Mapping[str, int], policy: HarvestPolicy) -> None:
+    def __init__(
+        self,
+        times: LeaseTimes,
+        epochs: Mapping[str, int],
+        allowed: HarvestPolicy,
+        healths: HealthBook,
+        policy: Policy | None = None,
+    ) -> None:
         self._times = times
-        self._policy = policy
+        self._allowed = allowed
+        self._healths = healths
+        self._policy = policy or make_policy("rose")
+        self._log: ReasonLog[Reason] = ReasonLog()
+        # Since when a lease lives, and its replica's newest offer: what a policy goes by.
+        self._holdings: dict[str, Holding] = {}
         self._book = LeaseBook(times.ttl_s, epochs)
         self._stream_of: dict[str, int] = {}
         self._not_before_s: dict[str, float] = {}
@@ -38,21 +67,55 @@ class Leasing:
         lease = self._book.live(replica, now_s)
         return lease if lease is not None and lease.state is LeaseState.ACTIVE else None
 
-    def regulate(self, job: str | None, fleet: Fleet, now_s: float) -> list[Action]:
-        """Expire, release, renew and grant what is due now."""
+    def regulate(self, chain: VersionChain, fleet: Fleet, now_s: float) -> list[Action]:
+        """Expire, release, renew and grant what is due now: what the operator allows, as decided.
+
+        Demand is not reported to the scheduler: a registered job counts as able to use everything.
+        """
         # First of all: after a pause of this process no lease may outlive its time by a renewal.
         actions: list[Action] = [
             Record("lease_expired", _fields(lease)) for lease in self._book.expire(now_s)
         ]
-        plan = self._policy.plan(fleet.live_offers(now_s), self._book.leases())
+        offers = {offer.replica: offer for offer in fleet.live_offers(now_s)}
+        plan = self._allowed.plan(offers.values(), self._book.leases())
         for lease in plan.release:
             actions += self._release(lease, "harvest", now_s)
         for lease in plan.renew:
             actions += self._renew(lease, now_s)
-        if job is not None:
-            for offer in plan.lease:
-                actions += self._grant(job, offer, fleet, now_s)
+        if chain.job is None:
+            return actions
+        held = self._held_now(plan.renew, offers)
+        free = tuple(o for o in plan.lease if now_s >= self._not_before_s.get(o.replica, now_s))
+        jobs = (JobDemand(chain.job.job, step=chain.latest),)
+        decision = self._policy.decide(Situation(now_s, free, held, jobs))
+        for move in decision.take:
+            actions += self._grant(move, offers[move.replica], fleet, now_s)
+        leases = {lease.replica: lease for lease in plan.renew}
+        for move in decision.give_back:
+            self._note("give back", move, now_s)
+            actions += self._release(leases[move.replica], move.why, now_s)
         return actions
+
+    def explained(self, replica: str) -> tuple[Reason, ...]:
+        """Why the replica was leased and given back lately, oldest first."""
+        return self._log.of(replica)
+
+    def _held_now(
+        self, leases: Sequence[Lease], offers: Mapping[str, Offer]
+    ) -> tuple[Holding, ...]:
+        since_s = {name: holding.since_s for name, holding in self._holdings.items()}
+        self._holdings = {
+            lease.replica: Holding(
+                lease.job,
+                offers[lease.replica],
+                since_s.get(lease.replica, lease.expires_s - self._times.ttl_s),
+            )
+            for lease in leases
+        }
+        return tuple(self._holdings.values())
+
+    def _note(self, what: str, move: Move, now_s: float) -> None:
+        self._log.note(move.replica, Reason(now_s, what, move.why, dict(move.figures)))
 
     def drained(self, stream: int, replica: str, epoch: int) -> list[Action]:
         """The node carried out a release; one of an older lease changes nothing."""
@@ -117,24 +180,31 @@ class Leasing:
         told = lease_command(renewed, self._times.ttl_s)
         return [Command(self._stream_of[lease.replica], told)]
 
-    def _grant(self, job: str, offer: Offer, fleet: Fleet, now_s: float) -> list[Action]:
+    def _grant(self, move: Move, offer: Offer, fleet: Fleet, now_s: float) -> list[Action]:
         view = fleet.of_replica(offer.replica)
-        if view is None or now_s < self._not_before_s.get(offer.replica, now_s):
+        if view is None:
             return []
-        lease = self._book.grant(job, offer.replica, now_s, seen_epoch=offer.epoch)
+        lease = self._book.grant(move.job, offer.replica, now_s, seen_epoch=offer.epoch)
         self._stream_of[offer.replica] = view.stream
+        self._holdings[offer.replica] = Holding(move.job, offer, now_s)
+        self._healths.leased(offer.replica, lease.epoch, now_s)
+        self._note("lease", move, now_s)
+        fields = {**_fields(lease), "node": view.node, "kind": offer.kind.value, "why": move.why}
         return [
             # Before the command: an epoch that a node saw must never be handed out again.
             save_epoch(lease.replica, lease.epoch),
             Command(view.stream, lease_command(lease, self._times.ttl_s)),
-            Record(
-                "lease_granted", {**_fields(lease), "node": view.node, "kind": offer.kind.value}
-            ),
+            Record("lease_granted", fields),
         ]
 
     def _revoke(self, lease: Lease, reason: str, by: str, now_s: float) -> Record:
         self._book.revoke(lease.replica, lease.epoch)
         self._not_before_s[lease.replica] = now_s + self._times.cooldown_s
+        self._log.note(lease.replica, Reason(now_s, "revoked", f"{by}: {reason}"))
+        holding = self._holdings.pop(lease.replica, None)
+        if holding is not None and by == "node":
+            guests = [h for h in self._holdings.values() if h.offer.kind is ReplicaKind.GUEST]
+            self._policy.revoked(holding, len(guests) + 1, now_s)
         return Record("revoked", {**_fields(lease), "reason": reason, "by": by})
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import grpc.aio
 
-from elastic_scheduler import HarvestMode
+from elastic_scheduler import HarvestMode, make_policy, policy_names
 from rose.cli.parser import Parser
 from rose.errors import ConfigError, RoseError
 from rose.eventlog import EventLog
@@ -39,6 +39,7 @@ class SchedulerSettings:
     log_dir: Path
     harvest: HarvestMode
     cooldown_s: float
+    policy: str = "rose"
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 1 << 16:
@@ -69,9 +70,21 @@ def settings_of(argv: Sequence[str]) -> SchedulerSettings:
         metavar="S",
         help="pause between a revocation and the next lease of the replica",
     )
+    add(
+        "--policy",
+        default="rose",
+        choices=policy_names(),
+        help="which offers are leased (default rose: by net benefit)",
+    )
     args = parser.parse_args(argv)
     return SchedulerSettings(
-        args.host, args.port, args.store, args.log_dir, HarvestMode[args.harvest], args.cooldown_s
+        args.host,
+        args.port,
+        args.store,
+        args.log_dir,
+        HarvestMode[args.harvest],
+        args.cooldown_s,
+        args.policy,
     )
 
 
@@ -83,7 +96,7 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
         events = _event_log(settings.log_dir)
         stack.callback(events.close)
         times = LeaseTimes(cooldown_s=settings.cooldown_s)
-        core = SchedulerCore(load(store), settings.harvest, times)
+        core = SchedulerCore(load(store), settings.harvest, times, make_policy(settings.policy))
         service = SchedulerService(core, store, events)
         server = make_server()
         add_SchedulerServicer_to_server(service, server)

@@ -5,7 +5,7 @@ replicas say which version they run but not of which job, so weights of two jobs
 apart.
 """
 
-from elastic_scheduler import Health, StalenessBound, judge
+from elastic_scheduler import StalenessBound
 from rose.errors import ConfigError, RefusedError
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler.saved import JobRecord, VersionRecord
@@ -66,15 +66,10 @@ class VersionChain:
             )
         )
 
-    def is_healthy(self, alive: bool, policy_version: int) -> bool:
-        """Whether a replica may get turns: alive and caught up.
-
-        One ahead of every announced version runs weights that are not this job's.
-        """
-        bound = StalenessBound(self.job.max_staleness if self.job else 0)
-        if policy_version > self.latest:
-            return False
-        return judge(alive, policy_version, self.latest, bound) is Health.HEALTHY
+    @property
+    def bound(self) -> StalenessBound:
+        """How far a replica may be behind `latest`."""
+        return StalenessBound(self.job.max_staleness if self.job else 0)
 
     def _expect(self, job: str) -> None:
         if self.job is not None and self.job.job != job:

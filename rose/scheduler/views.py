@@ -3,19 +3,20 @@
 from elastic_scheduler import HarvestPolicy, Offer
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler.fleet import Fleet
+from rose.scheduler.health_book import HealthBook
 from rose.scheduler.leasing import Leasing
 from rose.scheduler.versions import VersionChain
 from rose.scheduler.wire import KIND_TO, MODE_TO
 
 
 def replica_rows(
-    fleet: Fleet, leasing: Leasing, chain: VersionChain, now_s: float
+    fleet: Fleet, leasing: Leasing, healths: HealthBook, now_s: float
 ) -> list[pb.Replica]:
     """One row for each live offer, by replica id."""
-    return [_row(offer, leasing, chain, now_s) for offer in fleet.live_offers(now_s)]
+    return [_row(offer, leasing, healths, now_s) for offer in fleet.live_offers(now_s)]
 
 
-def _row(offer: Offer, leasing: Leasing, chain: VersionChain, now_s: float) -> pb.Replica:
+def _row(offer: Offer, leasing: Leasing, healths: HealthBook, now_s: float) -> pb.Replica:
     lease = leasing.active(offer.replica, now_s)
     return pb.Replica(
         id=offer.replica,
@@ -26,7 +27,7 @@ def _row(offer: Offer, leasing: Leasing, chain: VersionChain, now_s: float) -> p
         lease_epoch=lease.epoch if lease else 0,
         policy_version=offer.policy_version,
         max_sequences=offer.max_sequences,
-        healthy=chain.is_healthy(offer.healthy, offer.policy_version),
+        healthy=healths.takes_turns(offer.replica),
         job=lease.job if lease else "",
         kv_tokens=offer.kv_tokens,
         decode_tok_s=offer.decode_tok_s,
@@ -35,13 +36,18 @@ def _row(offer: Offer, leasing: Leasing, chain: VersionChain, now_s: float) -> p
 
 
 def snapshot(
-    fleet: Fleet, leasing: Leasing, chain: VersionChain, policy: HarvestPolicy, now_s: float
+    fleet: Fleet,
+    leasing: Leasing,
+    healths: HealthBook,
+    chain: VersionChain,
+    policy: HarvestPolicy,
+    now_s: float,
 ) -> pb.SnapshotReply:
     """Everything an operator may ask about."""
     told = [view.telemetry for view in fleet.nodes]
     jobs = [chain.job] if chain.job else []
     return pb.SnapshotReply(
-        replicas=replica_rows(fleet, leasing, chain, now_s),
+        replicas=replica_rows(fleet, leasing, healths, now_s),
         leases=[
             pb.LeaseView(
                 id=lease.id,
@@ -50,6 +56,7 @@ def snapshot(
                 epoch=lease.epoch,
                 expires_in_s=max(0.0, lease.expires_s - now_s),
                 state=lease.state.value,
+                why="".join(reason.why for reason in leasing.explained(lease.replica)[-1:]),
             )
             for lease in leasing.leases()
         ],

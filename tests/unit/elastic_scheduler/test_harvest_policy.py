@@ -3,12 +3,10 @@ import pytest
 from elastic_scheduler import (
     HarvestMode,
     HarvestPolicy,
-    Health,
     LeaseBook,
     Offer,
     ReplicaKind,
     StalenessBound,
-    judge,
 )
 
 
@@ -58,14 +56,6 @@ def test_a_lease_without_a_live_offer_is_left_to_expire() -> None:
     book.grant("job", "gone", 0.0)
     plan = HarvestPolicy().plan([], book.leases())
     assert plan.renew == plan.release == ()
-
-
-def test_a_replica_behind_the_bound_is_not_healthy_until_it_caught_up() -> None:
-    bound = StalenessBound(1)
-    assert judge(True, 4, 5, bound) is Health.HEALTHY
-    assert judge(True, 3, 5, bound) is Health.BEHIND
-    assert judge(True, 5, 5, bound) is Health.HEALTHY
-    assert judge(False, 5, 5, bound) is Health.DOWN
 
 
 def test_batches_start_within_the_staleness_bound() -> None:

@@ -7,10 +7,13 @@ import rose.client
 import rose.gateway
 
 SCHEDULER = """
-    AnswerBook Attempt Candidate Conflict Continue Deliver End GiveUp HarvestMode HarvestPlan
-    HarvestPolicy Health JournalError Lease LeaseBook LeaseError LeaseHeld LeaseState Offer Outcome
-    Placement RateMeter ReplicaKind ReplicaView Router SchedulerError Segment StaleEpoch
-    StalenessBound TurnJournal TurnNeed VersionSpan judge
+    AnswerBook Attempt Candidate Conflict Continue Decision Deliver End FairShares GiveUp
+    HarvestMode HarvestPlan HarvestPolicy Health HealthLimits Hedge HedgedGroup Holding
+    JobDemand JournalError Lease LeaseBook LeaseError LeaseHeld LeaseState MemberView Move Offer
+    Outcome Placement Policy RateMeter Reason ReasonLog ReplicaHealth ReplicaKind ReplicaView
+    Report Round RoundDone Router RoutingDecision SchedulerError Segment Situation StaleEpoch
+    StalenessAdmission StalenessBound TailBatcher TailPlan TurnJournal TurnNeed VersionSpan Won
+    make_policy max_min policy_names
 """
 CLIENT = """
     GatewayUnavailable RequestRefused RolloutClient RolloutError Sampling Turn VersionNotServed

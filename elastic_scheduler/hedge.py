@@ -1,0 +1,113 @@
+"""A second copy of a group's slowest member, when it pays; the first answer wins.
+
+    start --> copy 0 ---------------------finish--> Won, the other copy is to be cancelled
+                 |  consider: Hedge                    (every later answer of the member: None)
+                 +--> copy 1 ----------finish--> Won
+
+A group is trained on when its last member is there, so only the slowest members hold it up. A copy
+goes on from the tokens journaled so far, on a replica that would be done sooner by a margin; it
+costs that replica's time and is given back when either copy ends. Whichever answers first wins: of
+two unequal continuations that is more often the shorter one, so copies are bounded for each group.
+"""
+
+from dataclasses import dataclass
+
+# A copy must be expected to save the group this share of the time that is left.
+MARGIN = 0.3
+# Members that must be done before the rest counts as the tail.
+DONE_SHARE = 0.5
+COPIES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Hedge:
+    """Start copy `copy` of `member`; `saves_s` is what the group is expected to gain."""
+
+    member: str
+    copy: int
+    saves_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Won:
+    """Deliver this copy's answer; cancel the others."""
+
+    member: str
+    copy: int
+    cancel: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MemberView:
+    """A member still running: seconds that its best copy needs, and that a new copy would need."""
+
+    member: str
+    left_s: float
+    copy_s: float
+
+
+@dataclass(slots=True)
+class _Member:
+    live: set[int]
+    begun: int = 1
+    done: bool = False
+
+
+class HedgedGroup:
+    """One group's members and their copies; delivers each member exactly once."""
+
+    def __init__(self, members: tuple[str, ...], max_hedges: int = 1) -> None:
+        if not members or len(set(members)) < len(members) or max_hedges < 0:
+            raise ValueError("a group needs members with names of their own, and max_hedges >= 0")
+        self._members = {name: _Member({0}) for name in members}
+        self._hedges_left = max_hedges
+
+    @property
+    def complete(self) -> bool:
+        """Whether every member was delivered."""
+        return all(member.done for member in self._members.values())
+
+    def consider(self, running: tuple[MemberView, ...], free_places: int) -> Hedge | None:
+        """The copy to start now, if any; call it again after a change.
+
+        Only the slowest member decides when the group is done: a copy of another saves nothing.
+        """
+        if free_places < 1 or self._hedges_left < 1:
+            return None
+        done = sum(member.done for member in self._members.values())
+        views = [view for view in running if not self._members[view.member].done]
+        if not views or done < DONE_SHARE * len(self._members):
+            return None
+        slowest = max(views, key=lambda view: view.left_s)
+        others_s = max((view.left_s for view in views if view is not slowest), default=0.0)
+        saves_s = slowest.left_s - max(slowest.copy_s, others_s)
+        member = self._members[slowest.member]
+        if member.begun >= COPIES or saves_s <= MARGIN * slowest.left_s:
+            return None
+        copy, member.begun = member.begun, member.begun + 1
+        member.live.add(copy)
+        self._hedges_left -= 1
+        return Hedge(slowest.member, copy, saves_s)
+
+    def finished(self, member: str, copy: int) -> Won | None:
+        """A copy has its whole answer; None when the member was delivered before."""
+        entry = self._members[member]
+        if entry.done or copy not in entry.live:
+            return None
+        entry.done = True
+        others = tuple(sorted(entry.live - {copy}))
+        entry.live.clear()
+        return Won(member, copy, others)
+
+    def failed(self, member: str, copy: int) -> bool:
+        """A copy is over without an answer; True when it was the last one: the turn goes on anew.
+
+        The member then counts as running as copy `copy` again.
+        """
+        entry = self._members[member]
+        if entry.done or copy not in entry.live:
+            return False
+        if len(entry.live) > 1:
+            entry.live.discard(copy)
+            return False
+        return True

@@ -1,0 +1,98 @@
+"""How long a turn will be, from what was seen of its trajectory, its prompt and its job.
+
+A budget is a limit, not a forecast: most turns end far below it. The most specific history that has
+enough in it speaks: the trajectory's last turns, the prompt's other samples, the job's quantile.
+"""
+
+from bisect import bisect_left, insort
+from collections import OrderedDict, deque
+
+JOB_SAMPLES = 512
+JOBS_KEPT = 64
+NAMES_KEPT = 131_072
+# Below this many samples a quantile says little: the budget stands in.
+ENOUGH_OF_JOB = 32
+ENOUGH_OF_GROUP = 3
+EXPECTED_QUANTILE = 0.7
+LONG_QUANTILE = 0.9
+# Weight of the newest turn: lengths of one trajectory or prompt go together, but not closely.
+NEWEST_SHARE = 0.5
+
+
+class QuantileWindow:
+    """Quantiles of the newest `size` integers."""
+
+    __slots__ = ("_order", "_size", "_sorted")
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._order: deque[int] = deque()
+        self._sorted: list[int] = []
+
+    def add(self, value: int) -> None:
+        """Take a value; the oldest one leaves a full window."""
+        if len(self._order) >= self._size:
+            del self._sorted[bisect_left(self._sorted, self._order.popleft())]
+        self._order.append(value)
+        insort(self._sorted, value)
+
+    def quantile(self, q: float) -> int:
+        """The smallest value that a share `q` of the window does not exceed; 0 of nothing."""
+        if not self._sorted:
+            return 0
+        return self._sorted[min(len(self._sorted) - 1, int(q * len(self._sorted)))]
+
+    def __len__(self) -> int:
+        return len(self._sorted)
+
+
+class LengthBook:
+    """Output lengths seen, in tokens; memory is bounded, what is oldest is forgotten."""
+
+    def __init__(self, names_kept: int = NAMES_KEPT) -> None:
+        self._names_kept = names_kept
+        self._jobs: OrderedDict[str, QuantileWindow] = OrderedDict()
+        # By ("s", session) or ("g", group): (samples, weighted mean).
+        self._means: OrderedDict[tuple[str, str], tuple[int, float]] = OrderedDict()
+
+    def observe(self, job: str, session: str, group: str, tokens: int) -> None:
+        """A turn was finished with `tokens` of output."""
+        window = self._jobs.get(job)
+        if window is None:
+            window = self._jobs[job] = QuantileWindow(JOB_SAMPLES)
+            if len(self._jobs) > JOBS_KEPT:
+                self._jobs.popitem(last=False)
+        window.add(tokens)
+        for key in (("s", session), ("g", group)):
+            if key[1]:
+                count, mean = self._means.get(key, (0, float(tokens)))
+                mean += NEWEST_SHARE * (tokens - mean)
+                self._means[key] = (count + 1, mean)
+                self._means.move_to_end(key)
+        while len(self._means) > self._names_kept:
+            self._means.popitem(last=False)
+
+    def forget(self, session: str) -> None:
+        """The trajectory is over."""
+        self._means.pop(("s", session), None)
+
+    def expected(self, job: str, session: str, group: str, budget_tokens: int) -> int:
+        """Tokens that a turn will likely make: from 1 to its budget."""
+        count, mean = self._means.get(("s", session), (0, 0.0)) if session else (0, 0.0)
+        if not count and group:
+            count, mean = self._means.get(("g", group), (0, 0.0))
+            if count < ENOUGH_OF_GROUP:
+                count = 0
+        window = self._jobs.get(job)
+        if not count and (window is None or len(window) < ENOUGH_OF_JOB):
+            return budget_tokens
+        if not count and window is not None:
+            mean = window.quantile(EXPECTED_QUANTILE)
+        return max(1, min(budget_tokens, round(mean)))
+
+    def is_long(self, job: str, expected_tokens: int) -> bool:
+        """Whether a turn of that length is among the longest tenth of its job's."""
+        window = self._jobs.get(job)
+        if window is None or len(window) < ENOUGH_OF_JOB:
+            return False
+        return expected_tokens >= window.quantile(LONG_QUANTILE) > window.quantile(0.5)

@@ -1,0 +1,180 @@
+"""Leases by net benefit."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from elastic_scheduler.allowance import Allowance
+from elastic_scheduler.fair import HOLD_S, FairShares, dominant_shares
+from elastic_scheduler.net_benefit import SwitchCosts, saved_s
+from elastic_scheduler.offer import Offer, ReplicaKind
+from elastic_scheduler.situation import Decision, Holding, JobDemand, Move, Situation
+
+# Taken when it saves more than a switch costs, given back when it saves less than a quarter.
+TAKE_ABOVE = 1.0
+KEEP_ABOVE = 0.25
+LINGER_S = 15.0
+MAX_LINGER_S = 600.0
+COOLDOWN_S = 10.0
+# Before it was ever revoked, a replica is expected to stay for this long.
+FIRST_TENURE_S = 600.0
+REPLICAS_KEPT = 65_536
+
+
+@dataclass(slots=True)
+class _Past:
+    """What is remembered of a replica between its leases."""
+
+    held_s: float = 0.0
+    revokes: int = 0
+    useless_since_s: float | None = None
+    linger_s: float = LINGER_S
+    not_before_s: float = 0.0
+    returned_s: float = float("-inf")
+
+
+class RosePolicy:
+    """Takes a guest when the time that it saves exceeds what bringing it up costs.
+
+    `net_benefit` is the measure, `allowance` the limit after hosts pushed back, `fair` the order of
+    jobs. Against oscillation: what is taken is given back only when it saves a quarter of what
+    taking asked for, for `LINGER_S` and no less than a switch takes (so idling costs at most what
+    taking it again would), and for twice as long each time that it was wanted again soon after. One
+    replica a job is given back at a time, since the next one's worth follows from what is left; it
+    rests for `COOLDOWN_S`. Dedicated replicas are always leased.
+    """
+
+    name = "rose"
+
+    def __init__(self, hold_s: float = HOLD_S) -> None:
+        self._costs = SwitchCosts()
+        self._fair = FairShares(hold_s)
+        self._allowances: dict[str, Allowance] = {}
+        self._pasts: dict[str, _Past] = {}
+
+    def decide(self, situation: Situation) -> Decision:
+        """Take, in the order of fair shares; give back what saves too little; move for fairness."""
+        now_s, held = situation.now_s, list(situation.held)
+        jobs = [job.cleaned() for job in situation.jobs]
+        self._fair.account(jobs, held, now_s)
+        take: list[Move] = []
+        for offer in sorted(situation.free, key=_best_first):
+            move = self._take(offer, jobs, held, situation, now_s)
+            if move is not None:
+                take.append(move)
+                held.append(Holding(move.job, offer, now_s))
+        back = self._give_back(jobs, situation.held, now_s)
+        if not take and not back:
+            back = self._share(jobs, situation.held, now_s)
+        return Decision(tuple(take), back)
+
+    def revoked(self, holding: Holding, held: int, now_s: float) -> None:
+        """Halve what the job may grow to, and remember how long the replica stayed."""
+        past = self._past(holding.offer.replica)
+        past.revokes += 1
+        past.held_s += max(0.0, now_s - holding.since_s)
+        past.useless_since_s = None
+        if holding.offer.kind is ReplicaKind.GUEST:
+            self._allowance(holding.job).revoked(held, now_s)
+
+    def switched(self, offer: Offer, took_s: float) -> None:
+        """Take the measured cost for the next decision."""
+        self._costs.observe(offer, took_s)
+
+    def _take(
+        self,
+        offer: Offer,
+        jobs: list[JobDemand],
+        held: list[Holding],
+        situation: Situation,
+        now_s: float,
+    ) -> Move | None:
+        past = self._past(offer.replica)
+        offers = [*(each.offer for each in situation.held), *situation.free]
+        use = dominant_shares(jobs, held, offers)
+        is_own = offer.kind is ReplicaKind.DEDICATED
+        cost_s = self._costs.expected_s(offer)
+        for job in self._fair.order(jobs, use):
+            mine = _offers_of(job.job, held)
+            gain_s = saved_s(job, mine, offer, self._tenure_s(offer))
+            figures = {"saved_s": gain_s, "cost_s": cost_s}
+            if is_own:
+                return Move(job.job, offer.replica, "dedicated replicas are always leased", figures)
+            guests = sum(each.kind is ReplicaKind.GUEST for each in mine)
+            if now_s < past.not_before_s or guests >= self._allowance(job.job).limit(now_s):
+                continue
+            if gain_s > TAKE_ABOVE * cost_s:
+                self._wanted_again(past, now_s)
+                return Move(job.job, offer.replica, "saves more than the switch costs", figures)
+        return None
+
+    def _give_back(
+        self, jobs: list[JobDemand], held: tuple[Holding, ...], now_s: float
+    ) -> tuple[Move, ...]:
+        demand = {job.job: job for job in jobs}
+        least: dict[str, tuple[float, Holding]] = {}
+        for each in held:
+            if each.offer.kind is ReplicaKind.DEDICATED:
+                continue
+            past, job = self._past(each.offer.replica), demand.get(each.job)
+            others = [o for o in _offers_of(each.job, held) if o.replica != each.offer.replica]
+            gain_s = saved_s(job, others, each.offer, self._tenure_s(each.offer)) if job else 0.0
+            cost_s = self._costs.expected_s(each.offer)
+            if gain_s >= KEEP_ABOVE * cost_s:
+                past.useless_since_s = None
+                continue
+            if past.useless_since_s is None:
+                past.useless_since_s = now_s
+            if now_s - past.useless_since_s < max(past.linger_s, cost_s):
+                continue
+            if each.job not in least or gain_s < least[each.job][0]:
+                least[each.job] = (gain_s, each)
+        return tuple(self._return(each, gain_s, now_s) for gain_s, each in least.values())
+
+    def _return(self, each: Holding, gain_s: float, now_s: float) -> Move:
+        past = self._past(each.offer.replica)
+        past.held_s += max(0.0, now_s - each.since_s)
+        past.useless_since_s = None
+        past.returned_s = now_s
+        past.not_before_s = now_s + COOLDOWN_S
+        figures = {"saved_s": gain_s, "cost_s": self._costs.expected_s(each.offer)}
+        return Move(each.job, each.offer.replica, "saves too little by now", figures)
+
+    def _wanted_again(self, past: _Past, now_s: float) -> None:
+        """Wanted soon after it was given back: that was too early, so linger longer next time."""
+        soon = now_s - past.returned_s < MAX_LINGER_S
+        past.linger_s = min(MAX_LINGER_S, 2 * past.linger_s) if soon else LINGER_S
+        past.useless_since_s = None
+
+    def _share(
+        self, jobs: list[JobDemand], held: tuple[Holding, ...], now_s: float
+    ) -> tuple[Move, ...]:
+        guests = [each for each in held if each.offer.kind is ReplicaKind.GUEST]
+        name = self._fair.move(jobs, guests, now_s)
+        return tuple(
+            Move(each.job, name, "another job has less than its share")
+            for each in guests
+            if each.offer.replica == name
+        )
+
+    def _tenure_s(self, offer: Offer) -> float:
+        past = self._past(offer.replica)
+        return (past.held_s + FIRST_TENURE_S) / (past.revokes + 1)
+
+    def _past(self, replica: str) -> _Past:
+        past = self._pasts.get(replica)
+        if past is None:
+            past = self._pasts[replica] = _Past()
+            if len(self._pasts) > REPLICAS_KEPT:
+                del self._pasts[next(iter(self._pasts))]
+        return past
+
+    def _allowance(self, job: str) -> Allowance:
+        return self._allowances.setdefault(job, Allowance())
+
+
+def _offers_of(job: str, held: Iterable[Holding]) -> list[Offer]:
+    return [each.offer for each in held if each.job == job]
+
+
+def _best_first(offer: Offer) -> tuple[bool, float, str]:
+    return offer.kind is not ReplicaKind.DEDICATED, -offer.decode_tok_s, offer.replica

@@ -1,0 +1,116 @@
+"""Hedged groups and tail batching: faster at the end, and every answer exactly once."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_scheduler import HedgedGroup, MemberView, TailBatcher, TailPlan
+
+EVENT = st.tuples(
+    st.sampled_from(["consider", "finish", "finish", "fail"]),
+    st.integers(0, 5),
+    st.integers(0, 2),
+    st.lists(st.floats(0.1, 100), min_size=6, max_size=6),
+)
+
+
+@given(st.integers(1, 6), st.integers(0, 3), st.lists(EVENT, max_size=60))
+def test_every_member_is_delivered_at_most_once_and_copies_are_bounded(
+    size: int, max_hedges: int, script: list[tuple[str, int, int, list[float]]]
+) -> None:
+    names = tuple(f"m{number}" for number in range(size))
+    group = HedgedGroup(names, max_hedges)
+    copies = {name: {0} for name in names}
+    delivered: set[str] = set()
+    hedges = 0
+    for what, pick, copy, seconds in script:
+        name = names[pick % size]
+        if what == "consider":
+            running = tuple(
+                MemberView(each, seconds[place], seconds[-1 - place])
+                for place, each in enumerate(names)
+                if each not in delivered
+            )
+            hedge = group.consider(running, free_places=pick)
+            if hedge is not None:
+                hedges += 1
+                assert pick > 0
+                assert hedge.saves_s > 0
+                assert hedge.member not in delivered
+                assert hedge.copy not in copies[hedge.member]
+                copies[hedge.member].add(hedge.copy)
+        elif what == "finish":
+            won = group.finished(name, copy)
+            if won is not None:
+                assert name not in delivered
+                assert copy in copies[name]
+                assert set(won.cancel) == copies[name] - {copy}
+                delivered.add(name)
+                copies[name] = set()
+        elif group.failed(name, copy):
+            assert copies[name] == {copy}
+        elif name not in delivered:
+            copies[name] -= {copy}
+            assert copies[name]
+    assert hedges <= max_hedges
+    assert group.complete == (len(delivered) == size)
+
+
+def test_only_the_slowest_is_hedged_and_only_when_it_pays() -> None:
+    group = HedgedGroup(("a", "b", "c", "d"), max_hedges=2)
+    slow = (MemberView("c", 10.0, 4.0), MemberView("d", 40.0, 5.0))
+    assert group.consider(slow, 1) is None  # half of the group must be done first
+    for name in ("a", "b"):
+        assert group.finished(name, 0) is not None
+    assert group.consider(slow, 0) is None
+    assert group.consider((slow[0], MemberView("d", 40.0, 35.0)), 1) is None
+    # c holds the group up as long as d would: a copy of d alone saves little.
+    assert group.consider((MemberView("c", 39.0, 4.0), slow[1]), 1) is None
+    hedge = group.consider(slow, 1)
+    assert hedge is not None
+    assert (hedge.member, hedge.copy, hedge.saves_s) == ("d", 1, 30.0)
+    won = group.finished("d", 1)
+    assert won is not None
+    assert won.cancel == (0,)
+    assert group.finished("d", 0) is None
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 40), st.randoms())
+def test_every_prompt_is_trained_on_exactly_once_whatever_round_it_was_in(
+    prompts: int, samples: int, count: int, rng: object
+) -> None:
+    batcher = TailBatcher(TailPlan(prompts, samples, 0.5, 0.5))
+    batcher.add(f"p{number}" for number in range(count))
+    trained: list[str] = []
+    while (current := batcher.begin(last=True)) is not None:
+        assert batcher.begin(last=True) is None
+        todo = [(name, sample) for name in current.prompts for sample in range(current.samples)]
+        rng.shuffle(todo)  # type: ignore[attr-defined]
+        done = None
+        while done is None:
+            done = batcher.sample_done(*todo.pop())
+        for name, picked in done.delivered:
+            assert len(set(picked)) == samples
+            trained.append(name)
+        assert len(done.delivered) == min(prompts, len(current.prompts))
+        assert not (current.is_long and done.deferred)
+        for late in todo:
+            assert batcher.sample_done(*late) is None
+    assert sorted(trained) == sorted(f"p{number}" for number in range(count))
+
+
+def test_what_was_too_slow_runs_in_a_long_round() -> None:
+    batcher = TailBatcher(TailPlan(prompts=2, samples=1, more_prompts=0.5, more_samples=0.0))
+    batcher.add("abcdef")
+    for slow in ("a", "d"):
+        short = batcher.begin()
+        assert short is not None
+        assert not short.is_long
+        done = [batcher.sample_done(name, 0) for name in short.prompts if name != slow][-1]
+        assert done is not None
+        assert done.deferred == (slow,)
+    long = batcher.begin()
+    assert long is not None
+    assert (long.prompts, long.is_long) == (("a", "d"), True)
+    with pytest.raises(ValueError, match="at least 1"):
+        TailPlan(0, 1)

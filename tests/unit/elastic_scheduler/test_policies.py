@@ -1,0 +1,195 @@
+"""Policies on the same traces, played on a stand-in cluster."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from standin_cluster import Outcome, StandinCluster, Trace, bursty
+
+from elastic_scheduler import (
+    Holding,
+    JobDemand,
+    Offer,
+    ReplicaKind,
+    Situation,
+    make_policy,
+    policy_names,
+)
+from elastic_scheduler.allowance import Allowance
+from elastic_scheduler.net_benefit import SwitchCosts, saved_s
+
+BURSTY = Trace(
+    steps=6, turns=256, mean_tokens=1500, train_s=30.0, guests=6, switch_s=8.0, offered=bursty
+)
+
+
+def guest(name: str = "g", **changes: object) -> Offer:
+    fields: dict[str, object] = {"decode_tok_s": 100.0, "max_sequences": 8}
+    fields.update(changes)
+    return Offer(
+        name,
+        ReplicaKind.GUEST,
+        "http://h",
+        "n",
+        0,
+        fields["decode_tok_s"],  # type: ignore[arg-type]
+        1e3,
+        0,
+        True,
+        5.0,
+        0,
+        fields["max_sequences"],  # type: ignore[arg-type]
+    )
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, Outcome]:
+    return {name: StandinCluster(make_policy(name), BURSTY).run() for name in policy_names()}
+
+
+def test_every_policy_gets_the_job_done(outcomes: dict[str, Outcome]) -> None:
+    assert all(outcome.done_s < math.inf for outcome in outcomes.values())
+    assert outcomes["fixed"].guest_s == 0
+
+
+@pytest.mark.parametrize("other", ["fixed", "paper"])
+def test_rose_is_not_worse_on_a_bursty_trace(outcomes: dict[str, Outcome], other: str) -> None:
+    assert outcomes["rose"].done_s <= outcomes[other].done_s
+
+
+def test_rose_borrows_no_more_than_what_takes_everything(outcomes: dict[str, Outcome]) -> None:
+    assert outcomes["rose"].guest_s <= outcomes["spot"].guest_s
+    assert outcomes["rose"].done_s <= 1.1 * outcomes["spot"].done_s
+
+
+@pytest.mark.parametrize("name", policy_names())
+def test_a_trace_has_one_outcome(name: str, outcomes: dict[str, Outcome]) -> None:
+    assert StandinCluster(make_policy(name), BURSTY).run() == outcomes[name]
+
+
+def test_an_unknown_policy_is_named_with_those_that_there_are() -> None:
+    with pytest.raises(ValueError, match="fixed, spot, serverless, paper, rose"):
+        make_policy("greedy")
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 64), st.floats(1e2, 1e6), st.floats(0.1, 60.0))
+def test_steady_demand_is_settled_once(turns: int, owed_tokens: float, switch_s: float) -> None:
+    policy = make_policy("rose")
+    offers = tuple(guest(f"g{number}") for number in range(5))
+    for each in offers:
+        policy.switched(each, switch_s)
+    held: dict[str, Holding] = {}
+    changes_at: list[int] = []
+    for tick in range(1_000):
+        free = tuple(each for each in offers if each.replica not in held)
+        jobs = (JobDemand("job", turns, owed_tokens),)
+        decision = policy.decide(Situation(tick, free, tuple(held.values()), jobs))
+        for move in decision.give_back:
+            del held[move.replica]
+        for move in decision.take:
+            held[move.replica] = Holding("job", guest(move.replica), tick)
+        changes_at += [tick] * (len(decision.take) + len(decision.give_back))
+    assert held
+    assert all(tick < 400 for tick in changes_at)
+    assert len(changes_at) <= 2 * len(offers)
+
+
+def test_a_load_that_swings_does_not_swing_the_leases() -> None:
+    policy = make_policy("rose")
+    offers = tuple(guest(f"g{number}") for number in range(4))
+    held: dict[str, Holding] = {}
+    changes = 0
+    for tick in range(600):
+        # Work for ten seconds, none for ten: shorter than anything is given back for.
+        jobs = (JobDemand("job", 64.0, 1e5 if tick % 20 < 10 else math.nan),)
+        free = tuple(each for each in offers if each.replica not in held)
+        decision = policy.decide(Situation(tick, free, tuple(held.values()), jobs))
+        changes += len(decision.take) + len(decision.give_back)
+        for move in decision.give_back:
+            del held[move.replica]
+        for move in decision.take:
+            held[move.replica] = Holding("job", guest(move.replica), tick)
+    assert changes == len(offers)
+
+
+def test_a_slow_swing_is_followed_a_few_times_and_then_sat_out() -> None:
+    policy = make_policy("rose")
+    held: tuple[Holding, ...] = ()
+    taken_at: list[int] = []
+    for tick in range(4_000):
+        jobs = (JobDemand("job", 8.0, 1e5 if tick % 60 < 30 else 0.0),)
+        decision = policy.decide(Situation(tick, () if held else (guest(),), held, jobs))
+        if decision.give_back:
+            held = ()
+        if decision.take:
+            held = (Holding("job", guest(), tick),)
+            taken_at.append(tick)
+    assert 1 < len(taken_at) <= 4
+    assert taken_at[-1] < 400
+
+
+def test_no_traffic_does_not_freeze_the_controller() -> None:
+    policy = make_policy("rose")
+    held: tuple[Holding, ...] = (Holding("job", guest(), 0.0),)
+    idle = (JobDemand("job", math.nan, math.nan),)
+    back = [policy.decide(Situation(t, (), held, idle)).give_back for t in range(40)]
+    assert sum(map(len, back[:15])) == 0
+    assert any(back)
+    work = (JobDemand("job", 8.0, 1e6),)
+    assert policy.decide(Situation(200.0, (guest(),), (), work)).take
+
+
+def test_a_replica_is_taken_when_it_saves_more_than_its_switch_costs() -> None:
+    for switch_s, is_taken in ((4.0, True), (6.0, False)):
+        policy = make_policy("rose")
+        policy.switched(guest(), switch_s)
+        held = (Holding("job", guest("other"), 0.0),)
+        # 1,000 tokens at 100/s: ten seconds, five with the second replica.
+        jobs = (JobDemand("job", 16.0, 1_000.0),)
+        decision = policy.decide(Situation(0.0, (guest(),), held, jobs))
+        assert bool(decision.take) is is_taken
+    assert saved_s(JobDemand("j", 16.0, 1_000.0), [guest("a")], guest("b")) == 5.0
+    # The long tail: fewer turns than places, so another replica helps none of them.
+    assert saved_s(JobDemand("j", 4.0, 1_000.0), [guest("a")], guest("b")) == 0.0
+
+
+@given(st.floats(allow_nan=True, allow_infinity=True), st.floats(allow_nan=True))
+def test_no_figure_of_a_meter_breaks_the_measure(turns: float, owed_tokens: float) -> None:
+    demand = JobDemand("j", turns, owed_tokens).cleaned()
+    assert saved_s(demand, [guest("a")], guest("b"), tenure_s=60.0) >= 0.0
+    costs = SwitchCosts()
+    costs.observe(guest(), owed_tokens)
+    assert costs.expected_s(guest()) >= 0.0
+
+
+def test_the_allowance_halves_once_an_event_and_grows_by_one() -> None:
+    allowance = Allowance(grow_s=5.0, event_s=5.0)
+    assert allowance.limit(0.0) == math.inf
+    for now_s in (10.0, 11.0, 12.0):
+        allowance.revoked(8, now_s)
+    assert allowance.limit(12.0) == 4.0
+    assert allowance.limit(20.0) == 6.0
+    allowance.revoked(1, 30.0)
+    assert allowance.limit(30.0) == 1.0
+
+
+def test_paper_grows_again_with_the_next_step_only() -> None:
+    policy = make_policy("paper")
+    jobs = (JobDemand("job", step=3),)
+    assert policy.decide(Situation(0.0, (guest("a"), guest("b")), (), jobs)).take
+    policy.revoked(Holding("job", guest("a"), 0.0), 2, 1.0)
+    assert not policy.decide(Situation(2.0, (guest("a"),), (), jobs)).take
+    assert policy.decide(Situation(3.0, (guest("a"),), (), (JobDemand("job", step=4),))).take
+
+
+def test_serverless_follows_concurrency_down_only_after_its_window() -> None:
+    policy = make_policy("serverless")
+    free = tuple(guest(f"g{number}") for number in range(5))
+    take = policy.decide(Situation(0.0, free, (), (JobDemand("job", 16.0, 1e3),))).take
+    assert len(take) == 3
+    held = tuple(Holding("job", guest(move.replica), 0.0) for move in take)
+    idle = (JobDemand("job", 0.0, 0.0),)
+    assert policy.decide(Situation(30.0, (), held, idle)).give_back == ()
+    assert len(policy.decide(Situation(61.0, (), held, idle)).give_back) == 3

@@ -1,0 +1,118 @@
+"""Forecasts of how long a turn will be, and what the router makes of them."""
+
+from collections import deque
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_scheduler import ReplicaKind, ReplicaView, Router, TurnNeed
+from elastic_scheduler.lengths import LengthBook, QuantileWindow
+from elastic_scheduler.reasons import ReasonLog
+
+
+@given(st.integers(1, 9), st.lists(st.integers(0, 50), min_size=1), st.floats(0, 1))
+def test_the_windows_quantile_is_that_of_its_newest_values(
+    size: int, values: list[int], q: float
+) -> None:
+    window = QuantileWindow(size)
+    for value in values:
+        window.add(value)
+    newest = sorted(deque(values, maxlen=size))
+    assert window.quantile(q) == newest[min(len(newest) - 1, int(q * len(newest)))]
+
+
+@given(
+    st.lists(st.tuples(st.text("ab", max_size=1), st.text("cd", max_size=1), st.integers(0, 900))),
+    st.integers(1, 1_000),
+)
+def test_a_forecast_is_always_within_the_budget(
+    seen: list[tuple[str, str, int]], budget_tokens: int
+) -> None:
+    book = LengthBook(names_kept=2)
+    for session, group, tokens in seen:
+        book.observe("job", session, group, tokens)
+    for session, group in (("a", "c"), ("", ""), ("x", "y")):
+        assert 1 <= book.expected("job", session, group, budget_tokens) <= budget_tokens
+
+
+def test_the_most_specific_history_speaks() -> None:
+    book = LengthBook()
+    assert book.expected("job", "s", "g", 1_000) == 1_000
+    for _ in range(40):
+        book.observe("job", "", "", 100)
+    assert book.expected("job", "s", "g", 1_000) == 100
+    for _ in range(3):
+        book.observe("job", "", "g", 300)
+    assert book.expected("job", "s", "g", 1_000) == 300
+    book.observe("job", "s", "g", 700)
+    assert book.expected("job", "s", "g", 1_000) == 700
+
+
+def test_only_the_tail_of_a_job_is_long() -> None:
+    book = LengthBook()
+    for tokens in range(100):
+        book.observe("job", "", "", tokens)
+        book.observe("flat", "", "", 50)
+    assert book.is_long("job", 95)
+    assert not book.is_long("job", 80)
+    assert not book.is_long("flat", 50)
+    assert not book.is_long("unseen", 10_000)
+
+
+def test_a_turn_that_is_likely_long_prefers_a_dedicated_replica() -> None:
+    router = Router()
+    guest = ReplicaView("guest", ReplicaKind.GUEST, True, 1, 64, 0, 1_000.0)
+    own = ReplicaView("own", ReplicaKind.DEDICATED, True, 1, 64, 0, 900.0)
+    router.set_table([guest, own], 0.0)
+    for number in range(100):
+        is_hard = number % 10 == 0
+        need = TurnNeed("", 50, 4_000, group="hard" if is_hard else "easy")
+        turn = router.begin("guest", need, 0.0)
+        router.progress(turn, 2_000 if is_hard else 100, 0.0)
+        router.end(turn, 0.0, finished=True)
+    router.set_table([], 1.0)
+    router.set_table([guest, own], 1.0)
+    for group, choice in (("hard", "own"), ("easy", "guest"), ("", "guest")):
+        need = TurnNeed("", 50, 4_000, request_id=f"of {group}", group=group)
+        assert router.choose(need, 1.0) == choice
+        assert router.explained(need.request_id)[-1].is_long == (group == "hard")
+
+
+def test_a_guest_that_is_often_revoked_costs_more() -> None:
+    router = Router()
+    rows = [ReplicaView(n, ReplicaKind.GUEST, True, 1, 64, 0, 100.0, 100.0) for n in ("a", "b")]
+    router.set_table(rows, 0.0)
+    need = TurnNeed("", 5_000, 500)
+    for number in range(20):
+        turn = router.begin("a", need, 10.0 * number)
+        router.end(turn, 10.0 * number + 5.0, revoked=True)
+    by_name = {c.replica: c for c in router.explain(need, 1_000.0)}
+    assert by_name["a"].revoke_s > 2 * by_name["b"].revoke_s > 0
+    assert router.choose(need, 1_000.0) == "b"
+
+
+def test_a_turn_that_outlives_its_forecast_is_still_owed_something() -> None:
+    router = Router()
+    router.set_table([ReplicaView("a", ReplicaKind.GUEST, True, 1, 64)], 0.0)
+    for _ in range(40):
+        turn = router.begin("a", TurnNeed("", 10, 1_000), 0.0)
+        router.progress(turn, 10, 0.0)
+        router.end(turn, 0.0, finished=True)
+    turn = router.begin("a", TurnNeed("", 10, 1_000), 0.0)
+    assert turn.owed_tokens == 10
+    router.progress(turn, 100, 0.0)
+    assert turn.owed_tokens == 51
+    router.progress(turn, 900, 0.0)
+    assert turn.owed_tokens == 0
+
+
+@given(st.lists(st.tuples(st.text("abcd", max_size=2), st.integers())))
+def test_the_reason_log_keeps_the_newest_and_no_more_than_asked(
+    notes: list[tuple[str, int]],
+) -> None:
+    log: ReasonLog[int] = ReasonLog(subjects=3, decisions=2)
+    for subject, decision in notes:
+        log.note(subject, decision)
+        assert log.of(subject)[-1] == decision
+        assert len(log) <= 3
+        assert len(log.of(subject)) <= 2
