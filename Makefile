@@ -15,9 +15,9 @@ $(STAMP): requirements/cpu.txt pyproject.toml scripts/install
 check: install
 	scripts/check
 
-# In two processes: they need a core each. Engine tests need both.
+# In two processes: they need a core each (a file that starts processes stays in one). Engine tests need both.
 unit: install
-	$(BIN)/pytest -q -m "not engine" -n 2 --dist worksteal $(ARGS)
+	$(BIN)/pytest -q -m "not engine" -n 2 --dist loadgroup $(ARGS)
 
 engine: install
 	$(BIN)/pytest -q -m engine $(ARGS)

@@ -20,7 +20,8 @@ from weight_transfer import (
 )
 from weight_transfer.torch import ShardedPublisher
 
-pytestmark = pytest.mark.timeout(300)
+# Its ranks are started once.
+pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("torch_ranks")]
 KEY = SigningKey.from_hex("09" * 32)
 RUN_S = 240.0
 
