@@ -13,7 +13,9 @@ SCHEDULER = """
     StalenessBound TurnJournal TurnNeed VersionSpan judge
 """
 CLIENT = """
-    GatewayUnavailable RequestRefused RolloutClient RolloutError Sampling Turn VersionNotServed
+    AnswerBroken BlockingRolloutClient BlockingSession ClientClosed GatewayUnavailable Group
+    Member Progress RequestRefused Retry RolloutClient RolloutError Sampling Session TokenChunk
+    Turn TurnCancelled TurnProgress TurnStream TurnTimedOut VersionNotServed
 """
 GATEWAY = "Gateway GatewaySettings ReplicaEntry StaticReplica"
 
