@@ -5,7 +5,8 @@
      └─ no connection, silent gateway, broken answer, 429, 502, 503, 504
             └─► the next gateway at once; a pause when all of them failed; an error after `tries`
 
-All tries carry the same request id: a gateway that knows it already hands out the same turn.
+All tries carry the same request id: a gateway that knows it already hands out the same turn. Of
+a stream only what is missing is asked for elsewhere: see `received`.
 """
 
 import asyncio
@@ -18,7 +19,7 @@ from rose.client import wire
 from rose.client.errors import GatewayUnavailable
 from rose.client.progress import RunningTurn
 from rose.client.pulse import Pulse
-from rose.client.received import Received
+from rose.client.received import AnotherTurnError, Received
 from rose.client.ring import GatewayRing
 from rose.client.settings import ClientSettings
 from rose.client.sse import events
@@ -63,15 +64,23 @@ class Tries:
         """The turn as a stream of chunks into `sink`, and whole at the end."""
         received = Received(row.ask)
 
-        async def ask(url: str) -> Turn:
-            rest = received.rest()
-            if rest is None:
-                return received.turn()
-            async with self._post(url, wire.encode_ask(rest, stream=True), rest) as response:
+        async def attempt(url: str, asked: Ask) -> None:
+            async with self._post(url, wire.encode_ask(asked, stream=True), asked) as response:
                 await _check(response)
                 await self._read(response, received, row, sink)
-            if received.finish_reason is None:
+            if not received.whole:
                 raise _TryAgainError("the stream ended without a finish reason")
+
+        async def ask(url: str) -> Turn:
+            try:
+                await attempt(url, received.rest())
+            except (*_DEAD, _TryAgainError):
+                # A connection that broke is not a gateway that died: it may know the turn.
+                if not received.whole:
+                    if not received.answered:
+                        raise
+                    row.tries += 1
+                    await attempt(url, received.again())
             return received.turn()
 
         return await self._until_done(row, ask, lambda: received.tokens)
@@ -108,6 +117,8 @@ class Tries:
                 try:
                     async with self._pulse.watching(url):
                         done = await ask(url)
+                except AnotherTurnError as error:
+                    trouble = f"{url}: {error}"
                 except _TryAgainError as again:
                     trouble, pause_s = f"{url}: {again}", max(pause_s, again.after_s)
                 except _DEAD as error:

@@ -12,7 +12,9 @@ class StandInGateway:
     """Counts on from the last prompt token, so a turn is right when it is one unbroken count.
 
     Logprobs are -token / 1000. The faults are switches; `break_after` closes the connection after
-    so many tokens of a stream, once. It remembers whole answers by request id.
+    so many tokens of a stream, once unless `breaks_again`. It remembers answers by request id, as a
+    gateway that lives does; with `forgets` it is one that was started anew: what it makes differs
+    from token `forgets` on.
     """
 
     def __init__(self, port: int = 0, version: int = 0, delay_s: float = 0.0) -> None:
@@ -24,6 +26,8 @@ class StandInGateway:
         self.break_after: int | None = None
         self.new_version_after: int | None = None
         self.stream_error: dict[str, Any] | None = None
+        self.forgets: int | None = None
+        self.dies = self.breaks_again = False
         self.silent = False
         self.health_answers = True
         self.asked: list[dict[str, Any]] = []
@@ -115,7 +119,10 @@ class StandInGateway:
         first, count = asked["token_ids"][-1] + 1, asked["sampling_params"]["max_tokens"]
         for i in range(count):
             if i == self.break_after:
-                self.break_after = None
+                if not self.breaks_again:
+                    self.break_after = None
+                if self.dies:
+                    await self._runner.sites.copy().pop().stop()
                 assert http.transport is not None
                 http.transport.close()
                 return response
@@ -127,7 +134,8 @@ class StandInGateway:
                 self.version += 1
             await asyncio.sleep(self.delay_s)
             last = i == count - 1
-            await _event(response, self._piece(first + i, i, "length" if last else None))
+            off = 0 if self.forgets is None or i < self.forgets else 1000
+            await _event(response, self._piece(first + off + i, i, "length" if last else None))
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
         return response

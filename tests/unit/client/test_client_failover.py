@@ -1,6 +1,5 @@
 import asyncio
 from collections.abc import AsyncIterator
-from itertools import pairwise
 
 import pytest
 from standin_gateway import StandInGateway, until
@@ -120,6 +119,7 @@ async def test_tokens_that_came_are_kept_when_the_gateway_dies_in_mid_stream(
 ) -> None:
     one, other = two
     one.break_after, other.version = broken_after, 5
+    one.dies = True
     async with (
         RolloutClient([one.url, other.url], retry=FAST) as client,
         client.stream(PROMPT, TEN, request_id="r", session_id=_session_of(one, other)) as stream,
@@ -134,7 +134,38 @@ async def test_tokens_that_came_are_kept_when_the_gateway_dies_in_mid_stream(
     assert other.asked[0]["sampling_params"]["max_tokens"] == 10 - kept
     assert other.asked[0]["request_id"] == (f"r+{kept}" if kept else "r")
     assert turn.versions == (((0, 0, kept), (5, kept, 10)) if kept else ((5, 0, 10),))
-    assert all(a[-1] == b[-2] for a, b in pairwise(turn.versions))
+    known = ("r", "guest", kept, 10)
+    assert turn.segments == ((("unknown", "unknown", 0, kept), known) if kept else (known,))
+
+
+@pytest.mark.parametrize("broken_after", [1, 5, 9])
+async def test_a_broken_connection_is_taken_up_where_the_gateway_knows_the_turn(
+    broken_after: int,
+) -> None:
+    async with StandInGateway() as gateway, RolloutClient(gateway.url, retry=FAST) as client:
+        gateway.break_after = broken_after
+        async with client.stream(PROMPT, TEN, request_id="r") as stream:
+            tokens = [t async for chunk in stream for t in chunk.token_ids]
+    assert (tuple(tokens), stream.turn.token_ids) == (COUNT, COUNT)
+    assert stream.turn.segments == (("r", "guest", 0, 10),)
+    assert [asked["request_id"] for asked in gateway.asked] == ["r", "r"]
+    assert gateway.asked[0] == gateway.asked[1]
+
+
+@pytest.mark.parametrize("same_for", [0, 2])
+async def test_a_gateway_that_was_started_anew_cannot_mix_two_turns(same_for: int) -> None:
+    async with StandInGateway() as gateway, RolloutClient(gateway.url, retry=FAST) as client:
+        gateway.break_after = 5
+        async with client.stream(PROMPT, TEN, request_id="r") as stream:
+            chunks = [await anext(stream) for _ in range(5)]
+            gateway.forgets = same_for
+            await until(lambda: len(gateway.asked) == 3)
+            gateway.forgets = None
+            chunks += [chunk async for chunk in stream]
+    kept = len(gateway.asked[-1]["token_ids"]) - len(PROMPT)
+    assert [asked["request_id"] for asked in gateway.asked] == ["r", "r", f"r+{kept}"]
+    assert [t for chunk in chunks for t in chunk.token_ids][:kept] == [*COUNT[:kept]]
+    assert stream.turn.token_ids == tuple(t for chunk in chunks for t in chunk.token_ids)
 
 
 async def test_a_turn_that_was_whole_but_for_its_end_is_not_asked_for_again() -> None:
@@ -150,12 +181,9 @@ async def test_a_turn_that_was_whole_but_for_its_end_is_not_asked_for_again() ->
 async def test_a_stream_that_moves_on_is_tried_for_as_long_as_it_does() -> None:
     async with StandInGateway() as gateway, RolloutClient(gateway.url, retry=FAST) as client:
         twenty = Sampling(max_tokens=20)
+        gateway.break_after, gateway.breaks_again, gateway.delay_s = 1, True, 0.001
         async with client.stream(PROMPT, twenty) as stream:
-            gateway.break_after = 1
-            tokens = []
-            async for chunk in stream:
-                tokens += chunk.token_ids
-                gateway.break_after = 1
+            tokens = [t async for chunk in stream for t in chunk.token_ids]
     assert tokens == [*range(101, 121)]
     assert len(gateway.asked) > FAST.tries
 
