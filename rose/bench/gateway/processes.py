@@ -1,0 +1,142 @@
+"""Processes of the benchmark: engine, generator and routers, each placed and each counted."""
+
+import os
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+
+from rose.errors import EngineStartError
+
+POLL_S = 0.1
+ANSWER_S = 120.0
+
+
+class Measured:
+    """A process and its children: pinned at start, its processor time on demand."""
+
+    def __init__(
+        self,
+        name: str,
+        argv: Sequence[str],
+        log: Path,
+        cores: Sequence[int],
+        env: Mapping[str, str] | None = None,
+        piped: bool = False,
+    ) -> None:
+        self.name = name
+        self._log = log
+        pipe = subprocess.PIPE if piped else None
+        with log.open("ab") as errors:
+            self._process = subprocess.Popen(  # noqa: S603 - named by the operator
+                argv,
+                stdin=pipe,
+                stdout=pipe or errors,
+                stderr=errors,
+                env={**os.environ, **(env or {})},
+                process_group=0,
+            )
+        with suppress(OSError):
+            os.sched_setaffinity(self._process.pid, cores)
+
+    def say(self, line: bytes) -> bytes:
+        """Write a line, read a line. Raises EngineStartError when the process ended."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(line + b"\n")
+            self._process.stdin.flush()
+        except OSError as error:
+            raise EngineStartError(f"{self.name} has ended; see {self._log}") from error
+        return self.read()
+
+    def read(self) -> bytes:
+        """The next line of its output."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise EngineStartError(f"{self.name} has ended; see {self._log}")
+        return bytes(line)
+
+    def cpu_s(self) -> float:
+        """Processor time of it and its children."""
+        total = 0.0
+        with suppress(psutil.Error):
+            root = psutil.Process(self._process.pid)
+            for process in [root, *root.children(recursive=True)]:
+                times = process.cpu_times()
+                total += times.user + times.system
+        return total
+
+    def wait_answers(self, url: str, within_s: float = ANSWER_S) -> None:
+        """Return once `url` answers 200. Raises EngineStartError."""
+        until_s = time.monotonic() + within_s
+        while time.monotonic() < until_s:
+            if self._process.poll() is not None:
+                raise EngineStartError(f"{self.name} ended at its start; see {self._log}")
+            if answers(url):
+                return
+            time.sleep(POLL_S)
+        raise EngineStartError(f"{url} of {self.name} does not answer; see {self._log}")
+
+    def end(self) -> None:
+        """End it and its group."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, 15)
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, 9)
+            self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+def answers(url: str) -> bool:
+    """Whether a GET is answered with 200."""
+    try:
+        with urllib.request.urlopen(url, timeout=2) as answer:  # noqa: S310 - our own address
+            return bool(answer.status == 200)
+    except (OSError, urllib.error.URLError, ValueError):
+        return False
+
+
+class Generator(Measured):
+    """The load generator."""
+
+    def __init__(self, log: Path, cores: Sequence[int]) -> None:
+        argv = [sys.executable, "-m", "rose.bench.gateway.generator"]
+        super().__init__("generator", argv, log, cores, piped=True)
+
+    def cell(
+        self, urls: Sequence[str], wire: str, load: Mapping[str, object], seed: int
+    ) -> dict[str, Any]:
+        """Run one cell."""
+        cell = {"urls": urls, "wire": wire, "load": load, "seed": seed}
+        result: dict[str, Any] = msgspec.json.decode(self.say(msgspec.json.encode(cell)))
+        return result
+
+
+class StandInEngine(Measured):
+    """The stand-in for engines."""
+
+    def __init__(self, ports: Sequence[int], log: Path, cores: Sequence[int]) -> None:
+        argv = [sys.executable, "-m", "rose.bench.gateway.standin_engine", *map(str, ports)]
+        super().__init__("stand-in engine", argv, log, cores, piped=True)
+        self.urls = [f"http://127.0.0.1:{port}" for port in ports]
+        self.read()
+
+    def pace(self, first_s: float, gap_s: float, chunk_tokens: int) -> None:
+        """Set how turns go from now on."""
+        url = f"{self.urls[0]}/standin/pace/{first_s}/{gap_s}/{chunk_tokens}"
+        if not answers(url):
+            raise EngineStartError("the stand-in engine does not take its pace")

@@ -1,0 +1,139 @@
+"""A stand-in for engines: answers at a fixed pace, computes nothing. One process, several ports.
+
+It speaks ROSE's replica lines and vLLM's completions as server-sent events. Bare sockets: a web
+framework would cost more than what is measured.
+"""
+
+import asyncio
+import re
+import sys
+import time
+from typing import cast
+
+_LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
+_BUDGET = re.compile(rb'"max_tokens": ?(\d+)')
+STATE = (
+    b'{"replica_id":"standin","role":"dedicated","policy_version":0,"admitting":true,"epoch":0,'
+    b'"running":0,"waiting":0,"tokens_total":0,"kv_tokens":0,"warm":true,"warm_up":null}'
+)
+MODELS = b'{"object":"list","data":[{"id":"policy","object":"model","max_model_len":65536}]}'
+ANSWERS = {b"/rose/v1/state": STATE, b"/v1/models": MODELS}
+JSON = "application/json"
+LINES, EVENTS = b"application/x-ndjson", b"text/event-stream"
+
+
+class Pace:
+    """How a turn goes: from the command line, the same for all turns until told otherwise."""
+
+    def __init__(self, first_s: float, gap_s: float, chunk_tokens: int) -> None:
+        self.first_s = first_s
+        self.gap_s = gap_s
+        self.chunk_tokens = chunk_tokens
+        self.turns = 0
+        self.left = 0
+
+
+class Connection(asyncio.Protocol):
+    """One connection: requests one after the other, each answered or streamed."""
+
+    def __init__(self, pace: Pace) -> None:
+        self._pace = pace
+        self._rest = b""
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Part of asyncio's protocol."""
+        self._transport = cast(asyncio.Transport, transport)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """A turn whose reader left is over."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._pace.left += 1
+
+    def data_received(self, data: bytes) -> None:
+        """Take in a request."""
+        self._rest += data
+        head, mark, body = self._rest.partition(b"\r\n\r\n")
+        if not mark:
+            return
+        length = _LENGTH.search(head)
+        needed = int(length.group(1)) if length else 0
+        if len(body) < needed:
+            return
+        self._rest = body[needed:]
+        self._answer(head.split(b" ", 2)[1].split(b"?")[0], body[:needed])
+
+    def _answer(self, path: bytes, body: bytes) -> None:
+        if path == b"/rose/v1/generate":
+            self._begin(body, LINES)
+        elif path == b"/v1/completions":
+            self._begin(body, EVENTS)
+        else:
+            answer = self._paced(path) or ANSWERS.get(path, b"{}")
+            head = f"HTTP/1.1 200 OK\r\nContent-Type: {JSON}\r\nContent-Length: {len(answer)}\r\n"
+            self._transport.write(head.encode() + b"\r\n" + answer)
+
+    def _paced(self, path: bytes) -> bytes:
+        """`/standin/pace/FIRST/GAP/TOKENS` sets the pace of all turns to come."""
+        if not path.startswith(b"/standin/pace/"):
+            return b""
+        first_s, gap_s, tokens = path.decode().rsplit("/", 3)[1:]
+        pace = self._pace
+        pace.first_s, pace.gap_s, pace.chunk_tokens = float(first_s), float(gap_s), int(tokens)
+        return f'{{"turns":{pace.turns},"left":{pace.left}}}'.encode()
+
+    def _begin(self, body: bytes, kind: bytes) -> None:
+        budget = _BUDGET.search(body)
+        self._due = int(budget.group(1)) if budget else 16
+        self._kind = kind
+        self._received_s = time.monotonic()
+        self._pace.turns += 1
+        head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nContent-Type: "
+        self._head = head + kind + b"\r\n\r\n"
+        self._next_s = self._received_s + self._pace.first_s
+        self._timer = self._loop().call_at(self._next_s, self._chunk)
+
+    def _chunk(self) -> None:
+        count = min(self._due, self._pace.chunk_tokens)
+        self._due -= count
+        piece = self._piece(count)
+        data = self._head + f"{len(piece):x}\r\n".encode() + piece + b"\r\n"
+        self._head = b""
+        if self._due:
+            self._next_s += self._pace.gap_s
+            self._timer = self._loop().call_at(self._next_s, self._chunk)
+        else:
+            self._timer = None
+            data += b"0\r\n\r\n"
+        self._transport.write(data)
+
+    def _piece(self, count: int) -> bytes:
+        stamp = f"{time.monotonic():.6f}", f"{self._received_s:.6f}"
+        reason = "null" if self._due else '"length"'
+        if self._kind is LINES:
+            tokens = ",".join(["7"] * count)
+            logprobs = ",".join([*stamp, *["0"] * count][:count])
+            line = f'{{"token_ids":[{tokens}],"logprobs":[{logprobs}],"version":0}}\n'
+            return (line + ("" if self._due else '{"finish_reason":"length"}\n')).encode()
+        choice = f'{{"index":0,"text":"{stamp[0]} {stamp[1]}","finish_reason":{reason}}}'
+        event = (
+            f'data: {{"id":"c","object":"text_completion","model":"policy","choices":[{choice}]}}'
+        )
+        return (event + "\n\n" + ("" if self._due else "data: [DONE]\n\n")).encode()
+
+    def _loop(self) -> asyncio.AbstractEventLoop:
+        return asyncio.get_running_loop()
+
+
+async def _serve(ports: list[int]) -> None:
+    loop, pace = asyncio.get_running_loop(), Pace(0.02, 0.01, 8)
+    for port in ports:
+        await loop.create_server(lambda: Connection(pace), "127.0.0.1", port, backlog=4096)
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(_serve([int(port) for port in sys.argv[1:]]))
