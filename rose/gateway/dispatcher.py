@@ -7,15 +7,17 @@ acquire --> waiting --pump--> live --finish--> (gone)
 """
 
 import asyncio
-from collections import Counter, deque
+from bisect import insort
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 
 from elastic_scheduler import End, Placement, Router, TurnNeed
 from rose.gateway.errors import BadRequest, NoReplica, QueueFull, TurnError, VersionUnavailable
 from rose.gateway.settings import GatewaySettings
 from rose.gateway.stats import GatewayStats
-from rose.gateway.table import ReplicaEntry
+from rose.gateway.table import ReplicaApi, ReplicaEntry
 
 # How long a replica gets no new turns after an attempt on it ended badly: until the table follows.
 REST_S = {End.REFUSED: 0.25, End.BROKEN: 0.5, End.STALLED: 0.3, End.REVOKED: 0.25}
@@ -49,6 +51,11 @@ class _Waiter:
     avoid: str
     since_s: float
     granted: "asyncio.Future[LiveAttempt]"
+    turn: tuple[int, int, int]
+
+
+def _in_turn(waiter: _Waiter) -> tuple[int, int, int]:
+    return waiter.turn
 
 
 class Dispatcher:
@@ -68,12 +75,20 @@ class Dispatcher:
         self._router = Router()
         self._entries: dict[str, ReplicaEntry] = {}
         self._live: set[LiveAttempt] = set()
-        self._waiting: deque[_Waiter] = deque()
+        # Sorted: turns that continue, then by priority (lower first), then by arrival.
+        self._waiting: list[_Waiter] = []
+        self._arrivals = count()
 
     @property
     def waiting(self) -> int:
         """Turns that wait for a replica."""
         return len(self._waiting)
+
+    @property
+    def attached(self) -> dict[str, str]:
+        """Replicas that are stock engines, without versions and gate, and what they are."""
+        rows = self._entries.values()
+        return {row.id: row.api.value for row in rows if row.api is not ReplicaApi.ROSE}
 
     @property
     def usable(self) -> int:
@@ -107,18 +122,18 @@ class Dispatcher:
         if not self._router.fits(need):
             raise BadRequest("prompt and max_tokens together exceed the KV memory of every replica")
 
-    async def acquire(self, need: TurnNeed, avoid: str = "") -> LiveAttempt:
+    async def acquire(self, need: TurnNeed, avoid: str = "", priority: int = 0) -> LiveAttempt:
         """A place on a replica, now or when there is one; hand it back with `finish`.
+
+        `avoid` is the replica that just failed this turn, empty for a turn that begins.
 
         Raises VersionUnavailable or NoReplica when waiting did not help.
         """
         granted: asyncio.Future[LiveAttempt] = asyncio.get_running_loop().create_future()
-        waiter = _Waiter(need, avoid, self._clock(), granted)
         # A turn that continues has waited before: it goes first.
-        if avoid:
-            self._waiting.appendleft(waiter)
-        else:
-            self._waiting.append(waiter)
+        turn = (0 if avoid else 1, priority, next(self._arrivals))
+        waiter = _Waiter(need, avoid, self._clock(), granted, turn)
+        insort(self._waiting, waiter, key=_in_turn)
         self.pump()
         try:
             return await granted
@@ -149,12 +164,15 @@ class Dispatcher:
         self._stats.tokens[live.entry.id] += tokens
 
     def pump(self) -> None:
-        """Place as many waiting turns as there is room for, oldest first."""
+        """Place as many waiting turns as there is room for, in their order."""
         now_s = self._clock()
         blocked: set[tuple[int | None, int | None]] = set()
-        still: deque[_Waiter] = deque()
-        while self._waiting and self._router.has_room():
-            waiter = self._waiting.popleft()
+        still: list[_Waiter] = []
+        tried = 0
+        for waiter in self._waiting:
+            if not self._router.has_room():
+                break
+            tried += 1
             constraint = (waiter.need.min_version, waiter.need.exact_version)
             if waiter.granted.done():
                 continue
@@ -166,8 +184,7 @@ class Dispatcher:
                 still.append(waiter)
             else:
                 self._place(waiter, name, now_s)
-        still.extend(self._waiting)
-        self._waiting = still
+        self._waiting = still + self._waiting[tried:]
 
     def sweep(self) -> None:
         """Move stalled turns, end hopeless waits; called every `SWEEP_S`."""
@@ -185,7 +202,12 @@ class Dispatcher:
             if error is not None and not waiter.granted.done():
                 waiter.granted.set_exception(error)
         self.pump()
-        self._waiting = deque(w for w in self._waiting if not w.granted.done())
+        self._waiting = [w for w in self._waiting if not w.granted.done()]
+
+    def _unversioned(self) -> bool:
+        """Whether the table has replicas, none of which will ever know its version."""
+        rows = self._entries.values()
+        return bool(rows) and all(row.api is not ReplicaApi.ROSE for row in rows)
 
     def _place(self, waiter: _Waiter, name: str, now_s: float) -> None:
         placement = self._router.begin(name, waiter.need, now_s)
@@ -201,6 +223,11 @@ class Dispatcher:
                 f"version {need.exact_version} is over on every replica; ask for a newer one"
             )
         wanted = need.min_version if need.exact_version is None else need.exact_version
+        if wanted is not None and self._unversioned():
+            return VersionUnavailable(
+                "no replica here says which version it runs: "
+                "leave min_version and exact_version out"
+            )
         too_late = wanted is not None and waited_s > self._settings.version_wait_s
         if too_late and not self._router.has_version(need):
             return VersionUnavailable(f"no replica runs version {wanted} after {waited_s:.0f} s")

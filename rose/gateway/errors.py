@@ -5,47 +5,68 @@ RefusedError
     ├── BadRequest             400
     ├── UnknownModel           404
     ├── VersionUnavailable     409
+    ├── TurnCancelled          409
+    ├── BodyTooLarge           413
     ├── QueueFull              429, Retry-After
-    └── NoReplica              503, Retry-After
+    ├── NoReplica              503, Retry-After
+    └── DeadlinePassed         504
 """
 
 from rose.errors import RefusedError
 
 
 class TurnError(RefusedError):
-    """Base: `status` is the HTTP status, `kind` the error's type in the body."""
+    """Base: `status` is the HTTP status, `kind` vLLM's name of it, `param` the field at fault."""
 
     status = 500
-    kind = "internal"
+    kind = "InternalServerError"
     retry_after_s = 0
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class BadRequest(TurnError):  # noqa: N818 - named as in HTTP
     """The request itself is wrong: sending it again will not help."""
 
     status = 400
-    kind = "bad_request"
+    kind = "BadRequestError"
 
 
 class UnknownModel(TurnError):  # noqa: N818 - a state, as in the tree above
     """The gateway serves another model."""
 
     status = 404
-    kind = "unknown_model"
+    kind = "NotFoundError"
 
 
 class VersionUnavailable(TurnError):  # noqa: N818 - a state, as in the tree above
     """No replica runs a policy version that the turn accepts."""
 
     status = 409
-    kind = "version_unavailable"
+    kind = "ConflictError"
+
+
+class TurnCancelled(TurnError):  # noqa: N818 - a state, as in the tree above
+    """Somebody aborted the turn by its id or finished its session."""
+
+    status = 409
+    kind = "ConflictError"
+
+
+class BodyTooLarge(TurnError):  # noqa: N818 - a state, as in the tree above
+    """The body is longer than the gateway reads."""
+
+    status = 413
+    kind = "RequestEntityTooLargeError"
 
 
 class QueueFull(TurnError):  # noqa: N818 - a state, as in the tree above
     """Too many turns wait already."""
 
     status = 429
-    kind = "queue_full"
+    kind = "RateLimitError"
     retry_after_s = 1
 
 
@@ -53,5 +74,12 @@ class NoReplica(TurnError):  # noqa: N818 - a state, as in the tree above
     """No replica could finish the turn in time."""
 
     status = 503
-    kind = "no_replica"
+    kind = "ServiceUnavailableError"
     retry_after_s = 1
+
+
+class DeadlinePassed(TurnError):  # noqa: N818 - a state, as in the tree above
+    """The turn took longer than its caller allowed."""
+
+    status = 504
+    kind = "GatewayTimeoutError"

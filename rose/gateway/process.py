@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import sys
 from types import TracebackType
 from typing import Self
 
@@ -11,14 +12,18 @@ from aiohttp import web
 from rose.errors import ConfigError
 from rose.eventlog import EventLog
 from rose.gateway.dispatcher import Dispatcher
+from rose.gateway.model import ServedModel
+from rose.gateway.probe import Probed
 from rose.gateway.server import GatewayServer
-from rose.gateway.settings import GatewaySettings
+from rose.gateway.settings import GatewaySettings, StaticReplica
 from rose.gateway.static import StaticTable
 from rose.gateway.stats import GatewayStats
-from rose.gateway.table import ReplicaEntry
+from rose.gateway.table import ReplicaApi, ReplicaEntry
+from rose.gateway.text import TextCodec
 from rose.gateway.watch import WatchedTable
 
 KEEPALIVE_S = 300.0
+ENGINE_NAMES = {ReplicaApi.VLLM: "vLLM", ReplicaApi.SGLANG: "SGLang"}
 CONNECT_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=2.0)
 
 
@@ -33,6 +38,8 @@ class Gateway:
 
     async def __aenter__(self) -> Self:
         settings, stats = self._settings, GatewayStats()
+        codec = None if settings.tokenizer is None else TextCodec(settings.tokenizer)
+        self._model = ServedModel(settings.model_name, settings.max_model_len, codec)
         # One pool for all replicas: the router's caps bound it, not the connector.
         connector = aiohttp.TCPConnector(
             limit=0, keepalive_timeout=KEEPALIVE_S, enable_cleanup_closed=False
@@ -42,7 +49,9 @@ class Gateway:
         )
         clock = asyncio.get_running_loop().time
         self._dispatcher = Dispatcher(settings, stats, clock, self.note)
-        self._server = GatewayServer(settings, self._dispatcher, self._session, stats, self.note)
+        self._server = GatewayServer(
+            settings, self._dispatcher, self._session, stats, self.note, self._model
+        )
         self._runner = web.AppRunner(
             self._server.application(),
             access_log=None,
@@ -84,10 +93,23 @@ class Gateway:
         """Return only when a background task ended, which none should; raises its error."""
         await asyncio.gather(*self._tasks)
 
+    def _found(self, replica: StaticReplica, found: Probed) -> None:
+        """A replica named on the command line answered for the first time."""
+        if self._settings.max_model_len is None and found.max_model_len is not None:
+            known = self._model.max_model_len or found.max_model_len
+            self._model.max_model_len = min(known, found.max_model_len)
+        self.note("replica_found", replica=replica.id, api=found.api.value)
+        if found.api is not ReplicaApi.ROSE:
+            sys.stdout.write(
+                f"rose gateway: {replica.id} is a stock {ENGINE_NAMES[found.api]}: "
+                "its tokens carry no policy versions, and no gate holds it\n"
+            )
+            sys.stdout.flush()
+
     def _source(self) -> StaticTable | WatchedTable:
         settings = self._settings
         if settings.scheduler is None:
-            return StaticTable(settings.replicas, self._session)
+            return StaticTable(settings.replicas, self._session, self._found)
         name = f"gateway:{self.port}"
         return WatchedTable(settings.scheduler, name, settings.table_ttl_s, self.note)
 

@@ -1,23 +1,26 @@
-"""The HTTP surface: docs/architecture.md, "gateway HTTP".
-
-Requests with the same id and body share one turn. It is cancelled when all who asked are gone.
-"""
+"""The HTTP surface: docs/gateway.md. Each API's dialect reads and writes; the rest is common."""
 
 import asyncio
-import uuid
-from dataclasses import dataclass
+import time
+from collections.abc import Awaitable, Callable
 
 import aiohttp
 import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from elastic_scheduler import AnswerBook, Conflict
 from rose.gateway import stats as metrics
-from rose.gateway import wire
+from rose.gateway import tokens
+from rose.gateway.ask import SESSION_HEADER, Ask, Dialect
+from rose.gateway.delivery import Delivery
+from rose.gateway.dialects import ChatDialect, CompletionDialect, SglangDialect, VllmDialect
+from rose.gateway.dialects.wire import encode, read_json, vllm_error
 from rose.gateway.dispatcher import Dispatcher, EventSink
-from rose.gateway.errors import BadRequest, NoReplica, TurnError, UnknownModel
+from rose.gateway.errors import BadRequest, BodyTooLarge, TurnError
+from rose.gateway.feed import TurnFeed
+from rose.gateway.model import ServedModel
 from rose.gateway.settings import GatewaySettings
+from rose.gateway.shared import SharedTurn, SharedTurns
 from rose.gateway.stats import GatewayStats
 from rose.gateway.turn import TurnRunner
 
@@ -25,12 +28,15 @@ SWEEP_S = 0.1
 JSON = "application/json"
 
 
-@dataclass(slots=True, eq=False)
-class _SharedTurn:
-    """A running or answered turn and how many connections wait for it."""
+class _Names(msgspec.Struct):
+    """Bodies of the routes that abort turns or finish sessions."""
 
-    task: "asyncio.Task[bytes]"
-    watchers: int = 0
+    request_ids: list[str] = []
+    rid: str | None = None
+    session_id: str | None = None
+
+
+_decode_names = msgspec.json.Decoder(_Names)
 
 
 class GatewayServer:
@@ -43,26 +49,39 @@ class GatewayServer:
         session: aiohttp.ClientSession,
         stats: GatewayStats,
         on_event: EventSink,
+        model: ServedModel,
     ) -> None:
         self._settings = settings
         self._dispatcher = dispatcher
         self._stats = stats
-        self._runner = TurnRunner(settings, dispatcher, session, stats, on_event)
-        self._answers: AnswerBook[_SharedTurn] = AnswerBook(settings.answers_kept)
-        self._running: set[asyncio.Task[bytes]] = set()
+        self._model = model
+        runner = TurnRunner(settings, dispatcher, session, stats, on_event)
+        self._turns = SharedTurns(settings, dispatcher, runner, stats)
         self._sweeper: asyncio.Task[None] | None = None
-        self._closing = False
 
     def application(self) -> web.Application:
         """The routes, with bounded bodies and errors as JSON."""
         app = web.Application(
             client_max_size=self._settings.max_body_bytes, middlewares=[_errors_as_json]
         )
-        app.router.add_post("/inference/v1/generate", self._generate)
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/health", self._health)
-        app.router.add_get("/metrics", self._metrics)
-        app.router.add_get("/rose/v1/stats", self._show_stats)
+        post, get = app.router.add_post, app.router.add_get
+        dialects: list[Dialect] = [
+            VllmDialect(self._model),
+            SglangDialect(self._model),
+            CompletionDialect(self._model),
+            ChatDialect(self._model),
+        ]
+        for dialect in dialects:
+            post(dialect.path, self._handler(dialect))
+        post("/tokenize", self._tokenize)
+        post("/detokenize", self._detokenize)
+        post("/inference/v1/abort_requests", self._abort)
+        post("/abort_request", self._abort)
+        post("/finish_session", self._finish_session)
+        get("/v1/models", self._models)
+        get("/health", self._health)
+        get("/metrics", self._metrics)
+        get("/rose/v1/stats", self._show_stats)
         return app
 
     def start(self) -> None:
@@ -71,78 +90,102 @@ class GatewayServer:
 
     async def close(self) -> None:
         """Refuse new turns, let running ones finish for `shutdown_s`, then cancel them."""
-        self._closing = True
-        if self._running:
-            await asyncio.wait(self._running, timeout=self._settings.shutdown_s)
-        tasks: list[asyncio.Task[bytes] | asyncio.Task[None]] = [*self._running]
+        await self._turns.close(self._settings.shutdown_s)
         if self._sweeper is not None:
-            tasks.append(self._sweeper)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+            self._sweeper.cancel()
+            await asyncio.gather(self._sweeper, return_exceptions=True)
 
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_S)
             self._dispatcher.sweep()
 
-    async def _generate(self, http: web.Request) -> web.Response:
+    def _handler(self, dialect: Dialect) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        async def handle(http: web.Request) -> web.StreamResponse:
+            try:
+                return await self._serve(dialect, http)
+            except web.HTTPRequestEntityTooLarge as error:
+                large = BodyTooLarge(f"{error.text}; send a smaller body")
+                return _refusal(large, dialect.error(large))
+            except TurnError as error:
+                return _refusal(error, dialect.error(error))
+
+        return handle
+
+    async def _serve(self, dialect: Dialect, http: web.Request) -> web.StreamResponse:
+        ask = await dialect.read(await http.read(), http.headers)
+        delivery = Delivery(http, self._settings.slow_reader_s, self._stats)
+        turns = self._open(ask)
+        feeds = [turn.feed for turn in turns]
+        with self._turns.reading(turns, ask.stream):
+            if ask.stream:
+                return await delivery.stream(dialect, ask, feeds)
+            await _all_finished(feeds)
+            return await delivery.whole(ask.answer.whole(feeds))
+
+    def _open(self, ask: Ask) -> list[SharedTurn]:
+        """All turns of a request, or, raising its TurnError, none."""
+        opened: list[SharedTurn] = []
+        try:
+            for request in ask.turns:
+                opened.append(self._turns.open(request))
+        except TurnError:
+            with self._turns.reading(opened, stream=False):
+                raise
+        return opened
+
+    async def _tokenize(self, http: web.Request) -> web.Response:
+        body = await tokens.tokenize(self._model, await http.read())
+        return web.Response(body=body, content_type=JSON)
+
+    async def _detokenize(self, http: web.Request) -> web.Response:
+        body = await tokens.detokenize(self._model, await http.read())
+        return web.Response(body=body, content_type=JSON)
+
+    async def _abort(self, http: web.Request) -> web.Response:
+        """vLLM's `request_ids` and SGLang's `rid`: those turns end now, whoever reads them."""
+        names = read_json(_decode_names, await http.read())
+        wanted = names.request_ids if names.rid is None else [*names.request_ids, names.rid]
+        aborted = [name for name in wanted if self._turns.cancel(name)]
+        return web.json_response({"aborted": aborted})
+
+    async def _finish_session(self, http: web.Request) -> web.Response:
+        """A trajectory is over: nothing of it may go on running."""
         body = await http.read()
-        try:
-            request = wire.decode_request(body)
-        except msgspec.MsgspecError as error:
-            raise BadRequest(f"the body is not a generate request: {error}") from error
-        request.check()
-        if request.model not in (None, self._settings.model_name):
-            raise UnknownModel(f"the model here is {self._settings.model_name}")
-        shared = self._share(request, body, http.headers.get("X-Session-ID", ""))
-        shared.watchers += 1
-        try:
-            answer = await asyncio.shield(shared.task)
-        finally:
-            shared.watchers -= 1
-            if shared.watchers == 0 and not shared.task.done():
-                self._answers.forget(request.request_id, shared)
-                shared.task.cancel()
-        return web.Response(body=answer, content_type=JSON)
-
-    def _share(self, request: wire.GenerateRequest, body: bytes, session: str) -> _SharedTurn:
-        """The turn of an earlier request with this id and body, or a new one."""
-        request.request_id = request.request_id or uuid.uuid4().hex
-        fingerprint = hash(body)
-        known = self._answers.find(request.request_id, fingerprint)
-        if isinstance(known, Conflict):
-            raise BadRequest(f"{known.value}: {request.request_id}")
-        if known is not None:
-            self._stats.repeated += 1
-            return known
-        if self._closing:
-            raise NoReplica("the gateway is shutting down; send the turn again later")
-        self._dispatcher.check_admission(request.need(session))
-        shared = _SharedTurn(asyncio.create_task(self._runner.run(request, session)))
-        self._answers.open(request.request_id, fingerprint, shared)
-        self._running.add(shared.task)
-        shared.task.add_done_callback(lambda task: self._settle(request.request_id, shared))
-        return shared
-
-    def _settle(self, request_id: str, shared: _SharedTurn) -> None:
-        task = shared.task
-        self._running.discard(task)
-        if task.cancelled():
-            self._stats.failed += 1
-        elif task.exception() is not None:
-            self._stats.failed += 1
-            self._answers.forget(request_id, shared)
-        else:
-            self._answers.close(request_id, shared)
+        names = read_json(_decode_names, body) if body else _Names()
+        session = http.headers.get(SESSION_HEADER) or names.session_id
+        if not session:
+            raise BadRequest(f"name the session: header {SESSION_HEADER} or session_id")
+        return web.json_response(
+            {"session_id": session, "aborted": self._turns.finish_session(session)}
+        )
 
     async def _models(self, http: web.Request) -> web.Response:
-        model = {"id": self._settings.model_name, "object": "model", "owned_by": "rose"}
-        return web.json_response({"object": "list", "data": [model]})
+        name = self._model.name
+        card = {
+            "id": name,
+            "object": "model",
+            "created": int(time.time()),
+            "owned_by": "rose",
+            "root": name,
+            "parent": None,
+            "max_model_len": self._model.max_model_len,
+            "permission": [],
+        }
+        return web.json_response({"object": "list", "data": [card]})
 
     async def _health(self, http: web.Request) -> web.Response:
-        """The process is well; `replicas` says whether turns would be placed."""
-        return web.json_response({"status": "ok", "replicas": self._dispatcher.usable})
+        """The process is well; `replicas` says whether turns would be placed.
+
+        `unversioned` are stock engines: they stamp no versions and no gate holds them.
+        """
+        return web.json_response(
+            {
+                "status": "ok",
+                "replicas": self._dispatcher.usable,
+                "unversioned": self._dispatcher.attached,
+            }
+        )
 
     async def _metrics(self, http: web.Request) -> web.Response:
         text = metrics.exposition(
@@ -156,20 +199,35 @@ class GatewayServer:
         )
 
 
+async def _all_finished(feeds: list[TurnFeed]) -> None:
+    """Return when all turns are over. Raises the first TurnError at once."""
+    if len(feeds) == 1:
+        return await feeds[0].finished()
+    waits = [asyncio.ensure_future(feed.finished()) for feed in feeds]
+    try:
+        await asyncio.gather(*waits)
+    finally:
+        for wait in waits:
+            wait.cancel()
+
+
 @web.middleware
 async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except TurnError as error:
-        return _error(error.status, error.kind, str(error), error.retry_after_s)
-    except web.HTTPRequestEntityTooLarge as error:
-        return _error(413, "too_large", f"{error.text}; send a smaller body")
+        return _refusal(error, vllm_error(error))
     except web.HTTPException as error:
-        return _error(error.status, "http", f"{request.method} {request.path}: {error.reason}")
+        fault = {
+            "message": f"{request.method} {request.path}: {error.reason}",
+            "type": error.reason,
+            "param": None,
+            "code": error.status,
+        }
+        body = encode({"error": fault})
+        return web.Response(status=error.status, body=body, content_type=JSON)
 
 
-def _error(status: int, kind: str, message: str, retry_after_s: int = 0) -> web.Response:
-    headers = {"Retry-After": str(retry_after_s)} if retry_after_s else {}
-    return web.Response(
-        status=status, body=wire.encode_error(kind, message), content_type=JSON, headers=headers
-    )
+def _refusal(error: TurnError, body: bytes) -> web.Response:
+    headers = {"Retry-After": str(error.retry_after_s)} if error.retry_after_s else {}
+    return web.Response(status=error.status, body=body, content_type=JSON, headers=headers)

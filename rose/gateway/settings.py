@@ -12,7 +12,10 @@ from rose.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class StaticReplica:
-    """A replica named on the command line: always leased, its state is polled."""
+    """A replica named on the command line: always leased, its state is polled.
+
+    What answers at its URL, ROSE's endpoint or a stock engine, is found out when it does.
+    """
 
     id: str
     kind: ReplicaKind
@@ -38,20 +41,47 @@ class GatewaySettings:
     max_attempts: int = 8
     max_body_bytes: int = 8 << 20
     answers_kept: int = 4_096
+    max_model_len: int | None = None
+    tokenizer: Path | None = None
+    resume_grace_s: float = 10.0
+    anonymous_grace_s: float = 0.0
+    slow_reader_s: float = 30.0
     shutdown_s: float = 5.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65_535:
             raise ConfigError(f"--port is {self.port}; give one from 0 to 65535")
-        times_s = (self.stall_s, self.version_wait_s, self.queue_wait_s, self.table_ttl_s)
-        if min(times_s) <= 0:
-            raise ConfigError("--stall-s, --version-wait-s, --queue-wait-s, --table-ttl-s: above 0")
+        self._check_times()
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ConfigError("--max-model-len: at least 2 tokens, one in and one out")
         if min(self.max_waiting, self.max_attempts, self.max_body_bytes, self.answers_kept) < 1:
             raise ConfigError("--max-waiting, --max-attempts, --max-body-bytes: at least 1")
         if bool(self.scheduler) == bool(self.replicas):
             raise ConfigError("name the replicas one way: --scheduler HOST:PORT or --replica, each")
         if len({replica.id for replica in self.replicas}) < len(self.replicas):
             raise ConfigError("two --replica have the same id; give each its own")
+
+    def _check_times(self) -> None:
+        waits_s = (self.version_wait_s, self.queue_wait_s, self.slow_reader_s)
+        if min(self.stall_s, self.table_ttl_s, *waits_s) <= 0:
+            raise ConfigError(
+                "--stall-s, --table-ttl-s, --version-wait-s, --queue-wait-s, --slow-reader-s: "
+                "above 0"
+            )
+        if min(self.resume_grace_s, self.anonymous_grace_s, self.shutdown_s) < 0:
+            raise ConfigError("--resume-grace-s, --anonymous-grace-s, --shutdown-s: not below 0")
+
+
+TIMES = (
+    "stall-s",
+    "version-wait-s",
+    "queue-wait-s",
+    "table-ttl-s",
+    "resume-grace-s",
+    "anonymous-grace-s",
+    "slow-reader-s",
+    "shutdown-s",
+)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -66,12 +96,18 @@ def parse_settings(argv: list[str]) -> GatewaySettings:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--scheduler", metavar="HOST:PORT", help="watch its replica table")
     parser.add_argument(
-        "--replica", action="append", default=[], metavar="ID=KIND=URL", help="guest or dedicated"
+        "--replica",
+        action="append",
+        default=[],
+        metavar="URL | ID=KIND=URL",
+        help="a ROSE replica, or a stock vLLM or SGLang; kind is guest or dedicated",
     )
     parser.add_argument("--replica-max-sequences", type=int, default=64)
     parser.add_argument("--log-dir", type=Path)
     parser.add_argument("--model-name", default="rose-policy")
-    for name in ("stall-s", "version-wait-s", "queue-wait-s", "table-ttl-s", "shutdown-s"):
+    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="for text in and out")
+    parser.add_argument("--max-model-len", type=int, help="tokens; else what replicas say")
+    for name in TIMES:
         parser.add_argument(f"--{name}", type=float, default=_default(name))
     for name in ("max-waiting", "max-attempts", "max-body-bytes", "answers-kept"):
         parser.add_argument(f"--{name}", type=int, default=_default(name))
@@ -86,10 +122,16 @@ def _default(option: str) -> object:
 
 
 def _static_replica(text: str, max_sequences: int) -> StaticReplica:
-    parts = text.split("=", 2)
+    """`URL`, named by its host and port, or `ID=KIND=URL`."""
     kinds = [kind.value for kind in ReplicaKind]
+    if urlsplit(text).scheme == "http" and urlsplit(text).netloc:
+        parts = [urlsplit(text).netloc, ReplicaKind.DEDICATED.value, text]
+    else:
+        parts = text.split("=", 2)
     if len(parts) != 3 or parts[1] not in kinds or urlsplit(parts[2]).scheme != "http":
-        raise ConfigError(f"--replica {text}: write ID=guest|dedicated=http://HOST:PORT")
+        raise ConfigError(
+            f"--replica {text}: write http://HOST:PORT or ID=guest|dedicated=http://HOST:PORT"
+        )
     if max_sequences < 1:
         raise ConfigError(f"--replica-max-sequences is {max_sequences}; give at least 1")
     return StaticReplica(parts[0], ReplicaKind(parts[1]), parts[2].rstrip("/"), max_sequences)

@@ -15,6 +15,7 @@ class GatewayStats:
     continuations: int = 0
     attempts: int = 0
     repeated: int = 0
+    slow_readers: int = 0
 
 
 def snapshot(stats: GatewayStats, live: dict[str, int], waiting: int) -> dict[str, object]:
@@ -27,6 +28,7 @@ def snapshot(stats: GatewayStats, live: dict[str, int], waiting: int) -> dict[st
         "continuations": stats.continuations,
         "attempts": stats.attempts,
         "repeated": stats.repeated,
+        "slow_readers": stats.slow_readers,
         "waiting": waiting,
     }
 
@@ -42,6 +44,7 @@ def exposition(stats: GatewayStats, live: dict[str, int], waiting: int) -> str:
         *_family("rose_gateway_continuations_total", "counter", {"": stats.continuations}),
         *_family("rose_gateway_attempts_total", "counter", {"": stats.attempts}),
         *_family("rose_gateway_repeated_requests_total", "counter", {"": stats.repeated}),
+        *_family("rose_gateway_slow_readers_total", "counter", {"": stats.slow_readers}),
         *_family("rose_gateway_waiting_turns", "gauge", {"": waiting}),
     ]
     return "\n".join(lines) + "\n"

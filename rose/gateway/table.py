@@ -2,13 +2,26 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 
 from elastic_scheduler import ReplicaKind, ReplicaView
 
 
+class ReplicaApi(StrEnum):
+    """What a replica speaks. Only ROSE's own endpoint stamps versions and obeys leases."""
+
+    ROSE = "rose"
+    VLLM = "vllm"
+    SGLANG = "sglang"
+
+
+# Of a replica that does not say which weights it runs: no constraint on versions accepts it.
+UNVERSIONED = -1
+
+
 @dataclass(frozen=True, slots=True)
 class ReplicaEntry:
-    """One row of the replica table."""
+    """One row of the replica table; `policy_version` is UNVERSIONED where nobody knows it."""
 
     id: str
     kind: ReplicaKind
@@ -21,6 +34,7 @@ class ReplicaEntry:
     kv_tokens: int = 0
     decode_tok_s: float = 0.0
     prefill_tok_s: float = 0.0
+    api: ReplicaApi = ReplicaApi.ROSE
 
     def view(self) -> ReplicaView:
         """The row as the router reads it."""

@@ -1,4 +1,4 @@
-"""One turn, from the first attempt to its answer."""
+"""One turn, from the first attempt to its last token."""
 
 import asyncio
 from dataclasses import replace
@@ -7,19 +7,28 @@ import aiohttp
 import msgspec
 
 from elastic_scheduler import Attempt, Continue, Deliver, End, GiveUp, JournalError, TurnJournal
-from rose.gateway import wire
 from rose.gateway.dispatcher import Dispatcher, EventSink, LiveAttempt
-from rose.gateway.errors import BadRequest, NoReplica
+from rose.gateway.errors import BadRequest, DeadlinePassed, NoReplica
+from rose.gateway.feed import TurnFeed
+from rose.gateway.links import LINKS, Link, LinkError, ReplicaLine
 from rose.gateway.settings import GatewaySettings
 from rose.gateway.stats import GatewayStats
+from rose.gateway.turn_request import TurnRequest
 
 JSON_HEADERS = {"Content-Type": "application/json"}
-# A replica's line holds one step's tokens; anything near this is not one.
-MAX_LINE_BYTES = 1 << 20
 DRAIN_S = 1.0
 # What a replica says about the request itself: another replica would say the same.
 REQUEST_FAULTS = frozenset({400, 404, 413, 422})
 ENDS = {"stop": End.FINISHED, "length": End.FINISHED, "revoked": End.REVOKED, "abort": End.REVOKED}
+# All that a replica can do wrong within one attempt.
+ATTEMPT_FAILURES = (
+    aiohttp.ClientError,
+    OSError,
+    OverflowError,
+    msgspec.MsgspecError,
+    JournalError,
+    LinkError,
+)
 
 
 class TurnRunner:
@@ -39,25 +48,37 @@ class TurnRunner:
         self._stats = stats
         self._on_event = on_event
 
-    async def run(self, request: wire.GenerateRequest, session: str) -> bytes:
-        """The encoded answer. Raises TurnError when the turn cannot be finished."""
-        sampling = request.sampling_params
+    async def run(self, request: TurnRequest, feed: TurnFeed) -> None:
+        """Fill the feed to its end. Raises TurnError when the turn cannot be finished."""
+        if request.timeout_s is None:
+            return await self._run(request, feed)
+        try:
+            async with asyncio.timeout(request.timeout_s):
+                return await self._run(request, feed)
+        except TimeoutError as error:
+            raise DeadlinePassed(
+                f"the turn was not done after {request.timeout_s:g} s, with "
+                f"{len(feed.tokens)} tokens so far; allow it more time"
+            ) from error
+
+    async def _run(self, request: TurnRequest, feed: TurnFeed) -> None:
+        sampling = request.sampling
         journal = TurnJournal(
             request.token_ids,
             sampling.max_tokens,
             max_attempts=self._settings.max_attempts,
             stop_token_ids=sampling.stop_token_ids or (),
         )
-        avoid, need = "", request.need(session)
+        avoid, need = "", request.need()
         while True:
-            live = await self._dispatcher.acquire(need, avoid)
+            live = await self._dispatcher.acquire(need, avoid, request.priority)
             attempt = journal.begin(live.entry.id, live.entry.kind.value)
             live.may_move = attempt.number < self._settings.max_attempts
-            end, reason = await self._attempt(request, live, journal, attempt)
+            end, reason = await self._attempt(request, live, _Sink(journal, feed, attempt))
             outcome = journal.end(attempt.number, end, reason)
             if isinstance(outcome, Deliver):
                 self._stats.turns += 1
-                return wire.encode_answer(request.request_id, outcome)
+                return feed.deliver(outcome, _stop_reason(request, feed, outcome))
             if isinstance(outcome, GiveUp):
                 raise NoReplica(f"{journal.attempts} replicas failed the turn, the last: {reason}")
             assert isinstance(outcome, Continue)
@@ -66,11 +87,7 @@ class TurnRunner:
             self._note_continuation(request.request_id, live, end, reason, journal)
 
     async def _attempt(
-        self,
-        request: wire.GenerateRequest,
-        live: LiveAttempt,
-        journal: TurnJournal,
-        attempt: Attempt,
+        self, request: TurnRequest, live: LiveAttempt, sink: "_Sink"
     ) -> tuple[End, str]:
         """Stream one attempt into the journal; how it ended and, in words, why."""
         end: End | None = None
@@ -80,8 +97,8 @@ class TurnRunner:
             if live.interrupted is not None:
                 end, reason = live.interrupted, "lease lost"
             else:
-                end, reason = await self._stream(request, live, journal, attempt)
-        except (aiohttp.ClientError, OSError, msgspec.MsgspecError, JournalError) as error:
+                end, reason = await self._stream(request, live, sink)
+        except ATTEMPT_FAILURES as error:
             end, reason = End.BROKEN, f"{type(error).__name__}: {error}"
         except asyncio.CancelledError:
             # Ours (interrupt), or the client is gone as well: only ours alone goes on.
@@ -94,19 +111,14 @@ class TurnRunner:
         return end, reason
 
     async def _stream(
-        self,
-        request: wire.GenerateRequest,
-        live: LiveAttempt,
-        journal: TurnJournal,
-        attempt: Attempt,
+        self, request: TurnRequest, live: LiveAttempt, sink: "_Sink"
     ) -> tuple[End, str]:
-        body = wire.encode_replica_request(
-            request, attempt.number, attempt.token_ids, attempt.max_tokens
-        )
-        url = f"{live.entry.url}/rose/v1/generate"
+        link = LINKS[live.entry.api]
+        body = link.encode(request, sink.attempt)
+        url = live.entry.url + link.path
         async with self._session.post(url, data=body, headers=JSON_HEADERS) as response:
             if response.status == 200:
-                return await self._read(response.content, live, journal, attempt.number)
+                return await self._read(response, link, live, sink)
             text = (await response.content.read(2_048)).decode("utf-8", "replace")
             if response.status in REQUEST_FAULTS:
                 raise BadRequest(f"{live.entry.id} refuses the turn: {text}")
@@ -114,31 +126,26 @@ class TurnRunner:
             return end, f"HTTP {response.status}"
 
     async def _read(
-        self,
-        content: aiohttp.StreamReader,
-        live: LiveAttempt,
-        journal: TurnJournal,
-        number: int,
+        self, response: aiohttp.ClientResponse, link: Link, live: LiveAttempt, sink: "_Sink"
     ) -> tuple[End, str]:
-        rest = b""
+        reader, content = link.reader(), response.content
         while data := await content.readany():
-            lines = (rest + data if rest else data).split(b"\n")
-            rest = lines.pop()
-            for text in lines:
-                line = wire.decode_line(text)
+            for line in reader.feed(data):
                 if line.token_ids:
                     if not live.need.accepts(line.version):
                         return End.BROKEN, f"tokens of version {line.version}"
-                    journal.append(number, line.token_ids, line.logprobs, line.version)
-                    self._dispatcher.journaled(live, len(line.token_ids))
+                    taken = sink.take(line)
+                    self._dispatcher.journaled(live, taken)
+                    if sink.stopped:
+                        # The engine knows nothing of stop strings: hanging up ends its work.
+                        response.close()
+                        return End.FINISHED, "stop"
                 if line.finish_reason is not None:
                     await _drain(content, live)
                     end = ENDS.get(line.finish_reason, End.BROKEN)
                     if end is End.FINISHED:
                         return end, line.finish_reason
                     return end, line.message or line.finish_reason
-            if len(rest) > MAX_LINE_BYTES:
-                return End.BROKEN, f"a line above {MAX_LINE_BYTES} bytes"
         return End.BROKEN, "the stream ended without a finish reason"
 
     def _note_continuation(
@@ -156,6 +163,43 @@ class TurnRunner:
         )
 
 
+class _Sink:
+    """Where the tokens of one attempt go: text first (it may cut them), journal, feed."""
+
+    __slots__ = ("_feed", "_journal", "attempt")
+
+    def __init__(self, journal: TurnJournal, feed: TurnFeed, attempt: Attempt) -> None:
+        self._journal = journal
+        self._feed = feed
+        self.attempt = attempt
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string ended the turn."""
+        return self._feed.text is not None and self._feed.text.matched is not None
+
+    def take(self, line: ReplicaLine) -> int:
+        """Journal a line's tokens, up to a stop string; how many."""
+        tokens, logprobs = line.token_ids, line.logprobs
+        if self._feed.text is not None:
+            kept = self._feed.text.add(tokens)
+            if kept < len(tokens):
+                tokens, logprobs = tokens[:kept], logprobs[:kept]
+        self._journal.append(self.attempt.number, tokens, logprobs, line.version)
+        self._feed.add(tokens, logprobs, line.version)
+        return len(tokens)
+
+
+def _stop_reason(request: TurnRequest, feed: TurnFeed, turn: Deliver) -> int | str | None:
+    """As vLLM has it: the stop string or stop token that ended the turn, None for anything else."""
+    if turn.finish_reason != "stop":
+        return None
+    if feed.text is not None and feed.text.matched is not None:
+        return feed.text.matched
+    last = turn.token_ids[-1] if turn.token_ids else None
+    return last if last in (request.sampling.stop_token_ids or ()) else None
+
+
 async def _drain(content: aiohttp.StreamReader, live: LiveAttempt) -> None:
     """Read the terminator after the last line, so that the connection can be used again.
 
@@ -166,7 +210,8 @@ async def _drain(content: aiohttp.StreamReader, live: LiveAttempt) -> None:
         return
     try:
         async with asyncio.timeout(DRAIN_S):
-            await content.readany()
+            while await content.readany():
+                continue
     except (aiohttp.ClientError, OSError):
         # TimeoutError is an OSError. A connection that breaks here is not reused; nothing is lost.
         return

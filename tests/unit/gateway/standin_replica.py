@@ -23,6 +23,7 @@ class StandInReplica:
         self.draining = False
         self.bad_request = False
         self.stop_after: int | None = None
+        self.script: list[int] = []
         self.requests: list[dict[str, Any]] = []
         self.cancelled = 0
         self.live = 0
@@ -92,7 +93,7 @@ class StandInReplica:
                 await asyncio.sleep(60)
             if self.delay_s:
                 await asyncio.sleep(self.delay_s)
-            token = first + i
+            token = self.script[i] if self.script else first + i
             await _line(
                 response,
                 {"token_ids": [token], "logprobs": [-token / 1000], "version": self.version},

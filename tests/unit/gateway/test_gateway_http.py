@@ -31,34 +31,6 @@ async def post(session: Any, gateway: Any, body: Any, **kw: Any) -> Any:
         return response.status, await response.json(), response.headers
 
 
-async def test_the_answer_is_in_vllms_shape() -> None:
-    async with (
-        StandInReplica(version=4) as replica,
-        gateway_with(entry(replica, "guest-0")) as gw,
-        aiohttp.ClientSession() as session,
-    ):
-        status, answer, _ = await post(session, gw, BODY)
-    assert status == 200
-    assert answer == {
-        "request_id": "r",
-        "choices": [
-            {
-                "index": 0,
-                "token_ids": [101, 102, 103],
-                "logprobs": {
-                    "content": [
-                        {"token": f"token_id:{t}", "logprob": -t / 1000} for t in (101, 102, 103)
-                    ]
-                },
-                "finish_reason": "length",
-            }
-        ],
-        "versions": [{"version": 4, "start": 0, "end": 3}],
-        "segments": [{"replica": "guest-0", "kind": "guest", "start": 0, "end": 3}],
-        "attempts": 1,
-    }
-
-
 async def test_a_repeated_request_id_is_answered_once_generated_once() -> None:
     async with (
         StandInReplica(delay_s=0.01) as replica,
@@ -82,15 +54,27 @@ async def test_a_repeated_request_id_is_answered_once_generated_once() -> None:
         {"token_ids": [1], "sampling_params": {"max_tokens": 0}},
         {"token_ids": [1], "sampling_params": {"max_tokens": 3, "min_tokens": 4}},
         {"token_ids": [1], "sampling_params": {"temprature": 1}},
-        {"token_ids": [1], "sampling_params": {"n": 2}},
-        {"token_ids": [1], "stream": True},
+        {"token_ids": [1], "sampling_params": {"max_tokens": 3, "n": 0}},
+        {"token_ids": [1], "sampling_params": {"max_tokens": 3, "repetition_penalty": 1.1}},
+        {"token_ids": [1], "sampling_params": {"max_tokens": 3, "logprobs": 5}},
+        {"token_ids": [1], "sampling_params": {"max_tokens": 3, "temperature": -1}},
+        {"token_ids": [-1], "sampling_params": {"max_tokens": 3}},
+        {"token_ids": [1], "sampling_params": {}},
+        {"token_ids": [1], "sampling_params": {"max_tokens": 3}, "output_mode": "text"},
+        {"token_ids": [1], "sampling_params": {"max_tokens": 3}, "timeout_s": 0},
+        {
+            "token_ids": [1],
+            "sampling_params": {"max_tokens": 3},
+            "min_version": 1,
+            "exact_version": 1,
+        },
     ],
 )
 async def test_a_wrong_request_is_400_with_a_message(body: Any) -> None:
     async with gateway_with() as gw, aiohttp.ClientSession() as session:
         status, answer, _ = await post(session, gw, body)
     assert status == 400
-    assert answer["error"]["type"] == "bad_request"
+    assert answer["error"]["type"] == "BadRequestError"
     assert answer["error"]["message"]
 
 
@@ -194,7 +178,7 @@ async def test_stats_metrics_health_and_models() -> None:
     assert stats["live_turns"] == {"guest-0": 0}
     assert [stats[k] for k in ("turns", "attempts", "continuations", "waiting")] == [1, 1, 0, 0]
     assert 'rose_gateway_tokens_total{replica="guest-0"} 3' in text
-    assert health == {"status": "ok", "replicas": 1}
+    assert health == {"status": "ok", "replicas": 1, "unversioned": {}}
     assert models["data"][0]["id"] == "rose-policy"
 
 

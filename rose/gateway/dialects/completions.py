@@ -1,0 +1,257 @@
+"""OpenAI's `POST /v1/completions`, as vLLM 0.32 reads and writes it.
+
+Prompts are texts (with a tokenizer) or token ids, one or many. Fields of ROSE: `min_version`,
+`exact_version`, `timeout_s`, `resume_from` in; `versions` in every choice out.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from rose.gateway.ask import SESSION_HEADER, Ask, resume_of, timeout_of
+from rose.gateway.dialects import wire
+from rose.gateway.dialects.openai import OpenAIBody, check_top_logprobs, text_between, token_text
+from rose.gateway.errors import BadRequest, TurnError
+from rose.gateway.feed import TurnFeed
+from rose.gateway.model import ServedModel
+from rose.gateway.turn_request import TurnRequest
+
+DEFAULT_MAX_TOKENS = 16
+MAX_TURNS = 256
+
+
+class _Body(OpenAIBody, gc=False, kw_only=True):
+    prompt: str | list[str | int | list[int]] | None = None
+    logprobs: int | None = None
+    suffix: str | None = None
+    add_special_tokens: bool | None = True
+
+
+_decoder = msgspec.json.Decoder(_Body)
+
+
+class CompletionDialect:
+    """Reads and complains; `CompletionAnswer` writes."""
+
+    path = "/v1/completions"
+
+    def __init__(self, model: ServedModel) -> None:
+        self._model = model
+
+    async def read(self, body: bytes, headers: Mapping[str, str]) -> Ask:
+        """The request. Raises TurnError."""
+        asked = wire.read_json(_decoder, body)
+        self._model.check_name(asked.model)
+        asked.check()
+        check_top_logprobs(asked.logprobs, "logprobs")
+        if asked.suffix:
+            raise BadRequest("suffix is not supported", "suffix")
+        prompts = await self._prompts(asked)
+        samples = asked.samples
+        if len(prompts) * samples > MAX_TURNS:
+            raise BadRequest(f"at most {MAX_TURNS} completions in one request", "prompt")
+        name, named = wire.request_id_of(headers, asked.request_id)
+        turns = []
+        for k, prompt in enumerate(prompts):
+            max_tokens = DEFAULT_MAX_TOKENS if asked.max_tokens is None else asked.max_tokens
+            self._model.check_length(len(prompt), max_tokens)
+            sampling, plan = asked.sampling(max_tokens), asked.text_plan(self._model)
+            for index in range(samples):
+                single = len(prompts) * samples == 1
+                turn = TurnRequest(
+                    request_id=name if single else f"{name}-{k * samples + index}",
+                    token_ids=prompt,
+                    sampling=sampling.child(index),
+                    session=headers.get(SESSION_HEADER) or asked.session_id or "",
+                    min_version=asked.min_version,
+                    exact_version=asked.exact_version,
+                    priority=asked.priority,
+                    cache_salt=asked.cache_salt,
+                    timeout_s=timeout_of(headers, asked.timeout_s),
+                    named=named,
+                    text=plan,
+                )
+                turns.append(turn)
+        start, event_ids = resume_of(headers, asked.resume_from)
+        answer = CompletionAnswer(f"cmpl-{name}", self._model, asked, prompts)
+        return Ask(turns, bool(asked.stream), answer, start, event_ids)
+
+    def error(self, error: TurnError) -> bytes:
+        """Body of an error answer."""
+        return wire.vllm_error(error)
+
+    def broken(self, error: TurnError) -> bytes:
+        """Event for an error in the middle of a stream."""
+        return wire.event(wire.vllm_error(error)) + wire.DONE
+
+    async def _prompts(self, asked: _Body) -> list[list[int]]:
+        prompt = asked.prompt
+        if prompt is None or not prompt:
+            raise BadRequest("prompt is missing or empty", "prompt")
+        if isinstance(prompt, str):
+            return [await self._encode(prompt, asked)]
+        ids = [token for token in prompt if isinstance(token, int)]
+        if len(ids) == len(prompt):
+            return [ids]
+        if ids:
+            raise BadRequest("prompt mixes token ids with texts or lists", "prompt")
+        return [
+            part if isinstance(part, list) else await self._encode(part, asked)
+            for part in prompt
+            if not isinstance(part, int)
+        ]
+
+    async def _encode(self, text: str, asked: _Body) -> list[int]:
+        codec = self._model.need_codec("a prompt in text")
+        return await codec.encode(text, asked.add_special_tokens is not False)
+
+
+class _Logprobs(msgspec.Struct, gc=False):
+    text_offset: list[int]
+    token_logprobs: list[float]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float]]
+
+
+class _ChunkChoice(msgspec.Struct, gc=False):
+    index: int
+    text: str
+    logprobs: _Logprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    prompt_token_ids: list[int] | None
+    token_ids: list[int] | None
+    versions: list[wire.Version]
+
+
+class _Choice(msgspec.Struct, gc=False):
+    index: int
+    text: str
+    logprobs: _Logprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    token_ids: list[int] | None
+    prompt_logprobs: None
+    prompt_token_ids: list[int] | None
+    routed_experts: None
+    versions: list[wire.Version]
+
+
+class _Chunk(msgspec.Struct, gc=False):
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[_ChunkChoice]
+
+
+class _UsageChunk(_Chunk, gc=False, kw_only=True):
+    usage: wire.Usage
+
+
+class _Whole(msgspec.Struct, gc=False):
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[_Choice]
+    service_tier: None
+    system_fingerprint: None
+    usage: wire.Usage
+    kv_transfer_params: None
+    ec_transfer_params: None
+    metrics: None
+
+
+class CompletionAnswer:
+    """Writes one request's turns; turn k is sample k mod n of prompt k // n."""
+
+    def __init__(
+        self, name: str, model: ServedModel, asked: _Body, prompts: list[list[int]]
+    ) -> None:
+        options = asked.stream_options or wire.StreamOptions()
+        self._name = name
+        self._model = model
+        self._prompts = prompts
+        self._samples = asked.samples
+        self._logprobs = asked.logprobs is not None
+        self._as_ids = asked.return_tokens_as_token_ids
+        # Without a tokenizer the text is empty: the answer is the ids.
+        self._ids = bool(asked.return_token_ids) or model.codec is None
+        self._usage_at_end = options.at_end
+        self._usage_always = options.always
+        self._offsets: dict[int, int] = {}
+
+    def whole(self, feeds: Sequence[TurnFeed]) -> bytes:
+        """Body of a 200."""
+        choices = []
+        for index, feed in enumerate(feeds):
+            end = len(feed.tokens)
+            choices.append(
+                _Choice(
+                    index,
+                    text_between(feed.text, 0, end, True),
+                    self._logprobs_of(index, feed, 0, end),
+                    feed.finish_reason,
+                    feed.stop_reason,
+                    feed.tokens.tolist() if self._ids else None,
+                    None,
+                    self._prompts[index // self._samples] if self._ids else None,
+                    None,
+                    wire.versions(feed.versions),
+                )
+            )
+        usage = wire.Usage(*wire.usage(feeds, [len(prompt) for prompt in self._prompts]))
+        return wire.encode(
+            _Whole(*self._head(feeds[0]), choices, None, None, usage, None, None, None)
+        )
+
+    def begin(self, feeds: Sequence[TurnFeed]) -> bytes:
+        """Nothing comes before the first tokens."""
+        del feeds
+        return b""
+
+    def part(self, index: int, feed: TurnFeed, start: int, end: int) -> bytes:
+        """Event with tokens [start, end)."""
+        over = feed.finish_reason is not None and end == len(feed.tokens)
+        choice = _ChunkChoice(
+            index,
+            text_between(feed.text, start, end, over),
+            self._logprobs_of(index, feed, start, end),
+            feed.finish_reason if over else None,
+            feed.stop_reason if over else None,
+            self._prompts[index // self._samples] if self._ids and start == 0 else None,
+            feed.tokens[start:end].tolist() if self._ids else None,
+            wire.versions(feed.spans(start, end)),
+        )
+        if self._usage_always:
+            usage = wire.Usage(feed.prompt_tokens, feed.prompt_tokens + end, end)
+            return wire.event(wire.encode(_UsageChunk(*self._head(feed), [choice], usage=usage)))
+        return wire.event(wire.encode(_Chunk(*self._head(feed), [choice])))
+
+    def close(self, feeds: Sequence[TurnFeed]) -> bytes:
+        """Token counts where they were asked for, and the end mark."""
+        if not self._usage_at_end:
+            return wire.DONE
+        usage = wire.Usage(*wire.usage(feeds, [len(prompt) for prompt in self._prompts]))
+        return (
+            wire.event(wire.encode(_UsageChunk(*self._head(feeds[0]), [], usage=usage))) + wire.DONE
+        )
+
+    def _head(self, feed: TurnFeed) -> tuple[str, str, int, str]:
+        return self._name, "text_completion", feed.created, self._model.name
+
+    def _logprobs_of(self, index: int, feed: TurnFeed, start: int, end: int) -> _Logprobs | None:
+        if not self._logprobs:
+            return None
+        found = _Logprobs([], [], [], [])
+        offset = self._offsets.get(index, 0)
+        for token, value in zip(feed.tokens[start:end], feed.logprobs[start:end], strict=True):
+            text, logprob = token_text(self._model, token, self._as_ids), wire.finite(value)
+            found.text_offset.append(offset)
+            found.token_logprobs.append(logprob)
+            found.tokens.append(text)
+            found.top_logprobs.append({text: logprob})
+            offset += len(text)
+        self._offsets[index] = offset
+        return found

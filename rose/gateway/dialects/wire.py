@@ -1,0 +1,124 @@
+"""What several dialects read and write: spans, usage, errors in vLLM's shape, events."""
+
+import math
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from elastic_scheduler import VersionSpan
+from rose.gateway.ask import REQUEST_ID_HEADER
+from rose.gateway.errors import BadRequest, TurnError
+from rose.gateway.feed import TurnFeed
+
+T = TypeVar("T")
+
+encode = msgspec.json.Encoder().encode
+DONE = b"data: [DONE]\n\n"
+# Both APIs write -inf and NaN like this.
+LOWEST_LOGPROB = -9999.0
+
+
+class Version(msgspec.Struct, gc=False):
+    """Output tokens [start, end) of one policy version."""
+
+    version: int
+    start: int
+    end: int
+
+
+class Segment(msgspec.Struct, gc=False):
+    """Output tokens [start, end) from one replica."""
+
+    replica: str
+    kind: str
+    start: int
+    end: int
+
+
+class Usage(msgspec.Struct, gc=False):
+    """Token counts, in OpenAI's words."""
+
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int
+    prompt_tokens_details: None = None
+    completion_tokens_details: None = None
+
+
+class ShortUsage(msgspec.Struct, gc=False):
+    """The same where vLLM leaves out what is null."""
+
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int
+
+
+class StreamOptions(msgspec.Struct, gc=False):
+    """When a stream tells its token counts."""
+
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
+
+    @property
+    def at_end(self) -> bool:
+        """In an event of its own after the last."""
+        return bool(self.include_usage)
+
+    @property
+    def always(self) -> bool:
+        """In every event."""
+        return bool(self.include_usage and self.continuous_usage_stats)
+
+
+class _ErrorInfo(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+def read_json(decoder: "msgspec.json.Decoder[T]", body: bytes) -> T:
+    """The decoded body. Raises BadRequest that says what is wrong with it."""
+    try:
+        return decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise BadRequest(f"1 validation error: {error}", "body") from error
+
+
+def request_id_of(headers: Mapping[str, str], given: str | None) -> tuple[str, bool]:
+    """The request's id and whether the caller chose it: header, else body, else a new one."""
+    name = headers.get(REQUEST_ID_HEADER) or given
+    return (name, True) if name else (uuid.uuid4().hex, False)
+
+
+def vllm_error(error: TurnError) -> bytes:
+    """Body of an error answer as vLLM writes it."""
+    return encode({"error": _ErrorInfo(str(error), error.kind, error.param, error.status)})
+
+
+def event(payload: bytes) -> bytes:
+    """One server-sent event."""
+    return b"data: " + payload + b"\n\n"
+
+
+def finite(logprob: float) -> float:
+    """A logprob that JSON can hold."""
+    return LOWEST_LOGPROB if math.isnan(logprob) else max(logprob, LOWEST_LOGPROB)
+
+
+def versions(spans: Sequence[VersionSpan]) -> list[Version]:
+    """Spans as answers carry them."""
+    return [Version(span.version, span.start, span.end) for span in spans]
+
+
+def segments(feed: TurnFeed) -> list[Segment]:
+    """Which replica each token of a finished turn came from."""
+    return [Segment(s.replica, s.kind, s.start, s.end) for s in feed.segments]
+
+
+def usage(feeds: Sequence[TurnFeed], prompts: Sequence[int]) -> tuple[int, int, int]:
+    """Prompt, total and completion tokens; `prompts` has each prompt once."""
+    prompt, completion = sum(prompts), sum(len(feed.tokens) for feed in feeds)
+    return prompt, prompt + completion, completion

@@ -1,0 +1,115 @@
+"""The tokens of one turn as its readers follow them.
+
+add* ── deliver   over: `finish_reason` says how
+     └─ fail      over: `error` says why
+
+It is kept for repeated requests after the turn is over, so it holds arrays, not lists of objects.
+"""
+
+import asyncio
+import time
+from array import array
+from collections.abc import Sequence
+
+from elastic_scheduler import Deliver, Segment, VersionSpan
+from rose.gateway.errors import TurnError
+from rose.gateway.text import TextTrack
+
+
+class TurnFeed:
+    """One writer, any number of readers; a reader remembers how many tokens it has seen."""
+
+    __slots__ = (
+        "_began_s",
+        "_waiters",
+        "attempts",
+        "created",
+        "error",
+        "finish_reason",
+        "logprobs",
+        "prompt_tokens",
+        "segments",
+        "stop_reason",
+        "text",
+        "tokens",
+        "took_s",
+        "versions",
+    )
+
+    def __init__(self, prompt_tokens: int, text: TextTrack | None = None) -> None:
+        # Every answer of this turn says the same, however often it is asked for.
+        self.created = int(time.time())
+        self._began_s = time.monotonic()
+        self.took_s = 0.0
+        self.prompt_tokens = prompt_tokens
+        self.text = text
+        self.tokens = array("q")
+        self.logprobs = array("d")
+        self.versions: list[VersionSpan] = []
+        self.segments: tuple[Segment, ...] = ()
+        self.attempts = 0
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.error: TurnError | None = None
+        self._waiters: list[asyncio.Future[None]] = []
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more will come."""
+        return self.finish_reason is not None or self.error is not None
+
+    def add(self, token_ids: Sequence[int], logprobs: Sequence[float], version: int) -> None:
+        """Tokens of one policy version; a negative version means that nobody knows it."""
+        start = len(self.tokens)
+        self.tokens.extend(token_ids)
+        self.logprobs.extend(logprobs)
+        if version >= 0:
+            last = self.versions[-1] if self.versions else None
+            if last is not None and last.version == version and last.end == start:
+                start = self.versions.pop().start
+            self.versions.append(VersionSpan(version, start, len(self.tokens)))
+        self._wake()
+
+    def deliver(self, turn: Deliver, stop_reason: int | str | None) -> None:
+        """The turn is complete: all its tokens were added."""
+        assert len(turn.token_ids) == len(self.tokens), "the feed and the journal differ"
+        self.took_s = time.monotonic() - self._began_s
+        self.finish_reason = turn.finish_reason
+        self.stop_reason = stop_reason
+        self.segments = turn.segments
+        self.attempts = turn.attempts
+        self._wake()
+
+    def fail(self, error: TurnError) -> None:
+        """The turn ends without an answer; what came so far stays readable."""
+        if not self.over:
+            self.error = error
+            self._wake()
+
+    async def beyond(self, seen: int) -> None:
+        """Return when there are more than `seen` tokens, or the turn is over."""
+        while len(self.tokens) <= seen and not self.over:
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            await waiter
+
+    async def finished(self) -> None:
+        """Return when the turn is over. Raises its TurnError if it failed."""
+        while not self.over:
+            await self.beyond(len(self.tokens))
+        if self.error is not None:
+            raise self.error
+
+    def spans(self, start: int, end: int) -> list[VersionSpan]:
+        """Known versions of tokens [start, end), cut to that range."""
+        return [
+            VersionSpan(span.version, max(start, span.start), min(end, span.end))
+            for span in self.versions
+            if span.start < end and span.end > start
+        ]
+
+    def _wake(self) -> None:
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)

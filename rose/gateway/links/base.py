@@ -1,0 +1,68 @@
+"""What every link does: encode an attempt, read its stream."""
+
+from typing import Protocol
+
+import msgspec
+
+from elastic_scheduler import Attempt
+from rose.errors import RoseError
+from rose.gateway.turn_request import TurnRequest
+
+
+class LinkError(RoseError):
+    """A replica's stream is not in its API's shape."""
+
+
+class ReplicaLine(msgspec.Struct, gc=False):
+    """Tokens of one version (below 0: unknown), or how the stream ends, or both."""
+
+    token_ids: list[int] = []
+    logprobs: list[float] = []
+    version: int = -1
+    finish_reason: str | None = None
+    message: str | None = None
+
+
+class Reader(Protocol):
+    """Reads one stream."""
+
+    def feed(self, data: bytes) -> list[ReplicaLine]:
+        """Lines completed by `data`. Raises LinkError or msgspec.MsgspecError."""
+        ...
+
+
+class Link(Protocol):
+    """One replica API; it keeps no state of its own."""
+
+    path: str
+
+    def encode(self, request: TurnRequest, attempt: Attempt) -> bytes:
+        """Body that asks to continue a turn. Raises BadRequest for what this API cannot do."""
+        ...
+
+    def reader(self) -> Reader:
+        """A reader for one new stream."""
+        ...
+
+
+class Lines:
+    """Splits a stream at newlines; a line longer than `max_bytes` is not one."""
+
+    __slots__ = ("_max_bytes", "_rest")
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._rest = b""
+
+    def split(self, data: bytes) -> list[bytes]:
+        """Whole lines without their ends. Raises LinkError."""
+        lines = (self._rest + data if self._rest else data).split(b"\n")
+        self._rest = lines.pop()
+        if len(self._rest) > self._max_bytes:
+            raise LinkError(f"a line above {self._max_bytes} bytes")
+        return lines
+
+    def events(self, data: bytes) -> list[bytes]:
+        """Payloads of whole server-sent `data:` lines, without `[DONE]`."""
+        found = [line[5:].strip() for line in self.split(data) if line.startswith(b"data:")]
+        return [payload for payload in found if payload != b"[DONE]"]

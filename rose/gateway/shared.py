@@ -1,0 +1,167 @@
+"""Turns by request id: whoever asks again for the same turn follows the one that there is.
+
+open ── running ── over: kept among the newest answers, replayed to whoever asks again
+           │  its last reader left: cancelled, at once or after a grace in which it may come back
+           └─ failed or cancelled: forgotten, the id may be used anew
+"""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from elastic_scheduler import AnswerBook, Conflict
+from rose.gateway.dispatcher import Dispatcher
+from rose.gateway.errors import BadRequest, NoReplica, TurnCancelled, TurnError
+from rose.gateway.feed import TurnFeed
+from rose.gateway.settings import GatewaySettings
+from rose.gateway.stats import GatewayStats
+from rose.gateway.turn import TurnRunner
+from rose.gateway.turn_request import TurnRequest
+
+
+@dataclass(slots=True, eq=False)
+class SharedTurn:
+    """A running or answered turn and how many connections follow it."""
+
+    request_id: str
+    session: str
+    named: bool
+    feed: TurnFeed
+    task: "asyncio.Task[None] | None" = None
+    readers: int = 0
+    last_call: asyncio.TimerHandle | None = None
+
+
+class SharedTurns:
+    """All turns of one gateway. End with `close`."""
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        dispatcher: Dispatcher,
+        runner: TurnRunner,
+        stats: GatewayStats,
+    ) -> None:
+        self._settings = settings
+        self._dispatcher = dispatcher
+        self._runner = runner
+        self._stats = stats
+        self._answers: AnswerBook[SharedTurn] = AnswerBook(settings.answers_kept)
+        self._running: dict[str, SharedTurn] = {}
+        self._closing = False
+
+    def open(self, request: TurnRequest) -> SharedTurn:
+        """The turn of an earlier request with this id and body, or a new one.
+
+        Raises TurnError for a turn that must not begin.
+        """
+        request.check()
+        fingerprint = request.fingerprint()
+        known = self._answers.find(request.request_id, fingerprint)
+        if isinstance(known, Conflict):
+            raise BadRequest(f"{known.value}: {request.request_id}", "request_id")
+        if known is not None:
+            self._stats.repeated += 1
+            return known
+        if self._closing:
+            raise NoReplica("the gateway is shutting down; send the turn again later")
+        self._dispatcher.check_admission(request.need())
+        text = None if request.text is None else request.text.track()
+        feed = TurnFeed(len(request.token_ids), text)
+        shared = SharedTurn(request.request_id, request.session, request.named, feed)
+        shared.task = asyncio.create_task(self._run(request, shared))
+        self._answers.open(request.request_id, fingerprint, shared)
+        self._running[request.request_id] = shared
+        return shared
+
+    @contextmanager
+    def reading(self, turns: Sequence[SharedTurn], stream: bool) -> Iterator[None]:
+        """Count a connection in for as long as it follows these turns.
+
+        A turn that nobody follows any more is cancelled; one that was streamed to a caller who can
+        name it is kept for `resume_grace_s`: the caller may come back for the rest.
+        """
+        for shared in turns:
+            shared.readers += 1
+            if shared.last_call is not None:
+                shared.last_call.cancel()
+                shared.last_call = None
+        try:
+            yield
+        finally:
+            for shared in turns:
+                shared.readers -= 1
+                if shared.readers == 0 and not shared.feed.over:
+                    self._abandon(shared, self._grace_s(shared) if stream else 0.0)
+
+    def cancel(self, request_id: str) -> bool:
+        """Abort a running turn; its readers get a TurnCancelled. Whether there was one."""
+        shared = self._running.get(request_id)
+        if shared is None:
+            return False
+        shared.feed.fail(TurnCancelled(f"the turn {request_id} was aborted"))
+        self._drop(shared)
+        return True
+
+    def finish_session(self, session: str) -> int:
+        """Abort what still runs for a session; how many turns."""
+        names = [name for name, shared in self._running.items() if shared.session == session]
+        return sum(map(self.cancel, names))
+
+    async def close(self, timeout_s: float) -> None:
+        """Refuse new turns, let running ones finish for a while, then cancel them."""
+        self._closing = True
+        tasks = [shared.task for shared in self._running.values() if shared.task is not None]
+        if tasks:
+            await asyncio.wait(tasks, timeout=timeout_s)
+        for shared in list(self._running.values()):
+            shared.feed.fail(NoReplica("the gateway is shutting down; send the turn again later"))
+            self._drop(shared)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _grace_s(self, shared: SharedTurn) -> float:
+        settings = self._settings
+        return settings.resume_grace_s if shared.named else settings.anonymous_grace_s
+
+    def _abandon(self, shared: SharedTurn, grace_s: float) -> None:
+        if grace_s <= 0:
+            self._drop(shared)
+            return
+        loop = asyncio.get_running_loop()
+        shared.last_call = loop.call_later(grace_s, self._drop, shared)
+
+    def _drop(self, shared: SharedTurn) -> None:
+        """End a turn that nobody wants; its id may be used anew."""
+        self._running.pop(shared.request_id, None)
+        self._answers.forget(shared.request_id, shared)
+        if shared.last_call is not None:
+            shared.last_call.cancel()
+        if shared.task is not None:
+            shared.task.cancel()
+
+    async def _run(self, request: TurnRequest, shared: SharedTurn) -> None:
+        try:
+            await self._runner.run(request, shared.feed)
+        except TurnError as error:
+            self._answers.forget(request.request_id, shared)
+            shared.feed.fail(error)
+        except BaseException:
+            # Cancelled, or a fault of this program, which its readers must not wait out.
+            self._answers.forget(request.request_id, shared)
+            shared.feed.fail(TurnError("the gateway gave the turn up: send it again"))
+            raise
+        finally:
+            if shared.feed.finish_reason is None:
+                self._stats.failed += 1
+            if self._running.get(request.request_id) is shared:
+                del self._running[request.request_id]
+        self._settle(request.request_id, shared)
+
+    def _settle(self, request_id: str, shared: SharedTurn) -> None:
+        if shared.feed.finish_reason is not None:
+            self._answers.close(request_id, shared)
+        if shared.last_call is not None:
+            shared.last_call.cancel()
+            shared.last_call = None
+        shared.task = None

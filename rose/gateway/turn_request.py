@@ -1,0 +1,64 @@
+"""One turn as the gateway works on it, whatever API it came through."""
+
+from dataclasses import dataclass
+
+import msgspec
+
+from elastic_scheduler import TurnNeed
+from rose.gateway.errors import BadRequest
+from rose.gateway.sampling import Sampling
+from rose.gateway.text import TextPlan
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+@dataclass(slots=True, eq=False)
+class TurnRequest:
+    """Tokens in, how to sample, and the caller's conditions.
+
+    `priority`: lower goes first, as in vLLM. `timeout_s` counts from arrival. `named`: the caller
+    chose the request id, so it can ask for the same turn again. `text` wants the output as text.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    sampling: Sampling
+    session: str = ""
+    min_version: int | None = None
+    exact_version: int | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+    timeout_s: float | None = None
+    named: bool = False
+    text: TextPlan | None = None
+
+    def check(self) -> None:
+        """Raise BadRequest for what the schema of a body alone cannot say."""
+        if not self.token_ids:
+            raise BadRequest("the prompt is empty (token_ids is empty): send at least one token")
+        if min(self.token_ids) < 0:
+            raise BadRequest("a prompt must not contain negative token ids")
+        for name, version in (("min", self.min_version), ("exact", self.exact_version)):
+            if version is not None and version < 0:
+                raise BadRequest(f"{name}_version must be at least 0, got {version}")
+        if self.min_version is not None and self.exact_version is not None:
+            raise BadRequest("min_version and exact_version exclude each other: send one")
+        if self.timeout_s is not None and not 0 < self.timeout_s < float("inf"):
+            raise BadRequest("a timeout is a number of seconds above 0")
+        self.sampling.check()
+
+    def need(self) -> TurnNeed:
+        """What the router has to know of a new turn."""
+        return TurnNeed(
+            self.session,
+            len(self.token_ids),
+            self.sampling.max_tokens,
+            self.min_version,
+            self.exact_version,
+        )
+
+    def fingerprint(self) -> int:
+        """Equal for requests that ask for the same tokens, however they want them delivered."""
+        stop = None if self.text is None else self.text.stop
+        asked = (self.token_ids, self.sampling, self.min_version, self.exact_version, stop)
+        return hash(_encode((*asked, self.cache_salt)))

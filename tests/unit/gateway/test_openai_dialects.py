@@ -1,0 +1,179 @@
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+import pytest_asyncio
+from gateway_cases import base_url, entry, gateway_with
+from standin_replica import StandInReplica
+from text_cases import save_byte_tokenizer
+from wire_cases import ask, payloads, stream
+
+from rose.gateway import Gateway
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest_asyncio.fixture
+async def texty(tokenizer: Path) -> AsyncIterator[tuple[StandInReplica, Gateway]]:
+    """A gateway with a tokenizer: the stand-in counts on, so the text goes on in the alphabet."""
+    async with (
+        StandInReplica(version=2) as replica,
+        gateway_with(entry(replica, "guest-0"), tokenizer=tokenizer, max_model_len=200) as gw,
+    ):
+        yield replica, gw
+
+
+def letters(text: str) -> list[int]:
+    """Token ids of printable ASCII in the byte tokenizer: '!' is the first."""
+    return [ord(letter) - ord("!") for letter in text]
+
+
+async def test_token_prompts_need_no_tokenizer_and_answer_with_ids() -> None:
+    async with (
+        StandInReplica() as replica,
+        gateway_with(entry(replica, "guest-0")) as gw,
+        aiohttp.ClientSession(base_url(gw)) as session,
+    ):
+        body = {"prompt": [[1, 10], [1, 20]], "max_tokens": 2, "n": 2, "logprobs": 0}
+        _, answer, _ = await ask(session, COMPLETIONS, body)
+        status, refused, _ = await ask(session, COMPLETIONS, {"prompt": "text"})
+        chat, _, _ = await ask(session, CHAT, {"messages": [{"role": "user", "content": "x"}]})
+    choices = answer["choices"]
+    assert [choice["token_ids"] for choice in choices] == [[11, 12], [11, 12], [21, 22], [21, 22]]
+    assert choices[0]["logprobs"]["tokens"] == ["token_id:11", "token_id:12"]
+    assert choices[0]["logprobs"]["token_logprobs"] == [-0.011, -0.012]
+    assert choices[0]["versions"] == [{"version": 0, "start": 0, "end": 2}]
+    assert answer["usage"]["prompt_tokens"] == 4
+    assert (status, chat) == (400, 400)
+    assert "--tokenizer DIR" in refused["error"]["message"]
+
+
+async def test_the_openai_client_completes_chats_and_streams(texty: Any) -> None:
+    _, gw = texty
+    url = f"{base_url(gw)}/v1"
+    async with openai.AsyncOpenAI(base_url=url, api_key="-", max_retries=0) as client:
+        whole = await client.completions.create(
+            model="rose-policy", prompt="xyzA", max_tokens=3, logprobs=1
+        )
+        chat = await client.chat.completions.create(
+            model="rose-policy",
+            messages=[{"role": "user", "content": "hi"}],
+            max_tokens=3,
+            logprobs=True,
+        )
+        chunks = [
+            chunk
+            async for chunk in await client.chat.completions.create(
+                model="rose-policy",
+                messages=[{"role": "user", "content": "hi"}],
+                max_tokens=3,
+                stream=True,
+                stream_options={"include_usage": True},
+            )
+        ]
+        with pytest.raises(openai.NotFoundError):
+            await client.completions.create(model="other", prompt="x")
+    assert whole.choices[0].text == "BCD"
+    assert whole.choices[0].logprobs.tokens == ["B", "C", "D"]
+    assert whole.choices[0].logprobs.text_offset == [0, 1, 2]
+    # The template ends with "<assistant>", so the count goes on after ">".
+    assert chat.choices[0].message.content == "?@A"
+    assert [t.token for t in chat.choices[0].logprobs.content] == ["?", "@", "A"]
+    assert chat.choices[0].versions == [{"version": 2, "start": 0, "end": 3}]
+    text = "".join(c.choices[0].delta.content for c in chunks if c.choices)
+    assert (text, chunks[0].choices[0].delta.role) == ("?@A", "assistant")
+    assert chunks[-1].usage.completion_tokens == 3
+
+
+async def test_a_stop_string_ends_the_turn_upstream_too(texty: Any) -> None:
+    replica, gw = texty
+    replica.hang_after = 6
+    async with aiohttp.ClientSession(base_url(gw)) as session:
+        body = {"prompt": "A", "max_tokens": 50, "stop": ["DE"], "return_token_ids": True}
+        _, answer, _ = await ask(session, COMPLETIONS, body)
+        _, events = await stream(session, COMPLETIONS, body)
+        body = {**body, "include_stop_str_in_output": True}
+        _, included, _ = await ask(session, COMPLETIONS, body)
+    choice = answer["choices"][0]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("BC", "stop", "DE")
+    # As in vLLM: the ids keep what the text leaves out.
+    assert choice["token_ids"] == letters("BCDE")
+    assert "".join(c["choices"][0]["text"] for c in payloads(events)) == "BC"
+    assert included["choices"][0]["text"] == "BCDE"
+    assert replica.live == 0
+
+
+async def test_text_never_splits_a_character(texty: Any) -> None:
+    replica, gw = texty
+    replica.script = [*letters("a"), *_ids_of("é"), *_ids_of("€")]
+    async with aiohttp.ClientSession(base_url(gw)) as session:
+        body = {"prompt": "A", "max_tokens": 6}
+        _, events = await stream(session, COMPLETIONS, body)
+    pieces = [chunk["choices"][0]["text"] for chunk in payloads(events)]
+    assert "".join(pieces) == "aé€"
+    assert not any("�" in piece for piece in pieces)
+
+
+async def test_tokenize_and_detokenize_are_each_others_inverse(texty: Any) -> None:
+    _, gw = texty
+    async with aiohttp.ClientSession(base_url(gw)) as session:
+        body = {"prompt": "AB", "return_token_strs": True}
+        _, tokens, _ = await ask(session, "/tokenize", body)
+        _, text, _ = await ask(session, "/detokenize", {"tokens": tokens["tokens"]})
+        messages = [{"role": "user", "content": "x"}]
+        _, chat, _ = await ask(session, "/tokenize", {"messages": messages})
+        wrong, _, _ = await ask(session, "/tokenize", {"prompt": "a", "messages": messages})
+    assert tokens == {
+        "count": 2,
+        "max_model_len": 200,
+        "tokens": letters("AB"),
+        "token_strs": ["A", "B"],
+    }
+    assert text == {"prompt": "AB"}
+    assert chat["tokens"] == letters("<user>x<assistant>")
+    assert wrong == 400
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, {"prompt": "A", "max_tokens": 200}),
+        (COMPLETIONS, {"prompt": "A", "logprobs": 5}),
+        (COMPLETIONS, {"prompt": []}),
+        (COMPLETIONS, {"prompt": [1, "a"]}),
+        (COMPLETIONS, {"prompt": "A", "logit_bias": {"1": 5}}),
+        (COMPLETIONS, {"prompt": "A", "echo": True}),
+        (COMPLETIONS, {"prompt": "A", "stop": [""]}),
+        (COMPLETIONS, {"prompt": "A", "response_format": {"type": "json_object"}}),
+        (CHAT, {"messages": []}),
+        (CHAT, {"messages": "hi"}),
+        (CHAT, {"messages": [{"role": "user", "content": "x"}], "tools": [{}]}),
+        (CHAT, {"messages": [{"role": "user", "content": "x"}], "top_logprobs": 1}),
+        (CHAT, {"messages": [{"role": "user", "content": "x"}], "n": 0}),
+        (CHAT, {"messages": [{"role": "user", "content": "x" * 300}]}),
+    ],
+)
+async def test_what_cannot_be_honoured_is_400_in_openais_shape(
+    texty: Any, path: str, body: Any
+) -> None:
+    _, gw = texty
+    async with aiohttp.ClientSession(base_url(gw)) as session:
+        status, answer, _ = await ask(session, path, body)
+    assert (status, answer["error"]["code"]) == (400, 400)
+    assert answer["error"]["message"]
+
+
+def _ids_of(letter: str) -> list[int]:
+    from tokenizers import pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    ((written, _),) = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(letter)
+    return [alphabet.index(char) for char in written]
