@@ -18,7 +18,6 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
     seed: int | None = None
-    logprobs: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,8 +88,8 @@ def encode_ask(ask: Ask, *, stream: bool = False) -> bytes:
     body = {
         "request_id": ask.request_id,
         "token_ids": ask.token_ids,
-        # vLLM's name for "the sampled token's logprob, please".
-        "sampling_params": {**msgspec.to_builtins(ask.sampling), "logprobs": 1},
+        # In vLLM's words: the sampled token's logprob and no other's.
+        "sampling_params": {**msgspec.to_builtins(ask.sampling), "logprobs": 0},
         "min_version": ask.min_version,
         "exact_version": ask.exact_version,
         "priority": ask.priority,

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from rose.bench.gateway.wires import COMPLETIONS, REPLICA, TOKEN_STREAM, TOKENS, Wire
+from rose.bench.gateway.wires import COMPLETIONS, REPLICA, SGLANG, TOKEN_STREAM, TOKENS, Wire
 from rose.errors import ConfigError
 
-DIRECT = "direct"
+DIRECT, ROSE = "direct", "rose"
 # Peers by the module that holds them; all take the same options.
 PEERS = {"vllm-router": "vllm_router", "sglang-router": "sglang_router"}
+# sglang-router takes token ids on SGLang's own route only.
+PEER_WIRES = {"vllm-router": COMPLETIONS, "sglang-router": SGLANG}
 MANY = "100000"
 
 
@@ -19,33 +21,37 @@ MANY = "100000"
 class Arm:
     """One way to the engine. `router` is whose process stands between, DIRECT for nobody's.
 
-    `baseline` is the wire of the direct arm that it is compared with.
+    `stock`: the engine is one without ROSE. `baseline`: the wire of the direct arm beside it.
     """
 
-    engine: str
     router: str
     wire: Wire
     baseline: Wire
+    stock: bool = False
 
     @property
-    def name(self) -> str:
-        """As the table says it."""
-        return f"{self.router}, {self.wire.name}" if self.router != DIRECT else DIRECT
+    def engine(self) -> str:
+        """As the table says it; it is never a real one's name."""
+        return "standin stock" if self.stock else "standin replica"
+
+    @property
+    def process(self) -> str:
+        """The router process: ROSE's gateway runs once for each kind of engine."""
+        return f"{self.router}-stock" if self.router == ROSE and self.stock else self.router
 
 
-def arms_over_standin(routers: Sequence[str], streams: bool, stock: bool) -> list[Arm]:
-    """All arms of one round; `streams`, `stock`: what the gateway at hand can do."""
-    arms = [Arm("standin replica", DIRECT, REPLICA, REPLICA)]
-    if "rose" in routers:
-        arms.append(Arm("standin replica", "rose", TOKENS, REPLICA))
-        if streams:
-            arms.append(Arm("standin replica", "rose", TOKEN_STREAM, REPLICA))
-    peers = [router for router in routers if router != "rose"]
-    if peers or stock:
-        arms.append(Arm("standin vllm", DIRECT, COMPLETIONS, COMPLETIONS))
-    if stock:
-        arms.append(Arm("standin vllm", "rose", COMPLETIONS, COMPLETIONS))
-    return arms + [Arm("standin vllm", peer, COMPLETIONS, COMPLETIONS) for peer in peers]
+def arms_over_standin(peers: Sequence[str]) -> list[Arm]:
+    """All arms of one round."""
+    arms = [
+        Arm(DIRECT, REPLICA, REPLICA),
+        Arm(ROSE, TOKENS, REPLICA),
+        Arm(ROSE, TOKEN_STREAM, REPLICA),
+        Arm(DIRECT, TOKEN_STREAM, TOKEN_STREAM, stock=True),
+        Arm(ROSE, TOKEN_STREAM, TOKEN_STREAM, stock=True),
+    ]
+    wires = {peer: PEER_WIRES.get(peer, COMPLETIONS) for peer in peers}
+    arms += [Arm(DIRECT, wire, wire, stock=True) for wire in dict.fromkeys(wires.values())]
+    return arms + [Arm(peer, wire, wire, stock=True) for peer, wire in wires.items()]
 
 
 def rose_command(port: int, urls: Sequence[str], max_sequences: int) -> list[str]:
@@ -62,9 +68,12 @@ def rose_command(port: int, urls: Sequence[str], max_sequences: int) -> list[str
     ]
 
 
-def peer_command(text: str, port: int, urls: Sequence[str]) -> list[str]:
-    """A peer's command line: `{port}` and `{urls}` filled in."""
-    return shlex.split(text.replace("{port}", str(port)).replace("{urls}", " ".join(urls)))
+def peer_command(text: str, port: int, metrics_port: int, urls: Sequence[str]) -> list[str]:
+    """A peer's command line: `{port}`, `{metrics_port}` and `{urls}` filled in."""
+    values = {"port": str(port), "metrics_port": str(metrics_port), "urls": " ".join(urls)}
+    for name, value in values.items():
+        text = text.replace(f"{{{name}}}", value)
+    return shlex.split(text)
 
 
 def peers(given: Sequence[str]) -> tuple[dict[str, str], list[str]]:
@@ -85,5 +94,6 @@ def peers(given: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         found[name] = (
             f"{shlex.quote(sys.executable)} -m {module}.launch_router --host 127.0.0.1"
             f" --port {{port}} --worker-urls {{urls}} --max-concurrent-requests {MANY}"
+            f" --prometheus-port {{metrics_port}}"
         )
     return found, missing

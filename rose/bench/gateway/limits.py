@@ -7,6 +7,8 @@ AT_STREAMS = 2000
 ADDED_P50_S, ADDED_P99_S = 0.001, 0.005
 # Longer than this without a token, where the engine wrote one, is a stall.
 STALL_S = 2.0
+# Streams go on with the next turn at once, so a router that keeps up gets all turns through.
+DONE = 0.9
 OF_ORACLE = 0.85
 
 
@@ -19,6 +21,8 @@ def checks(
     for row in ours:
         label = f"{row['wire']} at {row['streams']} streams"
         found.append(_most(f"errors, {label}", row["errors"], 0))
+        done = row["turns_per_s"] / row["due_turns_per_s"]
+        found.append(_least(f"turns of those due, {label}", done, DONE))
         if row["worst_s"] is not None:
             found.append(_most(f"worst s, {label}", row["worst_s"], STALL_S))
         if row["streams"] != AT_STREAMS:

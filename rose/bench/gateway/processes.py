@@ -8,6 +8,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,14 @@ from rose.errors import EngineStartError
 
 POLL_S = 0.1
 ANSWER_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Used:
+    """Seconds on a processor, and seconds ready to run while others had it."""
+
+    ran_s: float
+    waited_s: float
 
 
 class Measured:
@@ -65,15 +74,17 @@ class Measured:
             raise EngineStartError(f"{self.name} has ended; see {self._log}")
         return bytes(line)
 
-    def cpu_s(self) -> float:
-        """Processor time of it and its children."""
-        total = 0.0
+    def used(self) -> "Used":
+        """What it and its children used of the processor so far."""
+        ran = waited = 0
         with suppress(psutil.Error):
             root = psutil.Process(self._process.pid)
             for process in [root, *root.children(recursive=True)]:
-                times = process.cpu_times()
-                total += times.user + times.system
-        return total
+                for thread in Path(f"/proc/{process.pid}/task").glob("*/schedstat"):
+                    with suppress(OSError):
+                        ran_ns, waited_ns, _ = map(int, thread.read_text().split())
+                        ran, waited = ran + ran_ns, waited + waited_ns
+        return Used(ran / 1e9, waited / 1e9)
 
     def wait_answers(self, url: str, within_s: float = ANSWER_S) -> None:
         """Return once `url` answers 200. Raises EngineStartError."""
@@ -127,12 +138,16 @@ class Generator(Measured):
 
 
 class StandInEngine(Measured):
-    """The stand-in for engines."""
+    """The stand-in for engines: half of the ports are ROSE replicas, half are stock engines."""
 
     def __init__(self, ports: Sequence[int], log: Path, cores: Sequence[int]) -> None:
-        argv = [sys.executable, "-m", "rose.bench.gateway.standin_engine", *map(str, ports)]
+        half = len(ports) // 2
+        replicas, stock = ports[:half], ports[half:]
+        names = [*map(str, replicas), *(f"s{port}" for port in stock)]
+        argv = [sys.executable, "-m", "rose.bench.gateway.standin_engine", *names]
         super().__init__("stand-in engine", argv, log, cores, piped=True)
-        self.urls = [f"http://127.0.0.1:{port}" for port in ports]
+        self.urls = [f"http://127.0.0.1:{port}" for port in replicas]
+        self.stock_urls = [f"http://127.0.0.1:{port}" for port in stock]
         self.read()
 
     def pace(self, first_s: float, gap_s: float, chunk_tokens: int) -> None:

@@ -6,6 +6,8 @@ from typing import Any
 
 # A process this busy for most of a cell is what limits it.
 BUSY = 0.85
+# A router that is ready to run for this share of the time and may not shows others' load.
+WAITED = 0.2
 
 
 def rows(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -25,8 +27,14 @@ def rows(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _direct(cells: Sequence[Mapping[str, Any]], cell: Mapping[str, Any]) -> Mapping[str, Any]:
     """The direct cell of the same engine, streams and round."""
-    wanted = ("direct", cell["baseline"], cell["streams"], cell["round"])
-    return next(c for c in cells if (c["router"], c["wire"], c["streams"], c["round"]) == wanted)
+    where = ("engine", "streams", "round")
+    return next(
+        c
+        for c in cells
+        if c["router"] == "direct"
+        and c["wire"] == cell["baseline"]
+        and all(c[key] == cell[key] for key in where)
+    )
 
 
 def _row(mine: Sequence[Mapping[str, Any]], base: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -41,6 +49,8 @@ def _row(mine: Sequence[Mapping[str, Any]], base: Sequence[Mapping[str, Any]]) -
         "turns_per_s": median(c["turns_per_s"] for c in mine),
         "turns": sum(c["turns"] for c in mine),
         "errors": sum(c["errors"] for c in mine),
+        "due_turns_per_s": first["due_turns_per_s"],
+        "router_waited": median(c["router_waited"] for c in mine),
         "router_busy": median(c["router_busy"] for c in mine),
         "engine_busy": median(c["engine_busy"] for c in mine),
         "generator_busy": median(c["generator_busy"] for c in mine),
@@ -48,6 +58,8 @@ def _row(mine: Sequence[Mapping[str, Any]], base: Sequence[Mapping[str, Any]]) -
     row["direct_ttft_p50_s"] = _middle([c["first_s"]["p50"] for c in base])
     row["direct_ttft_p99_s"] = _middle([c["first_s"]["p99"] for c in base])
     limits = [who for who in ("router", "engine", "generator") if row[f"{who}_busy"] > BUSY]
+    if row["router_waited"] > WAITED:
+        limits.append("others on the machine")
     row["limited_by"] = ", ".join(limits)
     row["said"] = [said for cell in mine for said in cell["said"]][:3]
     return row

@@ -1,10 +1,9 @@
 """The rounds: all arms at all numbers of streams, one after the other, again and again."""
 
+import itertools
 import json
 import socket
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -13,6 +12,7 @@ from typing import Any
 
 from rose.bench.gateway.arms import (
     DIRECT,
+    ROSE,
     Arm,
     arms_over_standin,
     peer_command,
@@ -20,10 +20,10 @@ from rose.bench.gateway.arms import (
 )
 from rose.bench.gateway.load import Load
 from rose.bench.gateway.processes import Generator, Measured, StandInEngine
-from rose.bench.gateway.wires import TOKEN_STREAM
 from rose.errors import EngineStartError
 
-PORTS = 4
+# Of ROSE replicas and of stock engines.
+PORTS = 4 + 4
 Say = Callable[[str], None]
 
 
@@ -55,6 +55,7 @@ class StandInBench:
         self._cores = cores
         self._max_streams = max_streams
         self._say = say
+        self._seeds = itertools.count()
         self.skipped: dict[str, str] = {}
 
     def __enter__(self) -> "StandInBench":
@@ -77,11 +78,7 @@ class StandInBench:
 
     def rounds(self, streams: Sequence[int], rounds: int, seconds: float) -> list[dict[str, Any]]:
         """All cells."""
-        url = self._routers["rose"][1]
-        can_stream = _streams(url)
-        if not can_stream:
-            self.skipped["rose, tokens"] = "this gateway does not stream"
-        arms = arms_over_standin([*self._routers], can_stream, stock=False)
+        arms = arms_over_standin([name for name in self._peers if name in self._routers])
         return [
             self._cell(arm, Load(count, seconds), number)
             for number in range(rounds)
@@ -90,20 +87,18 @@ class StandInBench:
         ]
 
     def _cell(self, arm: Arm, load: Load, number: int) -> dict[str, Any]:
-        self._say(f"{arm.engine}, {arm.name}: {load.streams} streams, round {number + 1}")
+        self._say(f"{load.streams} streams, {arm.engine}, {arm.router}, {arm.wire.name}, {number}")
         self._engine.pace(load.first_s, load.gap_s, load.chunk_tokens)
-        router, urls = None, self._engine.urls
+        router, urls = None, self._engine.stock_urls if arm.stock else self._engine.urls
         if arm.router != DIRECT:
-            router, url = self._routers[arm.router]
+            router, url = self._routers[arm.process]
             urls = [url]
-        cpu = [process.cpu_s() if process else 0.0 for process in (self._engine, router)]
+        processes = {"engine": self._engine, "router": router}
+        before = {who: process.used() for who, process in processes.items() if process}
         began_s = time.monotonic()
-        seed = hash((arm.name, load.streams, number)) % 100_000
-        result = self._generator.cell(urls, arm.wire.name, asdict(load), seed)
+        result = self._generator.cell(urls, arm.wire.name, asdict(load), next(self._seeds))
         took_s = time.monotonic() - began_s
-        after = [process.cpu_s() if process else 0.0 for process in (self._engine, router)]
-        busy = [(b - a) / took_s for a, b in zip(cpu, after, strict=True)]
-        return {
+        cell: dict[str, Any] = {
             "engine": arm.engine,
             "router": arm.router,
             "wire": arm.wire.name,
@@ -111,17 +106,27 @@ class StandInBench:
             "streams": load.streams,
             "round": number,
             "load": load.as_json(),
-            "engine_busy": busy[0],
-            "router_busy": busy[1],
-            **result,
+            "due_turns_per_s": load.streams / load.turn_s,
+            "engine_busy": 0.0,
+            "router_busy": 0.0,
+            "router_waited": 0.0,
         }
+        for who, used in before.items():
+            after = processes[who].used()  # type: ignore[union-attr]
+            cell[f"{who}_busy"] = (after.ran_s - used.ran_s) / took_s
+            cell[f"{who}_waited"] = (after.waited_s - used.waited_s) / took_s
+        return cell | result
 
     def _start_routers(self) -> None:
-        rose_port, *ports = free_ports(1 + len(self._peers))
-        each = self._max_streams
-        commands = {"rose": (rose_port, rose_command(rose_port, self._engine.urls, each))}
-        for (name, text), port in zip(self._peers.items(), ports, strict=True):
-            commands[name] = (port, peer_command(text, port, self._engine.urls))
+        """Peers that do not start are left out; ROSE's own gateway has to."""
+        engine, ports = self._engine, iter(free_ports(2 + 2 * len(self._peers)))
+        commands: dict[str, tuple[int, list[str]]] = {}
+        for name, urls in ((ROSE, engine.urls), (f"{ROSE}-stock", engine.stock_urls)):
+            port = next(ports)
+            commands[name] = (port, rose_command(port, urls, self._max_streams))
+        for name, text in self._peers.items():
+            port = next(ports)
+            commands[name] = (port, peer_command(text, port, next(ports), engine.stock_urls))
         for name, (port, argv) in commands.items():
             router = Measured(name, argv, self._log(name), self._cores["router"])
             self._stack.callback(router.end)
@@ -130,25 +135,12 @@ class StandInBench:
                 router.wait_answers(f"{url}/health")
                 self._routers[name] = (router, url)
             except EngineStartError as error:
-                if name == "rose":
+                if name not in self._peers:
                     raise
                 self.skipped[name] = str(error)
 
     def _log(self, name: str) -> Path:
         return self._folder / f"gateway-{name}.log"
-
-
-def _streams(url: str) -> bool:
-    """Whether a gateway streams tokens: an earlier one refuses to."""
-    body = TOKEN_STREAM.body("probe", [1, 2, 3], 8)
-    request = urllib.request.Request(  # noqa: S310 - our own address
-        f"{url}{TOKEN_STREAM.path}", body, {"Content-Type": "application/json"}
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=10) as answer:  # noqa: S310 - as above
-            return b"data:" in answer.read()
-    except urllib.error.HTTPError:
-        return False
 
 
 def write(folder: Path, result: Mapping[str, Any], text: str) -> None:

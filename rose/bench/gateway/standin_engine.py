@@ -1,17 +1,19 @@
 """A stand-in for engines: answers at a fixed pace, computes nothing. One process, several ports.
 
-It speaks ROSE's replica lines and vLLM's completions as server-sent events. Bare sockets: a web
-framework would cost more than what is measured.
+It speaks ROSE's replica lines and, as server-sent events, vLLM's tokens in and out, OpenAI's
+completions and SGLang's `/generate`. A port given as `sPORT` is a stock engine's: no replica lines.
+Bare sockets: a web framework would cost more than what is measured.
 """
 
 import asyncio
 import re
 import sys
 import time
+from functools import partial
 from typing import cast
 
 _LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
-_BUDGET = re.compile(rb'"max_tokens": ?(\d+)')
+_BUDGET = re.compile(rb'"max_(?:new_)?tokens": ?(\d+)')
 STATE = (
     b'{"replica_id":"standin","role":"dedicated","policy_version":0,"admitting":true,"epoch":0,'
     b'"running":0,"waiting":0,"tokens_total":0,"kv_tokens":0,"warm":true,"warm_up":null}'
@@ -19,7 +21,9 @@ STATE = (
 MODELS = b'{"object":"list","data":[{"id":"policy","object":"model","max_model_len":65536}]}'
 ANSWERS = {b"/rose/v1/state": STATE, b"/v1/models": MODELS}
 JSON = "application/json"
-LINES, EVENTS = b"application/x-ndjson", b"text/event-stream"
+DONE = "data: [DONE]\n\n"
+STREAMS = (b"/rose/v1/generate", b"/inference/v1/generate", b"/v1/completions", b"/generate")
+LINES, TOKENS, TEXT, SGLANG = STREAMS
 
 
 class Pace:
@@ -36,8 +40,9 @@ class Pace:
 class Connection(asyncio.Protocol):
     """One connection: requests one after the other, each answered or streamed."""
 
-    def __init__(self, pace: Pace) -> None:
+    def __init__(self, pace: Pace, stock: bool) -> None:
         self._pace = pace
+        self._stock = stock
         self._rest = b""
         self._timer: asyncio.TimerHandle | None = None
 
@@ -62,13 +67,16 @@ class Connection(asyncio.Protocol):
         if len(body) < needed:
             return
         self._rest = body[needed:]
-        self._answer(head.split(b" ", 2)[1].split(b"?")[0], body[:needed])
+        method, path = head.split(b" ", 2)[:2]
+        self._answer(method, path.split(b"?")[0], body[:needed])
 
-    def _answer(self, path: bytes, body: bytes) -> None:
-        if path == b"/rose/v1/generate":
-            self._begin(body, LINES)
-        elif path == b"/v1/completions":
-            self._begin(body, EVENTS)
+    def _answer(self, method: bytes, path: bytes, body: bytes) -> None:
+        if self._stock and path.startswith(b"/rose/"):
+            self._transport.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
+        elif path in STREAMS and method == b"GET":
+            self._transport.write(b"HTTP/1.1 405 Not Allowed\r\nContent-Length: 0\r\n\r\n")
+        elif path in STREAMS:
+            self._begin(body, path)
         else:
             answer = self._paced(path) or ANSWERS.get(path, b"{}")
             head = f"HTTP/1.1 200 OK\r\nContent-Type: {JSON}\r\nContent-Length: {len(answer)}\r\n"
@@ -83,12 +91,13 @@ class Connection(asyncio.Protocol):
         pace.first_s, pace.gap_s, pace.chunk_tokens = float(first_s), float(gap_s), int(tokens)
         return f'{{"turns":{pace.turns},"left":{pace.left}}}'.encode()
 
-    def _begin(self, body: bytes, kind: bytes) -> None:
+    def _begin(self, body: bytes, path: bytes) -> None:
         budget = _BUDGET.search(body)
         self._due = int(budget.group(1)) if budget else 16
-        self._kind = kind
+        self._path = path
         self._received_s = time.monotonic()
         self._pace.turns += 1
+        kind = b"application/x-ndjson" if path == LINES else b"text/event-stream"
         head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nContent-Type: "
         self._head = head + kind + b"\r\n\r\n"
         self._next_s = self._received_s + self._pace.first_s
@@ -109,31 +118,38 @@ class Connection(asyncio.Protocol):
         self._transport.write(data)
 
     def _piece(self, count: int) -> bytes:
-        stamp = f"{time.monotonic():.6f}", f"{self._received_s:.6f}"
+        now, received = f"{time.monotonic():.6f}", f"{self._received_s:.6f}"
+        logprobs = [now, received, *["0"] * count][:count]
+        tokens = ",".join(["7"] * count)
         reason = "null" if self._due else '"length"'
-        if self._kind is LINES:
-            tokens = ",".join(["7"] * count)
-            logprobs = ",".join([*stamp, *["0"] * count][:count])
-            line = f'{{"token_ids":[{tokens}],"logprobs":[{logprobs}],"version":0}}\n'
+        if self._path == LINES:
+            line = f'{{"token_ids":[{tokens}],"logprobs":[{",".join(logprobs)}],"version":0}}\n'
             return (line + ("" if self._due else '{"finish_reason":"length"}\n')).encode()
-        choice = f'{{"index":0,"text":"{stamp[0]} {stamp[1]}","finish_reason":{reason}}}'
-        event = (
-            f'data: {{"id":"c","object":"text_completion","model":"policy","choices":[{choice}]}}'
-        )
-        return (event + "\n\n" + ("" if self._due else "data: [DONE]\n\n")).encode()
+        if self._path == TOKENS:
+            content = ",".join([f'{{"token_id":7,"logprob":{value}}}' for value in logprobs])
+            choice = f'"token_ids":[{tokens}],"logprobs":{{"content":[{content}]}}'
+            event = f'"choices":[{{"index":0,{choice},"finish_reason":{reason}}}]'
+        elif self._path == TEXT:
+            choice = f'"index":0,"text":"{now} {received}","finish_reason":{reason}'
+            event = f'"object":"text_completion","model":"policy","choices":[{{{choice}}}]'
+        else:
+            event = f'"text":"{now} {received}","meta_info":{{"finish_reason":{reason}}}'
+        return f"data: {{{event}}}\n\n{'' if self._due else DONE}".encode()
 
     def _loop(self) -> asyncio.AbstractEventLoop:
         return asyncio.get_running_loop()
 
 
-async def _serve(ports: list[int]) -> None:
+async def _serve(ports: list[str]) -> None:
     loop, pace = asyncio.get_running_loop(), Pace(0.02, 0.01, 8)
     for port in ports:
-        await loop.create_server(lambda: Connection(pace), "127.0.0.1", port, backlog=4096)
+        stock = port.startswith("s")
+        make = partial(Connection, pace, stock)
+        await loop.create_server(make, "127.0.0.1", int(port.lstrip("s")), backlog=4096)
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     await asyncio.Event().wait()
 
 
 if __name__ == "__main__":
-    asyncio.run(_serve([int(port) for port in sys.argv[1:]]))
+    asyncio.run(_serve(sys.argv[1:]))

@@ -14,6 +14,7 @@ HEAD = (
     "turns/s",
     "errors",
     "router busy",
+    "waits",
     "limited by",
 )
 
@@ -66,6 +67,7 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
         f"{row['turns_per_s']:.1f}",
         str(row["errors"]),
         f"{row['router_busy']:.0%}",
+        f"{row['router_waited']:.0%}",
         row["limited_by"] or "-",
     )
 

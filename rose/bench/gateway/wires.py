@@ -61,6 +61,12 @@ def _completion_body(request_id: str, prompt: Sequence[int], budget: int) -> byt
     return msgspec.json.encode(body)
 
 
+def _sglang_body(request_id: str, prompt: Sequence[int], budget: int) -> bytes:
+    sampling = {"temperature": 1.0, "max_new_tokens": budget}
+    body = {"rid": request_id, "input_ids": prompt, "sampling_params": sampling, "stream": True}
+    return msgspec.json.encode(body)
+
+
 def _of_lines(data: bytes) -> list[float]:
     return [float(n) for found in _LINE_LOGPROBS.findall(data) for n in _NUMBERS.findall(found)]
 
@@ -77,4 +83,5 @@ REPLICA = Wire("replica lines", "/rose/v1/generate", _replica_body, _of_lines)
 TOKENS = Wire("tokens, whole", "/inference/v1/generate", _tokens_body, _of_events, whole=True)
 TOKEN_STREAM = Wire("tokens", "/inference/v1/generate", _token_stream_body, _of_events)
 COMPLETIONS = Wire("completions", "/v1/completions", _completion_body, _of_text)
-WIRES = {wire.name: wire for wire in (REPLICA, TOKENS, TOKEN_STREAM, COMPLETIONS)}
+SGLANG = Wire("generate", "/generate", _sglang_body, _of_text)
+WIRES = {wire.name: wire for wire in (REPLICA, TOKENS, TOKEN_STREAM, COMPLETIONS, SGLANG)}

@@ -48,7 +48,7 @@ async def test_a_turn_is_asked_for_as_the_trainer_says() -> None:
         "stop_token_ids": [9],
         "allowed_token_ids": [8, 9],
         "seed": 11,
-        "logprobs": 1,
+        "logprobs": 0,
     }
 
 
