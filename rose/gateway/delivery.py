@@ -16,8 +16,8 @@ from rose.gateway.stats import GatewayStats
 EVENT_STREAM = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
 # Bounds what one event holds, and so what a slow reader can make the gateway encode at once.
 MAX_EVENT_TOKENS = 512
-# Below this a write does not wait for the reader, so it needs no clock.
-UNWATCHED_BYTES = 32 << 10
+# With less than this unsent no connection is paused, so a write cannot wait and needs no clock.
+UNWATCHED_BYTES = 16 << 10
 
 
 class Delivery:
@@ -32,9 +32,13 @@ class Delivery:
         """Answer with a whole body."""
         response = web.Response(body=body, content_type="application/json")
         if len(body) > UNWATCHED_BYTES:
-            async with self._patience():
-                await response.prepare(self._http)
-                await response.write_eof()
+            try:
+                async with self._patience():
+                    await response.prepare(self._http)
+                    await response.write_eof()
+            except ConnectionError:
+                # The reader is gone, or was too slow: nobody is left to tell.
+                return response
         return response
 
     async def stream(self, dialect: Dialect, ask: Ask, feeds: list[TurnFeed]) -> web.StreamResponse:
@@ -99,7 +103,7 @@ class Delivery:
             raise ConnectionResetError("the reader is gone")
         if not data:
             return
-        if transport.get_write_buffer_size() < UNWATCHED_BYTES:
+        if transport.get_write_buffer_size() + len(data) < UNWATCHED_BYTES:
             await response.write(data)
             return
         async with self._patience():

@@ -23,6 +23,10 @@ class _ModelInfo(msgspec.Struct, gc=False):
     model_path: str
 
 
+class _Version(msgspec.Struct, gc=False):
+    version: str
+
+
 class _Card(msgspec.Struct, gc=False):
     max_model_len: int | None = None
 
@@ -33,6 +37,7 @@ class _Cards(msgspec.Struct, gc=False):
 
 decode_state = msgspec.json.Decoder(ReplicaState).decode
 _decode_info = msgspec.json.Decoder(_ModelInfo).decode
+_decode_version = msgspec.json.Decoder(_Version).decode
 _decode_cards = msgspec.json.Decoder(_Cards).decode
 
 
@@ -56,9 +61,9 @@ async def _api(session: aiohttp.ClientSession, url: str) -> ReplicaApi | None:
     for path in ("model_info", "get_model_info"):
         if _reads(_decode_info, await _get(session, f"{url}/{path}")):
             return ReplicaApi.SGLANG
-    # A route for POST answers GET with 405: there without asking for a turn.
-    status, _ = await _get(session, f"{url}/inference/v1/generate")
-    return ReplicaApi.VLLM if status == 405 else None
+    if _reads(_decode_version, await _get(session, f"{url}/version")):
+        return ReplicaApi.VLLM
+    return None
 
 
 async def _max_model_len(session: aiohttp.ClientSession, url: str) -> int | None:

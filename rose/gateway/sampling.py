@@ -6,6 +6,8 @@ import msgspec
 
 from rose.gateway.errors import BadRequest
 
+MAX_TOKEN_ID = 1 << 32
+
 
 class Sampling(msgspec.Struct, gc=False):
     """What every replica can do; also the `sampling` of a ROSE replica's body. `top_k` 0 is off."""
@@ -33,6 +35,9 @@ class Sampling(msgspec.Struct, gc=False):
             raise BadRequest(f"top_k must be 0 or -1 (off), or at least 1, got {self.top_k}")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise BadRequest("allowed_token_ids is empty: no token could be sampled")
+        ids = [*(self.stop_token_ids or ()), *(self.allowed_token_ids or ())]
+        if ids and not 0 <= min(ids) <= max(ids) < MAX_TOKEN_ID:
+            raise BadRequest("stop_token_ids and allowed_token_ids are ids of at least 0")
 
     def rest(self, max_tokens: int) -> "Sampling":
         """The same sampling for a turn of which only `max_tokens` are still to be generated."""

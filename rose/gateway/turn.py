@@ -6,7 +6,16 @@ from dataclasses import replace
 import aiohttp
 import msgspec
 
-from elastic_scheduler import Attempt, Continue, Deliver, End, GiveUp, JournalError, TurnJournal
+from elastic_scheduler import (
+    Attempt,
+    Continue,
+    Deliver,
+    End,
+    GiveUp,
+    JournalError,
+    Outcome,
+    TurnJournal,
+)
 from rose.gateway.dispatcher import Dispatcher, EventSink, LiveAttempt
 from rose.gateway.errors import BadRequest, DeadlinePassed, NoReplica
 from rose.gateway.feed import TurnFeed
@@ -51,11 +60,14 @@ class TurnRunner:
     async def run(self, request: TurnRequest, feed: TurnFeed) -> None:
         """Fill the feed to its end. Raises TurnError when the turn cannot be finished."""
         if request.timeout_s is None:
-            return await self._run(request, feed)
+            await self._run(request, feed)
+            return
         try:
             async with asyncio.timeout(request.timeout_s):
-                return await self._run(request, feed)
+                await self._run(request, feed)
         except TimeoutError as error:
+            if feed.over:
+                return
             raise DeadlinePassed(
                 f"the turn was not done after {request.timeout_s:g} s, with "
                 f"{len(feed.tokens)} tokens so far; allow it more time"
@@ -74,11 +86,11 @@ class TurnRunner:
             live = await self._dispatcher.acquire(need, avoid, request.priority)
             attempt = journal.begin(live.entry.id, live.entry.kind.value)
             live.may_move = attempt.number < self._settings.max_attempts
-            end, reason = await self._attempt(request, live, _Sink(journal, feed, attempt))
-            outcome = journal.end(attempt.number, end, reason)
+            sink = _Sink(request, journal, feed, attempt, self._stats)
+            end, reason = await self._attempt(request, live, sink)
+            outcome = sink.end(end, reason)
             if isinstance(outcome, Deliver):
-                self._stats.turns += 1
-                return feed.deliver(outcome, _stop_reason(request, feed, outcome))
+                return
             if isinstance(outcome, GiveUp):
                 raise NoReplica(f"{journal.attempts} replicas failed the turn, the last: {reason}")
             assert isinstance(outcome, Continue)
@@ -107,7 +119,8 @@ class TurnRunner:
             end, reason = live.interrupted, live.interrupted.value
         finally:
             live.task = None
-            self._dispatcher.finish(live, end)
+            if not sink.delivered:
+                self._dispatcher.finish(live, end)
         return end, reason
 
     async def _stream(
@@ -139,14 +152,25 @@ class TurnRunner:
                     if sink.stopped:
                         # The engine knows nothing of stop strings: hanging up ends its work.
                         response.close()
-                        return End.FINISHED, "stop"
+                        return self._finished(live, sink, "stop")
                 if line.finish_reason is not None:
-                    await _drain(content, live)
                     end = ENDS.get(line.finish_reason, End.BROKEN)
-                    if end is End.FINISHED:
-                        return end, line.finish_reason
-                    return end, line.message or line.finish_reason
+                    if end is not End.FINISHED:
+                        return end, line.message or line.finish_reason
+                    finished = self._finished(live, sink, line.finish_reason)
+                    await _drain(content)
+                    return finished
         return End.BROKEN, "the stream ended without a finish reason"
+
+    def _finished(self, live: LiveAttempt, sink: "_Sink", reason: str) -> tuple[End, str]:
+        """The turn is complete: hand it over and free its place before any more waiting.
+
+        From here on nothing may interrupt it.
+        """
+        live.task = None
+        sink.end(End.FINISHED, reason)
+        self._dispatcher.finish(live, End.FINISHED)
+        return End.FINISHED, reason
 
     def _note_continuation(
         self, request_id: str, live: LiveAttempt, end: End, reason: str, journal: TurnJournal
@@ -166,12 +190,38 @@ class TurnRunner:
 class _Sink:
     """Where the tokens of one attempt go: text first (it may cut them), journal, feed."""
 
-    __slots__ = ("_feed", "_journal", "attempt")
+    __slots__ = ("_feed", "_journal", "_outcome", "_request", "_stats", "attempt")
 
-    def __init__(self, journal: TurnJournal, feed: TurnFeed, attempt: Attempt) -> None:
+    def __init__(
+        self,
+        request: TurnRequest,
+        journal: TurnJournal,
+        feed: TurnFeed,
+        attempt: Attempt,
+        stats: GatewayStats,
+    ) -> None:
+        self._stats = stats
+        self._request = request
         self._journal = journal
         self._feed = feed
+        self._outcome: Outcome | None = None
         self.attempt = attempt
+
+    @property
+    def delivered(self) -> bool:
+        """Whether the attempt completed its turn."""
+        return self._outcome is not None
+
+    def end(self, end: End, reason: str) -> Outcome | None:
+        """End the attempt, once; a complete turn goes to its readers at that moment."""
+        if self._outcome is None:
+            outcome = self._journal.end(self.attempt.number, end, reason)
+            if isinstance(outcome, Deliver):
+                stop_reason = _stop_reason(self._request, self._feed, outcome)
+                self._stats.turns += 1
+                self._feed.deliver(outcome, stop_reason)
+            self._outcome = outcome
+        return self._outcome
 
     @property
     def stopped(self) -> bool:
@@ -200,12 +250,8 @@ def _stop_reason(request: TurnRequest, feed: TurnFeed, turn: Deliver) -> int | s
     return last if last in (request.sampling.stop_token_ids or ()) else None
 
 
-async def _drain(content: aiohttp.StreamReader, live: LiveAttempt) -> None:
-    """Read the terminator after the last line, so that the connection can be used again.
-
-    The turn is complete: from here on nothing may interrupt it.
-    """
-    live.task = None
+async def _drain(content: aiohttp.StreamReader) -> None:
+    """Read the terminator after the last line, so that the connection can be used again."""
     if content.at_eof():
         return
     try:

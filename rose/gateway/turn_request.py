@@ -6,8 +6,10 @@ import msgspec
 
 from elastic_scheduler import TurnNeed
 from rose.gateway.errors import BadRequest
-from rose.gateway.sampling import Sampling
+from rose.gateway.sampling import MAX_TOKEN_ID, Sampling
 from rose.gateway.text import TextPlan
+
+MAX_NUMBER = 1 << 63
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -36,8 +38,10 @@ class TurnRequest:
         """Raise BadRequest for what the schema of a body alone cannot say."""
         if not self.token_ids:
             raise BadRequest("the prompt is empty (token_ids is empty): send at least one token")
-        if min(self.token_ids) < 0:
-            raise BadRequest("a prompt must not contain negative token ids")
+        if min(self.token_ids) < 0 or max(self.token_ids) >= MAX_TOKEN_ID:
+            raise BadRequest("a prompt has token ids of at least 0 and below 2**32", "token_ids")
+        if not -MAX_NUMBER <= self.priority < MAX_NUMBER:
+            raise BadRequest("priority is a number of 64 bits", "priority")
         for name, version in (("min", self.min_version), ("exact", self.exact_version)):
             if version is not None and version < 0:
                 raise BadRequest(f"{name}_version must be at least 0, got {version}")
@@ -58,7 +62,13 @@ class TurnRequest:
         )
 
     def fingerprint(self) -> int:
-        """Equal for requests that ask for the same tokens, however they want them delivered."""
+        """Equal for requests that ask for the same tokens, however they want them delivered.
+
+        Raises BadRequest for numbers that no replica could be sent.
+        """
         stop = None if self.text is None else self.text.stop
         asked = (self.token_ids, self.sampling, self.min_version, self.exact_version, stop)
-        return hash(_encode((*asked, self.cache_salt)))
+        try:
+            return hash(_encode((*asked, self.cache_salt)))
+        except (OverflowError, UnicodeEncodeError) as error:
+            raise BadRequest(f"a number or text of the request is out of range: {error}") from error

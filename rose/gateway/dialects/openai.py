@@ -133,7 +133,9 @@ def token_text(model: ServedModel, token_id: int, as_ids: bool | None) -> str:
     """A token in a list of logprobs: its text, or `token_id:N` as vLLM writes it."""
     if as_ids or model.codec is None:
         return f"token_id:{token_id}"
-    return model.codec.decode([token_id])
+    text = model.codec.decode([token_id])
+    # Bytes of an unfinished character are no text, and vLLM shows none.
+    return "" if text.endswith("\ufffd") else text
 
 
 def text_between(track: TextTrack | None, start: int, end: int, over: bool) -> str:

@@ -1,37 +1,43 @@
-"""A stock vLLM: `POST /inference/v1/generate`, streamed; tokens without versions.
+"""A stock vLLM: `POST /v1/completions` with token ids, streamed; tokens without versions.
 
-Its priorities need a scheduling policy that a stock server does not have on, so none is sent.
+Its tokens-in-tokens-out route would fit better, but a server has it only with `--enable-scale-out`;
+this one every vLLM since 0.10.2 has. Its priorities need a scheduling policy that a stock server
+does not have on, so none is sent. What is left out would come from the model's generation config.
 """
 
 import msgspec
 
 from elastic_scheduler import Attempt
 from rose.gateway.links.base import Lines, LinkError, ReplicaLine
-from rose.gateway.sampling import Sampling
 from rose.gateway.turn_request import TurnRequest
 
 MAX_EVENT_BYTES = 1 << 20
 
 
-class _SamplingBody(Sampling, gc=False, kw_only=True):
-    logprobs: int = 0
-    detokenize: bool = False
-
-
-class _Body(msgspec.Struct, gc=False, omit_defaults=True):
+class _Body(msgspec.Struct, gc=False):
+    prompt: list[int]
     request_id: str
-    token_ids: list[int]
-    sampling_params: _SamplingBody
-    stream: bool
-    cache_salt: str | None = None
-
-
-class _TokenLogprob(msgspec.Struct, gc=False):
-    logprob: float
+    max_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_tokens: int
+    stop_token_ids: list[int]
+    allowed_token_ids: list[int] | None
+    seed: int | None
+    cache_salt: str | None
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logprobs: int = 0
+    return_token_ids: bool = True
+    return_tokens_as_token_ids: bool = True
+    stream: bool = True
 
 
 class _Logprobs(msgspec.Struct, gc=False):
-    content: list[_TokenLogprob] | None = None
+    token_logprobs: list[float | None] = []
 
 
 class _Choice(msgspec.Struct, gc=False):
@@ -52,16 +58,26 @@ _decode = msgspec.json.Decoder(_Event).decode
 class VllmLink:
     """Tokens in, tokens out."""
 
-    path = "/inference/v1/generate"
+    path = "/v1/completions"
 
     def encode(self, request: TurnRequest, attempt: Attempt) -> bytes:
         """The attempt's request id is unique: an engine refuses one that it knows."""
         rest = request.sampling.rest(attempt.max_tokens)
-        sampling = _SamplingBody(
-            **{field: getattr(rest, field) for field in Sampling.__struct_fields__}
+        return _encode(
+            _Body(
+                attempt.token_ids,
+                f"{request.request_id}.{attempt.number}",
+                rest.max_tokens,
+                rest.temperature,
+                rest.top_p,
+                rest.top_k,
+                rest.min_tokens,
+                rest.stop_token_ids or [],
+                rest.allowed_token_ids,
+                rest.seed,
+                request.cache_salt,
+            )
         )
-        name = f"{request.request_id}.{attempt.number}"
-        return _encode(_Body(name, attempt.token_ids, sampling, True, request.cache_salt))
 
     def reader(self) -> "_Reader":
         """A reader for one new stream."""
@@ -85,8 +101,11 @@ def _line(event: _Event) -> ReplicaLine:
         return ReplicaLine()
     choice = event.choices[0]
     tokens = choice.token_ids or []
-    content = choice.logprobs.content if choice.logprobs is not None else None
-    logprobs = [token.logprob for token in content or ()]
+    given = choice.logprobs.token_logprobs if choice.logprobs is not None else []
+    logprobs = [float("nan") if logprob is None else logprob for logprob in given]
     if len(logprobs) != len(tokens):
-        raise LinkError(f"{len(tokens)} tokens came with {len(logprobs)} logprobs")
+        raise LinkError(
+            f"{len(tokens)} token ids came with {len(logprobs)} logprobs; "
+            "vLLM sends both since version 0.10.2"
+        )
     return ReplicaLine(tokens, logprobs, -1, choice.finish_reason)

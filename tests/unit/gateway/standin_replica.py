@@ -29,6 +29,16 @@ class StandInReplica:
         self.live = 0
         self.max_live = 0
         self.url = ""
+        self._sockets: set[asyncio.Transport] = set()
+        self._site: web.TCPSite | None = None
+
+    def kill(self) -> None:
+        """Die like a process: every connection breaks, and nobody listens any more."""
+        assert self._site is not None
+        assert self._site._server is not None
+        self._site._server.close()
+        for transport in self._sockets:
+            transport.abort()
 
     async def __aenter__(self) -> Self:
         app = web.Application()
@@ -36,7 +46,8 @@ class StandInReplica:
         app.router.add_get("/rose/v1/state", self._state)
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0, shutdown_timeout=0.1).start()
+        self._site = web.TCPSite(self._runner, "127.0.0.1", 0, shutdown_timeout=0.1)
+        await self._site.start()
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
         return self
 
@@ -66,6 +77,8 @@ class StandInReplica:
             return web.json_response({"error": {"message": "too long"}}, status=400)
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         await response.prepare(http)
+        assert isinstance(http.transport, asyncio.Transport)
+        self._sockets.add(http.transport)
         self.live += 1
         self.max_live = max(self.max_live, self.live)
         try:

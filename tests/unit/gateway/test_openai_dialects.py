@@ -6,9 +6,9 @@ import aiohttp
 import openai
 import pytest
 import pytest_asyncio
+from byte_tokenizer import save_byte_tokenizer
 from gateway_cases import base_url, entry, gateway_with
 from standin_replica import StandInReplica
-from text_cases import save_byte_tokenizer
 from wire_cases import ask, payloads, stream
 
 from rose.gateway import Gateway

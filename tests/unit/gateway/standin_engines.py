@@ -1,0 +1,136 @@
+"""Stock engines without a model: what vLLM and SGLang answer, over real sockets.
+
+Both count on from the last prompt token, as `StandInReplica` does; `break_after` cuts a stream.
+"""
+
+import asyncio
+import json
+from typing import Any, Self
+
+from aiohttp import web
+
+
+class StandInEngine:
+    """What both have in common; `path` and `_event` are each one's own."""
+
+    path = ""
+
+    def __init__(self, delay_s: float = 0.0) -> None:
+        self.delay_s = delay_s
+        self.break_after: int | None = None
+        self.healthy = True
+        self.requests: list[dict[str, Any]] = []
+        self.live = 0
+        self.url = ""
+
+    async def __aenter__(self) -> Self:
+        app = web.Application()
+        app.router.add_post(self.path, self._generate)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/v1/models", self._models)
+        self._more_routes(app)
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0, shutdown_timeout=0.1).start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._runner.cleanup()
+
+    def _more_routes(self, app: web.Application) -> None:
+        return None
+
+    async def _health(self, http: web.Request) -> web.Response:
+        return web.Response(status=200 if self.healthy else 503)
+
+    async def _models(self, http: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": "m", "max_model_len": 400}]})
+
+    async def _generate(self, http: web.Request) -> web.StreamResponse:
+        asked = await http.json()
+        self.requests.append(asked)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(http)
+        self.live += 1
+        try:
+            prompt, budget = self._wanted(asked)
+            tokens = [prompt[-1] + 1 + i for i in range(budget)]
+            for i in range(budget):
+                if i == self.break_after:
+                    assert http.transport is not None
+                    http.transport.close()
+                    return response
+                await asyncio.sleep(self.delay_s)
+                event = self._event(tokens[: i + 1], i + 1 == budget)
+                await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+            await response.write(b"data: [DONE]\n\n")
+            await response.write_eof()
+        finally:
+            self.live -= 1
+        return response
+
+    def _wanted(self, asked: dict[str, Any]) -> tuple[list[int], int]:
+        raise NotImplementedError
+
+    def _event(self, tokens: list[int], last: bool) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class StandInVllm(StandInEngine):
+    """`/v1/completions` of vLLM 0.32; `/version` as everywhere in vLLM."""
+
+    path = "/v1/completions"
+
+    def _more_routes(self, app: web.Application) -> None:
+        app.router.add_get("/version", self._version)
+
+    async def _version(self, http: web.Request) -> web.Response:
+        return web.json_response({"version": "0.32.0"})
+
+    def _wanted(self, asked: dict[str, Any]) -> tuple[list[int], int]:
+        assert (asked["stream"], asked["return_token_ids"], asked["logprobs"]) == (True, True, 0)
+        assert "priority" not in asked, "a stock vLLM refuses priorities"
+        return asked["prompt"], asked["max_tokens"]
+
+    def _event(self, tokens: list[int], last: bool) -> dict[str, Any]:
+        token = tokens[-1]
+        choice = {
+            "index": 0,
+            "text": "",
+            "logprobs": {"token_logprobs": [-token / 1000], "tokens": [f"token_id:{token}"]},
+            "finish_reason": "length" if last else None,
+            "token_ids": [token],
+        }
+        return {"id": "x", "object": "text_completion", "choices": [choice]}
+
+
+class StandInSglang(StandInEngine):
+    """`/generate` of SGLang 0.5: events repeat the output, or not when `incremental`."""
+
+    path = "/generate"
+
+    def __init__(self, delay_s: float = 0.0, incremental: bool = False) -> None:
+        super().__init__(delay_s)
+        self._incremental = incremental
+
+    def _more_routes(self, app: web.Application) -> None:
+        app.router.add_get("/model_info", self._model_info)
+
+    async def _model_info(self, http: web.Request) -> web.Response:
+        return web.json_response({"model_path": "m", "is_generation": True})
+
+    def _wanted(self, asked: dict[str, Any]) -> tuple[list[int], int]:
+        assert asked["return_logprob"] is True
+        return asked["input_ids"], asked["sampling_params"]["max_new_tokens"]
+
+    def _event(self, tokens: list[int], last: bool) -> dict[str, Any]:
+        shown = tokens[-1:] if self._incremental else tokens
+        meta = {
+            "id": "x",
+            "finish_reason": {"type": "length", "length": len(tokens)} if last else None,
+            "weight_version": "default",
+            "output_token_logprobs": [[-token / 1000, token, None] for token in shown],
+            "completion_tokens": len(tokens),
+        }
+        return {"text": "", "output_ids": shown, "meta_info": meta}

@@ -1,0 +1,126 @@
+"""`--replica URL`: whatever answers there works, and what it cannot promise is said."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+from gateway_cases import base_url, until
+from standin_engines import StandInEngine, StandInSglang, StandInVllm
+from standin_replica import StandInReplica
+from wire_cases import VLLM, ask, payloads, stream, vllm_body
+
+from rose.errors import ConfigError
+from rose.gateway import Gateway, static
+from rose.gateway.settings import parse_settings
+
+COUNT = list(range(101, 111))
+
+
+@asynccontextmanager
+async def attached(*urls: str, more: tuple[str, ...] = ()) -> AsyncIterator[Gateway]:
+    """A gateway as the command line makes it; ready when all its replicas are."""
+    argv = ["--port", "0", "--shutdown-s", "0.1", *more]
+    for url in urls:
+        argv += ["--replica", url]
+    patch = pytest.MonkeyPatch()
+    patch.setattr(static, "POLL_S", 0.02)
+    try:
+        async with Gateway(parse_settings(argv)) as gateway:
+            await until(lambda: gateway._dispatcher.usable == len(urls))
+            yield gateway
+    finally:
+        patch.undo()
+
+
+@pytest.mark.parametrize(
+    ("engine", "api"),
+    [
+        (StandInVllm(), "vllm"),
+        (StandInSglang(), "sglang"),
+        (StandInSglang(incremental=True), "sglang"),
+    ],
+)
+async def test_a_stock_engine_serves_turns_and_the_gateway_says_what_is_missing(
+    engine: StandInEngine, api: str, capsys: Any
+) -> None:
+    async with (
+        engine,
+        attached(engine.url) as gw,
+        aiohttp.ClientSession(base_url(gw)) as session,
+    ):
+        body = vllm_body(10, priority=3)
+        status, answer, _ = await ask(session, VLLM, body)
+        _, events = await stream(session, VLLM, body)
+        health = await (await session.get("/health")).json()
+        models = await (await session.get("/v1/models")).json()
+        versioned, refused, _ = await ask(session, VLLM, vllm_body(3, min_version=0))
+        too_long, _, _ = await ask(session, VLLM, vllm_body(3, token_ids=[1] * 400))
+    choice = answer["choices"][0]
+    assert (status, choice["token_ids"]) == (200, COUNT)
+    assert [row["logprob"] for row in choice["logprobs"]["content"]] == [-t / 1000 for t in COUNT]
+    assert (choice["weight_versions"], answer["versions"]) == (None, [])
+    assert all(chunk["versions"] == [] for chunk in payloads(events))
+    name = engine.url.removeprefix("http://")
+    assert health["unversioned"] == {name: api}
+    assert models["data"][0]["max_model_len"] == 400
+    assert (versioned, too_long) == (409, 400)
+    assert "leave min_version and exact_version out" in refused["error"]["message"]
+    assert "no policy versions, and no gate holds it" in capsys.readouterr().out
+
+
+async def test_a_turn_goes_on_at_another_kind_of_engine_when_one_dies() -> None:
+    async with StandInVllm() as one, StandInSglang() as two, StandInReplica(version=3) as three:
+        one.break_after = two.break_after = 3
+        async with (
+            attached(one.url, two.url, three.url) as gw,
+            aiohttp.ClientSession(base_url(gw)) as session,
+        ):
+            answers = await asyncio.gather(*(ask(session, VLLM, vllm_body(10)) for _ in range(6)))
+            _, versioned, _ = await ask(session, VLLM, vllm_body(10, min_version=3))
+    for status, answer, _ in answers:
+        assert status == 200
+        assert answer["choices"][0]["token_ids"] == COUNT
+        spans = {(s["version"], s["start"], s["end"]) for s in answer["versions"]}
+        ours = {
+            (3, s["start"], s["end"])
+            for s in answer["segments"]
+            if s["replica"] == three.url.removeprefix("http://")
+        }
+        assert spans == ours, "exactly the tokens of the ROSE replica are stamped"
+    assert any(len(answer["segments"]) > 1 for _, answer, _ in answers)
+    assert len(versioned["segments"]) == 1
+    assert versioned["versions"] == [{"version": 3, "start": 0, "end": 10}]
+
+
+async def test_an_unhealthy_engine_gets_no_turns() -> None:
+    async with StandInVllm() as one, StandInVllm() as two, attached(one.url, two.url) as gw:
+        one.healthy = False
+        await until(lambda: gw._dispatcher.usable == 1)
+        async with aiohttp.ClientSession(base_url(gw)) as session:
+            await asyncio.gather(*(ask(session, VLLM, vllm_body(2)) for _ in range(5)))
+    assert (len(one.requests), len(two.requests)) == (0, 5)
+
+
+async def test_sglang_is_not_asked_for_what_it_cannot_do() -> None:
+    async with (
+        StandInSglang() as engine,
+        attached(engine.url) as gw,
+        aiohttp.ClientSession(base_url(gw)) as session,
+    ):
+        body = vllm_body(3, sampling={"allowed_token_ids": [5]})
+        status, answer, _ = await ask(session, VLLM, body)
+    assert status == 400
+    assert "allowed_token_ids" in answer["error"]["message"]
+    assert not engine.requests
+
+
+def test_a_url_alone_names_itself_and_the_old_form_still_works() -> None:
+    argv = ["--port", "0", "--replica", "http://h:1/", "--replica", "g=guest=http://h:2"]
+    one, two = parse_settings(argv).replicas
+    assert (one.id, one.kind.value, one.url) == ("h:1", "dedicated", "http://h:1")
+    assert (two.id, two.kind.value, two.url) == ("g", "guest", "http://h:2")
+    with pytest.raises(ConfigError, match="http://HOST:PORT or ID"):
+        parse_settings(["--port", "0", "--replica", "ftp://h:1"])

@@ -1,0 +1,117 @@
+"""Priorities, deadlines, slow readers: what callers may ask for, and may not cost others."""
+
+import asyncio
+import json
+import socket
+from typing import Any
+
+import aiohttp
+from gateway_cases import base_url, entry, gateway_with, until
+from standin_replica import StandInReplica
+from wire_cases import VLLM, ask, stream, vllm_body
+
+from rose.gateway import Gateway
+
+
+async def test_waiting_turns_go_by_priority_then_by_arrival() -> None:
+    async with (
+        StandInReplica(delay_s=0.01) as replica,
+        gateway_with(entry(replica, "guest-0", max_sequences=1)) as gw,
+        aiohttp.ClientSession(base_url(gw)) as session,
+    ):
+        first = asyncio.create_task(ask(session, VLLM, vllm_body(5, request_id="first")))
+        await until(lambda: replica.live == 1)
+        turns = []
+        for name, priority in (("late", 5), ("early-a", -1), ("middle", 0), ("early-b", -1)):
+            body = vllm_body(1, request_id=name, priority=priority)
+            turns.append(asyncio.create_task(ask(session, VLLM, body)))
+            await until(lambda: gw._dispatcher.waiting == len(turns))
+        await asyncio.gather(first, *turns)
+    order = [asked["request_id"].split(".")[0] for asked in replica.requests]
+    assert order == ["first", "early-a", "early-b", "middle", "late"]
+
+
+async def test_a_deadline_ends_waiting_and_running_turns_with_504() -> None:
+    async with StandInReplica() as replica:
+        replica.hang_after = 2
+        async with (
+            gateway_with(entry(replica, "guest-0", max_sequences=1), stall_s=9) as gw,
+            aiohttp.ClientSession(base_url(gw)) as session,
+        ):
+            running = asyncio.create_task(ask(session, VLLM, vllm_body(5, timeout_s=0.2)))
+            await until(lambda: replica.live == 1)
+            headers = {"X-Request-Timeout": "0.05"}
+            waiting, answer, _ = await ask(session, VLLM, vllm_body(5), headers=headers)
+            status, partial, _ = await running
+            bad, _, _ = await ask(session, VLLM, vllm_body(5), headers={"X-Request-Timeout": "x"})
+            await until(lambda: replica.cancelled == 1)
+            assert gw._dispatcher.waiting == 0
+    assert (waiting, status, bad) == (504, 504, 400)
+    assert answer["error"]["type"] == "GatewayTimeoutError"
+    assert "2 tokens so far" in partial["error"]["message"]
+
+
+TOKENS = 4_000
+
+
+async def _slow_reader(gateway: Gateway, body: Any) -> socket.socket:
+    """A client that sends a request, has a small window and takes nothing."""
+    known = set(gateway._runner.server.connections)
+    reader = socket.socket()
+    reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+    reader.connect(("127.0.0.1", gateway.port))
+    reader.setblocking(False)
+    await until(lambda: set(gateway._runner.server.connections) > known)
+    (connection,) = set(gateway._runner.server.connections) - known
+    # Else the kernel alone would take megabytes.
+    sending = connection.transport.get_extra_info("socket")
+    sending.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16_384)
+    data = json.dumps(body).encode()
+    head = f"POST {VLLM} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+    await asyncio.get_running_loop().sock_sendall(reader, head.encode() + data)
+    return reader
+
+
+async def test_a_reader_that_takes_nothing_is_cut_off_and_holds_up_nobody() -> None:
+    async with (
+        StandInReplica() as replica,
+        gateway_with(entry(replica, "guest-0"), slow_reader_s=0.2) as gw,
+        aiohttp.ClientSession(base_url(gw)) as session,
+    ):
+        readers = [
+            await _slow_reader(gw, vllm_body(TOKENS, request_id="whole")),
+            await _slow_reader(gw, vllm_body(TOKENS, request_id="stream", stream=True)),
+        ]
+        try:
+            status, _ = await stream(session, VLLM, vllm_body(5))
+            stats = gw._server._stats
+            async with asyncio.timeout(20):
+                while stats.slow_readers < len(readers):  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
+            # Their turns are done and kept: nothing was generated for nothing.
+            _, whole, _ = await ask(session, VLLM, vllm_body(TOKENS, request_id="whole"))
+        finally:
+            for reader in readers:
+                reader.close()
+    assert status == 200
+    assert len(whole["choices"][0]["token_ids"]) == TOKENS
+    assert len(replica.requests) == 3
+
+
+async def test_what_the_gateway_holds_for_a_slow_reader_is_bounded() -> None:
+    async with (
+        StandInReplica() as replica,
+        gateway_with(entry(replica, "guest-0"), slow_reader_s=20) as gw,
+    ):
+        reader = await _slow_reader(gw, vllm_body(TOKENS, request_id="slow", stream=True))
+        try:
+            async with asyncio.timeout(20):
+                while not gw._server._stats.turns:  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
+            (connection,) = gw._runner.server.connections
+            held_bytes = connection.transport.get_write_buffer_size()
+        finally:
+            reader.close()
+    # The turn is done, its replica free; of its megabyte of events a buffer is encoded, no more.
+    assert replica.live == 0
+    assert 0 < held_bytes < 300_000
