@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from rose.bench.chaos.model import save_model
 from rose.bench.chaos.run import start_and_run
 from rose.errors import RoseError
 
@@ -17,11 +18,12 @@ from rose.errors import RoseError
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point."""
     args = _parser().parse_args(argv)
+    folder = args.out / "chaos"
+    folder.mkdir(parents=True, exist_ok=True)
+    save_model(folder / "model")
     try:
         found = asyncio.run(
-            start_and_run(
-                args.out / "chaos", args.seconds, args.in_flight, args.seed, args.replicas
-            )
+            start_and_run(folder, args.seconds, args.in_flight, args.seed, args.replicas)
         )
     except RoseError as error:
         sys.stderr.write(f"chaos: {error}\n")

@@ -5,7 +5,9 @@ import random
 import signal
 import time
 from collections import Counter
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
+from typing import Any
 
 from rose.bench.chaos.fleet import Fleet, GatewayProcess, Replica
 
@@ -66,12 +68,12 @@ class Faults:
         work = {"revoke": self._revoke, "freeze": self._freeze, "kill": self._kill}[kind]
         self._start(kind, replica.spec.name, work(replica, length_s))
 
-    def _start(self, kind: str, name: str, work: "asyncio._CoroutineLike[None]") -> None:
+    def _start(self, kind: str, name: str, work: Coroutine[Any, Any, None]) -> None:
         self.counts[kind] += 1
         self._busy.add(name)
-        task = asyncio.ensure_future(work)
+        task = asyncio.create_task(work)
         task.add_done_callback(lambda done: self._busy.discard(name))
-        self._tasks.append(task)  # type: ignore[arg-type]
+        self._tasks.append(task)
 
     async def _revoke(self, replica: Replica, length_s: float) -> None:
         await replica.drain()

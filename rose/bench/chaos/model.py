@@ -1,4 +1,4 @@
-"""The model of the chaos run: random, tiny, in fp32, so that a turn has the same tokens anywhere."""
+"""The model of the chaos run: random and tiny, in fp32: a turn has the same tokens anywhere."""
 
 from pathlib import Path
 

@@ -55,10 +55,6 @@ async def _tell(trainer: Trainer, faults: Faults) -> None:
 async def start_and_run(
     folder: Path, seconds: float, in_flight: int, seed: int, replicas: int
 ) -> dict[str, object]:
-    """With a fleet of its own."""
-    from rose.bench.chaos.model import save_model
-
-    folder.mkdir(parents=True, exist_ok=True)
-    save_model(folder / "model")
+    """With a fleet of its own; `folder` has its model in `model`."""
     async with Fleet(folder, folder / "model", replicas) as fleet:
         return await chaos(fleet, seconds, in_flight, seed)
