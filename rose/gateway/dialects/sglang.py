@@ -290,9 +290,11 @@ class SglangAnswer:
             ]
         if over:
             meta["e2e_latency"] = feed.took_s
-        output: dict[str, object] = {"output_ids": tokens, "meta_info": meta}
+        output: dict[str, object] = {}
         if feed.text is not None:
             output["text"] = text_between(feed.text, 0, end, over)
+        output["output_ids"] = tokens
+        output["meta_info"] = meta
         output["versions"] = wire.versions(spans)
         if over:
             output["segments"] = wire.segments(feed)
