@@ -46,11 +46,12 @@ def arms_over_standin(peers: Sequence[str]) -> list[Arm]:
         Arm(DIRECT, REPLICA, REPLICA),
         Arm(ROSE, TOKENS, REPLICA),
         Arm(ROSE, TOKEN_STREAM, REPLICA),
-        Arm(DIRECT, TOKEN_STREAM, TOKEN_STREAM, stock=True),
-        Arm(ROSE, TOKEN_STREAM, TOKEN_STREAM, stock=True),
+        Arm(DIRECT, COMPLETIONS, COMPLETIONS, stock=True),
+        Arm(ROSE, TOKEN_STREAM, COMPLETIONS, stock=True),
     ]
     wires = {peer: PEER_WIRES.get(peer, COMPLETIONS) for peer in peers}
-    arms += [Arm(DIRECT, wire, wire, stock=True) for wire in dict.fromkeys(wires.values())]
+    others = dict.fromkeys(wire for wire in wires.values() if wire is not COMPLETIONS)
+    arms += [Arm(DIRECT, wire, wire, stock=True) for wire in others]
     return arms + [Arm(peer, wire, wire, stock=True) for peer, wire in wires.items()]
 
 

@@ -1,6 +1,6 @@
 """A stand-in for engines: answers at a fixed pace, computes nothing. One process, several ports.
 
-It speaks ROSE's replica lines and, as server-sent events, vLLM's tokens in and out, OpenAI's
+It speaks ROSE's replica lines and, as server-sent events, vLLM's
 completions and SGLang's `/generate`. A port given as `sPORT` is a stock engine's: no replica lines.
 Bare sockets: a web framework would cost more than what is measured.
 """
@@ -22,8 +22,8 @@ MODELS = b'{"object":"list","data":[{"id":"policy","object":"model","max_model_l
 ANSWERS = {b"/rose/v1/state": STATE, b"/v1/models": MODELS}
 JSON = "application/json"
 DONE = "data: [DONE]\n\n"
-STREAMS = (b"/rose/v1/generate", b"/inference/v1/generate", b"/v1/completions", b"/generate")
-LINES, TOKENS, TEXT, SGLANG = STREAMS
+STREAMS = (b"/rose/v1/generate", b"/v1/completions", b"/generate")
+LINES, TEXT, SGLANG = STREAMS
 
 
 class Pace:
@@ -95,6 +95,7 @@ class Connection(asyncio.Protocol):
         budget = _BUDGET.search(body)
         self._due = int(budget.group(1)) if budget else 16
         self._path = path
+        self._as_tokens = b'"return_token_ids":true' in body
         self._received_s = time.monotonic()
         self._pace.turns += 1
         kind = b"application/x-ndjson" if path == LINES else b"text/event-stream"
@@ -125,12 +126,11 @@ class Connection(asyncio.Protocol):
         if self._path == LINES:
             line = f'{{"token_ids":[{tokens}],"logprobs":[{",".join(logprobs)}],"version":0}}\n'
             return (line + ("" if self._due else '{"finish_reason":"length"}\n')).encode()
-        if self._path == TOKENS:
-            content = ",".join([f'{{"token_id":7,"logprob":{value}}}' for value in logprobs])
-            choice = f'"token_ids":[{tokens}],"logprobs":{{"content":[{content}]}}'
-            event = f'"choices":[{{"index":0,{choice},"finish_reason":{reason}}}]'
-        elif self._path == TEXT:
-            choice = f'"index":0,"text":"{now} {received}","finish_reason":{reason}'
+        if self._path == TEXT:
+            values = ",".join(logprobs)
+            both = f'"token_ids":[{tokens}],"logprobs":{{"token_logprobs":[{values}]}},'
+            choice = f'"index":0,"text":"{now} {received}",{both if self._as_tokens else ""}'
+            choice += f'"finish_reason":{reason}'
             event = f'"object":"text_completion","model":"policy","choices":[{{{choice}}}]'
         else:
             event = f'"text":"{now} {received}","meta_info":{{"finish_reason":{reason}}}'

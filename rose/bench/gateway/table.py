@@ -55,7 +55,7 @@ def table(result: Mapping[str, Any]) -> str:
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
-    router = row["router"] if row["router"] == "direct" else f"{row['router']}, {row['wire']}"
+    router = f"{row['router']}, {row['wire']}"
     return (
         row["engine"],
         router,
