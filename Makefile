@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install check test unit engine demo bench-coserve bench-kv bench-host-overhead bench-weights protos lock clean
+.PHONY: install check test unit engine demo bench-coserve bench-kv bench-host-overhead bench-weights bench-gateway chaos protos lock clean
 
 install: $(STAMP)
 
@@ -38,6 +38,12 @@ bench-host-overhead: install
 
 bench-weights: install
 	$(BIN)/python -m rose.bench.weights $(ARGS)
+
+bench-gateway: install
+	$(BIN)/python -m rose.bench.gateway $(if $(QUICK),--quick) $(ARGS)
+
+chaos: install
+	$(BIN)/python -m rose.bench.chaos $(ARGS)
 
 protos: install
 	scripts/protos

@@ -13,7 +13,7 @@ import pytest_asyncio
 from rose.bench.chaos.fleet import Fleet
 from rose.bench.chaos.model import save_model
 from rose.bench.chaos.run import chaos
-from rose.bench.chaos.trainer import Findings, prompts
+from rose.bench.chaos.trainer import prompts
 from rose.client import RolloutClient, Sampling, Turn
 
 pytestmark = [
@@ -97,37 +97,3 @@ async def test_no_turn_is_lost_doubled_or_unstamped_whatever_is_killed(fleet: Fl
     assert found["delivered"] == found["asked"] > IN_FLIGHT
     assert found["moved"] > IN_FLIGHT / 4, "the faults hit turns"
     assert set(found["faults_done"]) >= {"revoke", "freeze", "kill"}
-
-
-def _turn(**changes: Any) -> Turn:
-    fields = {
-        "request_id": "r",
-        "token_ids": (1, 2, 3),
-        "logprobs": (-1.0, -1.0, -1.0),
-        "versions": ((0, 0, 3),),
-        "segments": (("a", "guest", 0, 3),),
-        "finish_reason": "length",
-        "attempts": 1,
-    }
-    return Turn(**{**fields, **changes})
-
-
-@pytest.mark.parametrize(
-    ("bad", "count"),
-    [
-        ({"token_ids": (1, 2, 2)}, "wrong_tokens"),
-        ({"token_ids": (1, 2), "logprobs": (-1.0, -1.0)}, "wrong_tokens"),
-        ({"token_ids": (1, 1, 2, 3)}, "wrong_tokens"),
-        ({"versions": ((0, 0, 2),)}, "unstamped"),
-        ({"versions": ((0, 0, 2), (-1, 2, 3))}, "unstamped"),
-        ({"segments": (("a", "guest", 0, 1), ("b", "guest", 2, 3))}, "gaps"),
-    ],
-)
-async def test_whatever_is_wrong_with_a_turn_is_found(bad: dict[str, Any], count: str) -> None:
-    findings = Findings()
-    findings.look_at(_turn(), _turn(), 3)
-    assert findings.faults == 0
-    findings.look_at(_turn(request_id="q", **bad), _turn(), 3)
-    assert getattr(findings, count) == 1
-    findings.look_at(_turn(), _turn(), 3)
-    assert findings.doubled == 1

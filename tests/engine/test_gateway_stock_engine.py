@@ -161,7 +161,8 @@ def shape(value: Any) -> Any:
 def comparable(value: Any) -> Any:
     """What must be equal: everything but what an engine makes up for each answer."""
     if isinstance(value, dict):
-        return {k: comparable(v) for k, v in value.items() if k not in ours_alone(value) | OWN | {UNKNOWN}}
+        free = ours_alone(value) | OWN | {UNKNOWN}
+        return {k: comparable(v) for k, v in value.items() if k not in free}
     if isinstance(value, list):
         return [comparable(item) for item in value]
     return round(value, 3) if isinstance(value, float) else value

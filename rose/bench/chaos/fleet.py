@@ -126,6 +126,7 @@ class Fleet:
     count: int
     gateways_count: int = 2
     gateway_options: Sequence[str] = ()
+    engine_args: Sequence[str] = ()
     replicas: list[Replica] = field(default_factory=list)
     gateways: list[GatewayProcess] = field(default_factory=list)
 
@@ -172,7 +173,7 @@ class Fleet:
             max_model_len=MAX_POSITIONS,
             max_num_seqs=SEQUENCES,
             stream_interval=4,
-            extra_args=("--skip-tokenizer-init",),
+            extra_args=("--skip-tokenizer-init", *self.engine_args),
             extra_env={"CUDA_VISIBLE_DEVICES": ""},
         )
         return Replica(spec, self.http)

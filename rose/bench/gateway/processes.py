@@ -29,6 +29,19 @@ class Used:
     waited_s: float
 
 
+def used(pid: int) -> Used:
+    """What a process and its children used of the processor so far."""
+    ran = waited = 0
+    with suppress(psutil.Error):
+        root = psutil.Process(pid)
+        for process in [root, *root.children(recursive=True)]:
+            for thread in Path(f"/proc/{process.pid}/task").glob("*/schedstat"):
+                with suppress(OSError):
+                    ran_ns, waited_ns, _ = map(int, thread.read_text().split())
+                    ran, waited = ran + ran_ns, waited + waited_ns
+    return Used(ran / 1e9, waited / 1e9)
+
+
 class Measured:
     """A process and its children: pinned at start, its processor time on demand."""
 
@@ -74,17 +87,9 @@ class Measured:
             raise EngineStartError(f"{self.name} has ended; see {self._log}")
         return bytes(line)
 
-    def used(self) -> "Used":
+    def used(self) -> Used:
         """What it and its children used of the processor so far."""
-        ran = waited = 0
-        with suppress(psutil.Error):
-            root = psutil.Process(self._process.pid)
-            for process in [root, *root.children(recursive=True)]:
-                for thread in Path(f"/proc/{process.pid}/task").glob("*/schedstat"):
-                    with suppress(OSError):
-                        ran_ns, waited_ns, _ = map(int, thread.read_text().split())
-                        ran, waited = ran + ran_ns, waited + waited_ns
-        return Used(ran / 1e9, waited / 1e9)
+        return used(self._process.pid)
 
     def wait_answers(self, url: str, within_s: float = ANSWER_S) -> None:
         """Return once `url` answers 200. Raises EngineStartError."""

@@ -49,7 +49,7 @@ def _row(mine: Sequence[Mapping[str, Any]], base: Sequence[Mapping[str, Any]]) -
         "turns_per_s": median(c["turns_per_s"] for c in mine),
         "turns": sum(c["turns"] for c in mine),
         "errors": sum(c["errors"] for c in mine),
-        "due_turns_per_s": first["due_turns_per_s"],
+        "due_turns_per_s": first["due_turns_per_s"],  # None: a real engine's pace is its own
         "router_waited": median(c["router_waited"] for c in mine),
         "router_busy": median(c["router_busy"] for c in mine),
         "engine_busy": median(c["engine_busy"] for c in mine),

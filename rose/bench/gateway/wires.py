@@ -7,7 +7,7 @@ share the clock, so each chunk says by itself how long it was under way.
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -21,13 +21,17 @@ Stamps = Callable[[bytes], list[float]]
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """One API. `stamps` finds all times in a piece of an answer, any number of times each."""
+    """One API. `stamps` finds all times in a piece of an answer, any number of times each.
+
+    Without `stamped` the engine is a real one: of its chunks only their arrival is known.
+    """
 
     name: str
     path: str
     body: Callable[[str, Sequence[int], int], bytes]
     stamps: Stamps
     whole: bool = False
+    stamped: bool = True
 
     def request(self, request_id: str, session: str, prompt: Sequence[int], budget: int) -> bytes:
         """All bytes of one request."""
@@ -84,4 +88,7 @@ TOKENS = Wire("tokens, whole", "/inference/v1/generate", _tokens_body, _of_event
 TOKEN_STREAM = Wire("tokens", "/inference/v1/generate", _token_stream_body, _of_events)
 COMPLETIONS = Wire("completions", "/v1/completions", _completion_body, _of_text)
 SGLANG = Wire("generate", "/generate", _sglang_body, _of_text)
-WIRES = {wire.name: wire for wire in (REPLICA, TOKENS, TOKEN_STREAM, COMPLETIONS, SGLANG)}
+REAL_REPLICA = replace(REPLICA, name="replica lines, real", stamped=False)
+REAL_TOKENS = replace(TOKEN_STREAM, name="tokens, real", stamped=False)
+_ALL = (REPLICA, TOKENS, TOKEN_STREAM, COMPLETIONS, SGLANG, REAL_REPLICA, REAL_TOKENS)
+WIRES = {wire.name: wire for wire in _ALL}
