@@ -124,7 +124,7 @@ async def test_openai_sdk_streams_add_up_to_the_whole_answer(
 ) -> None:
     asked: dict[str, Any] = {
         "model": MODEL,
-        "prompt": "Once upon a time",
+        "prompt": "Onceuponatime",
         "max_tokens": TOKENS,
         "temperature": 0.0,
     }

@@ -91,13 +91,13 @@ class Measured:
         """What it and its children used of the processor so far."""
         return used(self._process.pid)
 
-    def wait_answers(self, url: str, within_s: float = ANSWER_S) -> None:
-        """Return once `url` answers 200. Raises EngineStartError."""
+    def wait_answers(self, url: str, word: str = "", within_s: float = ANSWER_S) -> None:
+        """Return once `url` answers 200 with `word` in its body. Raises EngineStartError."""
         until_s = time.monotonic() + within_s
         while time.monotonic() < until_s:
             if self._process.poll() is not None:
                 raise EngineStartError(f"{self.name} ended at its start; see {self._log}")
-            if answers(url):
+            if answers(url, word):
                 return
             time.sleep(POLL_S)
         raise EngineStartError(f"{url} of {self.name} does not answer; see {self._log}")
@@ -117,11 +117,11 @@ class Measured:
                 pipe.close()
 
 
-def answers(url: str) -> bool:
-    """Whether a GET is answered with 200."""
+def answers(url: str, word: str = "") -> bool:
+    """Whether a GET is answered with 200 and `word` in the body."""
     try:
         with urllib.request.urlopen(url, timeout=2) as answer:  # noqa: S310 - our own address
-            return bool(answer.status == 200)
+            return answer.status == 200 and word in answer.read().decode()
     except (OSError, urllib.error.URLError, ValueError):
         return False
 

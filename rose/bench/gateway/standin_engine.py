@@ -19,7 +19,8 @@ STATE = (
     b'"running":0,"waiting":0,"tokens_total":0,"kv_tokens":0,"warm":true,"warm_up":null}'
 )
 MODELS = b'{"object":"list","data":[{"id":"policy","object":"model","max_model_len":65536}]}'
-ANSWERS = {b"/rose/v1/state": STATE, b"/v1/models": MODELS}
+VERSION = b'{"version":"0.32.0"}'
+ANSWERS = {b"/rose/v1/state": STATE, b"/v1/models": MODELS, b"/version": VERSION}
 JSON = "application/json"
 DONE = "data: [DONE]\n\n"
 STREAMS = (b"/rose/v1/generate", b"/v1/completions", b"/generate")
@@ -67,14 +68,11 @@ class Connection(asyncio.Protocol):
         if len(body) < needed:
             return
         self._rest = body[needed:]
-        method, path = head.split(b" ", 2)[:2]
-        self._answer(method, path.split(b"?")[0], body[:needed])
+        self._answer(head.split(b" ", 2)[1].split(b"?")[0], body[:needed])
 
-    def _answer(self, method: bytes, path: bytes, body: bytes) -> None:
+    def _answer(self, path: bytes, body: bytes) -> None:
         if self._stock and path.startswith(b"/rose/"):
             self._transport.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
-        elif path in STREAMS and method == b"GET":
-            self._transport.write(b"HTTP/1.1 405 Not Allowed\r\nContent-Length: 0\r\n\r\n")
         elif path in STREAMS:
             self._begin(body, path)
         else:
