@@ -195,13 +195,18 @@ async def test_openai_sdk_that_closes_its_stream_ends_the_turn(
     raise AssertionError(f"the turn goes on: {live}")
 
 
-def _train_client_request(**more: Any) -> dict[str, Any]:
+def _unused(stage: Stage) -> int:
+    """A stop token that the greedy answer never comes to."""
+    return next(token for token in range(VOCABULARY) if token not in stage.tokens)
+
+
+def _train_client_request(stage: Stage, **more: Any) -> dict[str, Any]:
     """What `renderers.client.generate` posts for verifiers' TrainClient, field for field."""
     sampling = {
         "temperature": 0.0,
         "max_tokens": TOKENS,
         "routed_experts_prompt_start": 0,
-        "stop_token_ids": [VOCABULARY + 7],
+        "stop_token_ids": [_unused(stage)],
         "logprobs": 1,
         "skip_special_tokens": False,
     }
@@ -215,7 +220,7 @@ async def test_verifiers_train_client_request_as_its_source_has_it(
     response = await sdk.post(
         f"{stage.url}/inference/v1/generate",
         cast_to=httpx.Response,
-        body=_train_client_request(cache_salt="step-3", priority=2),
+        body=_train_client_request(stage, cache_salt="step-3", priority=2),
         options={"headers": {"X-Session-ID": "rollout-1"}},
     )
     data = response.json()
@@ -239,7 +244,7 @@ async def test_verifiers_train_client_itself(stage: Stage, sdk: openai.AsyncOpen
         """Of a renderer, what `generate` uses once the prompt is token ids."""
 
         def get_stop_token_ids(self) -> list[int]:
-            return [VOCABULARY + 7]
+            return [_unused(stage)]
 
         def parse_response(self, completion_ids: list[int], **kwargs: Any) -> Any:
             class Parsed:
