@@ -22,6 +22,9 @@ from rose.errors import EngineStartError
 
 START_S = 240.0
 SEQUENCES = 128
+REPLICA_ARGS = ("--skip-tokenizer-init",)
+# All of a fleet answer to one name, as engines behind a router do.
+STOCK_ARGS = ("--served-model-name=policy",)
 
 
 def free_port() -> int:
@@ -45,7 +48,8 @@ class Replica:
         """Start it and let turns in."""
         self.engine = await EngineProcess.start(self.spec)
         await self.engine.wait_healthy(START_S)
-        await self.admit()
+        if self.spec.role.is_replica:
+            await self.admit()
         self.up = True
 
     async def drain(self) -> None:
@@ -119,14 +123,17 @@ class GatewayProcess:
 
 @dataclass
 class Fleet:
-    """Replicas and gateways of one run. Async context manager."""
+    """Replicas and gateways of one run. Async context manager.
+
+    With the role STOCK the engines know nothing of ROSE, and cannot be drained or admitted.
+    """
 
     folder: Path
     model_dir: Path
     count: int
     gateways_count: int = 2
     gateway_options: Sequence[str] = ()
-    engine_args: Sequence[str] = ()
+    role: EngineRole = EngineRole.DEDICATED
     replicas: list[Replica] = field(default_factory=list)
     gateways: list[GatewayProcess] = field(default_factory=list)
 
@@ -165,7 +172,7 @@ class Fleet:
     def _replica(self, name: str) -> Replica:
         spec = EngineSpec(
             name=name,
-            role=EngineRole.DEDICATED,
+            role=self.role,
             model_dir=self.model_dir,
             port=free_port(),
             log=self.folder / f"{name}.log",
@@ -173,7 +180,7 @@ class Fleet:
             max_model_len=MAX_POSITIONS,
             max_num_seqs=SEQUENCES,
             stream_interval=4,
-            extra_args=("--skip-tokenizer-init", *self.engine_args),
+            extra_args=REPLICA_ARGS if self.role.is_replica else STOCK_ARGS,
             extra_env={"CUDA_VISIBLE_DEVICES": ""},
         )
         return Replica(spec, self.http)

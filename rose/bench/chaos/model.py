@@ -7,7 +7,7 @@ MAX_POSITIONS = 512
 
 
 def save_model(folder: Path, seed: int = 0) -> None:
-    """Write a checkpoint. Turns are token ids, so the tokenizer only has to be found."""
+    """Write a checkpoint, and a tokenizer that names tokens: turns are token ids."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -27,4 +27,16 @@ def save_model(folder: Path, seed: int = 0) -> None:
         initializer_range=0.15,
     )
     Qwen2ForCausalLM(config).save_pretrained(folder)
-    (folder / "tokenizer.json").write_text("{}")
+    _save_tokenizer(folder)
+
+
+def _save_tokenizer(folder: Path) -> None:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import PreTrainedTokenizerFast
+
+    table = {f"<{index}>": index for index in range(VOCABULARY)}
+    tokenizer = Tokenizer(WordLevel(table, unk_token="<0>"))  # noqa: S106 - a word, no secret
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<0>").save_pretrained(folder)  # noqa: S106

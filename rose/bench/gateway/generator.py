@@ -25,7 +25,6 @@ SMALLEST_STAMP_S = 1.0
 GRACE_S = 10.0
 # Of the smallest model that is measured.
 VOCABULARY = 90
-CHUNK = b'"token_ids":['
 CONNECT_AT_ONCE = 50
 
 
@@ -87,8 +86,8 @@ class Stream(asyncio.Protocol):
             self._finish(lines)
 
     def _note(self, data: bytes, now_s: float) -> None:
-        if not self._wire.stamped:
-            self._note_arrival(data.count(CHUNK), now_s)
+        if self._wire.real_chunk:
+            self._note_arrival(data.count(self._wire.real_chunk), now_s)
             return
         stamps = {stamp for stamp in self._wire.stamps(data) if stamp > SMALLEST_STAMP_S}
         if not stamps:
@@ -126,9 +125,9 @@ class Stream(asyncio.Protocol):
         asyncio.get_running_loop().call_soon(self.begin)
 
     def _whole(self) -> bool:
-        if self._wire.stamped:
-            return self._chunks == self._load.chunks
-        return self._chunks > 0
+        if self._wire.real_chunk:
+            return self._chunks > 0
+        return self._chunks == self._load.chunks
 
     def close(self) -> None:
         """The end of the run: what still goes on is not counted."""

@@ -1,4 +1,4 @@
-"""The same over real vLLM with a tiny model: two replicas, one gateway, one generator.
+"""The same over real, stock vLLM with a tiny model: two engines, one gateway, one generator.
 
 Without stamps in the chunks a router's share is a difference of times that are mostly the engine's,
 so these rows say that it works and what it costs roughly; exact figures are the stand-in's.
@@ -17,12 +17,12 @@ from rose.bench.chaos.fleet import Fleet
 from rose.bench.gateway.load import Load
 from rose.bench.gateway.processes import Generator, used
 from rose.bench.gateway.sessions import OUTPUT_TOKENS, AgentSession, replay
-from rose.bench.gateway.wires import REAL_REPLICA, REAL_TOKENS
+from rose.bench.gateway.wires import REAL_TEXT, REAL_TOKENS
 from rose.client import RolloutClient, Sampling
+from rose.engines import EngineRole
 
 STREAMS = (1, 10, 50)
-# vLLM's own counters, in tokens; replicas leave them out unless they are asked.
-COUNTERS = ("--no-disable-log-stats",)
+# vLLM's own counters, in tokens; only stock engines have them: replicas leave their upkeep out.
 QUERIES, HITS = "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"
 Say = Callable[[str], None]
 
@@ -37,8 +37,7 @@ async def over_real_engines(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Cells and rows of sessions; `folder` has the model in `model`."""
     say("starting two real engines")
-    fleet = Fleet(folder, folder / "model", 2, gateways_count=1, engine_args=COUNTERS)
-    async with fleet:
+    async with Fleet(folder, folder / "model", 2, gateways_count=1, role=EngineRole.STOCK) as fleet:
         generator = Generator(folder / "gateway-generator.log", cores["generator"])
         try:
             cells = await asyncio.to_thread(_cells, fleet, generator, rounds, seconds, say)
@@ -57,7 +56,7 @@ def _cells(
     direct = [replica.spec.url for replica in fleet.replicas]
     gateway = fleet.gateways[0].process
     assert gateway is not None
-    ways = (("direct", REAL_REPLICA, direct), ("rose", REAL_TOKENS, fleet.urls))
+    ways = (("direct", REAL_TEXT, direct), ("rose", REAL_TOKENS, fleet.urls))
     cells: list[dict[str, Any]] = []
     for number in range(-1, rounds):
         for streams in STREAMS:
@@ -74,7 +73,7 @@ def _cells(
                         "engine": "vllm",
                         "router": router,
                         "wire": wire.name,
-                        "baseline": REAL_REPLICA.name,
+                        "baseline": REAL_TEXT.name,
                         "streams": streams,
                         "round": number,
                         "load": load.as_json(),
@@ -106,9 +105,8 @@ async def _session_row(fleet: Fleet, name: str, sessions: Sequence[AgentSession]
     home = {session.id: k % len(fleet.replicas) for k, session in enumerate(pinned)}
 
     async def stay(session: str, turn: int, prompt: list[int]) -> None:
-        sampling = {"temperature": 1.0, "max_tokens": OUTPUT_TOKENS}
-        body = {"request_id": f"{session}/{turn}", "token_ids": prompt, "sampling": sampling}
-        url = f"{fleet.replicas[home[session]].spec.url}/rose/v1/generate"
+        body = {"request_id": f"{session}/{turn}", "prompt": prompt, "max_tokens": OUTPUT_TOKENS}
+        url = f"{fleet.replicas[home[session]].spec.url}{REAL_TEXT.path}"
         async with fleet.http.post(url, json=body) as answer:
             answer.raise_for_status()
             await answer.read()

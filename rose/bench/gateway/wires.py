@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
+# What stand-in and real engines call what they serve.
+MODEL = "policy"
 _NUMBERS = re.compile(rb"[\d.]+")
 _LINE_LOGPROBS = re.compile(rb'"logprobs":\[([^\]]*)\]')
 _EVENT_LOGPROB = re.compile(rb'"logprob":([\d.]+)')
@@ -23,7 +25,8 @@ Stamps = Callable[[bytes], list[float]]
 class Wire:
     """One API. `stamps` finds all times in a piece of an answer, any number of times each.
 
-    Without `stamped` the engine is a real one: of its chunks only their arrival is known.
+    With `real_chunk`, which every chunk has once, the engine is a real one: of its chunks only
+    their arrival is known.
     """
 
     name: str
@@ -31,7 +34,7 @@ class Wire:
     body: Callable[[str, Sequence[int], int], bytes]
     stamps: Stamps
     whole: bool = False
-    stamped: bool = True
+    real_chunk: bytes = b""
 
     def request(self, request_id: str, session: str, prompt: Sequence[int], budget: int) -> bytes:
         """All bytes of one request."""
@@ -61,7 +64,7 @@ def _token_stream_body(request_id: str, prompt: Sequence[int], budget: int) -> b
 
 def _completion_body(request_id: str, prompt: Sequence[int], budget: int) -> bytes:
     del request_id
-    body = {"model": "policy", "prompt": prompt, "max_tokens": budget, "stream": True}
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": budget, "stream": True}
     return msgspec.json.encode(body)
 
 
@@ -88,7 +91,7 @@ TOKENS = Wire("tokens, whole", "/inference/v1/generate", _tokens_body, _of_event
 TOKEN_STREAM = Wire("tokens", "/inference/v1/generate", _token_stream_body, _of_events)
 COMPLETIONS = Wire("completions", "/v1/completions", _completion_body, _of_text)
 SGLANG = Wire("generate", "/generate", _sglang_body, _of_text)
-REAL_REPLICA = replace(REPLICA, name="replica lines, real", stamped=False)
-REAL_TOKENS = replace(TOKEN_STREAM, name="tokens, real", stamped=False)
-_ALL = (REPLICA, TOKENS, TOKEN_STREAM, COMPLETIONS, SGLANG, REAL_REPLICA, REAL_TOKENS)
+REAL_TEXT = replace(COMPLETIONS, name="completions, real", real_chunk=b'"text":"')
+REAL_TOKENS = replace(TOKEN_STREAM, name="tokens, real", real_chunk=b'"token_ids":[')
+_ALL = (REPLICA, TOKENS, TOKEN_STREAM, COMPLETIONS, SGLANG, REAL_TEXT, REAL_TOKENS)
 WIRES = {wire.name: wire for wire in _ALL}
