@@ -146,7 +146,7 @@ class _Chunk(msgspec.Struct, gc=False):
 
 
 class _UsageChunk(_Chunk, gc=False, kw_only=True):
-    usage: wire.Usage
+    usage: wire.ShortUsage
 
 
 class _Whole(msgspec.Struct, gc=False):
@@ -225,7 +225,7 @@ class CompletionAnswer:
             wire.versions(feed.spans(start, end)),
         )
         if self._usage_always:
-            usage = wire.Usage(feed.prompt_tokens, feed.prompt_tokens + end, end)
+            usage = wire.ShortUsage(feed.prompt_tokens, feed.prompt_tokens + end, end)
             return wire.event(wire.encode(_UsageChunk(*self._head(feed), [choice], usage=usage)))
         return wire.event(wire.encode(_Chunk(*self._head(feed), [choice])))
 
@@ -233,7 +233,7 @@ class CompletionAnswer:
         """Token counts where they were asked for, and the end mark."""
         if not self._usage_at_end:
             return wire.DONE
-        usage = wire.Usage(*wire.usage(feeds, [len(prompt) for prompt in self._prompts]))
+        usage = wire.ShortUsage(*wire.usage(feeds, [len(prompt) for prompt in self._prompts]))
         return (
             wire.event(wire.encode(_UsageChunk(*self._head(feeds[0]), [], usage=usage))) + wire.DONE
         )
