@@ -88,7 +88,11 @@ def _cells(
 
 
 async def _session_row(fleet: Fleet, name: str, sessions: Sequence[AgentSession]) -> dict[str, Any]:
-    """Hit rates of routed sessions, and of the same ones when each stays where it is put."""
+    """Hit rates of routed sessions, and of the same ones when each stays where it is put.
+
+    Other ids are other tokens: what one run leaves in the caches is of no use to the next.
+    """
+    sessions = [replace(session, id=f"{name}, {session.id}") for session in sessions]
     async with RolloutClient(fleet.urls) as client:
 
         async def routed(session: str, turn: int, prompt: list[int]) -> None:
@@ -100,7 +104,6 @@ async def _session_row(fleet: Fleet, name: str, sessions: Sequence[AgentSession]
         before = await _counters(fleet)
         turns = await replay(sessions, routed)
         between = await _counters(fleet)
-    # Other ids are other tokens: what the routed ones left in the caches is of no use to these.
     pinned = [replace(session, id=f"pinned-{session.id}") for session in sessions]
     home = {session.id: k % len(fleet.replicas) for k, session in enumerate(pinned)}
 
