@@ -13,6 +13,8 @@ from functools import partial
 from typing import cast
 
 _LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
+_CHUNKED = re.compile(rb"transfer-encoding: *chunked", re.IGNORECASE)
+LAST_CHUNK = b"0\r\n\r\n"
 _BUDGET = re.compile(rb'"max_(?:new_)?tokens": ?(\d+)')
 STATE = (
     b'{"replica_id":"standin","role":"dedicated","policy_version":0,"admitting":true,"epoch":0,'
@@ -65,6 +67,11 @@ class Connection(asyncio.Protocol):
             return
         length = _LENGTH.search(head)
         needed = int(length.group(1)) if length else 0
+        if _CHUNKED.search(head):
+            # Of the body only one number is looked for: chunk sizes between it do no harm.
+            needed = body.find(LAST_CHUNK) + len(LAST_CHUNK)
+            if needed < len(LAST_CHUNK):
+                return
         if len(body) < needed:
             return
         self._rest = body[needed:]
