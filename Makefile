@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install check test unit engine demo bench-coserve bench-kv bench-host-overhead bench-weights bench-routing protos lock clean
+.PHONY: install check test unit engine demo bench-coserve bench-kv bench-host-overhead bench-weights bench-gateway bench-routing chaos protos lock clean
 
 install: $(STAMP)
 
@@ -41,6 +41,12 @@ bench-weights: install
 
 bench-routing: install
 	$(BIN)/python bench/routing.py --out out/bench/routing.json $(ARGS)
+
+bench-gateway: install
+	$(BIN)/python -m rose.bench.gateway $(if $(QUICK),--quick) $(ARGS)
+
+chaos: install
+	$(BIN)/python -m rose.bench.chaos $(ARGS)
 
 protos: install
 	scripts/protos

@@ -1,10 +1,14 @@
-"""Errors of the rollout client.
+"""Errors of the rollout client. Each holds one message only, so all of them pickle.
 
 RoseError
 └── RolloutError
-    ├── GatewayUnavailable        no answer, or "come back later", after all retries
+    ├── GatewayUnavailable        no gateway answered, or all said "come back later", in all tries
+    ├── TurnTimedOut              the turn took longer than `timeout_s`, all tries together
+    ├── TurnCancelled             `cancel` ended the turn, or its group had enough
     ├── VersionNotServed          no replica runs the policy version that was asked for
-    └── RequestRefused            the request itself is wrong
+    ├── RequestRefused            the request itself is wrong
+    ├── AnswerBroken              what came back is not a turn: another server, or another version
+    └── ClientClosed              the client was used before `with`, or after its end
 """
 
 from rose.errors import RoseError
@@ -15,7 +19,15 @@ class RolloutError(RoseError):
 
 
 class GatewayUnavailable(RolloutError):  # noqa: N818 - a state, as in the tree above
-    """No answer after all retries: look at the gateway and its replicas."""
+    """No answer after all tries: look at the gateways and their replicas."""
+
+
+class TurnTimedOut(RolloutError):  # noqa: N818 - a state, as in the tree above
+    """The turn took too long: give the client a longer `timeout_s`, or look at the replicas."""
+
+
+class TurnCancelled(RolloutError):  # noqa: N818 - a state, as in the tree above
+    """Somebody asked this client to end the turn."""
 
 
 class VersionNotServed(RolloutError):  # noqa: N818 - a state, as in the tree above
@@ -24,3 +36,11 @@ class VersionNotServed(RolloutError):  # noqa: N818 - a state, as in the tree ab
 
 class RequestRefused(RolloutError):  # noqa: N818 - a state, as in the tree above
     """The request is wrong: sending it again does not help."""
+
+
+class AnswerBroken(RolloutError):  # noqa: N818 - a state, as in the tree above
+    """The answer is not a turn: look at what listens under the gateway's address."""
+
+
+class ClientClosed(RolloutError):  # noqa: N818 - a state, as in the tree above
+    """Use the client inside `with` or `async with`."""

@@ -1,74 +1,64 @@
-"""Turns from the gateway: `POST /inference/v1/generate`."""
+"""Turns from one or several gateways: `POST /inference/v1/generate`, whole or streamed."""
 
 import asyncio
-from collections.abc import Sequence
+import logging
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from types import TracebackType
-from typing import Self
+from typing import Self, Unpack
 
 import aiohttp
-import msgspec
 
-from rose.client.errors import GatewayUnavailable, RequestRefused, RolloutError, VersionNotServed
-from rose.client.turn import Sampling, Turn
+from rose.client import wire
+from rose.client.errors import ClientClosed, RequestRefused, TurnCancelled, TurnTimedOut
+from rose.client.group import Group
+from rose.client.options import GroupOptions, TurnOptions, ask_for
+from rose.client.progress import Ledger, Progress, RunningTurn
+from rose.client.pulse import Pulse
+from rose.client.ring import GatewayRing
+from rose.client.session import Session
+from rose.client.settings import ClientSettings, Retry, gateway_urls
+from rose.client.stream import ChunkSink, TurnStream
+from rose.client.tries import Tries
+from rose.client.turn import Ask, Sampling, Turn
 
-MAX_TRIES = 6
-BACKOFF_FIRST_S = 0.1
-BACKOFF_MAX_S = 2.0
-RETRIED = frozenset({429, 502, 503, 504})
-HEADERS = {"Content-Type": "application/json"}
-
-
-class _TokenLogprob(msgspec.Struct, gc=False):
-    logprob: float
-
-
-class _Logprobs(msgspec.Struct, gc=False):
-    content: list[_TokenLogprob]
-
-
-class _Choice(msgspec.Struct, gc=False):
-    token_ids: tuple[int, ...]
-    logprobs: _Logprobs
-    finish_reason: str
-
-
-class _Version(msgspec.Struct, gc=False):
-    version: int
-    start: int
-    end: int
-
-
-class _Segment(msgspec.Struct, gc=False):
-    replica: str
-    kind: str
-    start: int
-    end: int
-
-
-class _Answer(msgspec.Struct, gc=False):
-    request_id: str
-    choices: list[_Choice]
-    versions: list[_Version]
-    segments: list[_Segment]
-    attempts: int
-
-
-_encode = msgspec.json.Encoder().encode
-_decode_answer = msgspec.json.Decoder(_Answer).decode
+FINISH_SESSION_S = 5.0
+_log = logging.getLogger(__name__)
 
 
 class RolloutClient:
-    """Async context manager; one connection pool, safe for any number of concurrent turns."""
+    """Async context manager; one connection pool, safe for any number of turns of one event loop.
 
-    def __init__(self, base_url: str, timeout_s: float = 300.0) -> None:
-        self._url = f"{base_url.rstrip('/')}/inference/v1/generate"
-        self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=5.0)
-        self._session: aiohttp.ClientSession | None = None
+    It pickles as what it was built from. Give every gateway's address: when one dies, its turns go
+    on at another, or at the same one once it is back.
+    """
+
+    def __init__(
+        self, urls: str | Sequence[str], timeout_s: float = 300.0, *, retry: Retry | None = None
+    ) -> None:
+        """Raises ConfigError for what is no address. `timeout_s`: of a turn with all its tries."""
+        self._settings = ClientSettings(gateway_urls(urls), timeout_s, retry=retry or Retry())
+        self._ledger = Ledger()
+        self._http: aiohttp.ClientSession | None = None
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuilt, (type(self), self._settings)
+
+    @property
+    def settings(self) -> ClientSettings:
+        """What it was built from."""
+        return self._settings
 
     async def __aenter__(self) -> Self:
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=120.0), timeout=self._timeout
+        settings = self._settings
+        self._http = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=120.0),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=settings.connect_s),
         )
+        self._pulse = Pulse(settings, self._http)
+        self._ring = GatewayRing(settings.urls)
+        self._tries = Tries(settings, self._http, self._ring, self._pulse)
         return self
 
     async def __aexit__(
@@ -77,89 +67,124 @@ class RolloutClient:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        for row in [*self._ledger.running.values()]:
+            row.cancel()
+        if self._http is not None:
+            await self._pulse.close()
+            await self._http.close()
+            self._http = None
 
     async def generate(
+        self, token_ids: Sequence[int], sampling: Sampling, **options: Unpack[TurnOptions]
+    ) -> Turn:
+        """Generate one turn. All tries carry the same request id: it is delivered once.
+
+        Raises an error of `rose.client.errors`; all of them are RolloutError.
+        """
+        return await self._run(ask_for(token_ids, sampling, **options), self._open().whole)
+
+    def stream(
+        self, token_ids: Sequence[int], sampling: Sampling, **options: Unpack[TurnOptions]
+    ) -> TurnStream:
+        """As `generate`, token by token; when a gateway dies, the received tokens are kept."""
+        ask = ask_for(token_ids, sampling, **options)
+
+        async def run(sink: ChunkSink) -> Turn:
+            return await self._run(ask, lambda row: self._open().streamed(row, sink))
+
+        return TurnStream(run)
+
+    def gather_group(
         self,
         token_ids: Sequence[int],
         sampling: Sampling,
+        members: int,
         *,
-        request_id: str,
-        session_id: str,
-        min_version: int | None = None,
-    ) -> Turn:
-        """Generate one turn; retries use the same request id, so none is generated twice.
+        group_id: str = "",
+        need: int | None = None,
+        **options: Unpack[GroupOptions],
+    ) -> Group:
+        """`members` samples of one prompt as they finish; after `need` turns the rest is cancelled.
 
-        Raises VersionNotServed, RequestRefused, or GatewayUnavailable after `MAX_TRIES`.
+        Member k is request and session `GROUP/k`; a seed of `sampling` becomes seed + k.
         """
-        body = _encode(
-            {
-                "request_id": request_id,
-                "token_ids": token_ids,
-                "sampling_params": sampling,
-                "min_version": min_version,
-            }
-        )
-        headers = {**HEADERS, "X-Session-ID": session_id}
-        backoff_s = BACKOFF_FIRST_S
-        trouble = "it was never tried"
-        for attempt in range(MAX_TRIES):
-            if attempt:
-                await asyncio.sleep(backoff_s)
-                backoff_s = min(2 * backoff_s, BACKOFF_MAX_S)
+        if members < 1 or not 1 <= (need or members) <= members:
+            raise RequestRefused("a group has at least one member, and needs at most all of them")
+        group = group_id or uuid.uuid4().hex
+
+        async def start(index: int) -> Turn:
+            seed = None if sampling.seed is None else sampling.seed + index
+            name, mine = f"{group}/{index}", replace(sampling, seed=seed)
+            return await self.generate(token_ids, mine, request_id=name, session_id=name, **options)
+
+        return Group(start, members, need or members)
+
+    def session(self, session_id: str = "") -> Session:
+        """A trajectory: its turns go where its prefix is; its end is told to the gateways."""
+        return Session(self, session_id or uuid.uuid4().hex, self._finish_session)
+
+    def cancel(self, request_id: str) -> bool:
+        """End a running turn: whoever waits for it gets TurnCancelled. False: none has that id."""
+        row = self._ledger.running.get(request_id)
+        if row is not None:
+            row.cancel()
+        return row is not None
+
+    def progress(self) -> Progress:
+        """What runs and what ended since the client was made."""
+        running = self._ledger.running
+        return self._ledger.snapshot(asyncio.get_running_loop().time() if running else 0.0)
+
+    def _open(self) -> Tries:
+        if self._http is None:
+            raise ClientClosed("use `async with RolloutClient(...)`: it is not open now")
+        return self._tries
+
+    async def _run(self, ask: Ask, work: Callable[[RunningTurn], Awaitable[Turn]]) -> Turn:
+        """Work on a turn in a task of its own, so that `cancel` ends the turn, not its waiter."""
+        running = self._ledger.running
+        if ask.request_id in running:
+            raise RequestRefused(f"{ask.request_id} is running already; give each turn its own id")
+        row = RunningTurn(ask, asyncio.get_running_loop().time())
+        running[ask.request_id] = row
+        turn: Turn | None = None
+        try:
+            async with asyncio.timeout(self._settings.timeout_s):
+                row.task = task = asyncio.ensure_future(work(row))
+                turn = await task
+        except TimeoutError:
+            raise TurnTimedOut(
+                f"{ask.request_id} took more than {self._settings.timeout_s:g} s, {row.tries} tries"
+            ) from None
+        except asyncio.CancelledError:
+            if not row.cancelled or _current_is_cancelled():
+                raise
+            raise TurnCancelled(f"{ask.request_id} was cancelled") from None
+        finally:
+            self._ledger.close(row, None if turn is None else len(turn.token_ids))
+        return turn
+
+    async def _finish_session(self, session_id: str) -> None:
+        """Tell every gateway, once: one that does not hear it forgets idle sessions by itself."""
+        if self._http is None:
+            return
+        body = wire.encode({"session_id": session_id})
+        headers = {"Content-Type": "application/json", "X-Session-ID": session_id}
+        timeout = aiohttp.ClientTimeout(total=FINISH_SESSION_S)
+        for url in self._settings.urls:
             try:
-                status, answer, retry_after_s = await self._post(body, headers)
+                async with self._http.post(
+                    f"{url}{wire.FINISH_SESSION}", data=body, headers=headers, timeout=timeout
+                ):
+                    pass
             except (aiohttp.ClientError, OSError) as error:
-                # A timeout of the whole request is a TimeoutError, which is an OSError.
-                trouble = f"{type(error).__name__} {error}".strip()
-                continue
-            if status == 200:
-                return _turn(answer)
-            trouble = _message(status, answer)
-            if status not in RETRIED:
-                raise _refusal(status, trouble)
-            backoff_s = max(backoff_s, retry_after_s)
-        raise GatewayUnavailable(
-            f"{self._url} did not answer {request_id} in {MAX_TRIES} tries: {trouble}"
-        )
-
-    async def _post(self, body: bytes, headers: dict[str, str]) -> tuple[int, bytes, float]:
-        """Status, body and Retry-After in seconds (at most `BACKOFF_MAX_S`)."""
-        if self._session is None:
-            raise RolloutError("use `async with RolloutClient(...)` before generate()")
-        async with self._session.post(self._url, data=body, headers=headers) as response:
-            after = response.headers.get("Retry-After", "")
-            retry_after_s = float(after) if after.isdigit() else 0.0
-            return response.status, await response.read(), min(retry_after_s, BACKOFF_MAX_S)
+                _log.info("%s was not told that %s is over: %s", url, session_id, error)
 
 
-def _turn(body: bytes) -> Turn:
-    try:
-        answer = _decode_answer(body)
-    except msgspec.MsgspecError as error:
-        raise RolloutError(f"the gateway's answer is not a turn: {error}") from error
-    choice = answer.choices[0]
-    return Turn(
-        request_id=answer.request_id,
-        token_ids=choice.token_ids,
-        logprobs=tuple([token.logprob for token in choice.logprobs.content]),
-        versions=tuple([(span.version, span.start, span.end) for span in answer.versions]),
-        segments=tuple([(s.replica, s.kind, s.start, s.end) for s in answer.segments]),
-        finish_reason=choice.finish_reason,
-        attempts=answer.attempts,
-    )
+def _current_is_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
-def _message(status: int, body: bytes) -> str:
-    try:
-        return str(msgspec.json.decode(body)["error"]["message"])
-    except (msgspec.MsgspecError, KeyError, TypeError):
-        return f"HTTP {status}"
-
-
-def _refusal(status: int, message: str) -> RolloutError:
-    if status == 409:
-        return VersionNotServed(message)
-    return RequestRefused(f"HTTP {status}: {message}")
+def _rebuilt(kind: type[RolloutClient], settings: ClientSettings) -> RolloutClient:
+    return kind(settings.urls, settings.timeout_s, retry=settings.retry)

@@ -18,7 +18,19 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
     seed: int | None = None
-    logprobs: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenChunk:
+    """Tokens [start, start + len(token_ids)) of a streamed turn, each with its logprob.
+
+    `version` is the policy version that sampled them, -1 where the replica does not say.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    version: int
+    start: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,3 +48,21 @@ class Turn:
     segments: tuple[tuple[str, str, int, int], ...]
     finish_reason: str
     attempts: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One turn as the trainer wants it; `request_id` stays the same in all tries."""
+
+    request_id: str
+    session_id: str
+    token_ids: tuple[int, ...]
+    sampling: Sampling
+    min_version: int | None = None
+    exact_version: int | None = None
+    priority: int = 0
+
+    @property
+    def key(self) -> str:
+        """What chooses the gateway."""
+        return self.session_id or self.request_id

@@ -186,6 +186,11 @@ class _TokenLogprob(msgspec.Struct, gc=False):
     top_logprobs: list[_TopLogprob]
 
 
+class _NamedLogprob(_TokenLogprob, gc=False, kw_only=True):
+    # The token's name in vLLM before 0.32, which the `renderers` client of verifiers insists on.
+    token: str
+
+
 class _Logprobs(msgspec.Struct, gc=False):
     content: list[_TokenLogprob]
 
@@ -267,6 +272,8 @@ class VllmAnswer:
     def whole(self, feeds: Sequence[TurnFeed]) -> bytes:
         """Body of a 200."""
         choices = [self._choice(k, feed, 0, len(feed.tokens)) for k, feed in enumerate(feeds)]
+        for choice in choices:
+            _name(choice)
         first = feeds[0]
         return wire.encode(
             _Whole(
@@ -341,6 +348,15 @@ class VllmAnswer:
             _weight_versions(feed) if over else None,
             logprobs,
         )
+
+
+def _name(choice: _Choice) -> None:
+    if choice.logprobs is not None:
+        choice.logprobs.content = [
+            _NamedLogprob(one.token_id, one.logprob, one.rank, one.top_logprobs, token=name)
+            for one in choice.logprobs.content
+            for name in (f"token_id:{one.token_id}",)
+        ]
 
 
 def _weight_versions(feed: TurnFeed) -> list[_WeightVersion] | None:

@@ -16,7 +16,9 @@ SCHEDULER = """
     make_policy max_min policy_names
 """
 CLIENT = """
-    GatewayUnavailable RequestRefused RolloutClient RolloutError Sampling Turn VersionNotServed
+    AnswerBroken BlockingRolloutClient BlockingSession ClientClosed GatewayUnavailable Group
+    Member Progress RequestRefused Retry RolloutClient RolloutError Sampling Session TokenChunk
+    Turn TurnCancelled TurnProgress TurnStream TurnTimedOut VersionNotServed
 """
 GATEWAY = "Gateway GatewaySettings ReplicaEntry StaticReplica"
 

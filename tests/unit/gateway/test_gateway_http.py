@@ -12,10 +12,10 @@ from standin_replica import StandInReplica
 from rose.client import (
     GatewayUnavailable,
     RequestRefused,
+    Retry,
     RolloutClient,
     Sampling,
     VersionNotServed,
-    rollout,
 )
 from rose.errors import ConfigError
 from rose.gateway import GatewaySettings
@@ -195,9 +195,8 @@ async def test_events_tell_of_continuations_and_lost_replicas(tmp_path: Any) -> 
     assert '"event":"replica_lost","replica":"guest-0"' in text
 
 
-async def test_the_client_raises_typed_errors(monkeypatch: Any) -> None:
-    monkeypatch.setattr(rollout, "BACKOFF_FIRST_S", 0.001)
-    monkeypatch.setattr(rollout, "BACKOFF_MAX_S", 0.002)
+async def test_the_client_raises_typed_errors() -> None:
+    fast = Retry(tries=6, first_s=0.001, max_s=0.002)
     sampling = Sampling(max_tokens=3)
     async with (
         StandInReplica() as replica,
@@ -209,7 +208,7 @@ async def test_the_client_raises_typed_errors(monkeypatch: Any) -> None:
         with pytest.raises(RequestRefused, match="token_ids is empty"):
             await client.generate([], sampling, request_id="b", session_id="s")
         replica.break_after = 0
-    async with RolloutClient(base_url(gw)) as client:
+    async with RolloutClient(base_url(gw), retry=fast) as client:
         with pytest.raises(GatewayUnavailable, match="6 tries"):
             await client.generate([1], sampling, request_id="c", session_id="s")
 

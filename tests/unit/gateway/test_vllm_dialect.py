@@ -21,10 +21,15 @@ WHOLE_KEYS = """
 
 
 def logprobs(*tokens: int) -> dict[str, Any]:
+    """Of a whole answer: with the name that tokens had before vLLM 0.32 too."""
+
     def one(token: int) -> dict[str, Any]:
         return {"token_id": token, "logprob": -token / 1000, "rank": None}
 
-    return {"content": [{**one(t), "top_logprobs": [one(t)]} for t in tokens]}
+    def named(token: int) -> dict[str, Any]:
+        return {**one(token), "top_logprobs": [one(token)], "token": f"token_id:{token}"}
+
+    return {"content": [named(token) for token in tokens]}
 
 
 async def test_a_whole_answer_has_vllms_keys_and_ours_after_them() -> None:

@@ -1,0 +1,122 @@
+"""`python -m rose.bench.gateway`: what routers add to turns and tokens, beside the bare engine.
+
+Writes gateway.json and gateway.txt. Exit code 0, 1 when a limit fails, 2 for bad input.
+"""
+
+import argparse
+import asyncio
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rose.bench.gateway.arms import peers
+from rose.bench.gateway.limits import checks
+from rose.bench.gateway.load import STREAMS
+from rose.bench.gateway.real import over_real_engines
+from rose.bench.gateway.rows import rows
+from rose.bench.gateway.run import StandInBench, write
+from rose.bench.gateway.sessions import Scale, made_up_sessions, read_sessions
+from rose.bench.gateway.table import table
+from rose.errors import ConfigError, RoseError
+
+QUICK_STREAMS = (1, 100, 2000)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point."""
+    try:
+        args = _parser().parse_args(argv)
+        args.out.mkdir(parents=True, exist_ok=True)
+        result = measure(args)
+    except RoseError as error:
+        sys.stderr.write(f"bench: {error}\n")
+        return 2
+    text = table(result)
+    write(args.out, result, text)
+    sys.stdout.write(text)
+    return int(any(check["verdict"] == "FAILS" for check in result["checks"]))
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Everything that was asked for."""
+    commands, missing = peers(args.peer)
+    streams = args.streams or (QUICK_STREAMS if args.quick else STREAMS)
+    if min(streams) < 1 or args.rounds < 1 or args.seconds <= 0:
+        raise ConfigError("--streams, --rounds and --seconds: above 0")
+    if args.sessions is not None and not args.real:
+        raise ConfigError("--sessions are replayed on real engines: add --real")
+    places = cores()
+    with StandInBench(args.out, commands, places, max(streams), _say) as bench:
+        cells = bench.rounds(streams, 1 if args.quick else args.rounds, args.seconds)
+        skipped = {**dict.fromkeys(missing, "not installed: see --peer"), **bench.skipped}
+    sessions: list[dict[str, Any]] = []
+    if args.real:
+        real, sessions = asyncio.run(_over_real(args, places))
+        cells += real
+    made = rows(cells)
+    return {
+        "machine": {"cpus": os.cpu_count(), "cpu": platform.processor(), "placement": places},
+        "rows": made,
+        "sessions": sessions,
+        "skipped": skipped,
+        "checks": checks(made, sessions),
+        "cells": cells,
+    }
+
+
+async def _over_real(
+    args: argparse.Namespace, places: dict[str, list[int]]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    from rose.bench.chaos.model import save_model
+
+    scale, folder = Scale(), args.out / "gateway-real"
+    sessions = {"made up": made_up_sessions(scale)}
+    if args.sessions is not None:
+        sessions["recorded"] = read_sessions(args.sessions, scale)
+    await asyncio.to_thread(save_model, folder / "model")
+    rounds = 1 if args.quick else args.rounds
+    return await over_real_engines(folder, sessions, rounds, args.seconds, places, _say)
+
+
+def cores() -> dict[str, list[int]]:
+    """Who runs where: routers have a core of their own; where there are two, the rest shares one.
+
+    Generator and engine need a fifth of a core each at 2,000 streams.
+    """
+    usable = sorted(os.sched_getaffinity(0))
+    if len(usable) < 2:
+        return {"generator": usable, "engine": usable, "router": usable}
+    engine = usable[2] if len(usable) > 2 else usable[0]
+    return {"generator": [usable[0]], "engine": [engine], "router": [usable[1]]}
+
+
+def _say(what: str) -> None:
+    sys.stderr.write(f"bench: {what}\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="rose.bench.gateway", description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("out/bench"), metavar="DIR")
+    parser.add_argument("--streams", type=int, nargs="+", metavar="N")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=8.0, help="measured, of each cell")
+    parser.add_argument("--quick", action="store_true", help="one round, three numbers of streams")
+    parser.add_argument("--real", action="store_true", help="over real vLLM too: two minutes more")
+    parser.add_argument(
+        "--sessions", type=Path, metavar="FILE", help="recorded sessions to replay on real vLLM"
+    )
+    parser.add_argument(
+        "--peer",
+        action="append",
+        default=[],
+        metavar="NAME=COMMAND",
+        help="another router; {port} and {urls} in its command are filled in",
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

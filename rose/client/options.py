@@ -1,0 +1,40 @@
+"""What may be said of a turn beside prompt and sampling."""
+
+import uuid
+from collections.abc import Sequence
+from typing import TypedDict, Unpack
+
+from rose.client.turn import Ask, Sampling
+
+
+class GroupOptions(TypedDict, total=False):
+    """min_version, exact_version: policy versions that are accepted. priority: lower goes first."""
+
+    min_version: int | None
+    exact_version: int | None
+    priority: int
+
+
+class SessionOptions(GroupOptions, total=False):
+    """request_id: of the turn, made up when missing; the same id is the same turn."""
+
+    request_id: str
+
+
+class TurnOptions(SessionOptions, total=False):
+    """session_id: the trajectory's, so that the turn goes where its prefix is."""
+
+    session_id: str
+
+
+def ask_for(token_ids: Sequence[int], sampling: Sampling, **options: Unpack[TurnOptions]) -> Ask:
+    """The turn in full."""
+    return Ask(
+        options.get("request_id") or uuid.uuid4().hex,
+        options.get("session_id", ""),
+        tuple(token_ids),
+        sampling,
+        options.get("min_version"),
+        options.get("exact_version"),
+        options.get("priority", 0),
+    )

@@ -1,0 +1,145 @@
+"""What the client writes and reads: docs/architecture.md, "gateway HTTP"."""
+
+import msgspec
+
+from rose.client.errors import AnswerBroken, RequestRefused, RolloutError, VersionNotServed
+from rose.client.turn import Ask, Turn
+
+GENERATE = "/inference/v1/generate"
+FINISH_SESSION = "/finish_session"
+RETRIED = frozenset({429, 502, 503, 504})
+
+
+class TokenLogprob(msgspec.Struct, gc=False):
+    """Logprob of one output token; the token's name beside it is not needed."""
+
+    logprob: float
+
+
+class Logprobs(msgspec.Struct, gc=False):
+    """One entry a token."""
+
+    content: list[TokenLogprob]
+
+
+class Version(msgspec.Struct, gc=False):
+    """Output tokens [start, end) of one policy version."""
+
+    version: int
+    start: int
+    end: int
+
+
+class AnswerSegment(msgspec.Struct, gc=False):
+    """Output tokens [start, end) from one replica."""
+
+    replica: str
+    kind: str
+    start: int
+    end: int
+
+
+class _Choice(msgspec.Struct, gc=False):
+    token_ids: tuple[int, ...]
+    logprobs: Logprobs
+    finish_reason: str
+
+
+class _Answer(msgspec.Struct, gc=False):
+    request_id: str
+    choices: list[_Choice]
+    versions: list[Version]
+    segments: list[AnswerSegment]
+    attempts: int
+
+
+class StreamChoice(msgspec.Struct, gc=False):
+    """New tokens of a stream, or how it ends."""
+
+    token_ids: list[int] | None = None
+    logprobs: Logprobs | None = None
+    finish_reason: str | None = None
+
+
+class StreamError(msgspec.Struct, gc=False):
+    """Why a stream ends early; `code` is the HTTP status it would have had."""
+
+    message: str = "no reason given"
+    code: int = 503
+
+
+class StreamEvent(msgspec.Struct, gc=False):
+    """One `data:` of a stream. Spans count from the first token of this answer."""
+
+    choices: list[StreamChoice] = []
+    versions: list[Version] | None = None
+    segments: list[AnswerSegment] | None = None
+    attempts: int | None = None
+    error: StreamError | None = None
+
+
+encode = msgspec.json.Encoder().encode
+_decode_answer = msgspec.json.Decoder(_Answer).decode
+_decode_event = msgspec.json.Decoder(StreamEvent).decode
+
+
+def encode_ask(ask: Ask, *, stream: bool = False) -> bytes:
+    """Body of a generate request."""
+    body = {
+        "request_id": ask.request_id,
+        "token_ids": ask.token_ids,
+        # In vLLM's words: the sampled token's logprob and no other's.
+        "sampling_params": {**msgspec.to_builtins(ask.sampling), "logprobs": 0},
+        "min_version": ask.min_version,
+        "exact_version": ask.exact_version,
+        "priority": ask.priority,
+    }
+    return encode({**body, "stream": True} if stream else body)
+
+
+def headers(ask: Ask) -> dict[str, str]:
+    """Headers of a generate request."""
+    return {"Content-Type": "application/json", "X-Session-ID": ask.session_id}
+
+
+def decode_turn(body: bytes) -> Turn:
+    """A whole answer. Raises AnswerBroken for anything else."""
+    try:
+        answer = _decode_answer(body)
+        choice = answer.choices[0]
+    except (msgspec.MsgspecError, IndexError) as error:
+        raise AnswerBroken(f"the gateway's answer is not a turn: {error}") from error
+    if len(choice.token_ids) != len(choice.logprobs.content):
+        raise AnswerBroken("the gateway's answer has not one logprob for each token")
+    return Turn(
+        request_id=answer.request_id,
+        token_ids=choice.token_ids,
+        logprobs=tuple([token.logprob for token in choice.logprobs.content]),
+        versions=tuple([(span.version, span.start, span.end) for span in answer.versions]),
+        segments=tuple([(s.replica, s.kind, s.start, s.end) for s in answer.segments]),
+        finish_reason=choice.finish_reason,
+        attempts=answer.attempts,
+    )
+
+
+def decode_event(data: bytes) -> StreamEvent:
+    """One event of a stream. Raises AnswerBroken for anything else."""
+    try:
+        return _decode_event(data)
+    except msgspec.MsgspecError as error:
+        raise AnswerBroken(f"the gateway's stream is not a turn: {error}") from error
+
+
+def message(status: int, body: bytes) -> str:
+    """What an error's body says."""
+    try:
+        return str(msgspec.json.decode(body)["error"]["message"])
+    except (msgspec.MsgspecError, KeyError, TypeError):
+        return f"HTTP {status}"
+
+
+def refusal(status: int, text: str) -> RolloutError:
+    """The error for a status that no retry changes."""
+    if status == 409:
+        return VersionNotServed(text)
+    return RequestRefused(f"HTTP {status}: {text}")

@@ -1,0 +1,154 @@
+"""The client from plain threads, from other processes, and from Ray where it is installed."""
+
+import asyncio
+import multiprocessing
+import pickle
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from standin_gateway import StandInGateway
+
+from rose.client import (
+    BlockingRolloutClient,
+    ClientClosed,
+    RequestRefused,
+    Retry,
+    RolloutClient,
+    Sampling,
+    TurnCancelled,
+)
+
+TEN = Sampling(max_tokens=10)
+PROMPT = [1, 100]
+COUNT = tuple(range(101, 111))
+
+
+@pytest.fixture
+def gateway() -> Iterator[StandInGateway]:
+    """A stand-in gateway on a loop of its own."""
+    standin, loop = StandInGateway(), asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    asyncio.run_coroutine_threadsafe(standin.__aenter__(), loop).result(10)
+    yield standin
+    asyncio.run_coroutine_threadsafe(standin.__aexit__(), loop).result(10)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+def test_one_client_serves_many_threads(gateway: StandInGateway) -> None:
+    with BlockingRolloutClient(gateway.url) as client, ThreadPoolExecutor(8) as pool:
+        turns = [*pool.map(lambda k: client.generate([1, k], TEN), range(40))]
+        assert [turn.token_ids[0] for turn in turns] == [*range(1, 41)]
+        assert client.progress().finished == 40
+
+
+def test_streams_groups_and_sessions_are_plain_iterators(gateway: StandInGateway) -> None:
+    with BlockingRolloutClient(gateway.url) as client:
+        chunks = [*client.stream(PROMPT, TEN)]
+        assert [t for chunk in chunks for t in chunk.token_ids] == [*COUNT]
+        assert {m.index for m in client.gather_group(PROMPT, TEN, 3)} == {0, 1, 2}
+        with client.session("traj") as session:
+            assert session.generate(PROMPT, TEN).token_ids == COUNT
+            assert len([*session.stream(PROMPT, TEN)]) == 10
+    assert gateway.ended_sessions == ["traj"]
+
+
+def test_a_closed_iterator_ends_its_turn(gateway: StandInGateway) -> None:
+    gateway.delay_s = 0.01
+    with BlockingRolloutClient(gateway.url) as client:
+        chunks = client.stream(PROMPT, Sampling(max_tokens=500))
+        next(chunks)
+        assert len(client.progress().running) == 1
+        chunks.close()  # type: ignore[attr-defined]
+        assert client.progress().running == ()
+
+
+def test_errors_are_typed_and_cancel_works_from_another_thread(gateway: StandInGateway) -> None:
+    with BlockingRolloutClient(gateway.url) as client, ThreadPoolExecutor(1) as pool:
+        gateway.delay_s = 5
+        slow = pool.submit(client.generate, PROMPT, TEN, request_id="slow")
+        while not gateway.asked:
+            pass
+        assert client.cancel("slow")
+        with pytest.raises(TurnCancelled):
+            slow.result(5)
+        gateway.refuse_with = (400, {})
+        with pytest.raises(RequestRefused, match="says 400"):
+            client.generate(PROMPT, TEN)
+
+
+def test_closing_ends_waiting_threads_and_further_use(gateway: StandInGateway) -> None:
+    gateway.delay_s = 5
+    client = BlockingRolloutClient(gateway.url)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(client.generate, PROMPT, TEN)
+        while not gateway.asked:
+            pass
+        client.close()
+        with pytest.raises(TurnCancelled):
+            waiting.result(5)
+    with pytest.raises(ClientClosed, match="make another"):
+        client.generate(PROMPT, TEN)
+
+
+def test_it_may_be_used_inside_a_running_loop(gateway: StandInGateway) -> None:
+    async def from_a_coroutine() -> tuple[int, ...]:
+        with BlockingRolloutClient(gateway.url) as client:
+            return await asyncio.to_thread(lambda: client.generate(PROMPT, TEN).token_ids)
+
+    assert asyncio.run(from_a_coroutine()) == COUNT
+
+
+@pytest.mark.parametrize("kind", [BlockingRolloutClient, RolloutClient])
+def test_clients_pickle_as_what_they_were_built_from(kind: type) -> None:
+    client = kind(["http://a:1/", "http://b:2"], 7.0, retry=Retry(3, 0.5, 1.0))
+    copy = pickle.loads(pickle.dumps(client))
+    inner = copy if kind is RolloutClient else copy._client
+    assert inner.settings.urls == ("http://a:1", "http://b:2")
+    assert (inner.settings.timeout_s, inner.settings.retry) == (7.0, Retry(3, 0.5, 1.0))
+
+
+def _turn_of(client: BlockingRolloutClient) -> tuple[int, ...]:
+    try:
+        return client.generate(PROMPT, TEN).token_ids
+    finally:
+        client.close()
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.filterwarnings("ignore")
+def test_an_open_client_works_in_another_process(gateway: StandInGateway, method: str) -> None:
+    with BlockingRolloutClient(gateway.url) as client:
+        assert client.generate(PROMPT, TEN).token_ids == COUNT
+        with multiprocessing.get_context(method).Pool(1) as pool:
+            assert pool.apply(_turn_of, (client,)) == COUNT
+        assert client.generate(PROMPT, TEN).token_ids == COUNT
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_ray_actor_holds_a_client(gateway: StandInGateway) -> None:
+    ray = pytest.importorskip("ray", reason="Ray is not installed")
+
+    class Worker:
+        def __init__(self, client: BlockingRolloutClient) -> None:
+            self.client = client
+
+        def turn(self) -> tuple[int, ...]:
+            return self.client.generate(PROMPT, TEN).token_ids
+
+        def fails(self) -> None:
+            self.client.generate(PROMPT, TEN, request_id="bad")
+
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    try:
+        worker = ray.remote(Worker).remote(BlockingRolloutClient(gateway.url))
+        assert ray.get(worker.turn.remote()) == COUNT
+        gateway.refuse_with = (400, {})
+        with pytest.raises(RequestRefused, match="says 400"):
+            ray.get(worker.fails.remote())
+    finally:
+        ray.shutdown()
