@@ -47,7 +47,7 @@ async def test_the_engine_asked_directly_answers_at_its_pace(wire: Wire) -> None
 @pytest.mark.parametrize(
     ("wire", "stock"),
     [(TOKENS, False), (TOKEN_STREAM, False), (TOKENS, True), (TOKEN_STREAM, True)],
-    ids=str,
+    ids=lambda value: value.name if isinstance(value, Wire) else "stock" if value else "ours",
 )
 async def test_roses_gateway_hands_the_stamps_through(wire: Wire, stock: bool) -> None:
     async with engine(stock) as url:
