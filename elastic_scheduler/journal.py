@@ -11,7 +11,7 @@ doubled: its tokens up to the end were journaled, those after it are generated a
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from elastic_scheduler.errors import JournalError
@@ -48,11 +48,22 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Output tokens [start, end) were sampled by policy `version`."""
+    """Output tokens [start, end) were sampled by policy `version`.
+
+    `oldest_version` of the KV that they were sampled on, where it may be older: None elsewhere.
+    """
 
     version: int
     start: int
     end: int
+    oldest_version: int | None = None
+
+    def joined(self, next_span: "VersionSpan") -> "VersionSpan | None":
+        """Both as one, when the next begins where this ends and says the same of its tokens."""
+        mine = (self.version, self.oldest_version, self.end)
+        if mine != (next_span.version, next_span.oldest_version, next_span.start):
+            return None
+        return replace(self, end=next_span.end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +166,16 @@ class TurnJournal:
         return Attempt(self._number, [*self._prompt, *self._tokens], self.remaining)
 
     def append(
-        self, attempt: int, token_ids: Sequence[int], logprobs: Sequence[float], version: int
+        self,
+        attempt: int,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        version: int,
+        oldest_version: int | None = None,
     ) -> bool:
         """Journal one chunk, all of one policy version. False: the attempt is over, chunk dropped.
+
+        `oldest_version` as in `VersionSpan`.
 
         Raises JournalError, journaling nothing, for a chunk beyond the budget or without a logprob
         for each token.
@@ -174,7 +192,7 @@ class TurnJournal:
             return True
         self._tokens += token_ids
         self._logprobs += logprobs
-        self._stamp(version, start, end)
+        self._stamp(VersionSpan(version, start, end, oldest_version))
         self._attribute(attempt, start, end)
         return True
 
@@ -208,10 +226,12 @@ class TurnJournal:
             self._number,
         )
 
-    def _stamp(self, version: int, start: int, end: int) -> None:
-        if self._versions and self._versions[-1].version == version:
-            start = self._versions.pop().start
-        self._versions.append(VersionSpan(version, start, end))
+    def _stamp(self, span: VersionSpan) -> None:
+        joined = self._versions[-1].joined(span) if self._versions else None
+        if joined is not None:
+            self._versions[-1] = joined
+        else:
+            self._versions.append(span)
 
     def _attribute(self, attempt: int, start: int, end: int) -> None:
         assert self._current is not None

@@ -12,12 +12,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 
+from rose.client import wire
 from rose.client.errors import AnswerBroken
 from rose.client.turn import Ask, TokenChunk, Turn
 from rose.client.wire import StreamEvent
 
 UNKNOWN_VERSION = -1
 UNKNOWN = "unknown"
+
+# Of a token: its policy version, and the oldest version of the KV where that may be older.
+Stamp = tuple[int, int | None]
+UNKNOWN_STAMP: Stamp = (UNKNOWN_VERSION, None)
 
 
 class AnotherTurnError(Exception):
@@ -31,7 +36,7 @@ class Received:
         self._ask = self._asked = ask
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
-        self._versions: list[int] = []
+        self._stamps: list[Stamp] = []
         self._old_segments: list[tuple[str, str, int, int]] = []
         self._segments: list[tuple[str, str, int, int]] = []
         self._old_attempts = self._attempts = 0
@@ -83,7 +88,7 @@ class Received:
         return self._asked
 
     def add(self, event: StreamEvent) -> list[TokenChunk]:
-        """Take one event; its new tokens, a chunk for each version.
+        """Take one event; its new tokens, a chunk for each version and age of KV.
 
         Raises AnswerBroken, and AnotherTurnError when it contradicts what came before.
         """
@@ -96,20 +101,22 @@ class Received:
             self._take(tokens, [token.logprob for token in logprobs])
             self.finish_reason = choice.finish_reason or self.finish_reason
         self._stamp(event, start)
-        return [self._chunk(version, a, b) for version, a, b in self._spans(start)]
+        return [self._chunk(stamp, a, b) for stamp, a, b in self._spans(start)]
 
     def turn(self) -> Turn:
         """The whole turn; only when it is."""
         assert self.finish_reason is not None
         self._keep_spans()
+        spans = self._spans(0)
         return Turn(
             self._ask.request_id,
             tuple(self._tokens),
             tuple(self._logprobs),
-            tuple(self._spans(0)),
+            wire.joined((version, a, b) for (version, _), a, b in spans),
             tuple(self._old_segments),
             self.finish_reason,
             self._old_attempts,
+            wire.joined((oldest, a, b) for (_, oldest), a, b in spans if oldest is not None),
         )
 
     def _take(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
@@ -121,13 +128,13 @@ class Received:
             raise AnswerBroken("more tokens came than were asked for")
         self._tokens += tokens[known:]
         self._logprobs += logprobs[known:]
-        self._versions += [UNKNOWN_VERSION] * len(tokens[known:])
+        self._stamps += [UNKNOWN_STAMP] * len(tokens[known:])
 
     def _stamp(self, event: StreamEvent, start: int) -> None:
         end = len(self._tokens)
         for span in event.versions or ():
             for at in range(max(start, self._base + span.start), min(self._base + span.end, end)):
-                self._versions[at] = span.version
+                self._stamps[at] = (span.version, span.oldest_version)
         if event.segments is not None:
             self._segments = [
                 (s.replica, s.kind, self._base + s.start, min(self._base + s.end, end))
@@ -145,15 +152,15 @@ class Received:
         self._old_attempts += self._attempts
         self._segments, self._attempts = [], 0
 
-    def _spans(self, start: int) -> list[tuple[int, int, int]]:
-        """(version, from, to) of all tokens from `start` on."""
+    def _spans(self, start: int) -> list[tuple[Stamp, int, int]]:
+        """(stamp, from, to) of all tokens from `start` on."""
         spans = []
-        for version, group in groupby(self._versions[start:]):
+        for stamp, group in groupby(self._stamps[start:]):
             end = start + len(list(group))
-            spans.append((version, start, end))
+            spans.append((stamp, start, end))
             start = end
         return spans
 
-    def _chunk(self, version: int, start: int, end: int) -> TokenChunk:
+    def _chunk(self, stamp: Stamp, start: int, end: int) -> TokenChunk:
         tokens, logprobs = self._tokens[start:end], self._logprobs[start:end]
-        return TokenChunk(tuple(tokens), tuple(logprobs), version, start)
+        return TokenChunk(tuple(tokens), tuple(logprobs), stamp[0], start, stamp[1])

@@ -24,13 +24,15 @@ class Sampling:
 class TokenChunk:
     """Tokens [start, start + len(token_ids)) of a streamed turn, each with its logprob.
 
-    `version` is the policy version that sampled them, -1 where the replica does not say.
+    `version` is the policy version that sampled them, -1 where the replica does not say;
+    `oldest_version` that of the oldest KV they were sampled on, None where it is the same.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     version: int
     start: int
+    oldest_version: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,9 @@ class Turn:
     """One generated turn. Spans are half-open token ranges that cover all tokens in order.
 
     versions: (policy version, start, end); segments: (replica, kind, start, end). `logprobs` are
-    the behaviour policy's, of the distribution that was sampled from.
+    the behaviour policy's, of the distribution that was sampled from. oldest_versions: (oldest
+    version of the KV, start, end) of tokens sampled on KV of earlier versions too, as a job that
+    updates with `keep` has them: those belong to no version alone. Empty for any other job.
     """
 
     request_id: str
@@ -48,6 +52,12 @@ class Turn:
     segments: tuple[tuple[str, str, int, int], ...]
     finish_reason: str
     attempts: int
+    oldest_versions: tuple[tuple[int, int, int], ...] = ()
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The oldest policy version that had a part in any token; None where nobody knows."""
+        return min((span[0] for span in (*self.versions, *self.oldest_versions)), default=None)
 
 
 @dataclass(frozen=True, slots=True)

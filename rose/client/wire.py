@@ -1,5 +1,7 @@
 """What the client writes and reads: docs/architecture.md, "gateway HTTP"."""
 
+from collections.abc import Iterable
+
 import msgspec
 
 from rose.client.errors import AnswerBroken, RequestRefused, RolloutError, VersionNotServed
@@ -23,11 +25,12 @@ class Logprobs(msgspec.Struct, gc=False):
 
 
 class Version(msgspec.Struct, gc=False):
-    """Output tokens [start, end) of one policy version."""
+    """Output tokens [start, end) of one policy version, on KV that may be older."""
 
     version: int
     start: int
     end: int
+    oldest_version: int | None = None
 
 
 class AnswerSegment(msgspec.Struct, gc=False):
@@ -115,11 +118,26 @@ def decode_turn(body: bytes) -> Turn:
         request_id=answer.request_id,
         token_ids=choice.token_ids,
         logprobs=tuple([token.logprob for token in choice.logprobs.content]),
-        versions=tuple([(span.version, span.start, span.end) for span in answer.versions]),
+        versions=joined((span.version, span.start, span.end) for span in answer.versions),
+        oldest_versions=joined(
+            (span.oldest_version, span.start, span.end)
+            for span in answer.versions
+            if span.oldest_version is not None
+        ),
         segments=tuple([(s.replica, s.kind, s.start, s.end) for s in answer.segments]),
         finish_reason=choice.finish_reason,
         attempts=answer.attempts,
     )
+
+
+def joined(spans: Iterable[tuple[int, int, int]]) -> tuple[tuple[int, int, int], ...]:
+    """(version, start, end) with neighbours of one version made one."""
+    out: list[tuple[int, int, int]] = []
+    for version, start, end in spans:
+        if out and (out[-1][0], out[-1][2]) == (version, start):
+            start = out.pop()[1]
+        out.append((version, start, end))
+    return tuple(out)
 
 
 def decode_event(data: bytes) -> StreamEvent:

@@ -10,6 +10,7 @@ import asyncio
 import time
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 
 from elastic_scheduler import Deliver, Segment, VersionSpan
 from rose.gateway.errors import TurnError
@@ -58,16 +59,27 @@ class TurnFeed:
         """Whether nothing more will come."""
         return self.finish_reason is not None or self.error is not None
 
-    def add(self, token_ids: Sequence[int], logprobs: Sequence[float], version: int) -> None:
-        """Tokens of one policy version; a negative version means that nobody knows it."""
+    def add(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        version: int,
+        oldest_version: int | None = None,
+    ) -> None:
+        """Tokens of one policy version; a negative version means that nobody knows it.
+
+        `oldest_version` as in `VersionSpan`.
+        """
         start = len(self.tokens)
         self.tokens.extend(token_ids)
         self.logprobs.extend(logprobs)
         if version >= 0:
-            last = self.versions[-1] if self.versions else None
-            if last is not None and last.version == version and last.end == start:
-                start = self.versions.pop().start
-            self.versions.append(VersionSpan(version, start, len(self.tokens)))
+            span = VersionSpan(version, start, len(self.tokens), oldest_version)
+            joined = self.versions[-1].joined(span) if self.versions else None
+            if joined is not None:
+                self.versions[-1] = joined
+            else:
+                self.versions.append(span)
         self._wake()
 
     def deliver(self, turn: Deliver, stop_reason: int | str | None) -> None:
@@ -103,7 +115,7 @@ class TurnFeed:
     def spans(self, start: int, end: int) -> list[VersionSpan]:
         """Known versions of tokens [start, end), cut to that range."""
         return [
-            VersionSpan(span.version, max(start, span.start), min(end, span.end))
+            replace(span, start=max(start, span.start), end=min(end, span.end))
             for span in self.versions
             if span.start < end and span.end > start
         ]

@@ -240,8 +240,9 @@ class _Sink:
             kept = self._feed.text.add(tokens)
             if kept < len(tokens):
                 tokens, logprobs = tokens[:kept], logprobs[:kept]
-        self._journal.append(self.attempt.number, tokens, logprobs, line.version)
-        self._feed.add(tokens, logprobs, line.version)
+        stamp = (line.version, line.oldest_version)
+        self._journal.append(self.attempt.number, tokens, logprobs, *stamp)
+        self._feed.add(tokens, logprobs, *stamp)
         return len(tokens)
 
 

@@ -20,12 +20,13 @@ DONE = b"data: [DONE]\n\n"
 LOWEST_LOGPROB = -9999.0
 
 
-class Version(msgspec.Struct, gc=False):
-    """Output tokens [start, end) of one policy version."""
+class Version(msgspec.Struct, gc=False, omit_defaults=True):
+    """Output tokens [start, end) of one policy version; `oldest_version` as in `VersionSpan`."""
 
     version: int
     start: int
     end: int
+    oldest_version: int | None = None
 
 
 class Segment(msgspec.Struct, gc=False):
@@ -110,7 +111,7 @@ def finite(logprob: float) -> float:
 
 def versions(spans: Sequence[VersionSpan]) -> list[Version]:
     """Spans as answers carry them."""
-    return [Version(span.version, span.start, span.end) for span in spans]
+    return [Version(s.version, s.start, s.end, s.oldest_version) for s in spans]
 
 
 def segments(feed: TurnFeed) -> list[Segment]:

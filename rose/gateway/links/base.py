@@ -14,13 +14,17 @@ class LinkError(RoseError):
 
 
 class ReplicaLine(msgspec.Struct, gc=False):
-    """Tokens of one version (below 0: unknown), or how the stream ends, or both."""
+    """Tokens of one version (below 0: unknown), or how the stream ends, or both.
+
+    `oldest_version` of the KV behind the tokens, where it may be older than `version`.
+    """
 
     token_ids: list[int] = []
     logprobs: list[float] = []
     version: int = -1
     finish_reason: str | None = None
     message: str | None = None
+    oldest_version: int | None = None
 
 
 class Reader(Protocol):

@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,25 +19,26 @@ STEP = st.tuples(
     st.sampled_from(["append", "late", "revoked", "broken", "stalled", "refused", "finish"]),
     st.integers(1, 4),
     st.integers(0, 3),
+    st.sampled_from([None, 0, 1]),
 )
 
 
 @given(st.integers(1, 12), st.integers(1, 4), st.lists(STEP, max_size=30))
 def test_no_journaled_token_is_lost_or_doubled(
-    budget: int, max_attempts: int, script: list[tuple[str, int, int]]
+    budget: int, max_attempts: int, script: list[tuple[str, int, int, int | None]]
 ) -> None:
     journal = TurnJournal([1, 2], budget, max_attempts=max_attempts)
     sent: list[int] = []
-    stamps: list[int] = []
+    stamps: list[tuple[int, int | None]] = []
     delivered = 0
     outcome: object = Continue()
     attempt = journal.begin("r1", "guest")
-    for what, count, version in script:
+    for what, count, version, oldest in script:
         if what == "append":
             tokens = list(range(len(sent), len(sent) + min(count, budget - len(sent))))
-            if journal.append(attempt.number, tokens, [-1.0] * len(tokens), version):
+            if journal.append(attempt.number, tokens, [-1.0] * len(tokens), version, oldest):
                 sent += tokens
-                stamps += [version] * len(tokens)
+                stamps += [(version, oldest)] * len(tokens)
             continue
         if what == "late":
             assert not journal.append(attempt.number - 1, [99], [-1.0], version)
@@ -51,8 +54,10 @@ def test_no_journaled_token_is_lost_or_doubled(
         if isinstance(outcome, Deliver):
             delivered += 1
             assert list(outcome.token_ids) == sent
-            by_version = [s.version for s in outcome.versions for _ in range(s.start, s.end)]
-            assert by_version == stamps
+            spans = outcome.versions
+            stamped = [(s.version, s.oldest_version) for s in spans for _ in range(s.start, s.end)]
+            assert stamped == stamps
+            assert all(one.joined(other) is None for one, other in pairwise(spans))
             assert sum(s.end - s.start for s in outcome.segments) == len(sent)
         break
     assert delivered <= 1

@@ -17,6 +17,8 @@ class StandInReplica:
     def __init__(self, version: int = 0, delay_s: float = 0.0) -> None:
         self.version = version
         self.delay_s = delay_s
+        # Tokens from this one on are sampled by the next version, on KV that was kept.
+        self.update_at: int | None = None
         self.revoke_after: int | None = None
         self.break_after: int | None = None
         self.hang_after: int | None = None
@@ -107,10 +109,10 @@ class StandInReplica:
             if self.delay_s:
                 await asyncio.sleep(self.delay_s)
             token = self.script[i] if self.script else first + i
-            await _line(
-                response,
-                {"token_ids": [token], "logprobs": [-token / 1000], "version": self.version},
-            )
+            line = {"token_ids": [token], "logprobs": [-token / 1000], "version": self.version}
+            if self.update_at is not None and i >= self.update_at:
+                line |= {"version": self.version + 1, "oldest_version": self.version}
+            await _line(response, line)
         done = "stop" if self.stop_after else "length"
         await _line(response, {"finish_reason": done})
         await response.write_eof()

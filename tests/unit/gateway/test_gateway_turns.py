@@ -2,6 +2,7 @@ import asyncio
 from itertools import pairwise
 from typing import Any
 
+import pytest
 from gateway_cases import base_url, entry, gateway_with, until
 from standin_replica import StandInReplica
 
@@ -34,6 +35,39 @@ async def test_an_untroubled_turn_has_one_segment_and_one_version() -> None:
     assert turn.versions == ((3, 0, 10),)
     assert turn.segments == (("ded-0", "dedicated", 0, 10),)
     assert (turn.attempts, turn.finish_reason) == (1, "length")
+
+
+async def _updated_under_way(gateway: Any, stream: bool) -> Any:
+    async with RolloutClient(base_url(gateway), timeout_s=10) as client:
+        if not stream:
+            return await client.generate(PROMPT, TEN, request_id="whole"), []
+        async with client.stream(PROMPT, TEN, request_id="streamed") as stream:
+            chunks = [chunk async for chunk in stream]
+            return stream.turn, chunks
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_tokens_on_kept_kv_say_how_old_it_is(stream: bool) -> None:
+    async with StandInReplica(version=3) as replica, gateway_with(entry(replica, "ded-0")) as gw:
+        replica.update_at = 4
+        turn, chunks = await _updated_under_way(gw, stream)
+    assert_whole(turn)
+    assert turn.versions == ((3, 0, 4), (4, 4, 10))
+    assert turn.oldest_versions == ((3, 4, 10),)
+    assert turn.oldest_version == 3
+    for chunk in chunks:
+        assert (chunk.version, chunk.oldest_version) == ((4, 3) if chunk.start >= 4 else (3, None))
+
+
+async def test_kv_made_anew_elsewhere_is_as_young_as_its_tokens() -> None:
+    async with StandInReplica(version=3) as old, StandInReplica(version=4) as new:
+        old.update_at, old.revoke_after = 2, 5
+        rows = (entry(old, "old", decode_tok_s=9e5), entry(new, "new", decode_tok_s=1e3))
+        async with gateway_with(*rows) as gw:
+            turn = await one_turn(gw)
+    assert_whole(turn)
+    assert turn.versions == ((3, 0, 2), (4, 2, 10))
+    assert turn.oldest_versions == ((3, 2, 5),)
 
 
 async def _continued(fault: Any, value: Any, **settings: Any) -> Any:
