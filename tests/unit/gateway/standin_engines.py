@@ -17,6 +17,7 @@ class StandInEngine:
 
     def __init__(self, delay_s: float = 0.0) -> None:
         self.delay_s = delay_s
+        self.stop_after: int | None = None
         self.break_after: int | None = None
         self.healthy = True
         self.requests: list[dict[str, Any]] = []
@@ -62,18 +63,25 @@ class StandInEngine:
                     http.transport.close()
                     return response
                 await asyncio.sleep(self.delay_s)
-                event = self._event(tokens[: i + 1], i + 1 == budget)
+                event = self._event(tokens[: i + 1], self._end(i + 1, budget))
                 await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+                if i + 1 == self.stop_after:
+                    break
             await response.write(b"data: [DONE]\n\n")
             await response.write_eof()
         finally:
             self.live -= 1
         return response
 
+    def _end(self, made: int, budget: int) -> str | None:
+        if made == self.stop_after:
+            return "stop"
+        return "length" if made == budget else None
+
     def _wanted(self, asked: dict[str, Any]) -> tuple[list[int], int]:
         raise NotImplementedError
 
-    def _event(self, tokens: list[int], last: bool) -> dict[str, Any]:
+    def _event(self, tokens: list[int], end: str | None) -> dict[str, Any]:
         raise NotImplementedError
 
 
@@ -93,13 +101,13 @@ class StandInVllm(StandInEngine):
         assert "priority" not in asked, "a stock vLLM refuses priorities"
         return asked["prompt"], asked["max_tokens"]
 
-    def _event(self, tokens: list[int], last: bool) -> dict[str, Any]:
+    def _event(self, tokens: list[int], end: str | None) -> dict[str, Any]:
         token = tokens[-1]
         choice = {
             "index": 0,
             "text": "",
             "logprobs": {"token_logprobs": [-token / 1000], "tokens": [f"token_id:{token}"]},
-            "finish_reason": "length" if last else None,
+            "finish_reason": end,
             "token_ids": [token],
         }
         return {"id": "x", "object": "text_completion", "choices": [choice]}
@@ -124,11 +132,11 @@ class StandInSglang(StandInEngine):
         assert asked["return_logprob"] is True
         return asked["input_ids"], asked["sampling_params"]["max_new_tokens"]
 
-    def _event(self, tokens: list[int], last: bool) -> dict[str, Any]:
+    def _event(self, tokens: list[int], end: str | None) -> dict[str, Any]:
         shown = tokens[-1:] if self._incremental else tokens
         meta = {
             "id": "x",
-            "finish_reason": {"type": "length", "length": len(tokens)} if last else None,
+            "finish_reason": {"type": end, "length": len(tokens)} if end else None,
             "weight_version": "default",
             "output_token_logprobs": [[-token / 1000, token, None] for token in shown],
             "completion_tokens": len(tokens),

@@ -71,6 +71,20 @@ async def test_a_stock_engine_serves_turns_and_the_gateway_says_what_is_missing(
     assert "no policy versions, and no gate holds it" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("engine", [StandInVllm(), StandInSglang(), StandInReplica()])
+async def test_a_turn_that_an_engine_stops_early_is_over(engine: Any) -> None:
+    engine.stop_after = 4
+    async with (
+        engine,
+        attached(engine.url) as gw,
+        aiohttp.ClientSession(base_url(gw)) as session,
+    ):
+        status, answer, _ = await ask(session, VLLM, vllm_body(10))
+    choice = answer["choices"][0]
+    assert (status, choice["token_ids"], choice["finish_reason"]) == (200, COUNT[:4], "stop")
+    assert answer["attempts"] == 1
+
+
 async def test_a_turn_goes_on_at_another_kind_of_engine_when_one_dies() -> None:
     async with StandInVllm() as one, StandInSglang() as two, StandInReplica(version=3) as three:
         one.break_after = two.break_after = 3
