@@ -70,12 +70,13 @@ class Block:
         return cut
 
     def flat(self, local: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Indices in the tensor of some of its weights; ascending stays ascending."""
-        if self.is_whole_rows:
-            return local + self.first
-        rows, columns = np.divmod(local, self.width)
-        flat: NDArray[np.int64] = rows * self.row_elements + (columns + self.first)
-        return flat
+        """Turn indices within it into those in the tensor, in place; ascending stays ascending."""
+        if not self.is_whole_rows:
+            rows = local // self.width
+            rows *= self.row_elements - self.width
+            local += rows
+        local += self.first
+        return local
 
     def parts(self, most_elements: int) -> Iterator[Block]:
         """It, cut between rows into blocks of at most so many weights, or of one row."""

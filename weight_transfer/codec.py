@@ -99,6 +99,8 @@ def decode_payload(
         indices, new = np.zeros(0, dtype=np.int64), old[:0]
     elif encoding is Encoding.DENSE:
         dense = decode_dense(changed, payload, old)
+        if changed == old.size:
+            return np.arange(changed, dtype=np.int64), dense
         indices = np.flatnonzero(dense != old)
         return indices, dense[indices]
     else:
