@@ -45,7 +45,10 @@ class Gateway:
             limit=0, keepalive_timeout=KEEPALIVE_S, enable_cleanup_closed=False
         )
         self._session = aiohttp.ClientSession(
-            connector=connector, timeout=CONNECT_TIMEOUT, auto_decompress=False
+            connector=connector,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            timeout=CONNECT_TIMEOUT,
+            auto_decompress=False,
         )
         clock = asyncio.get_running_loop().time
         self._dispatcher = Dispatcher(settings, stats, clock, self.note)
@@ -79,6 +82,11 @@ class Gateway:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._close_io()
+
+    @property
+    def live_turns(self) -> int:
+        """Turns on replicas now."""
+        return sum(self._dispatcher.live_turns().values())
 
     def set_table(self, entries: tuple[ReplicaEntry, ...]) -> None:
         """Take a new replica table."""
