@@ -92,7 +92,7 @@ async def _started(root: Path, name: str) -> tuple[str, asyncio.subprocess.Proce
         f"-m sglang.launch_server --device cpu --attention-backend torch_native"
         f" --sampling-backend pytorch --disable-overlap-schedule --dtype float32"
         f" --mem-fraction-static 0.1 --max-total-tokens 20000 --model-path {root / 'model'}"
-        f" --host 127.0.0.1 --port {port} --context-length 512"
+        f" --host 127.0.0.1 --port {port} --context-length 512 --skip-server-warmup"
     )
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     with (root / f"{name}.log").open("wb") as log:
