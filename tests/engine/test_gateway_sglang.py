@@ -49,6 +49,7 @@ OWN = {
     "num_retractions",
     "dp_rank",
     "response_sent_to_client_ts",
+    "weight_versions",
 }
 BAD = [
     {"input_ids": PROMPT, "text": "x"},
@@ -198,7 +199,8 @@ async def test_bad_requests_get_sglangs_status(stage: Stage, case: int) -> None:
     theirs, direct = await stage.post(stage.urls[0], BAD[case])
     status, ours = await stage.post(stage.url, BAD[case])
     assert status == theirs, (direct, ours)
-    assert ours["error"]["message"]
+    if status != 200:
+        assert ours["error"]["message"]
 
 
 async def test_turns_outlive_a_killed_sglang_token_for_token(stage: Stage) -> None:

@@ -204,9 +204,10 @@ class SglangDialect:
 
     async def _prompts(self, asked: _Body) -> tuple[list[list[int]], bool]:
         """Token ids of each prompt, and whether the caller sent a list of prompts."""
-        if (asked.text is None) == (asked.input_ids is None):
-            raise BadRequest("send the prompt one way: text or input_ids")
-        if asked.text is not None:
+        if asked.text is None and asked.input_ids is None:
+            raise BadRequest("the request has no prompt: send input_ids or text")
+        # Of both SGLang takes the tokens.
+        if asked.text is not None and asked.input_ids is None:
             codec = self._model.need_codec("text")
             texts = [asked.text] if isinstance(asked.text, str) else asked.text
             prompts = [await codec.encode(text) for text in texts]

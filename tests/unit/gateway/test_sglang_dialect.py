@@ -84,7 +84,6 @@ async def test_sglangs_higher_priority_is_the_lower_number_inside() -> None:
     "body",
     [
         {"sampling_params": {"max_new_tokens": 2}},
-        sglang_body(2, text="both"),
         {"text": "no tokenizer here"},
         sglang_body(2, sampling={"regex": "a*"}),
         sglang_body(2, sampling={"max_tokens": 2}),
@@ -102,6 +101,16 @@ async def test_errors_are_400_in_sglangs_shape(body: Any) -> None:
     assert status == 400
     assert list(answer) == ["error"]
     assert list(answer["error"]) == ["message"]
+
+
+async def test_of_text_and_tokens_the_tokens_are_the_prompt_as_in_sglang() -> None:
+    async with (
+        StandInReplica() as replica,
+        gateway_with(entry(replica, "r")) as gw,
+        aiohttp.ClientSession(base_url(gw)) as session,
+    ):
+        status, answer, _ = await ask(session, GENERATE, sglang_body(2, text="both"))
+    assert (status, answer["meta_info"]["prompt_tokens"]) == (200, 2)
 
 
 async def test_an_error_after_the_first_token_is_an_event_and_an_end() -> None:
