@@ -9,7 +9,7 @@ acquire --> waiting --pump--> live --finish--> (gone)
 import asyncio
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
 
@@ -78,6 +78,9 @@ class Dispatcher:
         # Sorted: turns that continue, then by priority (lower first), then by arrival.
         self._waiting: list[_Waiter] = []
         self._arrivals = count()
+        # Set when a turn comes and there was none; tokens of each job since the start.
+        self.work_began = asyncio.Event()
+        self.made_tokens: Counter[str] = Counter()
 
     @property
     def waiting(self) -> int:
@@ -98,6 +101,13 @@ class Dispatcher:
     def live_turns(self) -> dict[str, int]:
         """Turns on each replica of the table."""
         return self._router.live_turns()
+
+    def owed(self) -> Iterator[tuple[str, int]]:
+        """Each turn, running or waiting: its job, and tokens that it is expected to make still."""
+        for live in self._live:
+            yield live.need.job, live.placement.owed_tokens
+        for waiter in self._waiting:
+            yield waiter.need.job, self._router.expected_tokens(waiter.need)
 
     def explained(self, subject: str) -> tuple[RoutingDecision, ...]:
         """Past choices for a request id or a trajectory, oldest first."""
@@ -137,6 +147,8 @@ class Dispatcher:
 
         Raises VersionUnavailable or NoReplica when waiting did not help.
         """
+        if not self._live and not self._waiting:
+            self.work_began.set()
         granted: asyncio.Future[LiveAttempt] = asyncio.get_running_loop().create_future()
         # A turn that continues has waited before: it goes first.
         turn = (0 if avoid else 1, priority, next(self._arrivals))
@@ -172,6 +184,7 @@ class Dispatcher:
         live.last_token_s = self._clock()
         self._router.progress(live.placement, tokens, live.last_token_s)
         self._stats.tokens[live.entry.id] += tokens
+        self.made_tokens[live.need.job] += tokens
 
     def pump(self) -> None:
         """Place as many waiting turns as there is room for, in their order."""
