@@ -26,7 +26,7 @@ class DemandMeter:
         self._flow_tok_s: dict[str, float] = {}
 
     def report(self, now_s: float) -> rose_pb2.DemandReport:
-        """All jobs that have turns now."""
+        """All jobs that have turns now, and switches that were measured lately."""
         turns: Counter[str] = Counter()
         owed: Counter[str] = Counter()
         for job, owed_tokens in self._dispatcher.owed():
@@ -44,7 +44,16 @@ class DemandMeter:
                 )
                 for job, count in turns.items()
             ],
+            switches=[
+                rose_pb2.Switch(replica=each.replica, epoch=each.epoch, took_s=each.took_s)
+                for each in self._dispatcher.switches.measured
+            ],
         )
+
+    def told(self, report: rose_pb2.DemandReport) -> None:
+        """The scheduler took the report: its switches need not be said again."""
+        for each in report.switches:
+            self._dispatcher.switches.told(each.replica, each.epoch)
 
     def _measure(self, turns: Counter[str], now_s: float) -> None:
         elapsed_s = now_s - self._measured_s

@@ -17,6 +17,7 @@ from elastic_scheduler import End, Placement, Router, RoutingDecision, TurnNeed
 from rose.gateway.errors import BadRequest, NoReplica, QueueFull, TurnError, VersionUnavailable
 from rose.gateway.settings import GatewaySettings
 from rose.gateway.stats import GatewayStats
+from rose.gateway.switches import SwitchClock
 from rose.gateway.table import ReplicaApi, ReplicaEntry
 
 # How long a replica gets no new turns after an attempt on it ended badly: until the table follows.
@@ -81,6 +82,7 @@ class Dispatcher:
         # Set when a turn comes and there was none; tokens of each job since the start.
         self.work_began = asyncio.Event()
         self.made_tokens: Counter[str] = Counter()
+        self.switches = SwitchClock()
 
     @property
     def waiting(self) -> int:
@@ -128,6 +130,7 @@ class Dispatcher:
         kept = [e for e in entries if e.id not in old or old[e.id].continues(e)]
         self._router.set_table([entry.view() for entry in kept], now_s)
         self._router.set_table([entry.view() for entry in entries], now_s)
+        self.switches.set_table(entries, now_s)
         for live in self._live:
             if not live.entry.continues(self._entries.get(live.entry.id)):
                 live.interrupt(End.REVOKED)
@@ -168,6 +171,7 @@ class Dispatcher:
         """The attempt is over; `end` says how, None when nobody wants the turn any more."""
         now_s = self._clock()
         self._live.discard(live)
+        self.switches.ended(live.entry.id, live.entry.lease_epoch, now_s)
         self._router.end(
             live.placement, now_s, revoked=end is End.REVOKED, finished=end is End.FINISHED
         )
@@ -185,6 +189,8 @@ class Dispatcher:
         self._router.progress(live.placement, tokens, live.last_token_s)
         self._stats.tokens[live.entry.id] += tokens
         self.made_tokens[live.need.job] += tokens
+        if self.switches.awaiting:
+            self.switches.token(live.entry.id, live.entry.lease_epoch, live.last_token_s)
 
     def pump(self) -> None:
         """Place as many waiting turns as there is room for, in their order."""
@@ -236,6 +242,7 @@ class Dispatcher:
         placement = self._router.begin(name, waiter.need, now_s)
         live = LiveAttempt(self._entries[name], placement, waiter.need, now_s)
         self._live.add(live)
+        self.switches.tried(name, now_s)
         self._stats.attempts += 1
         waiter.granted.set_result(live)
 

@@ -1,7 +1,7 @@
 """Tells the scheduler what turns need: each second, and at once when the first turn comes.
 
-The scheduler forgets a gateway that is silent for a few seconds, so what is not delivered now is
-not delivered later: the next report says all there is.
+The scheduler forgets a gateway that is silent for a few seconds, and the next report says all there
+is, so one that is lost is not repeated. Measured switches are sent until they are taken.
 """
 
 import asyncio
@@ -41,6 +41,7 @@ class DemandReporter:
             idle = not report.jobs
             try:
                 await stub.ReportDemand(report, timeout=CALL_TIMEOUT_S)
+                self._meter.told(report)
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                     self._on_event("demand_not_taken", reason="the scheduler is an older one")

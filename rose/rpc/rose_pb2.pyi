@@ -725,21 +725,27 @@ class DemandReport(_message.Message):
 
     GATEWAY_FIELD_NUMBER: _builtins.int
     JOBS_FIELD_NUMBER: _builtins.int
+    SWITCHES_FIELD_NUMBER: _builtins.int
     gateway: _builtins.str
     """names one gateway process: its newest report replaces the one before"""
     @_builtins.property
     def jobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___JobDemand]:
         """jobs that have turns; all others have none here"""
 
+    @_builtins.property
+    def switches(self) -> _containers.RepeatedCompositeFieldContainer[Global___Switch]:
+        """measured since the last report that was taken"""
+
     def __init__(
         self,
         *,
         gateway: _builtins.str = ...,
         jobs: _abc.Iterable[Global___JobDemand] | None = ...,
+        switches: _abc.Iterable[Global___Switch] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway", b"gateway", "jobs", b"jobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway", b"gateway", "jobs", b"jobs", "switches", b"switches"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -776,6 +782,32 @@ class JobDemand(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___JobDemand: _TypeAlias = JobDemand  # noqa: Y015
+
+@_typing.final
+class Switch(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPLICA_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    TOOK_S_FIELD_NUMBER: _builtins.int
+    replica: _builtins.str
+    epoch: _builtins.int
+    took_s: _builtins.float
+    """from the lease to its first token, less the time in which no turn was sent there"""
+    def __init__(
+        self,
+        *,
+        replica: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        took_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "replica", b"replica", "took_s", b"took_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Switch: _TypeAlias = Switch  # noqa: Y015
 
 @_typing.final
 class DemandReply(_message.Message):

@@ -104,7 +104,7 @@ class SchedulerCore:
                 return self._detach(event.stream)
             case Demanded():
                 self._demand.hear(event.gateway, event.jobs, now_s)
-                return []
+                return self._leasing.switched(event.switches)
             case JobRegistered():
                 job = self._chain.register(event.job, event.max_staleness)
                 return [save_job(job), *self._rejudge(now_s), Answer(self._chain.latest)]

@@ -39,6 +39,15 @@ class JobFigures:
         return JobFigures(self.job, self.turns, owed_tokens, _figure(self.made_tok_s))
 
 
+@dataclass(frozen=True, slots=True)
+class Switched:
+    """A gateway got the first token of the lease `epoch` `took_s` after it, idle time left out."""
+
+    replica: str
+    epoch: int
+    took_s: float
+
+
 @dataclass(slots=True)
 class _Work:
     """When a job's work began, and when it was last seen at it."""

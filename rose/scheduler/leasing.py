@@ -1,6 +1,7 @@
 """Leases as they follow from offers, modes and time, and the commands that tell the nodes."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from elastic_scheduler import (
@@ -18,7 +19,7 @@ from elastic_scheduler import (
     Situation,
     make_policy,
 )
-from rose.scheduler.demand import DemandBook
+from rose.scheduler.demand import DemandBook, Switched
 from rose.scheduler.fleet import Fleet
 from rose.scheduler.health_book import HealthBook
 from rose.scheduler.messages import Action, Command, Record
@@ -60,6 +61,7 @@ class Leasing:
         # Since when a lease lives, and its replica's newest offer: what a policy goes by.
         self._holdings: dict[str, Holding] = {}
         self._helped_s: dict[str, float] = {}
+        self._switched: dict[str, int] = {}
         self._book = LeaseBook(times.ttl_s, epochs)
         self._stream_of: dict[str, int] = {}
         self._not_before_s: dict[str, float] = {}
@@ -97,6 +99,20 @@ class Leasing:
         for move in decision.give_back:
             self._note("give back", move, now_s)
             actions += self._release(leases[move.replica], move.why, now_s)
+        return actions
+
+    def switched(self, switches: Iterable[Switched]) -> list[Action]:
+        """First tokens under leases that live: what a switch costs. Each lease has one."""
+        actions: list[Action] = []
+        for each in switches:
+            holding = self._holdings.get(each.replica)
+            lease = self._current(each.replica, each.epoch)
+            known = self._switched.get(each.replica) == each.epoch
+            if lease is None or holding is None or known or not 0 <= each.took_s < math.inf:
+                continue
+            self._switched[each.replica] = each.epoch
+            self._policy.switched(holding.offer, each.took_s)
+            actions.append(Record("first_token", {**_fields(lease), "took_s": each.took_s}))
         return actions
 
     def explained(self, replica: str) -> tuple[Reason, ...]:
@@ -174,9 +190,12 @@ class Leasing:
         ]
 
     def _held(self, stream: int, replica: str, epoch: int) -> Lease | None:
+        return self._current(replica, epoch) if self._stream_of.get(replica) == stream else None
+
+    def _current(self, replica: str, epoch: int) -> Lease | None:
         for lease in self._book.leases():
             if lease.replica == replica and lease.epoch == epoch:
-                return lease if self._stream_of[replica] == stream else None
+                return lease
         return None
 
     def _release(self, lease: Lease, reason: str, now_s: float) -> list[Action]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from elastic_scheduler import HarvestMode, Offer
 from rose.rpc import rose_pb2 as pb
-from rose.scheduler.demand import JobFigures
+from rose.scheduler.demand import JobFigures, Switched
 
 # ---- events ----
 
@@ -80,6 +80,7 @@ class Demanded:
 
     gateway: str
     jobs: tuple[JobFigures, ...]
+    switches: tuple[Switched, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from elastic_scheduler import HarvestMode, Lease, Offer, ReplicaKind
 from rose.errors import ConfigError
 from rose.rpc import rose_pb2 as pb
-from rose.scheduler.demand import JobFigures
+from rose.scheduler.demand import JobFigures, Switched
 from rose.scheduler.messages import (
     Activated,
     Demanded,
@@ -95,7 +95,8 @@ def demanded(report: pb.DemandReport) -> Demanded:
     jobs = (
         JobFigures(each.job, each.turns, each.owed_tokens, each.made_tok_s) for each in report.jobs
     )
-    return Demanded(report.gateway, tuple(jobs))
+    switches = (Switched(each.replica, each.epoch, each.took_s) for each in report.switches)
+    return Demanded(report.gateway, tuple(jobs), tuple(switches))
 
 
 def lease_command(lease: Lease, ttl_s: float) -> pb.NodeCommand:

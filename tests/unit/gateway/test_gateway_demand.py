@@ -16,6 +16,7 @@ from wire_cases import VLLM, ask, vllm_body
 from rose.gateway import Gateway, GatewaySettings, reporting
 from rose.gateway.demand import DemandMeter
 from rose.gateway.reporting import DemandReporter
+from rose.gateway.switches import SwitchClock
 from rose.rpc import rose_pb2 as pb
 from rose.store import InMemoryStore
 
@@ -130,7 +131,9 @@ async def test_once_turns_have_lengths_the_expected_ones_count_and_not_the_budge
 
 
 async def test_a_flow_is_remembered_over_a_pause() -> None:
-    dispatcher: Any = SimpleNamespace(made_tokens={"j": 0}, turns=[("j", 3)])
+    dispatcher: Any = SimpleNamespace(
+        made_tokens={"j": 0}, turns=[("j", 3)], switches=SwitchClock()
+    )
     dispatcher.owed = lambda: iter(dispatcher.turns)
     meter = DemandMeter(dispatcher, "gw", 0.0)
     for second in range(1, 60):
@@ -158,7 +161,7 @@ class Refusing:
 
 @pytest.fixture
 def reporter() -> DemandReporter:
-    dispatcher: Any = SimpleNamespace(made_tokens={}, owed=lambda: iter(()))
+    dispatcher: Any = SimpleNamespace(made_tokens={}, owed=lambda: iter(()), switches=SwitchClock())
     began = asyncio.Event()
     meter = DemandMeter(dispatcher, "gw", 0.0)
     return DemandReporter(meter, began, lambda: 1.0, lambda event, **fields: None)
