@@ -21,7 +21,7 @@ class DemandMeter:
         self._dispatcher = dispatcher
         self._gateway = gateway
         self._measured_s = now_s
-        self._made: Counter[str] = Counter(dispatcher.made_tokens)
+        dispatcher.made_tokens = Counter()
         # Tokens per second over the time in which a job had turns.
         self._flow_tok_s: dict[str, float] = {}
 
@@ -32,6 +32,7 @@ class DemandMeter:
         for job, owed_tokens in self._dispatcher.owed():
             turns[job] += 1
             owed[job] += owed_tokens
+        _fold(turns, owed)
         self._measure(turns, now_s)
         return rose_pb2.DemandReport(
             gateway=self._gateway,
@@ -59,8 +60,8 @@ class DemandMeter:
         elapsed_s = now_s - self._measured_s
         if elapsed_s <= 0:
             return
-        made = Counter(self._dispatcher.made_tokens)
-        new, self._made, self._measured_s = made - self._made, made, now_s
+        new, self._dispatcher.made_tokens = self._dispatcher.made_tokens or Counter(), Counter()
+        self._measured_s = now_s
         share = -math.expm1(-elapsed_s / FLOW_TAU_S)
         # A job without turns keeps its figure: after a pause it goes on as before.
         for job in turns.keys() | new.keys():
@@ -68,3 +69,12 @@ class DemandMeter:
             self._flow_tok_s[job] = flow_tok_s + share * (new[job] / elapsed_s - flow_tok_s)
         while len(self._flow_tok_s) > JOBS_KEPT:
             del self._flow_tok_s[next(iter(self._flow_tok_s))]
+
+
+def _fold(turns: Counter[str], owed: Counter[str]) -> None:
+    """Callers name jobs as they like: beyond `JOBS_KEPT` they count as the one without a name."""
+    for job, count in turns.most_common()[JOBS_KEPT - 1 :]:
+        if job:
+            del turns[job]
+            turns[""] += count
+            owed[""] += owed.pop(job)

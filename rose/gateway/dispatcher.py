@@ -79,9 +79,10 @@ class Dispatcher:
         # Sorted: turns that continue, then by priority (lower first), then by arrival.
         self._waiting: list[_Waiter] = []
         self._arrivals = count()
-        # Set when a turn comes and there was none; tokens of each job since the start.
+        # Set when a turn comes and there was none.
         self.work_began = asyncio.Event()
-        self.made_tokens: Counter[str] = Counter()
+        # Tokens by job, where somebody takes them away again.
+        self.made_tokens: Counter[str] | None = None
         self.switches = SwitchClock()
 
     @property
@@ -122,6 +123,7 @@ class Dispatcher:
     def set_table(self, entries: tuple[ReplicaEntry, ...]) -> None:
         """Replace the table; streams whose lease is over are cancelled before this returns."""
         now_s = self._clock()
+        self.switches.set_table(entries, now_s)
         old, self._entries = self._entries, {entry.id: entry for entry in entries}
         for entry in old.values():
             if entry.leased and not entry.continues(self._entries.get(entry.id)):
@@ -130,7 +132,6 @@ class Dispatcher:
         kept = [e for e in entries if e.id not in old or old[e.id].continues(e)]
         self._router.set_table([entry.view() for entry in kept], now_s)
         self._router.set_table([entry.view() for entry in entries], now_s)
-        self.switches.set_table(entries, now_s)
         for live in self._live:
             if not live.entry.continues(self._entries.get(live.entry.id)):
                 live.interrupt(End.REVOKED)
@@ -170,8 +171,8 @@ class Dispatcher:
     def finish(self, live: LiveAttempt, end: End | None) -> None:
         """The attempt is over; `end` says how, None when nobody wants the turn any more."""
         now_s = self._clock()
-        self._live.discard(live)
         self.switches.ended(live.entry.id, live.entry.lease_epoch, now_s)
+        self._live.discard(live)
         self._router.end(
             live.placement, now_s, revoked=end is End.REVOKED, finished=end is End.FINISHED
         )
@@ -188,7 +189,8 @@ class Dispatcher:
         live.last_token_s = self._clock()
         self._router.progress(live.placement, tokens, live.last_token_s)
         self._stats.tokens[live.entry.id] += tokens
-        self.made_tokens[live.need.job] += tokens
+        if self.made_tokens is not None:
+            self.made_tokens[live.need.job] += tokens
         if self.switches.awaiting:
             self.switches.token(live.entry.id, live.entry.lease_epoch, live.last_token_s)
 
@@ -239,10 +241,10 @@ class Dispatcher:
         return bool(rows) and all(row.api is not ReplicaApi.ROSE for row in rows)
 
     def _place(self, waiter: _Waiter, name: str, now_s: float) -> None:
+        self.switches.tried(name, now_s)
         placement = self._router.begin(name, waiter.need, now_s)
         live = LiveAttempt(self._entries[name], placement, waiter.need, now_s)
         self._live.add(live)
-        self.switches.tried(name, now_s)
         self._stats.attempts += 1
         waiter.granted.set_result(live)
 

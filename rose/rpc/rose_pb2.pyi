@@ -760,7 +760,7 @@ class JobDemand(_message.Message):
     OWED_TOKENS_FIELD_NUMBER: _builtins.int
     MADE_TOK_S_FIELD_NUMBER: _builtins.int
     job: _builtins.str
-    """empty: the job that this scheduler serves"""
+    """as its turns name it; empty: they do not"""
     turns: _builtins.int
     """running and waiting"""
     owed_tokens: _builtins.float

@@ -24,7 +24,7 @@ MOST = 1e15
 
 @dataclass(frozen=True, slots=True)
 class JobFigures:
-    """One job at one gateway, or at all; `job` is empty where it is whichever one there is."""
+    """Turns of one job at one gateway, or at all; `job` is empty where they do not say whose."""
 
     job: str
     turns: int = 0
@@ -78,7 +78,10 @@ class DemandBook:
             del self._reports[next(iter(self._reports))]
 
     def figures(self, job: str, now_s: float) -> JobFigures | None:
-        """All that live gateways say of the job together; None while none ever reported."""
+        """All that live gateways say together; None while none ever reported.
+
+        Turns name the job as their callers like, and all of them get what this one leased.
+        """
         if not self._known:
             return None
         mine = [
@@ -86,7 +89,6 @@ class DemandBook:
             for heard_s, jobs in self._reports.values()
             if now_s < heard_s + self._ttl_s
             for each in jobs
-            if each.job in ("", job)
         ]
         return JobFigures(
             job,

@@ -14,7 +14,7 @@ from standin_replica import StandInReplica
 from wire_cases import VLLM, ask, vllm_body
 
 from rose.gateway import Gateway, GatewaySettings, reporting
-from rose.gateway.demand import DemandMeter
+from rose.gateway.demand import JOBS_KEPT, DemandMeter
 from rose.gateway.reporting import DemandReporter
 from rose.gateway.switches import SwitchClock
 from rose.rpc import rose_pb2 as pb
@@ -104,7 +104,7 @@ async def test_a_report_counts_running_and_waiting_turns_and_expected_tokens() -
         [job] = meter.report(2.0).jobs
         assert (job.job, job.turns) == ("", 5)
         assert 150 < job.owed_tokens <= 250
-        await until(lambda: gateway._dispatcher.made_tokens[""] >= 60)
+        await until(lambda: (gateway._dispatcher.made_tokens or {}).get("", 0) >= 60)
         [later] = meter.report(3.0).jobs
         assert later.owed_tokens < job.owed_tokens
         assert later.made_tok_s > 5.0
@@ -131,13 +131,11 @@ async def test_once_turns_have_lengths_the_expected_ones_count_and_not_the_budge
 
 
 async def test_a_flow_is_remembered_over_a_pause() -> None:
-    dispatcher: Any = SimpleNamespace(
-        made_tokens={"j": 0}, turns=[("j", 3)], switches=SwitchClock()
-    )
+    dispatcher: Any = SimpleNamespace(turns=[("j", 3)], switches=SwitchClock())
     dispatcher.owed = lambda: iter(dispatcher.turns)
     meter = DemandMeter(dispatcher, "gw", 0.0)
     for second in range(1, 60):
-        dispatcher.made_tokens = {"j": 100 * second}
+        dispatcher.made_tokens["j"] += 100
         report = meter.report(float(second))
     assert report.jobs[0].made_tok_s == pytest.approx(100.0, rel=0.01)
     dispatcher.turns = []
@@ -145,6 +143,15 @@ async def test_a_flow_is_remembered_over_a_pause() -> None:
         assert not meter.report(float(second)).jobs
     dispatcher.turns = [("j", 3)]
     assert meter.report(90.0).jobs[0].made_tok_s > 80.0
+
+
+async def test_names_without_end_make_no_report_without_end() -> None:
+    dispatcher: Any = SimpleNamespace(switches=SwitchClock())
+    dispatcher.owed = lambda: ((f"job-{number % 5_000}", 2) for number in range(9_999))
+    jobs = DemandMeter(dispatcher, "gw", 0.0).report(1.0).jobs
+    assert len(jobs) <= JOBS_KEPT
+    assert sum(job.turns for job in jobs) == 9_999
+    assert sum(job.owed_tokens for job in jobs) == 2 * 9_999
 
 
 class Refusing:
@@ -161,7 +168,7 @@ class Refusing:
 
 @pytest.fixture
 def reporter() -> DemandReporter:
-    dispatcher: Any = SimpleNamespace(made_tokens={}, owed=lambda: iter(()), switches=SwitchClock())
+    dispatcher: Any = SimpleNamespace(owed=lambda: iter(()), switches=SwitchClock())
     began = asyncio.Event()
     meter = DemandMeter(dispatcher, "gw", 0.0)
     return DemandReporter(meter, began, lambda: 1.0, lambda event, **fields: None)
