@@ -84,17 +84,19 @@ class WatchedTable:
 
     @contextlib.asynccontextmanager
     async def _reporting(self, stub: "rose_pb2_grpc.SchedulerAsyncStub") -> AsyncIterator[None]:
-        """Report demand for as long as this connection is watched."""
+        """Report demand for as long as this connection is watched.
+
+        A report that cannot even be made ends the watch: without demand nothing would be leased.
+        """
         if self._reporter is None:
             yield
             return
-        task = asyncio.create_task(self._reporter.run(stub))
-        try:
-            yield
-        finally:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(self._reporter.run(stub))
+            try:
+                yield
+            finally:
+                task.cancel()
 
     def _note(self, sink: TableSink, table: rose_pb2.ReplicaTable) -> None:
         self._received_s = self._clock()

@@ -188,6 +188,18 @@ async def test_reports_that_fail_are_not_repeated_in_haste(
     assert 2 <= stub.calls <= 8
 
 
+async def test_a_report_that_cannot_be_made_is_not_passed_over(tmp_path: Path) -> None:
+    async with (
+        RunningScheduler(tmp_path, InMemoryStore()) as scheduler,
+        Gateway(settings_for(scheduler)) as gateway,
+    ):
+        await scheduler.until_job(demand_known=True)
+        gateway._dispatcher.switches = None  # type: ignore[assignment]
+        async with asyncio.timeout(5):
+            with pytest.raises(ExceptionGroup, match="unhandled"):
+                await gateway.failed()
+
+
 async def test_an_older_scheduler_is_asked_once(reporter: DemandReporter) -> None:
     stub: Any = Refusing(grpc.StatusCode.UNIMPLEMENTED)
     async with asyncio.timeout(2):
