@@ -117,6 +117,10 @@ class Router:
         most = self._most_kv_tokens
         return most is None or need.prompt_tokens + need.budget_tokens <= most
 
+    def expected_tokens(self, need: TurnNeed) -> int:
+        """Tokens that a turn is expected to make still, at most its budget."""
+        return self._expected(need)
+
     def has_room(self) -> bool:
         """Whether any usable replica is below its cap, though it may be at rest."""
         return self._index.free > 0 or bool(self._resting)

@@ -12,7 +12,8 @@ from elastic_scheduler.situation import Decision, Holding, JobDemand, Move, Situ
 # Taken when it saves more than a switch costs, given back when it saves less than a quarter.
 TAKE_ABOVE = 1.0
 KEEP_ABOVE = 0.25
-LINGER_S = 15.0
+# No shorter than trainers usually pause between rounds of rollouts.
+LINGER_S = 25.0
 MAX_LINGER_S = 600.0
 COOLDOWN_S = 10.0
 # Before it was ever revoked, a replica is expected to stay for this long.
@@ -100,7 +101,9 @@ class RosePolicy:
             if is_own:
                 return Move(job.job, offer.replica, "dedicated replicas are always leased", figures)
             guests = sum(each.kind is ReplicaKind.GUEST for each in mine)
-            if now_s < past.not_before_s or guests >= self._allowance(job.job).limit(now_s):
+            # A job that has nothing waits for no rest.
+            resting = mine and now_s < past.not_before_s
+            if resting or guests >= self._allowance(job.job).limit(now_s):
                 continue
             if gain_s > TAKE_ABOVE * cost_s:
                 self._wanted_again(past, now_s)

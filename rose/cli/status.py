@@ -23,7 +23,8 @@ def summary(snapshot: pb.SnapshotReply) -> str:
     mode = _mode(snapshot.harvest)
     own = ", ".join(f"{each.replica} {_mode(each.mode)}" for each in snapshot.overrides)
     jobs = ", ".join(
-        f"job {job.job} at version {job.latest_version} (staleness <= {job.max_staleness})"
+        f"job {job.job} at version {job.latest_version}"
+        f" (staleness <= {job.max_staleness}{_demand(job)})"
         for job in snapshot.jobs
     )
     leased = sum(replica.leased for replica in snapshot.replicas)
@@ -31,6 +32,13 @@ def summary(snapshot: pb.SnapshotReply) -> str:
         f"harvest {mode}{f' ({own})' if own else ''}, {jobs or 'no job'},"
         f" {len(snapshot.replicas)} replicas, {leased} leased"
     )
+
+
+def _demand(job: pb.JobView) -> str:
+    if not job.demand_known:
+        return ""
+    rate = f"{job.made_tok_s:.0f} tokens/s"
+    return f"; {job.turns} turns, {job.owed_tokens:.0f} tokens owed, {rate}"
 
 
 def _console() -> Console:

@@ -158,6 +158,8 @@ class Stack:
             f"--log-dir={self.layout.logs}",
             "--harvest=HOLD",
             "--cooldown-s=0.3",
+            # The plan says when the guest is lent: what a lease is worth must not change that.
+            "--policy=spot",
         ]
 
     def _gateway_args(self) -> list[str]:

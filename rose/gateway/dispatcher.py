@@ -9,7 +9,7 @@ acquire --> waiting --pump--> live --finish--> (gone)
 import asyncio
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
 
@@ -17,6 +17,7 @@ from elastic_scheduler import End, Placement, Router, RoutingDecision, TurnNeed
 from rose.gateway.errors import BadRequest, NoReplica, QueueFull, TurnError, VersionUnavailable
 from rose.gateway.settings import GatewaySettings
 from rose.gateway.stats import GatewayStats
+from rose.gateway.switches import SwitchClock
 from rose.gateway.table import ReplicaApi, ReplicaEntry
 
 # How long a replica gets no new turns after an attempt on it ended badly: until the table follows.
@@ -78,6 +79,11 @@ class Dispatcher:
         # Sorted: turns that continue, then by priority (lower first), then by arrival.
         self._waiting: list[_Waiter] = []
         self._arrivals = count()
+        # Set when a turn comes and there was none.
+        self.work_began = asyncio.Event()
+        # Tokens by job, where somebody takes them away again.
+        self.made_tokens: Counter[str] | None = None
+        self.switches = SwitchClock()
 
     @property
     def waiting(self) -> int:
@@ -99,6 +105,13 @@ class Dispatcher:
         """Turns on each replica of the table."""
         return self._router.live_turns()
 
+    def owed(self) -> Iterator[tuple[str, int]]:
+        """Each turn, running or waiting: its job, and tokens that it is expected to make still."""
+        for live in self._live:
+            yield live.need.job, live.placement.owed_tokens
+        for waiter in self._waiting:
+            yield waiter.need.job, self._router.expected_tokens(waiter.need)
+
     def explained(self, subject: str) -> tuple[RoutingDecision, ...]:
         """Past choices for a request id or a trajectory, oldest first."""
         return self._router.explained(subject)
@@ -110,6 +123,7 @@ class Dispatcher:
     def set_table(self, entries: tuple[ReplicaEntry, ...]) -> None:
         """Replace the table; streams whose lease is over are cancelled before this returns."""
         now_s = self._clock()
+        self.switches.set_table(entries, now_s)
         old, self._entries = self._entries, {entry.id: entry for entry in entries}
         for entry in old.values():
             if entry.leased and not entry.continues(self._entries.get(entry.id)):
@@ -137,6 +151,8 @@ class Dispatcher:
 
         Raises VersionUnavailable or NoReplica when waiting did not help.
         """
+        if not self._live and not self._waiting:
+            self.work_began.set()
         granted: asyncio.Future[LiveAttempt] = asyncio.get_running_loop().create_future()
         # A turn that continues has waited before: it goes first.
         turn = (0 if avoid else 1, priority, next(self._arrivals))
@@ -155,6 +171,7 @@ class Dispatcher:
     def finish(self, live: LiveAttempt, end: End | None) -> None:
         """The attempt is over; `end` says how, None when nobody wants the turn any more."""
         now_s = self._clock()
+        self.switches.ended(live.entry.id, live.entry.lease_epoch, now_s)
         self._live.discard(live)
         self._router.end(
             live.placement, now_s, revoked=end is End.REVOKED, finished=end is End.FINISHED
@@ -172,6 +189,10 @@ class Dispatcher:
         live.last_token_s = self._clock()
         self._router.progress(live.placement, tokens, live.last_token_s)
         self._stats.tokens[live.entry.id] += tokens
+        if self.made_tokens is not None:
+            self.made_tokens[live.need.job] += tokens
+        if self.switches.awaiting:
+            self.switches.token(live.entry.id, live.entry.lease_epoch, live.last_token_s)
 
     def pump(self) -> None:
         """Place as many waiting turns as there is room for, in their order."""
@@ -220,6 +241,7 @@ class Dispatcher:
         return bool(rows) and all(row.api is not ReplicaApi.ROSE for row in rows)
 
     def _place(self, waiter: _Waiter, name: str, now_s: float) -> None:
+        self.switches.tried(name, now_s)
         placement = self._router.begin(name, waiter.need, now_s)
         live = LiveAttempt(self._entries[name], placement, waiter.need, now_s)
         self._live.add(live)

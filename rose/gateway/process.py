@@ -2,6 +2,8 @@
 
 import asyncio
 import errno
+import secrets
+import socket
 import sys
 from types import TracebackType
 from typing import Self
@@ -11,9 +13,11 @@ from aiohttp import web
 
 from rose.errors import ConfigError
 from rose.eventlog import EventLog
+from rose.gateway.demand import DemandMeter
 from rose.gateway.dispatcher import Dispatcher
 from rose.gateway.model import ServedModel
 from rose.gateway.probe import Probed
+from rose.gateway.reporting import DemandReporter
 from rose.gateway.server import GatewayServer
 from rose.gateway.settings import GatewaySettings, StaticReplica
 from rose.gateway.static import StaticTable
@@ -118,8 +122,13 @@ class Gateway:
         settings = self._settings
         if settings.scheduler is None:
             return StaticTable(settings.replicas, self._session, self._found)
-        name = f"gateway:{self.port}"
-        return WatchedTable(settings.scheduler, name, settings.table_ttl_s, self.note)
+        name, clock = f"gateway:{self.port}", asyncio.get_running_loop().time
+        # Of its own each time: what an earlier process reported must not count as this one's.
+        own = f"{socket.gethostname()}:{self.port}/{secrets.token_hex(4)}"
+        meter = DemandMeter(self._dispatcher, own, clock())
+        reporter = DemandReporter(meter, self._dispatcher.work_began, clock, self.note)
+        target, ttl_s = settings.scheduler, settings.table_ttl_s
+        return WatchedTable(target, name, ttl_s, self.note, reporter=reporter)
 
     async def _listen(self) -> None:
         settings = self._settings

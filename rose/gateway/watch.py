@@ -1,17 +1,21 @@
 """Replica table from the scheduler: pushed over gRPC, forgotten when the scheduler stays silent.
 
+Demand goes back over the same connection: a new scheduler hears of it as soon as it is found.
+
 The last table serves on for `ttl_s` after its arrival, the time for which a lease would live; then
 every replica counts as revoked.
 """
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 import grpc
 
 from elastic_scheduler import ReplicaKind
 from rose.gateway.dispatcher import EventSink
+from rose.gateway.reporting import DemandReporter
 from rose.gateway.table import ReplicaEntry, TableSink
 from rose.rpc import rose_pb2, rose_pb2_grpc
 
@@ -33,8 +37,10 @@ class WatchedTable:
         ttl_s: float,
         on_event: EventSink,
         clock: Callable[[], float] = time.monotonic,
+        reporter: DemandReporter | None = None,
     ) -> None:
         self._target = target
+        self._reporter = reporter
         self._name = name
         self._ttl_s = ttl_s
         self._on_event = on_event
@@ -61,19 +67,36 @@ class WatchedTable:
         async with grpc.aio.insecure_channel(self._target) as channel:
             stub = rose_pb2_grpc.SchedulerStub(channel)
             call = stub.WatchReplicas(rose_pb2.WatchReplicasRequest(gateway=self._name))
-            try:
-                while True:
-                    # A live scheduler sends every second: silence is a lost connection.
-                    # (`wait_for` of Python 3.11 can swallow a cancellation; `timeout` cannot.)
-                    async with asyncio.timeout(self._ttl_s):
-                        table = await call.read()
-                    if not isinstance(table, rose_pb2.ReplicaTable):
-                        break
-                    brought = True
-                    self._note(sink, table)
-            except (grpc.aio.AioRpcError, TimeoutError) as error:
-                self._lost(str(getattr(error, "details", lambda: "silent")()))
+            async with self._reporting(stub):
+                try:
+                    while True:
+                        # A live scheduler sends every second: silence is a lost connection.
+                        # (`wait_for` of Python 3.11 can swallow a cancellation; `timeout` cannot.)
+                        async with asyncio.timeout(self._ttl_s):
+                            table = await call.read()
+                        if not isinstance(table, rose_pb2.ReplicaTable):
+                            break
+                        brought = True
+                        self._note(sink, table)
+                except (grpc.aio.AioRpcError, TimeoutError) as error:
+                    self._lost(str(getattr(error, "details", lambda: "silent")()))
         return brought
+
+    @contextlib.asynccontextmanager
+    async def _reporting(self, stub: "rose_pb2_grpc.SchedulerAsyncStub") -> AsyncIterator[None]:
+        """Report demand for as long as this connection is watched.
+
+        A report that cannot even be made ends the watch: without demand nothing would be leased.
+        """
+        if self._reporter is None:
+            yield
+            return
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(self._reporter.run(stub))
+            try:
+                yield
+            finally:
+                task.cancel()
 
     def _note(self, sink: TableSink, table: rose_pb2.ReplicaTable) -> None:
         self._received_s = self._clock()

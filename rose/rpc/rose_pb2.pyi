@@ -6,6 +6,7 @@ What crosses the wall between the scheduler and its nodes, gateways, trainers an
   node     -- Attach --------------> offers, telemetry, revocations, activations
            <------------------------ leases, releases, versions, harvest mode
   gateway  -- WatchReplicas -------> the whole replica table, on change and every second
+           -- ReportDemand --------> what its turns still need, every second and when the first turn comes
   trainer  -- RegisterJob, AnnounceVersion
   operator -- SetHarvest, Revoke, Snapshot
 
@@ -719,6 +720,111 @@ class Replica(_message.Message):
 Global___Replica: _TypeAlias = Replica  # noqa: Y015
 
 @_typing.final
+class DemandReport(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GATEWAY_FIELD_NUMBER: _builtins.int
+    JOBS_FIELD_NUMBER: _builtins.int
+    SWITCHES_FIELD_NUMBER: _builtins.int
+    gateway: _builtins.str
+    """names one gateway process: its newest report replaces the one before"""
+    @_builtins.property
+    def jobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___JobDemand]:
+        """jobs that have turns; all others have none here"""
+
+    @_builtins.property
+    def switches(self) -> _containers.RepeatedCompositeFieldContainer[Global___Switch]:
+        """measured since the last report that was taken"""
+
+    def __init__(
+        self,
+        *,
+        gateway: _builtins.str = ...,
+        jobs: _abc.Iterable[Global___JobDemand] | None = ...,
+        switches: _abc.Iterable[Global___Switch] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway", b"gateway", "jobs", b"jobs", "switches", b"switches"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DemandReport: _TypeAlias = DemandReport  # noqa: Y015
+
+@_typing.final
+class JobDemand(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    TURNS_FIELD_NUMBER: _builtins.int
+    OWED_TOKENS_FIELD_NUMBER: _builtins.int
+    MADE_TOK_S_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    """as its turns name it; empty: they do not"""
+    turns: _builtins.int
+    """running and waiting"""
+    owed_tokens: _builtins.float
+    """that these turns are expected to make still"""
+    made_tok_s: _builtins.float
+    """tokens per second that arrived lately, while there were turns"""
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        turns: _builtins.int = ...,
+        owed_tokens: _builtins.float = ...,
+        made_tok_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "made_tok_s", b"made_tok_s", "owed_tokens", b"owed_tokens", "turns", b"turns"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JobDemand: _TypeAlias = JobDemand  # noqa: Y015
+
+@_typing.final
+class Switch(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPLICA_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    TOOK_S_FIELD_NUMBER: _builtins.int
+    replica: _builtins.str
+    epoch: _builtins.int
+    took_s: _builtins.float
+    """from the lease to its first token, less the time in which no turn was sent there"""
+    def __init__(
+        self,
+        *,
+        replica: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        took_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "replica", b"replica", "took_s", b"took_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Switch: _TypeAlias = Switch  # noqa: Y015
+
+@_typing.final
+class DemandReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DemandReply: _TypeAlias = DemandReply  # noqa: Y015
+
+@_typing.final
 class RegisterJobRequest(_message.Message):
     """---- trainer ----"""
 
@@ -1004,19 +1110,34 @@ class JobView(_message.Message):
     JOB_FIELD_NUMBER: _builtins.int
     LATEST_VERSION_FIELD_NUMBER: _builtins.int
     MAX_STALENESS_FIELD_NUMBER: _builtins.int
+    DEMAND_KNOWN_FIELD_NUMBER: _builtins.int
+    TURNS_FIELD_NUMBER: _builtins.int
+    OWED_TOKENS_FIELD_NUMBER: _builtins.int
+    MADE_TOK_S_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     latest_version: _builtins.int
     max_staleness: _builtins.int
+    demand_known: _builtins.bool
+    """whether a gateway has ever reported; without one a job counts as able to use everything"""
+    turns: _builtins.int
+    """running and waiting, at all gateways"""
+    owed_tokens: _builtins.float
+    """that they are expected to make still"""
+    made_tok_s: _builtins.float
     def __init__(
         self,
         *,
         job: _builtins.str = ...,
         latest_version: _builtins.int = ...,
         max_staleness: _builtins.int = ...,
+        demand_known: _builtins.bool = ...,
+        turns: _builtins.int = ...,
+        owed_tokens: _builtins.float = ...,
+        made_tok_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "latest_version", b"latest_version", "max_staleness", b"max_staleness"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["demand_known", b"demand_known", "job", b"job", "latest_version", b"latest_version", "made_tok_s", b"made_tok_s", "max_staleness", b"max_staleness", "owed_tokens", b"owed_tokens", "turns", b"turns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

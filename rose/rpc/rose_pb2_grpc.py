@@ -44,6 +44,11 @@ class SchedulerStub:
                 request_serializer=rose_dot_rpc_dot_rose__pb2.WatchReplicasRequest.SerializeToString,
                 response_deserializer=rose_dot_rpc_dot_rose__pb2.ReplicaTable.FromString,
                 _registered_method=True)
+        self.ReportDemand = channel.unary_unary(
+                '/rose.v1.Scheduler/ReportDemand',
+                request_serializer=rose_dot_rpc_dot_rose__pb2.DemandReport.SerializeToString,
+                response_deserializer=rose_dot_rpc_dot_rose__pb2.DemandReply.FromString,
+                _registered_method=True)
         self.RegisterJob = channel.unary_unary(
                 '/rose.v1.Scheduler/RegisterJob',
                 request_serializer=rose_dot_rpc_dot_rose__pb2.RegisterJobRequest.SerializeToString,
@@ -81,6 +86,12 @@ class SchedulerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchReplicas(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReportDemand(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -128,6 +139,11 @@ def add_SchedulerServicer_to_server(servicer, server):
                     servicer.WatchReplicas,
                     request_deserializer=rose_dot_rpc_dot_rose__pb2.WatchReplicasRequest.FromString,
                     response_serializer=rose_dot_rpc_dot_rose__pb2.ReplicaTable.SerializeToString,
+            ),
+            'ReportDemand': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportDemand,
+                    request_deserializer=rose_dot_rpc_dot_rose__pb2.DemandReport.FromString,
+                    response_serializer=rose_dot_rpc_dot_rose__pb2.DemandReply.SerializeToString,
             ),
             'RegisterJob': grpc.unary_unary_rpc_method_handler(
                     servicer.RegisterJob,
@@ -209,6 +225,33 @@ class Scheduler:
             '/rose.v1.Scheduler/WatchReplicas',
             rose_dot_rpc_dot_rose__pb2.WatchReplicasRequest.SerializeToString,
             rose_dot_rpc_dot_rose__pb2.ReplicaTable.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportDemand(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rose.v1.Scheduler/ReportDemand',
+            rose_dot_rpc_dot_rose__pb2.DemandReport.SerializeToString,
+            rose_dot_rpc_dot_rose__pb2.DemandReply.FromString,
             options,
             channel_credentials,
             insecure,

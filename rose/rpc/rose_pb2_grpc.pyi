@@ -6,6 +6,7 @@ What crosses the wall between the scheduler and its nodes, gateways, trainers an
   node     -- Attach --------------> offers, telemetry, revocations, activations
            <------------------------ leases, releases, versions, harvest mode
   gateway  -- WatchReplicas -------> the whole replica table, on change and every second
+           -- ReportDemand --------> what its turns still need, every second and when the first turn comes
   trainer  -- RegisterJob, AnnounceVersion
   operator -- SetHarvest, Revoke, Snapshot
 
@@ -43,6 +44,7 @@ class SchedulerStub:
     def __new__(cls, channel: _aio.Channel) -> SchedulerAsyncStub: ...
     Attach: _grpc.StreamStreamMultiCallable[_rose_pb2.NodeReport, _rose_pb2.NodeCommand]
     WatchReplicas: _grpc.UnaryStreamMultiCallable[_rose_pb2.WatchReplicasRequest, _rose_pb2.ReplicaTable]
+    ReportDemand: _grpc.UnaryUnaryMultiCallable[_rose_pb2.DemandReport, _rose_pb2.DemandReply]
     RegisterJob: _grpc.UnaryUnaryMultiCallable[_rose_pb2.RegisterJobRequest, _rose_pb2.RegisterJobReply]
     AnnounceVersion: _grpc.UnaryUnaryMultiCallable[_rose_pb2.AnnounceVersionRequest, _rose_pb2.AnnounceVersionReply]
     SetHarvest: _grpc.UnaryUnaryMultiCallable[_rose_pb2.SetHarvestRequest, _rose_pb2.SetHarvestReply]
@@ -54,6 +56,7 @@ class SchedulerAsyncStub(SchedulerStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Attach: _aio.StreamStreamMultiCallable[_rose_pb2.NodeReport, _rose_pb2.NodeCommand]  # type: ignore[assignment]
     WatchReplicas: _aio.UnaryStreamMultiCallable[_rose_pb2.WatchReplicasRequest, _rose_pb2.ReplicaTable]  # type: ignore[assignment]
+    ReportDemand: _aio.UnaryUnaryMultiCallable[_rose_pb2.DemandReport, _rose_pb2.DemandReply]  # type: ignore[assignment]
     RegisterJob: _aio.UnaryUnaryMultiCallable[_rose_pb2.RegisterJobRequest, _rose_pb2.RegisterJobReply]  # type: ignore[assignment]
     AnnounceVersion: _aio.UnaryUnaryMultiCallable[_rose_pb2.AnnounceVersionRequest, _rose_pb2.AnnounceVersionReply]  # type: ignore[assignment]
     SetHarvest: _aio.UnaryUnaryMultiCallable[_rose_pb2.SetHarvestRequest, _rose_pb2.SetHarvestReply]  # type: ignore[assignment]
@@ -74,6 +77,13 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
         request: _rose_pb2.WatchReplicasRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_rose_pb2.ReplicaTable], _abc.AsyncIterator[_rose_pb2.ReplicaTable]]: ...
+
+    @_abc_1.abstractmethod
+    def ReportDemand(
+        self,
+        request: _rose_pb2.DemandReport,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rose_pb2.DemandReply, _abc.Awaitable[_rose_pb2.DemandReply]]: ...
 
     @_abc_1.abstractmethod
     def RegisterJob(

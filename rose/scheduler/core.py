@@ -5,6 +5,7 @@
     offers, tick  --> leases expire, are renewed, granted, released, as the mode allows
     revocation    --> the lease ends, a pause, a new lease under a greater epoch
     version       --> stored, then told to all nodes
+    demand        --> kept for each gateway: what a policy goes by
     silence       --> the node relays no weights until it speaks again
 
 Actions are carried out in order: what is persisted comes before what anybody is told.
@@ -13,6 +14,7 @@ Actions are carried out in order: what is persisted comes before what anybody is
 from elastic_scheduler import HarvestMode, HarvestPolicy, Policy
 from rose.errors import RefusedError
 from rose.rpc import rose_pb2 as pb
+from rose.scheduler.demand import DemandBook
 from rose.scheduler.fleet import Fleet, NodeView
 from rose.scheduler.health_book import HealthBook
 from rose.scheduler.leasing import LeaseTimes, Leasing
@@ -23,6 +25,7 @@ from rose.scheduler.messages import (
     Attached,
     CloseStream,
     Command,
+    Demanded,
     Detached,
     Drained,
     Event,
@@ -60,8 +63,14 @@ class SchedulerCore:
         self._fleet = Fleet()
         self._relays = Relays()
         self._healths = HealthBook()
+        self._demand = DemandBook()
         self._leasing = Leasing(
-            times or LeaseTimes(), saved.epochs, self._policy, self._healths, leasing_policy
+            times or LeaseTimes(),
+            saved.epochs,
+            self._policy,
+            self._healths,
+            self._demand,
+            leasing_policy,
         )
         self._chain = VersionChain(saved.job, saved.versions)
         self._table = pb.ReplicaTable()
@@ -84,7 +93,8 @@ class SchedulerCore:
 
     def snapshot(self, now_s: float) -> pb.SnapshotReply:
         """Everything an operator may ask about."""
-        return snapshot(self._fleet, self._leasing, self._healths, self._chain, self._policy, now_s)
+        views = (self._fleet, self._leasing, self._healths, self._chain, self._policy)
+        return snapshot(*views, self._demand, now_s)
 
     def _react(self, event: Event, now_s: float) -> list[Action]:
         match event:
@@ -92,6 +102,9 @@ class SchedulerCore:
                 return self._attach(event, now_s)
             case Detached():
                 return self._detach(event.stream)
+            case Demanded():
+                self._demand.hear(event.gateway, event.jobs, now_s)
+                return self._leasing.switched(event.switches)
             case JobRegistered():
                 job = self._chain.register(event.job, event.max_staleness)
                 return [save_job(job), *self._rejudge(now_s), Answer(self._chain.latest)]

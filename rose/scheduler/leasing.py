@@ -1,12 +1,12 @@
 """Leases as they follow from offers, modes and time, and the commands that tell the nodes."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from elastic_scheduler import (
     HarvestPolicy,
     Holding,
-    JobDemand,
     Lease,
     LeaseBook,
     LeaseState,
@@ -19,12 +19,16 @@ from elastic_scheduler import (
     Situation,
     make_policy,
 )
+from rose.scheduler.demand import DemandBook, Switched
 from rose.scheduler.fleet import Fleet
 from rose.scheduler.health_book import HealthBook
 from rose.scheduler.messages import Action, Command, Record
 from rose.scheduler.saved import save_epoch
 from rose.scheduler.versions import VersionChain
 from rose.scheduler.wire import lease_command, release_command
+
+# A leased replica may miss turns this long, to catch up with a version, before others are sought.
+HELPLESS_S = 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +49,19 @@ class Leasing:
         epochs: Mapping[str, int],
         allowed: HarvestPolicy,
         healths: HealthBook,
+        demand: DemandBook,
         policy: Policy | None = None,
     ) -> None:
         self._times = times
         self._allowed = allowed
         self._healths = healths
+        self._demand = demand
         self._policy = policy or make_policy("rose")
         self._log: ReasonLog[Reason] = ReasonLog()
         # Since when a lease lives, and its replica's newest offer: what a policy goes by.
         self._holdings: dict[str, Holding] = {}
+        self._helped_s: dict[str, float] = {}
+        self._switched: dict[str, int] = {}
         self._book = LeaseBook(times.ttl_s, epochs)
         self._stream_of: dict[str, int] = {}
         self._not_before_s: dict[str, float] = {}
@@ -68,10 +76,7 @@ class Leasing:
         return lease if lease is not None and lease.state is LeaseState.ACTIVE else None
 
     def regulate(self, chain: VersionChain, fleet: Fleet, now_s: float) -> list[Action]:
-        """Expire, release, renew and grant what is due now: what the operator allows, as decided.
-
-        Demand is not reported to the scheduler: a registered job counts as able to use everything.
-        """
+        """Expire, release, renew and grant what is due: what the operator allows, as decided."""
         # First of all: after a pause of this process no lease may outlive its time by a renewal.
         actions: list[Action] = [
             Record("lease_expired", _fields(lease)) for lease in self._book.expire(now_s)
@@ -84,9 +89,9 @@ class Leasing:
             actions += self._renew(lease, now_s)
         if chain.job is None:
             return actions
-        held = self._held_now(plan.renew, offers)
+        held = self._held_now(plan.renew, offers, now_s)
         free = tuple(o for o in plan.lease if now_s >= self._not_before_s.get(o.replica, now_s))
-        jobs = (JobDemand(chain.job.job, step=chain.latest),)
+        jobs = (self._demand.demand(chain.job.job, chain.latest, now_s),)
         decision = self._policy.decide(Situation(now_s, free, held, jobs))
         for move in decision.take:
             actions += self._grant(move, offers[move.replica], fleet, now_s)
@@ -96,13 +101,28 @@ class Leasing:
             actions += self._release(leases[move.replica], move.why, now_s)
         return actions
 
+    def switched(self, switches: Iterable[Switched]) -> list[Action]:
+        """First tokens under leases that live: what a switch costs. Each lease has one."""
+        actions: list[Action] = []
+        for each in switches:
+            holding = self._holdings.get(each.replica)
+            lease = self._current(each.replica, each.epoch)
+            known = self._switched.get(each.replica) == each.epoch
+            if lease is None or holding is None or known or not 0 <= each.took_s < math.inf:
+                continue
+            self._switched[each.replica] = each.epoch
+            self._policy.switched(holding.offer, each.took_s)
+            actions.append(Record("first_token", {**_fields(lease), "took_s": each.took_s}))
+        return actions
+
     def explained(self, replica: str) -> tuple[Reason, ...]:
         """Why the replica was leased and given back lately, oldest first."""
         return self._log.of(replica)
 
     def _held_now(
-        self, leases: Sequence[Lease], offers: Mapping[str, Offer]
+        self, leases: Sequence[Lease], offers: Mapping[str, Offer], now_s: float
     ) -> tuple[Holding, ...]:
+        """Leases that help their job: what takes no turns for long must not count as capacity."""
         since_s = {name: holding.since_s for name, holding in self._holdings.items()}
         self._holdings = {
             lease.replica: Holding(
@@ -112,7 +132,17 @@ class Leasing:
             )
             for lease in leases
         }
-        return tuple(self._holdings.values())
+        self._helped_s = {
+            name: now_s
+            if self._healths.takes_turns(name)
+            else self._helped_s.get(name, each.since_s)
+            for name, each in self._holdings.items()
+        }
+        return tuple(
+            each
+            for name, each in self._holdings.items()
+            if now_s < max(each.since_s, self._helped_s[name]) + HELPLESS_S
+        )
 
     def _note(self, what: str, move: Move, now_s: float) -> None:
         self._log.note(move.replica, Reason(now_s, what, move.why, dict(move.figures)))
@@ -160,9 +190,12 @@ class Leasing:
         ]
 
     def _held(self, stream: int, replica: str, epoch: int) -> Lease | None:
+        return self._current(replica, epoch) if self._stream_of.get(replica) == stream else None
+
+    def _current(self, replica: str, epoch: int) -> Lease | None:
         for lease in self._book.leases():
             if lease.replica == replica and lease.epoch == epoch:
-                return lease if self._stream_of[replica] == stream else None
+                return lease
         return None
 
     def _release(self, lease: Lease, reason: str, now_s: float) -> list[Action]:

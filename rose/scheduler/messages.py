@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from elastic_scheduler import HarvestMode, Offer
 from rose.rpc import rose_pb2 as pb
+from rose.scheduler.demand import JobFigures, Switched
 
 # ---- events ----
 
@@ -74,6 +75,15 @@ class Activated:
 
 
 @dataclass(frozen=True, slots=True)
+class Demanded:
+    """A gateway said what its turns need; what it said before is void."""
+
+    gateway: str
+    jobs: tuple[JobFigures, ...]
+    switches: tuple[Switched, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class JobRegistered:
     """A trainer asks for capacity. Answered with the newest version."""
 
@@ -120,6 +130,7 @@ Event = (
     | TakenBack
     | Drained
     | Activated
+    | Demanded
     | JobRegistered
     | VersionAnnounced
     | HarvestSet

@@ -32,7 +32,7 @@ from rose.scheduler.messages import (
     Tick,
     VersionAnnounced,
 )
-from rose.scheduler.wire import event_of, mode_of
+from rose.scheduler.wire import demanded, event_of, mode_of
 from rose.store import Store
 
 PROTOCOL = 1
@@ -151,6 +151,17 @@ class SchedulerService(SchedulerServicer):
                 await context.write(table)
         finally:
             self._watchers.discard(slot)
+
+    @override
+    async def ReportDemand(
+        self, request: pb.DemandReport, context: "grpc.aio.ServicerContext[object, object]"
+    ) -> pb.DemandReply:
+        """A gateway says what its turns need."""
+        try:
+            self._step(demanded(request))
+        except ConfigError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        return pb.DemandReply()
 
     # ---- trainers and operators ----
 

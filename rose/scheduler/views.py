@@ -2,9 +2,11 @@
 
 from elastic_scheduler import HarvestPolicy, Offer
 from rose.rpc import rose_pb2 as pb
+from rose.scheduler.demand import DemandBook, JobFigures
 from rose.scheduler.fleet import Fleet
 from rose.scheduler.health_book import HealthBook
 from rose.scheduler.leasing import Leasing
+from rose.scheduler.saved import JobRecord
 from rose.scheduler.versions import VersionChain
 from rose.scheduler.wire import KIND_TO, MODE_TO
 
@@ -41,6 +43,7 @@ def snapshot(
     healths: HealthBook,
     chain: VersionChain,
     policy: HarvestPolicy,
+    demand: DemandBook,
     now_s: float,
 ) -> pb.SnapshotReply:
     """Everything an operator may ask about."""
@@ -64,12 +67,19 @@ def snapshot(
         guests=[guest for telemetry in told for guest in telemetry.guests],
         harvest=MODE_TO[policy.mode],
         latest_version=chain.latest,
-        jobs=[
-            pb.JobView(job=job.job, latest_version=chain.latest, max_staleness=job.max_staleness)
-            for job in jobs
-        ],
+        jobs=[_job(job, chain.latest, demand.figures(job.job, now_s)) for job in jobs],
         overrides=[
             pb.HarvestOverride(replica=replica, mode=MODE_TO[mode])
             for replica, mode in sorted(policy.overrides.items())
         ],
     )
+
+
+def _job(job: JobRecord, latest: int, demand: JobFigures | None) -> pb.JobView:
+    view = pb.JobView(job=job.job, latest_version=latest, max_staleness=job.max_staleness)
+    if demand is not None:
+        view.demand_known = True
+        view.turns = demand.turns
+        view.owed_tokens = demand.owed_tokens
+        view.made_tok_s = demand.made_tok_s
+    return view

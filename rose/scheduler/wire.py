@@ -3,8 +3,10 @@
 from elastic_scheduler import HarvestMode, Lease, Offer, ReplicaKind
 from rose.errors import ConfigError
 from rose.rpc import rose_pb2 as pb
+from rose.scheduler.demand import JobFigures, Switched
 from rose.scheduler.messages import (
     Activated,
+    Demanded,
     Drained,
     Event,
     Measured,
@@ -84,6 +86,17 @@ def offer_of(message: pb.Offer, node: str) -> Offer:
         epoch=message.epoch,
         max_sequences=message.max_sequences,
     )
+
+
+def demanded(report: pb.DemandReport) -> Demanded:
+    """What a gateway reports. Raises `ConfigError` for one that does not say who it is."""
+    if not report.gateway:
+        raise ConfigError("a gateway needs a name; send DemandReport.gateway")
+    jobs = (
+        JobFigures(each.job, each.turns, each.owed_tokens, each.made_tok_s) for each in report.jobs
+    )
+    switches = (Switched(each.replica, each.epoch, each.took_s) for each in report.switches)
+    return Demanded(report.gateway, tuple(jobs), tuple(switches))
 
 
 def lease_command(lease: Lease, ttl_s: float) -> pb.NodeCommand:

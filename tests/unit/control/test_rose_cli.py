@@ -34,7 +34,16 @@ class FakeScheduler(SchedulerServicer):  # type: ignore[misc]
             hosts=[pb.HostTelemetry(node="serving-0", ttft_p95_s=0.12, ttft_target_s=2.0)],
             guests=[pb.GuestTelemetry(replica="guest-0[x]", mode="run", duty=0.5)],
             harvest=pb.HARVEST_MODE_ACTIVE,
-            jobs=[pb.JobView(job="grpo", latest_version=3, max_staleness=1)],
+            jobs=[
+                pb.JobView(
+                    job="grpo",
+                    latest_version=3,
+                    max_staleness=1,
+                    demand_known=True,
+                    turns=96,
+                    owed_tokens=41_200.4,
+                )
+            ],
         )
 
     def SetHarvest(self, request, context):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
@@ -111,7 +120,14 @@ def test_status_shows_every_part(
 ) -> None:
     assert main(["status", "--scheduler", scheduler[1]]) == 0
     out = capsys.readouterr().out
-    for cell in ("harvest ACTIVE", "job grpo at version 3", "guest-0[x]", "epoch 7", "120 / 2000"):
+    for cell in (
+        "harvest ACTIVE",
+        "job grpo at version 3",
+        "96 turns, 41200 tokens owed",
+        "guest-0[x]",
+        "epoch 7",
+        "120 / 2000",
+    ):
         assert cell in out
 
 

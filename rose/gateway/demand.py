@@ -1,0 +1,80 @@
+"""What this gateway's turns need: the figures of a report, from what the dispatcher knows now."""
+
+import math
+from collections import Counter
+
+from rose.gateway.dispatcher import Dispatcher
+from rose.rpc import rose_pb2
+
+# Longer than a weight update or a host's burst: they are pauses in a flow, not its end.
+FLOW_TAU_S = 5.0
+JOBS_KEPT = 64
+
+
+class DemandMeter:
+    """Turns, owed tokens and token flow by job. `now_s` is the dispatcher's clock, handed in.
+
+    `gateway` must differ between any two processes: a report replaces the one of the same name.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, gateway: str, now_s: float) -> None:
+        self._dispatcher = dispatcher
+        self._gateway = gateway
+        self._measured_s = now_s
+        dispatcher.made_tokens = Counter()
+        # Tokens per second over the time in which a job had turns.
+        self._flow_tok_s: dict[str, float] = {}
+
+    def report(self, now_s: float) -> rose_pb2.DemandReport:
+        """All jobs that have turns now, and switches that were measured lately."""
+        turns: Counter[str] = Counter()
+        owed: Counter[str] = Counter()
+        for job, owed_tokens in self._dispatcher.owed():
+            turns[job] += 1
+            owed[job] += owed_tokens
+        _fold(turns, owed)
+        self._measure(turns, now_s)
+        return rose_pb2.DemandReport(
+            gateway=self._gateway,
+            jobs=[
+                rose_pb2.JobDemand(
+                    job=job,
+                    turns=count,
+                    owed_tokens=owed[job],
+                    made_tok_s=self._flow_tok_s.get(job, 0.0),
+                )
+                for job, count in turns.items()
+            ],
+            switches=[
+                rose_pb2.Switch(replica=each.replica, epoch=each.epoch, took_s=each.took_s)
+                for each in self._dispatcher.switches.measured
+            ],
+        )
+
+    def told(self, report: rose_pb2.DemandReport) -> None:
+        """The scheduler took the report: its switches need not be said again."""
+        for each in report.switches:
+            self._dispatcher.switches.told(each.replica, each.epoch)
+
+    def _measure(self, turns: Counter[str], now_s: float) -> None:
+        elapsed_s = now_s - self._measured_s
+        if elapsed_s <= 0:
+            return
+        new, self._dispatcher.made_tokens = self._dispatcher.made_tokens or Counter(), Counter()
+        self._measured_s = now_s
+        share = -math.expm1(-elapsed_s / FLOW_TAU_S)
+        # A job without turns keeps its figure: after a pause it goes on as before.
+        for job in turns.keys() | new.keys():
+            flow_tok_s = self._flow_tok_s.pop(job, 0.0)
+            self._flow_tok_s[job] = flow_tok_s + share * (new[job] / elapsed_s - flow_tok_s)
+        while len(self._flow_tok_s) > JOBS_KEPT:
+            del self._flow_tok_s[next(iter(self._flow_tok_s))]
+
+
+def _fold(turns: Counter[str], owed: Counter[str]) -> None:
+    """Callers name jobs as they like: beyond `JOBS_KEPT` they count as the one without a name."""
+    for job, count in turns.most_common()[JOBS_KEPT - 1 :]:
+        if job:
+            del turns[job]
+            turns[""] += count
+            owed[""] += owed.pop(job)

@@ -1,0 +1,124 @@
+"""What the jobs have to do, as the gateways report it.
+
+Gateways say what is: turns, the tokens that these turns still owe, and how fast tokens come. An
+agent's next turn begins when the last one ended, so what turns in flight owe is a small part of a
+job's work. How much follows them nobody knows: work that has gone on for t seconds is expected to
+go on for t more, at the rate at which it goes. Pauses shorter than `PAUSE_S`, as trainers make
+between rounds of rollouts, do not end it.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from elastic_scheduler import JobDemand
+
+# A gateway reports every second: one that was silent for this long is gone, and its turns with it.
+REPORT_TTL_S = 5.0
+PAUSE_S = 30.0
+MOST_WORK_S = 3_600.0
+GATEWAYS_KEPT = 1_024
+# Beyond any real figure, and far enough below what a sum of them can hold.
+MOST = 1e15
+
+
+@dataclass(frozen=True, slots=True)
+class JobFigures:
+    """Turns of one job at one gateway, or at all; `job` is empty where they do not say whose."""
+
+    job: str
+    turns: int = 0
+    owed_tokens: float = 0.0
+    made_tok_s: float = 0.0
+
+    def cleaned(self) -> "JobFigures":
+        """What is no figure is none, but a turn that is there owes a token at least."""
+        if self.turns <= 0:
+            return JobFigures(self.job)
+        owed_tokens = max(float(self.turns), _figure(self.owed_tokens))
+        return JobFigures(self.job, self.turns, owed_tokens, _figure(self.made_tok_s))
+
+
+@dataclass(frozen=True, slots=True)
+class Switched:
+    """A gateway got the first token of the lease `epoch` `took_s` after it, idle time left out."""
+
+    replica: str
+    epoch: int
+    took_s: float
+
+
+@dataclass(slots=True)
+class _Work:
+    """When a job's work began, and when it was last seen at it."""
+
+    since_s: float
+    seen_s: float
+
+
+class DemandBook:
+    """The newest report of each gateway. Times are monotonic seconds, handed in.
+
+    Nothing of it is stored: gateways report to a new scheduler as soon as they find it, and until
+    then it knows no more than one to which nobody ever reported.
+    """
+
+    def __init__(self, ttl_s: float = REPORT_TTL_S) -> None:
+        self._ttl_s = ttl_s
+        self._reports: dict[str, tuple[float, tuple[JobFigures, ...]]] = {}
+        self._work: dict[str, _Work] = {}
+        self._known = False
+
+    def hear(self, gateway: str, jobs: Iterable[JobFigures], now_s: float) -> None:
+        """A gateway said what its turns need; what it said before is void."""
+        self._known = True
+        self._reports.pop(gateway, None)
+        self._reports[gateway] = (now_s, tuple(each.cleaned() for each in jobs))
+        while len(self._reports) > GATEWAYS_KEPT:
+            del self._reports[next(iter(self._reports))]
+
+    def figures(self, job: str, now_s: float) -> JobFigures | None:
+        """All that live gateways say together; None while none ever reported.
+
+        Turns name the job as their callers like, and all of them get what this one leased.
+        """
+        if not self._known:
+            return None
+        mine = [
+            each
+            for heard_s, jobs in self._reports.values()
+            if now_s < heard_s + self._ttl_s
+            for each in jobs
+        ]
+        return JobFigures(
+            job,
+            sum(each.turns for each in mine),
+            sum(each.owed_tokens for each in mine),
+            sum(each.made_tok_s for each in mine),
+        )
+
+    def demand(self, job: str, step: int, now_s: float) -> JobDemand:
+        """What a policy should reckon with; infinite while no gateway ever reported."""
+        self._drop_silent(now_s)
+        figures = self.figures(job, now_s)
+        if figures is None:
+            return JobDemand(job, step=step)
+        if not figures.turns:
+            return JobDemand(job, 0.0, 0.0, step)
+        work = self._work.get(job)
+        if work is None or now_s >= work.seen_s + PAUSE_S:
+            work = self._work[job] = _Work(now_s, now_s)
+        work.seen_s = now_s
+        to_come = figures.made_tok_s * min(MOST_WORK_S, now_s - work.since_s)
+        return JobDemand(job, figures.turns, figures.owed_tokens + to_come, step)
+
+    def _drop_silent(self, now_s: float) -> None:
+        # Oldest first: a report that is replaced moves to the end.
+        for gateway, (heard_s, _) in list(self._reports.items()):
+            if now_s < heard_s + self._ttl_s:
+                break
+            del self._reports[gateway]
+
+
+def _figure(value: float) -> float:
+    return min(value, MOST) if 0.0 <= value < math.inf else 0.0

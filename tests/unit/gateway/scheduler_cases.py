@@ -1,0 +1,91 @@
+"""A real scheduler over real gRPC in this process, and a node that offers one stand-in replica."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+from standin_replica import StandInReplica
+
+from elastic_scheduler import HarvestMode
+from rose.eventlog import EventLog
+from rose.rpc import rose_pb2 as pb
+from rose.rpc.channel import make_channel, make_server
+from rose.rpc.rose_pb2_grpc import SchedulerStub, add_SchedulerServicer_to_server
+from rose.scheduler import LeaseTimes, SchedulerCore, SchedulerService
+from rose.scheduler.saved import load
+from rose.store import InMemoryStore
+
+GUEST, JOB = "guest-0", "grpo"
+
+
+class RunningScheduler:
+    """One life of a scheduler; the next one gets its store and its port."""
+
+    def __init__(self, folder: Path, store: InMemoryStore, port: int = 0) -> None:
+        self.store = store
+        self._events = EventLog(folder, "scheduler")
+        times = LeaseTimes(cooldown_s=0.05)
+        self.core = SchedulerCore(load(store), HarvestMode.ACTIVE, times)
+        self.service = SchedulerService(self.core, store, self._events)
+        self._server = make_server()
+        add_SchedulerServicer_to_server(self.service, self._server)
+        self.port = self._server.add_insecure_port(f"127.0.0.1:{port}")
+
+    async def __aenter__(self) -> "RunningScheduler":
+        await self._server.start()
+        self._ticking = asyncio.create_task(self.service.tick())
+        self._channel = make_channel(f"127.0.0.1:{self.port}")
+        self.stub = SchedulerStub(self._channel)
+        await self.stub.RegisterJob(pb.RegisterJobRequest(job=JOB))
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._ticking.cancel()
+        self.service.close()
+        await self._channel.close()
+        await self._server.stop(0.1)
+        self._events.close()
+
+    async def job(self) -> pb.JobView:
+        return (await self.snapshot()).jobs[0]
+
+    async def snapshot(self) -> pb.SnapshotReply:
+        return await self.stub.Snapshot(pb.SnapshotRequest())
+
+    async def until_job(self, **wanted: object) -> None:
+        """Until its job looks like that, for at most five seconds."""
+        async with asyncio.timeout(5):
+            while True:
+                job = await self.job()
+                if all(getattr(job, name) == value for name, value in wanted.items()):
+                    return
+                await asyncio.sleep(0.01)
+
+
+@contextlib.asynccontextmanager
+async def offering(scheduler: RunningScheduler, replica: StandInReplica) -> AsyncIterator[None]:
+    """A node that offers the replica as a guest, ten times a second."""
+    offer = pb.Offer(
+        replica=GUEST, kind=1, url=replica.url, ttl_s=3.0, healthy=True, max_sequences=8
+    )
+
+    async def reports() -> AsyncIterator[pb.NodeReport]:
+        yield pb.NodeReport(node="n0", hello=pb.Hello(protocol=1))
+        while True:
+            yield pb.NodeReport(node="n0", offers=pb.Offers(offers=[offer]))
+            await asyncio.sleep(0.1)
+
+    async def follow() -> None:
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            async for command in scheduler.stub.Attach(reports()):
+                if command.HasField("lease"):
+                    offer.epoch = command.lease.epoch
+
+    task = asyncio.create_task(follow())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
