@@ -7,7 +7,7 @@ The holder is kept unless another is cheaper by a margin. A turn waits rather th
 """
 
 import heapq
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from operator import itemgetter
 
@@ -67,11 +67,17 @@ class Router:
 
     # ---- the table ----
 
-    def set_table(self, views: Iterable[ReplicaView], now_s: float) -> None:
-        """Replace the table; a replica that stays keeps its load and measured rate."""
+    def set_table(
+        self, views: Iterable[ReplicaView], now_s: float, renewed: Collection[str] = ()
+    ) -> None:
+        """Replace the table; a replica that stays keeps its load and measured rate.
+
+        Those of `renewed` begin anew, with a clean load: turns placed on them before are over.
+        """
         loads: dict[str, ReplicaLoad] = {}
         for view in views:
-            load = self._loads.pop(view.id, None) or loads.get(view.id)
+            load = None if view.id in renewed else self._loads.pop(view.id, None)
+            load = load or loads.get(view.id)
             if load is None:
                 load = ReplicaLoad(view, now_s)
                 self._arrange(load, now_s)

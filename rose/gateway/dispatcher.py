@@ -115,9 +115,8 @@ class Dispatcher:
             if entry.leased and not entry.continues(self._entries.get(entry.id)):
                 self._on_event("replica_lost", replica=entry.id, epoch=entry.lease_epoch)
         # A replica under a new lease starts with a clean load: its old turns are ended below.
-        kept = [e for e in entries if e.id not in old or old[e.id].continues(e)]
-        self._router.set_table([entry.view() for entry in kept], now_s)
-        self._router.set_table([entry.view() for entry in entries], now_s)
+        renewed = {e.id for e in entries if e.id in old and _begins_anew(old[e.id], e)}
+        self._router.set_table([entry.view() for entry in entries], now_s, renewed)
         for live in self._live:
             if not live.entry.continues(self._entries.get(live.entry.id)):
                 live.interrupt(End.REVOKED)
@@ -244,3 +243,8 @@ class Dispatcher:
         if waited_s > self._settings.queue_wait_s:
             return NoReplica(f"no replica was free for {waited_s:.0f} s; send the turn again later")
         return None
+
+
+def _begins_anew(old: ReplicaEntry, new: ReplicaEntry) -> bool:
+    """Whether turns of the old row, if it can have any, are not the new row's."""
+    return (old.leased or new.leased) and not old.continues(new)

@@ -15,7 +15,9 @@ import routing
 
 FLEET = 40
 STEP = st.tuples(
-    st.sampled_from(["begin", "begin", "tokens", "end", "revoke", "rest", "version", "lose"]),
+    st.sampled_from(
+        ["begin", "begin", "tokens", "end", "revoke", "rest", "version", "lose", "renew"]
+    ),
     st.integers(0, 10_000),
     st.floats(0.0, 0.5),
 )
@@ -65,6 +67,9 @@ def test_a_large_fleets_choice_is_never_a_replica_that_may_not_have_the_turn(
         elif what == "lose" and len(rows) > 20:
             rows.pop(f"r{pick % FLEET}", None)
             router.set_table(rows.values(), now_s)
+        elif what == "renew":
+            router.set_table(rows.values(), now_s, {f"r{pick % FLEET}"})
+            assert router.live_turns().get(f"r{pick % FLEET}", 0) == 0
         counts = router.live_turns()
         assert all(count <= rows[name].max_sequences for name, count in counts.items())
     for placement in live:
