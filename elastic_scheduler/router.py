@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 
 from elastic_scheduler.lengths import LengthBook
-from elastic_scheduler.prefixes import Prefix, PrefixBook
+from elastic_scheduler.prefixes import TRAJECTORIES_KEPT, Prefix, PrefixBook
 from elastic_scheduler.replica_index import ReplicaIndex
 from elastic_scheduler.replica_load import ReplicaLoad, ReplicaView
 from elastic_scheduler.routing_cost import Candidate, TurnAsk, cost_s, refusal, weigh
@@ -51,14 +51,14 @@ class Placement:
 class Router:
     """Loads of all replicas and the choice among them. Times are monotonic seconds, handed in."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, sessions_kept: int = TRAJECTORIES_KEPT) -> None:
         self._loads: dict[str, ReplicaLoad] = {}
         self._order: list[ReplicaLoad] = []
         self._cursor = 0
         self._index = ReplicaIndex(seed)
         self._resting: list[tuple[float, str]] = []
-        self._prefixes = PrefixBook()
-        self._lengths = LengthBook()
+        self._prefixes = PrefixBook(sessions_kept)
+        self._lengths = LengthBook(sessions_kept)
         self._log = RoutingLog()
         self._typical_tokens = FIRST_TYPICAL_TOKENS
         self._oldest_version: int | None = None
@@ -188,9 +188,14 @@ class Router:
         return self._log.of(subject)
 
     def forget(self, session: str) -> None:
-        """A trajectory is over: nothing of it will be asked for again."""
+        """A trajectory is over: nothing of it will be asked for again, but why it went where."""
         self._prefixes.forget(session)
         self._lengths.forget(session)
+
+    @property
+    def sessions_known(self) -> int:
+        """Trajectories of which a prefix or lengths are remembered, whichever are more."""
+        return max(len(self._prefixes), len(self._lengths))
 
     # ---- the turn ----
 
@@ -222,18 +227,25 @@ class Router:
             self._arrange(load, now_s)
 
     def end(
-        self, placement: Placement, now_s: float, *, revoked: bool = False, finished: bool = False
+        self,
+        placement: Placement,
+        now_s: float,
+        *,
+        revoked: bool = False,
+        finished: bool = False,
+        wanted: bool = True,
     ) -> None:
         """Count the turn out; its replica now holds the trajectory's prefix.
 
         `revoked`: the replica's lease ended under the turn. `finished`: the turn is complete, so
-        its length is one to forecast by.
+        its length is one to forecast by. Without `wanted` nobody goes on from it: its trajectory
+        may be forgotten already, and is not remembered for it.
         """
         load, need, made = placement.load, placement.need, placement.generated_tokens
         load.drop_turn(placement.owed_tokens, now_s, revoked)
         if self._loads.get(placement.replica) is load:
             self._arrange(load, now_s)
-        if need.session and made and not revoked:
+        if need.session and made and wanted and not revoked:
             held = Prefix(placement.replica, need.prompt_tokens + made, load.view.policy_version)
             self._prefixes.note(need.session, held)
         if finished:

@@ -107,6 +107,11 @@ class Dispatcher:
         """A trajectory is over: its prefix is nobody's any more."""
         self._router.forget(session)
 
+    @property
+    def sessions_known(self) -> int:
+        """Trajectories that the router remembers."""
+        return self._router.sessions_known
+
     def set_table(self, entries: tuple[ReplicaEntry, ...]) -> None:
         """Replace the table; streams whose lease is over are cancelled before this returns."""
         now_s = self._clock()
@@ -156,7 +161,11 @@ class Dispatcher:
         now_s = self._clock()
         self._live.discard(live)
         self._router.end(
-            live.placement, now_s, revoked=end is End.REVOKED, finished=end is End.FINISHED
+            live.placement,
+            now_s,
+            revoked=end is End.REVOKED,
+            finished=end is End.FINISHED,
+            wanted=end is not None,
         )
         if end is not None:
             self._stats.ends[end.value] += 1

@@ -157,10 +157,10 @@ class GatewayServer:
         session = http.headers.get(SESSION_HEADER) or names.session_id
         if not session:
             raise BadRequest(f"name the session: header {SESSION_HEADER} or session_id")
+        aborted = self._turns.finish_session(session)
+        # A turn that was aborted leaves nothing behind, so whatever is known is forgotten here.
         self._dispatcher.forget(session)
-        return web.json_response(
-            {"session_id": session, "aborted": self._turns.finish_session(session)}
-        )
+        return web.json_response({"session_id": session, "aborted": aborted})
 
     async def _explain(self, http: web.Request) -> web.Response:
         """Where the turns of a request or trajectory were placed, and why."""
