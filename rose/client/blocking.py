@@ -92,10 +92,10 @@ class BlockingRolloutClient:
         return _entered(loop, group)
 
     @contextmanager
-    def session(self, session_id: str = "") -> Iterator["BlockingSession"]:
+    def session(self, session_id: str = "", *, group_id: str = "") -> Iterator["BlockingSession"]:
         """A trajectory; its end is told to the gateways."""
         loop = self._loop()
-        session = self._client.session(session_id)
+        session = self._client.session(session_id, group_id=group_id)
         try:
             yield BlockingSession(session, loop)
         finally:

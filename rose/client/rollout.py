@@ -115,13 +115,18 @@ class RolloutClient:
         async def start(index: int) -> Turn:
             seed = None if sampling.seed is None else sampling.seed + index
             name, mine = f"{group}/{index}", replace(sampling, seed=seed)
-            return await self.generate(token_ids, mine, request_id=name, session_id=name, **options)
+            return await self.generate(
+                token_ids, mine, request_id=name, session_id=name, group_id=group, **options
+            )
 
         return Group(start, members, need or members)
 
-    def session(self, session_id: str = "") -> Session:
-        """A trajectory: its turns go where its prefix is; its end is told to the gateways."""
-        return Session(self, session_id or uuid.uuid4().hex, self._finish_session)
+    def session(self, session_id: str = "", *, group_id: str = "") -> Session:
+        """A trajectory: its turns go where its prefix is; its end is told to the gateways.
+
+        `group_id`: it is one of several that began with the same prompt.
+        """
+        return Session(self, session_id or uuid.uuid4().hex, self._finish_session, group_id)
 
     def cancel(self, request_id: str) -> bool:
         """End a running turn: whoever waits for it gets TurnCancelled. False: none has that id."""

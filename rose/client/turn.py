@@ -61,6 +61,8 @@ class Ask:
     min_version: int | None = None
     exact_version: int | None = None
     priority: int = 0
+    group_id: str = ""
+    job: str = ""
 
     @property
     def key(self) -> str:

@@ -85,7 +85,7 @@ _decode_event = msgspec.json.Decoder(StreamEvent).decode
 
 def encode_ask(ask: Ask, *, stream: bool = False) -> bytes:
     """Body of a generate request."""
-    body = {
+    body: dict[str, object] = {
         "request_id": ask.request_id,
         "token_ids": ask.token_ids,
         # In vLLM's words: the sampled token's logprob and no other's.
@@ -94,6 +94,8 @@ def encode_ask(ask: Ask, *, stream: bool = False) -> bytes:
         "exact_version": ask.exact_version,
         "priority": ask.priority,
     }
+    names = {"group_id": ask.group_id, "job": ask.job}
+    body |= {name: value for name, value in names.items() if value}
     return encode({**body, "stream": True} if stream else body)
 
 

@@ -11,7 +11,7 @@ from aiohttp.typedefs import Handler
 
 from rose.gateway import stats as metrics
 from rose.gateway import tokens
-from rose.gateway.ask import SESSION_HEADER, Ask, Dialect
+from rose.gateway.ask import Ask, Dialect
 from rose.gateway.delivery import Delivery
 from rose.gateway.dialects import ChatDialect, CompletionDialect, SglangDialect, VllmDialect
 from rose.gateway.dialects.wire import encode, read_json, vllm_error
@@ -19,6 +19,7 @@ from rose.gateway.dispatcher import Dispatcher, EventSink
 from rose.gateway.errors import BadRequest, BodyTooLarge, TurnError
 from rose.gateway.feed import TurnFeed
 from rose.gateway.model import ServedModel
+from rose.gateway.origin import SESSION_HEADER
 from rose.gateway.settings import GatewaySettings
 from rose.gateway.shared import SharedTurn, SharedTurns
 from rose.gateway.stats import GatewayStats

@@ -32,6 +32,13 @@ def row(number: int, version: int = 1, usable: bool = True) -> ReplicaView:
     )
 
 
+def change(rows: dict[str, ReplicaView], what: str, name: str, pick: int) -> None:
+    if what == "version":
+        rows[name] = row(pick % FLEET, 2, pick % 5 != 0)
+    elif what == "lose" and len(rows) > 20:
+        rows.pop(name, None)
+
+
 @settings(deadline=None)
 @given(st.lists(STEP, max_size=80))
 def test_a_large_fleets_choice_is_never_a_replica_that_may_not_have_the_turn(
@@ -61,15 +68,11 @@ def test_a_large_fleets_choice_is_never_a_replica_that_may_not_have_the_turn(
                 router.end(placement, now_s, revoked=what == "revoke", finished=what == "end")
         elif what == "rest":
             router.rest(f"r{pick % FLEET}", now_s + 0.3)
-        elif what == "version":
-            rows[f"r{pick % FLEET}"] = row(pick % FLEET, 2, pick % 5 != 0)
-            router.set_table(rows.values(), now_s)
-        elif what == "lose" and len(rows) > 20:
-            rows.pop(f"r{pick % FLEET}", None)
-            router.set_table(rows.values(), now_s)
-        elif what == "renew":
-            router.set_table(rows.values(), now_s, {f"r{pick % FLEET}"})
-            assert router.live_turns().get(f"r{pick % FLEET}", 0) == 0
+        elif what in ("version", "lose", "renew"):
+            name = f"r{pick % FLEET}"
+            change(rows, what, name, pick)
+            router.set_table(rows.values(), now_s, {name} if what == "renew" else ())
+            assert what != "renew" or not router.live_turns().get(name)
         counts = router.live_turns()
         assert all(count <= rows[name].max_sequences for name, count in counts.items())
     for placement in live:
