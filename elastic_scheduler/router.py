@@ -8,10 +8,10 @@ The holder is kept unless another is cheaper by a margin. A turn waits rather th
 
 import heapq
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 from operator import itemgetter
 
 from elastic_scheduler.lengths import LengthBook
+from elastic_scheduler.placement import Placement, Quote, Weighed
 from elastic_scheduler.prefixes import TRAJECTORIES_KEPT, Prefix, PrefixBook
 from elastic_scheduler.replica_index import ReplicaIndex
 from elastic_scheduler.replica_load import ReplicaLoad, ReplicaView
@@ -33,19 +33,7 @@ WORKED_OFF = 0.75
 TYPICAL_TURNS = 256
 FIRST_TYPICAL_TOKENS = 256.0
 
-Weighed = tuple[float, ReplicaLoad]
 _by_cost = itemgetter(0)
-
-
-@dataclass(slots=True)
-class Placement:
-    """A live turn on a replica; handed back with every token count and at its end."""
-
-    replica: str
-    need: TurnNeed
-    owed_tokens: int
-    load: ReplicaLoad
-    generated_tokens: int = 0
 
 
 class Router:
@@ -178,6 +166,26 @@ class Router:
         best = min(better, key=_by_cost)[1]
         return self._decide(ask, now_s, best, f"{replica} is silent for longer than that", better)
 
+    def left_s(self, placement: Placement, need: TurnNeed, silent_s: float, now_s: float) -> float:
+        """Seconds that a live turn will still take; `need` is what is left of it by now."""
+        tokens = self._expected(need)
+        return placement.load.left_s(placement.owed_tokens, tokens, silent_s, now_s)
+
+    def copy_of(self, need: TurnNeed, replica: str, now_s: float) -> Quote | None:
+        """The best place for a copy of a turn that runs on `replica`; None: there is none now."""
+        self._wake(now_s)
+        ask = self._ask(need)
+        weighed = [each for each in self._weighed(ask, now_s) if each[1].view.id != replica]
+        if not weighed:
+            return None
+        best_s, best = min(weighed, key=_by_cost)
+        return Quote(best.view.id, best_s, ask, best, weighed)
+
+    def take(self, quote: Quote, why: str, now_s: float) -> Placement:
+        """Count the copy in, and remember why it was wanted."""
+        self._decide(quote.ask, now_s, quote.load, why, quote.weighed)
+        return self.begin(quote.replica, quote.ask.need, now_s)
+
     def explain(self, need: TurnNeed, now_s: float) -> list[Candidate]:
         """Every replica of the table with its cost for this turn, or why it is out."""
         ask = self._ask(need)
@@ -264,10 +272,14 @@ class Router:
         return TurnAsk(need, expected, is_long, holder, prefix.tokens)
 
     def _expected(self, need: TurnNeed) -> int:
-        """Tokens still to come: what the turn is likely to have in all, less what it has."""
+        """Tokens still to come: what the turn is likely to have in all, less what it has.
+
+        One that outlived its forecast is expected to last half as long again.
+        """
         made, budget = need.made_tokens, need.budget_tokens
         whole = self._lengths.expected(need.job, need.session, need.group, made + budget)
-        return max(1, min(budget, whole - made))
+        left = whole - made if whole > made else 1 + made // 2
+        return max(1, min(budget, left))
 
     def _weighed(self, ask: TurnAsk, now_s: float) -> list[Weighed]:
         """Replicas that may take the turn now, with their costs; the prefix's holder is in it."""
