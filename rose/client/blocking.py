@@ -82,12 +82,19 @@ class BlockingRolloutClient:
         *,
         group_id: str = "",
         need: int | None = None,
+        hedges: int = 0,
         **options: Unpack[GroupOptions],
     ) -> Iterator[Member]:
         """Members as they finish; closing the iterator early cancels the rest."""
         loop = self._loop()
         group = self._client.gather_group(
-            token_ids, sampling, members, group_id=group_id, need=need, **options
+            token_ids,
+            sampling,
+            members,
+            group_id=group_id,
+            need=need,
+            hedges=hedges,
+            **options,
         )
         return _entered(loop, group)
 

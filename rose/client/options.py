@@ -28,11 +28,14 @@ class SessionOptions(GroupOptions, total=False):
 class TurnOptions(SessionOptions, total=False):
     """session_id: the trajectory's, so that the turn goes where its prefix is.
 
-    group_id: of the samples of one prompt, whose lengths tell of each other.
+    group_id: of the samples of one prompt, whose lengths tell of each other. hedges: so many second
+    copies its group_size turns may have together; not for streams.
     """
 
     session_id: str
     group_id: str
+    group_size: int
+    hedges: int
 
 
 def ask_for(token_ids: Sequence[int], sampling: Sampling, **options: Unpack[TurnOptions]) -> Ask:
@@ -46,5 +49,7 @@ def ask_for(token_ids: Sequence[int], sampling: Sampling, **options: Unpack[Turn
         options.get("exact_version"),
         options.get("priority", 0),
         options.get("group_id", ""),
+        options.get("group_size", 0),
+        options.get("hedges", 0),
         options.get("job", ""),
     )

@@ -102,22 +102,30 @@ class RolloutClient:
         *,
         group_id: str = "",
         need: int | None = None,
+        hedges: int = 0,
         **options: Unpack[GroupOptions],
     ) -> Group:
         """`members` samples of one prompt as they finish; after `need` turns the rest is cancelled.
 
-        Member k is request and session `GROUP/k`; a seed of `sampling` becomes seed + k.
+        Member k is request and session `GROUP/k`; a seed of `sampling` becomes seed + k. The
+        slowest ones may have `hedges` second copies, the first answer counts: that favours short
+        answers a little.
         """
         if members < 1 or not 1 <= (need or members) <= members:
             raise RequestRefused("a group has at least one member, and needs at most all of them")
+        if not 0 <= hedges <= members:
+            raise RequestRefused("hedges: a group has at most one copy for each of its members")
         group = group_id or uuid.uuid4().hex
+        belongs: TurnOptions = {"group_id": group}
+        if hedges:
+            belongs |= {"group_size": members, "hedges": hedges}
 
         async def start(index: int) -> Turn:
             seed = None if sampling.seed is None else sampling.seed + index
-            name, mine = f"{group}/{index}", replace(sampling, seed=seed)
-            return await self.generate(
-                token_ids, mine, request_id=name, session_id=name, group_id=group, **options
-            )
+            name = f"{group}/{index}"
+            names: TurnOptions = {"request_id": name, "session_id": name}
+            mine: TurnOptions = {**options, **belongs, **names}
+            return await self.generate(token_ids, replace(sampling, seed=seed), **mine)
 
         return Group(start, members, need or members)
 

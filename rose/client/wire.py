@@ -94,8 +94,13 @@ def encode_ask(ask: Ask, *, stream: bool = False) -> bytes:
         "exact_version": ask.exact_version,
         "priority": ask.priority,
     }
-    names = {"group_id": ask.group_id, "job": ask.job}
-    body |= {name: value for name, value in names.items() if value}
+    origin = {
+        "group_id": ask.group_id,
+        "group_size": ask.group_size,
+        "hedges": ask.hedges,
+        "job": ask.job,
+    }
+    body |= {name: value for name, value in origin.items() if value}
     return encode({**body, "stream": True} if stream else body)
 
 

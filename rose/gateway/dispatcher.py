@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 
-from elastic_scheduler import End, Placement, Router, RoutingDecision, TurnNeed
+from elastic_scheduler import End, Placement, Quote, Router, RoutingDecision, TurnNeed
 from rose.gateway.errors import BadRequest, NoReplica, QueueFull, TurnError, VersionUnavailable
 from rose.gateway.settings import GatewaySettings
 from rose.gateway.stats import GatewayStats
@@ -227,12 +227,31 @@ class Dispatcher:
         rows = self._entries.values()
         return bool(rows) and all(row.api is not ReplicaApi.ROSE for row in rows)
 
+    def left_s(self, live: LiveAttempt, need: TurnNeed) -> float:
+        """Seconds that a live turn will still take; `need` is what is left of it."""
+        now_s = self._clock()
+        return self._router.left_s(live.placement, need, now_s - live.last_token_s, now_s)
+
+    def copy_of(self, live: LiveAttempt, need: TurnNeed) -> Quote | None:
+        """Where a copy of a live turn could run; nowhere while other turns wait for a place."""
+        if self._waiting:
+            return None
+        return self._router.copy_of(need, live.entry.id, self._clock())
+
+    def place_copy(self, quote: Quote, why: str) -> LiveAttempt:
+        """Take what was just quoted; hand it back with `finish`."""
+        now_s = self._clock()
+        return self._admit(self._router.take(quote, why, now_s), now_s)
+
     def _place(self, waiter: _Waiter, name: str, now_s: float) -> None:
         placement = self._router.begin(name, waiter.need, now_s)
-        live = LiveAttempt(self._entries[name], placement, waiter.need, now_s)
+        waiter.granted.set_result(self._admit(placement, now_s))
+
+    def _admit(self, placement: Placement, now_s: float) -> LiveAttempt:
+        live = LiveAttempt(self._entries[placement.replica], placement, placement.need, now_s)
         self._live.add(live)
         self._stats.attempts += 1
-        waiter.granted.set_result(live)
+        return live
 
     def _hopeless(self, waiter: _Waiter, now_s: float) -> TurnError | None:
         need, waited_s = waiter.need, now_s - waiter.since_s

@@ -18,6 +18,7 @@ from rose.gateway.dialects.wire import encode, read_json, vllm_error
 from rose.gateway.dispatcher import Dispatcher, EventSink
 from rose.gateway.errors import BadRequest, BodyTooLarge, TurnError
 from rose.gateway.feed import TurnFeed
+from rose.gateway.hedging import Hedging
 from rose.gateway.model import ServedModel
 from rose.gateway.origin import SESSION_HEADER
 from rose.gateway.settings import GatewaySettings
@@ -56,7 +57,8 @@ class GatewayServer:
         self._dispatcher = dispatcher
         self._stats = stats
         self._model = model
-        runner = TurnRunner(settings, dispatcher, session, stats, on_event)
+        self._hedging = Hedging(dispatcher, stats, on_event)
+        runner = TurnRunner(settings, dispatcher, session, stats, on_event, self._hedging)
         self._turns = SharedTurns(settings, dispatcher, runner, stats)
         self._sweeper: asyncio.Task[None] | None = None
 
@@ -101,6 +103,7 @@ class GatewayServer:
         while True:
             await asyncio.sleep(SWEEP_S)
             self._dispatcher.sweep()
+            self._hedging.sweep()
 
     def _handler(self, dialect: Dialect) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handle(http: web.Request) -> web.StreamResponse:

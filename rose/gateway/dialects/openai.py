@@ -43,7 +43,6 @@ class OpenAIBody(OriginFields, gc=False):
     allowed_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = False
     skip_special_tokens: bool | None = True
-    stream: bool | None = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None

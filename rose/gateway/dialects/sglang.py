@@ -107,7 +107,6 @@ class _Body(OriginFields, gc=False):
     sampling_params: _SamplingBody | None = None
     return_logprob: bool | None = False
     logprob_start_len: int | None = None
-    stream: bool | None = False
     rid: str | list[str] | None = None
     priority: int | None = None
     cache_salt: str | None = None

@@ -104,7 +104,6 @@ class _Body(OriginFields, gc=False, kw_only=True):
     sampling_params: _SamplingBody = msgspec.field(default_factory=_SamplingBody)
     request_id: str | None = None
     model: str | None = None
-    stream: bool | None = False
     stream_options: wire.StreamOptions | None = None
     cache_salt: str | None = None
     priority: int = 0
