@@ -75,7 +75,7 @@ class Dispatcher:
         self._router = Router()
         self._entries: dict[str, ReplicaEntry] = {}
         self._live: set[LiveAttempt] = set()
-        # Sorted: turns that continue, then by priority (lower first), then by arrival.
+        # Sorted by priority (lower first); of equal ones turns that continue, then by arrival.
         self._waiting: list[_Waiter] = []
         self._arrivals = count()
 
@@ -142,8 +142,8 @@ class Dispatcher:
         Raises VersionUnavailable or NoReplica when waiting did not help.
         """
         granted: asyncio.Future[LiveAttempt] = asyncio.get_running_loop().create_future()
-        # A turn that continues has waited before: it goes first.
-        turn = (0 if avoid else 1, priority, next(self._arrivals))
+        # A turn that continues has waited before: it goes first among its equals.
+        turn = (priority, 0 if avoid else 1, next(self._arrivals))
         waiter = _Waiter(need, avoid, self._clock(), granted, turn)
         insort(self._waiting, waiter, key=_in_turn)
         self.pump()

@@ -14,6 +14,7 @@ from standin_replica import StandInReplica
 from wire_cases import ask, payloads, stream
 
 from rose.gateway import Gateway
+from rose.gateway.text import TextCodec
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -198,3 +199,32 @@ async def test_a_second_copy_keeps_the_text_and_its_stop_strings(tokenizer: Path
         assert two[name] == one[name]
     assert one["stop_reason"] == "OPQ"
     assert one["text"]
+
+
+async def test_retokenisation_drift_what_continues_is_the_sampled_tokens_never_their_text(
+    tokenizer: Path,
+) -> None:
+    """Half a character is no text: encoded again, it would be other tokens."""
+    alphabet = TextCodec(tokenizer)
+    half, other_half = await alphabet.encode("é")
+    script = [half, half, other_half, other_half, half]
+    again = await alphabet.encode(alphabet.decode(script[:2]))
+    assert again != script[:2], "this text would not survive"
+    async with StandInReplica() as guest, StandInReplica() as dedicated:
+        guest.script, guest.revoke_after = script, 2
+        dedicated.script = script[2:]
+        rows = entry(guest, "guest-0", decode_tok_s=9e5), entry(dedicated, "own-0")
+        async with (
+            gateway_with(*rows, tokenizer=tokenizer, max_model_len=200) as gw,
+            aiohttp.ClientSession(base_url(gw)) as session,
+        ):
+            body = {"prompt": "AB", "max_tokens": len(script), "return_token_ids": True}
+            _, answer, _ = await ask(session, COMPLETIONS, body)
+            prompt = [*(await alphabet.encode("AB")), *script]
+            _, longer, _ = await ask(session, COMPLETIONS, {**body, "prompt": prompt})
+    assert answer["choices"][0]["token_ids"] == script
+    assert dedicated.requests[0]["token_ids"] == prompt[:4]
+    # A trajectory that goes on from token ids goes on from exactly those.
+    asked = [*guest.requests, *dedicated.requests]
+    assert prompt in [request["token_ids"] for request in asked]
+    assert longer["usage"]["prompt_tokens"] == len(prompt)
