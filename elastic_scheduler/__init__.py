@@ -20,11 +20,12 @@ from elastic_scheduler.journal import (
 )
 from elastic_scheduler.lease import Lease, LeaseBook, LeaseState
 from elastic_scheduler.offer import Offer, ReplicaKind
+from elastic_scheduler.placement import Placement, Quote
 from elastic_scheduler.policies import Policy, make_policy, policy_names
 from elastic_scheduler.rate import RateMeter
 from elastic_scheduler.reasons import Reason, ReasonLog
 from elastic_scheduler.replica_load import ReplicaView
-from elastic_scheduler.router import Placement, Router
+from elastic_scheduler.router import Router
 from elastic_scheduler.routing_cost import Candidate
 from elastic_scheduler.routing_log import RoutingDecision
 from elastic_scheduler.situation import Decision, Holding, JobDemand, Move, Situation
@@ -64,6 +65,7 @@ __all__ = [
     "Outcome",
     "Placement",
     "Policy",
+    "Quote",
     "RateMeter",
     "Reason",
     "ReasonLog",

@@ -67,16 +67,31 @@ class HedgedGroup:
         """Whether every member was delivered."""
         return all(member.done for member in self._members.values())
 
+    @property
+    def may_hedge(self) -> bool:
+        """Whether a copy may be started at all: some are left, and the rest is the tail."""
+        done = sum(member.done for member in self._members.values())
+        return self._hedges_left > 0 and done >= DONE_SHARE * len(self._members)
+
+    def restart(self, member: str) -> None:
+        """The member ended without an answer and is asked for again; its copies stay spent."""
+        entry = self._members[member]
+        if not entry.done:
+            entry.live, entry.begun = {0}, 1
+
+    def is_done(self, member: str) -> bool:
+        """Whether the member was delivered."""
+        return self._members[member].done
+
     def consider(self, running: tuple[MemberView, ...], free_places: int) -> Hedge | None:
         """The copy to start now, if any; call it again after a change.
 
         Only the slowest member decides when the group is done: a copy of another saves nothing.
         """
-        if free_places < 1 or self._hedges_left < 1:
+        if free_places < 1 or not self.may_hedge:
             return None
-        done = sum(member.done for member in self._members.values())
         views = [view for view in running if not self._members[view.member].done]
-        if not views or done < DONE_SHARE * len(self._members):
+        if not views:
             return None
         slowest = max(views, key=lambda view: view.left_s)
         others_s = max((view.left_s for view in views if view is not slowest), default=0.0)

@@ -6,6 +6,8 @@
                |                            -> GiveUp     attempts are used up; the turn is over
                +- of an attempt that is over: dropped
 
+`fork` makes a second journal of the turn as it is now; the two go on without each other.
+
 Only the current attempt can add tokens, so whatever an old stream still sends is neither lost nor
 doubled: its tokens up to the end were journaled, those after it are generated again elsewhere.
 """
@@ -153,6 +155,37 @@ class TurnJournal:
     def length(self) -> int:
         """Tokens of prompt and journal together: what the next attempt has to prefill."""
         return len(self._prompt) + len(self._tokens)
+
+    @property
+    def whole(self) -> bool:
+        """Whether no token is missing, be it only the word that none is."""
+        ended = bool(self._tokens) and self._tokens[-1] in self._stop
+        return self._over or ended or self.remaining == 0
+
+    @property
+    def can_begin(self) -> bool:
+        """Whether another attempt is left and would have something to do."""
+        return not self.whole and self._number < self._max_attempts
+
+    def fork(self) -> "TurnJournal":
+        """The turn as far as it came, to be begun elsewhere. Raises JournalError when it is over.
+
+        Attempts so far count for both.
+        """
+        if self._over:
+            raise JournalError("the turn is over: there is nothing to go on from")
+        copy = TurnJournal(
+            self._prompt,
+            self._max_tokens,
+            max_attempts=self._max_attempts,
+            stop_token_ids=tuple(self._stop),
+        )
+        copy._tokens = [*self._tokens]
+        copy._logprobs = [*self._logprobs]
+        copy._versions = [*self._versions]
+        copy._segments = [*self._segments]
+        copy._number = self._number
+        return copy
 
     def begin(self, replica: str, kind: str) -> Attempt:
         """Start the next attempt on `replica`; an attempt that was not ended is over from now on.

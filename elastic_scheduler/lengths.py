@@ -76,6 +76,10 @@ class LengthBook:
         """The trajectory is over."""
         self._means.pop(("s", session), None)
 
+    def __len__(self) -> int:
+        """Trajectories and groups with a mean."""
+        return len(self._means)
+
     def expected(self, job: str, session: str, group: str, budget_tokens: int) -> int:
         """Tokens that a turn will likely make: from 1 to its budget."""
         count, mean = self._means.get(("s", session), (0, 0.0)) if session else (0, 0.0)

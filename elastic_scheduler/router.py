@@ -7,12 +7,12 @@ The holder is kept unless another is cheaper by a margin. A turn waits rather th
 """
 
 import heapq
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
 from operator import itemgetter
 
 from elastic_scheduler.lengths import LengthBook
-from elastic_scheduler.prefixes import Prefix, PrefixBook
+from elastic_scheduler.placement import Placement, Quote, Weighed
+from elastic_scheduler.prefixes import TRAJECTORIES_KEPT, Prefix, PrefixBook
 from elastic_scheduler.replica_index import ReplicaIndex
 from elastic_scheduler.replica_load import ReplicaLoad, ReplicaView
 from elastic_scheduler.routing_cost import Candidate, TurnAsk, cost_s, refusal, weigh
@@ -33,32 +33,20 @@ WORKED_OFF = 0.75
 TYPICAL_TURNS = 256
 FIRST_TYPICAL_TOKENS = 256.0
 
-Weighed = tuple[float, ReplicaLoad]
 _by_cost = itemgetter(0)
-
-
-@dataclass(slots=True)
-class Placement:
-    """A live turn on a replica; handed back with every token count and at its end."""
-
-    replica: str
-    need: TurnNeed
-    owed_tokens: int
-    load: ReplicaLoad
-    generated_tokens: int = 0
 
 
 class Router:
     """Loads of all replicas and the choice among them. Times are monotonic seconds, handed in."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, sessions_kept: int = TRAJECTORIES_KEPT) -> None:
         self._loads: dict[str, ReplicaLoad] = {}
         self._order: list[ReplicaLoad] = []
         self._cursor = 0
         self._index = ReplicaIndex(seed)
         self._resting: list[tuple[float, str]] = []
-        self._prefixes = PrefixBook()
-        self._lengths = LengthBook()
+        self._prefixes = PrefixBook(sessions_kept)
+        self._lengths = LengthBook(sessions_kept)
         self._log = RoutingLog()
         self._typical_tokens = FIRST_TYPICAL_TOKENS
         self._oldest_version: int | None = None
@@ -67,11 +55,17 @@ class Router:
 
     # ---- the table ----
 
-    def set_table(self, views: Iterable[ReplicaView], now_s: float) -> None:
-        """Replace the table; a replica that stays keeps its load and measured rate."""
+    def set_table(
+        self, views: Iterable[ReplicaView], now_s: float, renewed: Collection[str] = ()
+    ) -> None:
+        """Replace the table; a replica that stays keeps its load and measured rate.
+
+        Those of `renewed` begin anew, with a clean load: turns placed on them before are over.
+        """
         loads: dict[str, ReplicaLoad] = {}
         for view in views:
-            load = self._loads.pop(view.id, None) or loads.get(view.id)
+            load = None if view.id in renewed else self._loads.pop(view.id, None)
+            load = load or loads.get(view.id)
             if load is None:
                 load = ReplicaLoad(view, now_s)
                 self._arrange(load, now_s)
@@ -176,6 +170,26 @@ class Router:
         best = min(better, key=_by_cost)[1]
         return self._decide(ask, now_s, best, f"{replica} is silent for longer than that", better)
 
+    def left_s(self, placement: Placement, need: TurnNeed, silent_s: float, now_s: float) -> float:
+        """Seconds that a live turn will still take; `need` is what is left of it by now."""
+        tokens = self._expected(need)
+        return placement.load.left_s(placement.owed_tokens, tokens, silent_s, now_s)
+
+    def copy_of(self, need: TurnNeed, replica: str, now_s: float) -> Quote | None:
+        """The best place for a copy of a turn that runs on `replica`; None: there is none now."""
+        self._wake(now_s)
+        ask = self._ask(need)
+        weighed = [each for each in self._weighed(ask, now_s) if each[1].view.id != replica]
+        if not weighed:
+            return None
+        best_s, best = min(weighed, key=_by_cost)
+        return Quote(best.view.id, best_s, ask, best, weighed)
+
+    def take(self, quote: Quote, why: str, now_s: float) -> Placement:
+        """Count the copy in, and remember why it was wanted."""
+        self._decide(quote.ask, now_s, quote.load, why, quote.weighed)
+        return self.begin(quote.replica, quote.ask.need, now_s)
+
     def explain(self, need: TurnNeed, now_s: float) -> list[Candidate]:
         """Every replica of the table with its cost for this turn, or why it is out."""
         ask = self._ask(need)
@@ -186,9 +200,14 @@ class Router:
         return self._log.of(subject)
 
     def forget(self, session: str) -> None:
-        """A trajectory is over: nothing of it will be asked for again."""
+        """A trajectory is over: nothing of it will be asked for again, but why it went where."""
         self._prefixes.forget(session)
         self._lengths.forget(session)
+
+    @property
+    def sessions_known(self) -> int:
+        """Trajectories of which a prefix or lengths are remembered, whichever are more."""
+        return max(len(self._prefixes), len(self._lengths))
 
     # ---- the turn ----
 
@@ -220,18 +239,25 @@ class Router:
             self._arrange(load, now_s)
 
     def end(
-        self, placement: Placement, now_s: float, *, revoked: bool = False, finished: bool = False
+        self,
+        placement: Placement,
+        now_s: float,
+        *,
+        revoked: bool = False,
+        finished: bool = False,
+        wanted: bool = True,
     ) -> None:
         """Count the turn out; its replica now holds the trajectory's prefix.
 
         `revoked`: the replica's lease ended under the turn. `finished`: the turn is complete, so
-        its length is one to forecast by.
+        its length is one to forecast by. Without `wanted` nobody goes on from it: its trajectory
+        may be forgotten already, and is not remembered for it.
         """
         load, need, made = placement.load, placement.need, placement.generated_tokens
         load.drop_turn(placement.owed_tokens, now_s, revoked)
         if self._loads.get(placement.replica) is load:
             self._arrange(load, now_s)
-        if need.session and made and not revoked:
+        if need.session and made and wanted and not revoked:
             held = Prefix(placement.replica, need.prompt_tokens + made, load.view.policy_version)
             self._prefixes.note(need.session, held)
         if finished:
@@ -250,10 +276,14 @@ class Router:
         return TurnAsk(need, expected, is_long, holder, prefix.tokens)
 
     def _expected(self, need: TurnNeed) -> int:
-        """Tokens still to come: what the turn is likely to have in all, less what it has."""
+        """Tokens still to come: what the turn is likely to have in all, less what it has.
+
+        One that outlived its forecast is expected to last half as long again.
+        """
         made, budget = need.made_tokens, need.budget_tokens
         whole = self._lengths.expected(need.job, need.session, need.group, made + budget)
-        return max(1, min(budget, whole - made))
+        left = whole - made if whole > made else 1 + made // 2
+        return max(1, min(budget, left))
 
     def _weighed(self, ask: TurnAsk, now_s: float) -> list[Weighed]:
         """Replicas that may take the turn now, with their costs; the prefix's holder is in it."""

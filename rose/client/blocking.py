@@ -82,20 +82,27 @@ class BlockingRolloutClient:
         *,
         group_id: str = "",
         need: int | None = None,
+        hedges: int = 0,
         **options: Unpack[GroupOptions],
     ) -> Iterator[Member]:
         """Members as they finish; closing the iterator early cancels the rest."""
         loop = self._loop()
         group = self._client.gather_group(
-            token_ids, sampling, members, group_id=group_id, need=need, **options
+            token_ids,
+            sampling,
+            members,
+            group_id=group_id,
+            need=need,
+            hedges=hedges,
+            **options,
         )
         return _entered(loop, group)
 
     @contextmanager
-    def session(self, session_id: str = "") -> Iterator["BlockingSession"]:
+    def session(self, session_id: str = "", *, group_id: str = "") -> Iterator["BlockingSession"]:
         """A trajectory; its end is told to the gateways."""
         loop = self._loop()
-        session = self._client.session(session_id)
+        session = self._client.session(session_id, group_id=group_id)
         try:
             yield BlockingSession(session, loop)
         finally:

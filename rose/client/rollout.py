@@ -102,26 +102,39 @@ class RolloutClient:
         *,
         group_id: str = "",
         need: int | None = None,
+        hedges: int = 0,
         **options: Unpack[GroupOptions],
     ) -> Group:
         """`members` samples of one prompt as they finish; after `need` turns the rest is cancelled.
 
-        Member k is request and session `GROUP/k`; a seed of `sampling` becomes seed + k.
+        Member k is request and session `GROUP/k`; a seed of `sampling` becomes seed + k. The
+        slowest ones may have `hedges` second copies, the first answer counts: that favours short
+        answers a little.
         """
         if members < 1 or not 1 <= (need or members) <= members:
             raise RequestRefused("a group has at least one member, and needs at most all of them")
+        if not 0 <= hedges <= members:
+            raise RequestRefused("hedges: a group has at most one copy for each of its members")
         group = group_id or uuid.uuid4().hex
+        belongs: TurnOptions = {"group_id": group}
+        if hedges:
+            belongs |= {"group_size": members, "hedges": hedges}
 
         async def start(index: int) -> Turn:
             seed = None if sampling.seed is None else sampling.seed + index
-            name, mine = f"{group}/{index}", replace(sampling, seed=seed)
-            return await self.generate(token_ids, mine, request_id=name, session_id=name, **options)
+            name = f"{group}/{index}"
+            names: TurnOptions = {"request_id": name, "session_id": name}
+            mine: TurnOptions = {**options, **belongs, **names}
+            return await self.generate(token_ids, replace(sampling, seed=seed), **mine)
 
         return Group(start, members, need or members)
 
-    def session(self, session_id: str = "") -> Session:
-        """A trajectory: its turns go where its prefix is; its end is told to the gateways."""
-        return Session(self, session_id or uuid.uuid4().hex, self._finish_session)
+    def session(self, session_id: str = "", *, group_id: str = "") -> Session:
+        """A trajectory: its turns go where its prefix is; its end is told to the gateways.
+
+        `group_id`: it is one of several that began with the same prompt.
+        """
+        return Session(self, session_id or uuid.uuid4().hex, self._finish_session, group_id)
 
     def cancel(self, request_id: str) -> bool:
         """End a running turn: whoever waits for it gets TurnCancelled. False: none has that id."""

@@ -33,9 +33,14 @@ class Session:
     """
 
     def __init__(
-        self, source: TurnSource, session_id: str, finish: Callable[[str], Awaitable[None]]
+        self,
+        source: TurnSource,
+        session_id: str,
+        finish: Callable[[str], Awaitable[None]],
+        group_id: str = "",
     ) -> None:
         self.id = session_id
+        self._group_id = group_id
         self._source = source
         self._finish = finish
         self._turns = 0
@@ -66,4 +71,5 @@ class Session:
     def _next(self, options: SessionOptions) -> TurnOptions:
         self._turns += 1
         request_id = options.get("request_id") or f"{self.id}/{self._turns}"
-        return {**options, "request_id": request_id, "session_id": self.id}
+        names: TurnOptions = {"session_id": self.id, "group_id": self._group_id}
+        return {**options, "request_id": request_id, **names}

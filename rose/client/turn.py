@@ -71,8 +71,12 @@ class Ask:
     min_version: int | None = None
     exact_version: int | None = None
     priority: int = 0
+    group_id: str = ""
+    group_size: int = 0
+    hedges: int = 0
+    job: str = ""
 
     @property
     def key(self) -> str:
-        """What chooses the gateway."""
-        return self.session_id or self.request_id
+        """What chooses the gateway: a group that may have copies is judged by one gateway."""
+        return (self.group_id if self.hedges else "") or self.session_id or self.request_id

@@ -88,7 +88,7 @@ _decode_event = msgspec.json.Decoder(StreamEvent).decode
 
 def encode_ask(ask: Ask, *, stream: bool = False) -> bytes:
     """Body of a generate request."""
-    body = {
+    body: dict[str, object] = {
         "request_id": ask.request_id,
         "token_ids": ask.token_ids,
         # In vLLM's words: the sampled token's logprob and no other's.
@@ -97,6 +97,13 @@ def encode_ask(ask: Ask, *, stream: bool = False) -> bytes:
         "exact_version": ask.exact_version,
         "priority": ask.priority,
     }
+    origin = {
+        "group_id": ask.group_id,
+        "group_size": ask.group_size,
+        "hedges": ask.hedges,
+        "job": ask.job,
+    }
+    body |= {name: value for name, value in origin.items() if value}
     return encode({**body, "stream": True} if stream else body)
 
 

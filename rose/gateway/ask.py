@@ -9,7 +9,6 @@ from rose.gateway.feed import TurnFeed
 from rose.gateway.turn_request import TurnRequest
 
 TIMEOUT_HEADER = "X-Request-Timeout"
-SESSION_HEADER = "X-Session-ID"
 REQUEST_ID_HEADER = "X-Request-Id"
 EVENT_ID_HEADER = "Last-Event-ID"
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
 
-from elastic_scheduler import End, Placement, Router, RoutingDecision, TurnNeed
+from elastic_scheduler import End, Placement, Quote, Router, RoutingDecision, TurnNeed
 from rose.gateway.errors import BadRequest, NoReplica, QueueFull, TurnError, VersionUnavailable
 from rose.gateway.settings import GatewaySettings
 from rose.gateway.stats import GatewayStats
@@ -76,7 +76,7 @@ class Dispatcher:
         self._router = Router()
         self._entries: dict[str, ReplicaEntry] = {}
         self._live: set[LiveAttempt] = set()
-        # Sorted: turns that continue, then by priority (lower first), then by arrival.
+        # Sorted by priority (lower first); of equal ones turns that continue, then by arrival.
         self._waiting: list[_Waiter] = []
         self._arrivals = count()
         # Set when a turn comes and there was none.
@@ -120,6 +120,11 @@ class Dispatcher:
         """A trajectory is over: its prefix is nobody's any more."""
         self._router.forget(session)
 
+    @property
+    def sessions_known(self) -> int:
+        """Trajectories that the router remembers."""
+        return self._router.sessions_known
+
     def set_table(self, entries: tuple[ReplicaEntry, ...]) -> None:
         """Replace the table; streams whose lease is over are cancelled before this returns."""
         now_s = self._clock()
@@ -129,9 +134,8 @@ class Dispatcher:
             if entry.leased and not entry.continues(self._entries.get(entry.id)):
                 self._on_event("replica_lost", replica=entry.id, epoch=entry.lease_epoch)
         # A replica under a new lease starts with a clean load: its old turns are ended below.
-        kept = [e for e in entries if e.id not in old or old[e.id].continues(e)]
-        self._router.set_table([entry.view() for entry in kept], now_s)
-        self._router.set_table([entry.view() for entry in entries], now_s)
+        renewed = {e.id for e in entries if e.id in old and _begins_anew(old[e.id], e)}
+        self._router.set_table([entry.view() for entry in entries], now_s, renewed)
         for live in self._live:
             if not live.entry.continues(self._entries.get(live.entry.id)):
                 live.interrupt(End.REVOKED)
@@ -154,8 +158,8 @@ class Dispatcher:
         if not self._live and not self._waiting:
             self.work_began.set()
         granted: asyncio.Future[LiveAttempt] = asyncio.get_running_loop().create_future()
-        # A turn that continues has waited before: it goes first.
-        turn = (0 if avoid else 1, priority, next(self._arrivals))
+        # A turn that continues has waited before: it goes first among its equals.
+        turn = (priority, 0 if avoid else 1, next(self._arrivals))
         waiter = _Waiter(need, avoid, self._clock(), granted, turn)
         insort(self._waiting, waiter, key=_in_turn)
         self.pump()
@@ -174,7 +178,11 @@ class Dispatcher:
         self.switches.ended(live.entry.id, live.entry.lease_epoch, now_s)
         self._live.discard(live)
         self._router.end(
-            live.placement, now_s, revoked=end is End.REVOKED, finished=end is End.FINISHED
+            live.placement,
+            now_s,
+            revoked=end is End.REVOKED,
+            finished=end is End.FINISHED,
+            wanted=end is not None,
         )
         if end is not None:
             self._stats.ends[end.value] += 1
@@ -240,13 +248,32 @@ class Dispatcher:
         rows = self._entries.values()
         return bool(rows) and all(row.api is not ReplicaApi.ROSE for row in rows)
 
+    def left_s(self, live: LiveAttempt, need: TurnNeed) -> float:
+        """Seconds that a live turn will still take; `need` is what is left of it."""
+        now_s = self._clock()
+        return self._router.left_s(live.placement, need, now_s - live.last_token_s, now_s)
+
+    def copy_of(self, live: LiveAttempt, need: TurnNeed) -> Quote | None:
+        """Where a copy of a live turn could run; nowhere while other turns wait for a place."""
+        if self._waiting:
+            return None
+        return self._router.copy_of(need, live.entry.id, self._clock())
+
+    def place_copy(self, quote: Quote, why: str) -> LiveAttempt:
+        """Take what was just quoted; hand it back with `finish`."""
+        now_s = self._clock()
+        return self._admit(self._router.take(quote, why, now_s), now_s)
+
     def _place(self, waiter: _Waiter, name: str, now_s: float) -> None:
         self.switches.tried(name, now_s)
         placement = self._router.begin(name, waiter.need, now_s)
-        live = LiveAttempt(self._entries[name], placement, waiter.need, now_s)
+        waiter.granted.set_result(self._admit(placement, now_s))
+
+    def _admit(self, placement: Placement, now_s: float) -> LiveAttempt:
+        live = LiveAttempt(self._entries[placement.replica], placement, placement.need, now_s)
         self._live.add(live)
         self._stats.attempts += 1
-        waiter.granted.set_result(live)
+        return live
 
     def _hopeless(self, waiter: _Waiter, now_s: float) -> TurnError | None:
         need, waited_s = waiter.need, now_s - waiter.since_s
@@ -266,3 +293,8 @@ class Dispatcher:
         if waited_s > self._settings.queue_wait_s:
             return NoReplica(f"no replica was free for {waited_s:.0f} s; send the turn again later")
         return None
+
+
+def _begins_anew(old: ReplicaEntry, new: ReplicaEntry) -> bool:
+    """Whether turns of the old row, if it can have any, are not the new row's."""
+    return (old.leased or new.leased) and not old.continues(new)

@@ -92,6 +92,17 @@ class TurnFeed:
         self.attempts = turn.attempts
         self._wake()
 
+    def adopt(self, other: "TurnFeed") -> None:
+        """Become as far as another feed of the same turn is; nobody read other tokens here."""
+        self.tokens = other.tokens[:]
+        self.logprobs = other.logprobs[:]
+        self.versions = [*other.versions]
+        self.segments, self.attempts = other.segments, other.attempts
+        self.text = other.text
+        self.finish_reason, self.stop_reason = other.finish_reason, other.stop_reason
+        self.took_s = time.monotonic() - self._began_s
+        self._wake()
+
     def fail(self, error: TurnError) -> None:
         """The turn ends without an answer; what came so far stays readable."""
         if not self.over:

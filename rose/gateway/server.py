@@ -11,14 +11,16 @@ from aiohttp.typedefs import Handler
 
 from rose.gateway import stats as metrics
 from rose.gateway import tokens
-from rose.gateway.ask import SESSION_HEADER, Ask, Dialect
+from rose.gateway.ask import Ask, Dialect
 from rose.gateway.delivery import Delivery
 from rose.gateway.dialects import ChatDialect, CompletionDialect, SglangDialect, VllmDialect
 from rose.gateway.dialects.wire import encode, read_json, vllm_error
 from rose.gateway.dispatcher import Dispatcher, EventSink
 from rose.gateway.errors import BadRequest, BodyTooLarge, TurnError
 from rose.gateway.feed import TurnFeed
+from rose.gateway.hedging import Hedging
 from rose.gateway.model import ServedModel
+from rose.gateway.origin import SESSION_HEADER
 from rose.gateway.settings import GatewaySettings
 from rose.gateway.shared import SharedTurn, SharedTurns
 from rose.gateway.stats import GatewayStats
@@ -55,7 +57,8 @@ class GatewayServer:
         self._dispatcher = dispatcher
         self._stats = stats
         self._model = model
-        runner = TurnRunner(settings, dispatcher, session, stats, on_event)
+        self._hedging = Hedging(dispatcher, stats, on_event)
+        runner = TurnRunner(settings, dispatcher, session, stats, on_event, self._hedging)
         self._turns = SharedTurns(settings, dispatcher, runner, stats)
         self._sweeper: asyncio.Task[None] | None = None
 
@@ -100,6 +103,7 @@ class GatewayServer:
         while True:
             await asyncio.sleep(SWEEP_S)
             self._dispatcher.sweep()
+            self._hedging.sweep()
 
     def _handler(self, dialect: Dialect) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handle(http: web.Request) -> web.StreamResponse:
@@ -157,10 +161,10 @@ class GatewayServer:
         session = http.headers.get(SESSION_HEADER) or names.session_id
         if not session:
             raise BadRequest(f"name the session: header {SESSION_HEADER} or session_id")
+        aborted = self._turns.finish_session(session)
+        # A turn that was aborted leaves nothing behind, so whatever is known is forgotten here.
         self._dispatcher.forget(session)
-        return web.json_response(
-            {"session_id": session, "aborted": self._turns.finish_session(session)}
-        )
+        return web.json_response({"session_id": session, "aborted": aborted})
 
     async def _explain(self, http: web.Request) -> web.Response:
         """Where the turns of a request or trajectory were placed, and why."""

@@ -69,7 +69,7 @@ class SharedTurns:
         self._dispatcher.check_admission(request.need())
         text = None if request.text is None else request.text.track()
         feed = TurnFeed(len(request.token_ids), text)
-        shared = SharedTurn(request.request_id, request.session, request.named, feed)
+        shared = SharedTurn(request.request_id, request.origin.session, request.named, feed)
         shared.task = asyncio.create_task(self._run(request, shared))
         self._answers.open(request.request_id, fingerprint, shared)
         self._running[request.request_id] = shared

@@ -6,7 +6,10 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class GatewayStats:
-    """Since start. `tokens` counts journaled tokens by replica; `turns` delivered ones."""
+    """Since start. `tokens` counts journaled tokens by replica; `turns` delivered ones.
+
+    `hedges` are second copies of turns; `hedge_wins` those of them that answered first.
+    """
 
     tokens: Counter[str] = field(default_factory=Counter)
     ends: Counter[str] = field(default_factory=Counter)
@@ -16,6 +19,8 @@ class GatewayStats:
     attempts: int = 0
     repeated: int = 0
     slow_readers: int = 0
+    hedges: int = 0
+    hedge_wins: int = 0
 
 
 def snapshot(stats: GatewayStats, live: dict[str, int], waiting: int) -> dict[str, object]:
@@ -29,6 +34,8 @@ def snapshot(stats: GatewayStats, live: dict[str, int], waiting: int) -> dict[st
         "attempts": stats.attempts,
         "repeated": stats.repeated,
         "slow_readers": stats.slow_readers,
+        "hedges": stats.hedges,
+        "hedge_wins": stats.hedge_wins,
         "waiting": waiting,
     }
 
@@ -45,6 +52,8 @@ def exposition(stats: GatewayStats, live: dict[str, int], waiting: int) -> str:
         *_family("rose_gateway_attempts_total", "counter", {"": stats.attempts}),
         *_family("rose_gateway_repeated_requests_total", "counter", {"": stats.repeated}),
         *_family("rose_gateway_slow_readers_total", "counter", {"": stats.slow_readers}),
+        *_family("rose_gateway_hedges_total", "counter", {"": stats.hedges}),
+        *_family("rose_gateway_hedge_wins_total", "counter", {"": stats.hedge_wins}),
         *_family("rose_gateway_waiting_turns", "gauge", {"": waiting}),
     ]
     return "\n".join(lines) + "\n"

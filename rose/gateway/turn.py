@@ -1,7 +1,6 @@
 """One turn, from the first attempt to its last token."""
 
 import asyncio
-from dataclasses import replace
 
 import aiohttp
 import msgspec
@@ -19,7 +18,9 @@ from elastic_scheduler import (
 from rose.gateway.dispatcher import Dispatcher, EventSink, LiveAttempt
 from rose.gateway.errors import BadRequest, DeadlinePassed, NoReplica
 from rose.gateway.feed import TurnFeed
+from rose.gateway.hedging import Hedging
 from rose.gateway.links import LINKS, Link, LinkError, ReplicaLine
+from rose.gateway.race import Race, TurnCopy
 from rose.gateway.settings import GatewaySettings
 from rose.gateway.stats import GatewayStats
 from rose.gateway.turn_request import TurnRequest
@@ -50,12 +51,14 @@ class TurnRunner:
         session: aiohttp.ClientSession,
         stats: GatewayStats,
         on_event: EventSink,
+        hedging: Hedging,
     ) -> None:
         self._settings = settings
         self._dispatcher = dispatcher
         self._session = session
         self._stats = stats
         self._on_event = on_event
+        self._hedging = hedging
 
     async def run(self, request: TurnRequest, feed: TurnFeed) -> None:
         """Fill the feed to its end. Raises TurnError when the turn cannot be finished."""
@@ -81,27 +84,49 @@ class TurnRunner:
             max_attempts=self._settings.max_attempts,
             stop_token_ids=sampling.stop_token_ids or (),
         )
-        avoid, need = "", request.need()
+        copy = TurnCopy(request, journal, feed, request.need())
+        with self._hedging.member(request.origin) as member:
+            if member is None:
+                await self._work(copy)
+                return
+            race = Race(copy, member, self._work, self._give_back, self._stats)
+            member.entered(race)
+            await race.run()
+
+    async def _work(self, copy: TurnCopy) -> None:
+        """Attempt after attempt, until the copy is whole, or another one goes on without it."""
+        request, journal = copy.request, copy.journal
         while True:
-            live = await self._dispatcher.acquire(need, avoid, request.priority)
+            live = await self._place_of(copy)
             attempt = journal.begin(live.entry.id, live.entry.kind.value)
             live.may_move = attempt.number < self._settings.max_attempts
-            sink = _Sink(request, journal, feed, attempt, self._stats)
-            end, reason = await self._attempt(request, live, sink)
+            sink = _Sink(copy, attempt, self._stats)
+            copy.live = live
+            try:
+                end, reason = await self._attempt(request, live, sink)
+            finally:
+                copy.live = None
             outcome = sink.end(end, reason)
             if isinstance(outcome, Deliver):
+                return
+            if copy.race is not None and not copy.race.goes_on(copy):
                 return
             if isinstance(outcome, GiveUp):
                 raise NoReplica(f"{journal.attempts} replicas failed the turn, the last: {reason}")
             assert isinstance(outcome, Continue)
-            avoid = live.entry.id
-            need = replace(
-                need,
-                prompt_tokens=journal.length,
-                budget_tokens=journal.remaining,
-                made_tokens=journal.generated,
-            )
+            copy.avoid = live.entry.id
+            copy.need = copy.need_now()
             self._note_continuation(request.request_id, live, end, reason, journal)
+
+    async def _place_of(self, copy: TurnCopy) -> LiveAttempt:
+        """The place that the copy was given, or one that it has to wait for."""
+        live, copy.place = copy.place, None
+        if live is None:
+            live = await self._dispatcher.acquire(copy.need, copy.avoid, copy.request.priority)
+        return live
+
+    def _give_back(self, live: LiveAttempt) -> None:
+        self._dispatcher.finish(live, None)
 
     async def _attempt(
         self, request: TurnRequest, live: LiveAttempt, sink: "_Sink"
@@ -195,20 +220,13 @@ class TurnRunner:
 class _Sink:
     """Where the tokens of one attempt go: text first (it may cut them), journal, feed."""
 
-    __slots__ = ("_feed", "_journal", "_outcome", "_request", "_stats", "attempt")
+    __slots__ = ("_copy", "_feed", "_journal", "_outcome", "_stats", "attempt")
 
-    def __init__(
-        self,
-        request: TurnRequest,
-        journal: TurnJournal,
-        feed: TurnFeed,
-        attempt: Attempt,
-        stats: GatewayStats,
-    ) -> None:
+    def __init__(self, copy: TurnCopy, attempt: Attempt, stats: GatewayStats) -> None:
         self._stats = stats
-        self._request = request
-        self._journal = journal
-        self._feed = feed
+        self._copy = copy
+        self._journal = copy.journal
+        self._feed = copy.feed
         self._outcome: Outcome | None = None
         self.attempt = attempt
 
@@ -222,9 +240,12 @@ class _Sink:
         if self._outcome is None:
             outcome = self._journal.end(self.attempt.number, end, reason)
             if isinstance(outcome, Deliver):
-                stop_reason = _stop_reason(self._request, self._feed, outcome)
-                self._stats.turns += 1
+                stop_reason = _stop_reason(self._copy.request, self._feed, outcome)
                 self._feed.deliver(outcome, stop_reason)
+                if self._copy.race is None:
+                    self._stats.turns += 1
+                else:
+                    self._copy.race.delivered(self._copy)
             self._outcome = outcome
         return self._outcome
 

@@ -6,10 +6,12 @@ import msgspec
 
 from elastic_scheduler import TurnNeed
 from rose.gateway.errors import BadRequest
+from rose.gateway.origin import ANONYMOUS, Origin
 from rose.gateway.sampling import MAX_TOKEN_ID, Sampling
 from rose.gateway.text import TextPlan
 
 MAX_NUMBER = 1 << 63
+MAX_REQUEST_ID_CHARS = 1_024
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -25,7 +27,7 @@ class TurnRequest:
     request_id: str
     token_ids: list[int]
     sampling: Sampling
-    session: str = ""
+    origin: Origin = ANONYMOUS
     min_version: int | None = None
     exact_version: int | None = None
     priority: int = 0
@@ -36,6 +38,12 @@ class TurnRequest:
 
     def check(self) -> None:
         """Raise BadRequest for what the schema of a body alone cannot say."""
+        if len(self.request_id) > MAX_REQUEST_ID_CHARS:
+            raise BadRequest(
+                f"request_id has {len(self.request_id)} characters: send at most "
+                f"{MAX_REQUEST_ID_CHARS}",
+                "request_id",
+            )
         if not self.token_ids:
             raise BadRequest("the prompt is empty (token_ids is empty): send at least one token")
         if min(self.token_ids) < 0 or max(self.token_ids) >= MAX_TOKEN_ID:
@@ -54,12 +62,14 @@ class TurnRequest:
     def need(self) -> TurnNeed:
         """What the router has to know of a new turn."""
         return TurnNeed(
-            self.session,
+            self.origin.session,
             len(self.token_ids),
             self.sampling.max_tokens,
             self.min_version,
             self.exact_version,
             self.request_id,
+            self.origin.job,
+            self.origin.group,
         )
 
     def fingerprint(self) -> int:

@@ -9,12 +9,13 @@ from typing import Any
 
 import msgspec
 
-from rose.gateway.ask import SESSION_HEADER, Ask, resume_of, timeout_of
+from rose.gateway.ask import Ask, resume_of, timeout_of
 from rose.gateway.dialects import wire
 from rose.gateway.dialects.openai import OpenAIBody, check_top_logprobs, text_between, token_text
 from rose.gateway.errors import BadRequest, TurnError
 from rose.gateway.feed import TurnFeed
 from rose.gateway.model import ServedModel
+from rose.gateway.origin import origin_of
 from rose.gateway.turn_request import TurnRequest
 
 
@@ -53,12 +54,13 @@ class ChatDialect:
         self._model.check_length(len(prompt), max_tokens or 0)
         sampling = asked.sampling(self._model.budget(len(prompt), max_tokens))
         name, named = wire.request_id_of(headers, asked.request_id)
+        origin = origin_of(headers, asked)
         turns = [
             TurnRequest(
                 request_id=name if asked.samples == 1 else f"{name}-{index}",
                 token_ids=prompt,
                 sampling=sampling.child(index),
-                session=headers.get(SESSION_HEADER) or asked.session_id or "",
+                origin=origin,
                 min_version=asked.min_version,
                 exact_version=asked.exact_version,
                 priority=asked.priority,

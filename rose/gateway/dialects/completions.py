@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from rose.gateway.ask import SESSION_HEADER, Ask, resume_of, timeout_of
+from rose.gateway.ask import Ask, resume_of, timeout_of
 from rose.gateway.dialects import wire
 from rose.gateway.dialects.openai import OpenAIBody, check_top_logprobs, text_between, token_text
 from rose.gateway.errors import BadRequest, TurnError
 from rose.gateway.feed import TurnFeed
 from rose.gateway.model import ServedModel
+from rose.gateway.origin import origin_of
 from rose.gateway.turn_request import TurnRequest
 
 DEFAULT_MAX_TOKENS = 16
@@ -51,7 +52,7 @@ class CompletionDialect:
         if len(prompts) * samples > MAX_TURNS:
             raise BadRequest(f"at most {MAX_TURNS} completions in one request", "prompt")
         name, named = wire.request_id_of(headers, asked.request_id)
-        turns = []
+        origin, turns = origin_of(headers, asked), []
         for k, prompt in enumerate(prompts):
             max_tokens = DEFAULT_MAX_TOKENS if asked.max_tokens is None else asked.max_tokens
             self._model.check_length(len(prompt), max_tokens)
@@ -62,7 +63,7 @@ class CompletionDialect:
                     request_id=name if single else f"{name}-{k * samples + index}",
                     token_ids=prompt,
                     sampling=sampling.child(index),
-                    session=headers.get(SESSION_HEADER) or asked.session_id or "",
+                    origin=origin,
                     min_version=asked.min_version,
                     exact_version=asked.exact_version,
                     priority=asked.priority,

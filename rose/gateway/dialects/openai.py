@@ -2,11 +2,10 @@
 
 from collections.abc import Mapping
 
-import msgspec
-
 from rose.gateway.dialects.wire import StreamOptions
 from rose.gateway.errors import BadRequest
 from rose.gateway.model import ServedModel
+from rose.gateway.origin import OriginFields
 from rose.gateway.sampling import Sampling, refuse_unsupported
 from rose.gateway.text import TextPlan, TextTrack
 
@@ -28,7 +27,7 @@ NEUTRAL: Mapping[str, object] = {
 }
 
 
-class OpenAIBody(msgspec.Struct, gc=False):
+class OpenAIBody(OriginFields, gc=False):
     """Fields of both routes; others are ignored, as OpenAI's own clients expect."""
 
     model: str | None = None
@@ -44,12 +43,10 @@ class OpenAIBody(msgspec.Struct, gc=False):
     allowed_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = False
     skip_special_tokens: bool | None = True
-    stream: bool | None = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     request_id: str | None = None
-    session_id: str | None = None
     priority: int = 0
     cache_salt: str | None = None
     presence_penalty: float | None = 0.0

@@ -9,12 +9,13 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from rose.gateway.ask import SESSION_HEADER, Ask, resume_of, timeout_of
+from rose.gateway.ask import Ask, resume_of, timeout_of
 from rose.gateway.dialects import wire
 from rose.gateway.dialects.openai import text_between
 from rose.gateway.errors import BadRequest, TurnError
 from rose.gateway.feed import TurnFeed
 from rose.gateway.model import ServedModel
+from rose.gateway.origin import OriginFields, origin_of
 from rose.gateway.sampling import Sampling, refuse_unsupported
 from rose.gateway.text import TextPlan
 from rose.gateway.turn_request import TurnRequest
@@ -100,15 +101,13 @@ class _SamplingBody(msgspec.Struct, forbid_unknown_fields=True, gc=False):
         )
 
 
-class _Body(msgspec.Struct, gc=False):
+class _Body(OriginFields, gc=False):
     text: str | list[str] | None = None
     input_ids: list[int | list[int]] | None = None
     sampling_params: _SamplingBody | None = None
     return_logprob: bool | None = False
     logprob_start_len: int | None = None
-    stream: bool | None = False
     rid: str | list[str] | None = None
-    session_id: str | None = None
     priority: int | None = None
     cache_salt: str | None = None
     input_embeds: object = None
@@ -154,12 +153,13 @@ class SglangDialect:
         sampling, plan = params.sampling(), self._plan(params)
         for prompt in prompts:
             self._model.check_length(len(prompt), sampling.max_tokens)
+        origin = origin_of(headers, asked)
         turns = [
             TurnRequest(
                 request_id=name,
                 token_ids=prompt,
                 sampling=sampling,
-                session=headers.get(SESSION_HEADER) or asked.session_id or "",
+                origin=origin,
                 min_version=asked.min_version,
                 exact_version=asked.exact_version,
                 # SGLang serves the higher priority first, the gateway the lower.

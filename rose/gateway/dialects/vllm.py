@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from rose.gateway.ask import SESSION_HEADER, Ask, resume_of, timeout_of
+from rose.gateway.ask import Ask, resume_of, timeout_of
 from rose.gateway.dialects import wire
 from rose.gateway.errors import BadRequest, TurnError
 from rose.gateway.feed import TurnFeed
 from rose.gateway.model import ServedModel
+from rose.gateway.origin import OriginFields, origin_of
 from rose.gateway.sampling import Sampling, refuse_unsupported
 from rose.gateway.turn_request import TurnRequest
 
@@ -98,12 +99,11 @@ class _SamplingBody(msgspec.Struct, forbid_unknown_fields=True, gc=False):
         )
 
 
-class _Body(msgspec.Struct, gc=False):
+class _Body(OriginFields, gc=False, kw_only=True):
     token_ids: list[int]
     sampling_params: _SamplingBody = msgspec.field(default_factory=_SamplingBody)
     request_id: str | None = None
     model: str | None = None
-    stream: bool | None = False
     stream_options: wire.StreamOptions | None = None
     cache_salt: str | None = None
     priority: int = 0
@@ -117,7 +117,6 @@ class _Body(msgspec.Struct, gc=False):
     exact_version: int | None = None
     timeout_s: float | None = None
     resume_from: int | None = None
-    session_id: str | None = None
 
 
 _decoder = msgspec.json.Decoder(_Body)
@@ -145,12 +144,13 @@ class VllmDialect:
         self._model.check_length(len(asked.token_ids))
         name, named = wire.request_id_of(headers, asked.request_id)
         sampling = params.sampling(self._model.budget(len(asked.token_ids), params.max_tokens))
+        origin = origin_of(headers, asked)
         turns = [
             TurnRequest(
                 request_id=name if samples == 1 else f"{name}-{index}",
                 token_ids=asked.token_ids,
                 sampling=sampling.child(index),
-                session=headers.get(SESSION_HEADER) or asked.session_id or "",
+                origin=origin,
                 min_version=asked.min_version,
                 exact_version=asked.exact_version,
                 priority=asked.priority,

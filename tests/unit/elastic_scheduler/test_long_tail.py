@@ -75,6 +75,26 @@ def test_only_the_slowest_is_hedged_and_only_when_it_pays() -> None:
     assert group.finished("d", 0) is None
 
 
+def test_a_member_that_is_asked_for_again_begins_anew_and_gets_no_more_copies_than_were_left() -> (
+    None
+):
+    group = HedgedGroup(("a", "b"), max_hedges=1)
+    assert not group.may_hedge
+    assert group.finished("b", 0) is not None
+    assert group.may_hedge
+    assert group.consider((MemberView("a", 10.0, 1.0),), 1) is not None
+    assert not group.failed("a", 0)
+    group.restart("a")
+    group.restart("b")
+    assert not group.may_hedge
+    assert group.consider((MemberView("a", 10.0, 1.0),), 1) is None
+    assert group.finished("b", 0) is None, "what was delivered stays delivered"
+    won = group.finished("a", 0)
+    assert won is not None
+    assert won.cancel == ()
+    assert group.complete
+
+
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 40), st.randoms())
 def test_every_prompt_is_trained_on_exactly_once_whatever_round_it_was_in(
     prompts: int, samples: int, count: int, rng: object

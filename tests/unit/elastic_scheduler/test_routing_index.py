@@ -15,7 +15,9 @@ import routing
 
 FLEET = 40
 STEP = st.tuples(
-    st.sampled_from(["begin", "begin", "tokens", "end", "revoke", "rest", "version", "lose"]),
+    st.sampled_from(
+        ["begin", "begin", "tokens", "end", "revoke", "rest", "version", "lose", "renew"]
+    ),
     st.integers(0, 10_000),
     st.floats(0.0, 0.5),
 )
@@ -28,6 +30,13 @@ def row(number: int, version: int = 1, usable: bool = True) -> ReplicaView:
     return ReplicaView(
         f"r{number}", kind, usable, version, number % 4, kv_tokens, rate_tok_s, 10 * rate_tok_s
     )
+
+
+def change(rows: dict[str, ReplicaView], what: str, name: str, pick: int) -> None:
+    if what == "version":
+        rows[name] = row(pick % FLEET, 2, pick % 5 != 0)
+    elif what == "lose" and len(rows) > 20:
+        rows.pop(name, None)
 
 
 @settings(deadline=None)
@@ -59,12 +68,11 @@ def test_a_large_fleets_choice_is_never_a_replica_that_may_not_have_the_turn(
                 router.end(placement, now_s, revoked=what == "revoke", finished=what == "end")
         elif what == "rest":
             router.rest(f"r{pick % FLEET}", now_s + 0.3)
-        elif what == "version":
-            rows[f"r{pick % FLEET}"] = row(pick % FLEET, 2, pick % 5 != 0)
-            router.set_table(rows.values(), now_s)
-        elif what == "lose" and len(rows) > 20:
-            rows.pop(f"r{pick % FLEET}", None)
-            router.set_table(rows.values(), now_s)
+        elif what in ("version", "lose", "renew"):
+            name = f"r{pick % FLEET}"
+            change(rows, what, name, pick)
+            router.set_table(rows.values(), now_s, {name} if what == "renew" else ())
+            assert what != "renew" or not router.live_turns().get(name)
         counts = router.live_turns()
         assert all(count <= rows[name].max_sequences for name, count in counts.items())
     for placement in live:

@@ -111,6 +111,22 @@ def test_a_replica_that_came_back_starts_with_a_clean_load() -> None:
     assert router.live_turns() == {"a": 0}
 
 
+def test_a_renewed_replica_starts_with_a_clean_load_and_the_others_keep_theirs() -> None:
+    router = router_with(view("a", decode_tok_s=1e3), view("b", decode_tok_s=1e3))
+    old = router.begin("a", LONG, 0.0)
+    kept = router.begin("b", LONG, 0.0)
+    router.rest("a", 9.0)
+    router.set_table([view("a", decode_tok_s=1e3), view("b", decode_tok_s=1e3)], 0.1, {"a"})
+    assert router.live_turns() == {"a": 0, "b": 1}
+    assert router.choose(NEED, 0.1) == "a", "its rest was the old lease's"
+    router.progress(old, 5, 0.2)
+    router.end(old, 0.2)
+    router.end(kept, 0.2)
+    router.choose(NEED, 10.0)
+    assert router.live_turns() == {"a": 0, "b": 0}
+    assert [each.owed_tokens for each in router.explain(NEED, 10.0)] == [0, 0]
+
+
 def test_a_passed_exact_version_is_unreachable_a_future_one_is_not() -> None:
     router = router_with(view("a", policy_version=3))
     assert not router.reachable(TurnNeed("s", 1, 1, exact_version=2))

@@ -10,7 +10,7 @@ SCHEDULER = """
     AnswerBook Attempt Candidate Conflict Continue Decision Deliver End FairShares GiveUp
     HarvestMode HarvestPlan HarvestPolicy Health HealthLimits Hedge HedgedGroup Holding
     JobDemand JournalError Lease LeaseBook LeaseError LeaseHeld LeaseState MemberView Move Offer
-    Outcome Placement Policy RateMeter Reason ReasonLog ReplicaHealth ReplicaKind ReplicaView
+    Outcome Placement Policy Quote RateMeter Reason ReasonLog ReplicaHealth ReplicaKind ReplicaView
     Report Round RoundDone Router RoutingDecision SchedulerError Segment Situation StaleEpoch
     StalenessAdmission StalenessBound TailBatcher TailPlan TurnJournal TurnNeed VersionSpan Won
     make_policy max_min policy_names

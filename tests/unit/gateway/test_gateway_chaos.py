@@ -4,11 +4,12 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from gateway_cases import base_url, entry, gateway_with
+from gateway_cases import base_url, entry, gateway_with, until
 from standin_replica import StandInReplica
 
+from elastic_scheduler import hedge
 from rose.client import RolloutClient, Sampling
-from rose.gateway import Gateway, ReplicaEntry
+from rose.gateway import Gateway, ReplicaEntry, hedging, server
 
 TURNS, TOKENS = 24, 20
 FAULTS = ("revoke_after", "break_after", "hang_after")
@@ -38,8 +39,15 @@ async def _disturb(
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_whatever_happens_each_turn_is_whole_and_no_place_is_leaked(seed: int) -> None:
+@pytest.mark.parametrize("hedges", [0, 3])
+async def test_whatever_happens_each_turn_is_whole_and_no_place_is_leaked(
+    seed: int, hedges: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dice = random.Random(seed)
+    monkeypatch.setattr(hedging, "LEAST_LEFT_S", 0.0)
+    monkeypatch.setattr(hedge, "MARGIN", -9.0)
+    monkeypatch.setattr(hedge, "DONE_SHARE", 0.0)
+    monkeypatch.setattr(server, "SWEEP_S", 0.01)
     async with (
         StandInReplica(delay_s=0.001) as one,
         StandInReplica(delay_s=0.001) as two,
@@ -55,6 +63,9 @@ async def test_whatever_happens_each_turn_is_whole_and_no_place_is_leaked(seed: 
                     Sampling(max_tokens=TOKENS),
                     request_id=f"r{k}",
                     session_id=f"s{k % 3}",
+                    group_id=f"g{k % 4}",
+                    group_size=TURNS // 4,
+                    hedges=hedges,
                 )
                 for k in range(TURNS)
             )
@@ -67,3 +78,8 @@ async def test_whatever_happens_each_turn_is_whole_and_no_place_is_leaked(seed: 
                 assert all(a[-1] == b[-2] for a, b in pairwise(spans))
         assert not any(gateway._dispatcher.live_turns().values())
         assert gateway._dispatcher.waiting == 0
+        stats = gateway._server._stats
+        assert stats.turns == TURNS
+        await until(lambda: not len(gateway._server._hedging))
+        assert stats.hedge_wins <= stats.hedges <= 4 * hedges
+        assert bool(stats.hedges) == bool(hedges)

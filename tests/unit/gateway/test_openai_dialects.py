@@ -1,3 +1,4 @@
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -7,11 +8,13 @@ import openai
 import pytest
 import pytest_asyncio
 from byte_tokenizer import save_byte_tokenizer
-from gateway_cases import base_url, entry, gateway_with
+from gateway_cases import base_url, entry, gateway_with, until
+from hedged_cases import hedged_case
 from standin_replica import StandInReplica
 from wire_cases import ask, payloads, stream
 
 from rose.gateway import Gateway
+from rose.gateway.text import TextCodec
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -177,3 +180,51 @@ def _ids_of(letter: str) -> list[int]:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     ((written, _),) = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(letter)
     return [alphabet.index(char) for char in written]
+
+
+async def test_a_second_copy_keeps_the_text_and_its_stop_strings(tokenizer: Path) -> None:
+    async with hedged_case(tokenizer=tokenizer, max_model_len=200) as case:
+        # The stand-ins count on from '"' to the stop, of which the copy has seen none or half.
+        body = {"prompt": [1, 33], "max_tokens": 24, "stop": "OPQ", "group_id": "g"}
+        body |= {"group_size": 2, "hedges": 1, "logprobs": 0, "return_token_ids": True}
+        case.table(slow=None)
+        first = asyncio.create_task(ask(case.http, COMPLETIONS, {**body, "request_id": "a"}))
+        await until(lambda: case.stats.tokens["own-slow"] >= 2)
+        case.table(slow=None, fast=None)
+        _, alone, _ = await ask(case.http, COMPLETIONS, {**body, "request_id": "b"})
+        _, copied, _ = await first
+    assert case.stats.hedge_wins == 1
+    (one,), (two,) = alone["choices"], copied["choices"]
+    for name in ("text", "token_ids", "logprobs", "finish_reason", "stop_reason"):
+        assert two[name] == one[name]
+    assert one["stop_reason"] == "OPQ"
+    assert one["text"]
+
+
+async def test_retokenisation_drift_what_continues_is_the_sampled_tokens_never_their_text(
+    tokenizer: Path,
+) -> None:
+    """Half a character is no text: encoded again, it would be other tokens."""
+    alphabet = TextCodec(tokenizer)
+    half, other_half = await alphabet.encode("é")
+    script = [half, half, other_half, other_half, half]
+    again = await alphabet.encode(alphabet.decode(script[:2]))
+    assert again != script[:2], "this text would not survive"
+    async with StandInReplica() as guest, StandInReplica() as dedicated:
+        guest.script, guest.revoke_after = script, 2
+        dedicated.script = script[2:]
+        rows = entry(guest, "guest-0", decode_tok_s=9e5), entry(dedicated, "own-0")
+        async with (
+            gateway_with(*rows, tokenizer=tokenizer, max_model_len=200) as gw,
+            aiohttp.ClientSession(base_url(gw)) as session,
+        ):
+            body = {"prompt": "AB", "max_tokens": len(script), "return_token_ids": True}
+            _, answer, _ = await ask(session, COMPLETIONS, body)
+            prompt = [*(await alphabet.encode("AB")), *script]
+            _, longer, _ = await ask(session, COMPLETIONS, {**body, "prompt": prompt})
+    assert answer["choices"][0]["token_ids"] == script
+    assert dedicated.requests[0]["token_ids"] == prompt[:4]
+    # A trajectory that goes on from token ids goes on from exactly those.
+    asked = [*guest.requests, *dedicated.requests]
+    assert prompt in [request["token_ids"] for request in asked]
+    assert longer["usage"]["prompt_tokens"] == len(prompt)

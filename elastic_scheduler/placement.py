@@ -1,0 +1,32 @@
+"""A turn on a replica, and what it would be on another."""
+
+from dataclasses import dataclass
+
+from elastic_scheduler.replica_load import ReplicaLoad
+from elastic_scheduler.routing_cost import TurnAsk
+from elastic_scheduler.turn_need import TurnNeed
+
+# Seconds that the turn would take there, and the replica.
+Weighed = tuple[float, ReplicaLoad]
+
+
+@dataclass(slots=True)
+class Placement:
+    """A live turn on a replica; handed back with every token count and at its end."""
+
+    replica: str
+    need: TurnNeed
+    owed_tokens: int
+    load: ReplicaLoad
+    generated_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Quote:
+    """Where a copy of a turn could run now, and the seconds that it would take there."""
+
+    replica: str
+    cost_s: float
+    ask: TurnAsk
+    load: ReplicaLoad
+    weighed: list[Weighed]

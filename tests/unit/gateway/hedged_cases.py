@@ -1,0 +1,88 @@
+"""A hedged group of two: its first member is on a slow replica when a fast one joins."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+from gateway_cases import base_url, entry, gateway_with, until
+from standin_replica import StandInReplica
+from wire_cases import VLLM, ask, vllm_body
+
+from rose.gateway import Gateway
+
+TOKENS = 24
+COUNT = list(range(101, 101 + TOKENS))
+SLOW_S = 0.06
+
+
+def member(name: str, **fields: Any) -> dict[str, Any]:
+    group = {"group_id": "g", "group_size": 2, "hedges": 1}
+    return vllm_body(TOKENS, request_id=name, **{**group, **fields})
+
+
+class Case:
+    """A gateway with a slow replica, which has member `a`; `fast` joins when `b` is to begin."""
+
+    def __init__(
+        self, gateway: Gateway, http: aiohttp.ClientSession, slow: StandInReplica, fast: Any
+    ) -> None:
+        self.gateway, self.http, self.slow, self.fast = gateway, http, slow, fast
+        self.rows = {
+            "slow": entry(slow, "own-slow", decode_tok_s=75.0),
+            "fast": entry(fast, "own-fast", decode_tok_s=1_000.0),
+        }
+
+    @property
+    def stats(self) -> Any:
+        return self.gateway._server._stats
+
+    def table(self, **changes: Any) -> None:
+        """The rows named, `None` for as they are; those left out are gone."""
+        self.gateway.set_table(
+            tuple(
+                row if changes[n] is None else changes[n]
+                for n, row in self.rows.items()
+                if n in changes
+            )
+        )
+
+    async def first(self, **fields: Any) -> "asyncio.Task[Any]":
+        """Member a, of which some tokens came."""
+        self.table(slow=None)
+        turn = asyncio.create_task(ask(self.http, VLLM, member("a", **fields)))
+        await until(lambda: self.stats.tokens["own-slow"] >= 2)
+        self.table(slow=None, fast=None)
+        return turn
+
+    async def second(self, **fields: Any) -> None:
+        """Member b, whole."""
+        status, answer, _ = await ask(self.http, VLLM, member("b", **fields))
+        assert (status, tokens_of(answer)) == (200, COUNT)
+
+
+def tokens(count: int) -> dict[str, Any]:
+    return {"max_tokens": count, "logprobs": 0}
+
+
+def tokens_of(answer: Any) -> list[int]:
+    tokens: list[int] = answer["choices"][0]["token_ids"]
+    return tokens
+
+
+def segments_of(answer: Any) -> list[tuple[str, int, int]]:
+    return [(s["replica"], s["start"], s["end"]) for s in answer["segments"]]
+
+
+@asynccontextmanager
+async def hedged_case(**settings: Any) -> AsyncIterator[Case]:
+    async with (
+        StandInReplica(version=1, delay_s=SLOW_S) as slow,
+        StandInReplica(version=2, delay_s=0.002) as fast,
+        gateway_with(stall_s=9, **settings) as gateway,
+        aiohttp.ClientSession(base_url(gateway)) as http,
+    ):
+        yield Case(gateway, http, slow, fast)
+        assert not any(gateway._dispatcher.live_turns().values())
+        assert gateway._dispatcher.waiting == 0

@@ -1,0 +1,60 @@
+"""Dead engine keeps receiving traffic: what a gateway sends there before its table says so."""
+
+import asyncio
+import time
+
+import aiohttp
+from gateway_cases import base_url, entry, gateway_with, until
+from standin_replica import StandInReplica
+from wire_cases import VLLM, ask, vllm_body
+
+from elastic_scheduler import End
+from rose.gateway.dispatcher import REST_S
+
+FOR_S = 1.2
+
+
+async def test_a_dead_engine_is_tried_once_in_a_while_and_costs_no_turn() -> None:
+    """It looks idle, fast and healthy until the scheduler notices."""
+    async with StandInReplica() as dead, StandInReplica(delay_s=0.001) as living:
+        rows = entry(dead, "own-dead", decode_tok_s=9e5), entry(living, "own-live")
+        async with gateway_with(*rows) as gw, aiohttp.ClientSession(base_url(gw)) as http:
+            assert (await ask(http, VLLM, vllm_body(2)))[0] == 200
+            assert len(dead.requests) == 1
+            dead.kill()
+            stats, turns = gw._server._stats, 0
+            until_s = time.monotonic() + FOR_S
+            began_s = time.monotonic()
+            while time.monotonic() < until_s:
+                status, answer, _ = await ask(http, VLLM, vllm_body(2))
+                assert (status, answer["choices"][0]["token_ids"]) == (200, [101, 102])
+                turns += 1
+            tries = stats.ends[End.BROKEN.value]
+            assert 1 <= tries <= 2 + (time.monotonic() - began_s) / REST_S[End.BROKEN]
+            assert turns > 4 * tries
+            # From the moment that the table says so there is none at all.
+            gw.set_table((entry(dead, "own-dead", healthy=False, decode_tok_s=9e5), rows[1]))
+            await asyncio.sleep(REST_S[End.BROKEN])
+            answers = await asyncio.gather(*(ask(http, VLLM, vllm_body(2)) for _ in range(20)))
+            assert all(status == 200 for status, _, _ in answers)
+            assert stats.ends[End.BROKEN.value] == tries
+    assert len(dead.requests) == 1
+
+
+async def test_an_engine_that_answers_and_makes_no_tokens_gets_no_turn_twice() -> None:
+    """Its API process lives on; its engine does not."""
+    async with StandInReplica() as hung, StandInReplica() as living:
+        hung.hang_after = 0
+        rows = entry(hung, "own-hung", decode_tok_s=9e5), entry(living, "own-live")
+        async with (
+            gateway_with(*rows, stall_s=0.1) as gw,
+            aiohttp.ClientSession(base_url(gw)) as http,
+        ):
+            answers = await asyncio.gather(*(ask(http, VLLM, vllm_body(2)) for _ in range(10)))
+            assert all(status == 200 for status, _, _ in answers)
+            await until(lambda: hung.live == 0)
+            assert len(hung.requests) <= 10
+            sent = len(hung.requests)
+            assert (await ask(http, VLLM, vllm_body(2)))[0] == 200
+    assert len(hung.requests) == sent, "a moment later it still rests"
+    assert all(answer["attempts"] <= 2 for _, answer, _ in answers)

@@ -1,0 +1,303 @@
+"""The slowest member of a group gets a second copy elsewhere; exactly one answer is delivered."""
+
+import asyncio
+import time
+from typing import Any
+
+import aiohttp
+import pytest
+from gateway_cases import base_url, entry, gateway_with, until
+from hedged_cases import COUNT, SLOW_S, TOKENS, hedged_case, member, segments_of, tokens, tokens_of
+from standin_replica import StandInReplica
+from wire_cases import VLLM, ask, stream, vllm_body
+
+from rose.client import RolloutClient, Sampling
+from rose.gateway import hedging
+
+UNHEDGED_S = TOKENS * SLOW_S
+
+
+async def test_the_slowest_member_is_copied_and_the_group_ends_sooner() -> None:
+    async with hedged_case() as case:
+        began_s = time.monotonic()
+        first = await case.first()
+        await case.second()
+        status, answer, _ = await first
+        took_s = time.monotonic() - began_s
+        await until(lambda: case.slow.cancelled == 1)
+        _, told, _ = await _get(case.http, "/rose/v1/explain/a")
+        _, counted, _ = await _get(case.http, "/rose/v1/stats")
+        async with case.http.get("/metrics") as reply:
+            lines = (await reply.text()).splitlines()
+        again, repeated, _ = await ask(case.http, VLLM, member("a"))
+    assert status == again == 200
+    assert took_s < 0.75 * UNHEDGED_S
+    # Bit-equal to one replica's chain, with the stamps of the winner alone.
+    assert tokens_of(answer) == COUNT
+    content = answer["choices"][0]["logprobs"]["content"]
+    assert [token["logprob"] for token in content] == [-token / 1000 for token in COUNT]
+    (_, _, forked), last = segments_of(answer)
+    assert last == ("own-fast", forked, TOKENS)
+    assert answer["versions"] == [
+        {"version": 1, "start": 0, "end": forked},
+        {"version": 2, "start": forked, "end": TOKENS},
+    ]
+    assert case.fast.requests[-1]["token_ids"] == [1, 100, *COUNT[:forked]]
+    assert case.fast.requests[-1]["request_id"] != case.slow.requests[-1]["request_id"]
+    assert answer["attempts"] == 2
+    assert (repeated["segments"], case.stats.turns) == (answer["segments"], 2)
+    assert (counted["hedges"], counted["hedge_wins"]) == (1, 1)
+    assert "rose_gateway_hedges_total 1" in lines
+    assert "rose_gateway_hedge_wins_total 1" in lines
+    why = [(each["replica"], each["why"]) for each in told["decisions"]]
+    assert why[0][0] == "own-slow"
+    assert why[-1][0] == "own-fast"
+    assert why[-1][1].startswith("a copy that is expected to save its group ")
+    assert len(case.gateway._server._hedging) == 0, "a group that is complete is forgotten"
+
+
+async def test_the_original_may_win_and_then_nothing_of_the_copy_is_left() -> None:
+    async with hedged_case() as case:
+        first = await case.first()
+        await case.second()
+        case.fast.hang_after = 3
+        await until(lambda: case.stats.tokens["own-fast"] == TOKENS + 3)
+        case.slow.delay_s = 0.005
+        status, answer, _ = await first
+        await until(lambda: case.fast.cancelled == 1)
+        await until(lambda: not any(case.gateway._dispatcher.live_turns().values()))
+    assert (status, tokens_of(answer)) == (200, COUNT)
+    assert segments_of(answer) == [("own-slow", 0, TOKENS)]
+    assert answer["versions"] == [{"version": 1, "start": 0, "end": TOKENS}]
+    assert (answer["attempts"], case.slow.cancelled) == (1, 0)
+    assert (case.stats.hedges, case.stats.hedge_wins, case.stats.turns) == (1, 0, 2)
+
+
+@pytest.mark.parametrize("fault", ["revoke_after", "break_after", "draining"])
+async def test_when_the_copy_fails_the_original_goes_on(fault: str) -> None:
+    async with hedged_case() as case:
+        first = await case.first()
+        await case.second()
+        setattr(case.fast, fault, True if fault == "draining" else 2)
+        await until(lambda: sum(case.stats.ends.values()) == 2)
+        case.slow.delay_s = 0.005
+        status, answer, _ = await first
+    assert (status, tokens_of(answer)) == (200, COUNT)
+    assert segments_of(answer) == [("own-slow", 0, TOKENS)]
+    assert (case.stats.hedges, case.stats.continuations) == (1, 0)
+
+
+async def test_when_the_original_is_revoked_the_copy_goes_on_alone() -> None:
+    async with hedged_case() as case:
+        first = await case.first()
+        await case.second()
+        case.fast.delay_s = 0.02
+        await until(lambda: case.fast.live == 1)
+        case.table(fast=None)
+        await until(lambda: case.slow.cancelled == 1)
+        assert case.fast.live == 1
+        status, answer, _ = await first
+    assert (status, tokens_of(answer)) == (200, COUNT)
+    assert segments_of(answer)[-1][0] == "own-fast"
+    assert (case.stats.hedge_wins, case.stats.continuations) == (1, 0)
+
+
+async def test_when_both_are_lost_the_turn_goes_on_from_the_last_one() -> None:
+    async with hedged_case() as case, StandInReplica(version=3) as third:
+        first = await case.first()
+        await case.second()
+        case.fast.hang_after = 4
+        await until(lambda: case.stats.tokens["own-fast"] == TOKENS + 4)
+        case.table(fast=None)
+        await until(lambda: case.slow.cancelled == 1)
+        case.gateway.set_table((entry(third, "own-third"),))
+        status, answer, _ = await first
+        assert (status, tokens_of(answer)) == (200, COUNT)
+        (_, _, forked), (_, begun, lost), (_, _, end) = segments_of(answer)
+        assert [s["replica"] for s in answer["segments"]] == ["own-slow", "own-fast", "own-third"]
+        assert (begun, lost, end) == (forked, forked + 4, TOKENS)
+        assert (answer["attempts"], case.stats.continuations) == (3, 1)
+        case.gateway.set_table(())
+
+
+async def test_when_both_fail_for_good_the_turn_fails_once() -> None:
+    async with hedged_case(max_attempts=2) as case:
+        first = await case.first()
+        await case.second()
+        case.fast.break_after = 2
+        await until(lambda: case.stats.hedges == 1)
+        await until(lambda: case.stats.ends["broken"] == 1)
+        assert not first.done()
+        case.slow.draining = True
+        case.table()
+        case.table(slow=None)
+        status, answer, _ = await first
+        # What was the member's place is free: it may be asked for again, without another copy.
+        case.slow.draining, case.fast.break_after = False, None
+        case.slow.delay_s = 0.001
+        case.table(slow=None)
+        again, _, _ = await ask(case.http, VLLM, member("a"))
+    assert (status, again) == (503, 200)
+    assert "2 replicas failed the turn" in answer["error"]["message"]
+    assert (case.stats.failed, case.stats.hedges) == (1, 1)
+
+
+async def test_without_hedges_or_in_a_group_of_one_there_are_no_copies() -> None:
+    async with hedged_case() as case:
+        first = await case.first(hedges=0)
+        await case.second(hedges=0)
+        alone = member("c", group_id="single", group_size=1)
+        case.table(slow=None)
+        single = asyncio.create_task(ask(case.http, VLLM, alone))
+        await until(lambda: case.slow.live == 2)
+        case.table(slow=None, fast=None)
+        answers = await asyncio.gather(first, single)
+    assert [tokens_of(answer) for _, answer, _ in answers] == [COUNT, COUNT]
+    assert (case.stats.hedges, len(case.slow.requests)) == (0, 2)
+
+
+@pytest.mark.parametrize("hedges", [1, 2])
+async def test_a_group_never_has_more_copies_than_it_may(hedges: int) -> None:
+    sizes = {"group_size": 8, "hedges": hedges}
+    async with hedged_case() as case:
+        case.slow.delay_s = 0.05
+        case.rows["slow"] = entry(case.slow, "own-slow", decode_tok_s=60.0)
+        case.table(slow=None)
+        slow = [
+            asyncio.create_task(
+                ask(case.http, VLLM, {**member(f"s{k}", **sizes), "sampling_params": tokens(n)})
+            )
+            for k, n in enumerate((4, 8, 40, 120))
+        ]
+        await until(lambda: case.slow.live == 4)
+        case.table(slow=None, fast=None)
+        quick = [
+            ask(case.http, VLLM, {**member(f"q{k}", **sizes), "sampling_params": tokens(120)})
+            for k in range(4)
+        ]
+        answers = [*await asyncio.gather(*quick), *await asyncio.gather(*slow)]
+        lengths = [len(tokens_of(answer)) for _, answer, _ in answers]
+        assert lengths == [120] * 4 + [4, 8, 40, 120]
+        assert case.stats.hedges == hedges
+        assert len(case.fast.requests) == 4 + hedges
+        await until(lambda: len(case.gateway._server._hedging) == 0)
+
+
+async def test_copies_take_no_place_that_a_turn_waits_for() -> None:
+    async with hedged_case() as case:
+        case.rows["fast"] = entry(case.fast, "own-fast", decode_tok_s=1e3, max_sequences=1)
+        first = await case.first()
+        await case.second()
+        waiting = vllm_body(1, exact_version=9)
+        line = asyncio.create_task(ask(case.http, VLLM, waiting))
+        await until(lambda: case.gateway._dispatcher.waiting == 1)
+        status, answer, _ = await first
+        line.cancel()
+        await until(lambda: case.gateway._dispatcher.waiting == 0)
+    assert (status, segments_of(answer)) == (200, [("own-slow", 0, TOKENS)])
+    assert case.stats.hedges == 0
+
+
+async def test_a_caller_that_leaves_ends_both_copies() -> None:
+    async with hedged_case() as case:
+        first = await case.first()
+        await case.second()
+        case.fast.delay_s = 0.1
+        await until(lambda: case.fast.live == 1)
+        first.cancel()
+        await until(lambda: case.slow.cancelled == case.fast.cancelled == 1)
+        await until(lambda: not any(case.gateway._dispatcher.live_turns().values()))
+        assert not case.gateway._server._turns._running
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"stream": True}, "tokens of a stream cannot be taken back"),
+        ({"hedges": -1}, "hedges"),
+        ({"hedges": 3}, "at most group_size"),
+        ({"group_size": None}, "group_size"),
+        ({"group_size": 5_000}, "at most 4096"),
+        ({"group_size": -2, "hedges": 0}, "group_size"),
+        ({"group_id": None}, "group_id"),
+    ],
+)
+async def test_what_no_group_can_be_is_400(fields: dict[str, Any], said: str) -> None:
+    async with hedged_case() as case:
+        case.table(fast=None)
+        status, answer, _ = await ask(case.http, VLLM, member("a", **fields))
+        assert status == 400
+        assert said in answer["error"]["message"]
+
+
+async def test_members_that_contradict_each_other_are_told_so() -> None:
+    async with hedged_case() as case:
+        first = await case.first()
+        status, answer, _ = await ask(case.http, VLLM, member("b", group_size=3))
+        assert status == 400
+        assert "group_size 2 and hedges 1" in answer["error"]["message"]
+        first.cancel()
+        await until(lambda: case.slow.cancelled == 1)
+        # Nobody runs any more: the name may be another group's.
+        assert (await ask(case.http, VLLM, member("b", group_size=3)))[0] == 200
+
+
+async def test_whoever_reads_a_hedged_turn_as_a_stream_gets_the_winner() -> None:
+    async with hedged_case() as case:
+        first = await case.first()
+        reader = asyncio.create_task(stream(case.http, VLLM, vllm_body(TOKENS, request_id="a")))
+        await case.second()
+        await first
+        _, events = await reader
+    assert '"token_ids":[' + ",".join(map(str, COUNT)) + "]" in events[0]
+    assert case.stats.hedge_wins == 1
+
+
+async def test_the_client_asks_one_gateway_for_a_hedged_group() -> None:
+    async with (
+        StandInReplica(delay_s=SLOW_S) as slow,
+        StandInReplica(delay_s=0.002) as fast,
+    ):
+        rows = (
+            entry(slow, "own-slow", decode_tok_s=75.0),
+            entry(fast, "own-fast", decode_tok_s=1e3, max_sequences=3),
+        )
+        async with (
+            gateway_with(*rows, stall_s=9) as one,
+            gateway_with(*rows, stall_s=9) as two,
+            RolloutClient([base_url(one), base_url(two)]) as client,
+        ):
+            began_s = time.monotonic()
+            async with client.gather_group(
+                [1, 100], Sampling(max_tokens=TOKENS), 4, group_id="g", hedges=1
+            ) as group:
+                turns = [found.turn async for found in group]
+            took_s = time.monotonic() - began_s
+            hedges = sorted(each._server._stats.hedges for each in (one, two))
+            counts = sorted(each._server._stats.turns for each in (one, two))
+    assert all(turn is not None and [*turn.token_ids] == COUNT for turn in turns)
+    assert (hedges, counts) == ([0, 1], [0, 4])
+    assert took_s < 0.75 * UNHEDGED_S
+
+
+async def test_groups_that_never_become_complete_are_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hedging, "IDLE_GROUPS_KEPT", 3)
+    async with hedged_case() as case:
+        case.table(fast=None)
+        for number in range(10):
+            status, _, _ = await ask(
+                case.http, VLLM, member("a" * (1 + number), group_id=f"g{number}")
+            )
+            assert status == 200
+        groups = case.gateway._server._hedging
+        await until(lambda: len(groups) == 3)
+        # The second half of one that is still known completes it.
+        assert (await ask(case.http, VLLM, member("b", group_id="g9")))[0] == 200
+        await until(lambda: len(groups) == 2)
+
+
+async def _get(http: aiohttp.ClientSession, path: str) -> tuple[int, Any, Any]:
+    async with http.get(path) as reply:
+        return reply.status, await reply.json(), reply.headers

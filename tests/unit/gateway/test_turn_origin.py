@@ -1,0 +1,102 @@
+"""Turns say their trajectory, group and job; lengths are forecast by them."""
+
+from typing import Any
+
+import aiohttp
+import pytest
+from gateway_cases import base_url, entry, gateway_with
+from standin_replica import StandInReplica
+from wire_cases import VLLM, ask, stream, vllm_body
+
+from rose.client import RolloutClient, Sampling
+
+BODIES = {
+    VLLM: vllm_body(9),
+    "/generate": {"input_ids": [1, 100], "sampling_params": {"max_new_tokens": 9}},
+    "/v1/completions": {"prompt": [1, 100], "max_tokens": 9},
+}
+NAMES = {"session_id": "s", "group_id": "g", "job": "j"}
+HEADERS = {"X-Session-ID": "s", "X-Group-ID": "g", "X-Job": "j"}
+
+
+def needs(gateway: Any) -> list[Any]:
+    """What the router was told of each turn that begins from now on."""
+    seen: list[Any] = []
+    router = gateway._dispatcher._router
+    begin = router.begin
+
+    def noting(replica: str, need: Any, now_s: float) -> Any:
+        seen.append(need)
+        return begin(replica, need, now_s)
+
+    router.begin = noting
+    return seen
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_body_and_headers_name_the_same_on_every_route(path: str) -> None:
+    async with (
+        StandInReplica() as replica,
+        gateway_with(entry(replica, "guest-0")) as gw,
+        aiohttp.ClientSession(base_url(gw)) as session,
+    ):
+        seen = needs(gw)
+        assert (await ask(session, path, {**BODIES[path], **NAMES}))[0] == 200
+        assert (await ask(session, path, BODIES[path], headers=HEADERS))[0] == 200
+        other = dict.fromkeys(NAMES, "other")
+        assert (await stream(session, path, {**BODIES[path], **other}, headers=HEADERS))[0] == 200
+        assert (await ask(session, path, BODIES[path]))[0] == 200
+    named = [(need.session, need.group, need.job) for need in seen]
+    assert named == [("s", "g", "j")] * 3 + [("", "", "")]
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("field", NAMES)
+async def test_what_is_no_name_is_400_and_says_which(path: str, field: str) -> None:
+    async with gateway_with() as gw, aiohttp.ClientSession(base_url(gw)) as session:
+        for bad in ("x" * 513, "a\nb", "a\x00b", 7, ["g"]):
+            status, answer, _ = await ask(session, path, {**BODIES[path], field: bad})
+            assert status == 400
+            assert field in answer["error"]["message"]
+        status, _, _ = await ask(session, VLLM, vllm_body(9, request_id="x" * 1_025))
+        assert status == 400
+
+
+async def test_the_lengths_of_some_members_forecast_the_others() -> None:
+    async with (
+        StandInReplica() as replica,
+        gateway_with(entry(replica, "guest-0")) as gw,
+        aiohttp.ClientSession(base_url(gw)) as session,
+    ):
+        replica.stop_after = 5
+        for name in ("a", "b", "c"):
+            body = vllm_body(900, request_id=name, group_id="g", job="j")
+            assert (await ask(session, VLLM, body))[0] == 200
+        for group in ("g", "h"):
+            body = vllm_body(900, request_id=group, group_id=group, job="j")
+            assert (await ask(session, VLLM, body))[0] == 200
+        expected = {
+            group: gw._dispatcher.explained(group)[0].expected_tokens for group in ("a", "g", "h")
+        }
+    assert expected == {"a": 900, "g": 5, "h": 900}
+
+
+async def test_the_client_sends_groups_and_jobs_of_turns_sessions_and_groups() -> None:
+    two = Sampling(max_tokens=2)
+    async with (
+        StandInReplica() as replica,
+        gateway_with(entry(replica, "guest-0")) as gw,
+        RolloutClient(base_url(gw)) as client,
+    ):
+        seen = needs(gw)
+        async with client.gather_group([1, 5], two, 2, group_id="g", job="j") as group:
+            assert [member.error async for member in group] == [None, None]
+        async with client.session("s", group_id="g") as session:
+            await session.generate([1, 5], two, job="j")
+            async with session.stream([1, 5], two) as turn:
+                assert [chunk async for chunk in turn]
+        await client.generate([1, 5], two)
+    named = [(need.session, need.group, need.job) for need in seen]
+    assert sorted(named[:2]) == [("g/0", "g", "j"), ("g/1", "g", "j")]
+    assert named[2:4] == [("s", "g", "j"), ("s", "g", "")]
+    assert named[4][1:] == ("", "")

@@ -1,0 +1,161 @@
+"""SIGSTOPped process waking up with an old lease: replicas under a gateway, and a gateway itself.
+
+Both are processes of their own here, since a test cannot stop itself.
+"""
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import grpc
+from gateway_cases import base_url, entry, gateway_with, until
+from standin_replica import StandInReplica
+from wire_cases import VLLM, ask, vllm_body
+
+from rose.rpc import rose_pb2, rose_pb2_grpc
+
+TTL_S = 0.4
+START_S = 30.0
+REPLICA = """
+import asyncio, sys
+from standin_replica import StandInReplica
+
+async def main():
+    async with StandInReplica(version=1, delay_s=0.05) as replica:
+        print(replica.url, flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+@asynccontextmanager
+async def process(*command: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    here = os.path.dirname(__file__)
+    paths = os.pathsep.join([here, *filter(None, sys.path)])
+    child = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.PIPE, env={**os.environ, "PYTHONPATH": paths}
+    )
+    try:
+        yield child
+    finally:
+        child.kill()
+        await child.wait()
+
+
+async def line_of(child: asyncio.subprocess.Process) -> str:
+    assert child.stdout is not None
+    async with asyncio.timeout(START_S):
+        return (await child.stdout.readline()).decode().strip()
+
+
+async def test_what_a_woken_replica_says_under_its_old_lease_reaches_nobody() -> None:
+    async with (
+        process(sys.executable, "-c", REPLICA) as child,
+        StandInReplica(version=2) as other,
+        gateway_with(stall_s=9) as gw,
+        aiohttp.ClientSession(base_url(gw)) as http,
+    ):
+        url = await line_of(child)
+        stopped = entry(other, "guest-0", url=url, policy_version=1)
+        gw.set_table((stopped,))
+        turn = asyncio.create_task(ask(http, VLLM, vllm_body(40)))
+        stats = gw._server._stats
+        await until(lambda: stats.tokens["guest-0"] >= 3)
+        child.send_signal(signal.SIGSTOP)
+        # Its node fell silent, so its lease is over; the next one has another epoch.
+        gw.set_table((entry(other, "own-0"),))
+        had = stats.tokens["guest-0"]
+        child.send_signal(signal.SIGCONT)
+        status, answer, _ = await turn
+        gw.set_table((entry(other, "guest-0", url=url, lease_epoch=2, healthy=False),))
+        await asyncio.sleep(0.2)
+        assert stats.tokens["guest-0"] == had
+        assert gw._dispatcher.live_turns() == {"guest-0": 0}
+    assert (status, answer["choices"][0]["token_ids"]) == (200, [*range(101, 141)])
+    versions = [(span["version"], span["start"], span["end"]) for span in answer["versions"]]
+    assert versions == [(1, 0, had), (2, had, 40)]
+
+
+class Scheduler(rose_pb2_grpc.SchedulerServicer):
+    """Leases one replica under epoch 1, and after `renew` under epoch 2; else it says nothing."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self.epochs: asyncio.Queue[int] = asyncio.Queue()
+        self.epochs.put_nowait(1)
+
+    def renew(self) -> None:
+        self.epochs.put_nowait(2)
+
+    async def WatchReplicas(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        del request, context
+        epoch = await self.epochs.get()
+        while True:
+            yield self._table(epoch)
+            await asyncio.sleep(TTL_S / 4)
+
+    def _table(self, epoch: int) -> Any:
+        row = rose_pb2.Replica(
+            id="guest-0",
+            kind=rose_pb2.REPLICA_KIND_GUEST,
+            url=self._url,
+            leased=True,
+            lease_epoch=epoch,
+            healthy=True,
+            max_sequences=8,
+        )
+        return rose_pb2.ReplicaTable(replicas=[row])
+
+
+async def usable(url: str) -> int:
+    """Replicas that the gateway would use; -1 while it does not answer."""
+    try:
+        async with aiohttp.ClientSession() as http, http.get(f"{url}/health") as reply:
+            count: int = (await reply.json())["replicas"]
+            return count
+    except aiohttp.ClientError:
+        return -1
+
+
+async def test_a_woken_gateway_sends_nothing_under_the_leases_that_it_knew() -> None:
+    server = grpc.aio.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        own_port = taken.getsockname()[1]
+    url = f"http://127.0.0.1:{own_port}"
+    command = [sys.executable, "-m", "rose.gateway.main", "--port", str(own_port)]
+    command += ["--scheduler", f"127.0.0.1:{port}", "--table-ttl-s", str(TTL_S)]
+    async with StandInReplica() as replica, process(*command) as gateway:
+        scheduler = Scheduler(replica.url)
+        rose_pb2_grpc.add_SchedulerServicer_to_server(scheduler, server)
+        await server.start()
+        async with asyncio.timeout(START_S):
+            await line_of(gateway)
+            while await usable(url) != 1:  # noqa: ASYNC110 - another process's state
+                await asyncio.sleep(0.05)
+        async with aiohttp.ClientSession() as http:
+            async with http.get(f"{url}/health") as reply:
+                await reply.read()
+            gateway.send_signal(signal.SIGSTOP)
+            await server.stop(None)
+            # One on a connection that it has, the others on new ones: all are there when the
+            # process wakes up, before its loop has looked at any clock.
+            turns = [
+                asyncio.create_task(ask(http, url + VLLM, vllm_body(3, request_id=f"r{k}")))
+                for k in range(5)
+            ]
+            await asyncio.sleep(2 * TTL_S)
+            gateway.send_signal(signal.SIGCONT)
+            await asyncio.sleep(TTL_S)
+            assert await usable(url) == 0
+            assert replica.requests == [], "its table was as old as it looked"
+            for turn in turns:
+                turn.cancel()
