@@ -265,11 +265,11 @@ class Dispatcher:
         return self._admit(self._router.take(quote, why, now_s), now_s)
 
     def _place(self, waiter: _Waiter, name: str, now_s: float) -> None:
-        self.switches.tried(name, now_s)
         placement = self._router.begin(name, waiter.need, now_s)
         waiter.granted.set_result(self._admit(placement, now_s))
 
     def _admit(self, placement: Placement, now_s: float) -> LiveAttempt:
+        self.switches.tried(placement.replica, now_s)
         live = LiveAttempt(self._entries[placement.replica], placement, placement.need, now_s)
         self._live.add(live)
         self._stats.attempts += 1

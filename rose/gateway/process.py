@@ -24,11 +24,11 @@ from rose.gateway.static import StaticTable
 from rose.gateway.stats import GatewayStats
 from rose.gateway.table import ReplicaApi, ReplicaEntry
 from rose.gateway.text import TextCodec
+from rose.gateway.upstream import Upstream
 from rose.gateway.watch import WatchedTable
 
 KEEPALIVE_S = 300.0
 ENGINE_NAMES = {ReplicaApi.VLLM: "vLLM", ReplicaApi.SGLANG: "SGLang"}
-CONNECT_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=2.0)
 
 
 class Gateway:
@@ -44,20 +44,13 @@ class Gateway:
         settings, stats = self._settings, GatewayStats()
         codec = None if settings.tokenizer is None else TextCodec(settings.tokenizer)
         self._model = ServedModel(settings.model_name, settings.max_model_len, codec)
-        # One pool for all replicas: the router's caps bound it, not the connector.
-        connector = aiohttp.TCPConnector(
-            limit=0, keepalive_timeout=KEEPALIVE_S, enable_cleanup_closed=False
-        )
-        self._session = aiohttp.ClientSession(
-            connector=connector,
-            cookie_jar=aiohttp.DummyCookieJar(),
-            timeout=CONNECT_TIMEOUT,
-            auto_decompress=False,
-        )
+        # For probing; turns go over `upstream`.
+        self._session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
+        self._upstream = Upstream()
         clock = asyncio.get_running_loop().time
         self._dispatcher = Dispatcher(settings, stats, clock, self.note)
         self._server = GatewayServer(
-            settings, self._dispatcher, self._session, stats, self.note, self._model
+            settings, self._dispatcher, self._upstream, stats, self.note, self._model
         )
         self._runner = web.AppRunner(
             self._server.application(),
@@ -145,6 +138,7 @@ class Gateway:
 
     async def _close_io(self) -> None:
         await self._runner.cleanup()
+        self._upstream.close()
         await self._session.close()
         if self._events is not None:
             self._events.close()

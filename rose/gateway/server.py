@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
-import aiohttp
 import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -25,6 +24,7 @@ from rose.gateway.settings import GatewaySettings
 from rose.gateway.shared import SharedTurn, SharedTurns
 from rose.gateway.stats import GatewayStats
 from rose.gateway.turn import TurnRunner
+from rose.gateway.upstream import Upstream
 
 SWEEP_S = 0.1
 JSON = "application/json"
@@ -48,7 +48,7 @@ class GatewayServer:
         self,
         settings: GatewaySettings,
         dispatcher: Dispatcher,
-        session: aiohttp.ClientSession,
+        upstream: Upstream,
         stats: GatewayStats,
         on_event: EventSink,
         model: ServedModel,
@@ -58,7 +58,7 @@ class GatewayServer:
         self._stats = stats
         self._model = model
         self._hedging = Hedging(dispatcher, stats, on_event)
-        runner = TurnRunner(settings, dispatcher, session, stats, on_event, self._hedging)
+        runner = TurnRunner(settings, dispatcher, upstream, stats, on_event, self._hedging)
         self._turns = SharedTurns(settings, dispatcher, runner, stats)
         self._sweeper: asyncio.Task[None] | None = None
 
