@@ -2,21 +2,15 @@
 
 import asyncio
 import contextlib
-import gc
 import signal
 import sys
 
 import uvloop
 
 from rose.errors import RoseError
+from rose.gateway.garbage import collect_when_idle
 from rose.gateway.process import Gateway
 from rose.gateway.settings import GatewaySettings, parse_settings
-
-# Thousands of live streams are half a million objects: walking them all takes tens of milliseconds,
-# in which no token moves. A turn leaves no cycles behind, so the collector looks at few objects at
-# a time, all of them young, and at the rest while nothing runs, or after ten million more.
-GC_THRESHOLDS = (1_000, 10, 1_000)
-COLLECT_S = 60.0
 
 
 def main(argv: list[str]) -> int:
@@ -35,12 +29,9 @@ async def _serve(settings: GatewaySettings) -> None:
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop.set)
     async with Gateway(settings) as gateway:
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(*GC_THRESHOLDS)
         sys.stdout.write(f"rose gateway: listening on http://{settings.host}:{gateway.port}\n")
         sys.stdout.flush()
-        collecting = asyncio.create_task(_collect_when_idle(gateway))
+        collecting = asyncio.create_task(collect_when_idle(lambda: gateway.live_turns))
         waits = {asyncio.ensure_future(stop.wait()), asyncio.ensure_future(gateway.failed())}
         done, pending = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         for wait in (collecting, *pending):
@@ -49,14 +40,6 @@ async def _serve(settings: GatewaySettings) -> None:
                 await wait
         for wait in done:
             wait.result()
-
-
-async def _collect_when_idle(gateway: Gateway) -> None:
-    """Connections that ended leave cycles: they go while no token waits."""
-    while True:
-        await asyncio.sleep(COLLECT_S)
-        if not gateway.live_turns:
-            gc.collect()
 
 
 if __name__ == "__main__":
