@@ -30,3 +30,8 @@ class Quote:
     ask: TurnAsk
     load: ReplicaLoad
     weighed: list[Weighed]
+
+    @property
+    def places(self) -> int:
+        """Turns that the replica could take now."""
+        return self.load.view.max_sequences - self.load.live
