@@ -87,22 +87,32 @@ class HedgedGroup:
         """The copy to start now, if any; call it again after a change.
 
         Only the slowest member decides when the group is done: a copy of another saves nothing.
+        Where several are about as slow, all of them have to be copied: the first one is, if there
+        are copies and places for the others too, which are asked for next.
         """
         if free_places < 1 or not self.may_hedge:
             return None
         views = [view for view in running if not self._members[view.member].done]
-        if not views:
+        views.sort(key=lambda view: -view.left_s)
+        saves_s = self._saves_s(views, min(free_places, self._hedges_left))
+        if not views or saves_s <= MARGIN * views[0].left_s:
             return None
-        slowest = max(views, key=lambda view: view.left_s)
-        others_s = max((view.left_s for view in views if view is not slowest), default=0.0)
-        saves_s = slowest.left_s - max(slowest.copy_s, others_s)
-        member = self._members[slowest.member]
-        if member.begun >= COPIES or saves_s <= MARGIN * slowest.left_s:
-            return None
+        member = self._members[views[0].member]
         copy, member.begun = member.begun, member.begun + 1
         member.live.add(copy)
         self._hedges_left -= 1
-        return Hedge(slowest.member, copy, saves_s)
+        return Hedge(views[0].member, copy, saves_s)
+
+    def _saves_s(self, views: list[MemberView], copies: int) -> float:
+        """What the group gains by copies of as many of its slowest members as is best."""
+        best_s = copied_s = 0.0
+        for number, view in enumerate(views[:copies]):
+            if self._members[view.member].begun >= COPIES:
+                break
+            copied_s = max(copied_s, view.copy_s)
+            rest_s = views[number + 1].left_s if number + 1 < len(views) else 0.0
+            best_s = max(best_s, views[0].left_s - max(copied_s, rest_s))
+        return best_s
 
     def finished(self, member: str, copy: int) -> Won | None:
         """A copy has its whole answer; None when the member was delivered before."""

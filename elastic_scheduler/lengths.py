@@ -52,8 +52,8 @@ class LengthBook:
     def __init__(self, names_kept: int = NAMES_KEPT) -> None:
         self._names_kept = names_kept
         self._jobs: OrderedDict[str, QuantileWindow] = OrderedDict()
-        # By ("s", session) or ("g", group): (samples, weighted mean).
-        self._means: OrderedDict[tuple[str, str], tuple[int, float]] = OrderedDict()
+        # By ("s", session) or ("g", group, job): (samples, weighted mean).
+        self._means: OrderedDict[tuple[str, ...], tuple[int, float]] = OrderedDict()
 
     def observe(self, job: str, session: str, group: str, tokens: int) -> None:
         """A turn was finished with `tokens` of output."""
@@ -63,7 +63,7 @@ class LengthBook:
             if len(self._jobs) > JOBS_KEPT:
                 self._jobs.popitem(last=False)
         window.add(tokens)
-        for key in (("s", session), ("g", group)):
+        for key in (("s", session), ("g", group, job)):
             if key[1]:
                 count, mean = self._means.get(key, (0, float(tokens)))
                 mean += NEWEST_SHARE * (tokens - mean)
@@ -84,7 +84,7 @@ class LengthBook:
         """Tokens that a turn will likely make: from 1 to its budget."""
         count, mean = self._means.get(("s", session), (0, 0.0)) if session else (0, 0.0)
         if not count and group:
-            count, mean = self._means.get(("g", group), (0, 0.0))
+            count, mean = self._means.get(("g", group, job), (0, 0.0))
             if count < ENOUGH_OF_GROUP:
                 count = 0
         window = self._jobs.get(job)

@@ -43,6 +43,7 @@ class ReplicaLoad:
         "live",
         "meter",
         "owed",
+        "pace_tok_s",
         "placed_owed",
         "prefill_tok_s",
         "resting_until_s",
@@ -59,6 +60,8 @@ class ReplicaLoad:
         self.live = 0
         self.owed = 0
         self.heard_s = 0.0
+        # Rate of one turn among others; 0 until one ended here.
+        self.pace_tok_s = 0.0
         self.resting_until_s = 0.0
         self.busy_s = 0.0
         self.busy_since_s = 0.0
@@ -107,14 +110,6 @@ class ReplicaLoad:
             rate_tok_s = MIN_RATE_TOK_S
         cost_s = (self.owed + tokens) / rate_tok_s
         return cost_s + now_s - self.heard_s if self.live else cost_s
-
-    def left_s(self, owed_tokens: int, tokens: int, silent_s: float, now_s: float) -> float:
-        """Seconds until a turn here is done: it was counted in with `owed_tokens`, `tokens` are
-        left of it, and none came for `silent_s`. Turns share the rate; a shorter one ends first.
-        """
-        rate_tok_s = max(MIN_RATE_TOK_S, self.meter.tok_s(now_s))
-        others = min(self.owed - owed_tokens, (self.live - 1) * tokens)
-        return (tokens + others) / rate_tok_s + silent_s
 
     def revoke_chance(self, duration_s: float, now_s: float) -> float:
         """P(the lease ends within `duration_s`), from this replica's own time with turns.

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from operator import itemgetter
 
 from elastic_scheduler.lengths import LengthBook
+from elastic_scheduler.pace import PaceBook
 from elastic_scheduler.placement import Placement, Quote, Weighed
 from elastic_scheduler.prefixes import TRAJECTORIES_KEPT, Prefix, PrefixBook
 from elastic_scheduler.replica_index import ReplicaIndex
@@ -49,6 +50,7 @@ class Router:
         self._lengths = LengthBook(sessions_kept)
         self._log = RoutingLog()
         self._typical_tokens = FIRST_TYPICAL_TOKENS
+        self._paces = PaceBook()
         self._oldest_version: int | None = None
         self._usable_versions: set[int] = set()
         self._most_kv_tokens: int | None = None
@@ -170,20 +172,16 @@ class Router:
         best = min(better, key=_by_cost)[1]
         return self._decide(ask, now_s, best, f"{replica} is silent for longer than that", better)
 
-    def left_s(self, placement: Placement, need: TurnNeed, silent_s: float, now_s: float) -> float:
-        """Seconds that a live turn will still take; `need` is what is left of it by now."""
-        tokens = self._expected(need)
-        return placement.load.left_s(placement.owed_tokens, tokens, silent_s, now_s)
+    def left_s(self, placement: Placement, need: TurnNeed, silent_s: float) -> float:
+        """Seconds that a live turn will still take; `need` is what is left of it; 0: unknown."""
+        return self._paces.left_s(placement, self._expected(need), silent_s)
 
     def copy_of(self, need: TurnNeed, replica: str, now_s: float) -> Quote | None:
         """The best place for a copy of a turn that runs on `replica`; None: there is none now."""
         self._wake(now_s)
         ask = self._ask(need)
-        weighed = [each for each in self._weighed(ask, now_s) if each[1].view.id != replica]
-        if not weighed:
-            return None
-        best_s, best = min(weighed, key=_by_cost)
-        return Quote(best.view.id, best_s, ask, best, weighed)
+        loads = [load for _, load in self._weighed(ask, now_s) if load.view.id != replica]
+        return self._paces.quote(loads, ask, now_s)
 
     def take(self, quote: Quote, why: str, now_s: float) -> Placement:
         """Count the copy in, and remember why it was wanted."""
@@ -227,6 +225,9 @@ class Router:
         load = placement.load
         load.heard_s = now_s
         load.meter.add(tokens)
+        if not placement.generated_tokens:
+            placement.first_tokens, placement.first_s = tokens, now_s
+        placement.last_s = now_s
         placement.generated_tokens += tokens
         made = min(tokens, placement.owed_tokens)
         if made == placement.owed_tokens:
@@ -255,6 +256,7 @@ class Router:
         """
         load, need, made = placement.load, placement.need, placement.generated_tokens
         load.drop_turn(placement.owed_tokens, now_s, revoked)
+        self._paces.note(placement)
         if self._loads.get(placement.replica) is load:
             self._arrange(load, now_s)
         if need.session and made and wanted and not revoked:

@@ -250,8 +250,7 @@ class Dispatcher:
 
     def left_s(self, live: LiveAttempt, need: TurnNeed) -> float:
         """Seconds that a live turn will still take; `need` is what is left of it."""
-        now_s = self._clock()
-        return self._router.left_s(live.placement, need, now_s - live.last_token_s, now_s)
+        return self._router.left_s(live.placement, need, self._clock() - live.last_token_s)
 
     def copy_of(self, live: LiveAttempt, need: TurnNeed) -> Quote | None:
         """Where a copy of a live turn could run; nowhere while other turns wait for a place."""

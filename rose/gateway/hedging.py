@@ -150,9 +150,9 @@ class Hedging:
         quote = self._dispatcher.copy_of(live, copy.need_now())
         if quote is None:
             return
-        costs_s = {name: quote.cost_s if name == place else NEVER_S for name in left_s}
-        views = tuple(MemberView(name, left_s[name], costs_s[name]) for name in left_s)
-        hedge = group.core.consider(views, free_places=1)
+        # The others' copies would be about as long: they have the same prompt and replica.
+        views = tuple(MemberView(name, left_s[name], quote.cost_s) for name in left_s)
+        hedge = group.core.consider(views, quote.places)
         if hedge is not None:
             self._start(group.racing[place], copy, quote, hedge.copy, hedge.saves_s)
 

@@ -50,7 +50,7 @@ def test_streams_groups_and_sessions_are_plain_iterators(gateway: StandInGateway
     with BlockingRolloutClient(gateway.url) as client:
         chunks = [*client.stream(PROMPT, TEN)]
         assert [t for chunk in chunks for t in chunk.token_ids] == [*COUNT]
-        assert {m.index for m in client.gather_group(PROMPT, TEN, 3)} == {0, 1, 2}
+        assert {m.index for m in client.gather_group(PROMPT, TEN, 3, hedges=1)} == {0, 1, 2}
         with client.session("traj") as session:
             assert session.generate(PROMPT, TEN).token_ids == COUNT
             assert len([*session.stream(PROMPT, TEN)]) == 10

@@ -252,6 +252,30 @@ async def test_a_group_is_handed_out_as_its_members_finish() -> None:
     assert sorted(gateway.sessions) == [f"g/{k}" for k in range(4)]
 
 
+async def test_a_group_says_who_belongs_to_it_and_how_many_copies_it_may_have() -> None:
+    said = {"group_id": "g", "group_size": 3, "hedges": 2, "job": "j"}
+    async with (
+        StandInGateway() as one,
+        StandInGateway() as two,
+        RolloutClient([one.url, two.url]) as client,
+    ):
+        async with client.gather_group(
+            PROMPT, TEN, 3, group_id="g", hedges=2, job="j", priority=4
+        ) as group:
+            assert [member.error async for member in group] == [None] * 3
+        asked = [*one.asked, *two.asked]
+        assert not (one.asked and two.asked), "one gateway has to know the whole group"
+        assert [{name: each[name] for name in said} for each in asked] == [said] * 3
+        assert [each["priority"] for each in asked] == [4] * 3
+        async with client.gather_group(PROMPT, TEN, 2, group_id="h") as group:
+            assert [member.error async for member in group] == [None] * 2
+        plain = [each for each in (*one.asked, *two.asked) if each["group_id"] == "h"]
+        assert all("hedges" not in each and "group_size" not in each for each in plain)
+        for wrong in (-1, 4):
+            with pytest.raises(RequestRefused, match="one copy for each"):
+                client.gather_group(PROMPT, TEN, 3, hedges=wrong)
+
+
 async def test_a_group_that_has_enough_cancels_the_rest() -> None:
     async with StandInGateway() as gateway, RolloutClient(gateway.url) as client:
         slow = {"g/1", "g/3"}

@@ -75,6 +75,25 @@ def test_only_the_slowest_is_hedged_and_only_when_it_pays() -> None:
     assert group.finished("d", 0) is None
 
 
+def test_members_that_are_about_as_slow_are_copied_all_or_none() -> None:
+    names = ("a", "b", "c", "d")
+    for hedges, places, started in ((1, 9, 0), (2, 1, 0), (2, 9, 2), (3, 9, 2)):
+        group = HedgedGroup(names, hedges)
+        for name in ("a", "b"):
+            assert group.finished(name, 0) is not None
+        left_s = {"c": 10.0, "d": 9.5}
+        copied = []
+        while True:
+            views = tuple(MemberView(name, seconds, 2.0) for name, seconds in left_s.items())
+            hedge = group.consider(views, places)
+            if hedge is None:
+                break
+            copied.append(hedge.member)
+            assert hedge.saves_s > 0.3 * left_s[hedge.member]
+            left_s[hedge.member] = 2.0
+        assert copied == ["c", "d"][:started]
+
+
 def test_a_member_that_is_asked_for_again_begins_anew_and_gets_no_more_copies_than_were_left() -> (
     None
 ):

@@ -48,6 +48,15 @@ def test_the_most_specific_history_speaks() -> None:
     assert book.expected("job", "s", "g", 1_000) == 700
 
 
+def test_groups_of_two_jobs_may_have_the_same_name() -> None:
+    book = LengthBook()
+    for _ in range(3):
+        book.observe("long", "", "group-0", 800)
+        book.observe("short", "", "group-0", 20)
+    assert book.expected("long", "", "group-0", 1_000) == 800
+    assert book.expected("short", "", "group-0", 1_000) == 20
+
+
 def test_only_the_tail_of_a_job_is_long() -> None:
     book = LengthBook()
     for tokens in range(100):

@@ -210,6 +210,20 @@ async def test_a_caller_that_leaves_ends_both_copies() -> None:
         assert not case.gateway._server._turns._running
 
 
+async def test_a_deadline_ends_both_copies_and_says_how_far_the_turn_was() -> None:
+    async with hedged_case() as case:
+        first = await case.first(timeout_s=1.0)
+        await case.second()
+        case.slow.hang_after, case.fast.hang_after = 8, 8
+        status, answer, _ = await first
+        await until(lambda: case.slow.cancelled == case.fast.cancelled == 1)
+        await until(lambda: not any(case.gateway._dispatcher.live_turns().values()))
+        made = case.stats.tokens["own-slow"]
+    assert status == 504
+    far = int(answer["error"]["message"].split(" tokens so far")[0].split()[-1])
+    assert far >= made >= 2
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
@@ -278,6 +292,29 @@ async def test_the_client_asks_one_gateway_for_a_hedged_group() -> None:
     assert all(turn is not None and [*turn.token_ids] == COUNT for turn in turns)
     assert (hedges, counts) == ([0, 1], [0, 4])
     assert took_s < 0.75 * UNHEDGED_S
+
+
+async def test_samples_of_one_request_are_a_group_too() -> None:
+    async with hedged_case() as case:
+        case.rows["fast"] = entry(case.fast, "own-fast", decode_tok_s=1e3, max_sequences=3)
+        case.table(slow=None, fast=None)
+        status, answer, _ = await ask(case.http, VLLM, member("a", group_size=4, sampling={"n": 4}))
+        assert status == 200
+        assert [choice["token_ids"] for choice in answer["choices"]] == [COUNT] * 4
+        assert (case.stats.hedges, case.stats.turns) == (1, 4)
+        await until(lambda: not any(case.gateway._dispatcher.live_turns().values()))
+
+
+async def test_a_turn_beyond_the_groups_size_is_answered_without_a_copy() -> None:
+    async with hedged_case() as case:
+        first = await case.first()
+        other = asyncio.create_task(ask(case.http, VLLM, member("b")))
+        await until(lambda: case.stats.attempts == 2)
+        status, answer, _ = await ask(case.http, VLLM, member("c"))
+        assert (status, tokens_of(answer)) == (200, COUNT)
+        assert len(case.gateway._server._hedging) == 1
+        await asyncio.gather(first, other)
+        await until(lambda: len(case.gateway._server._hedging) == 0)
 
 
 async def test_groups_that_never_become_complete_are_bounded(
