@@ -17,6 +17,7 @@ from elastic_scheduler.journal import (
     Segment,
     TurnJournal,
     VersionSpan,
+    stamp,
 )
 from elastic_scheduler.lease import Lease, LeaseBook, LeaseState
 from elastic_scheduler.offer import Offer, ReplicaKind
@@ -92,4 +93,5 @@ __all__ = [
     "make_policy",
     "max_min",
     "policy_names",
+    "stamp",
 ]

@@ -12,8 +12,8 @@ Only the current attempt can add tokens, so whatever an old stream still sends i
 doubled: its tokens up to the end were journaled, those after it are generated again elsewhere.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 
 from elastic_scheduler.errors import JournalError
@@ -60,12 +60,16 @@ class VersionSpan:
     end: int
     oldest_version: int | None = None
 
-    def joined(self, next_span: "VersionSpan") -> "VersionSpan | None":
-        """Both as one, when the next begins where this ends and says the same of its tokens."""
-        mine = (self.version, self.oldest_version, self.end)
-        if mine != (next_span.version, next_span.oldest_version, next_span.start):
-            return None
-        return replace(self, end=next_span.end)
+
+def stamp(
+    spans: list[VersionSpan], version: int, start: int, end: int, oldest_version: int | None
+) -> None:
+    """Add a span at the end; one that says the same of the tokens just before grows instead."""
+    if spans:
+        last = spans[-1]
+        if (last.version, last.oldest_version, last.end) == (version, oldest_version, start):
+            start = spans.pop().start
+    spans.append(VersionSpan(version, start, end, oldest_version))
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +134,8 @@ class TurnJournal:
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
         self._versions: list[VersionSpan] = []
-        self._segments: list[Segment] = []
+        # Replica, kind and first token; a segment ends where the next one begins.
+        self._segments: list[tuple[str, str, int]] = []
         self._number = 0
         self._segment_of = 0
         self._current: tuple[str, str] | None = None
@@ -225,8 +230,10 @@ class TurnJournal:
             return True
         self._tokens += token_ids
         self._logprobs += logprobs
-        self._stamp(VersionSpan(version, start, end, oldest_version))
-        self._attribute(attempt, start, end)
+        stamp(self._versions, version, start, end, oldest_version)
+        if self._segment_of != attempt:
+            self._segments.append((*self._current, start))
+            self._segment_of = attempt
         return True
 
     def end(self, attempt: int, end: End, finish_reason: str = "") -> Outcome | None:
@@ -254,22 +261,12 @@ class TurnJournal:
             tuple(self._tokens),
             tuple(self._logprobs),
             tuple(self._versions),
-            tuple(self._segments),
+            tuple(self._whole_segments()),
             finish_reason,
             self._number,
         )
 
-    def _stamp(self, span: VersionSpan) -> None:
-        joined = self._versions[-1].joined(span) if self._versions else None
-        if joined is not None:
-            self._versions[-1] = joined
-        else:
-            self._versions.append(span)
-
-    def _attribute(self, attempt: int, start: int, end: int) -> None:
-        assert self._current is not None
-        replica, kind = self._current
-        if self._segment_of == attempt:
-            start = self._segments.pop().start
-        self._segments.append(Segment(replica, kind, start, end))
-        self._segment_of = attempt
+    def _whole_segments(self) -> Iterator[Segment]:
+        ends = [*(start for _, _, start in self._segments[1:]), len(self._tokens)]
+        for (replica, kind, start), end in zip(self._segments, ends, strict=False):
+            yield Segment(replica, kind, start, end)

@@ -10,9 +10,8 @@ import asyncio
 import time
 from array import array
 from collections.abc import Sequence
-from dataclasses import replace
 
-from elastic_scheduler import Deliver, Segment, VersionSpan
+from elastic_scheduler import Deliver, Segment, VersionSpan, stamp
 from rose.gateway.errors import TurnError
 from rose.gateway.text import TextTrack
 
@@ -74,12 +73,7 @@ class TurnFeed:
         self.tokens.extend(token_ids)
         self.logprobs.extend(logprobs)
         if version >= 0:
-            span = VersionSpan(version, start, len(self.tokens), oldest_version)
-            joined = self.versions[-1].joined(span) if self.versions else None
-            if joined is not None:
-                self.versions[-1] = joined
-            else:
-                self.versions.append(span)
+            stamp(self.versions, version, start, len(self.tokens), oldest_version)
         self._wake()
 
     def deliver(self, turn: Deliver, stop_reason: int | str | None) -> None:
@@ -126,9 +120,9 @@ class TurnFeed:
     def spans(self, start: int, end: int) -> list[VersionSpan]:
         """Known versions of tokens [start, end), cut to that range."""
         return [
-            replace(span, start=max(start, span.start), end=min(end, span.end))
-            for span in self.versions
-            if span.start < end and span.end > start
+            VersionSpan(s.version, max(start, s.start), min(end, s.end), s.oldest_version)
+            for s in self.versions
+            if s.start < end and s.end > start
         ]
 
     def _wake(self) -> None:
