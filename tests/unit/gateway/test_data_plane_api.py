@@ -7,12 +7,14 @@ import rose.client
 import rose.gateway
 
 SCHEDULER = """
-    AnswerBook Attempt Candidate Conflict Continue Decision Deliver End FairShares GiveUp
-    HarvestMode HarvestPlan HarvestPolicy Health HealthLimits Hedge HedgedGroup Holding
-    JobDemand JournalError Lease LeaseBook LeaseError LeaseHeld LeaseState MemberView Move Offer
-    Outcome Placement Policy RateMeter Reason ReasonLog ReplicaHealth ReplicaKind ReplicaView
-    Report Round RoundDone Router RoutingDecision SchedulerError Segment Situation StaleEpoch
-    StalenessAdmission StalenessBound TailBatcher TailPlan TurnJournal TurnNeed VersionSpan Won
+    AnswerBook Attempt CancelRun Candidate Conflict Continue Decision Deliver DroppedGroup
+    End FairShares FeedProgress GiveUp GroupFeed HarvestMode HarvestPlan HarvestPolicy
+    Health HealthLimits Hedge HedgedGroup Holding JobDemand JournalError Lease LeaseBook
+    LeaseError LeaseHeld LeaseState MemberView Move Offer Outcome Placement Policy
+    PromptQueue RateMeter Reason ReasonLog ReplicaHealth ReplicaKind ReplicaView Report
+    Round RoundDone Router RoutingDecision SampleRun SchedulerError Segment Situation
+    StaleEpoch StalenessAdmission StalenessBound StartRun StepPlan TailBatcher TailPlan
+    TakenGroup TrainingGroup TrainingStep TurnJournal TurnNeed TurnTicket VersionSpan Won
     make_policy max_min policy_names
 """
 CLIENT = """
