@@ -18,9 +18,11 @@ SCHEDULER = """
     make_policy max_min policy_names
 """
 CLIENT = """
-    AnswerBroken BlockingRolloutClient BlockingSession ClientClosed GatewayUnavailable Group
-    Member Progress RequestRefused Retry RolloutClient RolloutError Sampling Session TokenChunk
-    Turn TurnCancelled TurnProgress TurnStream TurnTimedOut VersionNotServed
+    AnswerBroken BlockingRolloutClient BlockingRolloutPipeline BlockingSession ClientClosed
+    DroppedGroup FeedProgress GatewayUnavailable Group GroupsDropped Member Progress
+    RequestRefused Retry RolloutClient RolloutError RolloutPipeline Sampling Session
+    StalenessBound StepPlan TailPlan TokenChunk TrainingGroup TrainingStep Turn
+    TurnCancelled TurnProgress TurnStream TurnTimedOut VersionNotServed
 """
 GATEWAY = "Gateway GatewaySettings ReplicaEntry StaticReplica"
 
