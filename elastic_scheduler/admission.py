@@ -16,6 +16,7 @@ it could not be in time for a later one: capacity is a whole number of steps, so
 room for all kept groups as long as each step publishes one version.
 """
 
+from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
 from elastic_scheduler.group_age import GroupAge
@@ -40,6 +41,7 @@ class TakenGroup:
 
 @dataclass(slots=True)
 class _Group:
+    began: int
     kept: bool
     spare: bool
     ready: bool = False
@@ -56,8 +58,9 @@ class StalenessAdmission:
         self._groups_per_step = groups_per_step
         self.published = published
         self._groups: dict[int, _Group] = {}
-        # Groups that take room, those of them that are complete, and those being trained on.
-        self._places = self._ready = self._training = 0
+        # Those that are neither kept nor spare, by when they began: the line behind the kept ones.
+        self._line: list[int] = []
+        self._began = self._kept = self._ready = self._training = 0
 
     @property
     def capacity(self) -> int:
@@ -67,7 +70,7 @@ class StalenessAdmission:
     @property
     def room(self) -> int:
         """Groups that may start now."""
-        return self.capacity - self._places - self._training
+        return self.capacity - self._kept - len(self._line) - self._training
 
     @property
     def ready(self) -> int:
@@ -75,24 +78,26 @@ class StalenessAdmission:
         return self._ready
 
     def start(self, group: int, *, kept: bool = False, spare: bool = False) -> None:
-        """Begin a group. One that is `spare` takes no room: it finishes in place of another.
+        """Begin a group. A `spare` one takes no room: it finishes in place of another, if at all.
 
         Raises ValueError when it runs already or there is no room: it would be too old.
         """
         if group in self._groups:
             raise ValueError(f"group {group} is running already")
+        assert not (kept and spare), "a spare group is given up as soon as it is not needed"
         if not spare and self.room < 1:
             raise ValueError(
                 f"{self.capacity} groups are ahead of group {group}: it would be more than"
                 f" {self._bound.max_versions} versions old when trained on"
             )
-        self._groups[group] = _Group(kept, spare)
-        self._places += not spare
+        self._began += 1
+        self._groups[group] = entry = _Group(self._began, kept, spare)
+        self._line_up(entry)
 
     def begin_turn(self, group: int, sample: int) -> TurnTicket:
         """A turn of a running group is sent now."""
         entry = self._groups[group]
-        min_version = self._min_version(group, entry)
+        min_version = self._min_version(entry)
         return TurnTicket(entry.age.begin_turn(sample, self.published), min_version)
 
     def stamp(self, group: int, turn: int, version: int) -> bool:
@@ -116,9 +121,11 @@ class StalenessAdmission:
         """All members are complete."""
         entry = self._groups[group]
         assert not entry.ready, f"group {group} is complete already"
-        self._places += entry.spare
         self._ready += 1
-        entry.ready, entry.spare = True, False
+        entry.ready = True
+        if entry.spare:
+            entry.spare = False
+            self._line_up(entry)
         assert self.room >= 0, "more groups are ready than may be trained on in time"
 
     def drop(self, group: int) -> None:
@@ -161,18 +168,25 @@ class StalenessAdmission:
 
     def _remove(self, group: int) -> None:
         entry = self._groups.pop(group)
-        self._places -= not entry.spare
         self._ready -= entry.ready
+        if entry.kept:
+            self._kept -= 1
+        elif not entry.spare:
+            del self._line[bisect_left(self._line, entry.began)]
 
-    def _min_version(self, group: int, entry: _Group) -> int:
+    def _line_up(self, entry: _Group) -> None:
+        """A group takes room from now on."""
+        if entry.kept:
+            self._kept += 1
+        elif not entry.spare:
+            insort(self._line, entry.began)
+
+    def _min_version(self, entry: _Group) -> int:
         """The oldest version that can still be in time at the group's place in the line."""
         if entry.kept:
             return self._oldest(entry)
-        ahead, passed = 0, False
-        for name, other in self._groups.items():
-            passed = passed or name == group
-            ahead += other.kept or not (passed or other.spare)
-        trained_at = self.published + (ahead + self._training) // self._groups_per_step
+        ahead = self._training + self._kept + bisect_left(self._line, entry.began)
+        trained_at = self.published + ahead // self._groups_per_step
         return min(self.published, self._bound.oldest(trained_at))
 
     def _must_wait(self, taken: list[int]) -> bool:
