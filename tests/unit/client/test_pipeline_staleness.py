@@ -212,13 +212,20 @@ def test_leaving_at_any_time_ends_everything(plan: StepPlan, world: World, after
 
 
 @settings(max_examples=60)
-@given(st.integers(0, 2**32), st.integers(1, 3), st.integers(0, 3), st.integers(0, 2))
+@given(
+    st.integers(0, 2**32),
+    st.integers(1, 3),
+    st.integers(0, 3),
+    st.integers(0, 2),
+    st.sampled_from([0.0, 0.5]),
+    st.sampled_from([0.0, 2.0]),
+)
 def test_a_prompt_ages_out_no_more_often_than_the_plan_says(
-    seed: int, groups: int, max_versions: int, restarts: int
+    seed: int, groups: int, max_versions: int, restarts: int, late: float, lag_s: float
 ) -> None:
-    """One version a step, replicas that keep up: then steps wait instead."""
+    """One version a step, replicas that honour what turns ask for: then steps wait instead."""
     plan = StepPlan(groups, 2, StalenessBound(max_versions), 64, restarts=restarts)
-    world = World(seed, 25, 0.0, 0.0, 0.0, 0, 0.0, 0.0, 0, False, False)
+    world = World(seed, 25, 0.0, late, lag_s, 0, 0.0, 0.0, 0, False, False)
     trainer = Trainer(plan, world)
     most = 0
     plain = trainer.look_at

@@ -220,6 +220,34 @@ def test_a_turn_asks_for_what_can_be_in_time_at_its_place() -> None:
     assert job.begin_turn(1, 0).min_version == 4
 
 
+def test_a_kept_group_asks_for_nothing_older_than_it_has_and_is_taken_first() -> None:
+    job = StalenessAdmission(StalenessBound(2), groups_per_step=1, published=5)
+    job.start(1)
+    job.start(2, kept=True)
+    assert job.begin_turn(2, 0).min_version == 5, "what it begins with is as new as can be"
+    job.publish(6)
+    assert job.begin_turn(2, 1).min_version == 5
+    assert job.begin_turn(1, 0).min_version == 5, "the kept group is ahead"
+    assert job.stamp(1, 1, 5)
+    job.end_turn(1, 1)
+    job.end_turn(2, 1)
+    job.end_turn(2, 2)
+    for group in (1, 2):
+        job.finish(group)
+    assert [[taken.number for taken in job.take()] for _ in range(2)] == [[2], [1]]
+
+
+def test_the_oldest_go_first() -> None:
+    job = StalenessAdmission(StalenessBound(2), groups_per_step=1, published=5)
+    for group, version in ((1, 5), (2, 3), (3, 4)):
+        job.start(group)
+        ticket = job.begin_turn(group, 0)
+        assert job.stamp(group, ticket.number, version)
+        job.end_turn(group, ticket.number)
+        job.finish(group)
+    assert [job.take()[0].number for _ in range(3)] == [2, 3, 1]
+
+
 def test_groups_age_out_together_by_their_oldest_token() -> None:
     job = StalenessAdmission(StalenessBound(1), groups_per_step=3)
     tickets = {}
