@@ -98,7 +98,9 @@ class StalenessAdmission:
         """A turn of a running group is sent now."""
         entry = self._groups[group]
         min_version = self._min_version(entry)
-        return TurnTicket(entry.age.begin_turn(sample, self.published), min_version)
+        # What a step waits for must not turn out older than it was thought to be.
+        presumed = min_version if entry.kept else self.published
+        return TurnTicket(entry.age.begin_turn(sample, presumed), min_version)
 
     def stamp(self, group: int, turn: int, version: int) -> bool:
         """Tokens of `version` came in a turn; False when the group aged out by that."""

@@ -1,7 +1,7 @@
 """How old the tokens of a group are: those that came, and those of turns that still run.
 
-A turn that was sent and has not answered is presumed to be sampled by the version that was newest
-when it was sent; its first stamp replaces the presumption.
+A turn that was sent and has not answered is presumed to be sampled by some version, most likely the
+newest one at that time; its first stamp replaces the presumption.
 """
 
 from dataclasses import dataclass
@@ -28,10 +28,10 @@ class GroupAge:
         running = [turn.oldest for turn in self._turns.values()]
         return min([*running, *self._came.values()], default=None)
 
-    def begin_turn(self, sample: int, newest: int) -> int:
-        """A turn of a sample is sent while `newest` is the newest version; returns its number."""
+    def begin_turn(self, sample: int, presumed: int) -> int:
+        """A turn of a sample is sent; returns its number."""
         self._begun += 1
-        self._turns[self._begun] = _Turn(sample, newest)
+        self._turns[self._begun] = _Turn(sample, presumed)
         return self._begun
 
     def stamp(self, turn: int, version: int) -> None:

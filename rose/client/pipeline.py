@@ -91,6 +91,16 @@ class RolloutPipeline(Generic[P, T]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        leaving = asyncio.ensure_future(self._leave())
+        try:
+            await asyncio.shield(leaving)
+        except asyncio.CancelledError:
+            # Whoever has no patience left waits for this nevertheless; the second time it ends.
+            await leaving
+            raise
+
+    async def _leave(self) -> None:
+        """End what runs, then tell the gateways."""
         self._open = False
         self._news.set()
         ending = [*self._tasks.values(), *([self._drawing] if self._drawing else [])]

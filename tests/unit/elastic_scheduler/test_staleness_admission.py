@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_scheduler import StalenessAdmission, StalenessBound
+from elastic_scheduler import StalenessAdmission, StalenessBound, TurnTicket
 
 NAMES = "start keep spare turn turn stamp stamp end forget finish finish drop train publish"
 EVENTS = st.tuples(
@@ -158,41 +158,93 @@ def test_a_job_that_keeps_up_never_ages_out(allowed: int, per_step: int, steps: 
     assert begun == (steps + allowed) * per_step
 
 
-@settings(max_examples=300)
-@given(st.integers(0, 3), st.integers(1, 3), st.lists(st.integers(0, 99), max_size=200))
-def test_steps_wait_for_kept_groups_so_that_none_of_them_ages_out(
-    allowed: int, per_step: int, dice: list[int]
-) -> None:
-    """Each step publishes one version: groups may take as long as they like."""
-    job = StalenessAdmission(StalenessBound(allowed), per_step)
-    begun, running, under_way = 0, dict[int, bool](), False
-    for die in dice:
-        while job.room:
+class KeepingUp:
+    """Each step publishes one version; turns bring the oldest tokens that they may, or none."""
+
+    def __init__(self, allowed: int, per_step: int) -> None:
+        self.job = StalenessAdmission(StalenessBound(allowed), per_step)
+        self.kept: dict[int, bool] = {}
+        self.sent: dict[int, list[TurnTicket]] = {}
+        self.training = False
+
+    def begin(self, die: int) -> None:
+        while self.job.room:
             # Others age out now and then; of the kept ones none does.
-            kept = (die + begun) % 3 > 0
-            job.start(begun, kept=kept)
-            running[begun] = kept
-            begun += 1
-        if die % 2 and running:
-            name = sorted(running)[die % len(running)]
-            ticket = job.begin_turn(name, 0)
-            version = max(ticket.min_version, job.published - die % 3)
-            assert job.stamp(name, ticket.number, version)
-            job.end_turn(name, ticket.number)
-            if die % 4 == 1:
-                job.finish(name)
-                del running[name]
-        elif under_way:
-            aged = job.publish(job.published + 1)
-            assert not any(running.pop(name, False) for name in aged)
-            under_way = False
+            name = len(self.kept)
+            self.kept[name], self.sent[name] = (die + name) % 3 > 0, []
+            self.job.start(name, kept=self.kept[name])
+
+    def trainer(self) -> None:
+        if not self.training:
+            self.training = bool(self.job.take())
+            return
+        self.training = False
+        for name in self.job.publish(self.job.published + 1):
+            assert not self.kept[name]
+            self.sent.pop(name, None)
+
+    def answer(self, name: int, pick: int, *, tokens: bool) -> None:
+        ticket = self.sent[name].pop(pick % len(self.sent[name]))
+        if tokens and not self.job.stamp(name, ticket.number, ticket.min_version):
+            assert not self.kept[name]
+            del self.sent[name]
         else:
-            under_way = bool(job.take())
+            self.job.end_turn(name, ticket.number)
+
+    def step(self, what: str, pick: int) -> None:
+        self.begin(pick)
+        name = sorted(self.sent)[pick % len(self.sent)] if self.sent else -1
+        if what == "trainer":
+            self.trainer()
+        elif what == "turn" and self.sent:
+            self.sent[name].append(self.job.begin_turn(name, pick % 2))
+        elif self.sent and self.sent[name]:
+            self.answer(name, pick, tokens=what == "tokens")
+        elif what == "finish" and self.sent:
+            self.job.finish(name)
+            del self.sent[name]
+
+
+@settings(max_examples=300)
+@given(
+    st.integers(0, 3),
+    st.integers(1, 3),
+    st.lists(
+        st.tuples(
+            st.sampled_from(["trainer", "trainer", "turn", "turn", "tokens", "none", "finish"]),
+            st.integers(0, 99),
+        ),
+        max_size=200,
+    ),
+)
+def test_steps_wait_for_kept_groups_so_that_none_of_them_ages_out(
+    allowed: int, per_step: int, script: list[tuple[str, int]]
+) -> None:
+    run = KeepingUp(allowed, per_step)
+    for what, pick in script:
+        run.step(what, pick)
     # And they do not wait for ever: once all that runs is ready, steps leave.
-    for name in [*running]:
-        job.finish(name)
-    while job.ready >= per_step:
-        assert job.take()
+    for name in run.sent:
+        run.job.finish(name)
+    while run.job.ready >= per_step:
+        assert run.job.take()
+
+
+def test_a_step_waits_for_a_kept_group_whose_turns_may_bring_its_oldest_tokens_yet() -> None:
+    job = StalenessAdmission(StalenessBound(1), groups_per_step=1)
+    job.start(1, kept=True)
+    first = job.begin_turn(1, 0)
+    job.publish(1)
+    second = job.begin_turn(1, 1)
+    assert second.min_version == 0
+    job.end_turn(1, first.number)  # it had no tokens, but the second may still be of version 0
+    job.start(2)
+    job.finish(2)
+    assert job.take() == ()
+    assert job.stamp(1, second.number, 0)
+    job.end_turn(1, second.number)
+    job.finish(1)
+    assert [taken.number for taken in job.take()] == [1]
 
 
 def test_what_starts_while_a_step_is_trained_on_is_trained_on_after_it() -> None:
