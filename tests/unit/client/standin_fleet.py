@@ -26,6 +26,7 @@ class StandInFleet:
     late: float = 0.0
     lies: int = 0
     max_tokens_s: float = 3.0
+    finish_s: tuple[float, ...] = (0.0, 0.05)
     live: int = 0
     most_live: int = 0
     refused: int = 0
@@ -47,7 +48,7 @@ class StandInFleet:
         return Session(self, session_id, self._finish)
 
     async def _finish(self, session_id: str) -> None:
-        await asyncio.sleep(self.dice.choice([0.0, 0.05]))
+        await asyncio.sleep(self.dice.choice(self.finish_s))
         self.open_sessions.remove(session_id)
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, **options: Any) -> Turn:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from standin_fleet import StandInFleet
@@ -209,6 +210,24 @@ def test_leaving_at_any_time_ends_everything(plan: StepPlan, world: World, after
 
     run_virtually(left())
     assert (trainer.playing, trainer.fleet.live, trainer.fleet.open_sessions) == (0, 0, set())
+
+
+def test_who_is_cancelled_while_leaving_leaves_nothing_behind() -> None:
+    fleet = StandInFleet(random.Random(0), finish_s=(1.0,))
+
+    async def episode(session: Session, prompt: int, sample: int) -> None:
+        await session.generate([1], Sampling())
+
+    async def impatient() -> None:
+        pipeline = RolloutPipeline(fleet, episode, [0], StepPlan(1, 1, StalenessBound(0)))
+        async with asyncio.timeout(None) as patience, pipeline:
+            assert await pipeline.take() is not None
+            assert len(fleet.open_sessions) == 1
+            patience.reschedule(asyncio.get_running_loop().time() + 0.1)
+
+    with pytest.raises(TimeoutError):
+        run_virtually(impatient())
+    assert fleet.open_sessions == set()
 
 
 @settings(max_examples=60)
