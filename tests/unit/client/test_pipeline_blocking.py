@@ -14,7 +14,6 @@ from rose.client import (
     BlockingRolloutPipeline,
     ClientClosed,
     GroupsDropped,
-    RequestRefused,
     RolloutPipeline,
     Sampling,
     Session,
@@ -87,21 +86,29 @@ def test_prompts_that_break_off_are_trained_on_as_far_as_they_came(gateway: Stan
 
 
 def test_episodes_that_fail_end_a_step_with_their_error(gateway: StandInGateway) -> None:
-    gateway.refuse_with = (400, {})
+    told = threading.Event()
+
+    async def playing(session: Session, prompt: int, sample: int) -> tuple[int, ...]:
+        if prompt < 2:
+            raise OSError(f"the environment of {prompt} broke")
+        while not told.is_set():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        return await episode(session, prompt, sample)
+
     with (
         BlockingRolloutClient(gateway.url) as client,
-        BlockingRolloutPipeline(client, episode, range(5), PLAN) as pipeline,
+        BlockingRolloutPipeline(client, playing, range(5), PLAN) as pipeline,
     ):
-        with pytest.raises(GroupsDropped, match=r"RequestRefused: .*says 400") as raised:
+        with pytest.raises(GroupsDropped, match="OSError: the environment of 1 broke") as raised:
             pipeline.take()
-        assert isinstance(raised.value.__cause__, RequestRefused)
-        gateway.refuse_with = None
+        assert isinstance(raised.value.__cause__, OSError)
+        told.set()
         dropped, trained = [], []
         for step in pipeline:
-            dropped += [lost.prompt for lost in step.dropped]
+            dropped += [(lost.prompt, str(lost.error)) for lost in step.dropped]
             trained += [group.prompt for group in step.groups]
-    assert sorted(dropped + trained) == [*range(5)]
-    assert len(dropped) >= 2
+    assert dropped == [(prompt, f"the environment of {prompt} broke") for prompt in (0, 1)]
+    assert sorted(trained) == [2, 3, 4]
 
 
 def test_versions_only_grow(gateway: StandInGateway) -> None:
