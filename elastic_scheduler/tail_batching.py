@@ -8,109 +8,133 @@ their ends. So a prompt is trained on exactly once; only its round changes.
 
 import math
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass
+
+from elastic_scheduler.prompt_queue import Round, RoundDone
 
 
 @dataclass(frozen=True, slots=True)
 class TailPlan:
-    """Prompts and samples that a round must have, and how many more a short one starts."""
+    """The share of prompts, and of samples of each, that a short round starts beyond its need."""
 
-    prompts: int
-    samples: int
     more_prompts: float = 0.25
     more_samples: float = 0.25
 
     def __post_init__(self) -> None:
-        if min(self.prompts, self.samples) < 1 or min(self.more_prompts, self.more_samples) < 0:
-            raise ValueError("a round needs prompts and samples of at least 1, and shares >= 0")
-
-
-@dataclass(frozen=True, slots=True)
-class Round:
-    """Start `samples` of each prompt; the round is over when enough of them are complete."""
-
-    prompts: tuple[str, ...]
-    samples: int
-    is_long: bool
-
-
-@dataclass(frozen=True, slots=True)
-class RoundDone:
-    """Train on `delivered`, (prompt, the samples that were done first); cancel everything else."""
-
-    delivered: tuple[tuple[str, tuple[int, ...]], ...]
-    deferred: tuple[str, ...]
+        if not (0 <= self.more_prompts <= 10 and 0 <= self.more_samples <= 10):
+            raise ValueError("more_prompts and more_samples are shares: give 0 up to 10")
 
 
 class TailBatcher:
-    """Forms rounds from a stream of prompts, one round at a time."""
+    """Forms rounds of `prompts` (a step's) with `samples` each, one round at a time."""
 
-    def __init__(self, plan: TailPlan) -> None:
+    def __init__(self, plan: TailPlan, prompts: int, samples: int) -> None:
+        if min(prompts, samples) < 1:
+            raise ValueError("a round needs at least one prompt and one sample")
         self._plan = plan
-        self._fresh: deque[str] = deque()
-        self._deferred: deque[str] = deque()
+        self._prompts = prompts
+        self._samples = samples
+        self._fresh: deque[int] = deque()
+        self._deferred: deque[int] = deque()
+        self._again: deque[int] = deque()
         self._round: Round | None = None
-        self._done: dict[str, list[int]] = {}
-        self._complete: list[str] = []
+        # Of the round: prompts that are still in it, and those that have their samples.
+        self._members: dict[int, bool] = {}
+
+    @property
+    def waiting(self) -> int:
+        """Prompts that have not started or must start anew."""
+        return len(self._fresh) + len(self._deferred) + len(self._again)
 
     @property
     def deferred(self) -> int:
         """Prompts that wait for a long round."""
         return len(self._deferred)
 
-    def add(self, prompts: Iterable[str]) -> None:
-        """Prompts to be trained on, each once; names must not repeat."""
-        self._fresh.extend(prompts)
+    def add(self, prompt: int) -> None:
+        """A prompt to be trained on; numbers must not repeat."""
+        self._fresh.append(prompt)
 
-    def begin(self, *, last: bool = False) -> Round | None:
-        """The next round; None while one runs or prompts are missing.
+    def put_back(self, prompt: int) -> None:
+        """A prompt aged out: in its round if that still runs, else in the next one."""
+        if prompt in self._members:
+            self._members[prompt] = False
+            self._again.append(prompt)
+        else:
+            self._fresh.appendleft(prompt)
 
-        `last`: no more prompts will come, so that what is left runs to its end.
+    def wanted(self, room: int) -> int:
+        """More prompts that a round could start with."""
+        need = self._need(room)
+        if self._round is not None or len(self._deferred) >= need:
+            return 0
+        return max(0, _more(need, self._plan.more_prompts) - len(self._fresh))
+
+    def begin(self, room: int, *, last: bool = False) -> Round | None:
+        """What starts now: what aged out of the round that runs, or the next round.
+
+        None while a round runs or prompts are missing. `last`: no more prompts will come, so that
+        what is left runs to its end. A round fills up a step: of ready groups too few for one.
         """
-        plan = self._plan
-        if self._round is not None:
+        need = self._need(room)
+        if self._again:
+            return self._start_again(self._again.popleft())
+        if self._round is not None or need < 1:
             return None
-        over = math.ceil(plan.prompts * (1 + plan.more_prompts))
-        if len(self._deferred) >= plan.prompts:
-            names = [self._deferred.popleft() for _ in range(plan.prompts)]
-            self._round = Round(tuple(names), plan.samples, True)
+        over = _more(need, self._plan.more_prompts)
+        if len(self._deferred) >= need:
+            self._round = Round(_popped(self._deferred, need), self._samples, is_long=True)
         elif len(self._fresh) >= over:
-            names = [self._fresh.popleft() for _ in range(over)]
-            samples = math.ceil(plan.samples * (1 + plan.more_samples))
-            self._round = Round(tuple(names), samples, False)
+            samples = _more(self._samples, self._plan.more_samples)
+            first = _popped(self._fresh, need)
+            self._round = Round(first, samples, _popped(self._fresh, over - need))
         elif last and (self._deferred or self._fresh):
-            rest = [*self._deferred, *self._fresh]
+            rest = deque([*self._deferred, *self._fresh])
             self._deferred.clear()
-            self._fresh = deque(rest[plan.prompts :])
-            self._round = Round(tuple(rest[: plan.prompts]), plan.samples, True)
+            first = _popped(rest, min(need, len(rest)))
+            self._fresh = rest
+            self._round = Round(first, self._samples, is_long=True)
         else:
             return None
-        self._done = {name: [] for name in self._round.prompts}
-        self._complete = []
+        self._members = dict.fromkeys([*self._round.prompts, *self._round.spares], False)
         return self._round
 
-    def sample_done(self, prompt: str, sample: int) -> RoundDone | None:
-        """A sample is complete; the round's end if it was the last that it needed.
+    def complete(self, prompt: int) -> RoundDone | None:
+        """A prompt has its samples; the round's end if it was the last that it needed."""
+        self._members[prompt] = True
+        return self._end()
 
-        Late samples of a round that is over, and those beyond what a prompt needs, are void.
-        """
-        done = self._done.get(prompt)
-        if self._round is None or done is None or sample in done:
-            return None
-        if len(done) >= self._plan.samples:
-            return None
-        done.append(sample)
-        if len(done) == self._plan.samples:
-            self._complete.append(prompt)
-        if len(self._complete) < min(self._plan.prompts, len(self._round.prompts)):
-            return None
-        return self._close()
+    def drop(self, prompt: int) -> RoundDone | None:
+        """A prompt of the round was given up; the round may end by that."""
+        del self._members[prompt]
+        return self._end()
 
-    def _close(self) -> RoundDone:
+    def _end(self) -> RoundDone | None:
         assert self._round is not None
-        deferred = tuple(name for name in self._round.prompts if name not in self._complete)
-        delivered = tuple((name, tuple(self._done[name])) for name in self._complete)
+        delivered = tuple(prompt for prompt, complete in self._members.items() if complete)
+        if len(delivered) < min(len(self._round.prompts), len(self._members)):
+            return None
+        deferred = tuple(prompt for prompt, complete in self._members.items() if not complete)
         self._deferred.extend(deferred)
-        self._round, self._done, self._complete = None, {}, []
+        self._again.clear()
+        self._round, self._members = None, {}
         return RoundDone(delivered, deferred)
+
+    def _start_again(self, prompt: int) -> Round:
+        assert self._round is not None
+        if prompt in self._round.spares:
+            return Round((), self._round.samples, (prompt,), self._round.is_long)
+        return Round((prompt,), self._round.samples, (), self._round.is_long)
+
+    def _need(self, room: int) -> int:
+        """Prompts that the next round must finish: room is what ready groups leave of steps."""
+        return 0 if room < 1 else room % self._prompts or self._prompts
+
+
+def _more(count: int, share: float) -> int:
+    """`count` and a share of it, rounded up; the share may be a little off as a binary number."""
+    return count + math.ceil(count * share - 1e-9)
+
+
+def _popped(queue: deque[int], count: int) -> tuple[int, ...]:
+    return tuple(queue.popleft() for _ in range(count))

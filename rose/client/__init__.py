@@ -1,10 +1,20 @@
 """What a trainer imports: turns from one or several gateways, with and without an event loop."""
 
+from elastic_scheduler import (
+    DroppedGroup,
+    FeedProgress,
+    StalenessBound,
+    StepPlan,
+    TailPlan,
+    TrainingGroup,
+    TrainingStep,
+)
 from rose.client.blocking import BlockingRolloutClient, BlockingSession
 from rose.client.errors import (
     AnswerBroken,
     ClientClosed,
     GatewayUnavailable,
+    GroupsDropped,
     RequestRefused,
     RolloutError,
     TurnCancelled,
@@ -12,6 +22,8 @@ from rose.client.errors import (
     VersionNotServed,
 )
 from rose.client.group import Group, Member
+from rose.client.pipeline import RolloutPipeline
+from rose.client.pipeline_blocking import BlockingRolloutPipeline
 from rose.client.progress import Progress, TurnProgress
 from rose.client.rollout import RolloutClient
 from rose.client.session import Session
@@ -22,19 +34,29 @@ from rose.client.turn import Sampling, TokenChunk, Turn
 __all__ = [
     "AnswerBroken",
     "BlockingRolloutClient",
+    "BlockingRolloutPipeline",
     "BlockingSession",
     "ClientClosed",
+    "DroppedGroup",
+    "FeedProgress",
     "GatewayUnavailable",
     "Group",
+    "GroupsDropped",
     "Member",
     "Progress",
     "RequestRefused",
     "Retry",
     "RolloutClient",
     "RolloutError",
+    "RolloutPipeline",
     "Sampling",
     "Session",
+    "StalenessBound",
+    "StepPlan",
+    "TailPlan",
     "TokenChunk",
+    "TrainingGroup",
+    "TrainingStep",
     "Turn",
     "TurnCancelled",
     "TurnProgress",

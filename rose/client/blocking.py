@@ -118,6 +118,11 @@ class BlockingRolloutClient:
         loop = self._loop()
         return loop.call(_on_loop(self._client.progress))
 
+    def on_loop(self) -> tuple[RolloutClient, LoopThread]:
+        """The client that does the work, and the thread on which alone it may be used."""
+        loop = self._loop()
+        return self._client, loop
+
     def _loop(self) -> LoopThread:
         """The thread; started on first use, and anew in a forked process."""
         with self._lock:

@@ -8,6 +8,7 @@ RoseError
     ├── VersionNotServed          no replica runs the policy version that was asked for
     ├── RequestRefused            the request itself is wrong
     ├── AnswerBroken              what came back is not a turn: another server, or another version
+    ├── GroupsDropped             a whole step's worth of groups failed: episodes or gateways
     └── ClientClosed              the client was used before `with`, or after its end
 """
 
@@ -40,6 +41,10 @@ class RequestRefused(RolloutError):  # noqa: N818 - a state, as in the tree abov
 
 class AnswerBroken(RolloutError):  # noqa: N818 - a state, as in the tree above
     """The answer is not a turn: look at what listens under the gateway's address."""
+
+
+class GroupsDropped(RolloutError):  # noqa: N818 - a state, as in the tree above
+    """Episodes fail one after the other: its cause is the last one's error."""
 
 
 class ClientClosed(RolloutError):  # noqa: N818 - a state, as in the tree above

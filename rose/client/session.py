@@ -54,6 +54,10 @@ class Session:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        await self.finish()
+
+    async def finish(self) -> None:
+        """Tell the gateways that there are no more turns, as leaving the block does."""
         await self._finish(self.id)
 
     async def generate(

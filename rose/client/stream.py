@@ -27,6 +27,10 @@ class TurnStream:
         self._work: asyncio.Future[Turn] | None = None
         self._turn: Turn | None = None
 
+    async def into(self, sink: ChunkSink) -> Turn:
+        """The turn, with `sink` as its reader; what that raises ends it."""
+        return await self._run(sink)
+
     @property
     def turn(self) -> Turn:
         """The whole turn. Raises ClientClosed before the last chunk was read."""

@@ -175,4 +175,4 @@ def test_every_error_of_the_tree_pickles() -> None:
         copy = pickle.loads(pickle.dumps(kind("what to do")))
         assert (type(copy), str(copy)) == (kind, "what to do")
         assert issubclass(kind, errors.RolloutError) or kind is errors.RoseError
-    assert len(kinds) == 9
+    assert len(kinds) == 10

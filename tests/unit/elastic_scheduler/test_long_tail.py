@@ -1,10 +1,9 @@
-"""Hedged groups and tail batching: faster at the end, and every answer exactly once."""
+"""Hedged groups: faster at the end, and every answer exactly once."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_scheduler import HedgedGroup, MemberView, TailBatcher, TailPlan
+from elastic_scheduler import HedgedGroup, MemberView
 
 EVENT = st.tuples(
     st.sampled_from(["consider", "finish", "finish", "fail"]),
@@ -112,44 +111,3 @@ def test_a_member_that_is_asked_for_again_begins_anew_and_gets_no_more_copies_th
     assert won is not None
     assert won.cancel == ()
     assert group.complete
-
-
-@given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 40), st.randoms())
-def test_every_prompt_is_trained_on_exactly_once_whatever_round_it_was_in(
-    prompts: int, samples: int, count: int, rng: object
-) -> None:
-    batcher = TailBatcher(TailPlan(prompts, samples, 0.5, 0.5))
-    batcher.add(f"p{number}" for number in range(count))
-    trained: list[str] = []
-    while (current := batcher.begin(last=True)) is not None:
-        assert batcher.begin(last=True) is None
-        todo = [(name, sample) for name in current.prompts for sample in range(current.samples)]
-        rng.shuffle(todo)  # type: ignore[attr-defined]
-        done = None
-        while done is None:
-            done = batcher.sample_done(*todo.pop())
-        for name, picked in done.delivered:
-            assert len(set(picked)) == samples
-            trained.append(name)
-        assert len(done.delivered) == min(prompts, len(current.prompts))
-        assert not (current.is_long and done.deferred)
-        for late in todo:
-            assert batcher.sample_done(*late) is None
-    assert sorted(trained) == sorted(f"p{number}" for number in range(count))
-
-
-def test_what_was_too_slow_runs_in_a_long_round() -> None:
-    batcher = TailBatcher(TailPlan(prompts=2, samples=1, more_prompts=0.5, more_samples=0.0))
-    batcher.add("abcdef")
-    for slow in ("a", "d"):
-        short = batcher.begin()
-        assert short is not None
-        assert not short.is_long
-        done = [batcher.sample_done(name, 0) for name in short.prompts if name != slow][-1]
-        assert done is not None
-        assert done.deferred == (slow,)
-    long = batcher.begin()
-    assert long is not None
-    assert (long.prompts, long.is_long) == (("a", "d"), True)
-    with pytest.raises(ValueError, match="at least 1"):
-        TailPlan(0, 1)

@@ -7,18 +7,22 @@ import rose.client
 import rose.gateway
 
 SCHEDULER = """
-    AnswerBook Attempt Candidate Conflict Continue Decision Deliver End FairShares GiveUp
-    HarvestMode HarvestPlan HarvestPolicy Health HealthLimits Hedge HedgedGroup Holding
-    JobDemand JournalError Lease LeaseBook LeaseError LeaseHeld LeaseState MemberView Move Offer
-    Outcome Placement Policy Quote RateMeter Reason ReasonLog ReplicaHealth ReplicaKind ReplicaView
-    Report Round RoundDone Router RoutingDecision SchedulerError Segment Situation StaleEpoch
-    StalenessAdmission StalenessBound TailBatcher TailPlan TurnJournal TurnNeed VersionSpan Won
-    make_policy max_min policy_names
+    AnswerBook Attempt CancelRun Candidate Conflict Continue Decision Deliver DroppedGroup End
+    FairShares FeedProgress GiveUp GroupFeed HarvestMode HarvestPlan HarvestPolicy Health
+    HealthLimits Hedge HedgedGroup Holding JobDemand JournalError Lease LeaseBook LeaseError
+    LeaseHeld LeaseState MemberView Move Offer Outcome Placement Policy PromptQueue Quote
+    RateMeter Reason ReasonLog ReplicaHealth ReplicaKind ReplicaView Report Round RoundDone
+    Router RoutingDecision SampleRun SchedulerError Segment Situation StaleEpoch
+    StalenessAdmission StalenessBound StartRun StepPlan TailBatcher TailPlan TakenGroup
+    TrainingGroup TrainingStep TurnJournal TurnNeed TurnTicket VersionSpan Won
+    make_policy max_min policy_names stamp
 """
 CLIENT = """
-    AnswerBroken BlockingRolloutClient BlockingSession ClientClosed GatewayUnavailable Group
-    Member Progress RequestRefused Retry RolloutClient RolloutError Sampling Session TokenChunk
-    Turn TurnCancelled TurnProgress TurnStream TurnTimedOut VersionNotServed
+    AnswerBroken BlockingRolloutClient BlockingRolloutPipeline BlockingSession ClientClosed
+    DroppedGroup FeedProgress GatewayUnavailable Group GroupsDropped Member Progress
+    RequestRefused Retry RolloutClient RolloutError RolloutPipeline Sampling Session
+    StalenessBound StepPlan TailPlan TokenChunk TrainingGroup TrainingStep Turn
+    TurnCancelled TurnProgress TurnStream TurnTimedOut VersionNotServed
 """
 GATEWAY = "Gateway GatewaySettings ReplicaEntry StaticReplica"
 

@@ -1,0 +1,126 @@
+"""What a pipeline's turns ask for, and which answers it does not believe."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from standin_gateway import StandInGateway, until
+
+from rose.client import (
+    GroupsDropped,
+    RolloutClient,
+    RolloutPipeline,
+    Sampling,
+    Session,
+    StalenessBound,
+    StepPlan,
+)
+
+ONE = StepPlan(groups=1, samples=1, bound=StalenessBound(0), retries=1)
+THREE = Sampling(max_tokens=3)
+
+
+async def _whole(session: Session, prompt: int, sample: int, **options: Any) -> None:
+    await session.generate([1, prompt], THREE, **options)
+
+
+async def _streamed(session: Session, prompt: int, sample: int) -> None:
+    async with session.stream([1, prompt], THREE) as stream:
+        async for _ in stream:
+            pass
+
+
+@pytest.mark.parametrize("episode", [_whole, _streamed])
+@pytest.mark.parametrize("version", [3, -1])
+async def test_an_answer_older_than_asked_for_is_an_error_not_a_sample(
+    episode: Any, version: int
+) -> None:
+    async with (
+        StandInGateway(version=version) as gateway,
+        RolloutClient(gateway.url) as client,
+        RolloutPipeline(client, episode, [7], ONE, version=4) as pipeline,
+    ):
+        with pytest.raises(GroupsDropped, match="4 or newer was asked for"):
+            await pipeline.take()
+        step = await pipeline.take()
+        assert step is not None
+        assert ([lost.prompt for lost in step.dropped], step.groups) == ([7], ())
+        assert await pipeline.take() is None
+    assert [asked["min_version"] for asked in gateway.asked] == [4, 4]
+    assert len(set(gateway.sessions)) == 2, "a sample that is tried again is another trajectory"
+
+
+@pytest.mark.parametrize(
+    ("options", "asked"),
+    [
+        ({}, (4, None)),
+        ({"min_version": 2}, (4, None)),
+        ({"min_version": 5}, (5, None)),
+        ({"exact_version": 5}, (None, 5)),
+    ],
+)
+async def test_a_turn_may_ask_for_more_than_the_bound_but_not_for_less(
+    options: dict[str, Any], asked: tuple[Any, Any]
+) -> None:
+    async def episode(session: Session, prompt: int, sample: int) -> None:
+        await _whole(session, prompt, sample, **options)
+
+    async with (
+        StandInGateway(version=5) as gateway,
+        RolloutClient(gateway.url) as client,
+        RolloutPipeline(client, episode, [7], ONE, version=4) as pipeline,
+    ):
+        step = await pipeline.take()
+        assert step is not None
+        assert step.groups[0].oldest_version == 5
+    assert (gateway.asked[0]["min_version"], gateway.asked[0]["exact_version"]) == asked
+
+
+async def test_a_version_that_is_too_old_to_train_on_is_not_even_asked_for() -> None:
+    async def episode(session: Session, prompt: int, sample: int) -> None:
+        await _whole(session, prompt, sample, exact_version=3)
+
+    async with (
+        StandInGateway(version=3) as gateway,
+        RolloutClient(gateway.url) as client,
+        RolloutPipeline(client, episode, [7], ONE, version=4) as pipeline,
+    ):
+        with pytest.raises(GroupsDropped, match="VersionNotServed: exact_version 3"):
+            await pipeline.take()
+    assert gateway.asked == []
+
+
+async def test_an_episode_that_will_not_end_can_start_no_turn_and_delivers_nothing() -> None:
+    """It swallows its cancellation and the errors, and returns something in the end."""
+    stubborn: list[BaseException] = []
+
+    async def episode(session: Session, prompt: int, sample: int) -> str:
+        if stubborn:
+            await _whole(session, prompt, sample)
+            return "good"
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError as error:
+            stubborn.append(error)
+        try:
+            await _whole(session, prompt, sample)
+        except Exception as error:
+            stubborn.append(error)
+        return "void"
+
+    async with StandInGateway(version=1) as gateway, RolloutClient(gateway.url) as client:
+
+        async def first(session: Session, prompt: int, sample: int) -> str:
+            # A turn makes the group as old as version 0.
+            gateway.version = 1 if stubborn else 0
+            await _whole(session, prompt, sample)
+            return await episode(session, prompt, sample)
+
+        async with RolloutPipeline(client, first, [7], ONE) as pipeline:
+            await until(lambda: len(gateway.ended_sessions) == 0 and len(gateway.asked) == 1)
+            await asyncio.sleep(0.05)
+            pipeline.publish(1)
+            step = await pipeline.take()
+    assert step is not None
+    assert [group.samples for group in step.groups] == [("good",)]
+    assert [type(error).__name__ for error in stubborn] == ["CancelledError", "TurnCancelled"]
