@@ -1,8 +1,4 @@
-"""Writing answers to connections: whole or as server-sent events, never faster than they are read.
-
-A reader that is slow costs its connection's buffer and the turn's own tokens, nothing more: the
-turn runs on, and the connection is closed when it takes nothing for `slow_reader_s`.
-"""
+"""Answers on their way to connections: whole, or as server-sent events."""
 
 import asyncio
 
@@ -10,14 +6,12 @@ from aiohttp import web
 
 from rose.gateway.ask import Ask, Dialect
 from rose.gateway.errors import TurnError
+from rose.gateway.event_writer import UNWATCHED_BYTES, EventWriter, Patience
 from rose.gateway.feed import TurnFeed
+from rose.gateway.follower import Follower
 from rose.gateway.stats import GatewayStats
 
 EVENT_STREAM = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
-# Bounds what one event holds, and so what a slow reader can make the gateway encode at once.
-MAX_EVENT_TOKENS = 512
-# With less than this unsent no connection is paused, so a write cannot wait and needs no clock.
-UNWATCHED_BYTES = 16 << 10
 
 
 class Delivery:
@@ -33,7 +27,7 @@ class Delivery:
         response = web.Response(body=body, content_type="application/json")
         if len(body) > UNWATCHED_BYTES:
             try:
-                async with self._patience():
+                async with Patience(self._http, self._slow_reader_s, self._stats):
                     await response.prepare(self._http)
                     await response.write_eof()
             except ConnectionError:
@@ -49,89 +43,35 @@ class Delivery:
             if feed.error is not None and not feed.tokens:
                 raise feed.error
         response = web.StreamResponse(headers=EVENT_STREAM)
+        writer = EventWriter(self._http, response, self._slow_reader_s, self._stats)
         try:
-            await response.prepare(self._http)
-            await self._write_all(response, dialect, ask, feeds)
+            await writer.begin()
+            await self._write_all(writer, dialect, ask, feeds)
         except ConnectionError:
             # The reader is gone, or was too slow: nobody is left to tell.
             return response
         return response
 
     async def _write_all(
-        self, response: web.StreamResponse, dialect: Dialect, ask: Ask, feeds: list[TurnFeed]
+        self, writer: EventWriter, dialect: Dialect, ask: Ask, feeds: list[TurnFeed]
     ) -> None:
-        await self._write(response, ask.answer.begin(feeds))
+        await writer.write(ask.answer.begin(feeds))
         try:
             if len(feeds) == 1:
-                await self._follow(response, ask, 0, feeds[0])
+                await Follower(writer, ask, 0, feeds[0]).run()
             else:
                 async with asyncio.TaskGroup() as group:
                     for index, feed in enumerate(feeds):
-                        group.create_task(self._follow(response, ask, index, feed))
-            await self._write(response, ask.answer.close(feeds))
+                        group.create_task(Follower(writer, ask, index, feed).run())
+            await writer.write(ask.answer.close(feeds))
         except TurnError as error:
-            await self._write(response, dialect.broken(error))
+            await writer.write(dialect.broken(error))
         except BaseExceptionGroup as errors:
             first = errors.exceptions[0]
             if not isinstance(first, TurnError):
                 raise first from errors
-            await self._write(response, dialect.broken(first))
-        await response.write_eof()
-
-    async def _follow(
-        self, response: web.StreamResponse, ask: Ask, index: int, feed: TurnFeed
-    ) -> None:
-        start = ask.resume_from
-        while True:
-            await feed.beyond(start)
-            end = min(len(feed.tokens), start + MAX_EVENT_TOKENS)
-            last = feed.over and end >= len(feed.tokens)
-            if feed.error is None or end > start:
-                event = ask.answer.part(index, feed, min(start, end), end)
-                if ask.event_ids:
-                    event = b"id: %d\n" % end + event
-                await self._write(response, event)
-            start = end
-            if last and len(feed.tokens) == end:
-                if feed.error is not None:
-                    raise feed.error
-                return
-
-    async def _write(self, response: web.StreamResponse, data: bytes) -> None:
-        transport = self._http.transport
-        if transport is None or transport.is_closing():
-            raise ConnectionResetError("the reader is gone")
-        if not data:
-            return
-        if transport.get_write_buffer_size() + len(data) < UNWATCHED_BYTES:
-            await response.write(data)
-            return
-        async with self._patience():
-            await response.write(data)
-
-    def _patience(self) -> "_Patience":
-        return _Patience(self._http, self._slow_reader_s, self._stats)
-
-
-class _Patience:
-    """Closes the connection of a reader that takes nothing for too long."""
-
-    def __init__(self, http: web.Request, limit_s: float, stats: GatewayStats) -> None:
-        self._http = http
-        self._timeout = asyncio.timeout(limit_s)
-        self._stats = stats
-
-    async def __aenter__(self) -> None:
-        await self._timeout.__aenter__()
-
-    async def __aexit__(self, kind: object, error: object, trace: object) -> None:
-        try:
-            await self._timeout.__aexit__(kind, error, trace)  # type: ignore[arg-type]
-        except TimeoutError as expired:
-            self._stats.slow_readers += 1
-            if self._http.transport is not None:
-                self._http.transport.abort()
-            raise ConnectionResetError("the reader took nothing for too long") from expired
+            await writer.write(dialect.broken(first))
+        await writer.end()
 
 
 async def _any_news(feeds: list[TurnFeed], seen: list[int]) -> None:

@@ -55,6 +55,7 @@ class Exchange:
                 for line in self._reader.feed(data):
                     if self._take(line):
                         return
+                self._sink.tell()
             except ATTEMPT_FAILURES as error:
                 self.over.set_exception(error)
 

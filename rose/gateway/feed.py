@@ -9,7 +9,7 @@ It is kept for repeated requests after the turn is over, so it holds arrays, not
 import asyncio
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from elastic_scheduler import Deliver, Segment, VersionSpan, stamp
 from rose.gateway.errors import TurnError
@@ -21,6 +21,7 @@ class TurnFeed:
 
     __slots__ = (
         "_began_s",
+        "_listeners",
         "_waiters",
         "attempts",
         "created",
@@ -52,6 +53,7 @@ class TurnFeed:
         self.stop_reason: int | str | None = None
         self.error: TurnError | None = None
         self._waiters: list[asyncio.Future[None]] = []
+        self._listeners: list[Callable[[], None]] = []
 
     @property
     def over(self) -> bool:
@@ -75,6 +77,20 @@ class TurnFeed:
         if version >= 0:
             stamp(self.versions, version, start, len(self.tokens), oldest_version)
         self._wake()
+
+    def tell(self) -> None:
+        """What was added may go on: called when no more comes in this step of the event loop."""
+        for listener in tuple(self._listeners):
+            listener()
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Have `listener` called, which must not wait or raise, when there is news, and now."""
+        self._listeners.append(listener)
+        listener()
+
+    def unlisten(self, listener: Callable[[], None]) -> None:
+        """Call it no more."""
+        self._listeners.remove(listener)
 
     def deliver(self, turn: Deliver, stop_reason: int | str | None) -> None:
         """The turn is complete: all its tokens were added."""
@@ -130,3 +146,5 @@ class TurnFeed:
         for waiter in waiters:
             if not waiter.done():
                 waiter.set_result(None)
+        if self.over:
+            self.tell()

@@ -45,6 +45,10 @@ class AttemptSink:
         """Whether a stop string ended the turn."""
         return self._feed.text is not None and self._feed.text.matched is not None
 
+    def tell(self) -> None:
+        """Readers may have what was taken."""
+        self._feed.tell()
+
     def take(self, line: ReplicaLine) -> int:
         """Journal a line's tokens, up to a stop string; how many."""
         tokens, logprobs = line.token_ids, line.logprobs
