@@ -68,6 +68,13 @@ def _completion_body(request_id: str, prompt: Sequence[int], budget: int) -> byt
     return msgspec.json.encode(body)
 
 
+def _trainer_completion_body(request_id: str, prompt: Sequence[int], budget: int) -> bytes:
+    """What a trainer needs of an engine that it asks directly, as the gateway always asks it."""
+    del request_id
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": budget, "stream": True}
+    return msgspec.json.encode(body | {"logprobs": 0, "return_token_ids": True})
+
+
 def _sglang_body(request_id: str, prompt: Sequence[int], budget: int) -> bytes:
     sampling = {"temperature": 1.0, "max_new_tokens": budget}
     body = {"rid": request_id, "input_ids": prompt, "sampling_params": sampling, "stream": True}
@@ -91,7 +98,13 @@ TOKENS = Wire("tokens, whole", "/inference/v1/generate", _tokens_body, _of_event
 TOKEN_STREAM = Wire("tokens", "/inference/v1/generate", _token_stream_body, _of_events)
 COMPLETIONS = Wire("completions", "/v1/completions", _completion_body, _of_text)
 SGLANG = Wire("generate", "/generate", _sglang_body, _of_text)
-REAL_TEXT = replace(COMPLETIONS, name="completions, real", real_chunk=b'"text":"')
+REAL_TEXT = Wire(
+    "completions, real",
+    "/v1/completions",
+    _trainer_completion_body,
+    _of_text,
+    real_chunk=b'"text":"',
+)
 REAL_TOKENS = replace(TOKEN_STREAM, name="tokens, real", real_chunk=b'"token_ids":[')
 _ALL = (REPLICA, TOKENS, TOKEN_STREAM, COMPLETIONS, SGLANG, REAL_TEXT, REAL_TOKENS)
 WIRES = {wire.name: wire for wire in _ALL}

@@ -20,6 +20,8 @@ class StandInGateway:
     def __init__(self, port: int = 0, version: int = 0, delay_s: float = 0.0) -> None:
         self.port = port
         self.version = version
+        # Of the KV behind all tokens, where it is older than they are.
+        self.kv_version: int | None = None
         self.delay_s = delay_s
         self.refuse_with: tuple[int, dict[str, str]] | None = None
         self.refusals = 10**9
@@ -108,10 +110,14 @@ class StandInGateway:
                     "finish_reason": "length",
                 }
             ],
-            "versions": [{"version": self.version, "start": 0, "end": count}],
+            "versions": [self._span(0, count)],
             "segments": [{"replica": "r", "kind": "guest", "start": 0, "end": count}],
             "attempts": 1,
         }
+
+    def _span(self, start: int, end: int) -> dict[str, int]:
+        span = {"version": self.version, "start": start, "end": end}
+        return span if self.kv_version is None else span | {"oldest_version": self.kv_version}
 
     async def _stream(self, http: web.Request, asked: dict[str, Any]) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -151,7 +157,7 @@ class StandInGateway:
         piece: dict[str, Any] = {
             "request_id": "x",
             "choices": [choice],
-            "versions": [{"version": self.version, "start": at, "end": at + 1}],
+            "versions": [self._span(at, at + 1)],
         }
         if finish_reason is not None:
             piece["segments"] = [{"replica": "r", "kind": "guest", "start": 0, "end": at + 1}]

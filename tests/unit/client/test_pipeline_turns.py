@@ -50,6 +50,22 @@ async def test_an_answer_older_than_asked_for_is_an_error_not_a_sample(
     assert len(set(gateway.sessions)) == 2, "a sample that is tried again is another trajectory"
 
 
+@pytest.mark.parametrize("episode", [_whole, _streamed])
+async def test_kv_that_is_older_than_asked_for_makes_its_tokens_too_old(episode: Any) -> None:
+    async with (
+        StandInGateway(version=4) as gateway,
+        RolloutClient(gateway.url) as client,
+        RolloutPipeline(client, episode, [7, 8], ONE, version=4) as pipeline,
+    ):
+        gateway.kv_version = 3
+        with pytest.raises(GroupsDropped, match="tokens of version 3 came though 4 or newer"):
+            await pipeline.take()
+        gateway.kv_version = None
+        step = await pipeline.take()
+        assert step is not None
+        assert [group.oldest_version for group in step.groups] == [4]
+
+
 @pytest.mark.parametrize(
     ("options", "asked"),
     [
