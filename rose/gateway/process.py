@@ -98,18 +98,20 @@ class Gateway:
         """Return only when a background task ended, which none should; raises its error."""
         await asyncio.gather(*self._tasks)
 
-    def _found(self, replica: StaticReplica, found: Probed) -> None:
-        """A replica named on the command line answered for the first time."""
+    def _found(self, replica: StaticReplica, found: Probed | None) -> None:
+        """A replica named on the command line answered for the first time, or not at first."""
+        if found is None:
+            _tell(f"{replica.url} does not answer yet: it is asked until it does")
+            return
         if self._settings.max_model_len is None and found.max_model_len is not None:
             known = self._model.max_model_len or found.max_model_len
             self._model.max_model_len = min(known, found.max_model_len)
         self.note("replica_found", replica=replica.id, api=found.api.value)
         if found.api is not ReplicaApi.ROSE:
-            sys.stdout.write(
-                f"rose gateway: {replica.id} is a stock {ENGINE_NAMES[found.api]}: "
-                "its tokens carry no policy versions, and no gate holds it\n"
+            _tell(
+                f"{replica.id} is a stock {ENGINE_NAMES[found.api]}: "
+                "its tokens carry no policy versions, and no gate holds it"
             )
-            sys.stdout.flush()
 
     def _source(self) -> StaticTable | WatchedTable:
         settings = self._settings
@@ -142,3 +144,8 @@ class Gateway:
         await self._session.close()
         if self._events is not None:
             self._events.close()
+
+
+def _tell(what: str) -> None:
+    sys.stdout.write(f"rose gateway: {what}\n")
+    sys.stdout.flush()

@@ -16,7 +16,8 @@ from rose.gateway.table import UNVERSIONED, ReplicaApi, ReplicaEntry, TableSink
 POLL_S = 0.5
 POLL_TIMEOUT = aiohttp.ClientTimeout(total=2.0)
 
-FoundSink = Callable[[StaticReplica, Probed], None]
+# What a replica is, or, once, that it does not answer yet.
+FoundSink = Callable[[StaticReplica, Probed | None], None]
 
 
 class StaticTable:
@@ -32,6 +33,7 @@ class StaticTable:
         self._session = session
         self._on_found = on_found
         self._found: dict[str, ReplicaApi] = {}
+        self._missed: set[str] = set()
 
     async def run(self, sink: TableSink) -> None:
         """Hand the table to `sink` on every change, until cancelled."""
@@ -48,6 +50,9 @@ class StaticTable:
         if api is None:
             found = await probe(self._session, replica.url)
             if found is None:
+                if replica.id not in self._missed:
+                    self._missed.add(replica.id)
+                    self._on_found(replica, None)
                 # It cannot be told what it is, so it cannot be asked for anything.
                 return _entry(replica, ReplicaApi.ROSE, False, 0, 0)
             api = self._found[replica.id] = found.api

@@ -71,6 +71,20 @@ async def test_a_stock_engine_serves_turns_and_the_gateway_says_what_is_missing(
     assert "no policy versions, and no gate holds it" in capsys.readouterr().out
 
 
+async def test_an_engine_that_does_not_answer_is_said_to_be_missing_once(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(static, "POLL_S", 0.02)
+    engine = StandInVllm()
+    async with engine:
+        url = engine.url
+    async with Gateway(parse_settings(["--port", "0", "--replica", url])) as gateway:
+        await asyncio.sleep(0.2)
+        assert gateway._dispatcher.usable == 0
+    out = capsys.readouterr().out
+    assert out.count(f"{url} does not answer yet: it is asked until it does\n") == 1
+
+
 @pytest.mark.parametrize("engine", [StandInVllm(), StandInSglang(), StandInReplica()])
 async def test_a_turn_that_an_engine_stops_early_is_over(engine: Any) -> None:
     engine.stop_after = 4
