@@ -160,10 +160,24 @@ class RelayConfig(_Frozen):
     port: int = Field(gt=0, lt=65_536)
 
 
+class FanoutConfig(_Frozen):
+    """This node's GPU hands chunks around in a fixed group, over NCCL; CuPy has to be there.
+
+    rank, size: of the group; rank 0 leads and needs a `relay`. leader: the address of its relay.
+    device: the CUDA ordinal.
+    """
+
+    rank: int = Field(ge=0)
+    size: int = Field(ge=2, le=4_096)
+    leader: str = ""
+    device: int = Field(default=0, ge=0)
+
+
 class NodeConfig(_Frozen):
     """One node. `run_dir` holds its weights, its guests' records and the local kill file `KILL`.
 
     cluster: nodes of the same label share what they fetch; those with a `relay` pass it on.
+    fanout: a group of GPUs inside the cluster that start and stop together.
 
     cgroup: a cgroup v2 folder delegated to this user, in which guests get groups of their own.
     metrics_port: loopback port of `/metrics`, None serves none.
@@ -180,6 +194,7 @@ class NodeConfig(_Frozen):
     receiver: ReceiverConfig = ReceiverConfig()
     cluster: str = ""
     relay: RelayConfig | None = None
+    fanout: FanoutConfig | None = None
     transport: TransportConfig = TransportConfig()
     metrics_port: int | None = Field(default=None, gt=0, lt=65_536)
 
@@ -209,7 +224,19 @@ class NodeConfig(_Frozen):
                 f"{path}: {' and '.join(guests)} would share one host; give each host one guest"
             )
         config._check_profiles(path)
+        config._check_fanout(path)
         return config
+
+    def _check_fanout(self, path: Path) -> None:
+        group = self.fanout
+        if group is None:
+            return
+        if group.rank >= group.size:
+            raise ConfigError(f"{path}: fanout.rank {group.rank} is none of 0 to {group.size - 1}")
+        if group.rank == 0 and self.relay is None:
+            raise ConfigError(f"{path}: the leader of a group (fanout.rank 0) needs a relay")
+        if group.rank > 0 and not group.leader:
+            raise ConfigError(f"{path}: fanout.leader is missing: the address of rank 0's relay")
 
     def _check_profiles(self, path: Path) -> None:
         """A guest would not start with a profile that cannot be used: say so before it tries."""

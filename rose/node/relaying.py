@@ -1,5 +1,7 @@
 """The weights' side of a node's network: what it fetches with, and what it passes on."""
 
+import asyncio
+import logging
 from collections.abc import Sequence
 
 import aiohttp
@@ -8,7 +10,11 @@ from rose.node.bringing import Source
 from rose.node.chain import KnownVersion, VersionChain
 from rose.node.config import NodeConfig
 from rose.publish import Credentials, Hub, Reader, Receiving, VersionServer
+from rose.publish.joining import Membership, join_group, lead
+from rose.publish.muster import Lead
 from weight_transfer import ChunkStore, VerifyKey
+
+_log = logging.getLogger(__name__)
 
 
 class WeightNetwork:
@@ -23,6 +29,7 @@ class WeightNetwork:
         self._session: aiohttp.ClientSession | None = None
         self._server: VersionServer | None = None
         self._source: Source | None = None
+        self._joining: asyncio.Task[None] | None = None
 
     @property
     def relay_url(self) -> str:
@@ -36,6 +43,8 @@ class WeightNetwork:
         self._session = self._credentials.session()
         store = ChunkStore(config.run_dir / "weights")
         hub = Hub(self._session, Receiving(store, config.receiver.caps), self.relay_url)
+        group = config.fanout
+        leading = lead(group.size) if group and group.rank == 0 else None
         if config.relay:
             self._server = VersionServer(
                 store,
@@ -43,8 +52,12 @@ class WeightNetwork:
                 hub=hub,
                 credentials=self._credentials,
                 host=config.relay.host,
+                lead=leading,
             )
             await self._server.start()
+        if group:
+            mine = Membership(group.rank, group.size, group.leader, group.device)
+            self._joining = asyncio.create_task(self._join(hub, mine, leading))
         key = VerifyKey(config.verify_key) if config.verify_key else None
         self._source = Source(replicas, hub, chain, key, Reader(self._session, config.node))
         return self._source
@@ -59,8 +72,19 @@ class WeightNetwork:
         if self._source:
             self._source.hub.follow(known.job, known.url, self._source.verify_key)
 
+    async def _join(self, hub: Hub, mine: Membership, leading: Lead | None) -> None:
+        """Weights come over HTTP until all members are there."""
+        assert self._session is not None
+        try:
+            hub.group = await join_group(self._session, mine, leading)
+        except Exception as error:  # noqa: BLE001 - whatever NCCL or a driver says: there is no group
+            _log.warning("joins no group of GPUs, weights come over HTTP: %s", error)
+
     async def close(self) -> None:
         """Close all connections; what came stays on disk."""
+        if self._joining:
+            self._joining.cancel()
+            await asyncio.gather(self._joining, return_exceptions=True)
         if self._source:
             await self._source.hub.close()
             self._source.receiving.close()

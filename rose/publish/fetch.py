@@ -53,6 +53,10 @@ async def fetch_version(
     hold.update(ref.id for ref in manifest.chunks)
     hold.add(store.manifest_path(version, base=base).name)
     await receiving.work(partial(receiving.shelf.make_room, manifest))
+    if hub.group is not None:
+        # One that has all chunks comes too: the group can only go together.
+        shared = partial(hub.obtain, on_reject=on_reject)
+        size += await hub.group.bring(manifest, receiving, shared, on_reject)
     missing = await receiving.work(partial(_missing, store, manifest, on_reject))
     # What neighbours ask for has no part in this limit: they may be what this node waits for.
     gate = asyncio.Semaphore(CHUNKS_AT_ONCE)

@@ -29,6 +29,7 @@ from rose.publish.download import (
     FetchError,
     SourceError,
 )
+from rose.publish.group import FixedGroup
 from rose.publish.receiving import Receiving
 from rose.publish.route import Route
 from rose.publish.standing import Standing
@@ -90,6 +91,8 @@ class Hub:
         self._following: tuple[str, str, VerifyKey | None] | None = None
         self._manifests: OrderedDict[str, _Known] = OrderedDict()
         self._learned = asyncio.Event()
+        self.group: FixedGroup | None = None
+        """GPUs that hand chunks to each other; None where neighbours share over HTTP alone."""
 
     @property
     def receiving(self) -> Receiving:
@@ -187,6 +190,8 @@ class Hub:
 
     async def close(self) -> None:
         """Stop all downloads; what came of them stays."""
+        if self.group is not None:
+            self.group.close()
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()

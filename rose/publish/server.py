@@ -5,6 +5,8 @@ GET /chunks/{blake3}            encoded bytes, `Range: bytes=N-` goes on at byte
 POST /chunks/{blake3}/doubt     it arrived corrupt: a relay drops a copy that is damaged
 GET /catalog                    what is published here (`index`)
 POST /leases                    {reader, version, ttl_s}: nothing after `version` is collected
+GET /group                      of a fixed group's leader: NCCL's name of the group
+POST /group/{what}/{rank}       likewise: "all" once all members came for the same
 With a hub, what is on its way is served while it arrives (`passing`).
 """
 
@@ -20,6 +22,7 @@ from rose.publish import index
 from rose.publish.credentials import OPEN, Credentials
 from rose.publish.hub import Hub
 from rose.publish.leases import Leases
+from rose.publish.muster import Lead
 from rose.publish.passing import Passing
 from weight_transfer import ChunkMissingError, ChunkStore, WeightError
 
@@ -30,7 +33,7 @@ class VersionServer:
     """HTTP face of a chunk store.
 
     hub: of a node that relays. credentials: what callers must show. host: the address to listen at.
-    leases: of a publisher that collects.
+    leases: of a publisher that collects. lead: of a node that leads a fixed group of GPUs.
     corrupt_every: a control for tests and drills. The first answer for every n-th chunk has one bit
     flipped, which receivers must catch and heal by fetching again; 0 serves everything as it is.
     """
@@ -44,6 +47,7 @@ class VersionServer:
         credentials: Credentials = OPEN,
         host: str = "127.0.0.1",
         leases: Leases | None = None,
+        lead: Lead | None = None,
     ) -> None:
         self._host = host
         self._store = store
@@ -53,6 +57,7 @@ class VersionServer:
         self._passing = Passing(store, hub) if hub else None
         self._credentials = credentials
         self._leases = leases
+        self._lead = lead
         self._served: set[str] = set()
         self._runner: web.AppRunner | None = None
 
@@ -69,6 +74,8 @@ class VersionServer:
         app.router.add_post("/chunks/{name:[0-9a-f]{64}}/doubt", self._doubt)
         app.router.add_get("/catalog", self._catalog)
         app.router.add_post("/leases", self._lease)
+        app.router.add_get("/group", self._group)
+        app.router.add_post("/group/{what:[0-9a-f]{64}}/{rank:[0-9]{1,5}}", self._muster)
         context = self._credentials.server()
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
         await self._runner.setup()
@@ -132,6 +139,20 @@ class VersionServer:
         except (ValueError, KeyError, TypeError, RefusedError) as error:
             raise web.HTTPBadRequest(text=f"no lease: {error!r}") from error
         return web.json_response({"ttl_s": lease.expires_s - time.monotonic()})
+
+    async def _group(self, request: web.Request) -> web.Response:
+        return web.json_response(self._leading(request).unique_id)
+
+    async def _muster(self, request: web.Request) -> web.Response:
+        what, rank = request.match_info["what"], int(request.match_info["rank"])
+        came = await self._leading(request).muster.join(what, rank)
+        return web.Response(text="all" if came else "not all")
+
+    def _leading(self, request: web.Request) -> Lead:
+        self._admit(request)
+        if self._lead is None:
+            raise web.HTTPNotFound(text="this node leads no group of GPUs")
+        return self._lead
 
     def _admit(self, request: web.Request) -> None:
         given = request.headers.get("Authorization", "")

@@ -38,6 +38,23 @@ def test_the_wrong_field_is_named(tmp_path: Path, change: dict[str, object], nam
         _load(tmp_path, NODE | change)
 
 
+@pytest.mark.parametrize(
+    ("fanout", "said"),
+    [
+        ({"rank": 2, "size": 2}, "rank 2 is none of 0 to 1"),
+        ({"rank": 0, "size": 2}, "needs a relay"),
+        ({"rank": 1, "size": 2}, "leader is missing"),
+        ({"rank": 0, "size": 1}, "fanout.size"),
+    ],
+)
+def test_a_group_of_gpus_that_cannot_be_is_refused(
+    tmp_path: Path, fanout: dict[str, object], said: str
+) -> None:
+    replicas = [REPLICA | {"kind": "dedicated"}]
+    with pytest.raises(ConfigError, match=said):
+        _load(tmp_path, NODE | {"replicas": replicas, "fanout": fanout})
+
+
 def test_a_file_that_is_no_json_or_is_missing_says_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no JSON"):
         _load(tmp_path, "{")
