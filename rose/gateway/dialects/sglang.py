@@ -281,6 +281,7 @@ class SglangAnswer:
             meta["output_token_logprobs"] = [
                 (logprob, token, None) for logprob, token in zip(logprobs, tokens, strict=True)
             ]
+            meta["output_token_logprobs_length"] = end
         meta["reasoning_tokens"] = 0
         meta["completion_tokens"] = end
         meta["cached_tokens"] = 0

@@ -10,8 +10,8 @@ from wire_cases import ask, payloads, stream
 GENERATE = "/generate"
 META_KEYS = """
     id finish_reason prompt_tokens weight_version num_retractions input_token_logprobs
-    output_token_logprobs reasoning_tokens completion_tokens cached_tokens weight_versions
-    e2e_latency
+    output_token_logprobs output_token_logprobs_length reasoning_tokens completion_tokens
+    cached_tokens weight_versions e2e_latency
 """
 
 
