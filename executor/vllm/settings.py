@@ -27,7 +27,7 @@ class EngineSettings:
     `step_profile`, `host_step_profile`: files of `rose profile`, empty for none.
     `level`, `reserve`, `prefix_cold_s`: whether a host lends idle KV memory, the share that it
     never lends, and after which time a prefix that nobody asked for may be forgotten.
-    `kv_backend`: how KV pages go: MADVISE on host memory, CUDA on a GPU, AUTO by where KV memory is.
+    `kv_backend`: how KV pages go: MADVISE on host memory, CUDA on a GPU, AUTO by where the KV is.
     """
 
     role: str
