@@ -23,14 +23,10 @@ class CudaPages:
         source: PageSource,
         use: PageUse,
         bytes_total: int,
-        *,
-        scrub: bool = False,
     ) -> None:
-        """`scrub`: zero pages before they go, for a source that hands them to another process."""
         self._mapping = mapping
         self._source = source
         self._use = use
-        self._scrub = scrub
         self._held: set[int] = set()
         self._away = 0
         self.bytes_total = bytes_total
@@ -46,8 +42,6 @@ class CudaPages:
         due = [granule for granule in granules if granule not in self._held]
         pages = self._use.take(due)
         try:
-            if self._scrub:
-                self._mapping.zero(pages)
             gone = self._mapping.back(pages, [self._mapping.alias] * len(pages))
         except DeviceError:
             self._use.give(due)
@@ -74,19 +68,9 @@ class CudaPages:
     def _fetch(self, pages: list[int]) -> None:
         handles = self._source.take(len(pages))
         try:
-            self._mapping.back(pages, handles)
-            self._zero(pages)
+            self._mapping.back_zeroed(pages, handles)
         except MappingLost:
             raise  # Somebody may still write to these pages: nobody else is to have them.
         except DeviceError:
             self._source.give(handles)
-            raise
-
-    def _zero(self, pages: list[int]) -> None:
-        try:
-            self._mapping.zero(pages)
-        except MappingLost:
-            raise
-        except DeviceError:
-            self._mapping.back(pages, [self._mapping.alias] * len(pages))
             raise

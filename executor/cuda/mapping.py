@@ -69,6 +69,18 @@ class Mapping:
             raise
         return before
 
+    def back_zeroed(self, pages: Sequence[int], handles: Sequence[Handle]) -> list[Handle]:
+        """As `back`, and zeroed."""
+        before = self.back(pages, handles)
+        try:
+            self.zero(pages)
+        except MappingLost:
+            raise
+        except DeviceError:
+            self.back(pages, before)
+            raise
+        return before
+
     def zero(self, pages: Sequence[int]) -> None:
         """Write zeros over these pages, and wait for it.
 
