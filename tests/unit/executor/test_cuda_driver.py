@@ -1,12 +1,16 @@
 """The rules of a GPU's driver that the pages rely on: the stand-in's are those of the real one."""
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from cuda_cases import ZEROS, Gpu, gpu
 
+from executor import cuda
 from executor.cuda import bindings
 from executor.errors import DeviceError, DeviceMemoryShort
 
@@ -120,6 +124,15 @@ def test_a_result_of_the_driver_is_one_clear_line() -> None:
 
 
 def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "cuda.bindings", None)
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     with pytest.raises(DeviceError, match=r"install rose-rollout\[cuda\]"):
         bindings.open_driver()
+
+
+def test_a_machine_without_a_gpu_does_not_notice() -> None:
+    """All of it can be imported, and nothing of it asks for a package of CUDA's, or for torch."""
+    names = [f"executor.cuda.{path.stem}" for path in Path(cuda.__path__[0]).glob("*.py")]
+    assert len(names) > 10
+    code = f"import sys, importlib; [importlib.import_module(name) for name in {names}]"
+    code += "; assert not {'cuda', 'torch', 'cupy'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -127,6 +127,21 @@ def test_garbage_is_no_frame(data: bytes) -> None:
         decode(data)
 
 
+def test_a_message_has_an_end() -> None:
+    most = encode(Return(tuple(range(MOST_PAGES))))
+    longer = most[:6] + (MOST_PAGES + 1).to_bytes(2, "little") + most[8:] + bytes(range(8))
+    with pytest.raises(LoanError, match="no word about pages"):
+        decode(longer)
+    with pytest.raises(LoanError, match="give at most 64"):
+        encode(Return(tuple(range(MOST_PAGES + 1))))
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        theirs.send(most + b"and more")
+        with pytest.raises(LoanError, match="is longer than"):
+            receive(ours)
+        assert receive(ours) is None
+
+
 def test_frames_have_a_fixed_form() -> None:
     assert (
         encode(Return((1, 258))).hex()

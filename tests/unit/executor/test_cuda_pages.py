@@ -145,6 +145,7 @@ def test_granules_not_released_yet_are_left_alone_when_they_are_wanted_back() ->
     assert driver.read(extents[0].base + 2 * PAGE, 4) == b"kept"
     pages.release([2])
     pages.release([2])
+    assert pages.bytes_returned == PAGE
     pages.restore([2])
     assert pages.bytes_returned == 0
     reservation.close()
