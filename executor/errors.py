@@ -1,7 +1,11 @@
 """Errors of the executor.
 
 ExecutorError
+├── DeviceError      a GPU's driver refuses a call
+│   ├── DeviceMemoryShort  the GPU has not enough free memory; what was mapped is as it was
+│   └── MappingLost        addresses of the KV cache are without memory: the engine has to end
 ├── LendingError     a host's KV memory cannot be lent
+├── LoanError        the other side of a loan of pages breaks the rules
 ├── PageError        the control page cannot be used: missing, foreign, of another layout
 ├── PageReleaseError the kernel does not give KV memory back, or does not say
 └── PageUnreadable   a section stays torn: its writer died or hangs in the middle of a write
@@ -12,8 +16,24 @@ class ExecutorError(Exception):
     """Root of everything this package raises on purpose."""
 
 
+class DeviceError(ExecutorError):
+    """A call to a GPU's driver failed."""
+
+
+class DeviceMemoryShort(DeviceError):  # noqa: N818 -- a state of the GPU that passes
+    """Nothing changed; the same may succeed when others have given memory back."""
+
+
+class MappingLost(DeviceError):  # noqa: N818 -- says what happened
+    """The KV cache could not be put back as it was: a kernel that touches it would fault."""
+
+
 class LendingError(ExecutorError):
     """The host keeps its KV memory to itself."""
+
+
+class LoanError(ExecutorError):
+    """A message about lent pages makes no sense; its sender is not dealt with any more."""
 
 
 class PageError(ExecutorError):

@@ -34,6 +34,8 @@ class Extent:
 class HostPages:
     """PageBackend over anonymous memory of this process."""
 
+    always_restores = True
+
     def __init__(self, extents: Sequence[Extent], granules: Granules, bytes_total: int) -> None:
         self._extents = extents
         self._granules = granules

@@ -11,6 +11,11 @@ class PageBackend(Protocol):
     """
 
     @property
+    def always_restores(self) -> bool:
+        """Whether `restore` cannot fail for want of memory."""
+        ...
+
+    @property
     def bytes_total(self) -> int:
         """Size of the KV memory."""
         ...
@@ -25,12 +30,17 @@ class PageBackend(Protocol):
         ...
 
     def restore(self, granules: Collection[int]) -> None:
-        """Have zeroed pages under these granules again, at the latest when they are touched."""
+        """Have zeroed pages under these granules again, at the latest when they are touched.
+
+        Raises DeviceMemoryShort, and changes nothing then, unless `always_restores`.
+        """
         ...
 
 
 class NoPages:
     """KV memory that this process cannot reach: nothing is returned, and nothing is claimed."""
+
+    always_restores = True
 
     def __init__(self, bytes_total: int) -> None:
         self.bytes_total = bytes_total

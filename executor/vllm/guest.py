@@ -48,7 +48,7 @@ class GatedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types are n
             return
         model, limits = step_model(settings), gate_limits(settings)
         page = ControlPage.open(settings.page_path)
-        pages, granules = kv_pages(self.vllm_config, self.kv_cache_config)
+        pages, granules = kv_pages(self.vllm_config, self.kv_cache_config, settings.kv_backend)
         pool = BalloonedPool(self.kv_cache_manager.block_pool, granules, pages)
         self._kv = GuestKv(pool, self._rollouts, self._preempt)
         self._hand_back = HandBack()

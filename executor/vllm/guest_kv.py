@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
 from executor.balloon import NO_CAP, cap_in_force, granules_over, plan_growth, plan_shrink
+from executor.errors import DeviceMemoryShort
 from executor.gate import GateLimits
 from executor.preemption import Rollout
 from executor.sections import Grant
@@ -13,6 +14,8 @@ from executor.vllm.station import KvMapped
 
 # Bounds one call, so that the engine core still hears aborts while it gives much back.
 MOST_BYTES_A_CALL: Final = 512 << 20
+# How long a guest on a GPU waits for memory that others still have before it asks again.
+GROWTH_RETRY_NS: Final = 100_000_000
 
 
 class GuestKv:
@@ -36,6 +39,8 @@ class GuestKv:
         self._steps_begun = 0
         self._steps_done = 0
         self._most_a_call = max(1, MOST_BYTES_A_CALL // max(1, pool.granule_bytes))
+        self._growth = self._most_a_call
+        self._grow_after_ns = 0
 
     @property
     def mapped(self) -> KvMapped:
@@ -71,7 +76,7 @@ class GuestKv:
         if over > 0:
             over -= self._shrink(over)
         elif over < 0:
-            self._pool.give_back(plan_growth(min(-over, self._most_a_call), self._pool.held))
+            self._grow(-over)
         self._pool.unmap(self._steps_done)
         return over <= 0 and self._pool.unmapped
 
@@ -86,6 +91,20 @@ class GuestKv:
     def _over(self, grant: Grant | None) -> int:
         self._cap = cap_in_force(grant, self._clock_ns(), self._limits, self._cap)
         return granules_over(self._cap, self._pool.granules, len(self._pool.held))
+
+    def _grow(self, count: int) -> None:
+        """Growing may have to wait: nobody owes a guest memory, so half of it is tried later."""
+        now_ns = self._clock_ns()
+        if now_ns < self._grow_after_ns:
+            return
+        count = min(count, self._growth)
+        try:
+            self._pool.give_back(plan_growth(count, self._pool.held))
+        except DeviceMemoryShort:
+            self._growth = max(1, count // 2)
+            self._grow_after_ns = now_ns + GROWTH_RETRY_NS
+        else:
+            self._growth = min(self._most_a_call, 2 * self._growth)
 
     def _shrink(self, over: int) -> int:
         pool = self._pool

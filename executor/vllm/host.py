@@ -92,15 +92,15 @@ class ObservedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types ar
             page = ControlPage.ensure(settings.page_path)
             log = StepLog.from_environ(os.environ, HOST)
             if settings.level == LEND:
-                self._begin_lending(_limits(settings))
+                self._begin_lending(settings)
             self._observer = HostObserver(
                 page, settings.ttft_s, settings.tpot_s, step_log=log, lent=self._lent
             )
             self._observer.started(self)
 
-    def _begin_lending(self, limits: LendingLimits) -> None:
+    def _begin_lending(self, settings: EngineSettings) -> None:
         try:
-            self._lender = HostLender.of(self, limits)
+            self._lender = HostLender.of(self, _limits(settings), settings.kv_backend)
         except Exception as error:  # noqa: BLE001 -- the host is worth more than what it lends
             logger.error("%s: %s", KEEPS, error)  # noqa: TRY400 -- one line says it all
 

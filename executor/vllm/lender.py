@@ -14,6 +14,7 @@ from executor.lending import LendingCore, LendingLimits
 from executor.pages import NoPages, PageBackend
 from executor.vllm.kv_storage import kv_pages
 from executor.vllm.lent_pool import LentPool
+from executor.vllm.settings import AUTO
 
 # Bounds one call, and with it what a request that arrives meanwhile waits for.
 MOST_BYTES_A_CALL: Final = 32 << 20
@@ -51,14 +52,14 @@ class HostLender:
         self.pending = True
 
     @classmethod
-    def of(cls, scheduler: Any, limits: LendingLimits) -> "HostLender":  # noqa: ANN401 -- vLLM's scheduler
+    def of(cls, scheduler: Any, limits: LendingLimits, kv_backend: str = AUTO) -> "HostLender":  # noqa: ANN401 -- vLLM's scheduler
         """Take over the block pool of an engine without requests.
 
         Raises LendingError where its memory cannot be lent.
         """
         if scheduler.connector is not None:
             raise LendingError("a KV connector may read blocks that are free; start without one")
-        pages, granules = kv_pages(scheduler.vllm_config, scheduler.kv_cache_config)
+        pages, granules = kv_pages(scheduler.vllm_config, scheduler.kv_cache_config, kv_backend)
         _check(pages, granules)
         pool = LentPool(scheduler.kv_cache_manager.block_pool, granules, pages)
         return cls(pool, limits, scheduler.block_size)
@@ -109,5 +110,9 @@ class HostLender:
 def _check(pages: PageBackend, granules: Granules) -> None:
     if isinstance(pages, NoPages):
         raise LendingError("KV pages are out of this process's reach; use UniProcExecutor")
+    if not pages.always_restores:
+        raise LendingError(
+            "a GPU's memory may be elsewhere when the host needs it; set ROSE_HOST_LEVEL=observe"
+        )
     if granules.count <= 2:
         raise LendingError(f"{granules.count} granules leave nothing to lend; give more KV memory")

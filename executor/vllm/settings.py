@@ -11,6 +11,9 @@ HOST = "host"
 GUEST = "guest"
 OBSERVE = "observe"
 LEND = "lend"
+AUTO = "auto"
+MADVISE = "madvise"
+CUDA = "cuda"
 WARM_UP = "rose-warm-up-"
 """Ids of requests begin so that run before the first lease: their tokens are nobody's."""
 POLICY_VERSION = "ROSE_POLICY_VERSION"
@@ -24,6 +27,7 @@ class EngineSettings:
     `step_profile`, `host_step_profile`: files of `rose profile`, empty for none.
     `level`, `reserve`, `prefix_cold_s`: whether a host lends idle KV memory, the share that it
     never lends, and after which time a prefix that nobody asked for may be forgotten.
+    `kv_backend`: how KV pages go: MADVISE on host memory, CUDA on a GPU, AUTO by where the KV is.
     """
 
     role: str
@@ -36,12 +40,13 @@ class EngineSettings:
     level: str = OBSERVE
     reserve: float = 0.2
     prefix_cold_s: float = 300.0
+    kv_backend: str = AUTO
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Self:
         """Read ROSE_ROLE, ROSE_CONTROL_PAGE, ROSE_SLO_TTFT_S, ROSE_SLO_TPOT_S, ROSE_ORPHAN_S,
-        ROSE_STEP_PROFILE, ROSE_HOST_STEP_PROFILE, ROSE_HOST_LEVEL, ROSE_HOST_RESERVE and
-        ROSE_HOST_PREFIX_COLD_S.
+        ROSE_STEP_PROFILE, ROSE_HOST_STEP_PROFILE, ROSE_HOST_LEVEL, ROSE_HOST_RESERVE,
+        ROSE_HOST_PREFIX_COLD_S and ROSE_KV_BACKEND.
 
         Raises ExecutorError for a host or guest without a page and for values that make no sense.
         """
@@ -57,18 +62,20 @@ class EngineSettings:
             _seconds(environ, "ROSE_ORPHAN_S", 2.0),
             environ.get("ROSE_STEP_PROFILE", ""),
             environ.get("ROSE_HOST_STEP_PROFILE", ""),
-            _level(environ.get("ROSE_HOST_LEVEL", OBSERVE)),
+            _one_of(environ, "ROSE_HOST_LEVEL", (OBSERVE, LEND)),
             _share(environ, "ROSE_HOST_RESERVE", 0.2),
             _seconds(environ, "ROSE_HOST_PREFIX_COLD_S", 300.0),
+            _one_of(environ, "ROSE_KV_BACKEND", (AUTO, MADVISE, CUDA)),
         )
         if settings.orphan_s == 0:
             raise ExecutorError("ROSE_ORPHAN_S is 0; give the seconds a guest outlives its daemon")
         return settings
 
 
-def _level(text: str) -> str:
-    if text not in (OBSERVE, LEND):
-        raise ExecutorError(f"ROSE_HOST_LEVEL is {text!r}; give {OBSERVE} or {LEND}")
+def _one_of(environ: Mapping[str, str], name: str, words: tuple[str, ...]) -> str:
+    text = environ.get(name, words[0])
+    if text not in words:
+        raise ExecutorError(f"{name} is {text!r}; give {' or '.join(words)}")
     return text
 
 

@@ -33,6 +33,7 @@ class EngineSpec:
     verify_key: hex of the key that signs manifests.
     warm_up_s: a replica runs every size of step before it is healthy, for at most so long; None
     leaves that out.
+    kv_backend: how a guest gives KV pages back; "cuda" reserves them on a GPU.
     step_profile, host_step_profile: files of `rose profile`, of a guest and of its host.
     """
 
@@ -58,6 +59,7 @@ class EngineSpec:
     warm_up_s: float | None = None
     step_profile: Path | None = None
     host_step_profile: Path | None = None
+    kv_backend: str = "auto"
     extra_env: dict[str, str] = field(default_factory=dict)
     extra_args: tuple[str, ...] = ()
 

@@ -63,6 +63,8 @@ def _arguments(spec: EngineSpec) -> list[str]:
     ]
     if spec.role in _SCHEDULERS:
         arguments.append(f"--scheduler-cls={_SCHEDULERS[spec.role]}")
+    if spec.role is EngineRole.GUEST and spec.kv_backend == "cuda":
+        arguments.append("--worker-cls=executor.vllm.reserved_worker.ReservedKvWorker")
     if spec.role.is_replica:
         arguments.extend(_REPLICA_ARGS)
     return [*arguments, *spec.extra_args]
@@ -84,6 +86,7 @@ def _environment(spec: EngineSpec) -> dict[str, str]:
     if spec.control_page:
         env["ROSE_CONTROL_PAGE"] = str(spec.control_page)
         env["ROSE_ORPHAN_S"] = str(spec.orphan_s)
+        env["ROSE_KV_BACKEND"] = spec.kv_backend
     if spec.warm_up_s is not None and spec.role.is_replica:
         env["ROSE_WARM_UP_S"] = str(spec.warm_up_s)
     if spec.step_profile:

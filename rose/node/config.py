@@ -42,6 +42,7 @@ class ReplicaConfig(_Frozen):
     step_profile: file of `rose profile`; without one a guest guesses, and learns as it runs.
     kv_base_bytes: KV memory of a guest's own; beyond it the guest has what its host lends just now.
     None: its KV memory does not depend on what the host lends.
+    kv_backend: how a guest gives KV pages back; see `EngineSettings`.
     sleep_mode: its engine answers vLLM's sleep route, and may be asked to give up its weights.
     reclaim_s: how long the reclaim ladder may take before its last rung has freed the memory.
     orphan_s: how long a guest outlives its daemon, frozen: until then the next daemon may adopt it,
@@ -63,6 +64,7 @@ class ReplicaConfig(_Frozen):
     kv_high_watermark: float = Field(default=0.90, gt=0, le=1)
     kv_low_watermark: float = Field(default=0.80, gt=0, le=1)
     kv_base_bytes: int | None = Field(default=None, gt=0)
+    kv_backend: Literal["auto", "madvise", "cuda"] = "auto"
     sleep_mode: bool = False
     reclaim_s: float = Field(default=5.0, ge=1.0)
     decode_tok_s: float = Field(default=1_000.0, gt=0)
@@ -113,6 +115,7 @@ class ReplicaConfig(_Frozen):
             warm_up_s=self.warm_up_s,
             step_profile=self.step_profile,
             host_step_profile=host.step_profile if host else None,
+            kv_backend=self.kv_backend,
             extra_env=self.extra_env,
         )
 

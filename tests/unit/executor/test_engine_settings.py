@@ -30,10 +30,16 @@ def test_a_host_lends_only_when_told_to() -> None:
     assert (settings.level, settings.reserve) == ("lend", 0.5)
 
 
+def test_kv_pages_go_by_where_they_are_unless_told_otherwise() -> None:
+    assert EngineSettings.from_environ({}).kv_backend == "auto"
+    assert EngineSettings.from_environ({"ROSE_KV_BACKEND": "cuda"}).kv_backend == "cuda"
+
+
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
         ({"ROSE_HOST_LEVEL": "give"}, "give observe or lend"),
+        ({"ROSE_KV_BACKEND": "gpu"}, "ROSE_KV_BACKEND is 'gpu'; give auto or madvise or cuda"),
         ({"ROSE_HOST_RESERVE": "0"}, "ROSE_HOST_RESERVE is 0; give a share"),
         ({"ROSE_HOST_RESERVE": "nan"}, "ROSE_HOST_RESERVE is nan; give a share"),
         ({"ROSE_HOST_RESERVE": "half"}, "ROSE_HOST_RESERVE is half; give a share"),

@@ -30,6 +30,7 @@ def test_a_guest_without_a_host_is_refused(tmp_path: Path) -> None:
     [
         ({"replicas": [REPLICA | {"port": 0}]}, "port"),
         ({"replicas": [REPLICA | {"kind": "lodger"}]}, "kind"),
+        ({"replicas": [REPLICA | {"kv_backend": "gpu"}]}, "kv_backend"),
         ({"replicas": [], "surprise": 1}, "surprise"),
     ],
 )
@@ -65,6 +66,19 @@ def test_a_file_that_is_no_json_or_is_missing_says_so(tmp_path: Path) -> None:
 def test_the_kill_file_lies_in_the_run_folder(tmp_path: Path) -> None:
     config = _load(tmp_path, NODE | {"replicas": [REPLICA | {"kind": "dedicated"}]})
     assert config.kill_file == Path("r/KILL")
+
+
+@pytest.mark.parametrize("backend", ["auto", "madvise", "cuda"])
+def test_only_a_guest_on_a_gpu_gets_the_worker_that_reserves_memory(
+    tmp_path: Path, backend: str
+) -> None:
+    replica = REPLICA | {"kv_backend": backend}
+    config = _load(tmp_path, NODE | {"replicas": [replica], "host": {"page": "page"}})
+    (guest,) = config.replicas
+    process = process_spec(guest.engine(tmp_path / "log", config.host, verify_key=None))
+    assert process.env["ROSE_KV_BACKEND"] == backend
+    worker = "--worker-cls=executor.vllm.reserved_worker.ReservedKvWorker"
+    assert (worker in process.argv) == (backend == "cuda")
 
 
 def test_a_guest_is_started_with_its_own_profile_and_its_hosts(tmp_path: Path) -> None:

@@ -1,0 +1,228 @@
+"""Pages that their owner does not need now, lent to other processes of the same GPU.
+
+The owner keeps a handle of every page that it lent, so that taking one back costs no allocation.
+The price is trust: a driver has no call that takes a page away from another process, so a borrower
+is believed when it says that it unmapped one. What a borrower says otherwise is checked, and one
+that breaks a rule gets nothing more; its pages wait until its process has ended.
+"""
+
+import logging
+import os
+import socket
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count as counter
+from pathlib import Path
+from typing import Final
+
+from executor.cuda.driver import Driver, Handle
+from executor.cuda.fd_socket import HungUp, close_all, has_ended, peer_process, receive, send
+from executor.cuda.frames import EVERYTHING, MOST_PAGES, Hello, Lend, Return, Revoke
+from executor.cuda.loan_book import LoanBook
+from executor.cuda.mapping import Mapping
+from executor.cuda.page_pool import PagePool
+from executor.errors import DeviceMemoryShort, LoanError
+
+logger = logging.getLogger("vllm.rose.kv")
+
+MOST_BORROWERS: Final = 4
+# Of one borrower in one step.
+MOST_FRAMES: Final = 8
+
+
+@dataclass(slots=True)
+class _Borrower:
+    """`connection` is None once it is not dealt with any more; `process` is watched to its end."""
+
+    number: int
+    connection: socket.socket | None
+    process: int
+    greeted: bool = False
+    keep: int = EVERYTHING
+
+
+class PageLender:
+    """PageSource of the owner. One thread calls it, and `step` does all that others wait for."""
+
+    def __init__(
+        self, driver: Driver, page_bytes: int, path: Path, pool: PagePool, *, reserve: int = 0
+    ) -> None:
+        """Listen at `path`. `reserve`: pages in stock that are never lent."""
+        self._driver = driver
+        self._hello = Hello(driver.device, page_bytes)
+        self._pool = pool
+        self._book = LoanBook(reserve)
+        self._handles: dict[int, Handle] = {}
+        self._numbers = counter(1)
+        self._names = counter(1)
+        self._borrowers: list[_Borrower] = []
+        self._goal = 0
+        self._window = Mapping(driver, page_bytes, MOST_PAGES)
+        self._path = path
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.setblocking(False)
+        self._listener.bind(os.fspath(path))
+        path.chmod(0o600)
+        self._listener.listen(MOST_BORROWERS)
+
+    @property
+    def idle(self) -> int:
+        """Pages in stock."""
+        return self._book.in_stock + self._pool.idle
+
+    @property
+    def lent(self) -> int:
+        """Pages that others have, or may still have."""
+        return len(self._handles) - self._book.in_stock
+
+    def take(self, count: int) -> list[Handle]:
+        """Return pages of the stock, the reserve included, then new ones.
+
+        On DeviceMemoryShort what is missing is revoked: the same succeeds a while later.
+        """
+        try:
+            created = self._pool.take(max(0, count - self._book.in_stock))
+        except DeviceMemoryShort:
+            self.revoke(count)
+            raise
+        self.revoke(0)
+        return [self._handles.pop(number) for number in self._book.take(count)] + created
+
+    def give(self, handles: Collection[Handle]) -> None:
+        """Take pages into the stock."""
+        numbers = {next(self._numbers): handle for handle in handles}
+        self._handles.update(numbers)
+        self._book.put(numbers)
+
+    def revoke(self, stock: int) -> None:
+        """Call pages back until so many are in stock; 0 ends that, and until then none is lent."""
+        self._goal = stock
+
+    def step(self) -> None:
+        """Hear the borrowers, lend and revoke; never waits."""
+        self._accept()
+        for borrower in list(self._borrowers):
+            if has_ended(borrower.process):
+                self._forget(borrower)
+            with self._hanging_up(borrower):
+                self._hear(borrower)
+        wanted = max(0, self._goal - self._book.in_stock)
+        for borrower in self._borrowers:
+            with self._hanging_up(borrower):
+                wanted -= self._ask_back(borrower, wanted)
+                if borrower.greeted and not self._goal:
+                    self._lend(borrower)
+
+    def close(self) -> None:
+        """Lend no more, and forget all pages: the device has them when no borrower has."""
+        if self._listener.fileno() < 0:
+            return
+        for borrower in self._borrowers:
+            self._hang_up(borrower)
+            os.close(borrower.process)
+        self._borrowers.clear()
+        self._listener.close()
+        self._path.unlink(missing_ok=True)
+        self._window.close()
+        for handle in self._handles.values():
+            self._driver.release(handle)
+        self._handles.clear()
+        self._pool.trim()
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        if len(self._borrowers) >= MOST_BORROWERS:
+            logger.warning("more than %d processes ask for pages: refused", MOST_BORROWERS)
+            connection.close()
+            return
+        try:
+            process = peer_process(connection)
+        except LoanError as error:
+            logger.warning("%s", error)
+            connection.close()
+            return
+        self._borrowers.append(_Borrower(next(self._names), connection, process))
+
+    def _hear(self, borrower: _Borrower) -> None:
+        for _ in range(MOST_FRAMES):
+            if borrower.connection is None:
+                return
+            heard = receive(borrower.connection)
+            if heard is None:
+                return
+            frame, descriptors = heard
+            close_all(descriptors)
+            match frame:
+                case Hello() if not borrower.greeted:
+                    self._greet(borrower, frame)
+                case Return(numbers) if borrower.greeted and not descriptors:
+                    self._book.returned(borrower.number, numbers)
+                case _:
+                    raise LoanError(f"a borrower says {type(frame).__name__} out of turn")
+
+    def _greet(self, borrower: _Borrower, hello: Hello) -> None:
+        if hello != self._hello:
+            raise LoanError(
+                f"a borrower on GPU {hello.device.hex()} with pages of {hello.page_bytes} bytes"
+                f" asks the lender of GPU {self._hello.device.hex()} with {self._hello.page_bytes}"
+            )
+        borrower.greeted = True
+
+    def _ask_back(self, borrower: _Borrower, wanted: int) -> int:
+        """Tell a borrower how many pages it may keep, when that changed; return what is wanted."""
+        out = self._book.out(borrower.number)
+        mine = min(wanted, out)
+        keep = out - mine if self._goal else EVERYTHING
+        if borrower.connection is None or not borrower.greeted or keep == borrower.keep:
+            return mine
+        if send(borrower.connection, Revoke(keep)):
+            borrower.keep = keep
+        return mine
+
+    def _lend(self, borrower: _Borrower) -> None:
+        numbers = self._book.lend(borrower.number, MOST_PAGES)
+        if not numbers or borrower.connection is None:
+            return
+        sent = False
+        descriptors: list[int] = []
+        try:
+            self._scrub([self._handles[number] for number in numbers])
+            for number in numbers:
+                descriptors.append(self._driver.export_handle(self._handles[number]))
+            sent = send(borrower.connection, Lend(numbers), descriptors)
+        finally:
+            close_all(descriptors)
+            if not sent:
+                self._book.returned(borrower.number, numbers)
+
+    def _scrub(self, handles: list[Handle]) -> None:
+        """Nobody is to read what the last user of a page left in it."""
+        pages = range(len(handles))
+        self._window.back(pages, self._window.back_zeroed(pages, handles))
+
+    @contextmanager
+    def _hanging_up(self, borrower: _Borrower) -> Iterator[None]:
+        try:
+            yield
+        except HungUp:
+            self._hang_up(borrower)
+        except LoanError as error:
+            logger.warning("%s; its pages are back when its process has ended", error)
+            self._hang_up(borrower)
+
+    def _hang_up(self, borrower: _Borrower) -> None:
+        if borrower.connection is not None:
+            borrower.connection.close()
+            borrower.connection = None
+        borrower.greeted = False
+        self._book.left(borrower.number)
+
+    def _forget(self, borrower: _Borrower) -> None:
+        self._hang_up(borrower)
+        self._book.ended(borrower.number)
+        os.close(borrower.process)
+        self._borrowers.remove(borrower)
