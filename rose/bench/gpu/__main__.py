@@ -59,7 +59,7 @@ def _run(args: argparse.Namespace, reader: CardReader, measure: Measure) -> int:
         sizes=_sizes(args),
         out=args.out,
         logs=args.logs,
-        revision=revision_of(ROOT),
+        revision=revision_of(ROOT, args.commit),
         resume=args.resume,
         budget_s=args.budget_s,
         named=bool(args.only),
@@ -113,6 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpu", type=int, metavar="INDEX", help="needed where there are several")
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT, metavar="DIR")
     parser.add_argument("--logs", type=Path, default=DEFAULT_LOGS, metavar="DIR")
+    parser.add_argument("--commit", default="", metavar="HASH", help="for a copy without git")
     parser.add_argument("--gib", type=float, default=sizes.gib, help="size of each timed tensor")
     parser.add_argument("--density", type=float, default=sizes.density, help="share of changes")
     parser.add_argument("--rounds", type=int, default=sizes.rounds)

@@ -8,15 +8,18 @@ MEASURED = ("executor", "weight_transfer", "rose/bench/gpu", "tests/unit")
 _DIGITS = 12
 
 
-def revision_of(root: Path) -> str:
+def revision_of(root: Path, told: str = "") -> str:
     """The commit; with `+` and a digest of the measured code where that was changed since.
 
-    Without git the digest alone. Results beside the code do not count as a change.
+    Without git: `told`, which nobody can check, with `~` and the digest. Results beside the code do
+    not count as a change.
     """
     commit = _git(root, "rev-parse", "--short=12", "HEAD")
-    if commit and not _git(root, "status", "--porcelain", "--", *_present(root)):
+    if not commit:
+        return f"{told or 'unknown'}~{_digest(root)}"
+    if not _git(root, "status", "--porcelain", "--", *_present(root)):
         return commit
-    return f"{commit or 'files'}+{_digest(root)}"
+    return f"{commit}+{_digest(root)}"
 
 
 def _present(root: Path) -> list[str]:

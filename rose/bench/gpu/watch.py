@@ -10,7 +10,7 @@ EVERY_S = 0.5
 
 
 class Watch:
-    """Looks at the card now and then; a card that stops answering ends the looking alone."""
+    """Looks at the card now and then; a card that stops answering ends the looking."""
 
     def __init__(self, reader: CardReader, card: Card, every_s: float = EVERY_S) -> None:
         self._reader = reader
@@ -18,6 +18,7 @@ class Watch:
         self._every_s = every_s
         self._over = threading.Event()
         self._seen: list[Usage] = []
+        self._ended = ""
         self._thread = threading.Thread(target=self._look, name="gpu-watch", daemon=True)
 
     def __enter__(self) -> "Watch":
@@ -37,6 +38,7 @@ class Watch:
         """What was seen: ranges, and every reason for which clocks were held down."""
         return {
             "looks": len(self._seen),
+            "ended": self._ended,
             "sm_mhz": _ends([look.sm_mhz for look in self._seen]),
             "memory_mhz": _ends([look.memory_mhz for look in self._seen]),
             "power_w": _ends([look.power_w for look in self._seen]),
@@ -49,8 +51,8 @@ class Watch:
         try:
             while not self._over.wait(self._every_s):
                 self._seen.append(self._reader.usage(self._card))
-        except CardError:
-            return
+        except CardError as error:
+            self._ended = str(error)
 
 
 def _ends(values: list[int | None] | list[float | None]) -> tuple[float, float] | None:

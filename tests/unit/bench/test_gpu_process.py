@@ -6,8 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from standin_gpu import CARD
+from standin_gpu import CARD, StandInReader
 
+from rose.bench.gpu.__main__ import main
 from rose.bench.gpu.errors import PieceError
 from rose.bench.gpu.measure import reason
 from rose.bench.gpu.process import measure_apart
@@ -51,6 +52,23 @@ def test_a_process_that_fails_is_told_in_one_line(tmp_path: Path, name: str, tol
     with pytest.raises(PieceError, match=told) as caught:
         measured(tmp_path / "a.log", name)
     assert "\n" not in str(caught.value)
+
+
+def test_without_a_gpu_every_piece_says_so_and_the_next_one_is_tried(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "rose.bench.gpu.process._environment",
+        lambda card: {**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )
+    arguments = ["--out", str(tmp_path), "--logs", str(tmp_path / "logs"), "--only", "copy"]
+    assert main([*arguments, "update"], lambda: StandInReader(CARD)) == 1
+    lines = capsys.readouterr().out.splitlines()
+    failed = [line for line in lines if " failed: torch " in line]
+    assert len(failed) == 2
+    assert all(line.endswith("sees no GPU; use a Python whose torch does") for line in failed)
+    assert lines[-1] == "2 pieces: 2 failed"
+    assert (tmp_path / "logs" / "copy.log").stat().st_size > 0
 
 
 def test_one_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path: Path) -> None:

@@ -275,7 +275,7 @@ def test_the_revision_says_when_code_was_changed_and_not_when_results_were(
     code = tmp_path / "executor" / "a.py"
     code.parent.mkdir()
     code.write_text("a = 1\n")
-    bare = revision_of(tmp_path)
+    bare, told = revision_of(tmp_path), revision_of(tmp_path, "abc")
     git("init", "-q")
     git("add", ".")
     git("commit", "-qm", "one")
@@ -284,7 +284,9 @@ def test_the_revision_says_when_code_was_changed_and_not_when_results_were(
     (tmp_path / "bench" / "results.json").write_text("{}")
     assert revision_of(tmp_path) == clean
     assert "+" not in clean
-    assert bare.startswith("files+")
+    assert bare.startswith("unknown~")
+    assert told == bare.replace("unknown", "abc")
+    assert revision_of(tmp_path, "abc") == clean
     code.write_text("a = 2\n")
     changed = revision_of(tmp_path)
     assert changed.startswith(f"{clean}+")
