@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from rose.bench.gpu.errors import PieceError
 from rose.bench.gpu.sizes import Sizes
 from rose.bench.gpu.work.bare import allow_kernels_alone
 from rose.bench.gpu.work.comparing import WIDTHS, compare
@@ -17,15 +18,20 @@ CHUNK_BYTES = 64 << 20
 SPARSE, DENSE = 0.001, 0.6
 _CLASS_OF_BF16 = (7, 8)
 _NONZERO_WEIGHTS = 1 << 28
+_SECTOR_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One kernel at work, and the bytes that it must read and write."""
+    """One kernel at work, and the bytes that it must read and write.
+
+    touched_bytes: what the card moves for them at least, where that is more: whole sectors.
+    """
 
     name: str
     moved_bytes: int
     run: Callable[[], Any]
+    touched_bytes: int = 0
 
 
 def run(sizes: Sizes, place: str) -> dict[str, Any]:
@@ -39,13 +45,21 @@ def run(sizes: Sizes, place: str) -> dict[str, Any]:
 
 
 def speed(sizes: Sizes, place: str) -> dict[str, dict[str, float]]:
-    """Time each kernel on bf16 weights; `share_of_copy`: beside the copy of the same run."""
+    """Time each kernel on bf16 weights, beside the copy of the same run.
+
+    `share_of_copy` counts the bytes that are asked for, `touched_share_of_copy` whole sectors.
+    """
+    works = _works(sizes, place)
     found = {
-        work.name: rate(work.moved_bytes, seconds(work.run, sizes.rounds, place))
-        for work in _works(sizes, place)
+        work.name: rate(work.moved_bytes, seconds(work.run, sizes.rounds, place)) for work in works
     }
     copy = found["copy"]["gb_s"]
-    return {name: {**row, "share_of_copy": row["gb_s"] / copy} for name, row in found.items()}
+    for work in works:
+        row = found[work.name]
+        row["share_of_copy"] = row["gb_s"] / copy
+        if work.touched_bytes:
+            row["touched_share_of_copy"] = work.touched_bytes / row["p50_s"] / 1e9 / copy
+    return found
 
 
 def _works(sizes: Sizes, place: str) -> list[Work]:
@@ -115,9 +129,14 @@ def _overwriting(old: Any, new: Any) -> Work:  # noqa: ANN401
         values.append(DEVICE.read(DeviceBits(new.flat[part][where])))
         places.append(where.cpu().numpy() + start)
     at = np.concatenate(places)
-    write = DEVICE.prepare(DeviceBits(old.flat.clone()), at, np.concatenate(values), at)
+    target = DeviceBits(old.flat.clone())
+    write = DEVICE.prepare(target, at, np.concatenate(values), at)
+    if write.run().wrong or not torch.equal(target.flat, new.flat):
+        raise PieceError("the overwritten weights are not the new ones")
     if old.flat.is_cuda:
         torch.cuda.empty_cache()
     # Both passes over places, indices and values; weights are read twice and written once.
-    moved = at.size * (2 * (8 + 8 + 2) + 3 * 2)
-    return Work("overwrite_and_read_back", moved, write.run)
+    lists = at.size * 2 * (8 + 8 + 2)
+    sectors = np.unique(at * 2 // _SECTOR_BYTES).size * _SECTOR_BYTES
+    moved, touched = lists + 3 * 2 * at.size, lists + 3 * sectors
+    return Work("overwrite_and_read_back", moved, write.run, touched)
