@@ -7,6 +7,7 @@ back. Writes {"measured"} or {"failed": one line} to FILE.
 import argparse
 import importlib
 import json
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -19,12 +20,16 @@ from rose.bench.gpu.sizes import Sizes
 from rose.bench.gpu.work.cuda import insist_device
 from rose.errors import RoseError
 
+GRACE_S = 30
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point. Exit code 1 when the piece could not be measured."""
     args = _parser().parse_args(argv)
     sizes = Sizes(**json.loads(args.sizes))
     (piece,) = pieces_of((args.piece,))
+    # A runner that was killed cannot end this process, and the card is not ours for longer.
+    signal.alarm(int(piece.limit_s) + GRACE_S)
     try:
         answer: dict[str, Any] = {"measured": work_of(piece)(sizes, args.place)}
     except Exception as error:  # noqa: BLE001 -- whatever it is, the runner is told in one line
