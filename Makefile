@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install check test unit engine demo bench-coserve bench-kv bench-host-overhead bench-weights bench-gateway bench-routing chaos protos lock clean
+.PHONY: install check test unit engine demo bench-coserve bench-kv bench-host-overhead bench-weights bench-gateway bench-routing chaos gpu protos lock clean
 
 install: $(STAMP)
 
@@ -47,6 +47,11 @@ bench-gateway: install
 
 chaos: install
 	$(BIN)/python -m rose.bench.chaos $(ARGS)
+
+# On a machine with an NVIDIA GPU, by the Python that has torch for it. Installs nothing.
+GPU_PYTHON ?= python3
+gpu:
+	$(GPU_PYTHON) -m rose.bench.gpu $(ARGS)
 
 protos: install
 	scripts/protos

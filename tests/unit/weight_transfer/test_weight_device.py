@@ -80,30 +80,3 @@ assert not {"torch", "triton"} & sys.modules.keys(), sorted(sys.modules)
 """
     done = run("-c", program)
     assert done.returncode == 0, done.stderr[-2000:]
-
-
-BENCH = ROOT / "bench" / "gpu_weights.py"
-
-
-@needs_triton
-def test_the_benchmark_compares_with_numpy_alone_and_says_that_there_is_no_gpu() -> None:
-    program = f"""
-import runpy, sys
-for absent in ("numba", "zstandard", "blake3", "cryptography"):
-    sys.modules[absent] = None
-bench = runpy.run_path({str(BENCH)!r})
-for width, size in zip(bench["WIDTHS"], (600, 4100, 600, 600), strict=True):
-    assert bench["check"]("cpu", width, size, 0.05) == 15
-try:
-    bench["same"]("what", 1, 2)
-except AssertionError as error:
-    assert str(error) == "what: the device and numpy differ"
-else:
-    raise SystemExit("a difference is not told")
-sys.argv[1:] = []
-sys.exit(bench["main"]())
-"""
-    done = run("-c", program, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
-    assert done.stderr.startswith("gpu_weights: no NVIDIA GPU"), done.stderr[-2000:]
-    assert done.stderr.count("\n") == 1
-    assert (done.returncode, done.stdout) == (2, "")

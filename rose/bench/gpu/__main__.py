@@ -1,0 +1,130 @@
+"""`python -m rose.bench.gpu`: what one NVIDIA GPU shows, in pieces of under ten minutes.
+
+Exit code 0 when done, 1 when a piece or a limit failed, 2 when this machine or card cannot be
+measured: then nothing was touched. Settings of the card are read, never written.
+"""
+
+import argparse
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+
+from rose.bench.gpu.card import CardReader
+from rose.bench.gpu.nvml import Nvml
+from rose.bench.gpu.preflight import chosen, insist_alone, insist_usable, remarks
+from rose.bench.gpu.process import ROOT, measure_apart
+from rose.bench.gpu.records import folder_of
+from rose.bench.gpu.registry import PIECES, pieces_of
+from rose.bench.gpu.revision import revision_of
+from rose.bench.gpu.runner import Measure, Request, Runner, summary
+from rose.bench.gpu.sizes import Sizes
+from rose.errors import RoseError
+
+DEFAULT_OUT, DEFAULT_LOGS = Path("bench/results"), Path("out/gpu")
+
+
+def main(
+    argv: Sequence[str] | None = None,
+    open_reader: Callable[[], CardReader] = Nvml,
+    measure: Measure = measure_apart,
+) -> int:
+    """Entry point; tests give a stand-in for the driver, or for the pieces' processes."""
+    args = _parser().parse_args(argv)
+    try:
+        return _list(args) if args.list else _run(args, open_reader(), measure)
+    except RoseError as error:
+        sys.stderr.write(f"gpu: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        sys.stderr.write("gpu: interrupted; run it again for what is left\n")
+        return 130
+
+
+def _list(args: argparse.Namespace) -> int:
+    sizes = _sizes(args)
+    for piece in PIECES:
+        gib = piece.memory(sizes) / (1 << 30)
+        _say(
+            f"{piece.name:<8} about {piece.estimate_s:3.0f} s, {gib:3.0f} GiB: {piece.what}"
+            + (f" ({missing})" if (missing := piece.missing()) else "")
+        )
+    return 0
+
+
+def _run(args: argparse.Namespace, reader: CardReader, measure: Measure) -> int:
+    request = Request(
+        pieces=pieces_of(tuple(args.only)),
+        sizes=_sizes(args),
+        out=args.out,
+        logs=args.logs,
+        revision=revision_of(ROOT, args.commit),
+        resume=args.resume,
+        budget_s=args.budget_s,
+        named=bool(args.only),
+    )
+    card = chosen(reader.cards(), args.gpu)
+    insist_usable(card)
+    usage = reader.usage(card)
+    insist_alone(card, usage)
+    runner = Runner(reader, card, request, measure)
+    runner.insist_room(usage)
+    _say(f"{card.name}, driver {card.driver}, commit {request.revision}")
+    for remark in remarks(card, usage):
+        _say(f"note: {remark}")
+    outcomes = runner.run(_say)
+    _draw(folder_of(args.out, card.name))
+    _say(summary(outcomes))
+    return int(not all(outcome.good for outcome in outcomes))
+
+
+def _draw(folder: Path) -> None:
+    try:
+        from rose.bench.gpu.plot import draw
+    except ImportError as error:
+        _say(f"note: no picture, {error.name} is not installed")
+        return
+    if path := draw(folder):
+        _say(f"picture: {path}")
+
+
+def _sizes(args: argparse.Namespace) -> Sizes:
+    return Sizes(gib=args.gib, density=args.density, rounds=args.rounds)
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def _parser() -> argparse.ArgumentParser:
+    sizes = Sizes()
+    parser = argparse.ArgumentParser(prog="rose.bench.gpu", description=__doc__)
+    parser.add_argument("--list", action="store_true", help="show the pieces, measure nothing")
+    parser.add_argument("--only", nargs="+", default=[], metavar="PIECE", help="these alone")
+    parser.add_argument(
+        "--resume",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="skip what this commit measured before (default)",
+    )
+    parser.add_argument("--budget-s", type=float, metavar="S", help="begin nothing that ends later")
+    parser.add_argument("--gpu", type=int, metavar="INDEX", help="needed where there are several")
+    parser.add_argument("--out", type=Path, default=DEFAULT_OUT, metavar="DIR")
+    parser.add_argument("--logs", type=Path, default=DEFAULT_LOGS, metavar="DIR")
+    parser.add_argument("--commit", default="", metavar="HASH", help="for a copy without git")
+    parser.add_argument("--gib", type=float, default=sizes.gib, help="size of each timed tensor")
+    parser.add_argument("--density", type=float, default=sizes.density, help="share of changes")
+    parser.add_argument("--rounds", type=int, default=sizes.rounds)
+    return parser
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    """Leave as after an error: the piece's process is ended on the way out."""
+    sys.exit(128 + number)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _end)
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""Piece `kernels`: the weight kernels proved against numpy, then timed beside the card's copy."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rose.bench.gpu.errors import PieceError
+from rose.bench.gpu.sizes import Sizes
+from rose.bench.gpu.work.bare import allow_kernels_alone
+from rose.bench.gpu.work.comparing import WIDTHS, compare
+from rose.bench.gpu.work.cuda import told
+from rose.bench.gpu.work.reference import ends_of
+from rose.bench.gpu.work.timing import rate, seconds
+
+CHUNK_BYTES = 64 << 20
+SPARSE, DENSE = 0.001, 0.6
+_CLASS_OF_BF16 = (7, 8)
+_NONZERO_WEIGHTS = 1 << 28
+_SECTOR_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One kernel at work, and the bytes that it must read and write.
+
+    touched_bytes: what the card moves for them at least, where that is more: whole sectors.
+    """
+
+    name: str
+    moved_bytes: int
+    run: Callable[[], Any]
+    touched_bytes: int = 0
+
+
+def run(sizes: Sizes, place: str) -> dict[str, Any]:
+    """Compare in all widths, then time; a difference ends the piece."""
+    compared = sum(
+        compare(place, width, sizes.check_size, density)
+        for width in WIDTHS
+        for density in (SPARSE, sizes.density, DENSE)
+    )
+    return {"comparisons_equal": compared, "speed": speed(sizes, place), **told(place)}
+
+
+def speed(sizes: Sizes, place: str) -> dict[str, dict[str, float]]:
+    """Time each kernel on bf16 weights, beside the copy of the same run.
+
+    `share_of_copy` counts the bytes that are asked for, `touched_share_of_copy` whole sectors.
+    """
+    works = _works(sizes, place)
+    found = {
+        work.name: rate(work.moved_bytes, seconds(work.run, sizes.rounds, place)) for work in works
+    }
+    copy = found["copy"]["gb_s"]
+    for work in works:
+        row = found[work.name]
+        row["share_of_copy"] = row["gb_s"] / copy
+        if work.touched_bytes:
+            row["touched_share_of_copy"] = work.touched_bytes / row["p50_s"] / 1e9 / copy
+    return found
+
+
+def _works(sizes: Sizes, place: str) -> list[Work]:
+    import torch
+
+    allow_kernels_alone()
+    from weight_transfer.kernels.device.bits import DeviceBits
+    from weight_transfer.kernels.device.processor import DEVICE
+
+    size, nbytes = sizes.tensor_bytes // 2, sizes.tensor_bytes
+    torch.manual_seed(0)
+    weights = torch.empty(size, dtype=torch.bfloat16, device=place).normal_(0, 0.02)
+    old = DeviceBits(weights.view(torch.int16))
+    new = DeviceBits(old.flat + (torch.rand(size, device=place) < sizes.density))
+    other = torch.empty_like(old.flat)
+    return [
+        Work("copy", 2 * nbytes, lambda: other.copy_(old.flat)),
+        Work("digest", nbytes, lambda: DEVICE.digest(old, 0)),
+        Work("diff", 2 * nbytes, lambda: DEVICE.compare(old, new, size, 0)),
+        Work("encode_to_host", 2 * nbytes, lambda: _encoded(old, new)),
+        *_chunk_works(old, new),
+        _overwriting(old, new),
+    ]
+
+
+def _encoded(old: Any, new: Any) -> None:  # noqa: ANN401 -- a type of the package under test
+    from weight_transfer.kernels.device.processor import DEVICE
+
+    found = DEVICE.compare(old, new, old.size, 0)
+    _ = found and (found.gaps, found.codes)
+
+
+def _chunk_works(old: Any, new: Any) -> list[Work]:  # noqa: ANN401
+    """What is done a chunk at a time: ranks of `compact`, and the decoding of what was encoded."""
+    from weight_transfer.kernels.device.processor import DEVICE
+    from weight_transfer.tensors import WeightClass
+
+    chunk = slice(0, min(old.size, CHUNK_BYTES // 2))
+    kind = WeightClass(*_CLASS_OF_BF16)
+    part = DEVICE.compare(old[chunk], new[chunk], chunk.stop, 0)
+    if part is None or not part.count:
+        raise ValueError("the first chunk has no changes; raise --density")
+    gaps, codes = part.gaps, part.codes
+    # Up: gaps and codes. There: a weight. Down: an index and a value.
+    decoded = codes.size * (4 + 2 + 2 + 8 + 2)
+
+    def ranks() -> None:
+        part.by_class(kind, *ends_of(part.class_counts(kind)))
+
+    return [
+        Work("compact_ranks_of_a_chunk", 2 * 2 * chunk.stop, ranks),
+        Work("decode_a_chunk", decoded, lambda: DEVICE.expand(old[chunk], gaps, codes)),
+    ]
+
+
+def _overwriting(old: Any, new: Any) -> Work:  # noqa: ANN401
+    import torch
+
+    from weight_transfer.kernels.device.bits import DeviceBits
+    from weight_transfer.kernels.device.processor import DEVICE
+
+    places, values = [], []
+    # Torch has counted the elements of a `nonzero` in 32 bits.
+    for start in range(0, old.size, _NONZERO_WEIGHTS):
+        part = slice(start, start + _NONZERO_WEIGHTS)
+        where = (old.flat[part] != new.flat[part]).nonzero().view(-1)
+        values.append(DEVICE.read(DeviceBits(new.flat[part][where])))
+        places.append(where.cpu().numpy() + start)
+    at = np.concatenate(places)
+    target = DeviceBits(old.flat.clone())
+    write = DEVICE.prepare(target, at, np.concatenate(values), at)
+    if write.run().wrong or not torch.equal(target.flat, new.flat):
+        raise PieceError("the overwritten weights are not the new ones")
+    if old.flat.is_cuda:
+        torch.cuda.empty_cache()
+    # Both passes over places, indices and values; weights are read twice and written once.
+    lists = at.size * 2 * (8 + 8 + 2)
+    sectors = np.unique(at * 2 // _SECTOR_BYTES).size * _SECTOR_BYTES
+    moved, touched = lists + 3 * 2 * at.size, lists + 3 * sectors
+    return Work("overwrite_and_read_back", moved, write.run, touched)

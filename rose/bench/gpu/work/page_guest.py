@@ -1,0 +1,111 @@
+"""`python -m rose.bench.gpu.work.page_guest OPENER PAGES SOCKET`: holds memory until it is told.
+
+stdin    free        fill      share       unmap      map
+stdout   done        done      done        done       done
+         released    mapped    by handle   kept       zeroed
+End of file: gives everything back and ends.
+"""
+
+import os
+import socket
+import sys
+from collections.abc import Callable, Sequence
+
+from rose.bench.gpu.work.page_driver import PageDriver, opened
+from rose.bench.gpu.work.page_range import Handles, PageRange
+
+FREE, FILL, SHARE, UNMAP, MAP, DONE = "free", "fill", "share", "unmap", "map", "done"
+# Descriptors in one message: the kernel takes 253.
+BATCH = 64
+
+
+class Guest:
+    """A process's pages, mapped from the start on."""
+
+    def __init__(self, driver: PageDriver, pages: int, to: socket.socket) -> None:
+        self._driver = driver
+        self._to = to
+        self._range = PageRange(driver, pages)
+        self._handles: Handles = []
+        self._mapped = False
+        self.fill()
+
+    def obey(self, word: str) -> None:
+        """Do what the host says."""
+        words: dict[str, Callable[[], None]] = {
+            FREE: self.free, FILL: self.fill, SHARE: self.share,
+            UNMAP: self.unmap, MAP: self.map,
+        }  # fmt: skip
+        words[word]()
+
+    def free(self) -> None:
+        """Give the memory to the driver."""
+        self.unmap()
+        self._range.release_all(self._handles)
+        self._handles = []
+
+    def fill(self) -> None:
+        """Take it from the driver."""
+        self._handles = self._range.create_all()
+        self.map()
+
+    def unmap(self) -> None:
+        """Keep the memory, and leave it to whoever shares it."""
+        self._range.unmap_all()
+        self._mapped = False
+
+    def map(self) -> None:
+        """Use it again."""
+        self._range.map_all(self._handles)
+        self._mapped = True
+
+    def share(self) -> None:
+        """Send a descriptor of each page."""
+        for at in range(0, len(self._handles), BATCH):
+            part = [self._driver.export_handle(h) for h in self._handles[at : at + BATCH]]
+            socket.send_fds(self._to, [b"."], part)
+            _close(part)
+
+    def close(self) -> None:
+        """Give everything back."""
+        if self._mapped:
+            self.free()
+        self._range.close()
+
+
+def received(driver: PageDriver, pages: int, source: socket.socket) -> Handles:
+    """Handles of all pages that a guest shares."""
+    handles: Handles = []
+    while len(handles) < pages:
+        message, descriptors, _flags, _from = socket.recv_fds(source, 1, BATCH)
+        if not message:
+            raise EOFError("the guest's process ended in the middle")
+        handles += [driver.import_handle(descriptor) for descriptor in descriptors]
+        _close(descriptors)
+    return handles
+
+
+def _close(descriptors: Sequence[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def _say(word: str) -> None:
+    sys.stdout.write(word + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    """Serve the host until it closes the pipe."""
+    opener, pages, number = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    with socket.socket(fileno=number) as to:
+        guest = Guest(opened(opener), pages, to)
+        _say(DONE)
+        for line in sys.stdin:
+            guest.obey(line.strip())
+            _say(DONE)
+        guest.close()
+
+
+if __name__ == "__main__":
+    main()

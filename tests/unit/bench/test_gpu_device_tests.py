@@ -1,0 +1,68 @@
+"""The piece that runs tests: what fails or is skipped proves nothing, and is said."""
+
+from pathlib import Path
+
+import pytest
+
+from rose.bench.gpu.errors import PieceError
+from rose.bench.gpu.work.device_tests import GROUPS, Group, run_files, run_groups
+
+
+def test_tests_that_pass_are_counted_without_the_projects_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    file = tmp_path / "device_cases_good.py"
+    file.write_text(
+        "import os\n"
+        "def test_a():\n    assert 'TRITON_INTERPRET' not in os.environ\n"
+        "def test_b(pytestconfig):\n    assert not pytestconfig.getini('addopts')\n"
+    )
+    assert run_files([file]) == {"files": ["device_cases_good.py"], "passed": 2}
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (
+            "def test_a():\n    pass\ndef test_b():\n    assert 1 == 2, 'bits\\ndiffer'\n",
+            "^1 of 2 tests fail: test_b: .*bits",
+        ),
+        (
+            "import pytest\ndef test_a():\n    pytest.skip('no device')\n",
+            "^1 of 1 tests were skipped, which proves nothing$",
+        ),
+        ("", "^0 of 0 tests were skipped"),
+        ("import no_such_module\n", "^1 of 1 tests fail: "),
+    ],
+)
+def test_what_proves_nothing_ends_the_piece_in_one_line(
+    tmp_path: Path, body: str, told: str
+) -> None:
+    file = tmp_path / "device_cases_bad.py"
+    file.write_text(body)
+    with pytest.raises(PieceError, match=told) as caught:
+        run_files([file])
+    assert "\n" not in str(caught.value)
+
+
+def test_what_cannot_run_here_is_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Group("here", "tests/unit/bench/test_gpu_device_tests.py", "def test_", ())
+    absent = Group("absent", "tests/unit/bench/*.py", "", ("no_such_module",))
+    none = Group("none", "tests/unit/bench/*.py", "not a word " + "of any test", ())
+    asked: list[str] = []
+    name = "rose.bench.gpu.work.device_tests.run_files"
+    monkeypatch.setattr(name, lambda files: asked.extend(f.name for f in files) or {"passed": 3})
+    left_out = {
+        "absent": "needs no_such_module",
+        "none": "no tests/unit/bench/*.py in this tree",
+    }
+    assert run_groups([here, absent, none]) == {"passed": 3, "left_out": left_out}
+    assert asked == ["test_gpu_device_tests.py"]
+    with pytest.raises(PieceError, match="absent: needs no_such_module; none: no tests"):
+        run_groups([absent, none])
+
+
+def test_there_are_tests_for_a_device() -> None:
+    weights, _pages = GROUPS
+    assert [file.name for file in weights.files()] == ["device_cases.py"]

@@ -1,0 +1,120 @@
+"""What is measured of kernels, in Triton's interpreter and in a process that has nothing else."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from rose.bench.gpu.models import SHAPES
+from rose.bench.gpu.work.bare import ROOT
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
+)
+# One process for all: it spends seconds on imports. What is broken is broken last.
+PROGRAM = """
+import json, sys
+for absent in ("numba", "zstandard", "blake3", "cryptography"):
+    sys.modules[absent] = None
+from rose.bench.gpu.errors import PieceError
+from rose.bench.gpu.sizes import Sizes
+from rose.bench.gpu.work import comparing, copying, kernels, updating
+
+def told(work, *arguments):
+    try:
+        work(*arguments)
+    except PieceError as error:
+        return str(error)
+
+small = Sizes(model="tiny", gib=2**-15, rounds=3, density=0.02)
+kernels._NONZERO_WEIGHTS = 5000
+found = {
+    "counts": [
+        comparing.compare("cpu", width, size, 0.05)
+        for width, size in zip(comparing.WIDTHS, (600, 4100, 600, 600), strict=True)
+    ],
+    "speed": kernels.speed(small, "cpu"),
+    "update": updating.run(small, "cpu"),
+    "copy": copying.run(Sizes(gib=2**-10, rounds=3), "cpu"),
+}
+comparing.zigzag = lambda old, new: (new - old) ^ 1
+found["wrong code"] = told(comparing.compare, "cpu", 2, 600, 0.05)
+from weight_transfer.kernels.device import overwrite
+from weight_transfer.kernels.overwrite import Written
+overwrite.DeviceOverwrite.run = lambda self: Written(0, 0, 0)
+found["unwritten update"] = told(updating.run, small, "cpu")
+found["unwritten weights"] = told(kernels.speed, small, "cpu")
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROGRAM],
+        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    printed: dict[str, Any] = json.loads(done.stdout)
+    return printed
+
+
+def test_every_kernel_is_compared_with_numpy_in_every_width(found: dict[str, Any]) -> None:
+    assert found["counts"] == [15, 15, 15, 15]
+
+
+def test_one_bit_that_differs_is_told(found: dict[str, Any]) -> None:
+    told = "codes, 16 bit, 5.0% changed: the device and numpy differ"
+    assert found["wrong code"] == told
+
+
+def test_each_kernel_is_timed_beside_the_copy_of_the_same_run(found: dict[str, Any]) -> None:
+    speed = found["speed"]
+    assert list(speed) == [
+        "copy",
+        "digest",
+        "diff",
+        "encode_to_host",
+        "compact_ranks_of_a_chunk",
+        "decode_a_chunk",
+        "overwrite_and_read_back",
+    ]
+    for row in speed.values():
+        assert row["share_of_copy"] == pytest.approx(row["gb_s"] / speed["copy"]["gb_s"])
+        assert 0 < row["p50_s"] <= row["most_s"]
+    (scattered,) = (row for row in speed.values() if "touched_share_of_copy" in row)
+    # Of 2% of the weights nearly each is alone in its sector of 16: 36 + 3 × 32 bytes for 36 + 6.
+    over_asked = scattered["touched_share_of_copy"] / scattered["share_of_copy"]
+    assert over_asked == pytest.approx((36 + 96 * 0.87) / 42, rel=0.05)
+
+
+def test_an_update_of_a_whole_model_is_written_and_read_back(found: dict[str, Any]) -> None:
+    update, weights = found["update"], SHAPES["tiny"].weights
+    assert (update["weights"], update["tensors"]) == (weights, 21)
+    assert update["changed"] == pytest.approx(0.02 * weights, rel=0.2)
+    assert update["overwrite_s"]["count"] == 3
+    assert update["device"] == {"name": "cpu"}
+
+
+def test_weights_that_do_not_read_as_written_end_the_piece(found: dict[str, Any]) -> None:
+    assert found["unwritten update"].endswith("weights do not read as they were written")
+    assert found["unwritten weights"] == "the overwritten weights are not the new ones"
+
+
+def test_copies_are_timed_within_and_across(found: dict[str, Any]) -> None:
+    copy = found["copy"]
+    assert [row["bytes"] for row in copy["within_card"]] == [64 << 20]
+    assert copy["to_host"]["gb_s"] > 0
+    assert copy["from_host"]["gb_s"] > 0
+
+
+def test_the_model_that_is_updated_has_eight_billion_weights() -> None:
+    assert SHAPES["8b"].weights == 8_030_261_248
+    assert len(SHAPES["8b"].tensors()) == 291

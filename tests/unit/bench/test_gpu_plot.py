@@ -1,0 +1,72 @@
+"""The picture of what was measured, from a stand-in's records."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from standin_gpu import CARD, IDLE, MEASURED
+from standin_gpu import measured_by_nobody as measure
+
+from rose.bench.gpu.environment import environment
+from rose.bench.gpu.plot import PANELS, draw, figure_of
+from rose.bench.gpu.records import write_done
+from rose.bench.gpu.registry import PIECES
+from rose.bench.gpu.sizes import Sizes
+
+
+def record(name: str) -> dict[str, Any]:
+    (piece,) = (piece for piece in PIECES if piece.name == name)
+    measured = measure(piece, Sizes(), CARD, None)
+    return {
+        "piece": name,
+        "sizes": asdict(Sizes()),
+        "environment": environment(CARD, IDLE, "0123456789ab"),
+        "measured": measured,
+        "checks": piece.checks(measured),
+    }
+
+
+def texts(names: tuple[str, ...]) -> str:
+    figure = figure_of({name: record(name) for name in names})
+    found = [text.get_text() for axes in figure.axes for text in axes.texts]
+    titles = [axes.get_title(loc="left") for axes in figure.axes]
+    return "\n".join([figure.get_suptitle(), *titles, *found])
+
+
+def test_every_piece_has_a_panel() -> None:
+    # A panel is drawn of what a piece measured, so a new piece needs one.
+    assert PANELS.keys() == {piece.name for piece in PIECES} == MEASURED.keys()
+
+
+@pytest.mark.parametrize("name", sorted(MEASURED))
+def test_one_piece_alone_makes_a_picture(tmp_path: Path, name: str) -> None:
+    write_done(tmp_path, record(name))
+    path = draw(tmp_path)
+    assert path == tmp_path / "gpu.png"
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_all_of_them_are_in_one_picture_with_their_figures(tmp_path: Path) -> None:
+    for name in MEASURED:
+        write_done(tmp_path, record(name))
+    assert draw(tmp_path)
+    shown = texts(tuple(MEASURED))
+    for figure in (
+        "Stand-in GPU, driver 580.00, commit 0123456789ab",
+        "40 passed, none skipped",
+        "left out: pages, needs cuda",
+        "4,300",  # GB/s within the card
+        "0.65",  # the diff's share of it
+        "31.0",  # ms to overwrite 2% of 8 billion
+        "2.0% of 8.0 billion weights",
+        "98.8",  # ms to create the pages of a gibibyte
+        "165",  # ms for a gibibyte through the driver
+        "21",
+    ):
+        assert figure in shown, figure
+
+
+def test_nothing_is_drawn_of_nothing(tmp_path: Path) -> None:
+    assert draw(tmp_path) is None
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,106 @@
+"""A machine or card that cannot be measured: found first, told in one line, nothing touched."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from standin_gpu import StandInReader, card, measured_by_nobody, usage
+
+from rose.bench.gpu.__main__ import main
+from rose.bench.gpu.card import CardReader
+from rose.bench.gpu.errors import CardError
+from rose.bench.gpu.nvml import Nvml
+
+
+def refuse_to_measure(*arguments: Any) -> dict[str, Any]:
+    raise AssertionError("a card was touched that cannot be measured")
+
+
+def refused(tmp_path: Path, capsys: Any, reader: Callable[[], CardReader], *options: str) -> str:
+    out = tmp_path / "results"
+    arguments = ["--out", str(out), "--logs", str(tmp_path / "logs"), *options]
+    assert main(arguments, reader, refuse_to_measure) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("gpu: ")
+    assert said.err.count("\n") == 1
+    assert not out.exists()
+    assert not (tmp_path / "logs").exists()
+    return str(said.err)
+
+
+@pytest.mark.parametrize(
+    ("reader", "options", "told"),
+    [
+        (StandInReader(), (), "the NVIDIA driver sees no GPU; run on a machine with one"),
+        (StandInReader(card(cuda=(12, 4), driver="550.54")), (), "driver 550.54 serves CUDA 12.4"),
+        (StandInReader(card(cuda=(0, 0))), (), "serves CUDA unknown, and 12.8 is needed"),
+        (StandInReader(card(mig=True)), (), "MIG is on"),
+        (StandInReader(card(compute_mode="prohibited")), (), "its owner must allow work"),
+        (
+            StandInReader(card(), looks=[usage(processes=(4711, 4712))]),
+            (),
+            "another process is on Stand-in GPU (pid 4711, 4712)",
+        ),
+        (
+            StandInReader(card(), looks=[usage(used_bytes=9 << 30)]),
+            (),
+            "9.0 GiB of Stand-in GPU are in use by a process that cannot be seen",
+        ),
+        (
+            StandInReader(card(memory_bytes=24 << 30), looks=[usage(free_bytes=22 << 30)]),
+            ("--only", "copy", "kernels"),
+            "22.0 of 24.0 GiB are free on Stand-in GPU, and kernels needs 38.0; lower --gib",
+        ),
+        (StandInReader(card(), card(index=1)), (), "there are 2 GPUs"),
+        (StandInReader(card()), ("--gpu", "3"), "there is no GPU 3; give --gpu 0"),
+        (StandInReader(card()), ("--only", "everything"), "no piece 'everything'"),
+        (StandInReader(card()), ("--gib", "0"), "--gib is above 0"),
+        (StandInReader(card()), ("--density", "1"), "--density is a share"),
+        (StandInReader(card()), ("--rounds", "1"), "--rounds is at least 3"),
+    ],
+)
+def test_what_stands_in_the_way_is_told_in_one_line(
+    tmp_path: Path, capsys: Any, reader: StandInReader, options: tuple[str, ...], told: str
+) -> None:
+    assert told in refused(tmp_path, capsys, lambda: reader, *options)
+
+
+def test_a_driver_too_old_to_be_asked_more_is_told_before_anything_else(
+    tmp_path: Path, capsys: Any
+) -> None:
+    reader = StandInReader(card(cuda=(11, 4), mig=True))
+    assert "CUDA 11.4" in refused(tmp_path, capsys, lambda: reader)
+    assert reader.looked == 0
+
+
+def test_a_machine_without_a_driver_is_told_so(tmp_path: Path, capsys: Any) -> None:
+    try:
+        Nvml()
+    except CardError:
+        told = refused(tmp_path, capsys, Nvml)
+        assert told.startswith("gpu: no NVIDIA driver is here (libnvidia-ml.so.1")
+    else:
+        pytest.skip("this machine has an NVIDIA driver")
+
+
+def test_a_smaller_request_fits_a_smaller_card(tmp_path: Path, capsys: Any) -> None:
+    reader = StandInReader(card(), looks=[usage(free_bytes=22 << 30)])
+    options = ["--only", "copy", "kernels", "--gib", "1"]
+    arguments = ["--out", str(tmp_path), "--logs", str(tmp_path), *options]
+    assert main(arguments, lambda: reader, measured_by_nobody) == 0
+    assert "2 done" in capsys.readouterr().out
+
+
+def test_what_only_colours_figures_is_a_note(tmp_path: Path, capsys: Any) -> None:
+    which = card(persistence=False, compute_mode="exclusive process")
+    reader = StandInReader(which, looks=[usage(slowed=("power cap",))])
+    arguments = ["--out", str(tmp_path), "--logs", str(tmp_path), "--only", "copy"]
+    assert main(arguments, lambda: reader, measured_by_nobody) == 0
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+    assert [note.split(":")[1].strip()[:12] for note in notes] == [
+        "persistence ",
+        "compute mode",
+        "clocks are h",
+    ]

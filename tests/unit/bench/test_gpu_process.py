@@ -1,0 +1,109 @@
+"""A piece's process: whatever it does, the runner goes on and nothing of it is left."""
+
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from standin_gpu import CARD, StandInReader
+
+from rose.bench.gpu.__main__ import main
+from rose.bench.gpu.errors import PieceError
+from rose.bench.gpu.measure import reason
+from rose.bench.gpu.process import measure_apart
+from rose.bench.gpu.registry import pieces_of
+from rose.bench.gpu.sizes import Sizes
+
+HERE = str(Path(__file__).parent)
+(COPY,) = pieces_of(("copy",))
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = os.pathsep.join([HERE, os.environ.get("PYTHONPATH", "")])
+    monkeypatch.setenv("PYTHONPATH", path)
+
+
+def measured(log: Path, name: str, limit_s: float = 20.0) -> dict[str, object]:
+    piece = replace(COPY, name=name, estimate_s=limit_s, limit_s=limit_s)
+    return measure_apart(piece, Sizes(gib=2), CARD, log, module="standin_measure")
+
+
+def test_it_gets_the_card_and_the_sizes_and_its_answer_comes_back(tmp_path: Path) -> None:
+    found = measured(tmp_path / "logs" / "a.log", "good")
+    assert found == {
+        "sizes": {
+            "gib": 2, "density": 0.02, "rounds": 10, "check_size": (1 << 22) + 5, "model": "8b",
+        }
+    }  # fmt: skip
+    assert (tmp_path / "logs" / "a.log").read_text() == "good on GPU-stand-in\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("fails", "^one line$"),
+        ("crashes", "^its process was ended by SIGSEGV without an answer; see "),
+        ("says nothing", "^its process ended with status 3 without an answer; see "),
+    ],
+)
+def test_a_process_that_fails_is_told_in_one_line(tmp_path: Path, name: str, told: str) -> None:
+    with pytest.raises(PieceError, match=told) as caught:
+        measured(tmp_path / "a.log", name)
+    assert "\n" not in str(caught.value)
+
+
+def test_without_a_gpu_every_piece_says_so_and_the_next_one_is_tried(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "rose.bench.gpu.process._environment",
+        lambda card: {**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )
+    arguments = ["--out", str(tmp_path), "--logs", str(tmp_path / "logs"), "--only", "copy"]
+    assert main([*arguments, "update"], lambda: StandInReader(CARD)) == 1
+    lines = capsys.readouterr().out.splitlines()
+    failed = [line for line in lines if " failed: torch " in line]
+    assert len(failed) == 2
+    assert all(line.endswith("sees no GPU; use a Python whose torch does") for line in failed)
+    assert lines[-1] == "2 pieces: 2 failed"
+    assert (tmp_path / "logs" / "copy.log").stat().st_size > 0
+
+
+def test_one_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    with pytest.raises(PieceError, match="took longer than its 1 s and was ended"):
+        measured(log, "hangs", limit_s=1.0)
+    child = int(log.read_text().split()[-1])
+    deadline_s = time.monotonic() + 5
+    while _lives(child) and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    assert not _lives(child)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+class OutOfMemoryError(RuntimeError):
+    """As torch calls its own."""
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (OutOfMemoryError("Tried to allocate 9 GiB.\nmore"), "the card ran out of memory (Tried"),
+        (RuntimeError("CUDA error: out of memory"), "the card ran out of memory (CUDA error"),
+        (PieceError("as it is"), "as it is"),
+        (ValueError("so\nand so"), "ValueError: so"),
+        (KeyError(), "KeyError: no message"),
+    ],
+)
+def test_every_error_is_one_line(error: Exception, told: str) -> None:
+    assert reason(error).startswith(told)
+    assert "\n" not in reason(error)

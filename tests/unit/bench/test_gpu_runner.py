@@ -1,0 +1,294 @@
+"""Pieces in order: resumable, each useful by itself, and one that fails stops none."""
+
+import json
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from standin_gpu import IDLE, MEASURED, StandInReader, card, usage
+
+from rose.bench.gpu import runner as running
+from rose.bench.gpu.errors import PieceError
+from rose.bench.gpu.piece import MOST_S, Piece
+from rose.bench.gpu.records import folder_of, read_done
+from rose.bench.gpu.registry import PIECES, pieces_of
+from rose.bench.gpu.revision import revision_of
+from rose.bench.gpu.runner import Outcome, Request, Runner
+from rose.bench.gpu.sizes import Sizes
+from rose.errors import ConfigError
+
+COPY, KERNELS, UPDATE = pieces_of(("copy", "kernels", "update"))
+
+
+class Measuring:
+    """In place of the pieces' processes: says which were asked, and fails where told."""
+
+    def __init__(self, **wrong: str) -> None:
+        self.wrong = wrong
+        self.asked: list[str] = []
+
+    def __call__(self, piece: Piece, *rest: Any) -> dict[str, Any]:
+        self.asked.append(piece.name)
+        if piece.name in self.wrong:
+            raise PieceError(self.wrong[piece.name])
+        found: dict[str, Any] = MEASURED[piece.name]
+        return found
+
+
+def request(tmp_path: Path, **changes: Any) -> Request:
+    plain = Request(
+        pieces=(COPY, KERNELS, UPDATE),
+        sizes=Sizes(),
+        out=tmp_path,
+        logs=tmp_path / "logs",
+        revision="abc",
+    )
+    return replace(plain, **changes)
+
+
+def run(
+    asked: Request, measure: Measuring, reader: StandInReader | None = None
+) -> dict[str, Outcome]:
+    runner = Runner(reader or StandInReader(card()), card(), asked, measure)
+    return {outcome.piece: outcome for outcome in runner.run(lambda line: None)}
+
+
+def states(outcomes: dict[str, Outcome]) -> dict[str, str]:
+    return {name: outcome.state for name, outcome in outcomes.items()}
+
+
+def files(tmp_path: Path) -> set[str]:
+    return {path.name for path in (tmp_path / "stand-in-gpu").iterdir()}
+
+
+def test_each_piece_leaves_a_record_with_all_that_it_depends_on(tmp_path: Path) -> None:
+    outcomes = run(request(tmp_path), Measuring())
+    assert states(outcomes) == dict.fromkeys(("copy", "kernels", "update"), "done")
+    record = read_done(folder_of(tmp_path, "Stand-in GPU"), "kernels")
+    assert record is not None
+    environment = record["environment"]
+    assert environment["commit"] == "abc"
+    assert environment["card"]["name"] == "Stand-in GPU"
+    assert environment["card"]["driver"] == "580.00"
+    assert environment["card"]["cuda"] == "13.0"
+    assert environment["card"]["power_limit_w"] == 700
+    assert environment["before"]["sm_mhz"] == 345
+    assert environment["versions"].keys() >= {"torch", "triton", "vllm", "cuda-bindings"}
+    assert environment["measured_at"].endswith("+00:00")
+    assert record["during"].keys() >= {"sm_mhz", "memory_mhz", "power_w", "slowed"}
+    assert record["measured"] == MEASURED["kernels"]
+    assert [check["verdict"] for check in record["checks"]] == ["HOLDS", "HOLDS"]
+
+
+def test_a_piece_that_fails_says_why_and_the_others_go_on(tmp_path: Path) -> None:
+    measure = Measuring(kernels="codes differ")
+    outcomes = run(request(tmp_path), measure)
+    assert measure.asked == ["copy", "kernels", "update"]
+    assert states(outcomes) == {"copy": "done", "kernels": "failed", "update": "done"}
+    assert not outcomes["kernels"].good
+    assert files(tmp_path) == {"copy.json", "kernels.failed.json", "update.json"}
+    failed = json.loads((tmp_path / "stand-in-gpu" / "kernels.failed.json").read_text())
+    assert failed["failed"] == "codes differ"
+    assert failed["environment"]["commit"] == "abc"
+
+
+def test_what_this_commit_measured_is_kept_and_what_failed_is_tried_again(tmp_path: Path) -> None:
+    run(request(tmp_path), Measuring(kernels="codes differ"))
+    second = Measuring()
+    outcomes = run(request(tmp_path), second)
+    assert second.asked == ["kernels"]
+    assert states(outcomes) == {"copy": "kept", "kernels": "done", "update": "kept"}
+    assert files(tmp_path) == {"copy.json", "kernels.json", "update.json"}
+
+
+@pytest.mark.parametrize(
+    "changes", [{"revision": "abd"}, {"sizes": Sizes(gib=1)}, {"resume": False}]
+)
+def test_other_code_or_other_sizes_are_measured_again(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    run(request(tmp_path), Measuring())
+    second = Measuring()
+    run(request(tmp_path, **changes), second)
+    assert second.asked == ["copy", "kernels", "update"]
+
+
+def test_a_failure_leaves_what_was_measured_before(tmp_path: Path) -> None:
+    run(request(tmp_path), Measuring())
+    run(request(tmp_path, revision="abd"), Measuring(copy="the card fell off"))
+    record = read_done(tmp_path / "stand-in-gpu", "copy")
+    assert record is not None
+    assert record["environment"]["commit"] == "abc"
+    assert "copy.failed.json" in files(tmp_path)
+
+
+def test_no_piece_begins_that_is_not_expected_to_end_within_the_budget(tmp_path: Path) -> None:
+    enough = Measuring()
+    run(request(tmp_path, budget_s=KERNELS.estimate_s + 1), enough)
+    assert enough.asked == ["copy", "kernels", "update"]
+    short = Measuring()
+    left = run(request(tmp_path, budget_s=KERNELS.estimate_s - 1, revision="abd"), short)
+    assert short.asked == ["copy"]
+    # Not the next one that would fit: what comes later may build on what comes before.
+    assert states(left) == {"copy": "done", "kernels": "left", "update": "left"}
+    assert left["kernels"].good
+
+
+def test_time_that_was_spent_counts_against_the_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = [0.0]
+    monkeypatch.setattr(running, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+
+    class Slow(Measuring):
+        def __call__(self, piece: Piece, *rest: Any) -> dict[str, Any]:
+            now_s[0] += 100
+            return super().__call__(piece, *rest)
+
+    outcomes = run(request(tmp_path, budget_s=KERNELS.estimate_s + 99), Slow())
+    assert states(outcomes) == {"copy": "done", "kernels": "left", "update": "left"}
+
+
+def test_who_came_to_the_card_meanwhile_is_noticed_before_the_next_piece(tmp_path: Path) -> None:
+    class Reader(StandInReader):
+        def usage(self, which: Any) -> Any:
+            look = super().usage(which)
+            return usage(processes=(99,)) if said[-1].startswith("kernels  weight") else look
+
+    measure = Measuring()
+    said = [""]
+    runner = Runner(Reader(card()), card(), request(tmp_path, pieces=(COPY, KERNELS)), measure)
+    outcomes = runner.run(said.append)
+    assert [outcome.state for outcome in outcomes] == ["done", "failed"]
+    assert "another process is on Stand-in GPU (pid 99)" in outcomes[1].said
+    assert measure.asked == ["copy"]
+
+
+@pytest.mark.parametrize(
+    ("after", "told"),
+    [
+        (usage(used_bytes=IDLE.used_bytes + (500 << 20)), "500 MiB more in use, processes []"),
+        (usage(processes=(1234,)), "0 MiB more in use, processes [1234]"),
+    ],
+)
+def test_a_card_that_is_not_left_as_it_was_found_fails_the_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: Any, told: str
+) -> None:
+    monkeypatch.setattr(running, "SETTLED_S", 0.05)
+    reader = StandInReader(card(), looks=[IDLE, after])
+    outcomes = run(request(tmp_path, pieces=(COPY,)), Measuring(), reader)
+    assert outcomes["copy"].state == "failed"
+    assert told in outcomes["copy"].said
+
+
+def test_after_a_failure_too_the_card_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = usage(used_bytes=IDLE.used_bytes + (500 << 20), processes=(77,))
+    asked = request(tmp_path, pieces=(COPY, KERNELS))
+    reader = StandInReader(card(), looks=[IDLE, late, late, IDLE])
+    outcomes = run(asked, Measuring(copy="took too long"), reader)
+    assert states(outcomes) == {"copy": "failed", "kernels": "done"}
+    assert outcomes["copy"].said == "took too long"
+    monkeypatch.setattr(running, "SETTLED_S", 0.05)
+    reader = StandInReader(card(), looks=[IDLE, late])
+    outcomes = run(replace(asked, resume=False), Measuring(copy="took too long"), reader)
+    assert outcomes["copy"].said.startswith("took too long; then the card is not as it was found")
+    assert outcomes["kernels"].said.startswith("another process")
+
+
+def test_memory_that_the_driver_takes_back_late_is_waited_for(tmp_path: Path) -> None:
+    late = usage(used_bytes=IDLE.used_bytes + (500 << 20))
+    reader = StandInReader(card(), looks=[IDLE, late, late, IDLE])
+    outcomes = run(request(tmp_path, pieces=(COPY,)), Measuring(), reader)
+    assert outcomes["copy"].state == "done"
+
+
+def test_a_limit_that_fails_is_no_good_outcome_even_when_kept(tmp_path: Path) -> None:
+    speed = {**MEASURED["kernels"]["speed"], "diff": {"gb_s": 1.0, "share_of_copy": 0.3}}
+
+    class Slow(Measuring):
+        def __call__(self, piece: Piece, *rest: Any) -> dict[str, Any]:
+            return {**super().__call__(piece, *rest), "speed": speed}
+
+    asked = request(tmp_path, pieces=(KERNELS,))
+    assert not run(asked, Slow())["kernels"].good
+    kept = run(asked, Measuring())["kernels"]
+    assert (kept.state, kept.good) == ("kept", False)
+    assert "diff: share of copy 0.3 (limit 0.6) FAILS" in running.line_of(kept)
+
+
+def test_an_update_that_is_fast_enough_alone_does_not_prove_the_whole_pause() -> None:
+    (check,) = UPDATE.checks({"overwrite_s": {"p50": 0.031}})
+    assert check["verdict"] == "INCONCLUSIVE"
+    (check,) = UPDATE.checks({"overwrite_s": {"p50": 0.051}})
+    assert check["verdict"] == "FAILS"
+
+
+def test_a_piece_that_cannot_run_here_is_told_and_fails_only_when_asked_for(
+    tmp_path: Path,
+) -> None:
+    absent = replace(COPY, modules=("no_such_module",))
+    outcomes = run(request(tmp_path, pieces=(absent,)), Measuring())
+    assert outcomes["copy"].state == "lacking"
+    assert outcomes["copy"].said == "needs no_such_module, which this Python does not have"
+    assert outcomes["copy"].good
+    named = run(request(tmp_path, pieces=(absent,), named=True), Measuring())
+    assert named["copy"].state == "failed"
+
+
+def test_a_damaged_record_is_told(tmp_path: Path) -> None:
+    run(request(tmp_path), Measuring())
+    (tmp_path / "stand-in-gpu" / "copy.json").write_text('{"piece": "co')
+    with pytest.raises(ConfigError, match=r"copy\.json is damaged"):
+        run(request(tmp_path), Measuring())
+    (tmp_path / "stand-in-gpu" / "copy.json").write_text('{"piece": "copy"}')
+    with pytest.raises(ConfigError, match=r"copy\.json is no record of copy; delete it"):
+        run(request(tmp_path), Measuring())
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "stand-in-gpu").write_text("a file")
+    with pytest.raises(ConfigError, match=r"copy\.json cannot be written \(.*\); see --out"):
+        run(request(tmp_path, resume=False), Measuring())
+    with pytest.raises(ConfigError, match=r"copy\.json cannot be read \(.*\); see --out"):
+        run(request(tmp_path), Measuring())
+
+
+def test_every_piece_is_bounded_and_fits_a_large_card() -> None:
+    assert [piece.name for piece in PIECES] == ["tests", "copy", "pages", "kernels", "update"]
+    for piece in PIECES:
+        assert 0 < piece.estimate_s <= piece.limit_s <= MOST_S < 600
+        assert piece.memory(Sizes()) < 64 << 30
+
+
+def test_the_revision_says_when_code_was_changed_and_not_when_results_were(
+    tmp_path: Path,
+) -> None:
+    def git(*words: str) -> None:
+        identity = ("-c", "user.name=x", "-c", "user.email=x@example.org")
+        subprocess.run(["git", "-C", tmp_path, *identity, *words], check=True, capture_output=True)
+
+    code = tmp_path / "executor" / "a.py"
+    code.parent.mkdir()
+    code.write_text("a = 1\n")
+    bare, told = revision_of(tmp_path), revision_of(tmp_path, "abc")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "one")
+    clean = revision_of(tmp_path)
+    (tmp_path / "bench").mkdir()
+    (tmp_path / "bench" / "results.json").write_text("{}")
+    assert revision_of(tmp_path) == clean
+    assert "+" not in clean
+    assert bare.startswith("unknown~")
+    assert told == bare.replace("unknown", "abc")
+    assert revision_of(tmp_path, "abc") == clean
+    code.write_text("a = 2\n")
+    changed = revision_of(tmp_path)
+    assert changed.startswith(f"{clean}+")
+    code.write_text("a = 3\n")
+    assert revision_of(tmp_path) not in (clean, changed)
