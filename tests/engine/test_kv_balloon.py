@@ -54,6 +54,16 @@ class Guest:
                 return int(line.split()[1]) << 10
         raise AssertionError("no Rss in smaps_rollup")
 
+    async def settled_resident(self) -> int:
+        """The same, once a ready engine has prepared for weights, which it does in a thread."""
+        before, calm = self.resident(), 0
+        async with asyncio.timeout(60):
+            while calm < 8:
+                await asyncio.sleep(0.25)
+                now = self.resident()
+                before, calm = now, calm + 1 if abs(now - before) < MIB else 0
+        return before
+
     async def until(self, holds: Callable[[GuestState], bool], within_s: float = 10.0) -> float:
         """Wait; returns the seconds it took."""
         began_s = time.monotonic()
@@ -132,7 +142,8 @@ def prompts_of(rng: random.Random, count: int) -> list[list[int]]:
 
 
 async def test_an_idle_guest_returns_the_memory_it_claims_and_grows_back(guest: Guest) -> None:
-    full, resident = guest.state(), guest.resident()
+    resident = await guest.settled_resident()
+    full = guest.state()
     whole = full.bytes_mapped
     assert KV_BYTES - MIB < whole <= KV_BYTES
     assert full.granules_mapped == full.granules_total > 100
