@@ -21,6 +21,7 @@ class TurnFeed:
 
     __slots__ = (
         "_began_s",
+        "_ended",
         "_listeners",
         "_waiters",
         "attempts",
@@ -53,6 +54,7 @@ class TurnFeed:
         self.stop_reason: int | str | None = None
         self.error: TurnError | None = None
         self._waiters: list[asyncio.Future[None]] = []
+        self._ended: list[asyncio.Future[None]] = []
         self._listeners: list[Callable[[], None]] = []
 
     @property
@@ -128,8 +130,10 @@ class TurnFeed:
 
     async def finished(self) -> None:
         """Return when the turn is over. Raises its TurnError if it failed."""
-        while not self.over:
-            await self.beyond(len(self.tokens))
+        if not self.over:
+            ended = asyncio.get_running_loop().create_future()
+            self._ended.append(ended)
+            await ended
         if self.error is not None:
             raise self.error
 
@@ -143,6 +147,9 @@ class TurnFeed:
 
     def _wake(self) -> None:
         waiters, self._waiters = self._waiters, []
+        if self.over:
+            waiters += self._ended
+            self._ended = []
         for waiter in waiters:
             if not waiter.done():
                 waiter.set_result(None)

@@ -9,7 +9,6 @@ import asyncio
 import json
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from executor.step_log import STEP_LOG
 from rose.cli.parser import Parser
 from rose.engines import EngineProcess, EngineRole, EngineSpec
 from rose.errors import ConfigError, EngineStartError, RoseError
+from rose.ports import free_port
 from rose.profile.driver import Driver
 from rose.profile.open_grant import OpenGrant
 from rose.profile.plan import DECODE_STEPS, SMALLEST_PROMPT, Limits, plan
@@ -179,7 +179,7 @@ def _spec(args: argparse.Namespace, folder: Path) -> EngineSpec:
         name="profile",
         role=EngineRole.GUEST,
         model_dir=args.model,
-        port=args.port or _free_port(),
+        port=args.port or free_port(),
         log=folder / LOG,
         core=args.core,
         dtype=args.dtype,
@@ -192,12 +192,6 @@ def _spec(args: argparse.Namespace, folder: Path) -> EngineSpec:
         # Turns are token ids; a cached prefix would make a prefill shorter than it is said to be.
         extra_args=("--skip-tokenizer-init", "--no-enable-prefix-caching"),
     )
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _vocabulary(model_dir: Path) -> int:

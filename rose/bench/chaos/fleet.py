@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -19,19 +18,13 @@ from rose.bench.chaos.model import MAX_POSITIONS
 from rose.engines import EngineRole, EngineSpec
 from rose.engines.launch import EngineProcess
 from rose.errors import EngineStartError
+from rose.ports import free_port
 
 START_S = 240.0
 SEQUENCES = 128
 REPLICA_ARGS = ("--skip-tokenizer-init",)
 # All of a fleet answer to one name, as engines behind a router do.
 STOCK_ARGS = ("--served-model-name=policy",)
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass

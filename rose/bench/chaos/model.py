@@ -1,13 +1,17 @@
 """The model of the chaos run: random and tiny, in fp32: a turn has the same tokens anywhere."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import Qwen2ForCausalLM
 
 VOCABULARY = 96
 MAX_POSITIONS = 512
 
 
-def save_model(folder: Path, seed: int = 0) -> None:
-    """Write a checkpoint, and a tokenizer that names tokens: turns are token ids."""
+def make_model(seed: int = 0, eos_token_id: int | None = None) -> "Qwen2ForCausalLM":
+    """The smallest Qwen2 whose layers matter to what it generates."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -22,11 +26,16 @@ def save_model(folder: Path, seed: int = 0) -> None:
         max_position_embeddings=MAX_POSITIONS,
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=None,
+        eos_token_id=eos_token_id,
         # At Transformers' own scale greedy decoding would hardly see the layers.
         initializer_range=0.15,
     )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
+    return Qwen2ForCausalLM(config)
+
+
+def save_model(folder: Path, seed: int = 0) -> None:
+    """Write a checkpoint, and a tokenizer that names tokens: turns are token ids."""
+    make_model(seed).save_pretrained(folder)
     _save_tokenizer(folder)
 
 

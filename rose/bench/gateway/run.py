@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -21,22 +20,11 @@ from rose.bench.gateway.arms import (
 from rose.bench.gateway.load import Load
 from rose.bench.gateway.processes import Generator, Measured, StandInEngine
 from rose.errors import EngineStartError
+from rose.ports import free_ports
 
 # Of ROSE replicas and of stock engines.
 PORTS = 4 + 4
 Say = Callable[[str], None]
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now."""
-    probes = [socket.socket() for _ in range(count)]
-    try:
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()
 
 
 class StandInBench:

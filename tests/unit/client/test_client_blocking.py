@@ -3,8 +3,6 @@
 import asyncio
 import multiprocessing
 import pickle
-import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -23,20 +21,6 @@ from rose.client import (
 TEN = Sampling(max_tokens=10)
 PROMPT = [1, 100]
 COUNT = tuple(range(101, 111))
-
-
-@pytest.fixture
-def gateway() -> Iterator[StandInGateway]:
-    """A stand-in gateway on a loop of its own."""
-    standin, loop = StandInGateway(), asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-    asyncio.run_coroutine_threadsafe(standin.__aenter__(), loop).result(10)
-    yield standin
-    asyncio.run_coroutine_threadsafe(standin.__aexit__(), loop).result(10)
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-    loop.close()
 
 
 def test_one_client_serves_many_threads(gateway: StandInGateway) -> None:

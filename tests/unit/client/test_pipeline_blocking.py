@@ -26,20 +26,6 @@ CLIENT_MD = Path(__file__).parents[3] / "docs/client.md"
 PLAN = StepPlan(groups=2, samples=2, bound=StalenessBound(1), retries=0)
 
 
-@pytest.fixture
-def gateway() -> Iterator[StandInGateway]:
-    """A stand-in gateway on a loop of its own."""
-    standin, loop = StandInGateway(), asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-    asyncio.run_coroutine_threadsafe(standin.__aenter__(), loop).result(10)
-    yield standin
-    asyncio.run_coroutine_threadsafe(standin.__aexit__(), loop).result(10)
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-    loop.close()
-
-
 async def episode(session: Session, prompt: int, sample: int) -> tuple[int, ...]:
     turn = await session.generate([1, prompt], Sampling(max_tokens=3, seed=sample))
     return turn.token_ids

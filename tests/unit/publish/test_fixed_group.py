@@ -1,7 +1,6 @@
 """A version comes once to a fixed group, whatever its members do; NCCL itself needs GPUs."""
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 from group_cases import StandInCommunicator, stand_in_group
 
+from rose.ports import free_port
 from rose.publish import Caps, FetchError, Hub, Receiving, VersionServer, fetch_version
 from rose.publish.fanout import Fanout
 from rose.publish.group import FixedGroup
@@ -22,12 +22,6 @@ from rose.publish.muster import Lead, LeadersMuster, RemoteMuster
 from weight_transfer import ChunkStore, Manifest, Publisher, SigningKey, TensorBits
 
 SIZE = 3
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _tensors(step: int) -> dict[str, TensorBits]:
@@ -83,7 +77,7 @@ async def cluster(
         session = await stack.enter_async_context(aiohttp.ClientSession())
         store = ChunkStore(root / "from")
         leading = Lead((1, 2, 3), LeadersMuster(SIZE, wait_s=0.5))
-        server = VersionServer(store, _free_port(), lead=leading)
+        server = VersionServer(store, free_port(), lead=leading)
         await server.start()
         stack.push_async_callback(server.close)
         members = []
@@ -178,7 +172,7 @@ async def test_members_join_under_the_leaders_name_whenever_it_comes_up(tmp_path
         made.append((rank, size, name, device))
         return stand_in_group(size)[rank]
 
-    port = _free_port()
+    port = free_port()
     leading = Lead((7, 8), LeadersMuster(2))
     server = VersionServer(ChunkStore(tmp_path), port, lead=leading)
     async with aiohttp.ClientSession() as session:
@@ -197,7 +191,7 @@ async def test_members_join_under_the_leaders_name_whenever_it_comes_up(tmp_path
 
 
 async def test_a_node_that_leads_no_group_says_so(tmp_path: Path) -> None:
-    server = VersionServer(ChunkStore(tmp_path), _free_port())
+    server = VersionServer(ChunkStore(tmp_path), free_port())
     await server.start()
     try:
         async with aiohttp.ClientSession() as session:

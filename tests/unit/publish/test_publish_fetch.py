@@ -1,12 +1,12 @@
 """A version arrives whole or not at all, over real HTTP."""
 
-import socket
 from pathlib import Path
 
 import aiohttp
 import numpy as np
 import pytest
 
+from rose.ports import free_port
 from rose.publish import Caps, FetchError, Hub, Receiving, VersionServer, fetch_version
 from weight_transfer import (
     ChunkStore,
@@ -16,12 +16,6 @@ from weight_transfer import (
     SigningKey,
     TensorBits,
 )
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _tensors(step: int) -> dict[str, TensorBits]:
@@ -45,7 +39,7 @@ def _lengthen(root: Path) -> None:
 async def test_a_corrupted_chunk_is_noticed_and_fetched_again(tmp_path: Path) -> None:
     key = SigningKey.generate()
     manifest = _publish(tmp_path / "from", key)
-    server = VersionServer(ChunkStore(tmp_path / "from"), _free_port(), corrupt_every=2)
+    server = VersionServer(ChunkStore(tmp_path / "from"), free_port(), corrupt_every=2)
     rejected: list[str] = []
     await server.start()
     try:
@@ -69,7 +63,7 @@ async def test_a_corrupted_chunk_is_noticed_and_fetched_again(tmp_path: Path) ->
 
 async def test_a_manifest_of_another_trainer_is_refused(tmp_path: Path) -> None:
     _publish(tmp_path / "from", SigningKey.generate())
-    server = VersionServer(ChunkStore(tmp_path / "from"), _free_port())
+    server = VersionServer(ChunkStore(tmp_path / "from"), free_port())
     stranger = SigningKey.generate().verify_key
     await server.start()
     try:
@@ -84,7 +78,7 @@ async def test_a_manifest_of_another_trainer_is_refused(tmp_path: Path) -> None:
 
 
 async def test_a_version_that_is_not_there_is_a_clear_error(tmp_path: Path) -> None:
-    server = VersionServer(ChunkStore(tmp_path / "from"), _free_port())
+    server = VersionServer(ChunkStore(tmp_path / "from"), free_port())
     await server.start()
     try:
         async with aiohttp.ClientSession() as session:
@@ -100,7 +94,7 @@ async def test_a_version_that_is_not_there_is_a_clear_error(tmp_path: Path) -> N
 async def test_a_version_of_another_job_is_refused(tmp_path: Path) -> None:
     key = SigningKey.generate()
     _publish(tmp_path / "from", key)
-    server = VersionServer(ChunkStore(tmp_path / "from"), _free_port())
+    server = VersionServer(ChunkStore(tmp_path / "from"), free_port())
     await server.start()
     try:
         async with aiohttp.ClientSession() as session:
@@ -124,7 +118,7 @@ async def test_a_publisher_that_sends_more_than_it_announced_is_cut_off(
 ) -> None:
     key = SigningKey.generate()
     _publish(tmp_path / "from", key)
-    server = VersionServer(ChunkStore(tmp_path / "from"), _free_port())
+    server = VersionServer(ChunkStore(tmp_path / "from"), free_port())
     _lengthen(tmp_path / "from")
     await server.start()
     try:

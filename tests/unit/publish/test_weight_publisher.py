@@ -1,7 +1,6 @@
 """A trainer's publication is durable, told to the scheduler, and outlives its restarts."""
 
 import asyncio
-import socket
 from pathlib import Path
 
 import grpc.aio
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 
 from rose.errors import UnavailableError
+from rose.ports import free_port
 from rose.publish import WeightPublisher, publisher
 from rose.rpc import rose_pb2 as pb
 from rose.rpc.channel import make_server
@@ -30,12 +30,6 @@ class StandInScheduler(SchedulerServicer):
         return pb.AnnounceVersionReply()
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def _tensors(step: int) -> dict[str, TensorBits]:
     bits = np.arange(1_024, dtype=np.uint16)
     bits[::8] += np.uint16(step)
@@ -51,11 +45,11 @@ async def _serve(scheduler: StandInScheduler, port: int) -> grpc.aio.Server:
 
 
 async def test_a_receipt_says_what_the_step_cost(tmp_path: Path) -> None:
-    scheduler, port = StandInScheduler(), _free_port()
+    scheduler, port = StandInScheduler(), free_port()
     server = await _serve(scheduler, port)
     key = SigningKey.generate()
     address = f"127.0.0.1:{port}"
-    async with WeightPublisher("job", address, tmp_path, _free_port(), key) as weights:
+    async with WeightPublisher("job", address, tmp_path, free_port(), key) as weights:
         receipt = await weights.publish(1, 0, _tensors(0), _tensors(1))
     await server.stop(0)
     assert (receipt.version, receipt.full_bytes, receipt.density) == (1, 2_048, 1 / 8)
@@ -67,10 +61,10 @@ async def test_a_receipt_says_what_the_step_cost(tmp_path: Path) -> None:
 
 
 async def test_a_scheduler_that_restarts_is_waited_for(tmp_path: Path) -> None:
-    scheduler, port = StandInScheduler(), _free_port()
+    scheduler, port = StandInScheduler(), free_port()
     server = await _serve(scheduler, port)
     key = SigningKey.generate()
-    async with WeightPublisher("job", f"127.0.0.1:{port}", tmp_path, _free_port(), key) as weights:
+    async with WeightPublisher("job", f"127.0.0.1:{port}", tmp_path, free_port(), key) as weights:
         await server.stop(0)
         publishing = asyncio.create_task(weights.publish(1, 0, _tensors(0), _tensors(1)))
         await asyncio.sleep(0.1)
@@ -84,10 +78,10 @@ async def test_a_scheduler_that_restarts_is_waited_for(tmp_path: Path) -> None:
 async def test_without_a_scheduler_the_error_says_that_the_version_is_safe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scheduler, port = StandInScheduler(), _free_port()
+    scheduler, port = StandInScheduler(), free_port()
     server = await _serve(scheduler, port)
     key = SigningKey.generate()
-    async with WeightPublisher("job", f"127.0.0.1:{port}", tmp_path, _free_port(), key) as weights:
+    async with WeightPublisher("job", f"127.0.0.1:{port}", tmp_path, free_port(), key) as weights:
         await server.stop(0)
         monkeypatch.setattr(publisher, "ANNOUNCE_TIMEOUT_S", 0.1)
         with pytest.raises(UnavailableError, match="version 1 is published but"):
