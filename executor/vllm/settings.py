@@ -65,11 +65,20 @@ class EngineSettings:
             _one_of(environ, "ROSE_HOST_LEVEL", (OBSERVE, LEND)),
             _share(environ, "ROSE_HOST_RESERVE", 0.2),
             _seconds(environ, "ROSE_HOST_PREFIX_COLD_S", 300.0),
-            _one_of(environ, "ROSE_KV_BACKEND", (AUTO, MADVISE, CUDA)),
+            _kv_backend(environ),
         )
         if settings.orphan_s == 0:
             raise ExecutorError("ROSE_ORPHAN_S is 0; give the seconds a guest outlives its daemon")
         return settings
+
+
+def _kv_backend(environ: Mapping[str, str]) -> str:
+    if environ.get("ROSE_KV_BACKEND") == "kvcached":
+        raise ExecutorError(
+            "ROSE_KV_BACKEND is kvcached: 0.1.6 is tested by its authors up to vLLM 0.24, older"
+            f" than any that ROSE runs; give {CUDA}"
+        )
+    return _one_of(environ, "ROSE_KV_BACKEND", (AUTO, MADVISE, CUDA))
 
 
 def _one_of(environ: Mapping[str, str], name: str, words: tuple[str, ...]) -> str:

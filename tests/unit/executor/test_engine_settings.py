@@ -40,6 +40,10 @@ def test_kv_pages_go_by_where_they_are_unless_told_otherwise() -> None:
     [
         ({"ROSE_HOST_LEVEL": "give"}, "give observe or lend"),
         ({"ROSE_KV_BACKEND": "gpu"}, "ROSE_KV_BACKEND is 'gpu'; give auto or madvise or cuda"),
+        (
+            {"ROSE_KV_BACKEND": "kvcached"},
+            "kvcached: 0.1.6 is tested by its authors up to vLLM 0.24",
+        ),
         ({"ROSE_HOST_RESERVE": "0"}, "ROSE_HOST_RESERVE is 0; give a share"),
         ({"ROSE_HOST_RESERVE": "nan"}, "ROSE_HOST_RESERVE is nan; give a share"),
         ({"ROSE_HOST_RESERVE": "half"}, "ROSE_HOST_RESERVE is half; give a share"),
