@@ -4,7 +4,6 @@ import http.client
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -22,6 +21,7 @@ from tiny_model import VOCABULARY, save_tiny_model
 from executor import ControlPage, GuestState
 from rose.engines import EngineRole, EngineSpec, process_spec
 from rose.node.claim import tenures
+from rose.ports import free_ports
 from rose.process import group_alive
 from rose.rpc import rose_pb2 as pb
 from rose.rpc.rose_pb2_grpc import SchedulerStub
@@ -29,12 +29,6 @@ from rose.rpc.rose_pb2_grpc import SchedulerStub
 START_S = 240.0
 HERE = Path(__file__).parent
 NODE, GUEST = "serving-0", "guest"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def until(check: Callable[[], object], within_s: float, what: str, every_s: float = 0.002) -> float:
@@ -151,7 +145,7 @@ class KillBench:
         self.run_dir = folder / "run"
         save_tiny_model(folder / "model", dtype="bfloat16")
         self.page = ControlPage.create(folder / "page")
-        self.scheduler_port, self.host_port, self.guest_port = (free_port() for _ in range(3))
+        self.scheduler_port, self.host_port, self.guest_port = free_ports(3)
         self.daemons: list[subprocess.Popen[bytes]] = []
         self.host = self._start_host()
         self.scheduler = self._start_scheduler()

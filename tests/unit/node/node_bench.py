@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from executor import ControlPage, HostState
 from rose.engines import EngineSpec
 from rose.eventlog import EventLog
 from rose.node import NodeConfig
+from rose.ports import free_port
 from rose.process import ProcessSpec, group_alive
 from rose.publish import WeightPublisher
 from rose.rpc import rose_pb2 as pb
@@ -31,12 +31,6 @@ from weight_transfer import SigningKey, TensorBits
 
 HERE = Path(__file__).parent
 PATIENCE_S = 15.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def standin_spec(journal: Path) -> Callable[[EngineSpec], ProcessSpec]:

@@ -11,12 +11,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from node_bench import Bench, free_port
+from node_bench import Bench
 
 from executor import HostState
 from rose.cli.main import main as rose
 from rose.doctor import Finding, Level, diagnose
 from rose.doctor.finding import checked
+from rose.ports import free_port
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from node_bench import free_port
 from prometheus_client.parser import text_string_to_metric_families
 
 from executor import Grant, GrantMode, GuestState, HostState, LatencyRecord
@@ -16,6 +15,7 @@ from rose.node.config import HostConfig
 from rose.node.live_metrics import ReplicaView
 from rose.node.metrics import NodeMetrics
 from rose.node.reasons import sentence
+from rose.ports import free_port
 
 HOST = HostConfig(page=Path("page"), ttft_target_s=0.45, tpot_target_s=0.04)
 GRANT = Grant(GrantMode.FREEZE, epoch=3, reason="host_dead")

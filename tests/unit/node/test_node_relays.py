@@ -6,10 +6,11 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from node_bench import Bench, free_port, standin_spec
+from node_bench import Bench, standin_spec
 
 from rose.engines import launch
 from rose.node import NodeConfig, NodeDaemon, supervisor
+from rose.ports import free_port
 from rose.publish import Caps, Hub, Receiving, fetch_version
 from rose.rpc import rose_pb2 as pb
 from weight_transfer import ChunkStore
