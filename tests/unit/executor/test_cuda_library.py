@@ -1,5 +1,6 @@
 """What wants a GPU, through cuda-bindings and a stand-in for the driver's library."""
 
+import json
 import re
 import subprocess
 import sys
@@ -21,3 +22,27 @@ def test_bodies_for_a_device_hold_through_the_real_bindings(tmp_path: Path) -> N
     assert ran.returncode == 0, ran.stdout[-4000:]
     assert int(re.findall(r"(\d+) passed", ran.stdout)[0]) > 50
     assert "skipped" not in ran.stdout
+
+
+BENCH = """
+import json
+from executor.cuda.bindings import open_driver
+from rose.bench.gpu.work import page_balloon
+from rose.bench.gpu.work.page_driver import OPENER
+from rose.bench.gpu.work.pages import measure
+print(json.dumps([measure(OPENER, 3, 32 << 20), page_balloon.measure(open_driver(), 16, 3)]))
+"""
+
+
+def test_the_bench_of_pages_moves_them_between_two_processes(tmp_path: Path) -> None:
+    pytest.importorskip("cuda.bindings.driver", reason="without cuda-bindings")
+    environ = build(tmp_path)
+    command = [sys.executable, "-c", BENCH]
+    ran = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    pages, balloon = json.loads(ran.stdout)
+    assert pages["pages"] == 16
+    assert pages["by_handle"]["moved_s"]["count"] == 3
+    assert balloon["returned"]["free_grew_by_bytes"] == balloon["pages"] * pages["page_bytes"]
+    assert balloon["kept"]["free_grew_by_bytes"] == 0
+    assert balloon["one_unmap_for_a_run"] is False

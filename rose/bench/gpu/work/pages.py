@@ -5,7 +5,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from executor.cuda.bindings import open_driver
 from rose.bench.gpu.sizes import Sizes
+from rose.bench.gpu.work import page_balloon
 from rose.bench.gpu.work.page_driver import OPENER, opened
 from rose.bench.gpu.work.page_host import Times, by_handle, guest_process, through_driver
 from rose.bench.gpu.work.page_range import PageRange
@@ -15,8 +17,11 @@ GIB = 1 << 30
 
 
 def run(sizes: Sizes, place: str) -> dict[str, Any]:
-    """Measure with the backend of this tree."""
-    return measure(OPENER, sizes.rounds, GIB)
+    """Measure with the backend of this tree: pages as such, then under a KV balloon."""
+    measured = measure(OPENER, sizes.rounds, GIB)
+    return measured | {
+        "balloon": page_balloon.measure(open_driver(), measured["pages"], sizes.rounds)
+    }
 
 
 def measure(opener: str, rounds: int, moved_bytes: int) -> dict[str, Any]:
