@@ -11,9 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
-from rose.bench.gpu.card import CardReader
-from rose.bench.gpu.nvml import Nvml
-from rose.bench.gpu.preflight import chosen, insist_alone, insist_usable, remarks
+from rose.bench.gpu.preflight import chosen, insist_alone, remarks
 from rose.bench.gpu.process import ROOT, measure_apart
 from rose.bench.gpu.records import folder_of
 from rose.bench.gpu.registry import PIECES, pieces_of
@@ -21,6 +19,7 @@ from rose.bench.gpu.revision import revision_of
 from rose.bench.gpu.runner import Measure, Request, Runner, summary
 from rose.bench.gpu.sizes import Sizes
 from rose.errors import RoseError
+from rose.nvml import CardReader, Nvml, insist_usable
 
 DEFAULT_OUT, DEFAULT_LOGS = Path("bench/results"), Path("out/gpu")
 

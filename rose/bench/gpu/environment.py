@@ -6,7 +6,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib import metadata
 
-from rose.bench.gpu.card import Card, Usage
+from rose.nvml import Card, Usage
 
 PACKAGES = ("torch", "triton", "vllm", "numpy", "numba", "cupy-cuda13x", "cuda-bindings")
 

@@ -9,10 +9,10 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-from rose.bench.gpu.card import Card
 from rose.bench.gpu.errors import PieceError
 from rose.bench.gpu.piece import Measured, Piece
 from rose.bench.gpu.sizes import Sizes
+from rose.nvml import Card
 
 MEASURES = "rose.bench.gpu.measure"
 ROOT = Path(__file__).resolve().parents[3]

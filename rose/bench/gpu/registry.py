@@ -1,11 +1,11 @@
 """All pieces, in the order in which they run: what others are compared with comes early."""
 
 from rose.bench.gpu import limits
-from rose.bench.gpu.errors import CardError
 from rose.bench.gpu.models import shape_of
 from rose.bench.gpu.piece import Piece
 from rose.bench.gpu.sizes import Sizes
 from rose.bench.gpu.work import page_driver
+from rose.nvml import CardError
 
 GIB = 1 << 30
 TORCH = ("numpy", "torch")

@@ -6,14 +6,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from rose.bench.gpu.card import Card, CardReader, Usage
 from rose.bench.gpu.environment import environment
-from rose.bench.gpu.errors import CardError, PieceError
+from rose.bench.gpu.errors import PieceError
 from rose.bench.gpu.piece import Measured, Piece
 from rose.bench.gpu.preflight import insist_alone, insist_room
 from rose.bench.gpu.records import Record, folder_of, read_done, write_done, write_failed
 from rose.bench.gpu.sizes import Sizes
 from rose.bench.gpu.watch import Watch
+from rose.nvml import Card, CardError, CardReader, Usage
 
 State = Literal["done", "kept", "failed", "lacking", "left"]
 Measure = Callable[[Piece, Sizes, Card, Path], Measured]

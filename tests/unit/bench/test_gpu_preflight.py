@@ -8,9 +8,7 @@ import pytest
 from standin_gpu import StandInReader, card, measured_by_nobody, usage
 
 from rose.bench.gpu.__main__ import main
-from rose.bench.gpu.card import CardReader
-from rose.bench.gpu.errors import CardError
-from rose.bench.gpu.nvml import Nvml
+from rose.nvml import CardError, CardReader, Nvml
 
 
 def refuse_to_measure(*arguments: Any) -> dict[str, Any]:
