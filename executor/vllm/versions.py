@@ -16,12 +16,15 @@ TESTED: Final = ("0.25.0", "0.32.0")
 def check_version(version: str | None = None) -> None:
     """Raise ExecutorError unless ROSE is tested with this vLLM (None: the one installed here)."""
     if version is None:
-        from vllm.version import __version__ as version
+        from vllm.version import __version__
+
+        return check_version(__version__)
     # What follows a plus says for which device it was built.
     if version.partition("+")[0] not in TESTED:
         raise ExecutorError(
             f"ROSE is not tested with vLLM {version}; install one of {', '.join(TESTED)}"
         )
+    return None
 
 
 @contextmanager
