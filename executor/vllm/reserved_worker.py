@@ -15,6 +15,7 @@ from executor.cuda.bindings import open_driver
 from executor.cuda.reservation import Reservation
 from executor.cuda.tensor import as_tensor, whole
 from executor.errors import ExecutorError
+from executor.vllm.gated_start import GatedStart
 
 # A guest that grows leaves this to the engine's own kernels and to the host's.
 HEADROOM_BYTES: Final = 256 << 20
@@ -50,8 +51,8 @@ class ReservedZeros(TorchFunctionMode):
         return (args, kwargs.get("dtype"), device.type) == wanted
 
 
-class ReservedKvWorker(Worker):  # type: ignore[misc] # vLLM's types are not ours to check
-    """The stock GPU worker over memory that ROSE reserved."""
+class ReservedKvWorker(GatedStart, Worker):  # type: ignore[misc] # vLLM's types are not ours
+    """The stock GPU worker over memory that ROSE reserved; a guest's start passes the gate."""
 
     device: torch.device
 

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from enum import StrEnum
 
-from rose.engines import EngineProcess, EngineSpec
+from rose.engines import EngineProcess, EngineSpec, share_of
 from rose.errors import RoseError
 from rose.eventlog import EventLog
 from rose.node.claim import Claim, fingerprint
@@ -114,6 +114,9 @@ class Supervisor:
     def _barred(self) -> bool:
         return bool(self._rules.must_end() or self._rules.must_wait())
 
+    def _held_up(self) -> bool:
+        return self._rules.must_wait() is not None
+
     async def _pause(self, seconds: float) -> None:
         """Sleep, unless it is time to stop."""
         with contextlib.suppress(TimeoutError):
@@ -133,7 +136,8 @@ class Supervisor:
             # Only who starts an engine grants it time to warm up in: see `warming`.
             refusal = "it was not warm yet"
         if refusal is None:
-            lower_group(tenure.identity.pid)  # whatever the earlier daemon died over
+            # Whatever the earlier daemon died over.
+            lower_group(tenure.identity.pid, share_of(self.spec) or "background")
             self._log("engine_adopted", pid=tenure.identity.pid)
             return engine
         self._log("engine_not_adopted", pid=tenure.identity.pid, reason=refusal)
@@ -141,6 +145,7 @@ class Supervisor:
         return None
 
     async def _obtain(self) -> EngineProcess:
+        self._rules.fits()
         keep = self._claim.begin() if self._claim else None
         engine = await EngineProcess.start(self.spec, keep)
         if self._claim:
@@ -150,7 +155,7 @@ class Supervisor:
 
     async def _healthy(self, engine: EngineProcess) -> None:
         """Return once it is. A start may take as long as its host is busy: rules end it too."""
-        start = asyncio.create_task(engine.wait_healthy(self._start_timeout_s))
+        start = asyncio.create_task(engine.wait_healthy(self._start_timeout_s, self._held_up))
         try:
             while not (await asyncio.wait((start,), timeout=POLL_S))[0]:
                 if reason := self._rules.must_end() or self._unwanted:
