@@ -132,12 +132,14 @@ class Assembly:
         def hold(cap: int | None) -> None:
             self.guards[config.id].hold(cap)
 
+        card = None if config.device is None else self.gpus.card(config.device)
+
         def gauge() -> MemoryGauge:
-            if config.device is None:
+            if card is None:
                 return HostMemory(lambda: guest.supervisor.pid)
             return DeviceMemory(
                 self.gpus.reader,
-                self.gpus.card(config.device),
+                card,
                 lambda: guest.supervisor.pid,
                 lambda: self.guards[config.id].guest,
             )

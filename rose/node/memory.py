@@ -1,5 +1,6 @@
 """What a guest holds, as whoever hands the memory out counts it."""
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, Self
@@ -7,6 +8,7 @@ from typing import Protocol, Self
 from rose.group_memory import group_bytes
 
 KERNEL = "kernel"
+PATIENCE_S = 0.25
 
 
 class MemoryGauge(Protocol):
@@ -25,6 +27,31 @@ class MemoryGauge(Protocol):
     def held_bytes(self) -> int | None:
         """None when unknown: then nothing counts as freed."""
         ...
+
+
+class Measuring:
+    """Asks a gauge from an event loop, and waits no longer than `patience_s`: a kernel or driver
+    that hangs is one that does not know."""
+
+    def __init__(self, gauge: MemoryGauge, patience_s: float = PATIENCE_S) -> None:
+        self._gauge = gauge
+        self._patience_s = patience_s
+        self._asked: asyncio.Task[int | None] | None = None
+
+    async def held_bytes(self) -> int | None:
+        """The gauge's figure, None while it does not come. One question at a time."""
+        if self._asked is None:
+            self._asked = asyncio.create_task(asyncio.to_thread(self._gauge.held_bytes))
+        done, _ = await asyncio.wait((self._asked,), timeout=self._patience_s)
+        if not done:
+            return None
+        answered, self._asked = self._asked, None
+        return answered.result()
+
+    def end(self) -> None:
+        """Wait for nothing any more."""
+        if self._asked is not None:
+            self._asked.cancel()
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from executor.reclaim import (
 )
 from rose.errors import RefusedError, UnavailableError
 from rose.eventlog import EventLog
-from rose.node.memory import Held, MemoryGauge
+from rose.node.memory import Held, Measuring, MemoryGauge
 
 POLL_S = 0.02
 RECLAIM = "its memory is being reclaimed"
@@ -99,10 +99,11 @@ class Reclaimer:
         self, wanted_bytes: int, within_s: float, reason: str, settled: Callable[[], bool]
     ) -> Finished:
         guest = self._guest
-        gauge = guest.gauge()
-        measured = await asyncio.to_thread(gauge.held_bytes)
         now_ns = time.monotonic_ns()
         deadline_ns = now_ns + round(within_s * 1e9)
+        gauge = guest.gauge()
+        measuring = Measuring(gauge)
+        measured = await measuring.held_bytes()
         core = ReclaimCore(now_ns, measured, wanted_bytes, deadline_ns, self._limits)
         self._log(
             "reclaim_begun",
@@ -124,12 +125,13 @@ class Reclaimer:
                 if isinstance(action, Ask):
                     climb.take(action)
                 await asyncio.sleep(POLL_S)
-                measured = await asyncio.to_thread(gauge.held_bytes)
+                measured = await measuring.held_bytes()
         except Exception:
             # Whatever broke: memory that is wanted back comes back.
             guest.kill(reason)
             raise
         finally:
+            measuring.end()
             climb.end()
             guest.free()
 

@@ -145,7 +145,7 @@ class Supervisor:
         return None
 
     async def _obtain(self) -> EngineProcess:
-        self._rules.fits()
+        await asyncio.to_thread(self._rules.fits)  # it may ask a driver, which may hang
         keep = self._claim.begin() if self._claim else None
         engine = await EngineProcess.start(self.spec, keep)
         if self._claim:

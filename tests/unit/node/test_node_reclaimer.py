@@ -237,6 +237,27 @@ async def test_a_rung_the_engine_does_not_have_is_skipped_and_said(
     assert rig.memory == 0
 
 
+class Hangs(HostMemory):
+    """Of a driver that answers when it is too late."""
+
+    def held_bytes(self) -> int | None:
+        time.sleep(3.0)
+        return super().held_bytes()
+
+
+async def test_a_driver_that_hangs_delays_no_kill(rig: Rig) -> None:
+    reclaimer = rig.reclaimer()
+    gauge = Hangs(lambda: rig.process.pid)
+    reclaimer._guest = replace(reclaimer._guest, gauge=lambda: gauge)
+    began_s = time.monotonic()
+    task = asyncio.create_task(reclaimer.reclaim(30 * MIB, 2.0, "test"))
+    while rig.process.poll() is None:
+        await asyncio.sleep(0.01)
+        assert time.monotonic() - began_s < 2.0
+    finished = await task
+    assert finished.rungs[-1].rung is Rung.KILL
+
+
 class KvAlone(HostMemory):
     """Of a guest of which KV alone is seen."""
 
