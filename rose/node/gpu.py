@@ -82,11 +82,7 @@ class Gpus:
         """What its engine is told of its card. Raises CardError."""
         if replica.device is None:
             return {}
-        card = self.card(replica.device)
-        told: dict[str, str] = {
-            "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-            "CUDA_VISIBLE_DEVICES": card.uuid,
-        }
+        told = card_environment(self.card(replica.device))
         if replica.wants_mps:
             told[PIPES] = str(insist_mps(replica))
         elif replica.kind == "guest":
@@ -97,6 +93,11 @@ class Gpus:
         if replica.mps_thread_percentage is not None:
             told["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(replica.mps_thread_percentage)
         return told
+
+
+def card_environment(card: Card) -> dict[str, str]:
+    """Names one card to CUDA, by what does not change when another card comes or goes."""
+    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": card.uuid}
 
 
 def insist_mps(replica: ReplicaConfig) -> Path:
