@@ -243,8 +243,10 @@ class GuestRig:
         starts = [(buffer.data_ptr(), buffer.nbytes) for buffer in self.memory]
         return sum(resident_bytes(Range(at, at + size).whole_pages()) for at, size in starts)
 
-    def add(self, request_id: str, prompt: list[int], max_tokens: int) -> None:
-        parameters = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    def add(self, request_id: str, prompt: list[int], max_tokens: int, **sampling: Any) -> None:
+        parameters = SamplingParams(
+            temperature=0, max_tokens=max_tokens, ignore_eos=True, **sampling
+        )
         parameters.update_from_generation_config({}, 1)
         request = Request(
             request_id, prompt, parameters, pooling_params=None, block_hasher=self._hasher
