@@ -31,6 +31,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 import executor.vllm.guest
 from executor import ControlPage, Grant, GrantMode, HostState
 from executor.resident import Range, resident_bytes
+from executor.vllm.block_outermost import packed
 from executor.vllm.guest import GatedScheduler
 from executor.vllm.host import ObservedScheduler
 
@@ -81,8 +82,13 @@ def vllm_config(model: Path, *, asynchronous: bool = False, caching: bool = True
     )
 
 
-def kv_config(blocks: int, spec: FullAttentionSpec, layers: int = 2) -> KVCacheConfig:
-    """Layer-outermost, as this vLLM lays it out on CPU: in one allocation, or one for a layer."""
+def kv_config(
+    blocks: int, spec: FullAttentionSpec, layers: int = 2, *, on_gpu: bool = False
+) -> KVCacheConfig:
+    """Layer-outermost, as this vLLM lays it out on CPU: in one allocation, or one for a layer.
+
+    `on_gpu`: block-outermost, as `ReservedKvWorker` has it.
+    """
     page = spec.page_size_bytes
     names = [f"layers.{layer}" for layer in range(layers)]
     if "layers" in KVCacheTensor.__dataclass_fields__:
@@ -90,41 +96,34 @@ def kv_config(blocks: int, spec: FullAttentionSpec, layers: int = 2) -> KVCacheC
             KVCacheTensor(
                 size=page * blocks * layers,
                 layers=names,
-                layer_stride=page * blocks,
-                block_stride=page,
+                layer_stride=page if on_gpu else page * blocks,
+                block_stride=page * layers if on_gpu else page,
             )
         ]
     else:
         tensors = [KVCacheTensor(size=page * blocks, shared_by=[name]) for name in names]
-    return KVCacheConfig(
+    config = KVCacheConfig(
         num_blocks=blocks,
         kv_cache_tensors=tensors,
         kv_cache_groups=[KVCacheGroupSpec(names, spec)],
     )
-
-
-def kv_size(config: KVCacheConfig) -> int:
-    return sum(tensor.size for tensor in config.kv_cache_tensors)
-
-
-def layer_names(config: KVCacheConfig) -> list[str]:
-    (group,) = config.kv_cache_groups
-    return list(group.layer_names)
+    return packed(config) if on_gpu else config
 
 
 def kv_views(config: KVCacheConfig, allocate: Callable[[int], torch.Tensor]) -> Views:
     """By layer, bytes `[blocks, page]` over what `allocate` gives for each allocation."""
     page = config.kv_cache_groups[0].kv_cache_spec.page_size_bytes
     shape = config.num_blocks, page
-    views = {}
+    views: Views = {}
+    memory: torch.Tensor | None = None
     for tensor in config.kv_cache_tensors:
-        memory = allocate(tensor.size)
-        if hasattr(tensor, "layers"):
-            for number, name in enumerate(tensor.layers):
-                first = tensor.offset + number * tensor.layer_stride
-                views[name] = memory.as_strided(shape, (tensor.block_stride, 1), first)
-        else:
-            views[tensor.shared_by[0]] = memory.view(shape)
+        if memory is None or not tensor.block_stride:
+            memory = allocate(tensor.size)
+        stride, between = tensor.block_stride or page, getattr(tensor, "layer_stride", 0)
+        names = tensor.layers if hasattr(tensor, "layers") else tensor.shared_by
+        for number, name in enumerate(names):
+            first = tensor.offset + number * between
+            views[name] = memory.as_strided(shape, (stride, 1), first)
     return views
 
 
@@ -244,8 +243,10 @@ class GuestRig:
         starts = [(buffer.data_ptr(), buffer.nbytes) for buffer in self.memory]
         return sum(resident_bytes(Range(at, at + size).whole_pages()) for at, size in starts)
 
-    def add(self, request_id: str, prompt: list[int], max_tokens: int) -> None:
-        parameters = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    def add(self, request_id: str, prompt: list[int], max_tokens: int, **sampling: Any) -> None:
+        parameters = SamplingParams(
+            temperature=0, max_tokens=max_tokens, ignore_eos=True, **sampling
+        )
         parameters.update_from_generation_config({}, 1)
         request = Request(
             request_id, prompt, parameters, pooling_params=None, block_hasher=self._hasher
