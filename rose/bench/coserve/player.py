@@ -14,6 +14,7 @@ from executor import ControlPage
 from rose.bench.coserve.closed_loop import ClosedLoop
 from rose.bench.coserve.counters import metric, read_counters, scrape
 from rose.bench.coserve.granting import Granting
+from rose.bench.coserve.guest_load import GuestLoad
 from rose.bench.coserve.names import GUEST, HOST, NAIVE
 from rose.bench.coserve.plan import Arm, Block
 from rose.bench.coserve.records import BlockRecord, Counters
@@ -35,19 +36,6 @@ class Edge(NamedTuple):
 
     at_s: float
     counters: Counters
-
-
-@dataclass(frozen=True, slots=True)
-class GuestLoad:
-    """What keeps the guest of an arm busy, and the largest step that its grant allows.
-
-    streams: rollouts at a time, each with the same lengths.
-    """
-
-    streams: int
-    prompt_tokens: int
-    output_tokens: int
-    token_budget: int
 
 
 class PlayedEngines(Protocol):

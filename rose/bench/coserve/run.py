@@ -29,6 +29,7 @@ from rose.bench.coserve.calibration import (
 from rose.bench.coserve.drills import Drills
 from rose.bench.coserve.engines import HOST_SEQUENCES, Engines
 from rose.bench.coserve.granting import Granting
+from rose.bench.coserve.guest_load import GuestLoad
 from rose.bench.coserve.names import HOST
 from rose.bench.coserve.plan import (
     CALIBRATION,
@@ -42,7 +43,7 @@ from rose.bench.coserve.plan import (
     round_s,
     rounds_wanted,
 )
-from rose.bench.coserve.player import GuestLoad, Player
+from rose.bench.coserve.player import Player
 from rose.bench.coserve.records import (
     BLOCKS,
     CLIENT_REQUESTS,
