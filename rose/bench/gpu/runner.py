@@ -10,6 +10,7 @@ from typing import Literal
 from rose.bench.gpu.card import Card, CardReader, Usage
 from rose.bench.gpu.environment import environment
 from rose.bench.gpu.errors import CardError, PieceError
+from rose.bench.gpu.limits import Check
 from rose.bench.gpu.piece import MOST_S, Piece
 from rose.bench.gpu.preflight import insist_alone, insist_room
 from rose.bench.gpu.process import Measure, Order
@@ -238,6 +239,11 @@ def line_of(outcome: Outcome) -> str:
         failed = [line for line, kind in zip(told, verdicts, strict=True) if kind == "FAILS"]
         told = [", ".join(counts), *failed]
     return "; ".join([f"{outcome.piece:<8} {outcome.state}: {outcome.said}", *told])
+
+
+def _told(check: Check) -> str:
+    value = _shown(check["value"])
+    return f"{check['check']} {value} (limit {check['limit']:g}) {check['verdict']}"
 
 
 def _shown(value: float | None) -> str:

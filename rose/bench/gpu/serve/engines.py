@@ -60,7 +60,22 @@ class ServingEngines:
         """All three at once. Raises EngineStartError for the first that does not come up."""
         for spec in (self._host(), self._guest(), self._naive()):
             self.running[spec.name] = await EngineProcess.start(spec)
-        await asyncio.gather(*(e.wait_healthy(timeout_s) for e in self.running.values()))
+        waiting = {
+            asyncio.create_task(engine.wait_healthy(timeout_s), name=name)
+            for name, engine in self.running.items()
+        }
+        done, late = await asyncio.wait(
+            waiting, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION
+        )
+        for task in late:
+            task.cancel()
+        for task in done:
+            task.result()
+        if late:
+            names = ", ".join(sorted(task.get_name() for task in late))
+            raise EngineStartError(
+                f"not ready after {timeout_s:.0f} s: {names}; see {self.folder}/engine-*.log"
+            )
 
     def prioritise_guest(self, *, background: bool) -> None:
         """Not here: the kernel's priorities say nothing about a card."""

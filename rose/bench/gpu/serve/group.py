@@ -11,6 +11,7 @@ starts another one for the pieces that have not been answered.
 import asyncio
 import importlib
 import itertools
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -54,7 +55,10 @@ async def _measure(
     answer: Answer,
 ) -> None:
     logs, kept = folders
-    async with opened_session(sizes.serving, device, logs, kept, until_s) as session:
+    # Raw records and logs of these engines alone.
+    folder = logs / f"engines-{os.getpid()}"
+    folder.mkdir(parents=True)
+    async with opened_session(sizes.serving, device, folder, kept, until_s) as session:
         waiting = [(piece, piece.least_s(sizes)) for piece in pieces]
         first, least_s = waiting[0]
         if session.left_s < least_s:
@@ -70,7 +74,9 @@ async def _measure(
                 async with asyncio.timeout(session.left_s):
                     answer(piece, await _work(piece)(session, share_s))
             except TimeoutError as error:
-                raise PieceError(f"not done in what was left of its process; see {logs}") from error
+                raise PieceError(
+                    f"not done in what was left of its process; see {folder}"
+                ) from error
 
 
 def _fitting(least: Sequence[float], left_s: float) -> int:

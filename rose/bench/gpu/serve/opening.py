@@ -12,7 +12,7 @@ import aiohttp
 from executor import ControlPage
 from rose.bench.coserve.granting import Granting
 from rose.bench.coserve.names import HOST
-from rose.bench.coserve.plan import EVENT_ALONE, WARM_UP, Block
+from rose.bench.coserve.plan import WARM_UP, Block
 from rose.bench.coserve.player import Player
 from rose.bench.coserve.records import BLOCKS, CLIENT_REQUESTS
 from rose.bench.gpu.environment import versions
@@ -55,8 +55,8 @@ async def opened_session(
         key = SigningKey.generate()
         engines = ServingEngines(sizes, device, scratch / "page", folder, key)
         stack.push_async_callback(engines.stop)
-        # A guest that never sees a grant ends itself.
-        granting.rule(EVENT_ALONE, None, 1, 1)
+        # A guest that never sees a grant ends itself, and its warm-up wants leave to run.
+        granting.rule(WARM_UP, None, sizes.guest_load.token_budget, sizes.guest_load.streams)
         await engines.start(until_s - time.monotonic())
         start_s = time.monotonic() - began_s
         config = _load_config(sizes, engines.url(HOST), folder)

@@ -12,7 +12,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import aiohttp
@@ -43,6 +43,8 @@ from rose.node.samples import GUEST_SAMPLES, GuestSample
 from weight_transfer import SigningKey
 
 FLUSH_S = 0.5
+# A segment from which the capacity's lengths are drawn.
+LENGTHS_S = 60.0
 
 
 @dataclass(slots=True)
@@ -100,8 +102,9 @@ class ServingSession:
         if self._capacity_rps is None:
             self.say("host alone: capacity")
             sizes = self.sizes
+            shape = replace(self.load_config.shape(), segment_s=LENGTHS_S)
             self._capacity_rps = await measure_capacity(
-                self.player, self.load_config.shape(), sizes.host_sequences, sizes.capacity_s
+                self.player, shape, sizes.host_sequences, sizes.capacity_s
             )
         return self._capacity_rps
 
