@@ -95,7 +95,9 @@ def check_python(spec: EngineSpec) -> None:
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"engine {spec.name}: {spec.interpreter} does not run: {error}") from error
+        raise ConfigError(
+            f"engine {spec.name}: {spec.interpreter} does not run: {error}"
+        ) from error
     if found.returncode:
         last = (found.stderr.strip().splitlines() or [f"exit {found.returncode}"])[-1]
         raise ConfigError(f"engine {spec.name}: {spec.interpreter} does not run: {last}")

@@ -27,9 +27,9 @@ class EndpointMount:
         if scope["type"] == "lifespan" and not hasattr(scope["app"].state, STATE_NAME):
             try:
                 await _mount(scope)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 -- uvicorn would serve on without lifespan
                 _LOG.exception("ROSE's endpoint cannot be mounted")
-                # The protocol: an answer is due to the first message, and this one ends the server.
+                # The protocol: this answer to its first message ends the server.
                 await receive()
                 await send({"type": "lifespan.startup.failed", "message": str(error)})
                 return

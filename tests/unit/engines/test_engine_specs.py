@@ -37,7 +37,9 @@ def test_an_engine_on_a_gpu_is_told_nothing_of_cores_and_may_capture_graphs(
     assert on_cpu.env["OMP_NUM_THREADS"] == "1"
     assert "--enforce-eager" in on_cpu.argv
     on_gpu = process_spec(
-        replace(spec, device=Device.CUDA, enforce_eager=False, kv_backend="cuda", load_format="dummy")
+        replace(
+            spec, device=Device.CUDA, enforce_eager=False, kv_backend="cuda", load_format="dummy"
+        )
     )
     assert not {"OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND"} & set(on_gpu.env)
     assert "--enforce-eager" not in on_gpu.argv
