@@ -32,8 +32,14 @@ def gpu_checks(config: NodeConfig, gpus: Gpus) -> Iterator[Finding]:
         return
     yield checked("gpu", partial(_usable, config, gpus))
     for device in dict.fromkeys(device for device in named if device is not None):
-        yield checked(f"gpu {device}", partial(_card, gpus, device))
-        yield checked(f"gpu {device} load", partial(_load, config, gpus, device))
+        try:
+            card = gpus.card(device)
+        except RoseError:
+            continue  # That is what is wrong above.
+        yield checked(f"gpu {device}", partial(_card, f"gpu {device}", card))
+        yield checked(
+            f"gpu {device} load", partial(_load, f"gpu {device} load", config, gpus, card)
+        )
     for replica in replicas:
         yield checked(f"{replica.id} mps", partial(_mps, replica))
         if replica.kind == "guest":
@@ -51,13 +57,7 @@ def _usable(config: NodeConfig, gpus: Gpus) -> Finding:
     return ok("gpu", "every replica has a card that it can run on")
 
 
-def _card(gpus: Gpus, device: int | str) -> Finding:
-    subject = f"gpu {device}"
-    try:
-        card = gpus.card(device)
-    except RoseError as error:
-        what, _, do = str(error).partition("; ")
-        return wrong(subject, what, do or "see what nvidia-smi says")
+def _card(subject: str, card: Card) -> Finding:
     what = f"{card.name}, driver {card.driver}, CUDA {version_text(card.cuda)}, {card.uuid}"
     if card.persistence is False:
         return note(
@@ -66,10 +66,8 @@ def _card(gpus: Gpus, device: int | str) -> Finding:
     return ok(subject, what)
 
 
-def _load(config: NodeConfig, gpus: Gpus, device: int | str) -> Finding:
+def _load(subject: str, config: NodeConfig, gpus: Gpus, card: Card) -> Finding:
     """Who computes there beside host and guests, as far as the driver tells."""
-    subject = f"gpu {device} load"
-    card = gpus.card(device)
     usage, clients = gpus.reader.usage(card), gpus.reader.clients(card)
     what = _free(card, usage)
     if not clients and usage.used_bytes > DRIVERS_OWN_BYTES:
