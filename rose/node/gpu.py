@@ -43,6 +43,8 @@ class Gpus:
 
     def insist_all(self, config: NodeConfig) -> None:
         """Raise CardError unless every replica has its card, and a guest can share its host's."""
+        if config.host is not None and config.host.device is not None:
+            self.card(config.host.device)
         for replica in config.replicas:
             self.environment(replica)
             if replica.kind == "guest" and config.host is not None:

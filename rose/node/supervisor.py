@@ -60,6 +60,7 @@ class Supervisor:
         self._engine: EngineProcess | None = None
         self._stopping = asyncio.Event()
         self._unwanted: str | None = None
+        self._waits_for: str | None = None
         self._short_lives = 0
         self._fresh = False
 
@@ -81,9 +82,8 @@ class Supervisor:
         backoff_s = FIRST_BACKOFF_S
         adopted = await self._adopt()
         while not self._stopping.is_set():
-            if adopted is None and self._barred():
-                await self._enter(EngineState.STOPPED)
-                await self._pause(POLL_S)
+            if adopted is None and (reason := self._barred()):
+                await self._wait_for(reason)
                 continue
             if await self._one_life(adopted):
                 backoff_s = FIRST_BACKOFF_S
@@ -111,8 +111,17 @@ class Supervisor:
         if self._engine:
             await self._engine.stop()
 
-    def _barred(self) -> bool:
-        return bool(self._rules.must_end() or self._rules.must_wait())
+    def _barred(self) -> str | None:
+        return self._rules.must_end() or self._rules.must_wait()
+
+    async def _wait_for(self, reason: str) -> None:
+        """A moment, which may be one of many: what is new is said once."""
+        if reason != self._waits_for:
+            self._log("engine_waits", reason=reason)
+            self._waits_for = reason
+        if self.state is not EngineState.STOPPED:
+            await self._enter(EngineState.STOPPED)
+        await self._pause(POLL_S)
 
     def _held_up(self) -> bool:
         return self._rules.must_wait() is not None
@@ -182,6 +191,7 @@ class Supervisor:
     async def _one_life(self, adopted: EngineProcess | None) -> bool:
         """Start (or go on with) the engine, and wait for its end; True when it was healthy."""
         await self._enter(EngineState.STARTING)
+        self._waits_for = None
         healthy = False
         self._unwanted = None
         self._fresh = adopted is None

@@ -132,6 +132,11 @@ def test_a_guest_shares_its_hosts_card_however_it_is_named(tmp_path: Path, host:
     gpus(StandInReader(*CARDS)).insist_all(node(tmp_path, host))
 
 
+def test_a_hosts_card_has_to_be_there_too(tmp_path: Path) -> None:
+    with pytest.raises(CardError, match="GPU 7 is none"):
+        gpus(StandInReader(*CARDS)).insist_all(node(tmp_path, 7, device=None))
+
+
 @pytest.mark.parametrize("host", [0, "GPU-a0"])
 def test_a_guest_on_another_card_than_its_host_is_refused(tmp_path: Path, host: Any) -> None:
     with pytest.raises(CardError, match=r"guest is on GPU 1 and its host on .*0; a guest shares"):

@@ -11,6 +11,7 @@ from node_bench import Bench
 
 from executor import GuestState, HostState
 from executor.guard import WARM_UP
+from rose.node.assembly import HOST_BUSY
 
 
 @pytest.fixture
@@ -32,6 +33,9 @@ async def test_it_is_not_started_beside_a_busy_host(bench: Bench) -> None:
     await bench.until("known", lambda row: not row.healthy)
     await asyncio.sleep(0.6)
     assert bench.noted("engine_started") == []
+    assert [event["reason"] for event in bench.noted("engine_waits")][-1:] == [HOST_BUSY]
+    assert len(bench.noted("engine_waits")) <= 2, "said once, not with every look"
+    assert [event["state"] for event in bench.noted("engine_state")] == ["stopped"]
     busy(bench, 0)
     await bench.until("leased", lambda row: row.healthy and row.leased)
     assert len(bench.noted("engine_started")) == 1
