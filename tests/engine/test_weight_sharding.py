@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sharded_models import MODELS, as_rank, engine_config, save_model
+from sharded_models import MODELS, as_rank, engine_config, expert_packer, save_model
 
 from weight_transfer.checkpoint import read_model_dir
 from weight_transfer.publisher import Publisher
@@ -50,12 +50,11 @@ def environment() -> Iterator[None]:
 def unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters as the loader leaves them: on GPUs experts stay so too, on CPU they are packed."""
     from vllm.model_executor.layers import utils
-    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
     from weight_transfer.vllm.unpacked import plain_linear
 
     monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", plain_linear)
-    monkeypatch.setattr(cpu_moe, "cpu_prepack_moe_weight", lambda weight, _isa: weight)
+    monkeypatch.setattr(expert_packer(), "cpu_prepack_moe_weight", lambda weight, _isa: weight)
 
 
 def sparse_step(old: dict[str, TensorBits]) -> dict[str, TensorBits]:
@@ -154,7 +153,6 @@ def test_experts_that_an_engine_packs_are_copied_from_its_own_load(
 ) -> None:
     import torch
     from vllm import _custom_ops
-    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
     from weight_transfer.vllm.applier import place, write, write_back
     from weight_transfer.vllm.fresh import load_fresh, skeleton
@@ -163,7 +161,8 @@ def test_experts_that_an_engine_packs_are_copied_from_its_own_load(
     from weight_transfer.vllm.reference import overlay
     from weight_transfer.vllm.tracing import trace_loader
 
-    monkeypatch.setattr(cpu_moe, "cpu_prepack_moe_weight", _custom_ops.cpu_prepack_moe_weight)
+    packed = _custom_ops.cpu_prepack_moe_weight
+    monkeypatch.setattr(expert_packer(), "cpu_prepack_moe_weight", packed)
     with as_rank(case.config, 1, 2):
         live = load(case, case.base)
         trace = trace_loader(skeleton(case.config, torch.device("meta")), case.base)

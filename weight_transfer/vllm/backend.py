@@ -88,6 +88,12 @@ class RoseWeightEngine(WeightTransferEngine[RoseInitInfo, RoseUpdateInfo]):  # t
         """Forget everything; the engine keeps the weights that it has."""
         self._weights = None
 
+    @staticmethod
+    def trainer_send_weights(iterator: object, trainer_args: object) -> None:
+        """vLLM 0.25 wants one; here a trainer publishes and an engine is told where."""
+        del iterator, trainer_args
+        raise WeightError("nothing is sent to engines; publish with weight_transfer.Publisher")
+
     def _ready(self) -> ReplicaWeights:
         if self._weights is None:
             raise WeightError("weights are not initialised; call init_weight_transfer_engine first")
