@@ -124,7 +124,7 @@ def test_every_rank_becomes_what_a_dense_load_of_the_new_weights_makes_it(
             trace = trace_loader(skeleton(case.config, torch.device("meta")), case.base)
             loader_map = LoaderMap.prove(live, trace, case.base, never)
             assert not loader_map.transformed
-            assert write(loader_map, place(loader_map, case.staged)) == ()
+            assert write(place(loader_map, case.staged)) == ()
             fresh = load(case, case.new)
             assert differing(live, fresh) == []
             assert differing(load(case, case.base), fresh), "the update changed something here"
@@ -174,8 +174,8 @@ def test_experts_that_an_engine_packs_are_copied_from_its_own_load(
         known = dict(fresh.named_parameters())
         copy = LooseCopy(loader_map, {name: known[name] for name in loader_map.loose})
         placed = place(loader_map, case.staged)
-        assert write(loader_map, placed) + copy.write() == ()
+        assert write(placed) + copy.write() == ()
         assert differing(live, load(case, case.new)) == []
-        write_back(loader_map, placed)
+        write_back(placed)
         copy.write_back()
         assert differing(live, load(case, case.base)) == []

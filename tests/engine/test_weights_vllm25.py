@@ -1,4 +1,4 @@
-"""Real vLLM 0.25: the same proofs as on the pinned version, by the same tests, in its own Python."""
+"""Real vLLM 0.25: what holds on the pinned version holds there, by the same tests."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ ROOT = Path(__file__).parents[2]
 needs_vllm25 = pytest.mark.skipif(
     not PYTHON, reason="ROSE_VLLM25_PYTHON is not set: no Python that has vLLM 0.25"
 )
-# Loader trace and proof on 1 to 8 ranks; versions, probe, audit and plugins in an engine that
-# serves; the device's kernels in between.
+# Loader trace and proof on 1 to 8 ranks; versions, probe, audit and plugins in a served engine.
 FILES = ("test_weight_sharding.py", "test_weight_apply.py")
 
 

@@ -83,6 +83,7 @@ class RoseWeightEngine(WeightTransferEngine[RoseInitInfo, RoseUpdateInfo]):  # t
             raise DigestMismatchError("live weights are not the published ones; they went back")
         if not report.probe_ok:
             raise ProbeError("the engine does not compute with the new weights; they went back")
+        self._ready().finish()
 
     def shutdown(self) -> None:
         """Forget everything; the engine keeps the weights that it has."""

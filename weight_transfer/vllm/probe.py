@@ -82,7 +82,14 @@ class Prober:
         positions = torch.arange(count, dtype=torch.int64, device=device)
         with torch.inference_mode(), self._scratch_block():
             metadata, slots = self._attention(positions)
-            with set_forward_context(metadata, self._config, num_tokens=count, slot_mapping=slots):
+            # Compiled code of the live model would be compared with code made anew for another.
+            with set_forward_context(
+                metadata,
+                self._config,
+                num_tokens=count,
+                slot_mapping=slots,
+                skip_compiled=True,
+            ):
                 hidden = model(input_ids=tokens, positions=positions)
             compute: Any = model.compute_logits
             logits: torch.Tensor = compute(hidden).clone()
