@@ -4,7 +4,7 @@ import os
 import time
 import zlib
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,10 +30,12 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 import executor.vllm.guest
 from executor import ControlPage, Grant, GrantMode, HostState
+from executor.resident import Range, resident_bytes
 from executor.vllm.guest import GatedScheduler
 from executor.vllm.host import ObservedScheduler
 
 VOCABULARY = 96
+Views = dict[str, torch.Tensor]
 BLOCK_TOKENS = 16
 # K and V of 16 tokens, 32 heads of 128 in fp32: half a MiB, so that a granule is one block …
 WIDE = FullAttentionSpec(
@@ -80,17 +82,50 @@ def vllm_config(model: Path, *, asynchronous: bool = False, caching: bool = True
 
 
 def kv_config(blocks: int, spec: FullAttentionSpec, layers: int = 2) -> KVCacheConfig:
-    """Layer-outermost, as vLLM lays it out on CPU."""
+    """Layer-outermost, as this vLLM lays it out on CPU: in one allocation, or one for a layer."""
     page = spec.page_size_bytes
     names = [f"layers.{layer}" for layer in range(layers)]
-    tensor = KVCacheTensor(
-        size=page * blocks * layers, layers=names, layer_stride=page * blocks, block_stride=page
-    )
+    if "layers" in KVCacheTensor.__dataclass_fields__:
+        tensors = [
+            KVCacheTensor(
+                size=page * blocks * layers,
+                layers=names,
+                layer_stride=page * blocks,
+                block_stride=page,
+            )
+        ]
+    else:
+        tensors = [KVCacheTensor(size=page * blocks, shared_by=[name]) for name in names]
     return KVCacheConfig(
         num_blocks=blocks,
-        kv_cache_tensors=[tensor],
+        kv_cache_tensors=tensors,
         kv_cache_groups=[KVCacheGroupSpec(names, spec)],
     )
+
+
+def kv_size(config: KVCacheConfig) -> int:
+    return sum(tensor.size for tensor in config.kv_cache_tensors)
+
+
+def layer_names(config: KVCacheConfig) -> list[str]:
+    (group,) = config.kv_cache_groups
+    return list(group.layer_names)
+
+
+def kv_views(config: KVCacheConfig, allocate: Callable[[int], torch.Tensor]) -> Views:
+    """By layer, bytes `[blocks, page]` over what `allocate` gives for each allocation."""
+    page = config.kv_cache_groups[0].kv_cache_spec.page_size_bytes
+    shape = config.num_blocks, page
+    views = {}
+    for tensor in config.kv_cache_tensors:
+        memory = allocate(tensor.size)
+        if hasattr(tensor, "layers"):
+            for number, name in enumerate(tensor.layers):
+                first = tensor.offset + number * tensor.layer_stride
+                views[name] = memory.as_strided(shape, (tensor.block_stride, 1), first)
+        else:
+            views[tensor.shared_by[0]] = memory.view(shape)
+    return views
 
 
 def next_token(tokens: Iterable[int]) -> int:
@@ -110,9 +145,9 @@ class StandInRunner:
     It writes and reads the first and the last layer, so that pages lost in either show.
     """
 
-    def __init__(self, buffer: torch.Tensor, config: KVCacheConfig) -> None:
-        self._memory = buffer.numpy().view(np.uint8)
-        (self._tensor,) = config.kv_cache_tensors
+    def __init__(self, views: Views) -> None:
+        ends = list(views.values())
+        self._layers = [ends[0].numpy(), ends[-1].numpy()]
         self._tokens: dict[str, list[int]] = {}
         self._blocks: dict[str, list[int]] = {}
 
@@ -160,10 +195,8 @@ class StandInRunner:
 
     def _cells(self, request_id: str, position: int) -> list[np.ndarray[Any, Any]]:
         block = self._blocks[request_id][position // BLOCK_TOKENS]
-        tensor = self._tensor
-        start = block * tensor.block_stride + position % BLOCK_TOKENS * 4
-        last = (len(tensor.layers) - 1) * tensor.layer_stride
-        return [self._memory[at : at + 4].view(np.int32) for at in (start, start + last)]
+        at = position % BLOCK_TOKENS * 4
+        return [layer[block, at : at + 4].view(np.int32) for layer in self._layers]
 
 
 class NoWatchdog:
@@ -183,7 +216,7 @@ class GuestRig:
     scheduler: Any
     runner: StandInRunner
     page: ControlPage
-    buffer: torch.Tensor
+    memory: list[torch.Tensor]
     depth: int
     grant: Grant = field(
         default_factory=lambda: Grant(GrantMode.RUN, token_budget=512, max_sequences=16)
@@ -200,6 +233,16 @@ class GuestRig:
         self.page.host.write(HostState(heartbeat_ns=now_ns))
         live = {"heartbeat_ns": now_ns, "expiry_ns": now_ns + 4_000_000_000}
         self.page.grant.write(replace(self.grant, **live))
+
+    @property
+    def kv_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.memory)
+
+    @property
+    def resident(self) -> int:
+        """Bytes of KV memory that have pages."""
+        starts = [(buffer.data_ptr(), buffer.nbytes) for buffer in self.memory]
+        return sum(resident_bytes(Range(at, at + size).whole_pages()) for at, size in starts)
 
     def add(self, request_id: str, prompt: list[int], max_tokens: int) -> None:
         parameters = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
@@ -247,14 +290,14 @@ def guest_rig(
     spec: FullAttentionSpec = WIDE,
     depth: int = 1,
 ) -> GuestRig:
-    """A guest whose KV memory is `buffer`, resident from the start as vLLM's is."""
+    """A guest whose KV memory is `memory`, resident from the start as vLLM's is."""
     page = ControlPage.create(folder / "page")
     environ = {"ROSE_ROLE": "guest", "ROSE_CONTROL_PAGE": str(page.path), "ROSE_ORPHAN_S": "3600"}
     for name, value in environ.items():
         monkeypatch.setitem(os.environ, name, value)
     monkeypatch.setattr(executor.vllm.guest, "Watchdog", NoWatchdog)
-    scheduler, buffer, kv = _scheduler(GatedScheduler, folder, blocks, spec, depth, caching=True)
-    rig = GuestRig(scheduler, StandInRunner(buffer, kv), page, buffer, depth)
+    scheduler, views, memory = _scheduler(GatedScheduler, folder, blocks, spec, depth, caching=True)
+    rig = GuestRig(scheduler, StandInRunner(views), page, memory, depth)
     rig._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
     rig.allow()
     return rig
@@ -277,36 +320,39 @@ def host_rig(
     depth: int = 1,
     caching: bool = True,
 ) -> HostRig:
-    """A host over `buffer`; level "stock" is vLLM's own scheduler."""
+    """A host over `memory`; level "stock" is vLLM's own scheduler."""
     page = ControlPage.ensure(folder / "page")
     environ = {"ROSE_ROLE": "host", "ROSE_CONTROL_PAGE": str(page.path), "ROSE_HOST_LEVEL": level}
     for name, value in environ.items():
         monkeypatch.setitem(os.environ, name, value)
     kind = AsyncScheduler if level == "stock" else ObservedScheduler
-    scheduler, buffer, kv = _scheduler(kind, folder, blocks, spec, depth, caching=caching)
-    rig = HostRig(scheduler, StandInRunner(buffer, kv), page, buffer, depth)
+    scheduler, views, memory = _scheduler(kind, folder, blocks, spec, depth, caching=caching)
+    rig = HostRig(scheduler, StandInRunner(views), page, memory, depth)
     rig._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256) if caching else None
     return rig
 
 
 def _scheduler(
     kind: Any, folder: Path, blocks: int, spec: FullAttentionSpec, depth: int, *, caching: bool
-) -> tuple[Any, torch.Tensor, KVCacheConfig]:
+) -> tuple[Any, Views, list[torch.Tensor]]:
     init_none_hash(sha256)
     model = save_config(folder / "model")
     config = vllm_config(model, asynchronous=depth > 1, caching=caching)
     config.cache_config.num_gpu_blocks = blocks
     kv = kv_config(blocks, spec)
-    buffer = torch.zeros(kv.kv_cache_tensors[0].size, dtype=torch.int8)
-    buffer.fill_(1)
+    memory: list[torch.Tensor] = []
+
+    def allocate(size: int) -> torch.Tensor:
+        memory.append(torch.zeros(size, dtype=torch.int8).fill_(1))
+        return memory[-1]
+
+    views = kv_views(kv, allocate)
     layers = config.compilation_config.static_forward_context
-    layers.update(
-        {name: SimpleNamespace(kv_cache=buffer) for name in kv.kv_cache_tensors[0].layers}
-    )
+    layers.update({name: SimpleNamespace(kv_cache=view) for name, view in views.items()})
     scheduler = kind(
         vllm_config=config,
         kv_cache_config=kv,
         structured_output_manager=StructuredOutputManager(config),
         block_size=BLOCK_TOKENS,
     )
-    return scheduler, buffer, kv
+    return scheduler, views, memory
