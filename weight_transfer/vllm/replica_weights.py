@@ -9,6 +9,7 @@ audit   any time between steps: digests of everything that is live
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
@@ -57,6 +58,7 @@ class ReplicaWeights:
         self._staging: Staging | None = None
         self._last: tuple[Prepared, LooseCopy] | None = None
         self._unsettled: StagedUpdate | None = None
+        self._settling = threading.Lock()
         self._claimed: int | None = None
 
     @property
@@ -68,14 +70,16 @@ class ReplicaWeights:
 
     def settle(self) -> None:
         """Bring the checkpoint copy to the active version: what a pause need not wait for."""
-        update, self._unsettled = self._unsettled, None
-        if update is not None:
-            self._receiver.commit(update)
+        with self._settling:
+            if self._unsettled is not None:
+                self._receiver.commit(self._unsettled)
+            self._unsettled = None
 
     def finish(self) -> None:
-        """After the pause: settle, and keep nothing that only taking the commit back would need."""
-        self.settle()
+        """After the pause: settle beside the engine's steps, and make a rollback's memory free."""
         self._last = None
+        # Should it fail, whoever settles next is told.
+        threading.Thread(target=self.settle, name="rose-settle").start()
         release_unused(self._engine.device)
 
     @property

@@ -11,6 +11,7 @@ from weight_transfer.chunk import decode_chunk, encode_chunk
 from weight_transfer.codec import Level
 from weight_transfer.digest import digest_of, updated
 from weight_transfer.kernels.exchange import Change, Int64s
+from weight_transfer.kernels.mixing import scatter
 from weight_transfer.kernels.processor import processor_of
 from weight_transfer.tensors import Bits, TensorBits, unsigned
 from weight_transfer.vllm.flat import live_bits
@@ -41,6 +42,7 @@ def warm_kernels(base: Mapping[str, TensorBits], device: torch.device) -> None:
                 chunk = encode_chunk(old, changed, (0, _ROWS), digest, level)
                 change = decode_chunk(chunk.encoded, old, digest)
                 updated(digest, change.indices, bits[change.indices], change.values)
+        scatter(bits.copy(), change.indices, change.values)
         _scatter(bits.copy(), change.indices, change.values, device)
 
 

@@ -1,6 +1,7 @@
 """All pieces, in the order in which they run: what others are compared with comes early."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from rose.bench.gpu import limits
 from rose.bench.gpu.errors import CardError
@@ -29,7 +30,15 @@ def _update_bytes(sizes: Sizes) -> int:
     return 2 * shape.weights + 2 * 18 * changes + 12 * shape.vocabulary * shape.hidden + 2 * GIB
 
 
-def _served(name: str, what: str, work: str, least: Callable[[ServingSizes], float]) -> Piece:
+def _served(
+    name: str,
+    what: str,
+    work: str,
+    least: Callable[[ServingSizes], float],
+    checks: Callable[[Mapping[str, Any]], list[limits.Check]] = limits.served_checks,
+    *,
+    known_weights: bool = False,
+) -> Piece:
     """A piece of the group that starts host and guests once."""
     usual = ServingSizes()
     return Piece(
@@ -37,7 +46,8 @@ def _served(name: str, what: str, work: str, least: Callable[[ServingSizes], flo
         limit_s=MOST_S, memory=lambda sizes: needs.memory_bytes(sizes.serving),
         modules=needs.MODULES, group=f"{_SERVE}.group:measure_all",
         least=lambda sizes: least(sizes.serving),
-        checks=limits.served_checks,
+        known_weights=known_weights,
+        checks=checks,
     )  # fmt: skip
 
 
@@ -74,6 +84,10 @@ PIECES = (
     _served("bursts", "the same under bursts of the Azure trace", "loads:bursts", needs.bursts_s),
     _served("serve30", "the same, the host busy for 0.3", "loads:busy_30", needs.steady_s),
     _served("serve90", "the same, the host busy for 0.9", "loads:busy_90", needs.steady_s),
+    _served(
+        "update-serving", "2% of the guest's weights anew while host and guest serve",
+        "updating:updates", needs.updates_s, limits.updating_checks, known_weights=True,
+    ),
 )  # fmt: skip
 
 

@@ -58,7 +58,10 @@ async def _measure(
     # Raw records and logs of these engines alone.
     folder = logs / f"engines-{os.getpid()}"
     folder.mkdir(parents=True)
-    async with opened_session(sizes.serving, device, folder, kept, until_s) as session:
+    known = any(piece.known_weights for piece in pieces)
+    async with opened_session(
+        sizes.serving, device, folder, kept, until_s, known_weights=known
+    ) as session:
         waiting = [(piece, piece.least_s(sizes)) for piece in pieces]
         first, least_s = waiting[0]
         if session.left_s < least_s:
