@@ -23,7 +23,7 @@ Say = Callable[[str], None]
 # A driver takes memory back a moment after its process has ended.
 SETTLED_S, SETTLED_BYTES, POLL_S = 10.0, 64 << 20, 0.1
 MIB = 1 << 20
-FEW_CHECKS = 4
+FEW_CHECKS = 3
 NO_CLAIM = "a rehearsal on CPUs with tiny models: no figure in here says anything about a GPU"
 
 

@@ -1,11 +1,13 @@
 """Stand-ins for a GPU's driver: what it would say, chosen by the test. Nothing is measured."""
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from rose.bench.coserve.plan import ALONE, ALONE_AGAIN, NAIVE, ROSE_ARMS, Arm
 from rose.bench.gpu.card import Card, Usage
+from rose.bench.gpu.process import Answered, Order
 
 CARD = Card(
     index=0,
@@ -181,8 +183,46 @@ MEASURED: dict[str, Any] = {
 }
 
 
-def measured_by_nobody(piece: Any, sizes: Any, which: Card, log: Any) -> dict[str, Any]:
-    """In place of a piece's process."""
-    assert which.name == CARD.name
-    found: dict[str, Any] = MEASURED[piece.name]
-    return found
+def served_row(arm: Arm, ratio: float, guest_tok_s: float, verdict: str) -> dict[str, Any]:
+    """As `rose.bench.coserve.rows` makes it, as far as anybody here reads it."""
+    check = {"name": "ttft_p90", "value": ratio, "limit": 1.05, "verdict": verdict}
+    return {
+        "mode": arm.policy or arm.name,
+        "policy": arm.policy,
+        "slack_share": arm.slack_share,
+        "busy": 0.61,
+        "host": {"requests": 240},
+        "ratio_to_alone": {"ttft_p90": ratio, "tpot_p90": ratio},
+        "ratio_to_alone_ci95": {"ttft_p90": [ratio * 0.98, ratio * 1.02], "tpot_p90": None},
+        "guest_tok_s": guest_tok_s,
+        "idle_efficiency": 0.87 if guest_tok_s else None,
+        "spare_efficiency": 0.55 if guest_tok_s else None,
+        "checks": [check | {"decisive": True}, check | {"name": "ttft_p99", "decisive": False}],
+        "verdict": verdict,
+    }
+
+
+def served(traffic: dict[str, Any]) -> dict[str, Any]:
+    arms = [served_row(arm, 1.01, 1_500.0, "HOLDS") for arm in ROSE_ARMS]
+    return {
+        "rows": [
+            served_row(ALONE, 1.0, 0.0, "REFERENCE"),
+            served_row(ALONE_AGAIN, 1.0, 0.0, "INCONCLUSIVE"),
+            served_row(NAIVE, 2.4, 3_000.0, "FAILS"),
+            *arms,
+        ],
+        "traffic": traffic,
+    }
+
+
+MEASURED |= {
+    name: served({"poisson": True, "rate_per_s": 7.5}) for name in ("serve30", "serve60", "serve90")
+}
+MEASURED["bursts"] = served({"trace": "generated", "mean_per_s": 2.57})
+
+
+def measured_by_nobody(order: Order) -> Iterator[Answered]:
+    """In place of a process of pieces."""
+    assert order.card.name == CARD.name
+    for piece in order.pieces:
+        yield Answered(piece, MEASURED[piece.name])

@@ -6,8 +6,10 @@ and no time. The stock guest's memory is a share of its own, which is what naive
 
 import asyncio
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Protocol
 
 from executor.step_log import STEP_LOG
 from rose.bench.coserve.names import GUEST, HOST, NAIVE
@@ -66,22 +68,7 @@ class ServingEngines:
         """All three at once. Raises EngineStartError for the first that does not come up."""
         for spec in (self._host(), self._guest(), self._naive()):
             self.running[spec.name] = await EngineProcess.start(spec)
-        waiting = {
-            asyncio.create_task(engine.wait_healthy(timeout_s), name=name)
-            for name, engine in self.running.items()
-        }
-        done, late = await asyncio.wait(
-            waiting, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION
-        )
-        for task in late:
-            task.cancel()
-        for task in done:
-            task.result()
-        if late:
-            names = ", ".join(sorted(task.get_name() for task in late))
-            raise EngineStartError(
-                f"not ready after {timeout_s:.0f} s: {names}; see {self.folder}/engine-*.log"
-            )
+        await await_all(self.running, timeout_s, self.folder)
 
     def prioritise_guest(self, *, background: bool) -> None:
         """Not here: the kernel's priorities say nothing about a card."""
@@ -158,4 +145,30 @@ class ServingEngines:
                 "PYTHONPATH": os.pathsep.join(filter(None, modules)),
             },
             extra_args=tuple(extra),
+        )
+
+
+class Awaited(Protocol):
+    """An engine that starts."""
+
+    async def wait_healthy(self, timeout_s: float) -> None:
+        """Return once it serves. Raises EngineStartError when it ended instead."""
+        ...
+
+
+async def await_all(engines: Mapping[str, Awaited], timeout_s: float, logs: Path) -> None:
+    """Return once all serve. Raises EngineStartError as soon as one cannot, or when time is up."""
+    waiting = {
+        asyncio.create_task(engine.wait_healthy(timeout_s), name=name)
+        for name, engine in engines.items()
+    }
+    done, late = await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+    for task in late:
+        task.cancel()
+    for task in done:
+        task.result()
+    if late:
+        names = ", ".join(sorted(task.get_name() for task in late))
+        raise EngineStartError(
+            f"not ready after {timeout_s:.0f} s: {names}; see {logs}/engine-*.log"
         )

