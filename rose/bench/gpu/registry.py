@@ -36,17 +36,15 @@ def _served(
     work: str,
     least: Callable[[ServingSizes], float],
     checks: Callable[[Mapping[str, Any]], list[limits.Check]] = limits.served_checks,
-    *,
-    known_weights: bool = False,
+    group: str = "measure_all",
 ) -> Piece:
     """A piece of the group that starts host and guests once."""
     usual = ServingSizes()
     return Piece(
         name, what, f"{_SERVE}.{work}", estimate_s=usual.start_s + least(usual),
         limit_s=MOST_S, memory=lambda sizes: needs.memory_bytes(sizes.serving),
-        modules=needs.MODULES, group=f"{_SERVE}.group:measure_all",
+        modules=needs.MODULES, group=f"{_SERVE}.group:{group}",
         least=lambda sizes: least(sizes.serving),
-        known_weights=known_weights,
         checks=checks,
     )  # fmt: skip
 
@@ -86,7 +84,7 @@ PIECES = (
     _served("serve90", "the same, the host busy for 0.9", "loads:busy_90", needs.steady_s),
     _served(
         "update-serving", "2% of the guest's weights anew while host and guest serve",
-        "updating:updates", needs.updates_s, limits.updating_checks, known_weights=True,
+        "updating:updates", needs.updates_s, limits.updating_checks, "measure_updates",
     ),
 )  # fmt: skip
 
