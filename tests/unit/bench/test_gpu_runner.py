@@ -4,72 +4,23 @@ import json
 import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from standin_gpu import IDLE, MEASURED, StandInReader, card, usage
+from standin_runs import COPY, KERNELS, UPDATE, Measuring, files, request, run, states
 
 from rose.bench.gpu import runner as running
 from rose.bench.gpu.piece import MOST_S
 from rose.bench.gpu.process import Answered, Order
 from rose.bench.gpu.records import folder_of, read_done
-from rose.bench.gpu.registry import PIECES, pieces_of
+from rose.bench.gpu.registry import PIECES
 from rose.bench.gpu.revision import revision_of
-from rose.bench.gpu.runner import Outcome, Request, Runner
-from rose.bench.gpu.serve.sizes import ServingSizes
+from rose.bench.gpu.runner import Runner
 from rose.bench.gpu.sizes import Sizes
 from rose.errors import ConfigError
-
-COPY, KERNELS, UPDATE = pieces_of(("copy", "kernels", "update"))
-SERVED = pieces_of(("serve60", "bursts", "serve30", "serve90"))
-LONGER_ARMS = Sizes(serving=ServingSizes(arm_s=15.0))
-
-
-class Measuring:
-    """In place of the pieces' processes: says which were asked, and fails where told."""
-
-    def __init__(self, **wrong: str) -> None:
-        self.wrong = wrong
-        self.asked: list[str] = []
-        self.orders: list[Order] = []
-
-    def __call__(self, order: Order) -> Iterator[Answered]:
-        self.orders.append(order)
-        for piece in order.pieces:
-            self.asked.append(piece.name)
-            if piece.name in self.wrong:
-                yield Answered(piece, failed=self.wrong[piece.name])
-                return
-            yield Answered(piece, MEASURED[piece.name])
-
-
-def request(tmp_path: Path, **changes: Any) -> Request:
-    plain = Request(
-        pieces=(COPY, KERNELS, UPDATE),
-        sizes=Sizes(),
-        out=tmp_path,
-        logs=tmp_path / "logs",
-        revision="abc",
-    )
-    return replace(plain, **changes)
-
-
-def run(
-    asked: Request, measure: Measuring, reader: StandInReader | None = None
-) -> dict[str, Outcome]:
-    runner = Runner(reader or StandInReader(card()), card(), asked, measure)
-    return {outcome.piece: outcome for outcome in runner.run(lambda line: None)}
-
-
-def states(outcomes: dict[str, Outcome]) -> dict[str, str]:
-    return {name: outcome.state for name, outcome in outcomes.items()}
-
-
-def files(tmp_path: Path) -> set[str]:
-    return {path.name for path in (tmp_path / "stand-in-gpu").iterdir()}
 
 
 def test_each_piece_leaves_a_record_with_all_that_it_depends_on(tmp_path: Path) -> None:
@@ -213,97 +164,6 @@ def test_memory_that_the_driver_takes_back_late_is_waited_for(tmp_path: Path) ->
     reader = StandInReader(card(), looks=[IDLE, late, late, IDLE])
     outcomes = run(request(tmp_path, pieces=(COPY,)), Measuring(), reader)
     assert outcomes["copy"].state == "done"
-
-
-def test_pieces_of_a_group_share_a_process_and_those_left_get_another_one(tmp_path: Path) -> None:
-    class Short(Measuring):
-        """Has time for two."""
-
-        def __call__(self, order: Order) -> Iterator[Answered]:
-            return islice(super().__call__(order), 2)
-
-    measure = Short()
-    outcomes = run(request(tmp_path, pieces=(COPY, *SERVED)), measure)
-    assert states(outcomes) == dict.fromkeys(["copy", *(p.name for p in SERVED)], "done")
-    asked = [[piece.name for piece in order.pieces] for order in measure.orders]
-    assert asked == [["copy"], ["serve60", "bursts", "serve30", "serve90"], ["serve30", "serve90"]]
-
-
-def test_a_piece_that_fails_ends_its_process_and_the_rest_of_the_group_gets_a_new_one(
-    tmp_path: Path,
-) -> None:
-    measure = Measuring(bursts="engine guest ended")
-    outcomes = run(request(tmp_path, pieces=SERVED), measure)
-    assert states(outcomes) == {
-        "serve60": "done", "bursts": "failed", "serve30": "done", "serve90": "done",
-    }  # fmt: skip
-    assert [len(order.pieces) for order in measure.orders] == [4, 2]
-    again = Measuring()
-    run(request(tmp_path, pieces=SERVED), again)
-    assert again.asked == ["bursts"]
-
-
-def test_a_group_has_what_is_left_of_the_budget_and_never_more_than_a_call(tmp_path: Path) -> None:
-    measure = Measuring()
-    run(request(tmp_path, pieces=SERVED, budget_s=400.0), measure)
-    run(request(tmp_path, pieces=SERVED, resume=False), measure)
-    first, second = (order.seconds for order in measure.orders)
-    assert 390 < first <= 400
-    assert second == MOST_S
-    tight = run(request(tmp_path, pieces=SERVED, resume=False, budget_s=200.0), measure)
-    assert states(tight) == dict.fromkeys(("serve60", "bursts", "serve30", "serve90"), "left")
-
-
-def test_what_a_shared_process_measured_is_kept_before_it_ends(tmp_path: Path) -> None:
-    class Watched(Measuring):
-        def __call__(self, order: Order) -> Iterator[Answered]:
-            for number, answer in enumerate(super().__call__(order)):
-                yield answer
-                kept = [piece.name for piece in SERVED if f"{piece.name}.json" in files(tmp_path)]
-                assert kept == [piece.name for piece in SERVED[: number + 1]]
-
-    assert len(run(request(tmp_path, pieces=SERVED), Watched())) == 4
-
-
-def test_sizes_of_engines_and_of_tensors_make_only_their_own_pieces_run_again(
-    tmp_path: Path,
-) -> None:
-    run(request(tmp_path, pieces=(COPY, *SERVED)), Measuring())
-    arms, tensors = Measuring(), Measuring()
-    run(request(tmp_path, pieces=(COPY, *SERVED), sizes=LONGER_ARMS), arms)
-    assert arms.asked == [piece.name for piece in SERVED]
-    run(request(tmp_path, pieces=(COPY, *SERVED), sizes=replace(LONGER_ARMS, gib=1)), tensors)
-    assert tensors.asked == ["copy"]
-
-
-def test_a_trace_is_told_by_its_digest_and_never_by_its_path(tmp_path: Path) -> None:
-    trace = tmp_path / "somewhere.csv"
-    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n")
-    told = Sizes(serving=ServingSizes(azure=str(trace))).told(serving=True)
-    assert str(tmp_path) not in json.dumps(told)
-    assert len(told["azure"]) == 16
-    assert Sizes().told(serving=True)["azure"] == "generated"
-
-
-def test_of_many_limits_a_line_tells_how_many_hold_and_which_fail(tmp_path: Path) -> None:
-    done = run(request(tmp_path, pieces=SERVED[:1]), Measuring())["serve60"]
-    assert running.line_of(done).endswith("serve60.json; 4 HOLDS")
-
-
-def test_a_rehearsal_is_marked_and_no_limit_of_it_fails(tmp_path: Path) -> None:
-    class Slow(Measuring):
-        def __call__(self, order: Order) -> Iterator[Answered]:
-            rows = [{**row} for row in MEASURED["serve60"]["rows"]]
-            for row in rows:
-                row["checks"] = [check | {"verdict": "FAILS"} for check in row["checks"]]
-            yield Answered(order.pieces[0], {**MEASURED["serve60"], "rows": rows})
-
-    asked = request(tmp_path, pieces=SERVED[:1])
-    assert not run(asked, Slow())["serve60"].good
-    rehearsed = run(replace(asked, rehearsal=True, resume=False), Slow())["serve60"]
-    assert rehearsed.good
-    assert rehearsed.record is not None
-    assert rehearsed.record["rehearsal"].startswith("a rehearsal on CPUs")
 
 
 def test_a_limit_that_fails_is_no_good_outcome_even_when_kept(tmp_path: Path) -> None:

@@ -143,6 +143,8 @@ class ServingEngines:
             extra_env={
                 STEP_LOG: str(self.folder.resolve()),
                 "PYTHONPATH": os.pathsep.join(filter(None, modules)),
+                # Compiled code, kept for the next session; two engines must not write the same.
+                "VLLM_CACHE_ROOT": str((self.folder.parent / "cache" / name).resolve()),
             },
             extra_args=tuple(extra),
         )

@@ -1,10 +1,8 @@
 """How host and guest on one card are judged."""
 
-import math
-
 from rose.bench.coserve import verdict as limits
 from rose.bench.coserve.evidence import Evidence
-from rose.bench.coserve.pairs import METRICS, latency_s
+from rose.bench.coserve.pairs import latency_s
 from rose.bench.coserve.rules import harvest_checks, ratio_checks, undecided
 from rose.bench.coserve.verdict import Check, at_most, exactly_none, measured_at_most
 from rose.stats import Estimate, percentile_estimate
@@ -45,15 +43,14 @@ def _ratio_checks(found: Evidence) -> list[Check]:
 
 def _target_checks(found: Evidence) -> list[Check]:
     """With slack lent: the p99 of what users see is within the targets."""
-    spec = found.spec
+    targets_s = {"ttft": found.spec.ttft_s, "tpot": found.spec.tpot_s}
     return [
-        at_most(f"{metric}_p99_s", _percentile(found, metric), target_s)
-        for metric, target_s in (("ttft", spec.ttft_s), ("tpot", spec.tpot_s))
-        if metric in METRICS
+        at_most(f"{metric}_p99_s", _p99(found, metric), target_s)
+        for metric, target_s in targets_s.items()
     ]
 
 
-def _percentile(found: Evidence, metric: str) -> Estimate | None:
+def _p99(found: Evidence, metric: str) -> Estimate | None:
     windows = []
     for window in found.windows:
         values = [v for pair in window if (v := latency_s(pair.arm, metric)) is not None]
@@ -68,8 +65,7 @@ def _stop_checks(found: Evidence) -> list[Check]:
     if arm.guest != "rose":
         return []
     stop = percentile_estimate(found.stops, 99, found.seed) if found.stops else None
-    step_s = found.guest["guest_step_p99_s"]
     return [
         at_most("stop_p99_s", stop, STOP_S, decisive=not arm.slack_share),
-        measured_at_most("guest_step_p99_s", step_s if step_s else math.nan, STOP_S),
+        measured_at_most("guest_step_p99_s", found.guest["guest_step_p99_s"], STOP_S),
     ]
