@@ -134,6 +134,46 @@ def test_every_rank_becomes_what_a_dense_load_of_the_new_weights_makes_it(
     assert {part.tensor for part in parts} == set(case.base), "every tensor lives somewhere"
 
 
+def launched_by_torch(piece: Any, packed: Any, counts: Any, *, back: bool) -> None:
+    """Stand in for a device's kernels, which the interpreter's tests compare with numpy."""
+    places, old, new = piece.views(packed)
+    old, new = (new, old) if back else (old, new)
+    live = piece.change.target.flat
+    counts[piece.row, 0] += (live[places.long()] != old).sum()
+    live[places.long()] = new
+    counts[piece.row, 1] += (live[places.long()] != new).sum()
+
+
+@pytest.mark.parametrize("resident_bytes", [0, 1 << 30])
+def test_what_a_device_is_given_makes_the_same_of_every_rank(
+    case: Case, resident_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    from weight_transfer.kernels.device import exchange
+    from weight_transfer.kernels.device.bits import DeviceBits
+    from weight_transfer.vllm import loader_map as maps
+    from weight_transfer.vllm.applier import place, write, write_back
+    from weight_transfer.vllm.flat import flat_view
+    from weight_transfer.vllm.fresh import skeleton
+    from weight_transfer.vllm.tracing import trace_loader
+
+    monkeypatch.setattr(maps, "live_bits", lambda tensor: DeviceBits(flat_view(tensor)))
+    monkeypatch.setattr(exchange, "launch", launched_by_torch)
+    for rank in range(4):
+        with as_rank(case.config, rank, 4):
+            live = load(case, case.base)
+            trace = trace_loader(skeleton(case.config, torch.device("meta")), case.base)
+            loader_map = maps.LoaderMap.prove(live, trace, case.base, never)
+            placed = place(loader_map, case.staged, resident_bytes)
+            ((_, staged),) = placed.groups
+            assert bool(staged.resident) != bool(staged.streamed)
+            assert write(placed) == ()
+            assert differing(live, load(case, case.new)) == []
+            write_back(placed)
+            assert differing(live, load(case, case.base)) == []
+
+
 def test_these_models_do_shard_replicate_and_pad(case: Case) -> None:
     with as_rank(case.config, 7, 8):
         model = load(case, case.base)

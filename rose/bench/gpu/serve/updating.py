@@ -31,7 +31,8 @@ QUANTILES = (50, 90, 99)
 
 
 async def updates(session: ServingSession, seconds: float) -> Measured:
-    """At least two updates, the first of which warms up; more while there is time."""
+    """One update without host load, under turns; then `rounds` at most under it, while there is
+    time."""
     until_s = time.monotonic() + seconds
     weights = session.engines.guest_weights
     assert weights is not None
@@ -41,12 +42,12 @@ async def updates(session: ServingSession, seconds: float) -> Measured:
     versions = await asyncio.to_thread(GuestVersions, weights, folder, key, sizes.seed)
     cell = await session.cell(BUSY, "poisson")
     turns = StampedTurns(session.http, session.engines.url(GUEST), sizes.guest_load.output_tokens)
-    first = await _without_host(session, versions)
+    first = await _without_host(session, versions, turns)
     reports: list[dict[str, Any]] = []
     during: list[BlockRecord] = []
     control: list[BlockRecord] = []
     longest_s = 0.0
-    while not reports or time.monotonic() + longest_s < until_s:
+    while not reports or (len(reports) < sizes.rounds and time.monotonic() + longest_s < until_s):
         began_s = time.monotonic()
         told, blocks = await _update(session, versions, cell, turns, len(during))
         reports.append(told)
@@ -69,13 +70,34 @@ async def updates(session: ServingSession, seconds: float) -> Measured:
     }
 
 
-async def _without_host(session: ServingSession, versions: GuestVersions) -> dict[str, Any]:
+async def _without_host(
+    session: ServingSession, versions: GuestVersions, turns: StampedTurns
+) -> dict[str, Any]:
     """The first update: it also waits until the guest has proved version 0."""
     published = await asyncio.to_thread(versions.publish)
     session.say(f"version 1 is published after {published['publish_s']:.1f} s")
-    report = await versions.apply(session.http, session.engines.url(GUEST))
+    session.player.rule(ARM)
+    playing = asyncio.create_task(turns.run())
+    try:
+        report = await versions.apply(session.http, session.engines.url(GUEST))
+    finally:
+        await _ended(playing)
+    await _insist_stamped(turns, report)
     session.say(f"version 1 is active after {report['applied_s']:.1f} s")
     return published | report
+
+
+async def _ended(task: asyncio.Task[Any]) -> None:
+    """End it; what it raised by itself is raised here."""
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
+async def _insist_stamped(turns: StampedTurns, report: dict[str, Any]) -> None:
+    newest = await turns.turn()
+    if set(newest) != {report["version"]}:
+        raise PieceError(f"a turn after version {report['version']} is stamped {newest}")
 
 
 async def _update(
@@ -87,9 +109,7 @@ async def _update(
 ) -> tuple[dict[str, Any], list[BlockRecord]]:
     """One update under load; its report and the blocks that were played meanwhile."""
     published = await asyncio.to_thread(versions.publish)
-    url = session.engines.url(GUEST)
-    playing = asyncio.create_task(turns.run())
-    applying = asyncio.create_task(versions.apply(session.http, url))
+    applying = asyncio.create_task(versions.apply(session.http, session.engines.url(GUEST)))
     blocks: list[BlockRecord] = []
     try:
         while not blocks or not applying.done():
@@ -97,16 +117,9 @@ async def _update(
             block = Block(ARM, session.sizes.arm_s, at, FIRST_SEGMENT + at, cell)
             blocks.append(await session.play(block))
         report = await applying
-        if playing.done():
-            playing.result()
     finally:
-        for task in (playing, applying):
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
-    newest = await turns.turn()
-    if set(newest) != {report["version"]}:
-        raise PieceError(f"a turn after version {report['version']} is stamped {newest}")
+        await _ended(applying)
+    await _insist_stamped(turns, report)
     session.say(f"version {report['version']}: pause {1e3 * report['pause_s']:.1f} ms")
     return published | report, blocks
 
