@@ -16,6 +16,7 @@ WeightError
 ├── CatalogError        what is published does not lead to the wanted version
 ├── LoaderMapError      a checkpoint tensor cannot be found, byte for byte, in the engine
 ├── ProbeError          the probe cannot run in this engine
+├── DeviceMemoryError   a device has no room for what an update needs there
 └── StoreError          the store refuses: a chunk is not durable or a version exists already
 """
 
@@ -82,6 +83,10 @@ class LoaderMapError(WeightError):
 
 class ProbeError(WeightError):
     """The probe cannot run in this engine."""
+
+
+class DeviceMemoryError(WeightError):
+    """A device has no room for what an update needs there; nothing was written."""
 
 
 class StoreError(WeightError):

@@ -25,6 +25,7 @@ from weight_transfer.errors import (
     WrongBaseError,
 )
 from weight_transfer.kernels.changes import apply_changes, find_changes
+from weight_transfer.kernels.mixing import scatter
 from weight_transfer.manifest import CODEC, ChunkRef, Manifest, TensorUpdate, hex_digest
 from weight_transfer.signing import VerifyKey
 from weight_transfer.tensors import Bits, TensorBits, copy_tensors
@@ -137,7 +138,7 @@ class Receiver:
                 f"staged on version {staged.parent}, active is {self._version}; stage it again"
             )
         for tensor in staged.tensors:
-            self._tensors[tensor.name].bits[tensor.indices] = tensor.values
+            scatter(self._tensors[tensor.name].bits, tensor.indices, tensor.values)
             self._digests[tensor.name] = tensor.digest_after
         self._version = staged.version
 
@@ -146,7 +147,7 @@ class Receiver:
         if self._version not in (staged.version, staged.parent):
             raise WrongBaseError(f"cannot take version {staged.version} back from {self._version}")
         for tensor in staged.tensors:
-            self._tensors[tensor.name].bits[tensor.indices] = tensor.old_values
+            scatter(self._tensors[tensor.name].bits, tensor.indices, tensor.old_values)
             self._digests[tensor.name] = tensor.digest_before
         self._version = staged.parent
 

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from rose.replica.audit import Audits
 from rose.replica.engine_errors import ENGINE_FAILURES
+from rose.replica.engine_pause import pause
 from rose.replica.host_idle import wait_host_idle
 from rose.replica.staging import stage
 from rose.replica.stamps import stamps_of
@@ -122,7 +123,7 @@ class Weights:
     async def _pause(self, *, keep_kv: bool) -> None:
         # With cleared caches running turns recompute their KV under the new weights.
         try:
-            await self._engine.pause_generation(mode="keep", clear_cache=not keep_kv)
+            await pause(self._engine, clear_cache=not keep_kv)
         except Exception as failure:
             raise WeightError(f"the engine could not be paused: {failure}") from failure
 

@@ -63,6 +63,17 @@ def engine_config(folder: Path) -> Any:
         ).create_engine_config()
 
 
+def expert_packer() -> Any:
+    """The module that packs experts for CPU kernels by its `cpu_prepack_moe_weight`."""
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+
+    if hasattr(cpu_moe, "cpu_prepack_moe_weight"):
+        return cpu_moe
+    from vllm.model_executor.layers.fused_moe import cpu_fused_moe  # vLLM 0.25
+
+    return cpu_fused_moe
+
+
 def group(rank: int, size: int) -> Any:
     device = SimpleNamespace(size=lambda: size, rank=lambda: rank)
     return SimpleNamespace(

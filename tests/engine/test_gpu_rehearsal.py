@@ -142,3 +142,27 @@ def test_the_version_beside_a_cards_torch_is_rehearsed_too(tmp_path: Path) -> No
     assert code == 0, said
     insist_complete(tmp_path, "serve60")
     assert not left_behind(process.pid)
+
+
+def test_an_update_while_serving_is_applied_proved_and_stamped(tmp_path: Path) -> None:
+    python = os.environ.get(OTHER_VLLM) or sys.executable
+    process = rehearsal(tmp_path, "--only", "update-serving", python=python)
+    code, said = ended(process)
+    assert code == 0, said
+    record = result(tmp_path, "update-serving.json")
+    measured = record["measured"]
+    updates = [measured["first"], *measured["updates"]]
+    assert [update["version"] for update in updates] == list(range(1, len(updates) + 1))
+    for update in updates:
+        assert update["digest_ok"]
+        assert update["probe_ok"]
+        assert 0.01 < update["changed_share"] <= 0.021
+        assert 0 < update["pause_s"] < update["applied_s"]
+    assert measured["pause_s"]["count"] == len(measured["updates"]) > 0
+    assert measured["host"]["during"]["requests"] > 0
+    assert measured["host"]["control"]["requests"] > 0
+    assert measured["stamped"]["turns"] >= len(updates)
+    assert measured["stamped"]["tokens_of_version"].keys() >= {str(u["version"]) for u in updates}
+    assert {check["check"] for check in record["checks"]} >= {"pause p50: s", "pause most: s"}
+    assert (tmp_path / "logs" / "weights" / "tiny-guest").is_dir()
+    assert not left_behind(process.pid)

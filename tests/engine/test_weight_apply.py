@@ -255,6 +255,48 @@ def test_an_update_is_prepared_between_the_engines_steps(served: Served) -> None
     assert len(served.finish()) == 64
 
 
+def test_a_fresh_load_has_one_layer_in_memory_at_a_time(served: Served) -> None:
+    """Beside embeddings and head; what it computes is what a load of the whole model computes."""
+
+    def measure(worker: Any) -> tuple[list[int], dict[str, int], bool]:
+        import torch
+
+        from weight_transfer.vllm.fresh import finish
+        from weight_transfer.vllm.layered import LayeredModel
+        from weight_transfer.vllm.reference import overlay, reference_in_pieces
+
+        weights = worker._rose_weights
+        engine, tensors = weights._engine, weights._receiver.tensors
+        layered = LayeredModel(engine, weights._plan, overlay(tensors, {}), ())
+
+        def held() -> int:
+            return sum(t.nbytes for t in dict(layered.model.named_parameters()).values()
+                       if not t.is_meta)  # fmt: skip
+
+        pieces, peaks = layered.pieces(), []
+        while True:
+            try:
+                next(pieces)
+            except StopIteration as end:
+                logits = end.value
+                break
+            peaks.append(held())
+        whole = finish(reference_in_pieces(engine, tensors, None, (), None)).logits
+        sizes = {"layer": 0, "outside": 0}
+        for name, tensor in engine.model.named_parameters():
+            sizes["layer" if "layers.0." in name else "outside"] += (
+                tensor.nbytes if "layers.0." in name or ".layers." not in name else 0
+            )
+        return peaks, sizes, torch.equal(logits, whole)
+
+    peaks, sizes, equal = served.run(measure)
+    assert equal
+    assert sizes["layer"] > 0
+    assert peaks[0] == sizes["outside"], "the layers have no weights yet"
+    assert max(peaks) == sizes["outside"] + sizes["layer"]
+    assert len(peaks) >= 5, "a piece for each layer"
+
+
 def test_vllms_own_weight_calls_lead_to_the_same_weights(served: Served, tmp_path: Path) -> None:
     before = served.greedy()
     store, key = ChunkStore(tmp_path), SigningKey.generate()

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sharded_models import MODELS, as_rank, engine_config, save_model
+from sharded_models import MODELS, as_rank, engine_config, expert_packer, save_model
 
 from weight_transfer.checkpoint import read_model_dir
 from weight_transfer.publisher import Publisher
@@ -50,12 +50,11 @@ def environment() -> Iterator[None]:
 def unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters as the loader leaves them: on GPUs experts stay so too, on CPU they are packed."""
     from vllm.model_executor.layers import utils
-    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
     from weight_transfer.vllm.unpacked import plain_linear
 
     monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", plain_linear)
-    monkeypatch.setattr(cpu_moe, "cpu_prepack_moe_weight", lambda weight, _isa: weight)
+    monkeypatch.setattr(expert_packer(), "cpu_prepack_moe_weight", lambda weight, _isa: weight)
 
 
 def sparse_step(old: dict[str, TensorBits]) -> dict[str, TensorBits]:
@@ -125,7 +124,7 @@ def test_every_rank_becomes_what_a_dense_load_of_the_new_weights_makes_it(
             trace = trace_loader(skeleton(case.config, torch.device("meta")), case.base)
             loader_map = LoaderMap.prove(live, trace, case.base, never)
             assert not loader_map.transformed
-            assert write(loader_map, place(loader_map, case.staged)) == ()
+            assert write(place(loader_map, case.staged)) == ()
             fresh = load(case, case.new)
             assert differing(live, fresh) == []
             assert differing(load(case, case.base), fresh), "the update changed something here"
@@ -133,6 +132,46 @@ def test_every_rank_becomes_what_a_dense_load_of_the_new_weights_makes_it(
     found = judge(parts, after, elements)
     assert (found.flipped, found.unjudged) == ((), ())
     assert {part.tensor for part in parts} == set(case.base), "every tensor lives somewhere"
+
+
+def launched_by_torch(piece: Any, packed: Any, counts: Any, *, back: bool) -> None:
+    """Stand in for a device's kernels, which the interpreter's tests compare with numpy."""
+    places, old, new = piece.views(packed)
+    old, new = (new, old) if back else (old, new)
+    live = piece.change.target.flat
+    counts[piece.row, 0] += (live[places.long()] != old).sum()
+    live[places.long()] = new
+    counts[piece.row, 1] += (live[places.long()] != new).sum()
+
+
+@pytest.mark.parametrize("resident_bytes", [0, 1 << 30])
+def test_what_a_device_is_given_makes_the_same_of_every_rank(
+    case: Case, resident_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    from weight_transfer.kernels.device import exchange
+    from weight_transfer.kernels.device.bits import DeviceBits
+    from weight_transfer.vllm import loader_map as maps
+    from weight_transfer.vllm.applier import place, write, write_back
+    from weight_transfer.vllm.flat import flat_view
+    from weight_transfer.vllm.fresh import skeleton
+    from weight_transfer.vllm.tracing import trace_loader
+
+    monkeypatch.setattr(maps, "live_bits", lambda tensor: DeviceBits(flat_view(tensor)))
+    monkeypatch.setattr(exchange, "launch", launched_by_torch)
+    for rank in range(4):
+        with as_rank(case.config, rank, 4):
+            live = load(case, case.base)
+            trace = trace_loader(skeleton(case.config, torch.device("meta")), case.base)
+            loader_map = maps.LoaderMap.prove(live, trace, case.base, never)
+            placed = place(loader_map, case.staged, resident_bytes)
+            ((_, staged),) = placed.groups
+            assert bool(staged.resident) != bool(staged.streamed)
+            assert write(placed) == ()
+            assert differing(live, load(case, case.new)) == []
+            write_back(placed)
+            assert differing(live, load(case, case.base)) == []
 
 
 def test_these_models_do_shard_replicate_and_pad(case: Case) -> None:
@@ -154,7 +193,6 @@ def test_experts_that_an_engine_packs_are_copied_from_its_own_load(
 ) -> None:
     import torch
     from vllm import _custom_ops
-    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
     from weight_transfer.vllm.applier import place, write, write_back
     from weight_transfer.vllm.fresh import load_fresh, skeleton
@@ -163,7 +201,8 @@ def test_experts_that_an_engine_packs_are_copied_from_its_own_load(
     from weight_transfer.vllm.reference import overlay
     from weight_transfer.vllm.tracing import trace_loader
 
-    monkeypatch.setattr(cpu_moe, "cpu_prepack_moe_weight", _custom_ops.cpu_prepack_moe_weight)
+    packed = _custom_ops.cpu_prepack_moe_weight
+    monkeypatch.setattr(expert_packer(), "cpu_prepack_moe_weight", packed)
     with as_rank(case.config, 1, 2):
         live = load(case, case.base)
         trace = trace_loader(skeleton(case.config, torch.device("meta")), case.base)
@@ -175,8 +214,8 @@ def test_experts_that_an_engine_packs_are_copied_from_its_own_load(
         known = dict(fresh.named_parameters())
         copy = LooseCopy(loader_map, {name: known[name] for name in loader_map.loose})
         placed = place(loader_map, case.staged)
-        assert write(loader_map, placed) + copy.write() == ()
+        assert write(placed) + copy.write() == ()
         assert differing(live, load(case, case.new)) == []
-        write_back(loader_map, placed)
+        write_back(placed)
         copy.write_back()
         assert differing(live, load(case, case.base)) == []

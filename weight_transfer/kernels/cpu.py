@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,8 +11,9 @@ from numpy.typing import NDArray
 
 from weight_transfer.kernels import changes, classes, mixing
 from weight_transfer.kernels.difference import CLASSES, Bytes, Difference, Marks
-from weight_transfer.kernels.overwrite import Overwrite, Written, check_places
+from weight_transfer.kernels.exchange import Change, Exchange, Int64s, check_places
 from weight_transfer.kernels.processor import Processor
+from weight_transfer.kernels.rectangles import exchange
 
 if TYPE_CHECKING:
     from weight_transfer.tensors import Bits, WeightClass
@@ -73,21 +75,20 @@ class CpuDifference:
 
 
 @dataclass(frozen=True, slots=True)
-class CpuOverwrite:
-    """Absolute values for places in host memory."""
+class CpuExchange:
+    """Changes of host memory: they are there already."""
 
-    target: Bits
-    places: NDArray[np.int64]
-    values: Bits
-    indices: NDArray[np.int64]
+    changes: tuple[Change[Bits], ...]
 
-    def run(self) -> Written:
-        """Overwrite and read back; running it again is harmless."""
-        lost = int(mixing.sum_at(self.indices, self.target[self.places]))
-        mixing.scatter(self.target, self.places, self.values)
-        found = self.target[self.places]
-        gained = int(mixing.sum_at(self.indices, found))
-        return Written(lost, gained, int(np.count_nonzero(found != self.values)))
+    def run(self, *, back: bool = False) -> Int64s:
+        """Write all new values, or all old ones `back`; see `Exchange`."""
+        found = np.zeros((len(self.changes), 2), np.int64)
+        for row, change in enumerate(self.changes):
+            old, new = (change.new, change.old) if back else (change.old, change.new)
+            # Unsigned places spare the kernel the question whether they count from the end.
+            places = change.places.view(np.uint64)
+            found[row] = np.array(exchange(change.target, places, old, new)) != 0
+        return found
 
 
 class CpuProcessor:
@@ -118,12 +119,11 @@ class CpuProcessor:
         """Return (flat indices, new values). Raises ValueError for changes that are none of old."""
         return changes.apply_changes(old, changes.Changes(gaps, codes))
 
-    def prepare(
-        self, target: Bits, places: NDArray[np.int64], values: Bits, indices: NDArray[np.int64]
-    ) -> Overwrite:
-        """Check an overwrite. Raises IndexError for a place outside."""
-        check_places(places, target.size)
-        return CpuOverwrite(target, places, values, indices)
+    def stage(self, changes: Sequence[Change[Bits]], resident_bytes: int) -> Exchange:
+        """Check changes. Raises IndexError for a place outside."""
+        del resident_bytes
+        check_places(changes, [change.target.size for change in changes])
+        return CpuExchange(tuple(changes))
 
 
 CPU: Processor[Bits] = CpuProcessor()

@@ -1,13 +1,14 @@
 """Processor: where weights are is where they are compared, summed and overwritten.
 
 publisher  compare → a difference; too much has changed → mark, read
-receiver   expand → indices and values; prepare, while serving → run, under the engine's pause
+receiver   expand → indices and values; stage, while serving → run, under the engine's pause
 Ranges of weights stay where they are; what is about changed weights comes and goes in host memory.
 All processors give the same bits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
@@ -19,7 +20,7 @@ from weight_transfer.tensors import Bits
 
 if TYPE_CHECKING:
     from weight_transfer.kernels.difference import Difference, Marks
-    from weight_transfer.kernels.overwrite import Overwrite
+    from weight_transfer.kernels.exchange import Change, Exchange
 
 Flat: TypeAlias = Bits | DeviceBits
 """Flat weights, wherever they are."""
@@ -46,17 +47,12 @@ class Processor(Protocol[Range]):
     ) -> tuple[NDArray[np.int64], Bits]:
         """Return (flat indices, new values). Raises ValueError for changes that are none of old."""
 
-    def prepare(
-        self,
-        target: Range,
-        places: NDArray[np.int64],
-        values: Bits,
-        indices: NDArray[np.int64],
-    ) -> Overwrite:
-        """Bring to `target`'s memory what overwrites it at distinct `places`.
+    def stage(self, changes: Sequence[Change[Any]], resident_bytes: int) -> Exchange:
+        """Bring changes, at least one, to the memory of their targets; nothing is written.
 
-        `indices`: of the same weights in their checkpoint tensor, which is what digests are of.
-        Raises IndexError for a place outside.
+        While weights are used, and from any thread. On a device it takes `resident_bytes` of memory
+        at most, and 64 MiB; what is beyond passes through these under the pause. Raises IndexError
+        for a place outside and DeviceMemoryError.
         """
 
 

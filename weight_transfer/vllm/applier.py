@@ -1,26 +1,27 @@
-"""Applier: O(changed) scatter of staged absolute values into live parameters.
+"""Applier: O(changed) exchange of staged absolute values in live parameters, wherever they are.
 
-place   while serving: which of the changes live on this rank, and where
-write   under the pause: overwrite, read back, and prove what was read
+place   while serving: which of the changes live on this rank, and where; brought to their device
+write   under the pause: compare with the old, write the new, read back
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from weight_transfer.kernels.rectangles import exchange
+from weight_transfer.kernels.exchange import Change, Exchange
+from weight_transfer.kernels.processor import processor_of
 from weight_transfer.receiver import StagedUpdate
 from weight_transfer.tensors import Bits
-from weight_transfer.vllm.flat import flat_bits
 from weight_transfer.vllm.loader_map import LoaderMap
 
-if TYPE_CHECKING:
-    import torch
+RESIDENT_BYTES: Final = 2 << 30
+"""Most memory of a device that staged changes take: 2% of 13 billion bf16 weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,85 +36,64 @@ class Placed:
     places: NDArray[np.int64]
     old: Bits
     new: Bits
-    device: DevicePart | None
 
 
 @dataclass(frozen=True, slots=True)
-class DevicePart:
-    """The same on a parameter's device: uploaded before the pause begins."""
+class Placement:
+    """This rank's part of an update; each exchange has as many changes as its parts."""
 
-    places: torch.Tensor
-    old: torch.Tensor
-    new: torch.Tensor
+    groups: tuple[tuple[tuple[Placed, ...], Exchange], ...]
 
-
-def place(loader_map: LoaderMap, staged: StagedUpdate) -> tuple[Placed, ...]:
-    """Find this rank's part of an update. Reads no weight: the engine may serve meanwhile."""
-    found = []
-    for change in staged.tensors:
-        for rectangle in loader_map.rectangles(change.name):
-            picked, places = rectangle.locate(change.indices)
-            if not picked.size:
-                continue
-            old, new = change.old_values[picked], change.values[picked]
-            live = loader_map.flat(rectangle.target)
-            device = None if live.device.type == "cpu" else upload(places, old, new, live.device)
-            found.append(Placed(change.name, rectangle.target, places, old, new, device))
-    return tuple(found)
+    @property
+    def parts(self) -> tuple[Placed, ...]:
+        """All of them."""
+        return tuple(part for parts, _ in self.groups for part in parts)
 
 
-def write(loader_map: LoaderMap, placed: Sequence[Placed]) -> tuple[str, ...]:
+def place(
+    loader_map: LoaderMap, staged: StagedUpdate, resident_bytes: int = RESIDENT_BYTES
+) -> Placement:
+    """Find this rank's part of an update and bring it to where it will be written.
+
+    Reads no weight: the engine may serve meanwhile. Raises DeviceMemoryError.
+    """
+    groups: dict[str, list[Placed]] = defaultdict(list)
+    for part in _parts(loader_map, staged):
+        groups[str(loader_map.parameter(part.parameter).device)].append(part)
+    return Placement(
+        tuple((tuple(p), _staged(loader_map, p, resident_bytes)) for p in groups.values())
+    )
+
+
+def write(placement: Placement) -> tuple[str, ...]:
     """Write the new values.
 
     Returns the parameters that are not proven: what was overwritten was not the old version, or
     what can be read there now is not the new one. When both hold for all of them, and the digests
     were right before, they are right now: the staged update's were checked against its manifest.
     """
-    return tuple(
-        part.parameter
-        for part in placed
-        if _exchange(loader_map, part, part.old, part.new) != (0, 0)
-    )
+    unproven = []
+    for parts, exchange in placement.groups:
+        found = exchange.run()
+        unproven += [part.parameter for part, odd in zip(parts, found, strict=True) if odd.any()]
+    return tuple(unproven)
 
 
-def write_back(loader_map: LoaderMap, placed: Sequence[Placed]) -> None:
+def write_back(placement: Placement) -> None:
     """Write the old values; rerunning it is harmless."""
-    for part in placed:
-        _exchange(loader_map, part, part.new, part.old)
+    for _, exchange in placement.groups:
+        exchange.run(back=True)
 
 
-def _exchange(loader_map: LoaderMap, part: Placed, old: Bits, new: Bits) -> tuple[int, int]:
-    """Returns (0 when all weights were `old`, 0 when all of them read as `new`)."""
-    if part.device is not None:
-        uploaded = part.device
-        pair = (uploaded.old, uploaded.new) if new is part.new else (uploaded.new, uploaded.old)
-        return _exchange_on_device(loader_map.flat(part.parameter), uploaded.places, *pair)
-    flat = flat_bits(loader_map.parameter(part.parameter))
-    # Unsigned places spare the kernel the question whether they count from the end.
-    stale, wrong = exchange(flat, part.places.view(np.uint64), old, new)
-    return stale, wrong
+def _parts(loader_map: LoaderMap, staged: StagedUpdate) -> Iterator[Placed]:
+    for change in staged.tensors:
+        for rectangle in loader_map.rectangles(change.name):
+            picked, places = rectangle.locate(change.indices)
+            if picked.size:
+                old, new = change.old_values[picked], change.values[picked]
+                yield Placed(change.name, rectangle.target, places, old, new)
 
 
-def _exchange_on_device(
-    live: torch.Tensor, places: torch.Tensor, old: torch.Tensor, new: torch.Tensor
-) -> tuple[int, int]:
-    """The same by torch, all of it on the device."""
-    import torch
-
-    with torch.inference_mode():
-        stale = (live.index_select(0, places) != old).sum()
-        live.index_copy_(0, places, new)
-        wrong = (live.index_select(0, places) != new).sum()
-    return int(stale), int(wrong)
-
-
-def upload(places: NDArray[np.int64], old: Bits, new: Bits, device: torch.device) -> DevicePart:
-    """Bring a part to a device."""
-    import torch
-
-    signed = np.dtype(f"<i{new.itemsize}")
-    return DevicePart(
-        torch.from_numpy(places).to(device),
-        torch.from_numpy(old.view(signed)).to(device),
-        torch.from_numpy(new.view(signed)).to(device),
-    )
+def _staged(loader_map: LoaderMap, parts: list[Placed], resident_bytes: int) -> Exchange:
+    changes = [Change(loader_map.bits(p.parameter), p.places, p.old, p.new) for p in parts]
+    return processor_of(*(change.target for change in changes)).stage(changes, resident_bytes)

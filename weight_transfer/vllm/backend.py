@@ -83,10 +83,17 @@ class RoseWeightEngine(WeightTransferEngine[RoseInitInfo, RoseUpdateInfo]):  # t
             raise DigestMismatchError("live weights are not the published ones; they went back")
         if not report.probe_ok:
             raise ProbeError("the engine does not compute with the new weights; they went back")
+        self._ready().finish()
 
     def shutdown(self) -> None:
         """Forget everything; the engine keeps the weights that it has."""
         self._weights = None
+
+    @staticmethod
+    def trainer_send_weights(iterator: object, trainer_args: object) -> None:
+        """vLLM 0.25 wants one; here a trainer publishes and an engine is told where."""
+        del iterator, trainer_args
+        raise WeightError("nothing is sent to engines; publish with weight_transfer.Publisher")
 
     def _ready(self) -> ReplicaWeights:
         if self._weights is None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from weight_transfer.kernels.device.bits import DeviceBits
 from weight_transfer.tensors import Bits, unsigned
 
 if TYPE_CHECKING:
@@ -23,6 +24,11 @@ def flat_view(tensor: torch.Tensor) -> torch.Tensor:
     strided = zip(raw.shape, raw.stride(), strict=True)
     extent = 1 + sum((size - 1) * stride for size, stride in strided)
     return raw.as_strided((extent,), (1,)).view(signed)
+
+
+def live_bits(tensor: torch.Tensor) -> Bits | DeviceBits:
+    """The memory itself as bits, where it is: gaps of its strides included."""
+    return flat_bits(tensor) if tensor.device.type == "cpu" else DeviceBits(flat_view(tensor))
 
 
 def flat_bits(tensor: torch.Tensor) -> Bits:

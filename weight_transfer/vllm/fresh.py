@@ -62,6 +62,24 @@ def load_in_pieces(
     return model.eval()
 
 
+def load_part(
+    vllm_config: Any,  # noqa: ANN401 -- an engine type that is not ours to check
+    device: torch.device,
+    model: torch.nn.Module,
+    part: torch.nn.Module,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+) -> None:
+    """Load a part of `model` that has memory, the rest being on the meta device."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+    load: Any = model.load_weights
+    with set_current_vllm_config(vllm_config):
+        load(tensors)
+        process_weights_after_loading(part, vllm_config.model_config, device)
+    part.eval()
+
+
 def load_fresh(
     vllm_config: Any,  # noqa: ANN401 -- an engine type that is not ours to check
     device: torch.device,
@@ -86,6 +104,11 @@ def layers(names: Iterable[str]) -> list[list[str]]:
     """Cut names by decoder layer: a fused module's parts have to be loaded in one go."""
     groups: dict[str, list[str]] = {}
     for name in names:
-        layer = _LAYER.match(name)
-        groups.setdefault(layer.group(1) if layer else "", []).append(name)
+        groups.setdefault(layer_of(name), []).append(name)
     return list(groups.values())
+
+
+def layer_of(name: str) -> str:
+    """The decoder layer that a name belongs to, empty when to none."""
+    layer = _LAYER.match(name)
+    return layer.group(1) if layer else ""

@@ -17,12 +17,14 @@ import numpy as np
 
 from weight_transfer.errors import LoaderMapError
 from weight_transfer.tensors import WIDTHS, Bits, TensorBits, bits_of
-from weight_transfer.vllm.flat import flat_bits, flat_view
+from weight_transfer.vllm.flat import flat_bits, flat_view, live_bits
 from weight_transfer.vllm.rectangle import Rectangle
 from weight_transfer.vllm.tracing import Trace
 
 if TYPE_CHECKING:
     import torch
+
+    from weight_transfer.kernels.processor import Flat
 
 FreshLoad = Callable[[], "torch.nn.Module"]
 """Makes a second instance of the engine's model, the base loaded into it by its own loader."""
@@ -95,6 +97,10 @@ class LoaderMap:
     def flat(self, name: str) -> torch.Tensor:
         """A live parameter's memory from its first element on, flat and writable."""
         return flat_view(self._live[name])
+
+    def bits(self, name: str) -> Flat:
+        """The same as bits that can be written to, where they are."""
+        return live_bits(self.parameter(name))
 
 
 def live_tensors(model: torch.nn.Module, trace: Trace) -> dict[str, torch.Tensor]:

@@ -15,10 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from weight_transfer.errors import ProbeError
-from weight_transfer.tensors import bits_of
+from weight_transfer.vllm.flat import flat_view
 
 if TYPE_CHECKING:
     import torch
@@ -46,8 +44,9 @@ def compare(live: torch.Tensor, fresh: torch.Tensor) -> ProbeResult:
     """Compare two logits tensors [tokens, vocabulary] bit for bit."""
     if live.shape != fresh.shape:
         raise ProbeError(f"logits {tuple(live.shape)} and {tuple(fresh.shape)} cannot be compared")
-    ok = np.array_equal(bits_of(live), bits_of(fresh))
-    if ok:
+    import torch
+
+    if torch.equal(flat_view(live.contiguous()), flat_view(fresh.contiguous())):
         return ProbeResult(ok=True, max_abs_diff=0.0)
     diff = float((live.double() - fresh.double()).abs().max())
     return ProbeResult(ok=False, max_abs_diff=diff if math.isfinite(diff) else sys.float_info.max)
@@ -82,7 +81,14 @@ class Prober:
         positions = torch.arange(count, dtype=torch.int64, device=device)
         with torch.inference_mode(), self._scratch_block():
             metadata, slots = self._attention(positions)
-            with set_forward_context(metadata, self._config, num_tokens=count, slot_mapping=slots):
+            # Compiled code of the live model would be compared with code made anew for another.
+            with set_forward_context(
+                metadata,
+                self._config,
+                num_tokens=count,
+                slot_mapping=slots,
+                skip_compiled=True,
+            ):
                 hidden = model(input_ids=tokens, positions=positions)
             compute: Any = model.compute_logits
             logits: torch.Tensor = compute(hidden).clone()

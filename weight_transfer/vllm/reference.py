@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from weight_transfer.vllm.engine import EngineModel
+    from weight_transfer.vllm.layered import LayerPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +30,20 @@ def reference_in_pieces(
     tensors: Mapping[str, TensorBits],
     staged: StagedUpdate | None,
     loose: tuple[str, ...],
+    plan: LayerPlan | None,
 ) -> Generator[None, None, Reference]:
-    """Load `tensors` with `staged` on top, run the probe; yields between pieces."""
+    """Load `tensors` with `staged` on top, run the probe; yields between pieces.
+
+    With a `plan` one layer is in memory at a time, without one the whole model.
+    """
     from weight_transfer.vllm.fresh import load_in_pieces
+    from weight_transfer.vllm.layered import LayeredModel
 
     read = overlay(tensors, {t.name: t for t in staged.tensors} if staged else {})
+    if plan is not None:
+        layered = LayeredModel(engine, plan, read, loose)
+        logits = yield from layered.pieces()
+        return Reference(logits, layered.kept)
     model = yield from load_in_pieces(engine.vllm_config, engine.device, tensors, read)
     yield
     logits = engine.prober.logits(model)

@@ -9,6 +9,7 @@ audit   any time between steps: digests of everything that is live
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 
 from weight_transfer.checkpoint import read_model_dir
 from weight_transfer.errors import WrongBaseError
+from weight_transfer.kernels.device.memory import named_shortage, release_unused
 from weight_transfer.manifest import Manifest
 from weight_transfer.receiver import Receiver, StagedUpdate
 from weight_transfer.store import read_chunk
@@ -26,12 +28,13 @@ from weight_transfer.vllm import faults
 from weight_transfer.vllm.applier import place, write, write_back
 from weight_transfer.vllm.audit import Audit, judge
 from weight_transfer.vllm.fresh import finish, load_fresh, skeleton
+from weight_transfer.vllm.layered import LayerPlan
 from weight_transfer.vllm.loader_map import LoaderMap
 from weight_transfer.vllm.loose import LooseCopy
 from weight_transfer.vllm.probe import ProbeResult, compare
 from weight_transfer.vllm.reference import overlay, reference_in_pieces
 from weight_transfer.vllm.report import CommitReport
-from weight_transfer.vllm.staging import Prepared, Staging
+from weight_transfer.vllm.staging import Decoded, Prepared, Staging
 from weight_transfer.vllm.tracing import trace_loader
 from weight_transfer.vllm.warm import warm_kernels
 
@@ -49,12 +52,13 @@ class ReplicaWeights:
         self._engine = engine
         self._verify_key = verify_key
         base = read_model_dir(model_dir)
-        warm_kernels(base)
-        self.map = map_engine(engine, base)
+        warm_kernels(base, engine.device)
+        self.map, self._plan = map_engine(engine, base)
         self._receiver = Receiver(base)
         self._staging: Staging | None = None
         self._last: tuple[Prepared, LooseCopy] | None = None
         self._unsettled: StagedUpdate | None = None
+        self._settling = threading.Lock()
         self._claimed: int | None = None
 
     @property
@@ -66,9 +70,17 @@ class ReplicaWeights:
 
     def settle(self) -> None:
         """Bring the checkpoint copy to the active version: what a pause need not wait for."""
-        update, self._unsettled = self._unsettled, None
-        if update is not None:
-            self._receiver.commit(update)
+        with self._settling:
+            if self._unsettled is not None:
+                self._receiver.commit(self._unsettled)
+            self._unsettled = None
+
+    def finish(self) -> None:
+        """After the pause: settle beside the engine's steps, and make a rollback's memory free."""
+        self._last = None
+        # Should it fail, whoever settles next is told.
+        threading.Thread(target=self.settle, name="rose-settle").start()
+        release_unused(self._engine.device)
 
     @property
     def digests(self) -> Mapping[str, int]:
@@ -116,7 +128,7 @@ class ReplicaWeights:
             self._claimed = prepared.update.version
             return self._report(prepared, time.perf_counter() - started_s)
         if fault is faults.Fault.WRONG_CHUNK:
-            write(self.map, place(self.map, faults.permuted(prepared.update)))
+            write(place(self.map, faults.permuted(prepared.update)))
             self._unsettled = prepared.update
             return self._report(prepared, time.perf_counter() - started_s)
         return self._activate(prepared)
@@ -141,11 +153,15 @@ class ReplicaWeights:
         O(model), for one rank alone; only under a pause or between steps.
         """
         self.settle()
-        pieces = reference_in_pieces(self._engine, self._receiver.tensors, None, ())
+        pieces = reference_in_pieces(self._engine, self._receiver.tensors, None, (), self._plan)
         probe = compare(self._logits(), finish(pieces).logits)
         return not judge(self.audit().rest(), self.digests, self.elements).flipped, probe
 
-    def _decode(self, manifest_paths: Sequence[Path], chunks_dir: Path) -> StagedUpdate:
+    def _decode(self, manifest_paths: Sequence[Path], chunks_dir: Path) -> Decoded:
+        update = self._verified(manifest_paths, chunks_dir)
+        return Decoded(update, place(self.map, update))
+
+    def _verified(self, manifest_paths: Sequence[Path], chunks_dir: Path) -> StagedUpdate:
         manifests = [Manifest.from_json(path.read_bytes()) for path in manifest_paths]
         if faults.injected() is faults.Fault.STALE_WEIGHTS:
             last, active = manifests[-1], self._receiver.version
@@ -154,18 +170,19 @@ class ReplicaWeights:
         chunks = {ref.id: read_chunk(chunks_dir, ref.id) for ref in refs}
         return self._receiver.stage_chain(manifests, chunks, self._verify_key, time.time())
 
-    def _prepare(self, update: StagedUpdate) -> Generator[None, None, Prepared]:
-        placed = place(self.map, update)
-        yield
+    def _prepare(self, decoded: Decoded) -> Generator[None, None, Prepared]:
         tensors, loose = self._receiver.tensors, self.map.loose
-        reference = yield from reference_in_pieces(self._engine, tensors, update, loose)
-        return Prepared(update, placed, reference)
+        with named_shortage(self._engine.device, "a fresh load of the new version"):
+            reference = yield from reference_in_pieces(
+                self._engine, tensors, decoded.update, loose, self._plan
+            )
+        return Prepared(decoded.update, decoded.placement, reference)
 
     def _activate(self, prepared: Prepared) -> CommitReport:
         started_s = time.perf_counter()
         loose = LooseCopy(self.map, prepared.reference.loose if prepared.update.tensors else {})
         try:
-            unproven = write(self.map, prepared.placed) + loose.write()
+            unproven = write(prepared.placement) + loose.write()
             self._unsettled = prepared.update
             applied_s = time.perf_counter()
             probe = compare(self._logits(), prepared.reference.logits)
@@ -183,7 +200,7 @@ class ReplicaWeights:
         return self._engine.prober.logits(self._engine.model)
 
     def _revert(self, prepared: Prepared, loose: LooseCopy) -> None:
-        write_back(self.map, prepared.placed)
+        write_back(prepared.placement)
         loose.write_back()
         if self._unsettled is None:
             self._receiver.rollback(prepared.update)
@@ -213,12 +230,16 @@ class ReplicaWeights:
         )
 
 
-def map_engine(engine: EngineModel, base: Mapping[str, TensorBits]) -> LoaderMap:
+def map_engine(
+    engine: EngineModel, base: Mapping[str, TensorBits]
+) -> tuple[LoaderMap, LayerPlan | None]:
     """Trace the engine's own loader and prove the map against its live parameters."""
     config, device = engine.vllm_config, engine.device
-    trace = trace_loader(skeleton(config, torch.device("meta")), base)
+    traced = skeleton(config, torch.device("meta"))
+    trace = trace_loader(traced, base)
 
     def fresh() -> torch.nn.Module:
         return load_fresh(config, device, base, overlay(base, {}))
 
-    return LoaderMap.prove(engine.model, trace, base, fresh)
+    plan = LayerPlan.of(trace, traced, engine.model)
+    return LoaderMap.prove(engine.model, trace, base, fresh), plan

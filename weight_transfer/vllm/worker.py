@@ -79,7 +79,7 @@ class WeightWorker:
     @names_errors
     def rose_weights_settle(self) -> None:
         """After the pause: bring the checkpoint copy to the version that was activated."""
-        self._rose().settle()
+        self._rose().finish()
 
     @names_errors
     def rose_weights_rollback(self) -> dict[str, Any]:

@@ -6,6 +6,8 @@ from typing import Any, TypedDict
 SHARE_OF_COPY = 0.6
 GIB_MOVED_S = 0.050
 UPDATE_S = 0.050
+UPDATE_RATIO = 1.05
+REQUESTS_FOR_P90 = 1_000
 # Timed against the card's copy, those that read or write weights by the gigabyte.
 AGAINST_COPY = ("diff", "overwrite_and_read_back")
 
@@ -31,6 +33,26 @@ def update_checks(measured: Mapping[str, Any]) -> list[Check]:
     """Overwriting is a part of the pause: too long it fails, short it does not prove the whole."""
     found = _most("overwrite within the pause: s", measured["overwrite_s"]["p50"], UPDATE_S)
     return [found if found["verdict"] == "FAILS" else {**found, "verdict": "INCONCLUSIVE"}]
+
+
+def updating_checks(measured: Mapping[str, Any]) -> list[Check]:
+    """The pause of an update under serving, and what the host's users see of it.
+
+    A ratio of few requests above its limit decides nothing.
+    """
+    pause = measured["pause_s"]
+    found = [
+        _most("pause p50: s", pause["p50"], UPDATE_S),
+        _most("pause most: s", pause["most"], UPDATE_S),
+    ]
+    host = measured["host"]
+    few = min(host[name]["requests"] for name in ("during", "control")) < REQUESTS_FOR_P90
+    for name in ("ttft_p90_s", "tpot_p90_s"):
+        if name in host["ratio"]:
+            check = _most(f"host {name[:-2]} over control", host["ratio"][name], UPDATE_RATIO)
+            fails = check["verdict"] == "FAILS"
+            found.append({**check, "verdict": "INCONCLUSIVE"} if fails and few else check)
+    return found
 
 
 def served_checks(measured: Mapping[str, Any]) -> list[Check]:

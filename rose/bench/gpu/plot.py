@@ -99,6 +99,18 @@ def _update(axes: Axes, record: Record) -> None:
     axes.set(title=title, xlabel=f"ms (at most {UPDATE_S * 1e3:g}, with an engine's pause)")
 
 
+def _update_serving(axes: Axes, record: Record) -> None:
+    measured = record["measured"]
+    rows = [(f"pause of version {u['version']}", u["pause_s"] * 1e3) for u in measured["updates"]]
+    _bars(axes, rows, "{:.1f}", AMBER)
+    _limit(axes, UPDATE_S * 1e3)
+    ratio = measured["host"]["ratio"].get("ttft_p90_s")
+    seen = "" if ratio is None else f"; host's TTFT p90 ×{ratio:.2f}"
+    axes.set(
+        title=f"Versions applied while serving{seen}", xlabel=f"ms (at most {UPDATE_S * 1e3:g})"
+    )
+
+
 def _pages(axes: Axes, record: Record) -> None:
     """All in milliseconds for what was moved, so that the parts can be added up."""
     measured = record["measured"]
@@ -135,6 +147,7 @@ PANELS: dict[str, Callable[[Axes, Record], None]] = {
     "update": _update,
     "pages": _pages,
     "tests": _tests,
+    "update-serving": _update_serving,
     **dict.fromkeys(("serve30", "serve60", "serve90", "bursts"), draw_load),
 }
 

@@ -1,6 +1,7 @@
 """All pieces, in the order in which they run: what others are compared with comes early."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from rose.bench.gpu import limits
 from rose.bench.gpu.models import shape_of
@@ -29,15 +30,22 @@ def _update_bytes(sizes: Sizes) -> int:
     return 2 * shape.weights + 2 * 18 * changes + 12 * shape.vocabulary * shape.hidden + 2 * GIB
 
 
-def _served(name: str, what: str, work: str, least: Callable[[ServingSizes], float]) -> Piece:
+def _served(
+    name: str,
+    what: str,
+    work: str,
+    least: Callable[[ServingSizes], float],
+    checks: Callable[[Mapping[str, Any]], list[limits.Check]] = limits.served_checks,
+    group: str = "measure_all",
+) -> Piece:
     """A piece of the group that starts host and guests once."""
     usual = ServingSizes()
     return Piece(
         name, what, f"{_SERVE}.{work}", estimate_s=usual.start_s + least(usual),
         limit_s=MOST_S, memory=lambda sizes: needs.memory_bytes(sizes.serving),
-        modules=needs.MODULES, group=f"{_SERVE}.group:measure_all",
+        modules=needs.MODULES, group=f"{_SERVE}.group:{group}",
         least=lambda sizes: least(sizes.serving),
-        checks=limits.served_checks,
+        checks=checks,
     )  # fmt: skip
 
 
@@ -74,6 +82,10 @@ PIECES = (
     _served("bursts", "the same under bursts of the Azure trace", "loads:bursts", needs.bursts_s),
     _served("serve30", "the same, the host busy for 0.3", "loads:busy_30", needs.steady_s),
     _served("serve90", "the same, the host busy for 0.9", "loads:busy_90", needs.steady_s),
+    _served(
+        "update-serving", "2% of the guest's weights anew while host and guest serve",
+        "updating:updates", needs.updates_s, limits.updating_checks, "measure_updates",
+    ),
 )  # fmt: skip
 
 

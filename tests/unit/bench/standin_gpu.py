@@ -106,6 +106,15 @@ def served(traffic: dict[str, Any]) -> dict[str, Any]:
 MEASURED |= {
     name: served({"poisson": True, "rate_per_s": 7.5}) for name in ("serve30", "serve60", "serve90")
 }
+MEASURED["update-serving"] = {
+    "updates": [{"version": 2, "pause_s": 0.041}, {"version": 3, "pause_s": 0.043}],
+    "pause_s": {"p50": 0.041, "most": 0.043, "count": 2},
+    "host": {
+        "during": {"requests": 1_200},
+        "control": {"requests": 1_200},
+        "ratio": {"ttft_p90_s": 1.02, "tpot_p90_s": 1.01},
+    },
+}
 MEASURED["bursts"] = served({"trace": "generated", "mean_per_s": 2.57})
 
 

@@ -66,6 +66,8 @@ def test_all_of_them_are_in_one_picture_with_their_figures(tmp_path: Path) -> No
         "generated bursts: busy 0.61",
         "1,500/s, 0.87 of idle",  # a guest's tokens
         "1,500/s, 0.55 of spare",
+        "43.0",  # ms of an update's pause
+        "host's TTFT p90 ×1.02",
     ):
         assert figure in shown, figure
 

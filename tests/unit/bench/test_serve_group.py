@@ -46,7 +46,7 @@ def measured(
     answers: list[tuple[str, float]] = []
 
     @asynccontextmanager
-    async def opened(*ignored: object) -> AsyncIterator[StandInSession]:
+    async def opened(*_: object, **__: object) -> AsyncIterator[StandInSession]:
         yield session
 
     async def work(found: StandInSession, seconds: float) -> dict[str, Any]:

@@ -25,6 +25,7 @@ class FakeWeightEngine:
         self.cleared: list[bool] = []
         self.answers: dict[str, list[dict[str, Any]]] = {}
         self.vllm_config = SimpleNamespace()
+        self.renderer = self.engine_core = self
         self._fail = fail or {}
         self._proofs = PROOFS | proofs
         self._ranks = ranks
@@ -42,7 +43,10 @@ class FakeWeightEngine:
         own = {"done": True, "wire_bytes": 5, "stage_s": 0.1, **REPORT, **self._proofs}
         return [own] + [own | PROOFS] * (self._ranks - 1)
 
-    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+    async def clear_mm_cache_async(self) -> None:
+        """Nothing is there to clear."""
+
+    async def pause_scheduler_async(self, *, mode: str, clear_cache: bool) -> None:
         assert mode == "keep"
         self.cleared.append(clear_cache)
         self._note("pause")

@@ -11,7 +11,7 @@ from triton import compile as compiled
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from weight_transfer.kernels.device import changes, classes, mixing, overwriting
+from weight_transfer.kernels.device import changes, classes, exchanging, mixing
 
 WIDTHS = {1: "*i8", 2: "*i16", 4: "*i32", 8: "*i64"}
 ARGUMENTS = {
@@ -22,10 +22,10 @@ ARGUMENTS = {
     "ranks": "*i32",
     "slots": "*i32",
     "indices": "*i64",
-    "places": "*i64",
+    "places": "*i32",
     "starts": "*i64",
+    "odd": "*i64",
     "sums": "*i64",
-    "wrong": "*i64",
     "bits": "weights",
     "codes": "weights",
     "new": "weights",
@@ -47,8 +47,8 @@ KERNELS = (
     changes.change,
     classes.count_classes,
     classes.rank_changed,
-    overwriting.overwrite,
-    overwriting.read_back,
+    exchanging.exchange,
+    exchanging.read_back,
 )
 
 

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 from torch import nn
 
+from weight_transfer.publisher import Publisher
+from weight_transfer.receiver import Receiver, StagedUpdate
+from weight_transfer.signing import SigningKey
+from weight_transfer.store import ChunkStore
 from weight_transfer.tensors import TensorBits, bits_of, tensor_bits, tensor_of
+from weight_transfer.vllm.loader_map import LoaderMap
+from weight_transfer.vllm.tracing import trace_loader
 
 HIDDEN, VOCABULARY, PADDED, RANKS = 8, 10, 16, 2
 SHAPES = {
@@ -92,3 +99,20 @@ def loaded(model: FakeEngineModel, tensors: dict[str, TensorBits]) -> FakeEngine
 
 def everything(model: nn.Module) -> dict[str, list[int]]:
     return {name: bits_of(p).tolist() for name, p in model.named_parameters()}
+
+
+def never() -> FakeEngineModel:
+    raise AssertionError("everything has a map: nothing has to be loaded anew")
+
+
+def proved(model: FakeEngineModel, base: dict[str, TensorBits]) -> LoaderMap:
+    with torch.device("meta"):
+        skeleton = type(model)(model.rank)
+    return LoaderMap.prove(model, trace_loader(skeleton, base), base, never)
+
+
+def staged(base: dict[str, TensorBits], new: dict[str, TensorBits], folder: Path) -> StagedUpdate:
+    store, key = ChunkStore(folder), SigningKey.generate()
+    manifest = Publisher(store, "job", "trainer", key, clock=lambda: 0.0).publish(1, 0, base, new)
+    chunks = {chunk.id: store.get(chunk.id) for chunk in manifest.chunks}
+    return Receiver(base).stage(manifest, chunks, key.verify_key, 0.0)

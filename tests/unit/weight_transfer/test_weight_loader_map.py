@@ -6,13 +6,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loader_cases import FakeEngineModel, NormTransforming, checkpoint, everything, loaded
+from loader_cases import (
+    FakeEngineModel,
+    NormTransforming,
+    checkpoint,
+    everything,
+    loaded,
+)
+from loader_cases import proved as prove
 
 from weight_transfer.errors import LoaderMapError
-from weight_transfer.publisher import Publisher
 from weight_transfer.receiver import Receiver, StagedUpdate
-from weight_transfer.signing import SigningKey
-from weight_transfer.store import ChunkStore
 from weight_transfer.tensors import TensorBits, tensor_of
 from weight_transfer.vllm import faults
 from weight_transfer.vllm.applier import place, write, write_back
@@ -22,16 +26,6 @@ from weight_transfer.vllm.loose import LooseCopy
 from weight_transfer.vllm.rectangle import UnmappableError, rectangles
 from weight_transfer.vllm.reference import overlay
 from weight_transfer.vllm.tracing import trace_loader
-
-
-def never() -> FakeEngineModel:
-    raise AssertionError("everything has a map: nothing has to be loaded anew")
-
-
-def prove(model: FakeEngineModel, base: dict[str, TensorBits]) -> LoaderMap:
-    with torch.device("meta"):
-        skeleton = type(model)(model.rank)
-    return LoaderMap.prove(model, trace_loader(skeleton, base), base, never)
 
 
 @pytest.fixture
@@ -46,10 +40,7 @@ def new(base: dict[str, TensorBits]) -> dict[str, TensorBits]:
 
 @pytest.fixture
 def staged(base: dict[str, TensorBits], new: dict[str, TensorBits], tmp_path: Path) -> StagedUpdate:
-    store, key = ChunkStore(tmp_path), SigningKey.generate()
-    manifest = Publisher(store, "job", "trainer", key, clock=lambda: 0.0).publish(1, 0, base, new)
-    chunks = {chunk.id: store.get(chunk.id) for chunk in manifest.chunks}
-    return Receiver(base).stage(manifest, chunks, key.verify_key, 0.0)
+    return cases.staged(base, new, tmp_path)
 
 
 def sizes(tensors: dict[str, TensorBits]) -> dict[str, int]:
@@ -79,9 +70,9 @@ def test_the_scatter_leaves_what_a_dense_load_leaves_and_goes_back(
     model = loaded(FakeEngineModel(rank), base)
     proved = prove(model, base)
     placed = place(proved, staged)
-    assert write(proved, placed) == ()
+    assert write(placed) == ()
     assert everything(model) == everything(loaded(FakeEngineModel(rank), new))
-    write_back(proved, placed)
+    write_back(placed)
     assert everything(model) == everything(loaded(FakeEngineModel(rank), base))
 
 
@@ -91,20 +82,20 @@ def test_a_weight_that_was_not_the_parents_is_noticed_when_it_is_overwritten(
     model = loaded(FakeEngineModel(), base)
     proved = prove(model, base)
     placed = place(proved, staged)
-    part = next(part for part in placed if part.parameter == "qkv.weight")
+    part = next(part for part in placed.parts if part.parameter == "qkv.weight")
     model.qkv["weight"].view(-1).view(torch.int16)[int(part.places[0])] ^= 1
-    assert write(proved, placed) == ("qkv.weight",)
+    assert write(placed) == ("qkv.weight",)
 
 
 def test_writes_that_went_elsewhere_are_found_by_the_audit(
     base: dict[str, TensorBits], staged: StagedUpdate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     proved = prove(loaded(FakeEngineModel(), base), base)
-    placed = place(proved, staged)
     # An engine that hands out a copy of its memory: what is written to it changes nothing.
     real = LoaderMap.parameter
     monkeypatch.setattr(LoaderMap, "parameter", lambda self, name: real(self, name).clone())
-    assert write(proved, placed) == ()
+    placed = place(proved, staged)
+    assert write(placed) == ()
     parts = Audit(proved).rest()
     after = dict(Receiver(base).digests)
     after |= {tensor.name: tensor.digest_after for tensor in staged.tensors}
@@ -149,9 +140,9 @@ def test_what_a_loader_transforms_is_copied_from_a_fresh_load(
     fresh.load_weights((name, read(name)) for name in base)
     copy = LooseCopy(proved, {"norm.weight": fresh.norm["weight"]})
     placed = place(proved, staged)
-    assert write(proved, placed) + copy.write() == ()
+    assert write(placed) + copy.write() == ()
     assert everything(model) == everything(loaded(NormTransforming(), new))
-    write_back(proved, placed)
+    write_back(placed)
     copy.write_back()
     assert everything(model) == everything(loaded(NormTransforming(), base))
 
@@ -191,34 +182,11 @@ def test_an_engine_of_another_type_says_what_to_do(base: dict[str, TensorBits]) 
         LoaderMap.prove(model, trace, base, lambda: model)
 
 
-def test_the_path_of_devices_writes_and_proves_the_same(
-    base: dict[str, TensorBits],
-    new: dict[str, TensorBits],
-    staged: StagedUpdate,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from dataclasses import replace
-
-    from weight_transfer.vllm import applier
-
-    model = loaded(FakeEngineModel(), base)
-    proved = prove(model, base)
-    placed = tuple(
-        replace(p, device=applier.upload(p.places, p.old, p.new, torch.device("cpu")))
-        for p in place(proved, staged)
-    )
-    assert write(proved, placed) == ()
-    assert everything(model) == everything(loaded(FakeEngineModel(), new))
-    assert set(write(proved, placed)) == {part.parameter for part in placed}, "not the parent's"
-    write_back(proved, placed)
-    assert everything(model) == everything(loaded(FakeEngineModel(), base))
-
-
 def test_permuted_values_fail_the_audit(base: dict[str, TensorBits], staged: StagedUpdate) -> None:
     parts = []
     for rank in range(2):
         proved = prove(loaded(FakeEngineModel(rank), base), base)
-        write(proved, place(proved, faults.permuted(staged)))
+        write(place(proved, faults.permuted(staged)))
         parts += Audit(proved).rest()
     digests = dict(Receiver(base).digests)
     digests |= {tensor.name: tensor.digest_after for tensor in staged.tensors}

@@ -12,6 +12,7 @@ ChunkHeader
 ChunkMissingError
 ChunkRef
 ChunkStore
+DeviceMemoryError
 DigestMismatchError
 Encoding
 Heads

@@ -6,8 +6,8 @@ looks annotations up.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, cast, overload
 
 import triton
 
@@ -22,6 +22,15 @@ class Kernel(Protocol):
         """Only inside of another kernel."""
 
 
-def launched(kernel: Callable[..., Any]) -> Kernel:
-    """Return `kernel` as device code; it is compiled anew for each combination of types."""
-    return cast("Kernel", triton.jit(kernel))
+@overload
+def launched(kernel: Callable[..., Any]) -> Kernel: ...
+@overload
+def launched(*, do_not_specialize: Sequence[str]) -> Callable[[Callable[..., Any]], Kernel]: ...
+
+
+def launched(kernel: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """Return `kernel` as device code; it is compiled anew for each combination of types.
+
+    And of alignments, but for what `do_not_specialize` names.
+    """
+    return cast("Kernel", triton.jit(kernel, **options))

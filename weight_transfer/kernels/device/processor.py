@@ -7,6 +7,7 @@ classes of `compact` add 4 for each weight of the chunk.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,11 +17,11 @@ from numpy.typing import NDArray
 from weight_transfer.kernels.device import changes
 from weight_transfer.kernels.device.bits import DeviceBits, to_device, to_host
 from weight_transfer.kernels.device.difference import DeviceDifference, describe
+from weight_transfer.kernels.device.exchange import stage
 from weight_transfer.kernels.device.marking import mark
-from weight_transfer.kernels.device.overwrite import DeviceOverwrite
 from weight_transfer.kernels.device.sums import sum_all
 from weight_transfer.kernels.difference import Difference, Marks
-from weight_transfer.kernels.overwrite import Overwrite, check_places
+from weight_transfer.kernels.exchange import Change, Exchange
 from weight_transfer.kernels.processor import Processor
 
 if TYPE_CHECKING:
@@ -75,17 +76,9 @@ class DeviceProcessor:
                 )  # fmt: skip
             return to_host(indices).view(np.int64), to_host(values)
 
-    def prepare(
-        self,
-        target: DeviceBits,
-        places: NDArray[np.int64],
-        values: Bits,
-        indices: NDArray[np.int64],
-    ) -> Overwrite:
-        """Upload an overwrite. Raises IndexError for a place outside."""
-        check_places(places, target.size)
-        at, of, to = (to_device(part, target.flat) for part in (places, indices, values))
-        return DeviceOverwrite(target, at, to, of)
+    def stage(self, changes: Sequence[Change[DeviceBits]], resident_bytes: int) -> Exchange:
+        """Bring changes to the device, beside what it computes; see `Processor`."""
+        return stage(changes, resident_bytes)
 
 
 DEVICE: Processor[DeviceBits] = DeviceProcessor()

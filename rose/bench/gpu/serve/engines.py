@@ -37,6 +37,9 @@ class ServingEngines:
     page: Path
     folder: Path
     key: SigningKey
+    guest_weights: Path | None = None
+    """The guest's version 0, a safetensors file; None where its engine makes weights up."""
+    weights_written_s: float = 0.0
     running: dict[str, EngineProcess] = field(default_factory=dict)
     _ports: dict[str, int] = field(default_factory=dict)
 
@@ -44,6 +47,9 @@ class ServingEngines:
         self._ports = dict(zip(NAMES, free_ports(len(NAMES)), strict=True))
         for name in (self.sizes.host, self.sizes.guest):
             write_model(shape_of(name), self.model_dir(name))
+        if self.guest_weights is not None:
+            link = self.model_dir(self.sizes.guest) / "model.safetensors"
+            link.symlink_to(self.guest_weights.resolve())
 
     def model_dir(self, model: str) -> Path:
         """Configuration and tokenizer of a model; its weights are made by the engine."""
@@ -99,6 +105,7 @@ class ServingEngines:
             self._spec(GUEST, EngineRole.GUEST, sizes.guest, sizes.guest_load.streams),
             kv_bytes=sizes.guest_kv_bytes,
             kv_backend=sizes.kv_backend,
+            load_format="dummy" if self.guest_weights is None else "auto",
             control_page=self.page,
             orphan_s=ORPHAN_S,
             verify_key=self.key.verify_key.hex,

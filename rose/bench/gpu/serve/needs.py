@@ -13,6 +13,8 @@ MODULES = (
 PACE_S = 5.0
 # Rows and their intervals, after the last round.
 ANALYSIS_S = 8.0
+# Of each weight, guessed: version 0 known to both sides, a version published, one applied.
+KNOWN_NS, PUBLISHED_NS, APPLIED_NS = 8.0, 1.5, 4.0
 # What an engine takes beside weights and KV cache: contexts, activations, graphs.
 BESIDE_BYTES = 3 << 30
 
@@ -32,6 +34,17 @@ def round_s(sizes: ServingSizes) -> float:
 def bursts_s(sizes: ServingSizes) -> float:
     """One round, with what the host can do."""
     return sizes.capacity_s + 2 * BLOCK_OVERHEAD_S + round_s(sizes) + ANALYSIS_S
+
+
+def updates_s(sizes: ServingSizes) -> float:
+    """An update without host load and one under it, with the blocks beside it and its control.
+
+    Before that a guest reads and proves version 0, and two sets of weights are made.
+    """
+    weights = shape_of(sizes.guest).weights
+    found_s = PACE_S + sizes.tries * (sizes.calibration_s + BLOCK_OVERHEAD_S)
+    blocks_s = 2 * (weights * APPLIED_NS * 1e-9 + 2 * (sizes.arm_s + 2 * BLOCK_OVERHEAD_S))
+    return found_s + weights * (KNOWN_NS + 2 * PUBLISHED_NS + APPLIED_NS) * 1e-9 + blocks_s
 
 
 def steady_s(sizes: ServingSizes) -> float:

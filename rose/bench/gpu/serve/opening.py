@@ -16,11 +16,13 @@ from rose.bench.coserve.plan import WARM_UP, Block
 from rose.bench.coserve.player import Player
 from rose.bench.coserve.records import BLOCKS, CLIENT_REQUESTS
 from rose.bench.gpu.environment import versions
+from rose.bench.gpu.models import shape_of
 from rose.bench.gpu.serve.bursts import GENERATED, write_generated
 from rose.bench.gpu.serve.engines import ServingEngines
 from rose.bench.gpu.serve.rates import RATES, KeptRates
 from rose.bench.gpu.serve.session import ServingSession
 from rose.bench.gpu.serve.sizes import ServingSizes
+from rose.bench.gpu.serve.weights_file import write_weights
 from rose.engines import Device
 from rose.eventlog import JsonlLog
 from rose.load.protocol import LoadConfig
@@ -37,12 +39,19 @@ WARM_UP_BLOCK_S = 2.0
 
 @asynccontextmanager
 async def opened_session(
-    sizes: ServingSizes, device: Device, folder: Path, kept: Path, until_s: float
+    sizes: ServingSizes,
+    device: Device,
+    folder: Path,
+    kept: Path,
+    until_s: float,
+    *,
+    known_weights: bool = False,
 ) -> AsyncIterator[ServingSession]:
     """Start everything; `kept` is the folder of results, where rates are remembered.
 
-    `folder` is there and empty. Raises RoseError in one line when an engine does not come up before
-    `until_s`.
+    known_weights: the guest's version 0 is a file, written beside `folder` unless it is there.
+    `folder` is there and empty. Raises RoseError in one line when an engine does not come up
+    before `until_s`.
     """
     began_s = time.monotonic()
     async with AsyncExitStack() as stack:
@@ -53,7 +62,11 @@ async def opened_session(
         stack.callback(granting.drain_latencies)
         stack.callback(granting.stop)
         key = SigningKey.generate()
-        engines = ServingEngines(sizes, device, scratch / "page", folder, key)
+        weights = _written(sizes, folder.parent / "weights") if known_weights else None
+        written_s = time.monotonic() - began_s
+        engines = ServingEngines(
+            sizes, device, scratch / "page", folder, key, weights, written_s if weights else 0.0
+        )
         stack.push_async_callback(engines.stop)
         # A guest that never sees a grant ends itself, and its warm-up wants leave to run.
         granting.rule(WARM_UP, None, sizes.guest_load.token_budget, sizes.guest_load.streams)
@@ -74,6 +87,10 @@ async def opened_session(
         session.say(f"engines are up after {start_s:.0f} s")
         await session.play(Block(WARM_UP, WARM_UP_BLOCK_S, 0, 0))
         yield session
+
+
+def _written(sizes: ServingSizes, folder: Path) -> Path:
+    return write_weights(shape_of(sizes.guest), folder / sizes.guest, sizes.seed)
 
 
 def _host(sizes: ServingSizes, device: Device) -> dict[str, str | int | float | None]:

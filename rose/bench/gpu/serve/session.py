@@ -38,7 +38,7 @@ from rose.bench.gpu.serve.sizes import ServingSizes
 from rose.errors import RoseError
 from rose.eventlog import read_lines
 from rose.load.protocol import LoadConfig, Traffic
-from rose.load.records import ClientRequest, HostLatency, join_requests
+from rose.load.records import ClientRequest, HostLatency, Request, join_requests
 from rose.node.samples import GUEST_SAMPLES, GuestSample
 from weight_transfer import SigningKey
 
@@ -111,9 +111,23 @@ class ServingSession:
     async def rows(self, blocks: Sequence[BlockRecord], rules: Rules) -> list[Row]:
         """What these blocks say: a row for each arm of each cell, judged by `rules`."""
         capacity_rps = await self.capacity_rps()
+        await self._flush()
+        return Analysis(self._records(blocks, capacity_rps), rules).rows()
+
+    async def requests(self) -> list[Request]:
+        """Every request of the host so far, in whichever block."""
+        await self._flush()
+        return self._requests()
+
+    async def _flush(self) -> None:
         await self.player.load.say(cmd="off")  # makes it write what it holds
         await asyncio.sleep(FLUSH_S)
-        return Analysis(self._records(blocks, capacity_rps), rules).rows()
+
+    def _requests(self) -> list[Request]:
+        return join_requests(
+            read_lines(self.folder / CLIENT_REQUESTS, ClientRequest),
+            read_lines(self.folder / HOST_LATENCY, HostLatency),
+        )
 
     def _records(self, blocks: Sequence[BlockRecord], capacity_rps: float) -> Records:
         sizes, folder = self.sizes, self.folder
@@ -130,10 +144,7 @@ class ServingSession:
                 targets_from="given",
             ),
             blocks=list(blocks),
-            requests=join_requests(
-                read_lines(folder / CLIENT_REQUESTS, ClientRequest),
-                read_lines(folder / HOST_LATENCY, HostLatency),
-            ),
+            requests=self._requests(),
             events=[],
             steps={role: read_steps(folder, role) for role in ("host", "guest")},
             guest=read_lines(folder / GUEST_SAMPLES, GuestSample),

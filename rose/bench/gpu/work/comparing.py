@@ -78,12 +78,13 @@ def _differences(place: str, old: Bits, new: Bits) -> Found:
 def _overwritten(place: str, old: Bits, new: Bits) -> Found:
     allow_kernels_alone()
     from weight_transfer.kernels.device.processor import DEVICE
+    from weight_transfer.kernels.exchange import Change
 
     changed = np.flatnonzero(old != new)
     live = _held(old, place)
-    written = DEVICE.prepare(live, changed, new[changed], changed + _FIRST).run()
+    exchange = DEVICE.stage([Change(live, changed, old[changed], new[changed])], 0)
     return {
-        "written": (written.growth, _growth(old, new, changed)),
-        "wrong": (written.wrong, 0),
+        "exchanged": (exchange.run(), [[0, 0]]),
         "read back": (DEVICE.read(live), new),
+        "stale": (exchange.run(), [[changed.size, 0]]),
     }

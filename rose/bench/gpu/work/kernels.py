@@ -1,5 +1,6 @@
 """Piece `kernels`: the weight kernels proved against numpy, then timed beside the card's copy."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -120,6 +121,7 @@ def _overwriting(old: Any, new: Any) -> Work:  # noqa: ANN401
 
     from weight_transfer.kernels.device.bits import DeviceBits
     from weight_transfer.kernels.device.processor import DEVICE
+    from weight_transfer.kernels.exchange import Change
 
     places, values = [], []
     # Torch has counted the elements of a `nonzero` in 32 bits.
@@ -130,13 +132,16 @@ def _overwriting(old: Any, new: Any) -> Work:  # noqa: ANN401
         places.append(where.cpu().numpy() + start)
     at = np.concatenate(places)
     target = DeviceBits(old.flat.clone())
-    write = DEVICE.prepare(target, at, np.concatenate(values), at)
-    if write.run().wrong or not torch.equal(target.flat, new.flat):
+    was = DEVICE.read(DeviceBits(old.flat[torch.from_numpy(at).to(old.flat.device)]))
+    exchange = DEVICE.stage([Change(target, at, was, np.concatenate(values))], 1 << 40)
+    if exchange.run().any() or not torch.equal(target.flat, new.flat):
         raise PieceError("the overwritten weights are not the new ones")
     if old.flat.is_cuda:
         torch.cuda.empty_cache()
-    # Both passes over places, indices and values; weights are read twice and written once.
-    lists = at.size * 2 * (8 + 8 + 2)
+    # Both passes over places and new values, one over old; weights are read twice, written once.
+    lists = at.size * (2 * 4 + 3 * 2)
     sectors = np.unique(at * 2 // _SECTOR_BYTES).size * _SECTOR_BYTES
     moved, touched = lists + 3 * 2 * at.size, lists + 3 * sectors
-    return Work("overwrite_and_read_back", moved, write.run, touched)
+    turns = itertools.cycle((True, False))
+    work = lambda: exchange.run(back=next(turns))  # noqa: E731 -- there and back in turns
+    return Work("overwrite_and_read_back", moved, work, touched)

@@ -15,11 +15,12 @@ from rose.bench.gpu.work.bare import allow_kernels_alone
 from rose.bench.gpu.work.cuda import told
 from rose.bench.gpu.work.timing import WARM_UP_ROUNDS, spread, synchronise
 
+RESIDENT_BYTES = 2 << 30
 _LOWEST_BIT = 1
 
 
 def run(sizes: Sizes, place: str) -> dict[str, Any]:
-    """Stage an update and the way back, then write them in turns; each is read back."""
+    """Stage an update, then write it and the way back in turns; each is read back."""
     import torch
 
     torch.manual_seed(0)
@@ -27,55 +28,63 @@ def run(sizes: Sizes, place: str) -> dict[str, Any]:
         name: torch.empty(prod(shape), dtype=torch.bfloat16, device=place).normal_(0, 0.02)
         for name, shape in shape_of(sizes.model).tensors().items()
     }
+    changes = list(_changes(live, sizes.density))
     started_s = time.perf_counter()
-    there, back = _staged(live, sizes.density)
+    exchange = _staged(changes)
     synchronise(place)
     staged_s = time.perf_counter() - started_s
     spent_s = []
     for number in range(sizes.rounds + WARM_UP_ROUNDS):
+        back = bool(number % 2)
         synchronise(place)
         started_s = time.perf_counter()
-        wrong = [write.run().wrong for write in (there, back)[number % 2]]
+        odd = exchange.run(back=back)
         synchronise(place)
         spent_s.append(time.perf_counter() - started_s)
-        _insist_written((there, back)[number % 2], sum(wrong))
-    changed = sum(write.places.numel() for write in there)
+        _insist_written(changes, int(odd.sum()), back=back)
     return {
         "model": sizes.model,
         "tensors": len(live),
         "weights": sum(tensor.numel() for tensor in live.values()),
-        "changed": changed,
+        "changed": sum(change.places.size for change in changes),
         "staged_s": staged_s,
+        "staged_bytes": exchange.device_bytes,
+        "streamed_pieces": len(exchange.streamed),
         "overwrite_s": spread(spent_s[WARM_UP_ROUNDS:]),
         **told(place),
     }
 
 
-def _staged(live: dict[str, Any], density: float) -> tuple[list[Any], list[Any]]:
-    """Overwrites that flip the lowest bit of some weights of each tensor, and that flip it back."""
-    pairs = list(_pairs(live, density))
-    return [there for there, _ in pairs], [back for _, back in pairs]
-
-
-def _pairs(live: dict[str, Any], density: float) -> Iterator[tuple[Any, Any]]:
+def _changes(live: dict[str, Any], density: float) -> Iterator[Any]:
+    """Changes that flip the lowest bit of some weights of each tensor."""
     import torch
 
     allow_kernels_alone()
     from weight_transfer.kernels.device.bits import DeviceBits, to_host
-    from weight_transfer.kernels.device.processor import DEVICE
+    from weight_transfer.kernels.exchange import Change
 
     for tensor in live.values():
         bits = DeviceBits(tensor.view(torch.int16))
         where = (torch.rand(bits.size, device=tensor.device) < density).nonzero().view(-1)
-        places, before = where.cpu().numpy(), bits.flat[where]
-        values = [to_host(before ^ _LOWEST_BIT), to_host(before)]
-        there, back = (DEVICE.prepare(bits, places, value, places) for value in values)
-        yield there, back
+        before = bits.flat[where]
+        yield Change(bits, where.cpu().numpy(), to_host(before), to_host(before ^ _LOWEST_BIT))
 
 
-def _insist_written(writes: list[Any], wrong: int) -> None:
+def _staged(changes: list[Any]) -> Any:  # noqa: ANN401 -- a type of the package under test
+    from weight_transfer.kernels.device.exchange import stage
+
+    return stage(changes, RESIDENT_BYTES)
+
+
+def _insist_written(changes: list[Any], odd: int, *, back: bool) -> None:
     """Look again with torch, outside of what is timed."""
-    for write in writes:
-        wrong += int((write.target.flat[write.places] != write.values).sum())
-    if wrong:
-        raise PieceError(f"{wrong} weights do not read as they were written")
+    import torch
+
+    from weight_transfer.kernels.device.bits import to_device
+
+    for change in changes:
+        live = change.target.flat
+        wanted = to_device(change.old if back else change.new, live)
+        odd += int((live[torch.from_numpy(change.places).to(live.device)] != wanted).sum())
+    if odd:
+        raise PieceError(f"{odd} weights do not read as they were written")
