@@ -69,7 +69,8 @@ def _lacking(layout: KvLayout | None, reservation: Reservation | None, backend: 
             "the KV cache is out of this process's reach; run the worker in the engine core"
             " (UniProcExecutor) and a model with one KV group"
         )
-    device = layout.storages[0].device
+    # What ROSE reserved comes from a GPU's driver, whatever the engine computes on.
+    device = layout.storages[0].device if reservation is None else CUDA
     on_host = device == "cpu"
     if backend not in (AUTO, MADVISE if on_host else CUDA):
         return f"the KV cache is on {device}; set ROSE_KV_BACKEND=auto"

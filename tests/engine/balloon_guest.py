@@ -1,0 +1,152 @@
+"""A real guest in fp32, its node, and what is asked of it while its KV memory moves."""
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+from standin_node import StandInNode
+from tiny_model import VOCABULARY, save_tiny_model
+
+from executor import ControlPage, GrantMode, GuestState
+from rose.engines import EngineProcess, EngineRole, EngineSpec
+from rose.ports import free_port
+
+MIB = 1 << 20
+MAX_TOKENS = 60
+
+
+@dataclass
+class Guest:
+    url: str
+    page: ControlPage
+    node: StandInNode
+    core: psutil.Process
+    http: aiohttp.ClientSession
+
+    def state(self) -> GuestState:
+        state = self.page.guest.read()
+        assert state is not None
+        return state
+
+    def resident(self) -> int:
+        """Resident bytes of the engine core, as the kernel counts them."""
+        for line in Path(f"/proc/{self.core.pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Rss:"):
+                return int(line.split()[1]) << 10
+        raise AssertionError("no Rss in smaps_rollup")
+
+    async def settled_resident(self) -> int:
+        """The same, once a ready engine has prepared for weights, which it does in a thread."""
+        before, calm = self.resident(), 0
+        async with asyncio.timeout(60):
+            while calm < 8:
+                await asyncio.sleep(0.25)
+                now = self.resident()
+                before, calm = now, calm + 1 if abs(now - before) < MIB else 0
+        return before
+
+    async def until(self, holds: Callable[[GuestState], bool], within_s: float = 10.0) -> float:
+        """Wait; returns the seconds it took."""
+        began_s = time.monotonic()
+        while not holds(self.state()):
+            assert time.monotonic() - began_s < within_s, self.state()
+            await asyncio.sleep(0.0005)
+        return time.monotonic() - began_s
+
+    async def turn(self, tokens: list[int], max_tokens: int) -> tuple[list[int], str]:
+        body = {
+            "request_id": "turn",
+            "token_ids": tokens,
+            "sampling": {"temperature": 0.0, "max_tokens": max_tokens},
+        }
+        async with self.http.post(f"{self.url}/rose/v1/generate", json=body) as answer:
+            assert answer.status == 200, await answer.text()
+            lines = [json.loads(line) async for line in answer.content]
+        assert lines[-1]["finish_reason"] != "error", lines[-1]
+        return [t for line in lines for t in line.get("token_ids", [])], lines[-1]["finish_reason"]
+
+    async def trajectory(self, prompt: list[int]) -> tuple[list[int], int]:
+        """As a gateway does: what was handed back goes on from where it was. Returns the moves."""
+        output: list[int] = []
+        for moves in range(200):
+            more, reason = await self.turn(prompt + output, MAX_TOKENS - len(output))
+            output += more
+            if reason == "length":
+                return output, moves
+            assert reason == "abort"
+            await asyncio.sleep(0.05)
+        raise AssertionError("handed back without end")
+
+
+@asynccontextmanager
+async def started(root: Path, **fields: Any) -> AsyncIterator[Guest]:
+    """One that admits; `fields` of its EngineSpec."""
+    save_tiny_model(root / "model", dtype="float32")
+    page = ControlPage.create(root / "page")
+    node = StandInNode(page)
+    node.start()
+    plain: dict[str, Any] = {"extra_args": ("--skip-tokenizer-init",)}
+    spec = EngineSpec(
+        name="guest-0",
+        role=EngineRole.GUEST,
+        model_dir=root / "model",
+        port=free_port(),
+        log=root / "guest.log",
+        dtype="float32",
+        control_page=page.path,
+        **plain | fields,
+    )
+    engine = await EngineProcess.start(spec)
+    try:
+        await engine.wait_healthy(240)
+        family = psutil.Process(engine.process.pid).children(recursive=True)
+        core = max(family, key=lambda process: process.memory_info().rss)
+        async with aiohttp.ClientSession() as http:
+            async with http.post(f"{spec.url}/rose/v1/admit", json={"epoch": 1}) as answer:
+                assert answer.status == 200
+            yield Guest(spec.url, page, node, core, http)
+    finally:
+        await engine.stop()
+        node.stop()
+        page.close()
+
+
+def prompts_of(rng: random.Random, count: int) -> list[list[int]]:
+    shared = [rng.randrange(VOCABULARY) for _ in range(64)]
+    return [
+        (shared if rng.random() < 0.5 else [])
+        + [rng.randrange(VOCABULARY) for _ in range(rng.randint(20, 150))]
+        for _ in range(count)
+    ]
+
+
+async def disturb(guest: Guest, rng: random.Random) -> None:
+    modes = [GrantMode.RUN, GrantMode.RUN, GrantMode.RUN, GrantMode.FREEZE, GrantMode.THROTTLE]
+    total = guest.state().granules_total
+    while True:
+        guest.node.mode = rng.choice(modes)
+        guest.node.token_budget = rng.choice([4, 64, 2048])
+        guest.node.kv_granule_cap = rng.choice([0, 1, 2, 4, 6, 8, 12, total // 2])
+        await asyncio.sleep(rng.uniform(0.02, 0.25))
+
+
+async def same_tokens_though_disturbed(guest: Guest, seed: int) -> tuple[int, int]:
+    """Greedy output under a grant that changes all the time; returns turns and moves."""
+    rng = random.Random(seed)
+    prompts = prompts_of(rng, 16)
+    undisturbed = [(await guest.turn(prompt, MAX_TOKENS))[0] for prompt in prompts]
+    disturbing = asyncio.create_task(disturb(guest, rng))
+    results = await asyncio.gather(*(guest.trajectory(prompt) for prompt in prompts))
+    disturbing.cancel()
+    guest.node.mode, guest.node.kv_granule_cap = GrantMode.RUN, 0
+    guest.node.token_budget = 2048
+    assert [output for output, _ in results] == undisturbed
+    return len(prompts), sum(moves for _, moves in results)
