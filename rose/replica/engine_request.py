@@ -103,7 +103,7 @@ class EngineRequest:
         tokens, logprobs = completion.token_ids, _sampled_logprobs(completion.logprobs)
         so_far = self.tokens + len(tokens)
         if completion.finish_reason is not None and len(logprobs) == len(tokens) + so_far:
-            # 0.25 repeats all of a request's logprobs in a last output that has no token of its own.
+            # 0.25 repeats all logprobs of a request in a last output that has no token of its own.
             logprobs = logprobs[: len(tokens)]
         if len(logprobs) != len(tokens):
             raise EngineGenerateError(f"{len(tokens)} tokens came with {len(logprobs)} logprobs")
