@@ -4,20 +4,19 @@ Stock vLLM allocates its KV cache in one piece with `torch.zeros`, of which no p
 back. This worker puts a reservation in its place; everything else is the stock worker's.
 """
 
+import os
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 from vllm.v1.worker.gpu_worker import Worker
 
 from executor.cuda.bindings import open_driver
-from executor.cuda.reservation import Reservation
 from executor.cuda.tensor import as_tensor, whole
 from executor.errors import ExecutorError
-
-# A guest that grows leaves this to the engine's own kernels and to the host's.
-HEADROOM_BYTES: Final = 256 << 20
+from executor.vllm.page_source import reserve_kv
+from executor.vllm.settings import EngineSettings
 
 
 class ReservedZeros(TorchFunctionMode):
@@ -75,6 +74,6 @@ class ReservedKvWorker(Worker):  # type: ignore[misc] # vLLM's types are not our
             raise ExecutorError(f"ReservedKvWorker is for GPUs, and this is {self.device}")
         # What the profile run left behind in torch's cache is memory that the driver lacks.
         torch.cuda.empty_cache()
-        driver = open_driver(self.device.index or 0)
-        reservation = Reservation(driver, size, headroom_bytes=HEADROOM_BYTES)
+        settings = EngineSettings.from_environ(os.environ)
+        reservation = reserve_kv(settings, open_driver(self.device.index or 0), size)
         return as_tensor(whole(reservation), self.device)

@@ -253,7 +253,8 @@ def guest_rig(
     for name, value in environ.items():
         monkeypatch.setitem(os.environ, name, value)
     monkeypatch.setattr(executor.vllm.guest, "Watchdog", NoWatchdog)
-    scheduler, buffer, kv = _scheduler(GatedScheduler, folder, blocks, spec, depth, caching=True)
+    kv, buffer = resident_kv(blocks, spec)
+    scheduler = make_scheduler(GatedScheduler, folder, kv, buffer, depth, caching=True)
     rig = GuestRig(scheduler, StandInRunner(buffer, kv), page, buffer, depth)
     rig._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
     rig.allow()
@@ -283,30 +284,33 @@ def host_rig(
     for name, value in environ.items():
         monkeypatch.setitem(os.environ, name, value)
     kind = AsyncScheduler if level == "stock" else ObservedScheduler
-    scheduler, buffer, kv = _scheduler(kind, folder, blocks, spec, depth, caching=caching)
+    kv, buffer = resident_kv(blocks, spec)
+    scheduler = make_scheduler(kind, folder, kv, buffer, depth, caching=caching)
     rig = HostRig(scheduler, StandInRunner(buffer, kv), page, buffer, depth)
     rig._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256) if caching else None
     return rig
 
 
-def _scheduler(
-    kind: Any, folder: Path, blocks: int, spec: FullAttentionSpec, depth: int, *, caching: bool
-) -> tuple[Any, torch.Tensor, KVCacheConfig]:
-    init_none_hash(sha256)
-    model = save_config(folder / "model")
-    config = vllm_config(model, asynchronous=depth > 1, caching=caching)
-    config.cache_config.num_gpu_blocks = blocks
+def resident_kv(blocks: int, spec: FullAttentionSpec) -> tuple[KVCacheConfig, torch.Tensor]:
     kv = kv_config(blocks, spec)
     buffer = torch.zeros(kv.kv_cache_tensors[0].size, dtype=torch.int8)
     buffer.fill_(1)
+    return kv, buffer
+
+
+def make_scheduler(
+    kind: Any, folder: Path, kv: KVCacheConfig, cache: Any, depth: int, *, caching: bool
+) -> Any:
+    """`cache`: what the attention layers have for their KV tensor."""
+    init_none_hash(sha256)
+    model = save_config(folder / "model")
+    config = vllm_config(model, asynchronous=depth > 1, caching=caching)
+    config.cache_config.num_gpu_blocks = kv.num_blocks
     layers = config.compilation_config.static_forward_context
-    layers.update(
-        {name: SimpleNamespace(kv_cache=buffer) for name in kv.kv_cache_tensors[0].layers}
-    )
-    scheduler = kind(
+    layers.update({name: SimpleNamespace(kv_cache=cache) for name in kv.kv_cache_tensors[0].layers})
+    return kind(
         vllm_config=config,
         kv_cache_config=kv,
         structured_output_manager=StructuredOutputManager(config),
         block_size=BLOCK_TOKENS,
     )
-    return scheduler, buffer, kv

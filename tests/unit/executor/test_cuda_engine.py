@@ -15,13 +15,10 @@ from vllm.v1.worker.utils import allocate_kv_cache
 from executor import ExecutorError, Grant
 from executor.cuda.cuda_pages import CudaPages
 from executor.cuda.reservation import Reservation
-from executor.errors import LendingError
-from executor.lending import LendingLimits
 from executor.pages import NoPages
 from executor.vllm.ballooned_pool import BalloonedPool
 from executor.vllm.guest_kv import GROWTH_RETRY_NS, GuestKv
 from executor.vllm.kv_storage import kv_pages
-from executor.vllm.lender import HostLender
 from executor.vllm.reserved_worker import ReservedZeros
 
 # K and V of 16 tokens, 32 heads of 128 in fp32: half a MiB, so that four blocks fill a page.
@@ -83,18 +80,6 @@ def test_without_a_wish_memory_that_nobody_reserved_is_left_alone() -> None:
     assert isinstance(pages, NoPages)
     with pytest.raises(ExecutorError, match="out of this process's reach"):
         kv_pages(engine(SimpleNamespace(), config), config, "cuda")
-
-
-def test_a_host_keeps_memory_that_may_not_be_back_in_time() -> None:
-    config = kv_config(BLOCKS, WIDE)
-    reservation = Reservation(StandInDriver(StandInDevice(64 * PAGE)), size_of(config))
-    cache = on_device(reservation.address, size_of(config))
-    scheduler = SimpleNamespace(
-        connector=None, vllm_config=engine(cache, config), kv_cache_config=config
-    )
-    with pytest.raises(LendingError, match="set ROSE_HOST_LEVEL=observe"):
-        HostLender.of(scheduler, LendingLimits())
-    reservation.close()
 
 
 def test_a_guest_shrinks_at_once_and_grows_when_the_memory_is_there() -> None:
