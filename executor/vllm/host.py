@@ -52,8 +52,7 @@ class ObservedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types ar
         """Schedule as vLLM does, then publish the step."""
         began_ns = time.monotonic_ns()
         self._lend()
-        held = self._lender.held_back(self.running) if self._lender is not None else None
-        if held:
+        if held := self._held_back():
             output = self._schedule_without(held, args, kwargs)
         else:
             output = super().schedule(*args, **kwargs)
@@ -124,8 +123,8 @@ class ObservedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types ar
             return
         before = lender.lent
         tokens = observer.queued_prefill_tokens if observer is not None else 0
-        requests = sum(self.get_request_counts())
         try:
+            requests = sum(self.get_request_counts())
             if arrived:
                 lender.arrived(tokens, requests)
             else:
@@ -133,11 +132,19 @@ class ObservedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types ar
                 lender.step(tokens, requests, next_tokens)
         except Exception as error:  # noqa: BLE001 -- as above
             self._stop_lending(error)
-            logger.error("%s: %s", KEEPS, error)  # noqa: TRY400 -- one line says it all
         if lender.over:
             self._lender = None
         if observer is not None and self._lent() != before:
             self._quietly(observer.lends, self)
+
+    def _held_back(self) -> Collection[str]:
+        if self._lender is None:
+            return ()
+        try:
+            return self._lender.held_back(self.running)
+        except Exception as error:  # noqa: BLE001 -- as above
+            self._stop_lending(error)
+            return ()
 
     def _lent(self) -> KvLent:
         return self._lender.lent if self._lender is not None else KvLent()
@@ -149,6 +156,8 @@ class ObservedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types ar
         lender = self._lender
         if lender is None:
             return
+        if why is not None:
+            logger.error("%s: %s", KEEPS, why)
         try:
             lender.stop(why)
         except Exception:

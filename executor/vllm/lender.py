@@ -215,6 +215,9 @@ class HostLender:
 
 def _check(pages: PageBackend, granules: Granules) -> None:
     if isinstance(pages, NoPages):
-        raise LendingError("KV pages are out of this process's reach; use UniProcExecutor")
+        raise LendingError(
+            "KV pages are out of this process's reach; use UniProcExecutor, and on a GPU"
+            " --worker-cls executor.vllm.reserved_worker.ReservedKvWorker"
+        )
     if granules.count <= 2:
         raise LendingError(f"{granules.count} granules leave nothing to lend; give more KV memory")
