@@ -7,6 +7,7 @@
     claim=FD          nobody has locked FD for orphan_s, or kill_file appears ──► keeper ──► group
     core=N            pinned there
     share=background  behind every normal process, and first to go when memory runs out
+    share=aside       a normal process of a tenth of the weight, and first to go
     cgroup=DIR        moved there first
 
 The keeper is a process beside the program, so it works while the program starts, hangs or is dead.
@@ -24,12 +25,16 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 PR_SET_PDEATHSIG = 1
 SYS_PROCESS_MRELEASE = 448
 ORPHANED = 75
 POLL_S = 0.05
 NICEST = 19
+# Where the GPU is what is shared: its launches must not wait, so that a step begun ends in time.
+ASIDE_NICE = 10
+Share = Literal["background", "aside"]
 _FLOCK = struct.Struct("hhqqi4x")
 _STOPS = {signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
@@ -120,14 +125,16 @@ def _raise(members: Iterable[int]) -> bool:
     return raised
 
 
-def lower_group(group: int) -> None:
-    """Put the group's threads behind all others, as far as that is permitted."""
+def lower_group(group: int, share: Share = "background") -> None:
+    """Put the group's threads behind others as `share` says, as far as that is permitted."""
     for thread in _threads_of(_others_of(group)):
-        _lower(thread)
+        _lower(thread, share)
 
 
-def _lower(thread: int) -> None:
-    if not _permitted(partial(os.sched_setscheduler, thread, os.SCHED_IDLE, os.sched_param(0))):
+def _lower(thread: int, share: Share) -> None:
+    if share == "aside":
+        _permitted(partial(os.setpriority, os.PRIO_PROCESS, thread, ASIDE_NICE))
+    elif not _permitted(partial(os.sched_setscheduler, thread, os.SCHED_IDLE, os.sched_param(0))):
         _permitted(partial(os.setpriority, os.PRIO_PROCESS, thread, NICEST))
 
 
@@ -172,7 +179,7 @@ def claim_holder(descriptor: int) -> int | None:
 
 
 def place(options: Mapping[str, str]) -> None:
-    """Pin this process, and put it behind all others if asked to, as far as that is permitted.
+    """Pin this process, and put it behind others if asked to, as far as that is permitted.
 
     What came of it is read back by whoever wants to know (`rose.node.placed`).
     """
@@ -180,8 +187,8 @@ def place(options: Mapping[str, str]) -> None:
         os.sched_setaffinity(0, {int(options["core"])})
     if "cgroup" in options:
         _permitted(lambda: Path(options["cgroup"], "cgroup.procs").write_text(str(os.getpid())))
-    if options.get("share") == "background":
-        _lower(0)
+    if "share" in options:
+        _lower(0, "aside" if options["share"] == "aside" else "background")
         _permitted(lambda: Path("/proc/self/oom_score_adj").write_text("1000"))
 
 

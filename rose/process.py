@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rose import placement
+from rose.placement import Share
 from rose.process_group import ProcessGroup, group_alive
 
 __all__ = ["Keep", "ManagedProcess", "ProcessSpec", "group_alive"]
@@ -39,7 +40,8 @@ class ProcessSpec:
     """How a child is started.
 
     core: the CPU it and its children are pinned to, None for any.
-    background: below every normal process (SCHED_IDLE) and first to go when memory runs out.
+    share: "background" is below every normal process (SCHED_IDLE), "aside" a normal one of a tenth
+    of the weight; both are first to go when memory runs out. None leaves it as its parent is.
     cgroup: folder of the cgroup it is moved to.
     family: it starts children of its own, which end with it however it ends.
     keep: None ends it with its parent.
@@ -51,7 +53,7 @@ class ProcessSpec:
     env: Mapping[str, str] = field(default_factory=dict)
     log: Path | None = None
     core: int | None = None
-    background: bool = False
+    share: Share | None = None
     cgroup: Path | None = None
     family: bool = False
     keep: Keep | None = None
@@ -125,8 +127,8 @@ def _placed(spec: ProcessSpec) -> list[str]:
         options["parent"] = os.getpid()
     if spec.core is not None:
         options["core"] = spec.core
-    if spec.background:
-        options["share"] = "background"
+    if spec.share:
+        options["share"] = spec.share
     if spec.cgroup:
         options["cgroup"] = spec.cgroup
     if spec.family:

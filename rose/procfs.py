@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Self
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+# The kernel numbers its first process namespace so on every machine (PROC_PID_INIT_INO).
+_FIRST_PID_NAMESPACE = "pid:[4026531836]"
 STOPPED, ZOMBIE, DEAD = "T", "Z", "X"
 
 
@@ -67,6 +69,14 @@ class ProcessIdentity:
 def boot_id() -> str:
     """Differs after every boot."""
     return _BOOT_ID.read_text().strip()
+
+
+def in_first_pid_namespace() -> bool:
+    """Whether process numbers here are those that the kernel and drivers count by."""
+    try:
+        return str(Path("/proc/self/ns/pid").readlink()) == _FIRST_PID_NAMESPACE
+    except OSError:
+        return False
 
 
 def group_states(group: int) -> list[str]:

@@ -139,6 +139,11 @@ def _resampled_percentiles(
     return np.concatenate(found)
 
 
+def percentile_estimate(windows: Sequence[Sequence[float]], percent: float, seed: int) -> Estimate:
+    """Percentile of all values, resampling whole windows; none is empty."""
+    return ratio_of_percentiles([PairedWindow(w, [1.0] * len(w)) for w in windows], percent, seed)
+
+
 def ratio_of_percentiles(windows: Sequence[PairedWindow], percent: float, seed: int) -> Estimate:
     """Percentile of all `above` over that of all `below`, resampling whole windows."""
     rng = np.random.default_rng(seed)

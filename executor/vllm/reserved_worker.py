@@ -17,6 +17,7 @@ from executor.cuda.bindings import open_driver
 from executor.cuda.tensor import as_tensor, whole
 from executor.errors import ExecutorError
 from executor.vllm.block_outermost import block_outermost_first, check_views, packed
+from executor.vllm.gated_start import GatedStart
 from executor.vllm.page_source import reserve_kv
 from executor.vllm.settings import EngineSettings
 from executor.vllm.versions import check_version
@@ -52,8 +53,8 @@ class ReservedZeros(TorchFunctionMode):
         return (args, kwargs.get("dtype"), device.type) == wanted
 
 
-class ReservedKvWorker(Worker):  # type: ignore[misc] # vLLM's types are not ours to check
-    """The stock GPU worker over memory that ROSE reserved."""
+class ReservedKvWorker(GatedStart, Worker):  # type: ignore[misc] # vLLM's types are not ours
+    """The stock GPU worker over memory that ROSE reserved; a guest's start passes the gate."""
 
     device: torch.device
     vllm_config: Any

@@ -9,7 +9,7 @@ from pathlib import Path
 from executor import ControlPage, PageError
 from executor.control_page import LAYOUT_VERSION
 from rose.doctor.finding import Finding, checked, note, ok, wrong
-from rose.node.config import HostConfig
+from rose.node.engine_config import HostConfig
 
 # Fifty grants a second are written; a host in a step writes at its end, which may take a while.
 GRANT_STALE_S = 1.0

@@ -7,9 +7,11 @@ from pathlib import Path
 
 from rose.cli.parser import Parser
 from rose.doctor.finding import Finding, Level
+from rose.doctor.gpu_checks import gpu_checks
 from rose.doctor.host_checks import host_checks
 from rose.doctor.node_checks import daemon_of, node_checks
 from rose.node.config import NodeConfig
+from rose.node.gpu import Gpus
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,11 +33,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if wrong else 0
 
 
-def diagnose(config: NodeConfig) -> Iterator[Finding]:
+def diagnose(config: NodeConfig, gpus: Gpus | None = None) -> Iterator[Finding]:
     """Check everything; nothing is changed and nothing is raised."""
+    gpus = gpus or Gpus()
     if config.host:
         yield from host_checks(config.host, daemon_runs=daemon_of(config) is not None)
-    yield from node_checks(config)
+    yield from gpu_checks(config, gpus)
+    yield from node_checks(config, gpus)
 
 
 if __name__ == "__main__":

@@ -12,17 +12,24 @@ from pathlib import Path
 from rose import placement
 from rose.cli.client import SchedulerClient
 from rose.doctor.finding import Finding, checked, note, ok, wrong
-from rose.engines.preflight import check_memory, check_model, engine_bytes
+from rose.engines.preflight import (
+    MIN_FREE_BYTES_PER_ENGINE,
+    check_memory,
+    check_model,
+    engine_bytes,
+)
 from rose.errors import RoseError
 from rose.filelock import holder_of
 from rose.node.claim import tenures
-from rose.node.config import NodeConfig, ReplicaConfig
+from rose.node.config import NodeConfig
+from rose.node.engine_config import ReplicaConfig
+from rose.node.gpu import Gpus
 from rose.node.placed import CgroupRefusedError, guest_cgroup
 
 MIN_FREE_DISK_BYTES = 1 << 30
 SCHEDULER_TIMEOUT_S = 2.0
 ATTEMPT_TIMEOUT_S = 10.0
-_LOOK = "import os;print(os.sched_getscheduler(0)==os.SCHED_IDLE, os.getpriority(0,0)>0)"
+_LOOK = "import os;print(int(os.sched_getscheduler(0)==os.SCHED_IDLE), os.getpriority(0,0))"
 
 
 def daemon_of(config: NodeConfig) -> int | None:
@@ -30,8 +37,8 @@ def daemon_of(config: NodeConfig) -> int | None:
     return holder_of(config.run_dir / "daemon.lock")
 
 
-def node_checks(config: NodeConfig) -> Iterator[Finding]:
-    """Findings about everything but the host."""
+def node_checks(config: NodeConfig, gpus: Gpus) -> Iterator[Finding]:
+    """Findings about everything but the host and what GPUs are."""
     running = set(tenures(config.run_dir)) if config.run_dir.is_dir() else set()
     yield checked("daemon", partial(_daemon, config))
     yield checked("kill switch", partial(_kill_switch, config))
@@ -39,7 +46,8 @@ def node_checks(config: NodeConfig) -> Iterator[Finding]:
     for replica in config.replicas:
         host = config.host if replica.kind == "guest" else None
         headroom = host.headroom_bytes if host else 0
-        yield checked(replica.id, partial(_replica, replica, headroom, replica.id in running))
+        runs = replica.id in running
+        yield checked(replica.id, partial(_replica, replica, headroom, runs, gpus))
     yield checked("placement", partial(_placement, config))
     if config.metrics_port and daemon_of(config) is None:
         yield checked("metrics", partial(_port, "metrics", config.metrics_port))
@@ -69,13 +77,17 @@ def _scheduler(address: str) -> Finding:
     return ok("scheduler", f"{address} answers")
 
 
-def _replica(replica: ReplicaConfig, headroom: int, runs: bool) -> Finding:
+def _replica(replica: ReplicaConfig, headroom: int, runs: bool, gpus: Gpus) -> Finding:
     try:
         check_model(replica.model_dir)
         if runs:
             return ok(replica.id, f"runs on port {replica.port}")
-        needed = engine_bytes(replica.model_dir, replica.kv_bytes)
-        check_memory(f"{replica.id}: processes, weights and KV", needed, headroom)
+        if replica.device is None:
+            needed = engine_bytes(replica.model_dir, replica.kv_bytes)
+            check_memory(f"{replica.id}: processes, weights and KV", needed, headroom)
+        else:
+            check_memory(f"{replica.id}: processes", MIN_FREE_BYTES_PER_ENGINE, headroom)
+            gpus.insist_room(replica, headroom)
     except RoseError as error:
         what, _, do = str(error).partition("; ")
         return wrong(replica.id, what, do)
@@ -94,9 +106,10 @@ def _port(owner: str, port: int) -> Finding:
 
 
 def _placement(config: NodeConfig) -> Finding:
+    share = "background" if any(r.device is None for r in config.replicas) else "aside"
     attempt = subprocess.run(  # noqa: S603 -- our own program, placed as a guest is
         [
-            *(sys.executable, "-I", "-S", str(placement.__file__), "share=background", "--"),
+            *(sys.executable, "-I", "-S", str(placement.__file__), f"share={share}", "--"),
             *(sys.executable, "-I", "-S", "-c", _LOOK),
         ],
         capture_output=True,
@@ -104,11 +117,11 @@ def _placement(config: NodeConfig) -> Finding:
         timeout=ATTEMPT_TIMEOUT_S,
         check=True,
     )
-    idle, nice = (word == "True" for word in attempt.stdout.split())
-    if not (idle or nice):
+    idle, nice = map(int, attempt.stdout.split())
+    if not idle and nice <= 0:
         do = "allow sched_setscheduler or setpriority (seccomp, capabilities), or a cgroup"
         return wrong("placement", "a guest cannot be put behind the host", do)
-    share = "SCHED_IDLE" if idle else "nice 19"
+    share = "SCHED_IDLE" if idle else f"nice {nice}"
     if config.cgroup is None:
         return ok("placement", f"{share}, no cgroup of its own")
     try:

@@ -1,10 +1,10 @@
 """Engines as processes: what to start, how vLLM is told, and how a start ends."""
 
 from rose.engines.launch import EngineProcess
-from rose.engines.preflight import check_host, check_profile, check_spec
+from rose.engines.preflight import check_host, check_profile, check_spec, weight_bytes
 from rose.engines.source_tree import module_path
 from rose.engines.spec import Device, EngineRole, EngineSpec
-from rose.engines.vllm import process_spec
+from rose.engines.vllm import process_spec, share_of
 
 __all__ = [
     "Device",
@@ -16,4 +16,6 @@ __all__ = [
     "check_spec",
     "module_path",
     "process_spec",
+    "share_of",
+    "weight_bytes",
 ]

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -46,22 +47,28 @@ class EngineProcess:
         """Take over an engine that an earlier process started as `spec`."""
         return cls(spec, AdoptedProcess(identity))
 
-    async def wait_healthy(self, timeout_s: float) -> None:
+    async def wait_healthy(
+        self, timeout_s: float, held_up: Callable[[], bool] = lambda: False
+    ) -> None:
         """Return once it serves and is warm; EngineStartError when it dies or takes too long.
 
         A replica must answer at ROSE's endpoint too: vLLM serves on without a plugin that failed.
         Its warm-up has a bound of its own, which stands still while the host leaves it no time.
+        `held_up`: whether it may not go on just now, so that this time does not count.
         """
-        deadline = asyncio.get_running_loop().time() + timeout_s
+        now_s = asyncio.get_running_loop().time
+        left_s, looked_s = timeout_s, now_s()
         timeout = aiohttp.ClientTimeout(total=POLL_TIMEOUT_S)
         async with aiohttp.ClientSession(timeout=timeout) as session:
-            while asyncio.get_running_loop().time() < deadline:
+            while left_s > 0:
                 self._check_alive()
                 if await _answers(session, f"{self.spec.url}/health"):
                     if self.spec.role.is_replica:
                         await self._wait_warm(session)
                     return
                 await asyncio.sleep(POLL_INTERVAL_S)
+                left_s -= 0 if held_up() else now_s() - looked_s
+                looked_s = now_s()
         raise EngineStartError(
             f"engine {self.spec.name} did not answer within {timeout_s:.0f} s; see {self.spec.log}"
         )

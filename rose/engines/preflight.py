@@ -46,8 +46,12 @@ def check_memory(what: str, needed_bytes: int, headroom_bytes: int = 0) -> None:
 
 def engine_bytes(model_dir: Path, kv_bytes: int) -> int:
     """Memory to expect of an engine: processes, weights as they lie on disk, KV cache."""
-    weights = sum(path.stat().st_size for path in model_dir.glob("*.safetensors"))
-    return MIN_FREE_BYTES_PER_ENGINE + weights + kv_bytes
+    return MIN_FREE_BYTES_PER_ENGINE + weight_bytes(model_dir) + kv_bytes
+
+
+def weight_bytes(model_dir: Path) -> int:
+    """Of its weights, as they lie on disk; 0 where there are none."""
+    return sum(path.stat().st_size for path in model_dir.glob("*.safetensors"))
 
 
 def check_port(port: int, owner: str) -> None:

@@ -5,6 +5,7 @@ starve each other on one core, and only there the scheduler's plugin reaches the
 """
 
 from rose.engines.spec import Device, EngineRole, EngineSpec
+from rose.placement import Share
 from rose.process import ProcessSpec
 
 _EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
@@ -44,10 +45,18 @@ def process_spec(spec: EngineSpec) -> ProcessSpec:
         env=_environment(spec),
         log=spec.log,
         core=spec.core,
-        background=spec.role is EngineRole.GUEST,
+        share=share_of(spec),
         cgroup=spec.cgroup,
         family=True,  # vLLM's engine core lives on for good when its API process is killed
     )
+
+
+def share_of(spec: EngineSpec) -> Share | None:
+    """How far it stands behind other processes: a guest's steps must not wait where its GPU is
+    what it shares with the host, since one that stretches ends in the host's time."""
+    if spec.role is not EngineRole.GUEST:
+        return None
+    return "aside" if spec.device is Device.CUDA else "background"
 
 
 def _arguments(spec: EngineSpec) -> list[str]:

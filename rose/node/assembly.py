@@ -2,30 +2,36 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from executor import ControlPage, GuardConfig, GuardCore, PageUnreadable
+from rose.engines import share_of
 from rose.eventlog import EventLog
-from rose.group_memory import group_bytes
 from rose.node.claim import Claim
-from rose.node.config import HostConfig, NodeConfig, ReplicaConfig
+from rose.node.config import NodeConfig
 from rose.node.debtor import Debtor
+from rose.node.device_memory import DeviceMemory
+from rose.node.engine_config import HostConfig, ReplicaConfig
+from rose.node.gpu import Gpus
 from rose.node.guard_thread import GuardThread
 from rose.node.hang import HangWatch
 from rose.node.harvest import HarvestState
 from rose.node.host_watch import HostWatch
 from rose.node.kill_switch import KILLED, KillSwitch
+from rose.node.memory import HostMemory, MemoryGauge
 from rose.node.placed import CgroupRefusedError, guest_cgroup
 from rose.node.reclaimer import Guest, Reclaimer
 from rose.node.replica import Replica
 from rose.node.rules import Rules
 from rose.node.supervisor import EngineState, Supervisor
+from rose.placement import Share
 
 OFF = "harvest is off"
 UNTOLD = "no scheduler has spoken"
 OVERDUE = "it keeps KV memory that its host took back"
+HOST_BUSY = "its host is busy, and a start runs on the same GPU"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +45,7 @@ class HostSide:
 
 @dataclass(slots=True)
 class Assembly:
-    """What the parts of one node share. `guards` fills as guards are made."""
+    """What the parts of one node share. `guards` and `reclaimers` fill as guards are made."""
 
     config: NodeConfig
     events: EventLog
@@ -47,14 +53,16 @@ class Assembly:
     kill_switch: KillSwitch
     host: HostSide | None
     guards: dict[str, GuardThread]
-    reclaimers: dict[str, Reclaimer] = field(default_factory=dict)
+    gpus: Gpus
+    reclaimers: dict[str, Reclaimer]
 
     def supervisor_of(self, config: ReplicaConfig) -> Callable[[Replica], Supervisor]:
         """How to make the supervisor of a replica, once there is the replica."""
         log = self.config.log_dir / f"engine-{config.id}.log"
         guest = config.kind == "guest"
-        cgroup = self._cgroup_of(config.id) if guest and self.config.cgroup else None
-        spec = config.engine(log, self.config.host, self.config.verify_key, cgroup)
+        cgroup = self._cgroup_of(config) if guest and self.config.cgroup else None
+        gpu_env = self.gpus.environment(config)
+        spec = config.engine(log, self.config.host, self.config.verify_key, cgroup, gpu_env)
         # A dedicated replica ends with its daemon: it has no gate that would freeze it meanwhile.
         claim = self._claim(config) if guest else None
         return lambda replica: Supervisor(
@@ -62,7 +70,7 @@ class Assembly:
             config.start_timeout_s,
             self.events,
             replica.entered,
-            self._rules(replica) if guest else Rules(),
+            self._rules(replica) if guest else Rules(fits=lambda: self._insist_room(config)),
             claim,
         )
 
@@ -98,19 +106,21 @@ class Assembly:
                 lambda: self._healthy_group(guest),
                 guest.supervisor.spec.cgroup,
                 lambda owed: in_loop(self._overdue, guest, owed),
+                share_of(guest.supervisor.spec) or "background",
             ),
             lambda: guest.supervisor.warming,
         )
         self.guards[config.id] = guard
         guard.start()
 
-    def _cgroup_of(self, guest: str) -> Path | None:
+    def _cgroup_of(self, guest: ReplicaConfig) -> Path | None:
         assert self.config.cgroup
         try:
-            return guest_cgroup(self.config.cgroup, guest)
+            share: Share = "background" if guest.device is None else "aside"
+            return guest_cgroup(self.config.cgroup, guest.id, share)
         except CgroupRefusedError as error:
             # The guest still runs behind the host as far as the scheduler's classes allow.
-            self.events.write("cgroup_refused", replica=guest, message=str(error))
+            self.events.write("cgroup_refused", replica=guest.id, message=str(error))
             return None
 
     def _claim(self, config: ReplicaConfig) -> Claim:
@@ -122,19 +132,28 @@ class Assembly:
         def hold(cap: int | None) -> None:
             self.guards[config.id].hold(cap)
 
-        def memory() -> int | None:
-            pid = guest.supervisor.pid
-            return group_bytes(pid) if pid else 0
+        card = None if config.device is None else self.gpus.card(config.device)
+
+        def gauge() -> MemoryGauge:
+            if card is None:
+                return HostMemory(lambda: guest.supervisor.pid)
+            return DeviceMemory(
+                self.gpus.reader,
+                card,
+                lambda: guest.supervisor.pid,
+                lambda: self.guards[config.id].guest,
+            )
 
         return Reclaimer(
             Guest(
                 config.id,
-                memory,
+                gauge,
                 lambda: self.guards[config.id].guest,
                 hold,
                 lambda: hold(None),
                 guest.sleep if config.sleep_mode else None,
                 guest.supervisor.restart,
+                config.weights_bytes if config.kv_backend == "cuda" else None,
             ),
             self.events,
         )
@@ -159,15 +178,27 @@ class Assembly:
         )
         return Rules(
             must_end=lambda: self._must_end(guest),
-            must_wait=lambda: self._must_wait(name),
+            must_wait=lambda: self._must_wait(guest.config),
             hangs=hang.reason,
+            fits=lambda: self._insist_room(guest.config),
         )
 
-    def _must_wait(self, guest: str) -> str | None:
+    def _insist_room(self, config: ReplicaConfig) -> None:
+        host = self.config.host if config.kind == "guest" else None
+        self.gpus.insist_room(config, host.headroom_bytes if host else 0)
+
+    def _must_wait(self, guest: ReplicaConfig) -> str | None:
         if not self.harvest.known:
             return UNTOLD
-        reclaimer = self.reclaimers.get(guest)
-        return reclaimer.holding if reclaimer else None
+        reclaimer = self.reclaimers.get(guest.id)
+        if reclaimer and reclaimer.holding:
+            return reclaimer.holding
+        return HOST_BUSY if guest.device is not None and self._host_busy(guest.id) else None
+
+    def _host_busy(self, guest: str) -> bool:
+        """Also while nothing is known of it."""
+        guard = self.guards.get(guest)
+        return guard is None or guard.host is None or not guard.host.idle
 
     def _must_end(self, guest: Replica) -> str | None:
         """Whether the guest may not exist now. The kill switch waits for nothing."""

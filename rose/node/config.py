@@ -2,125 +2,17 @@
 
 import json
 from pathlib import Path
-from typing import Literal, Self
+from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError
 
-from executor import PressureLimits, PressurePolicy
-from rose.engines import EngineRole, EngineSpec, check_profile
+from rose.engines import check_profile
 from rose.errors import ConfigError
+from rose.node.engine_config import Frozen, HostConfig, ReplicaConfig
 from rose.publish import Caps, Credentials
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class HostConfig(_Frozen):
-    """The production engine of this node: it is watched, never started or stopped.
-
-    headroom_bytes: memory of the machine that no guest may take from it.
-    step_profile: file of `rose profile` for its model; guests judge its queue by it.
-    """
-
-    page: Path
-    pid: int | None = None
-    ttft_target_s: float = Field(default=0.5, gt=0)
-    tpot_target_s: float = Field(default=0.15, gt=0)
-    headroom_bytes: int = Field(default=512 << 20, ge=0)
-    step_profile: Path | None = None
-
-
-class ReplicaConfig(_Frozen):
-    """A rollout engine that this node runs. A guest shares the GPU (here: the core) of the host.
-
-    token_budget: most tokens in one guest step. slack_share: 0 uses host-idle time only.
-    pressure_policy, kv_*_watermark: how its KV memory gives way when that share of the host's own
-    is in use (`executor.pressure`).
-    warm_up_s: it runs every size of step before it is offered, for at most so long; time in which
-    its host leaves it none does not count.
-    step_profile: file of `rose profile`; without one a guest guesses, and learns as it runs.
-    kv_base_bytes: KV memory of a guest's own; beyond it the guest has what its host lends just now.
-    None: its KV memory does not depend on what the host lends.
-    kv_backend: how a guest gives KV pages back; see `EngineSettings`.
-    sleep_mode: its engine answers vLLM's sleep route, and may be asked to give up its weights.
-    reclaim_s: how long the reclaim ladder may take before its last rung has freed the memory.
-    orphan_s: how long a guest outlives its daemon, frozen: until then the next daemon may adopt it,
-    afterwards its memory is the machine's again.
-    """
-
-    id: str
-    kind: Literal["guest", "dedicated"]
-    model_dir: Path
-    port: int = Field(gt=0, lt=65_536)
-    core: int | None = None
-    kv_bytes: int = Field(default=64 << 20, gt=0)
-    max_model_len: int = Field(default=512, gt=0)
-    max_sequences: int = Field(default=64, gt=0)
-    stream_interval: int = Field(default=1, gt=0)
-    token_budget: int = Field(default=512, gt=0)
-    slack_share: float = Field(default=0.0, ge=0.0, le=1.0)
-    pressure_policy: PressurePolicy = PressurePolicy.ADAPTIVE
-    kv_high_watermark: float = Field(default=0.90, gt=0, le=1)
-    kv_low_watermark: float = Field(default=0.80, gt=0, le=1)
-    kv_base_bytes: int | None = Field(default=None, gt=0)
-    kv_backend: Literal["auto", "madvise", "cuda"] = "auto"
-    sleep_mode: bool = False
-    reclaim_s: float = Field(default=5.0, ge=1.0)
-    decode_tok_s: float = Field(default=1_000.0, gt=0)
-    prefill_tok_s: float = Field(default=10_000.0, gt=0)
-    kv_tokens: int = Field(default=32_768, gt=0)
-    start_timeout_s: float = Field(default=180.0, gt=0)
-    warm_up_s: float = Field(default=60.0, gt=0)
-    orphan_s: float = Field(default=1.5, ge=0.5, le=600.0)
-    step_profile: Path | None = None
-    extra_env: dict[str, str] = {}
-
-    @model_validator(mode="after")
-    def _watermarks_in_order(self) -> Self:
-        if self.kv_low_watermark > self.kv_high_watermark:
-            raise ValueError("kv_low_watermark must not be above kv_high_watermark")
-        return self
-
-    @property
-    def pressure(self) -> PressureLimits:
-        """As the guard takes them."""
-        return PressureLimits(self.pressure_policy, self.kv_high_watermark, self.kv_low_watermark)
-
-    def engine(
-        self,
-        log: Path,
-        host: HostConfig | None,
-        verify_key: str | None,
-        cgroup: Path | None = None,
-    ) -> EngineSpec:
-        """The engine to start; only a guest has to do with the host."""
-        host = host if self.kind == "guest" else None
-        return EngineSpec(
-            name=self.id,
-            role=EngineRole(self.kind),
-            model_dir=self.model_dir,
-            port=self.port,
-            log=log,
-            core=self.core,
-            kv_bytes=self.kv_bytes,
-            max_model_len=self.max_model_len,
-            max_num_seqs=self.max_sequences,
-            stream_interval=self.stream_interval,
-            control_page=host.page if host else None,
-            orphan_s=self.orphan_s,
-            headroom_bytes=host.headroom_bytes if host else 0,
-            cgroup=cgroup,
-            verify_key=verify_key,
-            warm_up_s=self.warm_up_s,
-            step_profile=self.step_profile,
-            host_step_profile=host.step_profile if host else None,
-            kv_backend=self.kv_backend,
-            extra_env=self.extra_env,
-        )
-
-
-class ReceiverConfig(_Frozen):
+class ReceiverConfig(Frozen):
     """What fetching weights may cost this machine. None bounds nothing.
 
     bytes_per_s: of the link, on the average. disk_bytes: of chunks and manifests kept; the oldest
@@ -138,7 +30,7 @@ class ReceiverConfig(_Frozen):
         return Caps(self.bytes_per_s, self.disk_bytes, self.threads, self.nice)
 
 
-class TransportConfig(_Frozen):
+class TransportConfig(Frozen):
     """What this node shows when it fetches weights or serves them, and whom it believes.
 
     token_file: what every caller of a cluster bears. ca, certificate, key: PEM files; with them
@@ -156,14 +48,14 @@ class TransportConfig(_Frozen):
         return Credentials.read(self.token_file, self.ca, self.certificate, self.key)
 
 
-class RelayConfig(_Frozen):
+class RelayConfig(Frozen):
     """This node passes weights on to its neighbours. host: an address that they reach."""
 
     host: str
     port: int = Field(gt=0, lt=65_536)
 
 
-class FanoutConfig(_Frozen):
+class FanoutConfig(Frozen):
     """This node's GPU hands chunks around in a fixed group, over NCCL; CuPy has to be there.
 
     rank, size: of the group; rank 0 leads and needs a `relay`. leader: the address of its relay.
@@ -176,7 +68,7 @@ class FanoutConfig(_Frozen):
     device: int = Field(default=0, ge=0)
 
 
-class NodeConfig(_Frozen):
+class NodeConfig(Frozen):
     """One node. `run_dir` holds its weights, its guests' records and the local kill file `KILL`.
 
     cluster: nodes of the same label share what they fetch; those with a `relay` pass it on.

@@ -13,12 +13,15 @@ from rose.node.assembly import Assembly, HostSide
 from rose.node.bringing import Source
 from rose.node.chain import KnownVersion, VersionChain
 from rose.node.config import NodeConfig
+from rose.node.gpu import Gpus
 from rose.node.guard_thread import GuardThread
 from rose.node.harvest import HarvestState
 from rose.node.host_watch import HostWatch
 from rose.node.kill_switch import KillSwitch
 from rose.node.live_metrics import ReplicaView
+from rose.node.memory import Held
 from rose.node.metrics import NodeMetrics
+from rose.node.reclaimer import Reclaimer
 from rose.node.relaying import WeightNetwork
 from rose.node.replica import Replica
 from rose.node.reports import build_reports, view_of
@@ -35,8 +38,11 @@ class GuardDiedError(RoseError):
 class NodeDaemon:
     """One node. `run` returns when `stop` was called and nothing it started is left."""
 
-    def __init__(self, config: NodeConfig) -> None:
+    def __init__(self, config: NodeConfig, gpus: Gpus | None = None) -> None:
+        """Raises CardError where a replica's GPU cannot be used."""
         self._config = config
+        self._gpus = gpus or Gpus()
+        self._gpus.insist_all(config)
         self._events = EventLog(config.log_dir, config.node)
         self._chain = VersionChain()
         self._harvest = HarvestState()
@@ -51,6 +57,7 @@ class NodeDaemon:
             watch = HostWatch(config.log_dir, self._metrics.served, page.latency.total)
             self._host = HostSide(config.host, page, watch)
         self._guards: dict[str, GuardThread] = {}
+        self._reclaimers: dict[str, Reclaimer] = {}
         self._replicas: dict[str, Replica] = {}
         self._network = WeightNetwork(config)
         self._session = SchedulerSession(
@@ -95,8 +102,9 @@ class NodeDaemon:
     def _build(self, source: Source) -> None:
         activations = JsonlLog(self._config.log_dir / "activations.jsonl")
         assembly = Assembly(
-            self._config, self._events, self._harvest, self._kill_switch, self._host, self._guards
-        )
+            self._config, self._events, self._harvest, self._kill_switch, self._host, self._guards,
+            self._gpus, self._reclaimers,
+        )  # fmt: skip
         for config in self._config.replicas:
             self._replicas[config.id] = replica = Replica(
                 config,
@@ -132,8 +140,13 @@ class NodeDaemon:
 
     def _views(self) -> list[ReplicaView]:
         return [
-            view_of(replica, self._guards.get(name)) for name, replica in self._replicas.items()
+            view_of(replica, self._guards.get(name), self._held(name))
+            for name, replica in self._replicas.items()
         ]
+
+    def _held(self, name: str) -> Held | None:
+        reclaimer = self._reclaimers.get(name)
+        return reclaimer.held() if reclaimer else None
 
     def _obey(self, command: rose_pb2.NodeCommand) -> None:
         match command.WhichOneof("command"):

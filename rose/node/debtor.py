@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from rose.node.placed import weigh
-from rose.placement import lower_group, raise_group
+from rose.placement import Share, lower_group, raise_group
 
 logger = logging.getLogger("rose.node")
 REFUSED = (
@@ -30,11 +30,16 @@ class Debtor:
         group: Callable[[], int | None] = lambda: None,
         cgroup: Path | None = None,
         overdue: Callable[[int], object] = _nothing,
+        share: Share = "background",
     ) -> None:
-        """`group`: its process group, None while it has none. `overdue` begins the ladder."""
+        """`group`: its process group, None while it has none. `overdue` begins the ladder.
+
+        `share`: where it belongs when it is not pressed.
+        """
         self.overdue = overdue
         self._group = group
         self._cgroup = cgroup
+        self._share = share
         self._raised: int | None = None
         self._refused = False
 
@@ -44,12 +49,12 @@ class Debtor:
         if group == self._raised:
             return
         if self._raised is not None:
-            lower_group(self._raised)
+            lower_group(self._raised, self._share)
         if group is not None and not raise_group(group) and not self._refused:
             self._refused = True
             logger.warning(REFUSED)
         if self._cgroup:
             # Where it may not, the classes inside are all there is, as at the start.
             with suppress(OSError):
-                weigh(self._cgroup, idle=group is None)
+                weigh(self._cgroup, self._share if group is None else None)
         self._raised = group

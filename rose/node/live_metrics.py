@@ -7,6 +7,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from executor import Grant, GrantMode, GuestState, HostState
+from rose.node.memory import Held
 
 _NS = 1e9
 
@@ -15,7 +16,7 @@ _NS = 1e9
 class ReplicaView:
     """What is known of one replica now; without a control page there is no grant, guest or host.
 
-    `owed_bytes`: KV memory that its host took back and it still keeps.
+    `owed_bytes`: KV memory that its host took back and it still keeps. `held`: all that it holds.
     """
 
     name: str
@@ -28,6 +29,7 @@ class ReplicaView:
     guest: GuestState | None = None
     host: HostState | None = None
     owed_bytes: int = 0
+    held: Held | None = None
 
 
 class LiveMetrics(Collector):
@@ -56,6 +58,7 @@ class LiveMetrics(Collector):
         yield _gauge(
             "rose_guest_owed_bytes", "Its host took them back.", guests, lambda v: v.owed_bytes
         )
+        yield _held(views)
         yield from _of_guests([view for view in views if view.guest])
         # A node has one host, which all of its guests share.
         yield from _of_host(next((view.host for view in views if view.host), None))
@@ -111,6 +114,17 @@ def _modes(views: list[ReplicaView]) -> Metric:
             reason = view.grant.reason if mode is view.grant.mode else ""
             holds = float(mode is view.grant.mode)
             family.add_metric([view.name, mode.name.lower(), reason], holds)
+    return family
+
+
+def _held(views: list[ReplicaView]) -> Metric:
+    """What cannot be measured is left out: 0 would be good news."""
+    family = GaugeMetricFamily(
+        "rose_guest_memory_bytes", "All that it holds.", labels=["replica", "measured_by"]
+    )
+    for view in views:
+        if view.held is not None and view.held.amount is not None:
+            family.add_metric([view.name, view.held.by], view.held.amount)
     return family
 
 

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, star
 from executor import LatencyRecord
 from executor.control_page import LAYOUT_VERSION
 from rose.errors import ConfigError
-from rose.node.config import HostConfig
+from rose.node.engine_config import HostConfig
 from rose.node.live_metrics import LiveMetrics, ReplicaView
 
 FROZEN_MODES = ("freeze", "drain", "kill")

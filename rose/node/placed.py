@@ -1,10 +1,12 @@
 """Where a process ended up below all others: read back from the kernel, not from what was asked."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from rose.errors import RoseError
+from rose.placement import Share
 
 IDLE, NICE, PLAIN = "SCHED_IDLE", "nice", "plain"
 
@@ -35,16 +37,22 @@ class Placed:
         return cls(IDLE if idle else NICE if nice else PLAIN, unified, oom)
 
 
-def weigh(group: Path, *, idle: bool) -> None:
-    """Last in line for the CPU, or a group like any other. Raises OSError where it may not."""
+# As cgroup v2 counts: 100 is a group like any other.
+_WEIGHTS: Mapping[Share | None, str] = {"background": "1", "aside": "10", None: "100"}
+
+
+def weigh(group: Path, share: Share | None) -> None:
+    """Its place in line for the CPU, None that of any group. Raises OSError where it may not."""
+    idle = share == "background"
     if (group / "cpu.idle").exists():
         (group / "cpu.idle").write_text("1" if idle else "0")
-    else:
-        (group / "cpu.weight").write_text("1" if idle else "100")
+        if idle:
+            return
+    (group / "cpu.weight").write_text(_WEIGHTS[share])
 
 
-def guest_cgroup(parent: Path, guest: str) -> Path:
-    """Make the guest's cgroup below the delegated folder `parent`, last in line for the CPU.
+def guest_cgroup(parent: Path, guest: str, share: Share = "background") -> Path:
+    """Make the guest's cgroup below the delegated folder `parent`, behind others for the CPU.
 
     Inside a cgroup SCHED_IDLE counts against its own members only: beside a host in another one it
     is the group's weight that decides. Raises CgroupRefusedError with what to do.
@@ -55,7 +63,7 @@ def guest_cgroup(parent: Path, guest: str) -> Path:
         if "cpu" not in control.read_text().split():
             control.write_text("+cpu")
         group.mkdir(exist_ok=True)
-        weigh(group, idle=True)
+        weigh(group, share)
     except OSError as error:
         raise CgroupRefusedError(
             f"cgroup {group} cannot be used ({error.strerror}): delegate a cgroup v2 folder with"

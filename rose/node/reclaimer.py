@@ -1,4 +1,4 @@
-"""Takes memory back from a guest, rung by rung, and goes by what the kernel counts.
+"""Takes memory back from a guest, rung by rung, and goes by what is measured (`MemoryGauge`).
 
 L0 to L2 go through the grant: freeze, then a cap of KV granules, then the tightest cap. L3 asks the
 engine, L4 its supervisor. While a reclaim lasts the guest stays frozen, and a killed one away.
@@ -24,28 +24,32 @@ from executor.reclaim import (
 )
 from rose.errors import RefusedError, UnavailableError
 from rose.eventlog import EventLog
+from rose.node.memory import Held, Measuring, MemoryGauge
 
 POLL_S = 0.02
 RECLAIM = "its memory is being reclaimed"
 NO_SLEEP = "the engine has no sleep mode; set sleep_mode where it has"
+UNSEEN = "what its weights hold cannot be measured here, so giving them up proves nothing"
 
 
 @dataclass(frozen=True, slots=True)
 class Guest:
     """What a reclaim needs of a guest; `hold` and `free` are the guard's.
 
-    memory: bytes of its process group, measured; None when unknown or when there is none.
+    gauge: makes what measures it, anew for each reclaim.
     state: its section. hold: freeze it, with a cap of KV granules (NO_CAP for none). free: end
     that. sleep: give up the weights, None for an engine that cannot. kill: end it.
+    sleep_bytes: what sleeping can give back, None for all that it holds.
     """
 
     name: str
-    memory: Callable[[], int | None]
+    gauge: Callable[[], MemoryGauge]
     state: Callable[[], GuestState | None]
     hold: Callable[[int], None]
     free: Callable[[], None]
     sleep: Callable[[], Awaitable[None]] | None
     kill: Callable[[str], None]
+    sleep_bytes: int | None = None
 
 
 class Reclaimer:
@@ -61,6 +65,10 @@ class Reclaimer:
     def holding(self) -> str | None:
         """Why the guest must not be started just now."""
         return RECLAIM if self._task is not None and not self._task.done() else None
+
+    def held(self) -> Held:
+        """What the guest holds now; any thread, takes milliseconds."""
+        return Held.now(self._guest.gauge())
 
     def begin(
         self,
@@ -91,12 +99,20 @@ class Reclaimer:
         self, wanted_bytes: int, within_s: float, reason: str, settled: Callable[[], bool]
     ) -> Finished:
         guest = self._guest
-        measured = await asyncio.to_thread(guest.memory)
         now_ns = time.monotonic_ns()
         deadline_ns = now_ns + round(within_s * 1e9)
+        gauge = guest.gauge()
+        measuring = Measuring(gauge)
+        measured = await measuring.held_bytes()
         core = ReclaimCore(now_ns, measured, wanted_bytes, deadline_ns, self._limits)
-        self._log("reclaim_begun", wanted_bytes=wanted_bytes, held_bytes=measured, reason=reason)
-        climb = _Climb(guest, reason)
+        self._log(
+            "reclaim_begun",
+            wanted_bytes=wanted_bytes,
+            held_bytes=measured,
+            measured_by=gauge.by,
+            reason=reason,
+        )
+        climb = _Climb(guest, gauge, reason)
         try:
             while True:
                 if settled():
@@ -109,12 +125,13 @@ class Reclaimer:
                 if isinstance(action, Ask):
                     climb.take(action)
                 await asyncio.sleep(POLL_S)
-                measured = await asyncio.to_thread(guest.memory)
+                measured = await measuring.held_bytes()
         except Exception:
             # Whatever broke: memory that is wanted back comes back.
             guest.kill(reason)
             raise
         finally:
+            measuring.end()
             climb.end()
             guest.free()
 
@@ -145,8 +162,9 @@ class Reclaimer:
 class _Climb:
     """Carries the rungs out, and says what the engine answers to the one taken last."""
 
-    def __init__(self, guest: Guest, reason: str) -> None:
+    def __init__(self, guest: Guest, gauge: MemoryGauge, reason: str) -> None:
         self._guest = guest
+        self._gauge = gauge
         self._reason = reason
         self._rung: Rung | None = None
         self._cap = NO_CAP
@@ -167,7 +185,7 @@ class _Climb:
                 left = max(0, state.bytes_mapped - ask.bytes_left)
                 self._cap = max(LEAST_CAP, left // state.granule_bytes)
             self._guest.hold(self._cap)
-        elif ask.rung is Rung.SLEEP and self._guest.sleep is not None:
+        elif ask.rung is Rung.SLEEP and self._no_sleep is None:
             self._sleeping = asyncio.create_task(self._sleep(ask.bytes_left))
         elif ask.rung is Rung.KILL:
             self._guest.kill(self._reason)
@@ -181,8 +199,8 @@ class _Climb:
         if self._rung in (Rung.BALLOON, Rung.RELEASE_KV):
             return self._ballooned(self._guest.state())
         if self._rung is Rung.SLEEP:
-            if self._sleeping is None:
-                return Unsupported(NO_SLEEP)
+            if self._no_sleep is not None or self._sleeping is None:
+                return Unsupported(self._no_sleep or NO_SLEEP)
             return self._sleeping.result() if self._sleeping.done() else None
         return None
 
@@ -192,6 +210,13 @@ class _Climb:
             self._sleeping.cancel()
         if self._asleep:
             self._guest.kill(f"{self._reason}; its weights are gone")
+
+    @property
+    def _no_sleep(self) -> str | None:
+        """Why the engine is not asked to sleep."""
+        if self._guest.sleep is None:
+            return NO_SLEEP
+        return None if self._gauge.sees_all else UNSEEN
 
     def _ballooned(self, state: GuestState | None) -> Answer:
         if state is None or not state.granule_bytes:
@@ -210,4 +235,5 @@ class _Climb:
             return Unsupported(str(error))
         except UnavailableError:
             return None  # It may hang: its time, and then the next rung.
-        return Claim(bytes_left)
+        able = self._guest.sleep_bytes
+        return Claim(bytes_left if able is None else min(bytes_left, able))

@@ -4,7 +4,7 @@ from collections.abc import Callable, Coroutine
 
 from rose.eventlog import EventLog, JsonlLog
 from rose.node.bringing import Source
-from rose.node.config import ReplicaConfig
+from rose.node.engine_config import ReplicaConfig
 from rose.node.gauge import Gauge
 from rose.node.replica_client import ReplicaClient
 from rose.node.supervisor import EngineState, Supervisor

@@ -55,10 +55,15 @@ class ReplicaClient:
         return int(body.get("aborted", 0))
 
     async def sleep(self) -> None:
-        """vLLM's own route: give up weights and KV. Its answer proves nothing."""
+        """vLLM's own route: give up weights and KV. Its answer proves nothing.
+
+        Raises RefusedError where there is no such route, UnavailableError when it broke on the way:
+        vLLM fails once its weights are gone when a neighbour on the GPU took memory meanwhile.
+        """
         status, body = await self._call("POST", "/sleep?level=2", None, CALL_TIMEOUT_S)
         if status != 200:
-            raise RefusedError(f"{self._url} does not sleep: HTTP {status} {_message(body)}")
+            kind = UnavailableError if status >= 500 else RefusedError
+            raise kind(f"{self._url} does not sleep: HTTP {status} {_message(body)}")
 
     async def apply(
         self, manifests: Sequence[Path], chunks: Path, on_update: OnUpdate = OnUpdate.RECOMPUTE

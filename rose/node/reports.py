@@ -8,6 +8,7 @@ from rose.node.config import NodeConfig
 from rose.node.guard_thread import GuardThread
 from rose.node.host_watch import HostWatch
 from rose.node.live_metrics import ReplicaView
+from rose.node.memory import Held
 from rose.node.replica import Replica
 from rose.rpc import rose_pb2
 
@@ -37,7 +38,7 @@ def build_reports(
     ]
 
 
-def view_of(replica: Replica, guard: GuardThread | None) -> ReplicaView:
+def view_of(replica: Replica, guard: GuardThread | None, held: Held | None) -> ReplicaView:
     """What `/metrics` shows of a replica."""
     view = ReplicaView(
         name=replica.config.id,
@@ -55,6 +56,7 @@ def view_of(replica: Replica, guard: GuardThread | None) -> ReplicaView:
         guest=guard.guest,
         host=guard.host,
         owed_bytes=guard.owed_bytes,
+        held=held,
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from enum import StrEnum
 
-from rose.engines import EngineProcess, EngineSpec
+from rose.engines import EngineProcess, EngineSpec, share_of
 from rose.errors import RoseError
 from rose.eventlog import EventLog
 from rose.node.claim import Claim, fingerprint
@@ -60,6 +60,7 @@ class Supervisor:
         self._engine: EngineProcess | None = None
         self._stopping = asyncio.Event()
         self._unwanted: str | None = None
+        self._waits_for: str | None = None
         self._short_lives = 0
         self._fresh = False
 
@@ -81,9 +82,8 @@ class Supervisor:
         backoff_s = FIRST_BACKOFF_S
         adopted = await self._adopt()
         while not self._stopping.is_set():
-            if adopted is None and self._barred():
-                await self._enter(EngineState.STOPPED)
-                await self._pause(POLL_S)
+            if adopted is None and (reason := self._barred()):
+                await self._wait_for(reason)
                 continue
             if await self._one_life(adopted):
                 backoff_s = FIRST_BACKOFF_S
@@ -111,8 +111,20 @@ class Supervisor:
         if self._engine:
             await self._engine.stop()
 
-    def _barred(self) -> bool:
-        return bool(self._rules.must_end() or self._rules.must_wait())
+    def _barred(self) -> str | None:
+        return self._rules.must_end() or self._rules.must_wait()
+
+    async def _wait_for(self, reason: str) -> None:
+        """A moment, which may be one of many: what is new is said once."""
+        if reason != self._waits_for:
+            self._log("engine_waits", reason=reason)
+            self._waits_for = reason
+        if self.state is not EngineState.STOPPED:
+            await self._enter(EngineState.STOPPED)
+        await self._pause(POLL_S)
+
+    def _held_up(self) -> bool:
+        return self._rules.must_wait() is not None
 
     async def _pause(self, seconds: float) -> None:
         """Sleep, unless it is time to stop."""
@@ -133,7 +145,8 @@ class Supervisor:
             # Only who starts an engine grants it time to warm up in: see `warming`.
             refusal = "it was not warm yet"
         if refusal is None:
-            lower_group(tenure.identity.pid)  # whatever the earlier daemon died over
+            # Whatever the earlier daemon died over.
+            lower_group(tenure.identity.pid, share_of(self.spec) or "background")
             self._log("engine_adopted", pid=tenure.identity.pid)
             return engine
         self._log("engine_not_adopted", pid=tenure.identity.pid, reason=refusal)
@@ -141,6 +154,7 @@ class Supervisor:
         return None
 
     async def _obtain(self) -> EngineProcess:
+        await asyncio.to_thread(self._rules.fits)  # it may ask a driver, which may hang
         keep = self._claim.begin() if self._claim else None
         engine = await EngineProcess.start(self.spec, keep)
         if self._claim:
@@ -150,7 +164,7 @@ class Supervisor:
 
     async def _healthy(self, engine: EngineProcess) -> None:
         """Return once it is. A start may take as long as its host is busy: rules end it too."""
-        start = asyncio.create_task(engine.wait_healthy(self._start_timeout_s))
+        start = asyncio.create_task(engine.wait_healthy(self._start_timeout_s, self._held_up))
         try:
             while not (await asyncio.wait((start,), timeout=POLL_S))[0]:
                 if reason := self._rules.must_end() or self._unwanted:
@@ -177,6 +191,7 @@ class Supervisor:
     async def _one_life(self, adopted: EngineProcess | None) -> bool:
         """Start (or go on with) the engine, and wait for its end; True when it was healthy."""
         await self._enter(EngineState.STARTING)
+        self._waits_for = None
         healthy = False
         self._unwanted = None
         self._fresh = adopted is None

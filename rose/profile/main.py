@@ -18,12 +18,12 @@ from pathlib import Path
 import aiohttp
 
 from executor import ControlPage
-from executor.step_log import STEP_LOG
 from rose.cli.parser import Parser
-from rose.engines import EngineProcess, EngineRole, EngineSpec
+from rose.engines import EngineProcess
 from rose.errors import ConfigError, EngineStartError, RoseError
-from rose.ports import free_port
+from rose.node.gpu import Gpus
 from rose.profile.driver import Driver
+from rose.profile.engine import LOG, add_options, positive, spec_of
 from rose.profile.open_grant import OpenGrant
 from rose.profile.plan import DECODE_STEPS, SMALLEST_PROMPT, Limits, plan
 from rose.profile.report import report
@@ -32,7 +32,6 @@ from slo import ProfileError, StepSample, fit_profile
 
 EXIT_STOPPED = 143
 CALL_TIMEOUT_S = 120.0
-LOG = "engine.log"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +89,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         ("--kv-bytes", 64 << 20, "size of the KV cache"),
         ("--timeout-s", 900, "give up after so long"),
     ):
-        parser.add_argument(name, type=_positive, default=default, metavar="N", help=what)
-    parser.add_argument("--port", type=_positive, metavar="N", help="default: a free one")
-    parser.add_argument("--core", type=int, metavar="N", help="CPU core, as in the node's file")
-    parser.add_argument("--dtype", default="bfloat16", help="default bfloat16")
+        parser.add_argument(name, type=positive, default=default, metavar="N", help=what)
+    add_options(parser)
     args = parser.parse_args(argv)
     if args.max_model_len < SMALLEST_PROMPT + DECODE_STEPS:
         raise ConfigError(
@@ -106,13 +103,6 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
             "a decode step of all sequences would not fit"
         )
     return args
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value <= 0:
-        raise argparse.ArgumentTypeError(f"{text} is not positive")
-    return value
 
 
 async def _measured(args: argparse.Namespace, folder: Path) -> Measured:
@@ -130,13 +120,14 @@ async def _measured(args: argparse.Namespace, folder: Path) -> Measured:
 
 
 async def _with_engine(args: argparse.Namespace, folder: Path) -> Measured:
+    spec = spec_of(args, folder, Gpus())
     (folder / "steps").mkdir()
     page = ControlPage.create(folder / "page")
     grant = OpenGrant(page, args.token_budget, args.max_num_seqs)
     grant.start()
     engine: EngineProcess | None = None
     try:
-        engine = await EngineProcess.start(_spec(args, folder))
+        engine = await EngineProcess.start(spec)
         await engine.wait_healthy(args.timeout_s)
         return await _drive(args, folder, engine, grant)
     finally:
@@ -171,27 +162,8 @@ async def _drive(
             samples += samples_of(runs)
             every += runs
         sys.stderr.write("\n")
-    return Measured(samples, waited_share(every))
-
-
-def _spec(args: argparse.Namespace, folder: Path) -> EngineSpec:
-    return EngineSpec(
-        name="profile",
-        role=EngineRole.GUEST,
-        model_dir=args.model,
-        port=args.port or free_port(),
-        log=folder / LOG,
-        core=args.core,
-        dtype=args.dtype,
-        kv_bytes=args.kv_bytes,
-        max_model_len=args.max_model_len,
-        max_num_seqs=args.max_num_seqs,
-        stream_interval=DECODE_STEPS,
-        control_page=folder / "page",
-        extra_env={STEP_LOG: str(folder / "steps")},
-        # Turns are token ids; a cached prefix would make a prefill shorter than it is said to be.
-        extra_args=("--skip-tokenizer-init", "--no-enable-prefix-caching"),
-    )
+    # On a GPU its thread waits for the card, which is the step.
+    return Measured(samples, 0.0 if args.device is not None else waited_share(every))
 
 
 def _vocabulary(model_dir: Path) -> int:

@@ -15,7 +15,7 @@ from kill_bench import KillBench, until
 
 from rose.cli.main import main as rose
 from rose.node.claim import tenures
-from rose.node.config import ReplicaConfig
+from rose.node.engine_config import ReplicaConfig
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 

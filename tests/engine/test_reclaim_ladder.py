@@ -18,6 +18,7 @@ from executor.reclaim import Finished, Outcome, Rung
 from rose.engines import EngineProcess, EngineRole, EngineSpec
 from rose.eventlog import EventLog
 from rose.group_memory import group_bytes
+from rose.node.memory import HostMemory
 from rose.node.reclaimer import Guest, Reclaimer
 from rose.node.replica_client import ReplicaClient
 
@@ -60,7 +61,7 @@ class Rig:
     def reclaimer(self, *, sleeps: bool) -> Reclaimer:
         guest = Guest(
             "guest-0",
-            lambda: self.memory,
+            lambda: HostMemory(lambda: self.engine.process.pid),
             self.page.guest.peek,
             self.hold,
             self.free,

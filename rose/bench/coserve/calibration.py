@@ -3,13 +3,15 @@
 import asyncio
 import itertools
 import time
+from dataclasses import replace
 
 from rose.bench.coserve.closed_loop import ClosedLoop
-from rose.bench.coserve.engines import HOST, HOST_SEQUENCES
+from rose.bench.coserve.names import HOST
 from rose.bench.coserve.plan import CALIBRATION, Block, Cell
 from rose.bench.coserve.player import Player
 from rose.bench.coserve.rate_search import RateSearch
 from rose.bench.coserve.records import BlockRecord, Calibration
+from rose.bench.coserve.settings import BenchSettings
 from rose.errors import RoseError
 from rose.load.arrivals import LoadShape, generate_segment
 from rose.load.records import Request
@@ -23,14 +25,16 @@ TARGETS_FROM = (
 )
 
 
-async def measure_capacity(player: Player, shape: LoadShape, seconds: float) -> float:
+async def measure_capacity(
+    player: Player, shape: LoadShape, sequences: int, seconds: float
+) -> float:
     """Requests/s of the load's own lengths, with as many streams as the host takes at once."""
-    arrivals = generate_segment(shape, player.settings.seed, 0)
+    arrivals = generate_segment(shape, player.seed, 0)
     if not arrivals:
         raise RoseError("the load has no arrivals; choose longer blocks")
     lengths = itertools.cycle([(a.prompt_tokens, a.output_tokens) for a in arrivals])
     streams = ClosedLoop(
-        player.session, player.engines.url(HOST), HOST, HOST_SEQUENCES, lengths, "capacity"
+        player.session, player.engines.url(HOST), HOST, sequences, lengths, "capacity"
     )
     streams.start()
     await asyncio.sleep(CAPACITY_WARM_UP_S)
@@ -43,27 +47,39 @@ async def measure_capacity(player: Player, shape: LoadShape, seconds: float) -> 
     return rate
 
 
-async def find_rates(player: Player) -> list[Calibration]:
+async def find_rates(player: Player, settings: BenchSettings) -> list[Calibration]:
     """One for each busy target and kind of traffic, in the order of the cells."""
-    await player.load.say(cmd="pace", busy=0.5)
-    paced = await player.load.expect("paced", PACE_TIMEOUT_S)
+    request_s = await pace(player)
     found = []
     for number, (busy, traffic) in enumerate(
-        itertools.product(player.settings.busy_targets, player.settings.traffics), 1
+        itertools.product(settings.busy_targets, settings.traffics), 1
     ):
-        search = RateSearch(busy, float(paced["request_s"]))
-        while len(search.tries) < player.settings.calibration_tries and not search.found:
-            rate = search.rate_per_s
-            cell = Cell(busy, traffic, rate)
-            search.measured(rate, await _busy(player, cell, 1_000 * number))
+        # Measured over the segment that the first round of the cell will replay.
+        block = Block(CALIBRATION, settings.calibration_s, 0, 1_000 * number)
+        search = RateSearch(busy, request_s)
+        await find_rate(
+            player,
+            search,
+            replace(block, cell=Cell(busy, traffic, 1.0)),
+            settings.calibration_tries,
+        )
         found.append(Calibration(busy, traffic, search.nearest[0], search.tries))
     return found
 
 
-async def _busy(player: Player, cell: Cell, segment: int) -> float:
-    """Measured over the segment that the first round of the cell will replay."""
-    block = Block(CALIBRATION, player.settings.calibration_s, 0, segment, cell)
-    return busy_of(await player.play(block))
+async def pace(player: Player) -> float:
+    """Seconds that a lone request of the middle length takes."""
+    await player.load.say(cmd="pace", busy=0.5)
+    return float((await player.load.expect("paced", PACE_TIMEOUT_S))["request_s"])
+
+
+async def find_rate(player: Player, search: RateSearch, block: Block, tries: int) -> None:
+    """Play the block at one rate after another until its host is busy enough, alone."""
+    while len(search.tries) < tries and not search.found:
+        rate = search.rate_per_s
+        assert block.cell is not None
+        tried = replace(block, cell=replace(block.cell, rate_per_s=rate))
+        search.measured(rate, busy_of(await player.play(tried)))
 
 
 def busy_of(record: BlockRecord) -> float:

@@ -8,7 +8,8 @@ from pathlib import Path
 import aiohttp
 import numpy as np
 
-from rose.bench.coserve.engines import GUEST, Engines
+from rose.bench.coserve.engines import Engines
+from rose.bench.coserve.names import GUEST
 from rose.bench.coserve.player import Drill
 from rose.errors import RefusedError, UnavailableError
 from rose.eventlog import JsonlLog

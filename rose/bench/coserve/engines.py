@@ -9,6 +9,7 @@ import psutil
 
 from executor.step_log import STEP_LOG
 from rose.bench.coserve import models
+from rose.bench.coserve.names import GUEST, HOST, NAIVE
 from rose.bench.coserve.priority import family, make_background, make_foreground, pin
 from rose.bench.coserve.settings import BenchSettings
 from rose.engines import EngineProcess, EngineRole, EngineSpec
@@ -16,7 +17,6 @@ from rose.errors import EngineStartError
 from weight_transfer import SigningKey
 
 START_TIMEOUT_S = 300.0
-HOST, GUEST, NAIVE = "host", "guest", "naive"
 HOST_SEQUENCES = 64
 # While nobody knows better: the host is started again once its own latencies are measured.
 FIRST_TTFT_S, FIRST_TPOT_S = 0.5, 0.15

@@ -5,7 +5,7 @@ import itertools
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import aiohttp
 import msgspec
@@ -13,11 +13,12 @@ import msgspec
 from executor import ControlPage
 from rose.bench.coserve.closed_loop import ClosedLoop
 from rose.bench.coserve.counters import metric, read_counters, scrape
-from rose.bench.coserve.engines import GUEST, HOST, NAIVE, Engines
 from rose.bench.coserve.granting import Granting
+from rose.bench.coserve.guest_load import GuestLoad
+from rose.bench.coserve.names import GUEST, HOST, NAIVE
 from rose.bench.coserve.plan import Arm, Block
 from rose.bench.coserve.records import BlockRecord, Counters
-from rose.bench.coserve.settings import BenchSettings
+from rose.errors import RoseError
 from rose.eventlog import JsonlLog
 from rose.talker import Talker
 
@@ -37,18 +38,47 @@ class Edge(NamedTuple):
     counters: Counters
 
 
+class PlayedEngines(Protocol):
+    """Host and guests that run already."""
+
+    def url(self, name: str) -> str:
+        """Address of an engine."""
+        ...
+
+    def pid(self, name: str) -> int | None:
+        """Its API process while it runs."""
+        ...
+
+    def prioritise_guest(self, *, background: bool) -> None:
+        """Schedule the ROSE guest behind everybody else, or as everybody else."""
+        ...
+
+    def check(self) -> None:
+        """Raise when an engine ended by itself."""
+        ...
+
+
 @dataclass(slots=True)
 class Player:
-    """Numbers and records blocks, one after another."""
+    """Numbers and records blocks, one after another.
 
-    settings: BenchSettings
-    engines: Engines
+    lent_priority: see `BenchSettings`.
+    insist_empty: a host that works on after its load has ended is an error, since the next block
+    would pay for it. empty_patience_s: how long that may take.
+    """
+
+    seed: int
+    guest: GuestLoad
+    engines: PlayedEngines
     page: ControlPage
     granting: Granting
     load: Talker
     session: aiohttp.ClientSession
     log: JsonlLog
     records: list[BlockRecord] = field(default_factory=list)
+    lent_priority: Literal["background", "normal"] = "background"
+    insist_empty: bool = False
+    empty_patience_s: float = EMPTY_PATIENCE_S
 
     async def play(self, block: Block, drill: Drill | None = None) -> BlockRecord:
         """Play one block; `drill` gets its number and runs beside it."""
@@ -67,7 +97,7 @@ class Player:
         end = Edge(end_s, await self._counters())
         await self.load.say(cmd="off")
         # What is still out was asked for under this arm's rules, so it is served under them.
-        await self._host_empty()
+        await self._host_empty(block.arm)
         if streams:
             await streams.stop()
         if beside:
@@ -114,31 +144,28 @@ class Player:
 
     def rule(self, arm: Arm) -> None:
         """Schedule and grant by the arm's rules."""
-        settings = self.settings
-        if settings.lent_priority == "normal" and self.engines.pid(GUEST) is not None:
+        if self.lent_priority == "normal" and self.engines.pid(GUEST) is not None:
             self.engines.prioritise_guest(background=self._isolation(arm) != NORMAL)
-        self.granting.rule(
-            arm, self.engines.pid(HOST), settings.guest_token_budget, settings.guest_streams
-        )
+        self.granting.rule(arm, self.engines.pid(HOST), self.guest.token_budget, self.guest.streams)
 
     def _isolation(self, arm: Arm) -> str:
         lent = arm.guest == "rose" and bool(arm.slack_share)
-        normal = arm.guest == "naive" or (lent and self.settings.lent_priority == "normal")
+        normal = arm.guest == "naive" or (lent and self.lent_priority == "normal")
         return NONE if arm.guest == "none" else NORMAL if normal else SCHED_IDLE
 
     def _streams(self, arm: Arm, number: int) -> ClosedLoop | None:
         name = {"rose": GUEST, "naive": NAIVE}.get(arm.guest)
         if name is None or self.engines.pid(name) is None:
             return None
-        settings = self.settings
-        lengths = itertools.repeat((settings.guest_prompt_tokens, settings.guest_output_tokens))
+        guest = self.guest
+        lengths = itertools.repeat((guest.prompt_tokens, guest.output_tokens))
         return ClosedLoop(
             self.session,
             self.engines.url(name),
             name,
-            settings.guest_streams,
+            guest.streams,
             lengths,
-            f"{settings.seed}/{number}",
+            f"{self.seed}/{number}",
         )
 
     async def _counters(self) -> Counters:
@@ -146,12 +173,18 @@ class Player:
             self.session, self.page, self.engines.url(HOST), self.engines.url(NAIVE)
         )
 
-    async def _host_empty(self) -> None:
+    async def _host_empty(self, arm: Arm) -> None:
         def empty() -> bool:
             host = self.page.host.peek()
             return host is not None and host.idle
 
         await self._until(empty)
+        if self.insist_empty and not empty():
+            self.engines.check()
+            raise RoseError(
+                f"the host is still busy {self.empty_patience_s:.0f} s after the load of arm"
+                f" {arm.name} ended: it cannot serve this load beside that guest; lower the load"
+            )
 
     async def _guests_empty(self) -> None:
         def empty() -> bool:
@@ -160,7 +193,7 @@ class Player:
 
         if self.engines.pid(GUEST) is not None:
             await self._until(empty)
-        deadline_s = time.monotonic() + EMPTY_PATIENCE_S
+        deadline_s = time.monotonic() + self.empty_patience_s
         while time.monotonic() < deadline_s:
             text = await scrape(self.session, self.engines.url(NAIVE))
             if not metric(text, "num_requests_running") + metric(text, "num_requests_waiting"):
@@ -168,6 +201,6 @@ class Player:
             await asyncio.sleep(POLL_S)
 
     async def _until(self, done: Callable[[], bool]) -> None:
-        deadline_s = time.monotonic() + EMPTY_PATIENCE_S
+        deadline_s = time.monotonic() + self.empty_patience_s
         while not done() and time.monotonic() < deadline_s:  # noqa: ASYNC110 - polls memory
             await asyncio.sleep(POLL_S)

@@ -1,56 +1,36 @@
 """One row for each arm of each cell, and for each event: figures, checks, verdict."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from executor import GrantMode
 from rose.bench.coserve import verdict as limits
-from rose.bench.coserve.harvested import BlockPair, Harvest, harvest
-from rose.bench.coserve.pairs import (
-    METRICS,
-    Pair,
-    RequestIndex,
-    Window,
-    latency_s,
-    percentile_ratio,
-)
+from rose.bench.coserve.evidence import PERCENTS, Evidence, Group, Ratios, mismatches
+from rose.bench.coserve.harvested import harvest
+from rose.bench.coserve.pairs import METRICS, RequestIndex, Window, latency_s, percentile_ratio
 from rose.bench.coserve.pairs import slo_latency as as_slo
 from rose.bench.coserve.plan import ALL_ARMS, ALONE, ARMS, EVENT_ALONE, EVENT_ARMS, Arm
 from rose.bench.coserve.records import BlockRecord, Records
+from rose.bench.coserve.rules import core_rules
 from rose.bench.coserve.steps import starts_s, yields_s
-from rose.bench.coserve.verdict import Check, at_least, at_most, exactly_none, measured_at_most
+from rose.bench.coserve.verdict import Check
 from rose.load.records import Request
-from rose.stats import Estimate, paired_difference
+from rose.stats import Estimate
 from slo import SloSpec, attainment, goodput_rps, percentile
 
 Row = dict[str, Any]
-Ratios = dict[tuple[str, int], Estimate | None]
-PERCENTS = (90, 99)
+Rules = Callable[[Evidence], list[Check]]
 THROTTLED = GrantMode.THROTTLE.name.lower()
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
-    """The blocks of one arm, each with the block alone that had the same arrivals."""
-
-    arm: Arm
-    busy_target: float
-    traffic: str
-    pairs: list[BlockPair]
-
-    @property
-    def seconds(self) -> float:
-        """Wall time of the arm."""
-        return sum(arm.duration_s for arm, _ in self.pairs)
-
-
 class Analysis:
-    """All rows of a run."""
+    """All rows of a run, judged by `rules`."""
 
-    def __init__(self, records: Records) -> None:
+    def __init__(self, records: Records, rules: Rules = core_rules) -> None:
         self._records = records
+        self._rules = rules
         self._index = RequestIndex(records.requests)
         self._window_s = float(records.run.settings["window_s"])
         run = records.run
@@ -87,7 +67,13 @@ class Analysis:
         found = harvest(self._records, group.pairs, group.arm.guest, spare)
         guest = self._guest_times(group)
         ratios = self._ratios(windows)
-        checks = self._checks(group, windows, requests, found, guest, ratios)
+        caused = _preemptions(group, alone=False) - _preemptions(group, alone=True)
+        checks = self._rules(
+            Evidence(
+                group, windows, requests, found, guest, ratios, self._spec, self._records.run.seed,
+                self._stops(group), caused,
+            )
+        )  # fmt: skip
         reference = group.arm is ALONE
         return {
             **load,
@@ -106,7 +92,7 @@ class Analysis:
             **guest,
             **self._kv(group),
             "host_preemptions": _preemptions(group, alone=False),
-            "token_mismatches": _mismatches(windows),
+            "token_mismatches": mismatches(windows),
             "checks": [] if reference else [_plain(asdict(check)) for check in checks],
             "verdict": limits.REFERENCE if reference else limits.row_verdict(checks),
         }
@@ -154,26 +140,43 @@ class Analysis:
         pickups: list[float] = []
         wall: list[float] = []
         cpu: list[float] = []
-        yields: list[float] = []
+        busy: list[float] = []
+        yields = [second for window in self._stops(group) for second in window]
         for arm, _ in group.pairs:
             span = (arm.start_s, arm.end_s)
             arrivals = steps["host"].arrivals_in(span)
             starts += starts_s(steps["host"], arrivals)
             pickups += steps["host"].pickups_s(span)
+            busy += steps["host"].durations_s(span)[0]
             if group.arm.guest == "rose":
                 found = steps["guest"].durations_s(span)
                 wall += found[0]
                 cpu += found[1]
-                yields += yields_s(steps["guest"], arrivals)
         values = (_p(wall, 0.99), _p(cpu, 0.99), _p(yields, 0.5), _p(yields, 0.99))
         return {
             **dict(zip(names, values, strict=True)),
             "yields": len(yields),
             "host_pickup_p50_s": _p(pickups, 0.5),
             "host_pickup_p99_s": _p(pickups, 0.99),
+            "host_step_p50_s": _p(busy, 0.5),
+            "host_step_p99_s": _p(busy, 0.99),
             "host_start_p50_s": _p(starts, 0.5),
             "host_start_p99_s": _p(starts, 0.99),
         }
+
+    def _stops(self, group: Group) -> list[list[float]]:
+        """Yields of the ROSE guest in each window of its blocks."""
+        if group.arm.guest != "rose":
+            return []
+        steps, found = self._records.steps, []
+        for arm, _ in group.pairs:
+            for k in range(math.ceil(arm.duration_s / self._window_s)):
+                begin_s = arm.start_s + k * self._window_s
+                arrivals = steps["host"].arrivals_in(
+                    (begin_s, min(arm.end_s, begin_s + self._window_s))
+                )
+                found.append(yields_s(steps["guest"], arrivals))
+        return [window for window in found if window]
 
     def _kv(self, group: Group) -> Row:
         """How often the host was short of KV memory, and how much the guest kept meanwhile."""
@@ -186,109 +189,11 @@ class Analysis:
             "guest_kv_bytes": _mean([float(s.kv_bytes) for s in seen]),
         }
 
-    def _checks(
-        self,
-        group: Group,
-        windows: Sequence[Window],
-        requests: Sequence[Request],
-        found: Harvest,
-        guest: Row,
-        ratios: Ratios,
-    ) -> list[Check]:
-        checks = self._host_checks(group, windows, len(requests), guest, ratios)
-        checks += self._harvest_checks(group, found)
-        compared = sum(pair.both_digests for window in windows for pair in window)
-        checks.append(exactly_none("token_mismatches", _mismatches(windows), compared))
-        caused = _preemptions(group, alone=False) - _preemptions(group, alone=True)
-        checks.append(exactly_none("host_preemptions", max(0, caused), len(requests)))
-        if group.arm.guest == "rose":
-            step_s = guest["guest_step_p99_s"]
-            room_s = None if step_s is None else step_s + limits.YIELD_ALLOWANCE_S
-            checks += [
-                measured_at_most("guest_step_p99_s", step_s, limits.MAX_GUEST_STEP_S),
-                measured_at_most(
-                    "guest_step_cpu_p99_s", guest["guest_step_cpu_p99_s"], limits.MAX_GUEST_STEP_S
-                ),
-                measured_at_most("yield_p99_s", guest["yield_p99_s"], room_s),
-            ]
-        return checks
-
-    def _host_checks(
-        self,
-        group: Group,
-        windows: Sequence[Window],
-        requests: int,
-        guest: Row,
-        ratios: Ratios,
-    ) -> list[Check]:
-        """Latencies against alone, or with slack lent the share of requests in their targets."""
-        if group.arm.slack_share:
-            return self._target_checks(windows)
-        # What a guest that was just let run may take of the core: the time it computes, not the
-        # time that the host took back from it.
-        step_s = guest["guest_step_cpu_p99_s"] or 0.0
-        alone = [v for w in windows for p in w if (v := latency_s(p.alone, "ttft")) is not None]
-        checks = []
-        for percent in PERCENTS:
-            decisive = percent == 90 or requests >= limits.MIN_REQUESTS_FOR_P99
-            base_s = percentile(alone, percent / 100) if alone else math.inf
-            for metric, extra in (("tpot", 0.0), ("ttft", step_s / base_s)):
-                name, limit = f"{metric}_p{percent}", limits.RATIO_LIMIT + extra
-                check = at_most(name, ratios[metric, percent], limit, decisive=decisive)
-                checks.append(check if decisive else _undecided(check))
-        return checks
-
-    def _target_checks(self, windows: Sequence[Window]) -> list[Check]:
-        spec = self._spec
-        good = [[(_good(p.arm, spec), _good(p.alone, spec)) for p in w] for w in windows]
-        if not good:
-            return [at_least("attainment", None, -limits.MAX_ATTAINMENT_LOSS)]
-        lost = paired_difference(good, self._records.run.seed)
-        return [at_least("attainment_difference", lost, -limits.MAX_ATTAINMENT_LOSS)]
-
-    def _harvest_checks(self, group: Group, found: Harvest) -> list[Check]:
-        arm = group.arm
-        if arm not in ARMS or arm.guest != "rose":
-            return []
-        if arm.slack_share:
-            decisive = group.busy_target in limits.SPARE_EFFICIENCY_AT
-            return [
-                at_least(
-                    "spare_efficiency",
-                    found.spare_efficiency,
-                    limits.MIN_SPARE_EFFICIENCY,
-                    decisive=decisive,
-                )
-            ]
-        return [
-            at_least(
-                "idle_efficiency",
-                found.idle_efficiency,
-                limits.MIN_IDLE_EFFICIENCY,
-                decisive=group.busy_target in limits.IDLE_EFFICIENCY_AT,
-            )
-        ]
-
 
 def arm_of(row: Row) -> Arm:
     """The arm that a row is about."""
     name = row["mode"]
     return ALL_ARMS[name if name in ALL_ARMS else f"{name}-{row['slack_share']}"]
-
-
-def _undecided(check: Check) -> Check:
-    return Check(
-        check.name, check.value, check.ci95, check.limit, limits.INCONCLUSIVE, decisive=False
-    )
-
-
-def _good(request: Request, spec: SloSpec) -> float:
-    return float(as_slo(request).meets(spec))
-
-
-def _mismatches(windows: Sequence[Window]) -> int:
-    pairs: list[Pair] = [pair for window in windows for pair in window]
-    return sum(pair.mismatch for pair in pairs)
 
 
 def _preemptions(group: Group, *, alone: bool) -> int:

@@ -27,8 +27,10 @@ from rose.bench.coserve.calibration import (
     measure_capacity,
 )
 from rose.bench.coserve.drills import Drills
-from rose.bench.coserve.engines import HOST, Engines
+from rose.bench.coserve.engines import HOST_SEQUENCES, Engines
 from rose.bench.coserve.granting import Granting
+from rose.bench.coserve.guest_load import GuestLoad
+from rose.bench.coserve.names import HOST
 from rose.bench.coserve.plan import (
     CALIBRATION,
     EVENT_ALONE,
@@ -132,7 +134,10 @@ class _Run:
                 self._say("engines start")
                 await engines.start_all()
                 load = await self._load(engines, scratch)
-                player = Player(settings, engines, page, granting, load, session, blocks)
+                player = Player(
+                    settings.seed, _guest_load(settings), engines, page, granting, load, session,
+                    blocks, lent_priority=settings.lent_priority,
+                )  # fmt: skip
                 drills = Drills(engines, session, scratch / "store", events, settings.event_s)
                 drills.publish(key, engines.model_root / models.GUEST.name, settings.seed)
                 yield player, drills
@@ -148,14 +153,14 @@ class _Run:
         settings = self._settings
         await player.play(Block(WARM_UP, WARM_UP_S, 0, 0))
         self._say("host alone: capacity and rates")
-        shape = self._load_config(player.engines).shape()
-        capacity = await measure_capacity(player, shape, settings.calibration_s)
-        rates = await find_rates(player)
+        shape = self._load_config(drills.engines).shape()
+        capacity = await measure_capacity(player, shape, HOST_SEQUENCES, settings.calibration_s)
+        rates = await find_rates(player, settings)
         ttft_s, tpot_s = await self._targets(player, rates)
         self._write_run(capacity, rates, (ttft_s, tpot_s))
         if not settings.targets_given:
             self._say(f"targets TTFT {ttft_s:.3f} s, TPOT {tpot_s:.4f} s: host starts again")
-            await player.engines.restart_host(ttft_s, tpot_s)
+            await drills.engines.restart_host(ttft_s, tpot_s)
         cells = [Cell(r.busy_target, r.traffic, r.rate_per_s) for r in rates]
         blocks = self._blocks(cells)
         for number, block in enumerate(blocks, 1):
@@ -255,6 +260,15 @@ class _Run:
     def _say(self, what: str) -> None:
         sys.stdout.write(f"{time.monotonic() - self._began_s:7.1f} s  {what}\n")
         sys.stdout.flush()
+
+
+def _guest_load(settings: BenchSettings) -> GuestLoad:
+    return GuestLoad(
+        settings.guest_streams,
+        settings.guest_prompt_tokens,
+        settings.guest_output_tokens,
+        settings.guest_token_budget,
+    )
 
 
 async def _make_models(out: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from executor.step_log import ARRIVAL, STEP, checked_records
+from executor.step_log import ARRIVAL, HEADER, STEP, checked_records, used_bytes
 from rose.errors import RoseError
 
 Ints = NDArray[np.int64]
@@ -76,13 +76,20 @@ class StepTimes:
 
 
 def yields_s(guest: StepTimes, arrivals: Ints) -> list[float]:
-    """For each arrival that found the guest in a step: seconds until that step ended."""
+    """For each arrival that found the guest in a step: seconds until its last step ended.
+
+    With asynchronous scheduling two are in flight, of which the log lets the second begin in the
+    nanosecond in which the first ends; both are waited for, as the device has to do both.
+    """
     if not len(guest.begin):
         return []
     last = np.searchsorted(guest.begin, arrivals, side="right") - 1
     known = last >= 0
-    left = guest.end[last[known]] - arrivals[known]
-    return [float(ns) / _NS for ns in left if ns > 0]
+    last, arrivals = last[known], arrivals[known]
+    following = np.minimum(last + 1, len(guest.begin) - 1)
+    inside = guest.end[last] > arrivals
+    last = np.where(inside & (guest.begin[following] == guest.end[last]), following, last)
+    return [float(ns) / _NS for ns in (guest.end[last] - arrivals)[inside]]
 
 
 def starts_s(host: StepTimes, arrivals: Ints) -> list[float]:
@@ -97,11 +104,20 @@ def read_steps(folder: Path, role: str) -> StepTimes:
     found = [np.empty((0, 7), dtype=np.int64)]
     for path in sorted(folder.glob(f"steps-{role}-*.bin")):
         try:
-            body = checked_records(path.read_bytes())
+            body = checked_records(_written(path))
         except ValueError as error:
             raise RoseError(f"{path}: {error}") from error
         found.append(np.frombuffer(body, dtype=np.int64).reshape(-1, 7))
     return StepTimes.of(np.concatenate(found))
+
+
+def _written(path: Path) -> bytes:
+    """Of a log that may still grow: it is as large as it can get, and mostly a hole."""
+    with path.open("rb") as file:
+        header = file.read(HEADER.size)
+        if len(header) < HEADER.size:
+            return header
+        return header + file.read(max(0, used_bytes(header) - HEADER.size))
 
 
 def _ns(span: Span) -> tuple[int, int]:

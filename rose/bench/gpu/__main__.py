@@ -8,19 +8,23 @@ import argparse
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
-from rose.bench.gpu.card import CardReader
-from rose.bench.gpu.nvml import Nvml
-from rose.bench.gpu.preflight import chosen, insist_alone, insist_usable, remarks
-from rose.bench.gpu.process import ROOT, measure_apart
+from rose.bench.gpu.piece import Piece
+from rose.bench.gpu.preflight import chosen, insist_alone, remarks
+from rose.bench.gpu.process import ROOT, Measure, measure_apart
 from rose.bench.gpu.records import folder_of
-from rose.bench.gpu.registry import PIECES, pieces_of
+from rose.bench.gpu.registry import pieces_of
 from rose.bench.gpu.revision import revision_of
-from rose.bench.gpu.runner import Measure, Request, Runner, summary
+from rose.bench.gpu.runner import NO_CLAIM, Request, Runner, summary
+from rose.bench.gpu.serve.sizes import REHEARSAL, ServingSizes
 from rose.bench.gpu.sizes import Sizes
-from rose.errors import RoseError
+from rose.errors import ConfigError, RoseError
+from rose.nvml import CardReader, Nvml, insist_usable
 
 DEFAULT_OUT, DEFAULT_LOGS = Path("bench/results"), Path("out/gpu")
 
@@ -33,7 +37,11 @@ def main(
     """Entry point; tests give a stand-in for the driver, or for the pieces' processes."""
     args = _parser().parse_args(argv)
     try:
-        return _list(args) if args.list else _run(args, open_reader(), measure)
+        if args.list:
+            return _list(args)
+        if args.rehearse:
+            return _rehearse(args)
+        return _run(args, open_reader(), measure)
     except RoseError as error:
         sys.stderr.write(f"gpu: {error}\n")
         return 2
@@ -44,18 +52,30 @@ def main(
 
 def _list(args: argparse.Namespace) -> int:
     sizes = _sizes(args)
-    for piece in PIECES:
+    for piece in _pieces(args):
         gib = piece.memory(sizes) / (1 << 30)
         _say(
-            f"{piece.name:<8} about {piece.estimate_s:3.0f} s, {gib:3.0f} GiB: {piece.what}"
+            f"{piece.name:<8} about {piece.takes_s(sizes):3.0f} s, {gib:3.0f} GiB: {piece.what}"
             + (f" ({missing})" if (missing := piece.missing()) else "")
         )
     return 0
 
 
+def _rehearse(args: argparse.Namespace) -> int:
+    """The same on CPUs: never among results, and said wherever its figures are."""
+    from rose.bench.gpu.rehearsal import LOGS, OUT, PLACE, StandInCard
+
+    args.out = OUT if args.out == DEFAULT_OUT else args.out
+    args.logs = LOGS if args.logs == DEFAULT_LOGS else args.logs
+    if args.out.resolve().is_relative_to(DEFAULT_OUT.resolve()):
+        raise ConfigError(f"a rehearsal is no result; name a folder outside {DEFAULT_OUT}")
+    _say(f"note: {NO_CLAIM}")
+    return _run(args, StandInCard(), partial(measure_apart, place=PLACE))
+
+
 def _run(args: argparse.Namespace, reader: CardReader, measure: Measure) -> int:
     request = Request(
-        pieces=pieces_of(tuple(args.only)),
+        pieces=_pieces(args),
         sizes=_sizes(args),
         out=args.out,
         logs=args.logs,
@@ -63,6 +83,7 @@ def _run(args: argparse.Namespace, reader: CardReader, measure: Measure) -> int:
         resume=args.resume,
         budget_s=args.budget_s,
         named=bool(args.only),
+        rehearsal=args.rehearse,
     )
     card = chosen(reader.cards(), args.gpu)
     insist_usable(card)
@@ -89,8 +110,28 @@ def _draw(folder: Path) -> None:
         _say(f"picture: {path}")
 
 
+def _pieces(args: argparse.Namespace) -> tuple[Piece, ...]:
+    """Those asked for; of a rehearsal those that start engines."""
+    pieces = pieces_of(tuple(args.only))
+    return tuple(piece for piece in pieces if piece.group) if args.rehearse else pieces
+
+
 def _sizes(args: argparse.Namespace) -> Sizes:
-    return Sizes(gib=args.gib, density=args.density, rounds=args.rounds)
+    serving = REHEARSAL if args.rehearse else ServingSizes()
+    given: dict[str, Any] = {
+        name: value
+        for name, value in (
+            ("arm_s", args.arm_s),
+            ("rounds", args.arm_rounds),
+            ("azure", args.azure and str(args.azure.absolute())),
+            ("kv_backend", args.kv_backend),
+            ("seed", args.seed),
+        )
+        if value is not None
+    }
+    return Sizes(
+        gib=args.gib, density=args.density, rounds=args.rounds, serving=replace(serving, **given)
+    )
 
 
 def _say(line: str) -> None:
@@ -117,7 +158,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gib", type=float, default=sizes.gib, help="size of each timed tensor")
     parser.add_argument("--density", type=float, default=sizes.density, help="share of changes")
     parser.add_argument("--rounds", type=int, default=sizes.rounds)
+    _add_serving(parser)
     return parser
+
+
+def _add_serving(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--rehearse", action="store_true", help="pieces with engines, tiny, on CPUs: no figures"
+    )
+    parser.add_argument("--arm-s", type=float, metavar="S", help="load of an arm in one round")
+    parser.add_argument("--arm-rounds", type=int, metavar="N", help="at most, where time is left")
+    parser.add_argument("--azure", type=Path, metavar="CSV", help="bursts of this trace")
+    parser.add_argument("--kv-backend", metavar="NAME", help="the guest's: auto, cuda or madvise")
+    parser.add_argument("--seed", type=int, metavar="N", help="of arrivals and of orders")
 
 
 def _end(number: int, frame: FrameType | None) -> None:

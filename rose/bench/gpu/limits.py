@@ -14,7 +14,7 @@ class Check(TypedDict):
     """One figure beside its limit; INCONCLUSIVE where holding it would need more than is here."""
 
     check: str
-    value: float
+    value: float | None
     limit: float
     verdict: str
 
@@ -31,6 +31,22 @@ def update_checks(measured: Mapping[str, Any]) -> list[Check]:
     """Overwriting is a part of the pause: too long it fails, short it does not prove the whole."""
     found = _most("overwrite within the pause: s", measured["overwrite_s"]["p50"], UPDATE_S)
     return [found if found["verdict"] == "FAILS" else {**found, "verdict": "INCONCLUSIVE"}]
+
+
+def served_checks(measured: Mapping[str, Any]) -> list[Check]:
+    """The decisive checks of every arm with a ROSE guest, as the piece judged them."""
+    return [
+        Check(
+            check=f"{row['policy']} {row['slack_share']:g} {check['name']}",
+            value=check["value"],
+            limit=check["limit"],
+            verdict=check["verdict"],
+        )
+        for row in measured["rows"]
+        if row["policy"] is not None
+        for check in row["checks"]
+        if check["decisive"]
+    ]
 
 
 def page_checks(measured: Mapping[str, Any]) -> list[Check]:

@@ -1,7 +1,8 @@
-"""`python -m rose.bench.gpu.measure PIECE --sizes JSON --place cuda --out FILE`: one piece's work.
+"""`python -m rose.bench.gpu.measure PIECE… --sizes JSON --place cuda --out DIR`: the pieces' work.
 
 A process of its own, so that a fault of the card ends this piece alone and all its memory goes
-back. Writes {"measured"} or {"failed": one line} to FILE.
+back; pieces of a group share one. Writes {"measured"} or {"failed": one line} to DIR/PIECE.json as
+each is done; after one that failed it ends.
 """
 
 import argparse
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rose.bench.gpu.piece import Piece
+from rose.bench.gpu.piece import MOST_S, Measured, Piece
 from rose.bench.gpu.registry import pieces_of
 from rose.bench.gpu.sizes import Sizes
 from rose.bench.gpu.work.cuda import insist_device
@@ -24,32 +25,42 @@ GRACE_S = 30
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point. Exit code 1 when the piece could not be measured."""
+    """Entry point. Exit code 1 when a piece could not be measured."""
     args = _parser().parse_args(argv)
-    sizes = Sizes(**json.loads(args.sizes))
-    (piece,) = pieces_of((args.piece,))
+    pieces = pieces_of(tuple(args.pieces))
     # A runner that was killed cannot end this process, and the card is not ours for longer.
-    signal.alarm(int(piece.limit_s) + GRACE_S)
+    signal.alarm(int(args.seconds) + GRACE_S)
+    waiting = [piece.name for piece in pieces]
+
+    def answer(piece: Piece, measured: Measured) -> None:
+        waiting.remove(piece.name)
+        _write(args.out, piece.name, {"measured": measured})
+
     try:
-        answer: dict[str, Any] = {"measured": work_of(piece)(sizes, args.place)}
+        _measure(pieces, args, answer)
     except Exception as error:  # noqa: BLE001 -- whatever it is, the runner is told in one line
         traceback.print_exc()
-        answer = {"failed": reason(error)}
-    args.out.write_text(json.dumps(answer, allow_nan=False), encoding="utf-8")
-    return int("failed" in answer)
+        _write(args.out, waiting[0], {"failed": reason(error)})
+        return 1
+    return 0
 
 
-def work_of(piece: Piece) -> Any:  # noqa: ANN401 -- a function of (Sizes, place)
-    """What measures it."""
-    module, _, function = piece.work.partition(":")
+def _measure(pieces: tuple[Piece, ...], args: argparse.Namespace, answer: Any) -> None:  # noqa: ANN401
+    sizes = Sizes.of(json.loads(args.sizes))
+    first = pieces[0]
+    if "torch" in first.modules:
+        insist_device(args.place)
+    if first.group:
+        measure_all = function_of(first.group)
+        measure_all(pieces, sizes, args.place, args.seconds, (args.logs, args.kept), answer)
+        return
+    answer(first, function_of(first.work)(sizes, args.place))
 
-    def work(sizes: Sizes, place: str) -> dict[str, Any]:
-        if "torch" in piece.modules:
-            insist_device(place)
-        found: dict[str, Any] = getattr(importlib.import_module(module), function)(sizes, place)
-        return found
 
-    return work
+def function_of(name: str) -> Any:  # noqa: ANN401 -- as the piece says
+    """What `module:function` names."""
+    module, _, function = name.partition(":")
+    return getattr(importlib.import_module(module), function)
 
 
 def reason(error: BaseException) -> str:
@@ -62,12 +73,21 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {first}"
 
 
+def _write(folder: Path, piece: str, answer: dict[str, Any]) -> None:
+    beside = folder / f"{piece}.tmp"
+    beside.write_text(json.dumps(answer, allow_nan=False), encoding="utf-8")
+    beside.replace(folder / f"{piece}.json")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rose.bench.gpu.measure", description=__doc__)
-    parser.add_argument("piece")
-    parser.add_argument("--sizes", default="{}", metavar="JSON")
+    parser.add_argument("pieces", nargs="+", metavar="PIECE")
+    parser.add_argument("--sizes", required=True, metavar="JSON")
     parser.add_argument("--place", default="cuda")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--seconds", type=float, default=MOST_S, help="for all pieces")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--logs", type=Path, default=Path("out/gpu"), metavar="DIR")
+    parser.add_argument("--kept", type=Path, default=Path("out/gpu"), metavar="DIR")
     return parser
 
 

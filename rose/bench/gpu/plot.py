@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 
 from rose.bench.gpu.limits import AGAINST_COPY, GIB_MOVED_S, SHARE_OF_COPY, UPDATE_S
 from rose.bench.gpu.records import Record, read_done
+from rose.bench.gpu.serve.picture import draw_load
 
 PICTURE = "gpu.png"
 DPI = 130
@@ -63,7 +64,9 @@ def _title(records: dict[str, Record]) -> str:
     environments = [record["environment"] for record in records.values()]
     card = environments[0]["card"]
     commits = ", ".join(dict.fromkeys(environment["commit"] for environment in environments))
-    return f"{card['name']}, driver {card['driver']}, commit {commits}"
+    title = f"{card['name']}, driver {card['driver']}, commit {commits}"
+    claims = {record["rehearsal"] for record in records.values() if "rehearsal" in record}
+    return "\n".join([title, *(claim.upper() for claim in sorted(claims))])
 
 
 def _copy(axes: Axes, record: Record) -> None:
@@ -132,6 +135,7 @@ PANELS: dict[str, Callable[[Axes, Record], None]] = {
     "update": _update,
     "pages": _pages,
     "tests": _tests,
+    **dict.fromkeys(("serve30", "serve60", "serve90", "bursts"), draw_load),
 }
 
 

@@ -1,9 +1,7 @@
 """Whether a card can be measured now, found before anything touches it. Pure."""
 
-from rose.bench.gpu.card import Card, Usage
-from rose.bench.gpu.errors import CardError
+from rose.nvml import Card, CardError, Usage
 
-LEAST_CUDA = (12, 8)
 # What a driver keeps for itself on a card that nobody uses.
 DRIVERS_OWN_BYTES = 2 << 30
 GIB = 1 << 30
@@ -20,22 +18,6 @@ def chosen(cards: tuple[Card, ...], wanted: int | None) -> Card:
         if card.index == (wanted or 0):
             return card
     raise CardError(f"there is no GPU {wanted}; give --gpu 0 to {len(cards) - 1}")
-
-
-def insist_usable(card: Card) -> None:
-    """Raise CardError when nothing can be measured on such a card or driver."""
-    if card.cuda < LEAST_CUDA:
-        raise CardError(
-            f"driver {card.driver} serves CUDA {_version(card.cuda)}, and {_version(LEAST_CUDA)} is"
-            " needed; use a machine with driver 570 or newer"
-        )
-    if card.mig:
-        raise CardError(
-            f"MIG is on: {card.name} is cut into instances; use a whole card"
-            " (this command never changes a card's settings)"
-        )
-    if card.compute_mode == "prohibited":
-        raise CardError(f"{card.name} is in compute mode prohibited; its owner must allow work")
 
 
 def insist_room(card: Card, usage: Usage, needed_bytes: int, needed_by: str) -> None:
@@ -70,10 +52,6 @@ def remarks(card: Card, usage: Usage) -> list[str]:
         found.append(f"compute mode is {card.compute_mode}: two processes cannot share the card")
     found += [f"clocks are held down now: {why}" for why in usage.slowed]
     return found
-
-
-def _version(version: tuple[int, int]) -> str:
-    return "unknown" if version == (0, 0) else f"{version[0]}.{version[1]}"
 
 
 def _gib(amount: int) -> str:

@@ -1,4 +1,7 @@
-"""A piece's process: started, given its time, and ended with all that it started."""
+"""A process of one piece or of several: started, given its time, ended with all that it started.
+
+It writes `<piece>.json` for each piece that it is done with: {"measured"} or {"failed": one line}.
+"""
 
 import json
 import os
@@ -6,42 +9,116 @@ import signal
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rose.bench.gpu.card import Card
-from rose.bench.gpu.errors import PieceError
 from rose.bench.gpu.piece import Measured, Piece
 from rose.bench.gpu.sizes import Sizes
+from rose.nvml import Card
 
 MEASURES = "rose.bench.gpu.measure"
 ROOT = Path(__file__).resolve().parents[3]
+# Beyond the time that the process knows of, in which it ends what it started.
+GRACE_S = 5.0
+POLL_S = 0.1
+MARK = "ROSE_GPU_PIECES"
+"""In the environment of everything that a piece starts: the id of the process that runs pieces."""
 
 
-def measure_apart(
-    piece: Piece, sizes: Sizes, card: Card, log: Path, module: str = MEASURES
-) -> Measured:
-    """Measure in another process. Raises PieceError with why it could not.
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What a process is to do. seconds: for all pieces. folders: of logs, and of results."""
 
-    `log` gets what the process prints. `module`: see `measure`, whose arguments it takes.
+    pieces: tuple[Piece, ...]
+    sizes: Sizes
+    card: Card
+    seconds: float
+    logs: Path
+    kept: Path
+
+    @property
+    def log(self) -> Path:
+        """What the process prints."""
+        return self.logs / f"{self.pieces[0].name}.log"
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """One piece is done: `measured`, or else `failed` says why not."""
+
+    piece: Piece
+    measured: Measured | None = None
+    failed: str = ""
+
+
+Measure = Callable[[Order], Iterator[Answered]]
+
+
+def measure_apart(order: Order, module: str = MEASURES, place: str = "cuda") -> Iterator[Answered]:
+    """Measure in another process; each answer comes as soon as it is known.
+
+    The last one is that the process ended, or was ended, in the middle of a piece. Pieces without
+    an answer were not begun. `module`: see `measure`, whose arguments it takes.
     """
-    log.parent.mkdir(parents=True, exist_ok=True)
+    order.logs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="rose-gpu-") as scratch:
-        answer = Path(scratch) / "answer.json"
+        answers = Path(scratch)
         command = [
-            sys.executable, "-m", module, piece.name,
-            "--sizes", json.dumps(asdict(sizes)), "--out", str(answer),
+            sys.executable, "-m", module, *(piece.name for piece in order.pieces),
+            "--sizes", json.dumps(asdict(order.sizes)), "--out", str(answers), "--place", place,
+            "--seconds", str(order.seconds), "--logs", str(order.logs.absolute()),
+            "--kept", str(order.kept.absolute()),
         ]  # fmt: skip
-        status = _run(command, _environment(card), log, piece.limit_s)
-        if status is None:
-            raise PieceError(f"took longer than its {piece.limit_s:.0f} s and was ended; see {log}")
-        if not answer.is_file():
-            raise PieceError(f"its process {_ended(status)} without an answer; see {log}")
-        said = json.loads(answer.read_text(encoding="utf-8"))
+        waiting = list(order.pieces)
+        with (
+            order.log.open("wb") as log,
+            subprocess.Popen(  # noqa: S603 -- our own
+                command, env=_environment(order.card), stdout=log, stderr=log,
+                stdin=subprocess.DEVNULL, process_group=0, cwd=ROOT,
+            ) as process,
+        ):  # fmt: skip
+            try:
+                yield from _answers(process, order, answers, waiting)
+            finally:
+                _end_group(process.pid)
+
+
+def _answers(
+    process: subprocess.Popen[bytes], order: Order, answers: Path, waiting: list[Piece]
+) -> Iterator[Answered]:
+    deadline_s = time.monotonic() + order.seconds + GRACE_S
+    failed, answered = False, 0
+    while True:
+        # Looked at first: what it wrote before it ended is there then.
+        status = process.poll()
+        while waiting and (answer := _read(answers, waiting[0])) is not None:
+            waiting.pop(0)
+            answered += 1
+            failed = failed or bool(answer.failed)
+            yield answer
+        if status is not None:
+            if waiting and not failed and (status or not answered):
+                said = f"its process {_ended(status)} without an answer; see {order.log}"
+                yield Answered(waiting.pop(0), failed=said)
+            return
+        if time.monotonic() >= deadline_s:
+            if waiting and not failed:
+                said = f"took longer than its {order.seconds:.0f} s and was ended; see {order.log}"
+                yield Answered(waiting.pop(0), failed=said)
+            return
+        time.sleep(POLL_S)
+
+
+def _read(answers: Path, piece: Piece) -> Answered | None:
+    try:
+        said = json.loads((answers / f"{piece.name}.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
     if "failed" in said:
-        raise PieceError(str(said["failed"]))
-    measured: Measured = said["measured"]
-    return measured
+        return Answered(piece, failed=str(said["failed"]))
+    return Answered(piece, measured=said["measured"])
 
 
 def _environment(card: Card) -> dict[str, str]:
@@ -53,24 +130,8 @@ def _environment(card: Card) -> dict[str, str]:
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "CUDA_VISIBLE_DEVICES": card.uuid,
         "HF_HUB_OFFLINE": "1",
+        MARK: str(os.getpid()),
     }
-
-
-def _run(command: list[str], environment: dict[str, str], log: Path, limit_s: float) -> int | None:
-    """Exit status, None when its time was over. Nothing that it started is left."""
-    with (
-        log.open("wb") as file,
-        subprocess.Popen(  # noqa: S603 -- our own
-            command, env=environment, stdout=file, stderr=file, stdin=subprocess.DEVNULL,
-            process_group=0, cwd=ROOT,
-        ) as process,
-    ):  # fmt: skip
-        try:
-            return process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            return None
-        finally:
-            _end_group(process.pid)
 
 
 def _end_group(leader: int) -> None:

@@ -1,16 +1,20 @@
 """All pieces, in the order in which they run: what others are compared with comes early."""
 
+from collections.abc import Callable
+
 from rose.bench.gpu import limits
-from rose.bench.gpu.errors import CardError
 from rose.bench.gpu.models import shape_of
-from rose.bench.gpu.piece import Piece
+from rose.bench.gpu.piece import MOST_S, Piece
+from rose.bench.gpu.serve import needs
+from rose.bench.gpu.serve.sizes import ServingSizes
 from rose.bench.gpu.sizes import Sizes
 from rose.bench.gpu.work import page_driver
+from rose.nvml import CardError
 
 GIB = 1 << 30
 TORCH = ("numpy", "torch")
 KERNELS = (*TORCH, "triton")
-_WORK = "rose.bench.gpu.work"
+_WORK, _SERVE = "rose.bench.gpu.work", "rose.bench.gpu.serve"
 
 
 def _kernel_bytes(sizes: Sizes) -> int:
@@ -23,6 +27,18 @@ def _update_bytes(sizes: Sizes) -> int:
     shape = shape_of(sizes.model)
     changes = int(shape.weights * sizes.density)
     return 2 * shape.weights + 2 * 18 * changes + 12 * shape.vocabulary * shape.hidden + 2 * GIB
+
+
+def _served(name: str, what: str, work: str, least: Callable[[ServingSizes], float]) -> Piece:
+    """A piece of the group that starts host and guests once."""
+    usual = ServingSizes()
+    return Piece(
+        name, what, f"{_SERVE}.{work}", estimate_s=usual.start_s + least(usual),
+        limit_s=MOST_S, memory=lambda sizes: needs.memory_bytes(sizes.serving),
+        modules=needs.MODULES, group=f"{_SERVE}.group:measure_all",
+        least=lambda sizes: least(sizes.serving),
+        checks=limits.served_checks,
+    )  # fmt: skip
 
 
 PIECES = (
@@ -51,6 +67,13 @@ PIECES = (
         estimate_s=120, limit_s=480, memory=_update_bytes,
         modules=KERNELS, checks=limits.update_checks,
     ),
+    _served(
+        "serve60", "host and guests in all arms, the host busy for 0.6", "loads:busy_60",
+        needs.steady_s,
+    ),
+    _served("bursts", "the same under bursts of the Azure trace", "loads:bursts", needs.bursts_s),
+    _served("serve30", "the same, the host busy for 0.3", "loads:busy_30", needs.steady_s),
+    _served("serve90", "the same, the host busy for 0.9", "loads:busy_90", needs.steady_s),
 )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ import hashlib
 import subprocess
 from pathlib import Path
 
-MEASURED = ("executor", "weight_transfer", "rose/bench/gpu", "tests/unit")
+MEASURED = ("executor", "slo", "weight_transfer", "rose", "tests/unit")
 _DIGITS = 12
 
 

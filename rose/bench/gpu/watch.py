@@ -3,8 +3,7 @@
 import threading
 from types import TracebackType
 
-from rose.bench.gpu.card import Card, CardReader, Usage
-from rose.bench.gpu.errors import CardError
+from rose.nvml import Card, CardError, CardReader, Usage
 
 EVERY_S = 0.5
 

@@ -1,130 +1,20 @@
-"""Stand-ins for a GPU's driver: what it would say, chosen by the test. Nothing is measured."""
+"""Stand-ins for the bench on a GPU: what the pieces would have measured. Nothing is measured."""
 
-import ctypes
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
 from typing import Any
 
-from rose.bench.gpu.card import Card, Usage
+from rose.bench.coserve.plan import ALONE, ALONE_AGAIN, NAIVE, ROSE_ARMS, Arm
+from rose.bench.gpu.process import Answered, Order
+from tests.unit.nvml.standin_nvml import CARD, IDLE, StandInLibrary, StandInReader, card, usage
 
-CARD = Card(
-    index=0,
-    name="Stand-in GPU",
-    uuid="GPU-stand-in",
-    driver="580.00",
-    cuda=(13, 0),
-    mig=False,
-    compute_mode="default",
-    persistence=True,
-    memory_bytes=141 << 30,
-    power_limit_w=700.0,
-    sm_mhz_most=1980,
-    memory_mhz_most=3201,
-)
-IDLE = Usage(
-    free_bytes=140 << 30,
-    used_bytes=1 << 30,
-    processes=(),
-    sm_mhz=345,
-    memory_mhz=3201,
-    power_w=75.0,
-    temperature_c=30,
-    slowed=(),
-)
-
-
-class StandInReader:
-    """CardReader. `looks` are given one after the other; the last one again and again."""
-
-    def __init__(self, *cards: Card, looks: Sequence[Usage] = (IDLE,)) -> None:
-        self._cards = cards
-        self._looks = list(looks)
-        self.looked = 0
-
-    def cards(self) -> tuple[Card, ...]:
-        return self._cards
-
-    def usage(self, card: Card) -> Usage:
-        assert card in self._cards
-        self.looked += 1
-        return self._looks[min(self.looked, len(self._looks)) - 1]
-
-
-def card(**changes: Any) -> Card:
-    return replace(CARD, **changes)
-
-
-def usage(**changes: Any) -> Usage:
-    return replace(IDLE, **changes)
-
-
-class StandInLibrary:
-    """What ctypes would load. Every function that would change a card is missing on purpose.
-
-    `answers`: numbers and texts by function, an int below 0 is that status, None an old driver.
-    """
-
-    def __init__(self, **answers: Any) -> None:
-        self.answers: dict[str, Any] = {
-            "nvmlInit_v2": 0,
-            "nvmlDeviceGetCount_v2": 1,
-            "nvmlDeviceGetHandleByIndex_v2": 7,
-            "nvmlDeviceGetName": "Stand-in GPU",
-            "nvmlDeviceGetUUID": "GPU-stand-in",
-            "nvmlSystemGetDriverVersion": "580.00",
-            "nvmlSystemGetCudaDriverVersion_v2": 13_000,
-            "nvmlDeviceGetMigMode": 0,
-            "nvmlDeviceGetPersistenceMode": 1,
-            "nvmlDeviceGetComputeMode": 0,
-            "nvmlDeviceGetMemoryInfo": (141 << 30, 140 << 30, 1 << 30),
-            "nvmlDeviceGetEnforcedPowerLimit": 700_000,
-            "nvmlDeviceGetPowerUsage": 75_000,
-            "nvmlDeviceGetClockInfo": {1: 345, 2: 3201},
-            "nvmlDeviceGetMaxClockInfo": {1: 1980, 2: 3201},
-            "nvmlDeviceGetTemperature": {0: 30},
-            "nvmlDeviceGetCurrentClocksThrottleReasons": 0x1,
-            "nvmlDeviceGetComputeRunningProcesses_v3": (),
-        } | answers
-
-    def __getattr__(self, name: str) -> Callable[..., int]:
-        answer = self.answers.get(name)
-        if answer is None:
-            raise AttributeError(name)
-        if name == "nvmlDeviceGetComputeRunningProcesses_v3" and isinstance(answer, tuple):
-            return lambda at, count, room: _processes(answer, count._obj, room)
-        return lambda *arguments: _answer(answer, arguments)
-
-
-def _answer(answer: Any, arguments: tuple[Any, ...]) -> int:
-    if isinstance(answer, int) and answer < 0:
-        return -answer
-    if not arguments:
-        return int(answer)
-    if isinstance(answer, str):
-        assert arguments[-1].value >= len(answer)
-        arguments[-2].value = answer.encode()
-        return 0
-    target = arguments[-1]._obj
-    if isinstance(answer, dict):
-        answer = answer[arguments[-2]]
-    if isinstance(answer, tuple):
-        target.total, target.free, target.used = answer
-    elif len(arguments) > 2 and hasattr(arguments[-2], "_obj"):
-        arguments[-2]._obj.value = answer
-    else:
-        target.value = answer
-    return 0
-
-
-def _processes(pids: tuple[int, ...], count: ctypes.c_uint, room: Any) -> int:
-    if len(pids) > count.value:
-        count.value = len(pids)
-        return 7
-    for at, pid in enumerate(pids):
-        room[at].pid = pid
-    count.value = len(pids)
-    return 0
-
+__all__ = [
+    "CARD",
+    "IDLE",
+    "StandInLibrary",
+    "StandInReader",
+    "card",
+    "usage",
+]
 
 MEASURED: dict[str, Any] = {
     "tests": {"files": ["device_cases.py"], "passed": 40, "left_out": {"pages": "needs cuda"}},
@@ -181,8 +71,46 @@ MEASURED: dict[str, Any] = {
 }
 
 
-def measured_by_nobody(piece: Any, sizes: Any, which: Card, log: Any) -> dict[str, Any]:
-    """In place of a piece's process."""
-    assert which.name == CARD.name
-    found: dict[str, Any] = MEASURED[piece.name]
-    return found
+def served_row(arm: Arm, ratio: float, guest_tok_s: float, verdict: str) -> dict[str, Any]:
+    """As `rose.bench.coserve.rows` makes it, as far as anybody here reads it."""
+    check = {"name": "ttft_p90", "value": ratio, "limit": 1.05, "verdict": verdict}
+    return {
+        "mode": arm.policy or arm.name,
+        "policy": arm.policy,
+        "slack_share": arm.slack_share,
+        "busy": 0.61,
+        "host": {"requests": 240},
+        "ratio_to_alone": {"ttft_p90": ratio, "tpot_p90": ratio},
+        "ratio_to_alone_ci95": {"ttft_p90": [ratio * 0.98, ratio * 1.02], "tpot_p90": None},
+        "guest_tok_s": guest_tok_s,
+        "idle_efficiency": 0.87 if guest_tok_s else None,
+        "spare_efficiency": 0.55 if guest_tok_s else None,
+        "checks": [check | {"decisive": True}, check | {"name": "ttft_p99", "decisive": False}],
+        "verdict": verdict,
+    }
+
+
+def served(traffic: dict[str, Any]) -> dict[str, Any]:
+    arms = [served_row(arm, 1.01, 1_500.0, "HOLDS") for arm in ROSE_ARMS]
+    return {
+        "rows": [
+            served_row(ALONE, 1.0, 0.0, "REFERENCE"),
+            served_row(ALONE_AGAIN, 1.0, 0.0, "INCONCLUSIVE"),
+            served_row(NAIVE, 2.4, 3_000.0, "FAILS"),
+            *arms,
+        ],
+        "traffic": traffic,
+    }
+
+
+MEASURED |= {
+    name: served({"poisson": True, "rate_per_s": 7.5}) for name in ("serve30", "serve60", "serve90")
+}
+MEASURED["bursts"] = served({"trace": "generated", "mean_per_s": 2.57})
+
+
+def measured_by_nobody(order: Order) -> Iterator[Answered]:
+    """In place of a process of pieces."""
+    assert order.card.name == CARD.name
+    for piece in order.pieces:
+        yield Answered(piece, MEASURED[piece.name])

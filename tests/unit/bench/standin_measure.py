@@ -1,5 +1,6 @@
-"""In place of `rose.bench.gpu.measure`: behaves as the piece's name says."""
+"""In place of `rose.bench.gpu.measure`: behaves as its pieces' names say, one after another."""
 
+import itertools
 import json
 import os
 import signal
@@ -7,21 +8,40 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
-name, out = sys.argv[1], Path(sys.argv[sys.argv.index("--out") + 1])
-sys.stdout.write(f"{name} on {os.environ['CUDA_VISIBLE_DEVICES']}\n")
-sys.stdout.flush()
-if name == "crashes":
-    os.kill(os.getpid(), signal.SIGSEGV)
-elif name == "hangs":
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    sys.stdout.write(f"child {child.pid}\n")
+FOLDER = Path(sys.argv[sys.argv.index("--out") + 1])
+SIZES = json.loads(sys.argv[sys.argv.index("--sizes") + 1])
+
+
+def say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
-    time.sleep(60)
-elif name == "fails":
-    out.write_text(json.dumps({"failed": "one line"}))
-    sys.exit(1)
-elif name == "says nothing":
-    sys.exit(3)
-else:
-    out.write_text(json.dumps({"measured": {"sizes": json.loads(sys.argv[3])}}))
+
+
+def answer(name: str, content: dict[str, Any]) -> None:
+    (FOLDER / "answer.tmp").write_text(json.dumps(content))
+    (FOLDER / "answer.tmp").replace(FOLDER / f"{name}.json")
+
+
+def behave(name: str) -> None:
+    say(f"{name} on {os.environ['CUDA_VISIBLE_DEVICES']}")
+    if name == "crashes":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    elif name == "hangs":
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        say(f"child {child.pid}")
+        time.sleep(60)
+    elif name == "fails":
+        answer(name, {"failed": "one line"})
+        sys.exit(1)
+    elif name == "says nothing":
+        sys.exit(3)
+    elif name == "no time left":
+        sys.exit(0)
+    else:
+        answer(name, {"measured": {"sizes": SIZES}})
+
+
+for piece in itertools.takewhile(lambda word: not word.startswith("--"), sys.argv[1:]):
+    behave(piece)

@@ -72,6 +72,12 @@ def test_an_arrival_waits_for_the_guest_step_it_finds_and_no_other() -> None:
     assert yields_s(steps(arrivals_ms=(1,)), host.arrivals) == []
 
 
+def test_of_two_guest_steps_in_flight_the_second_is_waited_for_too() -> None:
+    # Asynchronous scheduling: the second was given to the device while the first ran.
+    guest = steps((0, 10), (10, 18), (18, 25), (40, 50))
+    assert yields_s(guest, steps(arrivals_ms=(4, 12, 30, 44)).arrivals) == [0.014, 0.013, 0.006]
+
+
 def test_counters_are_summed_over_their_samples() -> None:
     text = (
         "# HELP vllm:num_preemptions_total n\n"

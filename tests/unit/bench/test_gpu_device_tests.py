@@ -64,5 +64,6 @@ def test_what_cannot_run_here_is_left_out_by_name(monkeypatch: pytest.MonkeyPatc
 
 
 def test_there_are_tests_for_a_device() -> None:
-    weights, _pages = GROUPS
+    weights, _pages, memory = GROUPS
     assert [file.name for file in weights.files()] == ["device_cases.py"]
+    assert [file.name for file in memory.files()] == ["test_nvml_device.py"]

@@ -1,12 +1,10 @@
 """The picture of what was measured, from a stand-in's records."""
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 from standin_gpu import CARD, IDLE, MEASURED
-from standin_gpu import measured_by_nobody as measure
 
 from rose.bench.gpu.environment import environment
 from rose.bench.gpu.plot import PANELS, draw, figure_of
@@ -17,10 +15,10 @@ from rose.bench.gpu.sizes import Sizes
 
 def record(name: str) -> dict[str, Any]:
     (piece,) = (piece for piece in PIECES if piece.name == name)
-    measured = measure(piece, Sizes(), CARD, None)
+    measured = MEASURED[name]
     return {
         "piece": name,
-        "sizes": asdict(Sizes()),
+        "sizes": piece.told(Sizes()),
         "environment": environment(CARD, IDLE, "0123456789ab"),
         "measured": measured,
         "checks": piece.checks(measured),
@@ -63,8 +61,17 @@ def test_all_of_them_are_in_one_picture_with_their_figures(tmp_path: Path) -> No
         "98.8",  # ms to create the pages of a gibibyte
         "165",  # ms for a gibibyte through the driver
         "21",
+        "busy 0.61, 7.5/s, 240 requests an arm",
+        "generated bursts: busy 0.61",
+        "1,500/s, 0.87 of idle",  # a guest's tokens
+        "1,500/s, 0.55 of spare",
     ):
         assert figure in shown, figure
+
+
+def test_a_picture_of_a_rehearsal_says_that_it_shows_nothing() -> None:
+    rehearsed = record("serve60") | {"rehearsal": "a rehearsal: no figure means anything"}
+    assert "A REHEARSAL: NO FIGURE" in figure_of({"serve60": rehearsed}).get_suptitle()
 
 
 def test_nothing_is_drawn_of_nothing(tmp_path: Path) -> None:

@@ -2,18 +2,17 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from standin_gpu import StandInReader, card, measured_by_nobody, usage
 
 from rose.bench.gpu.__main__ import main
-from rose.bench.gpu.card import CardReader
-from rose.bench.gpu.errors import CardError
-from rose.bench.gpu.nvml import Nvml
+from rose.bench.gpu.process import Order
+from rose.nvml import CardError, CardReader, Nvml
 
 
-def refuse_to_measure(*arguments: Any) -> dict[str, Any]:
+def refuse_to_measure(order: Order) -> NoReturn:
     raise AssertionError("a card was touched that cannot be measured")
 
 

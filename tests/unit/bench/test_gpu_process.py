@@ -1,6 +1,7 @@
 """A piece's process: whatever it does, the runner goes on and nothing of it is left."""
 
 import os
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from standin_gpu import CARD, StandInReader
 from rose.bench.gpu.__main__ import main
 from rose.bench.gpu.errors import PieceError
 from rose.bench.gpu.measure import reason
-from rose.bench.gpu.process import measure_apart
+from rose.bench.gpu.process import Answered, Order, measure_apart
 from rose.bench.gpu.registry import pieces_of
 from rose.bench.gpu.sizes import Sizes
 
@@ -25,33 +26,51 @@ def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", path)
 
 
-def measured(log: Path, name: str, limit_s: float = 20.0) -> dict[str, object]:
-    piece = replace(COPY, name=name, estimate_s=limit_s, limit_s=limit_s)
-    return measure_apart(piece, Sizes(gib=2), CARD, log, module="standin_measure")
+def answers(logs: Path, *names: str, limit_s: float = 20.0) -> list[Answered]:
+    pieces = tuple(replace(COPY, name=name) for name in names)
+    order = Order(pieces, Sizes(gib=2), CARD, limit_s, logs, logs)
+    return list(measure_apart(order, module="standin_measure"))
+
+
+def told(logs: Path, *names: str) -> list[tuple[str, str]]:
+    return [(answer.piece.name, answer.failed) for answer in answers(logs, *names)]
 
 
 def test_it_gets_the_card_and_the_sizes_and_its_answer_comes_back(tmp_path: Path) -> None:
-    found = measured(tmp_path / "logs" / "a.log", "good")
-    assert found == {
-        "sizes": {
-            "gib": 2, "density": 0.02, "rounds": 10, "check_size": (1 << 22) + 5, "model": "8b",
-        }
-    }  # fmt: skip
-    assert (tmp_path / "logs" / "a.log").read_text() == "good on GPU-stand-in\n"
+    (answer,) = answers(tmp_path / "logs", "good")
+    assert answer.measured is not None
+    assert Sizes.of(answer.measured["sizes"]) == Sizes(gib=2)
+    assert (tmp_path / "logs" / "good.log").read_text() == "good on GPU-stand-in\n"
+
+
+def test_of_pieces_that_share_a_process_each_has_an_answer(tmp_path: Path) -> None:
+    assert told(tmp_path, "good", "better") == [("good", ""), ("better", "")]
+
+
+def test_the_piece_in_which_a_process_ended_has_failed_and_later_ones_were_not_begun(
+    tmp_path: Path,
+) -> None:
+    assert told(tmp_path, "good", "fails", "better") == [("good", ""), ("fails", "one line")]
+    (first, good), (second, crashed) = told(tmp_path, "good", "crashes", "better")
+    assert (first, good, second) == ("good", "", "crashes")
+    assert crashed.startswith("its process was ended by SIGSEGV without an answer; see ")
+    # It had no time for another: that is no failure of the one it did not begin.
+    assert told(tmp_path, "good", "no time left", "better") == [("good", "")]
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "why"),
     [
         ("fails", "^one line$"),
         ("crashes", "^its process was ended by SIGSEGV without an answer; see "),
         ("says nothing", "^its process ended with status 3 without an answer; see "),
+        ("no time left", "^its process ended with status 0 without an answer; see "),
     ],
 )
-def test_a_process_that_fails_is_told_in_one_line(tmp_path: Path, name: str, told: str) -> None:
-    with pytest.raises(PieceError, match=told) as caught:
-        measured(tmp_path / "a.log", name)
-    assert "\n" not in str(caught.value)
+def test_a_process_that_fails_is_told_in_one_line(tmp_path: Path, name: str, why: str) -> None:
+    (answer,) = answers(tmp_path, name)
+    assert re.match(why, answer.failed)
+    assert "\n" not in answer.failed
 
 
 def test_without_a_gpu_every_piece_says_so_and_the_next_one_is_tried(
@@ -71,11 +90,13 @@ def test_without_a_gpu_every_piece_says_so_and_the_next_one_is_tried(
     assert (tmp_path / "logs" / "copy.log").stat().st_size > 0
 
 
-def test_one_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
-    log = tmp_path / "a.log"
-    with pytest.raises(PieceError, match="took longer than its 1 s and was ended"):
-        measured(log, "hangs", limit_s=1.0)
-    child = int(log.read_text().split()[-1])
+def test_one_that_takes_too_long_is_ended_with_all_that_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rose.bench.gpu.process.GRACE_S", 0.0)
+    (answer,) = answers(tmp_path, "hangs", limit_s=1.0)
+    assert answer.failed.startswith("took longer than its 1 s and was ended; see ")
+    child = int((tmp_path / "hangs.log").read_text().split()[-1])
     deadline_s = time.monotonic() + 5
     while _lives(child) and time.monotonic() < deadline_s:
         time.sleep(0.02)

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,59 +10,17 @@ from typing import Any
 
 import pytest
 from standin_gpu import IDLE, MEASURED, StandInReader, card, usage
+from standin_runs import COPY, KERNELS, UPDATE, Measuring, files, request, run, states
 
 from rose.bench.gpu import runner as running
-from rose.bench.gpu.errors import PieceError
-from rose.bench.gpu.piece import MOST_S, Piece
+from rose.bench.gpu.piece import MOST_S
+from rose.bench.gpu.process import Answered, Order
 from rose.bench.gpu.records import folder_of, read_done
-from rose.bench.gpu.registry import PIECES, pieces_of
+from rose.bench.gpu.registry import PIECES
 from rose.bench.gpu.revision import revision_of
-from rose.bench.gpu.runner import Outcome, Request, Runner
+from rose.bench.gpu.runner import Runner
 from rose.bench.gpu.sizes import Sizes
 from rose.errors import ConfigError
-
-COPY, KERNELS, UPDATE = pieces_of(("copy", "kernels", "update"))
-
-
-class Measuring:
-    """In place of the pieces' processes: says which were asked, and fails where told."""
-
-    def __init__(self, **wrong: str) -> None:
-        self.wrong = wrong
-        self.asked: list[str] = []
-
-    def __call__(self, piece: Piece, *rest: Any) -> dict[str, Any]:
-        self.asked.append(piece.name)
-        if piece.name in self.wrong:
-            raise PieceError(self.wrong[piece.name])
-        found: dict[str, Any] = MEASURED[piece.name]
-        return found
-
-
-def request(tmp_path: Path, **changes: Any) -> Request:
-    plain = Request(
-        pieces=(COPY, KERNELS, UPDATE),
-        sizes=Sizes(),
-        out=tmp_path,
-        logs=tmp_path / "logs",
-        revision="abc",
-    )
-    return replace(plain, **changes)
-
-
-def run(
-    asked: Request, measure: Measuring, reader: StandInReader | None = None
-) -> dict[str, Outcome]:
-    runner = Runner(reader or StandInReader(card()), card(), asked, measure)
-    return {outcome.piece: outcome for outcome in runner.run(lambda line: None)}
-
-
-def states(outcomes: dict[str, Outcome]) -> dict[str, str]:
-    return {name: outcome.state for name, outcome in outcomes.items()}
-
-
-def files(tmp_path: Path) -> set[str]:
-    return {path.name for path in (tmp_path / "stand-in-gpu").iterdir()}
 
 
 def test_each_piece_leaves_a_record_with_all_that_it_depends_on(tmp_path: Path) -> None:
@@ -144,9 +103,9 @@ def test_time_that_was_spent_counts_against_the_budget(
     monkeypatch.setattr(running, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
 
     class Slow(Measuring):
-        def __call__(self, piece: Piece, *rest: Any) -> dict[str, Any]:
+        def __call__(self, order: Order) -> Iterator[Answered]:
             now_s[0] += 100
-            return super().__call__(piece, *rest)
+            return super().__call__(order)
 
     outcomes = run(request(tmp_path, budget_s=KERNELS.estimate_s + 99), Slow())
     assert states(outcomes) == {"copy": "done", "kernels": "left", "update": "left"}
@@ -211,8 +170,10 @@ def test_a_limit_that_fails_is_no_good_outcome_even_when_kept(tmp_path: Path) ->
     speed = {**MEASURED["kernels"]["speed"], "diff": {"gb_s": 1.0, "share_of_copy": 0.3}}
 
     class Slow(Measuring):
-        def __call__(self, piece: Piece, *rest: Any) -> dict[str, Any]:
-            return {**super().__call__(piece, *rest), "speed": speed}
+        def __call__(self, order: Order) -> Iterator[Answered]:
+            for answer in super().__call__(order):
+                assert answer.measured is not None
+                yield replace(answer, measured={**answer.measured, "speed": speed})
 
     asked = request(tmp_path, pieces=(KERNELS,))
     assert not run(asked, Slow())["kernels"].good
@@ -259,9 +220,10 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
 
 
 def test_every_piece_is_bounded_and_fits_a_large_card() -> None:
-    assert [piece.name for piece in PIECES] == ["tests", "copy", "pages", "kernels", "update"]
+    names = ["tests", "copy", "pages", "kernels", "update"]
+    assert [piece.name for piece in PIECES] == [*names, "serve60", "bursts", "serve30", "serve90"]
     for piece in PIECES:
-        assert 0 < piece.estimate_s <= piece.limit_s <= MOST_S < 600
+        assert 0 < piece.takes_s(Sizes()) == piece.estimate_s <= piece.limit_s <= MOST_S < 600
         assert piece.memory(Sizes()) < 64 << 30
 
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from standin_gpu import StandInReader, card, usage
 
-from rose.bench.gpu.errors import CardError
 from rose.bench.gpu.watch import Watch
+from rose.nvml import CardError
 
 LOOKS = (
     usage(sm_mhz=345, power_w=75.0, slowed=()),

@@ -89,7 +89,7 @@ asyncio.run(main())
 
 async def test_a_background_process_runs_below_all_others(tmp_path: Path) -> None:
     script = "import os;print(os.sched_getscheduler(0), open('/proc/self/oom_score_adj').read())"
-    spec = ProcessSpec("idle", (sys.executable, "-c", script), background=True, piped=True)
+    spec = ProcessSpec("idle", (sys.executable, "-c", script), share="background", piped=True)
     process = await ManagedProcess.start(spec)
     printed = (await process.stdout.read()).split()
     await process.wait()
@@ -171,11 +171,11 @@ def test_the_hosts_headroom_is_not_a_guests_to_take(tmp_path: Path) -> None:
 
 def test_only_the_guest_gets_gate_and_page_and_yields_its_core(tmp_path: Path) -> None:
     guest = process_spec(_spec(tmp_path))
-    assert guest.background
+    assert guest.share == "background"
     assert guest.env["ROSE_CONTROL_PAGE"]
     assert any("GatedScheduler" in argument for argument in guest.argv)
     dedicated = process_spec(EngineSpec("d", EngineRole.DEDICATED, tmp_path, 1, tmp_path / "l"))
-    assert not dedicated.background
+    assert dedicated.share is None
     assert "ROSE_CONTROL_PAGE" not in dedicated.env
     assert not any("scheduler-cls" in argument for argument in dedicated.argv)
 

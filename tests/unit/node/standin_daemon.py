@@ -1,4 +1,7 @@
-"""`rose node` with stand-in engines. argv: journal, then the options of `rose node`."""
+"""`rose node` with stand-in engines. argv: journal, then the options of `rose node`.
+
+Where a file `gpu` lies beside the journal, a stand-in for its driver has one idle card.
+"""
 
 import sys
 from pathlib import Path
@@ -6,10 +9,15 @@ from pathlib import Path
 from node_bench import standin_spec
 
 from rose.engines import launch
-from rose.node import supervisor
+from rose.node import daemon, supervisor
+from rose.node.gpu import Gpus
 from rose.node.main import main
+from tests.unit.nvml.standin_nvml import CARD, StandInReader
 
-launch.process_spec = standin_spec(Path(sys.argv[1]))  # type: ignore[attr-defined]
+journal = Path(sys.argv[1])
+launch.process_spec = standin_spec(journal)  # type: ignore[attr-defined]
 launch.POLL_INTERVAL_S = 0.02
 supervisor.FIRST_BACKOFF_S = 0.02
+if journal.with_name("gpu").exists():
+    daemon.Gpus = lambda: Gpus(lambda: StandInReader(CARD))  # type: ignore[assignment,misc]
 sys.exit(main(sys.argv[2:]))

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ PORT, JOURNAL = int(sys.argv[1]), Path(sys.argv[2])
 # While COLD exists it has not warmed up, with TOO_COLD it never will.
 SAID = {"policy_version": 0, "epoch": 0, "admitting": False}
 COLD, TOO_COLD = JOURNAL.with_name("cold"), JOURNAL.with_name("too_cold")
+# While MUTE exists at its start it does not answer at all.
+MUTE = JOURNAL.with_name("mute")
 # While OTHER exists it holds other weights than its version says: only a base helps.
 OTHER = JOURNAL.with_name("other")
 UNPROVEN, CLOSED = JOURNAL.with_name("unproven"), JOURNAL.with_name("closed")
@@ -69,4 +72,6 @@ class Handler(BaseHTTPRequestHandler):
 
 
 note("start")
+while MUTE.exists():
+    time.sleep(0.02)
 HTTPServer(("127.0.0.1", PORT), Handler).serve_forever()

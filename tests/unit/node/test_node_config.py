@@ -72,7 +72,7 @@ def test_the_kill_file_lies_in_the_run_folder(tmp_path: Path) -> None:
 def test_only_a_guest_on_a_gpu_gets_the_worker_that_reserves_memory(
     tmp_path: Path, backend: str
 ) -> None:
-    replica = REPLICA | {"kv_backend": backend}
+    replica = REPLICA | {"kv_backend": backend} | ({"device": 0} if backend == "cuda" else {})
     config = _load(tmp_path, NODE | {"replicas": [replica], "host": {"page": "page"}})
     (guest,) = config.replicas
     process = process_spec(guest.engine(tmp_path / "log", config.host, verify_key=None))

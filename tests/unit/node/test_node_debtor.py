@@ -68,3 +68,13 @@ def test_its_cgroup_is_weighed_with_it(tmp_path: Path, knob: str, values: str) -
 
 def test_a_cgroup_that_may_not_be_written_costs_no_grant(tmp_path: Path) -> None:
     Debtor(lambda: 2**22 + 1, tmp_path / "gone").press(True)
+
+
+@may_raise
+def test_one_that_stands_aside_is_put_back_aside(guest: int) -> None:
+    os.sched_setscheduler(guest, os.SCHED_OTHER, os.sched_param(0))
+    debtor = Debtor(lambda: guest, share="aside")
+    debtor.press(True)
+    debtor.press(False)
+    assert share(guest) == NICE
+    assert os.getpriority(os.PRIO_PROCESS, guest) == placement.ASIDE_NICE

@@ -12,8 +12,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from executor import Grant, GrantMode, GuestState, HostState, LatencyRecord
 from rose.errors import ConfigError
-from rose.node.config import HostConfig
+from rose.node.engine_config import HostConfig
 from rose.node.live_metrics import ReplicaView
+from rose.node.memory import Held
 from rose.node.metrics import NodeMetrics
 from rose.node.reasons import sentence
 
@@ -23,7 +24,8 @@ GUEST = GuestState(tokens_total=70, running=2, waiting=1, yielded_ns=1_500_000_0
 STATE = HostState(
     running=3, kv_used=10, kv_total=40, granules_total=8, granules_lent=5, bytes_lent=640
 )
-VIEW = ReplicaView("g0", "healthy", 1, 9, 0.25, 40, GRANT, GUEST, STATE, owed_bytes=128)
+HELD = Held(17 << 30, "driver, by process")
+VIEW = ReplicaView("g0", "healthy", 1, 9, 0.25, 40, GRANT, GUEST, STATE, owed_bytes=128, held=HELD)
 
 
 @pytest.fixture
@@ -74,6 +76,14 @@ def test_a_guest_is_shown_as_it_is_now(metrics: NodeMetrics) -> None:
     assert found["rose_grants_total,g0"] == 40
     assert found["rose_engine_restarts_total,g0"] == 1
     assert found["rose_policy_version,g0"] == 9
+    assert found["rose_guest_memory_bytes,driver, by process,g0"] == 17 << 30
+
+
+@pytest.mark.parametrize("held", [None, Held(None, "kernel")])
+def test_memory_that_cannot_be_measured_is_not_shown_as_none(held: Held | None) -> None:
+    made = NodeMetrics(HOST, lambda: [replace(VIEW, held=held)])
+    assert not any("rose_guest_memory_bytes" in name for name in samples(made))
+    made.close()
 
 
 def test_starts_and_reclaims_and_places_come_from_the_event_log(metrics: NodeMetrics) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rose import placement
-from rose.node.placed import IDLE, NICE, PLAIN, CgroupRefusedError, Placed, guest_cgroup
+from rose.node.placed import IDLE, NICE, PLAIN, CgroupRefusedError, Placed, guest_cgroup, weigh
 
 UNTOUCHED = NICE if os.getpriority(os.PRIO_PROCESS, 0) > 0 else PLAIN
 # What a container without the right to change scheduling answers.
@@ -80,3 +80,22 @@ def test_a_folder_that_is_no_cgroup_is_refused_with_what_to_do(tmp_path: Path) -
     with pytest.raises(CgroupRefusedError, match="delegate a cgroup v2 folder"):
         guest_cgroup(tmp_path, "guest")
     assert os.listdir(tmp_path) == []
+
+
+def test_a_guest_on_a_gpu_stands_aside_and_is_still_the_first_to_go() -> None:
+    """A step whose launches wait for an idle core ends in its host's time."""
+    found = placed(str(placement.__file__), "share=aside")
+    assert (found.share, found.oom_score_adj) == (NICE, 1000)
+
+
+@pytest.mark.parametrize("knobs", [("cpu.idle", "cpu.weight"), ("cpu.weight",)])
+@pytest.mark.parametrize(("share", "weight"), [("aside", "10"), (None, "100")])
+def test_a_group_that_stands_aside_has_a_tenth_of_the_weight(
+    tmp_path: Path, knobs: tuple[str, ...], share: placement.Share | None, weight: str
+) -> None:
+    """On files that stand in for a cgroup v2 folder."""
+    for knob in knobs:
+        (tmp_path / knob).write_text("1")
+    weigh(tmp_path, share)
+    assert (tmp_path / "cpu.weight").read_text() == weight
+    assert "cpu.idle" not in knobs or (tmp_path / "cpu.idle").read_text() == "0"

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -19,7 +19,9 @@ from executor.reclaim import Finished, Outcome, Rung
 from rose.errors import RefusedError, UnavailableError
 from rose.eventlog import EventLog
 from rose.group_memory import group_bytes
-from rose.node.reclaimer import NO_SLEEP, Guest, Reclaimer
+from rose.node.memory import KERNEL, HostMemory
+from rose.node.reclaimer import NO_SLEEP, UNSEEN, Guest, Reclaimer
+from rose.node.replica_client import ReplicaClient
 
 MIB = 1 << 20
 SIZE, KV = 160, 64
@@ -69,7 +71,7 @@ class Rig:
     def reclaimer(self, sleep: Callable[[], Any] | None = None) -> Reclaimer:
         guest = Guest(
             "guest",
-            lambda: self.memory,
+            lambda: HostMemory(lambda: self.process.pid),
             lambda: self.state,
             self.hold,
             self.release,
@@ -178,9 +180,19 @@ async def test_an_engine_that_really_slept_has_no_weights_and_is_ended(rig: Rig)
     assert rig.process.poll() is not None
 
 
+class Unknown(HostMemory):
+    """Of a kernel that does not say."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: None)
+
+    def held_bytes(self) -> int | None:
+        return None
+
+
 async def test_what_cannot_be_measured_is_not_taken_for_reclaimed(rig: Rig) -> None:
     reclaimer = rig.reclaimer()
-    reclaimer._guest = replace(reclaimer._guest, memory=lambda: None)
+    reclaimer._guest = replace(reclaimer._guest, gauge=Unknown)
     finished = await reclaimer.reclaim(30 * MIB, 2.0, "test")
     assert finished.rungs[-1].rung is Rung.KILL
     assert not finished.enough
@@ -223,6 +235,82 @@ async def test_a_rung_the_engine_does_not_have_is_skipped_and_said(
     said = [e for e in rig.noted() if e["event"] == "reclaim_rung" and e["rung"] == "sleep"]
     assert [e["why"] for e in said] == [why]
     assert rig.memory == 0
+
+
+class Hangs(HostMemory):
+    """Of a driver that answers when it is too late."""
+
+    def held_bytes(self) -> int | None:
+        time.sleep(3.0)
+        return super().held_bytes()
+
+
+async def test_a_driver_that_hangs_delays_no_kill(rig: Rig) -> None:
+    reclaimer = rig.reclaimer()
+    gauge = Hangs(lambda: rig.process.pid)
+    reclaimer._guest = replace(reclaimer._guest, gauge=lambda: gauge)
+    began_s = time.monotonic()
+    task = asyncio.create_task(reclaimer.reclaim(30 * MIB, 2.0, "test"))
+    while rig.process.poll() is None:
+        await asyncio.sleep(0.01)
+        assert time.monotonic() - began_s < 2.0
+    finished = await task
+    assert finished.rungs[-1].rung is Rung.KILL
+
+
+class KvAlone(HostMemory):
+    """Of a guest of which KV alone is seen."""
+
+    sees_all = False
+
+
+async def test_an_engine_is_not_asked_to_sleep_where_its_weights_are_not_seen(rig: Rig) -> None:
+    async def sleep() -> None:
+        raise AssertionError("asked for what nobody could confirm")
+
+    reclaimer = rig.reclaimer(sleep)
+    gauge = KvAlone(lambda: rig.process.pid)
+    reclaimer._guest = replace(reclaimer._guest, gauge=lambda: gauge)
+    finished = await reclaimer.reclaim(SIZE * MIB, 8.0, "test")
+    (slept,) = (report for report in finished.rungs if report.rung is Rung.SLEEP)
+    assert (slept.outcome, slept.why) == (Outcome.UNSUPPORTED, UNSEEN)
+    assert finished.enough
+
+
+async def test_sleep_is_not_held_for_a_liar_over_kv_that_it_does_not_reach(rig: Rig) -> None:
+    """On a GPU with reserved KV it gives up weights alone, and says nothing else."""
+
+    async def sleep() -> None:
+        rig.say("free", 40)
+
+    reclaimer = rig.reclaimer(sleep)
+    reclaimer._guest = replace(reclaimer._guest, sleep_bytes=40 * MIB)
+    finished = await reclaimer.reclaim(SIZE * MIB, 8.0, "test")
+    (slept,) = (report for report in finished.rungs if report.rung is Rung.SLEEP)
+    assert (slept.outcome, slept.claimed_bytes) == (Outcome.TOO_LITTLE, 40 * MIB)
+    assert finished.rungs[-1].rung is Rung.KILL
+    assert finished.enough
+
+
+async def test_who_measured_is_written_down(rig: Rig) -> None:
+    await rig.reclaimer().reclaim(MIB, 5.0, "test")
+    assert next(e for e in rig.noted() if e["event"] == "reclaim_begun")["measured_by"] == KERNEL
+
+
+@pytest.mark.parametrize(
+    ("status", "error"), [(404, RefusedError), (500, UnavailableError), (503, UnavailableError)]
+)
+async def test_an_engine_that_broke_while_it_fell_asleep_is_not_one_that_cannot_sleep(
+    status: int, error: type[Exception]
+) -> None:
+    client = ReplicaClient(cast(Any, None), "http://engine")
+
+    async def answered(*_: object) -> tuple[int, dict[str, Any]]:
+        return status, {"error": {"message": "Memory usage increased after sleeping."}}
+
+    client._call = answered  # type: ignore[method-assign]
+    with pytest.raises(error, match=f"HTTP {status}"):
+        await client.sleep()
 
 
 async def test_an_engine_that_does_not_answer_is_killed_before_the_deadline(rig: Rig) -> None:

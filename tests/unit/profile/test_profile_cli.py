@@ -1,5 +1,6 @@
 """`rose profile` says what is wrong in one line, with exit code 2, and leaves nothing behind."""
 
+import argparse
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,6 +9,10 @@ import psutil
 import pytest
 
 from rose.cli.main import main
+from rose.engines import process_spec
+from rose.node.gpu import Gpus
+from rose.profile.engine import add_options, spec_of
+from tests.unit.nvml.standin_nvml import StandInReader, card
 
 Says = Callable[..., str]
 
@@ -70,3 +75,28 @@ def test_a_busy_port(says: Says, model: Path) -> None:
 def test_too_little_memory(says: Says, model: Path, tmp_path: Path) -> None:
     assert "GiB of free memory" in says("--model", model, "--kv-bytes", 1 << 50)
     assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_a_gpu_that_is_not_there(says: Says, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cards = StandInReader(card())
+    monkeypatch.setattr("rose.profile.main.Gpus", lambda: Gpus(lambda: cards))
+    assert "GPU 3 is none or more than one of 0: Stand-in GPU" in says(
+        "--model", model, "--device", 3
+    )
+    monkeypatch.setattr("rose.profile.main.Gpus", lambda: Gpus(StandInReader))
+    assert "sees no GPU" in says("--model", model, "--device", "GPU-a")
+
+
+@pytest.mark.parametrize(("device", "graphs"), [("0", True), ("GPU-stand", False)])
+def test_an_engine_on_a_gpu_is_started_as_a_node_would(
+    tmp_path: Path, model: Path, device: str, graphs: bool
+) -> None:
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    words = ["--device", device, *([] if graphs else ["--no-cuda-graphs"])]
+    sizes = {"model": model, "kv_bytes": 1, "max_model_len": 64, "max_num_seqs": 2}
+    args = parser.parse_args(words, argparse.Namespace(**sizes))
+    process = process_spec(spec_of(args, tmp_path, Gpus(lambda: StandInReader(card()))))
+    assert process.env["CUDA_VISIBLE_DEVICES"] == "GPU-stand-in"
+    assert process.share == "aside"
+    assert ("--enforce-eager" in process.argv) is not graphs

@@ -50,6 +50,7 @@ GROUPS = (
         ("triton", "numba", "blake3", "zstandard", "cryptography"),
     ),
     Group("pages", "tests/unit/executor/test_cuda_*.py", "cuda_cases", ("cuda.bindings",)),
+    Group("memory", "tests/unit/nvml/test_*.py", "NVML_DEVICE", ("cuda.bindings",)),
 )
 
 

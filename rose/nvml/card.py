@@ -6,7 +6,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """What stays as it is while we measure. None: the card does not tell.
+    """What stays as it is. None: the card does not tell.
 
     cuda: highest CUDA version (major, minor) that the driver serves.
     """
@@ -43,6 +43,18 @@ class Usage:
     slowed: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Client:
+    """A process that computes on a card. `pid`: as the driver counts, see `Usage.processes`.
+
+    memory_bytes: None where the driver does not tell. mps: it is a client of MPS.
+    """
+
+    pid: int
+    memory_bytes: int | None
+    mps: bool = False
+
+
 class CardReader(Protocol):
     """The driver, asked."""
 
@@ -52,4 +64,12 @@ class CardReader(Protocol):
 
     def usage(self, card: Card) -> Usage:
         """Look at one of them. Raises CardError."""
+        ...
+
+    def clients(self, card: Card) -> tuple[Client, ...]:
+        """Who computes on it, and with how much of its memory. Raises CardError."""
+        ...
+
+    def free_bytes(self, card: Card) -> int:
+        """Memory of it that nobody has. Raises CardError."""
         ...

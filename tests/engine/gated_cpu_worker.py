@@ -1,0 +1,22 @@
+"""vLLM's own CPU worker with a gated start, as `ReservedKvWorker` is its GPU worker with one."""
+
+from typing import Any
+
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from executor.vllm.gated_start import GatedStart
+
+SIZES = (16, 1)
+
+
+class WarmingCpuWorker(CPUWorker):
+    """Runs the model at its start through its own runner, as the GPU worker does."""
+
+    def compile_or_warm_up_model(self) -> Any:
+        for tokens in SIZES:
+            self.model_runner._dummy_run(tokens)
+        return super().compile_or_warm_up_model()
+
+
+class GatedCpuWorker(GatedStart, WarmingCpuWorker):
+    """For tests."""

@@ -1,0 +1,111 @@
+"""Pieces that share a process: begun once, kept one by one, left or begun again together."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+from standin_gpu import MEASURED
+from standin_runs import COPY, Measuring, files, request, run, states
+
+from rose.bench.gpu import runner as running
+from rose.bench.gpu.piece import MOST_S
+from rose.bench.gpu.process import Answered, Order
+from rose.bench.gpu.registry import pieces_of
+from rose.bench.gpu.serve.sizes import ServingSizes
+from rose.bench.gpu.sizes import Sizes
+
+SERVED = pieces_of(("serve60", "bursts", "serve30", "serve90"))
+LONGER_ARMS = Sizes(serving=ServingSizes(arm_s=15.0))
+
+
+def test_pieces_of_a_group_share_a_process_and_those_left_get_another_one(tmp_path: Path) -> None:
+    class Short(Measuring):
+        """Has time for two."""
+
+        def __call__(self, order: Order) -> Iterator[Answered]:
+            return islice(super().__call__(order), 2)
+
+    measure = Short()
+    outcomes = run(request(tmp_path, pieces=(COPY, *SERVED)), measure)
+    assert states(outcomes) == dict.fromkeys(["copy", *(p.name for p in SERVED)], "done")
+    asked = [[piece.name for piece in order.pieces] for order in measure.orders]
+    assert asked == [["copy"], ["serve60", "bursts", "serve30", "serve90"], ["serve30", "serve90"]]
+
+
+def test_a_piece_that_fails_ends_its_process_and_the_rest_of_the_group_gets_a_new_one(
+    tmp_path: Path,
+) -> None:
+    measure = Measuring(bursts="engine guest ended")
+    outcomes = run(request(tmp_path, pieces=SERVED), measure)
+    assert states(outcomes) == {
+        "serve60": "done", "bursts": "failed", "serve30": "done", "serve90": "done",
+    }  # fmt: skip
+    assert [len(order.pieces) for order in measure.orders] == [4, 2]
+    again = Measuring()
+    run(request(tmp_path, pieces=SERVED), again)
+    assert again.asked == ["bursts"]
+
+
+def test_a_group_has_what_is_left_of_the_budget_and_never_more_than_a_call(tmp_path: Path) -> None:
+    measure = Measuring()
+    run(request(tmp_path, pieces=SERVED, budget_s=400.0), measure)
+    run(request(tmp_path, pieces=SERVED, resume=False), measure)
+    first, second = (order.seconds for order in measure.orders)
+    assert 390 < first <= 400
+    assert second == MOST_S
+    tight = run(request(tmp_path, pieces=SERVED, resume=False, budget_s=200.0), measure)
+    assert states(tight) == dict.fromkeys(("serve60", "bursts", "serve30", "serve90"), "left")
+
+
+def test_what_a_shared_process_measured_is_kept_before_it_ends(tmp_path: Path) -> None:
+    class Watched(Measuring):
+        def __call__(self, order: Order) -> Iterator[Answered]:
+            for number, answer in enumerate(super().__call__(order)):
+                yield answer
+                kept = [piece.name for piece in SERVED if f"{piece.name}.json" in files(tmp_path)]
+                assert kept == [piece.name for piece in SERVED[: number + 1]]
+
+    assert len(run(request(tmp_path, pieces=SERVED), Watched())) == 4
+
+
+def test_sizes_of_engines_and_of_tensors_make_only_their_own_pieces_run_again(
+    tmp_path: Path,
+) -> None:
+    run(request(tmp_path, pieces=(COPY, *SERVED)), Measuring())
+    arms, tensors = Measuring(), Measuring()
+    run(request(tmp_path, pieces=(COPY, *SERVED), sizes=LONGER_ARMS), arms)
+    assert arms.asked == [piece.name for piece in SERVED]
+    run(request(tmp_path, pieces=(COPY, *SERVED), sizes=replace(LONGER_ARMS, gib=1)), tensors)
+    assert tensors.asked == ["copy"]
+
+
+def test_a_trace_is_told_by_its_digest_and_never_by_its_path(tmp_path: Path) -> None:
+    trace = tmp_path / "somewhere.csv"
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n")
+    told = Sizes(serving=ServingSizes(azure=str(trace))).told(serving=True)
+    assert str(tmp_path) not in json.dumps(told)
+    assert len(told["azure"]) == 16
+    assert Sizes().told(serving=True)["azure"] == "generated"
+
+
+def test_of_many_limits_a_line_tells_how_many_hold_and_which_fail(tmp_path: Path) -> None:
+    done = run(request(tmp_path, pieces=SERVED[:1]), Measuring())["serve60"]
+    assert running.line_of(done).endswith("serve60.json; 4 HOLDS")
+
+
+def test_a_rehearsal_is_marked_and_no_limit_of_it_fails(tmp_path: Path) -> None:
+    class Slow(Measuring):
+        def __call__(self, order: Order) -> Iterator[Answered]:
+            rows = [{**row} for row in MEASURED["serve60"]["rows"]]
+            for row in rows:
+                row["checks"] = [check | {"verdict": "FAILS"} for check in row["checks"]]
+            yield Answered(order.pieces[0], {**MEASURED["serve60"], "rows": rows})
+
+    asked = request(tmp_path, pieces=SERVED[:1])
+    assert not run(asked, Slow())["serve60"].good
+    rehearsed = run(replace(asked, rehearsal=True, resume=False), Slow())["serve60"]
+    assert rehearsed.good
+    assert rehearsed.record is not None
+    assert rehearsed.record["rehearsal"].startswith("a rehearsal on CPUs")

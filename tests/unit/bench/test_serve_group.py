@@ -1,0 +1,184 @@
+"""One set of engines for several pieces: time is shared, and what does not fit is not begun."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rose.bench.coserve.plan import ARMS, IDLE_NAIVE, IDLE_ROSE, Cell
+from rose.bench.coserve.records import Calibration
+from rose.bench.gpu.errors import PieceError
+from rose.bench.gpu.models import shape_of
+from rose.bench.gpu.piece import Piece
+from rose.bench.gpu.registry import pieces_of
+from rose.bench.gpu.serve import group
+from rose.bench.gpu.serve.model_dir import write_model
+from rose.bench.gpu.serve.rates import KeptRates
+from rose.bench.gpu.serve.rounds import play_rounds, round_of
+from rose.bench.gpu.serve.sizes import ServingSizes
+from rose.bench.gpu.sizes import Sizes
+from rose.errors import ConfigError, EngineStartError
+
+SERVED = pieces_of(("serve60", "bursts", "serve30", "serve90"))
+STEADY_S, BURSTS_S = (SERVED[k].least_s(Sizes()) for k in (0, 1))
+
+
+class StandInSession:
+    """Time that passes as the test says; nothing is played."""
+
+    def __init__(self, left_s: float, start_s: float = 100.0) -> None:
+        self.left_s = left_s
+        self.start_s = start_s
+        self.sizes = ServingSizes()
+        self.played: list[Any] = []
+
+
+def measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, left_s: float, uses: float = 1.0
+) -> list[tuple[str, float]]:
+    """(piece, seconds that it was given); `uses`: share of them that it takes."""
+    session = StandInSession(left_s)
+    answers: list[tuple[str, float]] = []
+
+    @asynccontextmanager
+    async def opened(*ignored: object) -> AsyncIterator[StandInSession]:
+        yield session
+
+    async def work(found: StandInSession, seconds: float) -> dict[str, Any]:
+        found.left_s -= uses * seconds
+        return {"seconds": seconds}
+
+    monkeypatch.setattr(group, "opened_session", opened)
+    monkeypatch.setattr(group, "_work", lambda piece: work)
+
+    def answer(piece: Piece, found: dict[str, Any]) -> None:
+        answers.append((piece.name, found["seconds"]))
+
+    group.measure_all(SERVED, Sizes(), "cpu", 500.0, (tmp_path, tmp_path), answer)
+    return answers
+
+
+def test_what_is_left_is_shared_by_as_many_pieces_as_fit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    left_s = STEADY_S + BURSTS_S + 40
+    found = measured(monkeypatch, tmp_path, left_s)
+    assert [name for name, _ in found] == ["serve60", "bursts"]
+    assert sum(seconds for _, seconds in found) == pytest.approx(left_s)
+    assert found[0][1] == pytest.approx(left_s / 2)
+
+
+def test_one_alone_has_all_of_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = measured(monkeypatch, tmp_path, STEADY_S + BURSTS_S - 1)
+    assert found == [("serve60", pytest.approx(STEADY_S + BURSTS_S - 1))]
+
+
+def test_what_a_piece_does_not_take_is_the_next_ones(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found = measured(monkeypatch, tmp_path, STEADY_S + BURSTS_S + 40, uses=0.1)
+    assert [name for name, _ in found] == [piece.name for piece in SERVED]
+
+
+def test_engines_that_started_too_slowly_for_any_piece_are_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    told = r"^the engines took 100 s to start and 50 s are left, of which serve60 needs \d+: give "
+    with pytest.raises(PieceError, match=told) as caught:
+        measured(monkeypatch, tmp_path, 50.0)
+    assert "\n" not in str(caught.value)
+
+
+def test_every_arm_is_in_every_round_in_an_order_of_its_own() -> None:
+    cell, sizes = Cell(0.6, "poisson", 7.0), ServingSizes()
+    rounds = [round_of(cell, 60_000 + k, k, sizes) for k in range(4)]
+    for blocks in rounds:
+        assert {block.arm for block in blocks} == {*ARMS, IDLE_ROSE, IDLE_NAIVE}
+        assert len({block.segment for block in blocks if block.cell}) == 1
+    assert len({tuple(block.arm.name for block in blocks) for blocks in rounds}) == 4
+    assert rounds[0] == round_of(cell, 60_000, 0, sizes)
+
+
+def test_rounds_go_on_while_the_longest_so_far_would_still_end_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = [0.0]
+    monkeypatch.setattr(
+        "rose.bench.gpu.serve.rounds.time", SimpleNamespace(monotonic=lambda: now_s[0])
+    )
+    session: Any = StandInSession(0.0)
+
+    async def play(block: Any) -> Any:
+        now_s[0] += 10.0
+        return block
+
+    session.play = play
+    cell = Cell(0.6, "poisson", 7.0)
+    arms = len(ARMS) + 2
+    # A round takes 90 s: two and the analysis fit into 200 s; one is played however late it is.
+    assert len(asyncio.run(play_rounds(session, cell, range(9), 200.0))) == 2 * arms
+    assert len(asyncio.run(play_rounds(session, cell, range(9), now_s[0]))) == arms
+    assert len(asyncio.run(play_rounds(session, cell, range(3), now_s[0] + 999.0))) == 3 * arms
+
+
+def test_a_rate_is_kept_for_the_same_host_and_searched_anew_for_another(tmp_path: Path) -> None:
+    path = tmp_path / "results" / "rates.json"
+    host = {"model": "7b", "kv_bytes": 1}
+    rates = KeptRates(path, host)
+    assert rates.get(0.6, "poisson") is None
+    found = Calibration(0.6, "poisson", 7.5, [(7.5, 0.61)])
+    rates.put(found)
+    assert KeptRates(path, host).get(0.6, "poisson") == found
+    assert KeptRates(path, host).get(0.3, "poisson") is None
+    assert KeptRates(path, host | {"model": "8b"}).get(0.6, "poisson") is None
+    path.write_text("{")
+    with pytest.raises(ConfigError, match=r"rates\.json is damaged \(.*\); delete it"):
+        KeptRates(path, host)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("7b", "qwen2"), ("8b", "llama")])
+def test_a_model_is_a_folder_that_transformers_reads(tmp_path: Path, name: str, kind: str) -> None:
+    import json
+
+    from tokenizers import Tokenizer
+
+    shape = shape_of(name)
+    write_model(shape, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["model_type"] == kind
+    assert config["num_key_value_heads"] == shape.kv_heads
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert tokenizer.get_vocab_size() == shape.vocabulary
+    assert tokenizer.decode([3, 250]) == "<3> <250>"
+
+
+def test_shapes_have_as_many_weights_as_their_models() -> None:
+    assert shape_of("7b").weights == 7_615_616_512
+    assert shape_of("8b").weights == 8_030_261_248
+
+
+def test_an_engine_that_does_not_come_up_ends_the_wait_of_all(tmp_path: Path) -> None:
+    from rose.bench.gpu.serve.engines import await_all
+
+    class Engine:
+        def __init__(self, seconds: float, error: str = "") -> None:
+            self.seconds, self.error = seconds, error
+
+        async def wait_healthy(self, timeout_s: float) -> None:
+            await asyncio.sleep(self.seconds)
+            if self.error:
+                raise EngineStartError(self.error)
+
+    good, slow, bad = Engine(0.0), Engine(30.0), Engine(0.01, "out of memory")
+    began_s = time.monotonic()
+    with pytest.raises(EngineStartError, match=r"^out of memory$"):
+        asyncio.run(await_all({"host": slow, "guest": bad}, 20.0, tmp_path))
+    engines = {"slow": slow, "naive": slow, "host": good}
+    with pytest.raises(EngineStartError, match=r"^not ready after 0 s: naive, slow; see "):
+        asyncio.run(await_all(engines, 0.05, tmp_path))
+    assert time.monotonic() - began_s < 5

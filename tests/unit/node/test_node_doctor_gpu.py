@@ -1,0 +1,175 @@
+"""`rose doctor` on a GPU: a line each, which says what to do; nothing where there is none."""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rose.doctor import Finding, Level
+from rose.doctor.gpu_checks import gpu_checks
+from rose.node import HostConfig, NodeConfig, ReplicaConfig
+from rose.node.gpu import Gpus
+from rose.nvml import CardError, CardReader, Client
+from tests.unit.nvml.standin_nvml import StandInReader, card, usage
+
+GIB = 1 << 30
+
+
+def node(tmp_path: Path, **changes: Any) -> NodeConfig:
+    settings = {"id": "g0", "kind": "guest", "model_dir": tmp_path, "port": 9000, "device": 0}
+    return NodeConfig(
+        node="n0",
+        scheduler="127.0.0.1:1",
+        run_dir=tmp_path,
+        log_dir=tmp_path,
+        host=HostConfig(page=tmp_path / "page", pid=os.getpid()),
+        replicas=(ReplicaConfig.model_validate(settings | changes),),
+    )
+
+
+def found(config: NodeConfig, open_reader: Callable[[], CardReader]) -> dict[str, Finding]:
+    findings = list(gpu_checks(config, Gpus(open_reader)))
+    for finding in findings:
+        assert "\n" not in str(finding)
+        assert finding.do or finding.level is Level.OK
+    return {finding.subject: finding for finding in findings}
+
+
+def reader(*cards: Any, **looks: Any) -> StandInReader:
+    return StandInReader(*(cards or (card(),)), looks=[usage(**looks)])
+
+
+@pytest.fixture(autouse=True)
+def no_mps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path / "mps"))
+    return tmp_path / "mps"
+
+
+@pytest.fixture
+def equipped(tmp_path: Path) -> Path:
+    """An interpreter that finds a package named as cuda-bindings is."""
+    package = tmp_path / "cuda" / "bindings"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    script = tmp_path / "python"
+    script.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
+    script.chmod(0o755)
+    return script
+
+
+def test_a_card_that_is_well_is_all_ok(tmp_path: Path, equipped: Path) -> None:
+    config = node(tmp_path, kv_backend="cuda", engine_python=str(equipped))
+    told = found(config, reader)
+    assert {finding.level for finding in told.values()} == {Level.OK}
+    assert told["gpu 0"].what == "Stand-in GPU, driver 580.00, CUDA 13.0, GPU-stand-in"
+    assert told["gpu 0 load"].what == "140.0 of 141.0 GiB free"
+    assert told["g0 mps"].what == "off"
+
+
+def test_a_node_without_a_gpu_asks_no_driver(tmp_path: Path) -> None:
+    def absent() -> CardReader:
+        raise AssertionError("asked")
+
+    assert found(node(tmp_path, device=None), absent) == {}
+
+
+def no_driver() -> CardReader:
+    raise CardError("no NVIDIA driver is here (libnvidia-ml.so.1 cannot be opened); run elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("open_reader", "told"),
+    [
+        (no_driver, "no NVIDIA driver is here"),
+        (StandInReader, "the NVIDIA driver sees no GPU; run on a machine with one"),
+        (lambda: reader(card(index=1)), "GPU 0 is none or more than one of 1: Stand-in GPU"),
+        (lambda: reader(card(cuda=(12, 4), driver="550")), "driver 550 serves CUDA 12.4"),
+        (lambda: reader(card(mig=True)), "MIG is on"),
+        (lambda: reader(card(compute_mode="prohibited")), "its owner must allow work"),
+        (lambda: reader(card(compute_mode="exclusive process")), "lets one process in"),
+    ],
+)
+def test_a_card_that_cannot_be_used_is_wrong(
+    tmp_path: Path, open_reader: Callable[[], CardReader], told: str
+) -> None:
+    all_of_it = found(node(tmp_path), open_reader)
+    assert all_of_it["gpu"].level is Level.WRONG
+    assert told in str(all_of_it["gpu"])
+    wrongs = [finding for finding in all_of_it.values() if finding.level is Level.WRONG]
+    assert len(wrongs) == 1, "said once"
+
+
+def test_persistence_off_is_a_note(tmp_path: Path) -> None:
+    finding = found(node(tmp_path), lambda: reader(card(persistence=False)))["gpu 0"]
+    assert (finding.level, "persistence off" in finding.what) == (Level.NOTE, True)
+
+
+def test_another_process_on_the_card_is_named_and_the_host_is_none(tmp_path: Path) -> None:
+    busy = reader()
+    busy.listed = (Client(os.getpid(), 60 * GIB), Client(2**22 + 1, GIB), Client(2**22 + 2, GIB))
+    finding = found(node(tmp_path), lambda: busy)["gpu 0 load"]
+    assert finding.level is Level.NOTE
+    assert "another process is on it (pid 4194305, 4194306)" in finding.what
+    busy.listed = (Client(os.getpid(), 60 * GIB),)
+    assert found(node(tmp_path), lambda: busy)["gpu 0 load"].level is Level.OK
+
+
+def test_a_driver_that_hides_processes_says_what_that_costs(tmp_path: Path) -> None:
+    """As in a container."""
+    finding = found(node(tmp_path), lambda: reader(used_bytes=60 * GIB))["gpu 0 load"]
+    assert "none of its processes is seen from here" in finding.what
+    assert "process namespace" in finding.do
+
+
+def test_clocks_that_are_held_down_are_a_note(tmp_path: Path) -> None:
+    finding = found(node(tmp_path), lambda: reader(slowed=("power cap",)))["gpu 0 load"]
+    assert "slowed by power cap" in finding.what
+
+
+def test_a_card_that_stops_answering_does_not_end_the_doctor(tmp_path: Path) -> None:
+    mute = reader()
+    mute.listed = None
+    told = found(node(tmp_path), lambda: mute)
+    assert told["gpu 0 load"].level is Level.WRONG
+    assert "g0 mps" in told
+
+
+def test_mps_that_is_wanted_and_not_there_is_wrong(tmp_path: Path, no_mps: Path) -> None:
+    config = node(tmp_path, mps_priority="low")
+    assert found(config, reader)["g0 mps"].level is Level.WRONG
+    no_mps.mkdir()
+    os.mkfifo(no_mps / "control")
+    finding = found(config, reader)["g0 mps"]
+    assert finding.level is Level.NOTE
+    assert "a fatal fault of one client ends every client" in finding.do
+
+
+def test_mps_that_is_there_and_not_wanted_is_a_note(tmp_path: Path, no_mps: Path) -> None:
+    no_mps.mkdir()
+    os.mkfifo(no_mps / "control")
+    finding = found(node(tmp_path), reader)["g0 mps"]
+    assert (finding.level, "no client of it" in finding.what) == (Level.NOTE, True)
+
+
+def test_a_guest_that_can_give_nothing_back_is_told(tmp_path: Path) -> None:
+    finding = found(node(tmp_path), reader)["g0 gives back"]
+    assert (finding.level, "kv_backend is auto" in finding.what) == (Level.NOTE, True)
+
+
+def test_missing_cuda_bindings_are_wrong(tmp_path: Path) -> None:
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+    bare.chmod(0o755)
+    config = node(tmp_path, kv_backend="cuda", engine_python=str(bare))
+    finding = found(config, reader)["g0 gives back"]
+    assert finding.level is Level.WRONG
+    assert "has no cuda-bindings" in finding.what
+    assert "rose-rollout[cuda]" in finding.do
+
+
+def test_a_guest_that_is_pinned_is_told(tmp_path: Path) -> None:
+    finding = found(node(tmp_path, core=3), reader)["g0 core"]
+    assert "pinned to core 3" in finding.what

@@ -1,0 +1,170 @@
+"""What the driver's library says becomes a card, a look at it, and its clients."""
+
+import re
+from pathlib import Path
+
+import pytest
+from standin_nvml import CARD, CLIENTS, IDLE, MPS_CLIENTS, StandInLibrary, card
+
+import rose.nvml
+from rose.nvml import CardError, Client, Nvml, card_of, insist_usable
+
+
+def read(**answers: object) -> Nvml:
+    return Nvml(lambda: StandInLibrary(**answers))
+
+
+def test_a_card_and_its_load_are_read() -> None:
+    nvml = read()
+    assert nvml.cards() == (CARD,)
+    assert nvml.usage(CARD) == IDLE
+
+
+def test_what_a_card_does_not_tell_is_none() -> None:
+    nvml = read(
+        nvmlDeviceGetMigMode=-3,
+        nvmlDeviceGetPersistenceMode=-3,
+        nvmlDeviceGetEnforcedPowerLimit=None,
+        nvmlDeviceGetTemperature=-3,
+        nvmlDeviceGetClockInfo=None,
+    )
+    (card,) = nvml.cards()
+    look = nvml.usage(card)
+    assert (card.mig, card.persistence, card.power_limit_w) == (False, None, None)
+    assert (look.temperature_c, look.sm_mhz, look.memory_mhz) == (None, None, None)
+
+
+def test_mig_exclusive_mode_and_clocks_held_down_are_seen() -> None:
+    nvml = read(
+        nvmlDeviceGetMigMode=1,
+        nvmlDeviceGetComputeMode=3,
+        nvmlDeviceGetPersistenceMode=0,
+        nvmlSystemGetCudaDriverVersion_v2=12_080,
+        nvmlDeviceGetCurrentClocksThrottleReasons=0x1 | 0x4 | 0x40,
+    )
+    (card,) = nvml.cards()
+    assert (card.mig, card.compute_mode, card.persistence) == (True, "exclusive process", False)
+    assert card.cuda == (12, 8)
+    assert nvml.usage(card).slowed == ("power cap", "heat (hardware)")
+
+
+def test_a_cut_card_that_hides_its_memory_is_still_told() -> None:
+    (card,) = read(nvmlDeviceGetMigMode=1, nvmlDeviceGetMemoryInfo=-4).cards()
+    assert card.mig
+    assert card.memory_bytes == 0
+
+
+@pytest.mark.parametrize("count", [0, 1, 64, 65, 200])
+def test_every_process_is_counted(count: int) -> None:
+    pids = tuple(range(100, 100 + count))
+    nvml = read(nvmlDeviceGetComputeRunningProcesses_v3=pids)
+    assert nvml.usage(nvml.cards()[0]).processes == pids
+
+
+@pytest.mark.parametrize(
+    ("answers", "told"),
+    [
+        ({"nvmlInit_v2": -9}, "load the NVIDIA driver"),
+        ({"nvmlInit_v2": -18}, "its owner must reload"),
+        ({"nvmlInit_v2": -999}, r"status 999\); see what nvidia-smi says"),
+        ({"nvmlDeviceGetCount_v2": None}, "does not answer nvmlDeviceGetCount_v2; update it"),
+        ({"nvmlDeviceGetComputeRunningProcesses_v3": -15}, "status 15"),
+        ({"nvmlDeviceGetComputeRunningProcesses_v3": None}, "status -1"),
+    ],
+)
+def test_a_driver_that_refuses_is_told_in_one_line(answers: dict[str, object], told: str) -> None:
+    def look() -> None:
+        nvml = read(**answers)
+        nvml.usage(nvml.cards()[0])
+
+    with pytest.raises(CardError, match=told) as caught:
+        look()
+    assert "\n" not in str(caught.value)
+
+
+MIB = 1 << 20
+NOT_TOLD = 2**64 - 1
+
+
+def clients(**answers: object) -> tuple[Client, ...]:
+    return read(**answers).clients(CARD)
+
+
+def test_memory_is_told_by_process() -> None:
+    told = {CLIENTS: ((100, 700 * MIB), (200, 9 * MIB))}
+    assert clients(**told) == (Client(100, 700 * MIB), Client(200, 9 * MIB))
+
+
+@pytest.mark.parametrize("used", [0, NOT_TOLD])
+def test_memory_that_is_not_told_is_not_taken_for_none_at_all(used: int) -> None:
+    """A client has a context at least, so 0 is what a driver says that cannot look."""
+    assert clients(**{CLIENTS: ((100, used),)}) == (Client(100, None),)
+
+
+def test_clients_of_mps_are_known_from_either_list_and_counted_once() -> None:
+    told = {
+        CLIENTS: ((100, NOT_TOLD), (1, 30 * MIB)),
+        MPS_CLIENTS: ((100, 700 * MIB), (200, 800 * MIB)),
+    }
+    assert set(clients(**told)) == {
+        Client(100, 700 * MIB, mps=True),
+        Client(200, 800 * MIB, mps=True),
+        Client(1, 30 * MIB),
+    }
+
+
+@pytest.mark.parametrize("answer", [None, -3, -13])
+def test_a_driver_without_mps_still_tells_its_clients(answer: int | None) -> None:
+    told = {CLIENTS: ((100, MIB),), MPS_CLIENTS: answer}
+    assert clients(**told) == (Client(100, MIB),)
+
+
+def test_free_memory_is_read_alone() -> None:
+    assert read().free_bytes(CARD) == 140 << 30
+
+
+@pytest.mark.parametrize("device", [1, "GPU-b", "GPU-b0"])
+def test_a_card_is_named_by_index_or_uuid(device: int | str) -> None:
+    cards = (card(uuid="GPU-a0"), card(index=1, uuid="GPU-b0"))
+    assert card_of(cards, device) is cards[1]
+
+
+@pytest.mark.parametrize("device", [2, -1, "GPU-c", "GPU-", "1", ""])
+def test_an_unknown_or_doubtful_card_is_refused_with_those_that_are_there(
+    device: int | str,
+) -> None:
+    cards = (card(uuid="GPU-a0"), card(index=1, uuid="GPU-b0"))
+    with pytest.raises(CardError, match=r"0: Stand-in GPU GPU-a0, 1: Stand-in GPU GPU-b0; name"):
+        card_of(cards, device)
+
+
+def test_without_a_gpu_that_is_said() -> None:
+    with pytest.raises(CardError, match="sees no GPU"):
+        card_of((), 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"cuda": (12, 4), "driver": "550.54"}, "driver 550.54 serves CUDA 12.4, and 12.8"),
+        ({"cuda": (0, 0)}, "serves CUDA unknown"),
+        ({"mig": True}, "MIG is on"),
+        ({"compute_mode": "prohibited"}, "its owner must allow work"),
+    ],
+)
+def test_a_card_on_which_nothing_runs_is_refused(changes: dict[str, object], told: str) -> None:
+    with pytest.raises(CardError, match=told) as caught:
+        insist_usable(card(**changes))
+    assert "; " in str(caught.value), "what to do is missing"
+
+
+def test_no_function_that_changes_a_card_is_named_anywhere() -> None:
+    folder = Path(rose.nvml.__file__).parent
+    called = {
+        word
+        for path in folder.glob("*.py")
+        for word in re.findall(r"nvml[A-Z]\w+", path.read_text(encoding="utf-8"))
+    }
+    assert len(called) > 10
+    changing = re.compile(r"Set|Reset|Clear|Create|Destroy|Attach|Enable|Modify")
+    assert not {name for name in called if changing.search(name)}
