@@ -21,11 +21,15 @@ NO_CAP: Final = 0
 
 @dataclass(frozen=True, slots=True)
 class GranuleUse:
-    """One mapped granule: blocks `used` by requests, free blocks that hold `cached` prefixes."""
+    """One mapped granule: blocks `used` by requests, free blocks that hold `cached` prefixes.
+
+    `borrowed`: it lies on pages of another process's.
+    """
 
     granule: int
     used: int
     cached: int
+    borrowed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +67,14 @@ def plan_shrink(
 ) -> Shrink:
     """Choose `count` granules: wholly free, then holding cached prefixes only, then by preempting.
 
-    Of equals the highest goes first: held neighbours also give up the pages that straddle them.
+    Of equals those on borrowed pages go first, which are wanted back soonest, then the highest:
+    held neighbours also give up the pages that straddle them.
     `rollouts` is asked only when the first two kinds do not suffice. Fewer granules come back when
     the others hold blocks that no rollout accounts for.
     """
     uses = [use for use in uses if use.granule != granules.of(0)]
     unused = [use for use in uses if use.used == 0]
-    unused.sort(key=lambda use: (use.cached, -use.granule))
+    unused.sort(key=lambda use: (use.cached, not use.borrowed, -use.granule))
     taken = tuple(use.granule for use in unused[:count])
     if len(taken) >= count:
         return Shrink(taken)

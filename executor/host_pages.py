@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from executor.granules import Granules
+from executor.pages import OwnPages
 from executor.resident import Range, allow_huge_pages, coalesce, discard, resident_bytes
 
 
@@ -32,10 +33,8 @@ class Extent:
             yield Range(start, start + self.block_bytes)
 
 
-class HostPages:
+class HostPages(OwnPages):
     """PageBackend over anonymous memory of this process."""
-
-    always_restores = True
 
     def __init__(self, extents: Sequence[Extent], granules: Granules, bytes_total: int) -> None:
         self._extents = extents
@@ -48,6 +47,11 @@ class HostPages:
     def bytes_returned(self) -> int:
         """Bytes measured to be gone."""
         return sum(self._returned.values())
+
+    @property
+    def released(self) -> Collection[int]:
+        """Granules that were given back."""
+        return self._held
 
     def release(self, granules: Collection[int]) -> None:
         """Discard the pages inside the runs of held granules that grew.

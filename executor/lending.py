@@ -1,7 +1,7 @@
 """What a host lends of its idle KV memory, and what of that its guest may keep.
 
     free ── idle, or calm for a while ──> lent     only what lies above the reserve
-    lent ── the reserve is half eaten, or requests will eat it ──> free
+    lent ── the reserve is half eaten, or requests will eat it ──> free     until it is whole
 
 The reserve is counted in blocks that hold no cached prefix. The host forgets none in order to lend
 but those that nobody asked for in a long time, and serves what comes from its reserve while lent
@@ -56,6 +56,7 @@ class LendingCore:
         self.reserve = max(1, math.ceil(limits.reserve * granules.count))
         self._stride = max(1, round(granules.count * _STRIDE))
         self._needed_ns: int | None = None
+        self._refilling = False
 
     def step(self, now_ns: int, free: KvFree, demand_blocks: int, *, idle: bool) -> int:
         """How many granules to lend or to take back now.
@@ -65,7 +66,10 @@ class LendingCore:
         a_granule = self._granules.granule_blocks
         whole = self.reserve * a_granule
         spare = free.plain - demand_blocks
-        if free.lent and 2 * spare < whole:
+        # What is asked for may come in parts, where memory is not back at once.
+        eaten = 2 * spare < whole or (self._refilling and spare < whole)
+        self._refilling = eaten and free.lent > 0
+        if self._refilling:
             self._needed_ns = now_ns
             return -min(free.lent, max(self._stride, -(-(whole - spare) // a_granule)))
         if idle:

@@ -1,6 +1,6 @@
 """What backs KV blocks with physical memory, behind one interface for every kind of memory."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 
@@ -25,6 +25,25 @@ class PageBackend(Protocol):
         """Bytes that were measured to be without pages when they were last released."""
         ...
 
+    @property
+    def released(self) -> Collection[int]:
+        """Granules without pages; some are from the start where memory was short."""
+        ...
+
+    @property
+    def kept(self) -> int:
+        """Granules' worth of pages that this process has and nothing is mapped on."""
+        ...
+
+    @property
+    def owed(self) -> int:
+        """Granules to release, of those on pages of others, because these want them back."""
+        ...
+
+    def borrowed(self, granule: int) -> bool:
+        """Whether a granule lies on pages of others."""
+        ...
+
     def release(self, granules: Collection[int]) -> None:
         """Give back the pages that lie wholly inside the granules held by now."""
         ...
@@ -36,15 +55,54 @@ class PageBackend(Protocol):
         """
         ...
 
+    def ready(self, granules: Sequence[int]) -> int:
+        """How many of these released granules, from the first on, could be restored now without
+        waiting for anybody."""
+        ...
 
-class NoPages:
-    """KV memory that this process cannot reach: nothing is returned, and nothing is claimed."""
+    def recall(self, granules: int) -> None:
+        """Ask whoever has pages of this process for so many granules; 0 ends that."""
+        ...
+
+    def poll(self) -> bool:
+        """Hear those with whom pages are shared, and lend them some; never waits.
+
+        Returns whether there is more to lend to somebody who is there. Raises LoanError or
+        DeviceError.
+        """
+        ...
+
+
+class OwnPages:
+    """The part of a PageBackend that has to do with others, for memory that has nobody in it."""
 
     always_restores = True
+    kept = 0
+    owed = 0
+
+    def borrowed(self, granule: int) -> bool:
+        """All pages are this process's own."""
+        return False
+
+    def ready(self, granules: Sequence[int]) -> int:
+        """Whatever is asked for."""
+        return len(granules)
+
+    def recall(self, granules: int) -> None:
+        """There is nobody to ask."""
+
+    def poll(self) -> bool:
+        """There is nobody to hear."""
+        return False
+
+
+class NoPages(OwnPages):
+    """KV memory that this process cannot reach: nothing is returned, and nothing is claimed."""
 
     def __init__(self, bytes_total: int) -> None:
         self.bytes_total = bytes_total
         self.bytes_returned = 0
+        self.released: Collection[int] = ()
 
     def release(self, granules: Collection[int]) -> None:
         """Keep the pages; what is published says so."""

@@ -8,7 +8,7 @@ from typing import Final
 
 from executor.cuda.driver import Driver, Handle
 from executor.cuda.fd_socket import HungUp, close_all, receive, send
-from executor.cuda.frames import EVERYTHING, MOST_PAGES, Hello, Lend, Return, Revoke
+from executor.cuda.frames import EVERYTHING, MOST_PAGES, Ask, Hello, Lend, Return, Revoke
 from executor.cuda.page_pool import PagePool
 from executor.errors import DeviceError, LoanError
 
@@ -29,6 +29,7 @@ class PageBorrower:
         self._numbers: dict[Handle, int] = {}
         self._stock: list[Handle] = []
         self._unsaid: list[int] = []
+        self._unasked = MOST_PAGES
         self._connection: socket.socket | None = socket.socket(
             socket.AF_UNIX, socket.SOCK_SEQPACKET
         )
@@ -39,6 +40,7 @@ class PageBorrower:
         except (OSError, HungUp) as error:
             self._connection.close()
             raise LoanError(f"nobody lends pages at {path}: start the host first") from error
+        self._ask()
 
     @property
     def idle(self) -> int:
@@ -60,6 +62,18 @@ class PageBorrower:
         """Whether the lender is there."""
         return self._connection is not None
 
+    @property
+    def available(self) -> int:
+        """Borrowed pages that nothing is mapped on, and what there is of its own."""
+        return len(self._stock) + self._own.available
+
+    def borrowed_page(self, handle: Handle) -> bool:
+        """Whether a page came from the lender."""
+        return handle in self._numbers
+
+    def recall(self, count: int) -> None:
+        """It has lent nothing."""
+
     def take(self, count: int) -> list[Handle]:
         """Return borrowed pages, then own ones; on DeviceMemoryShort everything is as it was."""
         borrowed = min(count, len(self._stock))
@@ -73,14 +87,24 @@ class PageBorrower:
         self._own.give([handle for handle in handles if handle not in self._numbers])
         self._give_back([handle for handle in handles if handle in self._numbers])
 
-    def step(self) -> None:
+    def step(self) -> bool:
         """Hear the lender; never waits. Raises LoanError when it breaks the rules."""
         self._tell()
+        self._hear()
+        self._ask()
+        return False
+
+    def close(self) -> None:
+        """Hang up, and let go of pages that nothing is mapped on."""
+        self._hang_up()
+        self._own.close()
+
+    def _hear(self) -> None:
         for _ in range(MOST_FRAMES):
             try:
                 heard = receive(self._connection) if self._connection is not None else None
             except HungUp:
-                self.close()
+                self._hang_up()
                 return
             if heard is None:
                 return
@@ -90,8 +114,7 @@ class PageBorrower:
             finally:
                 close_all(descriptors)
 
-    def close(self) -> None:
-        """Hang up; pages that nothing is mapped on are let go."""
+    def _hang_up(self) -> None:
         for handle in self._stock:
             self._driver.release(handle)
             del self._numbers[handle]
@@ -115,6 +138,7 @@ class PageBorrower:
 
     def _import(self, numbers: tuple[int, ...], descriptors: list[int]) -> None:
         imported = 0
+        self._unasked += len(numbers)
         try:
             for number, descriptor in zip(numbers, descriptors, strict=True):
                 handle = self._driver.import_handle(descriptor)
@@ -142,6 +166,15 @@ class PageBorrower:
                 if not send(self._connection, Return(numbers)):
                     return
             except HungUp:
-                self.close()
+                self._hang_up()
                 return
             del self._unsaid[: len(numbers)]
+
+    def _ask(self) -> None:
+        if not self._unasked or self._connection is None:
+            return
+        try:
+            if send(self._connection, Ask(self._unasked)):
+                self._unasked = 0
+        except HungUp:
+            self._hang_up()

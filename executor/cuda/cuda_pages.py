@@ -1,18 +1,20 @@
 """KV memory on a GPU: pages go back to where they came from, and are zeroed when they return."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 
 from executor.cuda.mapping import Mapping
 from executor.cuda.page_pool import PageSource
 from executor.cuda.page_use import PageUse
-from executor.errors import DeviceError, MappingLost
+from executor.errors import DeviceError, DeviceMemoryShort, MappingLost
 
 
 class CudaPages:
     """PageBackend over a mapping. Each call does all that it is asked for, or nothing.
 
     A page goes when no mapped granule has a byte on it. Bytes are counted as returned when their
-    page was given away; pages that the source keeps are not.
+    page was given away; pages that the source keeps are not, nor are those that it borrowed and
+    nothing is mapped on.
     """
 
     always_restores = False
@@ -23,13 +25,58 @@ class CudaPages:
         source: PageSource,
         use: PageUse,
         bytes_total: int,
+        *,
+        empty: bool = False,
     ) -> None:
+        """`empty`: no page is mapped yet; as many granules as the source has pages for come now.
+
+        Raises DeviceMemoryShort when not even one does.
+        """
         self._mapping = mapping
         self._source = source
         self._use = use
         self._held: set[int] = set()
         self._away = 0
         self.bytes_total = bytes_total
+        if empty:
+            self._begin_empty()
+
+    @property
+    def released(self) -> Collection[int]:
+        """Granules on the alias page."""
+        return self._held
+
+    @property
+    def kept(self) -> int:
+        """Granules' worth of pages in the source."""
+        return -(-self._source.idle // self._use.most_pages)
+
+    @property
+    def owed(self) -> int:
+        """Granules to release for what the source's lender wants back."""
+        return -(-self._source.wanted // self._use.most_pages)
+
+    def borrowed(self, granule: int) -> bool:
+        """Whether any of a granule's pages is a lender's."""
+        behind = map(self._mapping.behind, self._use.pages_of(granule))
+        return any(self._source.borrowed_page(handle) for handle in behind)
+
+    def ready(self, granules: Sequence[int]) -> int:
+        """How many of these, from the first on, the source has pages for."""
+        left = self._source.available
+        for count, granule in enumerate(granules):
+            left -= self._use.lacking(granule)
+            if left < 0:
+                return count
+        return len(granules)
+
+    def recall(self, granules: int) -> None:
+        """Have the source ask for the pages of so many granules."""
+        self._source.recall(granules * self._use.most_pages)
+
+    def poll(self) -> bool:
+        """Let the source hear its lender or its borrowers."""
+        return self._source.step()
 
     @property
     def bytes_returned(self) -> int:
@@ -64,6 +111,16 @@ class CudaPages:
             raise
         self._held.difference_update(due)
         self._away -= len(pages)
+
+    def _begin_empty(self) -> None:
+        every = range(self._use.granules)
+        self._away += len(self._use.take(every))
+        self._held.update(every)
+        # Granule 0 has vLLM's null block: without it there is no engine.
+        self.restore([0])
+        with suppress(DeviceMemoryShort):
+            for granule in every[1:]:
+                self.restore([granule])
 
     def _fetch(self, pages: list[int]) -> None:
         handles = self._source.take(len(pages))

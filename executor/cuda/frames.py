@@ -1,6 +1,7 @@
 """What lender and borrower of a GPU's pages say to each other, on a Unix socket of whole messages.
 
     borrower ── Hello(device, page_bytes) ──> lender
+    borrower ── Ask(pages): so many more may be sent ──> lender
     borrower <── Lend(numbers) + a descriptor for each ── lender
     borrower <── Revoke(keep): no more than so many may be kept ── lender
     borrower ── Return(numbers): nothing of this process is on them any more ──> lender
@@ -23,7 +24,7 @@ _NUMBER: Final = struct.Struct("<Q")
 _UUID: Final = struct.Struct("<QQ")
 _MAGIC: Final = b"RKV1"
 MOST_BYTES: Final = _HEADER.size + MOST_PAGES * _NUMBER.size
-_HELLO, _LEND, _REVOKE, _RETURN = range(1, 5)
+_HELLO, _LEND, _REVOKE, _RETURN, _ASK = range(1, 6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,14 @@ class Hello:
 
     device: bytes
     page_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """So many more pages may be sent. What a borrower that hangs has not even received is bounded
+    by that, for nobody hears of it."""
+
+    pages: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +67,7 @@ class Return:
     numbers: tuple[int, ...]
 
 
-Frame: TypeAlias = Hello | Lend | Revoke | Return
+Frame: TypeAlias = Hello | Ask | Lend | Revoke | Return
 
 
 def encode(frame: Frame) -> bytes:
@@ -66,6 +75,8 @@ def encode(frame: Frame) -> bytes:
     match frame:
         case Hello(device, page_bytes):
             kind, numbers = _HELLO, (*_UUID.unpack(device), page_bytes)
+        case Ask(pages):
+            kind, numbers = _ASK, (pages,)
         case Lend(numbers):
             kind = _LEND
         case Return(numbers):
@@ -90,8 +101,8 @@ def decode(data: bytes) -> Frame:
         if not numbers or len(set(numbers)) < count:
             raise LoanError("a message names a page twice, or none")
         return Lend(numbers) if kind == _LEND else Return(numbers)
-    if kind == _REVOKE and count == 1:
-        return Revoke(numbers[0])
+    if kind in (_REVOKE, _ASK) and count == 1:
+        return Revoke(numbers[0]) if kind == _REVOKE else Ask(numbers[0])
     if kind == _HELLO and count == 1 + _UUID.size // _NUMBER.size:
         return Hello(_UUID.pack(*numbers[:-1]), numbers[-1])
     raise LoanError(f"a message of kind {kind} with {count} numbers is not known")

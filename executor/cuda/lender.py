@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count as counter
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Final
 
 from executor.cuda.driver import Driver, Handle
 from executor.cuda.fd_socket import HungUp, close_all, has_ended, peer_process, receive, send
-from executor.cuda.frames import EVERYTHING, MOST_PAGES, Hello, Lend, Return, Revoke
+from executor.cuda.frames import EVERYTHING, MOST_PAGES, Ask, Hello, Lend, Return, Revoke
 from executor.cuda.loan_book import LoanBook
 from executor.cuda.mapping import Mapping
 from executor.cuda.page_pool import PagePool
@@ -29,26 +29,38 @@ logger = logging.getLogger("vllm.rose.kv")
 MOST_BORROWERS: Final = 4
 # Of one borrower in one step.
 MOST_FRAMES: Final = 8
+# What a request of the owner's waits for at most that arrives meanwhile: each page is unmapped and
+# mapped twice to be zeroed, and exported.
+MOST_LENT_A_STEP: Final = 16
 
 
 @dataclass(slots=True)
 class _Borrower:
-    """`connection` is None once it is not dealt with any more; `process` is watched to its end."""
+    """`connection` is None once it is not dealt with any more; `process` is watched to its end.
+
+    `asked`: pages that it may be sent still.
+    """
 
     number: int
     connection: socket.socket | None
     process: int
     greeted: bool = False
+    asked: int = 0
     keep: int = EVERYTHING
 
 
 class PageLender:
     """PageSource of the owner. One thread calls it, and `step` does all that others wait for."""
 
+    wanted = 0
+
     def __init__(
         self, driver: Driver, page_bytes: int, path: Path, pool: PagePool, *, reserve: int = 0
     ) -> None:
-        """Listen at `path`. `reserve`: pages in stock that are never lent."""
+        """Listen at `path`. `reserve`: pages in stock that are never lent.
+
+        Raises LoanError where that cannot be, as when another lender lives there.
+        """
         self._driver = driver
         self._hello = Hello(driver.device, page_bytes)
         self._pool = pool
@@ -58,13 +70,9 @@ class PageLender:
         self._names = counter(1)
         self._borrowers: list[_Borrower] = []
         self._goal = 0
-        self._window = Mapping(driver, page_bytes, MOST_PAGES)
         self._path = path
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.setblocking(False)
-        self._listener.bind(os.fspath(path))
-        path.chmod(0o600)
-        self._listener.listen(MOST_BORROWERS)
+        self._listener = _listen(path)
+        self._window = Mapping(driver, page_bytes, MOST_LENT_A_STEP)
 
     @property
     def idle(self) -> int:
@@ -76,6 +84,15 @@ class PageLender:
         """Pages that others have, or may still have."""
         return len(self._handles) - self._book.in_stock
 
+    @property
+    def available(self) -> int:
+        """Pages in stock, the reserve included: what is lent is not replaced by new ones."""
+        return self.idle
+
+    def borrowed_page(self, handle: Handle) -> bool:
+        """All are this process's own."""
+        return False
+
     def take(self, count: int) -> list[Handle]:
         """Return pages of the stock, the reserve included, then new ones.
 
@@ -84,9 +101,9 @@ class PageLender:
         try:
             created = self._pool.take(max(0, count - self._book.in_stock))
         except DeviceMemoryShort:
-            self.revoke(count)
+            self.recall(count)
             raise
-        self.revoke(0)
+        self.recall(0)
         return [self._handles.pop(number) for number in self._book.take(count)] + created
 
     def give(self, handles: Collection[Handle]) -> None:
@@ -95,12 +112,15 @@ class PageLender:
         self._handles.update(numbers)
         self._book.put(numbers)
 
-    def revoke(self, stock: int) -> None:
+    def recall(self, count: int) -> None:
         """Call pages back until so many are in stock; 0 ends that, and until then none is lent."""
-        self._goal = stock
+        self._goal = count
 
-    def step(self) -> None:
-        """Hear the borrowers, lend and revoke; never waits."""
+    def step(self) -> bool:
+        """Hear the borrowers, lend and call back; never waits.
+
+        Returns whether there is more to lend to somebody who is there.
+        """
         self._accept()
         for borrower in list(self._borrowers):
             if has_ended(borrower.process):
@@ -113,6 +133,8 @@ class PageLender:
                 wanted -= self._ask_back(borrower, wanted)
                 if borrower.greeted and not self._goal:
                     self._lend(borrower)
+        greeted = any(borrower.greeted for borrower in self._borrowers)
+        return greeted and not self._goal and self._book.lendable > 0
 
     def close(self) -> None:
         """Lend no more, and forget all pages: the device has them when no borrower has."""
@@ -128,7 +150,7 @@ class PageLender:
         for handle in self._handles.values():
             self._driver.release(handle)
         self._handles.clear()
-        self._pool.trim()
+        self._pool.close()
 
     def _accept(self) -> None:
         try:
@@ -159,6 +181,8 @@ class PageLender:
             match frame:
                 case Hello() if not borrower.greeted:
                     self._greet(borrower, frame)
+                case Ask(pages) if borrower.greeted:
+                    borrower.asked = min(borrower.asked + pages, MOST_PAGES)
                 case Return(numbers) if borrower.greeted and not descriptors:
                     self._book.returned(borrower.number, numbers)
                 case _:
@@ -184,7 +208,8 @@ class PageLender:
         return mine
 
     def _lend(self, borrower: _Borrower) -> None:
-        numbers = self._book.lend(borrower.number, MOST_PAGES)
+        most = min(borrower.asked, MOST_LENT_A_STEP)
+        numbers = self._book.lend(borrower.number, most)
         if not numbers or borrower.connection is None:
             return
         sent = False
@@ -196,7 +221,9 @@ class PageLender:
             sent = send(borrower.connection, Lend(numbers), descriptors)
         finally:
             close_all(descriptors)
-            if not sent:
+            if sent:
+                borrower.asked -= len(numbers)
+            else:
                 self._book.returned(borrower.number, numbers)
 
     def _scrub(self, handles: list[Handle]) -> None:
@@ -226,3 +253,29 @@ class PageLender:
         self._book.ended(borrower.number)
         os.close(borrower.process)
         self._borrowers.remove(borrower)
+
+
+def _listen(path: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.setblocking(False)
+    try:
+        if path.is_socket() and not _answers(path):
+            path.unlink()  # Of a lender that was killed.
+        listener.bind(os.fspath(path))
+        path.chmod(0o600)
+        listener.listen(MOST_BORROWERS)
+    except OSError as error:
+        listener.close()
+        raise LoanError(f"pages cannot be lent at {path}: {error.strerror or error}") from error
+    return listener
+
+
+def _answers(path: Path) -> bool:
+    with (
+        suppress(ConnectionRefusedError, FileNotFoundError),
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe,
+    ):
+        probe.setblocking(False)
+        probe.connect(os.fspath(path))
+        return True
+    return False

@@ -31,6 +31,11 @@ class LoanBook:
         return len(self._stock)
 
     @property
+    def lendable(self) -> int:
+        """Pages in stock beyond the reserve."""
+        return max(0, len(self._stock) - self._reserve)
+
+    @property
     def stranded(self) -> int:
         """Pages of borrowers that are not dealt with any more and still live."""
         return len(self._stranded)
@@ -52,7 +57,7 @@ class LoanBook:
 
     def lend(self, borrower: int, most: int) -> tuple[int, ...]:
         """Lend up to so many pages; the reserve stays."""
-        lent = self.take(min(most, max(0, len(self._stock) - self._reserve)))
+        lent = self.take(min(most, self.lendable))
         self._out.update(dict.fromkeys(lent, borrower))
         return tuple(lent)
 

@@ -93,6 +93,10 @@ class Mapping:
         finally:
             self._settle()
 
+    def behind(self, page: int) -> Handle:
+        """What is behind a page now."""
+        return self._backing[page]
+
     def address(self, page: int) -> int:
         """Where a page begins."""
         return self.base + page * self.page_bytes

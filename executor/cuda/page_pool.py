@@ -15,6 +15,20 @@ class PageSource(Protocol):
         """Pages that this process has and nothing is mapped on: kept, not returned."""
         ...
 
+    @property
+    def available(self) -> int:
+        """Pages that `take` would return now."""
+        ...
+
+    @property
+    def wanted(self) -> int:
+        """Borrowed pages that their owner wants back, whichever: give as many."""
+        ...
+
+    def borrowed_page(self, handle: Handle) -> bool:
+        """Whether a page is somebody else's."""
+        ...
+
     def take(self, count: int) -> list[Handle]:
         """Return that many pages, what is in them undefined, or raise DeviceMemoryShort."""
         ...
@@ -23,10 +37,32 @@ class PageSource(Protocol):
         """Take pages back that nothing of this process is mapped on any more."""
         ...
 
+    def recall(self, count: int) -> None:
+        """Have so many pages in stock as soon as others have given them back; 0 ends that."""
+        ...
+
+    def step(self) -> bool:
+        """Hear those with whom pages are shared; never waits. Returns whether there is more to
+        lend to somebody who is there.
+
+        Raises LoanError or DeviceError.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of everything that is not mapped, and of everybody."""
+        ...
+
 
 class PagePool:
     """PageSource that asks the driver. Creating a page costs a hundred times what mapping one does,
-    so up to `most_spare` are kept; only what is not kept is returned to the device."""
+    so up to `most_spare` are kept; only what is not kept is returned to the device.
+
+    With others it shares through the driver alone: what it returned they create, and the other way
+    round, as long as nobody else on the device was faster.
+    """
+
+    wanted = 0
 
     def __init__(
         self, driver: Driver, page_bytes: int, *, most_spare: int = 0, headroom_bytes: int = 0
@@ -42,6 +78,27 @@ class PagePool:
     def idle(self) -> int:
         """Pages kept."""
         return len(self._spare)
+
+    @property
+    def available(self) -> int:
+        """Pages kept, and what is free on the device beyond the headroom."""
+        free = self._driver.free_bytes() - self._headroom_bytes
+        return len(self._spare) + max(0, free // self._page_bytes)
+
+    def borrowed_page(self, handle: Handle) -> bool:
+        """All are this process's own."""
+        return False
+
+    def recall(self, count: int) -> None:
+        """Others are asked on the control page, not in here."""
+
+    def step(self) -> bool:
+        """There is nobody to hear."""
+        return False
+
+    def close(self) -> None:
+        """Release all that is kept."""
+        self._release_down_to(0)
 
     def take(self, count: int) -> list[Handle]:
         """Return kept pages, then new ones; on DeviceMemoryShort everything is as it was."""

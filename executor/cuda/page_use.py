@@ -31,8 +31,9 @@ class PageUse:
         self._base = base
         self._page_bytes = page_bytes
         self._needed: Numbers = np.zeros(pages, np.int64)
-        for granule in range(granules.count):
-            self._needed[self._pages_of(granule)] += 1
+        self._pages = [self._find_pages(granule) for granule in range(granules.count)]
+        for found in self._pages:
+            self._needed[found] += 1
         self._needed[self._needed == 0] = 1
 
     def take(self, granules: Collection[int]) -> list[int]:
@@ -49,16 +50,35 @@ class PageUse:
         found: list[int] = lacking.tolist()
         return found
 
+    def pages_of(self, granule: int) -> list[int]:
+        """The pages on which a granule has a byte, ascending."""
+        found: list[int] = self._pages[granule].tolist()
+        return found
+
+    def lacking(self, granule: int) -> int:
+        """How many of them no mapped granule needs: what it takes to map this one."""
+        return int((self._needed[self._pages[granule]] == 0).sum())
+
+    @property
+    def granules(self) -> int:
+        """How many granules there are."""
+        return len(self._pages)
+
+    @property
+    def most_pages(self) -> int:
+        """Pages of the granule that has the most."""
+        return max(len(found) for found in self._pages)
+
     def _add(self, granules: Collection[int], change: int) -> Numbers:
         for granule in granules:
-            self._needed[self._pages_of(granule)] += change
+            self._needed[self._pages[granule]] += change
         return self._touched(granules)
 
     def _touched(self, granules: Collection[int]) -> Numbers:
-        parts = [self._pages_of(granule) for granule in granules]
+        parts = [self._pages[granule] for granule in granules]
         return np.unique(np.concatenate(parts)) if parts else np.zeros(0, np.int64)
 
-    def _pages_of(self, granule: int) -> Numbers:
+    def _find_pages(self, granule: int) -> Numbers:
         blocks = self._granules.blocks_of(granule)
         pieces = coalesce(piece for extent in self._extents for piece in extent.ranges(blocks))
         size = self._page_bytes

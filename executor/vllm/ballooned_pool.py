@@ -24,6 +24,9 @@ class BalloonedPool:
         self.pages = pages
         self.held: set[int] = set()
         self._touchable: dict[int, int] = {}
+        for granule in pages.released:
+            self._remove(granule)
+            self.held.add(granule)
 
     @property
     def granule_bytes(self) -> int:
@@ -40,12 +43,20 @@ class BalloonedPool:
         """Whether the pages of all held granules were returned."""
         return not self._touchable
 
+    @property
+    def owed(self) -> int:
+        """Granules to take, of those on borrowed pages, beyond those whose pages are on their way
+        back: their owner wants them."""
+        owed = self.pages.owed
+        return owed and max(0, owed - sum(map(self.pages.borrowed, self._touchable)))
+
     def uses(self) -> Iterator[GranuleUse]:
         """What lies in each mapped granule."""
         for granule in range(self.granules.count):
             if granule not in self.held:
                 used = self._blocks_in(granule) - self._queue.free_in(granule)
-                yield GranuleUse(granule, used, self._queue.cached_in(granule))
+                cached = self._queue.cached_in(granule)
+                yield GranuleUse(granule, used, cached, self.pages.borrowed(granule))
 
     def take(self, granules: Collection[int], fence: int) -> int:
         """Hold those of the granules that are wholly free, and return how many.

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from typing import Final
 
 from executor.balloon import NO_CAP, cap_in_force, granules_over, plan_growth, plan_shrink
@@ -39,16 +40,16 @@ class GuestKv:
         self._steps_begun = 0
         self._steps_done = 0
         self._most_a_call = max(1, MOST_BYTES_A_CALL // max(1, pool.granule_bytes))
-        self._growth = self._most_a_call
         self._grow_after_ns = 0
+        self._kept = 0
 
     @property
     def mapped(self) -> KvMapped:
-        """What is mapped now."""
+        """What is mapped now, and what is kept to be: its owner may want that, too."""
         pages, granules = self._pool.pages, self._pool.granules
         return KvMapped(
             pages.bytes_total - pages.bytes_returned,
-            granules.count - len(self._pool.held),
+            min(granules.count, granules.count - len(self._pool.held) + pages.kept),
             granules.count,
             self._pool.granule_bytes,
         )
@@ -64,21 +65,32 @@ class GuestKv:
         return bool(self._pool.held)
 
     def must_shrink(self, grant: Grant | None) -> bool:
-        """Whether granules have to be taken, or pages to be returned, before the next step."""
-        return self._over(grant) > 0 or not self._pool.unmapped
+        """Whether granules have to be taken, or pages to be returned, before the next step.
+
+        Also hears a lender: nobody else does in an idle engine. What it sent has to be told.
+        """
+        self._poll()
+        pool = self._pool
+        changed = pool.pages.kept != self._kept
+        return self._over(grant) > 0 or pool.owed > 0 or changed or not pool.unmapped
 
     def fit(self, grant: Grant | None) -> bool:
         """Work towards what the grant allows; True when nothing more has to go.
 
-        A step may begin only after True. Each call does a bounded part of the work.
+        A step may begin only after True. Each call does a bounded part of the work. Raises
+        DeviceError or LoanError where a GPU's pages cannot be had, given back or understood.
         """
+        self._poll()
+        if owed := self._pool.owed:
+            owed -= self._shrink(owed, borrowed=True)
         over = self._over(grant)
         if over > 0:
             over -= self._shrink(over)
-        elif over < 0:
+        elif over < 0 and not self._pool.pages.owed:
             self._grow(-over)
         self._pool.unmap(self._steps_done)
-        return over <= 0 and self._pool.unmapped
+        self._kept = self._pool.pages.kept
+        return owed <= 0 and over <= 0 and self._pool.unmapped
 
     def step_begun(self) -> None:
         """A step with work was scheduled; until it is done it may touch any block."""
@@ -93,23 +105,30 @@ class GuestKv:
         return granules_over(self._cap, self._pool.granules, len(self._pool.held))
 
     def _grow(self, count: int) -> None:
-        """Growing may have to wait: nobody owes a guest memory, so half of it is tried later."""
-        now_ns = self._clock_ns()
-        if now_ns < self._grow_after_ns:
+        """Growing may have to wait, for nobody owes a guest memory: what there is comes now."""
+        pool, now_ns = self._pool, self._clock_ns()
+        if now_ns < self._grow_after_ns and not pool.pages.kept:
             return
-        count = min(count, self._growth)
+        plan = plan_growth(min(count, self._most_a_call), pool.held)
+        ready = pool.pages.ready(plan)
         try:
-            self._pool.give_back(plan_growth(count, self._pool.held))
+            pool.give_back(plan[:ready])
         except DeviceMemoryShort:
-            self._growth = max(1, count // 2)
+            ready = 0
+        if ready < len(plan):
             self._grow_after_ns = now_ns + GROWTH_RETRY_NS
-        else:
-            self._growth = min(self._most_a_call, 2 * self._growth)
 
-    def _shrink(self, over: int) -> int:
+    def _poll(self) -> None:
+        # Where the device has no room to import them, lent pages go back, and come again.
+        with suppress(DeviceMemoryShort):
+            self._pool.pages.poll()
+
+    def _shrink(self, over: int, *, borrowed: bool = False) -> int:
+        """Take up to so many granules, `borrowed` ones only; returns how many."""
         pool = self._pool
         count = min(over, self._most_a_call)
-        plan = plan_shrink(count, pool.granules, pool.uses(), self._rollouts)
+        uses = [use for use in pool.uses() if use.borrowed or not borrowed]
+        plan = plan_shrink(count, pool.granules, uses, self._rollouts)
         if plan.preempt:
             self._preempt(plan.preempt)
         return pool.take(plan.granules, self._steps_begun)

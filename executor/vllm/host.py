@@ -7,9 +7,11 @@ goes wrong in here is logged once, and from then on the scheduler is the stock o
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 
 from executor.control_page import ControlPage
 from executor.errors import ExecutorError
@@ -38,6 +40,9 @@ class ObservedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types ar
     where the platform has it; where it has not (CPU), it behaves as Scheduler does.
     """
 
+    running: list[Any]
+    _pause_state: PauseState
+
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         self._observer: HostObserver | None = None
@@ -48,7 +53,10 @@ class ObservedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types ar
         """Schedule as vLLM does, then publish the step."""
         began_ns = time.monotonic_ns()
         self._lend()
-        output = super().schedule(*args, **kwargs)
+        if held := self._held_back():
+            output = self._schedule_without(held, args, kwargs)
+        else:
+            output = super().schedule(*args, **kwargs)
         if self._lender is not None and output.total_num_scheduled_tokens:
             self._lender.step_begun()
         if self._observer is not None:
@@ -71,7 +79,7 @@ class ObservedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types ar
         super().add_request(request)
         if self._observer is not None:
             self._quietly(self._observer.arrived, self, request)
-            self._lend()
+            self._lend(arrived=True)
 
     def finish_requests(self, *args: object, **kwargs: object) -> object:
         """Abort requests as vLLM does, then publish what is left."""
@@ -96,7 +104,12 @@ class ObservedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types ar
             if settings.level == LEND:
                 self._begin_lending(settings)
             self._observer = HostObserver(
-                page, settings.ttft_s, settings.tpot_s, step_log=log, lent=self._lent
+                page,
+                settings.ttft_s,
+                settings.tpot_s,
+                step_log=log,
+                lent=self._lent,
+                blocks_away=self._blocks_away,
             )
             self._observer.started(self)
 
@@ -106,32 +119,71 @@ class ObservedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types ar
         except Exception as error:  # noqa: BLE001 -- the host is worth more than what it lends
             logger.error("%s: %s", KEEPS, error)  # noqa: TRY400 -- one line says it all
 
-    def _lend(self) -> None:
+    def _lend(self, *, arrived: bool = False) -> None:
         lender, observer = self._lender, self._observer
-        if lender is None or observer is None:
+        if lender is None:
             return
+        before = lender.lent
+        tokens = observer.queued_prefill_tokens if observer is not None else 0
         try:
-            before = lender.lent
-            lender.step(observer.queued_prefill_tokens, sum(self.get_request_counts()))
-            changed = lender.lent != before
+            requests = sum(self.get_request_counts())
+            if arrived:
+                lender.arrived(tokens, requests)
+            else:
+                next_tokens = self.waiting.peek_request().num_tokens if self.waiting else 0
+                lender.step(tokens, requests, next_tokens)
         except Exception as error:  # noqa: BLE001 -- as above
-            self._stop_lending()
-            logger.error("%s: %s", KEEPS, error)  # noqa: TRY400 -- one line says it all
-            changed = True
-        if changed:
+            self._stop_lending(error)
+        if lender.over:
+            self._lender = None
+        if observer is not None and self._lent() != before:
             self._quietly(observer.lends, self)
+
+    def _held_back(self) -> Collection[str]:
+        if self._lender is None:
+            return ()
+        try:
+            return self._lender.held_back(self.running)
+        except Exception as error:  # noqa: BLE001 -- as above
+            self._stop_lending(error)
+            return ()
 
     def _lent(self) -> KvLent:
         return self._lender.lent if self._lender is not None else KvLent()
 
-    def _stop_lending(self) -> None:
-        lender, self._lender = self._lender, None
+    def _blocks_away(self) -> int:
+        return self._lender.blocks_away if self._lender is not None else 0
+
+    def _stop_lending(self, why: Exception | None = None) -> None:
+        lender = self._lender
         if lender is None:
             return
+        if why is not None:
+            logger.error("%s: %s", KEEPS, why)
         try:
-            lender.stop()
+            lender.stop(why)
         except Exception:
             logger.exception("%s, as far as it came back", KEEPS)
+            self._lender = None
+        else:
+            if lender.over:
+                self._lender = None
+
+    def _schedule_without(
+        self, held: Collection[str], args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> StepSurface:
+        """Schedule as if these running requests had nothing to do, and nobody were waiting: what is
+        free now is for those who run, and a newcomer would take it."""
+        running, paused = self.running, self._pause_state
+        self.running = [request for request in running if request.request_id not in held]
+        self._pause_state = PauseState.PAUSED_NEW
+        try:
+            output: StepSurface = super().schedule(*args, **kwargs)
+        finally:
+            self._pause_state = paused
+            stayed = {request.request_id for request in self.running} | set(held)
+            self.running = [request for request in running if request.request_id in stayed]
+        return output
 
     def _quietly(self, observe: Callable[..., None], *args: object) -> None:
         try:

@@ -1,4 +1,4 @@
-"""vLLM's block pool of which free granules are lent.
+"""A host's block pool over host memory, of which free granules are lent.
 
 To vLLM lent blocks are free ones: what it admits, preempts and reports is what it would without
 lending. An allocation that plain blocks do not cover takes lent granules back by itself, before any
@@ -11,8 +11,8 @@ from executor.balloon import plan_growth
 from executor.granules import Granules
 from executor.lending import KvFree
 from executor.pages import PageBackend
-from executor.vllm.ballooned_pool import BalloonedPool
 from executor.vllm.granule_queue import Block, GranuleQueue
+from executor.vllm.host_pool import HostPool
 from executor.vllm.surfaces import BlockSurface, FullBlockPoolSurface
 
 
@@ -46,15 +46,15 @@ class LendingQueue(GranuleQueue[Block]):
         self.prepend_n(blocks)
 
 
-class LentPool(BalloonedPool):
-    """A ballooned pool that stays as large as it was. `failure`: what went wrong in an allocation,
-    where nothing may: the blocks came back, the memory under them may be counted wrong."""
+class LentPool(HostPool):
+    """A pool that stays as large as it was."""
 
     _queue: LendingQueue[BlockSurface]
 
     def __init__(self, pool: FullBlockPoolSurface, granules: Granules, pages: PageBackend) -> None:
-        self._stock = type(pool.free_block_queue)
-        self.failure: Exception | None = None
+        # What went wrong in an allocation, where nothing may: the blocks came back, the memory
+        # under them may be counted wrong.
+        self._failure: Exception | None = None
         super().__init__(pool, granules, pages)
 
     @property
@@ -64,21 +64,16 @@ class LentPool(BalloonedPool):
         cached = queue.num_free_blocks - queue.lent_blocks - queue.num_plain_blocks
         return KvFree(queue.num_plain_blocks, cached, len(self.held))
 
-    def lendable(self, count: int) -> list[int]:
-        """Up to `count` granules to lend: the highest, so that the lent ones stay together."""
-        return sorted(self._queue.empty_granules(), reverse=True)[:count]
-
-    def forget(self, now_ns: int, cold_ns: int, most: int) -> int:
-        """Forget the prefixes in up to `most` granules that nobody asked for in the last `cold_ns`.
-
-        Returns in how many; to be called in every step, since it also tells the queue the time.
-        """
-        self._queue.now_ns = now_ns
-        granules = self._queue.cold_granules(now_ns - cold_ns, most)
-        for granule in granules:
-            blocks = self._queue.make_plain(granule)
-            self._pool.evict_blocks({block.block_id for block in blocks})
+    def take_back(self, count: int) -> int:
+        """Have the lowest `count` lent granules again: all of them come."""
+        granules = plan_growth(count, self.held)
+        self.give_back(granules)
         return len(granules)
+
+    def check(self) -> None:
+        """Raise what went wrong in an allocation."""
+        if self._failure is not None:
+            raise self._failure
 
     def give_back(self, granules: Collection[int]) -> None:
         """Have granules again: first their blocks, which a host must never lack."""
@@ -88,18 +83,11 @@ class LentPool(BalloonedPool):
             self._touchable.pop(granule, None)
         self.pages.restore(granules)
 
-    def dissolve(self) -> None:
-        """Leave the stock pool behind, whole, whatever state this one is in."""
-        free = [block for block in self._pool.blocks if block.ref_cnt == 0 and not block.is_null]
-        free.sort(key=lambda block: block.block_hash is not None)
-        self._pool.free_block_queue = self._stock(free)  # type: ignore[call-arg] # vLLM's class
-
     def _short_of(self, blocks: int) -> None:
-        granules = -(-blocks // self.granules.granule_blocks)
         try:
-            self.give_back(plan_growth(granules, self.held))
+            self.take_back(-(-blocks // self.granules.granule_blocks))
         except Exception as error:  # noqa: BLE001 -- vLLM's allocation must not see it
-            self.failure = error
+            self._failure = error
 
     def _queue_of(
         self, granules: Granules, blocks: list[BlockSurface]

@@ -34,12 +34,15 @@ class HostObserver:
         wall_s: Callable[[], float] = time.time,
         step_log: StepLog | None = None,
         lent: Callable[[], KvLent] = KvLent,
+        blocks_away: Callable[[], int] = int,
     ) -> None:
-        """`lent`: what the host lends of its KV memory now."""
+        """`lent`: what the host lends of its KV memory now; `blocks_away`: the part of it in blocks
+        that vLLM's pool does not count."""
         self._write = page.host.write_packed
         self._pack = HostState.LAYOUT.pack
         self._step_log = step_log
         self._lent = lent
+        self._blocks_away = blocks_away
         self._clock_ns = clock_ns
         self._wall_s = wall_s
         self._book = DeadlineBook(round(ttft_s * 1e9), round(tpot_s * 1e9))
@@ -132,7 +135,7 @@ class HostObserver:
     def _publish(self, scheduler: SchedulerSurface, now_ns: int) -> None:
         running, waiting = scheduler.get_request_counts()
         pool = scheduler.kv_cache_manager.block_pool
-        kv_total = pool.num_gpu_blocks - 1  # Block 0 is the null block.
+        counted = pool.num_gpu_blocks - 1  # Block 0 is the null block.
         book = self._book
         self._told_idle = not (self._steps_in_flight or running or waiting)
         self._untold = False
@@ -146,8 +149,8 @@ class HostObserver:
                 book.queued_prefill_tokens,
                 book.earliest_prefill_ns,
                 book.earliest_decode_ns,
-                kv_total - pool.get_num_free_blocks(),
-                kv_total,
+                counted - pool.get_num_free_blocks(),
+                counted + self._blocks_away(),
                 self._busy_ns,
                 self._last_step_ns,
                 now_ns,

@@ -5,23 +5,22 @@ worker asks for one allocation in which a block's layers are neighbours, and put
 its place; everything else is the stock worker's.
 """
 
+import os
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 from vllm.v1.worker.gpu_worker import Worker
 
 from executor.cuda.bindings import open_driver
-from executor.cuda.reservation import Reservation
 from executor.cuda.tensor import as_tensor, whole
 from executor.errors import ExecutorError
 from executor.vllm.block_outermost import block_outermost_first, check_views, packed
 from executor.vllm.gated_start import GatedStart
+from executor.vllm.page_source import reserve_kv
+from executor.vllm.settings import EngineSettings
 from executor.vllm.versions import check_version
-
-# A guest that grows leaves this to the engine's own kernels and to the host's.
-HEADROOM_BYTES: Final = 256 << 20
 
 
 class ReservedZeros(TorchFunctionMode):
@@ -90,6 +89,6 @@ class ReservedKvWorker(GatedStart, Worker):  # type: ignore[misc] # vLLM's types
             raise ExecutorError(f"ReservedKvWorker is for GPUs, and this is {self.device}")
         # What the profile run left behind in torch's cache is memory that the driver lacks.
         torch.cuda.empty_cache()
-        driver = open_driver(self.device.index or 0)
-        reservation = Reservation(driver, size, headroom_bytes=HEADROOM_BYTES)
+        settings = EngineSettings.from_environ(os.environ)
+        reservation = reserve_kv(settings, open_driver(self.device.index or 0), size)
         return as_tensor(whole(reservation), self.device)

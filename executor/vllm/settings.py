@@ -28,6 +28,8 @@ class EngineSettings:
     `level`, `reserve`, `prefix_cold_s`: whether a host lends idle KV memory, the share that it
     never lends, and after which time a prefix that nobody asked for may be forgotten.
     `kv_backend`: how KV pages go: MADVISE on host memory, CUDA on a GPU, AUTO by where the KV is.
+    `page_socket`: where a host on a GPU lends pages by handle and its guest borrows them; empty for
+    pages that pass through the driver.
     """
 
     role: str
@@ -41,12 +43,13 @@ class EngineSettings:
     reserve: float = 0.2
     prefix_cold_s: float = 300.0
     kv_backend: str = AUTO
+    page_socket: str = ""
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Self:
         """Read ROSE_ROLE, ROSE_CONTROL_PAGE, ROSE_SLO_TTFT_S, ROSE_SLO_TPOT_S, ROSE_ORPHAN_S,
         ROSE_STEP_PROFILE, ROSE_HOST_STEP_PROFILE, ROSE_HOST_LEVEL, ROSE_HOST_RESERVE,
-        ROSE_HOST_PREFIX_COLD_S and ROSE_KV_BACKEND.
+        ROSE_HOST_PREFIX_COLD_S, ROSE_KV_BACKEND and ROSE_PAGE_SOCKET.
 
         Raises ExecutorError for a host or guest without a page and for values that make no sense.
         """
@@ -66,6 +69,7 @@ class EngineSettings:
             _share(environ, "ROSE_HOST_RESERVE", 0.2),
             _seconds(environ, "ROSE_HOST_PREFIX_COLD_S", 300.0),
             _kv_backend(environ),
+            environ.get("ROSE_PAGE_SOCKET", ""),
         )
         if settings.orphan_s == 0:
             raise ExecutorError("ROSE_ORPHAN_S is 0; give the seconds a guest outlives its daemon")

@@ -10,7 +10,7 @@ import logging
 import os
 from typing import Any, Final
 
-from executor import ControlPage, Grant, GuestState, PageError
+from executor import ControlPage, Grant, GuestState, HostState, PageError
 from rose.replica.engine_errors import ENGINE_FAILURES
 
 POLL_S: Final = 0.01
@@ -22,6 +22,13 @@ def owes_memory(grant: Grant | None, guest: GuestState | None) -> bool:
     if grant is None or guest is None or grant.kv_granule_cap <= 0:
         return False
     return guest.granules_mapped > grant.kv_granule_cap
+
+
+def wanted_back(host: HostState | None) -> bool:
+    """Whether a host that lends pages by handle misses some: it asks on a socket that an idle
+    engine does not hear."""
+    by_handle = bool(os.environ.get("ROSE_PAGE_SOCKET"))
+    return by_handle and host is not None and host.reserve_missing > 0
 
 
 class KvWaker:
@@ -53,7 +60,8 @@ class KvWaker:
             # Ends with the event loop, or with the engine.
             while True:
                 await asyncio.sleep(POLL_S)
-                if owes_memory(page.grant.peek(), page.guest.peek()):
+                owes = owes_memory(page.grant.peek(), page.guest.peek())
+                if owes or wanted_back(page.host.peek()):
                     try:
                         await self._engine.is_paused()
                     except ENGINE_FAILURES as error:

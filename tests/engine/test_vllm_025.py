@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 BODIES = {
     "test_steps_in_flight.py": 9,
     "test_guest_balloon.py": 27,
-    "test_cuda_engine.py": 12,
+    "test_cuda_engine.py": 11,
     "test_granule_queue.py": 18,
     "test_host_lending.py": 28,
 }

@@ -4,7 +4,7 @@ import os
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -215,7 +215,7 @@ class GuestRig:
     scheduler: Any
     runner: StandInRunner
     page: ControlPage
-    memory: list[torch.Tensor]
+    buffers: list[torch.Tensor]
     depth: int
     grant: Grant = field(
         default_factory=lambda: Grant(GrantMode.RUN, token_budget=512, max_sequences=16)
@@ -235,12 +235,12 @@ class GuestRig:
 
     @property
     def kv_bytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self.memory)
+        return sum(buffer.nbytes for buffer in self.buffers)
 
     @property
     def resident(self) -> int:
         """Bytes of KV memory that have pages."""
-        starts = [(buffer.data_ptr(), buffer.nbytes) for buffer in self.memory]
+        starts = [(buffer.data_ptr(), buffer.nbytes) for buffer in self.buffers]
         return sum(resident_bytes(Range(at, at + size).whole_pages()) for at, size in starts)
 
     def add(self, request_id: str, prompt: list[int], max_tokens: int, **sampling: Any) -> None:
@@ -291,13 +291,14 @@ def guest_rig(
     spec: FullAttentionSpec = WIDE,
     depth: int = 1,
 ) -> GuestRig:
-    """A guest whose KV memory is `memory`, resident from the start as vLLM's is."""
+    """A guest whose KV memory is `buffers`, resident from the start as vLLM's is."""
     page = ControlPage.create(folder / "page")
     environ = {"ROSE_ROLE": "guest", "ROSE_CONTROL_PAGE": str(page.path), "ROSE_ORPHAN_S": "3600"}
     for name, value in environ.items():
         monkeypatch.setitem(os.environ, name, value)
     monkeypatch.setattr(executor.vllm.guest, "Watchdog", NoWatchdog)
-    scheduler, views, memory = _scheduler(GatedScheduler, folder, blocks, spec, depth, caching=True)
+    kv, views, memory = resident_kv(blocks, spec)
+    scheduler = make_scheduler(GatedScheduler, folder, kv, views, depth, caching=True)
     rig = GuestRig(scheduler, StandInRunner(views), page, memory, depth)
     rig._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
     rig.allow()
@@ -321,25 +322,23 @@ def host_rig(
     depth: int = 1,
     caching: bool = True,
 ) -> HostRig:
-    """A host over `memory`; level "stock" is vLLM's own scheduler."""
+    """A host over `buffers`; level "stock" is vLLM's own scheduler."""
     page = ControlPage.ensure(folder / "page")
     environ = {"ROSE_ROLE": "host", "ROSE_CONTROL_PAGE": str(page.path), "ROSE_HOST_LEVEL": level}
     for name, value in environ.items():
         monkeypatch.setitem(os.environ, name, value)
     kind = AsyncScheduler if level == "stock" else ObservedScheduler
-    scheduler, views, memory = _scheduler(kind, folder, blocks, spec, depth, caching=caching)
+    kv, views, memory = resident_kv(blocks, spec)
+    scheduler = make_scheduler(kind, folder, kv, views, depth, caching=caching)
     rig = HostRig(scheduler, StandInRunner(views), page, memory, depth)
     rig._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256) if caching else None
     return rig
 
 
-def _scheduler(
-    kind: Any, folder: Path, blocks: int, spec: FullAttentionSpec, depth: int, *, caching: bool
-) -> tuple[Any, Views, list[torch.Tensor]]:
-    init_none_hash(sha256)
-    model = save_config(folder / "model")
-    config = vllm_config(model, asynchronous=depth > 1, caching=caching)
-    config.cache_config.num_gpu_blocks = blocks
+def resident_kv(
+    blocks: int, spec: FullAttentionSpec
+) -> tuple[KVCacheConfig, Views, list[torch.Tensor]]:
+    """The layers' tensors, and the allocations under them, resident as vLLM's are."""
     kv = kv_config(blocks, spec)
     memory: list[torch.Tensor] = []
 
@@ -347,13 +346,28 @@ def _scheduler(
         memory.append(torch.zeros(size, dtype=torch.int8).fill_(1))
         return memory[-1]
 
-    views = kv_views(kv, allocate)
+    return kv, kv_views(kv, allocate), memory
+
+
+def make_scheduler(
+    kind: Any,
+    folder: Path,
+    kv: KVCacheConfig,
+    caches: Mapping[str, Any],
+    depth: int,
+    *,
+    caching: bool,
+) -> Any:
+    """`caches`: what the attention layers have for their KV tensors."""
+    init_none_hash(sha256)
+    model = save_config(folder / "model")
+    config = vllm_config(model, asynchronous=depth > 1, caching=caching)
+    config.cache_config.num_gpu_blocks = kv.num_blocks
     layers = config.compilation_config.static_forward_context
-    layers.update({name: SimpleNamespace(kv_cache=view) for name, view in views.items()})
-    scheduler = kind(
+    layers.update({name: SimpleNamespace(kv_cache=cache) for name, cache in caches.items()})
+    return kind(
         vllm_config=config,
         kv_cache_config=kv,
         structured_output_manager=StructuredOutputManager(config),
         block_size=BLOCK_TOKENS,
     )
-    return scheduler, views, memory

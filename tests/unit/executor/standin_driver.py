@@ -160,12 +160,20 @@ class StandInDriver:
     # What a kernel, and the end of a process, would do.
 
     def write(self, address: int, data: bytes) -> None:
+        mapped, at = self._byte(address)
+        if at + len(data) <= mapped.size:
+            mapped.memory.written.update(enumerate(data, at))
+            return
         for offset, byte in enumerate(data):
             mapped, at = self._byte(address + offset)
             mapped.memory.written[at] = byte
 
     def read(self, address: int, size: int) -> bytes:
         assert not self._unsynchronized, "memory is read while it is being filled"
+        mapped, at = self._byte(address)
+        if at + size <= mapped.size:
+            written, filled = mapped.memory.written, mapped.memory.filled
+            return bytes([written.get(offset, filled) for offset in range(at, at + size)])
         found = bytearray()
         for offset in range(size):
             mapped, at = self._byte(address + offset)
@@ -215,6 +223,10 @@ class StandInDriver:
         return found
 
     def _byte(self, address: int) -> tuple[Mapped, int]:
+        start = address - address % self.granularity
+        if start in self.mapped:
+            assert self.mapped[start].usable, "memory is used without access: the engine would end"
+            return self.mapped[start], address - start
         for at, mapped in self.mapped.items():
             if at <= address < at + mapped.size:
                 assert mapped.usable, "memory is used without access: the engine would end"

@@ -14,16 +14,13 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from executor import ExecutorError, Grant
 from executor.cuda.cuda_pages import CudaPages
 from executor.cuda.reservation import Reservation
-from executor.errors import LendingError
 from executor.host_pages import Extent
-from executor.lending import LendingLimits
 from executor.pages import NoPages
 from executor.vllm.ballooned_pool import BalloonedPool
 from executor.vllm.block_outermost import block_outermost_first, check_views, packed
 from executor.vllm.guest_kv import GROWTH_RETRY_NS, GuestKv
 from executor.vllm.kv_layout import kv_layout
 from executor.vllm.kv_storage import kv_pages
-from executor.vllm.lender import HostLender
 from executor.vllm.reserved_worker import ReservedZeros
 
 # K and V of 16 tokens, 32 heads of 128 in fp32, in two layers: two blocks fill a page …
@@ -117,16 +114,9 @@ def test_without_a_wish_memory_that_nobody_reserved_is_left_alone() -> None:
     assert isinstance(pages, NoPages)
     with pytest.raises(ExecutorError, match="out of this process's reach"):
         kv_pages(engine({}), config, "cuda")
-
-
-def test_a_host_keeps_memory_that_may_not_be_back_in_time() -> None:
-    config = kv_config(BLOCKS, WIDE, on_gpu=True)
-    reservation = Reservation(StandInDriver(StandInDevice(64 * PAGE)), size_of(config))
-    vllm = on_device(config, reservation.address)
-    scheduler = SimpleNamespace(connector=None, vllm_config=vllm, kv_cache_config=config)
-    with pytest.raises(LendingError, match="set ROSE_HOST_LEVEL=observe"):
-        HostLender.of(scheduler, LendingLimits())
-    reservation.close()
+    for out_of_reach in (config, kv_config(BLOCKS, WIDE)):
+        pages, _ = kv_pages(engine({}), out_of_reach)
+        assert pages.bytes_total == BLOCKS * 2 * WIDE.page_size_bytes
 
 
 def test_a_guest_shrinks_at_once_and_grows_when_the_memory_is_there() -> None:

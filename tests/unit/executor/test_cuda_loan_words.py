@@ -12,7 +12,7 @@ from standin_driver import PAGE, StandInDevice, StandInDriver
 
 from executor.cuda.borrower import PageBorrower
 from executor.cuda.fd_socket import HungUp, receive, send
-from executor.cuda.frames import MOST_PAGES, Frame, Hello, Lend, Return, Revoke, decode, encode
+from executor.cuda.frames import MOST_PAGES, Ask, Frame, Hello, Lend, Return, Revoke, decode, encode
 from executor.cuda.lender import MOST_BORROWERS
 from executor.cuda.loan_book import LoanBook
 from executor.cuda.page_pool import PagePool
@@ -29,6 +29,7 @@ def raw_peer(rig: Rig, *, greet: bool = True) -> socket.socket:
     peer.connect(os.fspath(rig.path))
     if greet:
         send(peer, Hello(rig.host.device, PAGE))
+        send(peer, Ask(MOST_PAGES))
         rig.lender.step()
     return peer
 
@@ -114,6 +115,7 @@ def test_where_nobody_lends_a_borrower_says_so(tmp_path: Path) -> None:
         NUMBERS.map(Lend),
         NUMBERS.map(Return),
         st.integers(0, 2**64 - 1).map(Revoke),
+        st.integers(0, 2**64 - 1).map(Ask),
         st.builds(Hello, st.binary(min_size=16, max_size=16), st.integers(0, 2**64 - 1)),
     )
 )

@@ -146,12 +146,13 @@ def test_what_a_dead_peer_had_is_free_when_the_owner_lets_go_as_the_device_measu
 BORROWER = """
 import socket, sys
 from executor.cuda.fd_socket import receive, send
-from executor.cuda.frames import Hello
+from executor.cuda.frames import Ask, Hello
 
 path, device = sys.argv[1], bytes.fromhex(sys.argv[2])
 connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 connection.connect(path)
 send(connection, Hello(device, 2 << 20))
+send(connection, Ask(64))
 while (heard := receive(connection)) is None:
     pass
 print(len(heard[1]), flush=True)
@@ -195,7 +196,7 @@ def test_a_page_that_cannot_be_imported_is_returned_at_once(rig: Rig) -> None:
     rig.guest.fails = scripted("import_handle", 2)
     with pytest.raises(DeviceMemoryShort):
         borrower.step()
-    rig.lender.revoke(1)
+    rig.lender.recall(1)
     settle(rig, borrower)
     assert (borrower.borrowed, rig.lender.idle) == (2, 4)
     borrower.close()

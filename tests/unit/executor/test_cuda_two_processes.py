@@ -30,7 +30,7 @@ def first_bytes(gpu: Gpu, lender: PageLender) -> bytes:
     mapping.back([0], lender.take(1))
     found = gpu.read(mapping.address(0), len(ZEROS))
     lender.give(mapping.close())
-    lender.revoke(PAGES)
+    lender.recall(PAGES)
     return found
 
 
@@ -52,7 +52,7 @@ def test_a_lent_page_is_written_to_returned_and_the_rest_is_back_after_a_kill(
             assert child.stdout is not None
             wait_for(lender, lambda: lender.lent == PAGES)
             assert child.stdout.readline() == "mapped\n"
-            lender.revoke(1)  # What comes back is not to be lent again.
+            lender.recall(1)  # What comes back is not to be lent again.
             child.stdin.write("\n")
             child.stdin.flush()
             assert child.stdout.readline() == "returned\n"

@@ -33,6 +33,9 @@ def test_a_host_lends_only_when_told_to() -> None:
 def test_kv_pages_go_by_where_they_are_unless_told_otherwise() -> None:
     assert EngineSettings.from_environ({}).kv_backend == "auto"
     assert EngineSettings.from_environ({"ROSE_KV_BACKEND": "cuda"}).kv_backend == "cuda"
+    assert (
+        EngineSettings.from_environ({"ROSE_PAGE_SOCKET": "/run/pages"}).page_socket == "/run/pages"
+    )
 
 
 @pytest.mark.parametrize(

@@ -267,6 +267,7 @@ def test_whatever_goes_wrong_is_said_in_one_line_and_the_host_has_its_whole_pool
     if call == "restore":
         rig.run_until_idle()
     monkeypatch.setattr(rig.scheduler._lender._pool.pages, call, broken)
+    rig.turn()
     for name, prompt in prompts.items():
         rig.add(name, prompt, 60)
     rig.run_until_idle()

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from executor import ControlPage, Grant, GuestState
-from rose.replica.kv_wake import KvWaker, owes_memory
+from executor import ControlPage, Grant, GuestState, HostState
+from rose.replica.kv_wake import KvWaker, owes_memory, wanted_back
 
 
 class Core:
@@ -51,6 +51,33 @@ async def test_the_core_is_woken_until_the_memory_is_back(
         await asyncio.sleep(0.1)
         assert core.woken == woken
         waker.stop()
+
+
+@pytest.mark.parametrize(
+    ("socket", "missing", "wanted"), [("", 3, False), ("/pages", 0, False), ("/pages", 3, True)]
+)
+def test_a_host_that_lends_by_handle_is_heard_when_it_misses_memory(
+    monkeypatch: pytest.MonkeyPatch, socket: str, missing: int, wanted: bool
+) -> None:
+    monkeypatch.setenv("ROSE_PAGE_SOCKET", socket)
+    assert wanted_back(HostState(granules_total=9, reserve_missing=missing)) is wanted
+    assert not wanted_back(None)
+
+
+async def test_an_idle_core_is_woken_while_its_host_misses_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROSE_ROLE", "guest")
+    monkeypatch.setenv("ROSE_CONTROL_PAGE", str(tmp_path / "page"))
+    monkeypatch.setenv("ROSE_PAGE_SOCKET", str(tmp_path / "pages"))
+    with ControlPage.create(tmp_path / "page") as page:
+        core = Core()
+        waker = KvWaker(core)
+        waker.start()
+        page.host.write(HostState(granules_total=9, granules_lent=3, reserve_missing=1))
+        await asyncio.sleep(0.2)
+        waker.stop()
+        assert core.woken > 2
 
 
 @pytest.mark.parametrize("role", ["dedicated", ""])

@@ -1,0 +1,260 @@
+"""A lending host over a stand-in GPU, under vLLM's own scheduler, and guests on the same GPU."""
+
+import contextlib
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from kv_cases import (
+    BLOCK_TOKENS,
+    WIDE,
+    HostRig,
+    StandInRunner,
+    kv_config,
+    make_scheduler,
+    next_token,
+)
+from standin_driver import PAGE, Physical, StandInDevice, StandInDriver
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from executor import ControlPage, HostState
+from executor.cuda.borrower import PageBorrower
+from executor.cuda.driver import Handle
+from executor.cuda.page_pool import PagePool
+from executor.cuda.reservation import Reservation
+from executor.errors import DeviceMemoryShort
+from executor.lending import lent_bytes
+from executor.vllm.host import ObservedScheduler
+from executor.vllm.page_source import reserve_kv
+from executor.vllm.settings import EngineSettings
+
+BLOCKS, GRANULE_BLOCKS = 64, 4
+"""16 granules, each of 2 pages."""
+STEP_NS = 10_000_000
+_CELL = struct.Struct("<i")
+
+
+class DeviceRunner(StandInRunner):
+    """The stand-in model, its KV in memory of a stand-in GPU."""
+
+    def __init__(self, driver: StandInDriver, base: int, config: KVCacheConfig) -> None:
+        super().__init__({"": torch.zeros(1, dtype=torch.int8)})
+        (self._tensor,) = config.kv_cache_tensors
+        self._driver = driver
+        self._base = base
+
+    def _step(self, request_id: str, computed: int, count: int) -> list[int]:
+        """Whole blocks at once: the stand-in's bytes are slow."""
+        tokens = self._tokens[request_id]
+        end = computed + count
+        for position in range(computed, end):
+            for at in self._places(request_id, position):
+                self._driver.write(at, _CELL.pack(tokens[position]))
+        if end < len(tokens):
+            return []
+        read = self._read(request_id, end, 0)
+        assert read == self._read(request_id, end, 1), "both layers hold the same tokens"
+        tokens.append(next_token(read))
+        return [tokens[-1]]
+
+    def _read(self, request_id: str, end: int, layer: int) -> list[int]:
+        starts = range(0, end, BLOCK_TOKENS)
+        places = [self._places(request_id, position)[layer] for position in starts]
+        raw = b"".join(self._driver.read(at, BLOCK_TOKENS * _CELL.size) for at in places)
+        return [value for (value,) in _CELL.iter_unpack(raw)][:end]
+
+    def _places(self, request_id: str, position: int) -> tuple[int, int]:
+        tensor = self._tensor
+        block = self._blocks[request_id][position // BLOCK_TOKENS]
+        start = self._base + block * tensor.block_stride + position % BLOCK_TOKENS * _CELL.size
+        return start, start + (len(tensor.layers) - 1) * tensor.layer_stride
+
+
+class GpuHostRig(HostRig):
+    """A host on a GPU; its clock moves by STEP_NS a turn."""
+
+    driver: StandInDriver
+    reservation: Reservation
+    now_ns = 10**12
+    leaks = False
+    """Whether pages may stay behind that nobody is sure of."""
+
+    def turn(self) -> None:
+        self.now_ns += STEP_NS
+        super().turn()
+
+    @property
+    def lender(self) -> Any:
+        return self.scheduler._lender
+
+    @property
+    def pool(self) -> Any:
+        return self.lender._pool
+
+    @property
+    def stock(self) -> Any:
+        """vLLM's block pool."""
+        return self.scheduler.kv_cache_manager.block_pool
+
+    @property
+    def published(self) -> HostState:
+        state = self.page.host.read()
+        assert state is not None
+        return state
+
+    def lend_all(self) -> None:
+        """What an idle core does."""
+        self.run_until_idle()
+
+    def settle(self, turns: int = 200) -> None:
+        for _ in range(turns):
+            self.turn()
+
+    def memory(self) -> list[Physical]:
+        """What is mapped under the KV cache, the alias page left out."""
+        mapping = self.reservation._mapping
+        alias = self.driver.handles[mapping.alias]
+        found = [self.driver.mapped[mapping.address(page)].memory for page in range(mapping.pages)]
+        return [memory for memory in found if memory is not alias]
+
+    def check(self) -> None:
+        """What holds between any two calls."""
+        lender, mapping = self.lender, self.reservation._mapping
+        held = lender._pool.held if lender is not None else set()
+        bare = {page for page in range(mapping.pages) if mapping.behind(page) == mapping.alias}
+        for granule in range(BLOCKS // GRANULE_BLOCKS):
+            pages = {granule, granule + mapping.pages // 2}  # One in each layer.
+            assert granule in held or not pages & bare, f"granule {granule} has no page"
+        for at, mapped in self.driver.mapped.items():
+            assert mapped.usable, f"{at:#x} would fault"
+        blocks = self.stock.blocks
+        free = {block.block_id for block in self.stock.free_block_queue.get_all_free_blocks()}
+        used = {b.block_id for b in blocks if b.ref_cnt > 0 and not b.is_null}
+        assert len(free) == self.stock.get_num_free_blocks()
+        assert not {block // GRANULE_BLOCKS for block in free | used} & held
+        cached = {b.block_id for b in blocks if b.block_hash is not None}
+        assert not {block // GRANULE_BLOCKS for block in cached} & held, "a prefix without memory"
+        if lender is not None:
+            assert lender._pool.granules.count - len(held) >= lender._core.reserve
+        assert len(set(map(id, self.memory()))) == len(self.memory())
+
+    def places(self, block: int) -> tuple[int, int]:
+        """Where a block begins in each layer."""
+        tensor = self.runner._tensor
+        start = self.reservation.address + block * tensor.block_stride
+        return start, start + tensor.layer_stride
+
+
+def on_device(address: int, size: int) -> Any:
+    storage = SimpleNamespace(nbytes=lambda: size, data_ptr=lambda: address)
+    return SimpleNamespace(device=torch.device("cuda"), untyped_storage=lambda: storage)
+
+
+@contextlib.contextmanager
+def gpu_host(
+    folder: Path,
+    device: StandInDevice,
+    *,
+    by_handle: bool,
+    depth: int = 1,
+    caching: bool = True,
+) -> Iterator[GpuHostRig]:
+    with pytest.MonkeyPatch.context() as patch:
+        page = ControlPage.ensure(folder / "page")
+        environ = {
+            "ROSE_ROLE": "host",
+            "ROSE_CONTROL_PAGE": str(page.path),
+            "ROSE_HOST_LEVEL": "lend",
+            "ROSE_PAGE_SOCKET": str(folder / "pages") if by_handle else "",
+        }
+        for name, value in environ.items():
+            patch.setitem(os.environ, name, value)
+        driver = StandInDriver(device)
+        kv = kv_config(BLOCKS, WIDE)
+        settings = EngineSettings.from_environ(os.environ)
+        reservation = reserve_kv(settings, driver, kv.kv_cache_tensors[0].size)
+        cache = on_device(reservation.address, reservation.size)
+        caches = dict.fromkeys(kv.kv_cache_tensors[0].layers, cache)
+        scheduler = make_scheduler(ObservedScheduler, folder, kv, caches, depth, caching=caching)
+        runner = DeviceRunner(driver, reservation.address, kv)
+        rig = GpuHostRig(scheduler, runner, page, [torch.zeros(1)], depth)
+        rig.driver, rig.reservation = driver, reservation
+        rig._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256) if caching else None
+        scheduler._lender._clock_ns = lambda: rig.now_ns
+        yield rig
+        reservation.close()
+        assert driver.is_clean or rig.leaks
+        page.close()
+
+
+class DriverGuest:
+    """A guest that creates what the host released, as far as the host's section allows it."""
+
+    def __init__(self, device: StandInDevice, host: GpuHostRig) -> None:
+        self.driver = StandInDriver(device)
+        self._host = host
+        self._pool = PagePool(self.driver, PAGE)
+        self.pages: list[Handle] = []
+
+    def grow(self, most: int = 1000) -> None:
+        free = self._allowed() - len(self.pages)
+        for _ in range(min(free, most)):
+            try:
+                self.pages += self._pool.take(1)
+            except DeviceMemoryShort:
+                return
+
+    def obey(self) -> None:
+        """What the node and the balloon make of the host's section."""
+        over = max(0, len(self.pages) - self._allowed())
+        self._pool.give([self.pages.pop() for _ in range(over)])
+
+    def give_all(self) -> None:
+        self._pool.give(self.pages)
+        self.pages.clear()
+
+    def die(self) -> None:
+        self.driver.die()
+        self.pages.clear()
+
+    def memory(self) -> list[Physical]:
+        return [self.driver.handles[handle] for handle in self.pages]
+
+    def _allowed(self) -> int:
+        return lent_bytes(self._host.published) // PAGE
+
+
+class HandleGuest(DriverGuest):
+    """A guest that borrows pages."""
+
+    def __init__(self, device: StandInDevice, host: GpuHostRig) -> None:
+        super().__init__(device, host)
+        path = host.page.path.parent / "pages"
+        self.borrower = PageBorrower(self.driver, PAGE, path, PagePool(self.driver, PAGE))
+
+    def grow(self, most: int = 1000) -> None:
+        self.borrower.step()
+        self.pages += self.borrower.take(min(most, len(self.borrower._stock)))
+
+    def obey(self) -> None:
+        self.borrower.step()
+        wanted = min(len(self.pages), self.borrower.wanted)
+        self.borrower.give([self.pages.pop() for _ in range(wanted)])
+
+    def give_all(self) -> None:
+        self.borrower.step()
+        self.borrower.give(self.pages)
+        self.pages.clear()
+
+    def die(self) -> None:
+        """To be told to the lender by `has_ended`."""
+        if self.borrower._connection is not None:
+            self.borrower._connection.close()
+        super().die()
