@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,21 +32,36 @@ ROOT = Path(__file__).parents[2]
 OTHER_VLLM = "ROSE_VLLM25_PYTHON"
 
 
-def rehearsal(tmp_path: Path, *options: str, python: str = sys.executable) -> subprocess.Popen[str]:
+@contextmanager
+def rehearsal(
+    tmp_path: Path, *options: str, python: str = sys.executable
+) -> Iterator[subprocess.Popen[str]]:
     folders = ("--out", str(tmp_path / "results"), "--logs", str(tmp_path / "logs"))
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    return subprocess.Popen(
+    with subprocess.Popen(
         [python, "-m", "rose.bench.gpu", "--rehearse", "--arm-s", "1", *options, *folders],
         env={**os.environ, "PYTHONPATH": path},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-    )
+    ) as process:
+        try:
+            yield process
+        finally:
+            # It ends all that it started.
+            process.terminate()
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
     out, _ = process.communicate(timeout=280)
     return process.returncode, out
+
+
+def reached(process: subprocess.Popen[str], log: Path, words: str) -> None:
+    """Return once the pieces' log has these words."""
+    while not (log.is_file() and words in log.read_text()):
+        assert process.poll() is None, ended(process)
+        time.sleep(0.2)
 
 
 def left_behind(runner: int) -> list[int]:
@@ -86,8 +103,8 @@ def insist_complete(tmp_path: Path, piece: str) -> None:
 def test_a_rehearsal_goes_through_every_arm_and_leaves_records_and_a_picture(
     tmp_path: Path,
 ) -> None:
-    process = rehearsal(tmp_path, "--only", "serve60", "bursts")
-    code, said = ended(process)
+    with rehearsal(tmp_path, "--only", "serve60", "bursts") as process:
+        code, said = ended(process)
     assert code == 0, said
     assert "2 pieces: 2 done" in said
     insist_complete(tmp_path, "serve60")
@@ -102,20 +119,15 @@ def test_a_rehearsal_goes_through_every_arm_and_leaves_records_and_a_picture(
 
 
 def test_an_engine_that_dies_in_an_arm_is_one_line_and_nothing_is_left(tmp_path: Path) -> None:
-    process = rehearsal(tmp_path, "--only", "serve60", "--arm-rounds", "50")
-    log = tmp_path / "logs" / "serve60.log"
-    deadline_s = time.monotonic() + 200
-    while not (log.is_file() and "guest_alone" in log.read_text()):
-        assert time.monotonic() < deadline_s, log.read_text()
-        assert process.poll() is None
-        time.sleep(0.2)
-    (guest,) = (
-        child
-        for child in psutil.Process(process.pid).children(recursive=True)
-        if "--served-model-name=guest" in child.cmdline()
-    )
-    guest.send_signal(signal.SIGKILL)
-    code, said = ended(process)
+    with rehearsal(tmp_path, "--only", "serve60", "--arm-rounds", "50") as process:
+        reached(process, tmp_path / "logs" / "serve60.log", ", busy 0.6 poisson")
+        (guest,) = (
+            child
+            for child in psutil.Process(process.pid).children(recursive=True)
+            if "--served-model-name=guest" in child.cmdline() and "--" not in child.cmdline()
+        )  # not the one that waits beside it to end its family
+        guest.send_signal(signal.SIGKILL)
+        code, said = ended(process)
     assert code == 1
     (failed,) = (line for line in said.splitlines() if line.startswith("serve60  failed: "))
     assert failed.startswith("serve60  failed: engine guest ended"), failed
@@ -137,8 +149,8 @@ def test_an_engine_without_room_is_one_line_and_the_others_are_ended(tmp_path: P
     OTHER_VLLM not in os.environ, reason=f"{OTHER_VLLM} names no Python with vLLM 0.25"
 )
 def test_the_version_beside_a_cards_torch_is_rehearsed_too(tmp_path: Path) -> None:
-    process = rehearsal(tmp_path, "--only", "serve60", python=os.environ[OTHER_VLLM])
-    code, said = ended(process)
+    with rehearsal(tmp_path, "--only", "serve60", python=os.environ[OTHER_VLLM]) as process:
+        code, said = ended(process)
     assert code == 0, said
     insist_complete(tmp_path, "serve60")
     assert not left_behind(process.pid)

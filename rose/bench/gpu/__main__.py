@@ -40,6 +40,8 @@ def main(
     try:
         if args.list:
             return _list(args)
+        if args.draw:
+            return _drawn(args.draw)
         if args.rehearse:
             return _rehearse(args)
         return _run(args, open_reader(), measure)
@@ -101,14 +103,21 @@ def _run(args: argparse.Namespace, reader: CardReader, measure: Measure) -> int:
     return int(not all(outcome.good for outcome in outcomes))
 
 
-def _draw(folder: Path) -> None:
+def _drawn(folder: Path) -> int:
+    if not _draw(folder):
+        raise ConfigError(f"nothing to draw in {folder}; name a folder that has results of pieces")
+    return 0
+
+
+def _draw(folder: Path) -> Path | None:
     try:
         from rose.bench.gpu.plot import draw
     except ImportError as error:
-        _say(f"note: no picture, {error.name} is not installed")
-        return
+        _say(f"note: no picture, {error.name} is not installed; --draw makes it elsewhere")
+        return None
     if path := draw(folder):
         _say(f"picture: {path}")
+    return path
 
 
 def _pieces(args: argparse.Namespace) -> tuple[Piece, ...]:
@@ -144,6 +153,7 @@ def _parser() -> argparse.ArgumentParser:
     sizes = Sizes()
     parser = argparse.ArgumentParser(prog="rose.bench.gpu", description=__doc__)
     parser.add_argument("--list", action="store_true", help="show the pieces, measure nothing")
+    parser.add_argument("--draw", type=Path, metavar="DIR", help="the picture of results, no more")
     parser.add_argument("--only", nargs="+", default=[], metavar="PIECE", help="these alone")
     parser.add_argument(
         "--resume",

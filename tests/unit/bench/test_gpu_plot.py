@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from standin_gpu import CARD, IDLE, MEASURED
 
+from rose.bench.gpu.__main__ import main
 from rose.bench.gpu.environment import environment
 from rose.bench.gpu.plot import PANELS, draw, figure_of
 from rose.bench.gpu.records import write_done
@@ -79,3 +80,13 @@ def test_a_picture_of_a_rehearsal_says_that_it_shows_nothing() -> None:
 def test_nothing_is_drawn_of_nothing(tmp_path: Path) -> None:
     assert draw(tmp_path) is None
     assert not list(tmp_path.iterdir())
+
+
+def test_results_from_elsewhere_are_drawn_without_a_card(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--draw", str(tmp_path)]) == 2
+    assert "nothing to draw in" in capsys.readouterr().err
+    write_done(tmp_path, record("serve60"))
+    assert main(["--draw", str(tmp_path)]) == 0
+    assert (tmp_path / "gpu.png").is_file()

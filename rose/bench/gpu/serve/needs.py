@@ -7,7 +7,7 @@ from rose.bench.gpu.serve.sizes import ServingSizes
 MODULES = (
     *("torch", "vllm", "transformers", "fastapi"),
     *("aiohttp", "msgspec", "numpy", "psutil", "pydantic", "cryptography", "blake3", "zstandard"),
-    *("numba", "uvloop", "httptools"),
+    *("numba", "uvloop"),
 )
 # Fifteen requests one after another, which tell how long one takes.
 PACE_S = 5.0
