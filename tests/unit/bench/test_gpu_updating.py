@@ -1,7 +1,11 @@
 """A guest's versions on a card: weights on disk, steps of them, and what figures mean."""
 
+import asyncio
 import hashlib
 import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +14,19 @@ import numpy as np
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from standin_guest import StandInGuest
 
+from rose.bench.coserve.plan import Block, Cell
+from rose.bench.coserve.records import BlockRecord, Counters
 from rose.bench.gpu.errors import PieceError
 from rose.bench.gpu.limits import REQUESTS_FOR_P90, updating_checks
 from rose.bench.gpu.models import SHAPES
-from rose.bench.gpu.serve import weights_file
+from rose.bench.gpu.serve import updating, weights_file
+from rose.bench.gpu.serve.sizes import REHEARSAL
 from rose.bench.gpu.serve.stamped import StampedTurns
 from rose.bench.gpu.serve.versions import CHANGED, GuestVersions, stepped
 from rose.bench.gpu.serve.weights_file import checkpoint_name, write_weights
+from rose.load.records import Request
 from weight_transfer import Receiver, SigningKey, read_chunk, read_safetensors
 from weight_transfer.manifest import Manifest
 
@@ -111,6 +120,109 @@ async def test_a_chunk_without_its_version_or_of_an_older_one_ends_the_piece(
         with pytest.raises(PieceError, match="is stamped"):
             await turns.turn()
     await server.close()
+
+
+class StandInSession:
+    """A guest that answers, and a host whose requests take 10 ms, 20 ms beside an update."""
+
+    def __init__(self, guest: StandInGuest, weights: Path, folder: Path, key: SigningKey) -> None:
+        self.sizes, self.folder, self.key, self.start_s = REHEARSAL, folder, key, 1.0
+        self.engines: Any = self
+        self.player: Any = self
+        self.guest_weights, self.weights_written_s = weights, 0.5
+        self.http: Any = None
+        self.base = ""
+        self.ruled: list[str] = []
+        self.played: list[tuple[BlockRecord, bool]] = []
+        self._guest = guest
+
+    def url(self, name: str) -> str:
+        assert name == "guest"
+        return self.base
+
+    def rule(self, arm: Any) -> None:
+        self.ruled.append(arm.name)
+
+    def say(self, what: str) -> None:
+        assert what
+
+    async def cell(self, busy: float, traffic: Any) -> Cell:
+        return Cell(busy, traffic, 5.0)
+
+    async def play(self, block: Block) -> BlockRecord:
+        before = self._guest.receiver.version
+        await asyncio.sleep(0.1)
+        updated = self._guest.receiver.version != before
+        assert block.cell is not None
+        none = Counters(0, 0, 0, 0)
+        record = BlockRecord(
+            block=len(self.played), arm=block.arm.name, round=block.round, segment=block.segment,
+            busy_target=0.6, traffic="poisson", rate_per_s=5.0, policy=block.arm.policy,
+            slack_share=block.arm.slack_share, isolation="none", start_s=0.0,
+            end_s=block.duration_s, start=none, end=none,
+        )  # fmt: skip
+        self.played.append((record, updated))
+        return record
+
+    async def requests(self) -> list[Request]:
+        return [
+            Request(
+                request_id=f"{record.block}", block=record.block, arm=record.arm,
+                segment=record.segment, offset_s=0.0, arrival_s=0.0,
+                ttft_s=0.02 if updated else 0.01, e2e_s=1.0, output_tokens=4, status="ok",
+                tpot_s=0.005, prompt_tokens=8, source="client",
+            )
+            for record, updated in self.played
+        ]  # fmt: skip
+
+
+@asynccontextmanager
+async def session(tmp_path: Path) -> AsyncIterator[tuple[StandInSession, StandInGuest]]:
+    key = SigningKey.generate()
+    weights = write_weights(SHAPES["tiny-guest"], tmp_path, seed=1)
+    guest = StandInGuest(weights, key.verify_key)
+    server = await guest.start()
+    made = StandInSession(guest, weights, tmp_path, key)
+    made.base = str(server.make_url("")).rstrip("/")
+    async with aiohttp.ClientSession() as made.http:
+        yield made, guest
+    await server.close()
+
+
+async def test_an_update_is_measured_beside_the_same_arrivals_without_one(tmp_path: Path) -> None:
+    async with session(tmp_path) as (made, _):
+        began_s = time.monotonic()
+        found = await updating.updates(made, 60.0)  # type: ignore[arg-type]
+        assert time.monotonic() - began_s < 60
+    assert [found["first"]["version"], *(u["version"] for u in found["updates"])] == [1, 2]
+    assert found["pause_s"] == {"p50": 0.02, "most": 0.02, "count": 1}
+    assert made.ruled == ["adaptive-0.0"], "the guest may run before the first block"
+    half = len(made.played) // 2
+    segments = [record.segment for record, _ in made.played]
+    assert segments[:half] == segments[half:], "the same arrivals"
+    assert [updated for _, updated in made.played].index(True) < half
+    host = found["host"]
+    assert host["during"]["requests"] == host["control"]["requests"] == half >= 1
+    assert host["control"]["ttft_p90_s"] == 0.01
+    assert host["ratio"]["ttft_p90_s"] == pytest.approx(2.0)
+    tokens = found["stamped"]["tokens_of_version"]
+    assert set(tokens) == {"0", "1", "2"}
+    assert found["stamped"]["turns_across_a_version"] <= found["stamped"]["turns"]
+    assert json.dumps(found, allow_nan=False)
+
+
+async def test_a_guest_that_stamps_the_old_version_fails_the_piece(tmp_path: Path) -> None:
+    async with session(tmp_path) as (made, guest):
+        guest.stamped_late = True
+        with pytest.raises(PieceError, match=r"a turn after version 1 is stamped \[0, 0\]"):
+            await updating.updates(made, 60.0)  # type: ignore[arg-type]
+
+
+async def test_a_version_that_is_not_active_fails_the_piece(tmp_path: Path) -> None:
+    async with session(tmp_path) as (made, _):
+        made.key = SigningKey.generate()
+        with pytest.raises(PieceError, match=r"did not answer|is not active"):
+            await updating.updates(made, 60.0)  # type: ignore[arg-type]
 
 
 def measured(pause_s: float, most_s: float, ratio: float, requests: int) -> dict[str, Any]:
