@@ -1,7 +1,8 @@
 """KV memory on the host: pages go by MADV_DONTNEED and come back, zeroed, when they are touched.
 
 A page that two blocks share is given back when both are held. What counts as returned is what was
-measured not to be resident, never what was asked for.
+measured not to be resident, never what was asked for. What is held may not be part of a huge page,
+or a touch beside it would bring it back.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 
 from executor.granules import Granules
 from executor.pages import OwnPages
-from executor.resident import Range, coalesce, discard, resident_bytes
+from executor.resident import Range, allow_huge_pages, coalesce, discard, resident_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,9 @@ class HostPages(OwnPages):
             whole = next(old for old in known if old.start <= run.start and run.stop <= old.stop)
             left = known[whole] if run == whole else self._size(run) - lost[whole]
             self._returned[run] = max(0, left)
+        for run in runs(granules):
+            for piece in self._pages(run):
+                allow_huge_pages(piece, allowed=True)
 
     def _measure_new_runs(self) -> None:
         known, self._returned = self._returned, {}
@@ -83,6 +87,7 @@ class HostPages(OwnPages):
     def _discarded(self, run: range) -> int:
         returned = 0
         for piece in self._pages(run):
+            allow_huge_pages(piece, allowed=False)
             discard(piece)
             returned += piece.size - resident_bytes(piece)
         return returned

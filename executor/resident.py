@@ -69,6 +69,16 @@ def use_huge_pages(pages: Range) -> None:
         _libc.madvise(pages.start, pages.size, _MADV_POPULATE_WRITE)
 
 
+def allow_huge_pages(pages: Range, *, allowed: bool) -> None:
+    """Whether these may become part of a huge page, of which a touch anywhere brings all.
+
+    A wish, as above.
+    """
+    if pages.size:
+        advice = mmap.MADV_HUGEPAGE if allowed else mmap.MADV_NOHUGEPAGE
+        _libc.madvise(pages.start, pages.size, advice)
+
+
 def resident_bytes(pages: Range) -> int:
     """How many bytes of these whole pages are in memory."""
     if not pages.size:

@@ -22,6 +22,7 @@ from executor.vllm.profiled import gate_limits, step_model
 from executor.vllm.settings import GUEST, WARM_UP, EngineSettings
 from executor.vllm.station import GuestStation, Load
 from executor.vllm.surfaces import SampledSurface, StepSurface
+from executor.vllm.versions import capped, check_version, ended_requests, waiting_requests
 from executor.vllm.watchdog import Watchdog
 
 logger = logging.getLogger("vllm.rose.guest")
@@ -32,12 +33,10 @@ class GatedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types are n
 
     An empty schedule still carries aborts and finished requests to the workers, and leaves vLLM's
     own pause state alone: with that set from outside, the engine core would block on its queue and
-    never look at the page again. Inert unless ROSE_ROLE=guest; a guest whose page cannot be mapped
-    or whose step profile cannot be read raises ExecutorError and so does not start.
+    never look at the page again. Inert unless ROSE_ROLE=guest; a guest whose page cannot be mapped,
+    whose step profile cannot be read or whose vLLM nobody has tested raises ExecutorError and so
+    does not start.
     """
-
-    max_num_scheduled_tokens: int
-    max_num_active_reqs: int
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
@@ -46,6 +45,7 @@ class GatedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types are n
         if settings.role != GUEST:
             logger.warning("ROSE_ROLE is not %s: this engine runs without a gate", GUEST)
             return
+        check_version()
         model, limits = step_model(settings), gate_limits(settings)
         page = ControlPage.open(settings.page_path)
         pages, granules = kv_pages(self.vllm_config, self.kv_cache_config, settings.kv_backend)
@@ -109,14 +109,16 @@ class GatedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types are n
         fits = self._kv.fit(station.grant())
         station.mapped(self._kv.mapped, self._load())
         if self._kv.ballooned:
-            waiting = [*self.kv_holding_waiting, *self.waiting]
             lost = too_large(
-                waiting, self._kv.capacity_blocks, self.block_size, self.num_lookahead_tokens
+                waiting_requests(self),
+                self._kv.capacity_blocks,
+                self.block_size,
+                self.num_lookahead_tokens,
             )
             if lost:
                 logger.info("%d requests do not fit the KV cap and are handed back", len(lost))
                 ended = self.finish_requests(lost, RequestStatus.FINISHED_ABORTED)
-                self._hand_back.ended(ended)
+                self._hand_back.ended(ended_requests(ended))
         return fits
 
     def _rollouts(self) -> list[Rollout]:
@@ -143,13 +145,8 @@ class GatedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types are n
     def _schedule_within(
         self, tokens: int, sequences: int, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> StepSurface:
-        full = self.max_num_scheduled_tokens, self.max_num_active_reqs
-        self.max_num_scheduled_tokens = min(full[0], tokens)
-        self.max_num_active_reqs = min(full[1], sequences)
-        try:
+        with capped(self, tokens, sequences):
             return self._stock_schedule(*args, **kwargs)
-        finally:
-            self.max_num_scheduled_tokens, self.max_num_active_reqs = full
 
     def _stock_schedule(self, *args: object, **kwargs: object) -> StepSurface:
         output: StepSurface = super().schedule(*args, **kwargs)

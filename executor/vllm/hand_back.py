@@ -33,9 +33,9 @@ class HandBack:
     def __init__(self) -> None:
         self._ended: list[tuple[int, str]] = []
 
-    def ended(self, requests: Iterable[Any]) -> None:
-        """Remember requests that the scheduler ended by itself."""
-        self._ended.extend((request.client_index, request.request_id) for request in requests)
+    def ended(self, requests: Iterable[tuple[int, str]]) -> None:
+        """Remember requests, by client and id, that the scheduler ended by itself."""
+        self._ended.extend(requests)
 
     def tell(self, outputs: dict[int, Any]) -> None:
         """Add a last output of each to what goes to their clients."""

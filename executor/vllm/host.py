@@ -21,6 +21,7 @@ from executor.vllm.lender import HostLender, KvLent
 from executor.vllm.observer import HostObserver
 from executor.vllm.settings import HOST, LEND, EngineSettings
 from executor.vllm.surfaces import RequestSurface, StepSurface
+from executor.vllm.versions import check_version
 
 # vLLM shows what its own loggers' children say.
 logger = logging.getLogger("vllm.rose.host")
@@ -97,6 +98,7 @@ class ObservedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types ar
     def _attach(self) -> None:
         settings = EngineSettings.from_environ(os.environ)
         if settings.role == HOST:
+            check_version()
             page = ControlPage.ensure(settings.page_path)
             log = StepLog.from_environ(os.environ, HOST)
             if settings.level == LEND:

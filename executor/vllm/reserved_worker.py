@@ -1,7 +1,8 @@
 """`--worker-cls executor.vllm.reserved_worker.ReservedKvWorker`: KV memory of a GPU that can go.
 
-Stock vLLM allocates its KV cache in one piece with `torch.zeros`, of which no page can be given
-back. This worker puts a reservation in its place; everything else is the stock worker's.
+Stock vLLM allocates its KV cache with `torch.zeros`, of which no page can be given back. This
+worker asks for one allocation in which a block's layers are neighbours, and puts a reservation in
+its place; everything else is the stock worker's.
 """
 
 import os
@@ -15,8 +16,10 @@ from vllm.v1.worker.gpu_worker import Worker
 from executor.cuda.bindings import open_driver
 from executor.cuda.tensor import as_tensor, whole
 from executor.errors import ExecutorError
+from executor.vllm.block_outermost import block_outermost_first, check_views, packed
 from executor.vllm.page_source import reserve_kv
 from executor.vllm.settings import EngineSettings
+from executor.vllm.versions import check_version
 
 
 class ReservedZeros(TorchFunctionMode):
@@ -53,6 +56,11 @@ class ReservedKvWorker(Worker):  # type: ignore[misc] # vLLM's types are not our
     """The stock GPU worker over memory that ROSE reserved."""
 
     device: torch.device
+    vllm_config: Any
+
+    def get_supported_kv_cache_layouts(self) -> list[str]:
+        """The stock worker's layouts, those first that make small granules; 0.32 asks for them."""
+        return block_outermost_first(super().get_supported_kv_cache_layouts())
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:  # noqa: ANN401 -- vLLM's type
         """Allocate the KV cache as vLLM does, in reserved memory.
@@ -60,14 +68,20 @@ class ReservedKvWorker(Worker):  # type: ignore[misc] # vLLM's types are not our
         Raises ExecutorError where that cannot be: an engine that was to give memory back must not
         start as one that cannot.
         """
-        size = max((tensor.size for tensor in kv_cache_config.kv_cache_tensors), default=0)
+        check_version()
+        config = packed(kv_cache_config)
+        size = max((tensor.size for tensor in config.kv_cache_tensors), default=0)
         with ReservedZeros(size, self.device.type, lambda: self._reserved(size)) as zeros:
-            super().initialize_from_config(kv_cache_config)
+            super().initialize_from_config(config)
         if zeros.handed_out != 1:
             raise ExecutorError(
                 f"vLLM made {zeros.handed_out} allocations of {size} bytes for its KV cache; start"
                 " without ReservedKvWorker, or with the vLLM that ROSE is tested with"
             )
+        if config is not kv_cache_config:
+            (group,) = config.kv_cache_groups
+            layers = self.vllm_config.compilation_config.static_forward_context
+            check_views(layers[name].kv_cache for name in group.layer_names)
 
     def _reserved(self, size: int) -> torch.Tensor:
         if self.device.type != "cuda":

@@ -1,5 +1,6 @@
 """What an engine is to be: one frozen record, from which its command line follows."""
 
+import sys
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -20,6 +21,13 @@ class EngineRole(StrEnum):
         return self in (EngineRole.GUEST, EngineRole.DEDICATED)
 
 
+class Device(StrEnum):
+    """What an engine computes on."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
     """One engine.
@@ -35,6 +43,10 @@ class EngineSpec:
     leaves that out.
     kv_backend: how a guest gives KV pages back; "cuda" reserves them on a GPU.
     step_profile, host_step_profile: files of `rose profile`, of a guest and of its host.
+    python: interpreter with the vLLM to start, None for this one; see `check_python`.
+    device: on a GPU neither KV nor weights are memory of this machine, and no core is shared.
+    enforce_eager: without compilation and CUDA graphs; a CPU needs it.
+    load_format: vLLM's; "dummy" makes random weights of a folder that has only a configuration.
     """
 
     name: str
@@ -60,8 +72,17 @@ class EngineSpec:
     step_profile: Path | None = None
     host_step_profile: Path | None = None
     kv_backend: str = "auto"
+    python: Path | None = None
+    device: Device = Device.CPU
+    enforce_eager: bool = True
+    load_format: str = "auto"
     extra_env: dict[str, str] = field(default_factory=dict)
     extra_args: tuple[str, ...] = ()
+
+    @property
+    def interpreter(self) -> str:
+        """The Python that runs it."""
+        return str(self.python or sys.executable)
 
     @property
     def url(self) -> str:

@@ -1,12 +1,10 @@
-"""vLLM on CPU: the command line and environment of an engine.
+"""vLLM: the command line and environment of an engine; the same for all versions that ROSE knows.
 
 Each engine runs its worker inside its engine core (UniProcExecutor): as two processes they would
-starve each other on one core.
+starve each other on one core, and only there the scheduler's plugin reaches the KV memory.
 """
 
-import sys
-
-from rose.engines.spec import EngineRole, EngineSpec
+from rose.engines.spec import Device, EngineRole, EngineSpec
 from rose.process import ProcessSpec
 
 _EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
@@ -26,16 +24,23 @@ _REPLICA_ARGS = (
     "--logprobs-mode=processed_logprobs",
     "--generation-config=vllm",
     "--disable-log-stats",
-    # Turns skip middleware that only users of the OpenAI routes need.
+    # The routes, where vLLM has no endpoint plugins.
+    "--middleware=rose.replica.mount.EndpointMount",
+    # Turns skip middleware that only users of the OpenAI routes need: the last is the outermost.
     "--middleware=rose.replica.shortcut.GenerateShortcut",
 )
+# KV memory is given in bytes. All that is left of vLLM's share of a GPU is that so much of it must be
+# free when an engine starts, which would keep a guest from starting beside its host.
+_NO_SHARE = "--gpu-memory-utilization=0.01"
+# Engines of one CPU share its cores.
+_CPU_ENV = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
 def process_spec(spec: EngineSpec) -> ProcessSpec:
     """The child process that is this engine."""
     return ProcessSpec(
         name=spec.name,
-        argv=(sys.executable, "-m", "vllm.entrypoints.openai.api_server", *_arguments(spec)),
+        argv=(spec.interpreter, "-m", "vllm.entrypoints.openai.api_server", *_arguments(spec)),
         env=_environment(spec),
         log=spec.log,
         core=spec.core,
@@ -51,7 +56,6 @@ def _arguments(spec: EngineSpec) -> list[str]:
         f"--served-model-name={spec.name}",
         "--host=127.0.0.1",
         f"--port={spec.port}",
-        "--enforce-eager",
         f"--dtype={spec.dtype}",
         f"--kv-cache-memory-bytes={spec.kv_bytes}",
         f"--max-model-len={spec.max_model_len}",
@@ -60,10 +64,15 @@ def _arguments(spec: EngineSpec) -> list[str]:
         f"--stream-interval={spec.stream_interval}",
         f"--distributed-executor-backend={_EXECUTOR}",
         "--disable-uvicorn-access-log",
+        f"--load-format={spec.load_format}",
     ]
+    if spec.enforce_eager:
+        arguments.append("--enforce-eager")
+    if spec.device is Device.CUDA:
+        arguments.append(_NO_SHARE)
     if spec.role in _SCHEDULERS:
         arguments.append(f"--scheduler-cls={_SCHEDULERS[spec.role]}")
-    if spec.role is EngineRole.GUEST and spec.kv_backend == "cuda":
+    if spec.role in _SCHEDULERS and spec.kv_backend == "cuda":
         arguments.append("--worker-cls=executor.vllm.reserved_worker.ReservedKvWorker")
     if spec.role.is_replica:
         arguments.extend(_REPLICA_ARGS)
@@ -77,12 +86,12 @@ def _environment(spec: EngineSpec) -> dict[str, str]:
         "ROSE_SLO_TTFT_S": str(spec.ttft_target_s),
         "ROSE_SLO_TPOT_S": str(spec.tpot_target_s),
         "VLLM_PLUGINS": _PLUGINS[spec.role],
-        "OMP_NUM_THREADS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
+    if spec.device is Device.CPU:
+        env |= _CPU_ENV
     if spec.control_page:
         env["ROSE_CONTROL_PAGE"] = str(spec.control_page)
         env["ROSE_ORPHAN_S"] = str(spec.orphan_s)

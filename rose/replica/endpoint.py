@@ -17,10 +17,12 @@ from starlette.datastructures import State
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from executor.vllm.versions import check_version
 from rose.replica.admission import Admission, AdmissionError, StaleEpochError
 from rose.replica.generate import GenerateApp
 from rose.replica.kv_wake import KvWaker
 from rose.replica.shortcut import GENERATE_PATH, STATE_NAME
+from rose.replica.stamps import stamps_of
 from rose.replica.turns import Turns
 from rose.replica.warm_up import WarmUp
 from rose.replica.weights import ActivationError, Weights
@@ -33,7 +35,8 @@ _ROLES = frozenset({"guest", "dedicated"})
 
 
 class ReplicaEndpoint:
-    """Named in `VLLM_PLUGINS` as `rose_replica`; inert unless `ROSE_ROLE` makes a replica of it."""
+    """Named in `VLLM_PLUGINS` as `rose_replica`, or mounted (see `mount`); inert unless `ROSE_ROLE`
+    makes a replica of it."""
 
     name = "rose_replica"
     required_tasks = ("generate",)
@@ -49,9 +52,13 @@ class ReplicaEndpoint:
         self._warm_up: WarmUp | None = None
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the routes: Starlette's own, and before vLLM's, which are matched one by one."""
+        """Add the routes: Starlette's own, and before vLLM's, which are matched one by one.
+
+        Raises ExecutorError on a vLLM that nobody has tested.
+        """
         if not self._active:
             return
+        check_version()
         app.router.routes[:0] = [
             # An ASGI application as endpoint is called as it is, without a Request around it.
             Route(GENERATE_PATH, self._generate, methods=["POST"]),
@@ -72,6 +79,7 @@ class ReplicaEndpoint:
         if not self._active:
             return
         setattr(state, STATE_NAME, self._generate)
+        stamps_of(engine_client)  # It counts from the first token on.
         self._turns = self._generate.turns = Turns(engine_client)
         self._weights = Weights(engine_client, str(args.model), self._turns)
         cache = engine_client.vllm_config.cache_config

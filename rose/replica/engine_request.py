@@ -1,8 +1,8 @@
-"""One request inside vLLM's AsyncLLM: the one file that knows its internals (vLLM 0.32).
+"""One request inside vLLM's AsyncLLM: with `stamps` and `engine_errors` all that knows its inside.
 
 `AsyncLLM.generate` hides what a replica needs: the moment a request is registered (a drain has to
 find it), its internal id, and the list of weight versions that grows while it runs. vLLM shows that
-list only when a request ends, and a request that is killed never ends. So this file does what
+list at most when a request ends, and a request that is killed never ends. So this file does what
 `generate` does, with the same calls: `add_request`, then its collector, then `abort`.
 """
 
@@ -11,18 +11,18 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from vllm import SamplingParams
-from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMError
 from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.engine.exceptions import EngineGenerateError
 
+from rose.replica.engine_errors import BAD_REQUESTS, ENGINE_FAILURES, ErrorWithStatus
 from rose.replica.kv_ages import KvAges
+from rose.replica.stamps import stamps_of
 from rose.replica.versions import Start, split_spans
 from rose.replica.wire import Chunk, GenerateBody, Sampling
 
 _BAD_REQUEST = 400
 _UNAVAILABLE = 503
-ENGINE_FAILURES = (VLLMError, EngineDeadError, EngineGenerateError)
 
 
 class RequestRefusedError(Exception):
@@ -77,16 +77,13 @@ class EngineRequest:
                 _parameters(body.sampling),
                 priority=body.priority,
             )
-        except GracefulHTTPError as error:
-            raise RequestRefusedError(int(error.http_status), str(error)) from error
-        except (VLLMClientError, ValueError) as error:
+        except ErrorWithStatus as error:
+            raise RequestRefusedError(_status(error), str(error)) from error
+        except BAD_REQUESTS as error:
             raise RequestRefusedError(_BAD_REQUEST, str(error)) from error
         except ENGINE_FAILURES as error:
             raise RequestRefusedError(_UNAVAILABLE, str(error)) from error
-        # No state: the request has ended already, and its only output carries its versions.
-        state = engine.output_processor.request_states.get(collector.request_id)
-        starts = None if state is None else state.weight_version_starts
-        return cls(collector, starts, ages, began)
+        return cls(collector, stamps_of(engine).starts(collector), ages, began)
 
     async def next(self) -> Delta:
         """Wait for output; what came since the last call is merged.
@@ -132,6 +129,10 @@ async def abort(engine: Any, requests: Sequence[EngineRequest]) -> None:  # noqa
     """End requests. Needs no engine step: each collector has its last output before this awaits."""
     if requests:
         await engine.abort([request.id for request in requests], internal=True)
+
+
+def _status(error: Any) -> int:  # noqa: ANN401 - an ErrorWithStatus
+    return int(error.http_status)
 
 
 def _check_stops(engine: Any, sampling: Sampling) -> None:  # noqa: ANN401 - AsyncLLM

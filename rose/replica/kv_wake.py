@@ -11,7 +11,7 @@ import os
 from typing import Any, Final
 
 from executor import ControlPage, Grant, GuestState, HostState, PageError
-from rose.replica.engine_request import ENGINE_FAILURES
+from rose.replica.engine_errors import ENGINE_FAILURES
 
 POLL_S: Final = 0.01
 _LOG = logging.getLogger("vllm.rose.replica")

@@ -8,7 +8,8 @@ import asyncio
 from typing import Any
 
 from rose.replica.asgi import ClientGoneError
-from rose.replica.engine_request import ENGINE_FAILURES, EngineRequest, abort
+from rose.replica.engine_errors import ENGINE_FAILURES
+from rose.replica.engine_request import EngineRequest, abort
 from rose.replica.kv_ages import KvAges
 from rose.replica.versions import UnknownVersionError
 from rose.replica.wire import Finish, GenerateBody, Record, encode_lines

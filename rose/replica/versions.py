@@ -1,13 +1,12 @@
 """Which policy version sampled which token: cuts a run of output tokens where the version changes.
 
-The engine names a version by a string and notes at which output token each began; see
-`engine_request` for where that list is read.
+A version has a name, and at which output token each began is noted; see `stamps`.
 """
 
 from collections.abc import Sequence
 
-# What vLLM calls the weights that it started from.
-_UNNAMED = "default"
+UNNAMED = "default"
+"""What vLLM calls the weights that it started from."""
 
 Start = tuple[str, int]
 Span = tuple[int, int, int]
@@ -19,7 +18,7 @@ class UnknownVersionError(Exception):
 
 def version_number(name: str) -> int:
     """The integer behind the engine's version string; an engine that was never updated runs 0."""
-    if name == _UNNAMED:
+    if name == UNNAMED:
         return 0
     if not name.isdecimal():
         raise UnknownVersionError(

@@ -20,7 +20,8 @@ from typing import Any, Final, Self
 
 from executor import ControlPage, PageError
 from executor.vllm.settings import WARM_UP
-from rose.replica.engine_request import ENGINE_FAILURES, EngineRequest, RequestRefusedError, abort
+from rose.replica.engine_errors import ENGINE_FAILURES
+from rose.replica.engine_request import EngineRequest, RequestRefusedError, abort
 from rose.replica.kv_ages import KvAges
 from rose.replica.versions import UnknownVersionError
 from rose.replica.wire import GenerateBody, Sampling

@@ -15,9 +15,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
 from rose.replica.audit import Audits
-from rose.replica.engine_request import ENGINE_FAILURES
+from rose.replica.engine_errors import ENGINE_FAILURES
 from rose.replica.host_idle import wait_host_idle
 from rose.replica.staging import stage
+from rose.replica.stamps import stamps_of
 from rose.replica.turns import Turns
 from weight_transfer import OnUpdate, WeightError
 from weight_transfer.vllm.report import merged
@@ -130,7 +131,7 @@ class Weights:
             reports = await self._call_all("rose_weights_commit")
             report = merged(reports)
             if report["digest_ok"] and report["probe_ok"]:
-                await self._engine.update_weight_version(str(report["version"]))
+                await stamps_of(self._engine).activate(int(report["version"]))
                 self.version = int(report["version"])
                 self._turns.ages.activated(self.version, kept_kv=keep_kv)
             elif len(reports) > 1:

@@ -1,9 +1,7 @@
 """A real gated replica behind its HTTP contract, and one client of it."""
 
 import json
-import os
 import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
@@ -14,7 +12,9 @@ from typing import Any
 import aiohttp
 from standin_node import StandInNode
 from tiny_model import VOCABULARY
+from vllm_versions import run_by
 
+from rose.engines import EngineRole, EngineSpec
 from weight_transfer.publisher import Publisher
 from weight_transfer.signing import SigningKey
 from weight_transfer.store import ChunkStore
@@ -131,35 +131,24 @@ def forge(manifest: Path) -> Path:
     return forged
 
 
-def command_line(model: Path, port: int) -> list[str]:
-    return [
-        sys.executable,
-        *("-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
-        *("--served-model-name", "tiny", "--skip-tokenizer-init", "--enforce-eager"),
-        *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"),
-        *("--kv-cache-memory-bytes", "67108864", "--max-model-len", "512", "--block-size", "32"),
-        *("--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor"),
-        *("--scheduler-cls", "executor.vllm.guest.GatedScheduler"),
-        *("--worker-extension-cls", "weight_transfer.vllm.worker.WeightWorker"),
-        *("--middleware", "rose.replica.shortcut.GenerateShortcut"),
-        *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
-        *("--disable-uvicorn-access-log", "--disable-log-stats", "--stream-interval", "4"),
-    ]
-
-
-def environment(page: Path, key: SigningKey) -> dict[str, str]:
-    return os.environ | {
-        "CUDA_VISIBLE_DEVICES": "",
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "ROSE_CONTROL_PAGE": str(page),
-        "ROSE_REPLICA_ID": "guest-0",
-        "ROSE_ROLE": "guest",
-        "ROSE_VERIFY_KEY": key.verify_key.hex,
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_PLUGINS": "rose_unpacked,rose_replica",
-    }
+def replica_spec(
+    root: Path, port: int, page: Path, key: SigningKey, python: str | None = None
+) -> EngineSpec:
+    """A gated guest in fp32 that serves `root/model`."""
+    return EngineSpec(
+        name="guest-0",
+        role=EngineRole.GUEST,
+        model_dir=root / "model",
+        port=port,
+        log=root / "engine.log",
+        dtype="float32",
+        stream_interval=4,
+        control_page=page,
+        orphan_s=2.0,
+        verify_key=key.verify_key.hex,
+        extra_args=("--skip-tokenizer-init",),
+        **run_by(python, root),
+    )
 
 
 def wait_ready(url: str, process: "subprocess.Popen[bytes]", log: Path) -> None:

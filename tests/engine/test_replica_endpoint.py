@@ -18,10 +18,9 @@ from live_replica import (
     Engine,
     Lines,
     Replica,
-    command_line,
-    environment,
     first_logprob,
     forge,
+    replica_spec,
     sampled,
     tokens_of,
     versions_of,
@@ -29,8 +28,10 @@ from live_replica import (
 )
 from standin_node import StandInNode
 from tiny_model import VOCABULARY, save_tiny_model
+from vllm_versions import VERSIONS
 
 from executor import ControlPage, GrantMode
+from rose.engines import process_spec
 from weight_transfer.checkpoint import read_model_dir
 from weight_transfer.publisher import Publisher
 from weight_transfer.signing import SigningKey
@@ -39,8 +40,10 @@ from weight_transfer.store import ChunkStore
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+@pytest.fixture(scope="module", params=VERSIONS)
+def engine(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engine]:
     root = tmp_path_factory.mktemp("replica")
     save_tiny_model(root / "model", dtype="float32")
     with socket.socket() as probe:
@@ -50,11 +53,13 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     page = ControlPage.create(root / "page")
     node = StandInNode(page)
     node.start()
-    log = root / "engine.log"
+    spec = replica_spec(root, port, root / "page", key, request.param)
+    command = process_spec(spec)
+    log = spec.log
     with log.open("wb") as sink:
         process = subprocess.Popen(
-            command_line(root / "model", port),
-            env=environment(root / "page", key),
+            command.argv,
+            env={**os.environ, **command.env},
             stdout=sink,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -88,7 +93,7 @@ async def test_a_replica_without_a_lease_takes_no_turns(replica: Replica) -> Non
 
 async def test_a_greedy_stream_equals_the_engines_own_completion(replica: Replica) -> None:
     await replica.admit()
-    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 48, "temperature": 0}
+    body = {"model": "guest-0", "prompt": PROMPT, "max_tokens": 48, "temperature": 0}
     body |= {"ignore_eos": True, "detokenize": False, "return_token_ids": True}
     async with replica.http.post(f"{replica.engine.url}/v1/completions", json=body) as answer:
         expected = (await answer.json())["choices"][0]["token_ids"]

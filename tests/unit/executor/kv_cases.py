@@ -4,7 +4,7 @@ import os
 import time
 import zlib
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,10 +30,13 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 import executor.vllm.guest
 from executor import ControlPage, Grant, GrantMode, HostState
+from executor.resident import Range, resident_bytes
+from executor.vllm.block_outermost import packed
 from executor.vllm.guest import GatedScheduler
 from executor.vllm.host import ObservedScheduler
 
 VOCABULARY = 96
+Views = dict[str, torch.Tensor]
 BLOCK_TOKENS = 16
 # K and V of 16 tokens, 32 heads of 128 in fp32: half a MiB, so that a granule is one block …
 WIDE = FullAttentionSpec(
@@ -79,18 +82,49 @@ def vllm_config(model: Path, *, asynchronous: bool = False, caching: bool = True
     )
 
 
-def kv_config(blocks: int, spec: FullAttentionSpec, layers: int = 2) -> KVCacheConfig:
-    """Layer-outermost, as vLLM lays it out on CPU."""
+def kv_config(
+    blocks: int, spec: FullAttentionSpec, layers: int = 2, *, on_gpu: bool = False
+) -> KVCacheConfig:
+    """Layer-outermost, as this vLLM lays it out on CPU: in one allocation, or one for a layer.
+
+    `on_gpu`: block-outermost, as `ReservedKvWorker` has it.
+    """
     page = spec.page_size_bytes
     names = [f"layers.{layer}" for layer in range(layers)]
-    tensor = KVCacheTensor(
-        size=page * blocks * layers, layers=names, layer_stride=page * blocks, block_stride=page
-    )
-    return KVCacheConfig(
+    if "layers" in KVCacheTensor.__dataclass_fields__:
+        tensors = [
+            KVCacheTensor(
+                size=page * blocks * layers,
+                layers=names,
+                layer_stride=page if on_gpu else page * blocks,
+                block_stride=page * layers if on_gpu else page,
+            )
+        ]
+    else:
+        tensors = [KVCacheTensor(size=page * blocks, shared_by=[name]) for name in names]
+    config = KVCacheConfig(
         num_blocks=blocks,
-        kv_cache_tensors=[tensor],
+        kv_cache_tensors=tensors,
         kv_cache_groups=[KVCacheGroupSpec(names, spec)],
     )
+    return packed(config) if on_gpu else config
+
+
+def kv_views(config: KVCacheConfig, allocate: Callable[[int], torch.Tensor]) -> Views:
+    """By layer, bytes `[blocks, page]` over what `allocate` gives for each allocation."""
+    page = config.kv_cache_groups[0].kv_cache_spec.page_size_bytes
+    shape = config.num_blocks, page
+    views: Views = {}
+    memory: torch.Tensor | None = None
+    for tensor in config.kv_cache_tensors:
+        if memory is None or not tensor.block_stride:
+            memory = allocate(tensor.size)
+        stride, between = tensor.block_stride or page, getattr(tensor, "layer_stride", 0)
+        names = tensor.layers if hasattr(tensor, "layers") else tensor.shared_by
+        for number, name in enumerate(names):
+            first = tensor.offset + number * between
+            views[name] = memory.as_strided(shape, (stride, 1), first)
+    return views
 
 
 def next_token(tokens: Iterable[int]) -> int:
@@ -110,9 +144,9 @@ class StandInRunner:
     It writes and reads the first and the last layer, so that pages lost in either show.
     """
 
-    def __init__(self, buffer: torch.Tensor, config: KVCacheConfig) -> None:
-        self._memory = buffer.numpy().view(np.uint8)
-        (self._tensor,) = config.kv_cache_tensors
+    def __init__(self, views: Views) -> None:
+        ends = list(views.values())
+        self._layers = [ends[0].numpy(), ends[-1].numpy()]
         self._tokens: dict[str, list[int]] = {}
         self._blocks: dict[str, list[int]] = {}
 
@@ -160,10 +194,8 @@ class StandInRunner:
 
     def _cells(self, request_id: str, position: int) -> list[np.ndarray[Any, Any]]:
         block = self._blocks[request_id][position // BLOCK_TOKENS]
-        tensor = self._tensor
-        start = block * tensor.block_stride + position % BLOCK_TOKENS * 4
-        last = (len(tensor.layers) - 1) * tensor.layer_stride
-        return [self._memory[at : at + 4].view(np.int32) for at in (start, start + last)]
+        at = position % BLOCK_TOKENS * 4
+        return [layer[block, at : at + 4].view(np.int32) for layer in self._layers]
 
 
 class NoWatchdog:
@@ -183,7 +215,7 @@ class GuestRig:
     scheduler: Any
     runner: StandInRunner
     page: ControlPage
-    buffer: torch.Tensor
+    memory: list[torch.Tensor]
     depth: int
     grant: Grant = field(
         default_factory=lambda: Grant(GrantMode.RUN, token_budget=512, max_sequences=16)
@@ -201,8 +233,20 @@ class GuestRig:
         live = {"heartbeat_ns": now_ns, "expiry_ns": now_ns + 4_000_000_000}
         self.page.grant.write(replace(self.grant, **live))
 
-    def add(self, request_id: str, prompt: list[int], max_tokens: int) -> None:
-        parameters = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    @property
+    def kv_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.memory)
+
+    @property
+    def resident(self) -> int:
+        """Bytes of KV memory that have pages."""
+        starts = [(buffer.data_ptr(), buffer.nbytes) for buffer in self.memory]
+        return sum(resident_bytes(Range(at, at + size).whole_pages()) for at, size in starts)
+
+    def add(self, request_id: str, prompt: list[int], max_tokens: int, **sampling: Any) -> None:
+        parameters = SamplingParams(
+            temperature=0, max_tokens=max_tokens, ignore_eos=True, **sampling
+        )
         parameters.update_from_generation_config({}, 1)
         request = Request(
             request_id, prompt, parameters, pooling_params=None, block_hasher=self._hasher
@@ -247,15 +291,14 @@ def guest_rig(
     spec: FullAttentionSpec = WIDE,
     depth: int = 1,
 ) -> GuestRig:
-    """A guest whose KV memory is `buffer`, resident from the start as vLLM's is."""
+    """A guest whose KV memory is `memory`, resident from the start as vLLM's is."""
     page = ControlPage.create(folder / "page")
     environ = {"ROSE_ROLE": "guest", "ROSE_CONTROL_PAGE": str(page.path), "ROSE_ORPHAN_S": "3600"}
     for name, value in environ.items():
         monkeypatch.setitem(os.environ, name, value)
     monkeypatch.setattr(executor.vllm.guest, "Watchdog", NoWatchdog)
-    kv, buffer = resident_kv(blocks, spec)
-    scheduler = make_scheduler(GatedScheduler, folder, kv, buffer, depth, caching=True)
-    rig = GuestRig(scheduler, StandInRunner(buffer, kv), page, buffer, depth)
+    scheduler, views, memory = _scheduler(GatedScheduler, folder, blocks, spec, depth, caching=True)
+    rig = GuestRig(scheduler, StandInRunner(views), page, memory, depth)
     rig._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
     rig.allow()
     return rig
@@ -278,36 +321,48 @@ def host_rig(
     depth: int = 1,
     caching: bool = True,
 ) -> HostRig:
-    """A host over `buffer`; level "stock" is vLLM's own scheduler."""
+    """A host over `memory`; level "stock" is vLLM's own scheduler."""
     page = ControlPage.ensure(folder / "page")
     environ = {"ROSE_ROLE": "host", "ROSE_CONTROL_PAGE": str(page.path), "ROSE_HOST_LEVEL": level}
     for name, value in environ.items():
         monkeypatch.setitem(os.environ, name, value)
     kind = AsyncScheduler if level == "stock" else ObservedScheduler
-    kv, buffer = resident_kv(blocks, spec)
-    scheduler = make_scheduler(kind, folder, kv, buffer, depth, caching=caching)
-    rig = HostRig(scheduler, StandInRunner(buffer, kv), page, buffer, depth)
+    scheduler, views, memory = _scheduler(kind, folder, blocks, spec, depth, caching=caching)
+    rig = HostRig(scheduler, StandInRunner(views), page, memory, depth)
     rig._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256) if caching else None
     return rig
 
 
-def resident_kv(blocks: int, spec: FullAttentionSpec) -> tuple[KVCacheConfig, torch.Tensor]:
+def _scheduler(
+    kind: Any, folder: Path, blocks: int, spec: FullAttentionSpec, depth: int, *, caching: bool
+) -> tuple[Any, Views, list[torch.Tensor]]:
     kv = kv_config(blocks, spec)
-    buffer = torch.zeros(kv.kv_cache_tensors[0].size, dtype=torch.int8)
-    buffer.fill_(1)
-    return kv, buffer
+    memory: list[torch.Tensor] = []
+
+    def allocate(size: int) -> torch.Tensor:
+        memory.append(torch.zeros(size, dtype=torch.int8).fill_(1))
+        return memory[-1]
+
+    views = kv_views(kv, allocate)
+    return make_scheduler(kind, folder, kv, views, depth, caching=caching), views, memory
 
 
 def make_scheduler(
-    kind: Any, folder: Path, kv: KVCacheConfig, cache: Any, depth: int, *, caching: bool
+    kind: Any,
+    folder: Path,
+    kv: KVCacheConfig,
+    caches: Mapping[str, Any],
+    depth: int,
+    *,
+    caching: bool,
 ) -> Any:
-    """`cache`: what the attention layers have for their KV tensor."""
+    """`caches`: the KV tensor of each layer."""
     init_none_hash(sha256)
     model = save_config(folder / "model")
     config = vllm_config(model, asynchronous=depth > 1, caching=caching)
     config.cache_config.num_gpu_blocks = kv.num_blocks
     layers = config.compilation_config.static_forward_context
-    layers.update({name: SimpleNamespace(kv_cache=cache) for name in kv.kv_cache_tensors[0].layers})
+    layers.update({name: SimpleNamespace(kv_cache=cache) for name, cache in caches.items()})
     return kind(
         vllm_config=config,
         kv_cache_config=kv,

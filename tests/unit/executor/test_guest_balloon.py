@@ -7,7 +7,7 @@ import pytest
 from kv_cases import BLOCK_TOKENS, NARROW, WIDE, GuestRig, guest_rig, undisturbed
 
 from executor import GrantMode, GuestState
-from executor.resident import Range, resident_bytes
+from executor.resident import resident_bytes
 
 MIB = 1 << 20
 
@@ -20,11 +20,6 @@ def published(rig: GuestRig) -> GuestState:
     state = rig.page.guest.read()
     assert state is not None
     return state
-
-
-def buffer_resident(rig: GuestRig) -> int:
-    start = rig.buffer.data_ptr()
-    return resident_bytes(Range(start, start + rig.buffer.nbytes).whole_pages())
 
 
 def held_resident(rig: GuestRig) -> int:
@@ -49,8 +44,8 @@ def test_a_fallen_cap_returns_the_memory_it_claims_before_the_next_step(
         rig.add(name, prompt, 60)
     for _ in range(20):
         rig.turn()
-    before, whole = published(rig), buffer_resident(rig)
-    assert before.bytes_mapped == rig.buffer.nbytes
+    before, whole = published(rig), rig.resident
+    assert before.bytes_mapped == rig.kv_bytes
     assert before.granules_mapped == before.granules_total > 4
     cap = before.granules_total // 4
     rig.allow(kv_granule_cap=cap)
@@ -58,15 +53,15 @@ def test_a_fallen_cap_returns_the_memory_it_claims_before_the_next_step(
     after = published(rig)
     assert after.granules_mapped == cap
     claimed = before.bytes_mapped - after.bytes_mapped
-    assert claimed == whole - buffer_resident(rig)
-    assert claimed > 0.9 * rig.buffer.nbytes * (1 - cap / before.granules_total)
+    assert claimed == whole - rig.resident
+    assert claimed > 0.9 * rig.kv_bytes * (1 - cap / before.granules_total)
     assert held_resident(rig) == 0
     pool = rig.scheduler.kv_cache_manager.block_pool
     assert 0 <= pool.get_usage() <= 1
     rig.allow(kv_granule_cap=0)
     rig.scheduler.schedule()
     assert published(rig).granules_mapped == before.granules_total
-    assert published(rig).bytes_mapped == rig.buffer.nbytes
+    assert published(rig).bytes_mapped == rig.kv_bytes
 
 
 @pytest.mark.parametrize("mode", [GrantMode.FREEZE, GrantMode.DRAIN, GrantMode.THROTTLE])
@@ -217,20 +212,20 @@ def test_pages_of_a_step_in_flight_stay_until_it_is_processed(
     for _ in range(6):
         rig.turn()
     assert sum(out.total_num_scheduled_tokens > 0 for out in rig.in_flight) == 1
-    whole = buffer_resident(rig)
+    whole = rig.resident
     rig.allow(kv_granule_cap=9)
     empty = rig.scheduler.schedule()
     rig.in_flight.append(empty)
     assert empty.total_num_scheduled_tokens == 0, "no step begins while one still uses the pages"
     assert published(rig).granules_mapped == 9
-    assert buffer_resident(rig) == whole
-    assert published(rig).bytes_mapped == rig.buffer.nbytes, "nothing is claimed yet"
+    assert rig.resident == whole
+    assert published(rig).bytes_mapped == rig.kv_bytes, "nothing is claimed yet"
     rig.land()
     rig.land()
     rig.allow()
     rig.in_flight.append(rig.scheduler.schedule())
     assert rig.in_flight[-1].total_num_scheduled_tokens > 0
-    assert buffer_resident(rig) < whole
+    assert rig.resident < whole
     assert held_resident(rig) == 0
     rig.run_until_idle()
     for name, prompt in prompts.items():

@@ -14,7 +14,7 @@ import executor.vllm.host
 import executor.vllm.lender
 from executor import HostState
 from executor.errors import PageReleaseError
-from executor.resident import Range, resident_bytes
+from executor.resident import resident_bytes
 
 
 @pytest.fixture
@@ -36,11 +36,6 @@ def published(rig: HostRig) -> HostState:
     return state
 
 
-def buffer_resident(rig: HostRig) -> int:
-    start = rig.buffer.data_ptr()
-    return resident_bytes(Range(start, start + rig.buffer.nbytes).whole_pages())
-
-
 def lent_resident(rig: HostRig) -> int:
     """Bytes in memory under lent blocks, where nothing may be."""
     pool = rig.scheduler._lender._pool
@@ -57,7 +52,7 @@ def test_an_idle_host_lends_all_but_its_reserve_and_says_what_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: Any
 ) -> None:
     rig = host_rig(tmp_path, monkeypatch, blocks=161, spec=spec)
-    whole = buffer_resident(rig)
+    whole = rig.resident
     assert rig.scheduler.has_requests(), "a host that was just started has memory to lend"
     rig.run_until_idle()
     state = published(rig)
@@ -67,7 +62,7 @@ def test_an_idle_host_lends_all_but_its_reserve_and_says_what_is_gone(
         state.granules_total - reserve,
         state.granules_total - reserve - 1,
     )
-    assert state.bytes_lent == whole - buffer_resident(rig)
+    assert state.bytes_lent == whole - rig.resident
     lent = state.granules_lent * rig.scheduler._lender._pool.granule_bytes
     assert 0.95 * lent < state.bytes_lent <= lent
     assert lent_resident(rig) == 0
@@ -236,7 +231,7 @@ def test_a_prefix_cache_does_not_hold_memory_for_good_after_the_load_fell(
     for number in range(12):
         rig.add(f"rush-{number}", prompt_of(rng, 120), 8)
     rig.run_until_idle()
-    held = buffer_resident(rig)
+    held = rig.resident
     after_rush = published(rig).granules_lent
     now_ns += 50 * 10**9
     rig.add("warm", [*warm, 1], 1)
@@ -248,7 +243,7 @@ def test_a_prefix_cache_does_not_hold_memory_for_good_after_the_load_fell(
     rig.run_until_idle()
     state = published(rig)
     assert state.granules_lent >= 0.6 * state.granules_total > after_rush
-    assert buffer_resident(rig) < 0.5 * held
+    assert rig.resident < 0.5 * held
     manager = rig.scheduler.kv_cache_manager
     rig.add("again", [*warm, 2], 1)
     request = rig.scheduler.requests["again"]
@@ -324,7 +319,7 @@ def test_observing_touches_neither_pool_nor_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = host_rig(tmp_path, monkeypatch, level="observe")
-    whole = buffer_resident(rig)
+    whole = rig.resident
     stock = host_rig(tmp_path, monkeypatch, level="stock")
     pools = [r.scheduler.kv_cache_manager.block_pool.free_block_queue for r in (rig, stock)]
     assert type(pools[0]) is type(pools[1])
@@ -332,7 +327,7 @@ def test_observing_touches_neither_pool_nor_memory(
     rig.add("one", prompt_of(random.Random(0), 50), 30)
     rig.run_until_idle()
     assert published(rig).granules_total == 0
-    assert buffer_resident(rig) == whole
+    assert rig.resident == whole
 
 
 def test_a_connector_that_may_read_free_blocks_forbids_lending(

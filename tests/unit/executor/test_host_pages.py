@@ -148,3 +148,19 @@ def test_huge_pages_are_a_wish_and_leave_zeroed_memory_that_can_be_returned(
     discard(Range(start, start + 8 * PAGE))
     assert resident_pages(memory) == 256 - 8
     use_huge_pages(Range(start, start))
+
+
+def test_held_memory_does_not_come_back_with_its_neighbours_huge_page() -> None:
+    huge = 2 << 20
+    with mmap.mmap(-1, 3 * huge, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as area:
+        start = -(-address_of(area) // huge) * huge
+        use_huge_pages(Range(start, start + huge))
+        block = huge // 4
+        pages = HostPages([Extent(start, block, block)], Granules(4, 1), bytes_total=huge)
+        pages.release([0, 1, 2, 3])
+        assert pages.bytes_returned == huge
+        pages.restore([1])
+        area[start + block - address_of(area)] = 1
+        held = [Range(start, start + block), Range(start + 2 * block, start + huge)]
+        assert sum(resident_bytes(piece) for piece in held) == 0
+        assert pages.bytes_returned == 3 * block
