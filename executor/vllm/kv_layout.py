@@ -30,6 +30,15 @@ class KvLayout(NamedTuple):
     extents: tuple[Extent, ...]
 
 
+def kv_bytes(kv_cache_config: Any) -> int:  # noqa: ANN401 -- vLLM's type
+    """Size of the KV cache, wherever it lies."""
+    tensors = kv_cache_config.kv_cache_tensors
+    sizes: list[int] = [tensor.size for tensor in tensors]
+    if any(hasattr(tensor, "layers") or tensor.block_stride for tensor in tensors):
+        return max(sizes)  # Each names the one allocation that they share.
+    return sum(sizes)
+
+
 def kv_layout(
     vllm_config: Any,  # noqa: ANN401 -- vLLM's types
     kv_cache_config: Any,  # noqa: ANN401 -- vLLM's types

@@ -15,7 +15,7 @@ from executor.granules import Granules
 from executor.host_pages import Extent, HostPages
 from executor.pages import NoPages, PageBackend
 from executor.resident import Range, coalesce, use_huge_pages
-from executor.vllm.kv_layout import KvLayout, kv_layout
+from executor.vllm.kv_layout import KvLayout, kv_bytes, kv_layout
 from executor.vllm.settings import AUTO, CUDA, MADVISE
 
 logger = logging.getLogger("vllm.rose.kv")
@@ -43,8 +43,7 @@ def kv_pages(
         if backend != AUTO:
             raise ExecutorError(f"ROSE_KV_BACKEND is {backend}, but {wrong}")
         logger.warning("%s: no KV pages will be given back", wrong)
-        sizes = [tensor.size for tensor in kv_cache_config.kv_cache_tensors]
-        return NoPages(max(sizes, default=0)), Granules(blocks, FALLBACK_GRANULE_BLOCKS)
+        return NoPages(kv_bytes(kv_cache_config)), Granules(blocks, FALLBACK_GRANULE_BLOCKS)
     assert layout is not None
     extents = layout.extents
     if reservation is not None:
@@ -54,7 +53,7 @@ def kv_pages(
     for storage in layout.storages:
         use_huge_pages(Range(storage.address, storage.address + storage.size).whole_pages())
     granules = Granules(blocks, _granule_blocks(extents))
-    return HostPages(extents, granules, sum(s.size for s in layout.storages)), granules
+    return HostPages(extents, granules, kv_bytes(kv_cache_config)), granules
 
 
 def _reservation(layout: KvLayout) -> Reservation | None:

@@ -29,7 +29,7 @@ _REPLICA_ARGS = (
     # Turns skip middleware that only users of the OpenAI routes need: the last is the outermost.
     "--middleware=rose.replica.shortcut.GenerateShortcut",
 )
-# KV memory is given in bytes. All that is left of vLLM's share of a GPU is that so much of it must be
+# KV memory is given in bytes. All that is left of vLLM's share of a GPU is that so much of it is
 # free when an engine starts, which would keep a guest from starting beside its host.
 _NO_SHARE = "--gpu-memory-utilization=0.01"
 # Engines of one CPU share its cores.

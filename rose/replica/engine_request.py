@@ -101,9 +101,13 @@ class EngineRequest:
 
     def _chunks(self, completion: Any) -> list[Chunk]:  # noqa: ANN401 - vLLM's CompletionOutput
         tokens, logprobs = completion.token_ids, _sampled_logprobs(completion.logprobs)
+        so_far = self.tokens + len(tokens)
+        if completion.finish_reason is not None and len(logprobs) == len(tokens) + so_far:
+            # 0.25 repeats all logprobs of a request in a last output that has no token of its own.
+            logprobs = logprobs[: len(tokens)]
         if len(logprobs) != len(tokens):
             raise EngineGenerateError(f"{len(tokens)} tokens came with {len(logprobs)} logprobs")
-        first, self.tokens = self.tokens, self.tokens + len(tokens)
+        first, self.tokens = self.tokens, so_far
         spans = split_spans(self._version_starts(completion), first, len(tokens))
         if len(spans) == 1:
             version = spans[0][0]

@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,8 +15,10 @@ from pathlib import Path
 
 import pytest
 from tiny_model import save_tiny_model
+from vllm_versions import VERSIONS, run_by
 
 from executor import ControlPage, GateLimits, Grant, GrantMode, GuestState, LatencyRecord
+from rose.engines import EngineRole, EngineSpec, process_spec
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
 
@@ -60,6 +61,7 @@ class Granter(threading.Thread):
 
 @dataclass
 class Engine:
+    name: str
     port: int
     process: subprocess.Popen[bytes]
     log: Path
@@ -69,7 +71,7 @@ class Engine:
     ) -> dict[str, object]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
         body = {
-            "model": "tiny",
+            "model": self.name,
             "prompt": [(i * 7 + shift) % 96 for i in range(40)],
             "max_tokens": max_tokens,
             "ignore_eos": True,
@@ -131,53 +133,48 @@ class Pair:
         return state
 
 
-def start_engine(role: str, scheduler: str, model: Path, page: Path, logs: Path) -> Engine:
+def start_engine(role: EngineRole, folder: Path, page: Path, python: str | None) -> Engine:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    log = logs / f"{role}.log"
-    environ = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_PLUGINS": "rose_host" if role == "host" else "none",
-        "ROSE_ROLE": role,
-        "ROSE_CONTROL_PAGE": str(page),
-        "ROSE_SLO_TTFT_S": "0.5",
-        "ROSE_SLO_TPOT_S": "0.15",
-        "ROSE_ORPHAN_S": str(ORPHAN_S),
-        "ROSE_POLICY_VERSION": "7",
-    }
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    command += ["--model", str(model), "--served-model-name", "tiny", "--skip-tokenizer-init"]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager"]
-    command += ["--dtype", "bfloat16", "--kv-cache-memory-bytes", "67108864"]
-    command += ["--max-model-len", "512", "--generation-config", "vllm"]
-    command += ["--distributed-executor-backend"]
-    command += ["vllm.v1.executor.uniproc_executor.UniProcExecutor", "--scheduler-cls", scheduler]
+    log = folder / f"{role}.log"
+    how = run_by(python, folder)
+    how["extra_env"] = {"ROSE_POLICY_VERSION": "7", **how.get("extra_env", {})}
+    spec = EngineSpec(
+        name=role.value,
+        role=role,
+        model_dir=folder / "model",
+        port=port,
+        log=log,
+        control_page=page,
+        orphan_s=ORPHAN_S,
+        extra_args=("--skip-tokenizer-init", "--generation-config=vllm"),
+        **how,
+    )
+    command = process_spec(spec)
     with log.open("wb") as sink:
         process = subprocess.Popen(
-            command, env=environ, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True
+            command.argv,
+            env={**os.environ, **command.env},
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
-    return Engine(port, process, log)
+    return Engine(role.value, port, process, log)
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+@pytest.fixture(scope="module", params=VERSIONS)
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("coserve")
     save_tiny_model(folder / "model", dtype="bfloat16", eos_token_id=1)
     path = folder / "page"
     page = ControlPage.create(path)
     granter = Granter(page)
     granter.start()
-    host = start_engine(
-        "host", "executor.vllm.host.ObservedScheduler", folder / "model", path, folder
-    )
-    guest = start_engine(
-        "guest", "executor.vllm.guest.GatedScheduler", folder / "model", path, folder
-    )
+    host = start_engine(EngineRole.HOST, folder, path, request.param)
+    guest = start_engine(EngineRole.GUEST, folder, path, request.param)
     try:
         deadline_s = time.monotonic() + START_S
         host.wait_ready(deadline_s)

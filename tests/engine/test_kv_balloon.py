@@ -82,6 +82,7 @@ class Guest:
         async with self.http.post(f"{self.url}/rose/v1/generate", json=body) as answer:
             assert answer.status == 200, await answer.text()
             lines = [json.loads(line) async for line in answer.content]
+        assert lines[-1]["finish_reason"] != "error", lines[-1]
         return [t for line in lines for t in line.get("token_ids", [])], lines[-1]["finish_reason"]
 
     async def trajectory(self, prompt: list[int]) -> tuple[list[int], int]:

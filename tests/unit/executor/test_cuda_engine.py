@@ -102,6 +102,9 @@ def test_without_a_wish_memory_that_nobody_reserved_is_left_alone() -> None:
     assert isinstance(pages, NoPages)
     with pytest.raises(ExecutorError, match="out of this process's reach"):
         kv_pages(engine({}), config, "cuda")
+    for out_of_reach in (config, kv_config(BLOCKS, WIDE)):
+        pages, _ = kv_pages(engine({}), out_of_reach)
+        assert pages.bytes_total == BLOCKS * 2 * WIDE.page_size_bytes
 
 
 def test_a_guest_shrinks_at_once_and_grows_when_the_memory_is_there() -> None:

@@ -112,7 +112,6 @@ def test_a_rollout_preempted_in_flight_keeps_the_token_that_was_on_its_way(
     assert schedule(rig) == 0, "no step begins while one still uses what has to go"
     gone = [r for r in rig.scheduler.requests.values() if r.status == RequestStatus.PREEMPTED]
     assert len(gone) == 2
-    assert not {r.request_id for r in gone} & rig.scheduler.prev_step_scheduled_req_ids
     assert rig.resident == whole
     assert published(rig).bytes_mapped == rig.kv_bytes
     rig.land()

@@ -1,0 +1,89 @@
+"""Which version a token is of, where the engine does not say: counted where outputs come in."""
+
+import asyncio
+import gc
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from rose.replica.stamps import CountedStamps, stamps_of
+from rose.replica.versions import split_spans
+
+
+class Collector:
+    """What a request's outputs are handed on to, in the end."""
+
+
+class Engine:
+    def __init__(self) -> None:
+        self.requests: dict[str, Any] = {}
+        self.output_processor = SimpleNamespace(request_states=self.requests)
+        self.engine_core = SimpleNamespace(outputs_queue=asyncio.Queue())
+
+    def add(self, name: str) -> Collector:
+        collector = Collector()
+        self.requests[name] = SimpleNamespace(queue=collector)
+        return collector
+
+    def step(self, **tokens: int) -> None:
+        """What comes from the core in one message, put as vLLM's client puts it."""
+        outputs = [
+            SimpleNamespace(request_id=name, new_token_ids=[0] * count)
+            for name, count in tokens.items()
+        ]
+        self.engine_core.outputs_queue.put_nowait(SimpleNamespace(outputs=outputs))
+
+
+async def test_tokens_are_of_the_version_under_which_they_came_in() -> None:
+    engine = Engine()
+    queue = engine.engine_core.outputs_queue
+    stamps = CountedStamps(engine)
+    one, two = engine.add("one"), engine.add("two")
+    engine.step(one=1, two=3)
+    engine.step(one=1, unknown=5)
+    early = stamps.starts(one)
+    await stamps.activate(7)
+    # Nobody has taken out of the queue what came before: it is of the old version all the same.
+    assert queue.qsize() == 2
+    engine.step(one=2)
+    engine.step(one=0)
+    await stamps.activate(8)
+    engine.step(one=1, two=1)
+    assert early == [("default", 0), ("7", 2), ("8", 4)]
+    assert stamps.starts(two) == [("default", 0), ("8", 3)]
+    assert split_spans(early, 0, 5) == [(0, 0, 2), (7, 2, 4), (8, 4, 5)]
+    assert queue.qsize() == 5, "everything is handed on"
+
+
+async def test_a_request_that_began_before_an_update_and_has_no_token_is_of_the_new_version() -> (
+    None
+):
+    engine = Engine()
+    stamps = CountedStamps(engine)
+    starts = stamps.starts(engine.add("late"))
+    assert starts == []
+    await stamps.activate(3)
+    engine.step(late=1)
+    assert starts == [("3", 0)]
+
+
+async def test_the_end_of_a_request_forgets_it_and_a_dead_engine_is_told() -> None:
+    engine = Engine()
+    stamps = CountedStamps(engine)
+    engine.add("gone")
+    engine.step(gone=4)
+    assert len(stamps._tokens) == 1
+    engine.requests.clear()
+    gc.collect()
+    assert len(stamps._tokens) == len(stamps._starts) == 0
+    dead = RuntimeError("the core died")
+    engine.engine_core.outputs_queue.put_nowait(dead)
+    assert [engine.engine_core.outputs_queue.get_nowait() for _ in range(2)][1] is dead
+
+
+def test_an_engine_has_one_book() -> None:
+    engine = Engine()
+    assert stamps_of(engine) is stamps_of(engine)
