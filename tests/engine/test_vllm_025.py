@@ -24,9 +24,12 @@ ROOT = Path(__file__).parents[2]
 BODIES = {
     "test_steps_in_flight.py": 9,
     "test_guest_balloon.py": 27,
-    "test_cuda_engine.py": 12,
+    "test_cuda_engine.py": 11,
     "test_granule_queue.py": 18,
     "test_host_lending.py": 28,
+    "test_gpu_host.py": 28,
+    "test_gpu_host_invariants.py": 4,
+    "test_guest_borrows.py": 10,
 }
 
 
