@@ -67,9 +67,10 @@ class PageBorrower:
         """Borrowed pages that nothing is mapped on, and what there is of its own."""
         return len(self._stock) + self._own.available
 
-    def borrowed_page(self, handle: Handle) -> bool:
-        """Whether a page came from the lender."""
-        return handle in self._numbers
+    @property
+    def foreign(self) -> Collection[Handle]:
+        """Pages of the lender's."""
+        return self._numbers.keys()
 
     def recall(self, count: int) -> None:
         """It has lent nothing."""

@@ -2,11 +2,15 @@
 
 from collections.abc import Collection, Sequence
 from contextlib import suppress
+from typing import Final
 
 from executor.cuda.mapping import Mapping
 from executor.cuda.page_pool import PageSource
 from executor.cuda.page_use import PageUse
 from executor.errors import DeviceError, DeviceMemoryShort, MappingLost
+
+# Granules that a cache which begins empty maps in one piece.
+AT_ONCE: Final = 256
 
 
 class CudaPages:
@@ -58,8 +62,10 @@ class CudaPages:
 
     def borrowed(self, granule: int) -> bool:
         """Whether any of a granule's pages is a lender's."""
-        behind = map(self._mapping.behind, self._use.pages_of(granule))
-        return any(self._source.borrowed_page(handle) for handle in behind)
+        foreign = self._source.foreign
+        if not foreign:
+            return False
+        return any(self._mapping.behind(page) in foreign for page in self._use.pages_of(granule))
 
     def ready(self, granules: Sequence[int]) -> int:
         """How many of these, from the first on, the source has pages for."""
@@ -119,8 +125,12 @@ class CudaPages:
         # Granule 0 has vLLM's null block: without it there is no engine.
         self.restore([0])
         with suppress(DeviceMemoryShort):
-            for granule in every[1:]:
-                self.restore([granule])
+            for first in range(1, len(every), AT_ONCE):
+                some = every[first : first + AT_ONCE]
+                ready = self.ready(some)
+                self.restore(some[:ready])
+                if ready < len(some):
+                    return
 
     def _fetch(self, pages: list[int]) -> None:
         handles = self._source.take(len(pages))

@@ -53,6 +53,7 @@ class PageLender:
     """PageSource of the owner. One thread calls it, and `step` does all that others wait for."""
 
     wanted = 0
+    foreign: Collection[Handle] = ()
 
     def __init__(
         self, driver: Driver, page_bytes: int, path: Path, pool: PagePool, *, reserve: int = 0
@@ -88,10 +89,6 @@ class PageLender:
     def available(self) -> int:
         """Pages in stock, the reserve included: what is lent is not replaced by new ones."""
         return self.idle
-
-    def borrowed_page(self, handle: Handle) -> bool:
-        """All are this process's own."""
-        return False
 
     def take(self, count: int) -> list[Handle]:
         """Return pages of the stock, the reserve included, then new ones.

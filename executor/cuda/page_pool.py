@@ -25,8 +25,9 @@ class PageSource(Protocol):
         """Borrowed pages that their owner wants back, whichever: give as many."""
         ...
 
-    def borrowed_page(self, handle: Handle) -> bool:
-        """Whether a page is somebody else's."""
+    @property
+    def foreign(self) -> Collection[Handle]:
+        """Pages that this process has and that are somebody else's."""
         ...
 
     def take(self, count: int) -> list[Handle]:
@@ -63,6 +64,7 @@ class PagePool:
     """
 
     wanted = 0
+    foreign: Collection[Handle] = ()
 
     def __init__(
         self, driver: Driver, page_bytes: int, *, most_spare: int = 0, headroom_bytes: int = 0
@@ -84,10 +86,6 @@ class PagePool:
         """Pages kept, and what is free on the device beyond the headroom."""
         free = self._driver.free_bytes() - self._headroom_bytes
         return len(self._spare) + max(0, free // self._page_bytes)
-
-    def borrowed_page(self, handle: Handle) -> bool:
-        """All are this process's own."""
-        return False
 
     def recall(self, count: int) -> None:
         """Others are asked on the control page, not in here."""

@@ -21,6 +21,7 @@ from executor.vllm.kv_storage import kv_pages
 from executor.vllm.lent_pool import LentPool
 from executor.vllm.paged_pool import PagedPool
 from executor.vllm.settings import AUTO
+from executor.vllm.versions import check_version
 
 # Bounds one call, and with it what a request that arrives meanwhile waits for.
 MOST_BYTES_A_CALL: Final = 32 << 20
@@ -74,8 +75,9 @@ class HostLender:
     def of(cls, scheduler: Any, limits: LendingLimits, kv_backend: str = AUTO) -> "HostLender":  # noqa: ANN401 -- vLLM's scheduler
         """Take over the block pool of an engine without requests.
 
-        Raises LendingError where its memory cannot be lent.
+        Raises ExecutorError where its memory cannot be lent.
         """
+        check_version()
         if scheduler.connector is not None:
             raise LendingError("a KV connector may read blocks that are free; start without one")
         pages, granules = kv_pages(scheduler.vllm_config, scheduler.kv_cache_config, kv_backend)

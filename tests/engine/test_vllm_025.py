@@ -27,6 +27,9 @@ BODIES = {
     "test_cuda_engine.py": 11,
     "test_granule_queue.py": 18,
     "test_host_lending.py": 28,
+    "test_gpu_host.py": 28,
+    "test_gpu_host_invariants.py": 4,
+    "test_guest_borrows.py": 10,
 }
 
 

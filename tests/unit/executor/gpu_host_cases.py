@@ -16,6 +16,7 @@ from kv_cases import (
     HostRig,
     StandInRunner,
     kv_config,
+    kv_views,
     make_scheduler,
     next_token,
 )
@@ -35,8 +36,8 @@ from executor.vllm.host import ObservedScheduler
 from executor.vllm.page_source import reserve_kv
 from executor.vllm.settings import EngineSettings
 
-BLOCKS, GRANULE_BLOCKS = 64, 4
-"""16 granules, each of 2 pages."""
+BLOCKS, GRANULE_BLOCKS = 64, 2
+"""32 granules, each a page."""
 STEP_NS = 10_000_000
 _CELL = struct.Struct("<i")
 
@@ -44,11 +45,11 @@ _CELL = struct.Struct("<i")
 class DeviceRunner(StandInRunner):
     """The stand-in model, its KV in memory of a stand-in GPU."""
 
-    def __init__(self, driver: StandInDriver, base: int, config: KVCacheConfig) -> None:
-        super().__init__({"": torch.zeros(1, dtype=torch.int8)})
-        (self._tensor,) = config.kv_cache_tensors
+    def __init__(self, driver: StandInDriver, caches: dict[str, Any]) -> None:
+        super().__init__({name: torch.zeros(1) for name in caches})
         self._driver = driver
-        self._base = base
+        ends = list(caches.values())
+        self._ends = [(cache.data_ptr(), cache.stride()[0]) for cache in (ends[0], ends[-1])]
 
     def _step(self, request_id: str, computed: int, count: int) -> list[int]:
         """Whole blocks at once: the stand-in's bytes are slow."""
@@ -70,16 +71,19 @@ class DeviceRunner(StandInRunner):
         raw = b"".join(self._driver.read(at, BLOCK_TOKENS * _CELL.size) for at in places)
         return [value for (value,) in _CELL.iter_unpack(raw)][:end]
 
-    def _places(self, request_id: str, position: int) -> tuple[int, int]:
-        tensor = self._tensor
+    def _places(self, request_id: str, position: int) -> list[int]:
         block = self._blocks[request_id][position // BLOCK_TOKENS]
-        start = self._base + block * tensor.block_stride + position % BLOCK_TOKENS * _CELL.size
-        return start, start + (len(tensor.layers) - 1) * tensor.layer_stride
+        return [at + position % BLOCK_TOKENS * _CELL.size for at in self.block(block)]
+
+    def block(self, number: int) -> list[int]:
+        """Where a block begins in the first and the last layer."""
+        return [base + number * stride for base, stride in self._ends]
 
 
 class GpuHostRig(HostRig):
     """A host on a GPU; its clock moves by STEP_NS a turn."""
 
+    runner: DeviceRunner
     driver: StandInDriver
     reservation: Reservation
     now_ns = 10**12
@@ -117,7 +121,7 @@ class GpuHostRig(HostRig):
         for _ in range(turns):
             self.turn()
 
-    def memory(self) -> list[Physical]:
+    def own_memory(self) -> list[Physical]:
         """What is mapped under the KV cache, the alias page left out."""
         mapping = self.reservation._mapping
         alias = self.driver.handles[mapping.alias]
@@ -130,8 +134,7 @@ class GpuHostRig(HostRig):
         held = lender._pool.held if lender is not None else set()
         bare = {page for page in range(mapping.pages) if mapping.behind(page) == mapping.alias}
         for granule in range(BLOCKS // GRANULE_BLOCKS):
-            pages = {granule, granule + mapping.pages // 2}  # One in each layer.
-            assert granule in held or not pages & bare, f"granule {granule} has no page"
+            assert granule in held or granule not in bare, f"granule {granule} has no page"
         for at, mapped in self.driver.mapped.items():
             assert mapped.usable, f"{at:#x} would fault"
         blocks = self.stock.blocks
@@ -143,18 +146,30 @@ class GpuHostRig(HostRig):
         assert not {block // GRANULE_BLOCKS for block in cached} & held, "a prefix without memory"
         if lender is not None:
             assert lender._pool.granules.count - len(held) >= lender._core.reserve
-        assert len(set(map(id, self.memory()))) == len(self.memory())
+        assert len(set(map(id, self.own_memory()))) == len(self.own_memory())
 
-    def places(self, block: int) -> tuple[int, int]:
+    def places(self, block: int) -> list[int]:
         """Where a block begins in each layer."""
-        tensor = self.runner._tensor
-        start = self.reservation.address + block * tensor.block_stride
-        return start, start + tensor.layer_stride
+        return self.runner.block(block)
 
 
-def on_device(address: int, size: int) -> Any:
+def device_caches(config: KVCacheConfig, address: int, kind: str = "cuda") -> dict[str, Any]:
+    """By layer, what a KV tensor at an address of a device tells of itself."""
+    size = config.kv_cache_tensors[0].size
     storage = SimpleNamespace(nbytes=lambda: size, data_ptr=lambda: address)
-    return SimpleNamespace(device=torch.device("cuda"), untyped_storage=lambda: storage)
+
+    def tensor(view: torch.Tensor) -> Any:
+        return SimpleNamespace(
+            device=torch.device(kind),
+            shape=view.shape,
+            stride=view.stride,
+            element_size=view.element_size,
+            data_ptr=lambda: address + view.storage_offset(),
+            untyped_storage=lambda: storage,
+        )
+
+    views = kv_views(config, lambda size: torch.empty(size, dtype=torch.int8, device="meta"))
+    return {name: tensor(view) for name, view in views.items()}
 
 
 @contextlib.contextmanager
@@ -177,14 +192,12 @@ def gpu_host(
         for name, value in environ.items():
             patch.setitem(os.environ, name, value)
         driver = StandInDriver(device)
-        kv = kv_config(BLOCKS, WIDE)
+        kv = kv_config(BLOCKS, WIDE, on_gpu=True)
         settings = EngineSettings.from_environ(os.environ)
         reservation = reserve_kv(settings, driver, kv.kv_cache_tensors[0].size)
-        cache = on_device(reservation.address, reservation.size)
-        caches = dict.fromkeys(kv.kv_cache_tensors[0].layers, cache)
+        caches = device_caches(kv, reservation.address)
         scheduler = make_scheduler(ObservedScheduler, folder, kv, caches, depth, caching=caching)
-        runner = DeviceRunner(driver, reservation.address, kv)
-        rig = GpuHostRig(scheduler, runner, page, [torch.zeros(1)], depth)
+        rig = GpuHostRig(scheduler, DeviceRunner(driver, caches), page, [], depth)
         rig.driver, rig.reservation = driver, reservation
         rig._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256) if caching else None
         scheduler._lender._clock_ns = lambda: rig.now_ns

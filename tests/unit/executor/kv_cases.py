@@ -297,8 +297,7 @@ def guest_rig(
     for name, value in environ.items():
         monkeypatch.setitem(os.environ, name, value)
     monkeypatch.setattr(executor.vllm.guest, "Watchdog", NoWatchdog)
-    kv, views, memory = resident_kv(blocks, spec)
-    scheduler = make_scheduler(GatedScheduler, folder, kv, views, depth, caching=True)
+    scheduler, views, memory = _scheduler(GatedScheduler, folder, blocks, spec, depth, caching=True)
     rig = GuestRig(scheduler, StandInRunner(views), page, memory, depth)
     rig._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
     rig.allow()
@@ -328,17 +327,15 @@ def host_rig(
     for name, value in environ.items():
         monkeypatch.setitem(os.environ, name, value)
     kind = AsyncScheduler if level == "stock" else ObservedScheduler
-    kv, views, memory = resident_kv(blocks, spec)
-    scheduler = make_scheduler(kind, folder, kv, views, depth, caching=caching)
+    scheduler, views, memory = _scheduler(kind, folder, blocks, spec, depth, caching=caching)
     rig = HostRig(scheduler, StandInRunner(views), page, memory, depth)
     rig._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256) if caching else None
     return rig
 
 
-def resident_kv(
-    blocks: int, spec: FullAttentionSpec
-) -> tuple[KVCacheConfig, Views, list[torch.Tensor]]:
-    """The layers' tensors, and the allocations under them, resident as vLLM's are."""
+def _scheduler(
+    kind: Any, folder: Path, blocks: int, spec: FullAttentionSpec, depth: int, *, caching: bool
+) -> tuple[Any, Views, list[torch.Tensor]]:
     kv = kv_config(blocks, spec)
     memory: list[torch.Tensor] = []
 
@@ -346,7 +343,8 @@ def resident_kv(
         memory.append(torch.zeros(size, dtype=torch.int8).fill_(1))
         return memory[-1]
 
-    return kv, kv_views(kv, allocate), memory
+    views = kv_views(kv, allocate)
+    return make_scheduler(kind, folder, kv, views, depth, caching=caching), views, memory
 
 
 def make_scheduler(
@@ -358,7 +356,7 @@ def make_scheduler(
     *,
     caching: bool,
 ) -> Any:
-    """`caches`: what the attention layers have for their KV tensors."""
+    """`caches`: the KV tensor of each layer."""
     init_none_hash(sha256)
     model = save_config(folder / "model")
     config = vllm_config(model, asynchronous=depth > 1, caching=caching)

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from kv_cases import BLOCK_TOKENS, kv_config, kv_views
+from gpu_host_cases import device_caches
+from kv_cases import BLOCK_TOKENS, kv_config
 from standin_driver import PAGE, StandInDevice, StandInDriver
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheTensor
@@ -36,20 +37,7 @@ BLOCKS = 16
 
 def on_device(config: KVCacheConfig, address: int, kind: str = "cuda") -> Any:
     """vLLM's configuration with layers whose KV tensors are at an address of a device."""
-    storage = SimpleNamespace(nbytes=lambda: size_of(config), data_ptr=lambda: address)
-
-    def tensor(view: torch.Tensor) -> Any:
-        return SimpleNamespace(
-            device=torch.device(kind),
-            shape=view.shape,
-            stride=view.stride,
-            element_size=view.element_size,
-            data_ptr=lambda: address + view.storage_offset(),
-            untyped_storage=lambda: storage,
-        )
-
-    views = kv_views(config, lambda size: torch.empty(size, dtype=torch.int8, device="meta"))
-    return engine({name: tensor(view) for name, view in views.items()})
+    return engine(device_caches(config, address, kind))
 
 
 def engine(caches: dict[str, Any]) -> Any:

@@ -115,7 +115,7 @@ class World:
         self.rig.check()
         if self.guest is not None:
             theirs = self.guest.memory()
-            ours = set(map(id, self.rig.memory()))
+            ours = set(map(id, self.rig.own_memory()))
             assert not ours & set(map(id, theirs)), "a page is in two hands"
             assert len(set(map(id, theirs))) == len(theirs)
 
@@ -178,7 +178,7 @@ def all_is_back(rig: GpuHostRig) -> None:
         rig.now_ns += 10 * STEP_NS
         rig.scheduler._lend()
     assert rig.lender is None
-    assert len(rig.memory()) == KV_PAGES
+    assert len(rig.own_memory()) == KV_PAGES
     assert rig.stock.num_gpu_blocks == BLOCKS
     assert rig.stock.get_num_free_blocks() == BLOCKS - 1
     assert type(rig.stock.free_block_queue).__module__.startswith("vllm.")

@@ -6,10 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from gpu_host_cases import on_device
+from gpu_host_cases import device_caches
 from kv_cases import BLOCK_TOKENS, WIDE, kv_config
 from standin_driver import PAGE, StandInDevice, StandInDriver, scripted
 from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from executor import Grant
 from executor.cuda.borrower import PageBorrower
@@ -24,7 +25,8 @@ from executor.vllm.kv_storage import kv_pages
 from executor.vllm.page_source import page_source, reserve_kv
 from executor.vllm.settings import GUEST, HOST, LEND, OBSERVE, EngineSettings
 
-BLOCKS, GRANULES, LENT_PAGES, OWN_PAGES = 32, 8, 10, 6
+BLOCKS, GRANULES, LENT_PAGES, OWN_PAGES = 32, 16, 10, 6
+"""A granule is two blocks, and a page."""
 NO_HEADROOM = 0
 
 
@@ -32,29 +34,31 @@ def settings_of(role: str, path: Path | str, level: str = LEND) -> EngineSetting
     return EngineSettings(role, "", 0.0, 0.0, 2.0, level=level, page_socket=str(path))
 
 
+def engine(config: KVCacheConfig, address: int) -> Any:
+    """vLLM's configuration, as far as the KV cache's place is in it."""
+    caches = device_caches(config, address).items()
+    layers = {name: SimpleNamespace(kv_cache=cache) for name, cache in caches}
+    return SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+
+
 class Guest:
     """The balloon of a guest under a grant without a cap, and a lender on the same device."""
 
     def __init__(self, folder: Path) -> None:
         path = folder / "pages"
-        # Alias pages of both, the lender's window, its pages, and some that are free.
-        self.device = StandInDevice((3 + LENT_PAGES + OWN_PAGES) * PAGE)
+        # The guest's alias page, that of the lender's window, its pages, and some that are free.
+        self.device = StandInDevice((2 + LENT_PAGES + OWN_PAGES) * PAGE)
         self.host = StandInDriver(self.device)
         pool = PagePool(self.host, PAGE)
         self.lender = PageLender(self.host, PAGE, path, pool)
         self.lender.give(pool.take(LENT_PAGES))
         self.driver = StandInDriver(self.device)
-        config = kv_config(BLOCKS, WIDE)
+        config = kv_config(BLOCKS, WIDE, on_gpu=True)
         size = config.kv_cache_tensors[0].size
         self.reservation = reserve_kv(settings_of(GUEST, path), self.driver, size)
         source: Any = self.reservation._source
         self.borrower: PageBorrower = source
-        cache = on_device(self.reservation.address, size)
-        layers = {
-            name: SimpleNamespace(kv_cache=cache) for name in config.kv_cache_tensors[0].layers
-        }
-        context = SimpleNamespace(static_forward_context=layers)
-        pages, granules = kv_pages(SimpleNamespace(compilation_config=context), config)
+        pages, granules = kv_pages(engine(config, self.reservation.address), config)
         self.manager: Any = KVCacheManager(
             kv_cache_config=config,
             max_model_len=512,
@@ -110,8 +114,8 @@ def guest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Guest]:
 
 
 def test_a_guest_begins_with_what_there_is_and_grows_on_what_its_host_lends(guest: Guest) -> None:
-    assert guest.kv.mapped.granules_mapped == OWN_PAGES // 2
-    assert guest.kv.capacity_blocks == OWN_PAGES // 2 * 4 - 1
+    assert guest.kv.mapped.granules_mapped == OWN_PAGES
+    assert guest.kv.capacity_blocks == OWN_PAGES * 2 - 1
     assert guest.manager.block_pool.get_num_free_blocks() == guest.kv.capacity_blocks
     assert guest.kv.mapped.bytes_mapped == OWN_PAGES * PAGE
     guest.settle()
@@ -132,9 +136,9 @@ def test_pages_that_are_called_back_are_the_borrowed_ones_in_use_or_not(
     assert guest.lender.idle == 4
     assert guest.borrower.wanted == 0
     assert guest.borrower.borrowed == LENT_PAGES - 4
-    assert guest.kv.mapped.granules_mapped == GRANULES - 2, "and no own page for it"
+    assert guest.kv.mapped.granules_mapped == GRANULES - 4, "and no own page for it"
     if busy:
-        assert len(guest.rollouts) == GRANULES - 2
+        assert len(guest.rollouts) == GRANULES - 4
     guest.lender.recall(0)
     guest.settle()
     assert guest.kv.mapped.granules_mapped == GRANULES
@@ -169,7 +173,7 @@ def test_what_came_and_is_not_mapped_yet_is_told_as_held(guest: Guest) -> None:
     before = guest.kv.mapped.granules_mapped
     guest.lender.step()
     assert guest.kv.must_shrink(None), "one step, to tell of it"
-    assert guest.kv.mapped.granules_mapped == before + LENT_PAGES // 2
+    assert guest.kv.mapped.granules_mapped == before + LENT_PAGES
 
 
 def test_a_page_that_cannot_be_imported_now_is_lent_again(guest: Guest) -> None:
@@ -210,15 +214,12 @@ def test_a_guest_for_whom_there_is_not_one_granule_does_not_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(source_module, "HEADROOM_BYTES", NO_HEADROOM)
-    driver = StandInDriver(StandInDevice(2 * PAGE))
-    config = kv_config(BLOCKS, WIDE)
+    driver = StandInDriver(StandInDevice(PAGE))  # The alias page has it.
+    config = kv_config(BLOCKS, WIDE, on_gpu=True)
     size = config.kv_cache_tensors[0].size
     with pytest.raises(DeviceError):
         reserve_kv(settings_of(HOST, ""), driver, size)
     reservation = reserve_kv(settings_of(GUEST, ""), driver, size)
-    cache = on_device(reservation.address, size)
-    layers = {name: SimpleNamespace(kv_cache=cache) for name in config.kv_cache_tensors[0].layers}
-    context = SimpleNamespace(static_forward_context=layers)
     with pytest.raises(DeviceMemoryShort):
-        kv_pages(SimpleNamespace(compilation_config=context), config)
+        kv_pages(engine(config, reservation.address), config)
     reservation.close()

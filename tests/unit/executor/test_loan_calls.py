@@ -16,15 +16,15 @@ from executor.granules import Granules
 from executor.host_pages import Extent
 
 PAGES = (1 << 30) // PAGE
-GRANULE_PAGES = 64
-"""Of an 8B model with 32 layers, each layer's part of a granule a whole page for K and V each."""
+GRANULE_PAGES = 1
+"""Of an 8B model, 16 tokens of whose KV in all layers fill a page."""
 GRANULES = PAGES // GRANULE_PAGES
 
 
 def cache(
     driver: StandInDriver, source: PageSource, *, partly: bool
 ) -> tuple[Reservation, CudaPages]:
-    """A gibibyte in which a granule is one run of pages."""
+    """A gibibyte in which a granule is a page."""
     reservation = Reservation(driver, PAGES * PAGE, source=source, partly=partly)
     extent = Extent(reservation.address, PAGE, PAGE)
     return reservation, reservation.backend([extent], Granules(PAGES, GRANULE_PAGES))
