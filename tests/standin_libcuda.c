@@ -4,7 +4,8 @@
  * where there is no GPU: a handle is a memfd, a mapping an mmap of it, and an address can be read
  * by the CPU. It keeps the driver's rules (alignment, whole mappings, one mapping at a place,
  * access before use) and answers CUDA_ERROR_INVALID_VALUE to what breaks them. New memory is full
- * of garbage. STANDIN_CUDA_BYTES is what the device has, for each process on its own.
+ * of garbage. STANDIN_CUDA_BYTES is what the device has, for each process on its own, and
+ * STANDIN_CUDA_PAGE the size of its pages.
  *
  * Values and layouts: NVIDIA, CUDA Driver API, "Virtual Memory Management".
  */
@@ -18,7 +19,7 @@
 enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_FOUND = 500 };
 enum { PINNED = 1, POSIX_DESCRIPTOR = 1, DEVICE = 1, READ_WRITE = 3 };
 enum { MOST = 16384 };
-#define PAGE ((size_t)2 << 20)
+#define PAGE page()
 #define GARBAGE 0xAA
 #define REQUIRE(holds) do { if (!(holds)) return INVALID_VALUE; } while (0)
 
@@ -36,9 +37,16 @@ static Mapping mappings[MOST];
 static Reservation reservations[MOST];
 static size_t used;
 
-static size_t total(void) {
-    const char *text = getenv("STANDIN_CUDA_BYTES");
-    return text ? strtoull(text, NULL, 10) : (size_t)1 << 30;
+static size_t setting(const char *name, size_t otherwise) {
+    const char *text = getenv(name);
+    return text ? strtoull(text, NULL, 10) : otherwise;
+}
+
+static size_t total(void) { return setting("STANDIN_CUDA_BYTES", (size_t)1 << 30); }
+
+static size_t page(void) {
+    static size_t bytes;
+    return bytes ? bytes : (bytes = setting("STANDIN_CUDA_PAGE", (size_t)2 << 20));
 }
 
 static Memory *memory_of(unsigned long long handle) {
@@ -185,8 +193,8 @@ int cuMemImportFromShareableHandle(unsigned long long *handle, void *file, int k
 }
 
 static int usable(uintptr_t at, size_t size) {
-    for (uintptr_t page = at / PAGE * PAGE; page < at + size; page += PAGE) {
-        Mapping *mapping = mapping_at(page);
+    for (uintptr_t next = at / PAGE * PAGE; next < at + size; next += PAGE) {
+        Mapping *mapping = mapping_at(next);
         if (!mapping || !mapping->usable) return 0;
     }
     return 1;

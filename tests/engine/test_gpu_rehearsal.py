@@ -158,8 +158,8 @@ def test_the_version_beside_a_cards_torch_is_rehearsed_too(tmp_path: Path) -> No
 
 def test_an_update_while_serving_is_applied_proved_and_stamped(tmp_path: Path) -> None:
     python = os.environ.get(OTHER_VLLM) or sys.executable
-    process = rehearsal(tmp_path, "--only", "update-serving", python=python)
-    code, said = ended(process)
+    with rehearsal(tmp_path, "--only", "update-serving", python=python) as process:
+        code, said = ended(process)
     assert code == 0, said
     record = result(tmp_path, "update-serving.json")
     measured = record["measured"]

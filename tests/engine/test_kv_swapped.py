@@ -4,6 +4,7 @@ Everything is real but that library and who computes: the engine, its blocks und
 backend, the driver's bindings. A page that went too early, or came back unzeroed, changes tokens.
 """
 
+import asyncio
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -21,8 +22,9 @@ pytestmark = [
 ]
 
 HERE = Path(__file__).parent
-PAGE = 2 * MIB
-KV_BYTES = 256 * MIB
+# Small enough that rollouts fill granules: 16 of them want more than half of the cache.
+PAGE = 128 << 10
+KV_BYTES = 48 * MIB
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -36,7 +38,11 @@ async def guest(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Guest
         "kv_bytes": KV_BYTES,
         "kv_backend": "cuda",
         "extra_args": ("--skip-tokenizer-init", worker),
-        "extra_env": {"LD_LIBRARY_PATH": library["LD_LIBRARY_PATH"], "PYTHONPATH": path},
+        "extra_env": {
+            "LD_LIBRARY_PATH": library["LD_LIBRARY_PATH"],
+            "PYTHONPATH": path,
+            "STANDIN_CUDA_PAGE": str(PAGE),
+        },
     }
     async with started(root, **fields) as guest:
         yield guest
@@ -44,17 +50,28 @@ async def guest(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Guest
 
 async def test_pages_leave_an_idle_guests_memory_and_come_back(guest: Guest) -> None:
     resident, full = await guest.settled_resident(), guest.state()
-    assert full.granules_mapped == full.granules_total > 4
+    assert full.granules_mapped == full.granules_total > 16
     guest.node.kv_granule_cap = 2
     await guest.until(lambda state: state.granules_mapped == 2)
-    await guest.until(lambda state: state.bytes_mapped <= KV_BYTES // 2)
+    await guest.until(lambda state: state.bytes_mapped <= KV_BYTES // 8)
     gone = full.bytes_mapped - guest.state().bytes_mapped
-    assert abs(resident - guest.resident() - gone) < 4 * PAGE, "the kernel has them back"
+    small = guest.resident()
+    assert abs(resident - small - gone) < 4 * MIB, "the kernel has them back"
     guest.node.kv_granule_cap = 0
+    assert (await guest.turn([1] * 40, 8))[1] == "length"
     await guest.until(lambda state: state.granules_mapped == full.granules_total)
-    assert abs(guest.resident() - resident) < 4 * PAGE
+    assert guest.resident() - small > gone - 4 * MIB, "zeroed, so they are there at once"
 
 
 async def test_greedy_output_is_that_of_an_undisturbed_guest(guest: Guest) -> None:
-    turns, moves = await same_tokens_though_disturbed(guest, seed=0)
-    assert turns > moves > 0
+    seen: set[int] = set()
+    watching = asyncio.create_task(_watch(guest, seen))
+    await same_tokens_though_disturbed(guest, seed=0)
+    watching.cancel()
+    assert len(seen) > 3, "pages went and came while it computed"
+
+
+async def _watch(guest: Guest, seen: set[int]) -> None:
+    while True:
+        seen.add(guest.state().bytes_mapped)
+        await asyncio.sleep(0.005)
