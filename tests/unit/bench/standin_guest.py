@@ -19,6 +19,7 @@ class StandInGuest:
     def __init__(self, weights: Path, key: VerifyKey, staging_s: float = 0.15) -> None:
         self.receiver = Receiver(read_safetensors(weights))
         self.stamped_late = False
+        self.dead = False
         self._key = key
         self._staging_s, self._turn_s = staging_s, 0.02
         self._epoch: int | None = None
@@ -37,7 +38,7 @@ class StandInGuest:
         return web.json_response({})
 
     async def _generate(self, request: web.Request) -> web.Response:
-        if self._epoch is None:
+        if self.dead or self._epoch is None:
             return web.json_response({"error": {"type": "draining"}}, status=503)
         count = (await request.json())["sampling"]["max_tokens"]
         versions = [self._stamp()]
@@ -56,6 +57,8 @@ class StandInGuest:
 
     async def _apply(self, request: web.Request) -> web.Response:
         body: dict[str, Any] = await request.json()
+        if self.dead:
+            await asyncio.sleep(3600)
         staged = self._staged(Path(body["manifest"]), Path(body["chunks"]))
         await asyncio.sleep(self._staging_s)
         self.receiver.commit(staged)

@@ -21,7 +21,7 @@ from rose.bench.coserve.records import BlockRecord, Counters
 from rose.bench.gpu.errors import PieceError
 from rose.bench.gpu.limits import REQUESTS_FOR_P90, updating_checks
 from rose.bench.gpu.models import SHAPES
-from rose.bench.gpu.serve import updating, weights_file
+from rose.bench.gpu.serve import stamped, updating, weights_file
 from rose.bench.gpu.serve.sizes import REHEARSAL
 from rose.bench.gpu.serve.stamped import StampedTurns
 from rose.bench.gpu.serve.versions import CHANGED, GuestVersions, stepped
@@ -215,6 +215,16 @@ async def test_a_guest_that_stamps_the_old_version_fails_the_piece(tmp_path: Pat
     async with session(tmp_path) as (made, guest):
         guest.stamped_late = True
         with pytest.raises(PieceError, match=r"a turn after version 1 is stamped \[0, 0\]"):
+            await updating.updates(made, 60.0)  # type: ignore[arg-type]
+
+
+async def test_a_guest_that_died_fails_the_piece_though_its_server_never_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stamped, "REFUSED_MOST_S", 0.5)
+    async with session(tmp_path) as (made, guest):
+        guest.dead = True
+        with pytest.raises(PieceError, match=r"the guest refused a turn: 503"):
             await updating.updates(made, 60.0)  # type: ignore[arg-type]
 
 

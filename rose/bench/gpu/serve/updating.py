@@ -78,10 +78,15 @@ async def _without_host(
     session.say(f"version 1 is published after {published['publish_s']:.1f} s")
     session.player.rule(ARM)
     playing = asyncio.create_task(turns.run())
+    applying = asyncio.create_task(versions.apply(session.http, session.engines.url(GUEST)))
     try:
-        report = await versions.apply(session.http, session.engines.url(GUEST))
+        # Turns end by themselves only when the guest does not take them any more.
+        await asyncio.wait({playing, applying}, return_when=asyncio.FIRST_COMPLETED)
     finally:
+        if not applying.done():
+            applying.cancel()
         await _ended(playing)
+    report = await applying
     await _insist_stamped(turns, report)
     session.say(f"version 1 is active after {report['applied_s']:.1f} s")
     return published | report
