@@ -101,8 +101,11 @@ class Bench:
         path = self.folder / "node.json"
         path.write_text(json.dumps(self.settings))
         argv = [sys.executable, str(HERE / "standin_daemon.py"), str(self.journal)]
+        # It imports other folders' stand-ins, as tests do.
+        environ = os.environ | {"PYTHONPATH": str(HERE.parents[2])}
         with (self.folder / "daemon.log").open("ab") as log:
-            daemon = subprocess.Popen([*argv, "--config", str(path), *options], stderr=log)
+            command = [*argv, "--config", str(path), *options]
+            daemon = subprocess.Popen(command, stderr=log, env=environ)
         self.daemons.append(daemon)
         return daemon
 
