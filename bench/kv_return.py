@@ -15,7 +15,6 @@ import math
 import platform
 import random
 import shutil
-import socket
 import sys
 import tempfile
 import threading
@@ -29,6 +28,7 @@ import psutil
 
 from executor import ControlPage, Grant, GrantMode, GuestState, HostState
 from rose.engines import EngineProcess, EngineRole, EngineSpec
+from rose.ports import free_port
 
 RETURNED_BYTES = 1 << 30
 KV_BYTES = RETURNED_BYTES + (256 << 20)
@@ -201,9 +201,7 @@ async def measure(rounds: int, folder: Path) -> list[Round]:
     page = ControlPage.create(folder / "page")
     node = Node(page)
     node.start()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     spec = EngineSpec(
         name="guest",
         role=EngineRole.GUEST,

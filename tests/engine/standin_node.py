@@ -7,7 +7,7 @@ from executor import ControlPage, Grant, GrantMode, HostState
 
 
 class StandInNode(threading.Thread):
-    """Writes the sections that a host and a node daemon would: an idle host and one grant."""
+    """Writes what a host and a node daemon would: a host, idle unless told, and one grant."""
 
     def __init__(self, page: ControlPage) -> None:
         super().__init__(daemon=True)
@@ -16,11 +16,12 @@ class StandInNode(threading.Thread):
         self.mode = GrantMode.RUN
         self.token_budget = 2048
         self.kv_granule_cap = 0
+        self.host_running = 0
 
     def run(self) -> None:
         while not self._ended.wait(0.02):
             now_ns = time.monotonic_ns()
-            self._page.host.write(HostState(heartbeat_ns=now_ns))
+            self._page.host.write(HostState(running=self.host_running, heartbeat_ns=now_ns))
             self._page.grant.write(
                 Grant(
                     self.mode,

@@ -6,7 +6,6 @@ installed; what they send and what they insist on is also written out here, from
 """
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -25,6 +24,7 @@ from rose.engines import EngineRole, EngineSpec
 from rose.engines.launch import EngineProcess
 from rose.gateway import Gateway
 from rose.gateway.settings import parse_settings
+from rose.ports import free_port
 
 pytestmark = [
     pytest.mark.engine,
@@ -74,9 +74,7 @@ async def stage(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stage
 
 
 def _spec(root: Path) -> EngineSpec:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     return EngineSpec(
         name="replica",
         role=EngineRole.DEDICATED,

@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -19,6 +18,7 @@ from vllm_versions import VERSIONS, run_by
 
 from executor import ControlPage, GateLimits, Grant, GrantMode, GuestState, LatencyRecord
 from rose.engines import EngineRole, EngineSpec, process_spec
+from rose.ports import free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
 
@@ -134,9 +134,7 @@ class Pair:
 
 
 def start_engine(role: EngineRole, folder: Path, page: Path, python: str | None) -> Engine:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     log = folder / f"{role}.log"
     how = run_by(python, folder)
     how["extra_env"] = {"ROSE_POLICY_VERSION": "7", **how.get("extra_env", {})}

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -20,6 +19,7 @@ from rose.client import RolloutClient, Sampling, Turn
 from rose.engines.launch import EngineProcess
 from rose.engines.spec import EngineRole, EngineSpec
 from rose.gateway import Gateway, GatewaySettings, StaticReplica, static
+from rose.ports import free_port
 
 pytestmark = [
     pytest.mark.engine,
@@ -108,9 +108,7 @@ class Fleet:
 
 
 def spec_of(name: str, root: Path) -> EngineSpec:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     return EngineSpec(
         name=name,
         role=EngineRole.DEDICATED,

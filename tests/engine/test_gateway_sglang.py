@@ -8,7 +8,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from tiny_model import VOCABULARY, save_tiny_model
 
 from rose.gateway import Gateway
 from rose.gateway.settings import parse_settings
+from rose.ports import free_port
 
 PYTHON = os.environ.get("ROSE_SGLANG_PYTHON", "")
 
@@ -86,9 +86,7 @@ class Stage:
 
 
 async def _started(root: Path, name: str) -> tuple[str, asyncio.subprocess.Process]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     words = (
         f"-m sglang.launch_server --device cpu --attention-backend torch_native"
         f" --sampling-backend pytorch --disable-overlap-schedule --dtype float32"

@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from rose.engines.launch import EngineProcess
 from rose.engines.spec import EngineRole, EngineSpec
 from rose.gateway import Gateway
 from rose.gateway.settings import parse_settings
+from rose.ports import free_port
 
 pytestmark = [
     pytest.mark.engine,
@@ -94,9 +94,7 @@ class Stage:
 
 
 def _spec(name: str, root: Path, *extra_args: str) -> EngineSpec:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     return EngineSpec(
         name=MODEL,
         role=EngineRole.STOCK,

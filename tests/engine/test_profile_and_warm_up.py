@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from tiny_model import VOCABULARY, save_tiny_model
 from executor import ControlPage
 from rose.engines import EngineProcess, EngineRole, EngineSpec
 from rose.errors import EngineStartError
+from rose.ports import free_port
 from slo import StepProfile
 
 pytestmark = [
@@ -88,9 +88,7 @@ async def turn_s(http: aiohttp.ClientSession, url: str, seed: int) -> float:
 
 
 def spec_of(root: Path, page: ControlPage, **more: object) -> EngineSpec:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    port = free_port()
     return EngineSpec(
         name="guest",
         role=EngineRole.GUEST,

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from rose.group_memory import group_bytes
 from rose.node.memory import HostMemory
 from rose.node.reclaimer import Guest, Reclaimer
 from rose.node.replica_client import ReplicaClient
+from rose.ports import free_port
 
 pytestmark = [
     pytest.mark.engine,
@@ -75,9 +75,7 @@ class Rig:
 async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
     root: Path = tmp_path_factory.mktemp("ladder")
     save_tiny_model(root / "model", dtype="float32")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     page = ControlPage.create(root / "page")
     node = StandInNode(page)
     node.start()

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -32,6 +31,7 @@ from vllm_versions import VERSIONS
 
 from executor import ControlPage, GrantMode
 from rose.engines import process_spec
+from rose.ports import free_port
 from weight_transfer.checkpoint import read_model_dir
 from weight_transfer.publisher import Publisher
 from weight_transfer.signing import SigningKey
@@ -46,9 +46,7 @@ def engine(
 ) -> Iterator[Engine]:
     root = tmp_path_factory.mktemp("replica")
     save_tiny_model(root / "model", dtype="float32")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     key, store = SigningKey.generate(), ChunkStore(root / "store")
     page = ControlPage.create(root / "page")
     node = StandInNode(page)

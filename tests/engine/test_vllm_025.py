@@ -6,7 +6,6 @@ engine but vLLM's own scheduler, block pool and allocation, by the other interpr
 
 import os
 import re
-import socket
 import subprocess
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from tiny_model import save_tiny_model
 from vllm_versions import PYTHON_25, needs_25, run_by
 
 from rose.engines import EngineProcess, EngineRole, EngineSpec
+from rose.ports import free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300), needs_25]
 
@@ -54,9 +54,7 @@ async def test_a_replica_with_made_up_weights_is_warm_when_it_is_healthy(tmp_pat
     save_tiny_model(tmp_path / "model", dtype="float32")
     for weights in (tmp_path / "model").glob("*.safetensors"):
         weights.unlink()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     spec = EngineSpec(
         name="dedicated-0",
         role=EngineRole.DEDICATED,

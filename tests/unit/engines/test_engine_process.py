@@ -13,6 +13,7 @@ import pytest
 from rose.engines import EngineProcess, EngineRole, EngineSpec, launch, process_spec
 from rose.engines.preflight import check_model, check_port, check_spec
 from rose.errors import ConfigError, EngineStartError
+from rose.ports import free_port
 from rose.process import ManagedProcess, ProcessSpec, group_alive
 
 PARENT = """
@@ -113,9 +114,7 @@ async def test_an_engine_that_dies_at_start_says_its_last_error(
 async def test_a_replica_without_its_endpoint_is_not_healthy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     script = f"""
 import http.server as h, sys
 print("(APIServer pid=7) ERROR 11-21 06:24:58 [x.py:72] ImportError: no such name", flush=True)
