@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install check test unit engine demo bench-coserve bench-kv bench-host-overhead bench-weights bench-gateway bench-routing chaos gpu protos lock clean
+.PHONY: install check test nightly unit unit-light engine demo demo-accept bench-demo bench-coserve bench-kv bench-host-overhead bench-weights bench-gateway bench-routing chaos soak fuzz gpu protos lock clean
 
 install: $(STAMP)
 
@@ -15,17 +15,34 @@ $(STAMP): requirements/cpu.txt pyproject.toml scripts/install
 check: install
 	scripts/check
 
-# In two processes: they need a core each (a file that starts processes stays in one). Engine tests need both.
+# In two processes, which have a core each; a file is run by one of them. Engine tests need both.
+UNIT := $(BIN)/python -m pytest -q -m "not engine and not nightly" -n 2 --dist loadfile --durations=25
+
 unit: install
-	$(BIN)/pytest -q -m "not engine" -n 2 --dist loadgroup $(ARGS)
+	$(UNIT) $(ARGS)
+
+# Without those that import torch or vLLM.
+unit-light: install
+	$(UNIT) -p tests.without_torch tests/unit $(ARGS)
 
 engine: install
-	$(BIN)/pytest -q -m engine $(ARGS)
+	$(BIN)/pytest -q tests/engine -m "not nightly" --max-engine-starts=22 --durations=25 $(ARGS)
 
 test: unit engine
 
+# All of it: also what is marked `nightly`.
+nightly: install
+	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -q tests/unit -n 2 --dist loadfile --durations=25 $(ARGS)
+	$(BIN)/pytest -q tests/engine --durations=25 $(ARGS)
+
 demo: install
 	$(BIN)/rose demo $(ARGS)
+
+demo-accept: install
+	$(BIN)/rose demo --accept $(ARGS)
+
+bench-demo: install
+	$(BIN)/python bench/demo_accept.py $(ARGS)
 
 bench-coserve: install
 	$(BIN)/python -m rose.bench.coserve run $(if $(QUICK),--quick) $(ARGS)
@@ -47,6 +64,14 @@ bench-gateway: install
 
 chaos: install
 	$(BIN)/python -m rose.bench.chaos $(ARGS)
+
+soak: install
+	$(BIN)/python -m rose.bench.soak $(ARGS)
+
+# Every decoder and every HTTP face, an hour in all; `make fuzz FUZZ_S=60` is what CI runs.
+FUZZ_S ?= 3600
+fuzz: install
+	$(BIN)/python -m tests.fuzz --seconds $(FUZZ_S) $(ARGS)
 
 # On a machine with an NVIDIA GPU, by the Python that has torch for it. Installs nothing.
 GPU_PYTHON ?= python3

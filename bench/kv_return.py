@@ -68,6 +68,7 @@ class Node(threading.Thread):
     def __init__(self, page: ControlPage) -> None:
         super().__init__(daemon=True)
         self._page = page
+        self._host = page.take_host()
         self._lock = threading.Lock()
         self._grant = Grant(GrantMode.RUN, token_budget=FILL_BUDGET, max_sequences=STREAMS)
         self._ended = threading.Event()
@@ -89,7 +90,8 @@ class Node(threading.Thread):
             new = {name: value for name, value in change.items() if value is not None}
             self._grant = replace(self._grant, **new)  # type: ignore[arg-type]
             now_ns = time.monotonic_ns()
-            self._page.host.write(HostState(heartbeat_ns=now_ns))
+            self._host.write(HostState(heartbeat_ns=now_ns))
+            self._host.beat(now_ns)
             self._page.grant.write(
                 replace(self._grant, heartbeat_ns=now_ns, expiry_ns=now_ns + 500_000_000)
             )
@@ -98,6 +100,7 @@ class Node(threading.Thread):
         """End the thread."""
         self._ended.set()
         self.join()
+        self._host.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +226,7 @@ async def measure(rounds: int, folder: Path) -> list[Round]:
         connector = aiohttp.TCPConnector(limit=0)
         timeout = aiohttp.ClientTimeout(total=None)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
-            await http.post(f"{spec.url}/rose/v1/admit", json={"epoch": 1})
+            await http.post(f"{spec.url}/rose/v1/admit", json={"epoch": 1}, headers=engine.headers)
             rng = random.Random(0)  # noqa: S311 -- prompts, not secrets
             streams = [asyncio.create_task(bench.stream(http, rng)) for _ in range(STREAMS)]
             found = []

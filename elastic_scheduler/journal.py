@@ -15,6 +15,7 @@ doubled: its tokens up to the end were journaled, those after it are generated a
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from elastic_scheduler.errors import JournalError
 
@@ -48,8 +49,7 @@ class Segment:
     end: int
 
 
-@dataclass(frozen=True, slots=True)
-class VersionSpan:
+class VersionSpan(NamedTuple):
     """Output tokens [start, end) were sampled by policy `version`.
 
     `oldest_version` of the KV that they were sampled on, where it may be older: None elsewhere.
@@ -66,9 +66,10 @@ def stamp(
 ) -> None:
     """Add a span at the end; one that says the same of the tokens just before grows instead."""
     if spans:
-        last = spans[-1]
-        if (last.version, last.oldest_version, last.end) == (version, oldest_version, start):
-            start = spans.pop().start
+        last_version, last_start, last_end, last_oldest = spans[-1]
+        if last_end == start and last_version == version and last_oldest == oldest_version:
+            spans[-1] = VersionSpan(version, last_start, end, oldest_version)
+            return
     spans.append(VersionSpan(version, start, end, oldest_version))
 
 

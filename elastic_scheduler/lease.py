@@ -5,7 +5,8 @@
                         +------- revoke, expire ----+-----------------> (none)
 
 A replica has one lease at a time. Every grant has a greater epoch than all before it, across
-restarts: persist `epochs()` before a new lease is sent anywhere and hand it back to the next book.
+restarts: an epoch is `proposed`, persisted, `reserve`d, and only then granted under; the next book
+is given the persisted ones.
 Messages that carry another epoch than the live lease's are refused, so a late release or revocation
 can never end a younger lease.
 """
@@ -14,7 +15,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from elastic_scheduler.errors import LeaseHeld, StaleEpoch
+from elastic_scheduler.errors import LeaseError, LeaseHeld, StaleEpoch
+from elastic_scheduler.offer import MAX_EPOCH
+
+# How far a node's epoch may be ahead of the book's, as after the store was lost: in a step a node
+# can neither use all epochs up nor reach one that no message holds.
+MAX_EPOCH_LEAD = 2**20
+# Epochs are kept for ever, so names that are never seen again must have an end.
+MAX_REPLICAS = 2**18
 
 
 class LeaseState(StrEnum):
@@ -47,12 +55,13 @@ class LeaseBook:
         if ttl_s <= 0:
             raise ValueError(f"ttl_s is {ttl_s}; a lease needs a time to live above 0")
         self.ttl_s = ttl_s
-        self._epochs = dict(epochs or {})
+        self._epochs = dict(epochs or {})  # the newest used of each replica
+        self._reserved: dict[str, int] = {}  # persisted and not used yet
         self._leases: dict[str, Lease] = {}
 
     def epochs(self) -> dict[str, int]:
-        """The newest epoch of every replica ever leased: what a store keeps across restarts."""
-        return dict(self._epochs)
+        """The newest epoch of every replica, used or reserved: what a store has across restarts."""
+        return self._epochs | self._reserved
 
     def leases(self) -> tuple[Lease, ...]:
         """All leases that were not yet ended or collected by `expire`."""
@@ -63,16 +72,47 @@ class LeaseBook:
         lease = self._leases.get(replica)
         return lease if lease is not None and now_s < lease.expires_s else None
 
-    def grant(self, job: str, replica: str, now_s: float, *, seen_epoch: int = 0) -> Lease:
-        """Lease `replica` to `job` under a new epoch, greater than `seen_epoch` of its node too.
+    def believes(self, replica: str, seen_epoch: int) -> bool:
+        """Whether a node can have seen that epoch of the replica."""
+        return 0 <= seen_epoch <= min(MAX_EPOCH - 1, self._newest(replica) + MAX_EPOCH_LEAD)
 
-        Raises LeaseHeld while another lease of the replica lives.
+    def proposed(self, replica: str, seen_epoch: int = 0) -> int:
+        """The epoch of the replica's next lease, greater than `seen_epoch` of its node too.
+
+        Raises StaleEpoch for an epoch that is not to be believed, LeaseError for one replica more
+        than a book holds.
+        """
+        if replica not in self._epochs and len(self._epochs) >= MAX_REPLICAS:
+            raise LeaseError(
+                f"{MAX_REPLICAS} replicas had leases before {replica}; start a new store"
+            )
+        if not self.believes(replica, seen_epoch):
+            raise StaleEpoch(
+                f"epoch {seen_epoch} of {replica} is too far ahead of {self._newest(replica)};"
+                " start its node anew"
+            )
+        return max(self._newest(replica), seen_epoch) + 1
+
+    def reserve(self, replica: str, epoch: int) -> None:
+        """The epoch is persisted: the replica's next lease may be granted under it."""
+        if epoch > self._newest(replica):
+            self._reserved[replica] = epoch
+
+    def reserved(self, replica: str, seen_epoch: int = 0) -> bool:
+        """Whether a lease can be granted now, under an epoch that the node has not seen."""
+        return self._reserved.get(replica, 0) > seen_epoch
+
+    def grant(self, job: str, replica: str, now_s: float, *, seen_epoch: int = 0) -> Lease:
+        """Lease `replica` to `job` under the reserved epoch, greater than `seen_epoch` of its node.
+
+        Raises LeaseHeld while another lease of the replica lives, StaleEpoch without such an epoch.
         """
         held = self.live(replica, now_s)
         if held is not None:
             raise LeaseHeld(f"{replica} is leased to {held.job} as {held.id}; release it first")
-        epoch = max(self._epochs.get(replica, 0), seen_epoch) + 1
-        self._epochs[replica] = epoch
+        if not self.reserved(replica, seen_epoch):
+            raise StaleEpoch(f"{replica} has no persisted epoch above {seen_epoch}; reserve one")
+        epoch = self._epochs[replica] = self._reserved.pop(replica)
         lease = Lease(job, replica, epoch, now_s + self.ttl_s)
         self._leases[replica] = lease
         return lease
@@ -112,6 +152,9 @@ class LeaseBook:
         for lease in over:
             del self._leases[lease.replica]
         return over
+
+    def _newest(self, replica: str) -> int:
+        return max(self._epochs.get(replica, 0), self._reserved.get(replica, 0))
 
     def _expect(self, replica: str, epoch: int, now_s: float) -> Lease:
         lease = self.live(replica, now_s)

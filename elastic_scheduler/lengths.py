@@ -7,6 +7,8 @@ enough in it speaks: the trajectory's last turns, the prompt's other samples, th
 from bisect import bisect_left, insort
 from collections import OrderedDict, deque
 
+from elastic_scheduler.names import kept_name
+
 JOB_SAMPLES = 512
 JOBS_KEPT = 64
 NAMES_KEPT = 131_072
@@ -63,7 +65,7 @@ class LengthBook:
             if len(self._jobs) > JOBS_KEPT:
                 self._jobs.popitem(last=False)
         window.add(tokens)
-        for key in (("s", session), ("g", group, job)):
+        for key in (_of_session(session), _of_group(group, job)):
             if key[1]:
                 count, mean = self._means.get(key, (0, float(tokens)))
                 mean += NEWEST_SHARE * (tokens - mean)
@@ -74,7 +76,7 @@ class LengthBook:
 
     def forget(self, session: str) -> None:
         """The trajectory is over."""
-        self._means.pop(("s", session), None)
+        self._means.pop(_of_session(session), None)
 
     def __len__(self) -> int:
         """Trajectories and groups with a mean."""
@@ -82,9 +84,9 @@ class LengthBook:
 
     def expected(self, job: str, session: str, group: str, budget_tokens: int) -> int:
         """Tokens that a turn will likely make: from 1 to its budget."""
-        count, mean = self._means.get(("s", session), (0, 0.0)) if session else (0, 0.0)
+        count, mean = self._means.get(_of_session(session), (0, 0.0)) if session else (0, 0.0)
         if not count and group:
-            count, mean = self._means.get(("g", group, job), (0, 0.0))
+            count, mean = self._means.get(_of_group(group, job), (0, 0.0))
             if count < ENOUGH_OF_GROUP:
                 count = 0
         window = self._jobs.get(job)
@@ -100,3 +102,11 @@ class LengthBook:
         if window is None or len(window) < ENOUGH_OF_JOB:
             return False
         return expected_tokens >= window.quantile(LONG_QUANTILE) > window.quantile(0.5)
+
+
+def _of_session(session: str) -> tuple[str, ...]:
+    return ("s", kept_name(session))
+
+
+def _of_group(group: str, job: str) -> tuple[str, ...]:
+    return ("g", kept_name(group), kept_name(job))

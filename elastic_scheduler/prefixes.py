@@ -3,6 +3,8 @@
 from collections import OrderedDict
 from dataclasses import dataclass
 
+from elastic_scheduler.names import kept_name
+
 TRAJECTORIES_KEPT = 131_072
 
 
@@ -26,18 +28,19 @@ class PrefixBook:
 
     def note(self, session: str, prefix: Prefix) -> None:
         """The trajectory's latest turn ended on a replica."""
-        self._held[session] = prefix
-        self._held.move_to_end(session)
+        name = kept_name(session)
+        self._held[name] = prefix
+        self._held.move_to_end(name)
         if len(self._held) > self._capacity:
             self._held.popitem(last=False)
 
     def find(self, session: str) -> Prefix | None:
         """What is known of a trajectory; its holder may have changed versions since."""
-        return self._held.get(session)
+        return self._held.get(kept_name(session))
 
     def forget(self, session: str) -> None:
         """The trajectory is over."""
-        self._held.pop(session, None)
+        self._held.pop(kept_name(session), None)
 
     def __len__(self) -> int:
         return len(self._held)

@@ -24,6 +24,8 @@ STICKY_MARGIN = 0.25
 PATIENCE = 8.0
 # Fleets up to this size are weighed whole.
 EXACT_UP_TO = 16
+# Of the replicas that were weighed, the log of choices has so many.
+CHEAPEST_KEPT = 5
 # Replicas whose standing wait is brought up to date with every choice.
 FRESHENED = 1
 # A replica that costs this much more than the best does not belong among the cheapest.
@@ -324,6 +326,8 @@ class Router:
         need, chosen = ask.need, None if load is None else load.view.id
         if chosen is None and self._log.waits(need, why):
             return None
+        if len(weighed) > CHEAPEST_KEPT:
+            weighed = heapq.nsmallest(CHEAPEST_KEPT, weighed, key=_by_cost)
         pairs = tuple([(each.view.id, each_s) for each_s, each in weighed])
         decision = RoutingDecision(
             now_s, need.request_id, chosen, why, ask.expected_tokens, ask.is_long, pairs

@@ -4,9 +4,11 @@ from executor.control_page import ControlPage
 from executor.errors import ExecutorError, PageError, PageUnreadable
 from executor.gate import GateLimits, Run, Yield, decide
 from executor.guard import GuardConfig, GuardCore
-from executor.latency_ring import Drained, LatencyRing
+from executor.host_seat import HostSeat, Veto
+from executor.host_sight import HostSight
+from executor.latency_ring import Drained, LatencyLane, LatencyRing
 from executor.pressure import PressureLimits, PressurePolicy
-from executor.sections import Grant, GrantMode, GuestState, HostState, LatencyRecord
+from executor.sections import Grant, GrantMode, GuestState, HostState, LatencyRecord, SeatState
 
 __all__ = [
     "ControlPage",
@@ -18,7 +20,10 @@ __all__ = [
     "GuardConfig",
     "GuardCore",
     "GuestState",
+    "HostSeat",
+    "HostSight",
     "HostState",
+    "LatencyLane",
     "LatencyRecord",
     "LatencyRing",
     "PageError",
@@ -26,6 +31,8 @@ __all__ = [
     "PressureLimits",
     "PressurePolicy",
     "Run",
+    "SeatState",
+    "Veto",
     "Yield",
     "decide",
 ]

@@ -1,13 +1,14 @@
 """The question asked before every guest step: may it run, and how large?
 
-Fail closed: whatever is missing, torn, old or unknown yields. An idle host writes nothing, so its
-last idle state stays valid for as long as nobody overwrites it; that its process still lives is for
-the node daemon to check, which lets the grant lapse otherwise.
+Fail closed: whatever is missing, torn, old, foreign or unknown yields. An idle host writes nothing
+new, so its last idle state is as good as its writer's lock and heartbeat: they are looked at before
+every step (`executor.host_sight`).
 """
 
 from dataclasses import dataclass
 from typing import Final
 
+from executor.host_sight import CLOCK_TOLERANCE_NS, HostSight
 from executor.sections import Grant, GrantMode, HostState
 from slo import StepModel, dual_slack
 
@@ -34,7 +35,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Yield:
-    """Run nothing; `reason` is one of this module's words."""
+    """Run nothing; `reason` is a word of this module or of `executor.host_sight`."""
 
     reason: str
 
@@ -54,29 +55,26 @@ class GateLimits:
     host_prefill_ns_per_token: int = 0
 
 
-# Two processes read the same clock, yet one may have stamped a little after the other looked.
-_CLOCK_TOLERANCE_NS = 1_000_000
-
-
 def decide(
-    host: HostState | None,
+    sight: HostSight,
     grant: Grant | None,
     model: StepModel,
     now_ns: int,
     limits: GateLimits,
     context_tokens: int = 0,
 ) -> Run | Yield:
-    """Run or yield, from what the page says at `now_ns`; None stands for an unreadable section.
+    """Run or yield, from what the page says at `now_ns`; a grant of None cannot be read.
 
     `model` predicts the guest's own steps over `context_tokens` of KV. With `slack_share` 0 the
     guest runs only while the host is idle; above 0 it gets the largest budget whose predicted step
     fits share × the tighter slack.
     """
-    if host is None or grant is None:
+    if grant is None:
         return Yield(PAGE_UNREADABLE)
-    refusal = _refusal(grant, now_ns, limits)
-    if refusal is not None:
-        return Yield(refusal)
+    refusal = _refusal(grant, now_ns, limits) or sight.doubt(now_ns)
+    host = sight.state
+    if refusal is not None or host is None:
+        return Yield(refusal or PAGE_UNREADABLE)
     reason = THROTTLED if grant.mode is GrantMode.THROTTLE else OK
     if host.idle:
         return Run(grant.token_budget, grant.max_sequences, reason)
@@ -122,7 +120,7 @@ def _refusal(grant: Grant, now_ns: int, limits: GateLimits) -> str | None:
 
 def _stale(heartbeat_ns: int, now_ns: int, limit_ns: int) -> bool:
     # A heartbeat from the future proves nothing about the present.
-    return not -_CLOCK_TOLERANCE_NS <= now_ns - heartbeat_ns <= limit_ns
+    return not -CLOCK_TOLERANCE_NS <= now_ns - heartbeat_ns <= limit_ns
 
 
 def _lendable_ns(host: HostState, share: float, now_ns: int, limits: GateLimits) -> float:

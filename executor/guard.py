@@ -7,6 +7,7 @@ grant expires.
 
 from dataclasses import dataclass, field
 
+from executor.host_sight import HostSight
 from executor.lending import LEAST_CAP, guest_granules, lent_bytes, owed_bytes
 from executor.pressure import NO_CAP, PressureCore, PressureLimits
 from executor.sections import Grant, GrantMode, GuestState, HostState
@@ -16,7 +17,7 @@ LEASED = "leased"
 WARM_UP = "warm_up"
 KILL_SWITCH = "kill_switch"
 HOST_DEAD = "host_dead"
-HOST_UNREADABLE = "host_unreadable"
+HOST_FOREIGN = "host_foreign"
 OPERATOR_HOLD = "operator_hold"
 DRAIN = "drain"
 DRAINED = "drained"
@@ -82,12 +83,12 @@ class GuardCore:
     def step(
         self,
         now_ns: int,
-        host: HostState | None,
+        sight: HostSight,
         guest: GuestState | None,
         lease_active: bool,
         kill_switch: bool,
         *,
-        host_alive: bool = True,
+        host_doubt: str | None = None,
         draining: bool = False,
         operator_hold: bool = False,
         reclaim_cap: int | None = None,
@@ -96,21 +97,23 @@ class GuardCore:
     ) -> Grant:
         """The grant to write now.
 
-        `host`/`guest`: sections as read, None when unreadable (an absent guest is no reason to
-        freeze: it reads its grant when it starts). `host_alive`: the host's process exists.
+        `sight`: what is seen of the host; `host_doubt`: what else speaks against its writer, one of
+        HOST_DEAD, HOST_FOREIGN and None. `guest`: None when unreadable (an absent guest is no
+        reason to freeze: it reads its grant when it starts).
         `reclaim_cap`: KV granules that a reclaim leaves the guest (0: all of them), None without.
         `pressed`: it owes memory and shall do nothing but give it back. `warming`: its engine
         starts and takes no turns yet; it may run in host-idle time.
         """
         drained = draining and guest is not None and not (guest.running or guest.waiting)
-        cap = self._cap(now_ns, host, guest, self._limit(host if host_alive else None, guest))
+        doubt = host_doubt or sight.doubt(now_ns)
+        host = None if doubt else sight.state
+        cap = self._cap(now_ns, host, guest, self._limit(host, guest))
         cap = min((n for n in (cap, reclaim_cap or NO_CAP) if n > NO_CAP), default=NO_CAP)
         ladder = (
             (kill_switch, GrantMode.KILL, KILL_SWITCH),
             # After a stop longer than a grant lives, what the caller knows of leases is old news.
             (self._was_stalled(now_ns), GrantMode.FREEZE, STALLED),
-            (not host_alive, GrantMode.FREEZE, HOST_DEAD),
-            (host is None, GrantMode.FREEZE, HOST_UNREADABLE),
+            (doubt is not None, GrantMode.FREEZE, doubt or ""),
             (reclaim_cap is not None, GrantMode.FREEZE, RECLAIM),
             (pressed, GrantMode.FREEZE, OWING),
             (drained, GrantMode.FREEZE, DRAINED),

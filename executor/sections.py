@@ -5,12 +5,16 @@ memory decodes to the harmless value of every record (grant: FREEZE, expired).
 """
 
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from math import isfinite
 from typing import ClassVar, Self
 
 REQUEST_ID_BYTES = 80
 REASON_BYTES = 32
+MOST_INT = 1 << 62
+"""Bound of every number on the page: sums of a few of them still fit the page."""
 
 
 class GrantMode(IntEnum):
@@ -30,6 +34,15 @@ def _encode_text(text: str, size: int) -> bytes:
 def _decode_text(raw: bytes) -> str:
     # Cutting at a byte limit may split a character: dropping the rest of it loses nothing readable.
     return raw.rstrip(b"\0").decode("utf-8", errors="ignore")
+
+
+def _plausible(values: Iterable[object]) -> None:
+    """Raise ValueError for numbers that no writer of the page ever means."""
+    for value in values:
+        if isinstance(value, int) and not 0 <= value < MOST_INT:
+            raise ValueError(f"{value} is out of range")
+        if isinstance(value, float) and not isfinite(value):
+            raise ValueError(f"{value} is no number")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +74,7 @@ class HostState:
 
     @property
     def idle(self) -> bool:
-        """No request and no step: this state stays valid until the host writes again."""
+        """No request and no step, at the moment of `heartbeat_ns` and until the next write."""
         return not (self.in_step or self.running or self.waiting)
 
     def pack(self) -> bytes:
@@ -87,8 +100,41 @@ class HostState:
 
     @classmethod
     def unpack(cls, raw: bytes) -> Self:
-        """Inverse of pack."""
-        return cls(*cls.LAYOUT.unpack(raw))
+        """Inverse of pack. Raises ValueError for numbers out of range."""
+        values = cls.LAYOUT.unpack(raw)
+        if min(values) < 0 or max(values) >= MOST_INT:
+            raise ValueError("a number is out of range")
+        return cls(*values)
+
+
+@dataclass(frozen=True, slots=True)
+class SeatState:
+    """Who holds the host's seat since `taken_ns`, and when he last said that he lives.
+
+    `pid`, `started` (clock ticks since boot) and `pid_namespace` (its inode) are hints for people
+    and for a guard in the same namespace; what counts is the lock.
+    """
+
+    pid: int = 0
+    started: int = 0
+    pid_namespace: int = 0
+    taken_ns: int = 0
+    beat_ns: int = 0
+
+    LAYOUT: ClassVar[struct.Struct] = struct.Struct("=qqqqq")
+
+    def pack(self) -> bytes:
+        """Binary form."""
+        return self.LAYOUT.pack(
+            self.pid, self.started, self.pid_namespace, self.taken_ns, self.beat_ns
+        )
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> Self:
+        """Inverse of pack. Raises ValueError for numbers out of range."""
+        values = cls.LAYOUT.unpack(raw)
+        _plausible(values)
+        return cls(*values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +172,9 @@ class Grant:
 
     @classmethod
     def unpack(cls, raw: bytes) -> Self:
-        """Inverse of pack; raises ValueError for a mode this version does not know."""
+        """Inverse of pack; raises ValueError for an unknown mode and numbers out of range."""
         values = cls.LAYOUT.unpack(raw)
+        _plausible(values)
         grant = cls(GrantMode(values[0]), *values[1:8])
         return replace(grant, reason=_decode_text(values[8]))
 
@@ -180,8 +227,9 @@ class GuestState:
 
     @classmethod
     def unpack(cls, raw: bytes) -> Self:
-        """Inverse of pack."""
+        """Inverse of pack. Raises ValueError for numbers out of range."""
         values = cls.LAYOUT.unpack(raw)
+        _plausible(values)
         state = cls(*values[:10])
         return replace(
             state,
@@ -221,6 +269,7 @@ class LatencyRecord:
 
     @classmethod
     def unpack(cls, raw: bytes) -> Self:
-        """Inverse of pack."""
+        """Inverse of pack. Raises ValueError for numbers out of range."""
         request_id, *numbers = cls.LAYOUT.unpack(raw)
+        _plausible(numbers)
         return cls(_decode_text(request_id), *numbers)

@@ -5,6 +5,7 @@ inside its own session a guest's SCHED_IDLE would mean nothing to the host.
 """
 
 import asyncio
+import logging
 import os
 import shutil
 import signal
@@ -20,6 +21,8 @@ from rose.process_group import ProcessGroup, group_alive
 __all__ = ["Keep", "ManagedProcess", "ProcessSpec", "group_alive"]
 
 STREAM_LIMIT_BYTES = 4 << 20
+
+_logger = logging.getLogger("rose.process")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +76,7 @@ class ManagedProcess(ProcessGroup):
         """Start the child. Raises FileNotFoundError when there is no such program."""
         if shutil.which(spec.argv[0]) is None:
             raise FileNotFoundError(f"{spec.argv[0]} is no program that can be run")
-        log = spec.log.open("ab") if spec.log else None
+        log = _opened(spec.log)
         try:
             process = await asyncio.create_subprocess_exec(
                 *_placed(spec),
@@ -86,8 +89,8 @@ class ManagedProcess(ProcessGroup):
                 limit=STREAM_LIMIT_BYTES,
             )
         finally:
-            if log:
-                log.close()
+            if log is not None and log >= 0:
+                os.close(log)
         return cls(spec, process)
 
     @property
@@ -115,6 +118,17 @@ class ManagedProcess(ProcessGroup):
         """Send a signal to the child alone."""
         if self.returncode is None:
             self._process.send_signal(number)
+
+
+def _opened(log: Path | None) -> int | None:
+    """Where the child writes. No disk that is full keeps it from being started."""
+    if log is None:
+        return None
+    try:
+        return os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        _logger.warning("%s cannot be written (%s): what it says is lost", log, error.strerror)
+        return asyncio.subprocess.DEVNULL
 
 
 def _placed(spec: ProcessSpec) -> list[str]:

@@ -20,15 +20,16 @@ class ProcessStat:
 
     name: str
     state: str
+    parent: int
     group: int
     started: int
 
     @classmethod
     def of(cls, pid: int) -> Self | None:
-        """None when there is no such process."""
+        """None when there is no such process, or none that this user may see."""
         try:
             raw = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-        except (FileNotFoundError, ProcessLookupError):
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
             return None
         # The program's name stands in parentheses and may contain anything, these included.
         head, _, tail = raw.rpartition(")")
@@ -36,6 +37,7 @@ class ProcessStat:
         return cls(
             name=head.partition("(")[2],
             state=fields[0],
+            parent=int(fields[1]),
             group=int(fields[2]),
             started=int(fields[19]),
         )
@@ -77,6 +79,14 @@ def in_first_pid_namespace() -> bool:
         return str(Path("/proc/self/ns/pid").readlink()) == _FIRST_PID_NAMESPACE
     except OSError:
         return False
+
+
+def pid_namespace() -> int:
+    """The inode that names the namespace in which processes are numbered here; 0 if unknown."""
+    try:
+        return Path("/proc/self/ns/pid").stat().st_ino
+    except OSError:
+        return 0
 
 
 def group_states(group: int) -> list[str]:

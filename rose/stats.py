@@ -5,7 +5,7 @@ a unit samples depend on each other, so resampling single samples would make int
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,17 +75,6 @@ def mean_difference(
     return Estimate(value, _interval(replicates, min(len(before), len(after))))
 
 
-def proportion_difference(before: tuple[int, int], after: tuple[int, int], seed: int) -> Estimate:
-    """Difference of two proportions, each (successes, trials), as if independent."""
-    rng = np.random.default_rng(seed)
-    shares = [successes / trials for successes, trials in (before, after)]
-    draws = [
-        rng.binomial(trials, share, RESAMPLES) / trials
-        for share, (_, trials) in zip(shares, (before, after), strict=True)
-    ]
-    return Estimate(shares[1] - shares[0], _interval(draws[1] - draws[0], min(before[1], after[1])))
-
-
 def ratio_of_rates(
     above: Sequence[tuple[float, float]], below: Sequence[tuple[float, float]], seed: int
 ) -> Estimate:
@@ -101,6 +90,27 @@ def ratio_of_rates(
 
     replicates = ratio(pairs[picks].sum(axis=1))
     return Estimate(float(ratio(pairs.sum(axis=0))), _interval(replicates, len(pairs)))
+
+
+def estimate_of_sums(
+    groups: Sequence[Sequence[Sequence[float]]],
+    statistic: Callable[[Sequence[Floats]], Floats],
+    seed: int,
+) -> Estimate:
+    """A statistic of sums over units, with each group's units resampled apart from the others'.
+
+    groups: each [units, columns]. `statistic` is given each group's sums [..., columns].
+    """
+    rng = np.random.default_rng(seed)
+    arrays = [np.array(group, dtype=np.float64) for group in groups]
+    resampled = [
+        array[rng.integers(len(array), size=(RESAMPLES, len(array)))].sum(axis=1)
+        for array in arrays
+    ]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        replicates = statistic(resampled)
+        value = statistic([array.sum(axis=0) for array in arrays])
+    return Estimate(float(value), _interval(replicates, min(map(len, arrays))))
 
 
 def paired_difference(pairs: Sequence[Sequence[tuple[float, float]]], seed: int) -> Estimate:

@@ -56,8 +56,14 @@ class Talker:
         self._reader.cancel()
 
     async def _read(self) -> None:
-        while line := await self.process.stdout.readline():
-            await self.events.put(json.loads(line))
+        try:
+            while line := await self.process.stdout.readline():
+                await self.events.put(json.loads(line))
+        except (ValueError, RecursionError) as error:
+            # Also of a line that is longer or deeper than any event.
+            message = f"said what is no event ({error}); see {self.process.spec.log}"
+            await self.events.put({"event": "error", "message": message})
+            return
         code = await self.process.wait()
         message = f"ended (exit {code}); see {self.process.spec.log}"
         await self.events.put({"event": "end" if code == 0 else "error", "message": message})

@@ -1,7 +1,39 @@
-"""Shared by all tests."""
+"""Shared by all tests: how many examples property tests draw, and the tiers that `make` runs.
 
-from hypothesis import settings
+HYPOTHESIS_PROFILE chooses: dev (25 examples) is the default, ci draws 100 and nightly 1000. The
+first two draw the same examples each time, so that a run of them proves the same thing twice;
+nightly draws new ones. A test that wants more than others says how many times as many.
+"""
 
-# A shared machine stalls now and then: how long one example takes is no property of the code.
-settings.register_profile("rose", deadline=None)
-settings.load_profile("rose")
+import os
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+EXAMPLES = {"dev": 25, "ci": 100, "nightly": 1000}
+
+for _name, _count in EXAMPLES.items():
+    settings.register_profile(
+        _name,
+        max_examples=_count,
+        derandomize=_name != "nightly",
+        print_blob=True,
+        # A shared machine stalls now and then: how long one example takes is no property of code.
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--max-engine-starts", type=int, metavar="N", help="fail once tests start more engines"
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What needs no engine is a unit test."""
+    for item in items:
+        if item.get_closest_marker("engine") is None:
+            item.add_marker(pytest.mark.unit)

@@ -14,6 +14,9 @@ from weight_transfer.errors import CatalogError
 
 MOST_DELTAS = 16
 MOST_SHARE = 0.3
+MOST_LEASED = 64
+"""Deltas that leases keep, from the newest on: whoever is further behind is better off with a base.
+Nobody can have a publisher keep everything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +63,7 @@ class Catalog:
     @property
     def newest(self) -> int | None:
         """The newest version that can be reached, None without any."""
-        known = {*self.bases, *(delta.version for delta in self.deltas)}
-        return max((v for v in known if self._cheapest(None).get(v) is not None), default=None)
+        return max(self._cheapest(None), default=None)
 
     def plan(self, held: int | None, target: int) -> Plan:
         """The fewest bytes from what is held (None: nothing) to `target`.
@@ -69,28 +71,32 @@ class Catalog:
         Raises CatalogError when no base and no delta lead there. Of equal bytes the way without a
         base is taken: it keeps what is there.
         """
-        found = self._cheapest(held).get(target)
-        if found is None:
+        ways = self._cheapest(held)
+        if target not in ways:
             raise CatalogError(
                 f"version {target} cannot be reached from {held}; publish a base of it or after it"
             )
-        return found
+        way, version, deltas = ways[target], target, []
+        while way.before is not None:
+            deltas.append(version)
+            version = way.before
+            way = ways[version]
+        base = version if way.from_base else None
+        return Plan(base, tuple(reversed(deltas)), ways[target].wire_bytes)
 
-    def _cheapest(self, held: int | None) -> dict[int, Plan]:
-        best = {version: Plan(version, (), size) for version, size in self.bases.items()}
+    def _cheapest(self, held: int | None) -> dict[int, _Way]:
+        """The last step of the cheapest way to each version: O(deltas) of memory, however long."""
+        best = {version: _Way(size, True) for version, size in self.bases.items()}
         if held is not None:
-            best[held] = Plan(None, (), 0)
+            best[held] = _Way(0, False)
         for delta in sorted(self.deltas, key=lambda delta: delta.version):
             before = best.get(delta.parent)
             if before is None:
                 continue
-            way = Plan(
-                before.base,
-                (*before.deltas, delta.version),
-                before.wire_bytes + delta.wire_bytes,
-            )
+            size = before.wire_bytes + delta.wire_bytes
+            way = _Way(size, before.from_base, before.steps + 1, delta.parent)
             known = best.get(delta.version)
-            if known is None or _worth(way) < _worth(known):
+            if known is None or way.worth < known.worth:
                 best[delta.version] = way
         return best
 
@@ -111,7 +117,7 @@ class Catalog:
         """What must stay: the way to the newest version for a joiner and for every leased reader.
 
         Also of a reader whose way is a base now: its chain stays while its lease lives, since it
-        may be in the middle of it.
+        may be in the middle of it. But never more than the newest MOST_LEASED deltas for leases.
         """
         newest = self.newest
         if newest is None:  # Without a base a joiner begins with the first delta.
@@ -119,10 +125,12 @@ class Catalog:
         joiner = self.plan(None, newest)
         bases = {joiner.base} if joiner.base is not None else set()
         deltas = set(joiner.deltas)
-        for lease in leases:
-            if lease.expires_s > now_s:
-                bases |= {version for version in self.bases if version >= lease.version}
-                deltas |= {d.version for d in self.deltas if d.version > lease.version}
+        held = min((lease.version for lease in leases if lease.expires_s > now_s), default=None)
+        if held is not None:
+            newer = sorted(d.version for d in self.deltas if d.version > held)[-MOST_LEASED:]
+            oldest = held if len(newer) < MOST_LEASED else max(held, newer[0] - 1)
+            bases |= {version for version in self.bases if version >= oldest}
+            deltas |= set(newer)
         return Needed(frozenset(bases), frozenset(deltas))
 
 
@@ -134,5 +142,16 @@ class Needed:
     deltas: frozenset[int]
 
 
-def _worth(plan: Plan) -> tuple[int, bool, int]:
-    return plan.wire_bytes, plan.base is not None, len(plan.deltas)
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How a version is reached: by a delta from `before`, or as the base or what is held."""
+
+    wire_bytes: int
+    from_base: bool
+    steps: int = 0
+    before: int | None = None
+
+    @property
+    def worth(self) -> tuple[int, bool, int]:
+        """Of two ways the smaller is taken."""
+        return self.wire_bytes, self.from_base, self.steps

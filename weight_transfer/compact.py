@@ -129,12 +129,13 @@ def _entropy_decoded(
     gaps, codes = np.empty(changed, np.uint32), np.empty(changed, old.dtype)
     state, bits = np.zeros(5, np.int64), np.zeros(3, np.int64)
     ranges.begin(state, coded)
+    left = old.size
     for part, k in zip(classes.parts(), classes.rice, strict=True):
         odds, seen = ranges.contexts(kernels.CONTEXTS)
-        wrong = kernels.decode_class(
-            gaps[part], codes[part], k, old.size, state, coded, bits, raw, odds, seen
+        left = kernels.decode_class(
+            gaps[part], codes[part], k, left, state, coded, bits, raw, odds, seen
         )
-        if wrong:
+        if left == kernels.WRONG:
             raise ChunkFormatError("compact chunk holds a gap or a change that cannot be")
     if int(state[2]) != coded.size or int(bits[2]) != raw.size:
         raise ChunkFormatError("compact chunk is longer or shorter than its changes")

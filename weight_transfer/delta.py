@@ -11,42 +11,57 @@ or type, is `fresh`: its chunks build on zeros.
 
 from __future__ import annotations
 
-import json
 import mmap
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Final
 
 import blake3
+import msgspec
 import zstandard
+from msgspec import Meta, Struct
 
 from weight_transfer.chunk import check_id
 from weight_transfer.errors import DeltaFormatError, ManifestError
-from weight_transfer.manifest import TensorUpdate, plain_tensor, tensor_update
+from weight_transfer.manifest import MALFORMED, Count, Hex64, TensorUpdate, Word, check_tiling
 
-MAGIC: Final = b"ROSD\x01\0\0\0"
+MAGIC: Final = b"ROSD\x02\0\0\0"
 TAIL: Final = struct.Struct("<QQ32s4s")
 _END: Final = b"ROSE"
-FORMAT: Final = 1
-_MAX_INDEX_BYTES: Final = 1 << 30
+FORMAT: Final = 2
+_MAX_INDEX_BYTES: Final = 1 << 28
+_Blob = Annotated[str, Meta(pattern=r"\A([0-9a-f]{64})?\Z")]
 _ZSTD_LEVEL: Final = 9
 
 
-@dataclass(frozen=True, slots=True)
-class DeltaFile:
+class DeltaFile(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One file of the new checkpoint, `size` bytes long.
 
     `head`: blob of a safetensors file's first bytes. `blob`: of a whole file without tensors.
     `same`: BLAKE3 of a file that the old checkpoint has too, under the same path.
     """
 
-    path: str
-    size: int
-    head: str = ""
-    blob: str = ""
-    same: str = ""
+    path: Annotated[str, Meta(max_length=4_096)]
+    size: Count = 0
+    head: _Blob = ""
+    blob: _Blob = ""
+    same: _Blob = ""
+
+
+class _Index(Struct, frozen=True, forbid_unknown_fields=True):
+    format: int
+    level: Word
+    single: bool
+    files: tuple[DeltaFile, ...]
+    tensors: tuple[TensorUpdate, ...]
+    fresh: tuple[str, ...]
+    blobs: dict[Hex64, tuple[Count, Count]]
+
+
+class _Format(Struct):
+    format: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,48 +82,45 @@ class DeltaIndex:
 
     def to_bytes(self) -> bytes:
         """As it is stored."""
-        plain = {
-            "format": FORMAT,
-            "level": self.level,
-            "single": self.single,
-            "files": [{n: getattr(f, n) for n in f.__slots__ if getattr(f, n)} for f in self.files],
-            "tensors": [plain_tensor(tensor) for tensor in self.tensors],
-            "fresh": sorted(self.fresh),
-            "blobs": {name: list(place) for name, place in self.blobs.items()},
-        }
-        raw = json.dumps(plain, sort_keys=True, separators=(",", ":")).encode("ascii")
-        return compressed(raw)
+        index = _Index(
+            format=FORMAT,
+            level=self.level,
+            single=self.single,
+            files=self.files,
+            tensors=self.tensors,
+            fresh=tuple(sorted(self.fresh)),
+            blobs=dict(self.blobs),
+        )
+        return compressed(msgspec.json.encode(index))
 
     @classmethod
     def from_bytes(cls, stored: bytes, most: int) -> DeltaIndex:
         """Read untrusted bytes; blobs lie before byte `most`. Raises DeltaFormatError."""
+        raw = decompressed(stored, _MAX_INDEX_BYTES)
         try:
-            plain = json.loads(decompressed(stored, _MAX_INDEX_BYTES))
-            if plain["format"] != FORMAT:
-                raise DeltaFormatError(f"delta of format {plain['format']}; {FORMAT} is known here")
-            index = cls(
-                level=str(plain["level"]),
-                single=bool(plain["single"]),
-                files=tuple(_file(file) for file in plain["files"]),
-                tensors=tuple(tensor_update(tensor) for tensor in plain["tensors"]),
-                fresh=frozenset(str(name) for name in plain["fresh"]),
-                blobs={str(n): (int(a), int(b)) for n, (a, b) in plain["blobs"].items()},
-            )
-        except (
-            ValueError,
-            KeyError,
-            TypeError,
-            AttributeError,
-            RecursionError,
-            ManifestError,
-        ) as error:
-            raise DeltaFormatError(f"its index cannot be read: {error!r:.200}") from error
-        if len({file.path for file in index.files}) != len(index.files):
+            form = msgspec.json.decode(raw, type=_Format).format
+            if form != FORMAT:
+                raise DeltaFormatError(f"delta of format {form}; {FORMAT} is known here")
+            plain = msgspec.json.decode(raw, type=_Index)
+            for tensor in plain.tensors:
+                check_tiling(tensor)
+        except (*MALFORMED, ManifestError) as error:
+            raise DeltaFormatError(f"its index cannot be read: {error!s:.200}") from error
+        for file in plain.files:
+            _check_file(file)
+        if len({file.path for file in plain.files}) != len(plain.files):
             raise DeltaFormatError("its index lists a file twice")
-        for offset, length in index.blobs.values():
-            if offset < len(MAGIC) or length < 0 or offset + length > most:
+        for offset, length in plain.blobs.values():
+            if offset < len(MAGIC) or offset + length > most:
                 raise DeltaFormatError("its index names bytes that the file has not")
-        return index
+        return cls(
+            level=plain.level,
+            single=plain.single,
+            files=plain.files,
+            tensors=plain.tensors,
+            fresh=frozenset(plain.fresh),
+            blobs=plain.blobs,
+        )
 
 
 class Delta:
@@ -184,17 +196,9 @@ def decompressed(packed: bytes, most: int) -> bytes:
         raise DeltaFormatError(f"a compressed part is damaged: {error}") from error
 
 
-def _file(plain: Mapping[str, Any]) -> DeltaFile:
-    file = DeltaFile(
-        path=str(plain["path"]),
-        size=int(plain.get("size", 0)),
-        head=str(plain.get("head", "")),
-        blob=str(plain.get("blob", "")),
-        same=str(plain.get("same", "")),
-    )
+def _check_file(file: DeltaFile) -> None:
     parts = file.path.split("/")
     if not all(parts) or file.path.startswith("/") or {".", ".."} & set(parts) or "\0" in file.path:
-        raise DeltaFormatError(f"{file.path!r} is no path inside a checkpoint")
-    if sum(map(bool, (file.head, file.blob, file.same))) != 1 or file.size < 0:
-        raise DeltaFormatError(f"{file.path} is described in no way or in several")
-    return file
+        raise DeltaFormatError(f"{file.path!r:.200} is no path inside a checkpoint")
+    if sum(map(bool, (file.head, file.blob, file.same))) != 1:
+        raise DeltaFormatError(f"{file.path:.200} is described in no way or in several")

@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all."""
+"""Files and folders that appear whole or not at all, and those that are their owner's alone."""
 
 from __future__ import annotations
 
@@ -43,3 +43,15 @@ def sync(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def private(path: str, flags: int) -> int:
+    """Open a file, as `open(..., opener=private)` asks for it; a new one is its owner's alone."""
+    return os.open(path, flags, 0o600)
+
+
+def private_folder(path: Path) -> None:
+    """Make a folder that only its owner may enter, whatever an older version made of it."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if path.stat().st_mode & 0o077:
+        path.chmod(0o700)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from weight_transfer.chunk import DEFAULT_CHUNK_BYTES, EncodedChunk, encode_chunk, row_ranges
 from weight_transfer.codec import Level
@@ -95,6 +96,31 @@ class Publisher:
         self._store.put_manifest(manifest)
         self._known = version, {t.name: int(t.digest_after, 16) for t in tensors}
         return manifest
+
+    def renew(self) -> tuple[int, ...]:
+        """Sign the newest version anew where half of its life is over; returns what was renewed.
+
+        What expires is a signature: without this nobody who starts a day after the last version
+        would take it. Only what this key signed for this job is signed again. Raises
+        SignatureError for another's, StoreError.
+        """
+        newest = [(versions[-1], base) for versions, base in self._kinds() if versions]
+        return tuple(version for version, base in newest if self._renewed(version, base=base))
+
+    def _kinds(self) -> tuple[tuple[tuple[int, ...], bool], ...]:
+        return (self._store.versions(), False), (self._store.bases(), True)
+
+    def _renewed(self, version: int, *, base: bool) -> bool:
+        manifest = self._store.get_manifest(version, base=base)
+        now_s = self._clock()
+        if manifest.expires_s - now_s > 0.5 * self._lifetime_s:
+            return False
+        manifest.verify(self._key.verify_key)
+        if manifest.job != self._job:
+            raise ManifestError(f"version {version} is of {manifest.job}, not of {self._job}")
+        fresh = replace(manifest, created_s=now_s, expires_s=now_s + self._lifetime_s)
+        self._store.put_manifest(fresh.signed(self._key))
+        return True
 
     def _digests_of(self, version: int, tensors: Mapping[str, AnyTensor]) -> Mapping[str, int]:
         """Known of the version that was published last; any other is read once, all of it."""

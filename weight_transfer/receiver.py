@@ -9,9 +9,10 @@ rollback  the same with the old values
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from weight_transfer.chunk import check_id, decode_chunk, overwrite_chunk, parse_header

@@ -13,10 +13,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
+from msgspec.structs import replace
 
 from weight_transfer.chunk import (
     DEFAULT_CHUNK_BYTES,

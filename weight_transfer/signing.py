@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import (
@@ -14,8 +15,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import (
 
 from weight_transfer.errors import SignatureError
 
-_DOMAIN = b"rose/manifest/1\n"
-"""Signed in front of the bytes, so a signature never means anything elsewhere."""
+SIGNATURE_BYTES: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +24,11 @@ class VerifyKey:
 
     hex: str
 
-    def verify(self, message: bytes, signature_hex: str) -> None:
-        """Raise SignatureError unless `signature_hex` signs `message`."""
+    def verify(self, message: bytes, signature: bytes) -> None:
+        """Raise SignatureError unless `signature` signs `message`."""
         try:
             key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(self.hex))
-            key.verify(bytes.fromhex(signature_hex), _DOMAIN + message)
+            key.verify(signature, message)
         except (ValueError, InvalidSignature) as error:
             raise SignatureError(
                 f"signature does not match key {self.hex[:16]}…; is this the job's trainer?"
@@ -70,6 +70,6 @@ class SigningKey:
         """Public half."""
         return VerifyKey(self._key.public_key().public_bytes_raw().hex())
 
-    def sign(self, message: bytes) -> str:
-        """Return the signature of `message` in hex."""
-        return self._key.sign(_DOMAIN + message).hex()
+    def sign(self, message: bytes) -> bytes:
+        """Return the signature of `message`."""
+        return self._key.sign(message)

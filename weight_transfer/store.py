@@ -2,8 +2,9 @@
 
 root/chunks/<blake3>              encoded chunks
 root/parts/<blake3>               chunks that are on their way, from the first byte on
-root/manifests/<version>.json     how a version follows from its parent
-root/manifests/<version>.base.json  all of a version, where it was published so too
+root/manifests/<version>.manifest       how a version follows from its parent
+root/manifests/<version>.base.manifest  all of a version, where it was published so too
+All of it is its owner's alone: folders are 0700 and files 0600.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from typing import BinaryIO
 
 from weight_transfer.catalog import Catalog, Lease, Published
 from weight_transfer.chunk import check_id, chunk_id
-from weight_transfer.durable import DRAFT, sync
+from weight_transfer.durable import DRAFT, private, private_folder, sync
 from weight_transfer.errors import ChunkDigestError, ChunkMissingError, StoreError
 from weight_transfer.manifest import Manifest
 
-_DELTA, _BASE = ".json", ".base.json"
+_DELTA, _BASE = ".manifest", ".base.manifest"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,20 +42,25 @@ class ChunkStore:
         self.chunks_dir = root / "chunks"
         self.manifests_dir = root / "manifests"
         self._parts_dir = root / "parts"
-        self._parts_dir.mkdir(parents=True, exist_ok=True)
-        self.chunks_dir.mkdir(parents=True, exist_ok=True)
-        self.manifests_dir.mkdir(parents=True, exist_ok=True)
+        self._published: dict[str, tuple[int, Published]] = {}
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for folder in (self._parts_dir, self.chunks_dir, self.manifests_dir):
+            private_folder(folder)
 
     def put(self, encoded: bytes) -> str:
         """Store a chunk durably and return its name; storing it again costs nothing."""
         name = chunk_id(encoded)
         if not self.has(name):
-            _write_durably(self.chunks_dir / name, encoded)
+            _write_durably(self.chunks_dir / name, (encoded,))
         return name
 
     def part_path(self, name: str) -> Path:
         """Where a chunk that is on its way is written to."""
         return self._parts_dir / name
+
+    def open_part(self, name: str) -> BinaryIO:
+        """The file of a chunk that is on its way, to be read and appended to."""
+        return open(self.part_path(name), "a+b", opener=private)
 
     def adopt(self, name: str, part: BinaryIO) -> None:
         """Store the chunk whose part file, open here, the caller has proved whole."""
@@ -92,6 +98,7 @@ class ChunkStore:
     def put_manifest(self, manifest: Manifest, origin: int | None = None) -> Path:
         """Publish a version: refused unless every chunk is durable, final once written.
 
+        The same version may come again, signed anew: the one that expires last is kept.
         Chunks of other origins than this store's are vouched for by the ranks that put them there.
         """
         missing = [c.id for c in manifest.chunks if c.origin == origin and not self.has(c.id)]
@@ -101,12 +108,13 @@ class ChunkStore:
                 f"first {missing[0]}; put them first"
             )
         path = self.manifest_path(manifest.version, base=manifest.is_base)
-        raw = manifest.to_json()
         if path.exists():
-            if path.read_bytes() != raw:
+            known = self.get_manifest(manifest.version, base=manifest.is_base)
+            if not known.says_as_much_as(manifest):
                 raise StoreError(f"version {manifest.version} is published already; take the next")
-            return path
-        _write_durably(path, raw)
+            if known.expires_s >= manifest.expires_s:
+                return path
+        _write_durably(path, manifest.parts())
         return path
 
     def get_manifest(self, version: int, *, base: bool = False) -> Manifest:
@@ -114,7 +122,7 @@ class ChunkStore:
         path = self.manifest_path(version, base=base)
         if not path.is_file():
             raise StoreError(f"version {version} is not in this store")
-        return Manifest.from_json(path.read_bytes())
+        return Manifest.from_bytes(path.read_bytes())
 
     def manifest_path(self, version: int, *, base: bool = False) -> Path:
         """Return where a version's manifest is, or would be."""
@@ -131,10 +139,20 @@ class ChunkStore:
         return tuple(sorted(int(name.removesuffix(_BASE)) for name in names))
 
     def catalog(self) -> Catalog:
-        """What is published here."""
-        bases = {v: self.get_manifest(v, base=True).wire_bytes for v in self.bases()}
-        deltas = [self.get_manifest(version) for version in self.versions()]
-        return Catalog(bases, tuple(Published(m.version, m.parent, m.wire_bytes) for m in deltas))
+        """What is published here; a manifest is read again only where its file changed."""
+        bases = {version: self._summary(version, base=True) for version in self.bases()}
+        deltas = tuple(self._summary(version, base=False) for version in self.versions())
+        return Catalog({version: base.wire_bytes for version, base in bases.items()}, deltas)
+
+    def _summary(self, version: int, *, base: bool) -> Published:
+        path = self.manifest_path(version, base=base)
+        written_ns = path.stat().st_mtime_ns
+        known_ns, known = self._published.get(path.name, (0, None))
+        if known is None or known_ns != written_ns:
+            manifest = self.get_manifest(version, base=base)
+            known = Published(manifest.version, manifest.parent, manifest.wire_bytes)
+            self._published[path.name] = written_ns, known
+        return known
 
     def collect(self, leases: Iterable[Lease], now_s: float) -> int:
         """Remove what no joiner and no leased reader needs; returns the bytes that this freed.
@@ -149,7 +167,9 @@ class ChunkStore:
         suspects = {chunk.id for manifest in manifests for chunk in manifest.chunks}
         freed = 0
         for version, base in gone:
-            freed += _remove(self.manifest_path(version, base=base))
+            path = self.manifest_path(version, base=base)
+            freed += _remove(path)
+            self._published.pop(path.name, None)
         kept = [self.get_manifest(version, base=True) for version in self.bases()]
         kept += [self.get_manifest(version) for version in self.versions()]
         suspects -= {chunk.id for manifest in kept for chunk in manifest.chunks}
@@ -186,14 +206,14 @@ def read_chunk(chunks_dir: Path, name: str) -> bytes:
     return encoded
 
 
-def _write_durably(path: Path, raw: bytes) -> None:
+def _write_durably(path: Path, parts: Iterable[bytes]) -> None:
     """Write a temporary file, sync it, rename it, sync the directory: all or nothing."""
     temporary: Path | None = None
     try:
         descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=DRAFT)
         temporary = Path(name)
         with os.fdopen(descriptor, "wb") as file:
-            file.write(raw)
+            file.writelines(parts)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -202,6 +222,6 @@ def _write_durably(path: Path, raw: bytes) -> None:
         if temporary is not None:
             temporary.unlink(missing_ok=True)
         raise StoreError(
-            f"{path.parent} does not take {len(raw)} bytes: {error.strerror}; make room and "
+            f"{path.parent} does not take {path.name}: {error.strerror}; make room and "
             "publish again"
         ) from error

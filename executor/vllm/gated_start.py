@@ -50,7 +50,7 @@ class StartGate:
         settings = EngineSettings.from_environ(environ)
         if settings.role != GUEST or environ.get(GATED_START) != "1":
             return None
-        return cls(ControlPage.open(settings.page_path))
+        return cls(ControlPage.open(settings.page_path, settings.page_group))
 
     def wait(self) -> None:
         """Return when a pass may begin. Without an end: who has no right to be is ended outside."""
@@ -65,8 +65,8 @@ class StartGate:
         grant = self._page.grant.peek()
         # Whatever is lent: slack is for passes of which one knows how long they take.
         idle_time_only = None if grant is None else replace(grant, slack_share=0.0)
-        host, now_ns = self._page.host.peek(), self._clock_ns()
-        return isinstance(decide(host, idle_time_only, FIRST_MODEL, now_ns, self._limits), Run)
+        sight, now_ns = self._page.host_sight(), self._clock_ns()
+        return isinstance(decide(sight, idle_time_only, FIRST_MODEL, now_ns, self._limits), Run)
 
 
 class GatedStart:

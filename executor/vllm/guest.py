@@ -47,7 +47,7 @@ class GatedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types are n
             return
         check_version()
         model, limits = step_model(settings), gate_limits(settings)
-        page = ControlPage.open(settings.page_path)
+        page = ControlPage.open(settings.page_path, settings.page_group)
         pages, granules = kv_pages(self.vllm_config, self.kv_cache_config, settings.kv_backend)
         pool = BalloonedPool(self.kv_cache_manager.block_pool, granules, pages)
         self._kv = GuestKv(pool, self._rollouts, self._preempt)

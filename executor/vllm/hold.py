@@ -2,8 +2,9 @@
 
 Stock vLLM preempts when a running request lacks a block: what was computed for a request is thrown
 away to be computed again. Where the block is lent and asked back, that would be for nothing, so the
-request keeps what it has and is left out of steps instead. No longer than HOLD_NS without a granule
-that came back, about what computing it again costs: a host does not wait for a guest.
+request keeps what it has and is left out of steps instead. HOLD_NS bounds a hold from its first
+step on, about what computing it again costs, whatever comes back meanwhile: a host waits for no
+guest. Only when nobody lacks a block any more may another hold begin.
 """
 
 from collections.abc import Sequence
@@ -34,7 +35,6 @@ class Hold:
         self._lookahead = lookahead_tokens
         self._step_tokens = step_tokens
         self._since_ns: int | None = None
-        self._lent = 0
         self.short_blocks = 0
 
     def choose(
@@ -59,9 +59,8 @@ class Hold:
         if not held:
             self._since_ns = None
             return frozenset()
-        if self._since_ns is None or lent < self._lent:
+        if self._since_ns is None:
             self._since_ns = now_ns
-        self._lent = lent
         return frozenset(held if now_ns - self._since_ns < HOLD_NS else ())
 
     def _nobody(self) -> frozenset[str]:

@@ -1,20 +1,23 @@
 """`--scheduler-cls executor.vllm.host.ObservedScheduler`: stock scheduling, published.
 
 With ROSE_HOST_LEVEL=lend it also lends idle KV memory. The host never depends on ROSE: whatever
-goes wrong in here is logged once, and from then on the scheduler is the stock one.
+goes wrong in here is logged once, and from then on the scheduler is the stock one. A host that does
+not publish vetoes the guests of its page for as long as it lives.
 """
 
 import logging
 import os
 import time
 from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 
 from executor.control_page import ControlPage
-from executor.errors import ExecutorError
+from executor.errors import ExecutorError, PageError
+from executor.host_seat import HostSeat, Veto
 from executor.lending import LendingLimits
 from executor.step_log import StepLog
 from executor.vllm.lender import HostLender, KvLent
@@ -47,6 +50,8 @@ class ObservedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types ar
         super().__init__(*args, **kwargs)
         self._observer: HostObserver | None = None
         self._lender: HostLender | None = None
+        self._seat: HostSeat | None = None
+        self._veto: Veto | None = None
         self._quietly(self._attach)
 
     def schedule(self, *args: object, **kwargs: object) -> object:
@@ -95,16 +100,23 @@ class ObservedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types ar
         """
         return super().has_requests() or (self._lender is not None and self._lender.pending)
 
+    def shutdown(self) -> None:
+        """Shut down as vLLM does, then leave the page to whoever is its host next."""
+        super().shutdown()
+        self._quietly(self._leave)
+
     def _attach(self) -> None:
         settings = EngineSettings.from_environ(os.environ)
         if settings.role == HOST:
             check_version()
-            page = ControlPage.ensure(settings.page_path)
+            _insist_alone(self.vllm_config.parallel_config)
+            page = ControlPage.ensure(settings.page_path, settings.page_group)
+            self._seat = seat = page.take_host()
             log = StepLog.from_environ(os.environ, HOST)
             if settings.level == LEND:
                 self._begin_lending(settings)
             self._observer = HostObserver(
-                page,
+                seat,
                 settings.ttft_s,
                 settings.tpot_s,
                 step_log=log,
@@ -112,6 +124,14 @@ class ObservedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types ar
                 blocks_away=self._blocks_away,
             )
             self._observer.started(self)
+            seat.start()
+
+    def _leave(self) -> None:
+        seat, self._seat, self._observer = self._seat, None, None
+        veto, self._veto = self._veto, None
+        for held in (seat, veto):
+            if held is not None:
+                held.close()
 
     def _begin_lending(self, settings: EngineSettings) -> None:
         try:
@@ -196,12 +216,25 @@ class ObservedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types ar
             logger.exception(SERVES_ON)
 
     def _give_up(self) -> None:
-        observer, self._observer = self._observer, None
+        self._observer = None
         # Memory of which nobody hears helps nobody.
         self._stop_lending()
-        if observer is None:
-            return
         try:
-            observer.ceased()
+            if self._seat is not None:
+                self._seat.cease()
         except Exception:  # noqa: BLE001 -- what failed just now may fail again
-            logger.warning("its last state stays on the control page; kill the guests")
+            logger.warning("its last state stays on the control page; it is not believed for long")
+        path = os.environ.get("ROSE_CONTROL_PAGE")
+        if self._veto is None and path and os.environ.get("ROSE_ROLE") == HOST:
+            self._veto = Veto(Path(path))
+            self._veto.start()
+
+
+def _insist_alone(parallel: Any) -> None:  # noqa: ANN401 -- vLLM's ParallelConfig
+    """Refuse an engine core that is one of several; a dense model's ranks call their number 1."""
+    ranks, rank = parallel.data_parallel_size, getattr(parallel, "data_parallel_index", 0)
+    if ranks > 1 or rank > 0:
+        raise PageError(
+            f"this is rank {rank} of a host with data_parallel_size {max(ranks, rank + 1)}: its"
+            " engine cores cannot share a page; start each as a server of its own with its own page"
+        )

@@ -1,4 +1,4 @@
-"""Stat-logger plugin `rose_host`: each finished request's latencies, into the latency ring."""
+"""Stat-logger plugin `rose_host`: each finished request's latencies, into a lane of the ring."""
 
 import logging
 import os
@@ -7,12 +7,15 @@ import time
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from executor.control_page import ControlPage
+from executor.errors import ExecutorError
+from executor.latency_ring import LatencyLane
 from executor.sections import LatencyRecord
 from executor.vllm.request_id import client_request_id
 from executor.vllm.settings import HOST, EngineSettings
 from executor.vllm.surfaces import FinishedSurface, IterationSurface
 
 logger = logging.getLogger("vllm.rose.latency")
+UNPUBLISHED = "request latencies are not published; the host serves on"
 
 
 def latency_record(finished: FinishedSurface, finished_ns: int) -> LatencyRecord:
@@ -30,17 +33,23 @@ def latency_record(finished: FinishedSurface, finished_ns: int) -> LatencyRecord
 
 
 class HostLatencyLogger(StatLoggerBase):  # type: ignore[misc] # vLLM's types are not ours to check
-    """Appends one record per finished request; inert unless ROSE_ROLE=host."""
+    """Appends one record per finished request; inert unless ROSE_ROLE=host.
+
+    Each API process of a host has a logger, and with it a lane of its own.
+    """
 
     def __init__(self, vllm_config: object, engine_index: int = 0) -> None:
         del vllm_config, engine_index
-        self._page: ControlPage | None = None
+        self._lane: LatencyLane | None = None
         try:
             settings = EngineSettings.from_environ(os.environ)
             if settings.role == HOST:
-                self._page = ControlPage.ensure(settings.page_path)
+                page = ControlPage.ensure(settings.page_path, settings.page_group)
+                self._lane = page.take_lane()
+        except ExecutorError as error:
+            logger.error("%s: %s", UNPUBLISHED, error)  # noqa: TRY400 -- one line says it all
         except Exception:
-            logger.exception("request latencies are not published; the host serves on")
+            logger.exception(UNPUBLISHED)
 
     def record(
         self,
@@ -53,16 +62,16 @@ class HostLatencyLogger(StatLoggerBase):  # type: ignore[misc] # vLLM's types ar
 
         A request that ended before its first token has no latency to report and is left out.
         """
-        if self._page is None or iteration_stats is None:
+        if self._lane is None or iteration_stats is None:
             return
         try:
             now_ns = time.monotonic_ns()
             for finished in iteration_stats.finished_requests:
                 if finished.num_generation_tokens > 0:
-                    self._page.latency.append(latency_record(finished, now_ns))
+                    self._lane.append(latency_record(finished, now_ns))
         except Exception:
-            self._page = None
-            logger.exception("request latencies are no longer published; the host serves on")
+            self._lane = None
+            logger.exception(UNPUBLISHED)
 
     def log_engine_initialized(self) -> None:
         """Nothing to say."""

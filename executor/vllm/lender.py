@@ -95,7 +95,9 @@ class HostLender:
         """What is lent now; what the host has asked for is missing from its reserve."""
         pool = self._pool
         missing = max(self._core.missing(pool.free), self._wanted)
-        return KvLent(pool.granules.count, len(pool.held), pool.pages.bytes_returned, missing)
+        # Measured, so noise may put it below nothing.
+        returned = max(0, pool.pages.bytes_returned)
+        return KvLent(pool.granules.count, len(pool.held), returned, missing)
 
     @property
     def blocks_away(self) -> int:

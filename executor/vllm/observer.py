@@ -3,8 +3,8 @@
 import time
 from collections.abc import Callable
 
-from executor.control_page import ControlPage
 from executor.deadlines import DeadlineBook
+from executor.host_seat import HostSeat
 from executor.sections import HostState
 from executor.step_log import StepLog
 from executor.vllm.lender import KvLent
@@ -27,7 +27,7 @@ class HostObserver:
 
     def __init__(
         self,
-        page: ControlPage,
+        seat: HostSeat,
         ttft_s: float,
         tpot_s: float,
         clock_ns: Callable[[], int] = time.monotonic_ns,
@@ -38,7 +38,8 @@ class HostObserver:
     ) -> None:
         """`lent`: what the host lends of its KV memory now; `blocks_away`: the part of it in blocks
         that vLLM's pool does not count."""
-        self._write = page.host.write_packed
+        self._seat = seat
+        self._write = seat.write_packed
         self._pack = HostState.LAYOUT.pack
         self._step_log = step_log
         self._lent = lent
@@ -130,7 +131,7 @@ class HostObserver:
 
     def ceased(self) -> None:
         """Nothing will be published any more: busy for good, and lending nothing."""
-        self._write(HostState(in_step=True, running=1).pack())
+        self._seat.cease()
 
     def _publish(self, scheduler: SchedulerSurface, now_ns: int) -> None:
         running, waiting = scheduler.get_request_counts()

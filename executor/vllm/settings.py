@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
+from executor.control_page import PAGE_GROUP
 from executor.errors import ExecutorError
 
 HOST = "host"
@@ -30,6 +31,7 @@ class EngineSettings:
     `kv_backend`: how KV pages go: MADVISE on host memory, CUDA on a GPU, AUTO by where the KV is.
     `page_socket`: where a host on a GPU lends pages by handle and its guest borrows them; empty for
     pages that pass through the driver.
+    `page_group`: the group that shares the control page, empty for its owner alone.
     """
 
     role: str
@@ -44,12 +46,13 @@ class EngineSettings:
     prefix_cold_s: float = 300.0
     kv_backend: str = AUTO
     page_socket: str = ""
+    page_group: str = ""
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Self:
         """Read ROSE_ROLE, ROSE_CONTROL_PAGE, ROSE_SLO_TTFT_S, ROSE_SLO_TPOT_S, ROSE_ORPHAN_S,
         ROSE_STEP_PROFILE, ROSE_HOST_STEP_PROFILE, ROSE_HOST_LEVEL, ROSE_HOST_RESERVE,
-        ROSE_HOST_PREFIX_COLD_S, ROSE_KV_BACKEND and ROSE_PAGE_SOCKET.
+        ROSE_HOST_PREFIX_COLD_S, ROSE_KV_BACKEND, ROSE_PAGE_SOCKET and ROSE_PAGE_GROUP.
 
         Raises ExecutorError for a host or guest without a page and for values that make no sense.
         """
@@ -70,6 +73,7 @@ class EngineSettings:
             _seconds(environ, "ROSE_HOST_PREFIX_COLD_S", 300.0),
             _kv_backend(environ),
             environ.get("ROSE_PAGE_SOCKET", ""),
+            environ.get(PAGE_GROUP, ""),
         )
         if settings.orphan_s == 0:
             raise ExecutorError("ROSE_ORPHAN_S is 0; give the seconds a guest outlives its daemon")

@@ -76,9 +76,11 @@ class GuestStation:
 
         A refusal sleeps for YIELD_SLEEP_S: without it the engine's loop would spin.
         """
+        # Looked at before the clock: what was written meanwhile is not from the future.
+        sight = self._page.host_sight()
         now_ns = self._clock_ns()
         verdict = decide(
-            self._page.host.peek(),
+            sight,
             self._page.grant.peek(),
             self._model,
             now_ns,

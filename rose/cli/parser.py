@@ -4,9 +4,10 @@ import argparse
 import difflib
 import re
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from rose.errors import ConfigError
+from rose.jsonl import BOUNDED, LogLimits
 
 _CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
 
@@ -42,6 +43,30 @@ class Parser(argparse.ArgumentParser):
             what = "option" if word.startswith("-") else "argument"
             return f"unknown {what} {word!r}{nearest(word, _options(self))}"
         return message
+
+
+def add_log_limits(parser: argparse.ArgumentParser) -> None:
+    """Options that bound the logs of a process; read them with `taken_log_limits`."""
+    parser.add_argument(
+        "--log-file-bytes",
+        type=int,
+        default=BOUNDED.file_bytes,
+        metavar="N",
+        help=f"of each log file, 0 for no limit (default {BOUNDED.file_bytes})",
+    )
+    parser.add_argument(
+        "--log-files",
+        type=int,
+        default=BOUNDED.files,
+        metavar="N",
+        help=f"files kept of each log (default {BOUNDED.files})",
+    )
+
+
+def taken_log_limits(options: dict[str, Any]) -> LogLimits:
+    """The limits of parsed options, which are taken out. Raises ConfigError for useless ones."""
+    file_bytes, files = options.pop("log_file_bytes"), options.pop("log_files")
+    return LogLimits(file_bytes or None, files)
 
 
 def _options(parser: argparse.ArgumentParser) -> list[str]:

@@ -13,6 +13,8 @@ def show(snapshot: pb.SnapshotReply, console: Console | None = None) -> None:
     """Print one line about the cluster, then replicas, hosts and guests."""
     console = console or _console()
     console.print(summary(snapshot), markup=False, highlight=False)
+    for trouble in snapshot.troubles:
+        console.print(f"scheduler: {trouble}", markup=False, highlight=False)
     for table in (_replicas(snapshot), _hosts(snapshot), _guests(snapshot)):
         if table.row_count:
             console.print(table)
@@ -28,9 +30,11 @@ def summary(snapshot: pb.SnapshotReply) -> str:
         for job in snapshot.jobs
     )
     leased = sum(replica.leased for replica in snapshot.replicas)
+    stalled = snapshot.store_stalled_s
+    waits = f", nothing new is leased: its store has not answered for {stalled:.0f} s"
     return (
         f"harvest {mode}{f' ({own})' if own else ''}, {jobs or 'no job'},"
-        f" {len(snapshot.replicas)} replicas, {leased} leased"
+        f" {len(snapshot.replicas)} replicas, {leased} leased{waits if stalled else ''}"
     )
 
 

@@ -6,6 +6,7 @@ import msgspec
 
 from rose.client.errors import AnswerBroken, RequestRefused, RolloutError, VersionNotServed
 from rose.client.turn import Ask, Turn
+from rose.decoding import decoded
 
 GENERATE = "/inference/v1/generate"
 FINISH_SESSION = "/finish_session"
@@ -82,8 +83,9 @@ class StreamEvent(msgspec.Struct, gc=False):
 
 
 encode = msgspec.json.Encoder().encode
-_decode_answer = msgspec.json.Decoder(_Answer).decode
-_decode_event = msgspec.json.Decoder(StreamEvent).decode
+_ANSWER = msgspec.json.Decoder(_Answer)
+_EVENT = msgspec.json.Decoder(StreamEvent)
+_ANY = msgspec.json.Decoder()
 
 
 def encode_ask(ask: Ask, *, stream: bool = False) -> bytes:
@@ -115,7 +117,7 @@ def headers(ask: Ask) -> dict[str, str]:
 def decode_turn(body: bytes) -> Turn:
     """A whole answer. Raises AnswerBroken for anything else."""
     try:
-        answer = _decode_answer(body)
+        answer = decoded(_ANSWER, body)
         choice = answer.choices[0]
     except (msgspec.MsgspecError, IndexError) as error:
         raise AnswerBroken(f"the gateway's answer is not a turn: {error}") from error
@@ -150,7 +152,7 @@ def joined(spans: Iterable[tuple[int, int, int]]) -> tuple[tuple[int, int, int],
 def decode_event(data: bytes) -> StreamEvent:
     """One event of a stream. Raises AnswerBroken for anything else."""
     try:
-        return _decode_event(data)
+        return decoded(_EVENT, data)
     except msgspec.MsgspecError as error:
         raise AnswerBroken(f"the gateway's stream is not a turn: {error}") from error
 
@@ -158,7 +160,7 @@ def decode_event(data: bytes) -> StreamEvent:
 def message(status: int, body: bytes) -> str:
     """What an error's body says."""
     try:
-        return str(msgspec.json.decode(body)["error"]["message"])
+        return str(decoded(_ANY, body)["error"]["message"])
     except (msgspec.MsgspecError, KeyError, TypeError):
         return f"HTTP {status}"
 

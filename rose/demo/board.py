@@ -10,6 +10,7 @@ from rose.demo.stack import GUEST
 from rose.demo.view import HostView, Progress, View, ViewState
 from rose.demo.watcher import GatewayStats, Watcher
 from rose.errors import UnavailableError
+from rose.node.supervisor import EngineState
 from rose.rpc import rose_pb2
 
 DRAW_INTERVAL_S = 0.25
@@ -33,7 +34,6 @@ class Board:
     """The state of a run as a person sees it. Whoever knows better writes into it."""
 
     t0_s: float
-    steps: int
     stage: str = "checking this machine"
     note: str = ""
     memory_bytes: int = 0
@@ -85,7 +85,7 @@ class Board:
             stage=self.stage,
             elapsed_s=time.monotonic() - self.t0_s,
             step=len(self.rewards),
-            steps=max(self.steps, len(self.rewards)),
+            running=self._conductor is not None,
             arm=self._conductor.arm if self._conductor else "",
             rewards=self.rewards,
             tokens_per_s=self._rates,
@@ -115,7 +115,10 @@ class Board:
             self._host = _host_view(host)
         for guest in snapshot.guests:
             if guest.replica == GUEST:
-                self._guest_mode, self._guest_reason = guest.mode, guest.reason
+                # The grant of an engine that is not up says nothing: its state does.
+                up = guest.state == EngineState.HEALTHY
+                self._guest_mode = guest.mode if up else guest.state
+                self._guest_reason = guest.reason if up else ""
 
 
 def _host_view(host: rose_pb2.HostTelemetry) -> HostView:

@@ -4,19 +4,18 @@ import asyncio
 import time
 
 from rose.demo.drills import Drills
-from rose.demo.plan import Arm, Block, Plan
+from rose.demo.plan import STORM_STEPS, Block, Plan
 from rose.demo.records import BlockStats
 from rose.demo.stack import GUEST, Stack
 from rose.demo.usage import cpu_seconds
 from rose.demo.watcher import Watcher, replica_of
 from rose.errors import UnavailableError
-from rose.eventlog import JsonlLog
+from rose.eventlog import KEEP_ALL, JsonlLog
 from rose.rpc import rose_pb2
 from rose.talker import Talker
 
 SWITCH_TIMEOUT_S = 10.0
 POLL_S = 0.02
-_LENT: tuple[Arm, ...] = ("leased", "ceiling")
 
 
 class Conductor:
@@ -37,7 +36,7 @@ class Conductor:
         self._load: Talker = stack.load
         self._watcher = watcher
         self._drills = drills
-        self._blocks = JsonlLog(stack.layout.out / "blocks.jsonl")
+        self._blocks = JsonlLog(stack.layout.out / "blocks.jsonl", KEEP_ALL)
         self._stepped = asyncio.Condition()
 
     async def step_done(self) -> None:
@@ -55,14 +54,16 @@ class Conductor:
         await self._stack.trainer.say(cmd="finish")
 
     async def _run_block(self, block: Block) -> None:
-        self.arm = "storm" if block.storm else block.arm
+        self.arm = "faults" if block.revocations else block.arm
         await self._set_arm(block)
         await self._set_load(block)
         start_s, start = time.monotonic(), await self._stats()
-        target = self.steps_done + block.steps
-        if block.storm:
+        target = block.until_step
+        if block.revocations:
             # However long it takes: training goes on until every fault has happened.
-            await self._drills.storm()
+            await self._drills.storm(block.revocations)
+            target = self.steps_done + STORM_STEPS
+        await asyncio.sleep(start_s + block.seconds - time.monotonic())
         async with self._stepped:
             await self._stepped.wait_for(lambda: self.steps_done >= target)
         end_s, end = time.monotonic(), await self._stats()
@@ -80,7 +81,7 @@ class Conductor:
         )
 
     async def _set_arm(self, block: Block) -> None:
-        lent = block.storm or block.arm in _LENT
+        lent = block.arm != "frozen"
         await self._drills.note_if_revoking(lent)
         mode = rose_pb2.HARVEST_MODE_ACTIVE if lent else rose_pb2.HARVEST_MODE_HOLD_AND_DRAIN
         await self._watcher.harvest(mode)
@@ -112,7 +113,6 @@ class Conductor:
             steps=self.steps_done,
             tokens=gateway.tokens,
             host_busy_ns=sum(host.busy_ns for host in snapshot.hosts),
-            guest_tokens=gateway.tokens.get(GUEST, 0),
             cpu_s=cpu_s,
         )
 

@@ -10,9 +10,8 @@ from rose.demo.usage import engine_pid
 from rose.demo.watcher import Watcher, replica_of
 from rose.eventlog import EventLog
 
-# Ten must be seen to move a turn; not each one does.
-REVOCATIONS = 13
-MAX_TRIES = 3 * REVOCATIONS
+# Not each revocation finds the guest at work.
+TRIES_A_REVOCATION = 3
 WAIT_FOR_TURNS_S = 4.0
 SETTLE_S = 0.15
 POLL_S = 0.01
@@ -33,11 +32,11 @@ class Drills:
         if not lent and await self._live_turns():
             self._revoked("hold and drain")
 
-    async def storm(self) -> None:
-        """Revoke again and again, each time in mid-turn, then kill the guest with SIGKILL."""
+    async def storm(self, revocations: int) -> None:
+        """Revoke so often, each time in mid-turn, then kill the guest with SIGKILL."""
         done = 0
-        for _ in range(MAX_TRIES):
-            if done == REVOCATIONS:
+        for _ in range(TRIES_A_REVOCATION * revocations):
+            if done == revocations:
                 break
             if not await self._guest_is_at_work():
                 continue

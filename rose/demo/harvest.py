@@ -3,12 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rose.demo.records import BlockRecord, Records
-from rose.stats import Estimate, Interval, ratio_of_rates
+import numpy as np
 
-# Share of the host's idle time that the guest must turn into throughput.
-REQUIRED_SHARE = 0.8
+from rose.demo.records import BlockRecord, Records
+from rose.node.samples import GuestSample
+from rose.stats import Estimate, Floats, estimate_of_sums, ratio_of_rates
+
 SECONDS_PER_HOUR = 3_600
+# A guest with a small batch waits for demand, not for its host: a third of its seats.
+LEAST_RUNNING = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,17 +27,16 @@ class ByArm:
 class Harvest:
     """`gain` is rollout throughput leased over frozen; `ceiling` is host load off over frozen.
 
-    `idle_fraction` is 1 - the host's busy share in frozen blocks; `required_gain` is
-    1 + 0.8 x idle x (ceiling - 1).
+    `busy` is the host's busy share in frozen blocks. `idle_efficiency` is the guest's throughput
+    when leased, as a share of what it has alone (at the ceiling) in the host's idle time; both
+    while it holds `LEAST_RUNNING` turns or more.
     """
 
-    gain: float | None
-    gain_ci95: Interval | None
+    gain: Estimate | None
     ceiling: float | None
-    idle_fraction: float | None
-    required_gain: float | None
-    steps_gain: float | None
-    steps_gain_ci95: Interval | None
+    busy: Estimate | None
+    idle_efficiency: Estimate | None
+    steps_gain: Estimate | None
     pairs: int
     tokens_per_s: ByArm
     steps_per_hour: ByArm
@@ -60,11 +62,12 @@ def _steps_per_hour(blocks: Sequence[BlockRecord]) -> float | None:
     return None if rate is None else rate * SECONDS_PER_HOUR
 
 
-def _idle_fraction(frozen: Sequence[BlockRecord]) -> float | None:
-    duration_s = sum(block.duration_s for block in frozen)
-    if duration_s <= 0:
+def _busy(frozen: Sequence[BlockRecord], seed: int) -> Estimate | None:
+    """Share of time in which the host was inside a step."""
+    if not frozen:
         return None
-    return 1 - sum(block.host_busy_s for block in frozen) / duration_s
+    times = [(block.host_busy_s, block.duration_s) for block in frozen]
+    return ratio_of_rates(times, [(1.0, 1.0)] * len(times), seed)
 
 
 def _gain(pairs: Sequence[tuple[BlockRecord, BlockRecord]], of: str, seed: int) -> Estimate | None:
@@ -77,27 +80,69 @@ def _gain(pairs: Sequence[tuple[BlockRecord, BlockRecord]], of: str, seed: int) 
     )
 
 
+class _AtWork:
+    """The guest's samples, and the time between them in which it holds enough turns."""
+
+    def __init__(self, samples: Sequence[GuestSample]) -> None:
+        self._t_s = np.array([sample.t_s for sample in samples])
+        self._tokens = np.array([sample.tokens_total for sample in samples])
+        self._running = np.array([sample.running for sample in samples])
+        self._busy_s = np.array([sample.host_busy_ns / 1e9 for sample in samples])
+
+    def spent(self, block: BlockRecord, like: BlockRecord | None = None) -> tuple[float, ...]:
+        """(tokens, seconds, seconds that the host was busy at these times of the block `like`)."""
+        inside = np.flatnonzero((self._t_s >= block.start_s) & (self._t_s <= block.end_s))
+        first, last = inside[:-1], inside[1:]
+        enough = np.minimum(self._running[first], self._running[last]) >= LEAST_RUNNING
+        first, last = first[enough], last[enough]
+        busy_s = 0.0
+        if like is not None and len(first):
+            shift_s = like.start_s - block.start_s
+            ends_s = (self._busy_at(self._t_s[at] + shift_s) for at in (last, first))
+            busy_s = float(next(ends_s) - next(ends_s))
+        tokens = (self._tokens[last] - self._tokens[first]).sum()
+        return float(tokens), float((self._t_s[last] - self._t_s[first]).sum()), busy_s
+
+    def _busy_at(self, t_s: Floats) -> float:
+        return float(np.interp(t_s, self._t_s, self._busy_s).sum())
+
+
+def _idle_efficiency(
+    records: Records, pairs: Sequence[tuple[BlockRecord, BlockRecord]], seed: int
+) -> Estimate | None:
+    """Guest tokens/s when leased over (guest tokens/s at the ceiling x the host's idle share).
+
+    The idle share is the frozen block's, at the times of the leased one that count: a guest that
+    makes its host busier gains nothing by it.
+    """
+    samples = _AtWork(records.guest)
+    lent = [samples.spent(leased, frozen) for leased, frozen in pairs]
+    alone = [samples.spent(block) for block in records.blocks_of("ceiling")]
+    if not all(sum(seconds for _, seconds, _ in arm) > 0 for arm in (lent, alone)):
+        return None
+
+    def efficiency(sums: Sequence[Floats]) -> Floats:
+        both, ceiling = sums
+        idle_s = both[..., 1] - both[..., 2]
+        result: Floats = (both[..., 0] / idle_s) / (ceiling[..., 0] / ceiling[..., 1])
+        return result
+
+    return estimate_of_sums([lent, alone], efficiency, seed)
+
+
 def harvest(records: Records, seed: int) -> Harvest:
     """Gain over complete pairs, with its interval over pairs."""
     pairs = block_pairs(records)
     arms = {arm: records.blocks_of(arm) for arm in ("leased", "frozen", "ceiling")}
     tokens = {arm: _tokens_per_s(blocks) for arm, blocks in arms.items()}
     steps = {arm: _steps_per_hour(blocks) for arm, blocks in arms.items()}
-    gain, steps_gain = _gain(pairs, "tokens", seed), _gain(pairs, "steps", seed)
-    idle = _idle_fraction(arms["frozen"])
     above, below = tokens["ceiling"], tokens["frozen"]
-    ceiling = above / below if above is not None and below else None
-    required = None
-    if idle is not None and ceiling is not None:
-        required = 1 + REQUIRED_SHARE * idle * (ceiling - 1)
     return Harvest(
-        gain=gain.value if gain else None,
-        gain_ci95=gain.ci95 if gain else None,
-        ceiling=ceiling,
-        idle_fraction=idle,
-        required_gain=required,
-        steps_gain=steps_gain.value if steps_gain else None,
-        steps_gain_ci95=steps_gain.ci95 if steps_gain else None,
+        gain=_gain(pairs, "tokens", seed),
+        ceiling=above / below if above is not None and below else None,
+        busy=_busy(arms["frozen"], seed),
+        idle_efficiency=_idle_efficiency(records, pairs, seed),
+        steps_gain=_gain(pairs, "steps", seed),
         pairs=len(pairs),
         tokens_per_s=ByArm(**tokens),
         steps_per_hour=ByArm(**steps),

@@ -41,10 +41,11 @@ class HostArm:
 
 @dataclass(frozen=True, slots=True)
 class HostImpact:
-    """Both arms, and leased over frozen for each (metric, percent)."""
+    """Both arms, every arrival of the run, and leased over frozen for each (metric, percent)."""
 
     frozen: HostArm
     leased: HostArm
+    all: HostArm
     ratios: dict[tuple[str, int], Estimate]
     samples: dict[str, int]
 
@@ -58,10 +59,10 @@ def _comparable(leased: Request, frozen: Request) -> bool:
     return not served or leased.source == frozen.source
 
 
-def paired_requests(records: Records) -> list[list[RequestPair]]:
+def paired_requests(records: Records, joined: Sequence[Request]) -> list[list[RequestPair]]:
     """(leased, frozen) requests of the common prefix, one list for each window of each pair."""
     by_block: dict[int, dict[float, Request]] = defaultdict(dict)
-    for request in join_requests(records.client_requests, records.host_latency):
+    for request in joined:
         by_block[request.block][request.offset_s] = request
     windows: dict[tuple[int, int], list[RequestPair]] = defaultdict(list)
     for leased, frozen in block_pairs(records):
@@ -89,6 +90,11 @@ def _window(pairs: Sequence[RequestPair], metric: str) -> PairedWindow:
     return PairedWindow([above for above, _ in kept], [below for _, below in kept])
 
 
+def _known(requests: Sequence[Request], metric: str) -> list[float]:
+    found = (_latency_s(request, metric) for request in requests)
+    return [latency_s for latency_s in found if latency_s is not None]
+
+
 def _arm(requests: Sequence[Request], windows: dict[str, Sequence[Sequence[float]]]) -> HostArm:
     def value(metric: str, percent: int) -> float | None:
         values = [latency for window in windows[metric] for latency in window]
@@ -106,7 +112,8 @@ def _arm(requests: Sequence[Request], windows: dict[str, Sequence[Sequence[float
 
 def host_impact(records: Records, seed: int) -> HostImpact:
     """Compare the arms over all arrivals that both of them saw."""
-    pairs = paired_requests(records)
+    joined = join_requests(records.client_requests, records.host_latency)
+    pairs = paired_requests(records, joined)
     windows = {
         metric: [w for w in (_window(pair, metric) for pair in pairs) if w.above]
         for metric in METRICS
@@ -126,6 +133,7 @@ def host_impact(records: Records, seed: int) -> HostImpact:
             [leased for window in pairs for leased, _ in window],
             {metric: [w.above for w in found] for metric, found in windows.items()},
         ),
+        all=_arm(joined, {metric: [_known(joined, metric)] for metric in METRICS}),
         ratios=ratios,
         samples={metric: sum(len(w.above) for w in found) for metric, found in windows.items()},
     )

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rose.errors import ConfigError
+from rose.eventlog import log_parts
 
 RAW_FILES = (
     "client_requests.jsonl",
@@ -53,7 +54,8 @@ class Layout:
         """Merge what the processes wrote into one file a kind; every raw file exists afterwards."""
         for name in RAW_FILES:
             pattern = "events-*.jsonl" if name == "events.jsonl" else name
-            parts = sorted(path for path in self.logs.rglob(pattern) if path.is_file())
+            logs = sorted(path for path in self.logs.rglob(pattern) if path.is_file())
+            parts = [part for log in logs for part in log_parts(log)]
             lines = [line for part in parts for line in _whole_lines(part)]
             with (self.out / name).open("a", encoding="utf-8") as target:
                 target.writelines(lines)

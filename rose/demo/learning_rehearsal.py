@@ -15,6 +15,7 @@ from typing import Any, get_args
 import torch
 
 from rose.demo.local_policy import LocalPolicy
+from rose.demo.model import load_policy
 from rose.demo.models import ensure_models
 from rose.demo.settings import DEFAULT_STEPS
 from rose.demo.train_config import Control, TrainConfig
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 async def _rehearse(config: TrainConfig) -> None:
     events: list[dict[str, Any]] = []
-    policy = LocalPolicy(config.model_dir, config.seed)
+    policy = LocalPolicy(load_policy(config.model_dir), config.seed)
     started_s = time.monotonic()
     await Trainer(config, policy, policy, events.append).run()
     sys.stdout.write(json.dumps(_summary(events, time.monotonic() - started_s)) + "\n")

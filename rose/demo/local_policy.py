@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -13,7 +12,6 @@ from transformers import Qwen2ForCausalLM
 from rose.client import Sampling, Turn
 from rose.demo import vocab
 from rose.demo.forward import reply_bias
-from rose.demo.model import load_policy
 from rose.demo.weights import values_of
 from rose.publish import Receipt
 from weight_transfer import TensorBits
@@ -33,8 +31,8 @@ class _Asked:
 class LocalPolicy:
     """A turn source and a publisher in one: turns that wait are sampled together."""
 
-    def __init__(self, folder: Path, seed: int) -> None:
-        self._model = load_policy(folder).eval()
+    def __init__(self, model: Qwen2ForCausalLM, seed: int) -> None:
+        self._model = model
         self._random = torch.Generator().manual_seed(seed)
         self._version = 0
         self._next: tuple[int, Mapping[str, TensorBits]] | None = None

@@ -141,6 +141,15 @@ def held_out(records: Records) -> HeldOut:
     )
 
 
+def crossings(records: Records) -> list[tuple[float, float]]:
+    """(final, warm start) of each held-out map, 1.0 where it was crossed; empty without both."""
+    found = {event.which: event.crossed or "" for event in records.events_named(EVALUATION)}
+    before, after = found.get("warm_start", ""), found.get("final", "")
+    if len(before) != len(after):
+        return []
+    return [(float(last), float(first)) for first, last in zip(before, after, strict=True)]
+
+
 def _max_staleness(records: Records) -> int | None:
     """Most versions between the policy a step trained and the oldest token it trained on."""
     trained = {step.step: step.version - 1 for step in records.steps}

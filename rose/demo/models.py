@@ -10,10 +10,12 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 REPORT_EVERY = 0.02
+MAX_THREADS = 2
+WARM_START_FILE = "warm_start.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +52,24 @@ def _save_host(folder: Path) -> None:
 
 
 def _save_policy(folder: Path, long_turns: bool, progress: Callable[[str, float], None]) -> None:
+    import torch
+
     from rose.demo import vocab
     from rose.demo.model import save_model
-    from rose.demo.warmstart import warm_start
+    from rose.demo.warmstart import LEAST_SUCCESS, MOST_SUCCESS, warm_start
 
-    model = warm_start(long_turns, lambda share: progress("warm start of the policy", share))
+    torch.set_num_threads(min(MAX_THREADS, torch.get_num_threads()))
+    model, reached = warm_start(
+        long_turns, lambda share: progress("warm start of the policy", share)
+    )
     save_model(model, folder, vocab.WORDS, vocab.STOP)
+    (folder / WARM_START_FILE).write_text(json.dumps(asdict(reached)) + "\n")
+    if not reached.leaves_room:
+        sys.stderr.write(
+            f"models: the warm start crosses {reached.success:.2f} of the validation lakes after"
+            f" {reached.steps} steps, not {LEAST_SUCCESS} to {MOST_SUCCESS}:"
+            " the demo may not see it learn\n"
+        )
 
 
 def _make(target: Path, write: Callable[[Path], None]) -> None:
@@ -70,7 +84,10 @@ def _make(target: Path, write: Callable[[Path], None]) -> None:
 
 def _recipe_hash() -> str:
     """Changes with any file that the models are made by."""
-    sources = ("vocab", "task", "demonstrations", "model", "sequences", "forward", "warmstart")
+    sources = (
+        *("vocab", "task", "demonstrations", "model", "sequences", "forward", "warmstart"),
+        *("heldout", "local_policy", "rollouts"),
+    )
     here = Path(__file__).parent
     content = b"".join((here / f"{name}.py").read_bytes() for name in sources)
     return hashlib.sha256(content).hexdigest()[:12]

@@ -1,32 +1,47 @@
-"""The order of the experiment: which steps run in which arm, under which host load."""
+"""The order of the experiment: what the guest and the host's load do, for how long.
+
+Measured blocks last so many seconds, whatever the machine: both arms of a pair then see the same
+arrivals to the end, and a run takes as long on a slow machine as on a fast one.
+"""
 
 import random
 from dataclasses import dataclass
 from typing import Literal
 
-from rose.demo.settings import MIN_STEPS
-from rose.errors import RoseError
+from rose.demo.settings import Control, DemoSettings
 
 Arm = Literal["leased", "frozen", "ceiling", "unmeasured"]
 
-WARM_UP_STEPS = 1
-STORM_STEPS = 3
+BLOCK_S = 8.0
+PAIRS = 12
+CEILINGS = 4
+# Pairs of the control that needs latencies, and nothing else.
+CONTROL_PAIRS = 5
+# The first versions change little: a guest that ignores them is seen after a few steps.
+WEIGHTS_STEPS = 12
+LEARNING_STEPS = 40
+QUICKSTART_S = 20.0
+# After the guest was killed training goes on without it.
+STORM_STEPS = 2
+REVOCATIONS = 13
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Some consecutive training steps under one condition.
+    """Some time under one condition, and at least until the run has taken `until_step` steps.
 
     `leased`: host under load, guest lent. `frozen`: same arrivals, guest frozen.
-    `ceiling`: host load off, guest lent. `unmeasured`: warm-up, or the storm of faults.
+    `ceiling`: host load off, guest lent. `unmeasured`: lent under load, counted nowhere.
+    `revocations`: so many in mid-turn, then a kill, then `STORM_STEPS` steps more.
     """
 
     block: int
     pair: int | None
     arm: Arm
     segment: int | None
-    steps: int
-    storm: bool = False
+    seconds: float = 0.0
+    until_step: int = 0
+    revocations: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,37 +51,72 @@ class Plan:
     blocks: tuple[Block, ...]
 
     @property
-    def steps(self) -> int:
-        """Training steps of the whole run."""
-        return sum(block.steps for block in self.blocks)
-
-    @property
     def pairs(self) -> int:
         """Number of leased-frozen pairs."""
-        return sum(block.arm == "leased" for block in self.blocks)
+        return sum(block.arm == "leased" and block.pair is not None for block in self.blocks)
 
 
-@dataclass(frozen=True, slots=True)
-class _Shares:
-    """How the steps of a run are divided."""
+def plan_of(settings: DemoSettings) -> Plan:
+    """What the settings ask for."""
+    if settings.only:
+        return Plan((Block(0, None, settings.only, 0, until_step=settings.steps),))
+    if settings.control:
+        return control_plan(settings.seed, settings.control)
+    if settings.accept:
+        return accept_plan(settings.seed, settings.steps)
+    return quickstart_plan()
 
-    pairs: int
-    ceilings: int
-    block_steps: int
-    storm_steps: int
 
-
-def _shares(steps: int, block_steps: int, most_ceilings: int) -> _Shares:
-    """Divide `steps`; what does not fill a pair goes to the storm."""
-    for ceilings in range(most_ceilings, 0, -1):
-        left = steps - WARM_UP_STEPS - STORM_STEPS - ceilings * block_steps
-        pairs = left // (2 * block_steps)
-        if pairs >= ceilings:
-            return _Shares(pairs, ceilings, block_steps, STORM_STEPS + left % (2 * block_steps))
-    raise RoseError(
-        f"{steps} steps in blocks of {block_steps} leave no leased-frozen pair;"
-        f" ask for more than {WARM_UP_STEPS + STORM_STEPS + 3 * block_steps - 1} steps"
+def quickstart_plan() -> Plan:
+    """The loop for a while, one revocation in mid-turn, one kill."""
+    return Plan(
+        (
+            Block(0, None, "leased", 0, seconds=QUICKSTART_S, until_step=2),
+            Block(1, None, "leased", 1, revocations=1),
+        )
     )
+
+
+def accept_plan(seed: int, steps: int) -> Plan:
+    """Pairs in balanced random order with ceilings between, what is left of `steps`, the storm."""
+    rng = random.Random(seed)  # noqa: S311 - an experiment's order, not a secret
+    # Segment 0 belongs to the warm-up, segment k + 1 to both arms of pair k.
+    blocks = [Block(0, None, "unmeasured", 0, until_step=1)]
+    spread = [(index + 1) * PAIRS // (CEILINGS + 1) for index in range(CEILINGS)]
+    for pair, leased_first in enumerate(_leased_first(PAIRS, rng)):
+        for _ in range(spread.count(pair)):
+            blocks.append(Block(len(blocks), None, "ceiling", None, BLOCK_S))
+        blocks += _pair(len(blocks), pair, leased_first)
+    rest = Block(len(blocks), None, "unmeasured", PAIRS + 1, until_step=steps)
+    return Plan((*blocks, rest, _storm(len(blocks) + 1, PAIRS + 2)))
+
+
+def control_plan(seed: int, control: Control) -> Plan:
+    """As much of the acceptance run as the claims need that must notice."""
+    match control:
+        case "lr0":
+            return Plan((Block(0, None, "leased", 0, until_step=3),))
+        case "shuffled-advantage":
+            return Plan((Block(0, None, "ceiling", None, until_step=LEARNING_STEPS),))
+        case "drop-token":
+            return Plan((Block(0, None, "unmeasured", 0, until_step=1), _storm(1, 1)))
+        case "naive":
+            rng = random.Random(seed)  # noqa: S311 - an experiment's order, not a secret
+            blocks = [Block(0, None, "unmeasured", 0, until_step=1)]
+            for pair, leased_first in enumerate(_leased_first(CONTROL_PAIRS, rng)):
+                blocks += _pair(len(blocks), pair, leased_first)
+            return Plan(tuple(blocks))
+        case _:
+            return Plan((Block(0, None, "ceiling", None, until_step=WEIGHTS_STEPS),))
+
+
+def _pair(first: int, pair: int, leased_first: bool) -> list[Block]:
+    arms: tuple[Arm, Arm] = ("leased", "frozen") if leased_first else ("frozen", "leased")
+    return [Block(first + at, pair, arm, pair + 1, BLOCK_S) for at, arm in enumerate(arms)]
+
+
+def _storm(block: int, segment: int) -> Block:
+    return Block(block, None, "unmeasured", segment, revocations=REVOCATIONS)
 
 
 def _leased_first(pairs: int, rng: random.Random) -> list[bool]:
@@ -79,33 +129,3 @@ def _leased_first(pairs: int, rng: random.Random) -> list[bool]:
         order[-1] = not order[-1]
     rng.shuffle(order)
     return order
-
-
-def plain_plan(arm: Arm, steps: int) -> Plan:
-    """No experiment: every step in one arm."""
-    return Plan((Block(0, None, arm, 0, steps),))
-
-
-def make_plan(seed: int, steps: int, steps_per_block: int = 4, quick: bool = False) -> Plan:
-    """The seeded plan of a run of `steps` steps.
-
-    Raises `RoseError` when the steps do not hold one pair, one ceiling and the storm.
-    """
-    if steps < MIN_STEPS or steps_per_block < 1:
-        raise RoseError(f"a plan needs at least {MIN_STEPS} steps, in blocks of at least 1")
-    rng = random.Random(seed)  # noqa: S311 - an experiment's order, not a secret
-    block_steps = 1 if quick else steps_per_block
-    shares = _shares(steps, block_steps, most_ceilings=2 if quick else 3)
-    leased_first = _leased_first(shares.pairs, rng)
-    # Segment 0 belongs to the warm-up, segment k + 1 to both arms of pair k.
-    blocks = [Block(0, None, "unmeasured", 0, WARM_UP_STEPS)]
-    gaps = shares.ceilings + 1
-    spread = [(index + 1) * shares.pairs // gaps for index in range(shares.ceilings)]
-    for pair in range(shares.pairs):
-        for _ in range(spread.count(pair)):
-            blocks.append(Block(len(blocks), None, "ceiling", None, block_steps))
-        arms: tuple[Arm, Arm] = ("leased", "frozen") if leased_first[pair] else ("frozen", "leased")
-        for arm in arms:
-            blocks.append(Block(len(blocks), pair, arm, pair + 1, block_steps))
-    storm = Block(len(blocks), None, "unmeasured", shares.pairs + 1, shares.storm_steps, storm=True)
-    return Plan((*blocks, storm))

@@ -101,11 +101,14 @@ def _draw_latency(axes: Axes, records: Records, metric: str) -> None:
         times = [r.arrival_s - records.run.t0_s for r in served]
         values_ms = [getattr(r, metric) * 1e3 for r in served]
         axes.scatter(times, values_ms, s=7, color=color, alpha=0.8, linewidths=0)
+    axes.set_ylabel(f"{metric[:4].upper()} (ms)")
+    if not any(getattr(request, metric) for request in joined):
+        # A logarithmic axis without a value cannot be drawn.
+        return
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5, 7)))
     axes.yaxis.set_major_formatter(FormatStrFormatter("%g"))
     axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.set_ylabel(f"{metric[:4].upper()} (ms)")
 
 
 def _duty(records: Records) -> tuple[list[float], list[float]]:

@@ -1,18 +1,18 @@
 """Waits until everything that was started is of use, and says how far it is."""
 
 import asyncio
+import os
 import time
 
 from rose.demo.board import Board
-from rose.demo.stack import DEDICATED, GUEST, Stack
+from rose.demo.stack import DEDICATED, GUEST, START_TIMEOUT_S, Stack
 from rose.demo.view import Progress
 from rose.demo.watcher import Watcher
 from rose.errors import EngineStartError, UnavailableError
 from rose.eventlog import EventLog
 from rose.talker import Talker
 
-START_TIMEOUT_S = 180.0
-TALKER_TIMEOUT_S = 120.0
+TALKER_TIMEOUT_S = 240.0
 POLL_S = 0.25
 # Only what the bars show before an engine answers; nothing waits for it.
 USUAL_START_S = 60.0
@@ -75,8 +75,10 @@ async def _wait_replica(stack: Stack, watcher: Watcher, name: str) -> None:
                     f"engine {name} died at start; see engine-{name}.log below {stack.layout.logs}"
                 )
         await asyncio.sleep(POLL_S)
+    busy = os.getloadavg()[0]
     raise EngineStartError(
-        f"engine {name} was not ready within {START_TIMEOUT_S:.0f} s;"
+        f"engine {name} was not ready within {START_TIMEOUT_S:.0f} s (load average {busy:.1f}"
+        f" on {os.cpu_count()} cores: end other work if there is any);"
         f" see engine-{name}.log below {stack.layout.logs}"
     )
 

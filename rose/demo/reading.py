@@ -4,6 +4,7 @@ from pathlib import Path
 
 import msgspec
 
+from rose.decoding import BAD_BYTES
 from rose.demo.records import (
     Activation,
     BlockRecord,
@@ -26,7 +27,7 @@ def _read_run(path: Path) -> RunInfo:
         return msgspec.json.decode(path.read_bytes(), type=RunInfo)
     except OSError as error:
         raise RoseError(f"{path}: cannot be read; name the folder of a demo run") from error
-    except msgspec.DecodeError as error:
+    except BAD_BYTES as error:
         raise RoseError(f"{path}: {error}") from error
 
 

@@ -84,7 +84,6 @@ class BlockStats(msgspec.Struct, frozen=True):
     steps: int
     tokens: dict[str, int]
     host_busy_ns: int
-    guest_tokens: int
     cpu_s: dict[str, float]
 
 
@@ -138,7 +137,10 @@ class Activation(msgspec.Struct, frozen=True):
 
 
 class Event(msgspec.Struct, frozen=True):
-    """`events.jsonl`: something happened; the fields after `event` belong to some events only."""
+    """`events.jsonl`: something happened; the fields after `event` belong to some events only.
+
+    `crossed` has a 0 or a 1 for each held-out map, in the order in which every run has them.
+    """
 
     t_s: float
     source: str
@@ -146,6 +148,7 @@ class Event(msgspec.Struct, frozen=True):
     which: str | None = None
     success: float | None = None
     n: int | None = None
+    crossed: str | None = None
     started: int | None = None
     delivered: int | None = None
     lost: int | None = None

@@ -20,10 +20,11 @@ SCHEMA = 1
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Host latencies over the replayed arrivals that both arms saw."""
+    """Host latencies over the replayed arrivals that both arms saw; `all`: over every arrival."""
 
     frozen: HostArm
     leased: HostArm
+    all: HostArm
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ def build_report(records: Records) -> Report:
         tokens=measures.tokens(records),
         logprob_gap=measures.logprob_gap(records),
         harvest=harvest(records, seed),
-        host=Host(impact.frozen, impact.leased),
+        host=Host(impact.frozen, impact.leased, impact.all),
         weights=measures.weights(records),
         faults=measures.faults(records),
         peak_memory_bytes=_peak_memory_bytes(records),

@@ -64,11 +64,16 @@ def _what_ran(report: Report) -> Iterator[str]:
         f"In {report.elapsed_s:.0f} s a policy trained for {len(reward.by_step)} steps on "
         f"FrozenLake. Its {total:,} tokens came from a dedicated vLLM and from a guest vLLM that "
         "shared one core with a host vLLM under bursty load. After each step the new weights went "
-        "to both, as a signed, bit-exact delta. Blocks of steps with the guest lent (leased) and "
-        "frozen alternated in random order under the same replayed host arrivals; in ceiling "
-        "blocks the host had no load. At the end the guest was revoked again and again in the "
-        "middle of turns, then killed."
+        "to both, as a signed, bit-exact delta."
     )
+    if report.settings.get("quickstart"):
+        yield "The guest was revoked in the middle of turns, then killed."
+    elif report.settings.get("accept"):
+        yield (
+            "Blocks with the guest lent (leased) and frozen alternated in random order under the "
+            "same replayed host arrivals; in ceiling blocks the host had no load. At the end the "
+            "guest was revoked again and again in the middle of turns, then killed."
+        )
     if isinstance(control, str):
         expected = " or ".join(f"“{name}”" for name in BROKEN_BY_CONTROL[control])
         yield ""
@@ -84,20 +89,9 @@ def _host_line(name: str, arm: HostArm) -> str:
 
 
 def _figures(report: Report) -> Iterator[str]:
-    harvest, host, sent = report.harvest, report.host, report.weights
-    moved = report.trajectories
-    tokens_per_s, steps_per_hour = harvest.tokens_per_s, harvest.steps_per_hour
-    yield (
-        f"- Rollout tokens/s: {number(tokens_per_s.frozen)} frozen, "
-        f"{number(tokens_per_s.leased)} leased, {number(tokens_per_s.ceiling)} with the host idle."
-    )
-    yield (
-        f"- Training steps/hour: {number(steps_per_hour.frozen)} frozen, "
-        f"{number(steps_per_hour.leased)} leased, "
-        f"{number(steps_per_hour.ceiling)} with the host idle."
-    )
-    yield _host_line("frozen", host.frozen)
-    yield _host_line("leased", host.leased)
+    sent, moved = report.weights, report.trajectories
+    if report.harvest.pairs:
+        yield from _arms(report)
     yield (
         f"- Trajectories: {moved.started:,} started, {moved.delivered:,} delivered, "
         f"{moved.revoked_mid_turn:,} moved in the middle of a turn."
@@ -111,6 +105,22 @@ def _figures(report: Report) -> Iterator[str]:
     yield "- Processor seconds: " + ", ".join(
         f"{name} {seconds:.0f}" for name, seconds in sorted(report.cpu_s.items())
     )
+
+
+def _arms(report: Report) -> Iterator[str]:
+    harvest, host = report.harvest, report.host
+    tokens_per_s, steps_per_hour = harvest.tokens_per_s, harvest.steps_per_hour
+    yield (
+        f"- Rollout tokens/s: {number(tokens_per_s.frozen)} frozen, "
+        f"{number(tokens_per_s.leased)} leased, {number(tokens_per_s.ceiling)} with the host idle."
+    )
+    yield (
+        f"- Training steps/hour: {number(steps_per_hour.frozen)} frozen, "
+        f"{number(steps_per_hour.leased)} leased, "
+        f"{number(steps_per_hour.ceiling)} with the host idle."
+    )
+    yield _host_line("frozen", host.frozen)
+    yield _host_line("leased", host.leased)
 
 
 def summary(report: Report) -> str:

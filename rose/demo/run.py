@@ -5,7 +5,7 @@ import contextlib
 import json
 import signal
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,29 +15,29 @@ from rose.demo.conductor import Conductor
 from rose.demo.drills import Drills
 from rose.demo.layout import Layout
 from rose.demo.model_cache import prepare_models
-from rose.demo.plan import Plan, make_plan, plain_plan
+from rose.demo.plan import Plan, plan_of
 from rose.demo.ports import Ports
-from rose.demo.priorities import yield_to_trainer
+from rose.demo.priorities import level_with_host, yield_to_trainer
 from rose.demo.readiness import wait_ready
 from rose.demo.report import write_report
 from rose.demo.sampler import sample_memory
 from rose.demo.settings import DemoSettings
-from rose.demo.stack import DEDICATED, Stack
-from rose.demo.summary import print_summary
+from rose.demo.stack import DEDICATED, GUEST, Stack
+from rose.demo.summary import print_quickstart, print_summary
 from rose.demo.view import open_view
 from rose.demo.watcher import Watcher
 from rose.engines import check_host
 from rose.engines.preflight import check_model
 from rose.errors import RoseError
-from rose.eventlog import EventLog
+from rose.eventlog import KEEP_ALL, EventLog
 from rose.load.trace import read_trace
 from rose.rpc import rose_pb2
 
 ENGINES = 3
 EVALUATION_TIMEOUT_S = 120.0
 PACE_TIMEOUT_S = 60.0
-# The fraction of the time in which the host is meant to be busy.
-HOST_BUSY = 0.35
+# The fraction of the time in which the host would be busy if it served one request at a time.
+HOST_BUSY = 0.5
 FINISH_TIMEOUT_S = 180.0
 
 
@@ -53,13 +53,6 @@ def run_demo(settings: DemoSettings) -> int:
     layout = Layout(settings.out)
     layout.prepare()
     return asyncio.run(_interruptible(_Run(settings, layout, ports, plan).play()))
-
-
-def plan_of(settings: DemoSettings) -> Plan:
-    """The experiment, or one arm throughout."""
-    if settings.only:
-        return plain_plan(settings.only, settings.steps)
-    return make_plan(settings.seed, settings.steps, quick=settings.quick)
 
 
 def _preflight(settings: DemoSettings, ports: Ports) -> None:
@@ -83,6 +76,13 @@ async def _interruptible(coroutine: Coroutine[None, None, int]) -> int:
         raise KeyboardInterrupt from None
 
 
+def _raise_first(ended: Sequence[BaseException | None]) -> None:
+    """Raise what ended a task that was to go on until it was cancelled."""
+    for error in ended:
+        if isinstance(error, Exception):
+            raise error
+
+
 class _Run:
     """One run from the first process to the report."""
 
@@ -92,8 +92,8 @@ class _Run:
         self._ports = ports
         self._plan = plan
         self._t0_s = time.monotonic()
-        self._board = Board(self._t0_s, plan.steps)
-        self._events = EventLog(layout.logs, "demo")
+        self._board = Board(self._t0_s)
+        self._events = EventLog(layout.logs, "demo", KEEP_ALL)
 
     async def play(self) -> int:
         self._write_run_info(None)
@@ -103,9 +103,13 @@ class _Run:
                 await self._play()
             finally:
                 drawing.cancel()
-                await asyncio.gather(drawing, return_exceptions=True)
+                ended = await asyncio.gather(drawing, return_exceptions=True)
+        _raise_first(ended)
         report = write_report(self._layout.out)
-        print_summary(report.verdicts, self._layout.out)
+        if self._settings.quickstart:
+            print_quickstart(report, self._layout.out)
+        else:
+            print_summary(report.verdicts, self._layout.out)
         return exit_code(report.verdicts, self._settings.control)
 
     async def _play(self) -> None:
@@ -136,26 +140,29 @@ class _Run:
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            ended = await asyncio.gather(*tasks, return_exceptions=True)
             await watcher.close()
+        _raise_first(ended)
 
     async def _train(self, stack: Stack, watcher: Watcher) -> None:
         assert stack.trainer is not None
         assert stack.load is not None
         await wait_ready(stack, watcher, self._board, self._events)
         yield_to_trainer(stack.roots, DEDICATED)
+        if self._settings.control == "naive":
+            level_with_host(stack.roots, GUEST)
         drills = Drills(stack, watcher, self._events)
         conductor = Conductor(self._plan, stack, watcher, drills)
         self._board.attach(conductor, drills)
         self._board.stage = "measuring the host alone"
         await stack.load.say(cmd="pace", busy=HOST_BUSY)
         self._note(await stack.load.expect("paced", PACE_TIMEOUT_S))
-        self._board.stage = "held-out maps before training"
         # The host has no load yet: both replicas play, and both are warm when blocks begin.
         await watcher.harvest(rose_pb2.HARVEST_MODE_ACTIVE)
         await stack.trainer.say(cmd="start")
-        evaluation = await stack.trainer.expect("eval", EVALUATION_TIMEOUT_S)
-        self._note(evaluation)
+        if self._settings.held_out_maps:
+            self._board.stage = "held-out maps before training"
+            self._note(await stack.trainer.expect("eval", EVALUATION_TIMEOUT_S))
         self._board.stage = "training"
         blocks = asyncio.create_task(conductor.run())
         try:

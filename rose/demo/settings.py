@@ -6,13 +6,23 @@ from typing import Literal, get_args
 
 from rose.errors import RoseError
 
-Control = Literal["shuffled-advantage", "lr0", "corrupt-chunk", "wrong-chunk", "stale-guest"]
+Control = Literal[
+    "shuffled-advantage",
+    "lr0",
+    "corrupt-chunk",
+    "wrong-chunk",
+    "stale-guest",
+    "drop-token",
+    "naive",
+]
 CONTROLS: tuple[Control, ...] = get_args(Control)
 
-DEFAULT_STEPS = 64
-QUICK_STEPS = 12
-MIN_STEPS = 8
+# The acceptance run goes on until it has taken so many, however slow the machine.
+DEFAULT_STEPS = 60
+MIN_STEPS = 4
+HELD_OUT_MAPS = 512
 MAX_STEPS = 1_000
+MAX_SEED = 9_999
 # The demo takes consecutive ports from its base on.
 PORTS_TAKEN = 32
 MIN_PORT = 1_024
@@ -23,13 +33,15 @@ MAX_PORT = 65_535
 class DemoSettings:
     """One run of the demo; every field is an option of `rose demo`.
 
+    Without `accept`, `control` and `compare` it is the quickstart: the loop and its faults, seen
+    once. A control is an acceptance run that breaks one thing, as short as its claim allows.
     Raises `RoseError` when a value cannot be run.
     """
 
     out: Path
     seed: int = 0
     steps: int = DEFAULT_STEPS
-    quick: bool = False
+    accept: bool = False
     trace: Path | None = None
     long_turns: bool = False
     control: Control | None = None
@@ -41,14 +53,13 @@ class DemoSettings:
 
     def __post_init__(self) -> None:
         if not MIN_STEPS <= self.steps <= MAX_STEPS:
-            raise RoseError(
-                f"--steps {self.steps}: choose {MIN_STEPS} to {MAX_STEPS};"
-                " fewer leave no room for a leased and a frozen block, a ceiling and the storm"
-            )
-        if self.compare and self.control:
-            raise RoseError("--compare and --control exclude each other; choose one")
-        if self.seed < 0:
-            raise RoseError(f"--seed {self.seed}: choose 0 or more")
+            raise RoseError(f"--steps {self.steps}: choose {MIN_STEPS} to {MAX_STEPS}")
+        if self.compare and (self.control or self.accept):
+            raise RoseError("--compare goes with neither --accept nor --control; choose one")
+        # `--compare` trains on the next seeds, too.
+        most = MAX_SEED - 9 if self.compare else MAX_SEED
+        if not 0 <= self.seed <= most:
+            raise RoseError(f"--seed {self.seed}: choose 0 to {most}")
         if not MIN_PORT <= self.port_base <= MAX_PORT - PORTS_TAKEN:
             raise RoseError(
                 f"--port-base {self.port_base}: choose {MIN_PORT} to {MAX_PORT - PORTS_TAKEN}"
@@ -60,9 +71,21 @@ class DemoSettings:
                 f"--host-model {self.host_model}: no config.json there; name a model directory"
             )
 
+    @property
+    def quickstart(self) -> bool:
+        """Whether the run only shows the loop."""
+        return not (self.accept or self.control or self.compare or self.only)
+
+    @property
+    def held_out_maps(self) -> int:
+        """On how many maps the policy is evaluated before and after training."""
+        learning = self.control in (None, "lr0", "shuffled-advantage")
+        return HELD_OUT_MAPS if learning and not self.quickstart else 0
+
     def as_record(self) -> dict[str, object]:
         """The settings as JSON values, for `run.json`."""
-        return {
+        given = {
             key: str(value) if isinstance(value, Path) else value
             for key, value in asdict(self).items()
         }
+        return given | {"quickstart": self.quickstart}

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from rose.client import RolloutClient, RolloutError
+from rose.demo.lossy_journal import LossyJournal
 from rose.demo.train_config import TrainConfig
 from rose.demo.trainer import Trainer
 from rose.errors import RoseError
@@ -50,7 +51,8 @@ async def train(config: TrainConfig) -> None:
         corrupt_every=config.corrupt_every,
     )
     async with RolloutClient(config.gateway_url) as client, publisher:
-        trainer = Trainer(config, client, publisher, say)
+        source = LossyJournal(client) if config.control == "drop-token" else client
+        trainer = Trainer(config, source, publisher, say)
         say({"event": "ready"})
         if not await stdin.readline():
             return

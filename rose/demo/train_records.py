@@ -5,16 +5,16 @@ from pathlib import Path
 
 from rose.demo.gap import turn_gap
 from rose.demo.trajectory import Trajectory
-from rose.eventlog import JsonlLog
+from rose.eventlog import KEEP_ALL, JsonlLog
 
 
 class TrainRecords:
     """Writes `turns.jsonl`, `trajectories.jsonl` and `steps.jsonl`."""
 
     def __init__(self, folder: Path) -> None:
-        self._turns = JsonlLog(folder / "turns.jsonl")
-        self._trajectories = JsonlLog(folder / "trajectories.jsonl")
-        self._steps = JsonlLog(folder / "steps.jsonl")
+        self._turns = JsonlLog(folder / "turns.jsonl", KEEP_ALL)
+        self._trajectories = JsonlLog(folder / "trajectories.jsonl", KEEP_ALL)
+        self._steps = JsonlLog(folder / "steps.jsonl", KEEP_ALL)
 
     def step(self, record: dict[str, object]) -> None:
         """One update of the policy."""

@@ -18,7 +18,7 @@ from rose.demo.gap import Snapshots, rescored
 from rose.demo.heldout import evaluate
 from rose.demo.learner import LEARNING_RATE, LONG_LEARNING_RATE, Learner, Update
 from rose.demo.rollouts import RolloutPlan, Rollouts, TurnSource, sampling
-from rose.demo.task import training_lake
+from rose.demo.task import different_lakes, training_lake
 from rose.demo.train_config import TrainConfig
 from rose.demo.train_records import TrainRecords
 from rose.demo.trajectory import Trajectory
@@ -97,9 +97,15 @@ class Trainer:
 
     async def _evaluate(self, which: str) -> None:
         maps = self._config.held_out_maps
+        if not maps:
+            return
         how = sampling(long_turns=self._config.long_turns, greedy=True)
-        success = await evaluate(self._source, how, maps, self._version, which)
-        self._emit({"event": "eval", "which": which, "success": success, "n": maps})
+        lakes = different_lakes(maps, "held-out")
+        crossed = await evaluate(self._source, how, lakes, self._version, which)
+        self._emit(
+            {"event": "eval", "which": which, "success": sum(crossed) / maps, "n": maps}
+            | {"crossed": "".join("01"[one] for one in crossed)}
+        )
 
     async def _batch(self, starting: asyncio.Task[None]) -> list[Trajectory]:
         """The next batch, or what broke the agent loops that should have filled it."""

@@ -5,6 +5,7 @@ from pathlib import Path
 import msgspec
 
 from rose.compare import Difference, compare
+from rose.decoding import BAD_BYTES
 from rose.demo import plots
 from rose.demo.reading import read_records
 from rose.demo.report import build_report, encode_report
@@ -24,7 +25,7 @@ def verify(folder: Path) -> list[Difference]:
         page = (folder / "report.md").read_text(encoding="utf-8")
     except OSError as error:
         raise RoseError(f"{folder}: no report to verify ({error.strerror})") from error
-    except msgspec.DecodeError as error:
+    except BAD_BYTES as error:
         raise RoseError(f"{folder / 'report.json'}: {error}") from error
     differences = list(compare(reported, recomputed))
     if page != render_report(report, list(plots.PICTURES)):

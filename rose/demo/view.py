@@ -53,7 +53,7 @@ class ViewState:
     stage: str
     elapsed_s: float = 0.0
     step: int = 0
-    steps: int = 0
+    running: bool = False
     arm: str = ""
     rewards: Sequence[float] = ()
     tokens_per_s: Mapping[str, float] = field(default_factory=dict)
@@ -132,11 +132,10 @@ def render(state: ViewState) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", width=LABEL_WIDTH)
     table.add_column(no_wrap=True)
-    if state.steps:
-        counted = Table.grid(padding=(0, 1))
-        bar = ProgressBar(total=state.steps, completed=state.step, width=BAR_WIDTH)
-        counted.add_row(bar, f"{state.step}/{state.steps}", Text(state.arm, style="magenta"))
-        table.add_row("steps", counted)
+    if state.running:
+        counted = Text(str(state.step))
+        counted.append(f"   {state.arm}", style="magenta")
+        table.add_row("step", counted)
         for label, value in _rows(state):
             table.add_row(label, value)
     for part in state.progress:
@@ -187,7 +186,7 @@ def plain_line(state: ViewState) -> str:
     ttft_s = state.host.ttft_p95_s
     host = "" if ttft_s is None else f" host_ttft_p95={ttft_s * 1e3:.1f}ms"
     return (
-        f"{line}: step {state.step}/{state.steps} {state.arm}{reward} tokens/s {rates}{host}"
+        f"{line}: step {state.step} {state.arm}{reward} tokens/s {rates}{host}"
         f" guest={state.guest_mode or '–'} v{state.version}"
     )
 

@@ -36,7 +36,7 @@ def _training() -> Iterator[ViewState]:
             stage="training",
             elapsed_s=START_S + frame,
             step=step,
-            steps=STEPS,
+            running=True,
             arm="leased" if leased else "frozen",
             rewards=tuple(rewards),
             tokens_per_s={"dedicated-0": 640 * slow, "guest-0": 310 * slow if leased else 0.0},

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import secrets
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -21,16 +22,24 @@ POLL_TIMEOUT_S = 2.0
 # In a row, while an engine warms up: its API process may share a busy core.
 MISSED_STATES = 30
 LOG_TAIL_BYTES = 64 << 10
+SECRET = "ROSE_REPLICA_SECRET"  # noqa: S105 -- the name of a variable
+_SECRET_BYTES = 32
 _PREFIX = re.compile(r"^\(\w+ pid=\d+\)\s*(?:ERROR \S+ \S+ \[\S+\]\s*)?")
 _MEANINGFUL = re.compile(r"^(?:\w+\.)*\w*(Error|Exception)\b.*: .+")
 
 
 class EngineProcess:
-    """A running engine."""
+    """A running engine. `secret`: what its process asks for of whoever controls it as a replica."""
 
-    def __init__(self, spec: EngineSpec, process: ProcessGroup) -> None:
+    def __init__(self, spec: EngineSpec, process: ProcessGroup, secret: str = "") -> None:
         self.spec = spec
         self.process = process
+        self.secret = secret
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What a request for control bears."""
+        return {"Authorization": f"Bearer {self.secret}"}
 
     @classmethod
     async def start(cls, spec: EngineSpec, keep: Keep | None = None) -> "EngineProcess":
@@ -40,12 +49,18 @@ class EngineProcess:
         """
         check_spec(spec)
         spec.log.parent.mkdir(parents=True, exist_ok=True)
-        return cls(spec, await ManagedProcess.start(replace(process_spec(spec), keep=keep)))
+        secret = secrets.token_hex(_SECRET_BYTES)
+        process = process_spec(spec)
+        # Of this life alone, and in no command line: its environment is its own user's to read.
+        process = replace(process, keep=keep, env={**process.env, SECRET: secret})
+        return cls(spec, await ManagedProcess.start(process), secret)
 
     @classmethod
-    def adopt(cls, spec: EngineSpec, identity: ProcessIdentity) -> "EngineProcess":
+    def adopt(
+        cls, spec: EngineSpec, identity: ProcessIdentity, secret: str = ""
+    ) -> "EngineProcess":
         """Take over an engine that an earlier process started as `spec`."""
-        return cls(spec, AdoptedProcess(identity))
+        return cls(spec, AdoptedProcess(identity), secret)
 
     async def wait_healthy(
         self, timeout_s: float, held_up: Callable[[], bool] = lambda: False

@@ -34,11 +34,14 @@ class EngineSpec:
 
     kv_bytes: size of its KV cache. core: CPU it is pinned to.
     stream_interval: tokens in a streamed chunk.
-    control_page: page shared by a host and its guests.
+    control_page: page shared by a host and its guests; page_group: the group that may map it.
     orphan_s: how long a guest outlives the last grant.
     headroom_bytes: memory of the machine that has to stay free when it starts.
     cgroup: where it is put, None leaves it where its parent is.
-    verify_key: hex of the key that signs manifests.
+    verify_key: hex of the key that signs manifests. unsigned: without a key updates are taken only
+    where this is said.
+    weights_dir: folder of chunks and manifests, the only one that updates are read from; None takes
+    no updates.
     warm_up_s: a replica runs every size of step before it is healthy, for at most so long; None
     leaves that out.
     kv_backend: how a guest gives KV pages back; "cuda" reserves them on a GPU.
@@ -62,10 +65,13 @@ class EngineSpec:
     block_size: int = 32
     stream_interval: int = 1
     control_page: Path | None = None
+    page_group: str = ""
     orphan_s: float = 1.5
     headroom_bytes: int = 0
     cgroup: Path | None = None
     verify_key: str | None = None
+    unsigned: bool = False
+    weights_dir: Path | None = None
     ttft_target_s: float = 0.5
     tpot_target_s: float = 0.15
     warm_up_s: float | None = None

@@ -27,7 +27,9 @@ _REPLICA_ARGS = (
     "--disable-log-stats",
     # The routes, where vLLM has no endpoint plugins.
     "--middleware=rose.replica.mount.EndpointMount",
-    # Turns skip middleware that only users of the OpenAI routes need: the last is the outermost.
+    # What nobody needs is shut, control needs a secret. Turns skip all middleware: the last is
+    # the outermost.
+    "--middleware=rose.replica.access.AccessFilter",
     "--middleware=rose.replica.shortcut.GenerateShortcut",
 )
 # KV memory is given in bytes. All that is left of vLLM's share of a GPU is that so much of it is
@@ -103,6 +105,7 @@ def _environment(spec: EngineSpec) -> dict[str, str]:
         env |= _CPU_ENV
     if spec.control_page:
         env["ROSE_CONTROL_PAGE"] = str(spec.control_page)
+        env["ROSE_PAGE_GROUP"] = spec.page_group
         env["ROSE_ORPHAN_S"] = str(spec.orphan_s)
         env["ROSE_KV_BACKEND"] = spec.kv_backend
     if spec.warm_up_s is not None and spec.role.is_replica:
@@ -111,6 +114,10 @@ def _environment(spec: EngineSpec) -> dict[str, str]:
         env["ROSE_STEP_PROFILE"] = str(spec.step_profile.absolute())
     if spec.host_step_profile:
         env["ROSE_HOST_STEP_PROFILE"] = str(spec.host_step_profile.absolute())
+    if spec.weights_dir:
+        env["ROSE_WEIGHTS_DIR"] = str(spec.weights_dir.absolute())
     if spec.verify_key:
         env["ROSE_VERIFY_KEY"] = spec.verify_key
+    elif spec.unsigned:
+        env["ROSE_UNSIGNED"] = "1"
     return env | spec.extra_env

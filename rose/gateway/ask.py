@@ -4,13 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from rose.gateway.errors import BadRequest, TurnError
+from rose.gateway.errors import TurnError
 from rose.gateway.feed import TurnFeed
 from rose.gateway.turn_request import TurnRequest
-
-TIMEOUT_HEADER = "X-Request-Timeout"
-REQUEST_ID_HEADER = "X-Request-Id"
-EVENT_ID_HEADER = "Last-Event-ID"
 
 
 class Answer(Protocol):
@@ -60,25 +56,3 @@ class Dialect(Protocol):
     def broken(self, error: TurnError) -> bytes:
         """Event for an error after the stream has begun, with what ends the stream."""
         ...
-
-
-def timeout_of(headers: Mapping[str, str], body_s: float | None) -> float | None:
-    """Seconds that the caller allows: the body's field, else the header. Raises BadRequest."""
-    text = headers.get(TIMEOUT_HEADER)
-    if body_s is not None or text is None:
-        return body_s
-    try:
-        return float(text)
-    except ValueError as error:
-        raise BadRequest(f"{TIMEOUT_HEADER} is a number of seconds, not {text!r}") from error
-
-
-def resume_of(headers: Mapping[str, str], body_from: int | None) -> tuple[int, bool]:
-    """Tokens that the caller has already, and whether it wants event ids. Raises BadRequest."""
-    text = headers.get(EVENT_ID_HEADER)
-    if text is not None and not text.isdigit():
-        raise BadRequest(f"{EVENT_ID_HEADER} is a number of tokens, not {text!r}")
-    start = body_from if body_from is not None else int(text or 0)
-    if start < 0:
-        raise BadRequest("resume_from is a number of tokens, at least 0", "resume_from")
-    return start, text is not None

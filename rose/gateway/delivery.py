@@ -8,7 +8,7 @@ from rose.gateway.ask import Ask, Dialect
 from rose.gateway.errors import TurnError
 from rose.gateway.event_writer import UNWATCHED_BYTES, EventWriter, Patience
 from rose.gateway.feed import TurnFeed
-from rose.gateway.follower import Follower
+from rose.gateway.follower import Follower, follow_all
 from rose.gateway.stats import GatewayStats
 
 EVENT_STREAM = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
@@ -60,17 +60,10 @@ class Delivery:
             if len(feeds) == 1:
                 await Follower(writer, ask, 0, feeds[0]).run()
             else:
-                async with asyncio.TaskGroup() as group:
-                    for index, feed in enumerate(feeds):
-                        group.create_task(Follower(writer, ask, index, feed).run())
+                await follow_all([Follower(writer, ask, k, feed) for k, feed in enumerate(feeds)])
             await writer.write(ask.answer.close(feeds))
         except TurnError as error:
             await writer.write(dialect.broken(error))
-        except BaseExceptionGroup as errors:
-            first = errors.exceptions[0]
-            if not isinstance(first, TurnError):
-                raise first from errors
-            await writer.write(dialect.broken(first))
         await writer.end()
 
 

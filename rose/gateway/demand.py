@@ -9,6 +9,8 @@ from rose.rpc import rose_pb2
 # Longer than a weight update or a host's burst: they are pauses in a flow, not its end.
 FLOW_TAU_S = 5.0
 JOBS_KEPT = 64
+# Callers name jobs as they like, and a report has to stay small.
+JOB_CHARS = 200
 
 
 class DemandMeter:
@@ -38,7 +40,7 @@ class DemandMeter:
             gateway=self._gateway,
             jobs=[
                 rose_pb2.JobDemand(
-                    job=job,
+                    job=job[:JOB_CHARS],
                     turns=count,
                     owed_tokens=owed[job],
                     made_tok_s=self._flow_tok_s.get(job, 0.0),

@@ -14,7 +14,15 @@ from dataclasses import dataclass
 from itertools import count
 
 from elastic_scheduler import End, Placement, Quote, Router, RoutingDecision, TurnNeed
-from rose.gateway.errors import BadRequest, NoReplica, QueueFull, TurnError, VersionUnavailable
+from rose.background import described
+from rose.gateway.errors import (
+    BadRequest,
+    NoReplica,
+    QueueFull,
+    TurnError,
+    VersionUnavailable,
+    fresh,
+)
 from rose.gateway.settings import GatewaySettings
 from rose.gateway.stats import GatewayStats
 from rose.gateway.switches import SwitchClock
@@ -51,7 +59,7 @@ class _Waiter:
     need: TurnNeed
     avoid: str
     since_s: float
-    granted: "asyncio.Future[LiveAttempt]"
+    granted: "asyncio.Future[LiveAttempt | TurnError]"
     turn: tuple[int, int, int]
 
 
@@ -153,24 +161,43 @@ class Dispatcher:
 
         `avoid` is the replica that just failed this turn, empty for a turn that begins.
 
-        Raises VersionUnavailable or NoReplica when waiting did not help.
+        Raises QueueFull when too many wait, VersionUnavailable or NoReplica when waiting did not
+        help.
         """
         if not self._live and not self._waiting:
             self.work_began.set()
-        granted: asyncio.Future[LiveAttempt] = asyncio.get_running_loop().create_future()
+        granted: asyncio.Future[LiveAttempt | TurnError] = (
+            asyncio.get_running_loop().create_future()
+        )
         # A turn that continues has waited before: it goes first among its equals.
         turn = (priority, 0 if avoid else 1, next(self._arrivals))
         waiter = _Waiter(need, avoid, self._clock(), granted, turn)
         insort(self._waiting, waiter, key=_in_turn)
         self.pump()
+        if not avoid and not granted.done() and len(self._waiting) > self._settings.max_waiting:
+            # Here each sample of a request counts: they were all admitted before the first waited.
+            self._waiting.remove(waiter)
+            raise QueueFull(
+                f"over {self._settings.max_waiting} turns would wait; send this one again later"
+            )
         try:
-            return await granted
+            place = await granted
         except asyncio.CancelledError:
-            if granted.done() and not granted.cancelled() and granted.exception() is None:
-                self.finish(granted.result(), None)
-            elif waiter in self._waiting:
-                self._waiting.remove(waiter)
+            self._leave(waiter)
             raise
+        if isinstance(place, TurnError):
+            raise fresh(place)
+        return place
+
+    def _leave(self, waiter: _Waiter) -> None:
+        """Nobody waits any more: hand back what was granted at this very moment, or the wait."""
+        granted = waiter.granted
+        if granted.done() and not granted.cancelled():
+            place = granted.result()
+            if isinstance(place, LiveAttempt):
+                self.finish(place, None)
+        elif waiter in self._waiting:
+            self._waiting.remove(waiter)
 
     def finish(self, live: LiveAttempt, end: End | None) -> None:
         """The attempt is over; `end` says how, None when nobody wants the turn any more."""
@@ -229,19 +256,38 @@ class Dispatcher:
         """Move stalled turns, end hopeless waits; called every `SWEEP_S`."""
         now_s = self._clock()
         claimed: Counter[str] = Counter()
-        for live in self._live:
-            waited_s = now_s - live.last_token_s
-            if live.may_move and live.interrupted is None and waited_s > self._settings.stall_s:
-                other = self._router.escape(live.need, live.entry.id, waited_s, now_s, claimed)
-                if other is not None:
-                    claimed[other] += 1
-                    live.interrupt(End.STALLED)
+        stalled_s = now_s - self._settings.stall_s
+        for live in tuple(self._live):
+            if live.last_token_s >= stalled_s:
+                continue
+            try:
+                self._judge(live, now_s, claimed)
+            except Exception as fault:  # noqa: BLE001 - the others are judged all the same
+                live.may_move = False
+                self._on_event("turn_not_judged", replica=live.entry.id, message=described(fault))
         for waiter in self._waiting:
-            error = self._hopeless(waiter, now_s)
+            error = self._verdict(waiter, now_s)
             if error is not None and not waiter.granted.done():
-                waiter.granted.set_exception(error)
+                waiter.granted.set_result(error)
         self.pump()
         self._waiting = [w for w in self._waiting if not w.granted.done()]
+
+    def _judge(self, live: LiveAttempt, now_s: float, claimed: Counter[str]) -> None:
+        """Move a stalled turn where another replica is the better place for it."""
+        waited_s = now_s - live.last_token_s
+        if live.may_move and live.interrupted is None:
+            other = self._router.escape(live.need, live.entry.id, waited_s, now_s, claimed)
+            if other is not None:
+                claimed[other] += 1
+                live.interrupt(End.STALLED)
+
+    def _verdict(self, waiter: _Waiter, now_s: float) -> TurnError | None:
+        """Why a turn need not wait any longer."""
+        try:
+            return self._hopeless(waiter, now_s)
+        except Exception as error:  # noqa: BLE001 - the others are judged all the same
+            self._on_event("turn_not_judged", message=described(error))
+            return TurnError("the gateway gave the turn up: send it again")
 
     def _unversioned(self) -> bool:
         """Whether the table has replicas, none of which will ever know its version."""

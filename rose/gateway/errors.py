@@ -6,13 +6,29 @@ RefusedError
     ├── UnknownModel           404
     ├── VersionUnavailable     409
     ├── TurnCancelled          409
+    ├── BodyTooSlow            408
     ├── BodyTooLarge           413
+    ├── BodyEncoded            415
     ├── QueueFull              429, Retry-After
     ├── NoReplica              503, Retry-After
     └── DeadlinePassed         504
+
+An error that was raised knows its frames, and they know who waits for it: kept anywhere in a turn
+it is a cycle of all that the turn ever touched. So what keeps one keeps a `fresh` one, which never
+was raised, and whoever raises one that is kept raises a `fresh` one.
 """
 
+from copy import copy
+from typing import TypeVar
+
 from rose.errors import RefusedError
+
+E = TypeVar("E", bound=BaseException)
+
+
+def fresh(error: E) -> E:
+    """Return the same error as if it had never been raised: no frames, no cause, no context."""
+    return copy(error)
 
 
 class TurnError(RefusedError):
@@ -60,6 +76,20 @@ class BodyTooLarge(TurnError):  # noqa: N818 - a state, as in the tree above
 
     status = 413
     kind = "RequestEntityTooLargeError"
+
+
+class BodyEncoded(TurnError):  # noqa: N818 - a state, as in the tree above
+    """The body is compressed: a few bytes could be gigabytes."""
+
+    status = 415
+    kind = "UnsupportedMediaTypeError"
+
+
+class BodyTooSlow(TurnError):  # noqa: N818 - a state, as in the tree above
+    """The body did not come in time."""
+
+    status = 408
+    kind = "RequestTimeoutError"
 
 
 class QueueFull(TurnError):  # noqa: N818 - a state, as in the tree above

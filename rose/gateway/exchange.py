@@ -5,12 +5,13 @@ to readers. Only how it ended is awaited.
 """
 
 import asyncio
+import re
 
 import msgspec
 
 from elastic_scheduler import End, JournalError
 from rose.gateway.dispatcher import Dispatcher, LiveAttempt
-from rose.gateway.errors import BadRequest
+from rose.gateway.errors import BadRequest, fresh
 from rose.gateway.links import LinkError, ReplicaLine
 from rose.gateway.links.base import Reader
 from rose.gateway.sink import AttemptSink
@@ -20,16 +21,30 @@ from rose.gateway.upstream import OK
 REQUEST_FAULTS = frozenset({400, 404, 413, 422})
 UNAVAILABLE = 503
 MAX_FAULT_BYTES = 2_048
+# An engine that still knows the attempt's id, which is the gateway's: never the caller's fault.
+KNOWN_ID = re.compile("duplicate request id|already running", re.IGNORECASE)
 ENDS = {"stop": End.FINISHED, "length": End.FINISHED, "revoked": End.REVOKED, "abort": End.REVOKED}
 # All that a replica can do wrong within one attempt.
-ATTEMPT_FAILURES = (OSError, OverflowError, msgspec.MsgspecError, JournalError, LinkError)
+ATTEMPT_FAILURES = (
+    OSError,
+    OverflowError,
+    RecursionError,
+    UnicodeError,
+    msgspec.MsgspecError,
+    JournalError,
+    LinkError,
+)
+# How an attempt ended and, in words, why.
+Ending = tuple[End, str]
+
+
+def broken(error: BaseException) -> Ending:
+    """The end of an attempt by one of `ATTEMPT_FAILURES`."""
+    return End.BROKEN, f"{type(error).__name__}: {error}"
 
 
 class Exchange:
-    """Receives one answer. `over` is how the attempt ended and, in words, why.
-
-    It raises one of `ATTEMPT_FAILURES`, or BadRequest for what no other replica would do either.
-    """
+    """Receives one answer, whose ending is awaited."""
 
     def __init__(
         self, reader: Reader, live: LiveAttempt, sink: AttemptSink, dispatcher: Dispatcher
@@ -40,7 +55,22 @@ class Exchange:
         self._dispatcher = dispatcher
         self._status = 0
         self._fault = b""
-        self.over: asyncio.Future[tuple[End, str]] = asyncio.get_running_loop().create_future()
+        # Never an error to be raised from here: its frames would hold this exchange, and it them.
+        self._over: asyncio.Future[Ending | Exception] = asyncio.get_running_loop().create_future()
+
+    async def ending(self) -> Ending:
+        """Return when the attempt is over.
+
+        Raises BadRequest for what no other replica would do either, or what is wrong in here.
+        """
+        ending = await self._over
+        if isinstance(ending, Exception):
+            raise fresh(ending)
+        return ending
+
+    def cancel(self) -> None:
+        """Take nothing more of the answer."""
+        self._over.cancel()
 
     def status(self, code: int) -> None:
         """Part of `Receiver`."""
@@ -50,36 +80,38 @@ class Exchange:
         """Part of `Receiver`."""
         if self._status != OK:
             self._fault += data[: MAX_FAULT_BYTES - len(self._fault)]
-        elif not self.over.done():
+        elif not self._over.done():
             try:
                 for line in self._reader.feed(data):
                     if self._take(line):
                         return
                 self._sink.tell()
             except ATTEMPT_FAILURES as error:
-                self.over.set_exception(error)
+                self._over.set_result(broken(error))
 
     def ended(self, error: Exception | None) -> None:
         """Part of `Receiver`."""
-        if self.over.done():
+        if self._over.done():
             return
-        if self._status in REQUEST_FAULTS:
-            text = self._fault.decode("utf-8", "replace")
-            self.over.set_exception(BadRequest(f"{self._live.entry.id} refuses the turn: {text}"))
+        text = self._fault.decode("utf-8", "replace")
+        if self._status in REQUEST_FAULTS and not KNOWN_ID.search(text):
+            self._over.set_result(BadRequest(f"{self._live.entry.id} refuses the turn: {text}"))
         elif self._status not in (0, OK):
             end = End.REFUSED if self._status == UNAVAILABLE else End.BROKEN
-            self.over.set_result((end, f"HTTP {self._status}"))
+            self._over.set_result((end, f"HTTP {self._status}"))
+        elif isinstance(error, ATTEMPT_FAILURES):
+            self._over.set_result(broken(error))
         elif error is not None:
-            self.over.set_exception(error)
+            self._over.set_result(fresh(error))
         else:
-            self.over.set_result((End.BROKEN, "the stream ended without a finish reason"))
+            self._over.set_result((End.BROKEN, "the stream ended without a finish reason"))
 
     def _take(self, line: ReplicaLine) -> bool:
         """One line of the answer; whether it was the last one that counts."""
         live, sink = self._live, self._sink
         if line.token_ids:
             if not live.need.accepts(line.version):
-                self.over.set_result((End.BROKEN, f"tokens of version {line.version}"))
+                self._over.set_result((End.BROKEN, f"tokens of version {line.version}"))
                 return True
             self._dispatcher.journaled(live, sink.take(line))
             if sink.stopped:
@@ -89,7 +121,7 @@ class Exchange:
         end = ENDS.get(line.finish_reason, End.BROKEN)
         if end is End.FINISHED:
             return self._finish(line.finish_reason)
-        self.over.set_result((end, line.message or line.finish_reason))
+        self._over.set_result((end, line.message or line.finish_reason))
         return True
 
     def _finish(self, reason: str) -> bool:
@@ -100,5 +132,5 @@ class Exchange:
         self._live.task = None
         self._sink.end(End.FINISHED, reason)
         self._dispatcher.finish(self._live, End.FINISHED)
-        self.over.set_result((End.FINISHED, reason))
+        self._over.set_result((End.FINISHED, reason))
         return True

@@ -10,10 +10,15 @@ import asyncio
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from elastic_scheduler import Deliver, Segment, VersionSpan, stamp
-from rose.gateway.errors import TurnError
+from rose.gateway.errors import TurnError, fresh
 from rose.gateway.text import TextTrack
+
+# Of CPython's objects, measured: a feed and what shares it, a span or a segment.
+FEED_BYTES = 2_048
+SPAN_BYTES = 160
 
 
 class TurnFeed:
@@ -22,11 +27,11 @@ class TurnFeed:
     __slots__ = (
         "_began_s",
         "_ended",
+        "_error",
         "_listeners",
         "_waiters",
         "attempts",
         "created",
-        "error",
         "finish_reason",
         "logprobs",
         "prompt_tokens",
@@ -52,7 +57,7 @@ class TurnFeed:
         self.attempts = 0
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
-        self.error: TurnError | None = None
+        self._error: TurnError | None = None
         self._waiters: list[asyncio.Future[None]] = []
         self._ended: list[asyncio.Future[None]] = []
         self._listeners: list[Callable[[], None]] = []
@@ -60,7 +65,20 @@ class TurnFeed:
     @property
     def over(self) -> bool:
         """Whether nothing more will come."""
-        return self.finish_reason is not None or self.error is not None
+        return self.finish_reason is not None or self._error is not None
+
+    @property
+    def error(self) -> TurnError | None:
+        """Why the turn ended without an answer; to be raised, each time a new one."""
+        return None if self._error is None else fresh(self._error)
+
+    @property
+    def size_bytes(self) -> int:
+        """What is kept of the turn, about: its tokens, their stamps and text."""
+        held = FEED_BYTES + self.tokens.itemsize * len(self.tokens)
+        held += self.logprobs.itemsize * len(self.logprobs)
+        held += SPAN_BYTES * (len(self.versions) + len(self.segments))
+        return held if self.text is None else held + self.text.size_bytes
 
     def add(
         self,
@@ -118,7 +136,7 @@ class TurnFeed:
     def fail(self, error: TurnError) -> None:
         """The turn ends without an answer; what came so far stays readable."""
         if not self.over:
-            self.error = error
+            self._error = fresh(error)
             self._wake()
 
     async def beyond(self, seen: int) -> None:
@@ -128,14 +146,18 @@ class TurnFeed:
             self._waiters.append(waiter)
             await waiter
 
+    def ended(self) -> asyncio.Future[None]:
+        """Done when the turn, which is not over yet, is."""
+        ended = asyncio.get_running_loop().create_future()
+        self._ended.append(ended)
+        return ended
+
     async def finished(self) -> None:
         """Return when the turn is over. Raises its TurnError if it failed."""
         if not self.over:
-            ended = asyncio.get_running_loop().create_future()
-            self._ended.append(ended)
-            await ended
-        if self.error is not None:
-            raise self.error
+            await self.ended()
+        if self._error is not None:
+            raise fresh(self._error)
 
     def spans(self, start: int, end: int) -> list[VersionSpan]:
         """Known versions of tokens [start, end), cut to that range."""
@@ -155,3 +177,26 @@ class TurnFeed:
                 waiter.set_result(None)
         if self.over:
             self.tell()
+
+
+async def all_finished(feeds: Sequence[TurnFeed]) -> None:
+    """Return when all turns are over. Raises the first TurnError at once."""
+    if len(feeds) == 1:
+        return await feeds[0].finished()
+    news = asyncio.get_running_loop().create_future()
+    running = [feed for feed in feeds if not feed.over]
+    left = iter(range(len(running) - 1, -1, -1))
+
+    def ended(feed: TurnFeed, _: asyncio.Future[None]) -> None:
+        last = next(left) == 0
+        if not news.done() and (last or feed.error is not None):
+            news.set_result(None)
+
+    if running and all(feed.error is None for feed in feeds):
+        for feed in running:
+            feed.ended().add_done_callback(partial(ended, feed))
+        await news
+    for feed in feeds:
+        if feed.error is not None:
+            raise feed.error
+    return None

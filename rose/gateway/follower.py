@@ -6,8 +6,10 @@ step by step ── the reader keeps up ──► pushed: written in the step in
 """
 
 import asyncio
+from collections.abc import Sequence
 
 from rose.gateway.ask import Ask
+from rose.gateway.errors import fresh
 from rose.gateway.event_writer import EventWriter
 from rose.gateway.feed import TurnFeed
 
@@ -24,7 +26,7 @@ class Follower:
         self._index = index
         self._feed = feed
         self._at = ask.resume_from
-        self._stopped: asyncio.Future[None] | None = None
+        self._stopped: asyncio.Future[Exception | None] | None = None
 
     async def run(self) -> None:
         """Write all events. Raises the turn's TurnError at its place, or ConnectionError."""
@@ -48,9 +50,11 @@ class Follower:
         self._stopped = asyncio.get_running_loop().create_future()
         self._feed.listen(self._push)
         try:
-            await self._stopped
+            error = await self._stopped
         finally:
             self._feed.unlisten(self._push)
+        if error is not None:
+            raise fresh(error)
 
     def _push(self) -> None:
         """There are more tokens, or the turn is over: its last event may have to wait."""
@@ -68,8 +72,27 @@ class Follower:
                 else:
                     stopped.set_result(None)
         except Exception as error:  # noqa: BLE001 - the reader's, not the feed's
-            stopped.set_exception(error)
+            stopped.set_result(fresh(error))
 
     def _event(self, end: int) -> bytes:
         event = self._ask.answer.part(self._index, self._feed, min(self._at, end), end)
         return b"id: %d\n%b" % (end, event) if self._ask.event_ids else event
+
+
+async def follow_all(followers: Sequence[Follower]) -> None:
+    """Run followers of one request side by side. Raises the first error, having ended the rest.
+
+    A TaskGroup would tie tasks, errors and frames into knots that only the collector undoes.
+    """
+    tasks = [asyncio.create_task(follower.run()) for follower in followers]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        errors = [error for task in done if (error := task.exception()) is not None]
+        failed = fresh(errors[0]) if errors else None
+        del errors
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    if failed is not None:
+        raise fresh(failed)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from elastic_scheduler import HedgedGroup, MemberView, Quote, Won
+from rose.background import described
 from rose.gateway.dispatcher import Dispatcher, EventSink, LiveAttempt
 from rose.gateway.errors import BadRequest
 from rose.gateway.origin import Origin
@@ -34,6 +35,8 @@ class _Group:
         self.vacant: list[str] = []
         self.racing: dict[str, Race] = {}
         self.running = 0
+        # False once its copies could not be judged: it gets no more of them.
+        self.sound = True
 
     def suits(self, origin: Origin) -> bool:
         return (self.size, self.hedges) == (origin.group_size, origin.hedges)
@@ -106,9 +109,13 @@ class Hedging:
 
     def sweep(self) -> None:
         """Start the copies that pay by now; called every `SWEEP_S`."""
-        for group in tuple(self._groups.values()):
-            if group.racing and not group.fresh and group.core.may_hedge:
-                self._consider(group)
+        for key, group in tuple(self._groups.items()):
+            if group.sound and group.racing and not group.fresh and group.core.may_hedge:
+                try:
+                    self._consider(group)
+                except Exception as error:  # noqa: BLE001 - the others get their copies
+                    group.sound = False
+                    self._on_event("group_not_judged", group=key[1], message=described(error))
 
     def _group(self, origin: Origin) -> _Group:
         key = (origin.job, origin.group)

@@ -2,20 +2,25 @@
 
 import asyncio
 import contextlib
+import logging
 import signal
 import sys
 
 import uvloop
 
 from rose.errors import RoseError
-from rose.gateway.garbage import collect_when_idle
+from rose.gateway.connections import raise_descriptor_limit
+from rose.gateway.garbage import collect_in_small_steps
 from rose.gateway.process import Gateway
 from rose.gateway.settings import GatewaySettings, parse_settings
+from rose.log_thread import log_to_stderr
 
 
 def main(argv: list[str]) -> int:
     """Serve until SIGTERM or SIGINT: 0; 2 with one line on standard error for wrong input."""
+    log_to_stderr(logging.WARNING)
     try:
+        raise_descriptor_limit()
         uvloop.run(_serve(parse_settings(argv)))
     except RoseError as error:
         sys.stderr.write(f"rose gateway: {error}\n")
@@ -31,10 +36,10 @@ async def _serve(settings: GatewaySettings) -> None:
     async with Gateway(settings) as gateway:
         sys.stdout.write(f"rose gateway: listening on http://{settings.host}:{gateway.port}\n")
         sys.stdout.flush()
-        collecting = asyncio.create_task(collect_when_idle(lambda: gateway.live_turns))
+        gateway.background.start("garbage", collect_in_small_steps)
         waits = {asyncio.ensure_future(stop.wait()), asyncio.ensure_future(gateway.failed())}
         done, pending = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        for wait in (collecting, *pending):
+        for wait in pending:
             wait.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await wait

@@ -1,11 +1,11 @@
 """What answers at a URL: a ROSE replica, a stock vLLM or a stock SGLang."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import aiohttp
 import msgspec
 
+from rose.decoding import Decoder, decoded
 from rose.gateway.table import ReplicaApi
 
 PROBE_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
@@ -35,10 +35,10 @@ class _Cards(msgspec.Struct, gc=False):
     data: list[_Card] = []
 
 
-decode_state = msgspec.json.Decoder(ReplicaState).decode
-_decode_info = msgspec.json.Decoder(_ModelInfo).decode
-_decode_version = msgspec.json.Decoder(_Version).decode
-_decode_cards = msgspec.json.Decoder(_Cards).decode
+STATE = msgspec.json.Decoder(ReplicaState)
+_INFO = msgspec.json.Decoder(_ModelInfo)
+_VERSION = msgspec.json.Decoder(_Version)
+_CARDS = msgspec.json.Decoder(_Cards)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +56,12 @@ async def probe(session: aiohttp.ClientSession, url: str) -> Probed | None:
 
 
 async def _api(session: aiohttp.ClientSession, url: str) -> ReplicaApi | None:
-    if _reads(decode_state, await _get(session, f"{url}/rose/v1/state")):
+    if _reads(STATE, await _get(session, f"{url}/rose/v1/state")):
         return ReplicaApi.ROSE
     for path in ("model_info", "get_model_info"):
-        if _reads(_decode_info, await _get(session, f"{url}/{path}")):
+        if _reads(_INFO, await _get(session, f"{url}/{path}")):
             return ReplicaApi.SGLANG
-    if _reads(_decode_version, await _get(session, f"{url}/version")):
+    if _reads(_VERSION, await _get(session, f"{url}/version")):
         return ReplicaApi.VLLM
     return None
 
@@ -69,7 +69,7 @@ async def _api(session: aiohttp.ClientSession, url: str) -> ReplicaApi | None:
 async def _max_model_len(session: aiohttp.ClientSession, url: str) -> int | None:
     status, body = await _get(session, f"{url}/v1/models")
     try:
-        cards = _decode_cards(body).data if status == 200 else []
+        cards = decoded(_CARDS, body).data if status == 200 else []
     except msgspec.MsgspecError:
         return None
     return cards[0].max_model_len if cards else None
@@ -84,12 +84,12 @@ async def _get(session: aiohttp.ClientSession, url: str) -> tuple[int, bytes]:
         return 0, b""
 
 
-def _reads(decode: Callable[[bytes], object], answer: tuple[int, bytes]) -> bool:
+def _reads(decoder: Decoder[object], answer: tuple[int, bytes]) -> bool:
     status, body = answer
     if status != 200:
         return False
     try:
-        decode(body)
+        decoded(decoder, body)
     except msgspec.MsgspecError:
         return False
     return True

@@ -1,6 +1,7 @@
 """A whole gateway in one event loop: table source, dispatcher, server."""
 
 import asyncio
+import contextlib
 import errno
 import secrets
 import socket
@@ -11,8 +12,9 @@ from typing import Self
 import aiohttp
 from aiohttp import web
 
+from rose.background import Background
 from rose.errors import ConfigError
-from rose.eventlog import EventLog
+from rose.eventlog import Logs
 from rose.gateway.demand import DemandMeter
 from rose.gateway.dispatcher import Dispatcher
 from rose.gateway.model import ServedModel
@@ -21,13 +23,13 @@ from rose.gateway.reporting import DemandReporter
 from rose.gateway.server import GatewayServer
 from rose.gateway.settings import GatewaySettings, StaticReplica
 from rose.gateway.static import StaticTable
-from rose.gateway.stats import GatewayStats
+from rose.gateway.stats import GatewayStats, Health
 from rose.gateway.table import ReplicaApi, ReplicaEntry
-from rose.gateway.text import TextCodec
+from rose.gateway.text import TextCodec, TextLimits
 from rose.gateway.upstream import Upstream
 from rose.gateway.watch import WatchedTable
 
-KEEPALIVE_S = 300.0
+BACKLOG = 1_024
 ENGINE_NAMES = {ReplicaApi.VLLM: "vLLM", ReplicaApi.SGLANG: "SGLang"}
 
 
@@ -36,27 +38,33 @@ class Gateway:
 
     def __init__(self, settings: GatewaySettings) -> None:
         self._settings = settings
-        self._events = EventLog(settings.log_dir, "gateway") if settings.log_dir else None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._logs = Logs(settings.log_dir, settings.log_limits) if settings.log_dir else None
+        self._events = self._logs.events("gateway") if self._logs else None
+        self._listening: asyncio.Server | None = None
+        self._codec: TextCodec | None = None
+        self.background = Background(self.note)
         self.port = settings.port
 
     async def __aenter__(self) -> Self:
         settings, stats = self._settings, GatewayStats()
-        codec = None if settings.tokenizer is None else TextCodec(settings.tokenizer)
-        self._model = ServedModel(settings.model_name, settings.max_model_len, codec)
+        self._codec = self._load_codec()
+        self._model = ServedModel(settings.model_name, settings.max_model_len, self._codec)
         # For probing; turns go over `upstream`.
         self._session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
         self._upstream = Upstream()
         clock = asyncio.get_running_loop().time
         self._dispatcher = Dispatcher(settings, stats, clock, self.note)
         self._server = GatewayServer(
-            settings, self._dispatcher, self._upstream, stats, self.note, self._model
+            settings,
+            self._dispatcher,
+            self._upstream,
+            stats,
+            self._note_aloud,
+            self._model,
+            self._health,
         )
         self._runner = web.AppRunner(
-            self._server.application(),
-            access_log=None,
-            handler_cancellation=True,
-            keepalive_timeout=KEEPALIVE_S,
+            self._server.application(), handler_cancellation=True, shutdown_timeout=1.0
         )
         await self._runner.setup()
         try:
@@ -64,8 +72,12 @@ class Gateway:
         except BaseException:
             await self._close_io()
             raise
-        self._server.start()
-        self._tasks.append(asyncio.create_task(self._source().run(self.set_table)))
+        if self._codec is not None:
+            self._codec.start()
+        self.background.start("sweep", self._server.sweep)
+        self.background.start("loop_lag", stats.loop_lag.watch)
+        source = self._source()
+        self.background.start("table", lambda: source.run(self.set_table))
         return self
 
     async def __aexit__(
@@ -75,19 +87,22 @@ class Gateway:
         trace: TracebackType | None,
     ) -> None:
         await self._server.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.background.close()
         await self._close_io()
 
-    @property
-    def live_turns(self) -> int:
-        """Turns on replicas now."""
-        return sum(self._dispatcher.live_turns().values())
+    def flush_logs(self) -> bool:
+        """Wait, not in the event loop, until events are on disk; False when that takes long."""
+        return self._logs is None or self._logs.flush()
 
     def set_table(self, entries: tuple[ReplicaEntry, ...]) -> None:
         """Take a new replica table."""
         self._dispatcher.set_table(entries)
+
+    def _note_aloud(self, event: str, **fields: object) -> None:
+        """As `note`; of a limit that bites the operator hears without a log too."""
+        self.note(event, **fields)
+        if event.startswith("limit_"):
+            _tell(f"{event}: --{str(fields['limit']).replace('_', '-')}, {fields['times']} times")
 
     def note(self, event: str, **fields: object) -> None:
         """Write one event, where a log is wanted."""
@@ -95,8 +110,20 @@ class Gateway:
             self._events.write(event, **fields)
 
     async def failed(self) -> None:
-        """Return only when a background task ended, which none should; raises its error."""
-        await asyncio.gather(*self._tasks)
+        """Return never. Raises RoseError when a background task was given up."""
+        await self.background.failed()
+
+    def _health(self) -> Health:
+        logs = self._logs
+        troubles = [*self.background.troubles(), *(logs.troubles() if logs else [])]
+        return Health(troubles, logs.dropped if logs else 0, self.background.restarted())
+
+    def _load_codec(self) -> TextCodec | None:
+        settings = self._settings
+        if settings.tokenizer is None:
+            return None
+        limits = TextLimits(settings.text_timeout_s, settings.max_prompt_chars)
+        return TextCodec(settings.tokenizer, limits, self.note)
 
     def _found(self, replica: StaticReplica, found: Probed | None) -> None:
         """A replica named on the command line answered for the first time, or not at first."""
@@ -127,25 +154,37 @@ class Gateway:
 
     async def _listen(self) -> None:
         settings = self._settings
-        site = web.TCPSite(self._runner, settings.host, settings.port, shutdown_timeout=1.0)
+        loop, http = asyncio.get_running_loop(), self._runner.server
+        assert http is not None
         try:
-            await site.start()
+            self._listening = await loop.create_server(
+                self._server.guard(http),
+                settings.host,
+                settings.port,
+                backlog=BACKLOG,
+            )
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise ConfigError(
                     f"port {settings.port} of {settings.host} is in use; give another --port"
                 ) from error
             raise ConfigError(f"cannot listen on {settings.host}: {error.strerror}") from error
-        self.port = self._runner.addresses[0][1]
+        self.port = self._listening.sockets[0].getsockname()[1]
 
     async def _close_io(self) -> None:
+        if self._listening is not None:
+            self._listening.close()
         await self._runner.cleanup()
         self._upstream.close()
         await self._session.close()
-        if self._events is not None:
-            self._events.close()
+        if self._codec is not None:
+            await self._codec.close()
+        if self._logs is not None:
+            await asyncio.to_thread(self._logs.close)
 
 
 def _tell(what: str) -> None:
-    sys.stdout.write(f"rose gateway: {what}\n")
-    sys.stdout.flush()
+    # Nobody may read it, or a full disk take it: turns do not depend on that.
+    with contextlib.suppress(OSError):
+        sys.stdout.write(f"rose gateway: {what}\n")
+        sys.stdout.flush()

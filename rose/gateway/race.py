@@ -96,7 +96,11 @@ class Race:
                 number = await self._ended.get()
                 error = self._error(number)
                 if error is not None:
-                    raise error
+                    try:
+                        raise error
+                    finally:
+                        # Its frames hold this one: it must not hold the error.
+                        del error
             # What is left reads the end of its stream, so that its connection can be used again.
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         finally:
@@ -106,6 +110,14 @@ class Race:
             if not self._won:
                 furthest = max(self.copies, key=lambda copy: len(copy.feed.tokens))
                 self._feed.adopt(furthest.feed)
+            self._end()
+
+    def _end(self) -> None:
+        """Let go of copies and tasks, which hold each other and this race."""
+        for copy in self.copies:
+            copy.race = None
+        self.copies.clear()
+        self._tasks.clear()
 
     def fork(self, number: int, copy: TurnCopy, place: LiveAttempt) -> None:
         """Start copy `number`, which goes on from what `copy` has by now, on a place of its own."""

@@ -2,32 +2,39 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import ExitStack, asynccontextmanager
 
 import msgspec
 from aiohttp import web
-from aiohttp.typedefs import Handler
 
 from rose.gateway import stats as metrics
 from rose.gateway import tokens
 from rose.gateway.ask import Ask, Dialect
+from rose.gateway.bodies import Bodies
+from rose.gateway.connections import Connection, Connections, connections_allowed
 from rose.gateway.delivery import Delivery
 from rose.gateway.dialects import ChatDialect, CompletionDialect, SglangDialect, VllmDialect
-from rose.gateway.dialects.wire import encode, read_json, vllm_error
+from rose.gateway.dialects.wire import clean, encode, read_json, vllm_error
 from rose.gateway.dispatcher import Dispatcher, EventSink
-from rose.gateway.errors import BadRequest, BodyTooLarge, TurnError
-from rose.gateway.feed import TurnFeed
+from rose.gateway.errors import BadRequest, TurnError
+from rose.gateway.feed import TurnFeed, all_finished
+from rose.gateway.headers import header_of
 from rose.gateway.hedging import Hedging
+from rose.gateway.limits import LimitLog
 from rose.gateway.model import ServedModel
 from rose.gateway.origin import SESSION_HEADER
 from rose.gateway.settings import GatewaySettings
 from rose.gateway.shared import SharedTurn, SharedTurns
-from rose.gateway.stats import GatewayStats
+from rose.gateway.stats import GatewayStats, Health
 from rose.gateway.turn import TurnRunner
 from rose.gateway.upstream import Upstream
 
 SWEEP_S = 0.1
+# Prompt tokens of one request that are taken in, in one step of the event loop: some milliseconds.
+STEP_TOKENS = 32_768
 JSON = "application/json"
+CONTINUE = "100-continue"
 
 
 class _Names(msgspec.Struct):
@@ -42,7 +49,7 @@ _decode_names = msgspec.json.Decoder(_Names)
 
 
 class GatewayServer:
-    """One gateway: routes, shared turns and the sweeper. Start with `start`, end with `close`."""
+    """One gateway: routes, shared turns and the sweep. End with `close`."""
 
     def __init__(
         self,
@@ -52,6 +59,7 @@ class GatewayServer:
         stats: GatewayStats,
         on_event: EventSink,
         model: ServedModel,
+        health: Callable[[], Health],
     ) -> None:
         self._settings = settings
         self._dispatcher = dispatcher
@@ -60,13 +68,40 @@ class GatewayServer:
         self._hedging = Hedging(dispatcher, stats, on_event)
         runner = TurnRunner(settings, dispatcher, upstream, stats, on_event, self._hedging)
         self._turns = SharedTurns(settings, dispatcher, runner, stats)
-        self._sweeper: asyncio.Task[None] | None = None
+        self._limits = LimitLog(on_event, asyncio.get_running_loop().time)
+        self._bodies = Bodies(settings.max_body_bytes, settings.body_timeout_s, self._limits)
+        self._connections = Connections(
+            settings.max_connections or connections_allowed(),
+            settings.head_timeout_s,
+            self._limits,
+            asyncio.get_running_loop().time,
+        )
+        self._on_event = on_event
+        self._health_now = health
+
+    def guard(self, server: web.Server) -> Callable[[], Connection]:
+        """Makes the protocol of a new connection, whose requests `server` of `application` handles.
+
+        Errors are given their one shape out here: some are raised before a middleware is asked.
+        """
+        routed = server.request_handler
+
+        async def handle(http: web.BaseRequest) -> web.StreamResponse:
+            connection = http.protocol
+            assert isinstance(connection, Connection)
+            connection.began()
+            try:
+                return await self._answer(http, routed)
+            finally:
+                connection.answered()
+
+        server.request_handler = handle
+        return lambda: Connection(server, self._connections)
 
     def application(self) -> web.Application:
-        """The routes, with bounded bodies and errors as JSON."""
-        app = web.Application(
-            client_max_size=self._settings.max_body_bytes, middlewares=[_errors_as_json]
-        )
+        """The routes."""
+        # `Bodies` bounds what is read.
+        app = web.Application(client_max_size=0)
         post, get = app.router.add_post, app.router.add_get
         dialects: list[Dialect] = [
             VllmDialect(self._model),
@@ -88,77 +123,106 @@ class GatewayServer:
         get("/rose/v1/explain/{subject:.+}", self._explain)
         return app
 
-    def start(self) -> None:
-        """Begin to sweep stalled and hopeless turns."""
-        self._sweeper = asyncio.create_task(self._sweep())
-
     async def close(self) -> None:
         """Refuse new turns, let running ones finish for `shutdown_s`, then cancel them."""
         await self._turns.close(self._settings.shutdown_s)
-        if self._sweeper is not None:
-            self._sweeper.cancel()
-            await asyncio.gather(self._sweeper, return_exceptions=True)
 
-    async def _sweep(self) -> None:
+    async def sweep(self) -> None:
+        """Judge stalled and hopeless turns, until cancelled."""
         while True:
             await asyncio.sleep(SWEEP_S)
             self._dispatcher.sweep()
             self._hedging.sweep()
+            self._connections.sweep()
+            self._limits.sweep()
 
     def _handler(self, dialect: Dialect) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handle(http: web.Request) -> web.StreamResponse:
             try:
                 return await self._serve(dialect, http)
-            except web.HTTPRequestEntityTooLarge as error:
-                large = BodyTooLarge(f"{error.text}; send a smaller body")
-                return _refusal(large, dialect.error(large))
             except TurnError as error:
                 return _refusal(error, dialect.error(error))
 
         return handle
 
     async def _serve(self, dialect: Dialect, http: web.Request) -> web.StreamResponse:
-        ask = await dialect.read(await http.read(), http.headers)
+        ask = await dialect.read(await self._bodies.read(http), http.headers)
         delivery = Delivery(http, self._settings.slow_reader_s, self._stats)
-        turns = self._open(ask)
-        feeds = [turn.feed for turn in turns]
-        with self._turns.reading(turns, ask.stream):
-            if ask.stream:
-                return await delivery.stream(dialect, ask, feeds)
-            await _all_finished(feeds)
-            return await delivery.whole(ask.answer.whole(feeds))
+        if len(ask.turns) == 1:
+            turn = self._turns.open(ask.turns[0])
+            with self._turns.reading((turn,), ask.stream):
+                return await _delivered(delivery, dialect, ask, [turn.feed])
+        async with self._reading(ask) as turns:
+            return await _delivered(delivery, dialect, ask, [turn.feed for turn in turns])
 
-    def _open(self, ask: Ask) -> list[SharedTurn]:
-        """All turns of a request, or, raising its TurnError, none."""
-        opened: list[SharedTurn] = []
-        try:
+    @asynccontextmanager
+    async def _reading(self, ask: Ask) -> AsyncIterator[list[SharedTurn]]:
+        """All turns of a request of several, or, raising its TurnError, none; until the end."""
+        turns: list[SharedTurn] = []
+        step_tokens = 0
+        with ExitStack() as opening:
             for request in ask.turns:
-                opened.append(self._turns.open(request))
-        except TurnError:
-            with self._turns.reading(opened, stream=False):
-                raise
-        return opened
+                step_tokens += len(request.token_ids)
+                if turns and step_tokens > STEP_TOKENS:
+                    # Others go on between the turns of a large request.
+                    step_tokens = 0
+                    await asyncio.sleep(0)
+                turn = self._turns.open(request)
+                opening.enter_context(self._turns.reading((turn,), stream=False))
+                turns.append(turn)
+            whole = ExitStack()
+            whole.enter_context(self._turns.reading(turns, ask.stream))
+        with whole:
+            yield turns
+
+    async def _answer(
+        self,
+        http: web.BaseRequest,
+        routed: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
+    ) -> web.StreamResponse:
+        """What the route answers, every failure in the one shape."""
+        try:
+            if http.headers.get("Expect", CONTINUE).lower() != CONTINUE:
+                raise web.HTTPExpectationFailed  # noqa: TRY301 - as aiohttp would for text
+            return await routed(http)
+        except TurnError as error:
+            return _refusal(error, vllm_error(error))
+        except web.HTTPException as error:
+            fault = {
+                "message": clean(f"{http.method} {http.path}: {error.reason}"),
+                "type": error.reason,
+                "param": None,
+                "code": error.status,
+            }
+            body = encode({"error": fault})
+            return web.Response(status=error.status, body=body, content_type=JSON)
+        except ConnectionError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a fault of this program ends one request only
+            self._on_event("fault", path=clean(http.path)[:200], reason=repr(error)[:500])
+            broken = TurnError("the gateway failed at this request; its log says how")
+            return _refusal(broken, vllm_error(broken))
 
     async def _tokenize(self, http: web.Request) -> web.Response:
-        body = await tokens.tokenize(self._model, await http.read())
+        body = await tokens.tokenize(self._model, await self._bodies.read(http))
         return web.Response(body=body, content_type=JSON)
 
     async def _detokenize(self, http: web.Request) -> web.Response:
-        body = await tokens.detokenize(self._model, await http.read())
+        body = await tokens.detokenize(self._model, await self._bodies.read(http))
         return web.Response(body=body, content_type=JSON)
 
     async def _abort(self, http: web.Request) -> web.Response:
         """vLLM's `request_ids` and SGLang's `rid`: those turns end now, whoever reads them."""
-        names = read_json(_decode_names, await http.read())
+        names = read_json(_decode_names, await self._bodies.read(http))
         wanted = names.request_ids if names.rid is None else [*names.request_ids, names.rid]
         aborted = [name for name in wanted if self._turns.cancel(name)]
         return web.json_response({"aborted": aborted})
 
     async def _finish_session(self, http: web.Request) -> web.Response:
         """A trajectory is over: nothing of it may go on running."""
-        body = await http.read()
+        body = await self._bodies.read(http)
         names = read_json(_decode_names, body) if body else _Names()
-        session = http.headers.get(SESSION_HEADER) or names.session_id
+        session = header_of(http.headers, SESSION_HEADER) or names.session_id
         if not session:
             raise BadRequest(f"name the session: header {SESSION_HEADER} or session_id")
         aborted = self._turns.finish_session(session)
@@ -192,13 +256,17 @@ class GatewayServer:
         return web.json_response({"object": "list", "data": [card]})
 
     async def _health(self, http: web.Request) -> web.Response:
-        """The process is well; `replicas` says whether turns would be placed.
+        """The process answers; `replicas` says whether turns would be placed.
 
+        `status` is `degraded` while `troubles` says what the process lacks.
         `unversioned` are stock engines: they stamp no versions and no gate holds them.
         """
+        health = self._health_now()
         return web.json_response(
             {
-                "status": "ok",
+                "status": health.status,
+                "troubles": list(health.troubles),
+                "log_dropped": health.log_dropped,
                 "replicas": self._dispatcher.usable,
                 "unversioned": self._dispatcher.attached,
             }
@@ -206,7 +274,10 @@ class GatewayServer:
 
     async def _metrics(self, http: web.Request) -> web.Response:
         text = metrics.exposition(
-            self._stats, self._dispatcher.live_turns(), self._dispatcher.waiting
+            self._stats,
+            self._dispatcher.live_turns(),
+            self._dispatcher.waiting,
+            self._health_now(),
         )
         return web.Response(text=text, content_type="text/plain", charset="utf-8")
 
@@ -216,33 +287,13 @@ class GatewayServer:
         )
 
 
-async def _all_finished(feeds: list[TurnFeed]) -> None:
-    """Return when all turns are over. Raises the first TurnError at once."""
-    if len(feeds) == 1:
-        return await feeds[0].finished()
-    waits = [asyncio.ensure_future(feed.finished()) for feed in feeds]
-    try:
-        await asyncio.gather(*waits)
-    finally:
-        for wait in waits:
-            wait.cancel()
-
-
-@web.middleware
-async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    try:
-        return await handler(request)
-    except TurnError as error:
-        return _refusal(error, vllm_error(error))
-    except web.HTTPException as error:
-        fault = {
-            "message": f"{request.method} {request.path}: {error.reason}",
-            "type": error.reason,
-            "param": None,
-            "code": error.status,
-        }
-        body = encode({"error": fault})
-        return web.Response(status=error.status, body=body, content_type=JSON)
+async def _delivered(
+    delivery: Delivery, dialect: Dialect, ask: Ask, feeds: list[TurnFeed]
+) -> web.StreamResponse:
+    if ask.stream:
+        return await delivery.stream(dialect, ask, feeds)
+    await all_finished(feeds)
+    return await delivery.whole(ask.answer.whole(feeds))
 
 
 def _refusal(error: TurnError, body: bytes) -> web.Response:

@@ -7,7 +7,10 @@ from typing import NoReturn
 from urllib.parse import urlsplit
 
 from elastic_scheduler import ReplicaKind
+from rose.cli.parser import add_log_limits, taken_log_limits
 from rose.errors import ConfigError
+from rose.exposure import check_exposure
+from rose.jsonl import BOUNDED, LogLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,7 @@ class GatewaySettings:
     scheduler: str | None = None
     replicas: tuple[StaticReplica, ...] = ()
     log_dir: Path | None = None
+    log_limits: LogLimits = BOUNDED
     model_name: str = "rose-policy"
     stall_s: float = 0.5
     version_wait_s: float = 30.0
@@ -39,34 +43,48 @@ class GatewaySettings:
     table_ttl_s: float = 5.0
     max_waiting: int = 1_024
     max_attempts: int = 8
-    max_body_bytes: int = 8 << 20
+    max_body_bytes: int = 2 << 20
     answers_kept: int = 4_096
+    answers_bytes: int = 256 << 20
+    max_connections: int | None = None
+    head_timeout_s: float = 10.0
+    body_timeout_s: float = 20.0
+    text_timeout_s: float = 5.0
+    max_prompt_chars: int = 4 << 20
     max_model_len: int | None = None
     tokenizer: Path | None = None
     resume_grace_s: float = 10.0
     anonymous_grace_s: float = 0.0
     slow_reader_s: float = 30.0
     shutdown_s: float = 5.0
+    insecure: bool = False
 
     def __post_init__(self) -> None:
+        check_exposure(self.host, self.insecure, "use every replica and end anybody's turns")
         if not 0 <= self.port <= 65_535:
             raise ConfigError(f"--port is {self.port}; give one from 0 to 65535")
         self._check_times()
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ConfigError("--max-model-len: at least 2 tokens, one in and one out")
-        if min(self.max_waiting, self.max_attempts, self.max_body_bytes, self.answers_kept) < 1:
-            raise ConfigError("--max-waiting, --max-attempts, --max-body-bytes: at least 1")
+        self._check_counts()
         if bool(self.scheduler) == bool(self.replicas):
             raise ConfigError("name the replicas one way: --scheduler HOST:PORT or --replica, each")
         if len({replica.id for replica in self.replicas}) < len(self.replicas):
             raise ConfigError("two --replica have the same id; give each its own")
 
+    def _check_counts(self) -> None:
+        for option in COUNTS:
+            value = getattr(self, option.replace("-", "_"))
+            if value is not None and value < 1:
+                raise ConfigError(f"--{option} is {value}; give at least 1")
+
     def _check_times(self) -> None:
         waits_s = (self.version_wait_s, self.queue_wait_s, self.slow_reader_s)
-        if min(self.stall_s, self.table_ttl_s, *waits_s) <= 0:
+        callers_s = (self.head_timeout_s, self.body_timeout_s, self.text_timeout_s)
+        if min(self.stall_s, self.table_ttl_s, *waits_s, *callers_s) <= 0:
             raise ConfigError(
-                "--stall-s, --table-ttl-s, --version-wait-s, --queue-wait-s, --slow-reader-s: "
-                "above 0"
+                "--stall-s, --table-ttl-s, --version-wait-s, --queue-wait-s, --slow-reader-s, "
+                "--head-timeout-s, --body-timeout-s, --text-timeout-s: above 0"
             )
         if min(self.resume_grace_s, self.anonymous_grace_s, self.shutdown_s) < 0:
             raise ConfigError("--resume-grace-s, --anonymous-grace-s, --shutdown-s: not below 0")
@@ -81,6 +99,18 @@ TIMES = (
     "anonymous-grace-s",
     "slow-reader-s",
     "shutdown-s",
+    "head-timeout-s",
+    "body-timeout-s",
+    "text-timeout-s",
+)
+COUNTS = (
+    "max-waiting",
+    "max-attempts",
+    "max-body-bytes",
+    "answers-kept",
+    "answers-bytes",
+    "max-connections",
+    "max-prompt-chars",
 )
 
 
@@ -94,6 +124,11 @@ def parse_settings(argv: list[str]) -> GatewaySettings:
     parser = _Parser("rose gateway", description="HTTP front of all rollout replicas.")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument(
+        "--insecure",
+        action="store_true",
+        help="serve an address of the network, though nobody is asked who he is",
+    )
     parser.add_argument("--scheduler", metavar="HOST:PORT", help="watch its replica table")
     parser.add_argument(
         "--replica",
@@ -104,15 +139,17 @@ def parse_settings(argv: list[str]) -> GatewaySettings:
     )
     parser.add_argument("--replica-max-sequences", type=int, default=64)
     parser.add_argument("--log-dir", type=Path)
+    add_log_limits(parser)
     parser.add_argument("--model-name", default="rose-policy")
     parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="for text in and out")
     parser.add_argument("--max-model-len", type=int, help="tokens; else what replicas say")
     for name in TIMES:
         parser.add_argument(f"--{name}", type=float, default=_default(name))
-    for name in ("max-waiting", "max-attempts", "max-body-bytes", "answers-kept"):
+    for name in COUNTS:
         parser.add_argument(f"--{name}", type=int, default=_default(name))
     options = vars(parser.parse_args(argv))
     cap = options.pop("replica_max_sequences")
+    options["log_limits"] = taken_log_limits(options)
     replicas = tuple(_static_replica(text, cap) for text in options.pop("replica"))
     return GatewaySettings(replicas=replicas, **options)
 

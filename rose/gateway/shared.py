@@ -47,7 +47,9 @@ class SharedTurns:
         self._dispatcher = dispatcher
         self._runner = runner
         self._stats = stats
-        self._answers: AnswerBook[SharedTurn] = AnswerBook(settings.answers_kept)
+        self._answers: AnswerBook[SharedTurn] = AnswerBook(
+            settings.answers_kept, settings.answers_bytes
+        )
         self._running: dict[str, SharedTurn] = {}
         self._closing = False
 
@@ -152,6 +154,8 @@ class SharedTurns:
             shared.feed.fail(TurnError("the gateway gave the turn up: send it again"))
             raise
         finally:
+            # A task that was cancelled keeps the frames of its last moment, and so this turn.
+            shared.task = None
             if shared.feed.finish_reason is None:
                 self._stats.failed += 1
             if self._running.get(request.request_id) is shared:
@@ -160,8 +164,7 @@ class SharedTurns:
 
     def _settle(self, request_id: str, shared: SharedTurn) -> None:
         if shared.feed.finish_reason is not None:
-            self._answers.close(request_id, shared)
+            self._answers.close(request_id, shared, shared.feed.size_bytes + 4 * len(request_id))
         if shared.last_call is not None:
             shared.last_call.cancel()
             shared.last_call = None
-        shared.task = None

@@ -2,7 +2,7 @@
 
 from elastic_scheduler import Attempt, Deliver, End, Outcome
 from rose.gateway.feed import TurnFeed
-from rose.gateway.links import ReplicaLine
+from rose.gateway.links import LinkError, ReplicaLine
 from rose.gateway.race import TurnCopy
 from rose.gateway.stats import GatewayStats
 from rose.gateway.turn_request import TurnRequest
@@ -50,7 +50,11 @@ class AttemptSink:
         self._feed.tell()
 
     def take(self, line: ReplicaLine) -> int:
-        """Journal a line's tokens, up to a stop string; how many."""
+        """Journal a line's tokens, up to a stop string; how many.
+
+        Raises LinkError, having taken nothing, for what no replica can have sampled.
+        """
+        check_line(line, self._journal.remaining)
         tokens, logprobs = line.token_ids, line.logprobs
         if self._feed.text is not None:
             kept = self._feed.text.add(tokens)
@@ -60,6 +64,17 @@ class AttemptSink:
         self._journal.append(self.attempt.number, tokens, logprobs, *stamp)
         self._feed.add(tokens, logprobs, *stamp)
         return len(tokens)
+
+
+def check_line(line: ReplicaLine, budget: int) -> None:
+    """Raise LinkError for a line whose parts do not go together."""
+    count, oldest = len(line.token_ids), line.oldest_version
+    if count > budget:
+        raise LinkError(f"{count} tokens came where {budget} were left")
+    if count != len(line.logprobs):
+        raise LinkError(f"{count} tokens came with {len(line.logprobs)} logprobs")
+    if oldest is not None and not 0 <= oldest <= line.version:
+        raise LinkError(f"tokens of version {line.version} on KV of version {oldest}")
 
 
 def _stop_reason(request: TurnRequest, feed: TurnFeed, turn: Deliver) -> int | str | None:

@@ -9,7 +9,8 @@ from collections.abc import Callable
 import aiohttp
 import msgspec
 
-from rose.gateway.probe import Probed, ReplicaState, decode_state, probe
+from rose.decoding import decoded
+from rose.gateway.probe import STATE, Probed, ReplicaState, probe
 from rose.gateway.settings import StaticReplica
 from rose.gateway.table import UNVERSIONED, ReplicaApi, ReplicaEntry, TableSink
 
@@ -68,7 +69,7 @@ class StaticTable:
         url = f"{replica.url}/rose/v1/state"
         try:
             async with self._session.get(url, timeout=POLL_TIMEOUT) as response:
-                return decode_state(await response.read()) if response.status == 200 else None
+                return decoded(STATE, await response.read()) if response.status == 200 else None
         except (aiohttp.ClientError, OSError, msgspec.MsgspecError):
             return None
 

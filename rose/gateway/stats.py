@@ -1,7 +1,10 @@
 """Counters of one gateway, for `/rose/v1/stats` and `/metrics`."""
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+from rose.gateway.loop_lag import LoopLag
 
 
 @dataclass(slots=True)
@@ -21,6 +24,21 @@ class GatewayStats:
     slow_readers: int = 0
     hedges: int = 0
     hedge_wins: int = 0
+    loop_lag: LoopLag = field(default_factory=LoopLag)
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """What the process itself lacks: troubles now, log records lost, restarts by task."""
+
+    troubles: Sequence[str] = ()
+    log_dropped: int = 0
+    restarted: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def status(self) -> str:
+        """`ok`, or `degraded`: turns are served, and an operator should look."""
+        return "degraded" if self.troubles else "ok"
 
 
 def snapshot(stats: GatewayStats, live: dict[str, int], waiting: int) -> dict[str, object]:
@@ -37,10 +55,12 @@ def snapshot(stats: GatewayStats, live: dict[str, int], waiting: int) -> dict[st
         "hedges": stats.hedges,
         "hedge_wins": stats.hedge_wins,
         "waiting": waiting,
+        "loop_lag_max_s": stats.loop_lag.max_s,
+        "loop_busy_max_s": stats.loop_lag.busy_max_s,
     }
 
 
-def exposition(stats: GatewayStats, live: dict[str, int], waiting: int) -> str:
+def exposition(stats: GatewayStats, live: dict[str, int], waiting: int, health: Health) -> str:
     """Body of `/metrics`, in Prometheus' text format; replica ids are the operator's own."""
     lines = [
         *_family("rose_gateway_tokens_total", "counter", _by("replica", stats.tokens)),
@@ -55,11 +75,14 @@ def exposition(stats: GatewayStats, live: dict[str, int], waiting: int) -> str:
         *_family("rose_gateway_hedges_total", "counter", {"": stats.hedges}),
         *_family("rose_gateway_hedge_wins_total", "counter", {"": stats.hedge_wins}),
         *_family("rose_gateway_waiting_turns", "gauge", {"": waiting}),
+        *stats.loop_lag.exposition(),
+        *_family("rose_gateway_log_dropped_total", "counter", {"": health.log_dropped}),
+        *_family("rose_gateway_task_restarts_total", "counter", _by("task", health.restarted)),
     ]
     return "\n".join(lines) + "\n"
 
 
-def _by(label: str, values: dict[str, int]) -> dict[str, int]:
+def _by(label: str, values: Mapping[str, int]) -> dict[str, int]:
     return {f'{{{label}="{_escaped(name)}"}}': count for name, count in values.items()}
 
 

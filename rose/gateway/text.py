@@ -3,29 +3,73 @@
 Text is settled token by token: after token k exactly `ends[k]` characters are final, whoever asks.
 """
 
-import asyncio
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rose.errors import ConfigError
-from rose.gateway.errors import BadRequest
+from rose.gateway.errors import BadRequest, QueueFull
+from rose.texts import (
+    Chat,
+    Decode,
+    Done,
+    Encode,
+    Setup,
+    TextBusy,
+    TextPool,
+    TextRefused,
+    Variable,
+    packed,
+    unpacked,
+)
 
-# Encoding a longer text would hold up every other turn of the event loop.
-LONG_TEXT_CHARS = 16_384
+# What is shorter takes less than a millisecond: a step of the event loop.
+SHORT_CHARS = 4_096
+SHORT_TOKENS = 1_024
+TEXT_MEMORY_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class TextLimits:
+    """What one text may take: seconds of a worker, characters of a prompt."""
+
+    time_s: float = 5.0
+    max_chars: int = 4 << 20
+    memory_bytes: int = TEXT_MEMORY_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """How a conversation becomes a prompt; `variables` are the template's own."""
+
+    variables: Mapping[str, Variable]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+
+def _quiet(event: str, **fields: object) -> None:
+    del event, fields
 
 
 class TextCodec:
-    """The model's tokenizer. Raises ConfigError where it cannot be loaded."""
+    """The model's tokenizer. Raises ConfigError where it cannot be loaded. End with `close`.
 
-    def __init__(self, folder: Path) -> None:
+    Conversations and long texts go to processes of their own; outputs and short texts do not.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        limits: TextLimits = TextLimits(),
+        note: Callable[..., None] = _quiet,
+    ) -> None:
         try:
             from transformers import AutoTokenizer
 
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-            self.backend: Any = self._tokenizer.backend_tokenizer
+            tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            self.backend: Any = tokenizer.backend_tokenizer
         except ImportError as error:
             raise ConfigError("--tokenizer needs the package transformers: install it") from error
         except (OSError, ValueError, AttributeError, KeyError) as error:
@@ -33,35 +77,108 @@ class TextCodec:
             raise ConfigError(
                 f"--tokenizer {folder}: no fast tokenizer in there ({text})"
             ) from error
+        self._limits = limits
+        self._template = _template_of(tokenizer)
+        setup = Setup(
+            self.backend.to_str(),
+            self._template,
+            _special_of(tokenizer),
+            limits.max_chars,
+            limits.memory_bytes,
+            limits.time_s,
+        )
+        self._pool = TextPool(setup, note)
 
-    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text."""
-        if len(text) > LONG_TEXT_CHARS:
-            return await asyncio.to_thread(self._encode, text, add_special_tokens)
-        return self._encode(text, add_special_tokens)
+    def start(self) -> None:
+        """Begin the processes, so that the first conversation need not wait for them."""
+        self._pool.start()
 
-    def chat(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> list[int]:
-        """Token ids of a conversation. Raises BadRequest for what the chat template refuses."""
-        if not self._tokenizer.chat_template:
+    async def close(self) -> None:
+        """End the processes."""
+        await self._pool.close()
+
+    async def encode(
+        self, texts: Sequence[str], add_special_tokens: bool = True
+    ) -> list[list[int]]:
+        """Token ids of each text. Raises TurnError for more than the limits allow."""
+        chars = sum(map(len, texts))
+        if chars <= SHORT_CHARS:
+            return [self._encode(text, add_special_tokens) for text in texts]
+        self._check_chars(chars)
+        done = await self._run(Encode(list(texts), add_special_tokens))
+        return [unpacked(ids) for ids in done.token_ids]
+
+    async def encode_with_tokens(
+        self, text: str, add_special_tokens: bool
+    ) -> tuple[list[int], list[str] | None]:
+        """Token ids of a text and each token as the tokenizer writes it."""
+        self._check_chars(len(text))
+        done = await self._run(Encode([text], add_special_tokens, strings=True))
+        return unpacked(done.token_ids[0]), done.strings
+
+    async def chat(
+        self, messages: bytes, options: ChatOptions, strings: bool = False
+    ) -> tuple[list[int], list[str] | None]:
+        """Token ids of a conversation in JSON, and its tokens where `strings` wants them.
+
+        Raises TurnError for what the template refuses or the limits do not allow.
+        """
+        if self._template is None:
             raise BadRequest("this tokenizer has no chat template: use /v1/completions")
-        try:
-            ids = self._tokenizer.apply_chat_template(
-                messages, tokenize=True, return_dict=False, **options
-            )
-        except Exception as error:  # templates are programs and raise what they like
-            raise BadRequest(f"the chat template refuses the messages: {error}") from error
-        return [int(token) for token in ids]
+        self._check_chars(len(messages))
+        job = Chat(
+            messages,
+            dict(options.variables),
+            options.add_generation_prompt,
+            options.continue_final_message,
+            strings,
+        )
+        done = await self._run(job)
+        return unpacked(done.token_ids[0]), done.strings
+
+    async def decode_all(self, token_ids: Sequence[int]) -> str:
+        """Text of any number of tokens below 2**32; ids beyond the vocabulary are nothing."""
+        if len(token_ids) <= SHORT_TOKENS:
+            return self.decode(token_ids)
+        return (await self._run(Decode(packed(token_ids)))).text
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """Text of tokens; ids beyond the vocabulary are nothing."""
+        """Text of a few tokens; ids beyond the vocabulary are nothing."""
         return str(self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
-
-    def token(self, token_id: int) -> str:
-        """One token as text, or as the tokenizer writes it."""
-        return str(self.backend.id_to_token(token_id) or "")
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def _check_chars(self, chars: int) -> None:
+        if chars > self._limits.max_chars:
+            raise BadRequest(
+                f"the prompt has {chars} characters; this gateway takes {self._limits.max_chars}"
+            )
+
+    async def _run(self, job: Chat | Encode | Decode) -> Done:
+        try:
+            return await self._pool.run(job)
+        except TextRefused as error:
+            raise BadRequest(str(error)) from error
+        except TextBusy as error:
+            raise QueueFull(str(error)) from error
+
+
+def _template_of(tokenizer: Any) -> str | None:  # noqa: ANN401 - transformers' own
+    if not tokenizer.chat_template:
+        return None
+    try:
+        return str(tokenizer.get_chat_template())
+    except ValueError:
+        # Several, and none of them the default.
+        return None
+
+
+def _special_of(tokenizer: Any) -> dict[str, str | list[str]]:  # noqa: ANN401 - transformers' own
+    return {
+        name: [str(each) for each in token] if isinstance(token, list) else str(token)
+        for name, token in tokenizer.special_tokens_map.items()
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,16 +212,31 @@ class TextTrack:
         self.ends = array("q")
         self.matched: str | None = None
 
+    @property
+    def size_bytes(self) -> int:
+        """What is kept of the text, about; text beyond Latin has two bytes a character or four."""
+        width = 1 if self.text.isascii() else 4
+        return width * len(self.text) + self.ends.itemsize * len(self.ends)
+
     def add(self, token_ids: Sequence[int]) -> int:
         """Take tokens in; how many belong to the answer: all, or up to a stop string's last."""
-        plan = self._plan
-        for count, token in enumerate(token_ids, 1):
-            old = len(self.text)
-            self.text += self._decoder.step(plan.codec.backend, token) or ""
-            if plan.stop and len(self.ends) >= plan.min_tokens and self._stops(old):
-                self.ends.append(len(self.text))
-                return count
-            self.ends.append(len(self.text))
+        plan, ends, step = self._plan, self.ends, self._decoder.step
+        # Python appends in place to a string that only a local variable holds. Held here too it
+        # would be copied for each token, and a long output would take time by its square.
+        text, self.text = self.text, ""
+        try:
+            for count, token in enumerate(token_ids, 1):
+                old = len(text)
+                text += step(plan.codec.backend, token) or ""
+                if plan.stop and len(ends) >= plan.min_tokens:
+                    cut = self._stops(text, old)
+                    if cut is not None:
+                        text = text[:cut]
+                        ends.append(len(text))
+                        return count
+                ends.append(len(text))
+        finally:
+            self.text = text
         return len(token_ids)
 
     def shown(self, tokens: int, over: bool) -> int:
@@ -113,11 +245,11 @@ class TextTrack:
             return len(self.text)
         return max(0, min(self.ends[tokens - 1], len(self.text)) - self._hold) if tokens else 0
 
-    def _stops(self, old: int) -> bool:
+    def _stops(self, text: str, old: int) -> int | None:
+        """Where a stop string, of which some is behind `old`, ends the text; None: nowhere."""
         for stop in self._plan.stop:
-            at = self.text.find(stop, max(0, old - len(stop) + 1))
+            at = text.find(stop, max(0, old - len(stop) + 1))
             if at >= 0:
                 self.matched = stop
-                self.text = self.text[: at + len(stop) * self._plan.include_stop]
-                return True
-        return False
+                return at + len(stop) * self._plan.include_stop
+        return None

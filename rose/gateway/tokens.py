@@ -1,24 +1,25 @@
 """`POST /tokenize` and `/detokenize`, as vLLM 0.32 has them; they need a tokenizer."""
 
-from typing import Any
-
 import msgspec
 
+from rose.gateway.chat_options import chat_options
 from rose.gateway.dialects import wire
 from rose.gateway.errors import BadRequest
 from rose.gateway.model import ServedModel
+from rose.gateway.sampling import NOTHING
+from rose.texts import Variable
 
 
 class _TokenizeBody(msgspec.Struct):
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: msgspec.Raw = NOTHING
     model: str | None = None
     # vLLM adds special tokens to a prompt, and leaves them to the template in a conversation.
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     return_token_strs: bool | None = False
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Variable] | None = None
 
 
 class _DetokenizeBody(msgspec.Struct):
@@ -35,23 +36,27 @@ async def tokenize(model: ServedModel, body: bytes) -> bytes:
     asked = wire.read_json(_decode_tokenize, body)
     model.check_name(asked.model)
     codec = model.need_codec("/tokenize")
-    if (asked.prompt is None) == (asked.messages is None):
+    conversation = bytes(asked.messages)
+    if (asked.prompt is None) == (conversation == b"null"):
         raise BadRequest("send either prompt or messages")
+    strings = bool(asked.return_token_strs)
     if asked.prompt is not None:
-        tokens = await codec.encode(asked.prompt, asked.add_special_tokens is not False)
+        special = asked.add_special_tokens is not False
+        if strings:
+            tokens, names = await codec.encode_with_tokens(asked.prompt, special)
+        else:
+            tokens, names = (await codec.encode([asked.prompt], special))[0], None
     else:
-        options = dict(asked.chat_template_kwargs or {})
-        options["continue_final_message"] = asked.continue_final_message
-        options["add_generation_prompt"] = (
-            asked.add_generation_prompt and not asked.continue_final_message
+        options = chat_options(
+            asked.chat_template_kwargs, asked.add_generation_prompt, asked.continue_final_message
         )
-        tokens = codec.chat(asked.messages or [], options)
+        tokens, names = await codec.chat(conversation, options, strings)
     return wire.encode(
         {
             "count": len(tokens),
             "max_model_len": model.max_model_len,
             "tokens": tokens,
-            "token_strs": [codec.token(t) for t in tokens] if asked.return_token_strs else None,
+            "token_strs": names,
         }
     )
 
@@ -63,4 +68,4 @@ async def detokenize(model: ServedModel, body: bytes) -> bytes:
     codec = model.need_codec("/detokenize")
     if any(not 0 <= token < 1 << 32 for token in asked.tokens):
         raise BadRequest("tokens are ids of at least 0", "tokens")
-    return wire.encode({"prompt": codec.decode(asked.tokens)})
+    return wire.encode({"prompt": await codec.decode_all(asked.tokens)})

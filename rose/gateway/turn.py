@@ -5,7 +5,7 @@ import asyncio
 from elastic_scheduler import Continue, Deliver, End, GiveUp, TurnJournal
 from rose.gateway.dispatcher import Dispatcher, EventSink, LiveAttempt
 from rose.gateway.errors import DeadlinePassed, NoReplica
-from rose.gateway.exchange import ATTEMPT_FAILURES, Exchange
+from rose.gateway.exchange import ATTEMPT_FAILURES, Ending, Exchange, broken
 from rose.gateway.feed import TurnFeed
 from rose.gateway.hedging import Hedging
 from rose.gateway.links import LINKS
@@ -106,9 +106,7 @@ class TurnRunner:
     def _give_back(self, live: LiveAttempt) -> None:
         self._dispatcher.finish(live, None)
 
-    async def _attempt(
-        self, request: TurnRequest, live: LiveAttempt, sink: AttemptSink
-    ) -> tuple[End, str]:
+    async def _attempt(self, request: TurnRequest, live: LiveAttempt, sink: AttemptSink) -> Ending:
         """Stream one attempt into the journal; how it ended and, in words, why."""
         end: End | None = None
         reason = ""
@@ -119,7 +117,7 @@ class TurnRunner:
             else:
                 end, reason = await self._stream(request, live, sink)
         except ATTEMPT_FAILURES as error:
-            end, reason = End.BROKEN, f"{type(error).__name__}: {error}"
+            end, reason = broken(error)
         except asyncio.CancelledError:
             # Ours (interrupt), or the client is gone as well: only ours alone goes on.
             if live.interrupted is None or live.task is None or live.task.uncancel() > 0:
@@ -131,22 +129,20 @@ class TurnRunner:
                 self._dispatcher.finish(live, end)
         return end, reason
 
-    async def _stream(
-        self, request: TurnRequest, live: LiveAttempt, sink: AttemptSink
-    ) -> tuple[End, str]:
+    async def _stream(self, request: TurnRequest, live: LiveAttempt, sink: AttemptSink) -> Ending:
         link = LINKS[live.entry.api]
         body = link.encode(request, sink.attempt)
         exchange = Exchange(link.reader(), live, sink, self._dispatcher)
         connection = await self._upstream.post(live.entry.url + link.path, body, exchange)
         rest_s = 0.0
         try:
-            end, reason = await exchange.over
+            end, reason = await exchange.ending()
             # A few bytes end the answer, and the connection can be used again. Of a stop string
             # the engine knows nothing: hanging up ends its work.
             rest_s = 0.0 if end is End.BROKEN or sink.stopped else REST_OF_ANSWER_S
             return end, reason
         finally:
-            exchange.over.cancel()
+            exchange.cancel()
             connection.leave(exchange, rest_s)
 
     def _note_continuation(

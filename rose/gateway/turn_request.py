@@ -1,6 +1,7 @@
 """One turn as the gateway works on it, whatever API it came through."""
 
-from dataclasses import dataclass
+import secrets
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -16,12 +17,17 @@ MAX_REQUEST_ID_CHARS = 1_024
 _encode = msgspec.msgpack.Encoder().encode
 
 
+def _new_life() -> str:
+    return secrets.token_hex(4)
+
+
 @dataclass(slots=True, eq=False)
 class TurnRequest:
     """Tokens in, how to sample, and the caller's conditions.
 
     `priority`: lower goes first, as in vLLM. `timeout_s` counts from arrival. `named`: the caller
     chose the request id, so it can ask for the same turn again. `text` wants the output as text.
+    `life` tells turns of one request id apart, of which the earlier ones came to nothing.
     """
 
     request_id: str
@@ -35,6 +41,15 @@ class TurnRequest:
     timeout_s: float | None = None
     named: bool = False
     text: TextPlan | None = None
+    life: str = field(default_factory=_new_life)
+
+    def attempt_id(self, attempt: int) -> str:
+        """What a replica is told: an engine refuses an id that it knows still.
+
+        A turn that was hung up on and is asked for anew begins with attempt 1 again, so the number
+        alone would not do.
+        """
+        return f"{self.request_id}.{self.life}.{attempt}"
 
     def check(self) -> None:
         """Raise BadRequest for what the schema of a body alone cannot say."""

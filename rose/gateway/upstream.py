@@ -100,19 +100,23 @@ class Connection(asyncio.Protocol):
         self._idle = idle
         self._receiver: Receiver | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._parser: httptools.HttpResponseParser | None = None
+        self._transport: asyncio.Transport | None = None
+        self._given_up = False
 
     # ---- for whoever asks ----
 
     @property
     def is_open(self) -> bool:
         """Whether a request can be sent."""
-        return not self._transport.is_closing()
+        return self._transport is not None and not self._transport.is_closing()
 
     def post(self, head: bytes, body: bytes, receiver: Receiver) -> None:
         """Send a request; the receiver hears of its answer."""
         self._set_timer(None)
         self._receiver = receiver
         self._parser = httptools.HttpResponseParser(self)
+        assert self._transport is not None
         self._transport.write(b"%b%d\r\n\r\n%b" % (head, len(body), body))
 
     def leave(self, receiver: Receiver, rest_s: float = 0.0) -> None:
@@ -132,17 +136,31 @@ class Connection(asyncio.Protocol):
         """Hang up."""
         self._set_timer(None)
         self._receiver = None
-        self._transport.abort()
+        # They hold each other.
+        self._parser = None
+        if self._transport is not None:
+            self._transport.abort()
+
+    def give_up(self) -> None:
+        """Nobody waits for it to be opened any more; whether it was is not known here.
+
+        A transport closed at that moment may never say so, and the two would hold each other.
+        """
+        self._given_up = True
+        self.close()
+        self._transport = None
 
     # ---- asyncio's protocol ----
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Part of asyncio's protocol."""
         self._transport = cast(asyncio.Transport, transport)
+        if self._given_up:
+            self.give_up()
 
     def data_received(self, data: bytes) -> None:
         """Part of asyncio's protocol."""
-        if self._receiver is None:
+        if self._receiver is None or self._parser is None:
             # An answer to nothing: whatever speaks there, it is not to be asked again.
             self.close()
             return
@@ -162,6 +180,7 @@ class Connection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         """Part of httptools' protocol."""
         assert self._receiver is not None
+        assert self._parser is not None
         self._receiver.status(self._parser.get_status_code())
 
     def on_body(self, data: bytes) -> None:
@@ -174,7 +193,7 @@ class Connection(asyncio.Protocol):
         receiver, self._receiver = self._receiver, None
         if receiver is None:
             return
-        if self._parser.should_keep_alive() and self.is_open:
+        if self._parser is not None and self._parser.should_keep_alive() and self.is_open:
             self._idle.append(self)
             self._set_timer(KEEPALIVE_S)
         else:
@@ -207,7 +226,7 @@ class Upstream:
     async def post(self, url: str, body: bytes, receiver: Receiver) -> Connection:
         """Send a request with a JSON body; `leave` the connection in the end.
 
-        Raises OSError when there is no connection within `CONNECT_S`.
+        Raises OSError when there is no connection within `CONNECT_S`, or the host is none.
         """
         target = target_of(url)
         idle = self._idle[target.key]
@@ -229,10 +248,17 @@ class Upstream:
     async def _connect(self, target: Target, idle: list[Connection]) -> Connection:
         loop = asyncio.get_running_loop()
         tls = _default_tls() if target.tls else None
-        async with asyncio.timeout(CONNECT_S):
-            _, connection = await loop.create_connection(
-                lambda: Connection(idle), target.host, target.port, ssl=tls
-            )
+        connection = Connection(idle)
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                await loop.create_connection(lambda: connection, target.host, target.port, ssl=tls)
+        except ValueError as error:
+            connection.give_up()
+            # A host that is no name at all, to IDNA for one: found out when it is looked up.
+            raise UpstreamError(f"{target.host!r} is no host of a replica: {error}") from error
+        except BaseException:
+            connection.give_up()
+            raise
         return connection
 
 

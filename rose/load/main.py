@@ -10,6 +10,7 @@ import aiohttp
 import msgspec
 from pydantic import ValidationError
 
+from rose.decoding import BAD_BYTES
 from rose.errors import RoseError
 from rose.load.generator import LoadGenerator
 from rose.load.protocol import Command, LoadConfig, Stats
@@ -38,7 +39,7 @@ async def _obey(generator: LoadGenerator, commands: asyncio.StreamReader) -> Non
     while line := await commands.readline():
         try:
             command = decoder.decode(line)
-        except msgspec.DecodeError as error:
+        except BAD_BYTES as error:
             raise RoseError(f"load: not a command: {line!r}: {error}") from error
         if command.cmd == "pace":
             _say(await generator.pace(command.busy))

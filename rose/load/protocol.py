@@ -37,7 +37,10 @@ class LoadConfig(BaseModel):
     trace: Path | None = None
     mean_rate_per_s: float = Field(default=4.0, gt=0)
     segment_s: float = Field(default=15.0, gt=0)
+    burst_s: float = Field(default=1.5, gt=0)
+    min_prompt_tokens: int = Field(default=8, ge=1)
     max_prompt_tokens: int = Field(default=96, ge=8)
+    min_output_tokens: int = Field(default=4, ge=1)
     max_output_tokens: int = Field(default=16, ge=4)
     token_ids: tuple[int, int] = (3, 250)
     max_outstanding: int = Field(default=128, ge=1, le=4_096)
@@ -50,8 +53,11 @@ class LoadConfig(BaseModel):
         """The load these numbers describe, at another rate if one is given."""
         shape = LoadShape(
             mean_rate_per_s=mean_rate_per_s or self.mean_rate_per_s,
+            burst_s=self.burst_s,
             segment_s=self.segment_s,
+            min_prompt_tokens=self.min_prompt_tokens,
             max_prompt_tokens=self.max_prompt_tokens,
+            min_output_tokens=self.min_output_tokens,
             max_output_tokens=self.max_output_tokens,
         )
         return shape.without_bursts() if traffic == "poisson" else shape

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from executor import ControlPage, GuardConfig, GuardCore, PageUnreadable
 from rose.engines import share_of
-from rose.eventlog import EventLog
+from rose.eventlog import EventLog, JsonlLog
 from rose.node.claim import Claim
 from rose.node.config import NodeConfig
 from rose.node.debtor import Debtor
@@ -51,6 +51,7 @@ class Assembly:
     events: EventLog
     harvest: HarvestState
     kill_switch: KillSwitch
+    samples: JsonlLog
     host: HostSide | None
     guards: dict[str, GuardThread]
     gpus: Gpus
@@ -62,7 +63,15 @@ class Assembly:
         guest = config.kind == "guest"
         cgroup = self._cgroup_of(config) if guest and self.config.cgroup else None
         gpu_env = self.gpus.environment(config)
-        spec = config.engine(log, self.config.host, self.config.verify_key, cgroup, gpu_env)
+        spec = config.engine(
+            log,
+            self.config.host,
+            self.config.verify_key,
+            cgroup,
+            gpu_env,
+            self.config.run_dir / "weights",
+            self.config.unsigned,
+        )
         # A dedicated replica ends with its daemon: it has no gate that would freeze it meanwhile.
         claim = self._claim(config) if guest else None
         return lambda replica: Supervisor(
@@ -98,7 +107,7 @@ class Assembly:
             self.kill_switch,
             host.config.pid,
             host.watch,
-            self.config.log_dir,
+            self.samples,
             self.events,
             partial(in_loop, on_broken),
             lambda reason: in_loop(guest.tenant.take_back, reason),
@@ -198,7 +207,7 @@ class Assembly:
     def _host_busy(self, guest: str) -> bool:
         """Also while nothing is known of it."""
         guard = self.guards.get(guest)
-        return guard is None or guard.host is None or not guard.host.idle
+        return guard is None or not guard.host_idle
 
     def _must_end(self, guest: Replica) -> str | None:
         """Whether the guest may not exist now. The kill switch waits for nothing."""

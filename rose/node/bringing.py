@@ -92,11 +92,13 @@ async def bring(
 async def _plan(source: Source, wish: Wish) -> Plan:
     target = wish.target
     if wish.rebase:
-        return rebased(await source.reader.catalog(target.url), wish.held, target.version)
+        return rebased(
+            await source.reader.catalog(target.url, target.job), wish.held, target.version
+        )
     if target.parent == wish.held:
         return Plan(None, (target.version,), 0)
     try:
-        catalog = await source.reader.catalog(target.url)
+        catalog = await source.reader.catalog(target.url, target.job)
         return catalog.plan(wish.held, target.version)
     except (FetchError, IndexFormatError, CatalogError):
         # What was announced is known without a catalog, one step after the other.

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+# A replica further behind than that finds its way in the publisher's catalog.
+STEPS_KEPT = 4_096
+
 
 @dataclass(frozen=True, slots=True)
 class KnownVersion:
@@ -23,6 +26,8 @@ class VersionChain:
     def add(self, known: KnownVersion) -> None:
         """Learn of a version; learning it twice changes nothing."""
         self._by_parent[known.parent] = known
+        if len(self._by_parent) > STEPS_KEPT:
+            del self._by_parent[min(self._by_parent)]
         if self.newest is None or known.version >= self.newest.version:
             self.newest = known
 

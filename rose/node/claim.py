@@ -12,7 +12,7 @@ new file, so a claim on it says nothing about what is left of an earlier life.
 import contextlib
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from rose.engines import EngineSpec
@@ -25,10 +25,11 @@ FOLDER = "guests"
 
 @dataclass(frozen=True, slots=True)
 class Tenure:
-    """A guest's process, and what it was started as."""
+    """A guest's process, what it was started as, and the secret that controls it."""
 
     identity: ProcessIdentity
     spec: str
+    secret: str = field(repr=False)
 
 
 class Claim:
@@ -60,11 +61,15 @@ class Claim:
         self._held = HeldFile.take(self._path)
         return Keep(self._held.descriptor, self._kill_file, self._orphan_s)
 
-    def record(self, pid: int, spec: EngineSpec) -> None:
-        """Write down who runs now, for the next daemon."""
+    def record(self, pid: int, spec: EngineSpec, secret: str) -> None:
+        """Write down who runs now, for the next daemon; only this user reads the file."""
         identity = ProcessIdentity.of(pid)
         if identity and self._held:
-            record = {"identity": asdict(identity), "spec": fingerprint(spec)}
+            record = {
+                "identity": asdict(identity),
+                "spec": fingerprint(spec),
+                "secret": secret,
+            }
             self._held.write(json.dumps(record).encode())
 
     def drop(self) -> None:
@@ -90,7 +95,9 @@ def tenures(run_dir: Path) -> dict[str, Tenure]:
 def _parsed(raw: bytes) -> Tenure | None:
     try:
         record = json.loads(raw)
-        return Tenure(ProcessIdentity(**record["identity"]), str(record["spec"]))
+        return Tenure(
+            ProcessIdentity(**record["identity"]), str(record["spec"]), str(record["secret"])
+        )
     except (ValueError, TypeError, KeyError):
         # Its daemon died between starting the guest and writing down whom it had started.
         return None

@@ -8,8 +8,14 @@ from pydantic import Field, ValidationError
 
 from rose.engines import check_profile
 from rose.errors import ConfigError
+from rose.jsonl import LEAST_FILE_BYTES, LogLimits
 from rose.node.engine_config import Frozen, HostConfig, ReplicaConfig
 from rose.publish import Caps, Credentials
+from rose.urls import checked_url
+
+
+def _netloc(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 class ReceiverConfig(Frozen):
@@ -34,25 +40,32 @@ class TransportConfig(Frozen):
     """What this node shows when it fetches weights or serves them, and whom it believes.
 
     token_file: what every caller of a cluster bears. ca, certificate, key: PEM files; with them
-    both sides of a connection prove who they are. Give all three or none.
+    both sides of a connection prove who they are. Give all three or none. origins: scheme, host
+    and port of the publisher and the relays that get the token where there are no certificates.
     """
 
     token_file: Path | None = None
     ca: Path | None = None
     certificate: Path | None = None
     key: Path | None = None
+    origins: tuple[str, ...] = ()
 
     @property
     def credentials(self) -> Credentials:
         """Read from the files. ConfigError says which one cannot be used."""
-        return Credentials.read(self.token_file, self.ca, self.certificate, self.key)
+        files = self.token_file, self.ca, self.certificate, self.key
+        return Credentials.read(*files, origins=self.origins)
 
 
 class RelayConfig(Frozen):
-    """This node passes weights on to its neighbours. host: an address that they reach."""
+    """This node passes weights on to its neighbours. host: an address that they reach.
+
+    insecure: other machines may reach it though `transport` names no certificates.
+    """
 
     host: str
     port: int = Field(gt=0, lt=65_536)
+    insecure: bool = False
 
 
 class FanoutConfig(Frozen):
@@ -68,6 +81,21 @@ class FanoutConfig(Frozen):
     device: int = Field(default=0, ge=0)
 
 
+class LogConfig(Frozen):
+    """Disk that each log of this node may take, and what each engine says: `files` of `file_bytes`.
+
+    file_bytes: None keeps everything, for runs whose figures need it.
+    """
+
+    file_bytes: int | None = Field(default=64 << 20, ge=LEAST_FILE_BYTES)
+    files: int = Field(default=4, ge=2, le=1_000)
+
+    @property
+    def limits(self) -> LogLimits:
+        """As logs take them."""
+        return LogLimits(self.file_bytes, self.files)
+
+
 class NodeConfig(Frozen):
     """One node. `run_dir` holds its weights, its guests' records and the local kill file `KILL`.
 
@@ -76,15 +104,18 @@ class NodeConfig(Frozen):
 
     cgroup: a cgroup v2 folder delegated to this user, in which guests get groups of their own.
     metrics_port: loopback port of `/metrics`, None serves none.
+    verify_key: hex of the key that signs this cluster's weights. unsigned: take weights of whoever
+    announces them; without a key a node starts only where this is said.
     """
 
-    node: str
+    node: str = Field(min_length=1, max_length=253)
     scheduler: str
     run_dir: Path
     log_dir: Path
     host: HostConfig | None = None
     replicas: tuple[ReplicaConfig, ...]
-    verify_key: str | None = None
+    verify_key: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
+    unsigned: bool = False
     cgroup: Path | None = None
     receiver: ReceiverConfig = ReceiverConfig()
     cluster: str = ""
@@ -92,6 +123,7 @@ class NodeConfig(Frozen):
     fanout: FanoutConfig | None = None
     transport: TransportConfig = TransportConfig()
     metrics_port: int | None = Field(default=None, gt=0, lt=65_536)
+    logs: LogConfig = LogConfig()
 
     @property
     def kill_file(self) -> Path:
@@ -118,9 +150,23 @@ class NodeConfig(Frozen):
             raise ConfigError(
                 f"{path}: {' and '.join(guests)} would share one host; give each host one guest"
             )
+        config._check_weights(path)
         config._check_profiles(path)
         config._check_fanout(path)
         return config
+
+    def _check_weights(self, path: Path) -> None:
+        if self.verify_key is None and not self.unsigned:
+            raise ConfigError(
+                f"{path}: verify_key is missing: whoever announces a version could put any weights"
+                ' into these engines; give the key, or say "unsigned": true'
+            )
+        if self.verify_key is not None and self.unsigned:
+            raise ConfigError(f'{path}: verify_key and "unsigned": true; leave one of them out')
+        if self.relay:
+            checked_url(f"http://{_netloc(self.relay.host)}", f"{path}: the address of relay.host")
+        if self.fanout and self.fanout.leader:
+            checked_url(self.fanout.leader, f"{path}: fanout.leader")
 
     def _check_fanout(self, path: Path) -> None:
         group = self.fanout

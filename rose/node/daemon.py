@@ -1,14 +1,15 @@
 """NodeDaemon: assembles guard, supervisors, weight receiver and the scheduler session."""
 
 import asyncio
-from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 
 import aiohttp
 
 from executor import ControlPage
+from rose.background import Background
 from rose.errors import RoseError
-from rose.eventlog import EventLog, JsonlLog
+from rose.eventlog import Logs
+from rose.jsonl import private_folder, trim_output
 from rose.node.assembly import Assembly, HostSide
 from rose.node.bringing import Source
 from rose.node.chain import KnownVersion, VersionChain
@@ -16,19 +17,21 @@ from rose.node.config import NodeConfig
 from rose.node.gpu import Gpus
 from rose.node.guard_thread import GuardThread
 from rose.node.harvest import HarvestState
-from rose.node.host_watch import HostWatch
+from rose.node.host_watch import HOST_LATENCY, HostWatch
 from rose.node.kill_switch import KillSwitch
-from rose.node.live_metrics import ReplicaView
+from rose.node.live_metrics import NodeHealth, ReplicaView
 from rose.node.memory import Held
 from rose.node.metrics import NodeMetrics
 from rose.node.reclaimer import Reclaimer
 from rose.node.relaying import WeightNetwork
 from rose.node.replica import Replica
 from rose.node.reports import build_reports, view_of
+from rose.node.samples import GUEST_SAMPLES
 from rose.node.session import SchedulerSession
 from rose.rpc import rose_pb2
 
 STOPPING = "node stops"
+TRIM_EVERY_S = 60.0
 
 
 class GuardDiedError(RoseError):
@@ -43,18 +46,21 @@ class NodeDaemon:
         self._config = config
         self._gpus = gpus or Gpus()
         self._gpus.insist_all(config)
-        self._events = EventLog(config.log_dir, config.node)
+        self._logs = Logs(config.log_dir, config.logs.limits)
+        self._events = self._logs.events(config.node)
+        self._background = Background(self._events.write)
         self._chain = VersionChain()
         self._harvest = HarvestState()
         self._kill_switch = KillSwitch(config.kill_file)
         self._stopping = asyncio.Event()
         self._guard_broke = asyncio.Event()
-        self._metrics = NodeMetrics(config.host, self._views)
+        self._metrics = NodeMetrics(config.host, self._views, self._health)
         self._events.listen(self._metrics.heard)
         self._host: HostSide | None = None
         if config.host:
-            page = ControlPage.ensure(config.host.page)
-            watch = HostWatch(config.log_dir, self._metrics.served, page.latency.total)
+            page = ControlPage.ensure(config.host.page, config.host.page_group)
+            latencies = self._logs.records(HOST_LATENCY)
+            watch = HostWatch(latencies, self._metrics.served, page.latency.cursor)
             self._host = HostSide(config.host, page, watch)
         self._guards: dict[str, GuardThread] = {}
         self._reclaimers: dict[str, Reclaimer] = {}
@@ -81,7 +87,7 @@ class NodeDaemon:
 
     async def run(self) -> None:
         """Serve until stopped. Raises what broke, once everything it started is ended."""
-        self._config.run_dir.mkdir(parents=True, exist_ok=True)
+        private_folder(self._config.run_dir)
         if self._config.metrics_port:
             self._metrics.serve(self._config.metrics_port)
         connector = aiohttp.TCPConnector(limit=64)
@@ -89,21 +95,24 @@ class NodeDaemon:
             http = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
             stack.push_async_callback(self._network.close)
             self._build(await self._network.start(http, self._chain))
-            tasks = [asyncio.create_task(task) for task in self._tasks()]
+            self._start()
             stopping = asyncio.create_task(self._stopping.wait())
-            done, _ = await asyncio.wait((stopping, *tasks), return_when=asyncio.FIRST_COMPLETED)
-            await self._end()
-            for task in (stopping, *tasks):
-                task.cancel()
-            await asyncio.gather(stopping, *tasks, return_exceptions=True)
-            for task in done - {stopping}:
-                task.result()
+            failed = asyncio.create_task(self._background.failed())
+            try:
+                await asyncio.wait((stopping, failed), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                await self._end()
+                stopping.cancel()
+            if failed.done():
+                failed.result()
+            failed.cancel()
 
     def _build(self, source: Source) -> None:
-        activations = JsonlLog(self._config.log_dir / "activations.jsonl")
+        activations = self._logs.records("activations.jsonl")
         assembly = Assembly(
-            self._config, self._events, self._harvest, self._kill_switch, self._host, self._guards,
-            self._gpus, self._reclaimers,
+            self._config, self._events, self._harvest, self._kill_switch,
+            self._logs.records(GUEST_SAMPLES), self._host, self._guards, self._gpus,
+            self._reclaimers,
         )  # fmt: skip
         for config in self._config.replicas:
             self._replicas[config.id] = replica = Replica(
@@ -119,20 +128,44 @@ class NodeDaemon:
                 assembly.guard_of(replica, self._host, self._guard_broke.set)
         self._events.write("node_started", node=self._config.node)
 
-    def _tasks(self) -> list[Coroutine[None, None, None]]:
-        replicas = [task for replica in self._replicas.values() for task in replica.tasks()]
-        return [self._session.run(), self._watch_guards(), *replicas]
+    def _start(self) -> None:
+        # Without its scheduler a node's leases run out: it looks for one for ever.
+        self._background.start("session", self._session.run, restarts=None)
+        self._background.start("guards", self._watch_guards, restarts=0)
+        self._background.start("engine logs", self._trim_engine_logs, restarts=None)
+        for replica in self._replicas.values():
+            replica.start(self._background)
 
     async def _watch_guards(self) -> None:
         await self._guard_broke.wait()
-        raise GuardDiedError("the grant loop broke; its guest is frozen: start the node again")
+        why = "; ".join(guard.broke for guard in self._guards.values() if guard.broke)
+        raise GuardDiedError(
+            f"the grant loop broke ({why}); its guest is frozen: start the node again"
+        )
+
+    async def _trim_engine_logs(self) -> None:
+        """What an engine prints goes to a file of its own, which it never closes."""
+        while True:
+            for replica in self._replicas.values():
+                log = replica.supervisor.spec.log
+                if await asyncio.to_thread(trim_output, log, self._config.logs.limits):
+                    self._events.write("engine_log_trimmed", engine=replica.config.id)
+            await asyncio.sleep(TRIM_EVERY_S)
 
     async def _end(self) -> None:
+        self._background.let_end()
         await asyncio.gather(*(replica.stop(STOPPING) for replica in self._replicas.values()))
         for guard in self._guards.values():
             guard.stop()
+        await self._background.close()
         self._metrics.close()
         self._events.write("node_stopped", node=self._config.node)
+        await asyncio.to_thread(self._logs.close)
+
+    def _health(self) -> NodeHealth:
+        return NodeHealth(
+            self._logs.dropped, self._background.restarted(), self._background.running()
+        )
 
     def _reports(self) -> list[rose_pb2.NodeReport]:
         watch = self._host.watch if self._host else None

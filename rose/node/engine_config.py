@@ -5,16 +5,34 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from executor import PressureLimits, PressurePolicy
 from rose.engines import Device, EngineRole, EngineSpec, weight_bytes
+
+# Whose weights an engine takes, whose orders, and what it is: no file's `extra_env` says otherwise.
+OF_THE_NODE = frozenset(
+    {
+        "ROSE_CONTROL_PAGE",
+        "ROSE_GATED_START",
+        "ROSE_KV_BACKEND",
+        "ROSE_ORPHAN_S",
+        "ROSE_PAGE_GROUP",
+        "ROSE_REPLICA_ID",
+        "ROSE_REPLICA_SECRET",
+        "ROSE_ROLE",
+        "ROSE_UNSIGNED",
+        "ROSE_VERIFY_KEY",
+        "ROSE_WEIGHTS_DIR",
+        "VLLM_PLUGINS",
+    }
+)
 
 
 class Frozen(BaseModel):
     """What is not known is refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 # Index in the driver's order, or a UUID or the beginning of one.
@@ -24,13 +42,16 @@ Gpu = Annotated[int, Field(ge=0, strict=True)] | Annotated[str, Field(pattern="^
 class HostConfig(Frozen):
     """The production engine of this node: it is watched, never started or stopped.
 
+    page_group: name or number of the group that shares the page, for a host of another user; empty
+    for the owner alone. The host's ROSE_PAGE_GROUP says the same.
     headroom_bytes: memory of the machine, and of the GPU, that no guest may take from it.
     device: index or UUID of its GPU, None without one.
     step_profile: file of `rose profile` for its model; guests judge its queue by it.
     """
 
     page: Path
-    pid: int | None = None
+    page_group: str = ""
+    pid: int | None = Field(default=None, gt=0)
     ttft_target_s: float = Field(default=0.5, gt=0)
     tpot_target_s: float = Field(default=0.15, gt=0)
     headroom_bytes: int = Field(default=512 << 20, ge=0)
@@ -52,6 +73,7 @@ class ReplicaConfig(Frozen):
     kv_backend: how a guest gives KV pages back; see `EngineSettings`.
     device: index or UUID of its GPU; a guest's is its host's. None computes on the CPU.
     engine_python: interpreter of the environment that has its vLLM, None for this one.
+    extra_env: environment of the engine besides; none of `OF_THE_NODE`.
     cuda_graphs: on a GPU steps are captured at the start, which is faster afterwards.
     mps_priority, mps_thread_percentage: of a client of MPS, where a control daemon runs; see
     docs/node.md before using them.
@@ -61,7 +83,7 @@ class ReplicaConfig(Frozen):
     afterwards its memory is the machine's again.
     """
 
-    id: str
+    id: str = Field(min_length=1, max_length=253)
     kind: Literal["guest", "dedicated"]
     model_dir: Path
     port: int = Field(gt=0, lt=65_536)
@@ -99,6 +121,14 @@ class ReplicaConfig(Frozen):
             raise ValueError("kv_low_watermark must not be above kv_high_watermark")
         return self
 
+    @field_validator("extra_env")
+    @classmethod
+    def _only_the_engines(cls, given: dict[str, str]) -> dict[str, str]:
+        taken = sorted(given.keys() & OF_THE_NODE)
+        if taken:
+            raise ValueError(f"{taken[0]} is the node's to set; leave it out")
+        return given
+
     @model_validator(mode="after")
     def _gpu_alone(self) -> Self:
         if self.device is not None:
@@ -133,6 +163,8 @@ class ReplicaConfig(Frozen):
         verify_key: str | None,
         cgroup: Path | None = None,
         gpu_env: Mapping[str, str] = MappingProxyType({}),
+        weights_dir: Path | None = None,
+        unsigned: bool = False,
     ) -> EngineSpec:
         """The engine to start; only a guest has to do with the host.
 
@@ -152,10 +184,13 @@ class ReplicaConfig(Frozen):
             max_num_seqs=self.max_sequences,
             stream_interval=self.stream_interval,
             control_page=host.page if host else None,
+            page_group=host.page_group if host else "",
             orphan_s=self.orphan_s,
             headroom_bytes=host.headroom_bytes if host else 0,
             cgroup=cgroup,
             verify_key=verify_key,
+            unsigned=unsigned,
+            weights_dir=weights_dir,
             warm_up_s=self.warm_up_s,
             step_profile=self.step_profile,
             host_step_profile=host.step_profile if host else None,

@@ -38,9 +38,5 @@ class Gauge:
         # Telemetry only: whether the engine obeys is judged where it is told something.
         with contextlib.suppress(UnavailableError):
             state = await self._client.state()
-            return Reading(
-                running=int(state.get("running", 0)),
-                waiting=int(state.get("waiting", 0)),
-                tokens_total=int(state.get("tokens_total", 0)),
-            )
+            return Reading(state.running, state.waiting, state.tokens_total)
         return Reading()

@@ -4,30 +4,32 @@ When the thread dies the last grant expires and the guest freezes: silence is a 
 """
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 
 from executor import ControlPage, Grant, GrantMode, GuardCore, GuestState, HostState
 from executor.guard import STALLED
+from executor.host_sight import HOST_UNREADABLE
 from executor.reclaim import Debt
+from rose.background import described
 from rose.eventlog import EventLog, JsonlLog
 from rose.node.debtor import Debtor
 from rose.node.duty import DutyMeter
+from rose.node.host_process import HostProcess
 from rose.node.host_watch import HostWatch
 from rose.node.kill_switch import KillSwitch
 from rose.node.reasons import sentence
-from rose.node.samples import GUEST_SAMPLES, GuestSample
+from rose.node.samples import GuestSample
 
 TICK_S = 0.02
 SAMPLE_EVERY_TICKS = 5
 # What a guest that has a core needs to give back what its host wants.
 PRESS_S = 0.25
 OVERDUE_S = 2.0
+_NS = 1e9
 
 logger = logging.getLogger("rose.node")
 
@@ -44,18 +46,20 @@ class GuardThread:
         kill_switch: KillSwitch,
         host_pid: int | None,
         watch: HostWatch,
-        log_dir: Path,
+        samples: JsonlLog,
         events: EventLog,
         on_broken: Callable[[], object],
         on_stall: Callable[[str], object],
         debtor: Debtor | None = None,
         warming: Callable[[], bool] = lambda: False,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         """`lease_epoch`: of the lease that holds now, None without one; asked in this thread.
 
         So is `warming`: whether the guest's engine starts and takes no turns yet.
         So are both others called: when the loop ends unasked, when the process stood still. After
         a stop longer than a grant lives the lease of that time grants nothing any more.
+        `events` and `samples` must not wait for a disk.
         `debtor` hears when the guest keeps bytes of the host for PRESS_S, and for OVERDUE_S.
         """
         self._name = name
@@ -64,9 +68,10 @@ class GuardThread:
         self._lease_epoch = lease_epoch
         self._newest_epoch = 0
         self._kill_switch = kill_switch
-        self._host_pid = host_pid
+        self._process = HostProcess(host_pid)
+        self._clock_ns = clock_ns
         self._watch = watch
-        self._samples = JsonlLog(log_dir / GUEST_SAMPLES)
+        self._samples = samples
         self._events = events
         self._on_broken = on_broken
         self._on_stall = on_stall
@@ -78,10 +83,14 @@ class GuardThread:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rose-guard", daemon=True)
         self._duty = DutyMeter()
+        self._ticks = 0
+        self._reason = ""
         self.host: HostState | None = None
+        self.host_idle = False
         self.guest: GuestState | None = None
         self.grant: Grant | None = None
         self.granted = 0
+        self.broke = ""
 
     def start(self) -> None:
         """Begin to grant."""
@@ -91,7 +100,6 @@ class GuardThread:
         """Stop granting; the guest freezes when its last grant expires."""
         self._stopping.set()
         self._thread.join(timeout=1.0)
-        self._samples.close()
 
     def hold(self, reclaim_cap: int | None) -> None:
         """Freeze the guest and leave it so many KV granules; None ends that (any thread)."""
@@ -109,43 +117,56 @@ class GuardThread:
     def _run(self) -> None:
         try:
             self._loop()
+        except Exception as error:  # noqa: BLE001 - whatever broke: it is said, and the node ends
+            self.broke = described(error)
+            self._events.write("guard_broke", replica=self._name, message=self.broke)
         finally:
             if not self._stopping.is_set():
                 self._on_broken()
 
     def _loop(self) -> None:
-        ticks = 0
-        reason = ""
         while not self._stopping.wait(TICK_S):
-            grant = self._tick()
-            if grant.reason != reason:
-                reason = grant.reason
-                self._changed(grant)
-            if ticks % SAMPLE_EVERY_TICKS == 0:
-                self._duty.update(time.monotonic_ns(), self.guest)
-                self._sample(grant)
-                self._watch.drain(self._page)
-            ticks += 1
+            self.tick()
+
+    def tick(self) -> Grant:
+        """Write one grant. Nothing that the page says can make this raise: it freezes the guest."""
+        grant = self._grant()
+        if grant.reason != self._reason:
+            self._reason = grant.reason
+            self._changed(grant)
+        if self._ticks % SAMPLE_EVERY_TICKS == 0:
+            self._duty.update(self._clock_ns(), self.guest)
+            self._sample(grant)
+            self._watch.drain(self._page)
+        self._ticks += 1
+        return grant
 
     def _changed(self, grant: Grant) -> None:
         mode = grant.mode.name.lower()
         self._events.write("grant", replica=self._name, mode=mode, reason=grant.reason)
         logger.info(sentence(self._name, mode, grant.reason))
 
-    def _tick(self) -> Grant:
-        # A host that is written at this moment is read again; without it the guest freezes.
-        self.host = self._page.host.peek() or self._page.host.peek()
+    def _grant(self) -> Grant:
+        sight = self._page.host_sight()
+        if sight.doubt(self._clock_ns()) == HOST_UNREADABLE:
+            # A host that is written at this moment is read again; without it the guest freezes.
+            sight = self._page.host_sight()
+        now_ns = self._clock_ns()
+        doubt = self._process.doubt(sight.seat)
+        self.host = sight.state
+        believed = None if doubt else sight.believed(now_ns)
+        self.host_idle = believed is not None and believed.idle
         # A guest that lost its core in the middle of a write is as it was before.
         self.guest = self._page.guest.peek() or self.guest
         epoch = self._lease_epoch()
         self._newest_epoch = max(self._newest_epoch, epoch or 0)
         self.grant = self._core.step(
-            time.monotonic_ns(),
-            self.host,
+            now_ns,
+            sight,
             self.guest,
             lease_active=epoch is not None and epoch > self._void_epoch,
             kill_switch=self._kill_switch.engaged,
-            host_alive=_alive(self._host_pid),
+            host_doubt=doubt,
             reclaim_cap=self._reclaim_cap,
             pressed=self._debt.pressed,
             warming=self._warming(),
@@ -168,7 +189,7 @@ class GuardThread:
         # Why the guest does not run: its grant, or else what its gate said last.
         reason = guest.gate_reason if grant.token_budget else grant.reason
         sample = GuestSample(
-            t_s=time.monotonic(),
+            t_s=self._clock_ns() / _NS,
             mode=grant.mode.name.lower(),
             reason=reason,
             running=guest.running,
@@ -181,13 +202,3 @@ class GuardThread:
             host_kv=host.kv_used / host.kv_total if host.kv_total else 0.0,
         )
         self._samples.write(msgspec.to_builtins(sample))
-
-
-def _alive(pid: int | None) -> bool:
-    if pid is None:
-        return True
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True

@@ -1,17 +1,21 @@
 """What the host's users experience: each request's latencies, kept and summed up."""
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from executor import ControlPage, LatencyRecord
+from executor.latency_ring import START, Cursor
 from rose.eventlog import JsonlLog
 from slo import percentile
 
+HOST_LATENCY = "host_latency.jsonl"
 WINDOW_S = 10.0
 _NS = 1e9
+
+logger = logging.getLogger("rose.node")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,23 +31,30 @@ class HostSummary:
 
 
 class HostWatch:
-    """Drains the latency ring of a control page into `host_latency.jsonl` and a short window."""
+    """Drains the latency ring of a control page into a log and a short window."""
 
     def __init__(
         self,
-        log_dir: Path,
+        log: JsonlLog,
         on_record: Callable[[LatencyRecord], None] = lambda _: None,
-        cursor: int = 0,
+        cursor: Cursor = START,
     ) -> None:
-        """`cursor`: the first record to take; those before it an earlier daemon has taken."""
+        """`cursor`: the first records to take; those before it an earlier daemon has taken."""
         self._on_record = on_record
-        self._log = JsonlLog(log_dir / "host_latency.jsonl")
+        self._log = log
         self._window: deque[LatencyRecord] = deque(maxlen=4_096)
         self._cursor = cursor
+        self.lost = 0
 
     def drain(self, page: ControlPage) -> None:
-        """Take what is new."""
+        """Take what is new; `lost` counts the records that were not to be had."""
         drained = page.latency.drain(self._cursor)
+        if drained.lost and not self.lost:
+            logger.warning(
+                "latencies of the host were written over before they were read, or torn; they are"
+                " counted as lost"
+            )
+        self.lost += drained.lost
         self._cursor = drained.cursor
         for record in drained.records:
             self._window.append(record)

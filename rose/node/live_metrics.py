@@ -1,7 +1,7 @@
 """Gauges that are read from the node's own state at the moment of the scrape."""
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -32,11 +32,25 @@ class ReplicaView:
     held: Held | None = None
 
 
-class LiveMetrics(Collector):
-    """Asks for the views of all replicas at each scrape."""
+@dataclass(frozen=True, slots=True)
+class NodeHealth:
+    """What the daemon itself lacks: log records dropped; restarts, and whether it runs, by task."""
 
-    def __init__(self, replicas: Callable[[], Iterable[ReplicaView]]) -> None:
+    dropped: int = 0
+    restarted: Mapping[str, int] = field(default_factory=dict)
+    running: Mapping[str, bool] = field(default_factory=dict)
+
+
+class LiveMetrics(Collector):
+    """Asks for the views of all replicas, and for the node's health, at each scrape."""
+
+    def __init__(
+        self,
+        replicas: Callable[[], Iterable[ReplicaView]],
+        health: Callable[[], NodeHealth] = NodeHealth,
+    ) -> None:
         self._replicas = replicas
+        self._health = health
 
     def describe(self) -> Iterable[Metric]:
         """Names are checked for clashes without asking for any view."""
@@ -65,6 +79,7 @@ class LiveMetrics(Collector):
         yield _gauge("rose_policy_version", "Proven.", views, lambda v: v.policy_version)
         yield _counter("rose_engine_restarts", "After an end.", views, lambda v: v.restarts)
         yield _states(views)
+        yield from _of_node(self._health())
 
 
 Value = Callable[[ReplicaView], float | None]
@@ -87,6 +102,21 @@ def _of_guests(views: list[ReplicaView]) -> Iterator[Metric]:
         "rose_guest_last_step_seconds", "Its last step.", views, of(lambda g: g.last_step_ns / _NS)
     )
     yield _gauge("rose_guest_kv_bytes", "Mapped for KV.", views, of(lambda g: g.bytes_mapped))
+
+
+def _of_node(health: NodeHealth) -> Iterator[Metric]:
+    yield CounterMetricFamily(
+        "rose_log_dropped_records", "Lost by its logs.", value=float(health.dropped)
+    )
+    restarts = CounterMetricFamily(
+        "rose_task_restarts", "Of its background tasks.", labels=["task"]
+    )
+    running = GaugeMetricFamily("rose_task_running", "0 while it is down.", labels=["task"])
+    for name, restarted in health.restarted.items():
+        restarts.add_metric([name], float(restarted))
+        running.add_metric([name], float(health.running[name]))
+    yield restarts
+    yield running
 
 
 def _of_host(host: HostState | None) -> Iterator[Metric]:

@@ -7,6 +7,7 @@ SIGKILL          guests freeze, and end themselves unless the next daemon adopts
 
 import argparse
 import asyncio
+import gc
 import logging
 import signal
 import sys
@@ -15,12 +16,16 @@ from pathlib import Path
 
 from executor import PageError
 from rose.errors import RefusedError, RoseError
+from rose.fair_loop import run_fairly
 from rose.filelock import HeldFile
+from rose.log_thread import log_to_stderr
 from rose.node.config import NodeConfig
 from rose.node.daemon import NodeDaemon
 
 STANDBY_POLL_S = 0.05
 EXIT_BAD_INPUT, EXIT_INTERRUPTED = 2, 130
+
+_logger = logging.getLogger("rose.node")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,9 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="wait until the daemon that runs this node ends, then adopt its guests",
     )
     args = parser.parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    log_to_stderr(logging.INFO)
     try:
-        asyncio.run(_run(NodeConfig.load(args.config), standby=args.standby))
+        # No peer that keeps the loop busy may keep the guard's thread waiting.
+        run_fairly(_run(NodeConfig.load(args.config), standby=args.standby))
     except (RoseError, PageError) as error:
         sys.stderr.write(f"rose node: {error}\n")
         return EXIT_BAD_INPUT
@@ -47,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _run(config: NodeConfig, *, standby: bool) -> None:
+    # A collection that looks at all that was imported takes longer than a tick of the guard.
+    gc.freeze()
     # For as long as this process lives: two daemons would both write the grant.
     lock = await _own(config.run_dir / "daemon.lock", patient=standby)
     daemon = NodeDaemon(config)
@@ -62,12 +70,16 @@ async def _run(config: NodeConfig, *, standby: bool) -> None:
 
 
 async def _own(path: Path, *, patient: bool) -> HeldFile:
+    told = False
     while True:
         try:
             return HeldFile.take(path)
-        except RefusedError:
+        except RefusedError as error:
             if not patient:
                 raise
+            if not told:
+                _logger.info("stands by: %s", error)
+                told = True
             await asyncio.sleep(STANDBY_POLL_S)
 
 

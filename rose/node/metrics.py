@@ -10,7 +10,7 @@ from executor import LatencyRecord
 from executor.control_page import LAYOUT_VERSION
 from rose.errors import ConfigError
 from rose.node.engine_config import HostConfig
-from rose.node.live_metrics import LiveMetrics, ReplicaView
+from rose.node.live_metrics import LiveMetrics, NodeHealth, ReplicaView
 
 FROZEN_MODES = ("freeze", "drain", "kill")
 # Shares of the target; 1.0 makes attainment a bucket of its own.
@@ -23,10 +23,13 @@ class NodeMetrics:
     """Counts what the event log hears and what hosts' users experience."""
 
     def __init__(
-        self, host: HostConfig | None, replicas: Callable[[], Iterable[ReplicaView]]
+        self,
+        host: HostConfig | None,
+        replicas: Callable[[], Iterable[ReplicaView]],
+        health: Callable[[], NodeHealth] = NodeHealth,
     ) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(LiveMetrics(replicas))
+        self.registry.register(LiveMetrics(replicas, health))
         self._freezes = self._counter(
             "rose_guest_freezes", "Times a guest was frozen.", ("replica", "reason")
         )

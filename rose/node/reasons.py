@@ -1,13 +1,19 @@
 """Why a guest is frozen, in words for the log."""
 
-from executor import guard
+from executor import guard, host_sight
 
 _MEANING = {
     guard.NO_LEASE: "no job has leased it",
     guard.WARM_UP: "its engine warms up while the host is idle",
     guard.KILL_SWITCH: "the kill switch is set; take it back with `rose unkill RUN_DIR`",
     guard.HOST_DEAD: "the host's process is gone",
-    guard.HOST_UNREADABLE: "the host publishes nothing on the control page, or half a record",
+    guard.HOST_FOREIGN: "the process that publishes is not host.pid, nor a child of it",
+    host_sight.PAGE_REPLACED: "the page's file was deleted or made anew: start the node again",
+    host_sight.NO_HOST: "no process publishes on the page: start the host, with its plugin, on it",
+    host_sight.HOST_VETO: "an engine serves that cannot publish on the page: see the host's log",
+    host_sight.HOST_STARTING: "the host took the page just now",
+    host_sight.HOST_SILENT: "the host's process has not said for a second that it lives",
+    host_sight.HOST_UNREADABLE: "the host publishes half a record",
     guard.OPERATOR_HOLD: "the operator holds it",
     guard.DRAIN: "its turns are being handed back",
     guard.DRAINED: "its turns were handed back",

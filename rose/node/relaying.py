@@ -25,7 +25,10 @@ class WeightNetwork:
 
     def __init__(self, config: NodeConfig) -> None:
         self._config = config
-        self._credentials: Credentials = config.transport.credentials
+        leader = [config.fanout.leader] if config.fanout and config.fanout.leader else []
+        self._credentials: Credentials = config.transport.credentials.naming(leader)
+        if relay := config.relay:
+            self._credentials.check_exposure(relay.host, insecure=relay.insecure)
         self._session: aiohttp.ClientSession | None = None
         self._server: VersionServer | None = None
         self._source: Source | None = None
@@ -53,13 +56,14 @@ class WeightNetwork:
                 credentials=self._credentials,
                 host=config.relay.host,
                 lead=leading,
+                insecure=config.relay.insecure,
             )
             await self._server.start()
         if group:
             mine = Membership(group.rank, group.size, group.leader, group.device)
             self._joining = asyncio.create_task(self._join(hub, mine, leading))
         key = VerifyKey(config.verify_key) if config.verify_key else None
-        self._source = Source(replicas, hub, chain, key, Reader(self._session, config.node))
+        self._source = Source(replicas, hub, chain, key, Reader(self._session, config.node, key))
         return self._source
 
     def enrol(self, members: Sequence[str]) -> None:

@@ -1,7 +1,8 @@
 """One replica of a node: its engine, its tenant and its policy version."""
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 
+from rose.background import Background
 from rose.eventlog import EventLog, JsonlLog
 from rose.node.bringing import Source
 from rose.node.engine_config import ReplicaConfig
@@ -37,7 +38,9 @@ class Replica:
         self._events = events
         self._report = report
         self._changed = changed
-        self._client = client = ReplicaClient(source.session, self.url)
+        self._client = client = ReplicaClient(
+            source.session, self.url, lambda: self.supervisor.headers
+        )
         self.tenant = Tenant(config.id, client, events, self._lease_told, self._broken)
         self.updates = Updates(
             config.id,
@@ -63,11 +66,17 @@ class Replica:
         """Whether its capacity may be leased. One that lags behind may: it gets no turns yet."""
         return self._trusted and self.supervisor.state is EngineState.HEALTHY
 
-    def tasks(self) -> list[Coroutine[None, None, None]]:
-        """What runs for as long as the node does."""
-        tasks = [self.supervisor.run(), self.tenant.run(), self.updates.run()]
-        # A guest says it all on the control page, for nothing.
-        return tasks if self.config.kind == "guest" else [*tasks, self.gauge.run()]
+    def start(self, background: Background) -> None:
+        """Begin with what runs for as long as the node does."""
+        name = self.config.id
+        # What it started may still run: a second supervisor would start another one beside it.
+        background.start(f"{name}: supervisor", self.supervisor.run, restarts=0)
+        background.start(f"{name}: tenant", self.tenant.run)
+        # Without these two a replica gets stale, or its load is not known: nothing worse.
+        background.start(f"{name}: updates", self.updates.run, restarts=None)
+        if self.config.kind != "guest":
+            # A guest says it all on the control page, for nothing.
+            background.start(f"{name}: gauge", self.gauge.run, restarts=None)
 
     async def stop(self, reason: str) -> None:
         """Give the lease back, end its turns, then the engine."""
@@ -83,9 +92,12 @@ class Replica:
         """The engine's state changed. UnavailableError when a healthy one does not answer."""
         if state is EngineState.HEALTHY:
             said = await self._client.state()
-            self._trusted = True
-            self.tenant.engine_up(int(said.get("epoch", 0)), bool(said.get("admitting")))
-            self.updates.engine_up(int(said.get("policy_version", 0)))
+            if said.proven:
+                self._trusted = True
+                self.tenant.engine_up(said.epoch, said.admitting)
+                self.updates.engine_up(said.policy_version)
+            else:
+                self._broken("it does not know which weights it runs")
         else:
             self.tenant.engine_down()
             self.updates.engine_down()

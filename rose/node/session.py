@@ -12,6 +12,7 @@ import grpc
 import grpc.aio
 
 from rose.eventlog import EventLog
+from rose.node.orders import check_order
 from rose.rpc import rose_pb2, rose_pb2_grpc
 from rose.rpc.channel import make_channel
 
@@ -69,11 +70,20 @@ class SchedulerSession:
                 try:
                     async for command in stub.Attach(self._outgoing()):
                         backoff_s = FIRST_BACKOFF_S
-                        self._obey(command)
+                        self._take(command)
                 except grpc.aio.AioRpcError as error:
                     self._events.write("scheduler_lost", message=str(error.details()))
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+
+    def _take(self, command: rose_pb2.NodeCommand) -> None:
+        """Obey one command. One that cannot be obeyed is left out: the next ones still count."""
+        try:
+            check_order(command)
+            self._obey(command)
+        except Exception as error:  # noqa: BLE001 - a scheduler's mistake must not end a node
+            kind, message = command.WhichOneof("command"), str(error) or repr(error)
+            self._events.write("command_refused", command=kind, message=message[:300])
 
     async def _outgoing(self) -> AsyncIterator[rose_pb2.NodeReport]:
         yield rose_pb2.NodeReport(node=self._node, hello=self._hello)

@@ -77,6 +77,11 @@ class Supervisor:
         """Process id of the engine's API process while it runs."""
         return self._engine.process.pid if self._engine else None
 
+    @property
+    def headers(self) -> dict[str, str]:
+        """What a request for control of the running engine bears; nothing while there is none."""
+        return self._engine.headers if self._engine else {}
+
     async def run(self) -> None:
         """Until stopped."""
         backoff_s = FIRST_BACKOFF_S
@@ -137,7 +142,7 @@ class Supervisor:
         tenure = self._claim.found() if self._claim else None
         if tenure is None:
             return None
-        engine = EngineProcess.adopt(self.spec, tenure.identity)
+        engine = EngineProcess.adopt(self.spec, tenure.identity, tenure.secret)
         refusal = self._rules.must_end()
         if tenure.spec != fingerprint(self.spec):
             refusal = "it was started with other settings"
@@ -158,7 +163,7 @@ class Supervisor:
         keep = self._claim.begin() if self._claim else None
         engine = await EngineProcess.start(self.spec, keep)
         if self._claim:
-            self._claim.record(engine.process.pid, self.spec)
+            self._claim.record(engine.process.pid, self.spec, engine.secret)
         self._log("engine_started", pid=engine.process.pid)
         return engine
 

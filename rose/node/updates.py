@@ -9,7 +9,7 @@ from rose.errors import RefusedError, RoseError, UnavailableError
 from rose.eventlog import EventLog, JsonlLog
 from rose.node.bringing import Source, Wish, bring
 from rose.node.chain import KnownVersion
-from rose.node.replica_client import Applied, ReplicaClient
+from rose.node.replica_client import Applied, HostBusyError, ReplicaClient, UnprovenError
 from weight_transfer import CatalogError, WeightError, WrongBaseError
 
 MAX_APPLY_FAILURES = 3
@@ -88,9 +88,14 @@ class Updates:
                 pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
     async def _try(self, known: KnownVersion) -> bool:
-        # Until the engine has read them, the files of this version are not to be evicted.
-        with self._source.receiving.shelf.hold() as hold:
-            return await self._bring(known, hold)
+        """One update, which ends by whatever goes wrong in it: neither this task nor the node."""
+        try:
+            # Until the engine has read them, the files of this version are not to be evicted.
+            with self._source.receiving.shelf.hold() as hold:
+                return await self._bring(known, hold)
+        except Exception as error:  # noqa: BLE001 - recorded, and tried again after a pause
+            self._log("update_broken", version=known.version, message=repr(error)[:300])
+            return False
 
     async def _bring(self, known: KnownVersion, hold: set[str]) -> bool:
         source, life = self._source, self._life
@@ -111,13 +116,44 @@ class Updates:
         except WrongBaseError as error:
             self._wrong_base(brought.version, str(error), life)
             return False
+        except UnprovenError as error:
+            if life == self._life:
+                self._unproven(brought.version, str(error))
+            return False
         except (RefusedError, UnavailableError) as error:
-            self._refused(brought.version, str(error), life)
+            await self._not_taken(brought.version, error, life)
             return False
         self._record(brought.version, applied, brought.wire_bytes)
         if life == self._life:
             self._settle(brought.version, applied)
         return True
+
+    async def _not_taken(
+        self, version: int, error: RefusedError | UnavailableError, life: int
+    ) -> None:
+        if isinstance(error, HostBusyError):
+            # Its turn comes when the host has less to do; until then the guest serves what it has.
+            self._log("host_busy", version=version, message=str(error))
+            return
+        self._refused(version, str(error), life)
+        if isinstance(error, UnavailableError) and life == self._life:
+            await self._look(version, life)
+
+    async def _look(self, version: int, life: int) -> None:
+        """An update that nobody heard the end of may have come to its end all the same."""
+        try:
+            account = await self._client.state()
+        except UnavailableError:
+            return
+        if life != self._life:
+            return
+        if not account.proven:
+            self._unproven(version, "it does not know which weights it runs")
+        elif account.policy_version > self.version:
+            self._refusals = 0
+            self._rebase = False
+            self.version = account.policy_version
+            self._on_active(self.version)
 
     def _settle(self, version: int, applied: Applied) -> None:
         if applied.ok and applied.version == version:

@@ -53,9 +53,11 @@ class Driver:
 
     async def admit(self) -> int:
         """Open the replica for turns; returns how many tokens of KV it holds."""
-        url = self._engine.spec.url
+        url, headers = self._engine.spec.url, self._engine.headers
         try:
-            async with self._http.post(f"{url}/rose/v1/admit", json={"epoch": 1}) as answer:
+            async with self._http.post(
+                f"{url}/rose/v1/admit", json={"epoch": 1}, headers=headers
+            ) as answer:
                 answer.raise_for_status()
             async with self._http.get(f"{url}/rose/v1/state") as answer:
                 return int((await answer.json())["kv_tokens"])

@@ -16,6 +16,7 @@ class OpenGrant(threading.Thread):
     def __init__(self, page: ControlPage, token_budget: int, max_sequences: int) -> None:
         super().__init__(name="rose-open-grant", daemon=True)
         self._page = page
+        self._host = page.take_host()
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._grant = Grant(GrantMode.RUN, token_budget, max_sequences, epoch=1, reason="profile")
@@ -46,8 +47,10 @@ class OpenGrant(threading.Thread):
         """End the thread; the grant lapses."""
         self._ended.set()
         self.join()
+        self._host.close()
 
     def _write(self) -> None:
         now_ns = time.monotonic_ns()
-        self._page.host.write(HostState(heartbeat_ns=now_ns))
+        self._host.write(HostState(heartbeat_ns=now_ns))
+        self._host.beat(now_ns)
         self._page.grant.write(replace(self._grant, heartbeat_ns=now_ns, expiry_ns=now_ns + TTL_NS))

@@ -9,7 +9,7 @@ from rose.publish.publisher import Receipt, WeightPublisher
 from rose.publish.reader import Reader
 from rose.publish.receiving import Caps, Receiving, StorageError
 from rose.publish.relay import Relay
-from rose.publish.server import VersionServer
+from rose.publish.server import Signer, VersionServer
 
 __all__ = [
     "Caps",
@@ -22,6 +22,7 @@ __all__ = [
     "Receipt",
     "Receiving",
     "Relay",
+    "Signer",
     "StorageError",
     "VersionServer",
     "WeightPublisher",

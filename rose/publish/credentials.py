@@ -1,33 +1,52 @@
-"""Who may fetch weights, and from whom: a token of the cluster, certificates of both sides."""
+"""Who may fetch weights, and from whom: a token of the cluster, certificates of both sides.
+
+Addresses are announced by others, so the token goes with a request only where its owner meant it:
+with certificates   to whoever proves by one that it belongs to the cluster, and only over TLS
+without             to origins that this machine's own configuration names
+"""
 
 import ssl
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
 import aiohttp
+from yarl import URL
 
 from rose.errors import ConfigError
+from rose.exposure import is_loopback
+from rose.urls import checked_url
 
 MOST_CONNECTIONS = 256
+
+
+class OriginRefused(aiohttp.ClientError):
+    """This machine connects to nobody there; a failure of that source like any other."""
 
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
     """token: what callers bear, nothing when empty. The paths: all three of PEM files, or none.
 
-    With certificates both sides show theirs, and each must be signed by one of `ca`.
+    With certificates both sides show theirs, and each must be signed by one of `ca`. origins:
+    scheme, host and port of those who get the token where nobody shows a certificate.
     """
 
     token: str = ""
     ca: Path | None = None
     certificate: Path | None = None
     key: Path | None = None
+    origins: frozenset[str] = field(default=frozenset())
 
     def __post_init__(self) -> None:
         given = [path is not None for path in (self.ca, self.certificate, self.key)]
         if any(given) and not all(given):
             raise ConfigError("TLS needs `ca`, `certificate` and `key`; give all three or none")
+        for origin in self.origins:
+            checked_url(origin, "an origin that gets the token")
+            if URL(origin).path != "/":
+                raise ConfigError(f"{origin!r:.80} is no origin; give scheme, host and port")
 
     @classmethod
     def read(
@@ -36,17 +55,36 @@ class Credentials:
         ca: Path | None = None,
         certificate: Path | None = None,
         key: Path | None = None,
+        origins: Iterable[str] = (),
     ) -> Self:
         """With the token of a file; ConfigError when the file cannot be read or is empty."""
+        known = frozenset(origins)
         if token_file is None:
-            return cls("", ca, certificate, key)
+            return cls("", ca, certificate, key, known)
         try:
             token = token_file.read_text(encoding="ascii").strip()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"token file {token_file} cannot be read: {error}") from error
         if not token:
             raise ConfigError(f"token file {token_file} is empty; write the cluster's token there")
-        return cls(token, ca, certificate, key)
+        return cls(token, ca, certificate, key, known)
+
+    def naming(self, urls: Iterable[str]) -> Self:
+        """With those that a configuration names at these addresses too. ConfigError."""
+        checked = (URL(checked_url(url, "an address that gets the token")) for url in urls)
+        return replace(self, origins=self.origins | {str(url.origin()) for url in checked})
+
+    def check_exposure(self, host: str, *, insecure: bool) -> None:
+        """Raise ConfigError where other machines reach a server that nobody proves himself to.
+
+        A token alone does not: over plain HTTP whoever listens learns it.
+        """
+        if not (insecure or self.ca or is_loopback(host)):
+            raise ConfigError(
+                f"{host or 'all addresses'} (weights) is reached from other machines, and whoever"
+                " listens there reads weights and token; give ca, certificate and key, or fence the"
+                " network and say insecure"
+            )
 
     @property
     def scheme(self) -> str:
@@ -71,8 +109,29 @@ class Credentials:
         connector = aiohttp.TCPConnector(
             limit=MOST_CONNECTIONS, ssl=True if context is None else context
         )
-        headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
-        return aiohttp.ClientSession(connector=connector, headers=headers)
+        return aiohttp.ClientSession(connector=connector, middlewares=(self._shown,))
+
+    def bears(self, url: URL) -> bool:
+        """Whether a request there carries the token. OriginRefused: none goes there at all."""
+        if self.ca is not None:
+            if url.scheme != "https":
+                raise OriginRefused(
+                    f"{url.scheme}://{url.host}:{url.port} is not asked: with certificates only"
+                    " https is spoken; announce it so"
+                )
+            return bool(self.token)
+        return bool(self.token) and _place(url) in {_place(URL(each)) for each in self.origins}
+
+    async def _shown(
+        self, request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
+    ) -> aiohttp.ClientResponse:
+        """Of each request, one that a redirect makes too: where it goes to decides.
+
+        With certificates the other side has proved itself before a header leaves this machine.
+        """
+        if self.bears(request.url):
+            request.headers["Authorization"] = f"Bearer {self.token}"
+        return await handler(request)
 
     def _context(self, purpose: ssl.Purpose) -> ssl.SSLContext | None:
         if self.ca is None:
@@ -91,6 +150,10 @@ class Credentials:
             ) from error
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         return context
+
+
+def _place(url: URL) -> tuple[str, str | None, int | None]:
+    return url.scheme, url.host, url.port
 
 
 OPEN = Credentials()

@@ -47,8 +47,19 @@ class SourceError(Exception):
     """This source does not serve this chunk now."""
 
 
+# What one source may do to an attempt: the next one is asked. ValueError: of an address that
+# aiohttp, idna or the resolver cannot read, of an answer that is no HTTP.
+ATTEMPT_FAILURES = (SourceError, aiohttp.ClientError, OSError, ValueError)
+
+
 class NotHeldError(Exception):
     """Another is to be asked for the chunk; nothing is wrong with this one."""
+
+
+def answered(url: str, status: int) -> str:
+    """What an answer that gives nothing means, for a person."""
+    hint = "; is its origin in `transport.origins`, and the token right?" if status == 401 else ""
+    return f"{url}: HTTP {status}{hint}"
 
 
 class Download:
@@ -134,7 +145,7 @@ class Download:
                 except NotHeldError as error:
                     failure = failure or error
                     continue
-                except (SourceError, aiohttp.ClientError, TimeoutError) as error:
+                except ATTEMPT_FAILURES as error:
                     self._standing.failed(source, time.monotonic())
                     failure = error
                     continue
@@ -153,7 +164,7 @@ class Download:
 
     async def _doubt(self, session: aiohttp.ClientSession, source: str) -> None:
         """Have a relay look at its own copy; whether it does is its own affair."""
-        with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+        with contextlib.suppress(*ATTEMPT_FAILURES):
             url = f"{source}/chunks/{self.ref.id}/doubt"
             async with session.post(url, timeout=_CALL, allow_redirects=False):
                 pass
@@ -186,7 +197,7 @@ class Download:
             if response.status == 200 and self.here:
                 await self._receiving.work(self._restart)  # It does not know ranges.
             elif response.status not in (200, 206):
-                raise SourceError(f"{url}: HTTP {response.status}")
+                raise SourceError(answered(url, response.status))
             self._source = source
             await self._body(source, route.origin, response)
         if self.here != self.ref.encoded_bytes:
@@ -239,7 +250,7 @@ class Download:
 
     def _open(self) -> None:
         """Go on with what an earlier try left, however that ended."""
-        self._file = self.path.open("a+b")
+        self._file = self._receiving.store.open_part(self.ref.id)
         self._file.seek(0)
         while block := self._file.read(1 << 20):
             self._hash.update(block)

@@ -24,6 +24,8 @@ from weight_transfer import ChunkDigestError, ChunkRef, Manifest
 
 # Longer than a chunk takes over the slow link, with its retries.
 CHUNK_S = 120.0
+# Of its own chunks a member obtains so many before they are handed on.
+CHUNKS_AHEAD = 16
 
 Result = TypeVar("Result")
 _log = logging.getLogger(__name__)
@@ -56,7 +58,7 @@ class FixedGroup:
         async with self._lock:
             if self.broken:
                 return 0
-            said = hashlib.blake2b(manifest.to_json(), digest_size=32).hexdigest()
+            said = await receiving.read(partial(_named, manifest))
             if not await self._muster.join(said, self._fanout.rank):
                 return 0
             came: list[int] = []
@@ -93,19 +95,25 @@ class FixedGroup:
     ) -> None:
         chunks = {ref.id: ref for ref in manifest.chunks}
         roots = {name: self._root(name) for name in chunks}
-        coming = {
-            name: asyncio.ensure_future(obtain(ref))
-            for name, ref in chunks.items()
-            if roots[name] == self._fanout.rank
-        }
+        mine = (ref for name, ref in chunks.items() if roots[name] == self._fanout.rank)
+        coming: dict[str, asyncio.Future[None]] = {}
+
+        async def mine_of(name: str) -> bytes | None:
+            while len(coming) < CHUNKS_AHEAD and (ref := next(mine, None)):
+                coming[ref.id] = asyncio.ensure_future(obtain(ref))
+            body = await _got(coming[name], receiving, name)
+            del coming[name]
+            return body
+
         refused: StorageError | None = None
         try:
             for name, root in roots.items():
-                body = await _got(coming[name], receiving, name) if name in coming else None
+                own = root == self._fanout.rank
+                body = await mine_of(name) if own else None
                 try:
                     call = partial(self._fanout.hand, name, body, root)
                     handed = await self._call(call)
-                    if handed is not None and name not in coming and refused is None:
+                    if handed is not None and not own and refused is None:
                         await receiving.work(partial(receiving.store.put, handed))
                 except ChunkDigestError:
                     on_reject(name)
@@ -131,6 +139,14 @@ class FixedGroup:
         self.broken = why
         self._fanout.abort()
         _log.warning("the group of GPUs hands no chunks around any more: %s", why)
+
+
+def _named(manifest: Manifest) -> str:
+    """Which version it is, said in a word that members compare."""
+    digest = hashlib.blake2b(digest_size=32)
+    for part in manifest.parts():
+        digest.update(part)
+    return digest.hexdigest()
 
 
 async def _got(coming: "asyncio.Future[None]", receiving: Receiving, name: str) -> bytes | None:

@@ -8,41 +8,53 @@ link once, and what a dead relay had not finished crosses it through the next on
 
 import asyncio
 import contextlib
+import logging
 import re
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Self
 from weakref import WeakValueDictionary
 
 import aiohttp
 
 from rose.errors import RoseError
 from rose.publish.download import (
+    ATTEMPT_FAILURES,
     ATTEMPTS_PER_SOURCE,
     RETRY_PAUSE_S,
     SILENCE_TIMEOUT_S,
     Download,
     FetchError,
     SourceError,
+    answered,
 )
 from rose.publish.group import FixedGroup
 from rose.publish.receiving import Receiving
 from rose.publish.route import Route
 from rose.publish.standing import Standing
-from weight_transfer import ChunkRef, Manifest, VerifyKey, WeightError
+from weight_transfer import (
+    ChunkRef,
+    Manifest,
+    ManifestError,
+    ManifestExpired,
+    VerifyKey,
+    WeightError,
+)
+from weight_transfer.manifest import MAX_MANIFEST_BYTES
 
 # Over the slow link at once; held by nobody who waits for a neighbour, or two could wait for ever.
 PARALLEL_CHUNKS = 4
 # Versions whose chunks a neighbour may still ask for before they are here.
 KNOWN_VERSIONS = 32
-MAX_MANIFEST_BYTES = 64 << 20
+MOST_KNOWN_BYTES = 64 << 20
 # How long a neighbour that asks early waits until this node knows what it asks for.
 KNOWN_WITHIN_S = 2.0
-_MANIFEST = re.compile(r"manifests/(\d{1,18})(\.base)?")
+_MANIFEST = re.compile(r"manifests/([0-9]{1,18})(\.base)?")
+_log = logging.getLogger(__name__)
 
 
 def nobody_told(_: str) -> None:
@@ -51,11 +63,21 @@ def nobody_told(_: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    raw: bytes
+    raw: bytearray
     origin: str
     origins: tuple[str, ...]
-    chunks: tuple[ChunkRef, ...]
+    refs: dict[str, ChunkRef]
     expires_s: float
+
+    @classmethod
+    def of(cls, raw: bytearray, manifest: Manifest, origin: str) -> Self:
+        """Of a manifest that was checked."""
+        refs = {ref.id: ref for ref in manifest.chunks}
+        return cls(raw, origin, manifest.origins, refs, manifest.expires_s)
+
+    def origin_of(self, ref: ChunkRef) -> str:
+        """Where a chunk was published: several ranks of a trainer may serve a part each."""
+        return self.origin if ref.origin is None else self.origins[ref.origin]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +85,11 @@ class _Where:
     ref: ChunkRef
     origin: str
     path: str
+
+
+def path_of(version: int, *, base: bool = False) -> str:
+    """Of a version's manifest, below a server's address."""
+    return f"manifests/{version}{'.base' if base else ''}"
 
 
 class Hub:
@@ -87,7 +114,7 @@ class Hub:
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._tasks: dict[str, asyncio.Task[Any]] = {}
         self._downloads: dict[str, Download] = {}
-        self._origins: dict[str, _Where] = {}
+        self._kept: Counter[str] = Counter()
         self._following: tuple[str, str, VerifyKey | None] | None = None
         self._manifests: OrderedDict[str, _Known] = OrderedDict()
         self._learned = asyncio.Event()
@@ -121,44 +148,57 @@ class Hub:
         base: bool = False,
     ) -> tuple[Manifest, int]:
         """A version's manifest, checked, and the bytes that it took."""
-        path = f"manifests/{version}{'.base' if base else ''}"
+        path = path_of(version, base=base)
         route = self.route(f"{job}/{path}", origin)
+        wanted = _Wanted(job, version, base, verify_key)
         async with self._locks.setdefault(path, asyncio.Lock()):
             known = self._fresh(path)
             if known and known.origin == origin:
-                return Manifest.from_json(known.raw), 0
-            raw = await self._object(path, [*route.before, origin])
-            manifest = self._checked(raw, job, version, verify_key)
-            self._learn(path, raw, manifest, origin)
+                read = partial(wanted.read, known.raw, relayed=False)
+                return await self._receiving.read(read), 0
+            raw, manifest = await self._object(path, [*route.before, origin], wanted)
+            learned = await self._receiving.read(partial(_Known.of, raw, manifest, origin))
+            self._learn(path, learned)
         return manifest, len(raw)
+
+    @contextlib.contextmanager
+    def keeping(self, version: int, *, base: bool = False) -> Iterator[None]:
+        """Within the block what is known of a version stays, whatever others ask for."""
+        path = path_of(version, base=base)
+        self._kept[path] += 1
+        try:
+            yield
+        finally:
+            self._kept[path] -= 1
+            if not self._kept[path]:
+                del self._kept[path]
+            self._forget()
 
     def _fresh(self, path: str) -> _Known | None:
         # One that expired may have been signed anew.
         known = self._manifests.get(path)
         return known if known and time.time() < known.expires_s else None
 
-    def _checked(
-        self, raw: bytes, job: str, version: int, verify_key: VerifyKey | None
-    ) -> Manifest:
-        manifest = Manifest.from_json(raw)
-        if verify_key is not None:
-            manifest.verify(verify_key)
-        if (manifest.job, manifest.version) != (job, version):
-            raise FetchError(
-                f"asked for version {version} of {job}, was given {manifest.version} of"
-                f" {manifest.job}"
-            )
-        return manifest
+    def _where(self, name: str) -> _Where | None:
+        """Of a chunk, by the newest manifest that names it."""
+        for path, known in reversed(self._manifests.items()):
+            if ref := known.refs.get(name):
+                return _Where(ref, known.origin_of(ref), path)
+        return None
 
     async def obtain(self, ref: ChunkRef, on_reject: Callable[[str], None] = nobody_told) -> int:
         """Have a chunk of a known manifest in the store; returns the bytes that came for it.
 
-        However many ask, it is fetched once; they all get the FetchError of a failed one.
+        However many ask, it is fetched once; they all get the FetchError of a failed one. A
+        manifest is known for sure only within `keeping`.
         """
         task = self._tasks.get(ref.id)
         mine = task is None
         if task is None:
-            task = asyncio.create_task(self._fetch(ref, on_reject))
+            where = self._where(ref.id)
+            if where is None:
+                raise FetchError(f"chunk {ref.id} is of no manifest that is known here; ask again")
+            task = asyncio.create_task(self._fetch(where, on_reject))
             self._tasks[ref.id] = task
             task.add_done_callback(lambda _: self._tasks.pop(ref.id, None))
         # One waiter that is cancelled takes nothing from the others.
@@ -171,13 +211,14 @@ class Hub:
 
     async def known(self, name: str, path: str = "") -> ChunkRef | None:
         """A chunk of a manifest that this node has, waited for shortly. `path`: of the manifest."""
-        if name not in self._origins and path:
+        if self._where(name) is None and path:
             await self.known_manifest(path)
         else:
-            await self._learns(lambda: name in self._origins)
-        return self._origins[name].ref if name in self._origins else None
+            await self._learns(lambda: self._where(name) is not None)
+        where = self._where(name)
+        return where.ref if where else None
 
-    async def known_manifest(self, path: str) -> bytes | None:
+    async def known_manifest(self, path: str) -> bytearray | None:
         """A manifest that this node has, or gets: for a neighbour's sake, or waited for shortly."""
         named = _MANIFEST.fullmatch(path)
         if self._fresh(path) is None and self._following and named:
@@ -197,66 +238,88 @@ class Hub:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _fetch(self, ref: ChunkRef, on_reject: Callable[[str], None]) -> int:
-        store = self._receiving.store
+    async def _fetch(self, where: _Where, on_reject: Callable[[str], None]) -> int:
+        ref, store = where.ref, self._receiving.store
         if await self._receiving.work(partial(store.has, ref.id)):
             return 0
-        where = self._origins[ref.id]
         download = Download(ref, self._receiving, self._standing, on_reject, where.path)
         self._downloads[ref.id] = download
         try:
             route = self.route(ref.id, where.origin)
             await download.run(self._session, route, lambda s: self._gate_of(s, where.origin))
+        except RoseError:
+            raise
+        except Exception as error:
+            raise _unexpected(f"chunk {ref.id}", error) from error
         finally:
             del self._downloads[ref.id]
         return download.received
 
-    async def _object(self, path: str, sources: list[str]) -> bytes:
+    async def _object(
+        self, path: str, sources: list[str], wanted: "_Wanted"
+    ) -> tuple[bytearray, Manifest]:
+        """A manifest that somebody has and that is what was asked for.
+
+        Raises FetchError, or the WeightError of the last that was not.
+        """
         failure: Exception | None = None
         timeout = aiohttp.ClientTimeout(None, sock_connect=3.0, sock_read=SILENCE_TIMEOUT_S)
         for attempt in range(ATTEMPTS_PER_SOURCE):
             for source in self._standing.ordered(sources, time.monotonic()):
                 try:
-                    return await self._whole(f"{source}/{path}", timeout)
-                except (SourceError, aiohttp.ClientError, TimeoutError) as error:
+                    raw = await self._whole(f"{source}/{path}", timeout)
+                    read = partial(wanted.read, raw, relayed=source != sources[-1])
+                    return raw, await self._receiving.read(read)
+                except (WeightError, FetchError) as error:
+                    if source == sources[-1]:  # Nobody has another one than its publisher.
+                        raise
                     failure = error
-                self._standing.failed(source, time.monotonic())
+                    self._standing.corrupt(source, time.monotonic())
+                except ATTEMPT_FAILURES as error:
+                    failure = error
+                    self._standing.failed(source, time.monotonic())
+                except RoseError:
+                    raise
+                except Exception as error:
+                    raise _unexpected(f"{source}/{path}", error) from error
             await asyncio.sleep(RETRY_PAUSE_S * 2**attempt)
         raise FetchError(
             f"{sources[-1]}/{path} cannot be fetched: {failure}; is the publisher alive?"
         ) from failure
 
-    async def _whole(self, url: str, timeout: aiohttp.ClientTimeout) -> bytes:
+    async def _whole(self, url: str, timeout: aiohttp.ClientTimeout) -> bytearray:
         body = bytearray()
         async with self._session.get(url, timeout=timeout, allow_redirects=False) as response:
             if response.status != 200:
-                raise SourceError(f"{url}: HTTP {response.status}")
+                raise SourceError(answered(url, response.status))
             async for part in response.content.iter_any():
                 body += part
                 if len(body) > MAX_MANIFEST_BYTES:
                     raise SourceError(f"{url} sends more than {MAX_MANIFEST_BYTES} bytes")
                 await self._receiving.arrived(len(part))
-        return bytes(body)
+        return body  # No copy: it would hold the interpreter's lock.
 
     def _gate_of(self, source: str, origin: str) -> AbstractAsyncContextManager[object]:
         return self._gate if source == origin else nullcontext()
 
-    def _learn(self, path: str, raw: bytes, manifest: Manifest, origin: str) -> None:
-        self._manifests[path] = _Known(
-            raw, origin, manifest.origins, manifest.chunks, manifest.expires_s
-        )
+    def _learn(self, path: str, known: _Known) -> None:
+        self._manifests[path] = known
         self._manifests.move_to_end(path)
-        for ref in manifest.chunks:
-            self._origins[ref.id] = _Where(ref, _origin_of(ref, manifest.origins, origin), path)
-        if len(self._manifests) > KNOWN_VERSIONS:
-            self._manifests.popitem(last=False)
-            self._origins = {
-                ref.id: _Where(ref, _origin_of(ref, known.origins, known.origin), at)
-                for at, known in self._manifests.items()
-                for ref in known.chunks
-            }
+        self._forget()
         learned, self._learned = self._learned, asyncio.Event()
         learned.set()
+
+    def _forget(self) -> None:
+        """All but the newest, and those that are kept."""
+        size = sum(len(known.raw) for known in self._manifests.values())
+        for path in list(self._manifests)[:-1]:
+            if len(self._manifests) <= KNOWN_VERSIONS and size <= MOST_KNOWN_BYTES:
+                return
+            if path not in self._kept:
+                known = self._manifests.pop(path)
+                size -= len(known.raw)
+                while known.refs:  # All at once would hold the interpreter's lock.
+                    known.refs.popitem()
 
     async def _learns(self, what: Callable[[], bool]) -> None:
         try:
@@ -267,6 +330,33 @@ class Hub:
             return
 
 
-def _origin_of(ref: ChunkRef, origins: tuple[str, ...], otherwise: str) -> str:
-    """Where a chunk was published: several ranks of a trainer may serve a part each."""
-    return otherwise if ref.origin is None else origins[ref.origin]
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """Which manifest is asked for, and whose."""
+
+    job: str
+    version: int
+    base: bool
+    verify_key: VerifyKey | None
+
+    def read(self, raw: bytearray, *, relayed: bool) -> Manifest:
+        """Check what came. Raises ManifestError, FetchError for another one's.
+
+        relayed: it came from a neighbour, whose copy may be older than the publisher's.
+        """
+        manifest = Manifest.from_bytes(raw, self.verify_key)
+        if (manifest.job, manifest.version) != (self.job, self.version):
+            raise FetchError(
+                f"asked for version {self.version} of {self.job}, was given {manifest.version} of"
+                f" {manifest.job}"
+            )
+        if manifest.is_base is not self.base:
+            raise ManifestError(f"version {self.version} came as a base, or instead of one")
+        if relayed and time.time() >= manifest.expires_s:
+            raise ManifestExpired(f"a neighbour's copy of version {self.version} expired")
+        return manifest
+
+
+def _unexpected(what: str, error: Exception) -> FetchError:
+    _log.warning("%s: %s", what, error, exc_info=error)
+    return FetchError(f"{what}: {type(error).__name__}: {error!s:.200}; it is asked for again")

@@ -3,8 +3,11 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated
 
 import aiohttp
+import msgspec
+from msgspec import Meta
 
 from rose.publish.fanout import Communicator, Fanout, NcclCommunicator
 from rose.publish.group import FixedGroup
@@ -12,6 +15,9 @@ from rose.publish.muster import Lead, LeadersMuster, Muster, RemoteMuster
 
 ASK_S = 1.0
 MOST_NUMBERS = 1_024
+MOST_NAME_BYTES = 8 << 10
+
+_read_name = msgspec.json.Decoder(Annotated[tuple[int, ...], Meta(max_length=MOST_NUMBERS)]).decode
 
 MakeCommunicator = Callable[[int, int, tuple[int, ...], int], Communicator]
 
@@ -52,11 +58,21 @@ async def _named(session: aiohttp.ClientSession, leader: str) -> tuple[int, ...]
     timeout = aiohttp.ClientTimeout(total=5 * ASK_S)
     while True:
         try:
-            async with session.get(f"{leader}/group", timeout=timeout) as answer:
+            async with session.get(
+                f"{leader}/group", timeout=timeout, allow_redirects=False
+            ) as answer:
                 if answer.status == 200:
-                    numbers = await answer.json()
-                    if isinstance(numbers, list) and len(numbers) <= MOST_NUMBERS:
-                        return tuple(int(number) for number in numbers)
-        except (aiohttp.ClientError, OSError, ValueError, TypeError):
+                    name: tuple[int, ...] = _read_name(await _at_most(answer, MOST_NAME_BYTES))
+                    return name
+        except (aiohttp.ClientError, OSError, ValueError):
             pass  # It starts when it starts: weights come over HTTP meanwhile.
         await asyncio.sleep(ASK_S)
+
+
+async def _at_most(answer: aiohttp.ClientResponse, size: int) -> bytes:
+    body = bytearray()
+    async for part in answer.content.iter_any():
+        body += part
+        if len(body) > size:
+            raise ValueError(f"an answer of more than {size} bytes")
+    return bytes(body)

@@ -1,5 +1,12 @@
-"""Leases: which readers may still ask for what a publisher would collect. Pure."""
+"""Leases: which readers may still ask for what a publisher would collect. Pure.
 
+Who asks may be anybody, so there is a bound for each peer (an address) and one for all. Where one
+is reached the lease that was renewed longest ago gives way: of the peer itself, or of the peer that
+holds most. A reader renews every third of its lease, so whatever a flood took from it comes back,
+and no peer can take what another one needs.
+"""
+
+from collections import OrderedDict
 from math import isfinite
 
 from rose.errors import RefusedError
@@ -7,6 +14,11 @@ from weight_transfer.catalog import Lease
 
 LONGEST_TTL_S = 120.0
 MOST_READERS = 4_096
+MOST_OF_A_PEER = 256
+MOST_NAME_CHARS = 512
+_SWEEP_EVERY_S = 1.0
+OWN = ""
+"""The publisher itself: nobody takes from it."""
 
 
 class Leases:
@@ -17,25 +29,47 @@ class Leases:
     """
 
     def __init__(self, began_s: float) -> None:
-        self._by_reader: dict[str, Lease] = {}
+        self._by_peer: dict[str, OrderedDict[str, Lease]] = {}
         self._settled_s = began_s + LONGEST_TTL_S
+        self._swept_s = began_s
 
     def settled(self, now_s: float) -> bool:
         """Whether every lease of an earlier life was renewed or is over."""
         return now_s >= self._settled_s
 
-    def take(self, reader: str, version: int, ttl_s: float, now_s: float) -> Lease:
-        """Take or renew; a reader has one lease. Raises RefusedError."""
-        if not reader or version < 0 or not isfinite(ttl_s) or ttl_s <= 0:
+    def take(self, reader: str, version: int, ttl_s: float, now_s: float, peer: str = OWN) -> Lease:
+        """Take or renew; a reader of a peer has one lease. Raises RefusedError."""
+        named = 0 < len(reader) <= MOST_NAME_CHARS
+        if not named or version < 0 or not isfinite(ttl_s) or ttl_s <= 0:
             raise RefusedError("a lease needs a reader, a version and a ttl_s above 0")
-        self.live(now_s)
-        if reader not in self._by_reader and len(self._by_reader) >= MOST_READERS:
-            raise RefusedError(f"{MOST_READERS} readers hold leases already; wait for one to end")
+        if peer != OWN and reader not in self._by_peer.get(peer, ()):
+            self._make_room(peer, now_s)
+        held = self._by_peer.setdefault(peer, OrderedDict())
         lease = Lease(reader, version, now_s + min(ttl_s, LONGEST_TTL_S))
-        self._by_reader[reader] = lease
+        held[reader] = lease
+        held.move_to_end(reader)
         return lease
 
     def live(self, now_s: float) -> list[Lease]:
         """Those that have not run out."""
-        self._by_reader = {r: each for r, each in self._by_reader.items() if each.expires_s > now_s}
-        return list(self._by_reader.values())
+        for peer, held in list(self._by_peer.items()):
+            for reader in [r for r, each in held.items() if each.expires_s <= now_s]:
+                del held[reader]
+            if not held:
+                del self._by_peer[peer]
+        return [lease for held in self._by_peer.values() for lease in held.values()]
+
+    def _make_room(self, peer: str, now_s: float) -> None:
+        if len(self._by_peer.get(peer, ())) >= MOST_OF_A_PEER:
+            self._by_peer[peer].popitem(last=False)
+        elif self._others() >= MOST_READERS:
+            if now_s >= self._swept_s + _SWEEP_EVERY_S:
+                self._swept_s = now_s
+                self.live(now_s)
+            if self._others() >= MOST_READERS:
+                peers = (name for name in self._by_peer if name != OWN)
+                most = max(peers, key=lambda name: len(self._by_peer[name]))
+                self._by_peer[most].popitem(last=False)
+
+    def _others(self) -> int:
+        return sum(len(held) for peer, held in self._by_peer.items() if peer != OWN)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rose.cli.parser import Parser
+from rose.errors import ConfigError
 from rose.publish.credentials import Credentials
 from rose.publish.receiving import Caps
 from rose.publish.relay import Relay
@@ -20,6 +21,8 @@ from weight_transfer import VerifyKey
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; what cannot be done raises ConfigError, which the `rose` command says."""
     args = _parser().parse_args(argv)
+    if not (args.verify_key or args.unsigned):
+        raise ConfigError("--verify-key is missing: anybody's weights would be kept; or --unsigned")
     credentials = Credentials.read(args.token_file, args.ca, args.certificate, args.key)
     asyncio.run(_serve(args, credentials))
     return 0
@@ -39,6 +42,7 @@ async def _serve(args: argparse.Namespace, credentials: Credentials) -> None:
         credentials=credentials,
         caps=Caps(args.bytes_per_s),
         verify_key=VerifyKey(args.verify_key) if args.verify_key else None,
+        insecure=args.insecure,
     )
     try:
         await relay.start()
@@ -66,6 +70,10 @@ def _parser() -> argparse.ArgumentParser:
         "--members", nargs="*", default=(), metavar="URL", help="all relays, this one among them"
     )
     parser.add_argument("--verify-key", metavar="HEX", help="of the job's trainer")
+    parser.add_argument("--unsigned", action="store_true", help="keep what nobody signed")
+    parser.add_argument(
+        "--insecure", action="store_true", help="serve other machines without certificates"
+    )
     parser.add_argument("--bytes-per-s", type=int, metavar="N", help="of the link, on the average")
     parser.add_argument("--token-file", type=Path, metavar="FILE")
     for name, what in (

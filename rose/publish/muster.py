@@ -34,6 +34,8 @@ class LeadersMuster:
 
     async def join(self, what: str, rank: int) -> bool:
         """Part of `Muster`."""
+        if not 0 <= rank < self._size:
+            return False
         if what not in self._here:
             loop = asyncio.get_running_loop()
             made: asyncio.Future[bool] = loop.create_future()
@@ -71,8 +73,10 @@ class RemoteMuster:
         """Part of `Muster`; a leader that does not answer is one that does not come."""
         url = f"{self._leader}/group/{what}/{rank}"
         try:
-            async with self._session.post(url, timeout=self._timeout) as answer:
-                return answer.status == 200 and await answer.text() == "all"
-        except (aiohttp.ClientError, OSError) as error:
+            async with self._session.post(
+                url, timeout=self._timeout, allow_redirects=False
+            ) as answer:
+                return answer.status == 200 and await answer.content.read(4) == b"all"
+        except (aiohttp.ClientError, OSError, ValueError) as error:
             _log.info("%s does not muster its group: %s", self._leader, error)
             return False

@@ -67,8 +67,8 @@ class Passing:
     async def _stream(
         self, request: web.Request, download: Download, wanted: "asyncio.Task[int]"
     ) -> web.StreamResponse:
-        at = request.http_range.start or 0
         size = download.ref.encoded_bytes
+        at = _first_byte(request, size)
         response = web.StreamResponse(status=206 if at else 200)
         response.content_length = size - at
         if at:
@@ -123,3 +123,15 @@ class Passing:
                 await response.write(block)
                 at += len(block)
         return True
+
+
+def _first_byte(request: web.Request, size: int) -> int:
+    """Of `Range: bytes=N-`, the one that is known here; 0 without."""
+    try:
+        asked = request.http_range
+    except ValueError as error:
+        raise web.HTTPRequestRangeNotSatisfiable(text="ask for bytes=N-") from error
+    at = asked.start or 0
+    if asked.stop is not None or not 0 <= at < size:
+        raise web.HTTPRequestRangeNotSatisfiable(text=f"ask for bytes=N- of {size}")
+    return at

@@ -13,7 +13,7 @@ import grpc.aio
 from rose.errors import UnavailableError
 from rose.publish.credentials import OPEN, Credentials
 from rose.publish.leases import Leases
-from rose.publish.server import VersionServer
+from rose.publish.server import Signer, VersionServer
 from rose.publish.upkeep import Latest, Upkeep
 from rose.rpc import rose_pb2, rose_pb2_grpc
 from rose.rpc.channel import make_channel
@@ -55,9 +55,11 @@ class WeightPublisher:
         host: str = "127.0.0.1",
         credentials: Credentials = OPEN,
         on_update: OnUpdate = OnUpdate.RECOMPUTE,
+        insecure: bool = False,
     ) -> None:
         """`host`: an address that all nodes reach. `credentials`: what they must show.
 
+        `insecure`: other machines may reach it without certificates. ConfigError without.
         `on_update`: what becomes of turns in flight when a replica takes a version.
         """
         store = ChunkStore(root)
@@ -66,7 +68,14 @@ class WeightPublisher:
         self._max_staleness = max_staleness
         self._publisher = Publisher(store, job, "rose-trainer", key, on_update=on_update)
         self._server = VersionServer(
-            store, port, corrupt_every, credentials=credentials, host=host, leases=leases
+            store,
+            port,
+            corrupt_every,
+            credentials=credentials,
+            host=host,
+            leases=leases,
+            signer=Signer(job, key),
+            insecure=insecure,
         )
         bases = Publisher(store, job, "rose-trainer", key, on_update=on_update)
         self._upkeep = Upkeep(store, bases, leases, _log.warning)
@@ -76,6 +85,7 @@ class WeightPublisher:
     async def start(self) -> None:
         """Serve, and register the job with the scheduler."""
         await self._server.start()
+        self._upkeep.start()
         request = rose_pb2.RegisterJobRequest(job=self._job, max_staleness=self._max_staleness)
         try:
             await self._scheduler.RegisterJob(
@@ -116,7 +126,7 @@ class WeightPublisher:
         elements = sum(tensor.bits.size for tensor in new.values())
         return Receipt(
             version=version,
-            wire_bytes=manifest.wire_bytes + len(manifest.to_json()),
+            wire_bytes=manifest.wire_bytes + manifest.size,
             full_bytes=sum(tensor.bits.nbytes for tensor in new.values()),
             density=manifest.changed / elements,
             publish_s=time.perf_counter() - started_s,

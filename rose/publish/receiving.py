@@ -51,6 +51,7 @@ class Receiving:
         self._pool = ThreadPoolExecutor(
             caps.threads, thread_name_prefix="rose-receiver", initializer=_be_nice, initargs=(caps,)
         )
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="rose-manifests")
 
     def seconds_for(self, size: int) -> float:
         """How long the cap on the link makes so many bytes take."""
@@ -77,9 +78,18 @@ class Receiving:
                 " what came of the weights is kept, make room there"
             ) from error
 
+    async def read(self, task: Callable[[], Result]) -> Result:
+        """Run what decodes in Python, and so holds the interpreter's lock now and then.
+
+        In a thread that is not nice: on a busy machine one that is would keep the lock from the
+        guard for as long as it waits for a core.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._reader, task)
+
     def close(self) -> None:
         """Let the threads go once they are done."""
         self._pool.shutdown(wait=False)
+        self._reader.shutdown(wait=False)
 
 
 def _be_nice(caps: Caps) -> None:

@@ -27,15 +27,26 @@ class Relay:
         port: int,
         members: Iterable[str] = (),
         *,
+        verify_key: VerifyKey | None,
         credentials: Credentials = OPEN,
         caps: Caps | None = None,
-        verify_key: VerifyKey | None = None,
+        insecure: bool = False,
     ) -> None:
+        """`verify_key`: of the job's trainer; None passes on what nobody signed.
+
+        `insecure`: other machines may reach it without certificates. ConfigError without.
+        """
+        credentials.check_exposure(host, insecure=insecure)
+        members = tuple(members)
+        # Whoever configures this relay names them; no announcement does.
+        credentials = credentials.naming((origin, *members))
         self._session = credentials.session()
         store = ChunkStore(root)
         me = f"{credentials.scheme}://{host}:{port}"
         self.hub = Hub(self._session, Receiving(store, caps or Caps()), me, members)
-        self._server = VersionServer(store, port, hub=self.hub, credentials=credentials, host=host)
+        self._server = VersionServer(
+            store, port, hub=self.hub, credentials=credentials, host=host, insecure=insecure
+        )
         self.hub.follow(job, origin, verify_key)
 
     @property

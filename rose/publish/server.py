@@ -1,9 +1,9 @@
 """Serves manifests and chunks of one store: the trainer's, or a node's to its neighbours.
 
-GET /manifests/{version}        signed JSON; `{version}.base` for all of a version
+GET /manifests/{version}        a signed manifest; `{version}.base` for all of a version
 GET /chunks/{blake3}            encoded bytes, `Range: bytes=N-` goes on at byte N; 202: in line
 POST /chunks/{blake3}/doubt     it arrived corrupt: a relay drops a copy that is damaged
-GET /catalog                    what is published here (`index`)
+GET /catalog                    what is published here, signed (`index`); of a publisher
 POST /leases                    {reader, version, ttl_s}: nothing after `version` is collected
 GET /group                      of a fixed group's leader: NCCL's name of the group
 POST /group/{what}/{rank}       likewise: "all" once all members came for the same
@@ -11,11 +11,16 @@ With a hub, what is on its way is served while it arrives (`passing`).
 """
 
 import asyncio
-import json
+import logging
 import time
+from dataclasses import dataclass
 from hmac import compare_digest
+from pathlib import Path
 
+import msgspec
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
+from msgspec import Struct
 
 from rose.errors import ConfigError, RefusedError
 from rose.publish import index
@@ -24,9 +29,35 @@ from rose.publish.hub import Hub
 from rose.publish.leases import Leases
 from rose.publish.muster import Lead
 from rose.publish.passing import Passing
-from weight_transfer import ChunkMissingError, ChunkStore, WeightError
+from weight_transfer import ChunkMissingError, ChunkStore, SigningKey, WeightError
+from weight_transfer.manifest import MALFORMED, Count, expiry_of
 
 MOST_BODY_BYTES = 4_096
+
+_log = logging.getLogger(__name__)
+# Answered with 400. A traceback for each would let strangers fill the log.
+_log.addFilter(
+    lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Signer:
+    """What a publisher vouches for its catalog with: the key of the job's manifests."""
+
+    job: str
+    key: SigningKey
+
+
+class _Asked(Struct, frozen=True):
+    """A lease that is asked for."""
+
+    reader: str
+    version: Count
+    ttl_s: float
+
+
+_read_asked = msgspec.json.Decoder(_Asked).decode
 
 
 class VersionServer:
@@ -34,6 +65,7 @@ class VersionServer:
 
     hub: of a node that relays. credentials: what callers must show. host: the address to listen at.
     leases: of a publisher that collects. lead: of a node that leads a fixed group of GPUs.
+    signer: of a publisher; nobody else has a catalog.
     corrupt_every: a control for tests and drills. The first answer for every n-th chunk has one bit
     flipped, which receivers must catch and heal by fetching again; 0 serves everything as it is.
     """
@@ -48,7 +80,12 @@ class VersionServer:
         host: str = "127.0.0.1",
         leases: Leases | None = None,
         lead: Lead | None = None,
+        signer: Signer | None = None,
+        *,
+        insecure: bool = False,
     ) -> None:
+        """`insecure`: other machines may reach it without certificates. ConfigError without."""
+        credentials.check_exposure(host, insecure=insecure)
         self._host = host
         self._store = store
         self._port = port
@@ -58,6 +95,7 @@ class VersionServer:
         self._credentials = credentials
         self._leases = leases
         self._lead = lead
+        self._signer = signer
         self._served: set[str] = set()
         self._runner: web.AppRunner | None = None
 
@@ -77,7 +115,7 @@ class VersionServer:
         app.router.add_get("/group", self._group)
         app.router.add_post("/group/{what:[0-9a-f]{64}}/{rank:[0-9]{1,5}}", self._muster)
         context = self._credentials.server()
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, logger=_log)
         await self._runner.setup()
         try:
             site = web.TCPSite(self._runner, self._host, self._port, ssl_context=context)
@@ -99,13 +137,15 @@ class VersionServer:
         self._admit(request)
         version, _, base = request.match_info["version"].partition(".")
         path = self._store.manifest_path(int(version), base=bool(base))
-        if path.is_file():
-            raw: bytes | None = await asyncio.to_thread(path.read_bytes)
-        else:
-            raw = await self._hub.known_manifest(request.path.lstrip("/")) if self._hub else None
+        raw: bytes | bytearray | None = await asyncio.to_thread(_bytes_of, path)
+        if self._hub and (raw is None or _expired(raw)):
+            # One that expired may have been signed anew.
+            raw = await self._hub.known_manifest(request.path.lstrip("/")) or raw
         if raw is None:
             raise web.HTTPNotFound(text=f"version {request.match_info['version']} is not here")
-        answer = web.Response(body=raw, content_type="application/json", zlib_executor_size=1 << 16)
+        answer = web.Response(
+            body=raw, content_type="application/octet-stream", zlib_executor_size=1 << 16
+        )
         answer.enable_compression()  # Names and digests in hex: a fifth of it is left.
         return answer
 
@@ -122,23 +162,29 @@ class VersionServer:
 
     async def _catalog(self, request: web.Request) -> web.Response:
         self._admit(request)
+        signer = self._signer
+        if signer is None:
+            raise web.HTTPNotFound(text="no publisher, so no catalog; ask the job's trainer")
         try:
             catalog = await asyncio.to_thread(self._store.catalog)
         except (WeightError, OSError) as error:
             raise web.HTTPServiceUnavailable(text=f"ask again: {error}") from error
-        return web.Response(body=index.written(catalog), content_type="application/json")
+        raw = index.written(catalog, signer.job, signer.key, time.time())
+        return web.Response(body=raw, content_type="application/octet-stream")
 
     async def _lease(self, request: web.Request) -> web.Response:
         self._admit(request)
         if self._leases is None:
             raise web.HTTPNotFound(text="nothing is collected here; no lease is needed")
+        now_s = time.monotonic()
         try:
-            asked = json.loads(await request.read())
-            reader, version, ttl_s = (asked[name] for name in ("reader", "version", "ttl_s"))
-            lease = self._leases.take(str(reader), int(version), float(ttl_s), time.monotonic())
-        except (ValueError, KeyError, TypeError, RefusedError) as error:
-            raise web.HTTPBadRequest(text=f"no lease: {error!r}") from error
-        return web.json_response({"ttl_s": lease.expires_s - time.monotonic()})
+            asked = _read_asked(await request.read())
+            # An address is all that tells callers apart, and never empty: that is the publisher.
+            peer = request.remote or "unknown"
+            lease = self._leases.take(asked.reader, asked.version, asked.ttl_s, now_s, peer)
+        except (*MALFORMED, RefusedError) as error:
+            raise web.HTTPBadRequest(text=f"no lease: {error!s:.200}") from error
+        return web.json_response({"ttl_s": lease.expires_s - now_s})
 
     async def _group(self, request: web.Request) -> web.Response:
         return web.json_response(self._leading(request).unique_id)
@@ -157,7 +203,9 @@ class VersionServer:
     def _admit(self, request: web.Request) -> None:
         given = request.headers.get("Authorization", "")
         token = self._credentials.token
-        if token and not compare_digest(given.encode(), f"Bearer {token}".encode()):
+        # Bytes that are no UTF-8 come as surrogates, which are to be compared as well.
+        shown = given.encode("utf-8", "surrogateescape")
+        if token and not compare_digest(shown, f"Bearer {token}".encode()):
             raise web.HTTPUnauthorized(text="bear the token of this cluster")
 
     async def _perhaps_corrupted(self, name: str) -> web.Response:
@@ -180,3 +228,17 @@ class VersionServer:
             return self._store.get(name)
         except ChunkMissingError as error:
             raise web.HTTPNotFound(text=str(error)) from error
+
+
+def _bytes_of(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+
+
+def _expired(raw: bytes | bytearray) -> bool:
+    try:
+        return time.time() >= expiry_of(raw)
+    except WeightError:
+        return True

@@ -35,17 +35,19 @@ class Shelf:
     def __init__(self, store: ChunkStore, cap_bytes: int | None) -> None:
         self.store = store
         self._cap_bytes = cap_bytes
-        self._holds: list[set[str]] = []
+        self._holds: dict[int, set[str]] = {}
 
     @contextmanager
     def hold(self) -> Iterator[set[str]]:
         """Names in the set that is handed out are needed until the block ends."""
         names: set[str] = set()
-        self._holds.append(names)
+        self._holds[id(names)] = names
         try:
             yield names
         finally:
-            self._holds.remove(names)
+            del self._holds[id(names)]
+            while names:  # All at once would hold the interpreter's lock.
+                names.pop()
 
     def make_room(self, manifest: Manifest) -> None:
         """Make room for a version that is about to be fetched; ShelfFullError when it cannot be."""
@@ -53,9 +55,11 @@ class Shelf:
             return
         absent = {ref.id: ref.encoded_bytes for ref in manifest.chunks}
         missing = sum(size for name, size in absent.items() if not self.store.has(name))
-        needed = set().union(*self._holds) | absent.keys()
         files = self.store.files()
-        room = self._cap_bytes - missing - len(manifest.to_json())
+        kept = absent, *tuple(self._holds.values())
+        # Of what is here alone: the union of all that is held would keep the interpreter's lock.
+        needed = {file.name for file in files if any(file.name in names for names in kept)}
+        room = self._cap_bytes - missing - manifest.size
         leaving = evictions(files, needed, room)
         for file in leaving:
             self.store.discard(file)

@@ -12,6 +12,7 @@ SLOW_SHARE = 0.1
 # Less says nothing of a rate: buffers on the way take it at once.
 LEAST_SAMPLE_BYTES = 1 << 18
 _MOST_SAMPLES = 16
+_MOST_SOURCES = 4_096
 
 
 @dataclass(slots=True)
@@ -63,4 +64,6 @@ class Standing:
         return source != origin and bool(meanwhile) and rate < SLOW_SHARE * min(meanwhile)
 
     def _of(self, source: str) -> _Record:
+        if source not in self._records and len(self._records) >= _MOST_SOURCES:
+            del self._records[next(iter(self._records))]
         return self._records.setdefault(source, _Record())

@@ -1,4 +1,4 @@
-"""Upkeep: what a publisher does behind the training: bases for joiners, and collection."""
+"""Upkeep: what a publisher does behind the training: bases, collection, fresh signatures."""
 
 import asyncio
 import time
@@ -6,10 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+from rose.background import described
 from rose.errors import RefusedError
 from rose.publish.leases import LONGEST_TTL_S, Leases
 from weight_transfer import ChunkStore, Publisher, TensorBits, WeightError
 from weight_transfer.catalog import Catalog
+
+# Signatures live for a day and are renewed from half of that on.
+RENEW_EVERY_S = 3_600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,24 @@ class Upkeep:
         self._on_trouble = on_trouble
         self._latest: Latest | None = None
         self._task: asyncio.Task[None] | None = None
+        self._renewing: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """From now on the newest version is signed anew before it expires, however old it gets."""
+        self._renewing = asyncio.create_task(self._renew())
+
+    async def renew(self) -> None:
+        """Sign the newest version anew where that is due."""
+        async with self.publishing:
+            try:
+                await asyncio.to_thread(self._publisher.renew)
+            except (WeightError, OSError) as error:
+                self._on_trouble(f"the newest version was not signed anew: {error}")
+
+    async def _renew(self) -> None:
+        while True:
+            await self.renew()
+            await asyncio.sleep(RENEW_EVERY_S)
 
     def published(self, latest: Latest) -> None:
         """A version was published: it is announced next. Returns at once."""
@@ -59,9 +81,10 @@ class Upkeep:
 
     async def close(self) -> None:
         """Stop; a base that is half made is made again after the next version."""
-        if self._task:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        tasks = [task for task in (self._task, self._renewing) if task]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _work(self) -> None:
         while self._latest:
@@ -73,6 +96,8 @@ class Upkeep:
                 await self._collect()
             except (WeightError, OSError) as error:
                 self._on_trouble(f"upkeep after version {latest.version}: {error}")
+            except Exception as error:  # noqa: BLE001 - it is told, and the next version is kept up
+                self._on_trouble(f"upkeep after version {latest.version}: {described(error)}")
 
     def _base_due(self, latest: Latest) -> bool:
         found = self._store.catalog()

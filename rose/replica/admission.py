@@ -1,5 +1,9 @@
 """Who may start a turn on this replica: decided by the newest lease epoch."""
 
+from typing import Final
+
+MAX_LEAP: Final = 1 << 20
+
 
 class AdmissionError(Exception):
     """A command that changes nothing."""
@@ -9,12 +13,20 @@ class StaleEpochError(AdmissionError):
     """A command of an older lease."""
 
 
+class EpochAheadError(AdmissionError):
+    """A command of a lease that cannot be: believed, it would shut out every real one."""
+
+
 class QuarantinedError(AdmissionError):
     """This process cannot prove which weights it runs."""
 
 
 class Admission:
-    """Open or closed. Epochs only grow: what an old lease says is history."""
+    """Open or closed. Epochs only grow: what an old lease says is history.
+
+    The first epoch may be any, since leases are older than engines; later ones are at most
+    MAX_LEAP ahead of it.
+    """
 
     def __init__(self) -> None:
         self.open = False
@@ -22,8 +34,13 @@ class Admission:
         self.reason = "no lease yet"
         self._quarantined = False
 
+    @property
+    def quarantined(self) -> bool:
+        """Whether it is closed for as long as this process lives."""
+        return self._quarantined
+
     def admit(self, epoch: int) -> None:
-        """Open for the lease `epoch`. Raises StaleEpochError or QuarantinedError."""
+        """Open for the lease `epoch`. Raises an AdmissionError."""
         self._take(epoch)
         if self._quarantined:
             raise QuarantinedError(f"{self.reason}; restart this replica")
@@ -31,7 +48,7 @@ class Admission:
         self.reason = ""
 
     def close(self, epoch: int, reason: str) -> None:
-        """Close at the end of the lease `epoch`. Raises StaleEpochError."""
+        """Close at the end of the lease `epoch`. Raises StaleEpochError or EpochAheadError."""
         self._take(epoch)
         self.open = False
         if not self._quarantined:
@@ -46,4 +63,6 @@ class Admission:
     def _take(self, epoch: int) -> None:
         if epoch < self.epoch:
             raise StaleEpochError(f"epoch {epoch} is older than {self.epoch}; attach again")
+        if self.epoch and epoch > self.epoch + MAX_LEAP:
+            raise EpochAheadError(f"epoch {epoch} is no successor of {self.epoch}")
         self.epoch = epoch

@@ -9,6 +9,7 @@ GET  /rose/v1/state
 
 import os
 from argparse import Namespace
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -16,22 +17,27 @@ from fastapi import FastAPI, Request
 from starlette.datastructures import State
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from executor.vllm.versions import check_version
-from rose.replica.admission import Admission, AdmissionError, StaleEpochError
+from rose.decoding import decoded
+from rose.replica.access import ROLES, bears_secret, refuse_stranger
+from rose.replica.admission import Admission, AdmissionError, EpochAheadError, StaleEpochError
+from rose.replica.asgi import BodyTooLargeError, ClientGoneError, read_body, refuse
 from rose.replica.generate import GenerateApp
+from rose.replica.host_idle import HostBusyError
 from rose.replica.kv_wake import KvWaker
 from rose.replica.shortcut import GENERATE_PATH, STATE_NAME
 from rose.replica.stamps import stamps_of
 from rose.replica.turns import Turns
 from rose.replica.warm_up import WarmUp
 from rose.replica.weights import ActivationError, Weights
-from rose.replica.wire import ApplyBody, EpochBody
+from rose.replica.wire import MAX_CONTROL_BYTES, ApplyBody, EpochBody
 from weight_transfer import WeightError, WrongBaseError
 
 _EPOCH = msgspec.json.Decoder(EpochBody)
 _APPLY = msgspec.json.Decoder(ApplyBody)
-_ROLES = frozenset({"guest", "dedicated"})
+_Handler = Callable[[bytes], Awaitable[Response]]
 
 
 class ReplicaEndpoint:
@@ -42,7 +48,7 @@ class ReplicaEndpoint:
     required_tasks = ("generate",)
 
     def __init__(self) -> None:
-        self._active = os.environ.get("ROSE_ROLE") in _ROLES
+        self._active = os.environ.get("ROSE_ROLE") in ROLES
         self._admission = Admission()
         self._generate = GenerateApp(self._admission)
         self._turns: Turns | None = None
@@ -62,10 +68,10 @@ class ReplicaEndpoint:
         app.router.routes[:0] = [
             # An ASGI application as endpoint is called as it is, without a Request around it.
             Route(GENERATE_PATH, self._generate, methods=["POST"]),
-            Route("/rose/v1/drain", self._drain, methods=["POST"]),
-            Route("/rose/v1/admit", self._admit, methods=["POST"]),
-            Route("/rose/v1/weights/apply", self._apply, methods=["POST"]),
-            Route("/rose/v1/weights/audit", self._audit, methods=["POST"]),
+            Route("/rose/v1/drain", _Control(self._drain), methods=["POST"]),
+            Route("/rose/v1/admit", _Control(self._admit), methods=["POST"]),
+            Route("/rose/v1/weights/apply", _Control(self._apply), methods=["POST"]),
+            Route("/rose/v1/weights/audit", _Control(self._audit), methods=["POST"]),
             Route("/rose/v1/state", self._state, methods=["GET"]),
         ]
 
@@ -81,7 +87,7 @@ class ReplicaEndpoint:
         setattr(state, STATE_NAME, self._generate)
         stamps_of(engine_client)  # It counts from the first token on.
         self._turns = self._generate.turns = Turns(engine_client)
-        self._weights = Weights(engine_client, str(args.model), self._turns)
+        self._weights = Weights(engine_client, str(args.model), self._turns, self._admission)
         cache = engine_client.vllm_config.cache_config
         self._kv_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
         self._kv_waker = KvWaker(engine_client)
@@ -90,51 +96,49 @@ class ReplicaEndpoint:
         self._warm_up.start()
         self._weights.start()
 
-    async def _drain(self, request: Request) -> Response:
+    async def _drain(self, raw: bytes) -> Response:
         try:
-            body = _EPOCH.decode(await request.body())
+            body = decoded(_EPOCH, raw)
             self._admission.close(body.epoch, body.reason)
         except (msgspec.MsgspecError, AdmissionError) as error:
             return _refused(error)
         assert self._turns is not None
         return JSONResponse({"aborted": await self._turns.revoke_all()})
 
-    async def _admit(self, request: Request) -> Response:
+    async def _admit(self, raw: bytes) -> Response:
         try:
-            self._admission.admit(_EPOCH.decode(await request.body()).epoch)
+            self._admission.admit(decoded(_EPOCH, raw).epoch)
         except (msgspec.MsgspecError, AdmissionError) as error:
             return _refused(error)
         return JSONResponse({"admitting": True})
 
-    async def _apply(self, request: Request) -> Response:
+    async def _apply(self, raw: bytes) -> Response:
         assert self._weights is not None
         try:
-            body = _APPLY.decode(await request.body())
+            body = decoded(_APPLY, raw)
             report = await self._weights.apply(body.paths, body.chunks, body.on_update)
         except msgspec.MsgspecError as error:
             return _refused(error)
         except WrongBaseError as error:
             return _refusal(409, "wrong_base", str(error))
+        except HostBusyError as error:
+            return _refusal(503, "host_busy", str(error))
         except ActivationError as error:
-            self._admission.quarantine(str(error))
-            return _refusal(422, "bad_version", str(error))
+            return _unproven(str(error))
         except WeightError as error:
             # Nothing was written: the replica serves on with what it has.
             return _refusal(422, "bad_version", str(error))
-        if report["digest_ok"] and report["probe_ok"]:
-            return JSONResponse(report)
-        self._admission.quarantine("a policy version failed its proof")
-        return JSONResponse(report, status_code=422)
+        return JSONResponse(report)
 
-    async def _audit(self, request: Request) -> Response:
-        del request
+    async def _audit(self, raw: bytes) -> Response:
+        del raw
         assert self._weights is not None
         try:
             report = await self._weights.audit()
         except WeightError as error:
             return _refusal(503, "no_audit", str(error))
         if report["flipped"]:
-            self._admission.quarantine(f"live weights of {report['flipped'][0]} are wrong")
+            await self._weights.distrust(f"live weights of {report['flipped'][0]} are wrong")
             return JSONResponse(report, status_code=422)
         return JSONResponse(report)
 
@@ -148,6 +152,7 @@ class ReplicaEndpoint:
                 "replica_id": os.environ.get("ROSE_REPLICA_ID", ""),
                 "role": os.environ.get("ROSE_ROLE", ""),
                 "policy_version": self._weights.version,
+                "proven": not self._admission.quarantined,
                 "admitting": self._admission.open,
                 "epoch": self._admission.epoch,
                 "running": self._turns.running,
@@ -160,9 +165,42 @@ class ReplicaEndpoint:
         )
 
 
+class _Control:
+    """An ASGI application for who bears the engine's secret; bodies are bounded.
+
+    `AccessFilter` stands before it. This holds where a server was started without it.
+    """
+
+    def __init__(self, handler: _Handler) -> None:
+        self._handler = handler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not bears_secret(scope):
+            await refuse_stranger(send)
+            return
+        try:
+            body = await read_body(receive, MAX_CONTROL_BYTES)
+        except BodyTooLargeError as error:
+            await refuse(send, 413, "too_large", str(error))
+        except ClientGoneError:
+            # Nothing was begun and nobody is left to tell.
+            return
+        else:
+            await (await self._handler(body))(scope, receive, send)
+
+
+def _unproven(message: str) -> Response:
+    """Nobody knows which version the engine runs, and it runs no turns any more."""
+    error = {"type": "unproven", "message": message}
+    doubt = {"version": None, "digest_ok": False, "probe_ok": False}
+    return JSONResponse({"error": error} | doubt, status_code=422)
+
+
 def _refused(error: Exception) -> Response:
     if isinstance(error, StaleEpochError):
         return _refusal(409, "stale_epoch", str(error))
+    if isinstance(error, EpochAheadError):
+        return _refusal(400, "bad_request", str(error))
     if isinstance(error, AdmissionError):
         return _refusal(409, "quarantined", str(error))
     return _refusal(400, "bad_request", str(error))

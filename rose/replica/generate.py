@@ -3,12 +3,13 @@
 import msgspec
 from starlette.types import Receive, Scope, Send
 
+from rose.decoding import decoded
 from rose.replica.admission import Admission
 from rose.replica.asgi import BodyTooLargeError, ClientGoneError, read_body, refuse
 from rose.replica.turns import Turns
 from rose.replica.wire import MAX_BODY_BYTES, GenerateBody
 
-_decode = msgspec.json.Decoder(GenerateBody).decode
+_BODY = msgspec.json.Decoder(GenerateBody)
 
 
 class GenerateApp:
@@ -22,7 +23,7 @@ class GenerateApp:
         """Serve one request."""
         del scope
         try:
-            body = _decode(await read_body(receive, MAX_BODY_BYTES))
+            body = decoded(_BODY, await read_body(receive, MAX_BODY_BYTES))
         except ClientGoneError:
             # Nothing was begun and nobody is left to tell.
             return

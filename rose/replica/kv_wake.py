@@ -11,9 +11,11 @@ import os
 from typing import Any, Final
 
 from executor import ControlPage, Grant, GuestState, HostState, PageError
+from executor.control_page import PAGE_GROUP
 from rose.replica.engine_errors import ENGINE_FAILURES
 
 POLL_S: Final = 0.01
+AGAIN_S: Final = 0.1
 _LOG = logging.getLogger("vllm.rose.replica")
 
 
@@ -44,7 +46,7 @@ class KvWaker:
         if not path or os.environ.get("ROSE_ROLE") != "guest":
             return
         try:
-            page = ControlPage.open(path)
+            page = ControlPage.open(path, os.environ.get(PAGE_GROUP, ""))
         except PageError as error:
             _LOG.warning("an idle guest will not return memory: %s", error)
             return
@@ -60,10 +62,17 @@ class KvWaker:
             # Ends with the event loop, or with the engine.
             while True:
                 await asyncio.sleep(POLL_S)
-                owes = owes_memory(page.grant.peek(), page.guest.peek())
-                if owes or wanted_back(page.host.peek()):
-                    try:
-                        await self._engine.is_paused()
-                    except ENGINE_FAILURES as error:
-                        _LOG.warning("the engine is gone, and its memory with it: %s", error)
-                        return
+                try:
+                    await self._look(page)
+                except ENGINE_FAILURES as error:
+                    _LOG.warning("the engine is gone, and its memory with it: %s", error)
+                    return
+                except Exception:  # noqa: BLE001 - whatever an engine raises: said, and a pause
+                    # A guest whose waker ended would keep its host's memory while it idles.
+                    _LOG.exception("an idle guest was not woken; it is looked at again")
+                    await asyncio.sleep(AGAIN_S)
+
+    async def _look(self, page: ControlPage) -> None:
+        owes = owes_memory(page.grant.peek(), page.guest.peek())
+        if owes or wanted_back(page.host.peek()):
+            await self._engine.is_paused()

@@ -11,6 +11,7 @@ comes later under the new one. When an output is taken out of the queue and hand
 matter, so tokens are counted where they are put in.
 """
 
+import weakref
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
 from weakref import WeakKeyDictionary
@@ -39,7 +40,8 @@ class EngineStamps:
     """What the engine says."""
 
     def __init__(self, engine: Any) -> None:  # noqa: ANN401 -- vLLM's AsyncLLM
-        self._engine = engine
+        # `_of_engines` keeps this for as long as there is the engine, and must not be why there is.
+        self._engine = weakref.proxy(engine)
 
     def starts(self, collector: Any) -> Sequence[Start] | None:  # noqa: ANN401 -- see Stamps
         """See Stamps."""

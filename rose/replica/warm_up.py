@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Self
 
 from executor import ControlPage, PageError
+from executor.control_page import PAGE_GROUP
 from executor.vllm.settings import WARM_UP
 from rose.replica.engine_errors import ENGINE_FAILURES
 from rose.replica.engine_request import EngineRequest, RequestRefusedError, abort
@@ -187,7 +188,9 @@ async def _finish(request: EngineRequest) -> None:
 def _page() -> ControlPage | None:
     """The control page of a guest; a dedicated replica has none, and no gate."""
     path = os.environ.get("ROSE_CONTROL_PAGE")
-    return ControlPage.open(path) if path and os.environ.get("ROSE_ROLE") == "guest" else None
+    if not path or os.environ.get("ROSE_ROLE") != "guest":
+        return None
+    return ControlPage.open(path, os.environ.get(PAGE_GROUP, ""))
 
 
 def _doublings(most: int) -> list[int]:

@@ -2,18 +2,23 @@
 
 stage    while serving: verify, decode, load and compute; nothing is written
 pause    as the job wants it for turns in flight, see `OnUpdate`
-commit   scatter and prove; then stamp the engine with the version
-resume   always; after a failed proof on the old version, closed for admission
+commit   scatter and prove on every rank; then stamp the engine with the version
+resume   only then, or when nothing was written
+
+What breaks off from the commit on leaves weights that nobody has proven: admission closes, all
+turns are revoked, and the engine stays paused. It samples no token any more; only a new life of
+the engine, which starts from its base and proves it, serves again.
 """
 
 import asyncio
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Coroutine, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
+from rose.replica.admission import Admission
 from rose.replica.audit import Audits
 from rose.replica.engine_errors import ENGINE_FAILURES
 from rose.replica.engine_pause import pause
@@ -25,12 +30,24 @@ from weight_transfer import OnUpdate, WeightError
 from weight_transfer.vllm.report import merged
 from weight_transfer.vllm.rpc_errors import typed
 
+WEIGHTS_DIR: Final = "ROSE_WEIGHTS_DIR"
+VERIFY_KEY: Final = "ROSE_VERIFY_KEY"
+UNSIGNED: Final = "ROSE_UNSIGNED"
 FINISH_OLD_S: Final = 20.0
+SWITCH_PATIENCE_S = 5.0
+"""With a busy host, when all is staged."""
+CALL_LIMIT_S: Final = 30.0
+"""For each call under the pause; a node waits for the whole update for a minute."""
 _LOG = logging.getLogger("vllm.rose.replica")
+_T = TypeVar("_T")
 
 
 class ActivationError(WeightError):
     """A commit broke off: which weights the engine holds is not proven any more."""
+
+
+class EngineCallError(WeightError):
+    """The engine failed at a call that writes nothing."""
 
 
 class Weights:
@@ -41,15 +58,18 @@ class Weights:
         engine: Any,  # noqa: ANN401 - vLLM's AsyncLLM
         model_dir: str,
         turns: Turns,
+        admission: Admission,
         finish_old_s: float = FINISH_OLD_S,
     ) -> None:
+        """`admission` is closed for good once weights are in doubt."""
         self._engine = engine
         self._model_dir = model_dir
         self._turns = turns
+        self._admission = admission
         self._finish_old_s = finish_old_s
         self._lock = asyncio.Lock()
         self._ready = False
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._audits = Audits(self._call_all)
         self.version = 0
 
@@ -60,27 +80,42 @@ class Weights:
         """
         if not _updatable(self._engine.vllm_config):
             return
-        self._task = asyncio.get_running_loop().create_task(self._prepare_early())
+        self._spawn(self._prepare_early())
 
     async def apply(
         self, manifests: list[str], chunks: str, on_update: OnUpdate = OnUpdate.RECOMPUTE
     ) -> dict[str, Any]:
         """Bring versions that follow each other into force at once, and report the last.
 
-        The report tells whether digest and probe agree; when they do not, the worker has put the
-        old values back. Raises WeightError subtypes of weight_transfer while nothing is written,
-        ActivationError afterwards.
+        It comes to its end though the caller is gone. Raises WeightError subtypes of
+        weight_transfer and HostBusyError while nothing is written, ActivationError afterwards: then
+        turns are revoked, admission is closed, and nothing is tried again in this life of the
+        engine.
         """
+        return await asyncio.shield(self._spawn(self._apply(manifests, chunks, on_update)))
+
+    async def _apply(
+        self, manifests: list[str], chunks: str, on_update: OnUpdate
+    ) -> dict[str, Any]:
         async with self._lock:
+            if self._admission.quarantined:
+                raise ActivationError(f"{self._admission.reason}; start this engine anew")
+            if not os.environ.get(WEIGHTS_DIR):
+                raise WeightError(f"{WEIGHTS_DIR} is not set: this replica takes no versions")
+            if not os.environ.get(VERIFY_KEY) and os.environ.get(UNSIGNED) != "1":
+                raise WeightError(
+                    f"{VERIFY_KEY} is not set: anybody's weights would be taken; give the key, or"
+                    f" set {UNSIGNED}=1"
+                )
             await self._prepare()
             staged = await stage(self._call, manifests, chunks)
             with self._held(on_update):
                 finished = await self._finish_old(on_update)
-                await wait_host_idle()
+                await wait_host_idle(SWITCH_PATIENCE_S)
                 started_s = time.perf_counter()
-                report = await self._switch(on_update)
+                report = await self._switch(int(staged["version"]), on_update)
                 pause_s = time.perf_counter() - started_s
-            await self._call("rose_weights_settle")
+            await self._settle()
             return report | {
                 "wire_bytes": staged["wire_bytes"],
                 "stage_s": staged["stage_s"],
@@ -94,6 +129,15 @@ class Weights:
         async with self._lock:
             await self._prepare()
         return await self._audits.run()
+
+    async def distrust(self, why: str) -> None:
+        """Let this engine's weights sample no token any more."""
+        _LOG.error("%s; this replica serves no more turns", why)
+        self._admission.quarantine(why)
+        try:
+            await self._turns.revoke_all()
+        except ENGINE_FAILURES:
+            _LOG.exception("the engine has ended, and its turns with it")
 
     @contextmanager
     def _held(self, on_update: OnUpdate) -> Iterator[None]:
@@ -111,49 +155,62 @@ class Weights:
             _LOG.warning("turns outlast %.0f s; they go on under a new version", self._finish_old_s)
         return finished
 
-    async def _switch(self, on_update: OnUpdate) -> dict[str, Any]:
+    async def _switch(self, version: int, on_update: OnUpdate) -> dict[str, Any]:
         keep = on_update is OnUpdate.KEEP
         try:
-            await self._pause(keep_kv=keep)
-            return await self._commit(keep_kv=keep)
-        finally:
+            unpaused = await self._pause(keep_kv=keep)
+            report = {} if unpaused else await self._commit(version, keep_kv=keep)
             # A pause that failed half way holds the engine as well.
-            await self._engine.resume_generation()
+            await _bounded(self._engine.resume_generation())
+        except BaseException as failure:
+            # Cancelled too, when the process ends.
+            why = f"version {version} broke off: {failure or type(failure).__name__}"
+            await self.distrust(why)
+            if isinstance(failure, Exception):
+                raise ActivationError(why) from failure
+            raise
+        if unpaused:
+            raise WeightError(f"the engine could not be paused: {unpaused!r}") from unpaused
+        return report
 
-    async def _pause(self, *, keep_kv: bool) -> None:
+    async def _pause(self, *, keep_kv: bool) -> Exception | None:
+        """What went wrong, if anything did. Nothing is written yet."""
         # With cleared caches running turns recompute their KV under the new weights.
         try:
-            await pause(self._engine, clear_cache=not keep_kv)
-        except Exception as failure:
-            raise WeightError(f"the engine could not be paused: {failure}") from failure
+            await _bounded(pause(self._engine, clear_cache=not keep_kv))
+        except Exception as failure:  # noqa: BLE001 -- whatever vLLM raises; the caller is told
+            return failure
+        return None
 
-    async def _commit(self, *, keep_kv: bool) -> dict[str, Any]:
-        try:
-            reports = await self._call_all("rose_weights_commit")
-            report = merged(reports)
-            if report["digest_ok"] and report["probe_ok"]:
-                await stamps_of(self._engine).activate(int(report["version"]))
-                self.version = int(report["version"])
-                self._turns.ages.activated(self.version, kept_kv=keep_kv)
-            elif len(reports) > 1:
-                # Ranks that could prove it follow those that could not.
-                report |= await self._call("rose_weights_rollback")
-        except Exception as failure:
-            raise ActivationError(f"a policy version broke off: {failure}") from failure
+    async def _commit(self, version: int, *, keep_kv: bool) -> dict[str, Any]:
+        """Write, prove, stamp. Raises whatever broke off, and ActivationError without proofs."""
+        report = merged(await _bounded(self._call_all("rose_weights_commit")))
+        _insist_proven(report, version)
+        await _bounded(stamps_of(self._engine).activate(version))
+        self.version = version
+        self._turns.ages.activated(version, kept_kv=keep_kv)
         return report
+
+    async def _settle(self) -> None:
+        try:
+            await self._call("rose_weights_settle")
+        except WeightError:
+            # The version is active and proven; who stages the next one is told.
+            _LOG.exception("the checkpoint copy was not brought up to date")
 
     async def _prepare_early(self) -> None:
         try:
             async with self._lock:
                 await self._prepare()
-        except (WeightError, RuntimeError, *ENGINE_FAILURES):
+        except WeightError:
             # The first update tries again, and tells who asked for it.
             _LOG.exception("weights cannot be updated yet")
 
     async def _prepare(self) -> None:
         if not self._ready:
-            key = os.environ.get("ROSE_VERIFY_KEY") or None
-            await self._call("rose_weights_init", self._model_dir, key)
+            key = os.environ.get(VERIFY_KEY) or None
+            folder = os.environ.get(WEIGHTS_DIR) or None
+            await self._call("rose_weights_init", self._model_dir, key, folder)
             self._ready = True
 
     async def _call(self, method: str, *args: object) -> dict[str, Any]:
@@ -168,8 +225,36 @@ class Weights:
         try:
             answers: list[dict[str, Any]] = await self._engine.collective_rpc(method, args=args)
         except Exception as failure:
-            raise typed(failure) from failure
+            known = typed(failure)
+            if isinstance(known, WeightError):
+                raise known from failure
+            raise EngineCallError(f"{method}: {failure!r}") from failure
         return answers
+
+    def _spawn(self, work: Coroutine[Any, Any, _T]) -> "asyncio.Task[_T]":
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: "asyncio.Task[Any]") -> None:
+        self._tasks.discard(task)
+        # Whoever asked may be gone: nobody else would look at what it raised.
+        if not task.cancelled() and task.exception() is not None:
+            _LOG.warning("an update ended: %s", task.exception())
+
+
+def _insist_proven(report: Mapping[str, Any], version: int) -> None:
+    """Raise ActivationError unless all ranks have proven that they run `version`."""
+    if report["version"] == version and report["digest_ok"] and report["probe_ok"]:
+        return
+    said = {name: report[name] for name in ("digest_ok", "probe_ok", "probe_max_abs_diff")}
+    raise ActivationError(f"ranks report version {report['version']} with {said}")
+
+
+async def _bounded(call: Awaitable[_T]) -> _T:
+    async with asyncio.timeout(CALL_LIMIT_S):
+        return await call
 
 
 def _updatable(config: Any) -> bool:  # noqa: ANN401 - vLLM's VllmConfig

@@ -1,10 +1,21 @@
 """Bodies and lines of the replica HTTP contract (docs/architecture.md)."""
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 from weight_transfer import OnUpdate
 
 MAX_BODY_BYTES = 4 << 20
+MAX_CONTROL_BYTES = 256 << 10
+
+TokenId = Annotated[int, Meta(ge=0, lt=1 << 32)]
+Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
+Int32 = Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)]
+Int64 = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+Epoch = Annotated[int, Meta(ge=0, le=1 << 53)]
+Name = Annotated[str, Meta(max_length=4_096)]
 
 
 class Sampling(msgspec.Struct, frozen=True, gc=False):
@@ -12,29 +23,29 @@ class Sampling(msgspec.Struct, frozen=True, gc=False):
 
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = 0
-    max_tokens: int = 16
-    min_tokens: int = 0
-    stop_token_ids: list[int] | None = None
-    allowed_token_ids: list[int] | None = None
-    seed: int | None = None
+    top_k: Int32 = 0
+    max_tokens: Count = 16
+    min_tokens: Count = 0
+    stop_token_ids: list[TokenId] | None = None
+    allowed_token_ids: list[TokenId] | None = None
+    seed: Int64 | None = None
 
 
 class GenerateBody(msgspec.Struct, frozen=True, gc=False):
     """Body of `POST /rose/v1/generate`."""
 
-    request_id: str
-    token_ids: list[int]
+    request_id: Name
+    token_ids: list[TokenId]
     sampling: Sampling = Sampling()
-    cache_salt: str | None = None
-    priority: int = 0
+    cache_salt: Name | None = None
+    priority: Int32 = 0
 
 
 class EpochBody(msgspec.Struct, frozen=True):
     """Body of `POST /rose/v1/drain` and `/rose/v1/admit`."""
 
-    epoch: int
-    reason: str = ""
+    epoch: Epoch
+    reason: Name = ""
 
 
 class ApplyBody(msgspec.Struct, frozen=True):
@@ -43,9 +54,9 @@ class ApplyBody(msgspec.Struct, frozen=True):
     `manifests` of versions that follow each other and are applied at once, or one `manifest`.
     """
 
-    chunks: str
-    manifest: str = ""
-    manifests: list[str] = []
+    chunks: Name
+    manifest: Name = ""
+    manifests: Annotated[list[Name], Meta(max_length=4_096)] = []
     on_update: OnUpdate = OnUpdate.RECOMPUTE
 
     @property

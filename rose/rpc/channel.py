@@ -3,15 +3,18 @@
 import grpc
 import grpc.aio
 
-# Frames are small by design (tables, leases, names): anything larger is a mistake or an attack.
-MAX_MESSAGE_BYTES = 4 << 20
+# Frames are small by design (leases, names, figures): anything larger is a mistake or an attack.
+MAX_REQUEST_BYTES = 256 << 10
+# Tables and snapshots of a whole cluster.
+MAX_REPLY_BYTES = 4 << 20
+# Of one connection, and of one server.
+MAX_STREAMS = 1_024
+MAX_CALLS = 8_192
 KEEPALIVE_MS = 2_000
 KEEPALIVE_TIMEOUT_MS = 3_000
 RECONNECT_MAX_MS = 1_000
 
 _LIMITS: tuple[tuple[str, int], ...] = (
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     # A peer that vanished without closing (power, cable) is noticed within one lease's life.
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
@@ -23,6 +26,8 @@ def channel_options() -> tuple[tuple[str, int], ...]:
     """Options of every channel."""
     return (
         *_LIMITS,
+        ("grpc.max_send_message_length", MAX_REQUEST_BYTES),
+        ("grpc.max_receive_message_length", MAX_REPLY_BYTES),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.max_reconnect_backoff_ms", RECONNECT_MAX_MS),
         ("grpc.initial_reconnect_backoff_ms", 100),
@@ -35,6 +40,9 @@ def server_options() -> tuple[tuple[str, int], ...]:
     """Options of every server."""
     return (
         *_LIMITS,
+        ("grpc.max_send_message_length", MAX_REPLY_BYTES),
+        ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
+        ("grpc.max_concurrent_streams", MAX_STREAMS),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
@@ -50,4 +58,4 @@ def make_channel(address: str) -> grpc.aio.Channel:
 
 def make_server() -> grpc.aio.Server:
     """A server without services and ports."""
-    return grpc.aio.server(options=server_options())
+    return grpc.aio.server(options=server_options(), maximum_concurrent_rpcs=MAX_CALLS)

@@ -11,7 +11,7 @@ What crosses the wall between the scheduler and its nodes, gateways, trainers an
   operator -- SetHarvest, Revoke, Snapshot
 
 The node is the authority over its capacity: a lease that it did not renew by a live offer is over, and expiry means
-revoked. Frames are small by design: MAX_MESSAGE_BYTES in rose/rpc/channel.py bounds them on both sides.
+revoked. Frames are small by design: rose/rpc/channel.py bounds what a scheduler takes and what it sends.
 """
 
 from collections import abc as _abc
@@ -1030,8 +1030,12 @@ class SnapshotReply(_message.Message):
     LATEST_VERSION_FIELD_NUMBER: _builtins.int
     JOBS_FIELD_NUMBER: _builtins.int
     OVERRIDES_FIELD_NUMBER: _builtins.int
+    TROUBLES_FIELD_NUMBER: _builtins.int
+    STORE_STALLED_S_FIELD_NUMBER: _builtins.int
     harvest: Global___HarvestMode.ValueType
     latest_version: _builtins.int
+    store_stalled_s: _builtins.float
+    """how long a write has waited for the store, 0 while it answers: nothing new is leased"""
     @_builtins.property
     def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___Replica]: ...
     @_builtins.property
@@ -1044,6 +1048,10 @@ class SnapshotReply(_message.Message):
     def jobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___JobView]: ...
     @_builtins.property
     def overrides(self) -> _containers.RepeatedCompositeFieldContainer[Global___HarvestOverride]: ...
+    @_builtins.property
+    def troubles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """of the scheduler's own process: tasks, logs"""
+
     def __init__(
         self,
         *,
@@ -1055,10 +1063,12 @@ class SnapshotReply(_message.Message):
         latest_version: _builtins.int = ...,
         jobs: _abc.Iterable[Global___JobView] | None = ...,
         overrides: _abc.Iterable[Global___HarvestOverride] | None = ...,
+        troubles: _abc.Iterable[_builtins.str] | None = ...,
+        store_stalled_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["guests", b"guests", "harvest", b"harvest", "hosts", b"hosts", "jobs", b"jobs", "latest_version", b"latest_version", "leases", b"leases", "overrides", b"overrides", "replicas", b"replicas"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["guests", b"guests", "harvest", b"harvest", "hosts", b"hosts", "jobs", b"jobs", "latest_version", b"latest_version", "leases", b"leases", "overrides", b"overrides", "replicas", b"replicas", "store_stalled_s", b"store_stalled_s", "troubles", b"troubles"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -11,7 +11,7 @@ What crosses the wall between the scheduler and its nodes, gateways, trainers an
   operator -- SetHarvest, Revoke, Snapshot
 
 The node is the authority over its capacity: a lease that it did not renew by a live offer is over, and expiry means
-revoked. Frames are small by design: MAX_MESSAGE_BYTES in rose/rpc/channel.py bounds them on both sides.
+revoked. Frames are small by design: rose/rpc/channel.py bounds what a scheduler takes and what it sends.
 """
 
 from collections import abc as _abc

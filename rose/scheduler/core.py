@@ -8,12 +8,16 @@
     demand        --> kept for each gateway: what a policy goes by
     silence       --> the node relays no weights until it speaks again
 
-Actions are carried out in order: what is persisted comes before what anybody is told.
+What must survive this process is durable before anybody is told. `writes` says what that is for a
+request, which is carried out once it is written. Of leases it is their epochs: a `Reserve` action
+asks for one, and the lease is granted with the `EpochReserved` that follows. Nothing else waits for
+the store, so live leases are renewed while it does not answer.
 """
 
 from elastic_scheduler import HarvestMode, HarvestPolicy, Policy
 from rose.errors import RefusedError
 from rose.rpc import rose_pb2 as pb
+from rose.scheduler.complaints import Complaints
 from rose.scheduler.demand import DemandBook
 from rose.scheduler.fleet import Fleet, NodeView
 from rose.scheduler.health_book import HealthBook
@@ -28,6 +32,7 @@ from rose.scheduler.messages import (
     Demanded,
     Detached,
     Drained,
+    EpochReserved,
     Event,
     HarvestSet,
     JobRegistered,
@@ -36,17 +41,30 @@ from rose.scheduler.messages import (
     PublishTable,
     Record,
     RevokeAsked,
+    StoredEvent,
     TakenBack,
     Tick,
     VersionAnnounced,
+    Write,
 )
 from rose.scheduler.relays import Relays
-from rose.scheduler.saved import Saved, VersionRecord, save_job, save_mode, save_version
+from rose.scheduler.saved import (
+    JobRecord,
+    Saved,
+    VersionRecord,
+    save_job,
+    save_mode,
+    save_version,
+)
 from rose.scheduler.versions import VersionChain
 from rose.scheduler.views import replica_rows, snapshot
 from rose.scheduler.wire import harvest_command
 
 TABLE_INTERVAL_S = 1.0
+MAX_NODES = 4_096
+MAX_OVERRIDES = 1_024
+# Of one stream: a node's engines keep their names.
+MAX_NAMED = 4_096
 
 
 class SchedulerCore:
@@ -75,10 +93,11 @@ class SchedulerCore:
         self._chain = VersionChain(saved.job, saved.versions)
         self._table = pb.ReplicaTable()
         self._published_s: float | None = None
-        self._complained: set[tuple[str, str]] = set()
+        self._complaints = Complaints()
 
     def step(self, event: Event, now_s: float) -> list[Action]:
         """What follows from an event at `now_s`, a monotonic clock's seconds."""
+        self._demand.drop_silent(now_s)
         actions = self._react(event, now_s)
         regulated = self._leasing.regulate(self._chain, self._fleet, now_s)
         if isinstance(event, HarvestSet):
@@ -89,7 +108,28 @@ class SchedulerCore:
             ]
             actions.append(Answer(len(releasing)))
         told = self._relays.told(self._fleet.nodes, now_s)
-        return actions + regulated + told + self._publish(now_s)
+        unsaid = self._complaints.due(now_s)
+        return actions + regulated + told + unsaid + self._publish(now_s)
+
+    def writes(self, event: StoredEvent) -> tuple[Write, ...]:
+        """What has to be durable before the event is carried out.
+
+        Raises `RefusedError` and `ConfigError` for one that cannot be.
+        """
+        match event:
+            case JobRegistered():
+                self._chain.check_job(event.job)
+                return (save_job(JobRecord(event.job, event.max_staleness)),)
+            case VersionAnnounced():
+                record = VersionRecord(event.version, event.parent, event.url)
+                return (save_version(record),) if self._chain.check(event.job, record) else ()
+            case HarvestSet():
+                self._check_mode(event)
+                return (save_mode(event.mode, event.replica),)
+
+    def complain(self, event: str, peer: str, reason: str, now_s: float) -> list[Record]:
+        """What to record of a peer's mistake: each once, and so many a minute."""
+        return self._complaints.about(event, peer, reason, now_s)
 
     def snapshot(self, now_s: float) -> pb.SnapshotReply:
         """Everything an operator may ask about."""
@@ -104,24 +144,36 @@ class SchedulerCore:
                 return self._detach(event.stream)
             case Demanded():
                 self._demand.hear(event.gateway, event.jobs, now_s)
-                return self._leasing.switched(event.switches)
-            case JobRegistered():
-                job = self._chain.register(event.job, event.max_staleness)
-                return [save_job(job), *self._rejudge(now_s), Answer(self._chain.latest)]
-            case VersionAnnounced():
-                return self._announce(event, now_s)
-            case HarvestSet():
-                self._policy.set_mode(event.mode, event.replica)
-                return [save_mode(event.mode, event.replica), *self._tell_modes()]
+                actions, refused = self._leasing.switched(event.switches, now_s)
+                for reason in refused:
+                    actions += self.complain("switch_refused", event.gateway, reason, now_s)
+                return actions
             case RevokeAsked():
                 return self._revoke(event, now_s)
+            case EpochReserved():
+                self._leasing.reserved(event.replica, event.epoch)
+                return []
             case Tick():
                 return []
+            case JobRegistered() | VersionAnnounced() | HarvestSet():
+                return self._carry_out(event, now_s)
         view = self._fleet.of_stream(event.stream)
         if view is None:  # A stream that was replaced or lost has no say any more.
             return []
         view.heard_s = now_s
         return self._hear(event, view, now_s)
+
+    def _carry_out(self, event: StoredEvent, now_s: float) -> list[Action]:
+        match event:
+            case JobRegistered():
+                self._chain.register(event.job, event.max_staleness)
+                return [*self._rejudge(now_s), Answer(self._chain.latest)]
+            case VersionAnnounced():
+                return self._announce(event, now_s)
+            case HarvestSet():
+                self._check_mode(event)
+                self._policy.set_mode(event.mode, event.replica)
+                return self._tell_modes()
 
     def _hear(
         self,
@@ -131,12 +183,7 @@ class SchedulerCore:
     ) -> list[Action]:
         match event:
             case Offered():
-                silent = view.lapsed(now_s)
-                lapsed = self._leasing.lapsed(silent) + self._healths.lapsed(silent)
-                taken = self._fleet.replace_offers(view, event.offers, now_s)
-                elsewhere = [f"{replica} is offered by another node already" for replica in taken]
-                heard = self._healths.hear(view.offers.values(), self._chain, now_s)
-                return lapsed + heard + self._complain(view.node, [*event.refused, *elsewhere])
+                return self._offered(event, view, now_s)
             case Measured():
                 view.telemetry = event.telemetry
                 return []
@@ -149,9 +196,36 @@ class SchedulerCore:
             case Activated():
                 return self._activated(event, view, now_s)
 
+    def _offered(self, event: Offered, view: NodeView, now_s: float) -> list[Action]:
+        if len(view.named.union(each.replica for each in event.offers)) > MAX_NAMED:
+            raise RefusedError(
+                f"node {view.node} offered {MAX_NAMED} replicas by now; give engines lasting names"
+            )
+        silent = view.lapsed(now_s)
+        lapsed = self._leasing.lapsed(silent) + self._healths.lapsed(silent)
+        believed = tuple(each for each in event.offers if self._leasing.believes(each))
+        taken = self._fleet.replace_offers(view, believed, now_s)
+        heard = self._healths.hear(view.offers.values(), self._chain, now_s)
+        reasons = [
+            *event.refused,
+            *(f"{replica} is offered by another node already" for replica in taken),
+            *(
+                f"epoch {each.epoch} of {each.replica} is far ahead of this store; start its node"
+                " anew"
+                for each in event.offers
+                if not self._leasing.believes(each)
+            ),
+        ]
+        complaints: list[Action] = []
+        for reason in reasons:
+            complaints += self.complain("offer_refused", view.node, reason, now_s)
+        return lapsed + heard + complaints
+
     def _attach(self, event: Attached, now_s: float) -> list[Action]:
         actions: list[Action] = []
         earlier = self._fleet.of_node(event.node)
+        if earlier is None and len(self._fleet.streams) >= MAX_NODES:
+            raise RefusedError(f"{MAX_NODES} nodes are attached; give others a scheduler of theirs")
         if earlier is not None:
             # The node came back before its old stream was noticed broken.
             actions += [
@@ -167,7 +241,7 @@ class SchedulerCore:
         view = self._fleet.detach(stream)
         if view is None:
             return []
-        self._healths.forget(view.offers)
+        self._healths.forget(view.named)
         return [Record("node_lost", {"node": view.node}), *self._leasing.lost(stream)]
 
     def _activated(self, event: Activated, view: NodeView, now_s: float) -> list[Action]:
@@ -184,7 +258,6 @@ class SchedulerCore:
         streams, command = self._fleet.streams, self._chain.command(record)
         fields: dict[str, object] = {"job": event.job, "version": event.version}
         return [
-            save_version(record),
             *(Command(stream, command) for stream in streams),
             Record("version_announced", {**fields, "parent": event.parent}),
             *self._rejudge(now_s),
@@ -216,11 +289,13 @@ class SchedulerCore:
         commands = self._mode_commands()
         return [Command(stream, each) for stream in self._fleet.streams for each in commands]
 
-    def _complain(self, node: str, reasons: list[str]) -> list[Action]:
-        """Record each reason once: offers repeat twice a second."""
-        fresh = [reason for reason in reasons if (node, reason) not in self._complained]
-        self._complained.update((node, reason) for reason in fresh)
-        return [Record("offer_refused", {"node": node, "reason": reason}) for reason in fresh]
+    def _check_mode(self, event: HarvestSet) -> None:
+        own = self._policy.overrides
+        more = event.mode is not HarvestMode.ACTIVE and event.replica is not None
+        if more and event.replica not in own and len(own) >= MAX_OVERRIDES:
+            raise RefusedError(
+                f"{MAX_OVERRIDES} replicas have modes of their own; set the mode of the cluster"
+            )
 
     def _publish(self, now_s: float) -> list[Action]:
         table = pb.ReplicaTable(

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from elastic_scheduler import JobDemand
+from rose.errors import RefusedError
 
 # A gateway reports every second: one that was silent for this long is gone, and its turns with it.
 REPORT_TTL_S = 5.0
@@ -65,17 +66,24 @@ class DemandBook:
 
     def __init__(self, ttl_s: float = REPORT_TTL_S) -> None:
         self._ttl_s = ttl_s
-        self._reports: dict[str, tuple[float, tuple[JobFigures, ...]]] = {}
+        # Of each gateway: when it was heard, and the sum of its jobs.
+        self._reports: dict[str, tuple[float, JobFigures]] = {}
         self._work: dict[str, _Work] = {}
         self._known = False
 
     def hear(self, gateway: str, jobs: Iterable[JobFigures], now_s: float) -> None:
-        """A gateway said what its turns need; what it said before is void."""
+        """A gateway said what its turns need; what it said before is void.
+
+        Raises `RefusedError` for one more gateway than can be told apart.
+        """
+        self.drop_silent(now_s)
+        if gateway not in self._reports and len(self._reports) >= GATEWAYS_KEPT:
+            raise RefusedError(
+                f"{GATEWAYS_KEPT} gateways report already; stop those that are not needed"
+            )
         self._known = True
         self._reports.pop(gateway, None)
-        self._reports[gateway] = (now_s, tuple(each.cleaned() for each in jobs))
-        while len(self._reports) > GATEWAYS_KEPT:
-            del self._reports[next(iter(self._reports))]
+        self._reports[gateway] = (now_s, _sum("", (each.cleaned() for each in jobs)))
 
     def figures(self, job: str, now_s: float) -> JobFigures | None:
         """All that live gateways say together; None while none ever reported.
@@ -84,22 +92,11 @@ class DemandBook:
         """
         if not self._known:
             return None
-        mine = [
-            each
-            for heard_s, jobs in self._reports.values()
-            if now_s < heard_s + self._ttl_s
-            for each in jobs
-        ]
-        return JobFigures(
-            job,
-            sum(each.turns for each in mine),
-            sum(each.owed_tokens for each in mine),
-            sum(each.made_tok_s for each in mine),
-        )
+        live = (said for heard_s, said in self._reports.values() if now_s < heard_s + self._ttl_s)
+        return _sum(job, live)
 
     def demand(self, job: str, step: int, now_s: float) -> JobDemand:
         """What a policy should reckon with; infinite while no gateway ever reported."""
-        self._drop_silent(now_s)
         figures = self.figures(job, now_s)
         if figures is None:
             return JobDemand(job, step=step)
@@ -112,12 +109,26 @@ class DemandBook:
         to_come = figures.made_tok_s * min(MOST_WORK_S, now_s - work.since_s)
         return JobDemand(job, figures.turns, figures.owed_tokens + to_come, step)
 
-    def _drop_silent(self, now_s: float) -> None:
+    def drop_silent(self, now_s: float) -> None:
+        """Forget gateways that are gone, whether or not anybody asks for demand."""
         # Oldest first: a report that is replaced moves to the end.
         for gateway, (heard_s, _) in list(self._reports.items()):
             if now_s < heard_s + self._ttl_s:
                 break
             del self._reports[gateway]
+
+    def __len__(self) -> int:
+        return len(self._reports)
+
+
+def _sum(job: str, figures: Iterable[JobFigures]) -> JobFigures:
+    each = tuple(figures)
+    return JobFigures(
+        job,
+        sum(one.turns for one in each),
+        sum(one.owed_tokens for one in each),
+        sum(one.made_tok_s for one in each),
+    )
 
 
 def _figure(value: float) -> float:

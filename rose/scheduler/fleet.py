@@ -16,6 +16,7 @@ class NodeView:
     relay_url: str = ""
     heard_s: float = 0.0
     offers: dict[str, Offer] = field(default_factory=dict)
+    named: set[str] = field(default_factory=set)  # replicas that it ever offered
     offered_s: float = 0.0
     telemetry: pb.Telemetry = field(default_factory=pb.Telemetry)
 
@@ -70,6 +71,7 @@ class Fleet:
             if not offer.is_stale(other.offered_s, now_s)
         }
         view.offers = {offer.replica: offer for offer in offers if offer.replica not in taken}
+        view.named.update(view.offers)
         view.offered_s = now_s
         return [offer.replica for offer in offers if offer.replica in taken]
 

@@ -1,14 +1,17 @@
 """Leases as they follow from offers, modes and time, and the commands that tell the nodes."""
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from elastic_scheduler import (
+    Decision,
+    HarvestPlan,
     HarvestPolicy,
     Holding,
     Lease,
     LeaseBook,
+    LeaseError,
     LeaseState,
     Move,
     Offer,
@@ -22,13 +25,29 @@ from elastic_scheduler import (
 from rose.scheduler.demand import DemandBook, Switched
 from rose.scheduler.fleet import Fleet
 from rose.scheduler.health_book import HealthBook
-from rose.scheduler.messages import Action, Command, Record
+from rose.scheduler.messages import Action, Command, EpochReserved, Record, Reserve
 from rose.scheduler.saved import save_epoch
 from rose.scheduler.versions import VersionChain
 from rose.scheduler.wire import lease_command, release_command
 
 # A leased replica may miss turns this long, to catch up with a version, before others are sought.
 HELPLESS_S = 15.0
+# From a lease to its first token: an engine that takes longer has failed.
+MAX_SWITCH_S = 600.0
+# A gateway may have measured from a little before the grant, by its clock.
+SWITCH_SLACK_S = 5.0
+MAX_PROMISES = 4_096
+# What broke is tried again after this: it must neither end its neighbours' leases nor fill a disk.
+BROKEN_PAUSE_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Promise:
+    """A lease that was decided and waits for its epoch to be durable."""
+
+    move: Move
+    epoch: int
+    since_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +60,12 @@ class LeaseTimes:
 
 
 class Leasing:
-    """The lease book of attached nodes. A lease belongs to the stream that it was sent on."""
+    """The lease book of attached nodes. A lease belongs to the stream that it was sent on.
+
+        decided --> promised --(its epoch is durable)--> granted
+
+    What breaks for one replica, or in the policy, is recorded and rests; all else goes on.
+    """
 
     def __init__(
         self,
@@ -65,6 +89,16 @@ class Leasing:
         self._book = LeaseBook(times.ttl_s, epochs)
         self._stream_of: dict[str, int] = {}
         self._not_before_s: dict[str, float] = {}
+        self._promises: dict[str, _Promise] = {}
+        self._policy_rests_until_s = 0.0
+
+    def believes(self, offer: Offer) -> bool:
+        """Whether the node can have seen the epoch that it says."""
+        return self._book.believes(offer.replica, offer.epoch)
+
+    def reserved(self, replica: str, epoch: int) -> None:
+        """The epoch is durable: `regulate` grants what was promised under it."""
+        self._book.reserve(replica, epoch)
 
     def leases(self) -> tuple[Lease, ...]:
         """All leases that were not ended."""
@@ -82,38 +116,48 @@ class Leasing:
             Record("lease_expired", _fields(lease)) for lease in self._book.expire(now_s)
         ]
         offers = {offer.replica: offer for offer in fleet.live_offers(now_s)}
+        actions += self._keep_promises(offers, fleet, now_s)
         plan = self._allowed.plan(offers.values(), self._book.leases())
         for lease in plan.release:
-            actions += self._release(lease, "harvest", now_s)
+            release = partial(self._release, lease, "harvest", now_s)
+            actions += self._apart(lease.replica, release, now_s)
         for lease in plan.renew:
-            actions += self._renew(lease, now_s)
+            actions += self._apart(lease.replica, partial(self._renew, lease, now_s), now_s)
         if chain.job is None:
             return actions
-        held = self._held_now(plan.renew, offers, now_s)
-        free = tuple(o for o in plan.lease if now_s >= self._not_before_s.get(o.replica, now_s))
-        jobs = (self._demand.demand(chain.job.job, chain.latest, now_s),)
-        decision = self._policy.decide(Situation(now_s, free, held, jobs))
+        self._forget_past(now_s)
+        decision, broken = self._decide(chain.job.job, chain.latest, plan, offers, now_s)
+        actions += broken
         for move in decision.take:
-            actions += self._grant(move, offers[move.replica], fleet, now_s)
-        leases = {lease.replica: lease for lease in plan.renew}
+            take = partial(self._take, move, offers, fleet, now_s)
+            actions += self._apart(move.replica, take, now_s)
         for move in decision.give_back:
-            self._note("give back", move, now_s)
-            actions += self._release(leases[move.replica], move.why, now_s)
+            actions += self._apart(move.replica, partial(self._give_back, move, now_s), now_s)
         return actions
 
-    def switched(self, switches: Iterable[Switched]) -> list[Action]:
-        """First tokens under leases that live: what a switch costs. Each lease has one."""
+    def switched(
+        self, switches: Iterable[Switched], now_s: float
+    ) -> tuple[list[Action], list[str]]:
+        """First tokens under leases that live: what a switch costs. Each lease has one.
+
+        Returns what follows, and what is not believed: no switch can be longer than its lease.
+        """
         actions: list[Action] = []
+        refused: list[str] = []
         for each in switches:
             holding = self._holdings.get(each.replica)
             lease = self._current(each.replica, each.epoch)
             known = self._switched.get(each.replica) == each.epoch
-            if lease is None or holding is None or known or not 0 <= each.took_s < math.inf:
+            if lease is None or holding is None or known:
+                continue
+            most_s = min(MAX_SWITCH_S, now_s - holding.since_s + SWITCH_SLACK_S)
+            if not 0 <= each.took_s <= most_s:
+                refused.append(f"a switch to {lease.id} cannot have taken {each.took_s:.0f} s")
                 continue
             self._switched[each.replica] = each.epoch
             self._policy.switched(holding.offer, each.took_s)
             actions.append(Record("first_token", {**_fields(lease), "took_s": each.took_s}))
-        return actions
+        return actions, refused
 
     def explained(self, replica: str) -> tuple[Reason, ...]:
         """Why the replica was leased and given back lately, oldest first."""
@@ -185,6 +229,7 @@ class Leasing:
         over = [lease for lease in self._book.leases() if self._stream_of[lease.replica] == stream]
         for lease in over:
             self._book.revoke(lease.replica, lease.epoch)
+        self._stream_of = {n: each for n, each in self._stream_of.items() if each != stream}
         return [
             Record("lease_released", {**_fields(lease), "reason": "node lost"}) for lease in over
         ]
@@ -213,6 +258,88 @@ class Leasing:
         told = lease_command(renewed, self._times.ttl_s)
         return [Command(self._stream_of[lease.replica], told)]
 
+    def _apart(self, replica: str, act: Callable[[], list[Action]], now_s: float) -> list[Action]:
+        """Do something for one replica; whatever is wrong with it, the others have their leases."""
+        try:
+            return act()
+        except Exception as error:  # noqa: BLE001 - one replica must not end all; it rests
+            for lease in self._book.leases():
+                if lease.replica == replica:
+                    self._book.revoke(replica, lease.epoch)
+            self._promises.pop(replica, None)
+            self._not_before_s[replica] = now_s + BROKEN_PAUSE_S
+            return [Record("replica_broken", {"replica": replica, "message": repr(error)[:200]})]
+
+    def _decide(
+        self, job: str, step: int, plan: HarvestPlan, offers: Mapping[str, Offer], now_s: float
+    ) -> tuple[Decision, list[Action]]:
+        """Ask the policy. One that breaks is asked again later, and until then nothing changes."""
+        held = self._held_now(plan.renew, offers, now_s)
+        promised = tuple(
+            Holding(each.move.job, offers[name], each.since_s)
+            for name, each in self._promises.items()
+            if name in offers
+        )
+        free = tuple(
+            offer
+            for offer in plan.lease
+            if now_s >= self._not_before_s.get(offer.replica, now_s)
+            and offer.replica not in self._promises
+        )
+        nothing = Decision((), ())
+        if now_s < self._policy_rests_until_s:
+            return nothing, []
+        try:
+            jobs = (self._demand.demand(job, step, now_s),)
+            return self._policy.decide(Situation(now_s, free, held + promised, jobs)), []
+        except Exception as error:  # noqa: BLE001 - a broken policy must not end live leases
+            self._policy_rests_until_s = now_s + BROKEN_PAUSE_S
+            return nothing, [Record("policy_broken", {"message": repr(error)[:200]})]
+
+    def _forget_past(self, now_s: float) -> None:
+        self._not_before_s = {n: at_s for n, at_s in self._not_before_s.items() if now_s < at_s}
+        self._switched = {n: e for n, e in self._switched.items() if n in self._holdings}
+
+    def _keep_promises(
+        self, offers: Mapping[str, Offer], fleet: Fleet, now_s: float
+    ) -> list[Action]:
+        """Grant what was decided, once its epoch is durable and if it still may be."""
+        actions: list[Action] = []
+        due = [n for n, each in self._promises.items() if self._book.reserved(n, each.epoch - 1)]
+        plan = self._allowed.plan(offers.values(), self._book.leases()) if due else None
+        free = {offer.replica: offer for offer in plan.lease} if plan else {}
+        for name in due:
+            promise = self._promises.pop(name)
+            if name in free and now_s >= self._not_before_s.get(name, now_s):
+                take = partial(self._take, promise.move, free, fleet, now_s)
+                actions += self._apart(name, take, now_s)
+        return actions
+
+    def _take(
+        self, move: Move, offers: Mapping[str, Offer], fleet: Fleet, now_s: float
+    ) -> list[Action]:
+        """Grant under an epoch that is durable; without one, have the next one made so."""
+        offer = offers[move.replica]
+        if self._book.reserved(offer.replica, offer.epoch):
+            return self._grant(move, offer, fleet, now_s)
+        if len(self._promises) >= MAX_PROMISES:
+            return []
+        try:
+            epoch = self._book.proposed(offer.replica, offer.epoch)
+        except LeaseError as error:
+            self._not_before_s[offer.replica] = now_s + BROKEN_PAUSE_S
+            return [Record("lease_refused", {"replica": offer.replica, "reason": str(error)})]
+        self._promises[offer.replica] = _Promise(move, epoch, now_s)
+        # An epoch that a node saw must never be handed out again.
+        return [Reserve(save_epoch(offer.replica, epoch), EpochReserved(offer.replica, epoch))]
+
+    def _give_back(self, move: Move, now_s: float) -> list[Action]:
+        self._note("give back", move, now_s)
+        if self._promises.pop(move.replica, None) is not None:
+            return []
+        lease = self._book.live(move.replica, now_s)
+        return [] if lease is None else self._release(lease, move.why, now_s)
+
     def _grant(self, move: Move, offer: Offer, fleet: Fleet, now_s: float) -> list[Action]:
         view = fleet.of_replica(offer.replica)
         if view is None:
@@ -224,8 +351,6 @@ class Leasing:
         self._note("lease", move, now_s)
         fields = {**_fields(lease), "node": view.node, "kind": offer.kind.value, "why": move.why}
         return [
-            # Before the command: an epoch that a node saw must never be handed out again.
-            save_epoch(lease.replica, lease.epoch),
             Command(view.stream, lease_command(lease, self._times.ttl_s)),
             Record("lease_granted", fields),
         ]

@@ -2,6 +2,8 @@
 
 import asyncio
 
+import grpc
+
 from rose.rpc import rose_pb2 as pb
 
 # Far more than a version chain: a node this far behind attaches anew and gets all of it again.
@@ -15,6 +17,7 @@ class CommandQueue:
         self._queue: asyncio.Queue[pb.NodeCommand | None] = asyncio.Queue(limit + 1)
         self._limit = limit
         self.closed: str | None = None
+        self.code = grpc.StatusCode.ABORTED
 
     def put(self, command: pb.NodeCommand) -> None:
         """Add a command; closes the queue when the node does not keep up."""
@@ -23,10 +26,10 @@ class CommandQueue:
         elif self.closed is None:
             self._queue.put_nowait(command)
 
-    def close(self, reason: str) -> None:
+    def close(self, reason: str, code: grpc.StatusCode = grpc.StatusCode.ABORTED) -> None:
         """Let `get` return None once all commands before are taken."""
         if self.closed is None:
-            self.closed = reason
+            self.closed, self.code = reason, code
             self._queue.put_nowait(None)
 
     async def get(self) -> pb.NodeCommand | None:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import fcntl
+import logging
 import math
 import signal
 import socket
@@ -14,9 +15,13 @@ from pathlib import Path
 import grpc.aio
 
 from elastic_scheduler import HarvestMode, make_policy, policy_names
-from rose.cli.parser import Parser
+from rose.background import Background
+from rose.cli.parser import Parser, add_log_limits, taken_log_limits
 from rose.errors import ConfigError, RoseError
-from rose.eventlog import EventLog
+from rose.eventlog import Logs
+from rose.exposure import check_exposure
+from rose.jsonl import BOUNDED, LogLimits
+from rose.log_thread import log_to_stderr
 from rose.rpc.channel import make_server
 from rose.rpc.rose_pb2_grpc import add_SchedulerServicer_to_server
 from rose.scheduler.core import SchedulerCore
@@ -40,8 +45,13 @@ class SchedulerSettings:
     harvest: HarvestMode
     cooldown_s: float
     policy: str = "rose"
+    log_limits: LogLimits = BOUNDED
+    insecure: bool = False
 
     def __post_init__(self) -> None:
+        check_exposure(
+            self.host, self.insecure, "lease every replica, announce weights and see every prompt"
+        )
         if not 0 <= self.port < 1 << 16:
             raise ConfigError(f"port {self.port} does not exist; give --port 1 to 65535")
         if not (math.isfinite(self.cooldown_s) and self.cooldown_s >= 0):
@@ -56,6 +66,7 @@ def settings_of(argv: Sequence[str]) -> SchedulerSettings:
     add("--port", type=int, default=DEFAULT_PORT, metavar="N", help=f"default {DEFAULT_PORT}")
     add("--store", type=Path, required=True, metavar="FILE", help="SQLite file, made if missing")
     add("--log-dir", type=Path, required=True, metavar="DIR", help="where events go")
+    add_log_limits(parser)
     add(
         "--harvest",
         type=str.upper,
@@ -76,6 +87,11 @@ def settings_of(argv: Sequence[str]) -> SchedulerSettings:
         choices=policy_names(),
         help="which offers are leased (default rose: by net benefit)",
     )
+    add(
+        "--insecure",
+        action="store_true",
+        help="serve an address of the network, though nobody is asked who he is",
+    )
     args = parser.parse_args(argv)
     return SchedulerSettings(
         args.host,
@@ -85,42 +101,52 @@ def settings_of(argv: Sequence[str]) -> SchedulerSettings:
         HarvestMode[args.harvest],
         args.cooldown_s,
         args.policy,
+        taken_log_limits(vars(args)),
+        args.insecure,
     )
 
 
 async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
-    """Serve until `stop` is set. Raises `RoseError` when it cannot, or its store fails."""
+    """Serve until `stop` is set. Raises `RoseError` when it cannot begin."""
     with _only_owner(settings.store), contextlib.ExitStack() as stack:
         store = SqliteStore(settings.store)
         stack.callback(store.close)
-        events = _event_log(settings.log_dir)
-        stack.callback(events.close)
+        logs = Logs(settings.log_dir, settings.log_limits)
+        stack.callback(logs.close)
+        events = logs.events("scheduler")
         times = LeaseTimes(cooldown_s=settings.cooldown_s)
         core = SchedulerCore(load(store), settings.harvest, times, make_policy(settings.policy))
-        service = SchedulerService(core, store, events)
+        background = Background(events.write)
+        service = SchedulerService(
+            core, store, events, lambda: [*background.troubles(), *logs.troubles()]
+        )
         server = make_server()
         add_SchedulerServicer_to_server(service, server)
         port = _bind(server, settings)
         await server.start()
         events.write("scheduler_started", port=port)
         try:
-            await _until_stopped(service, stop)
+            await _until_stopped(background, service, stop)
         finally:
             service.close()
             await server.stop(STOP_GRACE_S)
             events.write("scheduler_stopped")
 
 
-async def _until_stopped(service: SchedulerService, stop: asyncio.Event) -> None:
-    ticking = asyncio.create_task(service.tick())
+async def _until_stopped(
+    background: Background, service: SchedulerService, stop: asyncio.Event
+) -> None:
+    background.start("tick", service.tick)
+    failed = asyncio.create_task(background.failed())
     stopping = asyncio.create_task(stop.wait())
     try:
-        await asyncio.wait([ticking, stopping], return_when=asyncio.FIRST_COMPLETED)
-        if ticking.done():
-            ticking.result()
+        await asyncio.wait([failed, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if failed.done():
+            failed.result()
     finally:
-        ticking.cancel()
+        failed.cancel()
         stopping.cancel()
+        await background.close()
 
 
 def _bind(server: grpc.aio.Server, settings: SchedulerSettings) -> int:
@@ -136,13 +162,6 @@ def _bind(server: grpc.aio.Server, settings: SchedulerSettings) -> int:
             f"{address} cannot be bound ({error}); free the port or give another --port"
         ) from error
     return port
-
-
-def _event_log(folder: Path) -> EventLog:
-    try:
-        return EventLog(folder, "scheduler")
-    except OSError as error:
-        raise ConfigError(f"events cannot be written ({error}); give another --log-dir") from error
 
 
 @contextlib.contextmanager
@@ -176,6 +195,7 @@ async def _run(settings: SchedulerSettings) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Run a scheduler; 0 after SIGTERM or SIGINT, 2 with one line for what cannot be."""
+    log_to_stderr(logging.WARNING)
     try:
         asyncio.run(_run(settings_of(argv)))
     except RoseError as error:

@@ -118,8 +118,21 @@ class RevokeAsked:
 
 
 @dataclass(frozen=True, slots=True)
+class EpochReserved:
+    """A lease's epoch is durable: whatever happens to this process, it is never used again."""
+
+    replica: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time passed."""
+
+
+# Events that change what is stored: `SchedulerCore.writes` says how, and once that is durable the
+# event is carried out.
+StoredEvent = JobRegistered | VersionAnnounced | HarvestSet
 
 
 Event = (
@@ -135,6 +148,7 @@ Event = (
     | VersionAnnounced
     | HarvestSet
     | RevokeAsked
+    | EpochReserved
     | Tick
 )
 
@@ -142,11 +156,19 @@ Event = (
 
 
 @dataclass(frozen=True, slots=True)
-class Persist:
-    """Write to the store before any later action; None deletes the key."""
+class Write:
+    """A value for the store; None deletes the key."""
 
     key: str
     value: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """Make an epoch durable, then say so; nothing else waits for it."""
+
+    write: Write
+    then: EpochReserved
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,4 +209,4 @@ class Answer:
     value: int
 
 
-Action = Persist | Command | CloseStream | PublishTable | Record | Answer
+Action = Reserve | Command | CloseStream | PublishTable | Record | Answer

@@ -12,9 +12,10 @@ import json
 from dataclasses import dataclass, field
 
 from elastic_scheduler import HarvestMode
+from elastic_scheduler.offer import MAX_EPOCH, MAX_VERSION
 from rose.errors import ConfigError
-from rose.scheduler.messages import Persist
-from rose.store import Store
+from rose.scheduler.messages import Write
+from rose.store import Entry, Store
 
 EPOCHS, HARVEST, JOB, VERSIONS = "epochs/", "harvest", "job", "versions/"
 
@@ -61,42 +62,53 @@ def _load(store: Store) -> Saved:
     mode, job = store.get(HARVEST), store.get(JOB)
     own = HARVEST + "/"
     return Saved(
-        epochs={
-            entry.key.removeprefix(EPOCHS): int(json.loads(entry.value))
-            for entry in store.list(EPOCHS)
-        },
+        epochs={entry.key.removeprefix(EPOCHS): _epoch(entry) for entry in store.list(EPOCHS)},
         mode=HarvestMode(json.loads(mode.value)) if mode else None,
         overrides={
             entry.key.removeprefix(own): HarvestMode(json.loads(entry.value))
             for entry in store.list(own)
         },
         job=JobRecord(**json.loads(job.value)) if job else None,
-        versions=tuple(VersionRecord(**json.loads(e.value)) for e in store.list(VERSIONS)),
+        versions=tuple(_version(entry) for entry in store.list(VERSIONS)),
     )
 
 
-def save_epoch(replica: str, epoch: int) -> Persist:
+def _epoch(entry: Entry) -> int:
+    epoch = int(json.loads(entry.value))
+    if not 0 <= epoch <= MAX_EPOCH:
+        raise ValueError(f"{entry.key} is {epoch}")
+    return epoch
+
+
+def _version(entry: Entry) -> VersionRecord:
+    record = VersionRecord(**json.loads(entry.value))
+    if not 0 <= record.parent < record.version <= MAX_VERSION:
+        raise ValueError(f"{entry.key} has parent {record.parent}")
+    return record
+
+
+def save_epoch(replica: str, epoch: int) -> Write:
     """The newest epoch of a replica."""
-    return Persist(EPOCHS + replica, _encode(epoch))
+    return Write(EPOCHS + replica, _encode(epoch))
 
 
-def save_mode(mode: HarvestMode, replica: str | None) -> Persist:
+def save_mode(mode: HarvestMode, replica: str | None) -> Write:
     """The mode of all, or of one replica; ACTIVE for one replica means no entry."""
     if replica is None:
-        return Persist(HARVEST, _encode(mode.value))
+        return Write(HARVEST, _encode(mode.value))
     key = f"{HARVEST}/{replica}"
-    return Persist(key, None if mode is HarvestMode.ACTIVE else _encode(mode.value))
+    return Write(key, None if mode is HarvestMode.ACTIVE else _encode(mode.value))
 
 
-def save_job(job: JobRecord) -> Persist:
+def save_job(job: JobRecord) -> Write:
     """The job and its staleness bound."""
-    return Persist(JOB, _encode({"job": job.job, "max_staleness": job.max_staleness}))
+    return Write(JOB, _encode({"job": job.job, "max_staleness": job.max_staleness}))
 
 
-def save_version(record: VersionRecord) -> Persist:
+def save_version(record: VersionRecord) -> Write:
     """One version; its key sorts as its number does."""
     value = {"version": record.version, "parent": record.parent, "url": record.url}
-    return Persist(f"{VERSIONS}{record.version:020d}", _encode(value))
+    return Write(f"{VERSIONS}{record.version:020d}", _encode(value))
 
 
 def _encode(value: object) -> bytes:

@@ -1,75 +1,114 @@
-"""The gRPC shell of the core: streams in, streams out, one step at a time."""
+"""The gRPC shell of the core: streams in, streams out, one step at a time.
+
+A peer that sends what means nothing ends its own stream or call, with a line for it and an event.
+Whatever else breaks while something is handled ends no more than that, and never the process.
+"""
 
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import NoReturn, TypeVar
 
 import grpc
 import grpc.aio
 from typing_extensions import override
 
-from rose.errors import ConfigError, RefusedError, RoseError
+from elastic_scheduler import HarvestMode
+from rose.errors import ConfigError, RefusedError
 from rose.eventlog import EventLog
 from rose.rpc import rose_pb2 as pb
 from rose.rpc.rose_pb2_grpc import SchedulerServicer
+from rose.scheduler import wire
 from rose.scheduler.core import SchedulerCore
 from rose.scheduler.mailbox import CommandQueue, TableSlot
 from rose.scheduler.messages import (
     Action,
     Answer,
-    Attached,
     CloseStream,
     Command,
     Detached,
     Event,
     HarvestSet,
-    JobRegistered,
-    Persist,
     PublishTable,
     Record,
-    RevokeAsked,
+    Reserve,
+    StoredEvent,
     Tick,
-    VersionAnnounced,
 )
-from rose.scheduler.wire import demanded, event_of, mode_of
+from rose.scheduler.writer import StoreWriter
 from rose.store import Store
 
 PROTOCOL = 1
 TICK_S = 0.1
+# After a tick that broke: its cause is likely still there.
+BROKEN_TICK_S = 1.0
+HELLO_S = 10.0
+MAX_WATCHERS = 1_024
+# How long a caller waits for the store, and how many may.
+ANSWER_S = 5.0
+MAX_COMMITS = 64
+
+Request = TypeVar("Request")
+Context = grpc.aio.ServicerContext
+CODES = {
+    ConfigError: grpc.StatusCode.INVALID_ARGUMENT,
+    RefusedError: grpc.StatusCode.FAILED_PRECONDITION,
+}
+BROKEN = "the scheduler could not handle this; see its events"
 
 
 class SchedulerService(SchedulerServicer):
     """Feeds the core and carries out its actions, all on one event loop.
 
-    Store writes happen on the loop: they are rare and small, and nobody may be told before they
-    are durable. When one fails, nothing more is sent and `tick` ends with the error: leases run out
-    by themselves.
+    The store is written to beside the loop. Whoever asked for what must be durable is answered when
+    it is; while the store does not answer, nothing new is granted and live leases are renewed.
     """
 
-    def __init__(self, core: SchedulerCore, store: Store, events: EventLog) -> None:
+    def __init__(
+        self,
+        core: SchedulerCore,
+        store: Store,
+        events: EventLog,
+        troubles: Callable[[], Iterable[str]] = tuple,
+        answer_s: float = ANSWER_S,
+    ) -> None:
+        """`troubles`: what the process lacks now, for a snapshot."""
+        self._troubles = troubles
         self._core = core
-        self._store = store
+        self._writer = StoreWriter(store, events.write)
         self._events = events
+        self._answer_s = answer_s
         self._streams = itertools.count(1)
         self._queues: dict[int, CommandQueue] = {}
         self._watchers: set[TableSlot] = set()
         self._table = pb.ReplicaTable()
-        self._failure: RoseError | None = None
+        # Requests change the store in the order in which they came.
+        self._order = asyncio.Lock()
+        self._commits: set[asyncio.Task[int | None]] = set()
+        self._reservations: set[asyncio.Task[None]] = set()
+        self._closings = 0
 
     async def tick(self) -> None:
-        """Until cancelled: let time pass for the core. Raises the store's error when it fails."""
-        while self._failure is None:
-            self._step(Tick())
+        """Until cancelled: let time pass for the core. A tick that breaks is not the last one."""
+        while True:
+            self._writer.check()
+            try:
+                self._step(Tick())
+            except Exception as error:  # noqa: BLE001 - leases must go on; recorded, with a pause
+                self._complain("tick_broken", "tick", repr(error))
+                await asyncio.sleep(BROKEN_TICK_S)
             await asyncio.sleep(TICK_S)
-        raise self._failure
 
     def close(self) -> None:
-        """End all streams, so that none is cut off when the server stops."""
+        """End all streams, so that none is cut off when the server stops; write no more."""
         for queue in self._queues.values():
             queue.close("the scheduler stops; attach again")
         for slot in self._watchers:
             slot.put(None)
+        for task in (*self._commits, *self._reservations):
+            task.cancel()
+        self._writer.close()
 
     # ---- nodes ----
 
@@ -77,35 +116,40 @@ class SchedulerService(SchedulerServicer):
     async def Attach(  # type: ignore[override]  # a coroutine: it surely ends with its peer
         self,
         request_iterator: AsyncIterator[pb.NodeReport],
-        context: "grpc.aio.ServicerContext[pb.NodeReport, pb.NodeCommand]",
+        context: "Context[pb.NodeReport, pb.NodeCommand]",
     ) -> None:
         """One node's stream, for as long as the node and this process live."""
         first = await self._hello(request_iterator, context)
-        node, hello = first.node, first.hello
         stream = next(self._streams)
         queue = self._queues[stream] = CommandQueue()
         reader: asyncio.Task[None] | None = None
         try:
-            self._step(Attached(node, stream, hello.cluster, hello.relay_url))
-            reader = asyncio.create_task(self._read(request_iterator, node, stream, queue))
+            if self._handle(queue, first.node, lambda: wire.attached(first, stream)):
+                reader = asyncio.create_task(
+                    self._read(request_iterator, first.node, stream, queue)
+                )
             while (command := await queue.get()) is not None:
                 await context.write(command)
-            if reader.done():
+            if reader is not None and reader.done():
                 reader.result()  # an error of reading is an error of this call
             if queue.closed:
-                await context.abort(grpc.StatusCode.ABORTED, queue.closed)
+                await context.abort(queue.code, queue.closed)
         finally:
             if reader is not None:
                 reader.cancel()
             del self._queues[stream]
-            self._step(Detached(stream))
+            self._handle(queue, first.node, lambda: Detached(stream))
 
     async def _hello(
         self,
         reports: AsyncIterator[pb.NodeReport],
-        context: "grpc.aio.ServicerContext[pb.NodeReport, pb.NodeCommand]",
+        context: "Context[pb.NodeReport, pb.NodeCommand]",
     ) -> pb.NodeReport:
-        first = await anext(aiter(reports), None)
+        try:
+            async with asyncio.timeout(HELLO_S):
+                first = await anext(aiter(reports), None)
+        except TimeoutError:
+            first = None
         if first is None or not first.node or not first.HasField("hello"):
             await context.abort(
                 grpc.StatusCode.INVALID_ARGUMENT,
@@ -126,13 +170,28 @@ class SchedulerService(SchedulerServicer):
         try:
             async for report in reports:
                 if report.node != node:
-                    reason = f"a stream of node {node} carried a report of {report.node!r}"
+                    reason = f"a stream of node {node} carried a report of {report.node[:40]!r}"
                     break
-                event = event_of(report, stream)
-                if event is not None:
-                    self._step(event)
+                if not self._handle(queue, node, lambda of=report: wire.event_of(of, stream)):  # type: ignore[misc]
+                    break
         finally:
             queue.close(reason)
+
+    def _handle(self, queue: CommandQueue, node: str, event_of: Callable[[], Event | None]) -> bool:
+        """Take a step for a stream; False when that ended it, and nothing else."""
+        try:
+            event = event_of()
+            if event is not None:
+                self._step(event)
+        except (ConfigError, RefusedError) as error:
+            self._complain("peer_refused", node[:40], str(error))
+            queue.close(str(error), CODES[type(error)])
+        except Exception as error:  # noqa: BLE001 - whatever it is, one stream ends by it
+            self._complain("peer_broken", node[:40], repr(error))
+            queue.close(BROKEN, grpc.StatusCode.INTERNAL)
+        else:
+            return True
+        return False
 
     # ---- gateways ----
 
@@ -140,9 +199,13 @@ class SchedulerService(SchedulerServicer):
     async def WatchReplicas(  # type: ignore[override]  # a coroutine, as Attach is
         self,
         request: pb.WatchReplicasRequest,
-        context: "grpc.aio.ServicerContext[pb.WatchReplicasRequest, pb.ReplicaTable]",
+        context: "Context[pb.WatchReplicasRequest, pb.ReplicaTable]",
     ) -> None:
         """The newest table, on every change and each second."""
+        if len(self._watchers) >= MAX_WATCHERS:
+            await context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_WATCHERS} gateways watch; stop others"
+            )
         slot = TableSlot()
         self._watchers.add(slot)
         slot.put(self._table)
@@ -154,88 +217,131 @@ class SchedulerService(SchedulerServicer):
 
     @override
     async def ReportDemand(
-        self, request: pb.DemandReport, context: "grpc.aio.ServicerContext[object, object]"
+        self, request: pb.DemandReport, context: "Context[object, object]"
     ) -> pb.DemandReply:
         """A gateway says what its turns need."""
         try:
-            self._step(demanded(request))
-        except ConfigError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            self._step(wire.demanded(request))
+        except Exception as error:  # noqa: BLE001 - whatever it is, this call ends by it
+            await self._refuse(error, "ReportDemand", context)
         return pb.DemandReply()
 
     # ---- trainers and operators ----
 
     @override
     async def RegisterJob(
-        self, request: pb.RegisterJobRequest, context: "grpc.aio.ServicerContext[object, object]"
+        self, request: pb.RegisterJobRequest, context: "Context[object, object]"
     ) -> pb.RegisterJobReply:
         """A trainer asks for capacity."""
-        event = JobRegistered(request.job, request.max_staleness)
-        return pb.RegisterJobReply(latest_version=await self._answer(event, context))
+        latest = await self._stored(wire.job_registered, request, context)
+        return pb.RegisterJobReply(latest_version=latest)
 
     @override
     async def AnnounceVersion(
-        self,
-        request: pb.AnnounceVersionRequest,
-        context: "grpc.aio.ServicerContext[object, object]",
+        self, request: pb.AnnounceVersionRequest, context: "Context[object, object]"
     ) -> pb.AnnounceVersionReply:
         """A trainer published a version."""
-        event = VersionAnnounced(request.job, request.version, request.parent, request.url)
-        return pb.AnnounceVersionReply(nodes=await self._answer(event, context))
+        nodes = await self._stored(wire.version_announced, request, context)
+        return pb.AnnounceVersionReply(nodes=nodes)
 
     @override
     async def SetHarvest(
-        self, request: pb.SetHarvestRequest, context: "grpc.aio.ServicerContext[object, object]"
+        self, request: pb.SetHarvestRequest, context: "Context[object, object]"
     ) -> pb.SetHarvestReply:
         """An operator opens or closes the harvest."""
-        try:
-            event = HarvestSet(mode_of(request.mode), request.replica or None)
-        except ConfigError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        return pb.SetHarvestReply(released=await self._answer(event, context))
+        released = await self._stored(wire.harvest_set, request, context)
+        return pb.SetHarvestReply(released=released)
 
     @override
     async def Revoke(
-        self, request: pb.RevokeRequest, context: "grpc.aio.ServicerContext[object, object]"
+        self, request: pb.RevokeRequest, context: "Context[object, object]"
     ) -> pb.RevokeReply:
         """An operator ends a lease."""
-        event = RevokeAsked(request.replica, request.reason)
-        return pb.RevokeReply(epoch=await self._answer(event, context))
+        try:
+            epoch = self._step(wire.revoke_asked(request))
+        except Exception as error:  # noqa: BLE001 - whatever it is, this call ends by it
+            await self._refuse(error, "Revoke", context)
+        assert epoch is not None
+        return pb.RevokeReply(epoch=epoch)
 
     @override
     async def Snapshot(
-        self, request: pb.SnapshotRequest, context: "grpc.aio.ServicerContext[object, object]"
+        self, request: pb.SnapshotRequest, context: "Context[object, object]"
     ) -> pb.SnapshotReply:
         """Everything an operator may ask about."""
-        return self._core.snapshot(time.monotonic())
+        reply = self._core.snapshot(time.monotonic())
+        reply.store_stalled_s = self._writer.stalled_s
+        reply.troubles.extend(self._troubles())
+        return reply
 
-    async def _answer(
-        self, event: Event, context: "grpc.aio.ServicerContext[object, object]"
+    async def _stored(
+        self,
+        event_of: Callable[[Request], StoredEvent],
+        request: Request,
+        context: "Context[object, object]",
     ) -> int:
+        """Carry out a request whose outcome must survive; answered only when it is durable."""
         try:
-            value = self._step(event)
-        except RefusedError as error:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
-        except ConfigError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        if value is None:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the scheduler's store failed")
+            task = self._begin(event_of(request))
+            # Not cancelled with its caller: what is half written must come to its end.
+            value = await asyncio.wait_for(asyncio.shield(task), self._answer_s)
+        except Exception as error:  # noqa: BLE001 - whatever it is, this call ends by it
+            await self._refuse(error, type(request).__name__.removesuffix("Request"), context)
         assert value is not None
         return value
+
+    def _begin(self, event: StoredEvent) -> "asyncio.Task[int | None]":
+        """What takes away is done at once, what gives when it is durable."""
+        closing = isinstance(event, HarvestSet) and event.mode is not HarvestMode.ACTIVE
+        released = self._step(event) if closing else None
+        self._closings += closing
+        if len(self._commits) >= MAX_COMMITS:
+            raise TimeoutError
+        task = asyncio.create_task(self._commit(event, released, self._closings))
+        self._commits.add(task)
+        task.add_done_callback(self._committed)
+        return task
+
+    def _committed(self, task: "asyncio.Task[int | None]") -> None:
+        self._commits.discard(task)
+        if not task.cancelled():
+            task.exception()  # its caller may be gone
+
+    async def _commit(self, event: StoredEvent, done: int | None, closings: int) -> int | None:
+        async with self._order:
+            await self._writer.write(self._core.writes(event))
+            if done is not None:
+                return done
+            if isinstance(event, HarvestSet) and self._closings != closings:
+                raise RefusedError("the harvest was closed meanwhile; open it again if it is meant")
+            return self._step(event)
+
+    async def _refuse(
+        self, error: Exception, call: str, context: "Context[object, object]"
+    ) -> NoReturn:
+        """End one call: with its line for what its caller can mend."""
+        if isinstance(error, TimeoutError):
+            code, message = (
+                grpc.StatusCode.UNAVAILABLE,
+                ("the store takes no writes for now: this may still be done; ask again"),
+            )
+        elif isinstance(error, ConfigError | RefusedError):
+            code, message = CODES[type(error)], str(error)
+        else:
+            code, message = grpc.StatusCode.INTERNAL, BROKEN
+            self._complain("peer_broken", call, repr(error))
+        await context.abort(code, message)
+        raise AssertionError("abort returned")
 
     # ---- actions ----
 
     def _step(self, event: Event) -> int | None:
         """Feed the core; returns its answer. Raises the core's `RefusedError` and `ConfigError`."""
-        if self._failure is not None:
-            return None
-        try:
-            return self._carry_out(self._core.step(event, time.monotonic()))
-        except (RefusedError, ConfigError):
-            raise
-        except RoseError as error:
-            self._failure = error
-            return None
+        return self._carry_out(self._core.step(event, time.monotonic()))
+
+    def _complain(self, event: str, peer: str, reason: str) -> None:
+        for record in self._core.complain(event, peer, reason[:200], time.monotonic()):
+            self._events.write(record.event, **record.fields)
 
     def _carry_out(self, actions: list[Action]) -> int | None:
         answer = None
@@ -243,13 +349,22 @@ class SchedulerService(SchedulerServicer):
             match action:
                 case Answer():
                     answer = action.value
-                case Persist():
-                    self._persist(action)
+                case Reserve():
+                    task = asyncio.create_task(self._reserve(action))
+                    self._reservations.add(task)
+                    task.add_done_callback(self._reservations.discard)
                 case Record():
                     self._events.write(action.event, **action.fields)
                 case _:
                     self._tell(action)
         return answer
+
+    async def _reserve(self, action: Reserve) -> None:
+        try:
+            await self._writer.write((action.write,))
+            self._step(action.then)
+        except Exception as error:  # noqa: BLE001 - one replica stays without a lease
+            self._complain("peer_broken", action.then.replica, repr(error))
 
     def _tell(self, action: Command | CloseStream | PublishTable) -> None:
         match action:
@@ -263,9 +378,3 @@ class SchedulerService(SchedulerServicer):
             case CloseStream():
                 if action.stream in self._queues:
                     self._queues[action.stream].close(action.reason)
-
-    def _persist(self, action: Persist) -> None:
-        if action.value is None:
-            self._store.delete(action.key)
-        else:
-            self._store.put(action.key, action.value)

@@ -10,6 +10,12 @@ from rose.errors import ConfigError, RefusedError
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler.saved import JobRecord, VersionRecord
 
+# Steps of training are skipped, a run goes on from another's: but no version can be announced after
+# which none is left.
+MAX_VERSION_LEAD = 2**20
+# What a node that attaches is told. It finds older ones in its publisher's catalog.
+TOLD_VERSIONS = 1_024
+
 
 class VersionChain:
     """Registered job, announced versions, and what they mean for a replica's health."""
@@ -23,19 +29,22 @@ class VersionChain:
         """Newest announced version, 0 (the model every engine started from) before the first."""
         return max(self._versions, default=0)
 
-    def register(self, job: str, max_staleness: int) -> JobRecord:
-        """Take the job, or a new staleness bound of it. Raises `RefusedError` for a second job."""
+    def check_job(self, job: str) -> None:
+        """Raise `RefusedError` for a second job."""
         if not job:
             raise ConfigError("a job needs a name; send RegisterJob.job")
         self._expect(job)
-        self.job = JobRecord(job, max_staleness)
-        return self.job
 
-    def announce(self, job: str, record: VersionRecord) -> bool:
-        """Take a version; False when exactly this one is known already.
+    def register(self, job: str, max_staleness: int) -> None:
+        """Take the job, or a new staleness bound of it. Raises as `check_job` does."""
+        self.check_job(job)
+        self.job = JobRecord(job, max_staleness)
+
+    def check(self, job: str, record: VersionRecord) -> bool:
+        """Whether a version is news; False when exactly this one is known already.
 
         The newest may be announced again under another url: its publisher moved. Raises
-        `RefusedError` when the version is not new or its parent is unknown.
+        `RefusedError` when the version is not new, far ahead, or its parent is unknown.
         """
         if self.job is None:
             raise RefusedError(f"job {job} is unknown; call RegisterJob first")
@@ -49,13 +58,25 @@ class VersionChain:
                 f"version {record.version} of {job} is not newer than {self.latest}; versions only"
                 f" grow: go on from {self.latest}, or start a new store for a new run"
             )
+        if record.version > self.latest + MAX_VERSION_LEAD:
+            raise RefusedError(
+                f"version {record.version} of {job} is far ahead of {self.latest}; announce one of"
+                f" at most {self.latest + MAX_VERSION_LEAD}"
+            )
         self._check_parent(record)
-        self._versions[record.version] = record
         return True
 
+    def announce(self, job: str, record: VersionRecord) -> bool:
+        """Take a version that `check` passes; whether it was news."""
+        news = self.check(job, record)
+        if news:
+            self._versions[record.version] = record
+        return news
+
     def commands(self) -> list[pb.NodeCommand]:
-        """The whole chain, oldest first: what a node that attaches needs to catch up."""
-        return [self.command(self._versions[version]) for version in sorted(self._versions)]
+        """The chain's newer end, oldest first: what a node that attaches needs to catch up."""
+        newer = sorted(self._versions)[-TOLD_VERSIONS:]
+        return [self.command(self._versions[version]) for version in newer]
 
     def command(self, record: VersionRecord) -> pb.NodeCommand:
         """One version as nodes are told."""

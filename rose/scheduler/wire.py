@@ -1,18 +1,40 @@
-"""Between protobuf messages and the core's own types."""
+"""Between protobuf messages and the core's own types: whatever passes here is within its bounds.
+
+Each function raises `ConfigError`, a line for the peer, for a message that means nothing. An offer
+that means nothing is left out, and the others of its report count.
+"""
+
+import math
 
 from elastic_scheduler import HarvestMode, Lease, Offer, ReplicaKind
 from rose.errors import ConfigError
 from rose.rpc import rose_pb2 as pb
-from rose.scheduler.demand import JobFigures, Switched
+from rose.scheduler.demand import MOST, JobFigures, Switched
+from rose.scheduler.limits import (
+    MAX_JOBS,
+    MAX_REPLICAS,
+    MAX_SWITCHES,
+    check_number,
+    checked_figure,
+    checked_name,
+    checked_version,
+    cut_text,
+)
 from rose.scheduler.messages import (
     Activated,
+    Attached,
     Demanded,
     Drained,
     Event,
+    HarvestSet,
+    JobRegistered,
     Measured,
     Offered,
+    RevokeAsked,
     TakenBack,
+    VersionAnnounced,
 )
+from rose.urls import checked_url
 
 # A node that asks for more is taken at its word only this long: silence must end a lease soon.
 MAX_OFFER_TTL_S = 10.0
@@ -38,44 +60,66 @@ def mode_of(number: "pb.HarvestMode.ValueType") -> HarvestMode:
     return MODE_OF[number]
 
 
+# ---- nodes ----
+
+
+def attached(first: pb.NodeReport, stream: int) -> Attached:
+    """A node's hello."""
+    hello = first.hello
+    node = checked_name(first.node, "the node's name")
+    cluster = hello.cluster and checked_name(hello.cluster, f"the cluster of node {node}")
+    relay = hello.relay_url and checked_url(hello.relay_url, f"the relay_url of node {node}")
+    return Attached(node, stream, cluster, relay)
+
+
 def event_of(report: pb.NodeReport, stream: int) -> Event | None:
     """What a report means to the core; None for a repeated hello or a kind of a newer protocol."""
     match report.WhichOneof("report"):
         case "offers":
             return _offered(report, stream)
         case "telemetry":
-            return Measured(stream, report.telemetry)
+            return _measured(report.telemetry, stream)
         case "revocation":
             taken = report.revocation
-            return TakenBack(stream, taken.replica, taken.epoch, taken.reason)
+            return TakenBack(stream, _replica(taken.replica), taken.epoch, cut_text(taken.reason))
         case "released":
             drained = report.released
-            return Drained(stream, drained.replica, drained.epoch, drained.aborted)
+            return Drained(stream, _replica(drained.replica), drained.epoch, drained.aborted)
         case "activation":
             done = report.activation
-            return Activated(stream, done.replica, done.version, done.ok, done.message)
+            replica = _replica(done.replica)
+            version = checked_version(done.version, f"the version of {replica}")
+            return Activated(stream, replica, version, done.ok, cut_text(done.message))
         case _:
             return None
 
 
+def _replica(name: str) -> str:
+    return checked_name(name, "a replica's name")
+
+
 def _offered(report: pb.NodeReport, stream: int) -> Offered:
+    check_number(report.offers.offers, MAX_REPLICAS, f"offers of node {report.node}")
     offers, refused = [], []
     for message in report.offers.offers:
         try:
             offers.append(offer_of(message, report.node))
-        except ValueError as error:
-            refused.append(str(error))
+        except (ValueError, ConfigError) as error:
+            refused.append(cut_text(str(error)))
     return Offered(stream, tuple(offers), tuple(refused))
 
 
 def offer_of(message: pb.Offer, node: str) -> Offer:
-    """One offer. Raises ValueError for what no replica can mean."""
+    """One offer. Raises ValueError and `ConfigError` for what no replica can mean."""
+    replica = _replica(message.replica)
     if message.kind not in KIND_OF:
-        raise ValueError(f"the offer of {message.replica} has no kind; send GUEST or DEDICATED")
+        raise ValueError(f"the offer of {replica} has no kind; send GUEST or DEDICATED")
+    if not math.isfinite(message.ttl_s):
+        raise ValueError(f"ttl_s of {replica} is {message.ttl_s}; offer for some seconds")
     return Offer(
-        replica=message.replica,
+        replica=replica,
         kind=KIND_OF[message.kind],
-        url=message.url,
+        url=checked_url(message.url, f"the url of {replica}"),
         node=node,
         kv_tokens=message.kv_tokens,
         decode_tok_s=message.decode_tok_s,
@@ -88,15 +132,78 @@ def offer_of(message: pb.Offer, node: str) -> Offer:
     )
 
 
+def _measured(telemetry: pb.Telemetry, stream: int) -> Measured:
+    """Kept and shown as it is, so its texts are cut and its figures are figures."""
+    check_number(telemetry.guests, MAX_REPLICAS, "guests of a node's telemetry")
+    kept = pb.Telemetry()
+    kept.CopyFrom(telemetry)
+    kept.DiscardUnknownFields()  # type: ignore[no-untyped-call,unused-ignore]
+    said: list[pb.HostTelemetry | pb.GuestTelemetry] = list(kept.guests)
+    if kept.HasField("host"):
+        said.append(kept.host)
+    for message in said:
+        for field, value in message.ListFields():
+            if isinstance(value, float):
+                checked_figure(value, f"{field.name} of a node's telemetry")
+            elif isinstance(value, str):
+                setattr(message, field.name, cut_text(value))
+    return Measured(stream, kept)
+
+
+# ---- gateways ----
+
+
 def demanded(report: pb.DemandReport) -> Demanded:
-    """What a gateway reports. Raises `ConfigError` for one that does not say who it is."""
-    if not report.gateway:
-        raise ConfigError("a gateway needs a name; send DemandReport.gateway")
-    jobs = (
-        JobFigures(each.job, each.turns, each.owed_tokens, each.made_tok_s) for each in report.jobs
+    """What a gateway reports; the names of jobs are their callers', and nothing hangs on them."""
+    gateway = checked_name(report.gateway, "DemandReport.gateway")
+    check_number(report.jobs, MAX_JOBS, f"jobs of gateway {gateway}")
+    check_number(report.switches, MAX_SWITCHES, f"switches of gateway {gateway}")
+    jobs = tuple(
+        JobFigures(cut_text(each.job), each.turns, each.owed_tokens, each.made_tok_s)
+        for each in report.jobs
     )
-    switches = (Switched(each.replica, each.epoch, each.took_s) for each in report.switches)
-    return Demanded(report.gateway, tuple(jobs), tuple(switches))
+    for job in jobs:
+        checked_figure(job.owed_tokens, f"owed_tokens of gateway {gateway}", MOST)
+        checked_figure(job.made_tok_s, f"made_tok_s of gateway {gateway}", MOST)
+    return Demanded(gateway, jobs, tuple(_switched(each) for each in report.switches))
+
+
+def _switched(message: pb.Switch) -> Switched:
+    replica = _replica(message.replica)
+    took_s = checked_figure(message.took_s, f"took_s of {replica}", MOST)
+    return Switched(replica, message.epoch, took_s)
+
+
+# ---- trainers and operators ----
+
+
+def job_registered(request: pb.RegisterJobRequest) -> JobRegistered:
+    """A trainer's job."""
+    return JobRegistered(checked_name(request.job, "RegisterJob.job"), request.max_staleness)
+
+
+def version_announced(request: pb.AnnounceVersionRequest) -> VersionAnnounced:
+    """A trainer's new version."""
+    job = checked_name(request.job, "AnnounceVersion.job")
+    version = checked_version(request.version, f"the version of {job}")
+    parent = checked_version(request.parent, f"the parent of version {version}")
+    url = checked_url(request.url, f"the url of version {version}")
+    return VersionAnnounced(job, version, parent, url)
+
+
+def harvest_set(request: pb.SetHarvestRequest) -> HarvestSet:
+    """An operator's mode."""
+    replica = request.replica and checked_name(request.replica, "SetHarvest.replica")
+    return HarvestSet(mode_of(request.mode), replica or None)
+
+
+def revoke_asked(request: pb.RevokeRequest) -> RevokeAsked:
+    """An operator's revocation."""
+    replica = checked_name(request.replica, "Revoke.replica")
+    return RevokeAsked(replica, cut_text(request.reason))
+
+
+# ---- to nodes ----
 
 
 def lease_command(lease: Lease, ttl_s: float) -> pb.NodeCommand:

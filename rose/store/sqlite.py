@@ -1,5 +1,6 @@
 """The default store: one SQLite file, written ahead (WAL), synced on each commit."""
 
+import os
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +9,10 @@ from pathlib import Path
 from rose.errors import ConfigError, UnavailableError
 from rose.store.protocol import ABSENT, Entry
 
+# A write that meets somebody's lock waits for so long, and then says so.
 BUSY_TIMEOUT_S = 2.0
+# Nobody is served before the store is open, so that may wait for longer.
+OPEN_TIMEOUT_S = 10.0
 SCHEMA_VERSION = 1
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS entries (
@@ -26,7 +30,7 @@ ON CONFLICT (key) DO UPDATE SET value = excluded.value, revision = excluded.revi
 
 
 class SqliteStore:
-    """The store's contract on a file; several processes may share it.
+    """The store's contract on a file; several processes may share it, and threads take turns.
 
     Raises `ConfigError` when the file cannot be opened or belongs to something else.
     """
@@ -35,7 +39,10 @@ class SqliteStore:
         self._path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._db = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
+            _keep_private(path)
+            self._db = sqlite3.connect(
+                path, timeout=OPEN_TIMEOUT_S, isolation_level=None, check_same_thread=False
+            )
             self._open()
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(
@@ -51,6 +58,7 @@ class SqliteStore:
         self._db.execute("PRAGMA synchronous = FULL")
         self._db.executescript(_SCHEMA)
         self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        self._db.execute(f"PRAGMA busy_timeout = {int(BUSY_TIMEOUT_S * 1e3)}")
 
     def get(self, key: str) -> Entry | None:
         """The entry of the key, None when there is none."""
@@ -117,3 +125,13 @@ class SqliteStore:
                 self._db.execute("ROLLBACK")
                 raise
             self._db.execute("COMMIT")
+
+
+def _keep_private(path: Path) -> None:
+    """Make the file this user's alone before SQLite does; its files beside it get the same mode."""
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    except FileExistsError:
+        # By its path: closing a descriptor would give up the locks of a store that is open here.
+        if path.stat().st_uid == os.geteuid():
+            path.chmod(0o600)

@@ -88,7 +88,7 @@ def _wanted(path: Path) -> Sequence[TensorUpdate]:
     with path.open("rb") as file:
         if file.read(len(MAGIC)) == MAGIC:
             return Delta.open(path).index.tensors
-    return Manifest.from_json(path.read_bytes()).tensors
+    return Manifest.from_bytes(path.read_bytes()).tensors
 
 
 @contextmanager

@@ -4,20 +4,16 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import aiohttp
-import psutil
+from pool import Started
 from standin_node import StandInNode
-from tiny_model import VOCABULARY, save_tiny_model
+from tiny_model import VOCABULARY
 
-from executor import ControlPage, GrantMode, GuestState
-from rose.engines import EngineProcess, EngineRole, EngineSpec
-from rose.ports import free_port
+from executor import GrantMode, GuestState
 
 MIB = 1 << 20
 MAX_TOKENS = 60
@@ -25,20 +21,21 @@ MAX_TOKENS = 60
 
 @dataclass
 class Guest:
-    url: str
-    page: ControlPage
-    node: StandInNode
-    core: psutil.Process
+    engine: Started
     http: aiohttp.ClientSession
 
+    @property
+    def node(self) -> StandInNode:
+        return self.engine.node
+
     def state(self) -> GuestState:
-        state = self.page.guest.read()
+        state = self.engine.control.guest.read()
         assert state is not None
         return state
 
     def resident(self) -> int:
         """Resident bytes of the engine core, as the kernel counts them."""
-        for line in Path(f"/proc/{self.core.pid}/smaps_rollup").read_text().splitlines():
+        for line in Path(f"/proc/{self.engine.core.pid}/smaps_rollup").read_text().splitlines():
             if line.startswith("Rss:"):
                 return int(line.split()[1]) << 10
         raise AssertionError("no Rss in smaps_rollup")
@@ -67,7 +64,7 @@ class Guest:
             "token_ids": tokens,
             "sampling": {"temperature": 0.0, "max_tokens": max_tokens},
         }
-        async with self.http.post(f"{self.url}/rose/v1/generate", json=body) as answer:
+        async with self.http.post(f"{self.engine.url}/rose/v1/generate", json=body) as answer:
             assert answer.status == 200, await answer.text()
             lines = [json.loads(line) async for line in answer.content]
         assert lines[-1]["finish_reason"] != "error", lines[-1]
@@ -84,39 +81,6 @@ class Guest:
             assert reason == "abort"
             await asyncio.sleep(0.05)
         raise AssertionError("handed back without end")
-
-
-@asynccontextmanager
-async def started(root: Path, **fields: Any) -> AsyncIterator[Guest]:
-    """One that admits; `fields` of its EngineSpec."""
-    save_tiny_model(root / "model", dtype="float32")
-    page = ControlPage.create(root / "page")
-    node = StandInNode(page)
-    node.start()
-    plain: dict[str, Any] = {"extra_args": ("--skip-tokenizer-init",)}
-    spec = EngineSpec(
-        name="guest-0",
-        role=EngineRole.GUEST,
-        model_dir=root / "model",
-        port=free_port(),
-        log=root / "guest.log",
-        dtype="float32",
-        control_page=page.path,
-        **plain | fields,
-    )
-    engine = await EngineProcess.start(spec)
-    try:
-        await engine.wait_healthy(240)
-        family = psutil.Process(engine.process.pid).children(recursive=True)
-        core = max(family, key=lambda process: process.memory_info().rss)
-        async with aiohttp.ClientSession() as http:
-            async with http.post(f"{spec.url}/rose/v1/admit", json={"epoch": 1}) as answer:
-                assert answer.status == 200
-            yield Guest(spec.url, page, node, core, http)
-    finally:
-        await engine.stop()
-        node.stop()
-        page.close()
 
 
 def prompts_of(rng: random.Random, count: int) -> list[list[int]]:

@@ -1,6 +1,8 @@
 """What a host generates under each state of its page, as JSON. argv: model, page; no page: stock.
 
-In one process, with the plugin attached anew for each state: an engine takes long to start.
+In one process, with the plugin attached anew for each state: an engine takes long to start. First
+the host is only observed; then it lends: each round is a burst of requests, and between bursts the
+host is idle, and lends.
 """
 
 import json
@@ -21,7 +23,14 @@ from executor.control_page import LAYOUT_VERSION, PAGE_BYTES
 
 MODEL = sys.argv[1]
 PAGE = Path(sys.argv[2]) if len(sys.argv) > 2 else None
-PROMPTS = [{"prompt_token_ids": [(7 * k + 11 * n) % 96 for k in range(30 + n)]} for n in range(6)]
+VOCABULARY = 96
+Prompts = list[dict[str, list[int]]]
+PROMPTS: Prompts = [
+    {"prompt_token_ids": [(7 * k + 11 * n) % VOCABULARY for k in range(30 + n)]} for n in range(6)
+]
+# Small enough that the largest bursts need all of it.
+KV_BYTES = 24 << 20
+ROUNDS = 6
 
 
 def build() -> LLM:
@@ -30,17 +39,76 @@ def build() -> LLM:
         skip_tokenizer_init=True,
         enforce_eager=True,
         dtype="float32",
-        kv_cache_memory_bytes=67108864,
+        kv_cache_memory_bytes=KV_BYTES,
         max_model_len=512,
+        block_size=32,
         enable_prefix_caching=False,
         distributed_executor_backend="vllm.v1.executor.uniproc_executor.UniProcExecutor",
         **({"scheduler_cls": "executor.vllm.host.ObservedScheduler"} if PAGE else {}),
     )
 
 
-def tokens(llm: LLM) -> list[list[int]]:
-    sampling = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True, detokenize=False)
-    return [list(o.outputs[0].token_ids) for o in llm.generate(PROMPTS, sampling, use_tqdm=False)]
+def greedy(tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+
+
+def bursts() -> list[Prompts]:
+    """Small ones that the reserve serves, and large ones that need all of the pool."""
+    rng = random.Random(3)
+    return [
+        [
+            {"prompt_token_ids": [rng.randrange(VOCABULARY) for _ in range(rng.randint(20, 380))]}
+            for _ in range(2 if number % 2 else 40)
+        ]
+        for number in range(ROUNDS)
+    ]
+
+
+class Engine:
+    def __init__(self) -> None:
+        self._llm = build()
+        self._core = self._llm.llm_engine.engine_core.engine_core
+        self.lent: list[int] = []
+
+    @property
+    def scheduler(self) -> Any:
+        return self._core.scheduler
+
+    def tokens(self) -> list[list[int]]:
+        outputs = self._llm.generate(PROMPTS, greedy(48), use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    def answers(self) -> list[list[list[int]]]:
+        return [self._burst(prompts) for prompts in bursts()]
+
+    def _burst(self, prompts: Prompts) -> list[list[int]]:
+        self._idle()
+        self._note()
+        engine = self._llm.llm_engine
+        for number, prompt in enumerate(prompts):
+            engine.add_request(f"r{number}", prompt, greedy(90))
+        found: dict[str, list[int]] = {}
+        while engine.has_unfinished_requests():
+            done = engine.step()
+            self._note()
+            found |= {
+                out.request_id: list(out.outputs[0].token_ids) for out in done if out.finished
+            }
+        return [found[f"r{number}"] for number in range(len(prompts))]
+
+    def _idle(self) -> None:
+        """What the core's loop does while no request comes."""
+        while self.scheduler.has_requests():
+            self._core.step()
+            self._note()
+
+    def _note(self) -> None:
+        lender = getattr(self.scheduler, "_lender", None)
+        if lender is not None:
+            self.lent.append(lender.lent.granules_lent)
+
+    def shutdown(self) -> None:
+        self._llm.llm_engine.engine_core.shutdown()
 
 
 def fresh(page: Path) -> None:
@@ -80,14 +148,20 @@ def cut_short(page: Path) -> None:
     os.truncate(page, PAGE_BYTES // 2)
 
 
-BEFORE: dict[str, Callable[[Path], None]] = {
+not_a_page = patched(0, b"\xff" * 64)
+OBSERVED: dict[str, Callable[[Path], None]] = {
     "whole": fresh,
     "stale": stale,
     "other layout": patched(8, struct.pack("=I", LAYOUT_VERSION + 1)),
-    "not a page": patched(0, b"\xff" * 64),
-    "before the last boot": patched(16, struct.pack("=Q", 2**62)),
+    "not a page": not_a_page,
+    "before the last boot": patched(32, bytes(16)),
     "open to others": open_to_others,
     "cut short": cut_short,
+    "missing": no_folder,
+}
+LENDS: dict[str, Callable[[Path], None]] = {
+    "whole": fresh,
+    "not a page": not_a_page,
     "missing": no_folder,
 }
 
@@ -102,50 +176,69 @@ def scribble(page: Path, ended: threading.Event) -> None:
             time.sleep(0.0005)
 
 
-def under_scribbles(llm: LLM, page: Path) -> list[list[int]]:
+def under_scribbles(engine: Engine, page: Path) -> list[list[int]]:
     ended = threading.Event()
     vandal = threading.Thread(target=scribble, args=(page, ended))
     vandal.start()
     try:
-        return tokens(llm)
+        return engine.tokens()
     finally:
         ended.set()
         vandal.join()
 
 
-def deleted_meanwhile(llm: LLM, page: Path) -> list[list[int]]:
+def deleted_meanwhile(engine: Engine, page: Path) -> list[list[int]]:
     page.unlink()
-    return tokens(llm)
+    return engine.tokens()
 
 
-def attach(scheduler: Any) -> bool:
-    scheduler._observer = None
-    scheduler._quietly(scheduler._attach)
-    return scheduler._observer is not None
+def observed(engine: Engine, page: Path) -> dict[str, Any]:
+    def attach() -> bool:
+        engine.scheduler._observer = None
+        engine.scheduler._quietly(engine.scheduler._attach)
+        return engine.scheduler._observer is not None
 
-
-def observed(llm: LLM, page: Path) -> dict[str, Any]:
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     found: dict[str, Any] = {}
-    for name, prepare in BEFORE.items():
+    for name, prepare in OBSERVED.items():
         prepare(page)
-        found[name] = {"published": attach(scheduler), "tokens": tokens(llm)}
+        found[name] = {"published": attach(), "tokens": engine.tokens()}
     during = {"scribbled over": under_scribbles, "deleted meanwhile": deleted_meanwhile}
     for name, run in during.items():
         fresh(page)
-        found[name] = {"published": attach(scheduler), "tokens": run(llm, page)}
+        found[name] = {"published": attach(), "tokens": run(engine, page)}
     return found
+
+
+def lending(engine: Engine, page: Path) -> dict[str, Any]:
+    os.environ["ROSE_HOST_LEVEL"] = "lend"
+    found: dict[str, Any] = {}
+    for name, prepare in LENDS.items():
+        prepare(page)
+        engine.lent.clear()
+        engine.scheduler._give_up()
+        engine.scheduler._quietly(engine.scheduler._attach)
+        lends = engine.scheduler._lender is not None
+        found[name] = {"lends": lends, "answers": engine.answers(), "lent": engine.lent[:]}
+        queue = engine.scheduler.kv_cache_manager.block_pool.free_block_queue
+        found[name]["queue"] = type(queue).__name__
+    return found
+
+
+def stock(engine: Engine) -> dict[str, Any]:
+    return {"tokens": engine.tokens(), "answers": engine.answers()}
 
 
 def main() -> None:
     if PAGE:
         PAGE.parent.mkdir(exist_ok=True)
-    llm = build()
-    found = observed(llm, PAGE) if PAGE else {"stock": {"published": False, "tokens": tokens(llm)}}
+    engine = Engine()
+    found = stock(engine) if PAGE is None else {"observed": observed(engine, PAGE)}
+    if PAGE is not None:
+        found["lending"] = lending(engine, PAGE)
     # vLLM writes to standard output as well.
     sys.stdout.write("\nRESULT " + json.dumps(found) + "\n")
     sys.stdout.flush()
-    llm.llm_engine.engine_core.shutdown()
+    engine.shutdown()
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,19 +24,11 @@ from rose.ports import free_ports
 from rose.process import group_alive
 from rose.rpc import rose_pb2 as pb
 from rose.rpc.rose_pb2_grpc import SchedulerStub
+from tests.awaited import until
 
 START_S = 240.0
 HERE = Path(__file__).parent
 NODE, GUEST = "serving-0", "guest"
-
-
-def until(check: Callable[[], object], within_s: float, what: str, every_s: float = 0.002) -> float:
-    """Seconds until `check` held."""
-    began_s = time.monotonic()
-    while not check():
-        assert time.monotonic() - began_s < within_s, f"not within {within_s} s: {what}"
-        time.sleep(every_s)
-    return time.monotonic() - began_s
 
 
 @dataclass
@@ -326,6 +317,7 @@ class KillBench:
             "scheduler": f"127.0.0.1:{self.scheduler_port}",
             "run_dir": str(self.run_dir),
             "log_dir": str(self.folder / "logs"),
+            "unsigned": True,
             "host": {"page": str(self.page.path), "pid": self.host.pid},
             "replicas": [guest],
         }

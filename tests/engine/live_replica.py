@@ -1,54 +1,32 @@
-"""A real gated replica behind its HTTP contract, and one client of it."""
+"""One client of a real gated replica, by its HTTP contract."""
 
 import json
-import subprocess
-import time
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, field
-from itertools import count
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-from standin_node import StandInNode
+from pool import Started
 from tiny_model import VOCABULARY
-from vllm_versions import run_by
 
-from rose.engines import EngineRole, EngineSpec
-from weight_transfer.publisher import Publisher
-from weight_transfer.signing import SigningKey
-from weight_transfer.store import ChunkStore
-from weight_transfer.tensors import TensorBits, tensor_bits, tensor_of
+from weight_transfer.manifest import Manifest
 
-START_S = 200.0
 PROMPT = [(7 * k + 3) % VOCABULARY for k in range(70)]
 Lines = list[dict[str, Any]]
 
 
 @dataclass
-class Engine:
-    """The process, and the newest version that was published for it."""
-
-    url: str
-    node: StandInNode
-    store: ChunkStore
-    publisher: Publisher
-    active: dict[str, TensorBits]
-    version: int = 0
-    epochs: Iterator[int] = field(default_factory=lambda: count(1))
-
-
-@dataclass
 class Replica:
-    """One client of the engine."""
+    """A client that controls the engine too."""
 
-    engine: Engine
+    engine: Started
     http: aiohttp.ClientSession
 
     async def call(self, path: str, body: object = None) -> tuple[int, Any]:
         method = "GET" if body is None else "POST"
-        url = f"{self.engine.url}/rose/v1/{path}"
-        async with self.http.request(method, url, json=body) as answer:
+        url, headers = f"{self.engine.url}/rose/v1/{path}", self.engine.headers
+        async with self.http.request(method, url, json=body, headers=headers) as answer:
             return answer.status, await answer.json()
 
     async def admit(self) -> int:
@@ -78,21 +56,9 @@ class Replica:
         assert (await self.call("weights/audit", {}))[0] == 200
 
     def publish(self, seed: int) -> dict[str, str]:
-        """The next version, based on the newest published one; returns the body that applies it."""
-        import torch
-
-        torch.manual_seed(seed)
-        new = {}
-        for name, bits in self.engine.active.items():
-            weight = tensor_of(bits)
-            new[name] = tensor_bits(name, weight + 0.05 * torch.randn_like(weight))
-        parent, store = self.engine.version, self.engine.store
-        self.engine.publisher.publish(parent + 1, parent, self.engine.active, new)
-        self.engine.version, self.engine.active = parent + 1, new
-        return {
-            "manifest": str(store.manifest_path(parent + 1)),
-            "chunks": str(store.chunks_dir),
-        }
+        """The next version, a little different; returns the body that applies it."""
+        versions = self.engine.versions
+        return versions.next(versions.changed(seed))
 
     async def apply(self, paths: dict[str, str]) -> dict[str, Any]:
         status, report = await self.call("weights/apply", paths)
@@ -125,42 +91,7 @@ def first_logprob(lines: Lines) -> float:
 
 def forge(manifest: Path) -> Path:
     """The manifest under another trainer's name, its signature left as it was."""
-    plain = json.loads(manifest.read_bytes())
-    forged = manifest.with_name("forged.json")
-    forged.write_text(json.dumps(plain | {"trainer": "somebody else"}))
+    forged = manifest.with_name("forged.manifest")
+    read = Manifest.from_bytes(manifest.read_bytes())
+    forged.write_bytes(replace(read, trainer="somebody else").to_bytes())
     return forged
-
-
-def replica_spec(
-    root: Path, port: int, page: Path, key: SigningKey, python: str | None = None
-) -> EngineSpec:
-    """A gated guest in fp32 that serves `root/model`."""
-    return EngineSpec(
-        name="guest-0",
-        role=EngineRole.GUEST,
-        model_dir=root / "model",
-        port=port,
-        log=root / "engine.log",
-        dtype="float32",
-        stream_interval=4,
-        control_page=page,
-        orphan_s=2.0,
-        verify_key=key.verify_key.hex,
-        extra_args=("--skip-tokenizer-init",),
-        **run_by(python, root),
-    )
-
-
-def wait_ready(url: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
-    import urllib.error
-    import urllib.request
-
-    deadline_s = time.monotonic() + START_S
-    while time.monotonic() < deadline_s:
-        assert process.poll() is None, log.read_text()[-4000:]
-        try:
-            with urllib.request.urlopen(f"{url}/health", timeout=2):
-                return
-        except (OSError, urllib.error.URLError):
-            time.sleep(0.5)
-    raise AssertionError(f"not ready in time: {log.read_text()[-4000:]}")

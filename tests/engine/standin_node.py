@@ -3,38 +3,73 @@
 import threading
 import time
 
-from executor import ControlPage, Grant, GrantMode, HostState
+from executor import ControlPage, Grant, GrantMode
+from tests.seated_host import SeatedHost
+
+BEAT_S = 0.02
 
 
 class StandInNode(threading.Thread):
-    """Writes what a host and a node daemon would: a host, idle unless told, and one grant."""
+    """Writes what a node daemon would: one grant, at 50 Hz; with the mode None it is silent.
 
-    def __init__(self, page: ControlPage) -> None:
+    Unless a real host has the page it writes also what that would: a host, idle unless told.
+    """
+
+    def __init__(self, page: ControlPage, *, real_host: bool = False) -> None:
         super().__init__(daemon=True)
         self._page = page
+        self._host = None if real_host else SeatedHost(page)
         self._ended = threading.Event()
-        self.mode = GrantMode.RUN
+        self._writing = threading.Lock()
+        self.reset()
+
+    def reset(self) -> None:
+        """Grant all that there is, beside an idle host."""
+        self.mode: GrantMode | None = GrantMode.RUN
         self.token_budget = 2048
         self.kv_granule_cap = 0
+        self.slack_share = 0.0
+        self.ttl_s = 0.5
         self.host_running = 0
 
+    def hold(self, cap: int) -> None:
+        """Freeze the guest, and let it keep so many granules."""
+        self.mode, self.kv_granule_cap = GrantMode.FREEZE, cap
+
+    @property
+    def generous(self) -> bool:
+        """Whether it grants what `reset` lets it grant."""
+        grant = (self.mode, self.token_budget, self.kv_granule_cap, self.slack_share, self.ttl_s)
+        return (*grant, self.host_running) == (GrantMode.RUN, 2048, 0, 0.0, 0.5, 0)
+
+    def silence(self) -> None:
+        """Grant no more; returns once nothing is written any more."""
+        with self._writing:
+            self.mode = None
+
     def run(self) -> None:
-        while not self._ended.wait(0.02):
-            now_ns = time.monotonic_ns()
-            self._page.host.write(HostState(running=self.host_running, heartbeat_ns=now_ns))
-            self._page.grant.write(
-                Grant(
-                    self.mode,
-                    token_budget=self.token_budget,
-                    max_sequences=32,
-                    kv_granule_cap=self.kv_granule_cap,
-                    epoch=1,
-                    reason="test",
-                    heartbeat_ns=now_ns,
-                    expiry_ns=now_ns + 500_000_000,
-                )
-            )
+        while not self._ended.wait(BEAT_S):
+            if self._host is not None:
+                self._host.tell(running=self.host_running)
+            with self._writing:
+                if self.mode is not None:
+                    self._page.grant.write(self._grant(self.mode, time.monotonic_ns()))
+
+    def _grant(self, mode: GrantMode, now_ns: int) -> Grant:
+        return Grant(
+            mode,
+            token_budget=self.token_budget,
+            max_sequences=32,
+            slack_share=self.slack_share,
+            kv_granule_cap=self.kv_granule_cap,
+            epoch=1,
+            reason="test",
+            heartbeat_ns=now_ns,
+            expiry_ns=now_ns + round(self.ttl_s * 1e9),
+        )
 
     def stop(self) -> None:
         self._ended.set()
         self.join()
+        if self._host is not None:
+            self._host.close()

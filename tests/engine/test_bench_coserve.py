@@ -1,7 +1,6 @@
 """The benchmark end to end on real engines, a few short blocks of it."""
 
 import json
-import socket
 from pathlib import Path
 
 import pytest
@@ -11,24 +10,10 @@ from rose.bench.coserve.plan import ARMS
 from rose.bench.coserve.rows import arm_of
 from rose.bench.coserve.run import run_bench
 from rose.bench.coserve.settings import quick_settings
+from tests.ports import first_of
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
-
-
-def free_ports(count: int) -> int:
-    """The first of so many consecutive ports that nobody listens on."""
-    for base in range(18_500, 19_500, count):
-        sockets = [socket.socket() for _ in range(count)]
-        try:
-            for number, probe in enumerate(sockets):
-                probe.bind(("127.0.0.1", base + number))
-        except OSError:
-            continue
-        finally:
-            for probe in sockets:
-                probe.close()
-        return base
-    raise AssertionError("no free ports")
+# The rehearsal of the GPU benchmark drives the same player and the same analysis in every run.
+pytestmark = [pytest.mark.engine, pytest.mark.nightly, pytest.mark.timeout(420)]
 
 
 def test_a_short_run_measures_every_arm_and_every_figure_can_be_recomputed(tmp_path: Path) -> None:
@@ -43,7 +28,7 @@ def test_a_short_run_measures_every_arm_and_every_figure_can_be_recomputed(tmp_p
         event_rounds=0,
         ttft_target_s=0.5,
         tpot_target_s=0.15,
-        port_base=free_ports(3),
+        port_base=first_of(3),
     )
     run_bench(settings)
     main(["report", str(tmp_path)])

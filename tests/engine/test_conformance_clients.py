@@ -9,31 +9,28 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
 import pytest_asyncio
-from byte_tokenizer import save_byte_tokenizer
-from tiny_model import VOCABULARY, save_tiny_model
+from engine_specs import LEFT
+from pool import Started
+from tiny_model import VOCABULARY
 
 from rose.client import BlockingRolloutClient, RequestRefused, RolloutClient, Sampling
-from rose.engines import EngineRole, EngineSpec
-from rose.engines.launch import EngineProcess
 from rose.gateway import Gateway
 from rose.gateway.settings import parse_settings
-from rose.ports import free_port
 
 pytestmark = [
     pytest.mark.engine,
+    pytest.mark.engines(LEFT),
     pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
     pytest.mark.filterwarnings("ignore"),
 ]
 
-START_S = 200.0
 MODEL = "policy"
 PROMPT = [(7 * k + 3) % VOCABULARY for k in range(40)]
 TOKENS = 24
@@ -51,41 +48,16 @@ class Stage:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stage(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stage]:
-    root = tmp_path_factory.mktemp("conformance")
-    save_tiny_model(root / "model", dtype="float32")
-    save_byte_tokenizer(root / "model")
-    engine = await EngineProcess.start(_spec(root))
-    try:
-        await engine.wait_healthy(START_S)
-        admit = f"{engine.spec.url}/rose/v1/admit"
-        async with httpx.AsyncClient() as http:
-            (await http.post(admit, json={"epoch": 1})).raise_for_status()
-        argv = ["--port=0", f"--model-name={MODEL}", f"--tokenizer={root / 'model'}"]
-        argv += ["--stall-s=5", f"--replica=r=dedicated={engine.spec.url}"]
-        async with Gateway(parse_settings(argv)) as gateway:
-            url = f"http://127.0.0.1:{gateway.port}"
-            async with RolloutClient(url) as client:
-                turn = await client.generate(PROMPT, Sampling(temperature=0.0, max_tokens=TOKENS))
-            assert len(set(turn.token_ids)) > 4, "a degenerate model would make all this empty"
-            yield Stage(url, [*turn.token_ids], [*turn.logprobs])
-    finally:
-        await engine.stop()
-
-
-def _spec(root: Path) -> EngineSpec:
-    port = free_port()
-    return EngineSpec(
-        name="replica",
-        role=EngineRole.DEDICATED,
-        model_dir=root / "model",
-        port=port,
-        log=root / "engine.log",
-        dtype="float32",
-        stream_interval=2,
-        extra_args=("--skip-tokenizer-init",),
-        extra_env={"CUDA_VISIBLE_DEVICES": ""},
-    )
+async def stage(engines: list[Started]) -> AsyncIterator[Stage]:
+    (replica,) = engines
+    argv = ["--port=0", f"--model-name={MODEL}", f"--tokenizer={replica.spec.model_dir}"]
+    argv += ["--stall-s=5", f"--replica=r=dedicated={replica.url}"]
+    async with Gateway(parse_settings(argv)) as gateway:
+        url = f"http://127.0.0.1:{gateway.port}"
+        async with RolloutClient(url) as client:
+            turn = await client.generate(PROMPT, Sampling(temperature=0.0, max_tokens=TOKENS))
+        assert len(set(turn.token_ids)) > 4, "a degenerate model would make all this empty"
+        yield Stage(url, [*turn.token_ids], [*turn.logprobs])
 
 
 @pytest.fixture

@@ -1,34 +1,32 @@
 """The gateway over two real replicas in fp32: a turn that moves is the turn that stayed."""
 
 import asyncio
-import os
 import signal
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 import pytest_asyncio
-from tiny_model import VOCABULARY, save_tiny_model
+from engine_specs import LEFT, RIGHT
+from live_fleet import fleet_of
+from pool import Started
+from tiny_model import VOCABULARY
 
 from elastic_scheduler import ReplicaKind
+from rose.bench.chaos.fleet import Fleet, Replica
 from rose.client import RolloutClient, Sampling, Turn
-from rose.engines.launch import EngineProcess
-from rose.engines.spec import EngineRole, EngineSpec
 from rose.gateway import Gateway, GatewaySettings, StaticReplica, static
-from rose.ports import free_port
 
 pytestmark = [
     pytest.mark.engine,
+    pytest.mark.engines(LEFT, RIGHT, spends=True),
     pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
     pytest.mark.filterwarnings("ignore"),
 ]
 
-START_S = 200.0
 PATIENCE_S = 20.0
 # By then the gateway has forgotten how slow the first batch was.
 SETTLE_S = 2.0
@@ -40,32 +38,11 @@ GREEDY = Sampling(temperature=0.0, max_tokens=OUTPUT_TOKENS)
 
 
 @dataclass
-class Replica:
-    """A real engine, and the epochs of a node that does not exist here."""
+class Stage:
+    """Two replicas, and a gateway of this process before them."""
 
-    name: str
-    engine: EngineProcess
-    http: aiohttp.ClientSession
-    epoch: int = 0
-
-    async def command(self, path: str) -> dict[str, Any]:
-        self.epoch += 1
-        url = f"{self.engine.spec.url}/rose/v1/{path}"
-        async with self.http.post(url, json={"epoch": self.epoch, "reason": "test"}) as answer:
-            assert answer.status == 200, await answer.text()
-            return dict(await answer.json())
-
-    def signal(self, number: signal.Signals) -> None:
-        os.killpg(self.engine.process.pid, number)
-
-
-@dataclass
-class Fleet:
-    """Two replicas and a gateway in front of them."""
-
-    replicas: dict[str, Replica]
+    fleet: Fleet
     url: str
-    http: aiohttp.ClientSession
     expected: list[Turn] = field(default_factory=list)
 
     async def turns(self, label: str) -> list[Turn]:
@@ -81,14 +58,14 @@ class Fleet:
             )
 
     async def stats(self) -> dict[str, Any]:
-        async with self.http.get(f"{self.url}/rose/v1/stats") as answer:
+        async with self.fleet.http.get(f"{self.url}/rose/v1/stats") as answer:
             return dict(await answer.json())
 
     async def ready(self, replicas: int) -> None:
         """Wait until the gateway sends turns to so many replicas."""
         async with asyncio.timeout(PATIENCE_S):
             while True:
-                async with self.http.get(f"{self.url}/health") as answer:
+                async with self.fleet.http.get(f"{self.url}/health") as answer:
                     if (await answer.json())["replicas"] == replicas:
                         return
                 await asyncio.sleep(0.05)
@@ -96,6 +73,7 @@ class Fleet:
     async def in_the_middle(self) -> Replica:
         """The replica with most turns, once it has made `MIDDLE_TOKENS` more for them."""
         before = (await self.stats())["tokens"]
+        by_name = {replica.spec.name: replica for replica in self.fleet.replicas}
         async with asyncio.timeout(PATIENCE_S):
             while True:
                 stats = await self.stats()
@@ -103,58 +81,33 @@ class Fleet:
                 name = max(live, key=live.__getitem__)
                 made = stats["tokens"].get(name, 0) - before.get(name, 0)
                 if live[name] and made >= MIDDLE_TOKENS:
-                    return self.replicas[name]
+                    return by_name[name]
                 await asyncio.sleep(0.005)
 
 
-def spec_of(name: str, root: Path) -> EngineSpec:
-    port = free_port()
-    return EngineSpec(
-        name=name,
-        role=EngineRole.DEDICATED,
-        model_dir=root / "model",
-        port=port,
-        log=root / f"{name}.log",
-        dtype="float32",
-        stream_interval=4,
-        extra_args=("--skip-tokenizer-init",),
-        extra_env={"CUDA_VISIBLE_DEVICES": ""},
-    )
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
-    root = tmp_path_factory.mktemp("gateway")
-    save_tiny_model(root / "model", dtype="float32")
-    engines: dict[str, EngineProcess] = {}
-    patch = pytest.MonkeyPatch()
-    # Else half of each turn would pass before the gateway sees a replica come back.
-    patch.setattr(static, "POLL_S", 0.05)
-    try:
-        for name in ("left", "right"):
-            engines[name] = await EngineProcess.start(spec_of(name, root))
-        await asyncio.gather(*(engine.wait_healthy(START_S) for engine in engines.values()))
-        rows = tuple(
-            StaticReplica(name, ReplicaKind.DEDICATED, engine.spec.url, 32)
-            for name, engine in engines.items()
-        )
-        settings = GatewaySettings(port=0, replicas=rows, max_attempts=24)
-        timeout = aiohttp.ClientTimeout(total=30)
-        async with aiohttp.ClientSession(timeout=timeout) as http, Gateway(settings) as gateway:
-            replicas = {name: Replica(name, engine, http) for name, engine in engines.items()}
-            fleet = Fleet(replicas, f"http://127.0.0.1:{gateway.port}", http)
-            for replica in replicas.values():
-                await replica.command("admit")
-            await fleet.ready(2)
+async def stage(
+    engines: list[Started], tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Stage]:
+    rows = tuple(
+        StaticReplica(engine.spec.name, ReplicaKind.DEDICATED, engine.url, 32) for engine in engines
+    )
+    settings = GatewaySettings(port=0, replicas=rows, max_attempts=24)
+    folder = tmp_path_factory.mktemp("gateway")
+    with pytest.MonkeyPatch.context() as patch:
+        # Else half of each turn would pass before the gateway sees a replica come back.
+        patch.setattr(static, "POLL_S", 0.05)
+        async with (
+            fleet_of(engines, folder, gateways_count=0) as fleet,
+            Gateway(settings) as gateway,
+        ):
+            stage = Stage(fleet, f"http://127.0.0.1:{gateway.port}")
+            await stage.ready(2)
             # The first batch of an engine takes seconds: long enough to count as stalled.
-            await fleet.turns("warm-up")
+            await stage.turns("warm-up")
             await asyncio.sleep(SETTLE_S)
-            fleet.expected = await fleet.turns("undisturbed")
-            yield fleet
-    finally:
-        patch.undo()
-        for engine in engines.values():
-            await engine.stop()
+            stage.expected = await stage.turns("undisturbed")
+            yield stage
 
 
 def assert_same(turns: list[Turn], expected: list[Turn]) -> None:
@@ -168,51 +121,53 @@ def assert_same(turns: list[Turn], expected: list[Turn]) -> None:
         assert turn.finish_reason == "length"
 
 
-async def test_undisturbed_turns_are_whole_and_use_both_replicas(fleet: Fleet) -> None:
-    assert [turn.attempts for turn in fleet.expected] == [1] * TURNS
-    assert all(len(turn.token_ids) == OUTPUT_TOKENS for turn in fleet.expected)
+async def test_undisturbed_turns_are_whole_and_use_both_replicas(stage: Stage) -> None:
+    assert [turn.attempts for turn in stage.expected] == [1] * TURNS
+    assert all(len(turn.token_ids) == OUTPUT_TOKENS for turn in stage.expected)
     # A degenerate model would make all the other tests empty.
-    assert all(len(set(turn.token_ids[-100:])) > 8 for turn in fleet.expected)
-    assert {turn.segments[0][0] for turn in fleet.expected} == set(fleet.replicas)
+    assert all(len(set(turn.token_ids[-100:])) > 8 for turn in stage.expected)
+    assert {turn.segments[0][0] for turn in stage.expected} == {LEFT.name, RIGHT.name}
 
 
-async def test_drains_in_the_middle_of_turns_change_no_token(fleet: Fleet) -> None:
-    running = asyncio.create_task(fleet.turns("drained"))
+async def test_drains_in_the_middle_of_turns_change_no_token(stage: Stage) -> None:
+    running = asyncio.create_task(stage.turns("drained"))
     aborted = []
     for _ in range(3):
-        replica = await fleet.in_the_middle()
-        aborted.append((await replica.command("drain"))["aborted"])
-        await asyncio.sleep(0.1)
-        await replica.command("admit")
-        await fleet.ready(2)
+        replica = await stage.in_the_middle()
+        aborted.append(await replica.drain())
+        await stage.ready(1)
+        await replica.admit()
+        await stage.ready(2)
     turns = await running
     assert all(aborted), "every drain hit running turns"
     assert max(turn.attempts for turn in turns) >= 3
     assert any(len({segment[0] for segment in turn.segments}) == 2 for turn in turns)
-    assert_same(turns, fleet.expected)
+    assert_same(turns, stage.expected)
 
 
-async def test_a_replica_that_hangs_loses_its_turns_to_the_other(fleet: Fleet) -> None:
-    running = asyncio.create_task(fleet.turns("hung"))
-    replica = await fleet.in_the_middle()
+async def test_a_replica_that_hangs_loses_its_turns_to_the_other(stage: Stage) -> None:
+    running = asyncio.create_task(stage.turns("hung"))
+    replica = await stage.in_the_middle()
     replica.signal(signal.SIGSTOP)
     try:
         turns = await running
     finally:
         replica.signal(signal.SIGCONT)
     assert any(turn.attempts > 1 for turn in turns)
-    assert replica.name not in {turn.segments[-1][0] for turn in turns}
-    assert_same(turns, fleet.expected)
+    assert replica.spec.name not in {turn.segments[-1][0] for turn in turns}
+    assert_same(turns, stage.expected)
 
 
-async def test_a_killed_replica_loses_no_token(fleet: Fleet) -> None:
-    await fleet.ready(2)
-    running = asyncio.create_task(fleet.turns("killed"))
-    replica = await fleet.in_the_middle()
+async def test_a_killed_replica_loses_no_token(stage: Stage, engines: list[Started]) -> None:
+    await stage.ready(2)
+    running = asyncio.create_task(stage.turns("killed"))
+    replica = await stage.in_the_middle()
+    (killed,) = (engine for engine in engines if engine.spec == replica.spec)
+    killed.spend("it is killed")
     replica.signal(signal.SIGKILL)
     turns = await running
     assert any(turn.attempts > 1 for turn in turns)
-    assert_same(turns, fleet.expected)
-    stats = await fleet.stats()
+    assert_same(turns, stage.expected)
+    stats = await stage.stats()
     assert stats["failed"] == 0
     assert stats["turns"] == 5 * TURNS

@@ -2,34 +2,31 @@
 
 import asyncio
 import json
-import os
 import signal
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 import pytest_asyncio
-from byte_tokenizer import save_byte_tokenizer
-from tiny_model import VOCABULARY, save_tiny_model
+from engine_specs import ONE, TWO
+from pool import Started
+from tiny_model import VOCABULARY
 
-from rose.engines.launch import EngineProcess
-from rose.engines.spec import EngineRole, EngineSpec
 from rose.gateway import Gateway
 from rose.gateway.settings import parse_settings
-from rose.ports import free_port
+from tests.awaited import until_async
 
 pytestmark = [
     pytest.mark.engine,
+    pytest.mark.engines(ONE, TWO, spends=True),
     pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
     pytest.mark.filterwarnings("ignore"),
 ]
 
-START_S = 200.0
-MODEL = "policy"
+MODEL = ONE.served
 PROMPT = [(7 * k + 3) % 90 for k in range(40)]
 GREEDY = {"max_tokens": 24, "temperature": 0.0}
 EXTRA = {"versions", "segments", "attempts"}
@@ -67,7 +64,7 @@ BAD = [
 class Stage:
     """Two stock engines, and a gateway that was given nothing but their URLs."""
 
-    engines: list[EngineProcess]
+    engines: list[Started]
     gateway: Gateway
     http: aiohttp.ClientSession
 
@@ -77,7 +74,7 @@ class Stage:
 
     @property
     def engine(self) -> str:
-        return self.engines[0].spec.url
+        return self.engines[0].url
 
     async def post(self, base: str, path: str, body: Any) -> tuple[int, Any]:
         async with self.http.post(base + path, json=body) as response:
@@ -93,49 +90,21 @@ class Stage:
         return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
 
 
-def _spec(name: str, root: Path, *extra_args: str) -> EngineSpec:
-    port = free_port()
-    return EngineSpec(
-        name=MODEL,
-        role=EngineRole.STOCK,
-        model_dir=root / "model",
-        port=port,
-        log=root / f"{name}.log",
-        dtype="float32",
-        extra_env={"CUDA_VISIBLE_DEVICES": ""},
-        extra_args=extra_args,
-    )
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stage(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stage]:
-    root = tmp_path_factory.mktemp("stock")
-    save_tiny_model(root / "model", dtype="float32")
-    save_byte_tokenizer(root / "model")
-    engines: list[EngineProcess] = []
-    try:
-        # To compare with; the gateway needs nothing that a server does not have by default.
-        engines.append(await EngineProcess.start(_spec("one", root, "--enable-scale-out")))
-        engines.append(await EngineProcess.start(_spec("two", root)))
-        await asyncio.gather(*(engine.wait_healthy(START_S) for engine in engines))
-        argv = ["--port=0", f"--model-name={MODEL}", f"--tokenizer={root / 'model'}"]
-        argv += ["--stall-s=2", *(f"--replica={engine.spec.url}" for engine in engines)]
-        timeout = aiohttp.ClientTimeout(total=60)
-        async with (
-            aiohttp.ClientSession(timeout=timeout) as http,
-            Gateway(parse_settings(argv)) as gateway,
-        ):
-            stage = Stage(engines, gateway, http)
-            async with asyncio.timeout(30):
-                while gateway._dispatcher.usable < 2:  # noqa: ASYNC110
-                    await asyncio.sleep(0.05)
-            # The first step of an engine takes seconds.
-            for engine in engines:
-                await stage.post(engine.spec.url, COMPLETIONS, BODIES[COMPLETIONS])
-            yield stage
-    finally:
+async def stage(engines: list[Started]) -> AsyncIterator[Stage]:
+    argv = ["--port=0", f"--model-name={MODEL}", f"--tokenizer={engines[0].spec.model_dir}"]
+    argv += ["--stall-s=2", *(f"--replica={engine.url}" for engine in engines)]
+    timeout = aiohttp.ClientTimeout(total=60)
+    async with (
+        aiohttp.ClientSession(timeout=timeout) as http,
+        Gateway(parse_settings(argv)) as gateway,
+    ):
+        stage = Stage(engines, gateway, http)
+        await until_async(lambda: gateway._dispatcher.usable == 2, 30, "both are found", 0.05)
+        # The first step of an engine takes seconds.
         for engine in engines:
-            await engine.stop()
+            await stage.post(engine.url, COMPLETIONS, BODIES[COMPLETIONS])
+        yield stage
 
 
 def ours_alone(value: dict[str, Any]) -> set[str]:
@@ -241,10 +210,9 @@ async def test_turns_outlive_a_killed_stock_engine_token_for_token(stage: Stage)
     first = stage.engine.removeprefix("http://")
     stats = stage.gateway._server._stats
     before = stats.tokens[first]
-    async with asyncio.timeout(30):
-        while stats.tokens[first] < before + 60:  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
-    os.killpg(stage.engines[0].process.pid, signal.SIGKILL)
+    await until_async(lambda: stats.tokens[first] >= before + 60, 30, "it makes tokens", 0.005)
+    stage.engines[0].spend("it is killed")
+    stage.engines[0].signal(signal.SIGKILL)
     answers = await asyncio.gather(*running)
     assert [answer["choices"][0]["token_ids"] for _, answer in answers] == expected
     assert any(len(answer["segments"]) == 2 for _, answer in answers)

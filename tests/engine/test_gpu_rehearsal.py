@@ -8,10 +8,9 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +19,15 @@ import pytest
 
 from rose.bench.coserve.plan import ARMS
 from rose.bench.coserve.rows import arm_of
-from rose.bench.gpu.process import MARK, Order, measure_apart
-from rose.bench.gpu.registry import pieces_of
-from rose.bench.gpu.rehearsal import PLACE, StandInCard
-from rose.bench.gpu.serve.sizes import REHEARSAL
-from rose.bench.gpu.sizes import Sizes
+from rose.bench.gpu.process import MARK
+from tests.awaited import until
+from tests.left_behind import left_behind
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
 OTHER_VLLM = "ROSE_VLLM25_PYTHON"
+DONE, CUT_OFF = ("serve60", "bursts", "update-serving"), "serve90"
 
 
 @contextmanager
@@ -53,37 +51,48 @@ def rehearsal(
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
-    out, _ = process.communicate(timeout=280)
+    out, _ = process.communicate(timeout=500)
     return process.returncode, out
 
 
-def reached(process: subprocess.Popen[str], log: Path, words: str) -> None:
-    """Return once the pieces' log has these words."""
-    while not (log.is_file() and words in log.read_text()):
-        assert process.poll() is None, ended(process)
-        time.sleep(0.2)
+@dataclass
+class Rehearsed:
+    """A rehearsal that is over."""
+
+    folder: Path
+    runner: int
+    code: int
+    said: str
+
+    def result(self, name: str) -> dict[str, Any]:
+        path = self.folder / "results" / "rehearsal-on-cpu" / name
+        found: dict[str, Any] = json.loads(path.read_text())
+        return found
 
 
-def left_behind(runner: int) -> list[int]:
-    """What pieces started and did not end."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(MARK) == str(runner) and process.status() != "zombie":
-                found.append(process.pid)
-        except psutil.Error:
-            continue
-    return found
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Rehearsed:
+    """Four pieces with the same engines, of which one is killed in an arm of the last."""
+    folder = tmp_path_factory.mktemp("rehearsal")
+    log = folder / "logs" / "serve60.log"
+    with rehearsal(folder, "--only", *DONE, CUT_OFF) as process:
+
+        def in_the_last_piece() -> bool:
+            assert process.poll() is None, ended(process)
+            return log.is_file() and ", busy 0.9 poisson" in log.read_text()
+
+        until(in_the_last_piece, 500, "an arm of the last piece", every_s=0.05)
+        (guest,) = (
+            child
+            for child in psutil.Process(process.pid).children(recursive=True)
+            if "--served-model-name=guest" in child.cmdline() and "--" not in child.cmdline()
+        )  # not the one that waits beside it to end its family
+        guest.send_signal(signal.SIGKILL)
+        return Rehearsed(folder, process.pid, *ended(process))
 
 
-def result(tmp_path: Path, name: str) -> dict[str, Any]:
-    path = tmp_path / "results" / "rehearsal-on-cpu" / name
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
-
-
-def insist_complete(tmp_path: Path, piece: str) -> None:
-    record = result(tmp_path, f"{piece}.json")
+def insist_complete(run: Rehearsed, piece: str) -> None:
+    record = run.result(f"{piece}.json")
     assert record["rehearsal"].endswith("says anything about a GPU")
     measured = record["measured"]
     rows = {arm_of(row): row for row in measured["rows"]}
@@ -100,68 +109,7 @@ def insist_complete(tmp_path: Path, piece: str) -> None:
     assert len({check["check"] for check in record["checks"]}) == len(record["checks"]) > 10
 
 
-def test_a_rehearsal_goes_through_every_arm_and_leaves_records_and_a_picture(
-    tmp_path: Path,
-) -> None:
-    with rehearsal(tmp_path, "--only", "serve60", "bursts") as process:
-        code, said = ended(process)
-    assert code == 0, said
-    assert "2 pieces: 2 done" in said
-    insist_complete(tmp_path, "serve60")
-    insist_complete(tmp_path, "bursts")
-    traffic = result(tmp_path, "bursts.json")["measured"]["traffic"]
-    assert (traffic["trace"], traffic["peak_per_s"]) == ("generated", 67)
-    rates = result(tmp_path, "serving-rates.json")
-    assert [rate["busy_target"] for rate in rates["rates"]] == [0.6]
-    picture = tmp_path / "results" / "rehearsal-on-cpu" / "gpu.png"
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert not left_behind(process.pid)
-
-
-def test_an_engine_that_dies_in_an_arm_is_one_line_and_nothing_is_left(tmp_path: Path) -> None:
-    with rehearsal(tmp_path, "--only", "serve60", "--arm-rounds", "50") as process:
-        reached(process, tmp_path / "logs" / "serve60.log", ", busy 0.6 poisson")
-        (guest,) = (
-            child
-            for child in psutil.Process(process.pid).children(recursive=True)
-            if "--served-model-name=guest" in child.cmdline() and "--" not in child.cmdline()
-        )  # not the one that waits beside it to end its family
-        guest.send_signal(signal.SIGKILL)
-        code, said = ended(process)
-    assert code == 1
-    (failed,) = (line for line in said.splitlines() if line.startswith("serve60  failed: "))
-    assert failed.startswith("serve60  failed: engine guest ended"), failed
-    assert (tmp_path / "results" / "rehearsal-on-cpu" / "serve60.failed.json").is_file()
-    assert not left_behind(process.pid)
-
-
-def test_an_engine_without_room_is_one_line_and_the_others_are_ended(tmp_path: Path) -> None:
-    (card,) = StandInCard().cards()
-    sizes = Sizes(serving=replace(REHEARSAL, guest_kv_bytes=1 << 50))
-    order = Order(pieces_of(("serve60",)), sizes, card, 120.0, tmp_path, tmp_path)
-    (answer,) = measure_apart(order, place=PLACE)
-    assert answer.failed.startswith("engine guest: processes, weights and KV need ")
-    assert "\n" not in answer.failed
-    assert not left_behind(os.getpid())
-
-
-@pytest.mark.skipif(
-    OTHER_VLLM not in os.environ, reason=f"{OTHER_VLLM} names no Python with vLLM 0.25"
-)
-def test_the_version_beside_a_cards_torch_is_rehearsed_too(tmp_path: Path) -> None:
-    with rehearsal(tmp_path, "--only", "serve60", python=os.environ[OTHER_VLLM]) as process:
-        code, said = ended(process)
-    assert code == 0, said
-    insist_complete(tmp_path, "serve60")
-    assert not left_behind(process.pid)
-
-
-def test_an_update_while_serving_is_applied_proved_and_stamped(tmp_path: Path) -> None:
-    python = os.environ.get(OTHER_VLLM) or sys.executable
-    with rehearsal(tmp_path, "--only", "update-serving", python=python) as process:
-        code, said = ended(process)
-    assert code == 0, said
-    record = result(tmp_path, "update-serving.json")
+def insist_updated(record: dict[str, Any]) -> None:
     measured = record["measured"]
     updates = [measured["first"], *measured["updates"]]
     assert [update["version"] for update in updates] == list(range(1, len(updates) + 1))
@@ -176,5 +124,44 @@ def test_an_update_while_serving_is_applied_proved_and_stamped(tmp_path: Path) -
     assert measured["stamped"]["turns"] >= len(updates)
     assert measured["stamped"]["tokens_of_version"].keys() >= {str(u["version"]) for u in updates}
     assert {check["check"] for check in record["checks"]} >= {"pause p50: s", "pause most: s"}
-    assert (tmp_path / "logs" / "weights" / "tiny-guest").is_dir()
-    assert not left_behind(process.pid)
+
+
+def test_every_arm_is_gone_through_and_leaves_records_and_a_picture(run: Rehearsed) -> None:
+    assert "4 pieces: 3 done, 1 failed" in run.said
+    insist_complete(run, "serve60")
+    insist_complete(run, "bursts")
+    traffic = run.result("bursts.json")["measured"]["traffic"]
+    assert (traffic["trace"], traffic["peak_per_s"]) == ("generated", 67)
+    rates = run.result("serving-rates.json")
+    assert 0.6 in [rate["busy_target"] for rate in rates["rates"]]
+    picture = run.folder / "results" / "rehearsal-on-cpu" / "gpu.png"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_update_while_serving_is_applied_proved_and_stamped(run: Rehearsed) -> None:
+    record = run.result("update-serving.json")
+    insist_updated(record)
+    assert (run.folder / "logs" / "weights" / "tiny-guest").is_dir()
+
+
+def test_an_engine_that_dies_in_an_arm_is_one_line_and_nothing_is_left(run: Rehearsed) -> None:
+    assert run.code == 1
+    (failed,) = (line for line in run.said.splitlines() if line.startswith("serve90  failed: "))
+    assert failed.startswith("serve90  failed: engine guest ended"), failed
+    assert (run.folder / "results" / "rehearsal-on-cpu" / "serve90.failed.json").is_file()
+    assert not left_behind(MARK, str(run.runner))
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(
+    OTHER_VLLM not in os.environ, reason=f"{OTHER_VLLM} names no Python with vLLM 0.25"
+)
+def test_the_version_beside_a_cards_torch_is_rehearsed_too(tmp_path: Path) -> None:
+    with rehearsal(
+        tmp_path, "--only", "serve60", "update-serving", python=os.environ[OTHER_VLLM]
+    ) as process:
+        run = Rehearsed(tmp_path, process.pid, *ended(process))
+    assert run.code == 0, run.said
+    insist_complete(run, "serve60")
+    insist_updated(run.result("update-serving.json"))
+    assert not left_behind(MARK, str(run.runner))

@@ -1,17 +1,25 @@
-"""A host under ROSE generates what stock vLLM does, token for token in fp32, page or no page."""
+"""A host under ROSE generates what stock vLLM does, token for token in fp32, whatever its page.
+
+Observed only, and while it lends memory. Two engines, one without ROSE, each within a process.
+"""
 
 import json
+import logging
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_starts import EngineStarts
 from tiny_model import save_tiny_model
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
+log = logging.getLogger(__name__)
 ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "HF_HUB_OFFLINE": "1",
@@ -21,6 +29,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_PLUGINS": "none",
 }
+ROSE = {"ROSE_ROLE": "host", "ROSE_SLO_TTFT_S": "0.5", "ROSE_SLO_TPOT_S": "0.15"}
 GOOD = {"whole", "stale", "scribbled over", "deleted meanwhile"}
 BAD = {
     "other layout",
@@ -32,50 +41,93 @@ BAD = {
 }
 
 
-def run(model: Path, *page: Path) -> tuple[dict[str, Any], str]:
+@dataclass
+class Runs:
+    """What was generated, and what the host with ROSE said meanwhile."""
+
+    stock: dict[str, Any]
+    observed: dict[str, Any]
+    lending: dict[str, Any]
+    said: str
+
+
+def start(model: Path, *page: Path) -> "subprocess.Popen[str]":
     script = Path(__file__).with_name("exact_host.py")
-    rose = {"ROSE_ROLE": "host", "ROSE_CONTROL_PAGE": str(page[0])} if page else {}
-    rose |= {"ROSE_SLO_TTFT_S": "0.5", "ROSE_SLO_TPOT_S": "0.15"} if page else {}
-    done = subprocess.run(
+    rose = ROSE | {"ROSE_CONTROL_PAGE": str(page[0])} if page else {}
+    return subprocess.Popen(
         [sys.executable, str(script), str(model), *map(str, page)],
         env={**os.environ, **ENVIRONMENT, **rose},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-        check=False,
-        timeout=300,
     )
-    logged, told, result = done.stdout.partition("\nRESULT ")
-    said = logged + done.stderr
+
+
+def result(process: "subprocess.Popen[str]") -> tuple[dict[str, Any], str]:
+    said, told, result = process.communicate(timeout=800)[0].partition("\nRESULT ")
     assert told, said[-4000:]
     found: dict[str, Any] = json.loads(result.splitlines()[0])
     return found, said
 
 
 @pytest.fixture(scope="module")
-def runs(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> tuple[list[list[int]], dict[str, Any], str]:
+def runs(tmp_path_factory: pytest.TempPathFactory, engine_starts: EngineStarts) -> Runs:
     folder = tmp_path_factory.mktemp("exact")
     save_tiny_model(folder / "model", dtype="float32")
-    stock, _ = run(folder / "model")
-    observed, said = run(folder / "model", folder / "shared" / "page")
-    return stock["stock"]["tokens"], observed, said
+    for _ in range(2):
+        engine_starts.note()
+    with (
+        start(folder / "model") as without,
+        start(folder / "model", folder / "shared" / "page") as host,
+    ):
+        try:
+            stock, _ = result(without)
+            found, said = result(host)
+        finally:
+            without.kill()
+            host.kill()
+    return Runs(stock, found["observed"], found["lending"], said)
 
 
 @pytest.mark.parametrize("page", sorted(GOOD | BAD))
-def test_the_host_generates_what_stock_vllm_does(
-    runs: tuple[list[list[int]], dict[str, Any], str], page: str
-) -> None:
-    stock, observed, _ = runs
+def test_an_observed_host_generates_what_stock_vllm_does(runs: Runs, page: str) -> None:
+    stock = runs.stock["tokens"]
     assert len(stock) == 6
     assert all(len(tokens) == 48 for tokens in stock)
-    assert observed[page]["tokens"] == stock
-    assert observed[page]["published"] == (page in GOOD)
+    assert runs.observed[page]["tokens"] == stock
+    assert runs.observed[page]["published"] == (page in GOOD)
 
 
-def test_each_bad_page_is_said_once(
-    runs: tuple[list[list[int]], dict[str, Any], str],
-) -> None:
-    said = runs[2]
-    for words in ("has layout", "is not a control page", "before the last boot", "chmod 600"):
-        assert said.count(words) == 1
+@pytest.mark.parametrize("page", ["whole", "not a page", "missing"])
+def test_a_host_that_is_to_lend_generates_what_stock_vllm_does(runs: Runs, page: str) -> None:
+    stock = runs.stock["answers"]
+    answers = [answer for burst in stock for answer in burst]
+    assert len(answers) > 100
+    assert all(len(answer) == 90 for answer in answers)
+    assert runs.lending[page]["answers"] == stock
+
+
+def test_memory_went_out_and_came_back_under_it_all(runs: Runs) -> None:
+    whole = runs.lending["whole"]
+    moves = [after - before for before, after in pairwise(whole["lent"])]
+    lent, back = sum(move > 0 for move in moves), sum(move < 0 for move in moves)
+    log.info("most lent: %d granules; lent %d times, back %d times", max(whole["lent"]), lent, back)
+    assert whole["lends"]
+    assert min(lent, back) >= 3
+    assert 0 in whole["lent"], "the largest bursts needed all of it"
+
+
+@pytest.mark.parametrize("page", ["not a page", "missing"])
+def test_without_a_good_page_the_host_is_the_stock_one(runs: Runs, page: str) -> None:
+    found = runs.lending[page]
+    assert not found["lends"]
+    assert found["lent"] == []
+    assert found["queue"] == "FreeKVCacheBlockQueue"
+
+
+def test_each_bad_page_is_said_once(runs: Runs) -> None:
+    for words in ("has layout", "before the last boot", "chmod 600"):
+        assert runs.said.count(words) == 1
+    # Once while it was observed, once as it was to lend.
+    assert runs.said.count("is not a control page") == 2
+    assert runs.said.count("the host is no longer published") == len(BAD) + 2

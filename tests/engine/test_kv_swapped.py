@@ -5,47 +5,35 @@ backend, the driver's bindings. A page that went too early, or came back unzeroe
 """
 
 import asyncio
-import os
 from collections.abc import AsyncIterator
-from pathlib import Path
 
+import aiohttp
 import pytest
 import pytest_asyncio
-from balloon_guest import MIB, Guest, same_tokens_though_disturbed, started
-from standin_library import build
+from balloon_guest import MIB, Guest, same_tokens_though_disturbed
+from engine_specs import SWAPPED
+from pool import Started
 
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.timeout(300),
+    pytest.mark.engines(SWAPPED),
+    pytest.mark.timeout(600),
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.asyncio(loop_scope="module"),
 ]
 
-HERE = Path(__file__).parent
-# Small enough that rollouts fill granules: 16 of them want more than half of the cache.
-PAGE = 128 << 10
-KV_BYTES = 48 * MIB
+KV_BYTES = SWAPPED.kv_bytes
+
+
+@pytest.fixture(scope="module", autouse=True)
+def bindings() -> None:
+    pytest.importorskip("cuda.bindings.driver", reason="without cuda-bindings")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def guest(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Guest]:
-    pytest.importorskip("cuda.bindings.driver", reason="without cuda-bindings")
-    root = tmp_path_factory.mktemp("swapped")
-    library = build(root)
-    path = os.pathsep.join([str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
-    worker = "--worker-cls=standin_gpu_worker.StandInGpuWorker"
-    fields = {
-        "kv_bytes": KV_BYTES,
-        "kv_backend": "cuda",
-        "extra_args": ("--skip-tokenizer-init", worker),
-        "extra_env": {
-            "LD_LIBRARY_PATH": library["LD_LIBRARY_PATH"],
-            "PYTHONPATH": path,
-            "STANDIN_CUDA_PAGE": str(PAGE),
-        },
-    }
-    async with started(root, **fields) as guest:
-        yield guest
+async def guest(engines: list[Started]) -> AsyncIterator[Guest]:
+    async with aiohttp.ClientSession() as http:
+        yield Guest(engines[0], http)
 
 
 async def test_pages_leave_an_idle_guests_memory_and_come_back(guest: Guest) -> None:

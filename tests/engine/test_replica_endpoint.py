@@ -1,103 +1,73 @@
 """A real gated replica in fp32: turns, drains and versions over its HTTP contract."""
 
 import asyncio
-import os
-import signal
-import subprocess
-import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+from engine_specs import GUEST, HOST
 from live_replica import (
     PROMPT,
-    Engine,
     Lines,
     Replica,
     first_logprob,
     forge,
-    replica_spec,
     sampled,
     tokens_of,
     versions_of,
-    wait_ready,
 )
-from standin_node import StandInNode
-from tiny_model import VOCABULARY, save_tiny_model
+from pool import Started
+from tiny_model import VOCABULARY
 from vllm_versions import VERSIONS
 
-from executor import ControlPage, GrantMode
-from rose.engines import process_spec
-from rose.ports import free_port
-from weight_transfer.checkpoint import read_model_dir
-from weight_transfer.publisher import Publisher
-from weight_transfer.signing import SigningKey
-from weight_transfer.store import ChunkStore
+from executor import GrantMode
+from tests.awaited import until_async
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
-
-
-@pytest.fixture(scope="module", params=VERSIONS)
-def engine(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Engine]:
-    root = tmp_path_factory.mktemp("replica")
-    save_tiny_model(root / "model", dtype="float32")
-    port = free_port()
-    key, store = SigningKey.generate(), ChunkStore(root / "store")
-    page = ControlPage.create(root / "page")
-    node = StandInNode(page)
-    node.start()
-    spec = replica_spec(root, port, root / "page", key, request.param)
-    command = process_spec(spec)
-    log = spec.log
-    with log.open("wb") as sink:
-        process = subprocess.Popen(
-            command.argv,
-            env={**os.environ, **command.env},
-            stdout=sink,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        wait_ready(url, process, log)
-        publisher = Publisher(store, job="test", trainer="test", key=key)
-        yield Engine(url, node, store, publisher, read_model_dir(root / "model"))
-    finally:
-        os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait(20)
-        node.stop()
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.engines(HOST, GUEST, versions=VERSIONS),
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("ignore"),
+]
 
 
 @pytest.fixture
-async def replica(engine: Engine) -> AsyncIterator[Replica]:
-    engine.node.mode = GrantMode.RUN
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as http:
-        yield Replica(engine, http)
+async def replica(engines: list[Started]) -> AsyncIterator[Replica]:
+    # Publishing blocks this process for longer than the server keeps an idle connection.
+    connector = aiohttp.TCPConnector(force_close=True)
+    timeout = aiohttp.ClientTimeout(total=60)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
+        replica = Replica(engines[1], http)
+        yield replica
+        replica.engine.node.reset()
+        await replica.admit()
 
 
-async def test_a_replica_without_a_lease_takes_no_turns(replica: Replica) -> None:
-    status, answer = await replica.call("generate", {"request_id": "r", "token_ids": PROMPT})
-    assert (status, answer["error"]["type"]) == (503, "draining")
+async def frozen(replica: Replica) -> None:
+    """Freeze the guest; returns once it yields."""
+    replica.engine.node.mode = GrantMode.FREEZE
+    page = replica.engine.control
+
+    def yields() -> bool:
+        return (state := page.guest.peek()) is not None and state.gate_reason == "frozen"
+
+    await until_async(yields, 10, "the guest yields")
 
 
 async def test_a_greedy_stream_equals_the_engines_own_completion(replica: Replica) -> None:
     await replica.admit()
-    body = {"model": "guest-0", "prompt": PROMPT, "max_tokens": 48, "temperature": 0}
+    body = {"model": GUEST.name, "prompt": PROMPT, "max_tokens": 48, "temperature": 0}
     body |= {"ignore_eos": True, "detokenize": False, "return_token_ids": True}
-    async with replica.http.post(f"{replica.engine.url}/v1/completions", json=body) as answer:
+    async with replica.http.post(
+        f"{replica.engine.url}/v1/completions", json=body, headers=replica.engine.headers
+    ) as answer:
         expected = (await answer.json())["choices"][0]["token_ids"]
     lines = await replica.lines(PROMPT, 48)
     assert tokens_of(lines) == expected
-    assert versions_of(lines) == [0] * 48
+    assert versions_of(lines) == [replica.engine.versions.version] * 48
     assert lines[-1] == {"finish_reason": "length"}
     stop = expected[20]
     stopped = await replica.lines(PROMPT, 48, stop_token_ids=[stop])
@@ -113,7 +83,8 @@ async def test_logprobs_are_those_of_the_distribution_that_was_sampled(replica: 
     assert [p for line in only for p in line.get("logprobs", [])] == [0.0] * 4
     sampling = {"temperature": 1.0, "seed": 3}
     first = await replica.lines(PROMPT, 24, **sampling)
-    assert first == await replica.lines(PROMPT, 24, **sampling), "a seed repeats its turn"
+    again = await replica.lines(PROMPT, 24, **sampling)
+    assert sampled(first) == sampled(again), "a seed repeats its turn"
     assert all(p < 0 for line in first for p in line.get("logprobs", []))
 
 
@@ -163,12 +134,11 @@ async def test_a_frozen_guest_is_drained_at_once(replica: Replica) -> None:
     epoch = await replica.admit()
     stream = replica.stream(PROMPT, 400)
     first = await anext(stream)
-    replica.engine.node.mode = GrantMode.FREEZE
-    await asyncio.sleep(0.2)
-    began_s = time.monotonic()
-    status, answer = await replica.call("drain", {"epoch": epoch, "reason": "revoked"})
-    rest = [line async for line in stream]
-    assert time.monotonic() - began_s < 0.5
+    await frozen(replica)
+    # It would wait for as long as the guest is frozen.
+    async with asyncio.timeout(30):
+        status, answer = await replica.call("drain", {"epoch": epoch, "reason": "revoked"})
+        rest = [line async for line in stream]
     assert (status, answer) == (200, {"aborted": 1})
     assert rest[-1] == {"finish_reason": "revoked"}
     assert len(tokens_of([first, *rest])) < 400
@@ -201,13 +171,16 @@ async def test_versions_switch_within_a_turn_and_old_caches_are_not_used(
         if published and len(lines) >= 3 and all(update.done() for update in updates):
             updates.append(asyncio.create_task(replica.apply(published.pop(0))))
     reports = await asyncio.gather(*updates)
-    last = replica.engine.version
+    last = replica.engine.versions.version
     assert [report["version"] for report in reports] == [last - 1, last]
     tokens, versions = tokens_of(lines), versions_of(lines)
     assert len(tokens) == 400
     assert sorted(set(versions)) == [last - 2, last - 1, last]
     assert [b - a for a, b in pairwise(versions) if a != b] == [1, 1]
     assert (await replica.call("state"))[1]["policy_version"] == last
+    said = replica.engine.control.guest.peek()
+    assert said is not None
+    assert said.policy_version == last, "its page tells it too"
     # Fresh KV of the newest weights gives the same tokens that the running turn went on with.
     switch = versions.index(last)
     fresh = await replica.lines(PROMPT + tokens[:switch], 400 - switch, salt="nothing cached")
@@ -231,7 +204,7 @@ async def test_kept_kv_is_told_and_never_found_by_turns_of_the_new_version(
             update = asyncio.create_task(replica.apply(paths))
     assert update is not None
     await update
-    last = replica.engine.version
+    last = replica.engine.versions.version
     stamps = [(line["version"], line.get("oldest_version")) for line in lines[:-1]]
     assert set(stamps) == {(last - 1, None), (last, last - 1)}
     tokens, switch = tokens_of(lines), versions_of(lines).index(last)
@@ -248,7 +221,7 @@ async def test_turns_in_flight_finish_under_the_old_version_when_a_job_asks_for_
 ) -> None:
     await replica.admit()
     paths = replica.publish(seed=81) | {"on_update": "finish_old"}
-    last = replica.engine.version
+    last = replica.engine.versions.version
     lines: Lines = []
     update: asyncio.Task[dict[str, Any]] | None = None
     during: asyncio.Task[Lines] | None = None
@@ -271,8 +244,8 @@ async def test_an_audit_reads_every_live_weight_while_turns_run(replica: Replica
     turn = asyncio.create_task(replica.lines(PROMPT, 100))
     status, report = await replica.call("weights/audit", {})
     assert (status, report["flipped"], report["unjudged"]) == (200, [], [])
-    assert report["version"] == replica.engine.version
-    assert report["weights"] == sum(t.bits.size for t in replica.engine.active.values())
+    assert report["version"] == replica.engine.versions.version
+    assert report["weights"] == sum(t.bits.size for t in replica.engine.versions.active.values())
     assert len(tokens_of(await turn)) == 100
 
 
@@ -280,15 +253,14 @@ async def test_a_frozen_guest_still_takes_a_version(replica: Replica) -> None:
     epoch = await replica.admit()
     stream = replica.stream(PROMPT, 400)
     lines = [await anext(stream)]
-    replica.engine.node.mode = GrantMode.FREEZE
-    await asyncio.sleep(0.2)
+    await frozen(replica)
     await replica.apply(replica.publish(seed=90))
     replica.engine.node.mode = GrantMode.RUN
     async for line in stream:
         lines.append(line)
-        if replica.engine.version in versions_of(lines[-1:]):
+        if replica.engine.versions.version in versions_of(lines[-1:]):
             await replica.call("drain", {"epoch": epoch})
-    last = replica.engine.version
+    last = replica.engine.versions.version
     assert sorted(set(versions_of(lines))) == [last - 1, last]
     assert lines[-1] == {"finish_reason": "revoked"}
 
@@ -298,16 +270,26 @@ async def test_a_version_of_other_weights_is_refused_and_changes_nothing(
 ) -> None:
     await replica.admit()
     before = tokens_of(await replica.lines(PROMPT, 32))
-    store = replica.engine.store
-    replica.engine.publisher.publish(90, 89, replica.engine.active, replica.engine.active)
-    paths = {"manifest": str(store.manifest_path(90)), "chunks": str(store.chunks_dir)}
-    status, answer = await replica.call("weights/apply", paths)
+    versions, active = replica.engine.versions, replica.engine.versions.version
+    versions.publisher.publish(90, 89, versions.active, versions.active)
+    status, answer = await replica.call("weights/apply", versions.paths(90))
     assert (status, answer["error"]["type"]) == (409, "wrong_base")
-    active = replica.engine.version
-    paths = replica.publish(seed=91)
+    versions.publisher.publish(91, active, versions.active, versions.changed(seed=91))
+    paths = versions.paths(91)
     forged = forge(Path(paths["manifest"]))
     status, answer = await replica.call("weights/apply", paths | {"manifest": str(forged)})
     assert (status, answer["error"]["type"]) == (422, "bad_version"), answer
     lines = await replica.lines(PROMPT, 32)
     assert tokens_of(lines) == before
     assert versions_of(lines) == [active] * 32
+
+
+async def test_the_first_weights_come_back_as_a_later_version(replica: Replica) -> None:
+    await replica.admit()
+    versions = replica.engine.versions
+    assert versions.active is not versions.base
+    changed = tokens_of(await replica.lines(PROMPT, 32))
+    await replica.apply(versions.next(versions.base))
+    assert tokens_of(await replica.lines(PROMPT, 32)) != changed
+    status, report = await replica.call("weights/audit", {})
+    assert (status, report["flipped"], report["version"]) == (200, [], versions.version)

@@ -17,7 +17,7 @@ from vllm_versions import PYTHON_25, needs_25, run_by
 from rose.engines import EngineProcess, EngineRole, EngineSpec
 from rose.ports import free_port
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300), needs_25]
+pytestmark = [pytest.mark.engine, pytest.mark.nightly, pytest.mark.timeout(300), needs_25]
 
 ROOT = Path(__file__).parents[2]
 # What runs on vLLM: schedulers, block pools, layouts and allocation.
@@ -76,7 +76,9 @@ async def test_a_replica_with_made_up_weights_is_warm_when_it_is_healthy(tmp_pat
                 state = await answer.json()
             assert (state["warm"], state["role"], state["policy_version"]) == (True, "dedicated", 0)
             assert state["warm_up"]["said"].startswith("warm after")
-            async with http.post(f"{spec.url}/rose/v1/admit", json={"epoch": 1}) as answer:
+            async with http.post(
+                f"{spec.url}/rose/v1/admit", json={"epoch": 1}, headers=engine.headers
+            ) as answer:
                 assert answer.status == 200
             body = {"request_id": "r", "token_ids": [1, 2, 3], "sampling": {"max_tokens": 4}}
             async with http.post(f"{spec.url}/rose/v1/generate", json=body) as answer:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_starts import EngineStarts
 from tiny_model import VOCABULARY, save_tiny_model
 
 from weight_transfer.checkpoint import read_model_dir
@@ -19,12 +20,19 @@ from weight_transfer.signing import SigningKey
 from weight_transfer.store import ChunkStore
 from weight_transfer.tensors import TensorBits, tensor_bits, tensor_of
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.starts_others,
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore"),
+]
 
 ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
+    # The worker sets it, in this process here.
+    "ROSE_POLICY_VERSION": "0",
     "ROSE_ROLE": "guest",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -112,8 +120,11 @@ def install_plugins(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(
+    tmp_path_factory: pytest.TempPathFactory, engine_starts: EngineStarts
+) -> Iterator[Served]:
     root = tmp_path_factory.mktemp("weights")
+    engine_starts.note()
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
@@ -180,6 +191,7 @@ def test_versions_activate_with_proofs_while_a_request_runs(served: Served) -> N
     served.llm.reset_prefix_cache()
     assert proofs_hold(report), report
     assert report["version"] == 1 == served.rpc("rose_weights_version")
+    assert os.environ["ROSE_POLICY_VERSION"] == "1", "a guest's page is told"
     assert 0 < report["changed_elements"] == staged["changed_elements"] == manifest.changed
     assert report["wire_bytes"] == manifest.wire_bytes
 
@@ -251,6 +263,7 @@ def test_an_update_is_prepared_between_the_engines_steps(served: Served) -> None
     assert proofs_hold(report)
     assert report["loose"] == 0
     assert served.rpc("rose_weights_rollback") == {"version": 4}, "another rank could not prove it"
+    assert os.environ["ROSE_POLICY_VERSION"] == "4"
     assert served.run(prove) == before
     assert len(served.finish()) == 64
 

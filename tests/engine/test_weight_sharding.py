@@ -18,7 +18,12 @@ from weight_transfer.signing import SigningKey
 from weight_transfer.store import ChunkStore
 from weight_transfer.tensors import TensorBits, bits_of
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.starts_others,
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore"),
+]
 
 ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from vllm_versions import PYTHON_25, needs_25
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.nightly, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).parents[2]
 # Loader trace and proof on 1 to 8 ranks; versions, probe, audit and plugins in a served engine.

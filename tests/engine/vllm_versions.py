@@ -1,4 +1,4 @@
-"""The vLLM versions that engine tests run on: the installed one, and 0.25 where there is one.
+"""The vLLM versions that engine tests run on: the installed one; nightly 0.25 where there is one.
 
 0.25 pins another torch, so it lives in an environment of its own: ROSE_VLLM25_PYTHON names that
 environment's interpreter. It needs ROSE's dependencies (the extra `replica`), not ROSE.
@@ -18,7 +18,7 @@ needs_25 = pytest.mark.skipif(
 )
 VERSIONS = [
     pytest.param(None, id="installed vLLM"),
-    pytest.param(PYTHON_25, id="vLLM 0.25", marks=needs_25),
+    pytest.param(PYTHON_25, id="vLLM 0.25", marks=[needs_25, pytest.mark.nightly]),
 ]
 
 

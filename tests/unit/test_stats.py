@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 
 from rose.stats import (
+    Floats,
     PairedWindow,
+    estimate_of_sums,
     mean_difference,
     percentile,
-    proportion_difference,
     ratio_of_percentiles,
     ratio_of_rates,
 )
@@ -69,8 +70,22 @@ def test_a_failed_request_counts_as_infinitely_late() -> None:
     assert percentile([0.1, 0.2, math.inf], 50) == 0.2
 
 
-def test_a_difference_of_proportions_lies_inside_its_interval() -> None:
-    found = proportion_difference((99, 128), (113, 128), 0)
-    assert found.value == pytest.approx(14 / 128)
+def test_a_quotient_of_sums_weighs_each_group_and_lies_inside_its_interval() -> None:
+    rng = np.random.default_rng(0)
+    lent = [(60 * rng.uniform(0.9, 1.1), 1.0) for _ in range(10)]
+    alone = [(100 * rng.uniform(0.9, 1.1), 1.0) for _ in range(5)]
+    found = estimate_of_sums([lent, alone], lambda sums: _rate(sums[0]) / _rate(sums[1]), 0)
+    assert found.value == pytest.approx(0.6, rel=0.05)
     assert found.ci95 is not None
     assert found.ci95[0] < found.value < found.ci95[1]
+    assert found == estimate_of_sums([lent, alone], lambda sums: _rate(sums[0]) / _rate(sums[1]), 0)
+
+
+def test_one_unit_of_a_group_gives_no_interval() -> None:
+    found = estimate_of_sums([[(6.0, 1.0)] * 5, [(10.0, 1.0)]], lambda s: _rate(s[0]), 0)
+    assert found.ci95 is None
+
+
+def _rate(sums: Floats) -> Floats:
+    result: Floats = sums[..., 0] / sums[..., 1]
+    return result

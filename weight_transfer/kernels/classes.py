@@ -180,7 +180,7 @@ def decode_class(
     rank_gaps: NDArray[np.uint32],
     codes: Bits,
     k: int,
-    most_gap: int,
+    left: int,
     state: Ints,
     coded: Bytes,
     bits: Ints,
@@ -188,14 +188,18 @@ def decode_class(
     odds: Contexts,
     seen: Bytes,
 ) -> int:
-    """Fill one class; WRONG for what no encoder writes."""
+    """Fill one class; returns how many weights are left, WRONG for what no encoder writes.
+
+    `left`: weights that no change of a class before has passed over. Gaps and changes of all
+    classes together are no more than the weights, which bounds the work by what is there.
+    """
     one = np.uint64(1)
     most = 8 * codes.itemsize
     code, width = state[0], state[1]
     for at in range(rank_gaps.size):
         unary = 0
         bit, code, width = get(code, width, state, coded, odds, seen, _GAPS)
-        while bit and unary << k <= most_gap:
+        while bit and unary << k < left:
             unary += 1
             bit, code, width = get(code, width, state, coded, odds, seen, _GAPS + min(unary, 7))
         low = _get_raw(bits, raw, k + 1)
@@ -215,10 +219,11 @@ def decode_class(
             size = (size << one) | np.uint64(bit)
             size = _get_rest(bits, raw, size, length - 2)
         codes[at] = (size << one) - negative
-        if gap > most_gap or np.uint64(codes[at]) == np.uint64(0):
+        left -= gap + 1
+        if left < 0 or np.uint64(codes[at]) == np.uint64(0):
             return WRONG
     state[0], state[1] = code, width
-    return 0
+    return left
 
 
 @compiled

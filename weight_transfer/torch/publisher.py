@@ -89,9 +89,9 @@ class ShardedPublisher:
             return self._encoder.encode(version, self._digests, local_weights(state, self._dtype))
 
         def merge(reports: list[ShardReport]) -> bytes:
-            return self._coordinator.publish(version, reports).to_json()
+            return self._coordinator.publish(version, reports).to_bytes()
 
-        manifest = Manifest.from_json(self._agree(encode, merge))
+        manifest = Manifest.from_bytes(self._agree(encode, merge))
         self._encoder.advance(manifest)
         self._digests = {t.name: int(t.digest_after, 16) for t in manifest.tensors}
         self._keep(manifest)
@@ -109,10 +109,10 @@ class ShardedPublisher:
         digests = self._agree_on_digests(zeros, merge_zeros)
 
         def merge(reports: list[ShardReport]) -> bytes:
-            return self._coordinator.publish_base(digests, reports).to_json()
+            return self._coordinator.publish_base(digests, reports).to_bytes()
 
         raw = self._agree(lambda: self._encoder.encode_base(digests), merge)
-        manifest = Manifest.from_json(raw)
+        manifest = Manifest.from_bytes(raw)
         self._keep(manifest)
         return manifest
 

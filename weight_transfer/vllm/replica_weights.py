@@ -18,15 +18,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from weight_transfer.checkpoint import read_model_dir
-from weight_transfer.errors import WrongBaseError
+from weight_transfer.chunk import check_id
+from weight_transfer.errors import StoreError, WrongBaseError
 from weight_transfer.kernels.device.memory import named_shortage, release_unused
-from weight_transfer.manifest import Manifest
+from weight_transfer.manifest import MAX_MANIFEST_BYTES, ChunkRef, Manifest
 from weight_transfer.receiver import Receiver, StagedUpdate
-from weight_transfer.store import read_chunk
 from weight_transfer.tensors import TensorBits
 from weight_transfer.vllm import faults
 from weight_transfer.vllm.applier import place, write, write_back
 from weight_transfer.vllm.audit import Audit, judge
+from weight_transfer.vllm.enclosed import Enclosed
 from weight_transfer.vllm.fresh import finish, load_fresh, skeleton
 from weight_transfer.vllm.layered import LayerPlan
 from weight_transfer.vllm.loader_map import LoaderMap
@@ -48,7 +49,15 @@ _HELD = ProbeResult(ok=True, max_abs_diff=0.0)
 class ReplicaWeights:
     """Receiver, loader map and proofs; the one path by which an engine's weights change."""
 
-    def __init__(self, engine: EngineModel, model_dir: Path, verify_key: VerifyKey | None) -> None:
+    def __init__(
+        self,
+        engine: EngineModel,
+        model_dir: Path,
+        verify_key: VerifyKey | None,
+        weights_dir: Path | None = None,
+    ) -> None:
+        """`weights_dir`: where updates are read from, None for anywhere."""
+        self._files = Enclosed(weights_dir)
         self._engine = engine
         self._verify_key = verify_key
         base = read_model_dir(model_dir)
@@ -94,8 +103,13 @@ class ReplicaWeights:
         return {name: tensor.bits.size for name, tensor in self._receiver.tensors.items()}
 
     def begin_stage(self, manifest_paths: Sequence[Path], chunks_dir: Path) -> Staging:
-        """Begin to stage versions that follow each other; what was staged before is forgotten."""
+        """Begin to stage versions that follow each other; what was staged before is forgotten.
+
+        Raises StoreError while an earlier one is still read: this is the engine's own thread.
+        """
         if self._staging is not None:
+            if not self._staging.decoded:
+                raise StoreError("an update is still being read and decoded; ask again later")
             self._staging.drop()
         self._last = None
         self.settle()
@@ -162,13 +176,21 @@ class ReplicaWeights:
         return Decoded(update, place(self.map, update))
 
     def _verified(self, manifest_paths: Sequence[Path], chunks_dir: Path) -> StagedUpdate:
-        manifests = [Manifest.from_json(path.read_bytes()) for path in manifest_paths]
+        manifests = [
+            Manifest.from_bytes(self._files.read(path, MAX_MANIFEST_BYTES), self._verify_key)
+            for path in manifest_paths
+        ]
         if faults.injected() is faults.Fault.STALE_WEIGHTS:
             last, active = manifests[-1], self._receiver.version
             return StagedUpdate(last.version, active, (), last.wire_bytes)
-        refs = [ref for manifest in manifests for ref in manifest.chunks]
-        chunks = {ref.id: read_chunk(chunks_dir, ref.id) for ref in refs}
+        refs = {ref.id: ref for manifest in manifests for ref in manifest.chunks}
+        chunks = {ref.id: self._chunk(chunks_dir, ref) for ref in refs.values()}
         return self._receiver.stage_chain(manifests, chunks, self._verify_key, time.time())
+
+    def _chunk(self, folder: Path, ref: ChunkRef) -> bytes:
+        encoded = self._files.read(folder / ref.id, ref.encoded_bytes)
+        check_id(ref.id, encoded)
+        return encoded
 
     def _prepare(self, decoded: Decoded) -> Generator[None, None, Prepared]:
         tensors, loose = self._receiver.tensors, self.map.loose

@@ -29,10 +29,15 @@ class CommitReport:
 
 
 def merged(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One report of all ranks: proofs hold when they hold everywhere, times are the slowest's."""
+    """One report of all ranks: proofs hold when they hold everywhere, times are the slowest's.
+
+    Ranks that are at different versions prove nothing. Raises IndexError without any report,
+    KeyError for one that lacks something.
+    """
     whole = dict(reports[0])
+    agree = all(report["version"] == whole["version"] for report in reports)
     for name in ("digest_ok", "probe_ok"):
-        whole[name] = all(report[name] for report in reports)
+        whole[name] = agree and all(report[name] is True for report in reports)
     for name in ("apply_s", "probe_s", "probe_max_abs_diff"):
         whole[name] = max(report[name] for report in reports)
     return whole

@@ -6,6 +6,7 @@ init → (stage → commit → rollback?)*; audit at any time. See `replica_weig
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -18,6 +19,8 @@ from weight_transfer.vllm.engine import EngineModel
 from weight_transfer.vllm.replica_weights import ReplicaWeights
 from weight_transfer.vllm.rpc_errors import names_errors
 from weight_transfer.vllm.staging import Prepared
+
+POLICY_VERSION = "ROSE_POLICY_VERSION"
 
 
 class WeightWorker:
@@ -32,12 +35,19 @@ class WeightWorker:
     _rose_stage_began_s: float = 0.0
 
     @names_errors
-    def rose_weights_init(self, model_dir: str, verify_key_hex: str | None) -> dict[str, Any]:
-        """Take `model_dir` as version 0 and prove that it is what this engine serves."""
+    def rose_weights_init(
+        self, model_dir: str, verify_key_hex: str | None, weights_dir: str | None = None
+    ) -> dict[str, Any]:
+        """Take `model_dir` as version 0 and prove that it is what this engine serves.
+
+        Updates are read from below `weights_dir`; None lets the caller name any file.
+        """
         key = None if verify_key_hex is None else VerifyKey(verify_key_hex)
         runner = self.model_runner
         engine = EngineModel.of(runner.get_model(), runner.vllm_config, runner.device)
-        weights = self._rose_weights = ReplicaWeights(engine, Path(model_dir), key)
+        weights = self._rose_weights = ReplicaWeights(
+            engine, Path(model_dir), key, None if weights_dir is None else Path(weights_dir)
+        )
         return {
             "version": weights.version,
             "loose": list(weights.map.loose),
@@ -74,7 +84,9 @@ class WeightWorker:
     @names_errors
     def rose_weights_commit(self) -> dict[str, Any]:
         """Activate the staged update; only under the engine's pause. See `CommitReport`."""
-        return asdict(self._rose().commit())
+        report = asdict(self._rose().commit())
+        self._tell_version()
+        return report
 
     @names_errors
     def rose_weights_settle(self) -> None:
@@ -84,7 +96,9 @@ class WeightWorker:
     @names_errors
     def rose_weights_rollback(self) -> dict[str, Any]:
         """Take the last commit back under the same pause: another rank could not prove it."""
-        return {"version": self._rose().rollback()}
+        version = self._rose().rollback()
+        self._tell_version()
+        return {"version": version}
 
     @names_errors
     def rose_weights_audit(self, elements: int, again: bool) -> dict[str, Any]:
@@ -108,6 +122,10 @@ class WeightWorker:
     def rose_weights_version(self) -> int:
         """Return the active version, 0 before any update."""
         return self._rose().version
+
+    def _tell_version(self) -> None:
+        """A guest's scheduler, which shares this process, publishes it on the control page."""
+        os.environ[POLICY_VERSION] = str(self._rose().version)
 
     def _rose(self) -> ReplicaWeights:
         if self._rose_weights is None:

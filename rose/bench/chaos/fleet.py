@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import aiohttp
 
@@ -45,9 +45,9 @@ class Replica:
             await self.admit()
         self.up = True
 
-    async def drain(self) -> None:
-        """Revoke: all its turns end here."""
-        await self._command("drain")
+    async def drain(self) -> int:
+        """Revoke: all its turns end here; returns how many."""
+        return int((await self._command("drain"))["aborted"])
 
     async def admit(self) -> None:
         """Let turns in again."""
@@ -71,12 +71,14 @@ class Replica:
             self.signal(signal.SIGCONT)
             await self.engine.stop()
 
-    async def _command(self, path: str) -> None:
+    async def _command(self, path: str) -> dict[str, Any]:
+        assert self.engine is not None
         self.epoch += 1
         url, body = f"{self.spec.url}/rose/v1/{path}", {"epoch": self.epoch, "reason": "chaos"}
-        async with self.http.post(url, json=body) as answer:
+        async with self.http.post(url, json=body, headers=self.engine.headers) as answer:
             if answer.status != 200:
                 raise EngineStartError(f"{url} answers {answer.status}: {await answer.text()}")
+            return dict(await answer.json())
 
 
 @dataclass
@@ -118,6 +120,7 @@ class GatewayProcess:
 class Fleet:
     """Replicas and gateways of one run. Async context manager.
 
+    `replicas` that are given run already and go on afterwards; without them `count` are started.
     With the role STOCK the engines know nothing of ROSE, and cannot be drained or admitted.
     """
 
@@ -129,12 +132,15 @@ class Fleet:
     role: EngineRole = EngineRole.DEDICATED
     replicas: list[Replica] = field(default_factory=list)
     gateways: list[GatewayProcess] = field(default_factory=list)
+    _own: list[Replica] = field(default_factory=list)
 
     async def __aenter__(self) -> Self:
         self.http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30))
         try:
-            self.replicas = [self._replica(f"replica-{k}") for k in range(self.count)]
-            await asyncio.gather(*(replica.start() for replica in self.replicas))
+            if not self.replicas:
+                self._own = [self._replica(f"replica-{k}") for k in range(self.count)]
+                self.replicas = [*self._own]
+            await asyncio.gather(*(replica.start() for replica in self._own))
             self.gateways = [self._gateway(k) for k in range(self.gateways_count)]
             await asyncio.gather(*(gateway.start(self.http) for gateway in self.gateways))
         except BaseException:
@@ -158,7 +164,7 @@ class Fleet:
     async def _close(self) -> None:
         for gateway in self.gateways:
             gateway.kill()
-        for replica in self.replicas:
+        for replica in self._own:
             await replica.stop()
         await self.http.close()
 

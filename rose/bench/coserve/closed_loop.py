@@ -3,7 +3,8 @@
 import asyncio
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
 import aiohttp
 
@@ -24,10 +25,12 @@ class ClosedLoop:
         streams: int,
         lengths: Iterator[tuple[int, int]],
         seed: str,
+        secret: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.done = 0
         self.failed = 0
         self._session = session
+        self._secret = secret
         self._url = f"{url}/v1/completions"
         self._model = model
         self._streams = streams
@@ -58,7 +61,9 @@ class ClosedLoop:
             prompt = self._rng.choices(range(*TOKEN_IDS), k=prompt_tokens)
             body = CompletionBody(self._model, prompt, output_tokens)
             name = f"closed{index}n{number}"
-            result = await complete(self._session, self._url, body, name, time.monotonic())
+            result = await complete(
+                self._session, self._url, body, name, time.monotonic(), self._secret
+            )
             number += 1
             if result.status == "ok":
                 self.done += 1

@@ -53,7 +53,9 @@ class Drills:
         await asyncio.sleep(WHEN * self.event_s)
         began_s = time.monotonic()
         store = ChunkStore(self.store)
-        client = ReplicaClient(self.session, self.engines.url(GUEST))
+        client = ReplicaClient(
+            self.session, self.engines.url(GUEST), lambda: self.engines.headers(GUEST)
+        )
         try:
             applied = await client.apply([store.manifest_path(1)], store.chunks_dir)
         except (RefusedError, UnavailableError) as error:

@@ -30,6 +30,7 @@ class Engines:
     page: Path
     logs: Path
     key: SigningKey
+    store: Path
     running: dict[str, EngineProcess] = field(default_factory=dict)
     cores: tuple[int, int] = (0, 0)
 
@@ -45,6 +46,10 @@ class Engines:
     def url(self, name: str) -> str:
         """Address of an engine."""
         return f"http://127.0.0.1:{self._port(name)}"
+
+    def headers(self, name: str) -> dict[str, str]:
+        """What it asks for of whoever controls it."""
+        return self.running[name].headers
 
     def pid(self, name: str) -> int | None:
         """Its API process while it runs."""
@@ -155,6 +160,7 @@ class Engines:
             stream_interval=16,
             control_page=self.page,
             verify_key=self.key.verify_key.hex,
+            weights_dir=self.store,
             extra_env={STEP_LOG: str(self.settings.out.resolve()), "ROSE_ORPHAN_S": "5"},
         )
 

@@ -6,10 +6,11 @@ from pathlib import Path
 from executor import ControlPage, Grant, GuardConfig, GuardCore, PressureLimits, PressurePolicy
 from rose.bench.coserve.plan import Arm
 from rose.errors import RoseError
-from rose.eventlog import EventLog
+from rose.eventlog import KEEP_ALL, EventLog, JsonlLog
 from rose.node.guard_thread import GuardThread
-from rose.node.host_watch import HostWatch
+from rose.node.host_watch import HOST_LATENCY, HostWatch
 from rose.node.kill_switch import KillSwitch
+from rose.node.samples import GUEST_SAMPLES
 
 # Shares of the host's KV memory that a loaded bench host crosses again and again, so that the two
 # policies differ.
@@ -30,10 +31,11 @@ class Granting:
 
     def __init__(self, page: ControlPage, out: Path, logs: Path) -> None:
         self._page = page
-        self._out = out
         self._logs = logs
-        self._watch = HostWatch(out)
-        self._events = EventLog(logs, "guard")
+        # Figures are computed from every record; and nobody's host waits for this disk.
+        self._watch = HostWatch(JsonlLog(out / HOST_LATENCY, KEEP_ALL))
+        self._samples = JsonlLog(out / GUEST_SAMPLES, KEEP_ALL)
+        self._events = EventLog(logs, "guard", KEEP_ALL)
         self._guard: GuardThread | None = None
         self._broken = False
         self._arm = 0
@@ -51,7 +53,7 @@ class Granting:
             kill_switch=KillSwitch(self._logs / "KILL"),
             host_pid=host_pid,
             watch=self._watch,
-            log_dir=self._out,
+            samples=self._samples,
             events=self._events,
             on_broken=self._break,
             on_stall=self._stall,

@@ -45,6 +45,10 @@ class PlayedEngines(Protocol):
         """Address of an engine."""
         ...
 
+    def headers(self, name: str) -> dict[str, str]:
+        """What it asks for of whoever completes there without a lease."""
+        ...
+
     def pid(self, name: str) -> int | None:
         """Its API process while it runs."""
         ...
@@ -166,6 +170,7 @@ class Player:
             guest.streams,
             lengths,
             f"{self.seed}/{number}",
+            self.engines.headers(name),
         )
 
     async def _counters(self) -> Counters:

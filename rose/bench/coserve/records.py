@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from rose.bench.coserve.steps import StepTimes, read_steps
+from rose.decoding import BAD_BYTES
 from rose.errors import RoseError
 from rose.eventlog import read_lines
 from rose.load.records import ClientRequest, HostLatency, Request, join_requests
@@ -130,5 +131,5 @@ def _run_info(path: Path) -> RunInfo:
         return msgspec.json.decode(path.read_bytes(), type=RunInfo)
     except OSError as error:
         raise RoseError(f"{path}: cannot be read; name the folder of a finished run") from error
-    except msgspec.DecodeError as error:
+    except BAD_BYTES as error:
         raise RoseError(f"{path}: {error}") from error

@@ -57,7 +57,7 @@ from rose.bench.coserve.result import RESULT
 from rose.bench.coserve.settings import EVENT_BUSY, BenchSettings
 from rose.engines import check_host
 from rose.errors import ConfigError, RoseError
-from rose.eventlog import JsonlLog, read_lines
+from rose.eventlog import KEEP_ALL, JsonlLog, read_lines
 from rose.load.protocol import LoadConfig
 from rose.load.records import ClientRequest, HostLatency, join_requests
 from rose.load.trace import read_trace
@@ -122,10 +122,13 @@ class _Run:
         key = SigningKey.generate()
         page = ControlPage.create(scratch / "page")
         granting = Granting(page, self._out, self._logs)
-        engines = Engines(settings, scratch / "page", self._logs, key)
+        engines = Engines(settings, scratch / "page", self._logs, key, scratch / "store")
         timeout = aiohttp.ClientTimeout(total=HTTP_TIMEOUT_S)
         load: Talker | None = None
-        blocks, events = JsonlLog(self._out / BLOCKS), JsonlLog(self._out / EVENTS)
+        blocks, events = (
+            JsonlLog(self._out / BLOCKS, KEEP_ALL),
+            JsonlLog(self._out / EVENTS, KEEP_ALL),
+        )
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
             try:

@@ -15,6 +15,7 @@ from typing import Any
 from rose.bench.gateway.arms import peers
 from rose.bench.gateway.limits import checks
 from rose.bench.gateway.load import STREAMS
+from rose.bench.gateway.processes import cores
 from rose.bench.gateway.real import over_real_engines
 from rose.bench.gateway.rows import rows
 from rose.bench.gateway.run import StandInBench, write
@@ -79,18 +80,6 @@ async def _over_real(
     await asyncio.to_thread(save_model, folder / "model")
     rounds = 1 if args.quick else args.rounds
     return await over_real_engines(folder, sessions, rounds, args.seconds, places, _say)
-
-
-def cores() -> dict[str, list[int]]:
-    """Who runs where: routers have a core of their own; where there are two, the rest shares one.
-
-    Generator and engine need a fifth of a core each at 2,000 streams.
-    """
-    usable = sorted(os.sched_getaffinity(0))
-    if len(usable) < 2:
-        return {"generator": usable, "engine": usable, "router": usable}
-    engine = usable[2] if len(usable) > 2 else usable[0]
-    return {"generator": [usable[0]], "engine": [engine], "router": [usable[1]]}
 
 
 def _say(what: str) -> None:

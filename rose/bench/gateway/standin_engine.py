@@ -12,6 +12,8 @@ import time
 from functools import partial
 from typing import cast
 
+from rose.bench.gateway.wires import as_logprob
+
 _LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
 _CHUNKED = re.compile(rb"transfer-encoding: *chunked", re.IGNORECASE)
 LAST_CHUNK = b"0\r\n\r\n"
@@ -125,7 +127,8 @@ class Connection(asyncio.Protocol):
 
     def _piece(self, count: int) -> bytes:
         now, received = f"{time.monotonic():.6f}", f"{self._received_s:.6f}"
-        logprobs = [now, received, *["0"] * count][:count]
+        logprobs = [as_logprob(time.monotonic()), as_logprob(self._received_s), *["0"] * count]
+        logprobs = logprobs[:count]
         tokens = ",".join(["7"] * count)
         reason = "null" if self._due else '"length"'
         if self._path == LINES:

@@ -13,12 +13,20 @@ import msgspec
 
 # What stand-in and real engines call what they serve.
 MODEL = "policy"
-_NUMBERS = re.compile(rb"[\d.]+")
+_LOGPROB = re.compile(rb"-([\d.]+)")
 _LINE_LOGPROBS = re.compile(rb'"logprobs":\[([^\]]*)\]')
-_EVENT_LOGPROB = re.compile(rb'"logprob":([\d.]+)')
+_EVENT_LOGPROB = re.compile(rb'"logprob":-([\d.]+)')
 _TEXT = re.compile(rb'"text":"([\d.]+) ([\d.]+)')
 
+# Gateways look at logprobs: a time is a small negative number there.
+_LOGPROB_S = 1e6
+
 Stamps = Callable[[bytes], list[float]]
+
+
+def as_logprob(stamp_s: float) -> str:
+    """A time as the stand-in engine writes it in a logprob's place."""
+    return f"{-stamp_s / _LOGPROB_S:.13f}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +90,12 @@ def _sglang_body(request_id: str, prompt: Sequence[int], budget: int) -> bytes:
 
 
 def _of_lines(data: bytes) -> list[float]:
-    return [float(n) for found in _LINE_LOGPROBS.findall(data) for n in _NUMBERS.findall(found)]
+    found = _LINE_LOGPROBS.findall(data)
+    return [_LOGPROB_S * float(number) for each in found for number in _LOGPROB.findall(each)]
 
 
 def _of_events(data: bytes) -> list[float]:
-    return [float(number) for number in _EVENT_LOGPROB.findall(data)]
+    return [_LOGPROB_S * float(number) for number in _EVENT_LOGPROB.findall(data)]
 
 
 def _of_text(data: bytes) -> list[float]:

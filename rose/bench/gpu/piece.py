@@ -19,6 +19,8 @@ class Piece:
 
     group: `module:function` that measures several pieces in one process, because what they need
     takes long to start; empty for a piece by itself. `work` is a function of what it starts then.
+    known_weights: of a group whose guest gets new weights: what it starts with takes a minute more
+    to make.
     least: what a piece of a group takes at the least, once its group has started.
     estimate_s: what it takes on a card of 2024, alone. limit_s: when it is ended.
     memory: bytes of the card that it needs. modules: what must be importable.
@@ -33,6 +35,7 @@ class Piece:
     memory: Callable[[Sizes], int]
     modules: tuple[str, ...] = ()
     group: str = ""
+    known_weights: bool = False
     least: Callable[[Sizes], float] | None = None
     lacking: Callable[[], str] = lambda: ""
     checks: Callable[[Mapping[str, Any]], list[Check]] = lambda measured: []

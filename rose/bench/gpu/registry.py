@@ -36,14 +36,16 @@ def _served(
     work: str,
     least: Callable[[ServingSizes], float],
     checks: Callable[[Mapping[str, Any]], list[limits.Check]] = limits.served_checks,
-    group: str = "measure_all",
+    *,
+    known_weights: bool = False,
 ) -> Piece:
     """A piece of the group that starts host and guests once."""
     usual = ServingSizes()
     return Piece(
         name, what, f"{_SERVE}.{work}", estimate_s=usual.start_s + least(usual),
         limit_s=MOST_S, memory=lambda sizes: needs.memory_bytes(sizes.serving),
-        modules=needs.MODULES, group=f"{_SERVE}.group:{group}",
+        modules=needs.MODULES, group=f"{_SERVE}.group:measure_all",
+        known_weights=known_weights,
         least=lambda sizes: least(sizes.serving),
         checks=checks,
     )  # fmt: skip
@@ -80,12 +82,12 @@ PIECES = (
         needs.steady_s,
     ),
     _served("bursts", "the same under bursts of the Azure trace", "loads:bursts", needs.bursts_s),
-    _served("serve30", "the same, the host busy for 0.3", "loads:busy_30", needs.steady_s),
-    _served("serve90", "the same, the host busy for 0.9", "loads:busy_90", needs.steady_s),
     _served(
         "update-serving", "2% of the guest's weights anew while host and guest serve",
-        "updating:updates", needs.updates_s, limits.updating_checks, "measure_updates",
+        "updating:updates", needs.updates_s, limits.updating_checks, known_weights=True,
     ),
+    _served("serve30", "as serve60, the host busy for 0.3", "loads:busy_30", needs.steady_s),
+    _served("serve90", "the same, the host busy for 0.9", "loads:busy_90", needs.steady_s),
 )  # fmt: skip
 
 

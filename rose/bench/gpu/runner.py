@@ -118,8 +118,13 @@ class Runner:
         return tuple(
             piece
             for piece in waiting
-            if piece.group == first.group and self._settled(piece) is None
+            if self._goes_with(first, piece) and self._settled(piece) is None
         )
+
+    def _goes_with(self, first: Piece, piece: Piece) -> bool:
+        """Whether the same engines do for both; tiny weights are made in no time."""
+        alike = self._request.rehearsal or piece.known_weights == first.known_weights
+        return piece.group == first.group and alike
 
     def _settled(self, piece: Piece) -> Outcome | None:
         """What is known without the card, None when the piece is to be measured."""

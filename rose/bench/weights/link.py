@@ -82,7 +82,7 @@ def _run(link: ShapedLink, folder: Path, manifest: Manifest, count: int) -> dict
             receiver.stdin.flush()
         said = [_heard(receiver, "ready") for receiver in receivers]
         ready_s, sent = time.monotonic() - began_s, link.sent_bytes() - before
-    encoded = manifest.wire_bytes + len(manifest.to_json())
+    encoded = manifest.wire_bytes + manifest.size
     link_s = encoded * 8 / (MBIT * 1e6)
     fetched_s = max(one["fetched_s"] for one in said)
     return {

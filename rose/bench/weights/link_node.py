@@ -28,7 +28,7 @@ async def _origin(folder: Path, url: str) -> None:
     address = urlsplit(url)
     assert address.hostname
     assert address.port
-    server = VersionServer(ChunkStore(folder), address.port, host=address.hostname)
+    server = VersionServer(ChunkStore(folder), address.port, host=address.hostname, insecure=True)
     await server.start()
     _say(event="up")
     await asyncio.to_thread(sys.stdin.read)

@@ -1,14 +1,15 @@
 """Bytes for each changed weight, by scheme."""
 
-import json
 import zlib
 from collections.abc import Sequence
+
+import msgspec
 
 from rose.bench.weights.peers import SCHEMES, size_of
 from rose.bench.weights.synthetic import Step
 from weight_transfer.chunk import EncodedChunk, chunk_id, encode_chunk, row_ranges
 from weight_transfer.codec import Level
-from weight_transfer.manifest import ChunkRef, TensorUpdate, hex_digest, plain_tensor
+from weight_transfer.manifest import ChunkRef, TensorUpdate, hex_digest
 
 CHUNK_BYTES = 64 << 20
 
@@ -30,7 +31,7 @@ def sizes(steps: Sequence[Step]) -> dict[str, object]:
 def _all_of_ours(steps: Sequence[Step], level: Level) -> int:
     """With the manifest as it crosses a link: compressed."""
     made = [_ours(step, level) for step in steps]
-    listed = ",".join(text for _, text in made).encode()
+    listed = b"\n".join(line for _, line in made)
     return sum(size for size, _ in made) + len(zlib.compress(listed))
 
 
@@ -40,7 +41,7 @@ def _theirs(name: str, step: Step) -> int:
     return size_of(name, step.old.bits, step.new.bits, columns) if step.changed else 0
 
 
-def _ours(step: Step, level: Level) -> tuple[int, str]:
+def _ours(step: Step, level: Level) -> tuple[int, bytes]:
     """Bytes of the chunks of a tensor, and its part of the manifest."""
     chunks = [
         encode_chunk(step.old, step.new, r, 0, level) for r in row_ranges(step.old, CHUNK_BYTES)
@@ -55,7 +56,7 @@ def _ours(step: Step, level: Level) -> tuple[int, str]:
         hex_digest(1),
         tuple(_reference(chunk) for chunk in chunks),
     )
-    listed = json.dumps(plain_tensor(update), separators=(",", ":"))
+    listed = msgspec.json.encode(update)
     return sum(len(chunk.encoded) for chunk in chunks), listed
 
 

@@ -5,31 +5,35 @@ choice out. Tools and structured output are engine features that rollout replica
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import msgspec
 
-from rose.gateway.ask import Ask, resume_of, timeout_of
+from rose.gateway.ask import Ask
+from rose.gateway.chat_options import chat_options
 from rose.gateway.dialects import wire
 from rose.gateway.dialects.openai import OpenAIBody, check_top_logprobs, text_between, token_text
 from rose.gateway.errors import BadRequest, TurnError
 from rose.gateway.feed import TurnFeed
+from rose.gateway.headers import resume_of, timeout_of
 from rose.gateway.model import ServedModel
 from rose.gateway.origin import origin_of
+from rose.gateway.sampling import NOTHING, unread
 from rose.gateway.turn_request import TurnRequest
+from rose.texts import Variable
 
 
 class _Body(OpenAIBody, gc=False, kw_only=True):
-    messages: list[dict[str, Any]]
+    # Read by the process that renders them.
+    messages: msgspec.Raw
     logprobs: bool | None = False
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: object = None
+    tools: msgspec.Raw = NOTHING
+    tool_choice: msgspec.Raw = NOTHING
     add_generation_prompt: bool | None = True
     continue_final_message: bool | None = False
     chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Variable] | None = None
 
 
 _decoder = msgspec.json.Decoder(_Body)
@@ -48,7 +52,7 @@ class ChatDialect:
         asked = wire.read_json(_decoder, body)
         self._model.check_name(asked.model)
         _check(asked)
-        prompt = self._prompt(asked)
+        prompt = await self._prompt(asked)
         limit = asked.max_completion_tokens
         max_tokens = asked.max_tokens if limit is None else limit
         self._model.check_length(len(prompt), max_tokens or 0)
@@ -83,21 +87,19 @@ class ChatDialect:
         """Event for an error in the middle of a stream."""
         return wire.event(wire.vllm_error(error)) + wire.DONE
 
-    def _prompt(self, asked: _Body) -> list[int]:
+    async def _prompt(self, asked: _Body) -> list[int]:
         codec = self._model.need_codec("a conversation")
-        options = dict(asked.chat_template_kwargs or {})
-        options["continue_final_message"] = bool(asked.continue_final_message)
-        options["add_generation_prompt"] = asked.add_generation_prompt is not False
-        if asked.continue_final_message:
-            options["add_generation_prompt"] = False
-        return codec.chat(asked.messages, options)
+        options = chat_options(
+            asked.chat_template_kwargs,
+            asked.add_generation_prompt is not False,
+            bool(asked.continue_final_message),
+        )
+        return (await codec.chat(bytes(asked.messages), options))[0]
 
 
 def _check(asked: _Body) -> None:
     asked.check()
-    if not asked.messages:
-        raise BadRequest("messages is empty: send at least one", "messages")
-    if asked.tools or asked.tool_choice not in (None, "none", "auto"):
+    if unread(asked.tools) or unread(asked.tool_choice) not in (None, "none", "auto"):
         raise BadRequest("tools are not supported: put their texts into the messages", "tools")
     if asked.chat_template is not None:
         raise BadRequest("chat_template: only the tokenizer's own is used", "chat_template")
@@ -265,8 +267,9 @@ class ChatAnswer:
         if not self._logprobs:
             return None
         content = []
-        for token, value in zip(feed.tokens[start:end], feed.logprobs[start:end], strict=True):
-            text, logprob = token_text(self._model, token, self._as_ids), wire.finite(value)
+        logprobs = wire.finite(feed.logprobs[start:end])
+        for token, logprob in zip(feed.tokens[start:end], logprobs, strict=True):
+            text = token_text(self._model, token, self._as_ids)
             raw = list(text.encode("utf-8", "replace"))
             top = [_TopLogprob(text, logprob, raw)] if self._top else []
             content.append(_TokenLogprob(text, logprob, raw, top))

@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from rose.gateway.ask import Ask, resume_of, timeout_of
+from rose.gateway.ask import Ask
 from rose.gateway.dialects import wire
 from rose.gateway.dialects.openai import OpenAIBody, check_top_logprobs, text_between, token_text
 from rose.gateway.errors import BadRequest, TurnError
 from rose.gateway.feed import TurnFeed
+from rose.gateway.headers import resume_of, timeout_of
 from rose.gateway.model import ServedModel
 from rose.gateway.origin import origin_of
 from rose.gateway.turn_request import TurnRequest
@@ -90,21 +91,25 @@ class CompletionDialect:
         if prompt is None or not prompt:
             raise BadRequest("prompt is missing or empty", "prompt")
         if isinstance(prompt, str):
-            return [await self._encode(prompt, asked)]
+            return await self._encode([prompt], asked)
         ids = [token for token in prompt if isinstance(token, int)]
         if len(ids) == len(prompt):
             return [ids]
         if ids:
             raise BadRequest("prompt mixes token ids with texts or lists", "prompt")
+        if len(prompt) > MAX_TURNS:
+            raise BadRequest(f"at most {MAX_TURNS} completions in one request", "prompt")
+        texts = [part for part in prompt if isinstance(part, str)]
+        encoded = iter(await self._encode(texts, asked) if texts else ())
         return [
-            part if isinstance(part, list) else await self._encode(part, asked)
+            part if isinstance(part, list) else next(encoded)
             for part in prompt
             if not isinstance(part, int)
         ]
 
-    async def _encode(self, text: str, asked: _Body) -> list[int]:
+    async def _encode(self, texts: list[str], asked: _Body) -> list[list[int]]:
         codec = self._model.need_codec("a prompt in text")
-        return await codec.encode(text, asked.add_special_tokens is not False)
+        return await codec.encode(texts, asked.add_special_tokens is not False)
 
 
 class _Logprobs(msgspec.Struct, gc=False):
@@ -247,8 +252,9 @@ class CompletionAnswer:
             return None
         found = _Logprobs([], [], [], [])
         offset = self._offsets.get(index, 0)
-        for token, value in zip(feed.tokens[start:end], feed.logprobs[start:end], strict=True):
-            text, logprob = token_text(self._model, token, self._as_ids), wire.finite(value)
+        logprobs = wire.finite(feed.logprobs[start:end])
+        for token, logprob in zip(feed.tokens[start:end], logprobs, strict=True):
+            text = token_text(self._model, token, self._as_ids)
             found.text_offset.append(offset)
             found.token_logprobs.append(logprob)
             found.tokens.append(text)

@@ -2,14 +2,18 @@
 
 from collections.abc import Mapping
 
+import msgspec
+
 from rose.gateway.dialects.wire import StreamOptions
 from rose.gateway.errors import BadRequest
 from rose.gateway.model import ServedModel
 from rose.gateway.origin import OriginFields
-from rose.gateway.sampling import Sampling, refuse_unsupported
+from rose.gateway.sampling import NOTHING, Sampling, refuse_unsupported
 from rose.gateway.text import TextPlan, TextTrack
 
 MAX_SAMPLES = 256
+MAX_STOPS = 256
+MAX_STOP_CHARS = 4_096
 NEUTRAL: Mapping[str, object] = {
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
@@ -25,6 +29,10 @@ NEUTRAL: Mapping[str, object] = {
     "truncate_prompt_tokens": None,
     "echo": False,
 }
+
+
+class _Format(msgspec.Struct, gc=False):
+    type: str | None = None
 
 
 class OpenAIBody(OriginFields, gc=False):
@@ -57,8 +65,8 @@ class OpenAIBody(OriginFields, gc=False):
     use_beam_search: bool | None = False
     prompt_logprobs: int | None = None
     logprob_token_ids: list[int] | None = None
-    structured_outputs: object = None
-    response_format: dict[str, object] | None = None
+    structured_outputs: msgspec.Raw = NOTHING
+    response_format: _Format | None = None
     logit_bias: dict[str, float] | None = None
     bad_words: list[str] | None = None
     truncate_prompt_tokens: int | None = None
@@ -71,12 +79,11 @@ class OpenAIBody(OriginFields, gc=False):
     def check(self) -> None:
         """Raise BadRequest for what rollout replicas cannot do."""
         refuse_unsupported(self, NEUTRAL)
-        if self.response_format is not None and self.response_format.get("type") != "text":
+        if self.response_format is not None and self.response_format.type != "text":
             raise BadRequest("rollout replicas generate plain text only", "response_format")
         if not 1 <= self.samples <= MAX_SAMPLES:
             raise BadRequest(f"n must be between 1 and {MAX_SAMPLES}, got {self.n}", "n")
-        if len(self.stops) > MAX_SAMPLES or not all(self.stops):
-            raise BadRequest(f"stop: at most {MAX_SAMPLES} strings, none of them empty", "stop")
+        check_stops(self.stops)
 
     @property
     def samples(self) -> int:
@@ -113,6 +120,17 @@ class OpenAIBody(OriginFields, gc=False):
             bool(self.include_stop_str_in_output),
             self.skip_special_tokens is not False,
             self.min_tokens or 0,
+        )
+
+
+def check_stops(stops: tuple[str, ...]) -> None:
+    """Raise BadRequest for more stop strings than can be looked for at every token."""
+    chars = sum(map(len, stops))
+    if len(stops) > MAX_STOPS or chars > MAX_STOP_CHARS or not all(stops):
+        raise BadRequest(
+            f"stop: at most {MAX_STOPS} strings of together {MAX_STOP_CHARS} characters, "
+            "none of them empty",
+            "stop",
         )
 
 

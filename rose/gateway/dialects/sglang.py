@@ -6,19 +6,23 @@ Fields of ROSE: `min_version`, `exact_version`, `timeout_s`, `resume_from`, `cac
 """
 
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 import msgspec
 
-from rose.gateway.ask import Ask, resume_of, timeout_of
+from rose.gateway.ask import Ask
 from rose.gateway.dialects import wire
-from rose.gateway.dialects.openai import text_between
+from rose.gateway.dialects.openai import check_stops, text_between
 from rose.gateway.errors import BadRequest, TurnError
 from rose.gateway.feed import TurnFeed
+from rose.gateway.headers import resume_of, timeout_of
 from rose.gateway.model import ServedModel
 from rose.gateway.origin import OriginFields, origin_of
-from rose.gateway.sampling import Sampling, refuse_unsupported
+from rose.gateway.sampling import NOTHING, Sampling, refuse_unsupported
 from rose.gateway.text import TextPlan
 from rose.gateway.turn_request import TurnRequest
+
+T = TypeVar("T")
 
 DEFAULT_MAX_NEW_TOKENS = 128
 MAX_TURNS = 256
@@ -65,23 +69,23 @@ class _SamplingBody(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     sampling_seed: int | None = None
     skip_special_tokens: bool | None = True
     no_stop_trim: bool | None = False
-    spaces_between_special_tokens: object = None
-    stream_interval: object = None
+    spaces_between_special_tokens: msgspec.Raw = NOTHING
+    stream_interval: msgspec.Raw = NOTHING
     n: int | None = 1
     min_p: float | None = 0.0
     frequency_penalty: float | None = 0.0
     presence_penalty: float | None = 0.0
     repetition_penalty: float | None = 1.0
-    stop_regex: object = None
-    json_schema: object = None
-    regex: object = None
-    ebnf: object = None
-    structural_tag: object = None
+    stop_regex: msgspec.Raw = NOTHING
+    json_schema: msgspec.Raw = NOTHING
+    regex: msgspec.Raw = NOTHING
+    ebnf: msgspec.Raw = NOTHING
+    structural_tag: msgspec.Raw = NOTHING
     ignore_eos: bool | None = False
-    logit_bias: object = None
+    logit_bias: msgspec.Raw = NOTHING
     beam_width: int | None = None
-    custom_params: object = None
-    watermark: object = None
+    custom_params: msgspec.Raw = NOTHING
+    watermark: msgspec.Raw = NOTHING
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -110,16 +114,16 @@ class _Body(OriginFields, gc=False):
     rid: str | list[str] | None = None
     priority: int | None = None
     cache_salt: str | None = None
-    input_embeds: object = None
-    image_data: object = None
-    video_data: object = None
-    audio_data: object = None
-    token_ids_logprob: object = None
+    input_embeds: msgspec.Raw = NOTHING
+    image_data: msgspec.Raw = NOTHING
+    video_data: msgspec.Raw = NOTHING
+    audio_data: msgspec.Raw = NOTHING
+    token_ids_logprob: msgspec.Raw = NOTHING
     top_logprobs_num: int | None = 0
-    return_hidden_states: object = False
-    return_sampling_mask: object = False
-    lora_path: object = None
-    custom_logit_processor: object = None
+    return_hidden_states: msgspec.Raw = NOTHING
+    return_sampling_mask: msgspec.Raw = NOTHING
+    lora_path: msgspec.Raw = NOTHING
+    custom_logit_processor: msgspec.Raw = NOTHING
     min_version: int | None = None
     exact_version: int | None = None
     timeout_s: float | None = None
@@ -177,12 +181,12 @@ class SglangDialect:
 
     def error(self, error: TurnError) -> bytes:
         """Body of an error answer."""
-        return wire.encode({"error": {"message": str(error)}})
+        return wire.encode({"error": {"message": wire.clean(str(error))}})
 
     def broken(self, error: TurnError) -> bytes:
         """Event for an error in the middle of a stream."""
         fault = {
-            "message": str(error),
+            "message": wire.clean(str(error)),
             "type": "invalid_request_error" if error.status < 500 else "server_error",
             "code": error.status,
             "retryable": error.retry_after_s > 0,
@@ -190,6 +194,7 @@ class SglangDialect:
         return wire.event(wire.encode({"error": fault})) + wire.DONE
 
     def _plan(self, params: _SamplingBody) -> TextPlan | None:
+        check_stops(params.stops)
         if params.stops:
             self._model.need_codec("a stop string")
         if self._model.codec is None:
@@ -210,8 +215,7 @@ class SglangDialect:
         if asked.text is not None and asked.input_ids is None:
             codec = self._model.need_codec("text")
             texts = [asked.text] if isinstance(asked.text, str) else asked.text
-            prompts = [await codec.encode(text) for text in texts]
-            return _bounded(prompts), not isinstance(asked.text, str)
+            return await codec.encode(_bounded(texts)), not isinstance(asked.text, str)
         ids = [token for token in asked.input_ids or () if isinstance(token, int)]
         lists = [part for part in asked.input_ids or () if isinstance(part, list)]
         if ids and lists:
@@ -219,7 +223,7 @@ class SglangDialect:
         return (_bounded(lists), True) if lists else ([ids], False)
 
 
-def _bounded(prompts: list[list[int]]) -> list[list[int]]:
+def _bounded(prompts: list[T]) -> list[T]:
     if not 1 <= len(prompts) <= MAX_TURNS:
         raise BadRequest(f"between 1 and {MAX_TURNS} prompts in one request, not {len(prompts)}")
     return prompts
@@ -276,7 +280,7 @@ class SglangAnswer:
             "num_retractions": max(0, feed.attempts - 1),
         }
         if self._logprobs:
-            logprobs = map(wire.finite, feed.logprobs[:end])
+            logprobs = wire.finite(feed.logprobs[:end])
             meta["input_token_logprobs"] = []
             meta["output_token_logprobs"] = [
                 (logprob, token, None) for logprob, token in zip(logprobs, tokens, strict=True)

@@ -4,17 +4,18 @@ Fields that vLLM does not have: `min_version`, `exact_version`, `timeout_s`, `re
 `versions`, `segments`, `attempts` out. The request id comes back as it was sent.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from rose.gateway.ask import Ask, resume_of, timeout_of
+from rose.gateway.ask import Ask
 from rose.gateway.dialects import wire
 from rose.gateway.errors import BadRequest, TurnError
 from rose.gateway.feed import TurnFeed
+from rose.gateway.headers import resume_of, timeout_of
 from rose.gateway.model import ServedModel
 from rose.gateway.origin import OriginFields, origin_of
-from rose.gateway.sampling import Sampling, refuse_unsupported
+from rose.gateway.sampling import NOTHING, Sampling, refuse_unsupported
 from rose.gateway.turn_request import TurnRequest
 
 MAX_SAMPLES = 256
@@ -63,28 +64,28 @@ class _SamplingBody(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     stop: str | list[str] | None = None
     ignore_eos: bool | None = False
     prompt_logprobs: int | None = None
-    prompt_logprob_token_ids: object = None
+    prompt_logprob_token_ids: msgspec.Raw = NOTHING
     logprob_token_ids: list[int] | None = None
-    structured_outputs: object = None
+    structured_outputs: msgspec.Raw = NOTHING
     logit_bias: dict[str, float] | None = None
     bad_words: list[str] | None = None
     watermarking: bool | None = None
     thinking_token_budget: int | None = None
-    repetition_detection: object = None
-    trace_decode_token_ids: object = None
+    repetition_detection: msgspec.Raw = NOTHING
+    trace_decode_token_ids: msgspec.Raw = NOTHING
     # How vLLM would deliver or cache, not what it samples: tokens come as they come.
-    flat_logprobs: object = None
-    prompt_logprob_start: object = None
-    detokenize: object = None
-    skip_special_tokens: object = None
-    spaces_between_special_tokens: object = None
-    include_stop_str_in_output: object = None
-    output_kind: object = None
-    stream_interval: object = None
-    skip_clone: object = None
-    skip_reading_prefix_cache: object = None
-    routed_experts_prompt_start: object = None
-    extra_args: object = None
+    flat_logprobs: msgspec.Raw = NOTHING
+    prompt_logprob_start: msgspec.Raw = NOTHING
+    detokenize: msgspec.Raw = NOTHING
+    skip_special_tokens: msgspec.Raw = NOTHING
+    spaces_between_special_tokens: msgspec.Raw = NOTHING
+    include_stop_str_in_output: msgspec.Raw = NOTHING
+    output_kind: msgspec.Raw = NOTHING
+    stream_interval: msgspec.Raw = NOTHING
+    skip_clone: msgspec.Raw = NOTHING
+    skip_reading_prefix_cache: msgspec.Raw = NOTHING
+    routed_experts_prompt_start: msgspec.Raw = NOTHING
+    extra_args: msgspec.Raw = NOTHING
 
     def sampling(self, max_tokens: int) -> Sampling:
         return Sampling(
@@ -108,10 +109,10 @@ class _Body(OriginFields, gc=False, kw_only=True):
     cache_salt: str | None = None
     priority: int = 0
     return_token_ids: bool | None = None
-    features: object = None
-    content_parts: object = None
-    kv_transfer_params: object = None
-    ec_transfer_params: object = None
+    features: msgspec.Raw = NOTHING
+    content_parts: msgspec.Raw = NOTHING
+    kv_transfer_params: msgspec.Raw = NOTHING
+    ec_transfer_params: msgspec.Raw = NOTHING
     output_mode: str = "tokens"
     min_version: int | None = None
     exact_version: int | None = None
@@ -271,9 +272,10 @@ class VllmAnswer:
 
     def whole(self, feeds: Sequence[TurnFeed]) -> bytes:
         """Body of a 200."""
-        choices = [self._choice(k, feed, 0, len(feed.tokens)) for k, feed in enumerate(feeds)]
-        for choice in choices:
-            _name(choice)
+        choices = [
+            self._choice(index, feed, 0, len(feed.tokens), _named_logprob)
+            for index, feed in enumerate(feeds)
+        ]
         first = feeds[0]
         return wire.encode(
             _Whole(
@@ -303,7 +305,7 @@ class VllmAnswer:
 
     def part(self, index: int, feed: TurnFeed, start: int, end: int) -> bytes:
         """Event with tokens [start, end)."""
-        choice = self._choice(index, feed, start, end)
+        choice = self._choice(index, feed, start, end, _token_logprob)
         head = (self._request_id, self._usage(feed, end), "tokens", [choice])
         spans = wire.versions(feed.spans(start, end))
         if choice.finish_reason is not None:
@@ -327,17 +329,20 @@ class VllmAnswer:
             return None
         return wire.Usage(feed.prompt_tokens, feed.prompt_tokens + end, end)
 
-    def _choice(self, index: int, feed: TurnFeed, start: int, end: int) -> _Choice:
+    def _choice(
+        self,
+        index: int,
+        feed: TurnFeed,
+        start: int,
+        end: int,
+        logprob_of: Callable[[int, float], _TokenLogprob],
+    ) -> _Choice:
         tokens = feed.tokens[start:end].tolist()
         over = feed.finish_reason is not None and end == len(feed.tokens)
         logprobs = None
         if self._logprobs:
-            content = []
-            for token, value in zip(tokens, feed.logprobs[start:end], strict=True):
-                logprob = wire.finite(value)
-                top = [_TopLogprob(token, logprob, None)]
-                content.append(_TokenLogprob(token, logprob, None, top))
-            logprobs = _Logprobs(content)
+            values = wire.finite(feed.logprobs[start:end])
+            logprobs = _Logprobs([*map(logprob_of, tokens, values)])
         return _Choice(
             index,
             feed.finish_reason if over else None,
@@ -350,13 +355,13 @@ class VllmAnswer:
         )
 
 
-def _name(choice: _Choice) -> None:
-    if choice.logprobs is not None:
-        choice.logprobs.content = [
-            _NamedLogprob(one.token_id, one.logprob, one.rank, one.top_logprobs, token=name)
-            for one in choice.logprobs.content
-            for name in (f"token_id:{one.token_id}",)
-        ]
+def _token_logprob(token: int, logprob: float) -> _TokenLogprob:
+    return _TokenLogprob(token, logprob, None, [_TopLogprob(token, logprob, None)])
+
+
+def _named_logprob(token: int, logprob: float) -> _TokenLogprob:
+    top = [_TopLogprob(token, logprob, None)]
+    return _NamedLogprob(token, logprob, None, top, token=f"token_id:{token}")
 
 
 def _weight_versions(feed: TurnFeed) -> list[_WeightVersion] | None:

@@ -8,9 +8,10 @@ from typing import TypeVar
 import msgspec
 
 from elastic_scheduler import VersionSpan
-from rose.gateway.ask import REQUEST_ID_HEADER
+from rose.decoding import decoded
 from rose.gateway.errors import BadRequest, TurnError
 from rose.gateway.feed import TurnFeed
+from rose.gateway.headers import REQUEST_ID_HEADER, header_of
 
 T = TypeVar("T")
 
@@ -83,20 +84,25 @@ class _ErrorInfo(msgspec.Struct):
 def read_json(decoder: "msgspec.json.Decoder[T]", body: bytes) -> T:
     """The decoded body. Raises BadRequest that says what is wrong with it."""
     try:
-        return decoder.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        return decoded(decoder, body)
+    except msgspec.DecodeError as error:
         raise BadRequest(f"1 validation error: {error}", "body") from error
 
 
 def request_id_of(headers: Mapping[str, str], given: str | None) -> tuple[str, bool]:
     """The request's id and whether the caller chose it: header, else body, else a new one."""
-    name = headers.get(REQUEST_ID_HEADER) or given
+    name = header_of(headers, REQUEST_ID_HEADER) or given
     return (name, True) if name else (uuid.uuid4().hex, False)
+
+
+def clean(text: str) -> str:
+    """Text that JSON can hold, whatever bytes of a caller or a replica are in it."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
 def vllm_error(error: TurnError) -> bytes:
     """Body of an error answer as vLLM writes it."""
-    return encode({"error": _ErrorInfo(str(error), error.kind, error.param, error.status)})
+    return encode({"error": _ErrorInfo(clean(str(error)), error.kind, error.param, error.status)})
 
 
 def event(payload: bytes) -> bytes:
@@ -104,9 +110,12 @@ def event(payload: bytes) -> bytes:
     return b"data: " + payload + b"\n\n"
 
 
-def finite(logprob: float) -> float:
-    """A logprob that JSON can hold."""
-    return LOWEST_LOGPROB if math.isnan(logprob) else max(logprob, LOWEST_LOGPROB)
+def finite(logprobs: Sequence[float]) -> Sequence[float]:
+    """Logprobs that JSON can hold."""
+    # Nearly always they are so already: two passes in C tell.
+    if not logprobs or (min(logprobs) >= LOWEST_LOGPROB and not math.isnan(sum(logprobs))):
+        return logprobs
+    return [LOWEST_LOGPROB if math.isnan(each) else max(each, LOWEST_LOGPROB) for each in logprobs]
 
 
 def versions(spans: Sequence[VersionSpan]) -> list[Version]:

@@ -1,12 +1,20 @@
 """What every link does: encode an attempt, read its stream."""
 
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import msgspec
+from msgspec import Meta
 
 from elastic_scheduler import Attempt
 from rose.errors import RoseError
 from rose.gateway.turn_request import TurnRequest
+
+# What a replica can have sampled, checked as it is decoded. No vocabulary is near 2**31, though
+# prompts may have ids up to 2**32, as engines take them; a logprob is at most that of 1, rounded in
+# half precision.
+TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
+Logprob = Annotated[float, Meta(le=1e-2)]
+Version = Annotated[int, Meta(le=(1 << 63) - 1)]
 
 
 class LinkError(RoseError):
@@ -19,12 +27,12 @@ class ReplicaLine(msgspec.Struct, gc=False):
     `oldest_version` of the KV behind the tokens, where it may be older than `version`.
     """
 
-    token_ids: list[int] = []
-    logprobs: list[float] = []
-    version: int = -1
+    token_ids: list[TokenId] = []
+    logprobs: list[Logprob] = []
+    version: Version = -1
     finish_reason: str | None = None
     message: str | None = None
-    oldest_version: int | None = None
+    oldest_version: Version | None = None
 
 
 class Reader(Protocol):
@@ -47,6 +55,11 @@ class Link(Protocol):
     def reader(self) -> Reader:
         """A reader for one new stream."""
         ...
+
+
+def fault_text(raw: msgspec.Raw) -> str:
+    """An error as a replica wrote it, short enough for a log."""
+    return bytes(raw)[:500].decode("utf-8", "replace")
 
 
 class Lines:

@@ -29,10 +29,10 @@ class RoseLink:
     path = "/rose/v1/generate"
 
     def encode(self, request: TurnRequest, attempt: Attempt) -> bytes:
-        """The attempt's request id is unique: an engine refuses one that it knows."""
+        """Body of a streamed request for the rest of the turn."""
         return _encode(
             _Body(
-                f"{request.request_id}.{attempt.number}",
+                request.attempt_id(attempt.number),
                 attempt.token_ids,
                 request.sampling.rest(attempt.max_tokens),
                 request.cache_salt,

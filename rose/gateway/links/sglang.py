@@ -8,7 +8,7 @@ import msgspec
 
 from elastic_scheduler import Attempt
 from rose.gateway.errors import BadRequest
-from rose.gateway.links.base import Lines, LinkError, ReplicaLine
+from rose.gateway.links.base import Lines, LinkError, Logprob, ReplicaLine, TokenId, fault_text
 from rose.gateway.turn_request import TurnRequest
 
 # An event may hold a whole long output with its logprobs.
@@ -42,12 +42,12 @@ class _Finish(msgspec.Struct, gc=False):
 
 class _Meta(msgspec.Struct, gc=False):
     completion_tokens: int = 0
-    output_token_logprobs: list[tuple[float | None, int, object]] = []
+    output_token_logprobs: list[tuple[Logprob | None, int, object]] = []
     finish_reason: _Finish | None = None
 
 
 class _Event(msgspec.Struct, gc=False):
-    output_ids: list[int] = []
+    output_ids: list[TokenId] = []
     meta_info: _Meta = msgspec.field(default_factory=_Meta)
     error: msgspec.Raw = msgspec.Raw(b"")
 
@@ -76,7 +76,7 @@ class SglangLink:
             rest.seed,
             True,
         )
-        rid = f"{request.request_id}.{attempt.number}"
+        rid = request.attempt_id(attempt.number)
         return _encode(_Body(rid, attempt.token_ids, sampling))
 
     def reader(self) -> "_Reader":
@@ -96,7 +96,7 @@ class _Reader:
 
     def _line(self, event: _Event) -> ReplicaLine:
         if bytes(event.error):
-            return ReplicaLine(finish_reason="error", message=bytes(event.error).decode()[:500])
+            return ReplicaLine(finish_reason="error", message=fault_text(event.error))
         meta = event.meta_info
         new = meta.completion_tokens - self._seen
         if not 0 <= new <= min(len(event.output_ids), len(meta.output_token_logprobs)):

@@ -8,7 +8,7 @@ does not have on, so none is sent. What is left out would come from the model's 
 import msgspec
 
 from elastic_scheduler import Attempt
-from rose.gateway.links.base import Lines, LinkError, ReplicaLine
+from rose.gateway.links.base import Lines, LinkError, Logprob, ReplicaLine, TokenId, fault_text
 from rose.gateway.turn_request import TurnRequest
 
 MAX_EVENT_BYTES = 1 << 20
@@ -37,11 +37,11 @@ class _Body(msgspec.Struct, gc=False):
 
 
 class _Logprobs(msgspec.Struct, gc=False):
-    token_logprobs: list[float | None] = []
+    token_logprobs: list[Logprob | None] = []
 
 
 class _Choice(msgspec.Struct, gc=False):
-    token_ids: list[int] | None = None
+    token_ids: list[TokenId] | None = None
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
 
@@ -61,12 +61,12 @@ class VllmLink:
     path = "/v1/completions"
 
     def encode(self, request: TurnRequest, attempt: Attempt) -> bytes:
-        """The attempt's request id is unique: an engine refuses one that it knows."""
+        """Body of a streamed request for the rest of the turn."""
         rest = request.sampling.rest(attempt.max_tokens)
         return _encode(
             _Body(
                 attempt.token_ids,
-                f"{request.request_id}.{attempt.number}",
+                request.attempt_id(attempt.number),
                 rest.max_tokens,
                 rest.temperature,
                 rest.top_p,
@@ -96,7 +96,7 @@ class _Reader:
 
 def _line(event: _Event) -> ReplicaLine:
     if bytes(event.error):
-        return ReplicaLine(finish_reason="error", message=bytes(event.error).decode()[:500])
+        return ReplicaLine(finish_reason="error", message=fault_text(event.error))
     if not event.choices:
         return ReplicaLine()
     choice = event.choices[0]

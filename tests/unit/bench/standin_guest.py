@@ -51,7 +51,7 @@ class StandInGuest:
         return 0 if self.stamped_late else self.receiver.version
 
     def _staged(self, path: Path, folder: Path) -> StagedUpdate:
-        manifest = Manifest.from_json(path.read_bytes())
+        manifest = Manifest.from_bytes(path.read_bytes())
         chunks = {ref.id: read_chunk(folder, ref.id) for ref in manifest.chunks}
         return self.receiver.stage(manifest, chunks, self._key, time.time())
 

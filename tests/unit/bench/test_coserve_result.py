@@ -1,10 +1,11 @@
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from standin_bench import StandInBench
 
+from rose import stats
 from rose.bench.coserve.__main__ import main
 from rose.bench.coserve.plan import ARMS, EVENT_ARMS
 from rose.bench.coserve.records import read_run
@@ -12,6 +13,7 @@ from rose.bench.coserve.result import RESULT, build_result, write_result
 from rose.bench.coserve.rows import arm_of
 from rose.bench.coserve.verify import verify
 from rose.errors import RoseError
+from tests.fakes.coserve_run import StandInBench
 
 FIELDS = {
     "busy", "offered", "capacity", "traffic", "mode", "slack_share", "host", "ratio_to_alone_ci95",
@@ -22,6 +24,20 @@ HOST_FIELDS = {
     "ttft_p50_s", "ttft_p90_s", "ttft_p99_s", "tpot_p50_s", "tpot_p90_s", "tpot_p99_s",
     "requests", "attainment", "goodput",
 }  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_resamples() -> Iterator[None]:
+    """Intervals as wide as with ten times as many, near enough."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stats, "RESAMPLES", 200)
+        yield
+
+
+@pytest.fixture(scope="module")
+def unharmed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The result of a run with a ROSE that nobody notices."""
+    return result_of(tmp_path_factory.mktemp("unharmed"))
 
 
 def result_of(tmp_path: Path, **knobs: Any) -> dict[str, Any]:
@@ -36,8 +52,10 @@ def check_of(row: dict[str, Any], name: str) -> dict[str, Any]:
     return next(check for check in row["checks"] if check["name"] == name)
 
 
-def test_a_guest_that_nobody_notices_holds_where_a_naive_one_fails(tmp_path: Path) -> None:
-    result = result_of(tmp_path)
+def test_a_guest_that_nobody_notices_holds_where_a_naive_one_fails(
+    unharmed: dict[str, Any],
+) -> None:
+    result = unharmed
     assert {arm_of(row) for row in result["rows"]} == {*ARMS, *EVENT_ARMS}
     for row in result["rows"]:
         assert row.keys() >= FIELDS
@@ -52,8 +70,8 @@ def test_a_guest_that_nobody_notices_holds_where_a_naive_one_fails(tmp_path: Pat
     json.dumps(result, allow_nan=False)
 
 
-def test_what_was_written_into_the_records_comes_out_of_the_row(tmp_path: Path) -> None:
-    row = row_of(result_of(tmp_path), "adaptive-0.0")
+def test_what_was_written_into_the_records_comes_out_of_the_row(unharmed: dict[str, Any]) -> None:
+    row = row_of(unharmed, "adaptive-0.0")
     assert row["busy"] == pytest.approx(0.6)
     assert row["offered"] == pytest.approx(15, rel=0.1)
     assert row["guest_alone_tok_s"] == pytest.approx(1_000)
@@ -101,8 +119,8 @@ def test_lent_slack_may_slow_the_host_within_its_targets(tmp_path: Path) -> None
     assert row["verdict"] == "HOLDS"
 
 
-def test_few_requests_decide_nothing_about_p99(tmp_path: Path) -> None:
-    for row in result_of(tmp_path)["rows"]:
+def test_few_requests_decide_nothing_about_p99(unharmed: dict[str, Any]) -> None:
+    for row in unharmed["rows"]:
         for check in row["checks"]:
             if check["name"].endswith("_p99"):
                 assert check["verdict"] == "INCONCLUSIVE"

@@ -8,6 +8,12 @@ from rose.bench.gpu.errors import PieceError
 from rose.bench.gpu.work.device_tests import GROUPS, Group, run_files, run_groups
 
 
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No plugin that happens to be installed here, which takes a second each time."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+
+
 def test_tests_that_pass_are_counted_without_the_projects_options(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,15 +6,14 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-from standin_gpu import MEASURED
-from standin_runs import COPY, Measuring, files, request, run, states
-
 from rose.bench.gpu import runner as running
 from rose.bench.gpu.piece import MOST_S
 from rose.bench.gpu.process import Answered, Order
 from rose.bench.gpu.registry import pieces_of
 from rose.bench.gpu.serve.sizes import ServingSizes
 from rose.bench.gpu.sizes import Sizes
+from tests.fakes.gpu import MEASURED
+from tests.fakes.gpu_runs import COPY, Measuring, files, request, run, states
 
 SERVED = pieces_of(("serve60", "bursts", "serve30", "serve90"))
 LONGER_ARMS = Sizes(serving=ServingSizes(arm_s=15.0))
@@ -32,6 +31,17 @@ def test_pieces_of_a_group_share_a_process_and_those_left_get_another_one(tmp_pa
     assert states(outcomes) == dict.fromkeys(["copy", *(p.name for p in SERVED)], "done")
     asked = [[piece.name for piece in order.pieces] for order in measure.orders]
     assert asked == [["copy"], ["serve60", "bursts", "serve30", "serve90"], ["serve30", "serve90"]]
+
+
+def test_pieces_that_need_known_weights_share_engines_with_others_in_a_rehearsal_only(
+    tmp_path: Path,
+) -> None:
+    pieces = pieces_of(("serve60", "update-serving", "serve90"))
+    for rehearsal, shared in ((False, [2, 1]), (True, [3])):
+        measure = Measuring()
+        asked = request(tmp_path / str(rehearsal), pieces=pieces)
+        run(replace(asked, rehearsal=rehearsal), measure)
+        assert [len(order.pieces) for order in measure.orders] == shared
 
 
 def test_a_piece_that_fails_ends_its_process_and_the_rest_of_the_group_gets_a_new_one(

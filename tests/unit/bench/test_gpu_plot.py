@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from standin_gpu import CARD, IDLE, MEASURED
 
 from rose.bench.gpu.__main__ import main
 from rose.bench.gpu.environment import environment
@@ -12,6 +11,7 @@ from rose.bench.gpu.plot import PANELS, draw, figure_of
 from rose.bench.gpu.records import write_done
 from rose.bench.gpu.registry import PIECES
 from rose.bench.gpu.sizes import Sizes
+from tests.fakes.gpu import CARD, IDLE, MEASURED
 
 
 def record(name: str) -> dict[str, Any]:

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
-from standin_gpu import StandInReader, card, measured_by_nobody, usage
 
 from rose.bench.gpu.__main__ import main
 from rose.bench.gpu.process import Order
 from rose.nvml import CardError, CardReader, Nvml
+from tests.fakes.gpu import StandInReader, card, measured_by_nobody, usage
 
 
 def refuse_to_measure(order: Order) -> NoReturn:

@@ -7,14 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from standin_gpu import CARD, StandInReader
 
 from rose.bench.gpu.__main__ import main
 from rose.bench.gpu.errors import PieceError
 from rose.bench.gpu.measure import reason
-from rose.bench.gpu.process import Answered, Order, measure_apart
+from rose.bench.gpu.process import MARK, Answered, Order, measure_apart
 from rose.bench.gpu.registry import pieces_of
+from rose.bench.gpu.rehearsal import PLACE, StandInCard
+from rose.bench.gpu.serve.sizes import REHEARSAL
 from rose.bench.gpu.sizes import Sizes
+from tests.fakes.gpu import CARD, StandInReader
+from tests.left_behind import left_behind
 
 HERE = str(Path(__file__).parent)
 (COPY,) = pieces_of(("copy",))
@@ -101,6 +104,20 @@ def test_one_that_takes_too_long_is_ended_with_all_that_it_started(
     while _lives(child) and time.monotonic() < deadline_s:
         time.sleep(0.02)
     assert not _lives(child)
+
+
+def test_an_engine_without_room_is_one_line_and_the_others_are_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STANDIN_JOURNAL", str(tmp_path / "journal"))
+    (tmp_path / "mute").touch()
+    (card,) = StandInCard().cards()
+    sizes = Sizes(serving=replace(REHEARSAL, guest_kv_bytes=1 << 50))
+    order = Order(pieces_of(("serve60",)), sizes, card, 120.0, tmp_path, tmp_path)
+    (answer,) = measure_apart(order, module="standin_serving_measure", place=PLACE)
+    assert answer.failed.startswith("engine guest: processes, weights and KV need ")
+    assert "\n" not in answer.failed
+    assert not left_behind(MARK, str(os.getpid()))
 
 
 def _lives(pid: int) -> bool:

@@ -9,8 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from standin_gpu import IDLE, MEASURED, StandInReader, card, usage
-from standin_runs import COPY, KERNELS, UPDATE, Measuring, files, request, run, states
 
 from rose.bench.gpu import runner as running
 from rose.bench.gpu.piece import MOST_S
@@ -21,6 +19,8 @@ from rose.bench.gpu.revision import revision_of
 from rose.bench.gpu.runner import Runner
 from rose.bench.gpu.sizes import Sizes
 from rose.errors import ConfigError
+from tests.fakes.gpu import IDLE, MEASURED, StandInReader, card, usage
+from tests.fakes.gpu_runs import COPY, KERNELS, UPDATE, Measuring, files, request, run, states
 
 
 def test_each_piece_leaves_a_record_with_all_that_it_depends_on(tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
 
 def test_every_piece_is_bounded_and_fits_a_large_card() -> None:
     names = ["tests", "copy", "pages", "kernels", "update"]
-    names += ["serve60", "bursts", "serve30", "serve90", "update-serving"]
+    names += ["serve60", "bursts", "update-serving", "serve30", "serve90"]
     assert [piece.name for piece in PIECES] == names
     for piece in PIECES:
         assert 0 < piece.takes_s(Sizes()) == piece.estimate_s <= piece.limit_s <= MOST_S < 600

@@ -3,10 +3,9 @@
 import time
 from typing import Any
 
-from standin_gpu import StandInReader, card, usage
-
 from rose.bench.gpu.watch import Watch
 from rose.nvml import CardError
+from tests.fakes.gpu import StandInReader, card, usage
 
 LOOKS = (
     usage(sm_mhz=345, power_w=75.0, slowed=()),

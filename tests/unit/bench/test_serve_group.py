@@ -1,7 +1,6 @@
 """One set of engines for several pieces: time is shared, and what does not fit is not begun."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -28,7 +27,7 @@ SERVED = pieces_of(("serve60", "bursts", "serve30", "serve90"))
 STEADY_S, BURSTS_S = (SERVED[k].least_s(Sizes()) for k in (0, 1))
 
 
-class StandInSession:
+class TimedSession:
     """Time that passes as the test says; nothing is played."""
 
     def __init__(self, left_s: float, start_s: float = 100.0) -> None:
@@ -42,14 +41,14 @@ def measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, left_s: float, uses: float = 1.0
 ) -> list[tuple[str, float]]:
     """(piece, seconds that it was given); `uses`: share of them that it takes."""
-    session = StandInSession(left_s)
+    session = TimedSession(left_s)
     answers: list[tuple[str, float]] = []
 
     @asynccontextmanager
-    async def opened(*_: object, **__: object) -> AsyncIterator[StandInSession]:
+    async def opened(*_: object, **__: object) -> AsyncIterator[TimedSession]:
         yield session
 
-    async def work(found: StandInSession, seconds: float) -> dict[str, Any]:
+    async def work(found: TimedSession, seconds: float) -> dict[str, Any]:
         found.left_s -= uses * seconds
         return {"seconds": seconds}
 
@@ -111,7 +110,7 @@ def test_rounds_go_on_while_the_longest_so_far_would_still_end_in_time(
     monkeypatch.setattr(
         "rose.bench.gpu.serve.rounds.time", SimpleNamespace(monotonic=lambda: now_s[0])
     )
-    session: Any = StandInSession(0.0)
+    session: Any = TimedSession(0.0)
 
     async def play(block: Any) -> Any:
         now_s[0] += 10.0
@@ -174,11 +173,9 @@ def test_an_engine_that_does_not_come_up_ends_the_wait_of_all(tmp_path: Path) ->
             if self.error:
                 raise EngineStartError(self.error)
 
-    good, slow, bad = Engine(0.0), Engine(30.0), Engine(0.01, "out of memory")
-    began_s = time.monotonic()
+    good, slow, bad = Engine(0.0), Engine(3600.0), Engine(0.01, "out of memory")
     with pytest.raises(EngineStartError, match=r"^out of memory$"):
         asyncio.run(await_all({"host": slow, "guest": bad}, 20.0, tmp_path))
     engines = {"slow": slow, "naive": slow, "host": good}
     with pytest.raises(EngineStartError, match=r"^not ready after 0 s: naive, slow; see "):
         asyncio.run(await_all(engines, 0.05, tmp_path))
-    assert time.monotonic() - began_s < 5

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from standin_bench import StandInBench
 
 from rose.bench.coserve.records import Records, read_run
 from rose.bench.coserve.rows import Analysis, arm_of
 from rose.bench.gpu.limits import served_checks
 from rose.bench.gpu.serve.rules import card_rules, requests_wanted
+from tests.fakes.coserve_run import StandInBench
 
 Row = dict[str, Any]
 ROSE = ("paper-0.0", "adaptive-0.0", "paper-0.7", "adaptive-0.7")

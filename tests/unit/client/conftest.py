@@ -5,7 +5,8 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from standin_gateway import StandInGateway
+
+from tests.fakes.gateway import StandInGateway
 
 
 @pytest.fixture

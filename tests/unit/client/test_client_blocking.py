@@ -6,7 +6,6 @@ import pickle
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from standin_gateway import StandInGateway
 
 from rose.client import (
     BlockingRolloutClient,
@@ -17,6 +16,7 @@ from rose.client import (
     Sampling,
     TurnCancelled,
 )
+from tests.fakes.gateway import StandInGateway
 
 TEN = Sampling(max_tokens=10)
 PROMPT = [1, 100]

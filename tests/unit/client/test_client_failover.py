@@ -2,7 +2,6 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
-from standin_gateway import StandInGateway, until
 
 from rose.client import (
     AnswerBroken,
@@ -16,6 +15,7 @@ from rose.client import (
 )
 from rose.client.ring import REST_S, GatewayRing
 from rose.client.settings import ClientSettings
+from tests.fakes.gateway import StandInGateway, until
 
 FAST = Retry(tries=6, first_s=0.005, max_s=0.02)
 TEN = Sampling(max_tokens=10)

@@ -3,7 +3,6 @@ import pickle
 from typing import Any
 
 import pytest
-from standin_gateway import StandInGateway, until
 
 from rose.client import (
     AnswerBroken,
@@ -20,6 +19,7 @@ from rose.client import (
     errors,
 )
 from rose.errors import ConfigError
+from tests.fakes.gateway import StandInGateway, until
 
 FAST = Retry(tries=4, first_s=0.005, max_s=0.01)
 FIVE = Sampling(max_tokens=5)

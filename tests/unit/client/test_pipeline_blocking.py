@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from standin_gateway import StandInGateway
 
 from rose.client import (
     BlockingRolloutClient,
@@ -21,6 +20,7 @@ from rose.client import (
     StepPlan,
     TailPlan,
 )
+from tests.fakes.gateway import StandInGateway
 
 CLIENT_MD = Path(__file__).parents[3] / "docs/client.md"
 PLAN = StepPlan(groups=2, samples=2, bound=StalenessBound(1), retries=0)

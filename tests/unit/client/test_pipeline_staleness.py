@@ -24,6 +24,7 @@ from rose.client import (
     TailPlan,
     TrainingStep,
 )
+from tests.examples import times
 
 PLANS = st.builds(
     StepPlan,
@@ -178,7 +179,7 @@ class Trainer:
         assert step.version == self.fleet.version, "nothing was published while it was trained on"
 
 
-@settings(max_examples=250)
+@settings(max_examples=times(2.5))
 @given(PLANS, WORLDS)
 def test_no_token_beyond_the_bound_no_prompt_lost_or_doubled_and_no_deadlock(
     plan: StepPlan, world: World
@@ -194,7 +195,6 @@ def test_no_token_beyond_the_bound_no_prompt_lost_or_doubled_and_no_deadlock(
         assert progress.dropped == progress.retried == trainer.errors == 0
 
 
-@settings(max_examples=60)
 @given(PLANS, WORLDS, st.floats(0.0, 30.0))
 def test_leaving_at_any_time_ends_everything(plan: StepPlan, world: World, after_s: float) -> None:
     trainer = Trainer(plan, world)
@@ -230,7 +230,6 @@ def test_who_is_cancelled_while_leaving_leaves_nothing_behind() -> None:
     assert fleet.open_sessions == set()
 
 
-@settings(max_examples=60)
 @given(
     st.integers(0, 2**32),
     st.integers(1, 3),

@@ -4,7 +4,6 @@ import asyncio
 from typing import Any
 
 import pytest
-from standin_gateway import StandInGateway, until
 
 from rose.client import (
     GroupsDropped,
@@ -15,6 +14,7 @@ from rose.client import (
     StalenessBound,
     StepPlan,
 )
+from tests.fakes.gateway import StandInGateway, until
 
 ONE = StepPlan(groups=1, samples=1, bound=StalenessBound(0), retries=1)
 THREE = Sampling(max_tokens=3)

@@ -12,11 +12,13 @@ from rose.scheduler.messages import (
     Event,
     JobRegistered,
     Offered,
-    Persist,
     PublishTable,
     Record,
+    Reserve,
+    StoredEvent,
     Tick,
     VersionAnnounced,
+    Write,
 )
 from rose.scheduler.saved import load
 from rose.store import InMemoryStore
@@ -43,7 +45,7 @@ def offer(replica: str = "g0", **changes: object) -> Offer:
 
 
 class CoreBench:
-    """Steps a core, keeps its actions, and persists as the shell would."""
+    """Steps a core, keeps its actions, and persists as the shell would: at once, or when let."""
 
     def __init__(
         self, mode: HarvestMode = HarvestMode.ACTIVE, store: InMemoryStore | None = None
@@ -53,19 +55,41 @@ class CoreBench:
         self.now_s = 100.0
         self.actions: list[Action] = []
         self.table = pb.ReplicaTable()
+        self.locked = False
+        self.waiting: list[Reserve] = []
 
     def step(self, event: Event) -> list[Action]:
-        self.actions = self.core.step(event, self.now_s)
-        for action in self.actions:
-            if isinstance(action, Persist):
-                if action.value is None:
-                    self.store.delete(action.key)
-                else:
-                    self.store.put(action.key, action.value)
+        if isinstance(event, StoredEvent):
+            for write in self.core.writes(event):
+                self._write(write)
+        self.actions = self._take(self.core.step(event, self.now_s))
+        return self.actions
+
+    def unlock(self) -> list[Action]:
+        """The store answers again: what waited is durable."""
+        self.locked = False
+        waiting, self.waiting = self.waiting, []
+        self.actions = self._take([*waiting])
+        return self.actions
+
+    def _take(self, actions: list[Action]) -> list[Action]:
+        taken = list(actions)
+        for action in taken:  # it grows
             if isinstance(action, PublishTable):
                 assert action.table.revision > self.table.revision
                 self.table = action.table
-        return self.actions
+            if isinstance(action, Reserve) and self.locked:
+                self.waiting.append(action)
+            elif isinstance(action, Reserve):
+                self._write(action.write)
+                taken += self.core.step(action.then, self.now_s)
+        return taken
+
+    def _write(self, write: Write) -> None:
+        if write.value is None:
+            self.store.delete(write.key)
+        else:
+            self.store.put(write.key, write.value)
 
     def at(self, now_s: float) -> "CoreBench":
         self.now_s = now_s

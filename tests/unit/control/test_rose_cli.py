@@ -11,12 +11,13 @@ import pytest
 
 from rose.cli import commands
 from rose.cli.main import main
+from rose.cli.status import summary
 from rose.errors import ConfigError
 from rose.rpc import rose_pb2 as pb
 from rose.rpc.rose_pb2_grpc import SchedulerServicer, add_SchedulerServicer_to_server
 
 
-class FakeScheduler(SchedulerServicer):  # type: ignore[misc]
+class AnsweringScheduler(SchedulerServicer):  # type: ignore[misc]
     """Answers operators with what was put into it."""
 
     def __init__(self) -> None:
@@ -57,9 +58,9 @@ class FakeScheduler(SchedulerServicer):  # type: ignore[misc]
 
 
 @pytest.fixture
-def scheduler() -> Iterator[tuple[FakeScheduler, str]]:
+def scheduler() -> Iterator[tuple[AnsweringScheduler, str]]:
     server = grpc.server(futures.ThreadPoolExecutor(1))
-    fake = FakeScheduler()
+    fake = AnsweringScheduler()
     add_SchedulerServicer_to_server(fake, server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
@@ -116,7 +117,7 @@ def test_help_loads_nothing_heavy(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_status_shows_every_part(
-    scheduler: tuple[FakeScheduler, str], capsys: pytest.CaptureFixture[str]
+    scheduler: tuple[AnsweringScheduler, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["status", "--scheduler", scheduler[1]]) == 0
     out = capsys.readouterr().out
@@ -132,7 +133,7 @@ def test_status_shows_every_part(
 
 
 def test_harvest_and_revoke_say_what_happened(
-    scheduler: tuple[FakeScheduler, str], capsys: pytest.CaptureFixture[str]
+    scheduler: tuple[AnsweringScheduler, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake, address = scheduler
     assert main(["harvest", "drain", "--replica", "g0", "--scheduler", address]) == 0
@@ -199,3 +200,8 @@ def test_a_missing_extra_is_named(
     monkeypatch.setitem(sys.modules, "rose.gateway.main", None)
     assert main(["gateway"]) == 2
     assert "rose.gateway.main is not installed" in capsys.readouterr().err
+
+
+def test_the_status_says_that_the_store_does_not_answer() -> None:
+    assert "store" not in summary(pb.SnapshotReply())
+    assert "store has not answered for 7 s" in summary(pb.SnapshotReply(store_stalled_s=7.2))

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from core_cases import JOB, CoreBench, offer
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_scheduler import Offer, ReplicaKind
@@ -129,7 +129,6 @@ def test_what_is_no_figure_is_no_work_but_a_turn_counts(bad: float) -> None:
     assert JobFigures("", 4, bad, bad).cleaned() == JobFigures("", 4, 4.0, 0.0)
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.integers(-9, 2**32 - 1), st.floats(), st.floats())
 def test_no_report_breaks_a_decision(turns: int, owed_tokens: float, made_tok_s: float) -> None:
     bench = bench_with()

@@ -17,8 +17,8 @@ from rose.scheduler.messages import (
     HarvestSet,
     JobRegistered,
     Offered,
-    Persist,
     PublishTable,
+    Reserve,
     RevokeAsked,
     TakenBack,
     Tick,
@@ -44,7 +44,52 @@ def test_an_offer_is_leased_to_the_job(bench: CoreBench) -> None:
 def test_an_epoch_is_stored_before_the_node_hears_of_it(bench: CoreBench) -> None:
     bench.offered()
     kinds = [type(action) for action in bench.actions]
-    assert kinds.index(Persist) < kinds.index(Command) < kinds.index(PublishTable)
+    last_table = len(kinds) - 1 - kinds[::-1].index(PublishTable)
+    assert kinds.index(Reserve) < kinds.index(Command) < last_table
+
+
+def test_while_the_store_is_locked_nothing_new_is_leased_and_what_lives_is_renewed(
+    bench: CoreBench,
+) -> None:
+    bench.offered(offer("g0"))
+    bench.locked = True
+    for _ in range(20):
+        bench.now_s += 1.0
+        bench.offered(offer("g0", epoch=1), offer("g1"))
+        assert [c.lease.replica for c in bench.commands() if c.HasField("lease")] == ["g0"]
+        assert bench.row("g0").leased
+        assert not bench.row("g1").leased
+    assert len(bench.waiting) == 1, "one write waits, however long that takes"
+    bench.unlock()
+    assert (bench.lease().replica, bench.lease().epoch) == ("g1", 1)
+    assert bench.row("g1").leased
+
+
+def test_a_lease_that_was_decided_is_not_granted_once_the_harvest_is_closed(
+    bench: CoreBench,
+) -> None:
+    bench.locked = True
+    bench.offered(offer("g0"))
+    bench.step(HarvestSet(HarvestMode.OFF, None))
+    bench.unlock()
+    assert bench.kinds() == []
+    assert not bench.row("g0").leased
+    bench.step(HarvestSet(HarvestMode.ACTIVE, None))
+    assert bench.lease().epoch == 1
+    assert not [action for action in bench.actions if isinstance(action, Reserve)]
+
+
+def test_an_epoch_that_was_reserved_by_a_scheduler_that_died_is_not_used_again() -> None:
+    first = CoreBench().with_job()
+    first.attach()
+    first.locked = True
+    first.offered(offer("g0"))
+    [reserve] = first.waiting
+    first._write(reserve.write)
+    second = CoreBench(store=first.store)
+    second.attach()
+    second.offered(offer("g0"))
+    assert second.lease().epoch == 2
 
 
 def test_nothing_is_leased_before_a_job_registered() -> None:

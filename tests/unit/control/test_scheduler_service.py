@@ -1,96 +1,38 @@
 """The scheduler over real gRPC, with a node that is not one."""
 
 import asyncio
-import contextlib
 import json
 import socket
+import sqlite3
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
 import grpc.aio
 import pytest
+from service_cases import Bench, FakeNode, running, shows
 
 from elastic_scheduler import HarvestMode
 from rose.errors import ConfigError, UnavailableError
-from rose.eventlog import EventLog
 from rose.rpc import rose_pb2 as pb
-from rose.rpc.channel import MAX_MESSAGE_BYTES, make_channel, make_server
-from rose.rpc.rose_pb2_grpc import SchedulerStub, add_SchedulerServicer_to_server
-from rose.scheduler import LeaseTimes, SchedulerCore, SchedulerService
+from rose.rpc.channel import MAX_REQUEST_BYTES
 from rose.scheduler.mailbox import CommandQueue, TableSlot
 from rose.scheduler.main import SchedulerSettings, main, serve
-from rose.scheduler.saved import load
-from rose.store import InMemoryStore
-
-
-class FakeNode:
-    """Offers one guest and remembers what it is told."""
-
-    def __init__(self, stub: SchedulerStub, node: str = "n0") -> None:
-        self._reports: asyncio.Queue[pb.NodeReport | None] = asyncio.Queue()
-        self._node = node
-        self.told: asyncio.Queue[pb.NodeCommand] = asyncio.Queue()
-        self.say(hello=pb.Hello(protocol=1))
-        self.call = stub.Attach(self._outgoing())
-        self._listener = asyncio.create_task(self._listen())
-
-    def say(self, **report: object) -> None:
-        self._reports.put_nowait(pb.NodeReport(node=self._node, **report))  # type: ignore[arg-type]
-
-    def offer(self, **changes: object) -> None:
-        fields = {"replica": "g0", "kind": 1, "url": "http://g0", "ttl_s": 3.0, "healthy": True}
-        self.say(offers=pb.Offers(offers=[pb.Offer(**{**fields, **changes})]))  # type: ignore[arg-type]
-
-    async def hears(self, kind: str) -> pb.NodeCommand:
-        async with asyncio.timeout(3):
-            while True:
-                command = await self.told.get()
-                if command.WhichOneof("command") == kind:
-                    return command
-
-    async def leave(self) -> None:
-        self.call.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._listener
-
-    async def _outgoing(self) -> AsyncIterator[pb.NodeReport]:
-        while (report := await self._reports.get()) is not None:
-            yield report
-
-    async def _listen(self) -> None:
-        with contextlib.suppress(grpc.aio.AioRpcError):
-            async for command in self.call:
-                self.told.put_nowait(command)
-
-
-class Bench:
-    def __init__(self, store: InMemoryStore, folder: Path) -> None:
-        self.events = EventLog(folder, "scheduler")
-        core = SchedulerCore(load(store), HarvestMode.ACTIVE, LeaseTimes(cooldown_s=0.05))
-        self.service = SchedulerService(core, store, self.events)
-        self.server = make_server()
-        add_SchedulerServicer_to_server(self.service, self.server)
-        port = self.server.add_insecure_port("127.0.0.1:0")
-        self.channel = make_channel(f"127.0.0.1:{port}")
-        self.stub = SchedulerStub(self.channel)
+from rose.store import InMemoryStore, SqliteStore
+from rose.store.sqlite import BUSY_TIMEOUT_S
+from tests.patience import PATIENCE_S
 
 
 @pytest.fixture
 async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
-    bench = Bench(InMemoryStore(), tmp_path)
-    await bench.server.start()
-    ticking = asyncio.create_task(bench.service.tick())
-    yield bench
-    ticking.cancel()
-    await bench.channel.close()
-    await bench.server.stop(0)
-    bench.events.close()
+    async with running(Bench(InMemoryStore(), tmp_path)) as bench:
+        yield bench
 
 
 async def table_where(watch: AsyncIterator[pb.ReplicaTable], **wanted: object) -> pb.ReplicaTable:
     """The first table whose only row has these values; none: the first without rows."""
-    async with asyncio.timeout(3):
+    async with asyncio.timeout(PATIENCE_S):
         async for table in watch:
             if wanted and len(table.replicas) == 1:
                 if all(getattr(table.replicas[0], k) == v for k, v in wanted.items()):
@@ -187,7 +129,7 @@ async def test_a_node_cannot_speak_for_another(bench: Bench) -> None:
     await node.hears("harvest")
     node._node = "n1"
     node.offer()
-    async with asyncio.timeout(3):
+    async with asyncio.timeout(PATIENCE_S):
         assert await node.call.code() is grpc.StatusCode.ABORTED
     assert not (await bench.stub.Snapshot(pb.SnapshotRequest())).replicas
 
@@ -197,7 +139,7 @@ async def test_the_second_stream_of_a_node_ends_the_first(bench: Bench) -> None:
     await first.hears("harvest")
     second = FakeNode(bench.stub)
     await second.hears("harvest")
-    async with asyncio.timeout(3):
+    async with asyncio.timeout(PATIENCE_S):
         assert await first.call.code() is grpc.StatusCode.ABORTED
     await second.leave()
 
@@ -208,33 +150,116 @@ async def test_a_stop_ends_every_stream(bench: Bench) -> None:
     await node.hears("harvest")
     await watch.read()
     bench.service.close()
-    async with asyncio.timeout(3):
+    async with asyncio.timeout(PATIENCE_S):
         assert await node.call.code() is grpc.StatusCode.ABORTED
         assert await watch.code() is grpc.StatusCode.OK
 
 
 async def test_an_oversized_message_is_refused(bench: Bench) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await bench.stub.Revoke(pb.RevokeRequest(reason="x" * (MAX_MESSAGE_BYTES + 1)))
+        await bench.stub.Revoke(pb.RevokeRequest(reason="x" * (MAX_REQUEST_BYTES + 1)))
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-class FailingStore(InMemoryStore):
+class LockedStore(InMemoryStore):
+    """As a file that another program has locked: a write takes its time and then fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_open = threading.Event()
+
     def put(self, key: str, value: bytes) -> int:
-        raise UnavailableError("disk is full")
+        if not self.is_open.wait(0.05):
+            raise UnavailableError("database is locked")
+        return super().put(key, value)
 
 
-async def test_nobody_is_told_what_could_not_be_stored(tmp_path: Path) -> None:
-    bench = Bench(FailingStore(), tmp_path)
-    await bench.server.start()
+@pytest.fixture
+async def locked(tmp_path: Path) -> AsyncIterator[Bench]:
+    async with running(Bench(LockedStore(), tmp_path, answer_s=0.4)) as bench:
+        yield bench
+
+
+async def test_what_is_not_durable_is_neither_answered_nor_told(locked: Bench) -> None:
+    store = locked.store
+    assert isinstance(store, LockedStore)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await bench.stub.RegisterJob(pb.RegisterJobRequest(job="j"))
+        await locked.stub.RegisterJob(pb.RegisterJobRequest(job="j"))
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-    with pytest.raises(UnavailableError, match="disk"):
-        await bench.service.tick()
-    await bench.channel.close()
-    await bench.server.stop(0)
-    bench.events.close()
+    assert "ask again" in (caught.value.details() or "")
+    assert not (await locked.stub.Snapshot(pb.SnapshotRequest())).jobs
+    store.is_open.set()
+    await locked.stub.RegisterJob(pb.RegisterJobRequest(job="j"))
+    assert store.get("job") is not None
+    assert [each.job for each in (await locked.stub.Snapshot(pb.SnapshotRequest())).jobs] == ["j"]
+
+
+async def test_the_harvest_is_closed_at_once_and_opened_when_that_is_durable(
+    locked: Bench,
+) -> None:
+    store = locked.store
+    assert isinstance(store, LockedStore)
+    node = FakeNode(locked.stub)
+    assert (await node.hears("harvest")).harvest.mode == pb.HARVEST_MODE_ACTIVE
+    opening = asyncio.ensure_future(
+        locked.stub.SetHarvest(pb.SetHarvestRequest(mode=pb.HARVEST_MODE_ACTIVE))
+    )
+    await asyncio.sleep(0.02)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await locked.stub.SetHarvest(pb.SetHarvestRequest(mode=pb.HARVEST_MODE_OFF))
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert (await node.hears("harvest")).harvest.mode == pb.HARVEST_MODE_OFF
+    store.is_open.set()
+    await asyncio.gather(opening, return_exceptions=True)
+    await locked.stub.SetHarvest(pb.SetHarvestRequest(mode=pb.HARVEST_MODE_OFF))
+    snapshot = await locked.stub.Snapshot(pb.SnapshotRequest())
+    assert snapshot.harvest == pb.HARVEST_MODE_OFF, "an older ACTIVE does not come after it"
+    await node.leave()
+
+
+async def test_a_locked_store_ends_neither_the_scheduler_nor_a_live_lease(
+    locked: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(locked.service._writer, "_stalled_after_s", 0.2)
+    store = locked.store
+    assert isinstance(store, LockedStore)
+    store.is_open.set()
+    await locked.stub.RegisterJob(pb.RegisterJobRequest(job="j"))
+    node = FakeNode(locked.stub)
+    node.offer()
+    assert (await node.hears("lease")).lease.epoch == 1
+    store.is_open.clear()
+    both = [{"replica": "g0", "epoch": 1}, {"replica": "g1"}]
+    fields = {"kind": 1, "url": "http://g0", "ttl_s": 3.0, "healthy": True}
+    node.say(offers=pb.Offers(offers=[pb.Offer(**fields, **each) for each in both]))
+    await shows(locked, lambda snapshot: snapshot.store_stalled_s > 0)
+    assert (await node.hears("lease")).lease.replica == "g0", "renewed"
+    store.is_open.set()
+    while (lease := (await node.hears("lease")).lease).replica != "g1":
+        continue
+    assert lease.epoch == 1
+    log = (tmp_path / "events-scheduler.jsonl").read_text()
+    assert "store_stalled" in log
+    assert "store_answers" in log
+    assert not (await locked.stub.Snapshot(pb.SnapshotRequest())).store_stalled_s
+    await node.leave()
+
+
+async def test_a_lock_of_another_program_on_the_file_is_outlived(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "s.sqlite")
+    other = sqlite3.connect(tmp_path / "s.sqlite", isolation_level=None)
+    async with running(Bench(store, tmp_path, answer_s=0.1)) as bench:
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await bench.stub.RegisterJob(pb.RegisterJobRequest(job="j"))
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        async with asyncio.timeout(BUSY_TIMEOUT_S / 2):
+            assert not (await bench.stub.Snapshot(pb.SnapshotRequest())).jobs
+        other.execute("ROLLBACK")
+        await shows(bench, lambda snapshot: bool(snapshot.jobs))
+        assert not bench.ticking.done()
+    other.close()
+    store.close()
 
 
 async def test_a_slow_watcher_gets_the_newest_table_only() -> None:

@@ -73,6 +73,10 @@ def test_what_a_switch_took_decides_over_the_next_one(took_s: float, is_taken: b
     work = (JobFigures("", 16, 1_600.0),)
     bench.step(Demanded("gw", (JobFigures("", 1, 1.0),)))
     bench.offered(offer("g0"))
+    for _ in range(int(took_s)):
+        bench.now_s += 1.0
+        bench.step(Demanded("gw", (JobFigures("", 1, 1.0),)))
+        bench.offered(offer("g0", epoch=1))
     bench.step(Demanded("gw", (JobFigures("", 1, 1.0),), (Switched("g0", 1, took_s),)))
     bench.step(Demanded("gw", work))
     bench.offered(offer("g0", epoch=1), offer("g1"))

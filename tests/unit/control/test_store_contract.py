@@ -1,5 +1,6 @@
 """Every store keeps the same promises."""
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -68,9 +69,7 @@ def test_list_is_sorted_and_takes_the_prefix_literally(store: Store) -> None:
     assert len(store.list("")) == 5
 
 
-@settings(
-    deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(
         st.tuples(
@@ -135,3 +134,18 @@ def test_a_closed_store_is_unavailable(tmp_path: Path) -> None:
     store.close()
     with pytest.raises(UnavailableError):
         store.get("a")
+
+
+@pytest.mark.parametrize("before", [None, 0o644], ids=["new", "of a life before"])
+def test_a_file_of_the_store_is_its_users_alone(tmp_path: Path, before: int | None) -> None:
+    path, mask = tmp_path / "s.sqlite", os.umask(0o022)
+    try:
+        if before is not None:
+            path.touch(before)
+        store = SqliteStore(path)
+        store.put("a", b"1")
+        modes = {file.name: file.stat().st_mode & 0o777 for file in tmp_path.iterdir()}
+        store.close()
+    finally:
+        os.umask(mask)
+    assert modes == dict.fromkeys(("s.sqlite", "s.sqlite-wal", "s.sqlite-shm"), 0o600)

@@ -2,16 +2,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from standin_run import StandInRun
 
-from rose.demo.claims import BROKEN_BY_CONTROL, Claim, claims_of, exit_code
+from rose.demo.claims import BROKEN_BY_CONTROL, Claim, claims_of, exact, exit_code, measured
 from rose.demo.reading import read_records
 from rose.demo.settings import CONTROLS
+from rose.stats import Estimate
+from tests.fakes.demo_run import StandInRun
 
 
 def judge(folder: Path, **knobs: Any) -> dict[str, Claim]:
     """Claims by name of a synthetic run with these knobs."""
-    records = read_records(StandInRun(**{"steps": 40, **knobs}).write(folder))
+    records = read_records(StandInRun(**knobs).write(folder))
     return {claim.name: claim for claim in claims_of(records, 0)}
 
 
@@ -27,7 +28,7 @@ def test_every_claim_holds_in_a_run_in_which_everything_went_well(tmp_path: Path
     [
         ({"last_reward": 0.45}, "learns: sampled reward"),
         ({"last_reward": 0.25}, "learns: sampled reward"),
-        ({"final": 0.78}, "learns: held-out success"),
+        ({"final": 0.57}, "learns: held-out success"),
         (
             {"gap": {"guest": 0.02, "dedicated": 0.003, "continued": 0.004}},
             "borrowed tokens: logprob gap of guest",
@@ -40,8 +41,8 @@ def test_every_claim_holds_in_a_run_in_which_everything_went_well(tmp_path: Path
             {"gap": {"guest": 0.003, "dedicated": 0.003, "continued": 0.02}},
             "borrowed tokens: logprob gap of continued",
         ),
-        ({"leased_speedup": 1.1}, "harvest: gain"),
-        ({"leased_speedup": 0.99}, "harvest: gain is real"),
+        ({"leased_speedup": 0.9}, "harvest: gain"),
+        ({"idle_efficiency": 0.5}, "harvest: idle efficiency"),
         ({"busy": 0.6}, "harvest: host busy"),
         ({"ttft_ratio": 1.3}, "host does not notice: TTFT p50"),
         ({"slow_tail": 4.0}, "host does not notice: TTFT p95"),
@@ -72,33 +73,84 @@ def test_a_claim_fails_when_what_it_says_did_not_happen(
 
 def test_a_slow_tail_breaks_the_tail_and_not_the_median(tmp_path: Path) -> None:
     claims = judge(tmp_path, slow_tail=4.0)
+    assert claims["host does not notice: TTFT p95"].verdict == "FAILS"
     assert claims["host does not notice: TTFT p50"].verdict == "HOLDS"
 
 
 def test_too_few_requests_decide_nothing_about_the_tail(tmp_path: Path) -> None:
-    claims = judge(tmp_path, rate_per_s=2.0)
+    claims = judge(tmp_path, rate_per_s=1.5)
     assert claims["host does not notice: TTFT p95"].verdict == "INCONCLUSIVE"
     assert claims["host does not notice: TTFT p50"].verdict == "HOLDS"
 
 
-def test_latency_at_the_limit_is_inconclusive(tmp_path: Path) -> None:
-    claims = judge(tmp_path, ttft_ratio=1.10)
-    assert claims["host does not notice: TTFT p50"].verdict == "INCONCLUSIVE"
-
-
-def test_a_short_run_that_hardly_learned_is_inconclusive_but_no_learning_at_all_fails(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("value", "ci95", "verdict"),
+    [
+        (1.05, (1.00, 1.09), "HOLDS"),
+        (1.05, (0.90, 1.30), "HOLDS"),
+        (1.12, (1.00, 1.30), "INCONCLUSIVE"),
+        (1.12, (1.10, 1.30), "INCONCLUSIVE"),
+        (1.30, (1.11, 1.50), "FAILS"),
+        (1.30, None, "INCONCLUSIVE"),
+    ],
+)
+def test_a_measured_claim_fails_only_when_its_whole_interval_misses(
+    value: float, ci95: tuple[float, float] | None, verdict: str
 ) -> None:
-    short = {"steps": 12, "quick": True}
-    name = "learns: sampled reward"
-    assert judge(tmp_path, **short, last_reward=0.53)[name].verdict == "INCONCLUSIVE"
-    assert judge(tmp_path, **short, last_reward=0.30)[name].verdict == "FAILS"
+    claim = measured("ratio", Estimate(value, ci95), "at most", 1.10, "why", "missing")
+    assert claim.verdict == verdict
+    assert not claim.exact
+    # The same claim upside down.
+    mirrored = None if ci95 is None else (-ci95[1], -ci95[0])
+    least = measured("rise", Estimate(-value, mirrored), "at least", -1.10, "why", "missing")
+    assert least.verdict == verdict
 
 
-def test_two_pairs_of_blocks_decide_nothing_about_the_harvest(tmp_path: Path) -> None:
-    claims = judge(tmp_path, steps=10, quick=True, leased_speedup=0.9)
-    assert claims["harvest: gain"].verdict == "INCONCLUSIVE"
-    assert claims["harvest: gain is real"].verdict == "INCONCLUSIVE"
+@pytest.mark.parametrize(
+    ("ci95", "verdict"),
+    [((1.01, 1.5), "HOLDS"), ((0.99, 1.5), "INCONCLUSIVE"), ((0.7, 0.9), "FAILS")],
+)
+def test_a_gain_that_may_be_none_does_not_hold(ci95: tuple[float, float], verdict: str) -> None:
+    found = Estimate(sum(ci95) / 2, ci95)
+    claim = measured("gain", found, "above", 1.0, "why", "missing", throughout=True)
+    assert claim.verdict == verdict
+
+
+def test_nothing_measured_decides_nothing() -> None:
+    claim = measured("rise", None, "at least", 0.1, "why", "no data")
+    assert (claim.verdict, claim.why) == ("INCONCLUSIVE", "no data")
+
+
+@pytest.mark.parametrize(("value", "verdict"), [(0, "HOLDS"), (1, "FAILS"), (None, "INCONCLUSIVE")])
+def test_an_exact_claim_needs_no_interval(value: int | None, verdict: str) -> None:
+    claim = exact("lost", value, "at most", 0, "why")
+    assert claim.verdict == verdict
+    assert claim.exact
+
+
+def test_a_rise_whose_interval_contains_the_limit_does_not_fail(tmp_path: Path) -> None:
+    claims = judge(tmp_path, last_reward=0.54, final=0.63)
+    for name in ("learns: sampled reward", "learns: held-out success"):
+        assert claims[name].verdict == "INCONCLUSIVE", claims[name]
+
+
+def test_evaluations_of_other_numbers_of_maps_decide_nothing(tmp_path: Path) -> None:
+    folder = StandInRun().write(tmp_path)
+    path = folder / "events.jsonl"
+    path.write_text(path.read_text().replace('"crossed":"1', '"crossed":"', 1))
+    claims = {claim.name: claim for claim in claims_of(read_records(folder), 0)}
+    assert claims["learns: held-out success"].verdict == "INCONCLUSIVE"
+
+
+def test_the_quickstart_claims_only_what_is_exact(tmp_path: Path) -> None:
+    claims = judge(tmp_path, quickstart=True, forced_revocations=1)
+    assert "trajectories: spanning two versions" not in claims
+    assert all(claim.exact for claim in claims.values())
+    assert {claim.verdict for claim in claims.values()} == {"HOLDS"}
+    assert (
+        judge(tmp_path, quickstart=True, lost=1)["trajectories: lost or delivered twice"].verdict
+        == "FAILS"
+    )
 
 
 def test_a_trajectory_known_only_by_its_turns_is_lost(tmp_path: Path) -> None:
@@ -119,12 +171,26 @@ def test_one_moved_turn_vouches_for_one_revocation(tmp_path: Path) -> None:
     assert claims["faults: forced revocations mid-turn"].value == 1
 
 
-def test_a_control_succeeds_when_the_claim_it_breaks_fails(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("control", "knobs"),
+    [
+        ("lr0", {"final": 0.55}),
+        ("shuffled-advantage", {"last_reward": 0.40}),
+        ("corrupt-chunk", {"digest_failures": 1}),
+        ("wrong-chunk", {"probe_failures": 1}),
+        ("stale-guest", {"gap": {"guest": 0.05, "dedicated": 0.003, "continued": 0.004}}),
+        ("drop-token", {"gap": {"guest": 0.003, "dedicated": 0.003, "continued": 0.05}}),
+        ("naive", {"tpot_ratio": 1.5}),
+    ],
+)
+def test_a_control_succeeds_when_the_claim_it_breaks_fails(
+    tmp_path: Path, control: str, knobs: dict[str, Any]
+) -> None:
+    assert exit_code(list(judge(tmp_path, control=control).values()), control) == 1
+    noticed = judge(tmp_path, control=control, **knobs)
+    assert exit_code(list(noticed.values()), control) == 0
+    assert set(noticed) <= set(BROKEN_BY_CONTROL[control])
+
+
+def test_every_control_has_a_claim_that_must_notice() -> None:
     assert set(BROKEN_BY_CONTROL) == set(CONTROLS)
-    for control in CONTROLS:
-        good = list(judge(tmp_path).values())
-        assert exit_code(good, control) == 1
-    flat = list(judge(tmp_path, last_reward=0.45).values())
-    assert exit_code(flat, "lr0") == 0
-    stale = {"guest": 0.05, "dedicated": 0.003, "continued": 0.004}
-    assert exit_code(list(judge(tmp_path, gap=stale).values()), "stale-guest") == 0

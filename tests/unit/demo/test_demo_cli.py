@@ -4,10 +4,8 @@ import types
 from pathlib import Path
 
 import pytest
-from standin_run import StandInRun
 
 from rose.demo import cli
-from rose.demo.report import write_report
 from rose.demo.settings import DemoSettings
 from rose.errors import RoseError
 
@@ -18,27 +16,33 @@ def parse(*argv: str) -> argparse.Namespace:
     return parser.parse_args(["demo", *argv])
 
 
-def test_quick_and_full_runs_have_their_own_number_of_steps() -> None:
-    assert cli.settings_of(parse()).steps == 64
-    assert cli.settings_of(parse("--quick")).steps == 12
-    assert cli.settings_of(parse("--quick", "--steps", "15")).steps == 15
+def test_without_options_it_is_the_quickstart_and_a_control_is_an_acceptance_run() -> None:
+    assert cli.settings_of(parse()).quickstart
+    assert not cli.settings_of(parse("--accept")).quickstart
+    assert not cli.settings_of(parse("--control", "lr0")).quickstart
+    assert not cli.settings_of(parse("--compare")).quickstart
 
 
 def test_every_option_reaches_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[DemoSettings] = []
     fake_run = types.ModuleType("rose.demo.run")
-    fake_run.run_demo = lambda settings: seen.append(settings) or 7  # type: ignore[attr-defined] # a stand-in module
+
+    def run_demo(settings: DemoSettings) -> int:
+        seen.append(settings)
+        return 7
+
+    fake_run.run_demo = run_demo  # type: ignore[attr-defined] # a stand-in module
     monkeypatch.setitem(sys.modules, "rose.demo.run", fake_run)
     trace = tmp_path / "trace.csv"
     trace.write_text("")
     (tmp_path / "config.json").write_text("{}")
     options = f"--seed 3 --steps 20 --out {tmp_path} --trace {trace} --long-turns"
-    options += f" --control lr0 --port-base 20000 --host-model {tmp_path}"
+    options += f" --accept --control lr0 --port-base 20000 --host-model {tmp_path}"
     args = parse(*options.split())
     assert args.run(args) == 7
     assert seen == [
         DemoSettings(
-            tmp_path, 3, 20, False, trace, True, "lr0", port_base=20000, host_model=tmp_path
+            tmp_path, 3, 20, True, trace, True, "lr0", port_base=20000, host_model=tmp_path
         )
     ]
 
@@ -49,10 +53,13 @@ def test_every_option_reaches_the_run(tmp_path: Path, monkeypatch: pytest.Monkey
         "--steps 2",
         "--steps 100000",
         "--seed -1",
+        "--seed 10000",
+        "--seed 9999 --compare",
         "--port-base 80",
         "--trace no",
         "--host-model no",
         "--compare --control lr0",
+        "--compare --accept",
     ],
 )
 def test_bad_input_is_refused_in_one_line_before_anything_starts(options: str) -> None:
@@ -64,15 +71,14 @@ def test_bad_input_is_refused_in_one_line_before_anything_starts(options: str) -
 
 
 def test_verify_answers_with_its_exit_code(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    reported: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_report(StandInRun(steps=12, quick=True).write(tmp_path))
-    args = parse("verify", str(tmp_path))
+    args = parse("verify", str(reported))
     assert args.run(args) == 0
-    page = tmp_path / "report.json"
-    page.write_text(page.read_text().replace('"versions": 12', '"versions": 13'))
+    page = reported / "report.json"
+    page.write_text(page.read_text().replace('"versions": ', '"versions": 9'))
     assert args.run(args) == 1
-    assert "weights.versions: reported 13, recomputed 12" in capsys.readouterr().out
+    assert "weights.versions: reported 9" in capsys.readouterr().out
 
 
 def test_settings_become_json_values() -> None:

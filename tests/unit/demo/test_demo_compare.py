@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rose.demo.compare import run_compare
-from rose.demo.plan import plain_plan
+from rose.demo.plan import plan_of
 from rose.demo.settings import DemoSettings
 
 
@@ -33,4 +33,5 @@ def test_the_verdict_is_on_the_mean_difference(tmp_path: Path, shift: float, cod
 
 
 def test_a_plain_plan_has_one_arm() -> None:
-    assert [(block.arm, block.steps) for block in plain_plan("frozen", 9).blocks] == [("frozen", 9)]
+    plan = plan_of(DemoSettings(Path("out"), steps=9, only="frozen"))
+    assert [(block.arm, block.until_step) for block in plan.blocks] == [("frozen", 9)]

@@ -1,18 +1,16 @@
 import json
 import struct
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
-from standin_run import StandInRun
 
 from rose.compare import compare
 from rose.demo.report import write_report
 from rose.demo.verify import verify
 from rose.errors import RoseError
+from tests.fakes.demo_run import StandInRun
 
-SHORT: dict[str, Any] = {"steps": 12, "quick": True}
 PROMISED = {
     "": "elapsed_s peak_memory_bytes cpu_s verdicts settings",
     "reward": "first_fifth last_fifth by_step",
@@ -20,15 +18,14 @@ PROMISED = {
     "trajectories": "started delivered lost duplicated spanning_versions revoked_mid_turn",
     "tokens": "dedicated guest continued unstamped",
     "logprob_gap": "guest dedicated continued",
-    "harvest": "gain gain_ci95 ceiling idle_fraction",
-    "host": "frozen leased",
+    "harvest": "gain ceiling busy idle_efficiency",
+    "host": "frozen leased all",
     "weights": "versions full_bytes wire_bytes density_by_step digest_failures probe_failures",
 }
 
 
-def test_the_report_has_every_promised_field(tmp_path: Path) -> None:
-    write_report(StandInRun(**SHORT).write(tmp_path))
-    report = json.loads((tmp_path / "report.json").read_text())
+def test_the_report_has_every_promised_field(reported: Path) -> None:
+    report = json.loads((reported / "report.json").read_text())
     for section, names in PROMISED.items():
         found = report[section] if section else report
         assert set(names.split()) <= set(found)
@@ -37,35 +34,32 @@ def test_the_report_has_every_promised_field(tmp_path: Path) -> None:
     assert {"name", "value", "ci95", "limit", "verdict", "why"} <= set(report["verdicts"][0])
 
 
-def test_a_report_follows_from_its_records(tmp_path: Path) -> None:
-    write_report(StandInRun(**SHORT).write(tmp_path))
-    assert verify(tmp_path) == []
+def test_a_report_follows_from_its_records(reported: Path) -> None:
+    assert verify(reported) == []
 
 
-def test_verify_names_each_field_that_was_changed(tmp_path: Path) -> None:
-    write_report(StandInRun(**SHORT).write(tmp_path))
-    path = tmp_path / "report.json"
+def test_verify_names_each_field_that_was_changed(reported: Path) -> None:
+    path = reported / "report.json"
     report = json.loads(path.read_text())
-    report["harvest"]["gain"] *= 1.001
+    report["harvest"]["ceiling"] *= 1.001
     report["verdicts"][0]["verdict"] = "MAYBE"
     del report["weights"]["versions"]
     report["extra"] = 1
     path.write_text(json.dumps(report))
-    fields = [difference.field for difference in verify(tmp_path)]
-    assert fields == ["extra", "harvest.gain", "verdicts[0].verdict", "weights.versions"]
+    fields = [difference.field for difference in verify(reported)]
+    assert fields == ["extra", "harvest.ceiling", "verdicts[0].verdict", "weights.versions"]
 
 
-def test_verify_notices_records_changed_after_the_report(tmp_path: Path) -> None:
-    write_report(StandInRun(**SHORT).write(tmp_path))
-    path = tmp_path / "trajectories.jsonl"
+def test_verify_notices_records_changed_after_the_report(reported: Path) -> None:
+    path = reported / "trajectories.jsonl"
     path.write_text(path.read_text().replace('"reward":0.0', '"reward":1.0', 1))
-    fields = {difference.field for difference in verify(tmp_path)}
+    fields = {difference.field for difference in verify(reported)}
     assert "reward.by_step[0]" in fields
     assert "report.md" in fields
 
 
 def test_verify_without_a_report_says_so(tmp_path: Path) -> None:
-    StandInRun(**SHORT).write(tmp_path)
+    StandInRun().write(tmp_path)
     with pytest.raises(RoseError, match="no report to verify"):
         verify(tmp_path)
 
@@ -85,7 +79,7 @@ def test_comparison_tells_numbers_from_truth_values_and_lengths() -> None:
 
 
 def test_the_page_names_every_claim_and_shows_every_picture(tmp_path: Path) -> None:
-    report = write_report(StandInRun(**SHORT).write(tmp_path))
+    report = write_report(StandInRun().write(tmp_path))
     page = (tmp_path / "report.md").read_text()
     assert all(claim.name in page for claim in report.verdicts)
     for name in ("reward.png", "host.png", "tokens.png", "wire.png"):
@@ -99,13 +93,13 @@ def test_the_page_names_every_claim_and_shows_every_picture(tmp_path: Path) -> N
 
 
 def test_the_page_of_a_control_says_what_must_fail(tmp_path: Path) -> None:
-    write_report(StandInRun(**SHORT, control="lr0").write(tmp_path))
+    write_report(StandInRun(control="lr0").write(tmp_path))
     page = (tmp_path / "report.md").read_text()
-    assert "control (`lr0`): “learns: sampled reward” must fail" in page
+    assert "control (`lr0`): “learns: held-out success” must fail" in page
 
 
 def test_a_run_that_stopped_early_still_gets_a_report(tmp_path: Path) -> None:
-    StandInRun(**SHORT).write(tmp_path)
+    StandInRun().write(tmp_path)
     for name in ("turns", "trajectories", "steps", "activations", "guest", "host_latency"):
         (tmp_path / f"{name}.jsonl").write_text("")
     blocks = (tmp_path / "blocks.jsonl").read_text().splitlines()
@@ -118,9 +112,17 @@ def test_a_run_that_stopped_early_still_gets_a_report(tmp_path: Path) -> None:
     assert verify(tmp_path) == []
 
 
-def test_joined_requests_are_written_beside_the_report(tmp_path: Path) -> None:
-    write_report(StandInRun(**SHORT).write(tmp_path))
-    lines = (tmp_path / "requests.jsonl").read_bytes().splitlines()
-    clients = (tmp_path / "client_requests.jsonl").read_bytes().splitlines()
+def test_joined_requests_are_written_beside_the_report(reported: Path) -> None:
+    lines = (reported / "requests.jsonl").read_bytes().splitlines()
+    clients = (reported / "client_requests.jsonl").read_bytes().splitlines()
     assert len(lines) == len(clients)
     assert msgspec.json.decode(lines[0])["source"] == "host_plugin"
+
+
+def test_idle_efficiency_compares_the_guest_only_while_it_has_enough_turns(tmp_path: Path) -> None:
+    # At the ceiling the stand-in waits for turns every other second; lent under load it never does.
+    found = write_report(StandInRun(idle_efficiency=0.8).write(tmp_path)).harvest.idle_efficiency
+    assert found is not None
+    assert found.value == pytest.approx(0.8, rel=0.05)
+    assert found.ci95 is not None
+    assert found.ci95[0] < 0.8 < found.ci95[1]

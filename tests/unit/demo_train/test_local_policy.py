@@ -9,9 +9,9 @@ from rose.client import Sampling
 from rose.demo import vocab
 from rose.demo.gap import Snapshots, rescored
 from rose.demo.local_policy import LocalPolicy
-from rose.demo.model import new_policy, save_model
+from rose.demo.model import load_policy, new_policy, save_model
 from rose.demo.rollouts import play, sampling
-from rose.demo.task import held_out_lakes
+from rose.demo.task import different_lakes
 from rose.demo.trajectory import Trajectory
 from rose.demo.weights import load_version_zero, published, values_of
 
@@ -27,10 +27,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def test_prompts_of_different_lengths_are_sampled_together_and_score_the_same(
     folder: Path, long_turns: bool
 ) -> None:
-    policy = LocalPolicy(folder, seed=0)
+    policy = LocalPolicy(load_policy(folder), seed=0)
     how = sampling(long_turns=long_turns)
     played = [Trajectory(str(at), at, 0, 0.0) for at in range(4)]
-    lakes = held_out_lakes(4)
+    lakes = different_lakes(4, "held-out")
     await asyncio.gather(
         *(play(policy, lake, how, one, 0) for lake, one in zip(lakes, played, strict=True))
     )
@@ -43,7 +43,7 @@ async def test_prompts_of_different_lengths_are_sampled_together_and_score_the_s
 
 
 async def test_turns_after_a_publication_are_stamped_with_it(folder: Path) -> None:
-    policy = LocalPolicy(folder, seed=0)
+    policy = LocalPolicy(load_policy(folder), seed=0)
     old = load_version_zero(folder)
     new = published(dict(new_policy(1).named_parameters()))
     receipt = await policy.publish(1, 0, old, new)

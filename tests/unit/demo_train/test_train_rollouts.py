@@ -3,10 +3,9 @@
 import asyncio
 from functools import partial
 
-from standin_policy import StandInSource
-
 from rose.demo.rollouts import RolloutPlan, Rollouts, sampling
 from rose.demo.task import training_lake
+from tests.fakes.policy import StandInSource
 
 
 def _plan(batches: int = 3, streams: int = 4) -> RolloutPlan:

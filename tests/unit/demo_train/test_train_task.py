@@ -5,19 +5,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose.demo import vocab
+from rose.demo import task, vocab
 from rose.demo.task import (
     GOAL,
     MAX_TURNS,
     Episode,
-    held_out_lakes,
-    is_held_out,
+    different_lakes,
     moved,
     parse_move,
     random_lake,
     shortest_plan,
     training_lake,
 )
+from rose.errors import RoseError
 
 DOWN, RIGHT = 1, 2
 
@@ -70,12 +70,22 @@ def test_only_a_whole_reply_holds_a_move(reply: list[int]) -> None:
     assert parse_move(reply) is None
 
 
-def test_training_never_meets_a_held_out_lake() -> None:
-    held_out = set(held_out_lakes(128))
-    assert len(held_out) == 128
-    assert all(is_held_out(lake) for lake in held_out)
+def test_training_validation_and_the_claim_never_share_a_lake() -> None:
+    held_out = set(different_lakes(512, "held-out"))
+    validation = set(different_lakes(256, "validation"))
+    assert (len(held_out), len(validation)) == (512, 256)
     met = {training_lake(seed, group) for seed in range(3) for group in range(300)}
     assert not met & held_out
+    assert not met & validation
+    assert not held_out & validation
+
+
+def test_more_lakes_than_there_are_is_refused_with_their_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(task, "HELD_OUT_TRIES", 100)
+    with pytest.raises(RoseError, match=r"ask for \d+ or fewer"):
+        different_lakes(101, "validation")
 
 
 def test_words_and_tokens_are_one_to_one() -> None:

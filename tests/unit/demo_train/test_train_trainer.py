@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from standin_policy import StandInSource
 
 from rose.client import Turn as ClientTurn
 from rose.demo import vocab
@@ -16,6 +15,7 @@ from rose.demo.train_config import TrainConfig
 from rose.demo.trainer import Trainer
 from rose.errors import UnavailableError
 from rose.publish import Receipt
+from tests.fakes.policy import StandInSource
 from weight_transfer import TensorBits
 
 STEPS = 3
@@ -86,9 +86,18 @@ async def test_a_run_speaks_the_protocol_and_accounts_for_everything(
         "warm_start",
         "final",
     ]
+    assert all(len(event["crossed"]) == event["n"] == 4 for event in (events[0], events[-2]))
     assert publisher.published == [(1, 0), (2, 1), (3, 2)]
     done = events[-1]
     assert (done["started"], done["delivered"], done["lost"], done["duplicated"]) == (12, 12, 0, 0)
+
+
+async def test_without_held_out_maps_nothing_is_evaluated(model_dir: Path, tmp_path: Path) -> None:
+    events: list[dict[str, Any]] = []
+    config = _config(model_dir, tmp_path).model_copy(update={"held_out_maps": 0})
+    source = StandInSource()
+    await Trainer(config, source, FakePublisher(source), events.append).run()
+    assert [event["event"] for event in events] == [*["step"] * STEPS, "done"]
 
 
 async def test_records_are_those_of_the_report(model_dir: Path, tmp_path: Path) -> None:

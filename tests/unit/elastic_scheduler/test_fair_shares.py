@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_scheduler import (
@@ -66,7 +66,6 @@ def test_max_min_shares_are_feasible_conserving_and_level(
             assert all(share / weight >= shares[n] / wants[n][0] - 1e-6 for n in shares)
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=1, max_size=4),
     st.lists(st.sampled_from([50.0, 100.0, 200.0]), min_size=1, max_size=6),

@@ -17,6 +17,7 @@ from elastic_scheduler import (
     TailPlan,
     TrainingStep,
 )
+from tests.examples import times
 
 PLANS = st.builds(
     StepPlan,
@@ -143,7 +144,7 @@ class Driver:
         self.feed.publish(self.feed.version + by)
 
 
-@settings(max_examples=300)
+@settings(max_examples=times(3))
 @given(PLANS, st.integers(0, 25), EVENTS)
 def test_whatever_happens_steps_are_in_time_and_each_prompt_comes_out_once(
     plan: StepPlan, prompts: int, script: list[tuple[str, int, int]]

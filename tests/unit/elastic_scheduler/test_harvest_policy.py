@@ -27,6 +27,7 @@ def test_the_mode_decides_over_guests_and_never_over_dedicated_replicas(
     mode: HarvestMode, grants: int, renews: int, releases: int
 ) -> None:
     book = LeaseBook(2.0)
+    book.reserve("held", 1)
     book.grant("job", "held", 0.0)
     offers = [offer("held"), offer("new"), offer("own", ReplicaKind.DEDICATED)]
     plan = HarvestPolicy(mode).plan(offers, book.leases())
@@ -53,6 +54,7 @@ def test_an_unhealthy_replica_gets_no_new_lease() -> None:
 
 def test_a_lease_without_a_live_offer_is_left_to_expire() -> None:
     book = LeaseBook(2.0)
+    book.reserve("gone", 1)
     book.grant("job", "gone", 0.0)
     plan = HarvestPolicy().plan([], book.leases())
     assert plan.renew == plan.release == ()

@@ -2,14 +2,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_scheduler import LeaseBook, LeaseHeld, LeaseState, StaleEpoch
+from elastic_scheduler import Lease, LeaseBook, LeaseHeld, LeaseState, StaleEpoch
+from elastic_scheduler.lease import MAX_EPOCH_LEAD
+from elastic_scheduler.offer import MAX_EPOCH
 
 OPERATIONS = ("grant", "renew", "release", "released", "revoke", "expire", "restart")
 
 
+def grant(book: LeaseBook, job: str, replica: str, now_s: float, *, seen_epoch: int = 0) -> Lease:
+    """As a scheduler does: the next epoch is persisted, then used."""
+    book.reserve(replica, book.proposed(replica, seen_epoch))
+    return book.grant(job, replica, now_s, seen_epoch=seen_epoch)
+
+
 def test_a_lease_runs_out_and_counts_as_revoked() -> None:
     book = LeaseBook(ttl_s=2.0)
-    lease = book.grant("job", "g", now_s=0.0)
+    lease = grant(book, "job", "g", now_s=0.0)
     assert book.live("g", 1.9) == lease
     assert book.live("g", 2.0) is None
     with pytest.raises(StaleEpoch):
@@ -19,21 +27,21 @@ def test_a_lease_runs_out_and_counts_as_revoked() -> None:
 
 def test_a_replica_that_is_being_released_is_not_leased_again_or_renewed() -> None:
     book = LeaseBook(ttl_s=2.0)
-    lease = book.grant("job", "g", now_s=0.0)
+    lease = grant(book, "job", "g", now_s=0.0)
     assert book.begin_release("g", lease.epoch, 1.0).state is LeaseState.RELEASING
     with pytest.raises(StaleEpoch):
         book.renew("g", lease.epoch, 1.0)
     with pytest.raises(LeaseHeld):
-        book.grant("job", "g", 1.0)
+        grant(book, "job", "g", 1.0)
     book.released("g", lease.epoch)
-    assert book.grant("job", "g", 1.0).epoch > lease.epoch
+    assert grant(book, "job", "g", 1.0).epoch > lease.epoch
 
 
 def test_a_late_message_of_an_old_epoch_cannot_end_a_younger_lease() -> None:
     book = LeaseBook(ttl_s=2.0)
-    old = book.grant("job", "g", 0.0)
+    old = grant(book, "job", "g", 0.0)
     book.revoke("g", old.epoch)
-    young = book.grant("job", "g", 0.1)
+    young = grant(book, "job", "g", 0.1)
     with pytest.raises(StaleEpoch, match="refused"):
         book.revoke("g", old.epoch)
     with pytest.raises(StaleEpoch):
@@ -43,8 +51,33 @@ def test_a_late_message_of_an_old_epoch_cannot_end_a_younger_lease() -> None:
 
 def test_epochs_grow_across_restarts_and_beyond_what_the_node_has_seen() -> None:
     book = LeaseBook(ttl_s=2.0, epochs={"g": 7})
-    assert book.grant("job", "g", 0.0, seen_epoch=11).epoch == 12
-    assert LeaseBook(2.0, book.epochs()).grant("job", "g", 0.0).epoch == 13
+    assert grant(book, "job", "g", 0.0, seen_epoch=11).epoch == 12
+    assert grant(LeaseBook(2.0, book.epochs()), "job", "g", 0.0).epoch == 13
+
+
+def test_no_lease_is_granted_under_an_epoch_that_is_not_reserved() -> None:
+    book = LeaseBook(ttl_s=2.0)
+    with pytest.raises(StaleEpoch, match="reserve"):
+        book.grant("job", "g", 0.0)
+    book.reserve("g", book.proposed("g"))
+    with pytest.raises(StaleEpoch, match="reserve"):
+        book.grant("job", "g", 0.0, seen_epoch=1)
+    assert book.grant("job", "g", 0.0).epoch == 1
+    book.revoke("g", 1)
+    with pytest.raises(StaleEpoch, match="reserve"):
+        book.grant("job", "g", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("known", "seen"),
+    [(0, MAX_EPOCH_LEAD + 1), (5, 2**53), (5, 2**64 - 1), (5, -1), (MAX_EPOCH - 1, MAX_EPOCH)],
+)
+def test_an_epoch_that_no_node_can_have_seen_is_not_believed(known: int, seen: int) -> None:
+    book = LeaseBook(2.0, {"g": known})
+    assert not book.believes("g", seen)
+    with pytest.raises(StaleEpoch, match="too far ahead"):
+        book.proposed("g", seen)
+    assert book.believes("g", min(known, MAX_EPOCH - 1))
 
 
 @given(st.lists(st.tuples(st.sampled_from(OPERATIONS), st.integers(0, 6), st.floats(0, 3))))
@@ -56,7 +89,7 @@ def test_leases_never_overlap_and_epochs_only_grow(
         now_s += wait_s
         try:
             if operation == "grant":
-                lease = book.grant("job", "g", now_s)
+                lease = grant(book, "job", "g", now_s)
                 assert lease.epoch > newest
                 assert now_s >= holder_until_s
                 newest, holder_until_s = lease.epoch, lease.expires_s

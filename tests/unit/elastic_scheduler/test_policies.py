@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from standin_cluster import Outcome, StandinCluster, Trace, bursty
 
@@ -73,7 +73,6 @@ def test_an_unknown_policy_is_named_with_those_that_there_are() -> None:
         make_policy("greedy")
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.integers(1, 64), st.floats(1e2, 1e6), st.floats(0.1, 60.0))
 def test_steady_demand_is_settled_once(turns: int, owed_tokens: float, switch_s: float) -> None:
     policy = make_policy("rose")

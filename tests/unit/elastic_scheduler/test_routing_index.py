@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_scheduler import Placement, ReplicaKind, ReplicaView, Router, TurnNeed
@@ -39,7 +39,6 @@ def change(rows: dict[str, ReplicaView], what: str, name: str, pick: int) -> Non
         rows.pop(name, None)
 
 
-@settings(deadline=None)
 @given(st.lists(STEP, max_size=80))
 def test_a_large_fleets_choice_is_never_a_replica_that_may_not_have_the_turn(
     script: list[tuple[str, int, float]],

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_scheduler import StalenessAdmission, StalenessBound, TurnTicket
+from tests.examples import times
 
 NAMES = "start keep spare turn turn stamp stamp end forget finish finish drop train publish"
 EVENTS = st.tuples(
@@ -126,7 +127,7 @@ class Run:
                 assert min(stamps) >= now - self.allowed, f"{group} should have aged out"
 
 
-@settings(max_examples=300)
+@settings(max_examples=times(3))
 @given(st.integers(0, 3), st.integers(1, 3), st.lists(EVENTS, max_size=120))
 def test_no_sample_beyond_the_bound_is_ever_trained_on(
     allowed: int, per_step: int, script: list[tuple[str, int, int]]
@@ -205,7 +206,7 @@ class KeepingUp:
             del self.sent[name]
 
 
-@settings(max_examples=300)
+@settings(max_examples=times(3))
 @given(
     st.integers(0, 3),
     st.integers(1, 3),

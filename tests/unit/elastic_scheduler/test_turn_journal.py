@@ -107,3 +107,20 @@ def test_the_answer_book_keeps_running_requests_and_the_newest_answers() -> None
     assert book.find("d", 1) is values["d"]
     book.forget("d", values["d"])
     assert len(book) == 2
+
+
+def test_the_answer_book_keeps_so_many_bytes_and_the_newest_answer_whatever_its_size() -> None:
+    book: AnswerBook[list[str]] = AnswerBook(capacity=9, capacity_bytes=100)
+    values = {name: [name] for name in "abcde"}
+    for name, size_bytes in (("a", 40), ("b", 40), ("c", 40)):
+        book.open(name, 1, values[name])
+        book.close(name, values[name], size_bytes)
+    assert [book.find(name, 1) for name in "abc"] == [None, values["b"], values["c"]]
+    book.forget("b", values["b"])
+    assert book.size_bytes == 40
+    book.open("d", 1, values["d"])
+    book.close("d", values["d"], 1_000)
+    assert (len(book), book.size_bytes, book.find("d", 1)) == (1, 1_000, values["d"])
+    book.open("e", 1, values["e"])
+    book.close("e", values["e"], 5)
+    assert (len(book), book.size_bytes) == (1, 5)

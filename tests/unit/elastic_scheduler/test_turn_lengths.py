@@ -2,12 +2,15 @@
 
 from collections import deque
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_scheduler import ReplicaKind, ReplicaView, Router, TurnNeed
 from elastic_scheduler.lengths import LengthBook, QuantileWindow
+from elastic_scheduler.prefixes import Prefix, PrefixBook
 from elastic_scheduler.reasons import ReasonLog
+from elastic_scheduler.routing_log import RoutingDecision, RoutingLog
 
 
 @given(st.integers(1, 9), st.lists(st.integers(0, 50), min_size=1), st.floats(0, 1))
@@ -125,3 +128,48 @@ def test_the_reason_log_keeps_the_newest_and_no_more_than_asked(
         assert log.of(subject)[-1] == decision
         assert len(log) <= 3
         assert len(log.of(subject)) <= 2
+
+
+@given(st.lists(st.tuples(st.text("abcd", max_size=2), st.integers(0, 60))))
+def test_the_reason_log_has_so_many_bytes_however_they_are_spread(
+    notes: list[tuple[str, int]],
+) -> None:
+    log: ReasonLog[int] = ReasonLog(9, 3, weigh=lambda size: size, capacity_bytes=100)
+    for subject, size_bytes in notes:
+        log.note(subject, size_bytes)
+        assert log.of(subject)[-1] == size_bytes
+        kept = {name for name, _ in notes}
+        assert log.size_bytes == sum(sum(log.of(name)) for name in kept)
+        assert log.size_bytes <= 100 or len(log) == 1
+
+
+def test_long_names_of_sessions_cost_books_no_more_than_short_ones() -> None:
+    lengths, prefixes, log = LengthBook(), PrefixBook(), RoutingLog()
+    session, group = "s" * 512, "g" * 512
+    lengths.observe("job", session, group, 50)
+    prefixes.note(session, Prefix("a", 7, 1))
+    need = TurnNeed(session, 1, 9, request_id="r" * 1_024)
+    log.note(need, RoutingDecision(0.0, need.request_id, "a", "free", 9, False, ()))
+    assert lengths.expected("job", session, "", 99) == 50
+    assert prefixes.find(session) == Prefix("a", 7, 1)
+    assert len(log.of(session)) == len(log.of("r" * 1_024)) == 1
+    assert max(map(len, [*prefixes._held, *log._trajectories])) <= 64
+    lengths.forget(session)
+    prefixes.forget(session)
+    assert (lengths.expected("job", session, "", 99), prefixes.find(session)) == (99, None)
+
+
+def test_the_log_of_choices_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic_scheduler.routing_log.LOG_BYTES", 50_000)
+    router = Router()
+    router.set_table([ReplicaView(f"r{k}", ReplicaKind.GUEST, True, 0, 9) for k in range(12)], 0.0)
+    for number in range(500):
+        need = TurnNeed(f"session-{number}", 1, 9, request_id=f"turn-{number}")
+        placement = router.begin(router.choose(need, 0.0) or "", need, 0.0)
+        router.end(placement, 0.0, finished=True)
+    newest = router.explained("turn-499")
+    assert len(newest) == 1
+    assert len(newest[0].weighed) == 5
+    assert router.explained("turn-0") == ()
+    kept = sum(len(router.explained(f"turn-{number}")) for number in range(500))
+    assert 20 < kept < 100

@@ -15,6 +15,7 @@ from rose.engines.preflight import check_model, check_port, check_spec
 from rose.errors import ConfigError, EngineStartError
 from rose.ports import free_port
 from rose.process import ManagedProcess, ProcessSpec, group_alive
+from tests.patience import PATIENCE_S
 
 PARENT = """
 import subprocess, time
@@ -60,7 +61,7 @@ async def test_the_children_of_a_killed_process_end_with_it(tmp_path: Path) -> N
     await process.stdout.readline()
     os.kill(process.pid, signal.SIGKILL)
     assert await process.wait() == -signal.SIGKILL
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(PATIENCE_S):
         while group_alive(process.pid):  # noqa: ASYNC110 - another process is waited for
             await asyncio.sleep(0.01)
 
@@ -83,7 +84,7 @@ asyncio.run(main())
     await asyncio.sleep(0.1)
     os.kill(parent.pid, signal.SIGKILL)
     await parent.wait()
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(PATIENCE_S):
         while group_alive(child):  # noqa: ASYNC110 - another process is waited for
             await asyncio.sleep(0.01)
 

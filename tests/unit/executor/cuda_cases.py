@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from standin_driver import PAGE, StandInDevice, StandInDriver
 
 from executor.cuda.bindings import open_driver
 from executor.cuda.driver import Driver
 from executor.errors import DeviceError
+from tests.fakes.driver import PAGE, StandInDevice, StandInDriver
 
 ZEROS = bytes(64)
 

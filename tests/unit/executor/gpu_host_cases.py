@@ -20,7 +20,6 @@ from kv_cases import (
     make_scheduler,
     next_token,
 )
-from standin_driver import PAGE, Physical, StandInDevice, StandInDriver
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -35,6 +34,7 @@ from executor.lending import lent_bytes
 from executor.vllm.host import ObservedScheduler
 from executor.vllm.page_source import reserve_kv
 from executor.vllm.settings import EngineSettings
+from tests.fakes.driver import PAGE, Physical, StandInDevice, StandInDriver
 
 BLOCKS, GRANULE_BLOCKS = 64, 2
 """32 granules, each a page."""

@@ -29,11 +29,12 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 import executor.vllm.guest
-from executor import ControlPage, Grant, GrantMode, HostState
+from executor import ControlPage, Grant, GrantMode
 from executor.resident import Range, resident_bytes
 from executor.vllm.block_outermost import packed
 from executor.vllm.guest import GatedScheduler
 from executor.vllm.host import ObservedScheduler
+from tests.seated_host import SeatedHost
 
 VOCABULARY = 96
 Views = dict[str, torch.Tensor]
@@ -223,13 +224,16 @@ class GuestRig:
     outputs: dict[str, list[int]] = field(default_factory=dict)
     ends: dict[str, str] = field(default_factory=dict)
     in_flight: deque[Any] = field(default_factory=deque)
+    host: SeatedHost | None = None
     _hasher: Any = None
 
     def allow(self, **change: Any) -> None:
         """Change the grant and keep it alive."""
         self.grant = replace(self.grant, **change)
         now_ns = time.monotonic_ns()
-        self.page.host.write(HostState(heartbeat_ns=now_ns))
+        if self.host is None:
+            self.host = SeatedHost(self.page)
+        self.host.tell()
         live = {"heartbeat_ns": now_ns, "expiry_ns": now_ns + 4_000_000_000}
         self.page.grant.write(replace(self.grant, **live))
 

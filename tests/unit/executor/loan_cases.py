@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from standin_driver import PAGE, StandInDevice, StandInDriver
 
 from executor.cuda.borrower import PageBorrower
 from executor.cuda.lender import PageLender
 from executor.cuda.page_pool import PagePool
+from tests.fakes.driver import PAGE, StandInDevice, StandInDriver
 
 RESERVE = 2
 

@@ -10,11 +10,10 @@ import sys
 import time
 from pathlib import Path
 
-from standin_driver import PAGE, Physical, StandInDevice, StandInDriver
-
 from executor.cuda.borrower import PageBorrower
 from executor.cuda.driver import Handle
 from executor.cuda.page_pool import PagePool
+from tests.fakes.driver import PAGE, Physical, StandInDevice, StandInDriver
 
 
 class ForeignDriver(StandInDriver):

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import pytest
 from executor import ControlPage, Grant, GrantMode, HostState, LatencyRecord, PageError
 from executor.control_page import LAYOUT_VERSION, PAGE_BYTES
 from executor.errors import PageUnreadable
-from executor.latency_ring import CAPACITY, RING_BYTES, SLOT_BYTES
+from executor.latency_ring import CAPACITY, LANES, RING_BYTES, SLOT_BYTES, START
 
 HOST_AT = 64
 
@@ -44,7 +45,7 @@ def test_a_page_is_private_and_starts_unwritten(page: ControlPage) -> None:
     assert page.path.stat().st_mode & 0o777 == 0o600
     assert page.owner_pid == os.getpid()
     assert (page.host.read(), page.grant.read(), page.guest.read()) == (None, None, None)
-    assert page.latency.drain(0) == ([], 0, 0)
+    assert page.latency.drain() == ([], START, 0)
     assert [p.name for p in page.path.parent.iterdir()] == ["page"]
 
 
@@ -80,7 +81,7 @@ def test_whoever_starts_first_makes_the_page(tmp_path: Path) -> None:
             struct.pack("=I", LAYOUT_VERSION + 1),
             f"this build speaks {LAYOUT_VERSION}",
         ),
-        (16, struct.pack("=Q", 2**62), "before the last boot"),
+        (32, b"another boot id!", "before the last boot"),
     ],
 )
 def test_a_foreign_page_is_refused(
@@ -93,8 +94,28 @@ def test_a_foreign_page_is_refused(
 
 def test_a_page_that_others_can_open_is_refused(page: ControlPage) -> None:
     page.path.chmod(0o640)
-    with pytest.raises(PageError, match="chmod 600"):
+    with pytest.raises(PageError, match=r"mode 640.*chmod 600"):
         ControlPage.open(page.path)
+
+
+def test_a_page_is_shared_with_the_group_that_is_named_and_nobody_else(tmp_path: Path) -> None:
+    group = str(os.getegid())
+    with ControlPage.ensure(tmp_path / "p", group) as page:
+        assert page.path.stat().st_mode & 0o777 == 0o660
+        ControlPage.ensure(page.path, group).close()
+        with pytest.raises(PageError, match="name its group"):
+            ControlPage.open(page.path)
+        with pytest.raises(PageError, match="open to other users"):
+            ControlPage.open(page.path, str(os.getegid() + 1))
+        page.path.chmod(0o666)
+        with pytest.raises(PageError, match="open to other users"):
+            ControlPage.open(page.path, group)
+
+
+def test_a_group_that_nobody_knows_is_named(tmp_path: Path) -> None:
+    with pytest.raises(PageError, match="there is no group no-such-group"):
+        ControlPage.ensure(tmp_path / "p", "no-such-group")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_missing_short_and_linked_pages_are_refused(page: ControlPage, tmp_path: Path) -> None:
@@ -141,38 +162,82 @@ def test_a_mode_of_a_later_version_is_unreadable(page: ControlPage) -> None:
 
 
 def test_the_ring_hands_out_each_record_once(page: ControlPage) -> None:
-    for number in range(10):
-        page.latency.append(record(number))
-    first = page.latency.drain(0, limit=4)
+    lane = page.take_lane()
+    for number in range(4):
+        lane.append(record(number))
+    first = page.latency.drain()
     assert [r.request_id for r in first.records] == ["r0", "r1", "r2", "r3"]
+    for number in range(4, 10):
+        lane.append(record(number))
     rest = page.latency.drain(first.cursor)
     assert [r.request_id for r in rest.records] == [f"r{n}" for n in range(4, 10)]
-    assert page.latency.drain(rest.cursor) == ([], 10, 0)
+    assert page.latency.drain(rest.cursor) == ([], (10, *START[1:]), 0)
+    assert page.latency.cursor == rest.cursor
 
 
 def test_the_ring_says_how_many_it_overwrote(page: ControlPage) -> None:
+    lane = page.take_lane()
     for number in range(CAPACITY + 7):
-        page.latency.append(record(number))
-    drained = page.latency.drain(2)
-    assert (drained.lost, drained.cursor) == (5, CAPACITY + 7)
+        lane.append(record(number))
+    drained = page.latency.drain((2, *START[1:]))
+    assert (drained.lost, drained.cursor[0]) == (5, CAPACITY + 7)
     assert [drained.records[0].request_id, len(drained.records)] == ["r7", CAPACITY]
 
 
 def test_a_new_ring_writer_goes_on_where_a_dead_one_stopped(page: ControlPage) -> None:
+    lane = page.take_lane()
     for number in range(3):
-        page.latency.append(record(number))
+        lane.append(record(number))
+    lane.close()
     ring_at = PAGE_BYTES - RING_BYTES
     patch(page.path, ring_at, struct.pack("=Q", 2))  # Died between slot 2 and the counter, …
     patch(page.path, ring_at + 64 + 3 * SLOT_BYTES, struct.pack("=Q", 7))  # … or inside slot 3.
     with ControlPage.open(page.path) as successor:
-        successor.latency.append(record(3))
-        assert successor.latency.total == 4
-    assert [r.request_id for r in page.latency.drain(0).records] == ["r0", "r1", "r2", "r3"]
+        successor.take_lane().append(record(3))
+        assert successor.latency.cursor == (4, *START[1:])
+    assert [r.request_id for r in page.latency.drain().records] == ["r0", "r1", "r2", "r3"]
 
 
 def test_a_cursor_of_an_earlier_page_starts_over(page: ControlPage) -> None:
-    page.latency.append(record(0))
-    assert page.latency.drain(500).records == [record(0)]
+    page.take_lane().append(record(0))
+    assert page.latency.drain((500,) * LANES).records == [record(0)]
+
+
+def test_several_api_processes_write_into_lanes_of_their_own(page: ControlPage) -> None:
+    lanes = [page.take_lane() for _ in range(LANES)]
+    for number in range(3 * LANES):
+        lanes[number % LANES].append(record(number))
+    drained = page.latency.drain()
+    assert {r.request_id for r in drained.records} == {f"r{n}" for n in range(3 * LANES)}
+    assert drained.lost == 0
+    with pytest.raises(PageError, match=f"latencies of {LANES} processes, no more"):
+        page.take_lane()
+    lanes[5].close()
+    page.take_lane().append(record(99))
+    assert page.latency.drain(drained.cursor).records == [record(99)]
+
+
+@pytest.mark.parametrize(
+    ("offset", "raw"), [(20, b"zzz"), (8, b"\0\0\0\0"), (16 + 80, struct.pack("=q", -1))]
+)
+def test_a_record_that_is_not_whole_is_skipped_and_counted(
+    page: ControlPage, offset: int, raw: bytes
+) -> None:
+    lane = page.take_lane()
+    for number in range(3):
+        lane.append(record(number))
+    patch(page.path, PAGE_BYTES - RING_BYTES + 64 + SLOT_BYTES + offset, raw)
+    drained = page.latency.drain()
+    assert [r.request_id for r in drained.records] == ["r0", "r2"]
+    assert drained.lost == 1
+
+
+def test_a_record_of_impossible_numbers_is_skipped_and_counted(page: ControlPage) -> None:
+    lane = page.take_lane()
+    lane.append(replace(record(0), ttft_ns=-1))
+    lane.append(record(1))
+    drained = page.latency.drain()
+    assert (drained.records, drained.lost) == ([record(1)], 1)
 
 
 WRITER = """
@@ -207,8 +272,8 @@ def test_readers_never_see_half_a_write_of_another_process(page: ControlPage) ->
         if writer.stdout is not None:
             writer.stdout.close()
     assert len(seen) > 1
-    page.host.write(HostState(step_seq=-1))
-    assert page.host.read() == HostState(step_seq=-1)
+    page.host.write(HostState(step_seq=5))
+    assert page.host.read() == HostState(step_seq=5)
 
 
 def test_a_page_owns_all_its_blocks_from_the_start(page: ControlPage) -> None:

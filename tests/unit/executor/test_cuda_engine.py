@@ -8,7 +8,6 @@ import pytest
 import torch
 from gpu_host_cases import device_caches
 from kv_cases import BLOCK_TOKENS, kv_config
-from standin_driver import PAGE, StandInDevice, StandInDriver
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheTensor
 
@@ -23,6 +22,7 @@ from executor.vllm.guest_kv import GROWTH_RETRY_NS, GuestKv
 from executor.vllm.kv_layout import kv_layout
 from executor.vllm.kv_storage import kv_pages
 from executor.vllm.reserved_worker import ReservedZeros
+from tests.fakes.driver import PAGE, StandInDevice, StandInDriver
 
 # K and V of 16 tokens, 32 heads of 128 in fp32, in two layers: two blocks fill a page …
 WIDE = FullAttentionSpec(

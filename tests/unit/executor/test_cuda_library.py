@@ -17,7 +17,10 @@ def test_bodies_for_a_device_hold_through_the_real_bindings(tmp_path: Path) -> N
     pytest.importorskip("cuda.bindings.driver", reason="without cuda-bindings")
     environ = build(tmp_path)
     files = [str(HERE / f"test_cuda_{name}.py") for name in TESTS]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
+    # The project's plugins, and no others: each takes time to import.
+    plugins = ["-p", "pytest_timeout", "-p", "pytest_asyncio.plugin", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-q", *plugins, *files]
+    environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     ran = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout[-4000:]
     assert int(re.findall(r"(\d+) passed", ran.stdout)[0]) > 50

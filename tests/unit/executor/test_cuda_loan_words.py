@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from loan_cases import RESERVE, Rig, open_descriptors, rig, settle
-from standin_driver import PAGE, StandInDevice, StandInDriver
 
 from executor.cuda.borrower import PageBorrower
 from executor.cuda.fd_socket import HungUp, receive, send
@@ -17,6 +16,7 @@ from executor.cuda.lender import MOST_BORROWERS
 from executor.cuda.loan_book import LoanBook
 from executor.cuda.page_pool import PagePool
 from executor.errors import LoanError
+from tests.fakes.driver import PAGE, StandInDevice, StandInDriver
 
 __all__ = ["rig"]
 NUMBERS = st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=MOST_PAGES, unique=True).map(

@@ -10,13 +10,13 @@ from collections.abc import Callable
 
 import pytest
 from loan_cases import RESERVE, Rig, rig, settle
-from standin_driver import PAGE, scripted
 
 from executor.cuda.borrower import PageBorrower
 from executor.cuda.driver import Handle
 from executor.cuda.lender import PageLender
 from executor.cuda.mapping import Mapping
 from executor.errors import DeviceMemoryShort
+from tests.fakes.driver import PAGE, scripted
 
 __all__ = ["rig"]
 

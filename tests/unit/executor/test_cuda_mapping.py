@@ -4,12 +4,12 @@ from collections import Counter
 
 import pytest
 from cuda_cases import ZEROS, Gpu, gpu
-from standin_driver import PAGE, StandInDevice, StandInDriver, scripted
 
 from executor.cuda.driver import Handle
 from executor.cuda.mapping import Mapping
 from executor.cuda.page_pool import PagePool
 from executor.errors import DeviceError, DeviceMemoryShort, MappingLost
+from tests.fakes.driver import PAGE, StandInDevice, StandInDriver, scripted
 
 __all__ = ["gpu"]
 PAGES = 8

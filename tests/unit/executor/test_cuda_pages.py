@@ -5,13 +5,13 @@ from collections.abc import Sequence
 
 import pytest
 from cuda_cases import ZEROS, Gpu, gpu
-from standin_driver import PAGE, StandInDevice, StandInDriver, scripted
 
 from executor.cuda.reservation import Reservation, reservation_at
 from executor.cuda.tensor import layer, whole
 from executor.errors import DeviceError, DeviceMemoryShort
 from executor.granules import Granules
 from executor.host_pages import Extent
+from tests.fakes.driver import PAGE, StandInDevice, StandInDriver, scripted
 
 __all__ = ["gpu"]
 LAYERS = 2

@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from executor import GateLimits, Grant, GrantMode, HostState, Run, Yield, decide
+from executor import GateLimits, Grant, GrantMode, HostState, Run, SeatState, Yield, decide
+from executor.host_sight import HostSight
 from slo import StepModel, StepProfile
+from tests.seated_host import believed
 
 NOW = 10**12
 MS = 1_000_000
@@ -22,7 +24,7 @@ GRANT = Grant(
     heartbeat_ns=NOW - 50 * MS,
 )
 SHARING = replace(GRANT, slack_share=1.0)
-IDLE = HostState(heartbeat_ns=NOW - 3600 * 1000 * MS)
+IDLE = HostState(heartbeat_ns=NOW - 900 * 1000 * MS)
 BUSY = HostState(
     running=4,
     in_step=True,
@@ -33,10 +35,10 @@ BUSY = HostState(
 
 
 def ask(host: HostState | None, grant: Grant | None, limits: GateLimits = LIMITS) -> Run | Yield:
-    return decide(host, grant, MODEL, NOW, limits)
+    return decide(believed(host, NOW), grant, MODEL, NOW, limits)
 
 
-def test_an_idle_host_lends_everything_however_long_it_has_been_silent() -> None:
+def test_an_idle_host_that_beats_lends_everything_however_long_nothing_happened() -> None:
     assert ask(IDLE, GRANT) == Run(256, 8)
     assert ask(IDLE, SHARING) == Run(256, 8)
 
@@ -44,8 +46,39 @@ def test_an_idle_host_lends_everything_however_long_it_has_been_silent() -> None
 @pytest.mark.parametrize("host", [None, IDLE])
 @pytest.mark.parametrize("grant", [None, GRANT])
 def test_an_unreadable_section_yields(host: HostState | None, grant: Grant | None) -> None:
-    expected = Yield("page_unreadable") if None in (host, grant) else Run(256, 8)
-    assert ask(host, grant) == expected
+    expected = Run(256, 8) if host else Yield("host_unreadable")
+    assert ask(host, grant) == (expected if grant else Yield("page_unreadable"))
+
+
+SIGHT = believed(IDLE, NOW)
+SEAT = SeatState(taken_ns=0, beat_ns=NOW)
+
+
+@pytest.mark.parametrize(
+    ("sight", "reason"),
+    [
+        (HostSight(), "page_replaced"),
+        (replace(SIGHT, replaced=True), "page_replaced"),
+        (replace(SIGHT, seated=False), "no_host"),
+        (replace(SIGHT, vetoed=True), "host_veto"),
+        (replace(SIGHT, seat=None), "host_unreadable"),
+        (replace(SIGHT, seat=replace(SEAT, beat_ns=NOW - 1001 * MS)), "host_silent"),
+        (replace(SIGHT, seat=replace(SEAT, beat_ns=NOW + 2 * MS)), "host_silent"),
+        (replace(SIGHT, seat=replace(SEAT, taken_ns=NOW - 999 * MS)), "host_starting"),
+        (replace(SIGHT, seat=replace(SEAT, taken_ns=IDLE.heartbeat_ns + 1)), "host_starting"),
+    ],
+)
+@pytest.mark.parametrize("grant", [GRANT, SHARING])
+def test_an_idle_state_that_nobody_vouches_for_yields(
+    sight: HostSight, grant: Grant, reason: str
+) -> None:
+    assert decide(sight, grant, MODEL, NOW, LIMITS) == Yield(reason)
+
+
+def test_a_busy_host_that_nobody_vouches_for_lends_no_slack_either() -> None:
+    sight = replace(SIGHT, state=BUSY)
+    assert isinstance(decide(sight, SHARING, MODEL, NOW, LIMITS), Run)
+    assert decide(replace(sight, vetoed=True), SHARING, MODEL, NOW, LIMITS) == Yield("host_veto")
 
 
 @pytest.mark.parametrize(

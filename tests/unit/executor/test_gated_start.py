@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from executor import ControlPage, Grant, GrantMode, HostState
+from executor import ControlPage, Grant, GrantMode
 from executor.errors import ExecutorError
 from executor.vllm.gated_start import GatedStart, StartGate
+from tests.seated_host import SeatedHost
 
 TICK_NS = 1_000_000
 
@@ -59,16 +60,19 @@ def grant(page: ControlPage, clock: Clock, **changes: Any) -> None:
     page.grant.write(Grant(**(settings | changes)))
 
 
-def host(page: ControlPage, clock: Clock, running: int = 0) -> None:
-    page.host.write(HostState(running=running, heartbeat_ns=clock.now_ns))
+@pytest.fixture
+def host(page: ControlPage, clock: Clock) -> SeatedHost:
+    seated = SeatedHost(page, clock)
+    seated.tell()
+    return seated
 
 
 def gate(page: ControlPage, clock: Clock) -> StartGate:
     return StartGate(page, clock_ns=clock, sleep=clock.sleep)
 
 
+@pytest.mark.usefixtures("host")
 def test_a_pass_runs_at_once_beside_an_idle_host(page: ControlPage, clock: Clock) -> None:
-    host(page, clock)
     grant(page, clock)
     asked = gate(page, clock)
     asked.wait()
@@ -77,11 +81,11 @@ def test_a_pass_runs_at_once_beside_an_idle_host(page: ControlPage, clock: Clock
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_it_waits_for_a_busy_host_whatever_slack_is_lent(
-    page: ControlPage, clock: Clock, share: float
+    page: ControlPage, host: SeatedHost, clock: Clock, share: float
 ) -> None:
-    host(page, clock, running=3)
+    host.tell(running=3)
     grant(page, clock, slack_share=share)
-    clock.after.append((7, lambda: host(page, clock)))
+    clock.after.append((7, host.tell))
     asked = gate(page, clock)
     asked.wait()
     assert clock.sleeps == 7
@@ -89,21 +93,33 @@ def test_it_waits_for_a_busy_host_whatever_slack_is_lent(
 
 
 @pytest.mark.parametrize("mode", [GrantMode.FREEZE, GrantMode.KILL, GrantMode.DRAIN])
+@pytest.mark.usefixtures("host")
 def test_it_waits_for_a_grant_to_run(page: ControlPage, clock: Clock, mode: GrantMode) -> None:
-    host(page, clock)
     grant(page, clock, mode=mode)
     clock.after.append((5, lambda: grant(page, clock)))
     gate(page, clock).wait()
     assert clock.sleeps == 5
 
 
-def test_nobody_who_grants_any_more_freezes_a_start_too(page: ControlPage, clock: Clock) -> None:
-    host(page, clock)
+def test_nobody_who_grants_any_more_freezes_a_start_too(
+    page: ControlPage, host: SeatedHost, clock: Clock
+) -> None:
     grant(page, clock)
     clock.now_ns += 10**9
+    host.beat()
     clock.after.append((300, lambda: grant(page, clock)))
     gate(page, clock).wait()
     assert clock.sleeps == 300
+
+
+def test_a_start_beside_a_host_that_beats_no_more_is_frozen(
+    page: ControlPage, host: SeatedHost, clock: Clock
+) -> None:
+    clock.now_ns += 2 * 10**9
+    grant(page, clock)
+    clock.after.append((4, host.beat))
+    gate(page, clock).wait()
+    assert clock.sleeps == 4
 
 
 class Runner:
@@ -154,11 +170,13 @@ def test_a_guest_whose_node_grants_from_the_start_on_has_a_gate(
 
 
 @pytest.fixture
-def gated(page: ControlPage, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> StartGate:
+def gated(
+    page: ControlPage, host: SeatedHost, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> StartGate:
     """The gate of every worker, beside an idle host; time stands still."""
     asked = gate(page, clock)
     monkeypatch.setattr(StartGate, "from_environ", lambda _: asked)
-    host(page, clock)
+    host.tell()
     grant(page, clock)
     return asked
 
@@ -189,14 +207,13 @@ def test_a_start_that_breaks_leaves_no_hook_behind() -> None:
 
 @pytest.mark.usefixtures("gated")
 def test_what_is_captured_does_not_run_and_does_not_wait(
-    page: ControlPage,
-    clock: Clock,
+    host: SeatedHost,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    host(page, clock, running=1)
+    host.tell(running=1)
     worker = Worker()
     worker.load_model()
     worker.compile_or_warm_up_model()

@@ -16,7 +16,6 @@ from gpu_host_cases import (
     gpu_host,
 )
 from kv_cases import undisturbed
-from standin_driver import PAGE, StandInDevice, scripted
 from vllm.v1.request import RequestStatus
 
 from executor import GuestState
@@ -25,6 +24,7 @@ from executor.lending import lent_bytes, owed_bytes
 from executor.reclaim import Debt
 from executor.vllm.hold import HOLD_NS
 from executor.vllm.paged_pool import MOST_BYTES_A_CALL
+from tests.fakes.driver import PAGE, StandInDevice, scripted
 
 KV_PAGES = 32
 GRANULES = BLOCKS // GRANULE_BLOCKS

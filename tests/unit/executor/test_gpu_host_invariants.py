@@ -13,12 +13,12 @@ from gpu_host_cases import BLOCKS, STEP_NS, DriverGuest, GpuHostRig, HandleGuest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kv_cases import undisturbed
-from standin_driver import PAGE, StandInDevice
 from vllm.v1.request import RequestStatus
 
 import executor.vllm.host
 from executor.errors import DeviceError, DeviceMemoryShort
 from executor.lending import LendingLimits
+from tests.fakes.driver import PAGE, StandInDevice
 
 KV_PAGES = 32
 # The KV cache, an alias page of the host's and one of the window through which it zeroes pages.
@@ -147,7 +147,7 @@ def never(_seconds: float) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2], ids=["one step in flight", "two steps in flight"])
 @pytest.mark.parametrize("by_handle", [False, True], ids=["by the driver", "by handle"])
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 @given(acts=ACTS, caching=st.booleans())
 def test_no_page_is_in_two_hands_and_no_block_without_one_whatever_happens(
     by_handle: bool, depth: int, acts: list[tuple[Any, ...]], caching: bool

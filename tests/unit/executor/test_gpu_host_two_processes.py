@@ -10,7 +10,8 @@ from pathlib import Path
 
 from gpu_host_cases import GpuHostRig, gpu_host
 from kv_cases import undisturbed
-from standin_driver import PAGE, StandInDevice
+
+from tests.fakes.driver import PAGE, StandInDevice
 
 BORROWER = Path(__file__).with_name("standin_borrower_main.py")
 KV_PAGES, LENT_PAGES = 32, 24

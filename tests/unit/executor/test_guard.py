@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from executor import Grant, GrantMode, GuardConfig, GuardCore, GuestState, HostState
+from tests.seated_host import believed
 
 CONFIG = GuardConfig(token_budget=256, max_sequences=8, kv_granule_cap=4, slack_share=0.5)
 HOST = HostState(kv_used=10, kv_total=100)
@@ -19,7 +20,8 @@ def granted(core: GuardCore, now_ns: int = SECOND, **change: Any) -> Grant:
         "lease_active": True,
         "kill_switch": False,
     }
-    return core.step(now_ns, **(inputs | change))
+    inputs |= change
+    return core.step(now_ns, believed(inputs.pop("host"), now_ns), **inputs)
 
 
 def test_a_lease_gets_the_operators_limits_for_half_a_second() -> None:
@@ -33,7 +35,7 @@ def test_a_lease_gets_the_operators_limits_for_half_a_second() -> None:
     [
         ({"lease_active": False}, GrantMode.FREEZE, "no_lease"),
         ({"host": None}, GrantMode.FREEZE, "host_unreadable"),
-        ({"host_alive": False}, GrantMode.FREEZE, "host_dead"),
+        ({"host_doubt": "host_dead"}, GrantMode.FREEZE, "host_dead"),
         ({"operator_hold": True}, GrantMode.FREEZE, "operator_hold"),
         ({"draining": True}, GrantMode.DRAIN, "drain"),
         ({"draining": True, "guest": GuestState(running=1)}, GrantMode.DRAIN, "drain"),
@@ -109,7 +111,7 @@ def test_a_guests_cap_follows_what_its_host_lends_now_and_falls_at_once() -> Non
 def test_what_is_unknown_of_a_loan_counts_against_the_guest() -> None:
     core = GuardCore(LENDING)
     assert granted(core, host=None, guest=BORROWER).kv_granule_cap == 5
-    assert granted(core, host=LENDER, guest=BORROWER, host_alive=False).kv_granule_cap == 5
+    assert granted(core, host=LENDER, guest=BORROWER, host_doubt="host_dead").kv_granule_cap == 5
     assert granted(core, host=LENDER, guest=None).kv_granule_cap == 1
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from gpu_host_cases import device_caches
 from kv_cases import BLOCK_TOKENS, WIDE, kv_config
-from standin_driver import PAGE, StandInDevice, StandInDriver, scripted
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -24,6 +23,7 @@ from executor.vllm.guest_kv import GuestKv
 from executor.vllm.kv_storage import kv_pages
 from executor.vllm.page_source import page_source, reserve_kv
 from executor.vllm.settings import GUEST, HOST, LEND, OBSERVE, EngineSettings
+from tests.fakes.driver import PAGE, StandInDevice, StandInDriver, scripted
 
 BLOCKS, GRANULES, LENT_PAGES, OWN_PAGES = 32, 16, 10, 6
 """A granule is two blocks, and a page."""

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from executor import ControlPage, Grant, GrantMode, GuestState, HostState, Run, Yield
+from executor import ControlPage, Grant, GrantMode, GuestState, Run, Yield
 from executor.vllm.station import YIELD_SLEEP_S, GuestStation, KvMapped, Load
 from slo import StepModel, StepProfile
+from tests.seated_host import SeatedHost
 
 MS = 1_000_000
 LOAD = Load(running=2, waiting=1, kv_used=5)
@@ -17,7 +18,7 @@ LOAD = Load(running=2, waiting=1, kv_used=5)
 class Rig:
     def __init__(self, page: ControlPage) -> None:
         self.page = page
-        self.now_ns = 1_000 * MS
+        self.now_ns = 10_000 * MS
         self.sleeps: list[float] = []
         self.environ = {"ROSE_POLICY_VERSION": "3"}
         self.station = GuestStation(
@@ -27,7 +28,8 @@ class Rig:
             sleep=self.sleeps.append,
             environ=self.environ,
         )
-        page.host.write(HostState(heartbeat_ns=self.now_ns))
+        self.host = SeatedHost(page, lambda: self.now_ns)
+        self.host.tell()
 
     def grant(self, mode: GrantMode = GrantMode.RUN) -> None:
         self.page.grant.write(
@@ -134,9 +136,7 @@ def test_a_guest_takes_smaller_steps_when_its_context_makes_them_long(rig: Rig) 
     assert granted is not None
     rig.page.grant.write(replace(granted, slack_share=1.0))
     due_ns = rig.now_ns + 9 * MS
-    rig.page.host.write(
-        HostState(running=1, earliest_decode_deadline_ns=due_ns, heartbeat_ns=rig.now_ns)
-    )
+    rig.host.tell(running=1, earliest_decode_deadline_ns=due_ns)
     assert station.ask(Load(2, 0, kv_used=0)) == Run(60, 4)
     assert station.ask(Load(2, 0, kv_used=100)) == Run(28, 4)
 

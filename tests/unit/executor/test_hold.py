@@ -42,15 +42,25 @@ def test_a_host_that_lent_nothing_schedules_as_vllm_does() -> None:
     assert hold.short_blocks == 0
 
 
-def test_nobody_skips_for_longer_than_the_bound_unless_something_came_back() -> None:
+def test_nobody_skips_for_longer_than_the_bound_whatever_comes_back_meanwhile() -> None:
     hold, requests = Hold(BLOCK, 0, STEP_TOKENS), running(*DECODING)
     assert hold.choose(0, requests, 0, lent=3)
     assert hold.choose(HOLD_NS - 1, requests, 0, lent=3)
     assert not hold.choose(HOLD_NS, requests, 0, lent=3)
     assert not hold.choose(9 * HOLD_NS, requests, 0, lent=3), "and not again for the same"
-    assert hold.choose(9 * HOLD_NS, requests, 0, lent=2), "a granule came: others will"
+    assert not hold.choose(9 * HOLD_NS, requests, 0, lent=2), "a granule came, for another"
     assert not hold.choose(9 * HOLD_NS, running(*DECODING[1:2]), 0, lent=2)
     assert hold.choose(20 * HOLD_NS, requests, 0, lent=2), "this is another need"
+
+
+def test_a_guest_that_gives_back_in_crumbs_stretches_no_hold() -> None:
+    hold, requests, lent, held_ns = Hold(BLOCK, 0, STEP_TOKENS), running(*DECODING), 200, 0
+    for now_ns in range(0, 50 * HOLD_NS, HOLD_NS // 50):
+        lent -= now_ns % (HOLD_NS - HOLD_NS // 50) == 0
+        if not hold.choose(now_ns, requests, 0, lent):
+            break
+        held_ns = now_ns
+    assert held_ns < HOLD_NS
 
 
 def test_what_a_chunked_prompt_still_needs_is_asked_for_as_a_whole() -> None:

@@ -50,7 +50,7 @@ class FakeManager:
 
 
 @dataclass
-class FakeScheduler:
+class FakeEngineScheduler:
     requests: dict[str, FakeRequest] = field(default_factory=dict)
     finished_req_ids: set[str] = field(default_factory=set)
     kv_cache_manager: FakeManager = field(default_factory=FakeManager)
@@ -72,9 +72,9 @@ class Rig:
     def __init__(self, page: ControlPage) -> None:
         self.page = page
         self.clock = FakeClock()
-        self.scheduler = FakeScheduler()
+        self.scheduler = FakeEngineScheduler()
         self.begun: set[str] = set()
-        self.observer = HostObserver(page, 0.5, 0.15, self.clock, lambda: 100.0)
+        self.observer = HostObserver(page.take_host(), 0.5, 0.15, self.clock, lambda: 100.0)
         self.observer.started(self.scheduler)
 
     def state(self) -> HostState:

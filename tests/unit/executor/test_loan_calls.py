@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from standin_driver import PAGE, StandInDevice, StandInDriver
 
 from executor.cuda.borrower import PageBorrower
 from executor.cuda.cuda_pages import CudaPages
@@ -14,6 +13,7 @@ from executor.cuda.page_pool import PagePool, PageSource
 from executor.cuda.reservation import Reservation
 from executor.granules import Granules
 from executor.host_pages import Extent
+from tests.fakes.driver import PAGE, StandInDevice, StandInDriver
 
 PAGES = (1 << 30) // PAGE
 GRANULE_PAGES = 1

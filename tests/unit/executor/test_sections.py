@@ -1,14 +1,16 @@
 """Records survive their binary form."""
 
+import struct
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from executor import Grant, GrantMode, GuestState, HostState, LatencyRecord
+from executor import Grant, GrantMode, GuestState, HostState, LatencyRecord, SeatState
+from executor.sections import MOST_INT
 
-number = st.integers(-(2**63), 2**63 - 1)
+number = st.integers(0, MOST_INT - 1)
 word = st.text("abcdefghijklmnopqrstuvwxyz_", max_size=32)
 RECORDS = st.one_of(
     st.builds(HostState, *[number, st.booleans(), *[number] * 10]),
@@ -17,6 +19,7 @@ RECORDS = st.one_of(
         number, word,
     ),
     st.builds(GuestState, number, st.booleans(), *[number] * 8, word, number),
+    st.builds(SeatState, *[number] * 5),
     st.builds(LatencyRecord, st.text("abc-0123", max_size=80), *[number] * 6),
 )  # fmt: skip
 
@@ -31,6 +34,30 @@ def test_every_record_comes_back_as_it_was(record: Any) -> None:
 def test_empty_memory_decodes_to_a_frozen_and_expired_grant() -> None:
     grant = Grant.unpack(bytes(Grant.LAYOUT.size))
     assert (grant.mode, grant.expiry_ns, grant.token_budget) == (GrantMode.FREEZE, 0, 0)
+
+
+@pytest.mark.parametrize("value", [-1, MOST_INT, 2**63 - 1, -(2**63)])
+@pytest.mark.parametrize(
+    "record",
+    [
+        HostState(step_seq=7),
+        Grant(token_budget=7),
+        GuestState(step_seq=7),
+        SeatState(pid=7),
+        LatencyRecord("", 7, 0, 0, 0, 0, 0),
+    ],
+    ids=lambda record: type(record).__name__,
+)
+def test_a_number_that_no_writer_means_is_an_error(record: Any, value: int) -> None:
+    raw = record.pack().replace(struct.pack("=q", 7), struct.pack("=q", value), 1)
+    with pytest.raises(ValueError, match="out of range"):
+        type(record).unpack(raw)
+
+
+@pytest.mark.parametrize("share", [float("nan"), float("inf")])
+def test_a_share_that_is_no_number_is_an_error(share: float) -> None:
+    with pytest.raises(ValueError, match="no number"):
+        Grant.unpack(Grant(slack_share=share).pack())
 
 
 def test_text_is_cut_at_its_field_without_breaking_a_character() -> None:

@@ -5,10 +5,9 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from standin_replica import StandInReplica
-
 from elastic_scheduler import ReplicaKind
 from rose.gateway import Gateway, GatewaySettings, ReplicaEntry
+from tests.fakes.replica import StandInReplica
 
 
 class TestSource:
@@ -48,6 +47,29 @@ async def gateway_with(*rows: ReplicaEntry, **settings: object) -> AsyncIterator
 
 def base_url(gateway: Gateway) -> str:
     return f"http://127.0.0.1:{gateway.port}"
+
+
+class Ticks:
+    """Milliseconds in which this process's event loop came to run; a context manager.
+
+    A machine that is busy with others makes them longer, not more: something took at most so many
+    of them, or it was waited for.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    async def __aenter__(self) -> "Ticks":
+        self._task = asyncio.create_task(self._run())
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._task.cancel()
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(0.001)
+            self.count += 1
 
 
 async def until(condition: Callable[[], bool]) -> None:

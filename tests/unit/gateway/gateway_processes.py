@@ -1,41 +1,34 @@
 """Gateways as processes of their own, which can be killed."""
 
 import asyncio
-import os
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from standin_replica import StandInReplica
+from tests.fakes.replica import StandInReplica
+from tests.forked import Forked
 
 
 @dataclass
 class GatewayProcess:
     """One that listens under `url`."""
 
-    process: asyncio.subprocess.Process
+    process: Forked
     url: str
 
     async def kill(self) -> None:
         """`kill -9`; returns when it is gone."""
-        if self.process.returncode is None:
-            self.process.kill()
-        await self.process.wait()
+        await asyncio.to_thread(self.process.end)
 
 
 @asynccontextmanager
 async def gateway_process(*replicas: StandInReplica) -> AsyncIterator[GatewayProcess]:
     """`rose gateway --replica …` over these replicas, which answers already."""
-    command = [sys.executable, "-m", "rose.gateway.main", "--port", "0"]
+    options: list[str] = []
     for number, replica in enumerate(replicas):
-        command += ["--replica", f"ded-{number}=dedicated={replica.url}"]
-    process = await asyncio.create_subprocess_exec(
-        *command, stdout=asyncio.subprocess.PIPE, env=os.environ
-    )
-    assert process.stdout is not None
-    said = (await asyncio.wait_for(process.stdout.readline(), 30)).decode()
-    gateway = GatewayProcess(process, said.split()[-1])
+        options += ["--replica", f"ded-{number}=dedicated={replica.url}"]
+    process = Forked("-m", "rose.gateway.main", "--port", "0", *options, stdout=True)
+    gateway = GatewayProcess(process, (await process.line()).split()[-1])
     try:
         yield gateway
     finally:

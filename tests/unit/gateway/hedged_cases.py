@@ -7,10 +7,10 @@ from typing import Any
 
 import aiohttp
 from gateway_cases import base_url, entry, gateway_with, until
-from standin_replica import StandInReplica
 from wire_cases import VLLM, ask, vllm_body
 
 from rose.gateway import Gateway
+from tests.fakes.replica import StandInReplica
 
 TOKENS = 24
 COUNT = list(range(101, 101 + TOKENS))

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
-from standin_replica import StandInReplica
 
 from elastic_scheduler import HarvestMode
 from rose.eventlog import EventLog
@@ -16,6 +15,7 @@ from rose.rpc.rose_pb2_grpc import SchedulerStub, add_SchedulerServicer_to_serve
 from rose.scheduler import LeaseTimes, SchedulerCore, SchedulerService
 from rose.scheduler.saved import load
 from rose.store import InMemoryStore
+from tests.fakes.replica import StandInReplica
 
 GUEST, JOB = "guest-0", "grpo"
 

@@ -7,14 +7,15 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 from gateway_cases import base_url, until
 from standin_engines import StandInEngine, StandInSglang, StandInVllm
-from standin_replica import StandInReplica
 from wire_cases import VLLM, ask, payloads, stream, vllm_body
 
 from rose.errors import ConfigError
 from rose.gateway import Gateway, static
 from rose.gateway.settings import parse_settings
+from tests.fakes.replica import StandInReplica
 
 COUNT = list(range(101, 111))
 
@@ -152,3 +153,25 @@ def test_a_url_alone_names_itself_and_the_old_form_still_works() -> None:
     assert (two.id, two.kind.value, two.url) == ("g", "guest", "http://h:2")
     with pytest.raises(ConfigError, match="http://HOST:PORT or ID"):
         parse_settings(["--port", "0", "--replica", "ftp://h:1"])
+
+
+async def test_an_engine_gets_no_turns_while_its_account_of_itself_cannot_be_read() -> None:
+    body = b'{"x":' + b"[" * 20_000
+
+    class Mad(StandInReplica):
+        mad = False
+
+        async def _state(self, http: web.Request) -> web.StreamResponse:
+            return web.Response(body=body) if self.mad else await super()._state(http)
+
+    async with Mad() as one, StandInReplica() as two, attached(one.url, two.url) as gw:
+        one.mad = True
+        await until(lambda: gw._dispatcher.usable == 1)
+        one.mad = False
+        await until(lambda: gw._dispatcher.usable == 2)
+        # A replica that cannot be read from the first word on is asked again as well.
+        one.mad = True
+        async with attached(two.url, more=("--replica", one.url)) as other:
+            assert other._dispatcher.usable == 1
+            one.mad = False
+            await until(lambda: other._dispatcher.usable == 2)

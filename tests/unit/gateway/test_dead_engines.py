@@ -4,12 +4,14 @@ import asyncio
 import time
 
 import aiohttp
+import pytest
 from gateway_cases import base_url, entry, gateway_with, until
-from standin_replica import StandInReplica
 from wire_cases import VLLM, ask, vllm_body
 
 from elastic_scheduler import End
+from rose.gateway import server
 from rose.gateway.dispatcher import REST_S
+from tests.fakes.replica import StandInReplica
 
 FOR_S = 1.2
 
@@ -41,16 +43,28 @@ async def test_a_dead_engine_is_tried_once_in_a_while_and_costs_no_turn() -> Non
     assert len(dead.requests) == 1
 
 
-async def test_an_engine_that_answers_and_makes_no_tokens_gets_no_turn_twice() -> None:
+async def test_an_engine_that_answers_and_makes_no_tokens_gets_no_turn_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Its API process lives on; its engine does not."""
+    # Time passes for the gateway when this test says so: a slow machine is no dead engine.
+    monkeypatch.setattr(server, "SWEEP_S", 3_600.0)
+    stall_s = 0.1
     async with StandInReplica() as hung, StandInReplica() as living:
         hung.hang_after = 0
         rows = entry(hung, "own-hung", decode_tok_s=9e5), entry(living, "own-live")
         async with (
-            gateway_with(*rows, stall_s=0.1) as gw,
+            gateway_with(*rows, stall_s=stall_s) as gw,
             aiohttp.ClientSession(base_url(gw)) as http,
         ):
-            answers = await asyncio.gather(*(ask(http, VLLM, vllm_body(2)) for _ in range(10)))
+            dispatcher, now_s = gw._dispatcher, asyncio.get_running_loop().time()
+            monkeypatch.setattr(dispatcher, "_clock", lambda: now_s)
+            turns = [asyncio.create_task(ask(http, VLLM, vllm_body(2))) for _ in range(10)]
+            await until(lambda: sum(turn.done() for turn in turns) + hung.live == len(turns))
+            assert hung.live, "it looks the faster one"
+            now_s += 2 * stall_s
+            dispatcher.sweep()
+            answers = await asyncio.gather(*turns)
             assert all(status == 200 for status, _, _ in answers)
             await until(lambda: hung.live == 0)
             assert len(hung.requests) <= 10

@@ -6,8 +6,9 @@ from typing import Any
 
 import aiohttp
 from gateway_cases import base_url, entry, gateway_with, until
-from standin_replica import StandInReplica
 from wire_cases import VLLM, ask, payloads, stream, vllm_body
+
+from tests.fakes.replica import StandInReplica
 
 COUNT = list(range(101, 121))
 
@@ -151,3 +152,20 @@ async def test_finishing_a_session_ends_its_turns_only() -> None:
             statuses = [(await turn)[0] for turn in turns[:2]]
     assert said == {"session_id": "mine", "aborted": 2}
     assert (statuses, unnamed) == ([409, 409], 400)
+
+
+async def test_kept_answers_are_bounded_by_their_bytes() -> None:
+    async with (
+        StandInReplica() as replica,
+        gateway_with(entry(replica, "guest-0"), answers_bytes=10_000) as gw,
+        aiohttp.ClientSession(base_url(gw)) as session,
+    ):
+        for name in ("first", "second", "large"):
+            tokens = 300 if name == "large" else 2
+            body = vllm_body(tokens, request_id=name)
+            assert (await ask(session, VLLM, body))[0] == 200
+        again = vllm_body(300, request_id="large")
+        assert (await ask(session, VLLM, again))[1]["choices"][0]["token_ids"][-1] == 400
+        assert len(replica.requests) == 3
+        assert (await ask(session, VLLM, vllm_body(2, request_id="first")))[0] == 200
+        assert len(replica.requests) == 4

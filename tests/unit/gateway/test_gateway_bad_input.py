@@ -8,10 +8,10 @@ from typing import Any
 import aiohttp
 import pytest
 from gateway_cases import base_url, entry, gateway_with, until
-from standin_replica import StandInReplica
 from wire_cases import VLLM, ask, vllm_body
 
 from rose.gateway import Gateway
+from tests.fakes.replica import StandInReplica
 
 ROUTES = (
     VLLM,

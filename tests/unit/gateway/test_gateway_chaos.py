@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 from gateway_cases import base_url, entry, gateway_with, until
-from standin_replica import StandInReplica
 
 from elastic_scheduler import hedge, placement
 from rose.client import RolloutClient, Sampling
 from rose.gateway import Gateway, ReplicaEntry, hedging, server
+from tests.fakes.replica import StandInReplica
 
 TURNS, TOKENS = 24, 20
 FAULTS = ("revoke_after", "break_after", "hang_after")

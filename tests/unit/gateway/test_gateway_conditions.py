@@ -7,10 +7,10 @@ from typing import Any
 
 import aiohttp
 from gateway_cases import base_url, entry, gateway_with, until
-from standin_replica import StandInReplica
 from wire_cases import VLLM, ask, stream, vllm_body
 
 from rose.gateway import Gateway
+from tests.fakes.replica import StandInReplica
 
 
 async def test_waiting_turns_go_by_priority_then_by_arrival() -> None:
@@ -115,3 +115,20 @@ async def test_what_the_gateway_holds_for_a_slow_reader_is_bounded() -> None:
     # The turn is done, its replica free; of its megabyte of events a buffer is encoded, no more.
     assert replica.live == 0
     assert 0 < held_bytes < 300_000
+
+
+async def test_every_sample_of_a_request_counts_as_a_turn_that_waits() -> None:
+    async with StandInReplica() as replica:
+        replica.hang_after = 0
+        async with (
+            gateway_with(entry(replica, "guest-0", max_sequences=2), max_waiting=10) as gw,
+            aiohttp.ClientSession(base_url(gw)) as session,
+        ):
+            status, answer, headers = await ask(session, VLLM, vllm_body(2, sampling={"n": 256}))
+            assert (status, "Retry-After" in headers) == (429, True), answer
+            await until(lambda: not any(gw._dispatcher.live_turns().values()))
+            assert gw._dispatcher.waiting == 0
+            replica.hang_after = None
+            # Two run and ten wait.
+            status, answer, _ = await ask(session, VLLM, vllm_body(2, sampling={"n": 12}))
+            assert (status, len(answer["choices"])) == (200, 12)

@@ -5,10 +5,10 @@ import asyncio
 import aiohttp
 import pytest
 from gateway_cases import base_url, entry, gateway_with
-from standin_replica import StandInReplica
 
 from rose.cli.explain import explain
 from rose.errors import ConfigError, RefusedError
+from tests.fakes.replica import StandInReplica
 
 
 async def test_a_trajectory_can_be_asked_why(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,47 +1,14 @@
-"""The collector rests while turns run: turns leave nothing for it, and what is left goes later."""
+"""The gateway's collections: cycles of unknown origin go while turns run, none takes long."""
 
 import asyncio
 import gc
 import weakref
-from collections import Counter
+from collections.abc import Iterator
 
-from gateway_cases import base_url, entry, gateway_with
-from standin_replica import StandInReplica
+import pytest
 
-from rose.client import RolloutClient, Sampling
-from rose.gateway.garbage import collect_when_idle
-
-TURNS = 25
-TEN = Sampling(max_tokens=10)
-
-
-async def test_turns_leave_no_cycles_behind() -> None:
-    async with (
-        StandInReplica() as replica,
-        gateway_with(entry(replica, "r")) as gateway,
-        RolloutClient(base_url(gateway), timeout_s=10) as client,
-    ):
-
-        async def turns(name: str) -> None:
-            for number in range(TURNS):
-                await client.generate([1, 2, 100], TEN, request_id=f"{name}/{number}")
-                async with client.stream([1, 2, 100], TEN) as stream:
-                    assert [chunk async for chunk in stream]
-
-        await turns("first")
-        gc.collect()
-        gc.disable()
-        try:
-            await turns("then")
-            gc.set_debug(gc.DEBUG_SAVEALL)
-            gc.collect()
-            left = Counter(type(each).__name__ for each in gc.garbage)
-        finally:
-            gc.set_debug(0)
-            gc.garbage.clear()
-            gc.enable()
-    # The client's own streams and the stand-in's handlers are in this process too.
-    assert all(count < TURNS for count in left.values()), left.most_common(8)
+from rose.gateway import garbage
+from rose.gateway.garbage import collect_in_small_steps, look_through_old
 
 
 class _Cycle:
@@ -49,21 +16,101 @@ class _Cycle:
         self.itself = self
 
 
-async def test_cycles_go_when_no_turn_runs_and_the_collector_comes_back_in_the_end() -> None:
-    turns = 1
-    collecting = asyncio.create_task(collect_when_idle(lambda: turns, look_s=0.01))
+@pytest.fixture
+def collections() -> Iterator[list[int]]:
+    """The generation of each collection from here on."""
+    seen: list[int] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            seen.append(info["generation"])
+
+    gc.callbacks.append(note)
+    yield seen
+    gc.callbacks.remove(note)
+
+
+async def test_new_cycles_go_long_before_they_are_many_and_without_a_look_at_the_whole_heap(
+    collections: list[int],
+) -> None:
+    collecting = asyncio.create_task(collect_in_small_steps(old_s=60))
+    await asyncio.sleep(0)
+    collections.clear()
+    old = [_Cycle() for _ in range(100)]
+    gone = weakref.ref(_Cycle())
+    left = [weakref.ref(_Cycle()) for _ in range(3 * garbage.NEW)]
+    alive = sum(each() is not None for each in left)
+    collecting.cancel()
+    await asyncio.gather(collecting, return_exceptions=True)
+    assert gone() is None
+    assert alive <= garbage.NEW
+    assert set(collections) == {0}
+    assert len(old) == 100
+
+
+async def test_what_is_new_is_looked_through_by_the_clock_where_nothing_grows() -> None:
+    collecting = asyncio.create_task(collect_in_small_steps(old_s=60))
+    await asyncio.sleep(0)
+    live = [_Cycle() for _ in range(100)]
+    new = set(map(id, gc.get_objects(generation=0)))
+    assert id(live[0]) in new
+    async with asyncio.timeout(5):
+        while id(live[0]) in map(id, gc.get_objects(generation=0)):  # noqa: ASYNC110
+            await asyncio.sleep(garbage.NEW_S)
+    collecting.cancel()
+    await asyncio.gather(collecting, return_exceptions=True)
+
+
+async def test_cycles_that_grew_old_go_at_the_next_look() -> None:
+    collecting = asyncio.create_task(collect_in_small_steps(old_s=0.01))
+    await asyncio.sleep(0)
+    old = _Cycle()
+    left = weakref.ref(old)
+    gc.collect(0)
+    gc.collect(1)
+    assert left() is not None
+    del old
+    async with asyncio.timeout(5):
+        while left() is not None:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    collecting.cancel()
+    await asyncio.gather(collecting, return_exceptions=True)
+
+
+@pytest.mark.parametrize(
+    ("little", "too_many", "generations"),
+    [(10**6, 10**7, [2]), (10, 10**7, []), (10, 50, [2])],
+    ids=["little", "much", "too many"],
+)
+def test_much_that_is_old_is_left_alone_until_it_is_too_much(
+    little: int,
+    too_many: int,
+    generations: list[int],
+    collections: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(garbage, "LITTLE", little)
+    monkeypatch.setattr(garbage, "TOO_MANY", too_many)
+    gc.collect()
+    gc.freeze()
     try:
-        await asyncio.sleep(0.05)
-        assert not gc.isenabled()
-        left = weakref.ref(_Cycle())
-        await asyncio.sleep(0.05)
-        assert left() is not None, "nobody looks while a turn runs"
-        turns = 0
-        async with asyncio.timeout(5):
-            while left() is not None:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        kept = [_Cycle() for _ in range(100)]
+        gc.collect(0)
+        collections.clear()
+        look_through_old()
+        assert collections == generations
+        assert len(kept) == 100
     finally:
-        collecting.cancel()
-        await asyncio.gather(collecting, return_exceptions=True)
-    assert gc.isenabled()
+        gc.unfreeze()
+
+
+async def test_the_collector_is_as_it_was_in_the_end() -> None:
+    before = gc.get_threshold()
+    collecting = asyncio.create_task(collect_in_small_steps())
+    await asyncio.sleep(0)
+    assert gc.get_threshold()[0] == garbage.NEW
+    assert gc.get_freeze_count() > 0
+    collecting.cancel()
+    await asyncio.gather(collecting, return_exceptions=True)
+    assert gc.get_threshold() == before
     assert gc.get_freeze_count() == 0

@@ -1,13 +1,10 @@
 import asyncio
 import socket
-import subprocess
-import sys
 from typing import Any
 
 import aiohttp
 import pytest
 from gateway_cases import base_url, entry, gateway_with, until
-from standin_replica import StandInReplica
 
 from rose.client import (
     GatewayUnavailable,
@@ -21,6 +18,8 @@ from rose.errors import ConfigError
 from rose.gateway import GatewaySettings
 from rose.gateway.main import main
 from rose.gateway.settings import parse_settings
+from tests.fakes.replica import StandInReplica
+from tests.forked import Forked
 
 BODY = {"request_id": "r", "token_ids": [1, 100], "sampling_params": {"max_tokens": 3}}
 
@@ -178,7 +177,13 @@ async def test_stats_metrics_health_and_models() -> None:
     assert stats["live_turns"] == {"guest-0": 0}
     assert [stats[k] for k in ("turns", "attempts", "continuations", "waiting")] == [1, 1, 0, 0]
     assert 'rose_gateway_tokens_total{replica="guest-0"} 3' in text
-    assert health == {"status": "ok", "replicas": 1, "unversioned": {}}
+    assert health == {
+        "status": "ok",
+        "troubles": [],
+        "log_dropped": 0,
+        "replicas": 1,
+        "unversioned": {},
+    }
     assert models["data"][0]["id"] == "rose-policy"
 
 
@@ -254,13 +259,9 @@ def test_a_busy_port_is_one_line_and_exit_code_2(capsys: Any) -> None:
 
 async def test_the_process_serves_polls_static_replicas_and_ends_on_sigterm() -> None:
     async with StandInReplica(version=2) as replica:
-        command = [sys.executable, "-m", "rose.gateway.main", "--port", "0"]
-        process = subprocess.Popen(  # noqa: ASYNC220 - starting takes a millisecond
-            [*command, "--replica", f"g=guest={replica.url}"], stdout=subprocess.PIPE, text=True
-        )
-        try:
-            assert process.stdout is not None
-            line = await asyncio.to_thread(process.stdout.readline)
+        options = ["--port", "0", "--replica", f"g=guest={replica.url}"]
+        with Forked("-m", "rose.gateway.main", *options, stdout=True) as process:
+            line = await process.line()
             async with RolloutClient(line.split()[-1], timeout_s=10) as client:
                 turn = await client.generate(
                     [1, 100], Sampling(max_tokens=3), request_id="r", session_id="s", min_version=2
@@ -268,7 +269,3 @@ async def test_the_process_serves_polls_static_replicas_and_ends_on_sigterm() ->
             assert turn.token_ids == (101, 102, 103)
             process.terminate()
             assert await asyncio.to_thread(process.wait, 10) == 0
-        finally:
-            process.kill()
-            process.wait()
-            process.stdout.close()

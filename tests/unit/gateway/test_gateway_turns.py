@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 from gateway_cases import base_url, entry, gateway_with, until
-from standin_replica import StandInReplica
 
 from rose.client import RolloutClient, Sampling
+from tests.fakes.replica import StandInReplica
 
 PROMPT = [1, 2, 100]
 COUNT = tuple(range(101, 111))

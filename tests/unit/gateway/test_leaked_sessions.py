@@ -4,8 +4,9 @@ import asyncio
 
 import aiohttp
 from gateway_cases import base_url, entry, gateway_with, until
-from standin_replica import StandInReplica
 from wire_cases import VLLM, ask, vllm_body
+
+from tests.fakes.replica import StandInReplica
 
 
 async def finish(session: aiohttp.ClientSession, name: str) -> int:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from gateway_cases import until
 from gateway_processes import gateway_process
-from standin_replica import StandInReplica
 
 from rose.client import (
     Retry,
@@ -19,8 +18,10 @@ from rose.client import (
     TrainingStep,
     Turn,
 )
+from tests.fakes.replica import StandInReplica
 
 STEPS, GROUPS, SAMPLES, TOKENS = 5, 3, 2, 8
+MOST_STEPS = 20 * STEPS
 PLAN = StepPlan(GROUPS, SAMPLES, StalenessBound(1), concurrency=64)
 
 
@@ -70,8 +71,10 @@ async def test_every_token_is_in_time_while_versions_move_in_mid_turn() -> None:
         RolloutPipeline(client, episode, range(10**6), PLAN) as pipeline,
     ):
         trained: list[int] = []
-        spanning = 0
-        for version in range(1, STEPS + 1):
+        version = spanning = 0
+        # Whether a version comes in the middle of a turn is a matter of luck: some step has one.
+        while version < STEPS or (not spanning and version < MOST_STEPS):
+            version += 1
             step = await pipeline.take()
             assert step is not None
             trained += look_at(step)
@@ -83,7 +86,7 @@ async def test_every_token_is_in_time_while_versions_move_in_mid_turn() -> None:
             pipeline.publish(version)
         progress = pipeline.progress()
     assert max(Counter(trained).values()) == 1
-    assert len(trained) == progress.trained == STEPS * GROUPS
+    assert len(trained) == progress.trained == version * GROUPS
     assert spanning > 0, "the test means nothing when no turn spans two versions"
     # The gateway's fence held: nothing older than asked for came back.
     assert (progress.retried, progress.dropped) == (0, 0)

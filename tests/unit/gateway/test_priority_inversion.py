@@ -5,8 +5,9 @@ from typing import Any
 
 import aiohttp
 from gateway_cases import base_url, entry, gateway_with, until
-from standin_replica import StandInReplica
 from wire_cases import VLLM, ask, vllm_body
+
+from tests.fakes.replica import StandInReplica
 
 CAP = 2
 LOW, HIGH = 7, -7

@@ -4,8 +4,9 @@ from typing import Any
 import aiohttp
 import pytest
 from gateway_cases import base_url, entry, gateway_with
-from standin_replica import StandInReplica
 from wire_cases import ask, payloads, stream
+
+from tests.fakes.replica import StandInReplica
 
 GENERATE = "/generate"
 META_KEYS = """

@@ -5,10 +5,10 @@ from typing import Any
 import aiohttp
 import pytest
 from gateway_cases import base_url, entry, gateway_with
-from standin_replica import StandInReplica
 from wire_cases import VLLM, ask, stream, vllm_body
 
 from rose.client import RolloutClient, Sampling
+from tests.fakes.replica import StandInReplica
 
 BODIES = {
     VLLM: vllm_body(9),

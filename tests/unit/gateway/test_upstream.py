@@ -8,6 +8,7 @@ import pytest
 
 from rose.gateway import upstream
 from rose.gateway.upstream import Upstream, UpstreamError
+from tests.patience import PATIENCE_S
 
 OK = b"HTTP/1.1 200 OK\r\n"
 CHUNKED = OK + b"Transfer-Encoding: chunked\r\n\r\n"
@@ -77,7 +78,7 @@ async def serving(*answers: list[bytes]) -> AsyncIterator[tuple[Upstream, Server
 async def asked(connections: Upstream, url: str, body: bytes = b"{}") -> list[object]:
     heard = Heard()
     connection = await connections.post(url, body, heard)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         await heard.over.wait()
     connection.leave(heard)
     return heard.said
@@ -138,7 +139,7 @@ async def test_who_leaves_in_mid_answer_hangs_up_at_once() -> None:
             await asyncio.sleep(0.005)
         connection.leave(heard)
         seen = len(heard.said)
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(PATIENCE_S):
             while not server.hung_up:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
         assert len(heard.said) == seen
@@ -179,7 +180,7 @@ async def test_idle_connections_are_closed_in_the_end(monkeypatch: pytest.Monkey
     monkeypatch.setattr(upstream, "KEEPALIVE_S", 0.05)
     async with serving([WHOLE], [WHOLE]) as (ups, server):
         await asked(ups, server.url)
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(PATIENCE_S):
             while not server.hung_up:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert await asked(ups, server.url) == [200, b"hi", None]
@@ -195,3 +196,12 @@ async def test_what_is_no_address_is_said_to_be_none(url: str) -> None:
 async def test_nobody_there_is_a_refused_connection() -> None:
     with pytest.raises(ConnectionRefusedError):
         await Upstream().post("http://127.0.0.1:9/", b"{}", Heard())
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://" + "a" * 64 + "/", "http://a..b", "http://.", "http://h:99999", "http://[::1", "x"],
+)
+async def test_an_address_that_cannot_be_one_is_a_replica_that_cannot_be_reached(url: str) -> None:
+    with pytest.raises(OSError, match=r"address|no host"):
+        await Upstream().post(url, b"{}", Heard())

@@ -7,8 +7,9 @@ from typing import Any
 import aiohttp
 import pytest
 from gateway_cases import base_url, entry, gateway_with
-from standin_replica import StandInReplica
 from wire_cases import VLLM, ask, payloads, stream, vllm_body
+
+from tests.fakes.replica import StandInReplica
 
 CHOICE_KEYS = """
     index finish_reason stop_reason token_ids routed_experts sampling_mask weight_versions logprobs

@@ -4,27 +4,28 @@ Both are processes of their own here, since a test cannot stop itself.
 """
 
 import asyncio
-import os
 import signal
 import socket
-import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import grpc
+import pytest
 from gateway_cases import base_url, entry, gateway_with, until
-from standin_replica import StandInReplica
 from wire_cases import VLLM, ask, vllm_body
 
 from rose.rpc import rose_pb2, rose_pb2_grpc
+from tests.fakes.replica import StandInReplica
+from tests.forked import Forked
+from tests.patience import PATIENCE_S
 
 TTL_S = 0.4
-START_S = 30.0
 REPLICA = """
 import asyncio, sys
-from standin_replica import StandInReplica
+from tests.fakes.replica import StandInReplica
 
 async def main():
     async with StandInReplica(version=1, delay_s=0.05) as replica:
@@ -35,44 +36,33 @@ asyncio.run(main())
 """
 
 
-@asynccontextmanager
-async def process(*command: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    here = os.path.dirname(__file__)
-    paths = os.pathsep.join([here, *filter(None, sys.path)])
-    child = await asyncio.create_subprocess_exec(
-        *command, stdout=asyncio.subprocess.PIPE, env={**os.environ, "PYTHONPATH": paths}
-    )
-    try:
-        yield child
-    finally:
-        child.kill()
-        await child.wait()
+@pytest.fixture
+def replica(tmp_path: Path) -> Iterator[Forked]:
+    program = tmp_path / "replica.py"
+    program.write_text(REPLICA)
+    with Forked(str(program), stdout=True) as process:
+        yield process
 
 
-async def line_of(child: asyncio.subprocess.Process) -> str:
-    assert child.stdout is not None
-    async with asyncio.timeout(START_S):
-        return (await child.stdout.readline()).decode().strip()
-
-
-async def test_what_a_woken_replica_says_under_its_old_lease_reaches_nobody() -> None:
+async def test_what_a_woken_replica_says_under_its_old_lease_reaches_nobody(
+    replica: Forked,
+) -> None:
     async with (
-        process(sys.executable, "-c", REPLICA) as child,
         StandInReplica(version=2) as other,
         gateway_with(stall_s=9) as gw,
         aiohttp.ClientSession(base_url(gw)) as http,
     ):
-        url = await line_of(child)
+        url = await replica.line()
         stopped = entry(other, "guest-0", url=url, policy_version=1)
         gw.set_table((stopped,))
         turn = asyncio.create_task(ask(http, VLLM, vllm_body(40)))
         stats = gw._server._stats
         await until(lambda: stats.tokens["guest-0"] >= 3)
-        child.send_signal(signal.SIGSTOP)
+        replica.send_signal(signal.SIGSTOP)
         # Its node fell silent, so its lease is over; the next one has another epoch.
         gw.set_table((entry(other, "own-0"),))
         had = stats.tokens["guest-0"]
-        child.send_signal(signal.SIGCONT)
+        replica.send_signal(signal.SIGCONT)
         status, answer, _ = await turn
         gw.set_table((entry(other, "guest-0", url=url, lease_epoch=2, healthy=False),))
         await asyncio.sleep(0.2)
@@ -131,14 +121,16 @@ async def test_a_woken_gateway_sends_nothing_under_the_leases_that_it_knew() -> 
         taken.bind(("127.0.0.1", 0))
         own_port = taken.getsockname()[1]
     url = f"http://127.0.0.1:{own_port}"
-    command = [sys.executable, "-m", "rose.gateway.main", "--port", str(own_port)]
-    command += ["--scheduler", f"127.0.0.1:{port}", "--table-ttl-s", str(TTL_S)]
-    async with StandInReplica() as replica, process(*command) as gateway:
+    options = ["--port", str(own_port), "--scheduler", f"127.0.0.1:{port}"]
+    options += ["--table-ttl-s", str(TTL_S)]
+    async with AsyncExitStack() as stack:
+        gateway = stack.enter_context(Forked("-m", "rose.gateway.main", *options, stdout=True))
+        replica = await stack.enter_async_context(StandInReplica())
         scheduler = Scheduler(replica.url)
         rose_pb2_grpc.add_SchedulerServicer_to_server(scheduler, server)
         await server.start()
-        async with asyncio.timeout(START_S):
-            await line_of(gateway)
+        async with asyncio.timeout(PATIENCE_S):
+            await gateway.line()
             while await usable(url) != 1:  # noqa: ASYNC110 - another process's state
                 await asyncio.sleep(0.05)
         async with aiohttp.ClientSession() as http:

@@ -277,3 +277,21 @@ def test_prompts_are_reproducible_and_inside_the_vocabulary(tmp_path: Path) -> N
     prompt = make_prompt(config, command, 3, 50)
     assert prompt == make_prompt(config, command, 3, 50)
     assert set(prompt) <= set(range(5, 9))
+
+
+def test_a_configured_load_keeps_to_its_lengths_and_its_bursts(tmp_path: Path) -> None:
+    config = LoadConfig(
+        url="http://127.0.0.1:1",
+        model="host",
+        out=tmp_path / "out",
+        segment_s=600.0,
+        burst_s=0.5,
+        min_prompt_tokens=24,
+        max_prompt_tokens=30,
+        min_output_tokens=2,
+        max_output_tokens=4,
+    )
+    arrivals = generate_segment(config.shape(), 0, 1)
+    assert {24, 30} <= {arrival.prompt_tokens for arrival in arrivals} <= set(range(24, 31))
+    assert {arrival.output_tokens for arrival in arrivals} == {2, 3, 4}
+    assert config.shape().burst_s == 0.5

@@ -4,9 +4,7 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from elastic_scheduler import HarvestMode
-from executor import ControlPage, HostState
+from executor import ControlPage
 from rose.engines import EngineSpec
 from rose.eventlog import EventLog
 from rose.node import NodeConfig
@@ -27,10 +25,12 @@ from rose.rpc.rose_pb2_grpc import SchedulerStub, add_SchedulerServicer_to_serve
 from rose.scheduler import LeaseTimes, SchedulerCore, SchedulerService
 from rose.scheduler.saved import load
 from rose.store import InMemoryStore
+from tests.forked import Forked
+from tests.seated_host import SeatedHost
 from weight_transfer import SigningKey, TensorBits
 
 HERE = Path(__file__).parent
-PATIENCE_S = 15.0
+PATIENCE_S = 45.0
 
 
 def standin_spec(journal: Path) -> Callable[[EngineSpec], ProcessSpec]:
@@ -70,7 +70,7 @@ class Bench:
             "job", self.address, folder / "published", free_port(), self.key, corrupt_every=1
         )
         self.settings = self._settings(kind) | {"replicas": [self._replica(kind) | replica]}
-        self.daemons: list[subprocess.Popen[bytes]] = []
+        self.daemons: list[Forked] = []
         self._ticking: asyncio.Task[None] | None = None
 
     @property
@@ -84,8 +84,7 @@ class Bench:
 
     async def close(self) -> None:
         for daemon in self.daemons:
-            daemon.kill()
-            daemon.wait()
+            daemon.end()
         for pid in {call["pid"] for call in self.calls("start")}:
             if group_alive(pid):
                 os.killpg(pid, signal.SIGKILL)
@@ -96,16 +95,12 @@ class Bench:
         await self.server.stop(0)
         self.events.close()
 
-    def spawn(self, *options: str) -> subprocess.Popen[bytes]:
+    def spawn(self, *options: str) -> Forked:
         """A node daemon as a process of its own."""
         path = self.folder / "node.json"
         path.write_text(json.dumps(self.settings))
-        argv = [sys.executable, str(HERE / "standin_daemon.py"), str(self.journal)]
-        # It imports other folders' stand-ins, as tests do.
-        environ = os.environ | {"PYTHONPATH": str(HERE.parents[2])}
-        with (self.folder / "daemon.log").open("ab") as log:
-            command = [*argv, "--config", str(path), *options]
-            daemon = subprocess.Popen(command, stderr=log, env=environ)
+        argv = [str(HERE / "standin_daemon.py"), str(self.journal), "--config", str(path)]
+        daemon = Forked(*argv, *options, stderr=self.folder / "daemon.log")
         self.daemons.append(daemon)
         return daemon
 
@@ -168,6 +163,8 @@ class Bench:
         }
         if kind == "guest":
             self.page = ControlPage.create(self.folder / "page")
-            self.page.host.write(HostState(heartbeat_ns=time.monotonic_ns()))
+            self.host = SeatedHost(self.page)
+            self.host.tell()
+            self.host.seat.start()
             settings["host"] = {"page": str(self.page.path), "pid": os.getpid()}
         return settings

@@ -12,7 +12,7 @@ from rose.engines import launch
 from rose.node import daemon, supervisor
 from rose.node.gpu import Gpus
 from rose.node.main import main
-from tests.unit.nvml.standin_nvml import CARD, StandInReader
+from tests.fakes.nvml import CARD, StandInReader
 
 journal = Path(sys.argv[1])
 launch.process_spec = standin_spec(journal)  # type: ignore[attr-defined]

@@ -9,15 +9,23 @@ from pathlib import Path
 from typing import Any
 
 PORT, JOURNAL = int(sys.argv[1]), Path(sys.argv[2])
-# While this file exists the engine cannot prove any version; with the other it refuses admission.
+# While UNPROVEN exists the engine cannot prove any version, with CLOSED it refuses admission.
 # While COLD exists it has not warmed up, with TOO_COLD it never will.
-SAID = {"policy_version": 0, "epoch": 0, "admitting": False}
+SAID = {"policy_version": 0, "epoch": 0, "admitting": False, "proven": True}
 COLD, TOO_COLD = JOURNAL.with_name("cold"), JOURNAL.with_name("too_cold")
 # While MUTE exists at its start it does not answer at all.
 MUTE = JOURNAL.with_name("mute")
 # While OTHER exists it holds other weights than its version says: only a base helps.
 OTHER = JOURNAL.with_name("other")
+# Where CORE exists at its start it has a process that calls itself as vLLM's engine cores do.
+CORE = JOURNAL.with_name("core")
 UNPROVEN, CLOSED = JOURNAL.with_name("unproven"), JOURNAL.with_name("closed")
+
+
+def _first_line(manifest: Path) -> dict[str, Any]:
+    """Of the version itself, behind the envelope's 72 bytes; a stand-in checks no signature."""
+    head: dict[str, Any] = json.loads(manifest.read_bytes()[72:].split(b"\n", 1)[0])
+    return head
 
 
 def note(call: str, **fields: object) -> None:
@@ -26,19 +34,23 @@ def note(call: str, **fields: object) -> None:
 
 
 def apply(body: dict[str, Any]) -> tuple[int, dict[str, object]]:
-    manifests = [json.loads(Path(path).read_text()) for path in body["manifests"]]
+    manifests = [_first_line(Path(path)) for path in body["manifests"]]
     version, based = manifests[-1]["version"], manifests[0]["parent"] == manifests[0]["version"]
     if (OTHER.exists() or manifests[0]["parent"] != SAID["policy_version"]) and not based:
         note("wrong_base", version=version)
         return 409, {"error": {"type": "wrong_base", "message": "other weights are active"}}
-    proven = not UNPROVEN.exists()
-    report = {"version": version, "digest_ok": proven, "probe_ok": proven, "wire_bytes": 1}
+    if UNPROVEN.exists() or not SAID["proven"]:
+        SAID["proven"] = False
+        note("apply", version=version)
+        SAID["admitting"] = False
+        error = {"type": "unproven", "message": f"version {version} broke off"}
+        return 422, {"error": error, "version": None, "digest_ok": False, "probe_ok": False}
+    report = {"version": version, "digest_ok": True, "probe_ok": True, "wire_bytes": 1}
     zeros = dict.fromkeys(("probe_max_abs_diff", "pause_s", "apply_s", "changed_elements"), 0)
     steps, on_update = [each["version"] for each in manifests], body["on_update"]
     note("apply", version=version, steps=steps, based=based, on_update=on_update)
-    if proven:
-        SAID["policy_version"] = version
-    return (200 if proven else 422), {**report, **zeros}
+    SAID["policy_version"] = version
+    return 200, {**report, **zeros}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -49,6 +61,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.headers["Authorization"] != f"Bearer {os.environ['ROSE_REPLICA_SECRET']}":
+            note("stranger", path=self.path)
+            self.answer(401, {"error": {"type": "no_secret", "message": "who are you"}})
+            return
         call = self.path.rsplit("/", 1)[1]
         if call == "apply":
             self.answer(*apply(body))
@@ -71,7 +87,17 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
+def core() -> None:
+    if pid := os.fork():
+        note("core", core=pid)
+        return
+    Path("/proc/self/comm").write_text("VLLM::EngineCore")
+    time.sleep(600)
+
+
 note("start")
+if CORE.exists():
+    core()
 while MUTE.exists():
     time.sleep(0.02)
 HTTPServer(("127.0.0.1", PORT), Handler).serve_forever()

@@ -11,13 +11,51 @@ from rose.node.config import NodeConfig
 from slo import StepProfile
 
 REPLICA = {"id": "guest", "kind": "guest", "model_dir": "m", "port": 9000}
-NODE = {"node": "n", "scheduler": "127.0.0.1:1", "run_dir": "r", "log_dir": "l"}
+NODE = {"node": "n", "scheduler": "127.0.0.1:1", "run_dir": "r", "log_dir": "l", "unsigned": True}
 
 
 def _load(tmp_path: Path, config: object) -> NodeConfig:
     path = tmp_path / "node.json"
     path.write_text(config if isinstance(config, str) else json.dumps(config))
     return NodeConfig.load(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"unsigned": False}, '"unsigned": true'),
+        ({"verify_key": "0" * 64}, "leave one"),
+        ({"unsigned": False, "verify_key": "0" * 63}, "verify_key"),
+        ({"relay": {"host": "a..b", "port": 1}}, "relay.host"),
+        ({"node": ""}, "node"),
+    ],
+)
+def test_weights_are_signed_unless_the_file_says_that_they_are_not(
+    tmp_path: Path, change: dict[str, object], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        _load(tmp_path, NODE | {"replicas": []} | change)
+    assert "\n" not in str(caught.value)
+    signed = NODE | {"replicas": [], "unsigned": False, "verify_key": "0" * 64}
+    assert _load(tmp_path, signed).verify_key == "0" * 64
+
+
+@pytest.mark.parametrize(
+    ("verify_key", "unsigned", "told"),
+    [
+        ("0" * 64, False, {"ROSE_VERIFY_KEY": "0" * 64}),
+        (None, True, {"ROSE_UNSIGNED": "1"}),
+        (None, False, {}),
+    ],
+)
+def test_an_engine_is_told_whose_weights_it_takes(
+    tmp_path: Path, verify_key: str | None, unsigned: bool, told: dict[str, str]
+) -> None:
+    (replica,) = _load(tmp_path, NODE | {"replicas": [REPLICA | {"kind": "dedicated"}]}).replicas
+    spec = replica.engine(tmp_path / "log", None, verify_key, unsigned=unsigned)
+    env = process_spec(spec).env
+    found = {name: env[name] for name in ("ROSE_VERIFY_KEY", "ROSE_UNSIGNED") if name in env}
+    assert found == told
 
 
 def test_a_guest_without_a_host_is_refused(tmp_path: Path) -> None:
@@ -32,6 +70,8 @@ def test_a_guest_without_a_host_is_refused(tmp_path: Path) -> None:
         ({"replicas": [REPLICA | {"kind": "lodger"}]}, "kind"),
         ({"replicas": [REPLICA | {"kv_backend": "gpu"}]}, "kv_backend"),
         ({"replicas": [], "surprise": 1}, "surprise"),
+        ({"replicas": [REPLICA | {"extra_env": {"ROSE_VERIFY_KEY": "0" * 64}}]}, "ROSE_VERIFY_KEY"),
+        ({"replicas": [REPLICA | {"extra_env": {"ROSE_UNSIGNED": "1"}}]}, "ROSE_UNSIGNED"),
     ],
 )
 def test_the_wrong_field_is_named(tmp_path: Path, change: dict[str, object], named: str) -> None:

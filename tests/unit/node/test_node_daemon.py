@@ -14,6 +14,7 @@ from rose.engines import launch
 from rose.node import NodeDaemon, supervisor
 from rose.process import group_alive
 from rose.rpc import rose_pb2 as pb
+from tests.patience import PATIENCE_S
 
 
 class NodeBench(Bench):
@@ -84,7 +85,7 @@ async def test_an_engine_that_cannot_prove_a_version_is_ended_and_rebased(bench:
 
 
 async def test_a_replica_without_a_page_is_measured_all_the_same(bench: NodeBench) -> None:
-    async with asyncio.timeout(3):
+    async with asyncio.timeout(PATIENCE_S):
         while True:
             guests = (await bench.stub.Snapshot(pb.SnapshotRequest())).guests
             if guests and guests[0].tokens_total:

@@ -12,7 +12,7 @@ from executor import GuestState
 from rose.node import device_memory
 from rose.node.device_memory import DRIVER, PAGE, DeviceMemory
 from rose.nvml import Client
-from tests.unit.nvml.standin_nvml import CARD, StandInReader
+from tests.fakes.nvml import CARD, StandInReader
 
 MIB, GIB = 1 << 20, 1 << 30
 WEIGHTS, KV = 16 * GIB, 8 * GIB

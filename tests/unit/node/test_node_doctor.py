@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from node_bench import Bench
 
-from executor import HostState
+from executor import Veto
 from rose.cli.main import main as rose
 from rose.doctor import Finding, Level, diagnose
 from rose.doctor.finding import checked
@@ -69,7 +69,7 @@ async def test_a_stopped_daemon_is_named(bench: Bench) -> None:
 async def test_everything_that_can_be_wrong_is(bench: Bench) -> None:
     await bench.server.stop(0)
     bench.config.kill_file.touch()
-    bench.page.host.write(HostState(running=1, heartbeat_ns=time.monotonic_ns() - 10**11))
+    bench.host.tell(running=1, heartbeat_ns=time.monotonic_ns() - 10**11)
     settings = bench.settings
     settings["host"]["pid"] = 2**22 + 1
     settings["cgroup"] = str(bench.folder / "no-cgroup")
@@ -98,7 +98,7 @@ async def test_everything_that_can_be_wrong_is(bench: Bench) -> None:
     [
         (8, struct.pack("=I", 99), "run the same ROSE version"),
         (0, b"SOMETHNG", "choose another path"),
-        (16, struct.pack("=Q", 2**62), "delete it"),
+        (32, b"another boot id!", "delete it"),
     ],
 )
 async def test_a_page_that_is_not_ours_is_named(
@@ -151,3 +151,26 @@ async def test_exit_codes_and_the_last_line(
     out = capsys.readouterr().out
     assert "WRONG  kill switch: " in out
     assert "Traceback" not in out
+
+
+async def test_a_page_without_a_host_and_one_with_an_unpublished_engine_are_named(
+    bench: Bench,
+) -> None:
+    assert "for uid" in (await findings(bench))["page"].what
+    veto = Veto(bench.page.path)
+    veto.renew()
+    assert "cannot publish" in (await wrongs(bench))["host seat"]
+    veto.close()
+    bench.host.close()
+    found = await wrongs(bench)
+    assert "no process publishes" in found["host seat"]
+    assert "start it again if the page was deleted" in found["host seat"]
+
+
+async def test_a_host_that_another_process_started_is_named(bench: Bench) -> None:
+    other = await asyncio.create_subprocess_exec("sleep", "60")
+    bench.settings["host"]["pid"] = other.pid
+    found = await wrongs(bench)
+    other.kill()
+    await other.wait()
+    assert "host_foreign" in found["host seat"]

@@ -13,7 +13,7 @@ from rose.doctor.gpu_checks import gpu_checks
 from rose.node import HostConfig, NodeConfig, ReplicaConfig
 from rose.node.gpu import Gpus
 from rose.nvml import CardError, CardReader, Client
-from tests.unit.nvml.standin_nvml import StandInReader, card, usage
+from tests.fakes.nvml import StandInReader, card, usage
 
 GIB = 1 << 30
 

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 
-from executor.vllm.gated_start import GATED_START
 from rose.engines import Device, process_spec
 from rose.errors import ConfigError, EngineStartError, RoseError
 from rose.node import HostConfig, NodeConfig, ReplicaConfig
 from rose.node.daemon import NodeDaemon
 from rose.node.gpu import ENGINE_BYTES, NO_PIPES, Gpus
 from rose.nvml import CardError, CardReader
-from tests.unit.nvml.standin_nvml import StandInReader, card
+from tests.fakes.nvml import StandInReader, card
 
 GIB = 1 << 30
 CARDS = (card(uuid="GPU-a0"), card(index=1, uuid="GPU-b0"))
@@ -74,7 +73,7 @@ def test_its_engine_is_started_for_a_gpu(tmp_path: Path) -> None:
     process = process_spec(spec)
     assert (spec.device, process.argv[0], process.share) == (Device.CUDA, "/opt", "aside")
     assert process.env["CUDA_VISIBLE_DEVICES"] == "GPU-b0"
-    assert process.env["VLLM_SERVER_DEV_MODE"] == process.env[GATED_START] == "1"
+    assert process.env["VLLM_SERVER_DEV_MODE"] == process.env["ROSE_GATED_START"] == "1"
     assert "--enable-sleep-mode" in process.argv
     assert "--enforce-eager" not in process.argv
     eager = replica(tmp_path, cuda_graphs=False).engine(tmp_path / "log", host, None)
@@ -88,7 +87,7 @@ def test_an_engine_on_the_cpu_is_started_as_before(tmp_path: Path) -> None:
     assert process.share == "background"
     assert "--enforce-eager" in process.argv
     assert not any(name.startswith("CUDA") for name in process.env)
-    assert GATED_START not in process.env
+    assert "ROSE_GATED_START" not in process.env
 
 
 def test_the_operators_own_variables_have_the_last_word(tmp_path: Path) -> None:
@@ -238,7 +237,7 @@ def test_a_wrong_word_about_a_gpu_is_named(
     path = tmp_path / "node.json"
     path.write_text(
         json.dumps(
-            {"node": "n", "scheduler": "s:1", "run_dir": "r", "log_dir": "l"}
+            {"node": "n", "scheduler": "s:1", "run_dir": "r", "log_dir": "l", "unsigned": True}
             | {"replicas": [settings | changes]}
         )
     )

@@ -18,7 +18,7 @@ from rose.node import device_memory
 from rose.node.device_memory import DRIVER, PAGE, DeviceMemory
 from rose.node.reclaimer import UNSEEN, Guest, Reclaimer
 from rose.nvml import Client
-from tests.unit.nvml.standin_nvml import CARD, StandInReader
+from tests.fakes.nvml import CARD, StandInReader
 
 GIB = 1 << 30
 GRANULE = 2 << 20
@@ -26,7 +26,7 @@ CONTEXT, WEIGHTS, KV = 1 * GIB, 16 * GIB, 8 * GIB
 
 
 @dataclass
-class StandInGuest:
+class CardGuest:
     """A process and what a driver would say it has: context, weights and KV pages.
 
     listed: whether the driver tells by process. gives: whether pages that it says it gave back are.
@@ -95,7 +95,7 @@ class StandInGuest:
 
 
 @pytest.fixture
-def guest(tmp_path: Path) -> Iterator[StandInGuest]:
+def guest(tmp_path: Path) -> Iterator[CardGuest]:
     program = [sys.executable, "-S", "-c", "print(flush=True); input()"]
     events = EventLog(tmp_path, "node")
     with subprocess.Popen(
@@ -103,7 +103,7 @@ def guest(tmp_path: Path) -> Iterator[StandInGuest]:
     ) as process:
         assert process.stdout
         process.stdout.readline()
-        yield StandInGuest(process, events)
+        yield CardGuest(process, events)
         process.kill()
     events.close()
 
@@ -123,7 +123,7 @@ def noted(tmp_path: Path) -> Any:
 
 
 async def test_the_balloon_gives_what_is_wanted_of_the_card(
-    guest: StandInGuest, tmp_path: Path
+    guest: CardGuest, tmp_path: Path
 ) -> None:
     finished = await guest.reclaim(3 * GIB)
     assert outcomes(finished) == {"FREEZE": Outcome.TOO_LITTLE, "BALLOON": Outcome.FREED}
@@ -133,7 +133,7 @@ async def test_the_balloon_gives_what_is_wanted_of_the_card(
     assert (said["measured_by"], said["held_bytes"]) == (DRIVER, CONTEXT + WEIGHTS + KV)
 
 
-async def test_a_balloon_that_only_says_so_is_found_out(guest: StandInGuest) -> None:
+async def test_a_balloon_that_only_says_so_is_found_out(guest: CardGuest) -> None:
     guest.gives = False
     guest.sleeps = "lies"
     finished = await guest.reclaim(3 * GIB)
@@ -143,7 +143,7 @@ async def test_a_balloon_that_only_says_so_is_found_out(guest: StandInGuest) -> 
     assert finished.freed_bytes == CONTEXT + WEIGHTS + KV
 
 
-async def test_sleep_gives_up_weights_and_no_more_is_expected_of_it(guest: StandInGuest) -> None:
+async def test_sleep_gives_up_weights_and_no_more_is_expected_of_it(guest: CardGuest) -> None:
     finished = await guest.reclaim(KV + WEIGHTS + CONTEXT)
     slept = next(report for report in finished.rungs if report.rung is Rung.SLEEP)
     assert (slept.outcome, slept.claimed_bytes) == (Outcome.TOO_LITTLE, WEIGHTS)
@@ -153,7 +153,7 @@ async def test_sleep_gives_up_weights_and_no_more_is_expected_of_it(guest: Stand
 
 @pytest.mark.parametrize("sleeps", ["well", "breaks"])
 async def test_an_engine_that_gave_up_its_weights_is_ended_whatever_it_answered(
-    guest: StandInGuest, sleeps: str
+    guest: CardGuest, sleeps: str
 ) -> None:
     """vLLM answers 500 when a neighbour took memory meanwhile, and its weights are gone."""
     guest.sleeps = sleeps
@@ -163,7 +163,7 @@ async def test_an_engine_that_gave_up_its_weights_is_ended_whatever_it_answered(
 
 
 async def test_where_the_driver_tells_nothing_by_process_kv_is_all_that_is_believed(
-    guest: StandInGuest, tmp_path: Path
+    guest: CardGuest, tmp_path: Path
 ) -> None:
     guest.listed = False
     guest.tell()
@@ -173,7 +173,7 @@ async def test_where_the_driver_tells_nothing_by_process_kv_is_all_that_is_belie
     assert (said["measured_by"], said["held_bytes"]) == (PAGE, KV)
 
 
-async def test_there_more_than_kv_takes_the_end_of_the_guest(guest: StandInGuest) -> None:
+async def test_there_more_than_kv_takes_the_end_of_the_guest(guest: CardGuest) -> None:
     guest.listed = False
     guest.tell()
     finished = await guest.reclaim(KV + GIB)
@@ -185,7 +185,7 @@ async def test_there_more_than_kv_takes_the_end_of_the_guest(guest: StandInGuest
 
 
 async def test_there_pages_that_the_card_did_not_get_back_are_not_freed(
-    guest: StandInGuest,
+    guest: CardGuest,
 ) -> None:
     guest.listed = guest.gives = False
     guest.tell()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from node_bench import Bench
 
-from executor import GuestState, HostState
+from executor import GuestState
 from executor.guard import WARM_UP
 from rose.node.assembly import HOST_BUSY
 
@@ -24,7 +24,7 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
 
 
 def busy(bench: Bench, running: int) -> None:
-    bench.page.host.write(HostState(running=running, heartbeat_ns=time.monotonic_ns()))
+    bench.host.tell(running=running)
 
 
 async def test_it_is_not_started_beside_a_busy_host(bench: Bench) -> None:

@@ -129,10 +129,10 @@ def test_a_busy_port_is_named(metrics: NodeMetrics) -> None:
 
 
 def test_a_scrape_costs_the_daemon_little(metrics: NodeMetrics) -> None:
-    began_s = time.perf_counter()
+    began_s = time.thread_time()
     for _ in range(20):
         list(metrics.registry.collect())
-    assert time.perf_counter() - began_s < 1.0
+    assert time.thread_time() - began_s < 1.0
 
 
 def test_the_reason_of_a_freeze_is_a_sentence() -> None:

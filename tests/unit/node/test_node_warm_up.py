@@ -10,6 +10,7 @@ from node_bench import Bench
 from executor import GrantMode
 from rose.process import group_alive
 from rose.rpc import rose_pb2 as pb
+from tests.patience import PATIENCE_S
 
 
 @pytest.fixture
@@ -55,10 +56,10 @@ async def test_the_kill_switch_ends_a_guest_that_warms_up(bench: Bench) -> None:
     bench.spawn()
     pid = (await bench.until_noted("engine_started"))["pid"]
     (bench.run_dir / "KILL").touch()
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(PATIENCE_S):
         while group_alive(pid):  # noqa: ASYNC110 - another process is waited for
             await asyncio.sleep(0.01)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while bench.noted("engine_state")[-1]["state"] != "stopped":  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 

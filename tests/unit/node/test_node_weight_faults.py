@@ -3,12 +3,13 @@
 import asyncio
 import errno
 import json
-from collections.abc import AsyncIterator, Callable
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import aiohttp.web
 import numpy as np
 import pytest
 
@@ -17,9 +18,9 @@ from rose.eventlog import EventLog, JsonlLog
 from rose.node import updates
 from rose.node.bringing import Source
 from rose.node.chain import KnownVersion, VersionChain
-from rose.node.replica_client import Applied
+from rose.node.replica_client import Applied, ReplicaClient
 from rose.node.updates import Updates
-from rose.publish import Caps, Hub, Reader, Receiving, VersionServer
+from rose.publish import Caps, Hub, Reader, Receiving, Signer, VersionServer
 from rose.publish import download as download_module
 from rose.publish import hub as hub_module
 from weight_transfer import (
@@ -33,6 +34,7 @@ from weight_transfer import (
     WeightError,
     WrongBaseError,
 )
+from weight_transfer.signing import SIGNATURE_BYTES
 
 KEY = SigningKey.generate()
 
@@ -50,7 +52,7 @@ class Engine:
         self.receiver = Receiver(tensors(0))
 
     async def apply(self, manifests: list[Path], chunks: Path, on_update: OnUpdate) -> Applied:
-        read = [Manifest.from_json(path.read_bytes()) for path in manifests]
+        read = [Manifest.from_bytes(path.read_bytes()) for path in manifests]
         assert on_update is read[-1].on_update
         store = ChunkStore(chunks.parent)
         bodies = {ref.id: store.get(ref.id) for each in read for ref in each.chunks}
@@ -70,7 +72,7 @@ class Case:
     def __init__(self, folder: Path, port: int, session: aiohttp.ClientSession) -> None:
         self.folder = folder
         self.origin = ChunkStore(folder / "origin")
-        self.server = VersionServer(self.origin, port)
+        self.server = VersionServer(self.origin, port, signer=Signer("job", KEY))
         self.engine = Engine()
         self.chain = VersionChain()
         self.receiving = Receiving(ChunkStore(folder / "node"), Caps())
@@ -81,7 +83,7 @@ class Case:
             Hub(session, self.receiving),
             self.chain,
             KEY.verify_key,
-            Reader(session, "n0"),
+            Reader(session, "n0", KEY.verify_key),
         )
         self.updates = Updates(
             "r0",
@@ -169,9 +171,9 @@ async def test_an_unsigned_manifest_is_refused(case: Case) -> None:
     case.publish(2)
     path = case.origin.manifest_path(2)
     signed = path.read_bytes()
-    path.write_text(json.dumps(json.loads(signed) | {"signature": ""}))
+    path.write_bytes(signed[:8] + bytes(SIGNATURE_BYTES) + signed[8 + SIGNATURE_BYTES :])
     case.announce(2)
-    assert "signature does not match" in await case.noted("version_not_fetched")
+    assert "there is no signature" in await case.noted("version_not_fetched")
     path.write_bytes(signed)
     await case.active(2)
 
@@ -283,3 +285,155 @@ async def test_a_bit_that_flips_in_a_relay_is_named_and_dropped_there_too(
         await hub.close()
         await server.close()
         receiving.close()
+
+
+@pytest.fixture
+async def replica(
+    case: Case, unused_tcp_port_factory: Callable[[], int]
+) -> AsyncIterator[Callable[[int, bytes, dict[str, Any]], Awaitable[list[str]]]]:
+    """Puts a replica behind the updates that answers each apply with the same bytes, and its state
+    with these fields; a status of 0 is no answer. Gives the paths that it was asked for."""
+    asked: list[str] = []
+    async with AsyncExitStack() as stack:
+
+        async def answering(status: int, body: bytes, state: dict[str, Any]) -> list[str]:
+            async def answer(request: aiohttp.web.Request) -> aiohttp.web.Response:
+                asked.append(request.path.rsplit("/", 1)[1])
+                if asked[-1] == "state":
+                    idle = {"epoch": 1, "running": 0, "waiting": 0, "tokens_total": 0}
+                    return aiohttp.web.json_response(idle | {"admitting": False} | state)
+                if status == 0:
+                    assert request.transport is not None
+                    request.transport.abort()
+                return aiohttp.web.Response(status=status or 200, body=body)
+
+            app = aiohttp.web.Application()
+            app.router.add_route("*", "/{path:.*}", answer)
+            runner = aiohttp.web.AppRunner(app)
+            await runner.setup()
+            stack.push_async_callback(runner.cleanup)
+            port = unused_tcp_port_factory()
+            await aiohttp.web.TCPSite(runner, "127.0.0.1", port).start()
+            session = await stack.enter_async_context(aiohttp.ClientSession())
+            case.updates._client = ReplicaClient(session, f"http://127.0.0.1:{port}")
+            return asked
+
+        yield answering
+
+
+UNPROVEN = {"error": {"type": "unproven", "message": "version 2 broke off"}, "version": None}
+REPORT = {
+    "version": 2,
+    "digest_ok": True,
+    "probe_ok": True,
+    "probe_max_abs_diff": 0.0,
+    "pause_s": 0.1,
+    "apply_s": 0.1,
+    "wire_bytes": 1,
+    "changed_elements": 1,
+}
+
+
+@pytest.mark.parametrize(
+    ("status", "answer"),
+    [
+        (422, UNPROVEN | {"digest_ok": False, "probe_ok": False}),
+        (200, REPORT | {"digest_ok": False}),
+        (200, REPORT | {"probe_ok": "yes"}),
+        (200, REPORT | {"version": 7}),
+        (200, []),
+    ],
+    ids=["broke off", "no digest", "no proof", "another version", "no report"],
+)
+async def test_a_replica_in_doubt_is_quarantined_at_its_first_word(
+    case: Case, replica: Any, status: int, answer: object
+) -> None:
+    asked = await replica(status, json.dumps(answer).encode(), {})
+    case.publish(2)
+    case.announce(2)
+    await case.noted("quarantined")
+    assert asked == ["apply"], "not asked again"
+    assert len(case.unproven) == 1
+    assert case.updates.version == 0
+
+
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [
+        (422, b'{"error":{"type":"bad_version","message":"x"}}'),
+        (500, b"[" * 5_000),
+        (503, b'{"error":{"type":"x","message":"\xff"}}'),
+    ],
+)
+async def test_a_refusal_is_tried_three_times(
+    case: Case, replica: Any, status: int, body: bytes
+) -> None:
+    asked = await replica(status, body, {})
+    case.publish(2)
+    case.announce(2)
+    await case.noted("quarantined")
+    assert asked == ["apply"] * 3
+
+
+async def test_a_busy_host_is_no_refusal(case: Case, replica: Any) -> None:
+    asked = await replica(503, b'{"error":{"type":"host_busy","message":"ask again"}}', {})
+    case.publish(2)
+    case.announce(2)
+    assert "ask again" in await case.noted("host_busy")
+    async with asyncio.timeout(5):
+        while len(asked) < 2 * updates.MAX_APPLY_FAILURES:  # noqa: ASYNC110 -- it has nobody to tell
+            await asyncio.sleep(0.01)
+    assert case.unproven == []
+    assert case.updates.version == 1
+
+
+@pytest.mark.parametrize(("proven", "held"), [(True, 2), (True, 1), (False, 1)])
+async def test_an_update_whose_end_nobody_heard_is_asked_after(
+    case: Case, replica: Any, proven: bool, held: int
+) -> None:
+    asked = await replica(0, b"", {"policy_version": held, "proven": proven})
+    case.publish(2)
+    case.announce(2)
+    if proven and held == 2:
+        async with asyncio.timeout(5):
+            while case.updates.version != 2:  # noqa: ASYNC110 -- it has nobody to tell
+                await asyncio.sleep(0.01)
+        assert asked == ["apply", "state"]
+        assert case.unproven == []
+        return
+    await case.noted("quarantined")
+    assert asked == (["apply", "state"] if not proven else [*["apply", "state"] * 2, "apply"])
+
+
+@pytest.mark.parametrize(
+    "url", ["http://" + "a" * 64 + "/", "http://a..b", "http://.", "http://[::1"]
+)
+async def test_an_address_that_no_client_can_connect_to_costs_one_update(
+    case: Case, url: str
+) -> None:
+    case.publish(2)
+    case.chain.add(KnownVersion("job", 2, 1, url))
+    case.updates.wake()
+    async with asyncio.timeout(5):
+        while "message" not in (case.folder / "events-n0.jsonl").read_text():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert case.updates.version == 1
+    case.announce(2)
+    await case.active(2)
+
+
+async def test_an_update_that_breaks_in_a_way_nobody_thought_of_is_tried_again(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apply, broken = case.engine.apply, [ValueError("unheard of"), KeyError("x")]
+
+    async def breaks(*args: Any) -> Applied:
+        if broken:
+            raise broken.pop()
+        return await apply(*args)
+
+    monkeypatch.setattr(case.engine, "apply", breaks)
+    case.publish(2)
+    case.announce(2)
+    assert "Error" in await case.noted("update_broken")
+    await case.active(2)

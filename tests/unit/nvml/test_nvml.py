@@ -4,10 +4,10 @@ import re
 from pathlib import Path
 
 import pytest
-from standin_nvml import CARD, CLIENTS, IDLE, MPS_CLIENTS, StandInLibrary, card
 
 import rose.nvml
 from rose.nvml import CardError, Client, Nvml, card_of, insist_usable
+from tests.fakes.nvml import CARD, CLIENTS, IDLE, MPS_CLIENTS, StandInLibrary, card
 
 
 def read(**answers: object) -> Nvml:

@@ -2,6 +2,7 @@
 
 import argparse
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,10 +10,11 @@ import psutil
 import pytest
 
 from rose.cli.main import main
-from rose.engines import process_spec
+from rose.engines import launch, process_spec
 from rose.node.gpu import Gpus
+from rose.process import ProcessSpec
 from rose.profile.engine import add_options, spec_of
-from tests.unit.nvml.standin_nvml import StandInReader, card
+from tests.fakes.nvml import StandInReader, card
 
 Says = Callable[..., str]
 
@@ -75,6 +77,20 @@ def test_a_busy_port(says: Says, model: Path) -> None:
 def test_too_little_memory(says: Says, model: Path, tmp_path: Path) -> None:
     assert "GiB of free memory" in says("--model", model, "--kv-bytes", 1 << 50)
     assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_an_engine_that_dies_at_start(
+    says: Says, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv = (sys.executable, "-S", "-c", "raise ValueError('no such model')")
+    monkeypatch.setattr(
+        launch, "process_spec", lambda spec: ProcessSpec(spec.name, argv, log=spec.log)
+    )
+    said = says("--model", model)
+    assert "engine profile ended at start (exit 1): ValueError: no such model; see " in said
+    log = Path(said.rsplit("see ", 1)[1].strip())
+    assert log.exists(), "its log is kept"
+    assert list(log.parent.iterdir()) == [log], "and nothing else"
 
 
 def test_a_gpu_that_is_not_there(says: Says, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ class Engine:
     def __init__(self, log: Path) -> None:
         self.line = '{"finish_reason":"length"}'
         self.ended = asyncio.Event()
+        self.headers: dict[str, str] = {}
         self.process: Any = SimpleNamespace(returncode=None, wait=self.wait)
         self.spec: Any = SimpleNamespace(url="", log=log)
 

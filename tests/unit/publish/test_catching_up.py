@@ -4,17 +4,30 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import aiohttp
+import msgspec
 import numpy as np
 import pytest
 
 from rose.errors import RefusedError
 from rose.node.bringing import Source, Wish, bring, rebased
 from rose.node.chain import KnownVersion, VersionChain
-from rose.publish import Caps, Hub, IndexFormatError, Reader, Receiving, VersionServer, index
-from rose.publish.leases import LONGEST_TTL_S, MOST_READERS, Leases
+from rose.publish import (
+    Caps,
+    Hub,
+    IndexFormatError,
+    Reader,
+    Receiving,
+    Signer,
+    VersionServer,
+    index,
+    reader,
+)
+from rose.publish.leases import LONGEST_TTL_S, MOST_OF_A_PEER, MOST_READERS, Leases
 from rose.publish.upkeep import Latest, Upkeep
+from tests.patience import PATIENCE_S
 from weight_transfer import (
     CatalogError,
     ChunkStore,
@@ -25,6 +38,7 @@ from weight_transfer import (
     TensorBits,
 )
 from weight_transfer.catalog import Catalog, Published
+from weight_transfer.envelope import Envelope, Kind
 
 KEY = SigningKey.generate()
 VERSIONS = 6
@@ -45,7 +59,7 @@ class Trainer:
         self.store = ChunkStore(root)
         self.leases = Leases(time.monotonic() - LONGEST_TTL_S)
         self.publisher = Publisher(self.store, "job", "trainer", KEY, chunk_bytes=2_048)
-        self.server = VersionServer(self.store, port, leases=self.leases)
+        self.server = VersionServer(self.store, port, leases=self.leases, signer=Signer("job", KEY))
         self.troubles: list[str] = []
         self.upkeep = Upkeep(self.store, self.publisher, self.leases, self.troubles.append)
 
@@ -73,12 +87,16 @@ async def joined(
         known = KnownVersion("job", target, target - 1, trainer.server.url)
         chain.add(known)
         source = Source(
-            session, Hub(session, receiving), chain, KEY.verify_key, Reader(session, "node")
+            session,
+            Hub(session, receiving),
+            chain,
+            KEY.verify_key,
+            Reader(session, "node", KEY.verify_key),
         )
         wish = Wish("r0", receiver.version, known, rebase)
         brought = await bring(source, wish, lambda _: None, set())
         receiving.close()
-    manifests = [Manifest.from_json(path.read_bytes()) for path in brought.manifests]
+    manifests = [Manifest.from_bytes(path.read_bytes()) for path in brought.manifests]
     chunks = {ref.id: receiving.store.get(ref.id) for m in manifests for ref in m.chunks}
     receiver.commit(receiver.stage_chain(manifests, chunks, KEY.verify_key, time.time()))
     assert receiver.version == brought.version == target
@@ -142,7 +160,7 @@ async def test_a_base_follows_a_long_chain_and_only_leased_versions_outlive_it(
             receiver = Receiver(tensors(1), 1)
             await joined(trainer, tmp_path / "slow", receiver, 6)
             assert equal(receiver, 6)
-    trainer.leases._by_reader.clear()
+    trainer.leases._by_peer.clear()
     trainer.publish(7)
     await trainer.upkeep.settle()
     base = trainer.store.bases()[-1]
@@ -174,7 +192,7 @@ async def test_a_base_in_the_making_does_not_hold_a_version_up(
     trainer.publish(1)
     trainer.publish(2)
     await begun.wait()
-    async with asyncio.timeout(1), trainer.upkeep.publishing:
+    async with asyncio.timeout(PATIENCE_S), trainer.upkeep.publishing:
         trainer.publish(3)
     assert trainer.store.bases() == ()
     made.set()
@@ -193,6 +211,34 @@ async def test_what_was_just_announced_waits_for_readers_to_lease_it(
     assert trainer.store.versions() == (1, 2, 3)
 
 
+class MoodySession:
+    """Asks as any session does, but raises at the second try; `went_on` is set at the third."""
+
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        self._session = session
+        self._tries = 0
+        self.went_on = asyncio.Event()
+
+    def post(self, url: str, **options: Any) -> Any:
+        self._tries += 1
+        if self._tries == 2:
+            raise RuntimeError("unheard of")
+        if self._tries > 2:
+            self.went_on.set()
+        return self._session.post(url, **options)
+
+
+async def test_a_lease_is_renewed_after_whatever_one_try_raised(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(reader, "LEASE_TTL_S", 0.03)
+    async with aiohttp.ClientSession() as session, asyncio.timeout(5.0):
+        moody: Any = MoodySession(session)
+        async with Reader(moody, "node").lease(trainer.server.url, "r0", 1):
+            await moody.went_on.wait()
+    assert "unheard of" in caplog.text
+
+
 def test_leases_end_are_bounded_and_are_waited_for_after_a_restart() -> None:
     leases = Leases(0.0)
     assert not leases.settled(LONGEST_TTL_S - 1)
@@ -203,30 +249,131 @@ def test_leases_end_are_bounded_and_are_waited_for_after_a_restart() -> None:
     for bad in (("", 1, 1.0), ("a", -1, 1.0), ("a", 1, 0.0), ("a", 1, float("nan"))):
         with pytest.raises(RefusedError):
             leases.take(*bad, 0.0)
-    for number in range(MOST_READERS):
-        leases.take(f"r{number}", 1, 60.0, 200.0)
-    with pytest.raises(RefusedError, match="hold leases already"):
-        leases.take("one more", 1, 60.0, 200.0)
+
+
+def test_a_flood_of_leases_takes_none_from_other_peers() -> None:
+    """One address, or many that are one, cannot keep a real node from what it still asks for."""
+    leases = Leases(0.0)
+    leases.take("announced 7", 6, 60.0, 0.0)
+    leases.take("node", 5, 60.0, 0.0, "10.0.0.7")
+    for number in range(2 * MOST_READERS):
+        leases.take(f"x{number}", 0, 120.0, 1.0, f"10.6.0.{number % 32}")
+    leases.take("late", 5, 60.0, 2.0, "10.0.0.8")
+    live = leases.live(3.0)
+    assert len(live) <= MOST_READERS + 1
+    assert {"announced 7", "node", "late"} <= {lease.reader for lease in live}
+    for number in range(2 * MOST_OF_A_PEER):
+        leases.take(f"y{number}", 0, 120.0, 3.0, "10.0.0.8")
+    leases.take("late", 5, 60.0, 4.0, "10.0.0.8")
+    assert "late" in {lease.reader for lease in leases.live(5.0)}, "it comes back as it renews"
+    few = Leases(0.0)
+    for number in range(2 * MOST_OF_A_PEER):
+        few.take(f"x{number}", 0, 120.0, 1.0, "10.6.6.6")
+    assert len(few.live(2.0)) == MOST_OF_A_PEER
+    assert few.live(LONGEST_TTL_S + 1.0) == []
 
 
 async def test_a_lease_that_says_nothing_is_refused(trainer: Trainer) -> None:
     async with aiohttp.ClientSession() as session:
-        for body in (b"", b"{}", b'{"reader":"a","version":"x","ttl_s":1}', b"[]"):
+        for body in (
+            b"",
+            b"{}",
+            b"[]",
+            b"[" * 4_000,
+            b'{"reader":' * 300,
+            b'{"reader":"a","version":"x","ttl_s":1}',
+            b'{"reader":"a","version":1e400,"ttl_s":1}',
+            b'{"reader":"a","version":-1,"ttl_s":1}',
+            b'{"reader":"a","version":1' + b"0" * 3_000 + b',"ttl_s":1}',
+            b'{"reader":"a","version":1,"ttl_s":1e400}',
+            b'{"reader":"a","version":1,"ttl_s":NaN}',
+            b'{"reader":"\xff","version":1,"ttl_s":1}',
+        ):
             async with session.post(f"{trainer.server.url}/leases", data=body) as answer:
                 assert answer.status == 400
 
 
 def test_a_catalog_survives_the_wire_and_anything_else_is_refused() -> None:
     catalog = Catalog({4: 100}, (Published(5, 4, 7), Published(6, 5, 8)))
-    assert index.read(index.written(catalog)) == catalog
+    raw = index.written(catalog, "job", KEY, 50.0)
+    assert index.read(raw, "job", KEY.verify_key, 60.0) == catalog
+    assert index.read(index.written(catalog, "job", None, 50.0), "job", None, 60.0) == catalog
+    good = b'{"job":"job","expires_s":99.0,"bases":%s,"deltas":%s}'
     refused = (
         b"",
         b"[]",
-        b'{"bases":{}}',
-        b'{"bases":{"x":1},"deltas":[]}',
-        b'{"bases":{},"deltas":[[1,2,3]]}',
-        b'{"bases":{},"deltas":[[2,1,-3]]}',
+        b"[" * 100_000,
+        good % (b"{}", b"[]"),
+        good % (b'[["x",1]]', b"[]"),
+        good % (b"[]", b"[[1,2,3]]"),
+        good % (b"[]", b"[[2,1,-3]]"),
+        good % (b"[]", b"[[2,1,3],[2,1,3]]"),
+        good % (b"[]", b"[" + b",".join([b"[2,1,3]"] * (index.MOST_DELTAS + 1)) + b"]"),
+        (good % (b"[]", b"[]")).replace(b"99.0", b"1e400"),
     )
-    for raw in refused:
+    for payload in refused:
+        envelope = Envelope(Kind.CATALOG, payload)
         with pytest.raises(IndexFormatError):
-            index.read(raw)
+            index.read(envelope.signed(KEY).to_bytes(), "job", KEY.verify_key, 60.0)
+        with pytest.raises(IndexFormatError):
+            index.read(payload, "job", None, 60.0)
+    with pytest.raises(IndexFormatError, match="are allowed"):
+        index.read(bytes(index.MAX_CATALOG_BYTES + 1), "job", None, 60.0)
+
+
+def test_a_catalog_of_another_key_job_or_time_is_refused() -> None:
+    catalog = Catalog({4: 100}, (Published(5, 4, 7),))
+    raw = index.written(catalog, "job", KEY, 50.0)
+    for args, why in (
+        (("job", SigningKey.generate().verify_key, 60.0), "does not match key"),
+        (("other", KEY.verify_key, 60.0), "versions of other"),
+        (("job", KEY.verify_key, 50.0 + index.LIFETIME_S), "expired"),
+    ):
+        with pytest.raises(IndexFormatError, match=why):
+            index.read(raw, *args)
+    unsigned = index.written(catalog, "job", None, 50.0)
+    with pytest.raises(IndexFormatError, match="no signature"):
+        index.read(unsigned, "job", KEY.verify_key, 60.0)
+
+
+def test_the_longest_catalog_is_readable_and_more_is_left_to_older_ones() -> None:
+    top = (1 << 63) - 1
+    deltas = tuple(Published(top - n, top - n - 1, top) for n in range(2 * index.MOST_DELTAS))
+    bases = {top - n: top for n in range(2 * index.MOST_BASES)}
+    raw = index.written(Catalog(bases, deltas), "job", KEY, 50.0)
+    read = index.read(raw, "job", KEY.verify_key, 60.0)
+    assert read.newest == top
+    assert len(read.deltas) == index.MOST_DELTAS
+
+
+async def test_upkeep_that_breaks_is_told_and_taken_up_with_the_next_version(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    catalog, broke = trainer.store.catalog, []
+
+    def once() -> Catalog:
+        if not broke:
+            broke.append(True)
+            raise KeyError("a fault of the program")
+        return catalog()
+
+    monkeypatch.setattr(trainer.store, "catalog", once)
+    trainer.publish(1)
+    await trainer.upkeep.settle()
+    trainer.publish(2)
+    await trainer.upkeep.settle()
+    assert len(trainer.troubles) == 1
+    assert trainer.troubles[0].startswith("upkeep after version 1: KeyError")
+
+
+@pytest.mark.parametrize(("deltas", "taken"), [(index.MOST_DELTAS, True), (4_000, False)])
+def test_a_catalog_lists_so_many_deltas_and_no_more(deltas: int, taken: bool) -> None:
+    steps = [[version, version - 1, 1] for version in range(1, deltas + 1)]
+    listed = {"job": "job", "expires_s": 60.0, "bases": [[0, 1]], "deltas": steps}
+    raw = Envelope(Kind.CATALOG, msgspec.json.encode(listed)).to_bytes()
+    assert len(raw) < index.MAX_CATALOG_BYTES
+    if taken:
+        assert index.read(raw, "job", None, 0.0).newest == deltas
+    else:
+        with pytest.raises(IndexFormatError, match="deltas"):
+            index.read(raw, "job", None, 0.0)

@@ -1,7 +1,5 @@
 """The same with real processes and SIGKILL: publisher, relay and receiver die in turn."""
 
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +9,7 @@ import pytest
 from crash_cluster import CHUNKS, KEY, tensors
 
 from rose.publish.rendezvous import order
+from tests.forked import Forked
 from weight_transfer import ChunkStore, Receiver
 
 HERE = Path(__file__).parent
@@ -23,7 +22,7 @@ class Processes:
     def __init__(self, folder: Path, port: Callable[[], int]) -> None:
         self._folder = folder
         self.urls = {name: f"http://127.0.0.1:{port()}" for name in ("origin", "a", "b")}
-        self._running: dict[str, subprocess.Popen[str]] = {}
+        self._running: dict[str, Forked] = {}
 
     def start(self, name: str) -> None:
         members = [self.urls["a"], self.urls["b"]]
@@ -32,11 +31,7 @@ class Processes:
             words = ["origin", *words]
         else:
             words = ["member", *words, self.urls["origin"], *members]
-        self._running[name] = subprocess.Popen(
-            [sys.executable, str(HERE / "crash_process.py"), *words],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        self._running[name] = Forked(str(HERE / "crash_process.py"), *words, stdout=True)
         self.heard(name, "up")
 
     def heard(self, name: str, what: str) -> None:
@@ -45,11 +40,7 @@ class Processes:
         assert stdout.readline().strip() == what
 
     def kill(self, name: str) -> None:
-        process = self._running.pop(name)
-        process.kill()
-        process.wait()
-        assert process.stdout
-        process.stdout.close()
+        self._running.pop(name).end()
 
     def end(self) -> None:
         for name in list(self._running):

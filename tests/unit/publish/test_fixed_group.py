@@ -50,7 +50,7 @@ class Member:
         )
         _, size = await self.hub.manifest("job", version, url, None)
         assert size == 0, "it is known by now"
-        return fetched.wire_bytes - len(fetched.manifest.to_json())
+        return fetched.wire_bytes - len(fetched.manifest.to_bytes())
 
     def has(self, manifest: Manifest) -> bool:
         return all(self.hub.receiving.store.sound(ref.id) for ref in manifest.chunks)

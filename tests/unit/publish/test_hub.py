@@ -11,6 +11,7 @@ import aiohttp
 import numpy as np
 import pytest
 from aiohttp import web
+from msgspec import structs
 
 from rose.publish import Caps, FetchError, Hub, Receiving, VersionServer, fetch_version
 from rose.publish import download as download_module
@@ -144,7 +145,7 @@ async def cluster(
 
 
 def slow_link_bytes(origin: Origin) -> int:
-    return origin.manifest.wire_bytes + len(origin.manifest.to_json())
+    return origin.manifest.wire_bytes + len(origin.manifest.to_bytes())
 
 
 async def test_each_chunk_crosses_the_slow_link_once_for_any_number_of_nodes(
@@ -256,11 +257,13 @@ async def test_chunks_come_from_the_ranks_that_published_them(cluster: Cluster) 
     moved = origin.manifest.chunks[0].id
     other.store.put(origin.store.get(moved))
     tensor = origin.manifest.tensors[0]
-    theirs = tuple(replace(ref, origin=0 if ref.id == moved else None) for ref in tensor.chunks)
+    theirs = tuple(
+        structs.replace(ref, origin=0 if ref.id == moved else None) for ref in tensor.chunks
+    )
     manifest = replace(
-        origin.manifest, tensors=(replace(tensor, chunks=theirs),), origins=(other.url,)
+        origin.manifest, tensors=(structs.replace(tensor, chunks=theirs),), origins=(other.url,)
     ).signed(KEY)
-    origin.store.manifest_path(1).write_bytes(manifest.to_json())
+    origin.store.manifest_path(1).write_bytes(manifest.to_bytes())
     node = cluster.nodes[0]
     node.hub.enrol([node.url])
     await node.fetch(origin)

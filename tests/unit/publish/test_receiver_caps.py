@@ -145,7 +145,7 @@ def test_a_hold_ends_with_its_block(tmp_path: Path) -> None:
     with shelf.hold() as first, shelf.hold() as second:
         first.add("a")
         second.add("a")
-    assert shelf._holds == []
+    assert not shelf._holds
 
 
 async def test_what_arrives_is_worked_on_by_nice_threads(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ async def test_relays_with_fixed_members_share_the_origin(
         fetched = await fetch_version(
             hub, origin.url, "job", 1, KEY.verify_key, lambda _: None, set()
         )
-        assert fetched.wire_bytes == manifest.wire_bytes + len(manifest.to_json())
+        assert fetched.wire_bytes == manifest.wire_bytes + len(manifest.to_bytes())
         for relay in relays:
             mine = {r.id for r in manifest.chunks if order(members, r.id)[0] == relay.url}
             held = {path.name for path in relay.hub.receiving.store.chunks_dir.iterdir()}
@@ -114,6 +114,11 @@ def test_the_command_says_in_one_line_what_is_wrong(
     words = ["relay", "--store", str(tmp_path), "--origin", "http://o", "--job", "j"]
     assert rose(words) == 2
     assert "--port" in capsys.readouterr().err
+    assert rose([*words, "--port", "1"]) == 2
+    assert "--verify-key is missing" in capsys.readouterr().err
+    words.append("--unsigned")
+    assert rose([*words, "--port", "1", "--host", "0.0.0.0"]) == 2
+    assert "reached from other machines" in capsys.readouterr().err
     ca = tmp_path / "ca.pem"
     assert rose([*words, "--port", "1", "--ca", str(ca)]) == 2
     assert "all three or none" in capsys.readouterr().err
@@ -124,6 +129,7 @@ def test_the_command_says_in_one_line_what_is_wrong(
 
 def test_the_command_serves_until_it_is_told_to_stop(tmp_path: Path, unused_tcp_port: int) -> None:
     words = ["--store", str(tmp_path), "--origin", "http://127.0.0.1:9", "--job", "j"]
+    words.append("--unsigned")
     process = subprocess.Popen(
         [sys.executable, "-m", "rose.cli", "relay", *words, "--port", str(unused_tcp_port)],
         stderr=subprocess.PIPE,
@@ -145,7 +151,7 @@ async def test_a_relay_that_knows_nothing_yet_serves_a_late_joiner(
     await origin.start()
     port = unused_tcp_port_factory()
     async with (
-        Relay(tmp_path / "relay", origin.url, "job", "127.0.0.1", port) as relay,
+        Relay(tmp_path / "relay", origin.url, "job", "127.0.0.1", port, verify_key=None) as relay,
         aiohttp.ClientSession() as session,
     ):
         name = manifest.chunks[0].id

@@ -193,3 +193,19 @@ def test_a_token_comes_from_a_file_that_holds_one(tmp_path: Path) -> None:
         Credentials.read(path)
     path.write_text("secret\n")
     assert Credentials.read(path).token == "secret"
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.7", "::", ""])
+def test_other_machines_reach_weights_only_where_both_sides_prove_themselves(
+    tmp_path: Path, host: str
+) -> None:
+    store = ChunkStore(tmp_path / "store")
+    token_alone = Credentials(token="secret")
+    with pytest.raises(ConfigError, match="reached from other machines"):
+        VersionServer(store, 1, credentials=token_alone, host=host)
+    with pytest.raises(ConfigError, match="reached from other machines"):
+        Relay(tmp_path / "relay", "http://127.0.0.1:9", "job", host, 1, verify_key=None)
+    certified = Authority(tmp_path / "ca").issue("relay")
+    VersionServer(store, 1, credentials=certified, host=host)
+    VersionServer(store, 1, host=host, insecure=True)
+    VersionServer(store, 1, host="127.0.0.1")

@@ -1,6 +1,7 @@
 """A trainer's publication is durable, told to the scheduler, and outlives its restarts."""
 
 import asyncio
+import time
 from pathlib import Path
 
 import grpc.aio
@@ -13,7 +14,7 @@ from rose.publish import WeightPublisher, publisher
 from rose.rpc import rose_pb2 as pb
 from rose.rpc.channel import make_server
 from rose.rpc.rose_pb2_grpc import SchedulerServicer, add_SchedulerServicer_to_server
-from weight_transfer import ChunkStore, SigningKey, TensorBits
+from weight_transfer import ChunkStore, Publisher, SigningKey, TensorBits
 
 
 class StandInScheduler(SchedulerServicer):
@@ -87,3 +88,21 @@ async def test_without_a_scheduler_the_error_says_that_the_version_is_safe(
         with pytest.raises(UnavailableError, match="version 1 is published but"):
             await weights.publish(1, 0, _tensors(0), _tensors(1))
     assert ChunkStore(tmp_path).versions() == (1,)
+
+
+async def test_a_publisher_signs_its_newest_version_anew_before_that_expires(
+    tmp_path: Path,
+) -> None:
+    key, store = SigningKey.generate(), ChunkStore(tmp_path)
+    began_s = time.time()
+    before = Publisher(store, "job", "t", key, clock=lambda: began_s - 80_000.0)
+    soon_s = before.publish(1, 0, _tensors(0), _tensors(1)).expires_s
+    port = free_port()
+    server = await _serve(StandInScheduler(), port)
+    async with WeightPublisher("job", f"127.0.0.1:{port}", tmp_path, free_port(), key):
+        for _ in range(500):
+            if store.get_manifest(1).expires_s > soon_s:
+                break
+            await asyncio.sleep(0.01)
+    await server.stop(0)
+    assert store.get_manifest(1).expires_s >= began_s + 80_000.0

@@ -1,55 +1,31 @@
-from argparse import Namespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
-from asgi_client import AsgiExchange, exchange, settle
-from fake_async_llm import FakeAsyncLLM
 from fastapi import FastAPI
 
 from rose.replica.endpoint import ReplicaEndpoint
 from rose.replica.shortcut import GenerateShortcut
-from rose.replica.weights import ActivationError
+from tests.fakes.asgi_client import SECRET, settle
+from tests.fakes.async_llm import FakeAsyncLLM
+from tests.fakes.weight_ranks import Served
 from weight_transfer import WeightError, WrongBaseError
 
 TURN = {"request_id": "r", "token_ids": [1], "sampling": {"max_tokens": 8}}
 REPORT = {"version": 4, "digest_ok": True, "probe_ok": True}
 
 
-class Replica:
-    def __init__(self) -> None:
-        self.engine = FakeAsyncLLM()
-        self.endpoint = ReplicaEndpoint()
-        self.app = FastAPI()
-        self.endpoint.attach_router(self.app)
-
-    async def start(self) -> "Replica":
-        await self.endpoint.init_state(self.engine, self.app.state, Namespace(model="model"))
-        return self
-
-    def begin(self, path: str, body: object, method: str = "POST") -> AsgiExchange:
-        return exchange(self.app, f"/rose/v1/{path}", body, method)
-
-    async def ask(self, path: str, body: object, method: str = "POST") -> tuple[int, Any]:
-        answer = await self.begin(path, body, method).done()
-        return answer.status, answer.json
-
-    async def state(self) -> dict[str, Any]:
-        status, state = await self.ask("state", b"", "GET")
-        assert status == 200
-        return dict(state)
-
-
 @pytest.fixture
-async def replica(monkeypatch: pytest.MonkeyPatch) -> Replica:
+async def replica(monkeypatch: pytest.MonkeyPatch) -> Served:
     monkeypatch.setenv("ROSE_ROLE", "dedicated")
     monkeypatch.setenv("ROSE_REPLICA_ID", "d0")
-    return await Replica().start()
+    monkeypatch.setenv("ROSE_REPLICA_SECRET", SECRET)
+    return await Served(FakeAsyncLLM()).start()
 
 
-def fail_apply(replica: Replica, monkeypatch: pytest.MonkeyPatch, outcome: Any) -> None:
+def fail_apply(replica: Served, monkeypatch: pytest.MonkeyPatch, outcome: Any) -> None:
     async def apply(manifest: str, chunks: str, on_update: str) -> Any:
         assert on_update == "recompute"
         if isinstance(outcome, Exception):
@@ -74,7 +50,7 @@ def test_the_plugin_is_inert_outside_a_replica(
 
 
 async def test_a_lease_opens_a_drain_closes_and_an_old_lease_does_nothing(
-    replica: Replica,
+    replica: Served,
 ) -> None:
     assert (await replica.ask("generate", TURN))[0] == 503
     assert (await replica.ask("admit", {"epoch": 5}))[0] == 200
@@ -86,6 +62,7 @@ async def test_a_lease_opens_a_drain_closes_and_an_old_lease_does_nothing(
         "replica_id": "d0",
         "role": "dedicated",
         "policy_version": 0,
+        "proven": True,
         "admitting": True,
         "epoch": 5,
         "running": 1,
@@ -104,28 +81,24 @@ async def test_a_lease_opens_a_drain_closes_and_an_old_lease_does_nothing(
 
 
 @pytest.mark.parametrize(
-    ("outcome", "status", "still_admitting"),
+    ("outcome", "status"),
     [
-        (REPORT, 200, True),
-        (WrongBaseError("based on 7"), 409, True),
-        (WeightError("a chunk is damaged"), 422, True),
-        (REPORT | {"probe_ok": False}, 422, False),
-        (REPORT | {"digest_ok": False}, 422, False),
-        (ActivationError("broke off"), 422, False),
+        (REPORT, 200),
+        (WrongBaseError("based on 7"), 409),
+        (WeightError("a chunk is damaged"), 422),
     ],
 )
-async def test_unproven_weights_close_the_replica_and_nothing_else_does(
-    replica: Replica,
+async def test_a_version_that_is_refused_leaves_the_replica_open(
+    replica: Served,
     monkeypatch: pytest.MonkeyPatch,
     outcome: Any,
     status: int,
-    still_admitting: bool,
 ) -> None:
     await replica.ask("admit", {"epoch": 1})
     fail_apply(replica, monkeypatch, outcome)
     assert (await replica.ask("weights/apply", {"manifest": "m", "chunks": "c"}))[0] == status
-    assert (await replica.state())["admitting"] is still_admitting
-    assert (await replica.ask("admit", {"epoch": 2}))[0] == (200 if still_admitting else 409)
+    assert (await replica.state())["admitting"]
+    assert (await replica.ask("admit", {"epoch": 2}))[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -137,7 +110,7 @@ async def test_unproven_weights_close_the_replica_and_nothing_else_does(
     ],
 )
 async def test_a_flipped_weight_closes_the_replica(
-    replica: Replica,
+    replica: Served,
     monkeypatch: pytest.MonkeyPatch,
     outcome: Any,
     status: int,
@@ -150,18 +123,24 @@ async def test_a_flipped_weight_closes_the_replica(
 
     monkeypatch.setattr(replica.endpoint._weights, "audit", audit)
     await replica.ask("admit", {"epoch": 1})
+    turn = replica.begin("generate", TURN)
+    await settle()
+    replica.engine.step()
     assert (await replica.ask("weights/audit", b""))[0] == status
     assert (await replica.state())["admitting"] is still_admitting
+    if not still_admitting:
+        assert (await turn.done()).lines[-1] == {"finish_reason": "revoked"}
+    turn.leave()
 
 
-async def test_an_unknown_way_to_update_is_refused(replica: Replica) -> None:
+async def test_an_unknown_way_to_update_is_refused(replica: Served) -> None:
     body = {"manifest": "m", "chunks": "c", "on_update": "whenever"}
     assert (await replica.ask("weights/apply", body))[0] == 400
 
 
 @pytest.mark.parametrize("shortcut", [False, True])
 async def test_a_turn_passes_the_servers_middleware_only_with_the_shortcut(
-    replica: Replica, shortcut: bool
+    replica: Served, shortcut: bool
 ) -> None:
     seen: list[str] = []
 
@@ -180,3 +159,59 @@ async def test_a_turn_passes_the_servers_middleware_only_with_the_shortcut(
     assert (await replica.ask("admit", {"epoch": 1}))[0] == 200
     turn = ["/rose/v1/generate"] if not shortcut else []
     assert seen == [*turn, "/rose/v1/admit"]
+
+
+@pytest.mark.parametrize(
+    "said", [{}, {"Authorization": "Bearer "}, {"Authorization": f"Basic {SECRET}"}]
+)
+@pytest.mark.parametrize("path", ["admit", "drain", "weights/apply", "weights/audit"])
+async def test_control_is_for_who_bears_the_secret(
+    replica: Served, path: str, said: dict[str, str]
+) -> None:
+    replica.headers = said
+    status, answer = await replica.ask(path, {"epoch": 1, "chunks": "c"})
+    assert (status, answer["error"]["type"]) == (401, "no_secret")
+    state = await replica.state()
+    assert (state["admitting"], state["epoch"]) == (False, 0)
+
+
+async def test_an_engine_without_a_secret_is_controlled_by_nobody(
+    replica: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ROSE_REPLICA_SECRET")
+    replica.headers = {"Authorization": "Bearer "}
+    assert (await replica.ask("admit", {"epoch": 1}))[0] == 401
+
+
+async def test_an_epoch_that_no_lease_can_have_changes_nothing(replica: Served) -> None:
+    for epoch in (-1, 1 << 62, 1 << 70, 1.5, "1", None):
+        assert (await replica.ask("admit", {"epoch": epoch}))[0] == 400
+    assert (await replica.ask("admit", {"epoch": 1 << 40}))[0] == 200, "leases outlive engines"
+    for path in ("admit", "drain"):
+        assert (await replica.ask(path, {"epoch": (1 << 40) + (1 << 20) + 1}))[0] == 400
+    assert (await replica.ask("admit", {"epoch": (1 << 40) + 1}))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("admit", b'{"epoch":1,"reason":"' + b"x" * (300 << 10) + b'"}', 413),
+        ("generate", b" " * (5 << 20), 413),
+        ("admit", b"[" * 100_000, 400),
+        ("generate", b'{"request_id":' + b"[" * 100_000, 400),
+        ("drain", b'{"epoch":1,"reason":"\xff"}', 400),
+        ("weights/apply", b'{"chunks":"c","manifests":[1]}', 400),
+        ("generate", TURN | {"token_ids": [-1]}, 400),
+        ("generate", TURN | {"token_ids": [1 << 40]}, 400),
+        ("generate", TURN | {"priority": 1 << 70}, 400),
+        ("generate", TURN | {"sampling": {"seed": 1 << 64}}, 400),
+        ("generate", TURN | {"sampling": {"temperature": -1}}, 400),
+        ("generate", TURN | {"sampling": {"top_p": 0}}, 400),
+        ("generate", TURN | {"sampling": {"max_tokens": -1}}, 400),
+    ],
+)
+async def test_what_no_caller_may_send_is_refused(
+    replica: Served, path: str, body: object, status: int
+) -> None:
+    await replica.ask("admit", {"epoch": 1})
+    assert (await replica.ask(path, body))[0] == status

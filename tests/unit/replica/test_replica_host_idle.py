@@ -1,43 +1,81 @@
+"""New weights wait for an idle host, and for as long as they may; then they are not taken."""
+
+import asyncio
 from pathlib import Path
 
 import pytest
 
-from executor import ControlPage, HostState
-from rose.replica import host_idle
+from executor import ControlPage
+from rose.replica.host_idle import HostBusyError, HostPatience, wait_host_idle
+from tests.seated_host import SeatedHost
+
+PATIENCE_S = 0.02
 
 
 @pytest.fixture
 def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ControlPage:
     monkeypatch.setenv("ROSE_ROLE", "guest")
     monkeypatch.setenv("ROSE_CONTROL_PAGE", str(tmp_path / "page"))
-    monkeypatch.setattr(host_idle, "PATIENCE_S", 0.02)
     return ControlPage.create(tmp_path / "page")
 
 
 async def test_an_idle_host_lets_the_switch_begin_at_once(page: ControlPage) -> None:
-    page.host.write(HostState())
-    assert await host_idle.wait_host_idle()
+    SeatedHost(page).tell()
+    await wait_host_idle(PATIENCE_S)
 
 
-async def test_a_busy_host_delays_the_switch_by_no_more_than_the_bound(
-    page: ControlPage, caplog: pytest.LogCaptureFixture
-) -> None:
-    page.host.write(HostState(running=1))
-    assert not await host_idle.wait_host_idle()
-    assert "not idle" in caplog.text
+async def test_a_busy_host_gets_no_new_weights_beside_it(page: ControlPage) -> None:
+    SeatedHost(page).tell(running=1)
+    with pytest.raises(HostBusyError, match="ask again later"):
+        await wait_host_idle(PATIENCE_S)
 
 
-async def test_a_missing_page_is_told_and_delays_nothing(
+async def test_a_host_that_becomes_idle_lets_them_begin(page: ControlPage) -> None:
+    host = SeatedHost(page)
+    host.tell(running=1)
+    waiting = asyncio.create_task(wait_host_idle(5.0))
+    await asyncio.sleep(PATIENCE_S)
+    assert not waiting.done()
+    host.tell()
+    await waiting
+
+
+async def test_an_idle_state_without_a_host_counts_as_busy(page: ControlPage) -> None:
+    gone = SeatedHost(page)
+    gone.tell()
+    gone.close()
+    with pytest.raises(HostBusyError):
+        await wait_host_idle(PATIENCE_S)
+
+
+async def test_a_missing_page_is_told_and_taken_for_a_busy_host(
     monkeypatch: pytest.MonkeyPatch, page: ControlPage, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("ROSE_CONTROL_PAGE", f"{page.path}.gone")
-    assert not await host_idle.wait_host_idle()
+    began_s = asyncio.get_running_loop().time()
+    with pytest.raises(HostBusyError):
+        await wait_host_idle(PATIENCE_S)
+    assert asyncio.get_running_loop().time() - began_s >= PATIENCE_S
     assert "cannot open" in caplog.text
 
 
 async def test_a_replica_without_host_does_not_wait(
     monkeypatch: pytest.MonkeyPatch, page: ControlPage
 ) -> None:
-    page.host.write(HostState(running=1))
+    SeatedHost(page).tell(running=1)
     monkeypatch.setenv("ROSE_ROLE", "dedicated")
-    assert await host_idle.wait_host_idle()
+    await wait_host_idle(PATIENCE_S)
+
+
+async def test_patience_is_spent_over_all_waits(page: ControlPage) -> None:
+    host = SeatedHost(page)
+    host.tell()
+    patience = HostPatience(PATIENCE_S)
+    for _ in range(50):
+        await patience.wait()
+    host.tell(running=1)
+    with pytest.raises(HostBusyError):
+        await patience.wait()
+    host.tell()
+    # Nothing is left to wait with, and nothing is needed.
+    await patience.wait()

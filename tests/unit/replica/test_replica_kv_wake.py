@@ -89,3 +89,28 @@ async def test_a_replica_without_a_host_is_left_alone(
     waker = KvWaker(Core())
     waker.start()
     waker.stop()
+
+
+async def test_whatever_a_core_raises_the_next_look_wakes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Moody(Core):
+        async def is_paused(self) -> bool:
+            self.woken += 1
+            if self.woken == 1:
+                raise RuntimeError("unheard of")
+            recovered.set()
+            return False
+
+    monkeypatch.setenv("ROSE_ROLE", "guest")
+    monkeypatch.setenv("ROSE_CONTROL_PAGE", str(tmp_path / "page"))
+    recovered = asyncio.Event()
+    with ControlPage.create(tmp_path / "page") as page:
+        page.guest.write(GuestState(granules_total=9, granules_mapped=9))
+        page.grant.write(Grant(kv_granule_cap=4))
+        waker = KvWaker(Moody())
+        waker.start()
+        async with asyncio.timeout(5.0):
+            await recovered.wait()
+        waker.stop()
+    assert "unheard of" in caplog.text

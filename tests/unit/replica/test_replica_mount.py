@@ -8,8 +8,6 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from asgi_client import exchange
-from fake_async_llm import FakeAsyncLLM
 from fastapi import FastAPI
 from starlette.types import Message
 
@@ -17,6 +15,8 @@ import rose.replica.mount
 from rose.replica.endpoint import ReplicaEndpoint
 from rose.replica.mount import EndpointMount
 from rose.replica.shortcut import STATE_NAME, GenerateShortcut
+from tests.fakes.asgi_client import exchange
+from tests.fakes.async_llm import FakeAsyncLLM
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -87,3 +88,12 @@ async def test_the_end_of_a_request_forgets_it_and_a_dead_engine_is_told() -> No
 def test_an_engine_has_one_book() -> None:
     engine = Engine()
     assert stamps_of(engine) is stamps_of(engine)
+
+
+def test_the_book_of_an_engine_does_not_keep_it() -> None:
+    engine = Engine()
+    stamps_of(engine)
+    gone = weakref.ref(engine)
+    del engine
+    gc.collect()
+    assert gone() is None

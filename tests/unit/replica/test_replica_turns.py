@@ -7,8 +7,6 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from asgi_client import AsgiExchange, exchange, settle
-from fake_async_llm import FakeAsyncLLM, logprob_of
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -17,6 +15,8 @@ from rose.replica.admission import Admission
 from rose.replica.generate import GenerateApp
 from rose.replica.turns import Turns
 from rose.replica.wire import MAX_BODY_BYTES
+from tests.fakes.asgi_client import AsgiExchange, exchange, settle
+from tests.fakes.async_llm import FakeAsyncLLM, logprob_of
 
 PATH = "/rose/v1/generate"
 BODY = {"request_id": "r", "token_ids": [1, 2, 3], "sampling": {"max_tokens": 8}}

@@ -8,12 +8,12 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from fake_async_llm import FakeAsyncLLM
 from vllm.v1.engine import FinishReason
 
 from executor import ControlPage, GuestState
 from executor.vllm.settings import WARM_UP
 from rose.replica.warm_up import Sizes, WarmUp
+from tests.fakes.async_llm import FakeAsyncLLM
 
 
 class Rig:

@@ -179,6 +179,6 @@ class Trainer:
         return found
 
     def receive(self, manifest: Manifest) -> None:
-        received = Manifest.from_json(manifest.to_json())
+        received = Manifest.from_bytes(manifest.to_bytes())
         staged = self.receiver.stage(received, self.chunks(received), KEY.verify_key, 0.0)
         self.receiver.commit(staged)

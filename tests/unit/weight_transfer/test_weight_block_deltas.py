@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 from safetensors.torch import load_file, save_file
 
 from weight_transfer.applying import apply_deltas
@@ -35,7 +36,9 @@ def rewritten(delta: Delta, out: Path, old: torch.Tensor, new: torch.Tensor, cut
     for name, blob in blobs.items():
         places[name] = len(raw), len(blob)
         raw += blob
-    tensors = tuple(replace(t, chunks=refs) if t.name == "w" else t for t in delta.index.tensors)
+    tensors = tuple(
+        structs.replace(t, chunks=refs) if t.name == "w" else t for t in delta.index.tensors
+    )
     index = replace(delta.index, tensors=tensors, blobs=places).to_bytes()
     out.write_bytes(raw + index + tail_of(len(raw), index))
     return out
@@ -72,7 +75,8 @@ def test_blocks_that_overlap_in_a_delta_are_refused(
     root, _, delta, old, new = files
     good = Delta.open(rewritten(delta, root / "blocks.delta", old, new, 7)).index
     tensors = tuple(
-        replace(t, chunks=(t.chunks[0], t.chunks[0])) if t.chunks else t for t in good.tensors
+        structs.replace(t, chunks=(t.chunks[0], t.chunks[0])) if t.chunks else t
+        for t in good.tensors
     )
     index = replace(good, tensors=tensors, blobs={}).to_bytes()
     bad = root / "bad.delta"

@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 from weight_cases import stepped, steps, tensor
 
 from weight_transfer.blocks import Block, tiling_fault
 from weight_transfer.chunk import HEADER, chunk_id, decode_chunk, encode_block, parse_header
 from weight_transfer.codec import Level
 from weight_transfer.digest import MODULUS, block_part, digest_of
+from weight_transfer.envelope import HEAD_BYTES
 from weight_transfer.errors import ChunkFormatError, ManifestError, TensorFormatError
 from weight_transfer.manifest import CODEC, Manifest, TensorUpdate, check_tiling, hex_digest
 from weight_transfer.receiver import Receiver
@@ -72,7 +74,7 @@ def test_any_tiling_carries_every_bit(
     old, new = step
     update, chunks = encoded_step(old, new, split(old.rows, old.row_elements, where), level)
     manifest = manifest_of(update)
-    assert Manifest.from_json(manifest.to_json()) == manifest
+    assert Manifest.from_bytes(manifest.to_bytes()) == manifest
     receiver = Receiver({old.name: old})
     staged = receiver.stage(manifest, chunks, KEY.verify_key, 0.0)
     for staged_tensor in staged.tensors:
@@ -142,13 +144,13 @@ def test_what_passes_covers_each_weight_once(tiles: list[Rectangle]) -> None:
 def test_many_blocks_are_checked_in_time_even_in_the_worst_order() -> None:
     strips = [((0, 7), (at, at + 1)) for at in range(100_000)]
     cells = [((row, row + 1), (at, at + 1)) for row in range(300) for at in range(300)]
-    began_s = time.perf_counter()
+    began_s = time.thread_time()
     assert tiling_fault(7, 100_000, strips) == ""
     assert tiling_fault(300, 300, cells) == ""
     assert tiling_fault(1 << 62, 1 << 62, [((0, 1), (0, 1 << 61))] * 100_000) != ""
     Random(1).shuffle(cells)
     assert tiling_fault(300, 300, cells) != ""
-    assert time.perf_counter() - began_s < 5
+    assert time.thread_time() - began_s < 5
 
 
 def test_a_tensor_without_weights_is_tiled_by_its_rows() -> None:
@@ -165,19 +167,24 @@ HALVES: list[Rectangle] = [((0, 8), (0, 5)), ((0, 8), (5, 10))]
 def test_an_overlap_and_a_gap_in_a_manifest_are_refused() -> None:
     update, _ = encoded_step(OLD, NEW, HALVES, Level.FAST)
     left, right = update.chunks
-    for chunks in [(left,), (left, left), (right, left), (left, replace(right, columns=(4, 10)))]:
+    for chunks in [
+        (left,),
+        (left, left),
+        (right, left),
+        (left, structs.replace(right, columns=(4, 10))),
+    ]:
         with pytest.raises(ManifestError, match=r"w \(8, 10\): chunks do not tile it"):
-            check_tiling(replace(update, chunks=chunks))
-        raw = manifest_of(replace(update, chunks=chunks)).to_json()
+            check_tiling(structs.replace(update, chunks=chunks))
+        raw = manifest_of(structs.replace(update, chunks=chunks)).to_bytes()
         with pytest.raises(ManifestError):
-            Manifest.from_json(raw)
+            Manifest.from_bytes(raw)
 
 
 def test_a_manifest_that_swaps_two_blocks_is_refused() -> None:
     update, chunks = encoded_step(OLD, NEW, HALVES, Level.FAST)
     left, right = update.chunks
-    swapped = (replace(left, id=right.id), replace(right, id=left.id))
-    manifest = manifest_of(replace(update, chunks=swapped))
+    swapped = (structs.replace(left, id=right.id), structs.replace(right, id=left.id))
+    manifest = manifest_of(structs.replace(update, chunks=swapped))
     receiver = Receiver({"w": OLD})
     with pytest.raises(ChunkFormatError, match="its manifest says otherwise"):
         receiver.stage(manifest, chunks, KEY.verify_key, 0.0)
@@ -207,23 +214,20 @@ def test_whole_rows_say_nothing_of_columns() -> None:
     encoded = chunks[update.chunks[0].id]
     assert encoded[HEADER.size - 8 : HEADER.size] == bytes(8)
     assert parse_header(encoded).columns is None
-    assert set(json.loads(manifest_of(update).to_json())["tensors"][0]["chunks"][0]) == {
-        "id",
-        "rows",
-        "codec",
-        "encoded_bytes",
-        "changed",
-    }
+    _, line = manifest_of(update).to_bytes()[HEAD_BYTES:].splitlines()
+    assert json.loads(line)[-1][0][-2:] == [None, None]
 
 
 def test_origins_travel_and_are_checked() -> None:
     update, chunks = encoded_step(OLD, NEW, HALVES, Level.FAST)
-    refs = replace(update.chunks[0], origin=1), update.chunks[1]
-    manifest = manifest_of(replace(update, chunks=refs))
+    refs = structs.replace(update.chunks[0], origin=1), update.chunks[1]
+    manifest = manifest_of(structs.replace(update, chunks=refs))
     told = replace(manifest, origins=("http://a:1", "http://b:1")).signed(KEY)
-    assert Manifest.from_json(told.to_json()) == told
+    assert Manifest.from_bytes(told.to_bytes()) == told
     Receiver({"w": OLD}).stage(told, chunks, KEY.verify_key, 0.0)
     with pytest.raises(ManifestError, match="origin that is not listed"):
-        Manifest.from_json(manifest.to_json())
+        Manifest.from_bytes(manifest.to_bytes())
     with pytest.raises(ManifestError):
-        Manifest.from_json(manifest_of(replace(update, shape=(8, *[1] * 99, 10))).to_json())
+        Manifest.from_bytes(
+            manifest_of(structs.replace(update, shape=(8, *[1] * 99, 10))).to_bytes()
+        )

@@ -1,12 +1,13 @@
 """Catch-up takes the fewest bytes, and nothing that a reader may need is ever deleted."""
 
 import itertools
+import tracemalloc
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weight_transfer.catalog import MOST_DELTAS, Catalog, Lease, Plan, Published
+from weight_transfer.catalog import MOST_DELTAS, MOST_LEASED, Catalog, Lease, Plan, Published
 from weight_transfer.errors import CatalogError
 
 
@@ -88,3 +89,33 @@ def test_no_other_way_is_cheaper_and_what_is_kept_is_enough(
     assert kept.plan(None, newest).wire_bytes == catalog.plan(None, newest).wire_bytes
     gone = catalog.needed([Lease("reader", held, 10.0)], 11.0)
     assert gone.deltas == set(catalog.plan(None, newest).deltas)
+
+
+def test_a_long_chain_is_planned_in_memory_and_time_of_its_length() -> None:
+    """A catalog comes from outside: the way through it costs what it weighs, not its square."""
+    length = 50_000
+    catalog = chain(*[1] * length)
+    tracemalloc.start()
+    try:
+        assert catalog.newest == length
+        plan = catalog.plan(None, length)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert plan == Plan(0, tuple(range(1, length + 1)), 1000 + length)
+    assert peak < 1_000 * length
+
+
+def test_leases_keep_no_more_than_the_newest_versions() -> None:
+    """A reader that names version 0 again and again cannot fill the publisher's disk."""
+    length = 10 * MOST_LEASED
+    bases = dict.fromkeys(range(16, length, 16), 1000)
+    catalog = chain(*[1] * length, bases=bases)
+    needed = catalog.needed([Lease("reader", 0, 10.0)], 9.0)
+    assert needed.deltas == set(range(length - MOST_LEASED + 1, length + 1))
+    assert min(needed.bases) >= length - MOST_LEASED
+    kept = Catalog(
+        {v: size for v, size in catalog.bases.items() if v in needed.bases},
+        tuple(delta for delta in catalog.deltas if delta.version in needed.deltas),
+    )
+    assert kept.plan(0, length).base is not None, "whoever is that far behind takes a base"

@@ -2,21 +2,23 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rose.bench.weights.synthetic import adam_step, rate_for
+from weight_transfer import compact as compact_module
 from weight_transfer.chunk import decode_chunk, encode_chunk
 from weight_transfer.codec import Encoding, Level
 from weight_transfer.compact import decode_compact, encode_compact
 from weight_transfer.errors import ChunkFormatError
+from weight_transfer.kernels import classes as kernels
+from weight_transfer.kernels import ranges
 from weight_transfer.kernels.cpu import CPU
 from weight_transfer.tensors import WeightClass
 
 KINDS = {1: WeightClass(3, 4), 2: WeightClass(7, 8), 4: WeightClass(23, 8), 8: WeightClass(52, 8)}
 
 
-@settings(max_examples=60)
 @given(
     st.sampled_from(sorted(KINDS)),
     st.sampled_from([1, 2, 63, 65_535, 65_536, 65_537, 70_001]),
@@ -88,3 +90,34 @@ def test_damaged_payloads_are_refused_or_decoded_inside_the_rows(data: st.DataOb
     assert change.indices.size == chunk.header.changed
     assert change.indices.max() < old.bits.size
     assert (np.diff(change.indices) > 0).all()
+
+
+@pytest.mark.parametrize("changed", [2, 40])
+def test_gaps_that_together_pass_the_end_are_refused_at_once(changed: int) -> None:
+    """Each gap may be as long as the weights, not all together: work is bounded by what is there.
+
+    The second gap already ends it, whatever the others would say: its unary part is never read.
+    """
+    size = 1 << 16
+    old = np.full(size, 0x3F80, "<u2")
+    gaps = np.full(changed, size - 1, np.uint32)
+    codes = np.full(changed, 2, np.uint16)
+    coded, raw = compact_module._entropy_coded(gaps, codes, [slice(0, changed)], [0])
+    kind = 0x3F80 >> 7
+    payload = b"".join(
+        (
+            compact_module._HEAD.pack(7, 8, kind, kind, 1, coded.size, raw.size),
+            compact_module._CLASS.pack(kind, 0, changed),
+            coded.tobytes(),
+            raw.tobytes(),
+        )
+    )
+    state, bits = np.zeros(5, np.int64), np.zeros(3, np.int64)
+    ranges.begin(state, coded)
+    odds, seen = ranges.contexts(kernels.CONTEXTS)
+    out = np.zeros(changed, np.uint32), np.zeros(changed, np.uint16)
+    wrong = kernels.decode_class(*out, 0, size, state, coded, bits, raw, odds, seen)
+    assert wrong == kernels.WRONG
+    assert np.count_nonzero(out[0]) <= 2, "nothing after the gap that passes the end is decoded"
+    with pytest.raises(ChunkFormatError, match="a gap or a change that cannot be"):
+        decode_compact(memoryview(payload), changed, old)

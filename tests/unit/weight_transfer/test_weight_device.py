@@ -31,7 +31,10 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 def cases(**environment: str) -> None:
     options = ("-q", "-p", "no:cacheprovider", "--no-header", "--timeout=300")
-    done = run("-m", "pytest", *options, str(HERE / "device_cases.py"), **environment)
+    # The project's plugins, and no others: each takes time to import.
+    plugins = ("-p", "pytest_timeout", "-p", "pytest_asyncio.plugin")
+    command = ("-m", "pytest", *plugins, *options, str(HERE / "device_cases.py"))
+    done = run(*command, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1", **environment)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     summary = done.stdout.strip().splitlines()[-1]
     assert "passed" in summary

@@ -19,7 +19,7 @@ from weight_transfer.kernels.processor import processor_of
 from weight_transfer.vllm.staging import Decoded, Staging
 
 
-class StandInDevice(TorchDispatchMode):
+class LoggedDevice(TorchDispatchMode):
     """Host memory that notes what is done to it, in order; launches do what kernels would."""
 
     def __init__(self) -> None:
@@ -58,8 +58,8 @@ class StandInDevice(TorchDispatchMode):
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> StandInDevice:
-    made = StandInDevice()
+def device(monkeypatch: pytest.MonkeyPatch) -> LoggedDevice:
+    made = LoggedDevice()
     monkeypatch.setattr(exchange, "order_of", lambda device: made)
     monkeypatch.setattr(exchange, "launch", made.launch)
     monkeypatch.setattr(exchange, "uploaded", made.uploaded)
@@ -84,7 +84,7 @@ def live_of(made: list[Change[DeviceBits]]) -> list[int]:
     return [int(change.target.flat.sum()) for change in made]
 
 
-def test_staging_goes_beside_the_engine_and_launches_nothing(device: StandInDevice) -> None:
+def test_staging_goes_beside_the_engine_and_launches_nothing(device: LoggedDevice) -> None:
     made = changes(3, 100)
     processor_of(*(change.target for change in made)).stage(made, 1 << 20)
     assert device.log == ["aside", "upload", "upload", "upload", "ended aside"]
@@ -92,7 +92,7 @@ def test_staging_goes_beside_the_engine_and_launches_nothing(device: StandInDevi
 
 
 def test_under_the_pause_the_device_is_waited_for_before_and_nothing_is_between_launches(
-    device: StandInDevice,
+    device: LoggedDevice,
 ) -> None:
     made = changes(3, 100)
     staged = exchange.stage(made, 1 << 20)
@@ -105,7 +105,7 @@ def test_under_the_pause_the_device_is_waited_for_before_and_nothing_is_between_
 
 
 def test_beyond_what_is_granted_pieces_pass_through_one_slot_that_is_there_before_the_pause(
-    device: StandInDevice,
+    device: LoggedDevice,
 ) -> None:
     made = changes(3, 450)
     staged = exchange.stage(made, 4000)
@@ -120,7 +120,7 @@ def test_beyond_what_is_granted_pieces_pass_through_one_slot_that_is_there_befor
     assert live_of(made) == [0, 0, 0]
 
 
-def test_a_device_without_room_is_one_line_and_nothing_is_written(device: StandInDevice) -> None:
+def test_a_device_without_room_is_one_line_and_nothing_is_written(device: LoggedDevice) -> None:
     device.room = 5000
     made = changes(3, 450)
     with pytest.raises(DeviceMemoryError) as refused:
@@ -132,7 +132,7 @@ def test_a_device_without_room_is_one_line_and_nothing_is_written(device: StandI
 
 
 def test_an_update_that_found_no_room_stays_refused_and_the_next_one_is_free_to_come(
-    device: StandInDevice,
+    device: LoggedDevice,
 ) -> None:
     device.room = 0
 

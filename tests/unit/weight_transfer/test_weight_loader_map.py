@@ -4,7 +4,7 @@ import loader_cases as cases
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from loader_cases import (
     FakeEngineModel,
@@ -196,7 +196,6 @@ def test_permuted_values_fail_the_audit(base: dict[str, TensorBits], staged: Sta
 dims = st.lists(st.integers(1, 5), min_size=1, max_size=3)
 
 
-@settings(max_examples=80, deadline=None)
 @given(st.data(), dims)
 def test_any_nested_view_is_followed_both_ways(data: st.DataObject, shape: list[int]) -> None:
     """A rectangle finds exactly the positions of its view, whatever slices and order made it."""

@@ -6,9 +6,21 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
+from weight_transfer import manifest as manifest_module
+from weight_transfer.envelope import HEAD_BYTES, Envelope, Kind
 from weight_transfer.errors import ManifestError, SignatureError
-from weight_transfer.manifest import CODEC, ChunkRef, Manifest, OnUpdate, TensorUpdate
+from weight_transfer.manifest import (
+    CODEC,
+    MAX_MANIFEST_BYTES,
+    MOST_LINE_BYTES,
+    ChunkRef,
+    Manifest,
+    OnUpdate,
+    TensorUpdate,
+    expiry_of,
+)
 from weight_transfer.signing import SigningKey
 
 KEY = SigningKey.from_hex("01" * 32)
@@ -24,7 +36,7 @@ MANIFEST = Manifest("job", 2, 1, CODEC, "trainer", 10.0, 20.5, TENSORS).signed(K
 
 
 def test_json_round_trip_keeps_everything() -> None:
-    assert Manifest.from_json(MANIFEST.to_json()) == MANIFEST
+    assert Manifest.from_bytes(MANIFEST.to_bytes()) == MANIFEST
     assert MANIFEST.wire_bytes == 164
     assert MANIFEST.changed == 7
 
@@ -32,18 +44,18 @@ def test_json_round_trip_keeps_everything() -> None:
 @pytest.mark.parametrize("how", OnUpdate)
 def test_what_becomes_of_turns_in_flight_is_signed_too(how: OnUpdate) -> None:
     manifest = replace(MANIFEST, on_update=how).signed(KEY)
-    read = Manifest.from_json(manifest.to_json())
+    read = Manifest.from_bytes(manifest.to_bytes())
     read.verify(KEY.verify_key)
     assert read.on_update is how
     if how is not OnUpdate.RECOMPUTE:
         with pytest.raises(SignatureError):
             replace(read, on_update=OnUpdate.RECOMPUTE).verify(KEY.verify_key)
         with pytest.raises(ManifestError):
-            Manifest.from_json(manifest.to_json().replace(how.value.encode(), b"whenever"))
+            Manifest.from_bytes(manifest.to_bytes().replace(how.value.encode(), b"whenever"))
 
 
 def test_a_chunk_used_twice_crosses_the_wire_once() -> None:
-    twice = replace(TENSORS[0], name="v")
+    twice = structs.replace(TENSORS[0], name="v")
     assert replace(MANIFEST, tensors=(*TENSORS, twice)).wire_bytes == 164
 
 
@@ -54,9 +66,9 @@ def test_a_chunk_used_twice_crosses_the_wire_once() -> None:
         replace(MANIFEST, parent=0),
         replace(MANIFEST, expires_s=1e9),
         replace(MANIFEST, tensors=TENSORS[:1]),
-        replace(MANIFEST, signature=""),
-        replace(MANIFEST, signature="zz"),
-        replace(MANIFEST, signature="00" * 64),
+        replace(MANIFEST, signature=b""),
+        replace(MANIFEST, signature=b"zz"),
+        replace(MANIFEST, signature=bytes(64)),
     ],
 )
 def test_any_alteration_breaks_the_signature(altered: Manifest) -> None:
@@ -79,33 +91,113 @@ def test_a_key_survives_its_file_and_is_private(tmp_path: Path) -> None:
 @given(st.binary(max_size=200))
 def test_garbage_is_refused(raw: bytes) -> None:
     with pytest.raises(ManifestError):
-        Manifest.from_json(raw)
+        Manifest.from_bytes(raw)
+
+
+def lines_of(manifest: Manifest) -> list[Any]:
+    return [json.loads(line) for line in manifest.to_bytes()[HEAD_BYTES:].splitlines()]
+
+
+def manifest_from(lines: list[Any], key: SigningKey | None = None) -> bytes:
+    payload = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+    envelope = Envelope(Kind.MANIFEST, payload)
+    return (envelope.signed(key) if key else envelope).to_bytes()
+
+
+W, FROZEN = 1, 2  # Lines of the two tensors; the first one is of the version.
+CHUNKS_AT = 5
 
 
 @pytest.mark.parametrize(
     ("path", "value"),
     [
-        (["version"], -1),
-        (["version"], True),
-        (["version"], 1.5),
-        (["created_s"], "now"),
-        (["tensors"], {}),
-        (["tensors", 0, "chunks", 0, "id"], "../../etc/passwd"),
-        (["tensors", 0, "chunks", 0, "id"], "AB" * 32),
-        (["tensors", 0, "chunks", 0, "rows"], [0]),
-        (["tensors", 0, "chunks", 0, "rows"], [0, 4]),
-        (["tensors", 0, "chunks", 1, "rows"], [5, 9]),
-        (["tensors", 0, "chunks"], []),
-        (["tensors", 1, "name"], "w"),
-        (["tensors", 1, "digest_after"], "12"),
-        (["signature"], None),
+        ([0, "version"], -1),
+        ([0, "version"], True),
+        ([0, "version"], 1.5),
+        ([0, "version"], 1 << 63),
+        ([0, "created_s"], "now"),
+        ([0, "expires_s"], float("inf")),
+        ([0, "expires_s"], float("nan")),
+        ([0, "tensors"], 1),
+        ([0, "tensors"], 3),
+        ([0, "tensors"], 1 << 40),
+        ([0, "more"], "of it"),
+        ([W, CHUNKS_AT, 0, 0], "../../etc/passwd"),
+        ([W, CHUNKS_AT, 0, 0], "AB" * 32),
+        ([W, CHUNKS_AT, 0, 0], "ab" * 32 + "\n"),
+        ([W, CHUNKS_AT, 0, 1], [0]),
+        ([W, CHUNKS_AT, 0, 1], [0, 4]),
+        ([W, CHUNKS_AT, 1, 1], [5, 9]),
+        ([W, CHUNKS_AT], []),
+        ([W, CHUNKS_AT], {}),
+        ([FROZEN, 0], "w"),
+        ([FROZEN, 4], "12"),
+        ([FROZEN], {}),
+        ([FROZEN], []),
     ],
 )
 def test_fields_of_the_wrong_kind_are_refused(path: list[Any], value: object) -> None:
-    plain = json.loads(MANIFEST.to_json())
-    spot = plain
+    lines = lines_of(MANIFEST)
+    assert Manifest.from_bytes(manifest_from(lines, KEY), KEY.verify_key) == replace(
+        MANIFEST, signature=Manifest.from_bytes(manifest_from(lines, KEY)).signature
+    )
+    spot: Any = lines
     for step in path[:-1]:
         spot = spot[step]
     spot[path[-1]] = value
     with pytest.raises(ManifestError):
-        Manifest.from_json(json.dumps(plain).encode())
+        Manifest.from_bytes(manifest_from(lines))
+
+
+def test_nothing_is_parsed_before_the_signature_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever cannot sign does not reach a decoder, whatever it sends."""
+    parsed: list[bytes] = []
+
+    def watched(line: bytes) -> object:
+        parsed.append(line)
+        raise AssertionError
+
+    monkeypatch.setattr(manifest_module, "_read_head", watched)
+    monkeypatch.setattr(manifest_module, "_read_tensor", watched)
+    stranger = SigningKey.generate()
+    for raw in (MANIFEST.signed(stranger).to_bytes(), manifest_from([[[]] * 9])):
+        with pytest.raises(SignatureError):
+            Manifest.from_bytes(raw, KEY.verify_key)
+    assert parsed == []
+
+
+def test_a_signature_of_one_kind_is_none_of_another() -> None:
+    """A signed catalog cannot be handed in as a manifest, nor the other way round."""
+    payload = MANIFEST.to_bytes()[HEAD_BYTES:]
+    other = Envelope(Kind.CATALOG, payload).signed(KEY)
+    with pytest.raises(SignatureError):
+        Envelope(Kind.MANIFEST, payload, other.signature).verify(KEY.verify_key)
+    with pytest.raises(ManifestError, match="not a manifest"):
+        Manifest.from_bytes(other.to_bytes(), KEY.verify_key)
+
+
+def test_bounds_hold_for_readers_and_for_whoever_signs() -> None:
+    """What no node would take is refused at the trainer, in a line that says what to do."""
+    line = json.dumps(["w", "bfloat16", [8], "0" * 16, "0" * 16, []]).encode()
+    for payload in (
+        b"x" * (MOST_LINE_BYTES + 2),
+        lines_of(MANIFEST)[0]["job"].encode() + b"\n" * 9,
+        b"[" * MOST_LINE_BYTES + b"\n",
+        line,
+    ):
+        with pytest.raises(ManifestError):
+            Manifest.from_bytes(Envelope(Kind.MANIFEST, payload).to_bytes())
+    with pytest.raises(ManifestError, match="are allowed"):
+        Manifest.from_bytes(bytes(MAX_MANIFEST_BYTES + 1))
+    rows = range(6_000)
+    chunks = tuple(ChunkRef("ab" * 32, (row, row + 1), "sparse", 100, 7) for row in rows)
+    wide = TensorUpdate("w", "bfloat16", (len(rows), 4), "0" * 16, "1" * 16, chunks)
+    with pytest.raises(ManifestError, match="larger chunks"):
+        replace(MANIFEST, tensors=(wide,)).signed(KEY)
+
+
+def test_when_a_manifest_expires_is_read_from_its_first_line() -> None:
+    assert expiry_of(MANIFEST.to_bytes()) == MANIFEST.expires_s
+    for raw in (b"", b"{}", MANIFEST.to_bytes()[:80]):
+        with pytest.raises(ManifestError):
+            expiry_of(raw)

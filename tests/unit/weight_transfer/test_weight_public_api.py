@@ -1,5 +1,4 @@
 import weight_transfer
-import weight_transfer.torch
 
 PUBLIC = """
 Block
@@ -72,5 +71,7 @@ def test_the_public_names_are_pinned() -> None:
 
 
 def test_what_torch_trainers_call_is_pinned() -> None:
+    import weight_transfer.torch
+
     assert weight_transfer.torch.__all__ == ["ShardedPublisher", "local_weights", "state_pieces"]
     assert all(hasattr(weight_transfer.torch, name) for name in weight_transfer.torch.__all__)

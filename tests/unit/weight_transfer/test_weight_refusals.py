@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec import structs
 from weight_cases import model, next_model, tensor
 
 from weight_transfer.digest import digest_of
@@ -45,7 +46,7 @@ def assert_whole(receiver: Receiver, wanted: Model, version: int) -> None:
 
 def with_tensor(manifest: Manifest, which: str, **changes: object) -> Manifest:
     def changed(one: TensorUpdate) -> TensorUpdate:
-        return replace(one, **changes) if one.name == which else one
+        return structs.replace(one, **changes) if one.name == which else one
 
     return replace(manifest, tensors=tuple(map(changed, manifest.tensors))).signed(KEY)
 
@@ -93,7 +94,7 @@ WRONG: dict[str, tuple[Callable[[Manifest], Manifest], float, type[WeightError],
         WrongBaseError,
         "version 9 builds on 8, active is 0",
     ),
-    "no signature": (lambda m: replace(m, signature=""), NOW_S, SignatureError, "trainer"),
+    "no signature": (lambda m: replace(m, signature=b""), NOW_S, SignatureError, "trainer"),
     "another's signature": (
         lambda m: m.signed(SigningKey.from_hex("55" * 32)),
         NOW_S,

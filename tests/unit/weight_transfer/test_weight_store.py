@@ -1,9 +1,17 @@
+import os
+from functools import partial
 from pathlib import Path
 
 import pytest
 from weight_cases import model, next_model
 
-from weight_transfer.errors import ChunkDigestError, ChunkMissingError, StoreError
+from weight_transfer.errors import (
+    ChunkDigestError,
+    ChunkMissingError,
+    ManifestError,
+    SignatureError,
+    StoreError,
+)
 from weight_transfer.publisher import Publisher
 from weight_transfer.signing import SigningKey
 from weight_transfer.store import ChunkStore
@@ -56,3 +64,55 @@ def test_no_temporary_file_is_left(tmp_path: Path) -> None:
     store = ChunkStore(tmp_path)
     store.put(b"x")
     assert [p.name for p in store.chunks_dir.iterdir() if p.name.startswith(".")] == []
+
+
+def test_what_is_stored_is_its_owners_alone(tmp_path: Path) -> None:
+    """Weights are the job's secret, whatever the process's umask or an older version left."""
+    (tmp_path / "s" / "chunks").mkdir(parents=True, mode=0o755)
+    before = os.umask(0o022)
+    try:
+        old, store = model(1), ChunkStore(tmp_path / "s")
+        publisher(store).publish(1, 0, old, next_model(old, 5))
+        with store.open_part("ab" * 32) as part:
+            part.write(b"some")
+        _, path = store.put(b"hello"), store.part_path("cd" * 32)
+        with store.open_part(path.name) as part:
+            part.write(b"more")
+            store.adopt(path.name, part)
+    finally:
+        os.umask(before)
+    folders = [tmp_path / "s" / name for name in ("chunks", "parts", "manifests")]
+    files = [path for folder in folders for path in folder.iterdir()]
+    assert len(files) > 3
+    assert {path.stat().st_mode & 0o777 for path in folders} == {0o700}
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
+
+
+def test_the_newest_version_is_signed_anew_before_it_expires(tmp_path: Path) -> None:
+    """A job whose last version is a day old still takes a replica that starts now."""
+    now_s = [100.0]
+    old, store = model(1), ChunkStore(tmp_path)
+    new = next_model(old, 5)
+    trainer = Publisher(store, "job", "t", KEY, lifetime_s=60.0, clock=lambda: now_s[0])
+    first = trainer.publish(1, 0, old, new)
+    trainer.publish_base(1, new)
+    now_s[0] += 29.0
+    assert trainer.renew() == ()
+    now_s[0] += 41.0
+    assert trainer.renew() == (1, 1), "its delta and its base"
+    for base in (False, True):
+        renewed = store.get_manifest(1, base=base)
+        renewed.verify(KEY.verify_key)
+        assert renewed.expires_s == now_s[0] + 60.0
+    assert store.put_manifest(first).is_file(), "a copy that was signed earlier changes nothing"
+    assert store.get_manifest(1).expires_s == now_s[0] + 60.0
+
+
+def test_only_what_this_key_signed_for_this_job_is_signed_anew(tmp_path: Path) -> None:
+    old, store = model(1), ChunkStore(tmp_path)
+    publisher(store).publish(1, 0, old, next_model(old, 5))
+    late = partial(Publisher, store, clock=lambda: 1e9)
+    with pytest.raises(SignatureError):
+        late("job", "t", SigningKey.generate()).renew()
+    with pytest.raises(ManifestError, match="not of other"):
+        late("other", "t", KEY).renew()

@@ -1,6 +1,8 @@
 """Real ranks: `fully_shard` and DTensors over gloo, each process publishing its own shard."""
 
+import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -20,30 +22,38 @@ from weight_transfer import (
 )
 from weight_transfer.torch import ShardedPublisher
 
-# Its ranks are started once.
-pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("torch_ranks")]
+pytestmark = pytest.mark.timeout(300)
 KEY = SigningKey.from_hex("09" * 32)
-RUN_S = 240.0
 
 
-def run(root: Path, ranks: int, *scenarios: str, dies: tuple[int, ...] = ()) -> None:
-    """Run `ranks` processes on the loopback device; all must end well but those that die."""
-    script = Path(__file__).with_name("torch_rank_main.py")
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    processes = []
-    for rank in range(ranks):
-        log = (root / f"{ranks}-{rank}.log").open("wb")
-        command = [sys.executable, str(script), str(rank), str(ranks), str(root), *scenarios]
-        processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
-    try:
-        codes = [process.wait(RUN_S) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    said = [(root / f"{ranks}-{rank}.log").read_text()[-1500:] for rank in range(ranks)]
-    wanted = [9 if rank in dies else 0 for rank in range(ranks)]
-    assert codes == wanted, "\n".join(said)
+class Crews:
+    """Ranks on the loopback device, a few processes at a time."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("torch_rank_main.py")), str(root)],
+            env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            process_group=0,
+        )
+
+    def run(self, ranks: int, *scenarios: str, dies: tuple[int, ...] = ()) -> None:
+        """Run `ranks` processes; all must end well but those that die."""
+        assert self._process.stdin
+        assert self._process.stdout
+        self._process.stdin.write(f"{ranks} {' '.join(scenarios)}\n")
+        self._process.stdin.flush()
+        codes = json.loads(self._process.stdout.readline())
+        said = [(self._root / f"{ranks}-{rank}.log").read_text()[-1500:] for rank in range(ranks)]
+        assert codes == [9 if rank in dies else 0 for rank in range(ranks)], "\n".join(said)
+
+    def end(self) -> None:
+        """All of its group, where something hangs."""
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.communicate()
 
 
 def received(folder: Path, versions: int, *, stores: int = 0) -> list[Manifest]:
@@ -84,9 +94,13 @@ def assert_equal(receiver: Receiver, path: Path) -> None:
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All that four ranks publish, until one dies; then what two ranks do in their place."""
     root = tmp_path_factory.mktemp("ranks")
-    run(root, 4, "fsdp", "hsdp", "fsdp_tp", "dtensors", "faults", "death", dies=(3,))
-    assert ChunkStore(root / "death").versions() == ()
-    run(root, 2, "restart", "pair")
+    crews = Crews(root)
+    try:
+        crews.run(4, "fsdp", "hsdp", "fsdp_tp", "dtensors", "faults", "death", dies=(3,))
+        assert ChunkStore(root / "death").versions() == ()
+        crews.run(2, "restart", "pair")
+    finally:
+        crews.end()
     return root
 
 

@@ -1,11 +1,16 @@
-"""One rank of a trainer, run by test_weight_torch_ranks.py: RANK RANKS ROOT SCENARIO…
+"""Ranks of a trainer, run by test_weight_torch_ranks.py. argv: ROOT.
+
+Each line on standard input, RANKS SCENARIO…, is answered with how its ranks ended, a JSON list of
+exit codes. Ranks are forked from this process: torch is imported once, which takes seconds.
 
 The tests' only gathering is `gathered`: what the dense weights should be.
 """
 
+import json
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,7 +42,9 @@ from weight_transfer.torch import ShardedPublisher, state_pieces
 from weight_transfer.torch.group import Ranks
 
 KEY = SigningKey.from_hex("09" * 32)
-RANK, RANKS, ROOT = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+ROOT = Path(sys.argv[1])
+# Of this process, once it is a rank.
+RANK = RANKS = 0
 State = dict[str, torch.Tensor]
 
 
@@ -247,12 +254,38 @@ def scenario_restart() -> None:
     save(where / "1.safetensors", gathered(model.state_dict()))
 
 
-if __name__ == "__main__":
+def forked(rank: int, ranks: int, scenarios: list[str]) -> int:
+    """Start one rank; returns its process."""
+    global RANK, RANKS
+    if pid := os.fork():
+        return pid
+    RANK, RANKS = rank, ranks
+    log = os.open(ROOT / f"{ranks}-{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    try:
+        run(scenarios)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def run(scenarios: list[str]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{ROOT}/rendezvous-{RANKS}", rank=RANK, world_size=RANKS
     )
-    for name in sys.argv[4:]:
+    for name in scenarios:
         globals()[f"scenario_{name}"]()
     dist.barrier()
     dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    for line in sys.stdin:
+        count, *names = line.split()
+        pids = [forked(rank, int(count), names) for rank in range(int(count))]
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+        sys.stdout.write(json.dumps(codes) + "\n")
+        sys.stdout.flush()

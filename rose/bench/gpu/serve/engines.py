@@ -59,6 +59,10 @@ class ServingEngines:
         """Address of an engine."""
         return f"http://127.0.0.1:{self._ports[name]}"
 
+    def headers(self, name: str) -> dict[str, str]:
+        """What it asks for of whoever controls it."""
+        return self.running[name].headers
+
     def pid(self, name: str) -> int | None:
         """Its API process while it runs."""
         engine = self.running.get(name)
@@ -109,6 +113,7 @@ class ServingEngines:
             control_page=self.page,
             orphan_s=ORPHAN_S,
             verify_key=self.key.verify_key.hex,
+            weights_dir=self.folder,
             warm_up_s=WARM_UP_S,
             stream_interval=STREAM_INTERVAL,
         )

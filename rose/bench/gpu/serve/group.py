@@ -14,7 +14,6 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +36,6 @@ def measure_all(
     seconds: float,
     folders: tuple[Path, Path],
     answer: Answer,
-    *,
-    known_weights: bool = False,
 ) -> None:
     """Measure as many of the pieces as fit into `seconds`, in order, at least the first.
 
@@ -46,11 +43,7 @@ def measure_all(
     the engines' start, failed; pieces before it have been answered.
     """
     until_s = time.monotonic() + seconds - END_S
-    asyncio.run(_measure(pieces, sizes, Device(place), until_s, folders, answer, known_weights))
-
-
-measure_updates = partial(measure_all, known_weights=True)
-"""The same for pieces whose guest gets new weights: that takes a minute more to start."""
+    asyncio.run(_measure(pieces, sizes, Device(place), until_s, folders, answer))
 
 
 async def _measure(
@@ -60,12 +53,12 @@ async def _measure(
     until_s: float,
     folders: tuple[Path, Path],
     answer: Answer,
-    known_weights: bool,
 ) -> None:
     logs, kept = folders
     # Raw records and logs of these engines alone.
     folder = logs / f"engines-{os.getpid()}"
     folder.mkdir(parents=True)
+    known_weights = any(piece.known_weights for piece in pieces)
     async with opened_session(
         sizes.serving, device, folder, kept, until_s, known_weights=known_weights
     ) as session:

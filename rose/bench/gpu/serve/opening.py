@@ -24,7 +24,7 @@ from rose.bench.gpu.serve.session import ServingSession
 from rose.bench.gpu.serve.sizes import ServingSizes
 from rose.bench.gpu.serve.weights_file import write_weights
 from rose.engines import Device
-from rose.eventlog import JsonlLog
+from rose.eventlog import KEEP_ALL, JsonlLog
 from rose.load.protocol import LoadConfig
 from rose.process import ProcessSpec
 from rose.talker import Talker
@@ -78,7 +78,8 @@ async def opened_session(
         http = await stack.enter_async_context(_http())
         player = Player(
             sizes.seed, sizes.guest_load, engines, page, granting, load, http,
-            JsonlLog(folder / BLOCKS), insist_empty=True, empty_patience_s=EMPTY_PATIENCE_S,
+            JsonlLog(folder / BLOCKS, KEEP_ALL),
+            insist_empty=True, empty_patience_s=EMPTY_PATIENCE_S,
         )  # fmt: skip
         session = ServingSession(
             sizes, folder, until_s, key, engines, page, config, http, player,

@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,7 @@ class StampedTurns:
     http: aiohttp.ClientSession
     url: str
     output_tokens: int
+    headers: Mapping[str, str] = field(default_factory=dict)
     tokens: Counter[int] = field(default_factory=Counter)
     across: int = 0
     turns: int = 0
@@ -69,5 +71,5 @@ class StampedTurns:
     async def _post(self, path: str, body: object) -> tuple[int, str]:
         timeout = aiohttp.ClientTimeout(total=TURN_TIMEOUT_S)
         url = f"{self.url}/rose/v1/{path}"
-        async with self.http.post(url, json=body, timeout=timeout) as answer:
+        async with self.http.post(url, json=body, timeout=timeout, headers=self.headers) as answer:
             return answer.status, await answer.text()

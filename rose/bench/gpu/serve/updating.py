@@ -41,7 +41,12 @@ async def updates(session: ServingSession, seconds: float) -> Measured:
     session.say("version 0 is read and changed")
     versions = await asyncio.to_thread(GuestVersions, weights, folder, key, sizes.seed)
     cell = await session.cell(BUSY, "poisson")
-    turns = StampedTurns(session.http, session.engines.url(GUEST), sizes.guest_load.output_tokens)
+    turns = StampedTurns(
+        session.http,
+        session.engines.url(GUEST),
+        sizes.guest_load.output_tokens,
+        session.engines.headers(GUEST),
+    )
     first = await _without_host(session, versions, turns)
     reports: list[dict[str, Any]] = []
     during: list[BlockRecord] = []
@@ -78,7 +83,9 @@ async def _without_host(
     session.say(f"version 1 is published after {published['publish_s']:.1f} s")
     session.player.rule(ARM)
     playing = asyncio.create_task(turns.run())
-    applying = asyncio.create_task(versions.apply(session.http, session.engines.url(GUEST)))
+    applying = asyncio.create_task(
+        versions.apply(session.http, session.engines.url(GUEST), session.engines.headers(GUEST))
+    )
     try:
         # Turns end by themselves only when the guest does not take them any more.
         await asyncio.wait({playing, applying}, return_when=asyncio.FIRST_COMPLETED)
@@ -114,7 +121,9 @@ async def _update(
 ) -> tuple[dict[str, Any], list[BlockRecord]]:
     """One update under load; its report and the blocks that were played meanwhile."""
     published = await asyncio.to_thread(versions.publish)
-    applying = asyncio.create_task(versions.apply(session.http, session.engines.url(GUEST)))
+    applying = asyncio.create_task(
+        versions.apply(session.http, session.engines.url(GUEST), session.engines.headers(GUEST))
+    )
     blocks: list[BlockRecord] = []
     try:
         while not blocks or not applying.done():

@@ -39,7 +39,9 @@ class GuestVersions:
             "wire_bytes": manifest.wire_bytes,
         }
 
-    async def apply(self, http: aiohttp.ClientSession, url: str) -> dict[str, Any]:
+    async def apply(
+        self, http: aiohttp.ClientSession, url: str, headers: Mapping[str, str]
+    ) -> dict[str, Any]:
         """Have the guest apply the newest one; its report. Raises PieceError in one line."""
         body = {
             "manifest": str(self._store.manifest_path(self.published)),
@@ -49,7 +51,7 @@ class GuestVersions:
         began_s = time.monotonic()
         try:
             async with http.post(
-                f"{url}/rose/v1/weights/apply", json=body, timeout=timeout
+                f"{url}/rose/v1/weights/apply", json=body, timeout=timeout, headers=headers
             ) as answer:
                 report: dict[str, Any] = await answer.json()
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:

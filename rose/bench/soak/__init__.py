@@ -1,0 +1,1 @@
+"""A gateway kept busy with turns that end in every way: memory, descriptors, silences."""

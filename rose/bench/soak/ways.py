@@ -1,0 +1,148 @@
+"""The ways in which a turn of the soak can end, how often each, and what each is answered with."""
+
+import asyncio
+import json
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rose.bench.soak.caller import HUNG_UP, Answer, Caller
+
+GENERATE = "/inference/v1/generate"
+ABORT = "/inference/v1/abort_requests"
+TOKENS, LONG = 16, 100_000
+# Names come again, as those of trajectories do: what is kept by name is bounded, and full early.
+SESSIONS, GROUPS = 256, 256
+# Turns of one request of the storm: asking must not cost more than timing out does.
+STORM_SAMPLES = 4
+
+
+class Asker:
+    """One of the callers that are busy all the time: `other` is for what a turn needs besides."""
+
+    def __init__(self, port: int, dice: random.Random) -> None:
+        self.turns, self.other, self.dice = Caller(port), Caller(port), dice
+
+    def body(self, name: str, number: int, max_tokens: int = TOKENS, **fields: Any) -> bytes:  # noqa: ANN401 - JSON
+        """One request; `name` says to the engine what becomes of it."""
+        dice = self.dice
+        sampling = {"max_tokens": max_tokens, "logprobs": 0, **fields.pop("sampling", {})}
+        asked = {
+            "request_id": f"{name}-{number}",
+            "session_id": f"s{dice.randrange(SESSIONS)}",
+            "token_ids": [dice.randrange(90) for _ in range(32)],
+            "sampling_params": sampling,
+        }
+        return json.dumps({**asked, **fields}).encode()
+
+    async def ask(self, asked: bytes, **how: Any) -> Answer:  # noqa: ANN401 - as Caller.ask
+        """One turn."""
+        return await self.turns.ask(GENERATE, asked, **how)
+
+    def close(self) -> None:
+        """Leave."""
+        self.turns.hang_up()
+        self.other.hang_up()
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """`share` of all requests go this way, in parts of the sum; any of `statuses` is right.
+
+    One request is `turns` turns.
+    """
+
+    name: str
+    share: float
+    statuses: tuple[int, ...]
+    go: Callable[[Asker, int], Awaitable[Answer]]
+    turns: int = 1
+
+
+def _plain(name: str, **fields: Any) -> Callable[[Asker, int], Awaitable[Answer]]:  # noqa: ANN401 - JSON
+    async def go(asker: Asker, number: int) -> Answer:
+        return await asker.ask(asker.body(name, number, **fields))
+
+    return go
+
+
+async def _late(asker: Asker, number: int) -> Answer:
+    return await asker.ask(asker.body("late", number, LONG, timeout_s=0.005))
+
+
+async def _late_samples(asker: Asker, number: int) -> Answer:
+    many = {"n": STORM_SAMPLES}
+    return await asker.ask(asker.body("late", number, LONG, timeout_s=0.005, sampling=many))
+
+
+async def _late_stream(asker: Asker, number: int) -> Answer:
+    return await asker.ask(asker.body("late", number, LONG, timeout_s=0.005, stream=True))
+
+
+async def _hung_up(asker: Asker, number: int) -> Answer:
+    return await asker.ask(asker.body("left", number, LONG), hang_up_after_s=0.005)
+
+
+async def _hung_up_stream(asker: Asker, number: int) -> Answer:
+    asked = asker.body("left", number, LONG, stream=True)
+    return await asker.ask(asked, hang_up_at=b"data: ")
+
+
+async def _resumed(asker: Asker, number: int) -> Answer:
+    asked = asker.body("resumed", number, 64, stream=True)
+    await asker.ask(asked, hang_up_at=b"data: ")
+    return await asker.ask(asked)
+
+
+async def _twice(asker: Asker, number: int) -> Answer:
+    asked = asker.body("twice", number)
+    await asker.ask(asked)
+    return await asker.ask(asked)
+
+
+async def _aborted(asker: Asker, number: int) -> Answer:
+    turn = asyncio.ensure_future(asker.ask(asker.body("aborted", number, LONG)))
+    names = json.dumps({"request_ids": [f"aborted-{number}"]}).encode()
+    done: set[asyncio.Future[Answer]] = set()
+    while not done:
+        done, _ = await asyncio.wait({turn}, timeout=0.02)
+        # Until it is known there: the other connection may be read first.
+        await asker.other.ask(ABORT, names)
+    return turn.result()
+
+
+async def _group(asker: Asker, number: int) -> Answer:
+    group = {"group_id": f"g{number % GROUPS}", "group_size": 2, "hedges": 1}
+    sampling = {"n": 2}
+    return await asker.ask(asker.body("group", number, 64, sampling=sampling, **group))
+
+
+WAYS = (
+    Way("whole", 36, (200,), _plain("whole")),
+    Way("streamed", 18, (200,), _plain("streamed", stream=True)),
+    Way("samples", 2, (200,), _plain("samples", sampling={"n": 3}), turns=3),
+    Way("group with copies", 1, (200,), _group, turns=2),
+    Way("asked again", 2, (200,), _twice),
+    Way("left and resumed", 1, (200,), _resumed),
+    Way("deadline", 12, (504,), _late),
+    # 200 where tokens were streamed before.
+    Way("deadline, streamed", 6, (504, 200), _late_stream),
+    Way("caller hangs up", 8, (HUNG_UP,), _hung_up),
+    Way("caller hangs up, streamed", 6, (HUNG_UP,), _hung_up_stream),
+    Way("aborted", 2, (409,), _aborted),
+    Way("version never comes", 1, (409,), _plain("version", min_version=9)),
+    Way("bad input", 3, (400,), _plain("bad", sampling={"temperature": -1})),
+    Way("refused by replica", 1, (400,), _plain("refused")),
+    # A replica that failed rests for half a second: more of these, and none were left.
+    Way("revoked by replica", 0.15, (200,), _plain("revoked")),
+    Way("revoked again and again", 0.05, (200,), _plain("revoked_again")),
+    Way("replica drains", 0.15, (200,), _plain("draining")),
+    Way("replica answers 500", 0.1, (200,), _plain("faulty")),
+    Way("replica dies", 0.1, (200,), _plain("dies")),
+    Way("replica talks nonsense", 0.1, (200,), _plain("garbage")),
+    Way("replica goes silent", 0.1, (200,), _plain("silent")),
+    Way("all replicas fail", 0.02, (503,), _plain("failing")),
+)
+# What the storm is made of.
+LATE = Way("deadline", 1, (504,), _late_samples, turns=STORM_SAMPLES)

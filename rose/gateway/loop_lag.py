@@ -1,0 +1,91 @@
+"""How long the event loop lets everybody wait: a task that sees how much too late it is woken.
+
+What holds the loop up holds up every token of every stream, and nothing else shows it.
+"""
+
+import asyncio
+import time
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+TICK_S = 0.01
+BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+# The maxima are of so many seconds before now.
+WINDOW_S = 10
+METRIC = "rose_gateway_loop_lag_seconds"
+
+
+class _Second(NamedTuple):
+    """The worst of one second of the clock."""
+
+    at: int
+    lag_s: float
+    busy_s: float
+
+
+class LoopLag:
+    """Lags of one event loop; `watch` it in a task of that loop.
+
+    `clock`: monotonic seconds; `worked`: seconds of processor time of the loop's thread.
+    """
+
+    __slots__ = ("_clock", "_counts", "_seconds", "_sum_s", "_worked")
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        worked: Callable[[], float] = time.thread_time,
+    ) -> None:
+        self._clock = clock
+        self._worked = worked
+        self._counts = [0] * (len(BOUNDS_S) + 1)
+        self._sum_s = 0.0
+        self._seconds: deque[_Second] = deque()
+
+    @property
+    def max_s(self) -> float:
+        """The longest lag of the last `WINDOW_S`."""
+        return max((second.lag_s for second in self._recent()), default=0.0)
+
+    @property
+    def busy_max_s(self) -> float:
+        """The longest lag of the last `WINDOW_S` for which the loop itself had the processor.
+
+        Much less than `max_s`: it was others on the machine that kept the loop from running, or it
+        waited in a call that blocks.
+        """
+        return max((second.busy_s for second in self._recent()), default=0.0)
+
+    async def watch(self) -> None:
+        """Note lags until cancelled."""
+        while True:
+            due_s, worked_s = self._clock() + TICK_S, self._worked()
+            await asyncio.sleep(TICK_S)
+            lag_s = max(0.0, self._clock() - due_s)
+            self.note(lag_s, min(lag_s, self._worked() - worked_s))
+
+    def note(self, lag_s: float, busy_s: float) -> None:
+        """A tick came `lag_s` too late; for `busy_s` of them the loop's thread was running."""
+        self._counts[bisect_left(BOUNDS_S, lag_s)] += 1
+        self._sum_s += lag_s
+        now = int(self._clock())
+        if self._seconds and self._seconds[-1].at == now:
+            last = self._seconds.pop()
+            lag_s, busy_s = max(lag_s, last.lag_s), max(busy_s, last.busy_s)
+        self._seconds.append(_Second(now, lag_s, busy_s))
+        while self._seconds[0].at < now - WINDOW_S:
+            self._seconds.popleft()
+
+    def exposition(self) -> Sequence[str]:
+        """The histogram of all lags since start, in Prometheus' text format."""
+        lines, below = [f"# TYPE {METRIC} histogram"], 0
+        for bound, count in zip((*map(str, BOUNDS_S), "+Inf"), self._counts, strict=True):
+            below += count
+            lines.append(f'{METRIC}_bucket{{le="{bound}"}} {below}')
+        return [*lines, f"{METRIC}_sum {self._sum_s:.6f}", f"{METRIC}_count {below}"]
+
+    def _recent(self) -> list[_Second]:
+        oldest = int(self._clock()) - WINDOW_S
+        return [second for second in self._seconds if second.at >= oldest]

@@ -1,0 +1,53 @@
+"""Bounds of what peers may say: no name, figure or number of things from outside is believed.
+
+Names are refused and never cut, since two long ones could become one. Texts that only people read
+are cut. Every refusal is a `ConfigError`, the line that its peer gets.
+"""
+
+import math
+from collections.abc import Sized
+
+from elastic_scheduler.offer import MAX_NAME_CHARS, MAX_VERSION
+from rose.errors import ConfigError
+
+# A node runs an engine or a few; a gateway folds the jobs of its turns into 64.
+MAX_REPLICAS = 256
+MAX_JOBS = 256
+MAX_SWITCHES = 4_096
+MAX_TEXT_CHARS = 512
+# Of telemetry: latencies, windows, shares.
+MAX_FIGURE = 1e9
+
+
+def checked_name(name: str, whose: str) -> str:
+    """Return a name that logs, keys and tables can hold."""
+    if not 0 < len(name) <= MAX_NAME_CHARS or not name.isprintable():
+        raise ConfigError(
+            f"{whose} is {name[:40]!r}; give a name of 1 to {MAX_NAME_CHARS} printable characters"
+        )
+    return name
+
+
+def cut_text(text: str) -> str:
+    """Return as much of a text as people will read."""
+    return text[:MAX_TEXT_CHARS]
+
+
+def check_number(things: Sized, most: int, whose: str) -> None:
+    """Refuse more than `most` of them at once."""
+    if len(things) > most:
+        raise ConfigError(f"{whose}: {len(things)} at once; send at most {most}")
+
+
+def checked_version(version: int, whose: str) -> int:
+    """Return a policy version that counts up from here for ever."""
+    if not 0 <= version <= MAX_VERSION:
+        raise ConfigError(f"{whose} is {version}; give one of 0 to 2^53")
+    return version
+
+
+def checked_figure(value: float, whose: str, most: float = MAX_FIGURE) -> float:
+    """Return a measured figure that is one."""
+    if not (math.isfinite(value) and 0 <= value <= most):
+        raise ConfigError(f"{whose} is {value}; send a figure of 0 to {most:.0f}")
+    return value

@@ -1,0 +1,118 @@
+"""A worker process: `python -m rose.texts.worker`, one job at a time over its standard streams."""
+
+import os
+import resource
+import signal
+import sys
+from typing import Any, BinaryIO
+
+import msgspec
+from tokenizers import Tokenizer
+
+from rose.texts.jobs import (
+    Chat,
+    Decode,
+    Done,
+    Job,
+    Refused,
+    Setup,
+    decode_job,
+    decode_setup,
+    frame,
+    packed,
+    read_frame,
+    unpacked,
+)
+from rose.texts.template import compile_template, render
+
+MAX_REASON_CHARS = 300
+
+
+class TextService:
+    """Does jobs with one tokenizer."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._tokenizer: Any = Tokenizer.from_str(setup.tokenizer)
+        self._setup = setup
+        self._template = None if setup.template is None else compile_template(setup.template)
+
+    def answer(self, job: Job) -> Done | Refused:
+        """A job's answer; whatever it raises is a refusal."""
+        try:
+            return self._do(job)
+        except MemoryError:
+            return Refused("the text needs more memory than one text may have", last=True)
+        except Exception as error:  # noqa: BLE001 - templates are programs and raise what they like
+            reason = " ".join(str(error).split())[:MAX_REASON_CHARS]
+            subject = "the chat template refuses the messages" if isinstance(job, Chat) else "text"
+            return Refused(f"{subject}: {reason or type(error).__name__}")
+
+    def _do(self, job: Job) -> Done | Refused:
+        if isinstance(job, Decode):
+            ids = unpacked(job.token_ids)
+            return Done(text=str(self._tokenizer.decode(ids, skip_special_tokens=False)))
+        if isinstance(job, Chat):
+            texts, special = [self._rendered(job)], False
+        else:
+            texts, special = job.texts, job.add_special_tokens
+        found = [self._tokenizer.encode(text, add_special_tokens=special) for text in texts]
+        strings = [str(token) for token in found[0].tokens] if job.strings else None
+        return Done([packed(each.ids) for each in found], strings)
+
+    def _rendered(self, job: Chat) -> str:
+        if self._template is None:
+            raise ValueError("this tokenizer has none: use /v1/completions")
+        messages = msgspec.json.decode(job.messages, type=list[dict[str, Any]])
+        if not messages:
+            raise ValueError("messages is empty: send at least one")
+        return render(
+            self._template,
+            messages,
+            {**self._setup.special, **job.variables},
+            add_generation_prompt=job.add_generation_prompt,
+            continue_final_message=job.continue_final_message,
+            max_chars=self._setup.max_chars,
+        )
+
+
+def serve(jobs: BinaryIO, answers: BinaryIO) -> None:
+    """Do jobs until there are no more."""
+    first = read_frame(jobs)
+    if first is None:
+        return
+    setup = decode_setup(first)
+    service = TextService(setup)
+    _limit_memory(setup.memory_bytes)
+    _send(answers, Done())
+    while (data := read_frame(jobs)) is not None:
+        # The pool kills what takes longer than `time_s`; should it be gone, this does.
+        signal.setitimer(signal.ITIMER_REAL, 2 * setup.time_s)
+        answer = service.answer(decode_job(data))
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        _send(answers, answer)
+        if isinstance(answer, Refused) and answer.last:
+            return
+
+
+def _send(answers: BinaryIO, answer: Done | Refused) -> None:
+    answers.write(frame(answer))
+    answers.flush()
+
+
+def _limit_memory(more_bytes: int) -> None:
+    """Let the address space grow by so much from now on; no core is written of what dies of it."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        now = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (now + more_bytes, now + more_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def main() -> None:
+    """Serve over the standard streams; nothing else may write to them."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    serve(sys.stdin.buffer, answers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""Waiting for what another process does, with a bound that says what was missing."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+
+def until(check: Callable[[], object], within_s: float, what: str, every_s: float = 0.002) -> float:
+    """Seconds until `check` held."""
+    began_s = time.monotonic()
+    while not check():
+        assert time.monotonic() - began_s < within_s, f"not within {within_s} s: {what}"
+        time.sleep(every_s)
+    return time.monotonic() - began_s
+
+
+async def until_async(
+    check: Callable[[], object], within_s: float, what: str, every_s: float = 0.002
+) -> float:
+    """The same beside other tasks of the loop."""
+    began_s = time.monotonic()
+    while not check():
+        assert time.monotonic() - began_s < within_s, f"not within {within_s} s: {what}"
+        await asyncio.sleep(every_s)
+    return time.monotonic() - began_s

@@ -1,0 +1,46 @@
+"""The engines of the pool, as modules name them in `pytest.mark.engines`."""
+
+from pool import PoolSpec
+
+from rose.engines import EngineRole
+
+MIB = 1 << 20
+TOKENS_ONLY = "--skip-tokenizer-init"
+# One that finds a stand-in for a GPU's pages: small enough that rollouts fill granules.
+STANDIN_PAGE = 128 << 10
+
+LEFT, RIGHT = (
+    PoolSpec(name, EngineRole.DEDICATED, stream_interval=4, args=(TOKENS_ONLY,))
+    for name in ("left", "right")
+)
+"""Two dedicated replicas."""
+
+HOST = PoolSpec("host", EngineRole.HOST, page="shared", args=(TOKENS_ONLY,))
+GUEST = PoolSpec(
+    "guest",
+    EngineRole.GUEST,
+    page="shared",
+    # More than the gibibyte that it is to return.
+    kv_bytes=1280 * MIB,
+    stream_interval=4,
+    weights=True,
+    args=(TOKENS_ONLY, "--generation-config=vllm"),
+)
+"""A host and its guest, on one page."""
+
+SWAPPED = PoolSpec(
+    "swapped",
+    EngineRole.GUEST,
+    page="swapped",
+    kv_bytes=48 * MIB,
+    kv_backend="cuda",
+    standin_cuda=True,
+    args=(TOKENS_ONLY, "--worker-cls=standin_gpu_worker.StandInGpuWorker"),
+    environ=(("STANDIN_CUDA_PAGE", str(STANDIN_PAGE)),),
+)
+"""A guest whose KV cache is pages of a GPU's driver, as far as it can tell."""
+
+# One can be asked for tokens and logprobs as the gateway is, to compare with.
+ONE = PoolSpec("one", EngineRole.STOCK, served="policy", args=("--enable-scale-out",))
+TWO = PoolSpec("two", EngineRole.STOCK, served="policy")
+"""Two engines without ROSE."""

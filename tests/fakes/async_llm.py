@@ -1,0 +1,87 @@
+"""AsyncLLM without an engine core: vLLM's own output processing, steps scripted by the test."""
+
+import asyncio
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+from vllm.v1.outputs import LogprobsLists
+
+
+def logprob_of(token: int) -> float:
+    return -token / 4
+
+
+class FakeAsyncLLM:
+    """Every step gives each request its next token: 0, 1, 2, … with logprob -token / 4."""
+
+    def __init__(self, stream_interval: int = 1) -> None:
+        self.output_processor = OutputProcessor(
+            None, log_stats=False, stream_interval=stream_interval
+        )
+        self.vllm_config = SimpleNamespace(
+            cache_config=SimpleNamespace(num_gpu_blocks=4, block_size=32),
+            scheduler_config=SimpleNamespace(max_num_seqs=6, max_num_batched_tokens=64),
+            model_config=SimpleNamespace(max_model_len=100, get_vocab_size=lambda: 96),
+        )
+        self.model_config = self.vllm_config.model_config
+        self.weight_version: str | None = "default"
+        self.prompts: list[Mapping[str, Any]] = []
+        self.parameters: list[SamplingParams] = []
+        self.core_aborts: list[str] = []
+        self.resets, self.resets_after = 0, 1
+        self.refuse_with: Exception | None = None
+        self.adding = asyncio.Event()
+        self.adding.set()
+
+    async def add_request(
+        self, request_id: str, prompt: Any, params: SamplingParams, *, priority: int = 0
+    ) -> RequestOutputCollector:
+        await self.adding.wait()
+        if self.refuse_with is not None:
+            raise self.refuse_with
+        self.prompts.append(prompt)
+        self.parameters.append(params)
+        request = EngineCoreRequest(
+            request_id=f"{request_id}-internal-{len(self.prompts)}",
+            prompt_token_ids=prompt["prompt_token_ids"],
+            mm_features=None,
+            sampling_params=params,
+            pooling_params=None,
+            arrival_time=0.0,
+            lora_request=None,
+            cache_salt=prompt.get("cache_salt"),
+            data_parallel_rank=None,
+            priority=priority,
+            external_req_id=request_id,
+        )
+        queue = RequestOutputCollector(params.output_kind, request.request_id)
+        self.output_processor.add_request(request, None, None, 0, queue)
+        return queue
+
+    async def reset_prefix_cache(self) -> bool:
+        self.resets += 1
+        return self.resets_after <= self.resets and not self.live
+
+    async def abort(self, request_ids: list[str], internal: bool = False) -> None:
+        self.core_aborts += self.output_processor.abort_requests(request_ids, internal)
+
+    @property
+    def live(self) -> int:
+        return len(self.output_processor.request_states)
+
+    def step(self, finish: FinishReason | None = None) -> None:
+        outputs = []
+        for name, state in self.output_processor.request_states.items():
+            token = state.detokenizer.num_output_tokens()
+            logprobs = LogprobsLists(
+                np.array([[token, 99]]), np.array([[logprob_of(token), -9.0]]), np.array([1])
+            )
+            outputs.append(
+                EngineCoreOutput(name, [token], new_logprobs=logprobs, finish_reason=finish)
+            )
+        self.output_processor.process_outputs(outputs, weight_version=self.weight_version)

@@ -1,0 +1,99 @@
+"""A scheduler over real gRPC in this process, and a node that is not one."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import grpc
+import grpc.aio
+
+from elastic_scheduler import HarvestMode
+from rose.eventlog import EventLog
+from rose.rpc import rose_pb2 as pb
+from rose.rpc.channel import make_channel, make_server
+from rose.rpc.rose_pb2_grpc import SchedulerStub, add_SchedulerServicer_to_server
+from rose.scheduler import LeaseTimes, SchedulerCore, SchedulerService
+from rose.scheduler.saved import load
+from rose.store import Store
+from tests.patience import PATIENCE_S
+
+
+class FakeNode:
+    """Offers one guest and remembers what it is told."""
+
+    def __init__(self, stub: SchedulerStub, node: str = "n0") -> None:
+        self._reports: asyncio.Queue[pb.NodeReport | None] = asyncio.Queue()
+        self._node = node
+        self.told: asyncio.Queue[pb.NodeCommand] = asyncio.Queue()
+        self.say(hello=pb.Hello(protocol=1))
+        self.call = stub.Attach(self._outgoing())
+        self._listener = asyncio.create_task(self._listen())
+
+    def say(self, **report: object) -> None:
+        self._reports.put_nowait(pb.NodeReport(node=self._node, **report))  # type: ignore[arg-type]
+
+    def offer(self, **changes: object) -> None:
+        fields = {"replica": "g0", "kind": 1, "url": "http://g0", "ttl_s": 3.0, "healthy": True}
+        self.say(offers=pb.Offers(offers=[pb.Offer(**{**fields, **changes})]))  # type: ignore[arg-type]
+
+    async def hears(self, kind: str) -> pb.NodeCommand:
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                command = await self.told.get()
+                if command.WhichOneof("command") == kind:
+                    return command
+
+    async def leave(self) -> None:
+        self.call.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._listener
+
+    async def _outgoing(self) -> AsyncIterator[pb.NodeReport]:
+        while (report := await self._reports.get()) is not None:
+            yield report
+
+    async def _listen(self) -> None:
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            async for command in self.call:
+                self.told.put_nowait(command)
+
+
+class Bench:
+    def __init__(self, store: Store, folder: Path, answer_s: float = 5.0) -> None:
+        self.store = store
+        self.events = EventLog(folder, "scheduler")
+        self.log = folder / "events-scheduler.jsonl"
+        self.ticking: asyncio.Task[None]
+        self.core = SchedulerCore(load(store), HarvestMode.ACTIVE, LeaseTimes(cooldown_s=0.05))
+        self.service = SchedulerService(self.core, store, self.events, answer_s=answer_s)
+        self.server = make_server()
+        add_SchedulerServicer_to_server(self.service, self.server)
+        port = self.server.add_insecure_port("127.0.0.1:0")
+        self.address = f"127.0.0.1:{port}"
+        self.channel = make_channel(self.address)
+        self.stub = SchedulerStub(self.channel)
+
+
+@contextlib.asynccontextmanager
+async def running(bench: Bench) -> AsyncIterator[Bench]:
+    """Serve, and leave nothing behind."""
+    await bench.server.start()
+    bench.ticking = asyncio.create_task(bench.service.tick())
+    try:
+        yield bench
+    finally:
+        bench.ticking.cancel()
+        bench.service.close()
+        await bench.channel.close()
+        await bench.server.stop(0)
+        bench.events.close()
+
+
+async def shows(bench: Bench, wanted: Callable[[pb.SnapshotReply], bool]) -> None:
+    """Until a snapshot is like that, for at most ten seconds."""
+    for _ in range(500):
+        if wanted(await bench.stub.Snapshot(pb.SnapshotRequest())):
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError("never shown")

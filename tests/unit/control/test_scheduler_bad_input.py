@@ -1,0 +1,355 @@
+"""What a peer sends wrong ends its own stream, call or offer: never a tick, nor anybody's lease."""
+
+import asyncio
+import json
+import math
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+from core_cases import JOB, CoreBench, offer
+from hypothesis import given
+from hypothesis import strategies as st
+from message_cases import messages
+from service_cases import Bench, FakeNode, running
+
+from elastic_scheduler import Decision, HarvestMode, Move, ReplicaKind, Situation, make_policy
+from rose.errors import ConfigError, RefusedError
+from rose.rpc import rose_pb2 as pb
+from rose.scheduler import SchedulerCore, wire
+from rose.scheduler.complaints import MOST_A_MINUTE, Complaints
+from rose.scheduler.demand import GATEWAYS_KEPT, REPORT_TTL_S, DemandBook, JobFigures, Switched
+from rose.scheduler.leasing import BROKEN_PAUSE_S, LeaseTimes
+from rose.scheduler.messages import Attached, Demanded, Offered, Record, TakenBack, VersionAnnounced
+from rose.scheduler.saved import load
+from rose.scheduler.versions import MAX_VERSION_LEAD, TOLD_VERSIONS
+from rose.store import InMemoryStore
+from tests.patience import PATIENCE_S
+
+WHOLE = {"replica": "g0", "kind": 1, "url": "http://g0", "ttl_s": 3.0, "healthy": True}
+
+
+def bench_with(policy: object = None) -> CoreBench:
+    bench = CoreBench()
+    times = LeaseTimes(5.0, 1.0, 1.0)
+    bench.core = SchedulerCore(load(bench.store), HarvestMode.ACTIVE, times, policy)  # type: ignore[arg-type]
+    bench.with_job()
+    bench.attach()
+    return bench
+
+
+def taken(bench: CoreBench, name: str, message: object) -> bool:
+    """Give the core a message as the service does; False when it was refused."""
+    try:
+        if not isinstance(message, pb.NodeReport):
+            bench.step(getattr(wire, name)(message))
+        elif message.HasField("hello"):
+            bench.step(wire.attached(message, 7))
+        elif (event := wire.event_of(message, 7)) is not None:
+            bench.step(event)
+    except (ConfigError, RefusedError):
+        return False
+    return True
+
+
+@pytest.fixture
+async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
+    async with running(Bench(InMemoryStore(), tmp_path)) as bench:
+        yield bench
+
+
+# ---- epochs ----
+
+
+async def test_an_epoch_beyond_what_a_lease_can_carry_ends_nothing(bench: Bench) -> None:
+    await bench.stub.RegisterJob(pb.RegisterJobRequest(job="j"))
+    node = FakeNode(bench.stub)
+    node.offer(epoch=5)
+    assert (await node.hears("lease")).lease.epoch == 6
+    node.say(revocation=pb.Revocation(replica="g0", epoch=6, reason="r"))
+    node.offer(epoch=2**64 - 1)
+    await asyncio.sleep(0.3)
+    assert not bench.ticking.done()
+    node.offer(epoch=6)
+    assert (await node.hears("lease")).lease.epoch == 7
+    assert "epoch of g0" in bench.log.read_text()
+
+
+def test_an_epoch_far_ahead_of_the_store_is_no_offer() -> None:
+    bench = bench_with()
+    bench.offered(offer("g0", epoch=2**20), offer("g1", epoch=2**20 + 1))
+    assert bench.lease().epoch == 2**20 + 1
+    assert [row.id for row in bench.table.replicas] == ["g0"]
+    assert "offer_refused" in bench.records()
+
+
+# ---- figures ----
+
+
+@pytest.mark.parametrize("figure", ["decode_tok_s", "prefill_tok_s", "ttl_s"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
+def test_an_offer_with_a_figure_that_is_none_is_left_out(figure: str, value: float) -> None:
+    offers = [pb.Offer(**{**WHOLE, "replica": "bad", figure: value}), pb.Offer(**WHOLE)]
+    event = wire.event_of(pb.NodeReport(node="n", offers=pb.Offers(offers=offers)), 1)
+    assert isinstance(event, Offered)
+    assert [each.replica for each in event.offers] == ["g0"]
+    assert [figure in line and "bad" in line for line in event.refused] == [True]
+
+
+def test_a_rate_that_is_no_number_gives_no_guest_back() -> None:
+    bench = bench_with()
+    poisoned = pb.Offer(**{**WHOLE, "replica": "d0", "kind": 2, "decode_tok_s": math.nan})
+    epochs = dict.fromkeys(("g0", "g1", "g2"), 0)
+    for _ in range(120):
+        bench.step(Demanded("gw", (JobFigures(JOB, 1_000, 1e6, 100.0),)))
+        for command in bench.commands():
+            epochs[command.lease.replica] = command.lease.epoch
+        good = [offer(name, epoch=epoch) for name, epoch in epochs.items()]
+        report = pb.NodeReport(node="n0", offers=pb.Offers(offers=[poisoned]))
+        refused = wire.event_of(report, 1)
+        assert isinstance(refused, Offered)
+        bench.step(Offered(1, (*good, *refused.offers), refused.refused))
+        for command in bench.commands():
+            epochs[command.lease.replica] = command.lease.epoch
+        bench.now_s += 0.5
+    assert len(bench.core.snapshot(bench.now_s).leases) == 3
+
+
+def test_no_switch_can_have_taken_longer_than_its_lease_lives() -> None:
+    bench = bench_with(make_policy("rose"))
+    bench.offered(offer("g0"))
+    bench.now_s += 2.0
+    bench.step(Demanded("anyone", (), (Switched("g0", 1, 1e12),)))
+    bench.step(Demanded("anyone", (), (Switched("g0", 1, 60.0),)))
+    assert "first_token" not in bench.records()
+    assert "switch_refused" in bench.records()
+    bench.step(Demanded("gw", (), (Switched("g0", 1, 1.5),)))
+    assert "first_token" in bench.records(), "a forged one does not take the place of the real one"
+
+
+@pytest.mark.parametrize("took_s", [math.nan, math.inf, -1.0])
+def test_a_report_with_a_switch_that_is_no_duration_is_refused(took_s: float) -> None:
+    report = pb.DemandReport(gateway="g", switches=[pb.Switch(replica="g0", took_s=took_s)])
+    with pytest.raises(ConfigError, match="took_s of g0"):
+        wire.demanded(report)
+
+
+@pytest.mark.parametrize("field", ["owed_tokens", "made_tok_s"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, 1e300])
+def test_a_report_of_demand_that_is_no_figure_is_refused(field: str, value: float) -> None:
+    report = pb.DemandReport(gateway="g", jobs=[pb.JobDemand(job="j", **{field: value})])
+    with pytest.raises(ConfigError, match=field):
+        wire.demanded(report)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
+def test_telemetry_that_is_no_figure_is_refused(value: float) -> None:
+    told = pb.Telemetry(host=pb.HostTelemetry(ttft_p95_s=value))
+    with pytest.raises(ConfigError, match="ttft_p95_s"):
+        wire.event_of(pb.NodeReport(node="n", telemetry=told), 1)
+
+
+# ---- versions and addresses ----
+
+
+def test_no_version_can_be_announced_that_leaves_none_after_it() -> None:
+    bench = bench_with()
+    bench.announce(1)
+    for version in (2**64 - 1, 2**53, 2 + MAX_VERSION_LEAD):
+        request = pb.AnnounceVersionRequest(job=JOB, version=version, url="http://t")
+        assert not taken(bench, "version_announced", request)
+    bench.announce(2)
+    assert bench.table.latest_version == 2
+
+
+@pytest.mark.parametrize("url", ["", "http://a..b", "http://" + "a" * 64, "ftp://t", "http://t:0"])
+async def test_no_address_is_passed_on_that_cannot_be_one(bench: Bench, url: str) -> None:
+    await bench.stub.RegisterJob(pb.RegisterJobRequest(job="j"))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await bench.stub.AnnounceVersion(pb.AnnounceVersionRequest(job="j", version=1, url=url))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert (caught.value.details() or "").startswith("the url of version 1")
+    node = FakeNode(bench.stub)
+    node.offer(url=url)
+    await node.hears("harvest")
+    await asyncio.sleep(0.05)
+    assert not (await bench.stub.Snapshot(pb.SnapshotRequest())).replicas
+    await node.leave()
+    hello = pb.NodeReport(node="n", hello=pb.Hello(protocol=1, relay_url=url or "x"))
+    with pytest.raises(ConfigError, match="relay_url"):
+        wire.attached(hello, 1)
+
+
+def test_a_long_chain_does_not_keep_nodes_from_attaching() -> None:
+    bench = bench_with()
+    for version in range(1, TOLD_VERSIONS + 10):
+        bench.step(VersionAnnounced(JOB, version, version - 1, "http://t"))
+    told = [c.version.version for c in bench.attach(2, "n1") if c.HasField("version")]
+    assert told == list(range(10, TOLD_VERSIONS + 10))
+
+
+# ---- one stream, one call ----
+
+
+async def test_a_report_that_means_nothing_ends_its_stream_with_a_line(bench: Bench) -> None:
+    good = FakeNode(bench.stub, "good")
+    await good.hears("harvest")
+    bad = FakeNode(bench.stub, "bad")
+    await bad.hears("harvest")
+    bad.say(telemetry=pb.Telemetry(host=pb.HostTelemetry(window_s=math.nan)))
+    async with asyncio.timeout(PATIENCE_S):
+        assert await bad.call.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "window_s" in (await bad.call.details())
+    assert not good.call.done()
+    events = [json.loads(line) for line in bench.log.read_text().splitlines()]
+    assert {"peer_refused"} <= {each["event"] for each in events}
+    await good.leave()
+
+
+async def test_what_breaks_the_core_ends_one_stream_and_no_tick(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = bench.core.step
+
+    def breaks(event: object, now_s: float) -> object:
+        if isinstance(event, TakenBack):
+            raise ValueError("what nobody thought of")
+        return step(event, now_s)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(bench.core, "step", breaks)
+    node, other = FakeNode(bench.stub), FakeNode(bench.stub, "n1")
+    await other.hears("harvest")
+    node.say(revocation=pb.Revocation(replica="g0", epoch=1))
+    async with asyncio.timeout(PATIENCE_S):
+        assert await node.call.code() is grpc.StatusCode.INTERNAL
+    assert "nobody thought of" not in (await node.call.details())
+    assert "nobody thought of" in bench.log.read_text()
+    assert not bench.ticking.done()
+    assert not other.call.done()
+    await other.leave()
+
+
+async def test_a_tick_that_breaks_is_not_the_last_one(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rose.scheduler.service.BROKEN_TICK_S", 0.01)
+    step, broken = bench.core.step, [True]
+    monkeypatch.setattr(bench.core, "step", lambda e, s: {}["x"] if broken else step(e, s))
+    await asyncio.sleep(0.3)
+    broken.clear()
+    await bench.stub.RegisterJob(pb.RegisterJobRequest(job="j"))
+    assert not bench.ticking.done()
+    assert bench.log.read_text().count("tick_broken") == 1
+
+
+class Dreamer:
+    """A policy that also takes what nobody offers."""
+
+    name = "dreamer"
+
+    def decide(self, situation: Situation) -> Decision:
+        take = [Move(JOB, each.replica, "offered") for each in situation.free]
+        return Decision((Move(JOB, "dreamt of", "why not"), *take), ())
+
+
+class Broken(Dreamer):
+    """A policy that breaks once."""
+
+    left = 1
+
+    def decide(self, situation: Situation) -> Decision:
+        if self.left and situation.free:
+            self.left -= 1
+            raise ZeroDivisionError
+        return Decision(tuple(Move(JOB, each.replica, "it") for each in situation.free), ())
+
+
+def test_what_breaks_for_one_replica_keeps_no_lease_from_another() -> None:
+    bench = bench_with(Dreamer())
+    bench.offered(offer("g0"))
+    assert "replica_broken" in bench.records()
+    assert bench.lease().replica == "g0"
+
+
+def test_a_policy_that_breaks_rests_and_live_leases_go_on() -> None:
+    bench = bench_with(Broken())
+    bench.offered(offer("g0", ttl_s=60.0))
+    assert "policy_broken" in bench.records()
+    bench.at(bench.now_s + BROKEN_PAUSE_S)
+    assert bench.lease().replica == "g0"
+
+
+# ---- numbers of things ----
+
+
+def test_a_report_is_bounded_in_number() -> None:
+    jobs = [pb.JobDemand(job=f"j{i}", turns=1) for i in range(300)]
+    with pytest.raises(ConfigError, match="at most"):
+        wire.demanded(pb.DemandReport(gateway="g", jobs=jobs))
+    offers = [pb.Offer(**{**WHOLE, "replica": f"r{i}"}) for i in range(300)]
+    with pytest.raises(ConfigError, match="at most"):
+        wire.event_of(pb.NodeReport(node="n", offers=pb.Offers(offers=offers)), 1)
+
+
+def test_gateways_are_bounded_in_number_and_forgotten_without_any_job() -> None:
+    bench = CoreBench()
+    for number in range(GATEWAYS_KEPT):
+        bench.step(Demanded(f"g{number}", (JobFigures("j", 1, 1.0),)))
+    with pytest.raises(RefusedError, match="gateways"):
+        bench.step(Demanded("one more", ()))
+    bench.step(Demanded("g7", (JobFigures("j", 2, 1.0),)))
+    bench.at(bench.now_s + REPORT_TTL_S)
+    assert len(bench.core._demand) == 0
+
+
+def test_a_gateway_is_one_sum_whatever_its_callers_name_their_jobs() -> None:
+    book = DemandBook()
+    book.hear("a", [JobFigures(f"j{i}", 1, 2.0, 3.0) for i in range(64)], 0.0)
+    assert book.figures("x", 0.0) == JobFigures("x", 64, 128.0, 192.0)
+
+
+def test_complaints_are_said_once_and_so_many_a_minute() -> None:
+    book, written = Complaints(), []
+    for number in range(5_000):
+        for _ in range(2):
+            written += book.about("offer_refused", "n", f"reason {number}", number / 1_000)
+    assert len(written) == MOST_A_MINUTE
+    [unsaid] = book.due(61.0)
+    assert unsaid.event == "complaints_unsaid"
+    assert book.about("offer_refused", "n", "another", 62.0)
+
+
+def test_refused_offers_are_not_written_down_without_end() -> None:
+    bench, records = bench_with(), 0
+    for report in range(50):
+        refused = tuple(f"reason {report}-{number}" for number in range(256))
+        records += sum(isinstance(action, Record) for action in bench.step(Offered(1, (), refused)))
+    assert records <= MOST_A_MINUTE
+
+
+def test_a_node_that_names_ever_more_replicas_is_let_go() -> None:
+    bench = bench_with()
+    for number in range(16):
+        bench.offered(*(offer(f"r{number}-{each}", healthy=False) for each in range(256)))
+    with pytest.raises(RefusedError, match="lasting names"):
+        bench.offered(offer("one more"))
+
+
+# ---- any message at all ----
+
+
+@given(st.lists(messages(), max_size=12))
+def test_whatever_is_said_is_taken_or_refused_and_the_next_tick_comes(
+    said: list[tuple[str, object]],
+) -> None:
+    bench = bench_with()
+    bench.offered(offer("good"))
+    bench.step(Attached("n7", 7))
+    for name, message in said:
+        bench.now_s += 0.25
+        taken(bench, name, message)
+        bench.at(bench.now_s + 0.25)
+        bench.core.snapshot(bench.now_s)
+    assert bench.offered(offer("d0", kind=ReplicaKind.DEDICATED), stream=1) is not None

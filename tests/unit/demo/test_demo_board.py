@@ -1,0 +1,50 @@
+"""What the live page says of the guest."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from rose.demo.board import Board
+from rose.demo.stack import GUEST
+from rose.demo.watcher import GatewayStats, Watcher
+from rose.rpc import rose_pb2
+
+
+def followed(guest: rose_pb2.GuestTelemetry) -> Board:
+    """A board that asked once."""
+    board = Board(t0_s=0.0)
+
+    async def snapshot() -> rose_pb2.SnapshotReply:
+        return rose_pb2.SnapshotReply(guests=[guest])
+
+    async def once() -> None:
+        asked = asyncio.Event()
+
+        async def gateway() -> GatewayStats:
+            asked.set()
+            return GatewayStats()
+
+        watcher = SimpleNamespace(snapshot=snapshot, gateway=gateway)
+        following = asyncio.create_task(board.follow(cast(Watcher, cast(Any, watcher))))
+        await asked.wait()
+        following.cancel()
+
+    asyncio.run(once())
+    return board
+
+
+@pytest.mark.parametrize("state", ["backoff", "starting", "failed"])
+def test_a_guest_that_is_not_up_is_not_told_as_running(state: str) -> None:
+    guest = rose_pb2.GuestTelemetry(replica=GUEST, mode="run", reason="leased", state=state)
+    told = followed(guest).state()
+    assert (told.guest_mode, told.guest_reason) == (state, "")
+
+
+def test_a_guest_that_is_up_is_told_by_its_grant() -> None:
+    guest = rose_pb2.GuestTelemetry(
+        replica=GUEST, mode="freeze", reason="no_lease", state="healthy"
+    )
+    told = followed(guest).state()
+    assert (told.guest_mode, told.guest_reason) == ("freeze", "no_lease")

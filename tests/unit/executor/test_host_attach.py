@@ -1,0 +1,167 @@
+"""A host that cannot publish serves on, and no guest runs by what an earlier life of it said."""
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from kv_cases import HostRig, host_rig
+
+import executor.host_sight
+import executor.vllm.host
+from executor import ControlPage, Grant, GrantMode, GuardConfig, GuardCore, Yield, decide
+from executor.errors import ExecutorError
+from executor.gate import GateLimits, Run
+from executor.vllm.latency import HostLatencyLogger
+from executor.vllm.profiled import FIRST_MODEL
+
+SECOND = 10**9
+
+
+@pytest.fixture
+def first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostRig]:
+    """A life that served a request and is idle; it need not have been there for long."""
+    monkeypatch.setattr(executor.host_sight, "SETTLE_NS", 0)
+    rig = host_rig(tmp_path, monkeypatch, level="observe")
+    rig.add("a", [1, 2, 3], 4)
+    rig.run_until_idle()
+    yield rig
+    rig.scheduler.shutdown()
+
+
+def verdict(page: ControlPage) -> Run | Yield:
+    """What guard and gate make of the page."""
+    sight, now_ns = page.host_sight(), time.monotonic_ns()
+    grant = GuardCore(GuardConfig(512, 64)).step(now_ns, sight, None, True, False)
+    allowed = Grant(GrantMode.RUN, 512, 64, expiry_ns=now_ns + SECOND // 2, heartbeat_ns=now_ns)
+    gate = decide(sight, allowed, FIRST_MODEL, now_ns, GateLimits())
+    assert isinstance(gate, Run) == (grant.mode is GrantMode.RUN), "guard and gate agree"
+    return gate
+
+
+def test_a_guest_runs_beside_an_idle_host(first: HostRig) -> None:
+    assert verdict(first.page) == Run(512, 64)
+
+
+def test_a_host_is_believed_from_the_start_and_until_it_shuts_down(first: HostRig) -> None:
+    first.add("b", [1, 2, 3], 4)
+    first.turn()
+    state = first.page.host.read()
+    assert state is not None
+    assert not state.idle
+    first.scheduler.shutdown()
+    assert verdict(first.page) == Yield("no_host")
+
+
+REFUSALS = {
+    "untested version": {},
+    "level": {"ROSE_HOST_LEVEL": "lent"},
+    "target": {"ROSE_SLO_TTFT_S": "0,5"},
+    "group": {"ROSE_PAGE_GROUP": "no-such-group"},
+}
+
+
+@pytest.mark.parametrize("lives_on", [False, True])
+@pytest.mark.parametrize("refusal", REFUSALS)
+def test_a_life_that_cannot_attach_lets_no_guest_run(
+    first: HostRig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    refusal: str,
+    *,
+    lives_on: bool,
+) -> None:
+    """Also while the life before it has not ended yet."""
+    if not lives_on:
+        first.scheduler.shutdown()
+
+    def untested() -> None:
+        raise ExecutorError("ROSE is not tested with vLLM 0.33.0")
+
+    if refusal == "untested version":
+        monkeypatch.setattr(executor.vllm.host, "check_version", untested)
+    level = REFUSALS[refusal].get("ROSE_HOST_LEVEL", "observe")
+    for name, value in REFUSALS[refusal].items():
+        monkeypatch.setitem(os.environ, name, value)
+    second = host_rig(tmp_path, monkeypatch, level=level)
+    for number in range(8):
+        second.add(f"b{number}", [1, 2, 3, 4], 200)
+    second.turn()
+    assert second.scheduler.get_request_counts()[0] == 8, "it serves"
+    assert verdict(first.page) == Yield("host_veto" if lives_on else "no_host")
+    assert caplog.text.count("it serves on without ROSE") == 1
+    second.scheduler.shutdown()
+    assert verdict(first.page) == (Run(512, 64) if lives_on else Yield("no_host"))
+
+
+def test_a_second_engine_core_of_a_page_vetoes_guests_for_as_long_as_it_lives(
+    first: HostRig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    second = host_rig(tmp_path, monkeypatch, level="observe")
+    assert "give each engine core a page" in caplog.text
+    assert verdict(first.page) == Yield("host_veto")
+    second.scheduler.shutdown()
+    assert verdict(first.page) == Run(512, 64)
+
+
+@pytest.mark.parametrize(("size", "index"), [(2, 0), (1, 1)])
+def test_an_engine_core_of_several_in_parallel_is_refused(
+    first: HostRig, caplog: pytest.LogCaptureFixture, size: int, index: int
+) -> None:
+    first.scheduler.shutdown()
+    parallel = first.scheduler.vllm_config.parallel_config
+    parallel.data_parallel_size, parallel.data_parallel_index = size, index
+    first.scheduler._quietly(first.scheduler._attach)
+    assert "data_parallel_size 2" in caplog.text
+    assert verdict(first.page) == Yield("no_host")
+    assert first.page.host_sight().vetoed
+
+
+def test_a_plugin_that_breaks_later_leaves_a_busy_host(
+    first: HostRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr(first.scheduler._observer, "arrived", broken)
+    first.add("b", [1, 2, 3], 4)
+    state = first.page.host.read()
+    assert state is not None
+    assert not state.idle
+    assert verdict(first.page) == Yield("host_veto")
+    first.run_until_idle()
+    assert len(first.outputs["b"]) == 4
+
+
+class Finished:
+    request_id = "cmpl-r0"
+    e2e_latency = 1.0
+    decode_time = 0.5
+    mean_time_per_output_token = 0.1
+    num_prompt_tokens = 3
+
+    def __init__(self, tokens: int) -> None:
+        self.num_generation_tokens = tokens
+
+
+class Iteration:
+    def __init__(self, *tokens: int) -> None:
+        self.finished_requests = [Finished(count) for count in tokens]
+
+
+def test_each_api_process_publishes_latencies_and_one_too_many_says_so(
+    first: HostRig, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.ERROR):
+        loggers = [HostLatencyLogger(None, index) for index in range(9)]
+        for each in loggers:
+            each.record(None, Iteration(2, 0))  # type: ignore[arg-type]
+    assert len(first.page.latency.drain().records) == 8
+    assert caplog.text.count("latencies of 8 processes") == 1
+    assert "Traceback" not in caplog.text

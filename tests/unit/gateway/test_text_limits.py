@@ -1,0 +1,218 @@
+"""Conversations and long texts cost their caller a 400, never the other turns a pause."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import pytest_asyncio
+from byte_tokenizer import TEMPLATE, save_byte_tokenizer
+from gateway_cases import base_url, entry, gateway_with
+from wire_cases import VLLM, ask, vllm_body
+
+from rose.gateway import Gateway
+from rose.gateway.loop_lag import LoopLag
+from rose.gateway.text import TextCodec
+from tests.fakes.replica import StandInReplica
+
+# One gateway for all, whose processes for texts take a second to start.
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+CHAT = "/v1/chat/completions"
+# A template as bad as can be: it goes round, or makes text, as often as a variable of it says.
+GREEDY = (
+    "{% for i in range(spin or 0) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    "{% if size %}{{ 'a' * size }}{% endif %}"
+    "{% if fail %}{{ raise_exception('not so') }}{% endif %}"
+)
+
+
+# What takes time is given little of it; all else has plenty, whatever else the machine does.
+HURRIED_S, PATIENT_S = 0.3, 30.0
+
+
+@contextmanager
+def hurried(gateway: Gateway) -> Iterator[None]:
+    """Texts may take `HURRIED_S` only within the block."""
+    assert gateway._codec is not None
+    pool = gateway._codec._pool
+    pool._time_s = HURRIED_S
+    try:
+        yield
+    finally:
+        pool._time_s = PATIENT_S
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = save_byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+    (folder / "chat_template.jinja").write_text(GREEDY + TEMPLATE)
+    return folder
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def texty(tokenizer: Path) -> AsyncIterator[Gateway]:
+    limits = {"text_timeout_s": PATIENT_S, "max_prompt_chars": 100_000, "max_model_len": 1_000_000}
+    async with (
+        StandInReplica() as replica,
+        gateway_with(entry(replica, "guest-0"), tokenizer=tokenizer, **limits) as gw,
+    ):
+        yield gw
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, **fields}
+
+
+@contextmanager
+def longest_pause_s() -> Iterator[list[float]]:
+    """The event loop's longest pause within the block, as the list's one element.
+
+    Of its own doing: a busy machine may keep the whole process from running.
+    """
+    found = [0.0]
+
+    class Kept(LoopLag):
+        def note(self, lag_s: float, busy_s: float) -> None:
+            del lag_s
+            found[0] = max(found[0], busy_s)
+
+    task = asyncio.create_task(Kept().watch())
+    try:
+        yield found
+    finally:
+        task.cancel()
+
+
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        ({"spin": 99_999}, "takes longer than 0.3 s"),
+        ({"size": 10**12}, "memory"),
+        ({"size": 3 * 10**9}, "memory"),
+        ({"size": 10**6}, "longer than 100000 characters"),
+        ({"fail": True}, "not so"),
+    ],
+)
+async def test_a_conversation_that_costs_too_much_is_refused_alone(
+    texty: Gateway, variables: dict[str, int], says: str
+) -> None:
+    async with aiohttp.ClientSession(base_url(texty)) as session:
+        assert (await ask(session, CHAT, chat()))[0] == 200
+        hurry = hurried(texty) if "spin" in variables else nullcontext()
+        with longest_pause_s() as pause, hurry:
+            costly = asyncio.create_task(ask(session, CHAT, chat(chat_template_kwargs=variables)))
+            while not costly.done():
+                assert (await ask(session, VLLM, vllm_body(2)))[0] == 200
+                await asyncio.sleep(0.02)
+        status, answer, _ = await costly
+        assert (status, says in answer["error"]["message"]) == (400, True), answer
+        # What rendered it is there again, or its neighbour is.
+        assert (await ask(session, CHAT, chat()))[0] == 200
+    assert pause[0] < 1.0
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"chat_template": "{{ 'a' * 9 }}"},
+        {"tokenize": False},
+        {"return_dict": True},
+        {"return_tensors": "np"},
+        {"return_assistant_tokens_mask": True},
+        {"padding": "max_length"},
+        {"max_length": 20_000_000},
+        {"truncation": True},
+        {"tools": None},
+        {"documents": None},
+        {"messages": "x"},
+        {"tokenizer_kwargs": None},
+        {"enable_thinking": {"a": []}},
+        {"not a name": 1},
+        {"x" * 65: 1},
+        {"big": 10**30},
+        {"long": "x" * 5_000},
+        {f"v{k}": k for k in range(33)},
+    ],
+)
+@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
+async def test_only_variables_of_the_template_are_taken(
+    texty: Gateway, path: str, variables: dict[str, Any]
+) -> None:
+    body = chat(chat_template_kwargs=variables)
+    async with aiohttp.ClientSession(base_url(texty)) as session:
+        status, answer, _ = await ask(session, path, body)
+    assert status == 400
+    assert "chat_template_kwargs" in answer["error"]["message"]
+
+
+async def test_a_variable_of_the_template_reaches_it(texty: Gateway) -> None:
+    async with aiohttp.ClientSession(base_url(texty)) as session:
+        plain = (await ask(session, "/tokenize", chat()))[1]
+        more = (await ask(session, "/tokenize", chat(chat_template_kwargs={"size": 7})))[1]
+    assert more["count"] == plain["count"] + 7
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": "x" * 100_001}),
+        ("/tokenize", {"prompt": "x" * 100_001, "return_token_strs": True}),
+        (CHAT, {"messages": [{"role": "user", "content": "x" * 100_001}]}),
+        ("/v1/completions", {"prompt": ["x" * 60_000] * 2}),
+        ("/generate", {"text": ["x" * 60_000] * 2}),
+        ("/v1/completions", {"prompt": ["x"] * 257}),
+        ("/v1/completions", {"prompt": "x", "stop": ["z" * 3_000, "y" * 3_000]}),
+        ("/generate", {"text": "x", "sampling_params": {"stop": "z" * 5_000}}),
+        (CHAT, {"messages": []}),
+        (CHAT, {"messages": "x"}),
+        (CHAT, {"messages": [[]]}),
+    ],
+)
+async def test_text_beyond_the_bounds_is_400(texty: Gateway, path: str, body: Any) -> None:
+    async with aiohttp.ClientSession(base_url(texty)) as session:
+        status, answer, _ = await ask(session, path, body)
+    assert (status, bool(answer["error"]["message"])) == (400, True)
+
+
+async def test_long_texts_are_the_same_as_short_ones(texty: Gateway) -> None:
+    text = "abc é" * 5_000
+    async with aiohttp.ClientSession(base_url(texty)) as session:
+        _, found, _ = await ask(session, "/tokenize", {"prompt": text, "return_token_strs": True})
+        _, quick, _ = await ask(session, "/tokenize", {"prompt": text})
+        _, back, _ = await ask(session, "/detokenize", {"tokens": found["tokens"]})
+    assert found["tokens"] == quick["tokens"]
+    assert len(found["token_strs"]) == found["count"] == len(text.encode())
+    assert back["prompt"] == text
+
+
+async def test_those_beyond_the_queue_are_told_to_come_back(
+    tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rose.texts.pool.MAX_QUEUE", 1)
+    async with (
+        gateway_with(tokenizer=tokenizer, text_timeout_s=PATIENT_S) as gw,
+        aiohttp.ClientSession(base_url(gw)) as session,
+    ):
+        await ask(session, "/tokenize", chat())
+        slow = chat(chat_template_kwargs={"spin": 99_999})
+        with hurried(gw):
+            found = await asyncio.gather(*(ask(session, "/tokenize", slow) for _ in range(8)))
+        assert (await ask(session, "/tokenize", chat()))[0] == 200
+    statuses = [status for status, _, _ in found]
+    assert set(statuses) == {400, 429}
+    assert all("Retry-After" in headers for status, _, headers in found if status == 429)
+
+
+async def test_a_caller_that_hangs_up_leaves_the_worker_to_others(tokenizer: Path) -> None:
+    codec = TextCodec(tokenizer)
+    try:
+        await codec.encode(["x" * 9_000])
+        hung_up = asyncio.create_task(codec.encode(["y" * 90_000]))
+        await asyncio.sleep(0)
+        hung_up.cancel()
+        assert len((await codec.encode(["z" * 9_000]))[0]) == 9_000
+    finally:
+        await codec.close()

@@ -1,0 +1,161 @@
+"""Whatever bytes a page holds, the guard goes on, and grants nothing by what makes no sense."""
+
+import random
+import struct
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from executor import ControlPage, GrantMode, GuardConfig, GuardCore, GuestState, HostState
+from executor.control_page import PAGE_BYTES
+from executor.latency_ring import LANE_BYTES, RING_BYTES, SLOT_BYTES
+from executor.sections import SeatState
+from executor.seqlock import HEADER_BYTES, Section
+from rose.eventlog import EventLog, JsonlLog
+from rose.node.guard_thread import SAMPLE_EVERY_TICKS, GuardThread
+from rose.node.host_watch import HostWatch
+from rose.node.kill_switch import KillSwitch
+from tests.examples import times
+from tests.seated_host import SeatedHost
+
+RING_AT = PAGE_BYTES - RING_BYTES
+EDGES = (0, 1, -1, 2**31, 2**62 - 1, 2**62, 2**63 - 1, -(2**63))
+
+
+class Rig:
+    def __init__(self, folder: Path) -> None:
+        self.page = ControlPage.create(folder / "page")
+        self.now_ns = 10**12
+        self.host = SeatedHost(self.page, lambda: self.now_ns)
+        self.watch = HostWatch(JsonlLog(folder / "host_latency.jsonl"))
+        self.log = EventLog(folder, "n")
+        self.guard = GuardThread(
+            "g",
+            self.page,
+            GuardCore(GuardConfig(512, 64, kv_base_bytes=1 << 20)),
+            lambda: 1,
+            KillSwitch(folder / "KILL"),
+            None,
+            self.watch,
+            JsonlLog(folder / "guest.jsonl"),
+            self.log,
+            lambda: None,
+            lambda _: None,
+            clock_ns=lambda: self.now_ns,
+        )
+
+    def scribble(self, at: int, raw: bytes) -> None:
+        with self.page.path.open("r+b") as file:
+            file.seek(at)
+            file.write(raw)
+
+    def ticks(self) -> GrantMode:
+        """So many that everything on the page was looked at."""
+        for _ in range(SAMPLE_EVERY_TICKS):
+            self.now_ns += 20_000_000
+            grant = self.guard.tick()
+        return grant.mode
+
+    def reset(self) -> None:
+        self.page.guest.write(GuestState(granules_total=9, granule_bytes=1 << 16))
+        self.host.tell()
+
+    def close(self) -> None:
+        self.host.close()
+        self.page.close()
+        self.log.close()
+
+
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    made = Rig(tmp_path_factory.mktemp("hostile"))
+    yield made
+    made.close()
+
+
+def sections(page: ControlPage) -> dict[str, Section]:  # type: ignore[type-arg]
+    return {"host": page.host, "guest": page.guest, "grant": page.grant, "seat": page.seat}
+
+
+@pytest.mark.parametrize("name", ["host", "seat"])
+def test_random_bytes_in_a_section_of_the_host_freeze(rig: Rig, name: str) -> None:
+    chance = random.Random(7)
+    section = sections(rig.page)[name]
+    for _ in range(50):
+        rig.reset()
+        assert rig.ticks() is GrantMode.RUN
+        rig.scribble(section._start - HEADER_BYTES, chance.randbytes(HEADER_BYTES + 64))
+        assert rig.ticks() is GrantMode.FREEZE
+
+
+@pytest.mark.parametrize("name", ["guest", "grant"])
+def test_random_bytes_in_another_section_end_no_guard(rig: Rig, name: str) -> None:
+    chance = random.Random(8)
+    section = sections(rig.page)[name]
+    for _ in range(50):
+        rig.reset()
+        rig.scribble(section._start - HEADER_BYTES, chance.randbytes(HEADER_BYTES + 64))
+        rig.ticks()
+
+
+def test_random_bytes_in_the_ring_are_counted_as_lost(rig: Rig) -> None:
+    chance = random.Random(9)
+    for _ in range(20):
+        rig.reset()
+        lost = rig.watch.lost
+        lane = RING_AT + chance.randrange(8) * LANE_BYTES
+        rig.scribble(lane, chance.randbytes(8))
+        rig.scribble(lane + 64, chance.randbytes(20 * SLOT_BYTES))
+        assert rig.ticks() is GrantMode.RUN, "latencies are nobody's right to run"
+        assert rig.watch.lost >= lost
+
+
+def forged(section: Section, payload: bytes) -> None:  # type: ignore[type-arg]
+    """Bytes that pass for a whole record."""
+    section.write_packed(payload)
+
+
+NUMBERS = st.one_of(st.sampled_from(EDGES), st.integers(-(2**63), 2**63 - 1))
+
+
+@settings(max_examples=times(1.5))
+@given(st.sampled_from(["host", "guest", "seat"]), st.lists(NUMBERS, min_size=20, max_size=20))
+def test_whole_records_of_any_numbers_end_no_guard(rig: Rig, name: str, numbers: list[int]) -> None:
+    kinds: dict[str, type[HostState | GuestState | SeatState]] = {
+        "host": HostState, "guest": GuestState, "seat": SeatState,
+    }  # fmt: skip
+    kind = kinds[name]
+    rig.reset()
+    raw = struct.pack("=20q", *numbers)[: kind.LAYOUT.size]
+    forged(sections(rig.page)[name], raw)
+    mode = rig.ticks()
+    rig.reset()
+    if name == "host" and min(numbers[1:12]) < 0:
+        assert mode is GrantMode.FREEZE
+
+
+@given(st.integers(0, 2**64 - 1), st.lists(NUMBERS, min_size=6, max_size=6), st.binary(max_size=80))
+def test_whole_latencies_of_any_numbers_end_no_guard(
+    rig: Rig, total: int, numbers: list[int], name: bytes
+) -> None:
+    rig.reset()
+    number = total - 1 if total else 0
+    sequence = (2 * number + 2) % 2**64
+    payload = struct.pack("=80s6q", name, *numbers)
+    record = struct.pack("=QQ", sequence, zlib.crc32(payload, sequence & 0xFFFFFFFF)) + payload
+    rig.scribble(RING_AT, struct.pack("=Q", total))
+    rig.scribble(RING_AT + 64 + number % 512 * SLOT_BYTES, record)
+    rig.ticks()
+
+
+def test_a_file_that_goes_away_under_the_guard_freezes(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    rig.reset()
+    assert rig.ticks() is GrantMode.RUN
+    rig.page.path.rename(tmp_path / "away")
+    assert rig.ticks() is GrantMode.FREEZE
+    rig.close()

@@ -1,0 +1,272 @@
+"""Whatever a peer says or sends ends one fetch or one request, never the process that hears it."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+import pytest
+
+from rose.ports import free_port
+from rose.publish import (
+    Caps,
+    Credentials,
+    FetchError,
+    Hub,
+    Reader,
+    Receiving,
+    VersionServer,
+    fetch_version,
+)
+from rose.publish import hub as hub_module
+from rose.publish.leases import Leases
+from rose.publish.server import Signer
+from weight_transfer import (
+    ChunkRef,
+    ChunkStore,
+    Manifest,
+    Publisher,
+    SignatureError,
+    SigningKey,
+    TensorBits,
+    VerifyKey,
+)
+
+KEY = SigningKey.from_hex("08" * 32)
+NO_ADDRESSES = (
+    "http://" + "a" * 64 + "/",
+    "http://a..b",
+    "http://.",
+    "http://[::1",
+    "http://host:99999",
+    "http://",
+    "",
+    "x",
+    "unix:///tmp/x",
+    "http://\ufffd",
+    "http://127.0.0.1:1/\x00",
+    "http://%zz",
+)
+
+
+def tensors(step: int) -> dict[str, TensorBits]:
+    bits = np.arange(64 * 64, dtype="<u2")
+    bits[::5] += np.uint16(step)
+    return {"w": TensorBits("w", "bfloat16", (64, 64), bits)}
+
+
+class Publishing:
+    """A publisher's store, and its server."""
+
+    def __init__(self, root: Path) -> None:
+        self.now_s = time.time()
+        self.store = ChunkStore(root)
+        self.publisher = Publisher(
+            self.store, "job", "trainer", KEY, chunk_bytes=1_024, clock=lambda: self.now_s
+        )
+        self.publisher.publish_base(1, tensors(1))
+        self.server = VersionServer(
+            self.store, free_port(), leases=Leases(0.0), signer=Signer("job", KEY)
+        )
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_module, "RETRY_PAUSE_S", 0.001)
+    monkeypatch.setattr("rose.publish.download.RETRY_PAUSE_S", 0.001)
+    monkeypatch.setattr(hub_module, "KNOWN_WITHIN_S", 0.2)
+
+
+@pytest.fixture
+async def publishing(tmp_path: Path) -> AsyncIterator[Publishing]:
+    publishing = Publishing(tmp_path / "origin")
+    await publishing.server.start()
+    yield publishing
+    await publishing.server.close()
+
+
+@contextlib.asynccontextmanager
+async def hub_at(folder: Path) -> AsyncIterator[Hub]:
+    async with aiohttp.ClientSession() as session:
+        hub = Hub(session, Receiving(ChunkStore(folder), Caps()))
+        yield hub
+        await hub.close()
+        hub.receiving.close()
+
+
+@pytest.mark.parametrize("url", NO_ADDRESSES)
+async def test_an_address_that_nobody_can_reach_fails_one_fetch(url: str, tmp_path: Path) -> None:
+    async with hub_at(tmp_path) as hub:
+        key = KEY.verify_key
+        with pytest.raises(FetchError, match="cannot be fetched") as said:
+            await hub.manifest("job", 1, url, key)
+        assert "\n" not in str(said.value)
+        hub.enrol([url])
+        with pytest.raises(FetchError, match="cannot be fetched"):
+            await hub.manifest("job", 1, "http://127.0.0.1:9", key)
+        reader = Reader(hub._session, "node", key)
+        with pytest.raises(FetchError):
+            await reader.catalog(url, "job")
+        async with reader.lease(url, "r0", 1):
+            pass
+
+
+async def test_chunks_of_a_version_come_however_many_others_are_asked_for(
+    publishing: Publishing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A base over a slow link, while neighbours ask a relay for more versions than it keeps."""
+    monkeypatch.setattr(hub_module, "KNOWN_VERSIONS", 3)
+    for version in range(2, 9):
+        publishing.publisher.publish(version, version - 1, tensors(version - 1), tensors(version))
+    url = publishing.server.url
+    async with hub_at(tmp_path / "node") as hub:
+        hub.follow("job", url, KEY.verify_key)
+        with hub.keeping(1, base=True):
+            manifest, _ = await hub.manifest("job", 1, url, KEY.verify_key, base=True)
+            first, *rest = manifest.chunks
+            await hub.obtain(first)
+            for version in range(2, 9):
+                assert await hub.known_manifest(f"manifests/{version}")
+            for ref in rest:
+                await hub.obtain(ref)
+        assert await hub.known_manifest("manifests/8")
+        store = hub.receiving.store
+        for ref in manifest.chunks:
+            (store.chunks_dir / ref.id).unlink()
+        for version in range(2, 9):
+            assert await hub.known_manifest(f"manifests/{version}")
+        with pytest.raises(FetchError, match="no manifest that is known here"):
+            await hub.obtain(first)
+
+
+async def test_a_version_that_is_fetched_stays_known_until_it_is_here(
+    publishing: Publishing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_module, "KNOWN_VERSIONS", 3)
+    for version in range(2, 9):
+        publishing.publisher.publish(version, version - 1, tensors(version - 1), tensors(version))
+    url = publishing.server.url
+    async with hub_at(tmp_path / "node") as hub:
+        hub.follow("job", url, KEY.verify_key)
+        obtain, asked = hub.obtain, iter([range(2, 9)])
+
+        async def crowded(ref: ChunkRef, on_reject: Callable[[str], None]) -> int:
+            for version in next(asked, ()):
+                assert await hub.known_manifest(f"manifests/{version}")
+            return await obtain(ref, on_reject)
+
+        monkeypatch.setattr(hub, "obtain", crowded)
+        fetched = await fetch_version(
+            hub, url, "job", 1, KEY.verify_key, lambda _: None, set(), base=True
+        )
+        store = hub.receiving.store
+        assert all(store.has(ref.id) for ref in fetched.manifest.chunks)
+
+
+async def test_a_neighbour_that_sends_another_manifest_is_passed_over(
+    publishing: Publishing, tmp_path: Path
+) -> None:
+    """Only the publisher's own word that a version is not signed ends the matter."""
+    forged = Publishing(tmp_path / "forged")
+    stranger = SigningKey.generate()
+    manifest = forged.store.get_manifest(1, base=True).signed(stranger)
+    forged.store.manifest_path(1, base=True).write_bytes(manifest.to_bytes())
+    await forged.server.start()
+    async with hub_at(tmp_path / "node") as hub:
+        hub.enrol([forged.server.url])
+        url = publishing.server.url
+        found, _ = await hub.manifest("job", 1, url, KEY.verify_key, base=True)
+        assert found == publishing.store.get_manifest(1, base=True)
+        with pytest.raises(SignatureError):
+            await hub.manifest("job", 1, forged.server.url, KEY.verify_key, base=True)
+    await forged.server.close()
+
+
+async def test_what_nobody_expected_of_a_peer_ends_one_fetch(
+    publishing: Publishing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with hub_at(tmp_path) as hub:
+        url, key = publishing.server.url, KEY.verify_key
+
+        def broken(raw: bytes, verify_key: VerifyKey | None = None) -> Manifest:
+            raise RuntimeError("two\nlines")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Manifest, "from_bytes", broken)
+            with pytest.raises(FetchError, match="RuntimeError"):
+                await hub.manifest("job", 1, url, key, base=True)
+        assert await hub.manifest("job", 1, url, key, base=True), "and the next one goes well"
+
+
+async def test_a_version_that_was_signed_anew_reaches_a_node_through_a_relay(
+    publishing: Publishing, tmp_path: Path
+) -> None:
+    """A day without a new version: a replica that starts now gets to the newest all the same."""
+    publishing.now_s -= 3 * 24 * 3600.0
+    publishing.publisher.publish(2, 1, tensors(1), tensors(2))
+    url, key = publishing.server.url, KEY.verify_key
+    async with hub_at(tmp_path / "relay") as relay:
+        relay.follow("job", url, key)
+        server = VersionServer(relay.receiving.store, free_port(), hub=relay)
+        await server.start()
+        held = await fetch_version(
+            relay, url, "job", 2, key, lambda _: None, set(), on_the_way=True
+        )
+        assert time.time() > held.manifest.expires_s
+        publishing.now_s = time.time()
+        assert publishing.publisher.renew() == (2,)
+        async with hub_at(tmp_path / "node") as node:
+            node.enrol([server.url])
+            fetched = await fetch_version(node, url, "job", 2, key, lambda _: None, set())
+            assert fetched.manifest.expires_s > time.time()
+        await server.close()
+
+
+SAID = {
+    "another token": b"Bearer other",
+    "no UTF-8": b"Bearer \xff\xfe",
+    "no ASCII": "Bearer ü".encode(),
+    "nothing": b"",
+}
+
+
+async def answer_to(port: int, request: bytes) -> bytes:
+    """The first line of what a server answers to these bytes."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(request)
+    async with asyncio.timeout(5):
+        line = await reader.readline()
+    writer.close()
+    return line
+
+
+@pytest.mark.parametrize("shown", SAID.values(), ids=SAID)
+async def test_a_token_that_is_no_text_is_a_wrong_one(shown: bytes, tmp_path: Path) -> None:
+    port = free_port()
+    server = VersionServer(ChunkStore(tmp_path), port, credentials=Credentials("tok"))
+    await server.start()
+    request = b"GET /catalog HTTP/1.1\r\nHost: x\r\nAuthorization: %s\r\n\r\n" % shown
+    assert b" 401 " in await answer_to(port, request)
+    await server.close()
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["manifests/1%0a", "manifests/\u0661", "chunks/" + "a" * 64 + "%0a", "chunks/..%2f..%2fx"],
+)
+async def test_paths_that_name_nothing_are_not_found(path: str, publishing: Publishing) -> None:
+    port = int(publishing.server.url.rsplit(":", 1)[1])
+    request = f"GET /{path} HTTP/1.1\r\nHost: x\r\n\r\n".encode()
+    assert (await answer_to(port, request))[9:12] in (b"400", b"404")
+
+
+async def test_what_is_no_http_is_answered_and_leaves_no_traceback(
+    publishing: Publishing, caplog: pytest.LogCaptureFixture
+) -> None:
+    port = int(publishing.server.url.rsplit(":", 1)[1])
+    request = b"GET /catalog HTTP/1.1\r\nname without colon\r\n\r\n"
+    assert (await answer_to(port, request))[9:12] == b"400"
+    assert not caplog.records

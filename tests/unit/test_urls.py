@@ -1,0 +1,133 @@
+"""Addresses from outside: those that pass can be connected to, all others are refused in a line."""
+
+import asyncio
+import contextlib
+
+import aiohttp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from yarl import URL
+
+from rose.errors import ConfigError
+from rose.urls import checked_url
+
+GOOD = [
+    "http://127.0.0.1:8000",
+    "https://trainer.cluster.local:8443/weights",
+    "http://localhost",
+    "http://rose_scheduler-0:1",
+    "http://[::1]:65535/",
+    "http://[2001:db8::1]/a/b%20c",
+    "http://xn--mnchen-3ya.de",
+    "http://" + "a" * 63 + ".example:80",
+]
+BAD = [
+    "",
+    "x",
+    "http:",
+    "http://",
+    "http:///",
+    "//127.0.0.1",
+    "ftp://x",
+    "unix:///tmp/x",
+    "file:///etc/passwd",
+    "http://" + "a" * 64 + "/",
+    "http://" + "a" * 64 + ".example",
+    "http://" + "a." * 200 + "b",
+    "http://a..b",
+    "http://.",
+    "http://a.",
+    "http://.a",
+    "http://-",
+    "http://-a",
+    "http://a-.b",
+    "http://xn--a/",
+    "http://xn--\u00fc/",
+    "http://[::1",
+    "http://::1",
+    "http://[1.2.3.4]",
+    "http://[::1%25eth0]",
+    "http://[v1.x]",
+    "http://1.2.3",
+    "http://127.1",
+    "http://0x7f000001",
+    "http://999.1.1.1",
+    "http://1.2.3.04",
+    "http://host:",
+    "http://host:0",
+    "http://host:99999",
+    "http://host:-1",
+    "http://host:+80",
+    "http://host:\u0664",
+    "http://user@host",
+    "http://user:secret@host",
+    "http://host?query",
+    "http://host/#fragment",
+    "http://host/%zz",
+    "http://%zz",
+    "http://host/a b",
+    "http://host/\r\nX: y",
+    "http://host\n",
+    "\thttp://host",
+    "http://ho st",
+    "http://127.0.0.1:1/\x00",
+    "http://m\u00fcnchen.de",
+    "http://\u2488.com",
+    "http://a\u3002\u3002b",
+    "http://\ufffd",
+    "http://\ud7ff",
+    "http://127.0.0.1:9/" + "x" * 9_000,
+]
+
+
+@pytest.mark.parametrize("url", GOOD)
+def test_an_address_that_can_be_one_is_returned_as_it_is(url: str) -> None:
+    assert checked_url(url, "the url") == url
+
+
+@pytest.mark.parametrize("url", BAD)
+def test_what_is_no_address_is_refused_in_one_short_line(url: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        checked_url(url, "the url of version 3")
+    said = str(caught.value)
+    assert said.startswith("the url of version 3 is ")
+    assert said.isprintable()
+    assert len(said) < 300
+
+
+def test_a_caller_may_want_one_scheme_only() -> None:
+    assert checked_url("http://a", "it", ("http",)) == "http://a"
+    with pytest.raises(ConfigError, match=r"give http://HOST"):
+        checked_url("https://a", "it", ("http",))
+
+
+HOSTS = st.one_of(st.text(max_size=80), st.from_regex(r"[a-z0-9.\[\]:%-]{1,80}", fullmatch=True))
+
+
+@given(HOSTS, st.text(max_size=20))
+def test_any_text_is_an_address_to_all_clients_or_refused(host: str, rest: str) -> None:
+    with contextlib.suppress(ConfigError):
+        url = checked_url(f"http://{host}{rest}", "the url")
+        parsed = URL(url)
+        assert parsed.host
+        assert parsed.port
+        parsed.host.encode("idna")
+
+
+def test_connecting_to_an_accepted_address_fails_only_as_connections_do() -> None:
+    class Nowhere(aiohttp.abc.AbstractResolver):
+        async def resolve(self, host: str, port: int = 0, family: int = 0) -> list:
+            raise OSError(f"{host} is nowhere")
+
+        async def close(self) -> None: ...
+
+    async def connect(url: str) -> None:
+        connector = aiohttp.TCPConnector(resolver=Nowhere())
+        async with aiohttp.ClientSession(connector=connector) as session:
+            with pytest.raises(aiohttp.ClientConnectionError):
+                await session.get(url)
+
+    names = [url for url in GOOD if "://[" not in url and "127." not in url]
+    for url in names:
+        asyncio.run(connect(url))
