@@ -21,9 +21,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rose.demo.claims import BROKEN_BY_CONTROL
-from rose.demo.report_text import number
-from rose.demo.settings import CONTROLS
+from rose.demo.cli import CONTROLS
+from rose.demo.report.claims import BROKEN_BY_CONTROL
+from rose.demo.report.text import number
 
 FIRST_SEED = 101
 LEAST_HOLDING = 0.9

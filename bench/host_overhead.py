@@ -224,7 +224,7 @@ def worker(kind: str) -> None:
     """Serve rounds until standard input ends."""
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-    from executor.vllm.host import ObservedScheduler
+    from executor.vllm.host.scheduler import ObservedScheduler
 
     classes = {
         "stock": AsyncScheduler,
@@ -264,7 +264,7 @@ def timed_scheduler() -> Any:  # noqa: ANN401 - a class of vLLM's
     A class of its own: a method that is replaced on an instance makes CPython keep that instance's
     attributes in another way, and slows all of its code.
     """
-    from executor.vllm.host import ObservedScheduler
+    from executor.vllm.host.scheduler import ObservedScheduler
 
     class TimedScheduler(ObservedScheduler):
         spent_ns = 0

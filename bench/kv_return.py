@@ -27,8 +27,8 @@ import aiohttp
 import psutil
 
 from executor import ControlPage, Grant, GrantMode, GuestState, HostState
+from rose.addresses import free_port
 from rose.engines import EngineProcess, EngineRole, EngineSpec
-from rose.ports import free_port
 
 RETURNED_BYTES = 1 << 30
 KV_BYTES = RETURNED_BYTES + (256 << 20)

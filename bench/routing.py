@@ -21,7 +21,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from elastic_scheduler import Placement, ReplicaKind, ReplicaView, Router, TurnNeed
+from elastic_scheduler import ReplicaKind, ReplicaView, Router, TurnNeed, TurnPlacement
 
 BUDGET_TOKENS = 512
 MEAN_TOKENS = 200
@@ -45,7 +45,7 @@ def make_view(number: int, cap: int, rng: random.Random) -> ReplicaView:
 
 @dataclass(slots=True)
 class _Turn:
-    placement: Placement
+    placement: TurnPlacement
     left: int
 
 

@@ -144,8 +144,7 @@ class Bench:
 
 def load_from_memory(worker: Any) -> None:  # noqa: ANN401 -- vLLM's
     """In a worker: a fresh dense load of what is active, nothing read from disk."""
-    from weight_transfer.vllm.fresh import load_fresh
-    from weight_transfer.vllm.reference import overlay
+    from weight_transfer.vllm.proof.reference import load_fresh, overlay
 
     tensors = worker._rose_weights._receiver.tensors
     runner = worker.model_runner

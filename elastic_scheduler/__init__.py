@@ -1,15 +1,35 @@
 """Cores that lease capacity, route turns and keep every token: no clock, socket or file in here."""
 
-from elastic_scheduler.admission import StalenessAdmission, TakenGroup, TurnTicket
-from elastic_scheduler.answers import AnswerBook, Conflict
 from elastic_scheduler.errors import JournalError, LeaseError, LeaseHeld, SchedulerError, StaleEpoch
-from elastic_scheduler.fair import FairShares, max_min
-from elastic_scheduler.feed_counts import FeedProgress
-from elastic_scheduler.group_feed import CancelRun, GroupFeed, StartRun
-from elastic_scheduler.harvest import HarvestMode, HarvestPlan, HarvestPolicy
-from elastic_scheduler.health import Health, HealthLimits, ReplicaHealth, Report
-from elastic_scheduler.hedge import Hedge, HedgedGroup, MemberView, Won
-from elastic_scheduler.journal import (
+from elastic_scheduler.leases.harvest_mode import HarvestMode, HarvestModes, HarvestPlan
+from elastic_scheduler.leases.health import Health, HealthLimits, HealthReport, ReplicaHealth
+from elastic_scheduler.leases.lease import Lease, LeaseState, LeaseTable, Offer, ReplicaKind
+from elastic_scheduler.policies import Policy, make_policy, policy_names
+from elastic_scheduler.policies.drf import FairShares, max_min
+from elastic_scheduler.policies.situation import Decision, Holding, JobDemand, Move, Situation
+from elastic_scheduler.rollouts.admission import (
+    StalenessAdmission,
+    StalenessBound,
+    TakenGroup,
+    TurnTicket,
+)
+from elastic_scheduler.rollouts.batching import PromptQueue, Round, RoundDone, TailBatcher, TailPlan
+from elastic_scheduler.rollouts.buffer import CancelRun, RolloutBuffer, StartRun
+from elastic_scheduler.rollouts.types import (
+    DroppedGroup,
+    FeedProgress,
+    SampleRun,
+    StepPlan,
+    TrainingGroup,
+    TrainingStep,
+)
+from elastic_scheduler.routing.cost import Candidate, Quote, ReplicaView, TurnNeed, TurnPlacement
+from elastic_scheduler.routing.decision_log import Reason, ReasonLog, RoutingDecision
+from elastic_scheduler.routing.predictors import RateMeter
+from elastic_scheduler.routing.router import Router
+from elastic_scheduler.turns.hedge import Hedge, HedgedGroup, MemberView, Won
+from elastic_scheduler.turns.idempotency import Conflict, IdempotencyCache
+from elastic_scheduler.turns.journal import (
     Attempt,
     Continue,
     Deliver,
@@ -21,27 +41,8 @@ from elastic_scheduler.journal import (
     VersionSpan,
     stamp,
 )
-from elastic_scheduler.lease import Lease, LeaseBook, LeaseState
-from elastic_scheduler.offer import Offer, ReplicaKind
-from elastic_scheduler.placement import Placement, Quote
-from elastic_scheduler.policies import Policy, make_policy, policy_names
-from elastic_scheduler.prompt_queue import PromptQueue, Round, RoundDone
-from elastic_scheduler.rate import RateMeter
-from elastic_scheduler.reasons import Reason, ReasonLog
-from elastic_scheduler.replica_load import ReplicaView
-from elastic_scheduler.router import Router
-from elastic_scheduler.routing_cost import Candidate
-from elastic_scheduler.routing_log import RoutingDecision
-from elastic_scheduler.sample_run import SampleRun
-from elastic_scheduler.situation import Decision, Holding, JobDemand, Move, Situation
-from elastic_scheduler.staleness import StalenessBound
-from elastic_scheduler.step_plan import StepPlan
-from elastic_scheduler.tail_batching import TailBatcher, TailPlan
-from elastic_scheduler.training_step import DroppedGroup, TrainingGroup, TrainingStep
-from elastic_scheduler.turn_need import TurnNeed
 
 __all__ = [
-    "AnswerBook",
     "Attempt",
     "CancelRun",
     "Candidate",
@@ -54,27 +55,27 @@ __all__ = [
     "FairShares",
     "FeedProgress",
     "GiveUp",
-    "GroupFeed",
     "HarvestMode",
+    "HarvestModes",
     "HarvestPlan",
-    "HarvestPolicy",
     "Health",
     "HealthLimits",
+    "HealthReport",
     "Hedge",
     "HedgedGroup",
     "Holding",
+    "IdempotencyCache",
     "JobDemand",
     "JournalError",
     "Lease",
-    "LeaseBook",
     "LeaseError",
     "LeaseHeld",
     "LeaseState",
+    "LeaseTable",
     "MemberView",
     "Move",
     "Offer",
     "Outcome",
-    "Placement",
     "Policy",
     "PromptQueue",
     "Quote",
@@ -84,7 +85,7 @@ __all__ = [
     "ReplicaHealth",
     "ReplicaKind",
     "ReplicaView",
-    "Report",
+    "RolloutBuffer",
     "Round",
     "RoundDone",
     "Router",
@@ -105,6 +106,7 @@ __all__ = [
     "TrainingStep",
     "TurnJournal",
     "TurnNeed",
+    "TurnPlacement",
     "TurnTicket",
     "VersionSpan",
     "Won",

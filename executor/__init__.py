@@ -1,28 +1,34 @@
 """SLO-safe co-serving: control page, gate, guard; plugins in `executor.vllm`."""
 
-from executor.control_page import ControlPage
+from executor.control_page.host_seat import HostSeat, HostView, Veto
+from executor.control_page.latency_ring import DrainedRecords, LatencyLane, LatencyRing
+from executor.control_page.page import ControlPage
+from executor.control_page.records import (
+    Grant,
+    GrantMode,
+    GuestState,
+    HostState,
+    LatencyRecord,
+    SeatState,
+)
 from executor.errors import ExecutorError, PageError, PageUnreadable
-from executor.gate import GateLimits, Run, Yield, decide
-from executor.guard import GuardConfig, GuardCore
-from executor.host_seat import HostSeat, Veto
-from executor.host_sight import HostSight
-from executor.latency_ring import Drained, LatencyLane, LatencyRing
-from executor.pressure import PressureLimits, PressurePolicy
-from executor.sections import Grant, GrantMode, GuestState, HostState, LatencyRecord, SeatState
+from executor.grants.grant_controller import GrantController, GuardConfig
+from executor.grants.step_gate import GateLimits, Run, Yield, decide
+from executor.kv.capacity_policy import PressureLimits, PressurePolicy
 
 __all__ = [
     "ControlPage",
-    "Drained",
+    "DrainedRecords",
     "ExecutorError",
     "GateLimits",
     "Grant",
+    "GrantController",
     "GrantMode",
     "GuardConfig",
-    "GuardCore",
     "GuestState",
     "HostSeat",
-    "HostSight",
     "HostState",
+    "HostView",
     "LatencyLane",
     "LatencyRecord",
     "LatencyRing",

@@ -9,7 +9,7 @@ RELATIVE_TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class FieldDifference:
     """A field whose reported value is not what the records give."""
 
     field: str
@@ -31,7 +31,7 @@ def _same_leaf(reported: object, recomputed: object) -> bool:
     return reported == recomputed
 
 
-def compare(reported: object, recomputed: object, field: str = "") -> Iterator[Difference]:
+def compare(reported: object, recomputed: object, field: str = "") -> Iterator[FieldDifference]:
     """All differing fields of two JSON values, in order of their names."""
     if isinstance(reported, dict) and isinstance(recomputed, dict):
         for key in sorted(reported.keys() | recomputed.keys()):
@@ -39,8 +39,8 @@ def compare(reported: object, recomputed: object, field: str = "") -> Iterator[D
             yield from compare(reported.get(key, _ABSENT), recomputed.get(key, _ABSENT), name)
     elif isinstance(reported, list) and isinstance(recomputed, list):
         if len(reported) != len(recomputed):
-            yield Difference(f"{field}.length", len(reported), len(recomputed))
+            yield FieldDifference(f"{field}.length", len(reported), len(recomputed))
         for index, pair in enumerate(zip(reported, recomputed, strict=False)):
             yield from compare(*pair, f"{field}[{index}]")
     elif not _same_leaf(reported, recomputed):
-        yield Difference(field, reported, recomputed)
+        yield FieldDifference(field, reported, recomputed)

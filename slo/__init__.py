@@ -6,8 +6,8 @@ and nothing but the standard library, so that it may live inside a production en
 scrape alone needs prometheus_client, and imports it when first called.
 """
 
-from slo.attainment import Attainment, attainment, goodput_rps
-from slo.budget import RULES, BurnAlert, BurnRule, ErrorBudget
+from slo.engine_metrics import Scrape, parse_scrape
+from slo.error_budget import RULES, BurnAlert, BurnRule, ErrorBudget
 from slo.errors import (
     ProfileError,
     ScrapeError,
@@ -16,14 +16,10 @@ from slo.errors import (
     TargetError,
     UnknownPresetError,
 )
-from slo.forecast import LoadForecast
-from slo.histogram import Histogram, latency_bounds_s
-from slo.latency import Met, RequestLatency
-from slo.latency_model import StepModel
-from slo.percentile import percentile
-from slo.presets import PRESETS, preset
-from slo.scrape import Scrape, parse_scrape
-from slo.sketch import RELATIVE_ERROR, Sketch
+from slo.histogram import Histogram, latency_bounds_s, percentile
+from slo.load_forecast import LoadForecast
+from slo.request_latency import Attainment, Met, RequestLatency, attainment, goodput_rps
+from slo.sketch import RELATIVE_ERROR, Sketch, SlidingSketch
 from slo.slack import (
     NO_DEADLINE,
     Slack,
@@ -32,9 +28,8 @@ from slo.slack import (
     prefill_deadline_ns,
     slack_until,
 )
-from slo.sliding import SlidingSketch
-from slo.spec import SloSpec
-from slo.step_profile import StepProfile, StepSample, fit_profile
+from slo.step_time import StepModel, StepProfile, StepSample, fit_profile
+from slo.targets import PRESETS, SloSpec, preset
 
 __all__ = [
     "NO_DEADLINE",

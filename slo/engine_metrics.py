@@ -5,11 +5,24 @@ between tokens, not each request's mean; 0.11 renamed it to `inter_token_latency
 per-request mean came as `request_time_per_output_token_seconds`. SGLang:
 `sglang/srt/observability/metrics_collector.py`, before that `sglang/srt/metrics/collector.py`;
 its gaps were `time_per_output_token_seconds` until 0.4.2, and it has no per-request mean yet.
+
+Prometheus text to the series of known names: the parsing half of a scrape.
+
+One engine's `/metrics`, whichever engine and version: the fallback for hosts without the plugin.
+
+Two histograms cannot say which requests met both targets, and their buckets miss usual targets;
+where the host plugin runs, its per-request records are used instead. Fetching is the caller's.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Final
+
+from slo.errors import ScrapeError
+from slo.histogram import Histogram
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,3 +83,213 @@ def _quantities() -> dict[str, tuple[str, str]]:
 
 QUANTITIES: Final[Mapping[str, tuple[str, str]]] = _quantities()
 """Engine and quantity of every known name."""
+
+
+Labels = frozenset[tuple[str, str]]
+
+_LINE_NAME = re.compile(r"(?:# (?:TYPE|HELP) )?([A-Za-z_:][\w:]*)")
+_PARTS = ("_bucket", "_count", "_sum", "")
+
+
+@dataclass(slots=True)
+class Series:
+    """All samples of one name: of a gauge by label set, of a histogram by label set and bound."""
+
+    values: dict[Labels, float] = field(default_factory=dict)
+    buckets: dict[Labels, dict[float, float]] = field(default_factory=lambda: defaultdict(dict))
+    sums: dict[Labels, float] = field(default_factory=dict)
+
+    def histogram(self) -> Histogram | None:
+        """Sum over label sets, at the bounds that all have; None without buckets.
+
+        Raises ValueError for counts that fall or lack their last bucket.
+        """
+        if not self.buckets:
+            return None
+        common = set.intersection(*(set(by_bound) for by_bound in self.buckets.values()))
+        if float("inf") not in common:
+            raise ValueError("a histogram without +Inf bucket")
+        bounds = sorted(common)
+        totals = [sum(held[bound] for held in self.buckets.values()) for bound in bounds]
+        if not all(map(math.isfinite, totals)):
+            raise ValueError(f"bucket counts {totals} are not finite")
+        return Histogram(tuple(bounds[:-1]), tuple(map(int, totals)), sum(self.sums.values()))
+
+
+def known_series(text: str, model: str | None) -> dict[str, Series]:
+    """Samples of known names, of `model` alone where one is given and the engine labels models.
+
+    Raises ScrapeError for text that is no Prometheus exposition.
+    """
+    # Imported here: only who scrapes needs it, and vLLM sets it up before its own first import.
+    from prometheus_client.parser import text_string_to_metric_families
+
+    found: dict[str, Series] = defaultdict(Series)
+    try:
+        for family in text_string_to_metric_families(_known_lines(text)):
+            for sample in family.samples:
+                if model is None or sample.labels.get("model_name", model) == model:
+                    _add(found, sample.name, sample.labels, float(sample.value))
+    except (ValueError, KeyError) as error:
+        raise ScrapeError(f"not Prometheus text: {error}; check the /metrics address") from None
+    return dict(found)
+
+
+def models(text: str) -> list[str]:
+    """Names of the models that known metrics carry."""
+    return sorted(set(re.findall(r'model_name="([^"]*)"', _known_lines(text))))
+
+
+def _known_lines(text: str) -> str:
+    # An engine exports thousands of lines and the parser is slow: it gets the few that matter.
+    return "".join(_spelt(line) + "\n" for line in text.splitlines() if _base(line) is not None)
+
+
+def _spelt(line: str) -> str:
+    # Routers in front of engines turn the colon into an underscore.
+    return re.sub(r"^(# (?:TYPE|HELP) )?(vllm|sglang)_", r"\1\2:", line)
+
+
+def _base(line: str) -> str | None:
+    match = _LINE_NAME.match(_spelt(line))
+    if match is None:
+        return None
+    names = (match[1].removesuffix(part) for part in _PARTS if match[1].endswith(part))
+    return next((name for name in names if name in QUANTITIES or name == STARTED), None)
+
+
+def _add(found: dict[str, Series], name: str, labels: Mapping[str, str], value: float) -> None:
+    base = _base(name)
+    if base is None:
+        return
+    series, part = found[base], name.removeprefix(base)
+    key = _without(labels, "le")
+    if part == "_bucket":
+        series.buckets[key][float(labels["le"])] = value
+    elif part == "_sum":
+        series.sums[key] = value
+    elif part == "":
+        series.values[key] = value
+
+
+def _without(labels: Mapping[str, str], *names: str) -> Labels:
+    return frozenset((name, value) for name, value in labels.items() if name not in names)
+
+
+def merged_ranks(values: Mapping[Labels, float], ranks: Iterable[str]) -> list[float]:
+    """One value for each label set without `ranks`: ranks of one engine repeat the same number."""
+    merged: dict[Labels, float] = {}
+    for labels, value in values.items():
+        key = _without(dict(labels), *ranks)
+        merged[key] = max(value, merged.get(key, value))
+    return list(merged.values())
+
+
+# SGLang may export each rank of one engine; data-parallel ranks are engines of their own.
+_RANKS = ("tp_rank", "pp_rank", "moe_ep_rank")
+
+
+@dataclass(frozen=True, slots=True)
+class Scrape:
+    """What an engine said; None for what it does not export, or not before its first request.
+
+    Histograms are in seconds, over all requests since the engine started, or since the earlier
+    scrape in what `since` returns. `tpot` is each request's mean time per output token, `itl` each
+    gap between tokens. `running`, `waiting` are requests now; `kv_usage` lies in [0, 1], that of
+    the fullest engine. `names` says which metric each came from; `started_s` is the Unix time the
+    process started at.
+    """
+
+    engine: str
+    ttft: Histogram | None = None
+    tpot: Histogram | None = None
+    itl: Histogram | None = None
+    e2e: Histogram | None = None
+    running: int | None = None
+    waiting: int | None = None
+    kv_usage: float | None = None
+    started_s: float | None = None
+    restarted: bool = False
+    names: Mapping[str, str] | None = None
+
+    def since(self, earlier: "Scrape") -> "Scrape":
+        """What happened after `earlier`, with `restarted` when the engine was started in between.
+
+        A restarted engine counts from zero again: all that it has counted is new. Raises
+        ScrapeError when `earlier` is another engine's.
+        """
+        if self.engine != earlier.engine:
+            raise ScrapeError(
+                f"scrapes of {earlier.engine} and {self.engine}; compare two of one engine"
+            )
+        fresh: dict[str, Histogram | None] = {}
+        for name in HISTOGRAMS:
+            then, now = getattr(earlier, name), getattr(self, name)
+            first = then is None or not then.count
+            fresh[name] = now if first or now is None else now.since(then)
+            # One counter that fell is enough: another may have outgrown its former self already.
+            if fresh[name] is None and not first:
+                return replace(self, restarted=True)
+        if self.started_s != earlier.started_s:
+            return replace(self, restarted=True)
+        return replace(
+            self, ttft=fresh["ttft"], tpot=fresh["tpot"], itl=fresh["itl"], e2e=fresh["e2e"]
+        )
+
+
+def parse_scrape(text: str, model: str | None = None) -> Scrape:
+    """Read a Prometheus text exposition of vLLM or SGLang, of `model` alone where one is given.
+
+    Raises ScrapeError when it is of neither or of both, or has nothing of that model.
+    """
+    found = known_series(text, model)
+    engines = {QUANTITIES[name][0] for name in found if name in QUANTITIES}
+    if not engines and (served := models(text)):
+        raise ScrapeError(f"no metrics of model {model!r}; the engine has {', '.join(served)}")
+    if len(engines) != 1:
+        both = " and ".join(sorted(engines)) or "no known engine"
+        raise ScrapeError(
+            f"metrics of {both}; give the /metrics of one vLLM, or of one SGLang started with "
+            "--enable-metrics"
+        )
+    (engine,) = (names for names in ENGINES if names.engine in engines)
+    names = {
+        quantity: next((name for name in engine.of(quantity) if name in found), None)
+        for quantity in (*HISTOGRAMS, *GAUGES)
+    }
+    held = {quantity: found[name] for quantity, name in names.items() if name is not None}
+    return Scrape(
+        engine.engine,
+        ttft=_histogram("ttft", held),
+        tpot=_histogram("tpot", held),
+        itl=_histogram("itl", held),
+        e2e=_histogram("e2e", held),
+        running=_requests(held.get("running")),
+        waiting=_requests(held.get("waiting")),
+        kv_usage=_fullest(held.get("kv_usage")),
+        started_s=_fullest(found.get(STARTED)),
+        names={quantity: name for quantity, name in names.items() if name is not None},
+    )
+
+
+def _histogram(quantity: str, held: Mapping[str, Series]) -> Histogram | None:
+    if quantity not in held:
+        return None
+    try:
+        return held[quantity].histogram()
+    except ValueError as error:
+        raise ScrapeError(f"{quantity} of this engine: {error}; scrape it again") from None
+
+
+def _requests(series: Series | None) -> int | None:
+    if series is None:
+        return None
+    # SGLang splits queues by priority beside their total, whose priority is empty.
+    totals = {k: v for k, v in series.values.items() if not dict(k).get("priority")}
+    finite = [v for v in merged_ranks(totals or series.values, _RANKS) if math.isfinite(v)]
+    return int(sum(finite)) if finite else None
+
+
+def _fullest(series: Series | None) -> float | None:
+    finite = [] if series is None else [v for v in series.values.values() if math.isfinite(v)]
+    return max(finite, default=None)

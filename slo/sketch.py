@@ -1,4 +1,8 @@
-"""A histogram of latencies with a bounded relative error, as small as it is mergeable.
+"""A ring of time slices: what happened lately, in bounded memory, on a clock that is handed in.
+
+Latencies of the last minutes: a sketch for each slice of time.
+
+A histogram of latencies with a bounded relative error, as small as it is mergeable.
 
 Buckets are equally wide in log2 (the idea of DDSketch, Masson et al., VLDB 2019, with a fixed range
 instead of collapsing buckets): 36 to each doubling, from about a microsecond to four and a half
@@ -7,14 +11,61 @@ hours. The counts are the whole state: count, sum and quantiles are worked out w
 
 import math
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import log2
 from operator import add, mul
-from typing import Final, Self
+from typing import Final, Generic, Self, TypeVar
 
 from slo.errors import SketchError
-from slo.histogram import Histogram
-from slo.percentile import nearest_rank
+from slo.histogram import Histogram, nearest_rank
+
+T = TypeVar("T")
+
+
+class TimeBuckets(Generic[T]):
+    """The last `slices` spans of `slice_s` seconds, each with a T of its own made by `make`.
+
+    A slice that fell out of the ring is replaced when its place is needed. Slices ahead of the
+    asked time are ignored: a clock that went back sees nothing of its former future.
+    Raises ValueError unless both sizes are positive.
+    """
+
+    def __init__(self, slice_s: float, slices: int, make: Callable[[], T]) -> None:
+        if not (math.isfinite(slice_s) and slice_s > 0 and slices > 0):
+            raise ValueError(f"ring of {slices} slices of {slice_s} s; both must be positive")
+        self.slice_s = slice_s
+        self.span_s = slice_s * slices
+        self._make = make
+        self._places: list[tuple[int, T] | None] = [None] * slices
+
+    def epoch(self, now_s: float) -> int:
+        """Number of the slice that `now_s` lies in."""
+        return math.floor(now_s / self.slice_s)
+
+    def at(self, now_s: float) -> T | None:
+        """The slice of `now_s`, made if need be; None if its place holds a later one."""
+        epoch = self.epoch(now_s)
+        place = epoch % len(self._places)
+        held = self._places[place]
+        if held is not None and held[0] >= epoch:
+            return held[1] if held[0] == epoch else None
+        made = self._make()
+        self._places[place] = (epoch, made)
+        return made
+
+    def window(self, now_s: float, window_s: float | None = None) -> list[T]:
+        """Slices of the last `window_s` seconds (all without one), the running slice among them.
+
+        Whole slices: up to one slice of time less than asked for. Raises ValueError for a window
+        that the ring cannot hold.
+        """
+        window_s = self.span_s if window_s is None else window_s
+        if not 0 < window_s <= self.span_s:
+            raise ValueError(f"window of {window_s} s; the ring holds up to {self.span_s} s")
+        last = self.epoch(now_s)
+        first = last - math.ceil(window_s / self.slice_s - 1e-9)
+        return [held[1] for held in self._places if held is not None and first < held[0] <= last]
+
 
 BUCKETS_PER_DOUBLING: Final = 36
 MIN_S: Final = 2.0**-20
@@ -145,3 +196,61 @@ def outer_index(value_s: float) -> int:
     if not 0 <= value_s < math.inf:
         raise SketchError(f"latency is {value_s}; give seconds that are finite and not negative")
     return 0 if value_s < MIN_S else BUCKETS - 1
+
+
+class SlidingSketch:
+    """Window quantiles over a ring of `slices` sketches of `slice_s` seconds each.
+
+    At most 50 KB a slice. The clock is handed in; slices older than the ring are dropped.
+    """
+
+    def __init__(self, slice_s: float = 10.0, slices: int = 30) -> None:
+        self._ring: TimeBuckets[Sketch] = TimeBuckets(slice_s, slices, Sketch)
+        self._counts = [0]
+        self._from_s = self._until_s = math.inf
+
+    @property
+    def span_s(self) -> float:
+        """The longest window."""
+        return self._ring.span_s
+
+    def insert(self, value_s: float, now_s: float) -> bool:
+        """Count a latency at `now_s`; False if that slice was dropped already.
+
+        Raises SketchError unless `value_s` is finite and not negative.
+        """
+        # The sketch's own insert, written out: a second call would cost as much as the count.
+        if self._from_s <= now_s < self._until_s and MIN_S <= value_s < MAX_S:
+            self._counts[int(log2(value_s) * 36.0 + 721.0)] += 1
+            return True
+        return self._insert_slowly(value_s, now_s)
+
+    def window(self, now_s: float, window_s: float | None = None) -> Sketch:
+        """One sketch of the last `window_s` seconds, the whole ring without one."""
+        merged = Sketch()
+        for sketch in self._ring.window(now_s, window_s):
+            merged.merge(sketch)
+        return merged
+
+    def quantile(
+        self, fraction: float, now_s: float, window_s: float | None = None
+    ) -> float | None:
+        """Quantile of that window; None when nothing happened in it."""
+        return self.window(now_s, window_s).quantile(fraction)
+
+    def count(self, now_s: float, window_s: float | None = None) -> int:
+        """Values in that window."""
+        return sum(sketch.count for sketch in self._ring.window(now_s, window_s))
+
+    def _insert_slowly(self, value_s: float, now_s: float) -> bool:
+        if not MIN_S <= value_s < MAX_S:
+            outer_index(value_s)  # refuses what is no latency before a slice is made for it
+        sketch = self._ring.at(now_s)
+        if sketch is None:
+            return False
+        sketch.insert(value_s)
+        epoch = self._ring.epoch(now_s)
+        self._counts = sketch.counts
+        self._from_s = epoch * self._ring.slice_s
+        self._until_s = (epoch + 1) * self._ring.slice_s
+        return True

@@ -1,4 +1,4 @@
-"""Consecutive ports, for what counts its own from a base; see `rose.ports` for any others."""
+"""Consecutive ports, for what counts its own from a base; see `rose.addresses` for any others."""
 
 import socket
 

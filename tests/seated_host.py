@@ -4,15 +4,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from executor import ControlPage, HostSight, HostState, SeatState
+from executor import ControlPage, HostState, HostView, SeatState
 
 SETTLED_NS = 2_000_000_000
 
 
-def believed(state: HostState | None, now_ns: int) -> HostSight:
+def believed(state: HostState | None, now_ns: int) -> HostView:
     """A state of which nothing but itself can be doubted."""
     seat = SeatState(taken_ns=0, beat_ns=now_ns)
-    return HostSight(state, seat, seated=True, vetoed=False, replaced=False)
+    return HostView(state, seat, seated=True, vetoed=False, replaced=False)
 
 
 class SeatedHost:

@@ -3,12 +3,6 @@
 Engines: `.vllm`. Trainers whose ranks hold shards: `.torch`, or pieces of one's own.
 """
 
-from weight_transfer.blocks import Block
-from weight_transfer.checkpoint import read_model_dir, read_safetensors
-from weight_transfer.chunk import Change, ChunkHeader, chunk_id, decode_chunk, encode_chunk
-from weight_transfer.codec import Encoding
-from weight_transfer.coordinator import ShardCoordinator
-from weight_transfer.digest import digest_of, updated
 from weight_transfer.errors import (
     CatalogError,
     ChunkDigestError,
@@ -28,17 +22,32 @@ from weight_transfer.errors import (
     WeightError,
     WrongBaseError,
 )
-from weight_transfer.local import LocalBits, LocalTensor
-from weight_transfer.manifest import ChunkRef, Manifest, OnUpdate, TensorUpdate
-from weight_transfer.megatron import Heads, gate_up, grouped_qkv, vocabulary
-from weight_transfer.publisher import Publisher
+from weight_transfer.files.checkpoint import read_model_dir, read_safetensors
+from weight_transfer.format.chunk import Change, ChunkHeader, chunk_id, decode_chunk, encode_chunk
+from weight_transfer.format.codec import Encoding
+from weight_transfer.format.digest import Block, digest_of, updated
+from weight_transfer.format.manifest import ChunkRef, Manifest, OnUpdate, TensorUpdate
+from weight_transfer.format.signing import SigningKey, VerifyKey
+from weight_transfer.format.tensors import TensorBits, bits_of, tensor_bits, tensor_of
+from weight_transfer.publish.publisher import Publisher
+from weight_transfer.publish.shard_coordinator import ShardCoordinator, ShardReport
+from weight_transfer.publish.shard_encoder import ShardEncoder, ShardSettings
+from weight_transfer.publish.sharding import (
+    Heads,
+    LocalBits,
+    LocalTensor,
+    Piece,
+    column_shard,
+    gate_up,
+    grouped_qkv,
+    piece,
+    row_shard,
+    stacked,
+    vocabulary,
+    whole,
+)
 from weight_transfer.receiver import Receiver, StagedTensor, StagedUpdate
-from weight_transfer.shard_encoder import ShardEncoder, ShardSettings
-from weight_transfer.shard_report import ShardReport
-from weight_transfer.shards import Piece, column_shard, piece, row_shard, stacked, whole
-from weight_transfer.signing import SigningKey, VerifyKey
-from weight_transfer.store import ChunkStore, StoredFile, read_chunk
-from weight_transfer.tensors import TensorBits, bits_of, tensor_bits, tensor_of
+from weight_transfer.store.chunk_store import ChunkStore, StoredFile, read_chunk
 
 __all__ = [
     "Block",

@@ -15,8 +15,6 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from weight_transfer.chunk import check_id, decode_chunk, overwrite_chunk, parse_header
-from weight_transfer.digest import MODULUS, after_write, digest_of
 from weight_transfer.errors import (
     ChunkFormatError,
     ChunkMissingError,
@@ -25,11 +23,13 @@ from weight_transfer.errors import (
     ManifestExpired,
     WrongBaseError,
 )
-from weight_transfer.kernels.changes import apply_changes, find_changes
-from weight_transfer.kernels.mixing import scatter
-from weight_transfer.manifest import CODEC, ChunkRef, Manifest, TensorUpdate, hex_digest
-from weight_transfer.signing import VerifyKey
-from weight_transfer.tensors import Bits, TensorBits, copy_tensors
+from weight_transfer.format.chunk import check_id, decode_chunk, overwrite_chunk, parse_header
+from weight_transfer.format.digest import MODULUS, after_write, digest_of
+from weight_transfer.format.manifest import CODEC, ChunkRef, Manifest, TensorUpdate, hex_digest
+from weight_transfer.format.signing import VerifyKey
+from weight_transfer.format.tensors import Bits, TensorBits, copy_tensors
+from weight_transfer.kernels.cpu.changes import apply_changes, find_changes
+from weight_transfer.kernels.cpu.digest import scatter
 
 
 @dataclass(frozen=True, slots=True)

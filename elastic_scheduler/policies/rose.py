@@ -3,11 +3,10 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from elastic_scheduler.allowance import Allowance
-from elastic_scheduler.fair import HOLD_S, FairShares, dominant_shares
-from elastic_scheduler.net_benefit import SwitchCosts, saved_s
-from elastic_scheduler.offer import Offer, ReplicaKind
-from elastic_scheduler.situation import Decision, Holding, JobDemand, Move, Situation
+from elastic_scheduler.leases.cost_model import AimdLimit, SwitchCosts, saved_s
+from elastic_scheduler.leases.lease import Offer, ReplicaKind
+from elastic_scheduler.policies.drf import HOLD_S, FairShares, dominant_shares
+from elastic_scheduler.policies.situation import Decision, Holding, JobDemand, Move, Situation
 
 # Taken when it saves more than a switch costs, given back when it saves less than a quarter.
 TAKE_ABOVE = 1.0
@@ -49,7 +48,7 @@ class RosePolicy:
     def __init__(self, hold_s: float = HOLD_S) -> None:
         self._costs = SwitchCosts()
         self._fair = FairShares(hold_s)
-        self._allowances: dict[str, Allowance] = {}
+        self._allowances: dict[str, AimdLimit] = {}
         self._pasts: dict[str, _Past] = {}
 
     def decide(self, situation: Situation) -> Decision:
@@ -171,8 +170,8 @@ class RosePolicy:
                 del self._pasts[next(iter(self._pasts))]
         return past
 
-    def _allowance(self, job: str) -> Allowance:
-        return self._allowances.setdefault(job, Allowance())
+    def _allowance(self, job: str) -> AimdLimit:
+        return self._allowances.setdefault(job, AimdLimit())
 
 
 def _offers_of(job: str, held: Iterable[Holding]) -> list[Offer]:

@@ -2,21 +2,28 @@
 
 Whoever allocates the KV cache makes one reservation; whoever balloons it finds it by the address
 of the tensor. Both are in one process: pages are mapped nowhere else.
+
+Device memory as a tensor of torch, without a copy: through `__cuda_array_interface__`.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from typing import Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, TypedDict
 
-from executor.cuda.cuda_pages import CudaPages
+from executor.cuda.backing import CudaPages, VirtualMapping
 from executor.cuda.driver import Driver
-from executor.cuda.mapping import Mapping
-from executor.cuda.page_pool import PagePool, PageSource
-from executor.cuda.page_use import PageUse
+from executor.cuda.page_pool import PagePool, PageRefcounts, PageSource
 from executor.errors import DeviceError, MappingLost
-from executor.granules import Granules
-from executor.host_pages import Extent
+from executor.kv.backing import Extent
+from executor.kv.shrink_plan import Granules
 
-_reservations: Final[dict[int, "Reservation"]] = {}
+if TYPE_CHECKING:
+    import torch
+
+
+_reservations: Final[dict[int, Reservation]] = {}
 
 
 class Reservation:
@@ -49,7 +56,7 @@ class Reservation:
         self._empty = partly and self._source.available < pages
         own = [] if self._empty else self._source.take(pages)
         try:
-            self._mapping = Mapping(driver, self.page_bytes, pages, own)
+            self._mapping = VirtualMapping(driver, self.page_bytes, pages, own)
         except MappingLost:
             raise
         except DeviceError:
@@ -65,7 +72,7 @@ class Reservation:
         Raises DeviceMemoryShort where a reservation that began empty gets no granule.
         """
         mapping = self._mapping
-        use = PageUse(extents, granules, mapping.base, mapping.page_bytes, mapping.pages)
+        use = PageRefcounts(extents, granules, mapping.base, mapping.page_bytes, mapping.pages)
         return CudaPages(mapping, self._source, use, self.size, empty=self._empty)
 
     def close(self) -> None:
@@ -78,3 +85,64 @@ class Reservation:
 def reservation_at(address: int) -> Reservation | None:
     """The reservation of this process that begins there."""
     return _reservations.get(address)
+
+
+_BYTES = "|i1"
+_VERSION = 3
+
+
+class CudaArrayInterface(TypedDict):
+    """Version 3 of the interface; `strides` are bytes, None for a contiguous array."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
+    typestr: str
+    data: tuple[int, bool]
+    stream: int | None
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBytes:
+    """Signed bytes at an address of the device; `owner` lives as long as a tensor over them."""
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
+    owner: Reservation
+
+    @property
+    def __cuda_array_interface__(self) -> CudaArrayInterface:
+        """Writable; nothing is pending on them on any stream."""
+        return CudaArrayInterface(
+            shape=self.shape,
+            strides=self.strides,
+            typestr=_BYTES,
+            data=(self.address, False),
+            stream=None,
+            version=_VERSION,
+        )
+
+
+def whole(reservation: Reservation) -> DeviceBytes:
+    """All of it, `[size]`: what an engine views as its KV cache."""
+    return DeviceBytes(reservation.address, (reservation.size,), None, reservation)
+
+
+def layer(reservation: Reservation, extent: Extent, blocks: int) -> DeviceBytes:
+    """One layer's part of the first blocks, `[blocks, block_bytes]`.
+
+    Raises ValueError for blocks that lie outside of the reservation.
+    """
+    end = extent.base + (blocks - 1) * extent.stride + extent.block_bytes
+    if extent.base < reservation.address or end > reservation.address + reservation.size:
+        raise ValueError(f"{blocks} blocks from {extent.base:#x} to {end:#x} are not KV memory")
+    shape = (blocks, extent.block_bytes)
+    return DeviceBytes(extent.base, shape, (extent.stride, 1), reservation)
+
+
+def as_tensor(memory: DeviceBytes, device: torch.device) -> torch.Tensor:
+    """An int8 tensor over the memory, on the device that it is on."""
+    import torch
+
+    return torch.as_tensor(memory, device=device)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
-from executor.control_page import PAGE_GROUP
+from executor.control_page.page import PAGE_GROUP
 from executor.errors import ExecutorError
 
 HOST = "host"

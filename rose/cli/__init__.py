@@ -1,5 +1,5 @@
 """The `rose` command."""
 
-from rose.cli.parser import Parser
+from rose.cli.main import Parser
 
 __all__ = ["Parser"]

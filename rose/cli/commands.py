@@ -1,14 +1,258 @@
-"""The operator's subcommands: status, explain, harvest, revoke, kill, unkill."""
+"""`rose status`: a snapshot as tables.
+
+Calls to the scheduler, with their failures as errors that a person reads.
+
+`rose explain TRAJECTORY`: where its turns were placed, and why.
+
+The operator's subcommands: status, explain, harvest, revoke, kill, unkill.
+"""
 
 import argparse
+import http.client
+import json
 import sys
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from rose.cli.client import DEFAULT_SCHEDULER, SchedulerClient
-from rose.cli.explain import DEFAULT_GATEWAY, explain
-from rose.errors import ConfigError
+import grpc
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from rose.errors import ConfigError, RefusedError, RoseError, UnavailableError
 from rose.rpc import rose_pb2 as pb
+from rose.rpc.channel import channel_options
+from rose.rpc.rose_pb2_grpc import SchedulerStub
+
+PIPE_WIDTH = 160  # columns when nobody watches: wide enough that no cell is cut
+
+
+def show(snapshot: pb.SnapshotReply, console: Console | None = None) -> None:
+    """Print one line about the cluster, then replicas, hosts and guests."""
+    console = console or _console()
+    console.print(summary(snapshot), markup=False, highlight=False)
+    for trouble in snapshot.troubles:
+        console.print(f"scheduler: {trouble}", markup=False, highlight=False)
+    for table in (_replicas(snapshot), _hosts(snapshot), _guests(snapshot)):
+        if table.row_count:
+            console.print(table)
+
+
+def summary(snapshot: pb.SnapshotReply) -> str:
+    """`harvest OFF, job grpo at version 3 (staleness <= 1), 2 replicas, 1 leased`."""
+    mode = _mode(snapshot.harvest)
+    own = ", ".join(f"{each.replica} {_mode(each.mode)}" for each in snapshot.overrides)
+    jobs = ", ".join(
+        f"job {job.job} at version {job.latest_version}"
+        f" (staleness <= {job.max_staleness}{_demand(job)})"
+        for job in snapshot.jobs
+    )
+    leased = sum(replica.leased for replica in snapshot.replicas)
+    stalled = snapshot.store_stalled_s
+    waits = f", nothing new is leased: its store has not answered for {stalled:.0f} s"
+    return (
+        f"harvest {mode}{f' ({own})' if own else ''}, {jobs or 'no job'},"
+        f" {len(snapshot.replicas)} replicas, {leased} leased{waits if stalled else ''}"
+    )
+
+
+def _demand(job: pb.JobView) -> str:
+    if not job.demand_known:
+        return ""
+    rate = f"{job.made_tok_s:.0f} tokens/s"
+    return f"; {job.turns} turns, {job.owed_tokens:.0f} tokens owed, {rate}"
+
+
+def _console() -> Console:
+    console = Console()
+    return console if console.is_terminal else Console(width=PIPE_WIDTH)
+
+
+def _mode(mode: "pb.HarvestMode.ValueType") -> str:
+    return pb.HarvestMode.Name(mode).removeprefix("HARVEST_MODE_")
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, no_wrap=True)
+    return table
+
+
+def _replicas(snapshot: pb.SnapshotReply) -> Table:
+    table = _table(
+        "replicas",
+        "replica",
+        "kind",
+        "node",
+        "healthy",
+        "version",
+        "lease",
+        "state",
+        "expires in",
+        "why",
+    )
+    leases = {lease.replica: lease for lease in snapshot.leases}
+    for replica in snapshot.replicas:
+        lease = leases.get(replica.id)
+        table.add_row(
+            escape(replica.id),
+            pb.ReplicaKind.Name(replica.kind).removeprefix("REPLICA_KIND_").lower(),
+            escape(replica.node),
+            "yes" if replica.healthy else "no",
+            str(replica.policy_version),
+            f"epoch {lease.epoch}" if lease else "-",
+            lease.state if lease else "-",
+            f"{lease.expires_in_s:.1f} s" if lease else "-",
+            escape(lease.why) if lease else "-",
+        )
+    return table
+
+
+def _hosts(snapshot: pb.SnapshotReply) -> Table:
+    table = _table(
+        "hosts", "node", "running", "waiting", "TTFT p95 / target", "TPOT p95 / target", "requests"
+    )
+    for host in snapshot.hosts:
+        table.add_row(
+            escape(host.node),
+            str(host.running),
+            str(host.waiting),
+            f"{host.ttft_p95_s * 1e3:.0f} / {host.ttft_target_s * 1e3:.0f} ms",
+            f"{host.tpot_p95_s * 1e3:.1f} / {host.tpot_target_s * 1e3:.0f} ms",
+            f"{host.window_requests} in {host.window_s:.0f} s",
+        )
+    return table
+
+
+def _guests(snapshot: pb.SnapshotReply) -> Table:
+    table = _table("engines", "replica", "state", "grant", "why", "running", "tokens", "duty")
+    for guest in snapshot.guests:
+        table.add_row(
+            escape(guest.replica),
+            f"{guest.state}, {guest.restarts} restarts",
+            guest.mode,
+            escape(guest.reason),
+            str(guest.running),
+            str(guest.tokens_total),
+            f"{guest.duty:.0%}",
+        )
+    return table
+
+
+DEFAULT_SCHEDULER = "127.0.0.1:7400"
+CALL_TIMEOUT_S = 5.0
+
+Reply = TypeVar("Reply")
+
+
+class SchedulerClient:
+    """What an operator asks of a scheduler.
+
+    Raises `UnavailableError` when it does not answer and `RefusedError` when it says no.
+    """
+
+    def __init__(self, address: str, timeout_s: float = CALL_TIMEOUT_S) -> None:
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+            raise ConfigError(f"{address!r} is no address; give --scheduler HOST:PORT")
+        self._address = address
+        self._timeout_s = timeout_s
+
+    def snapshot(self) -> pb.SnapshotReply:
+        """Everything the scheduler knows right now."""
+        return self._call(lambda stub: stub.Snapshot(pb.SnapshotRequest(), timeout=self._timeout_s))
+
+    def set_harvest(self, mode: "pb.HarvestMode.ValueType", replica: str) -> int:
+        """Set the mode of one replica, or of the cluster (""); returns the leases it released."""
+        request = pb.SetHarvestRequest(mode=mode, replica=replica)
+        return self._call(lambda stub: stub.SetHarvest(request, timeout=self._timeout_s)).released
+
+    def revoke(self, replica: str, reason: str) -> int:
+        """End the replica's lease; returns its epoch."""
+        request = pb.RevokeRequest(replica=replica, reason=reason)
+        return self._call(lambda stub: stub.Revoke(request, timeout=self._timeout_s)).epoch
+
+    def _call(self, ask: Callable[[SchedulerStub], Reply]) -> Reply:
+        with self._explained(), grpc.insecure_channel(self._address, channel_options()) as channel:
+            return ask(SchedulerStub(channel))
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except grpc.RpcError as error:
+            raise self._meaning(error.code(), error.details()) from error
+
+    def _meaning(self, code: grpc.StatusCode, details: str | None) -> RoseError:
+        if code is grpc.StatusCode.FAILED_PRECONDITION:
+            return RefusedError(details)
+        if code is grpc.StatusCode.INVALID_ARGUMENT:
+            return ConfigError(details)
+        if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+            return UnavailableError(
+                f"no scheduler answers at {self._address}; start `rose scheduler` or give"
+                " --scheduler HOST:PORT"
+            )
+        return UnavailableError(
+            f"{self._address} answers, but not as a scheduler ({code.name}); check --scheduler"
+        )
+
+
+DEFAULT_GATEWAY = "http://127.0.0.1:8000"
+EXPLAIN_TIMEOUT_S = 5.0
+# A choice in a large fleet weighs a dozen replicas; the cheapest few say why.
+SHOWN = 5
+
+
+def explain(gateway: str, subject: str) -> int:
+    """Print each remembered choice, oldest first. Raises RoseError when there is nothing to say."""
+    for decision in _ask(gateway, subject):
+        sys.stdout.write(line_of(decision) + "\n")
+    return 0
+
+
+def line_of(decision: Mapping[str, object]) -> str:
+    """`12.0 s ago  q1  -> guest-0: cheapest; 9 tokens expected (guest-0 0.41 s, own-1 0.5 s)`."""
+    age_s, expected = decision["age_s"], decision["expected_tokens"]
+    weighed = decision["weighed"]
+    assert isinstance(weighed, list)
+    assert isinstance(age_s, float | int)
+    cheapest = sorted(weighed, key=lambda pair: float(pair[1]))[:SHOWN]
+    costs = ", ".join(f"{name} {cost_s:.3g} s" for name, cost_s in cheapest)
+    long = ", likely among the longest" if decision["is_long"] else ""
+    return (
+        f"{age_s:8.1f} s ago  {decision['request_id'] or '-'}  -> {decision['replica'] or 'wait'}:"
+        f" {decision['why']}; {expected} tokens expected{long} ({costs or 'nobody'})"
+    )
+
+
+def _ask(gateway: str, subject: str) -> list[dict[str, object]]:
+    base = gateway.rstrip("/")
+    if urllib.parse.urlsplit(base).scheme not in ("http", "https"):
+        raise ConfigError(f"--gateway {gateway} is no URL; write http://HOST:PORT")
+    url = f"{base}/rose/v1/explain/{urllib.parse.quote(subject, safe='')}"
+    try:
+        with urllib.request.urlopen(url, timeout=EXPLAIN_TIMEOUT_S) as reply:  # noqa: S310 - checked
+            decisions: list[dict[str, object]] = json.load(reply)["decisions"]
+            return decisions
+    except urllib.error.HTTPError as error:
+        if error.code == http.client.NOT_FOUND:
+            raise RefusedError(
+                f"the gateway remembers no choice for {subject!r}: name a request id or a session"
+                " of one of its latest turns"
+            ) from error
+        raise RefusedError(f"{base} answers HTTP {error.code}; is it a rose gateway?") from error
+    except (OSError, ValueError, KeyError, http.client.HTTPException) as error:
+        raise ConfigError(
+            f"no gateway answers at {base} ({error}); start one, or give --gateway"
+        ) from error
+
 
 if TYPE_CHECKING:
     # argparse offers this type to annotations only.
@@ -68,7 +312,6 @@ def _add_scheduler(parser: argparse.ArgumentParser) -> None:
 
 def _status(args: argparse.Namespace) -> int:
     # Imported here: only this command draws tables.
-    from rose.cli.status import show
 
     show(SchedulerClient(args.scheduler).snapshot())
     return 0
@@ -91,7 +334,7 @@ def _revoke(args: argparse.Namespace) -> int:
 
 def _kill(args: argparse.Namespace) -> int:
     # Imported here: only this command looks at processes.
-    from rose.node.kill import end_guests
+    from rose.node.guest.kill import end_guests
 
     file = _kill_file(args.folder)
     ended = end_guests(args.folder, file)

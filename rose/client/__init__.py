@@ -10,6 +10,7 @@ from elastic_scheduler import (
     TrainingStep,
 )
 from rose.client.blocking import BlockingRolloutClient, BlockingSession
+from rose.client.client import RolloutClient
 from rose.client.errors import (
     AnswerBroken,
     ClientClosed,
@@ -21,15 +22,10 @@ from rose.client.errors import (
     TurnTimedOut,
     VersionNotServed,
 )
-from rose.client.group import Group, Member
-from rose.client.pipeline import RolloutPipeline
-from rose.client.pipeline_blocking import BlockingRolloutPipeline
-from rose.client.progress import Progress, TurnProgress
-from rose.client.rollout import RolloutClient
-from rose.client.session import Session
-from rose.client.settings import Retry
-from rose.client.stream import TurnStream
-from rose.client.turn import Sampling, TokenChunk, Turn
+from rose.client.pipeline import BlockingRolloutPipeline, RolloutPipeline
+from rose.client.session import Group, Member, Session
+from rose.client.stream import Progress, TurnProgress, TurnStream
+from rose.client.types import Retry, Sampling, TokenChunk, Turn
 
 __all__ = [
     "AnswerBroken",

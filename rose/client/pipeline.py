@@ -1,4 +1,6 @@
-"""One object between prompts and a trainer: complete groups, each token within the bound.
+"""The turns of one episode of a pipeline: fenced by a version going out, stamped coming in.
+
+One object between prompts and a trainer: complete groups, each token within the bound.
 
     prompts ─► GroupFeed (what starts, what is void, what is a step) ─► take
                   │ StartRun, CancelRun          ▲ finished, failed, stamps
@@ -6,31 +8,145 @@
 
 Where staleness is enforced: every turn says the oldest version that is of use (`min_version`, the
 gateway's fence), and every answer's stamps are looked at here; `take` hands out nothing else.
+
+The pipeline for trainers without an event loop: episodes run on the client's own thread.
 """
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Iterable
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from contextlib import aclosing
 from functools import partial
 from types import TracebackType
-from typing import Generic, Protocol, Self, TypeVar
+from typing import Generic, Protocol, Self, TypeVar, Unpack
 
 from elastic_scheduler import (
     CancelRun,
     FeedProgress,
-    GroupFeed,
+    RolloutBuffer,
     SampleRun,
     StepPlan,
     TrainingStep,
+    TurnTicket,
 )
-from rose.client.errors import ClientClosed, GroupsDropped, TurnCancelled
-from rose.client.options import TurnOptions
-from rose.client.pipeline_turns import PipelineTurns
+from rose.client.blocking import BlockingRolloutClient, LoopThread
+from rose.client.errors import (
+    AnswerBroken,
+    ClientClosed,
+    GroupsDropped,
+    TurnCancelled,
+    VersionNotServed,
+)
 from rose.client.session import Session, TurnSource
+from rose.client.stream import ChunkSink, TurnStream
+from rose.client.types import Sampling, TokenChunk, Turn, TurnOptions
 
 P = TypeVar("P")
 T = TypeVar("T")
+
+
+class PipelineTurns(Generic[P, T]):
+    """A `TurnSource` for one run. After the run became void, every turn is a TurnCancelled."""
+
+    def __init__(
+        self,
+        source: TurnSource,
+        feed: RolloutBuffer[P, T],
+        run: SampleRun,
+        every: TurnOptions,
+        changed: Callable[[], None],
+    ) -> None:
+        """`every` turn has these options; `changed` is called when a stamp made groups void."""
+        self._source = source
+        self._feed = feed
+        self._run = run
+        self._every = every
+        self._changed = changed
+
+    async def generate(
+        self, token_ids: Sequence[int], sampling: Sampling, **options: Unpack[TurnOptions]
+    ) -> Turn:
+        """As `RolloutClient.generate`; the answer counts for the age of its group."""
+        ticket = self._begin()
+        try:
+            fenced = self._fenced(options, ticket)
+            turn = await self._source.generate(token_ids, sampling, **fenced)
+            if turn.token_ids:
+                self._stamp(ticket, _oldest_version(turn))
+        finally:
+            self._feed.end_turn(self._run, ticket.number)
+        return turn
+
+    def stream(
+        self, token_ids: Sequence[int], sampling: Sampling, **options: Unpack[TurnOptions]
+    ) -> TurnStream:
+        """As `RolloutClient.stream`; chunks count as they come."""
+
+        async def run(sink: ChunkSink) -> Turn:
+            ticket = self._begin()
+
+            async def stamped(chunk: TokenChunk) -> None:
+                if chunk.token_ids:
+                    kept = chunk.oldest_version
+                    self._stamp(ticket, chunk.version if kept is None else kept)
+                await sink(chunk)
+
+            try:
+                fenced = self._fenced(options, ticket)
+                return await self._source.stream(token_ids, sampling, **fenced).into(stamped)
+            finally:
+                self._feed.end_turn(self._run, ticket.number)
+
+        return TurnStream(run)
+
+    def _begin(self) -> TurnTicket:
+        ticket = self._feed.begin_turn(self._run)
+        if ticket is None:
+            raise TurnCancelled(f"the group of {self._run.name} is void: it starts anew")
+        return ticket
+
+    def _fenced(self, options: TurnOptions, ticket: TurnTicket) -> TurnOptions:
+        """The options, with the oldest version that is still of use."""
+        exact = options.get("exact_version")
+        if exact is None:
+            newest = max(ticket.min_version, options.get("min_version") or 0)
+            return {**self._every, **options, "min_version": newest}
+        if exact < ticket.min_version:
+            raise VersionNotServed(
+                f"exact_version {exact} would be too old to be trained on:"
+                f" {ticket.min_version} is the oldest that is not"
+            )
+        return {**self._every, **options}
+
+    def _stamp(self, ticket: TurnTicket, version: int) -> None:
+        if version < ticket.min_version:
+            said = f"version {version}" if version >= 0 else "no version"
+            raise AnswerBroken(
+                f"tokens of {said} came though {ticket.min_version} or newer was asked for:"
+                " use gateways and replicas of ROSE where staleness is bounded"
+            )
+        alive = self._feed.stamp(self._run, ticket.number, version)
+        if not alive:
+            self._changed()
+            raise TurnCancelled(f"the group of {self._run.name} aged out: it starts anew")
+
+
+def _oldest_version(turn: Turn) -> int:
+    """Of a turn with tokens and the KV behind them; -1 when some tokens have no version."""
+    stamped = sum(end - start for _, start, end in turn.versions)
+    oldest = turn.oldest_version
+    return -1 if oldest is None or stamped < len(turn.token_ids) else oldest
+
+
 P_in = TypeVar("P_in", contravariant=True)
 T_out = TypeVar("T_out", covariant=True)
 
@@ -71,7 +187,7 @@ class RolloutPipeline(Generic[P, T]):
         self._client = client
         self._episode = episode
         self._prompts = prompts
-        self._feed = GroupFeed[P, T](plan, version)
+        self._feed = RolloutBuffer[P, T](plan, version)
         # Gateways remember request ids: another run of the same trainer must not meet its answers.
         self._name = uuid.uuid4().hex[:12]
         self._news = asyncio.Event()
@@ -220,3 +336,70 @@ async def _as_async(prompts: Iterable[P] | AsyncIterable[P]) -> AsyncGenerator[P
     else:
         for prompt in prompts:
             yield prompt
+
+
+class BlockingRolloutPipeline(Generic[P, T]):
+    """`RolloutPipeline` as a plain context manager; `episode` stays an async function.
+
+    Episodes go on while the trainer's thread computes. Any thread may call its methods.
+    """
+
+    def __init__(
+        self,
+        client: BlockingRolloutClient,
+        episode: EpisodeFunction[P, T],
+        prompts: Iterable[P] | AsyncIterable[P],
+        plan: StepPlan,
+        *,
+        version: int = 0,
+    ) -> None:
+        """As `RolloutPipeline`. `prompts` are drawn on the client's thread."""
+        self._client = client
+        self._settings = (episode, prompts, plan, version)
+        self._loop: LoopThread | None = None
+
+    def __enter__(self) -> Self:
+        episode, prompts, plan, version = self._settings
+        source, self._loop = self._client.on_loop()
+        self._pipeline = RolloutPipeline(source, episode, prompts, plan, version=version)
+        self._loop.call(self._pipeline.__aenter__())
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        loop, self._loop = self._loop, None
+        if loop is not None and loop.alive:
+            loop.call(self._pipeline.__aexit__(None, None, None))
+
+    def take(self) -> TrainingStep[P, T] | None:
+        """As `RolloutPipeline.take`."""
+        return self._opened().call(self._pipeline.take())
+
+    def __iter__(self) -> Iterator[TrainingStep[P, T]]:
+        while (step := self.take()) is not None:
+            yield step
+
+    def publish(self, version: int) -> None:
+        """As `RolloutPipeline.publish`; groups that are too old are cancelled when it returns."""
+
+        async def publish() -> None:
+            self._pipeline.publish(version)
+
+        self._opened().call(publish())
+
+    def progress(self) -> FeedProgress:
+        """As `RolloutPipeline.progress`."""
+
+        async def progress() -> FeedProgress:
+            return self._pipeline.progress()
+
+        return self._opened().call(progress())
+
+    def _opened(self) -> LoopThread:
+        if self._loop is None:
+            raise ClientClosed("use `with BlockingRolloutPipeline(...)`: it is not open now")
+        return self._loop

@@ -1,11 +1,15 @@
-"""What the client writes and reads: docs/architecture.md, "gateway HTTP"."""
+"""What the client writes and reads: docs/architecture.md, "gateway HTTP".
 
-from collections.abc import Iterable
+Events of an answer in `text/event-stream`, as vLLM writes it: `data: {…}`, at last `[DONE]`.
+"""
 
+from collections.abc import AsyncIterator, Iterable
+
+import aiohttp
 import msgspec
 
 from rose.client.errors import AnswerBroken, RequestRefused, RolloutError, VersionNotServed
-from rose.client.turn import Ask, Turn
+from rose.client.types import Turn, TurnRequest
 from rose.decoding import decoded
 
 GENERATE = "/inference/v1/generate"
@@ -88,7 +92,7 @@ _EVENT = msgspec.json.Decoder(StreamEvent)
 _ANY = msgspec.json.Decoder()
 
 
-def encode_ask(ask: Ask, *, stream: bool = False) -> bytes:
+def encode_ask(ask: TurnRequest, *, stream: bool = False) -> bytes:
     """Body of a generate request."""
     body: dict[str, object] = {
         "request_id": ask.request_id,
@@ -109,7 +113,7 @@ def encode_ask(ask: Ask, *, stream: bool = False) -> bytes:
     return encode({**body, "stream": True} if stream else body)
 
 
-def headers(ask: Ask) -> dict[str, str]:
+def headers(ask: TurnRequest) -> dict[str, str]:
     """Headers of a generate request."""
     return {"Content-Type": "application/json", "X-Session-ID": ask.session_id}
 
@@ -170,3 +174,25 @@ def refusal(status: int, text: str) -> RolloutError:
     if status == 409:
         return VersionNotServed(text)
     return RequestRefused(f"HTTP {status}: {text}")
+
+
+# An event holds one step's tokens; anything near this is not one.
+MAX_EVENT_BYTES = 1 << 20
+DONE = b"[DONE]"
+
+
+async def events(content: aiohttp.StreamReader) -> AsyncIterator[StreamEvent]:
+    """Until `[DONE]` or the end of the stream. Raises AnswerBroken for what is no such stream."""
+    rest = b""
+    while data := await content.readany():
+        lines = (rest + data if rest else data).split(b"\n")
+        rest = lines.pop()
+        for line in lines:
+            if not line.startswith(b"data:"):
+                continue
+            payload = line[5:].strip()
+            if payload == DONE:
+                return
+            yield decode_event(payload)
+        if len(rest) > MAX_EVENT_BYTES:
+            raise AnswerBroken(f"an event above {MAX_EVENT_BYTES} bytes")

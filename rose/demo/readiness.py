@@ -4,13 +4,12 @@ import asyncio
 import os
 import time
 
-from rose.demo.board import Board
+from rose.demo.experiment.watcher import Watcher
 from rose.demo.stack import DEDICATED, GUEST, START_TIMEOUT_S, Stack
-from rose.demo.view import Progress
-from rose.demo.watcher import Watcher
+from rose.demo.view import Board, TrainingProgress
 from rose.errors import EngineStartError, UnavailableError
-from rose.eventlog import EventLog
-from rose.talker import Talker
+from rose.logs.eventlog import EventLog
+from rose.process.child import JsonlProcess
 
 TALKER_TIMEOUT_S = 240.0
 POLL_S = 0.25
@@ -55,7 +54,7 @@ async def wait_ready(stack: Stack, watcher: Watcher, board: Board, events: Event
     events.write("ready", after_s=time.monotonic() - started_s)
 
 
-async def _heard(talker: Talker) -> None:
+async def _heard(talker: JsonlProcess) -> None:
     await talker.expect("ready", TALKER_TIMEOUT_S)
 
 
@@ -83,6 +82,6 @@ async def _wait_replica(stack: Stack, watcher: Watcher, name: str) -> None:
     )
 
 
-def _bar(name: str, done: bool, elapsed_s: float) -> Progress:
+def _bar(name: str, done: bool, elapsed_s: float) -> TrainingProgress:
     so_far_s = USUAL_START_S if done else min(elapsed_s, 0.95 * USUAL_START_S)
-    return Progress(name, so_far_s, USUAL_START_S)
+    return TrainingProgress(name, so_far_s, USUAL_START_S)

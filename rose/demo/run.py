@@ -9,28 +9,24 @@ from collections.abc import AsyncIterator, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-from rose.demo.board import Board
-from rose.demo.claims import exit_code
-from rose.demo.conductor import Conductor
-from rose.demo.drills import Drills
-from rose.demo.layout import Layout
-from rose.demo.model_cache import prepare_models
-from rose.demo.plan import Plan, plan_of
-from rose.demo.ports import Ports
-from rose.demo.priorities import level_with_host, yield_to_trainer
+from rose.demo.cli import DemoSettings
+from rose.demo.experiment.conductor import Conductor, Drills
+from rose.demo.experiment.plan import ExperimentPlan, plan_of
+from rose.demo.experiment.processes import level_with_host, sample_memory, yield_to_trainer
+from rose.demo.experiment.watcher import Watcher
+from rose.demo.frozen_lake.model_cache import prepare_models
 from rose.demo.readiness import wait_ready
-from rose.demo.report import write_report
-from rose.demo.sampler import sample_memory
-from rose.demo.settings import DemoSettings
-from rose.demo.stack import DEDICATED, GUEST, Stack
-from rose.demo.summary import print_quickstart, print_summary
-from rose.demo.view import open_view
-from rose.demo.watcher import Watcher
+from rose.demo.report.claims import exit_code
+from rose.demo.report.records import RunLayout
+from rose.demo.report.report import write_report
+from rose.demo.report.summary import print_quickstart, print_summary
+from rose.demo.stack import DEDICATED, GUEST, Ports, Stack
+from rose.demo.view import Board, open_view
 from rose.engines import check_host
-from rose.engines.preflight import check_model
+from rose.engines.launch import check_model
 from rose.errors import RoseError
-from rose.eventlog import KEEP_ALL, EventLog
-from rose.load.trace import read_trace
+from rose.load.arrivals import read_trace
+from rose.logs.eventlog import KEEP_ALL, EventLog
 from rose.rpc import rose_pb2
 
 ENGINES = 3
@@ -50,7 +46,7 @@ def run_demo(settings: DemoSettings) -> int:
     plan = plan_of(settings)
     ports = Ports.from_base(settings.port_base)
     _preflight(settings, ports)
-    layout = Layout(settings.out)
+    layout = RunLayout(settings.out)
     layout.prepare()
     return asyncio.run(_interruptible(_Run(settings, layout, ports, plan).play()))
 
@@ -86,7 +82,9 @@ def _raise_first(ended: Sequence[BaseException | None]) -> None:
 class _Run:
     """One run from the first process to the report."""
 
-    def __init__(self, settings: DemoSettings, layout: Layout, ports: Ports, plan: Plan) -> None:
+    def __init__(
+        self, settings: DemoSettings, layout: RunLayout, ports: Ports, plan: ExperimentPlan
+    ) -> None:
         self._settings = settings
         self._layout = layout
         self._ports = ports

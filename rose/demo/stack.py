@@ -1,4 +1,7 @@
-"""All processes of the demo: started together, ended together."""
+"""The loopback ports of one run, counted from a base.
+
+All processes of the demo: started together, ended together.
+"""
 
 import asyncio
 import json
@@ -7,15 +10,37 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
 
-from rose.demo.layout import Layout
-from rose.demo.ports import Ports
-from rose.demo.settings import DemoSettings
-from rose.demo.train_config import Control as TrainControl
+from rose.demo.cli import DemoSettings
+from rose.demo.report.records import RunLayout
+from rose.demo.training.records import Control as TrainControl
 from rose.engines import EngineProcess, EngineRole, EngineSpec
+from rose.engines.launch import check_port
 from rose.errors import EngineStartError
-from rose.process import ManagedProcess, ProcessSpec
-from rose.talker import Talker
+from rose.process.child import JsonlProcess, ManagedProcess, ProcessSpec
 from weight_transfer import SigningKey
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """Who listens where."""
+
+    scheduler: int
+    gateway: int
+    host: int
+    guest: int
+    dedicated: int
+    publisher: int
+
+    @classmethod
+    def from_base(cls, base: int) -> "Ports":
+        """Consecutive ports."""
+        return cls(*range(base, base + 6))
+
+    def check(self) -> None:
+        """Raise ConfigError when one is taken."""
+        for name in self.__slots__:
+            check_port(getattr(self, name), name)
+
 
 SERVING_CORE = 0
 TRAINING_CORE = 1
@@ -44,14 +69,14 @@ class Stack:
     """The running processes of one demo. `start_*` fill it, `stop` empties it."""
 
     settings: DemoSettings
-    layout: Layout
+    layout: RunLayout
     ports: Ports
     policy_dir: Path
     host_dir: Path
     processes: dict[str, ManagedProcess] = field(default_factory=dict)
     host: EngineProcess | None = None
-    trainer: Talker | None = None
-    load: Talker | None = None
+    trainer: JsonlProcess | None = None
+    load: JsonlProcess | None = None
 
     @property
     def scheduler(self) -> str:
@@ -90,7 +115,9 @@ class Stack:
         for name, (core, config) in nodes.items():
             path = self._write_config(name, config)
             await self._module(name, "rose.node.main", ["--config", str(path)], core)
-        self.trainer = await self._talker("trainer", "rose.demo.train", self._trainer(key_path))
+        self.trainer = await self._talker(
+            "trainer", "rose.demo.training.main", self._trainer(key_path)
+        )
         self.load = await self._talker("load", "rose.load.main", self._load())
 
     async def wait_host(self, timeout_s: float) -> None:
@@ -129,9 +156,9 @@ class Stack:
             )
         )
 
-    async def _talker(self, name: str, module: str, config: dict[str, object]) -> Talker:
+    async def _talker(self, name: str, module: str, config: dict[str, object]) -> JsonlProcess:
         path = self._write_config(name, config)
-        return await Talker.start(
+        return await JsonlProcess.start(
             ProcessSpec(
                 name=name,
                 argv=(sys.executable, "-m", module, "--config", str(path)),

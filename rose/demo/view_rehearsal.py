@@ -5,7 +5,7 @@ import random
 import time
 from collections.abc import Iterator
 
-from rose.demo.view import HostView, Progress, ViewState, open_view
+from rose.demo.view import HostFigures, TrainingProgress, ViewState, open_view
 
 STEPS = 34
 FRAMES_PER_STEP = 4
@@ -17,7 +17,7 @@ NOTE = "made-up numbers: nothing runs"
 def _starting() -> Iterator[ViewState]:
     for elapsed_s in range(0, int(START_S), 3):
         parts = [
-            Progress(name, min(elapsed_s, total), total)
+            TrainingProgress(name, min(elapsed_s, total), total)
             for name, total in (("host", 40.0), ("guest", START_S), ("dedicated", START_S))
         ]
         yield ViewState("starting three engines", elapsed_s, progress=parts, note=NOTE)
@@ -40,7 +40,7 @@ def _training() -> Iterator[ViewState]:
             arm="leased" if leased else "frozen",
             rewards=tuple(rewards),
             tokens_per_s={"dedicated-0": 640 * slow, "guest-0": 310 * slow if leased else 0.0},
-            host=HostView(0.021 * slow, 0.044 * slow, 0.008, 0.009 * slow, 0.2, 0.05, frame * 2),
+            host=HostFigures(0.021 * slow, 0.044 * slow, 0.008, 0.009 * slow, 0.2, 0.05, frame * 2),
             guest_mode="RUN" if leased else "FREEZE",
             guest_reason="host idle" if leased else "frozen by the experiment",
             revocations=step // 3,

@@ -1,6 +1,6 @@
 """`rose doctor`: what stands in the way of a node, in plain lines with what to do next."""
 
-from rose.doctor.finding import Finding, Level
+from rose.doctor.checks import Finding, Severity
 from rose.doctor.main import diagnose
 
-__all__ = ["Finding", "Level", "diagnose"]
+__all__ = ["Finding", "Severity", "diagnose"]

@@ -5,13 +5,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rose.cli.parser import Parser
-from rose.doctor.finding import Finding, Level
-from rose.doctor.gpu_checks import gpu_checks
-from rose.doctor.host_checks import host_checks
-from rose.doctor.node_checks import daemon_of, node_checks
+from rose.cli.main import Parser
+from rose.doctor.checks import Finding, Severity, daemon_of, gpu_checks, host_checks, node_checks
 from rose.node.config import NodeConfig
-from rose.node.gpu import Gpus
+from rose.node.memory.gauges import Gpus
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         found.append(finding)
         sys.stdout.write(f"{finding}\n")
         sys.stdout.flush()
-    wrong = sum(finding.level is Level.WRONG for finding in found)
+    wrong = sum(finding.level is Severity.WRONG for finding in found)
     sys.stdout.write(f"node {config.node}: {len(found)} checks, {wrong} wrong\n")
     return 1 if wrong else 0
 

@@ -1,9 +1,7 @@
 """Engines as processes: what to start, how vLLM is told, and how a start ends."""
 
-from rose.engines.launch import EngineProcess
-from rose.engines.preflight import check_host, check_profile, check_spec, weight_bytes
-from rose.engines.source_tree import module_path
-from rose.engines.spec import Device, EngineRole, EngineSpec
+from rose.engines.launch import EngineProcess, check_host, check_profile, check_spec, weight_bytes
+from rose.engines.spec import Device, EngineRole, EngineSpec, module_path
 from rose.engines.vllm import process_spec, share_of
 
 __all__ = [

@@ -5,8 +5,8 @@ starve each other on one core, and only there the scheduler's plugin reaches the
 """
 
 from rose.engines.spec import Device, EngineRole, EngineSpec
-from rose.placement import Share
-from rose.process import ProcessSpec
+from rose.process.child import ProcessSpec
+from rose.process.launcher import Share
 
 _EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 _PLUGINS = {
@@ -16,8 +16,8 @@ _PLUGINS = {
     EngineRole.STOCK: "none",
 }
 _SCHEDULERS = {
-    EngineRole.HOST: "executor.vllm.host.ObservedScheduler",
-    EngineRole.GUEST: "executor.vllm.guest.GatedScheduler",
+    EngineRole.HOST: "executor.vllm.host.scheduler.ObservedScheduler",
+    EngineRole.GUEST: "executor.vllm.guest.scheduler.GatedScheduler",
 }
 _REPLICA_ARGS = (
     "--worker-extension-cls=weight_transfer.vllm.worker.WeightWorker",
@@ -26,11 +26,11 @@ _REPLICA_ARGS = (
     "--generation-config=vllm",
     "--disable-log-stats",
     # The routes, where vLLM has no endpoint plugins.
-    "--middleware=rose.replica.mount.EndpointMount",
+    "--middleware=rose.replica.endpoint.EndpointMount",
     # What nobody needs is shut, control needs a secret. Turns skip all middleware: the last is
     # the outermost.
-    "--middleware=rose.replica.access.AccessFilter",
-    "--middleware=rose.replica.shortcut.GenerateShortcut",
+    "--middleware=rose.replica.asgi.AccessFilter",
+    "--middleware=rose.replica.asgi.GenerateShortcut",
 )
 # KV memory is given in bytes. All that is left of vLLM's share of a GPU is that so much of it is
 # free when an engine starts, which would keep a guest from starting beside its host.
@@ -84,7 +84,7 @@ def _arguments(spec: EngineSpec) -> list[str]:
     if spec.role in _SCHEDULERS:
         arguments.append(f"--scheduler-cls={_SCHEDULERS[spec.role]}")
     if spec.role in _SCHEDULERS and spec.kv_backend == "cuda":
-        arguments.append("--worker-cls=executor.vllm.reserved_worker.ReservedKvWorker")
+        arguments.append("--worker-cls=executor.vllm.kv.reserved_worker.ReservedKvWorker")
     if spec.role.is_replica:
         arguments.extend(_REPLICA_ARGS)
     return [*arguments, *spec.extra_args]

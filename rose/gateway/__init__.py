@@ -1,7 +1,7 @@
 """HTTP front of all rollout replicas: routes turns, goes on elsewhere, keeps every token."""
 
-from rose.gateway.process import Gateway
+from rose.gateway.app import Gateway
+from rose.gateway.replicas.table import ReplicaEntry
 from rose.gateway.settings import GatewaySettings, StaticReplica
-from rose.gateway.table import ReplicaEntry
 
 __all__ = ["Gateway", "GatewaySettings", "ReplicaEntry", "StaticReplica"]

@@ -64,7 +64,7 @@ class VersionUnavailable(TurnError):  # noqa: N818 - a state, as in the tree abo
     kind = "ConflictError"
 
 
-class TurnCancelled(TurnError):  # noqa: N818 - a state, as in the tree above
+class TurnAborted(TurnError):  # noqa: N818 - a state, as in the tree above
     """Somebody aborted the turn by its id or finished its session."""
 
     status = 409

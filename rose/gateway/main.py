@@ -9,11 +9,11 @@ import sys
 import uvloop
 
 from rose.errors import RoseError
+from rose.gateway.app import Gateway
 from rose.gateway.connections import raise_descriptor_limit
-from rose.gateway.garbage import collect_in_small_steps
-from rose.gateway.process import Gateway
+from rose.gateway.event_loop import collect_in_small_steps
 from rose.gateway.settings import GatewaySettings, parse_settings
-from rose.log_thread import log_to_stderr
+from rose.logs.rotating_jsonl import log_to_stderr
 
 
 def main(argv: list[str]) -> int:

@@ -9,26 +9,23 @@ import msgspec
 from aiohttp import web
 
 from rose.gateway import stats as metrics
-from rose.gateway import tokens
-from rose.gateway.ask import Ask, Dialect
-from rose.gateway.bodies import Bodies
+from rose.gateway.apis import ChatDialect, CompletionDialect, SglangDialect, VllmDialect
+from rose.gateway.apis import tokenize as tokens
+from rose.gateway.apis.frontend import ApiFrontend, ApiRequest
+from rose.gateway.apis.wire import clean, encode, read_json, vllm_error
+from rose.gateway.backends.http_pool import Upstream
 from rose.gateway.connections import Connection, Connections, connections_allowed
-from rose.gateway.delivery import Delivery
-from rose.gateway.dialects import ChatDialect, CompletionDialect, SglangDialect, VllmDialect
-from rose.gateway.dialects.wire import clean, encode, read_json, vllm_error
-from rose.gateway.dispatcher import Dispatcher, EventSink
 from rose.gateway.errors import BadRequest, TurnError
-from rose.gateway.feed import TurnFeed, all_finished
-from rose.gateway.headers import header_of
-from rose.gateway.hedging import Hedging
-from rose.gateway.limits import LimitLog
-from rose.gateway.model import ServedModel
-from rose.gateway.origin import SESSION_HEADER
+from rose.gateway.replicas.dispatcher import Dispatcher, EventSink
+from rose.gateway.request_limits import Bodies, LimitLog, header_of
 from rose.gateway.settings import GatewaySettings
-from rose.gateway.shared import SharedTurn, SharedTurns
-from rose.gateway.stats import GatewayStats, Health
-from rose.gateway.turn import TurnRunner
-from rose.gateway.upstream import Upstream
+from rose.gateway.sse import Delivery
+from rose.gateway.stats import GatewayHealth, GatewayStats
+from rose.gateway.text_codec import ServedModel
+from rose.gateway.turns.hedging import Hedging
+from rose.gateway.turns.request import SESSION_HEADER
+from rose.gateway.turns.runner import SharedTurn, SharedTurns, TurnRunner
+from rose.gateway.turns.token_stream import TokenStream, all_finished
 
 SWEEP_S = 0.1
 # Prompt tokens of one request that are taken in, in one step of the event loop: some milliseconds.
@@ -59,7 +56,7 @@ class GatewayServer:
         stats: GatewayStats,
         on_event: EventSink,
         model: ServedModel,
-        health: Callable[[], Health],
+        health: Callable[[], GatewayHealth],
     ) -> None:
         self._settings = settings
         self._dispatcher = dispatcher
@@ -103,7 +100,7 @@ class GatewayServer:
         # `Bodies` bounds what is read.
         app = web.Application(client_max_size=0)
         post, get = app.router.add_post, app.router.add_get
-        dialects: list[Dialect] = [
+        dialects: list[ApiFrontend] = [
             VllmDialect(self._model),
             SglangDialect(self._model),
             CompletionDialect(self._model),
@@ -136,7 +133,9 @@ class GatewayServer:
             self._connections.sweep()
             self._limits.sweep()
 
-    def _handler(self, dialect: Dialect) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    def _handler(
+        self, dialect: ApiFrontend
+    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handle(http: web.Request) -> web.StreamResponse:
             try:
                 return await self._serve(dialect, http)
@@ -145,7 +144,7 @@ class GatewayServer:
 
         return handle
 
-    async def _serve(self, dialect: Dialect, http: web.Request) -> web.StreamResponse:
+    async def _serve(self, dialect: ApiFrontend, http: web.Request) -> web.StreamResponse:
         ask = await dialect.read(await self._bodies.read(http), http.headers)
         delivery = Delivery(http, self._settings.slow_reader_s, self._stats)
         if len(ask.turns) == 1:
@@ -156,7 +155,7 @@ class GatewayServer:
             return await _delivered(delivery, dialect, ask, [turn.feed for turn in turns])
 
     @asynccontextmanager
-    async def _reading(self, ask: Ask) -> AsyncIterator[list[SharedTurn]]:
+    async def _reading(self, ask: ApiRequest) -> AsyncIterator[list[SharedTurn]]:
         """All turns of a request of several, or, raising its TurnError, none; until the end."""
         turns: list[SharedTurn] = []
         step_tokens = 0
@@ -288,7 +287,7 @@ class GatewayServer:
 
 
 async def _delivered(
-    delivery: Delivery, dialect: Dialect, ask: Ask, feeds: list[TurnFeed]
+    delivery: Delivery, dialect: ApiFrontend, ask: ApiRequest, feeds: list[TokenStream]
 ) -> web.StreamResponse:
     if ask.stream:
         return await delivery.stream(dialect, ask, feeds)

@@ -7,10 +7,10 @@ from typing import NoReturn
 from urllib.parse import urlsplit
 
 from elastic_scheduler import ReplicaKind
-from rose.cli.parser import add_log_limits, taken_log_limits
+from rose.addresses import check_exposure
+from rose.cli.main import add_log_limits, taken_log_limits
 from rose.errors import ConfigError
-from rose.exposure import check_exposure
-from rose.jsonl import BOUNDED, LogLimits
+from rose.logs.rotating_jsonl import BOUNDED, LogLimits
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,24 +1,144 @@
-"""Plays segments of arrivals against one host, in an open loop.
+"""One streamed completion from the host, timed with as little work per token as possible.
+
+The load generator shares a core with the trainer, so chunks are not parsed on the way: the clock is
+read at the first one, and the token count comes from the usage message that ends the stream.
+
+Plays segments of arrivals against one host, in an open loop.
 
 Open loop: a request leaves when it is due, whatever became of the ones before. What exceeds the
 bound on outstanding requests is recorded as `dropped`, an error.
 """
 
 import asyncio
+import hashlib
+import re
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import BinaryIO
 
 import aiohttp
 import msgspec
 
 from rose.errors import RoseError
-from rose.load.arrivals import Arrival, generate_segment, rescale_trace, trace_segment
-from rose.load.host_client import Completion, CompletionBody, complete
-from rose.load.protocol import Command, LoadConfig, Paced, Stats, Traffic, make_prompt
-from rose.load.records import ClientRequest
-from rose.load.trace import read_trace
+from rose.load.arrivals import Arrival, generate_segment, read_trace, rescale_trace, trace_segment
+from rose.load.protocol import (
+    ClientRequest,
+    LoadCommand,
+    LoadConfig,
+    Paced,
+    Stats,
+    Traffic,
+    make_prompt,
+)
+
+_USAGE = re.compile(rb'"completion_tokens"\s*:\s*(\d+)')
+_DONE = b"data: [DONE]"
+# The usage message and the end mark together are about 400 bytes.
+_TAIL_BYTES = 2_048
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """How one request ended; `status` is `ok` or says what went wrong."""
+
+    status: str
+    ttft_s: float | None
+    e2e_s: float
+    output_tokens: int
+    output_digest: str | None = None
+
+
+class CompletionBody(msgspec.Struct, frozen=True):
+    """What is posted to `/v1/completions`."""
+
+    model: str
+    prompt: list[int]
+    max_tokens: int
+    temperature: float = 0.0
+    # The arrivals fix the length of every answer; the model must not end it early.
+    ignore_eos: bool = True
+    stream: bool = True
+    stream_options: dict[str, bool] = msgspec.field(default_factory=lambda: {"include_usage": True})
+    return_token_ids: bool = False
+
+
+class _Choice(msgspec.Struct):
+    token_ids: list[int] | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice]
+
+
+_CHUNK = msgspec.json.Decoder(_Chunk)
+
+
+def _digest(stream: bytes) -> str:
+    """Name of the tokens that a stream of chunks carried."""
+    tokens: list[int] = []
+    for line in stream.split(b"\n\n"):
+        if line.startswith(b"data: {"):
+            for choice in _CHUNK.decode(line[len(b"data: ") :]).choices:
+                tokens += choice.token_ids or ()
+    return hashlib.blake2b(repr(tokens).encode(), digest_size=8).hexdigest()
+
+
+async def _stream(
+    response: aiohttp.ClientResponse, whole: bytearray | None
+) -> tuple[float | None, bytes]:
+    """(clock at the first chunk or None, last bytes of the stream); `whole` takes all of it."""
+    first_s = None
+    tail = b""
+    async for data in response.content.iter_any():
+        if first_s is None:
+            first_s = time.monotonic()
+        if whole is not None:
+            whole += data
+        tail = data[-_TAIL_BYTES:] if len(data) >= _TAIL_BYTES else (tail + data)[-_TAIL_BYTES:]
+    return first_s, tail
+
+
+async def complete(
+    session: aiohttp.ClientSession,
+    url: str,
+    body: CompletionBody,
+    request_id: str,
+    arrival_s: float,
+    secret: Mapping[str, str] = MappingProxyType({}),
+) -> Completion:
+    """Post one completion; times count from `arrival_s`, when it should have been sent.
+
+    `secret`: headers that the engine asks for, where it is one's own guest.
+
+    Never raises for what a host can do wrong: that becomes the status.
+    """
+    first_s: float | None = None
+    tokens = 0
+    kept = bytearray() if body.return_token_ids else None
+    headers = {"X-Request-Id": request_id, "Content-Type": "application/json", **secret}
+    try:
+        async with session.post(url, data=msgspec.json.encode(body), headers=headers) as response:
+            if response.status != 200:
+                status = f"http_{response.status}"
+            else:
+                first_s, tail = await _stream(response, kept)
+                usage = _USAGE.search(tail)
+                tokens = int(usage[1]) if usage else 0
+                whole = _DONE in tail and tokens == body.max_tokens
+                status = "ok" if whole else "broken"
+    except TimeoutError:
+        status = "timeout"
+    except aiohttp.ClientError as error:
+        status = f"client_{type(error).__name__}"
+    end_s = time.monotonic()
+    ttft_s = None if first_s is None else first_s - arrival_s
+    # Chunks are parsed once nothing is measured any more.
+    digest = _digest(bytes(kept)) if kept and status == "ok" else None
+    return Completion(status, ttft_s, end_s - arrival_s, tokens, digest)
+
 
 # Requests sent one after another to learn how long the host takes for one; the first warm it up.
 PACE_WARM_UP, PACE_REQUESTS = 3, 12
@@ -74,7 +194,7 @@ class LoadGenerator:
         prompt_tokens, output_tokens = self._config.shape().typical_tokens
         taken_s = []
         for index in range(PACE_WARM_UP + PACE_REQUESTS):
-            prompt = make_prompt(self._config, Command("pace", block=-1), index, prompt_tokens)
+            prompt = make_prompt(self._config, LoadCommand("pace", block=-1), index, prompt_tokens)
             body = CompletionBody(self._config.model, prompt, output_tokens)
             name, now_s = f"pace{index}", time.monotonic()
             result = await complete(self._session, self._url, body, name, now_s)
@@ -86,7 +206,7 @@ class LoadGenerator:
         self._arrivals = segment_source(self._config, rate_per_s)
         return Paced(request_s, rate_per_s)
 
-    def play(self, command: Command) -> None:
+    def play(self, command: LoadCommand) -> None:
         """Start a segment from its beginning, in place of the one that is playing."""
         self.stop()
         if command.rate_per_s is not None or command.traffic is not None:
@@ -111,7 +231,7 @@ class LoadGenerator:
                 await asyncio.wait(late)
         self._records.flush()
 
-    async def _play(self, command: Command, start_s: float) -> None:
+    async def _play(self, command: LoadCommand, start_s: float) -> None:
         """Send each arrival when it is due; past its end a segment starts over."""
         arrivals = self._arrivals(command.segment)
         sent = 0
@@ -126,7 +246,7 @@ class LoadGenerator:
             sent += 1
 
     def _send(
-        self, command: Command, index: int, arrival: Arrival, offset_s: float, arrival_s: float
+        self, command: LoadCommand, index: int, arrival: Arrival, offset_s: float, arrival_s: float
     ) -> None:
         """Start one request, or record it as dropped when too many are out."""
         record = ClientRequest(

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from rose.decoding import BAD_BYTES
 from rose.errors import RoseError
 from rose.load.generator import LoadGenerator
-from rose.load.protocol import Command, LoadConfig, Stats
+from rose.load.protocol import LoadCommand, LoadConfig, Stats
 
 STATS_PERIOD_S = 1.0
 # vLLM's server closes idle connections after 5 s; let go of them first.
@@ -35,7 +35,7 @@ async def _open_stdin() -> asyncio.StreamReader:
 
 async def _obey(generator: LoadGenerator, commands: asyncio.StreamReader) -> None:
     """Carry out commands until `quit` or the end of input."""
-    decoder = msgspec.json.Decoder(Command)
+    decoder = msgspec.json.Decoder(LoadCommand)
     while line := await commands.readline():
         try:
             command = decoder.decode(line)

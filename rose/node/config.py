@@ -1,17 +1,222 @@
-"""The file that a node daemon is started with."""
+"""An engine in a node's file: the host that it guards, and the replicas that it runs.
+
+The file that a node daemon is started with.
+"""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Self
+from types import MappingProxyType
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from rose.engines import check_profile
+from executor import PressureLimits, PressurePolicy
+from rose.addresses import checked_url
+from rose.engines import Device, EngineRole, EngineSpec, check_profile, weight_bytes
 from rose.errors import ConfigError
-from rose.jsonl import LEAST_FILE_BYTES, LogLimits
-from rose.node.engine_config import Frozen, HostConfig, ReplicaConfig
+from rose.logs.rotating_jsonl import LEAST_FILE_BYTES, LogLimits
 from rose.publish import Caps, Credentials
-from rose.urls import checked_url
+
+# Whose weights an engine takes, whose orders, and what it is: no file's `extra_env` says otherwise.
+OF_THE_NODE = frozenset(
+    {
+        "ROSE_CONTROL_PAGE",
+        "ROSE_GATED_START",
+        "ROSE_KV_BACKEND",
+        "ROSE_ORPHAN_S",
+        "ROSE_PAGE_GROUP",
+        "ROSE_REPLICA_ID",
+        "ROSE_REPLICA_SECRET",
+        "ROSE_ROLE",
+        "ROSE_UNSIGNED",
+        "ROSE_VERIFY_KEY",
+        "ROSE_WEIGHTS_DIR",
+        "VLLM_PLUGINS",
+    }
+)
+
+
+class Frozen(BaseModel):
+    """What is not known is refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+# Index in the driver's order, or a UUID or the beginning of one.
+Gpu = Annotated[int, Field(ge=0, strict=True)] | Annotated[str, Field(pattern="^GPU-")]
+
+
+class HostConfig(Frozen):
+    """The production engine of this node: it is watched, never started or stopped.
+
+    page_group: name or number of the group that shares the page, for a host of another user; empty
+    for the owner alone. The host's ROSE_PAGE_GROUP says the same.
+    headroom_bytes: memory of the machine, and of the GPU, that no guest may take from it.
+    device: index or UUID of its GPU, None without one.
+    step_profile: file of `rose profile` for its model; guests judge its queue by it.
+    """
+
+    page: Path
+    page_group: str = ""
+    pid: int | None = Field(default=None, gt=0)
+    ttft_target_s: float = Field(default=0.5, gt=0)
+    tpot_target_s: float = Field(default=0.15, gt=0)
+    headroom_bytes: int = Field(default=512 << 20, ge=0)
+    device: Gpu | None = None
+    step_profile: Path | None = None
+
+
+class ReplicaConfig(Frozen):
+    """A rollout engine that this node runs. A guest shares the GPU (here: the core) of the host.
+
+    token_budget: most tokens in one guest step. slack_share: 0 uses host-idle time only.
+    pressure_policy, kv_*_watermark: how its KV memory gives way when that share of the host's own
+    is in use (`executor.kv.capacity_policy`).
+    warm_up_s: it runs every size of step before it is offered, for at most so long; time in which
+    its host leaves it none does not count.
+    step_profile: file of `rose profile`; without one a guest guesses, and learns as it runs.
+    kv_base_bytes: KV memory of a guest's own; beyond it the guest has what its host lends just now.
+    None: its KV memory does not depend on what the host lends.
+    kv_backend: how a guest gives KV pages back; see `EngineSettings`.
+    device: index or UUID of its GPU; a guest's is its host's. None computes on the CPU.
+    engine_python: interpreter of the environment that has its vLLM, None for this one.
+    extra_env: environment of the engine besides; none of `OF_THE_NODE`.
+    cuda_graphs: on a GPU steps are captured at the start, which is faster afterwards.
+    mps_priority, mps_thread_percentage: of a client of MPS, where a control daemon runs; see
+    docs/node.md before using them.
+    sleep_mode: its engine answers vLLM's sleep route, and may be asked to give up its weights.
+    reclaim_s: how long the reclaim ladder may take before its last rung has freed the memory.
+    orphan_s: how long a guest outlives its daemon, frozen: until then the next daemon may adopt it,
+    afterwards its memory is the machine's again.
+    """
+
+    id: str = Field(min_length=1, max_length=253)
+    kind: Literal["guest", "dedicated"]
+    model_dir: Path
+    port: int = Field(gt=0, lt=65_536)
+    core: int | None = None
+    kv_bytes: int = Field(default=64 << 20, gt=0)
+    max_model_len: int = Field(default=512, gt=0)
+    max_sequences: int = Field(default=64, gt=0)
+    stream_interval: int = Field(default=1, gt=0)
+    token_budget: int = Field(default=512, gt=0)
+    slack_share: float = Field(default=0.0, ge=0.0, le=1.0)
+    pressure_policy: PressurePolicy = PressurePolicy.ADAPTIVE
+    kv_high_watermark: float = Field(default=0.90, gt=0, le=1)
+    kv_low_watermark: float = Field(default=0.80, gt=0, le=1)
+    kv_base_bytes: int | None = Field(default=None, gt=0)
+    kv_backend: Literal["auto", "madvise", "cuda"] = "auto"
+    device: Gpu | None = None
+    engine_python: Path | None = None
+    cuda_graphs: bool = True
+    mps_priority: Literal["low"] | None = None
+    mps_thread_percentage: int | None = Field(default=None, ge=1, le=100)
+    sleep_mode: bool = False
+    reclaim_s: float = Field(default=5.0, ge=1.0)
+    decode_tok_s: float = Field(default=1_000.0, gt=0)
+    prefill_tok_s: float = Field(default=10_000.0, gt=0)
+    kv_tokens: int = Field(default=32_768, gt=0)
+    start_timeout_s: float = Field(default=180.0, gt=0)
+    warm_up_s: float = Field(default=60.0, gt=0)
+    orphan_s: float = Field(default=1.5, ge=0.5, le=600.0)
+    step_profile: Path | None = None
+    extra_env: dict[str, str] = {}
+
+    @model_validator(mode="after")
+    def _watermarks_in_order(self) -> Self:
+        if self.kv_low_watermark > self.kv_high_watermark:
+            raise ValueError("kv_low_watermark must not be above kv_high_watermark")
+        return self
+
+    @field_validator("extra_env")
+    @classmethod
+    def _only_the_engines(cls, given: dict[str, str]) -> dict[str, str]:
+        taken = sorted(given.keys() & OF_THE_NODE)
+        if taken:
+            raise ValueError(f"{taken[0]} is the node's to set; leave it out")
+        return given
+
+    @model_validator(mode="after")
+    def _gpu_alone(self) -> Self:
+        if self.device is not None:
+            return self
+        if self.kv_backend == "cuda":
+            raise ValueError("kv_backend cuda is for a GPU; name it in `device`")
+        if self.wants_mps:
+            raise ValueError(
+                "mps_priority and mps_thread_percentage need a GPU; name it in `device`"
+            )
+        return self
+
+    @property
+    def wants_mps(self) -> bool:
+        """Whether its engine is to be a client of MPS."""
+        return self.mps_priority is not None or self.mps_thread_percentage is not None
+
+    @property
+    def weights_bytes(self) -> int:
+        """As they lie on disk."""
+        return weight_bytes(self.model_dir)
+
+    @property
+    def pressure(self) -> PressureLimits:
+        """As the guard takes them."""
+        return PressureLimits(self.pressure_policy, self.kv_high_watermark, self.kv_low_watermark)
+
+    def engine(
+        self,
+        log: Path,
+        host: HostConfig | None,
+        verify_key: str | None,
+        cgroup: Path | None = None,
+        gpu_env: Mapping[str, str] = MappingProxyType({}),
+        weights_dir: Path | None = None,
+        unsigned: bool = False,
+    ) -> EngineSpec:
+        """The engine to start; only a guest has to do with the host.
+
+        `gpu_env`: what names its GPU to it; `extra_env` has the last word.
+        """
+        host = host if self.kind == "guest" else None
+        on_gpu = self.device is not None
+        return EngineSpec(
+            name=self.id,
+            role=EngineRole(self.kind),
+            model_dir=self.model_dir,
+            port=self.port,
+            log=log,
+            core=self.core,
+            kv_bytes=self.kv_bytes,
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.max_sequences,
+            stream_interval=self.stream_interval,
+            control_page=host.page if host else None,
+            page_group=host.page_group if host else "",
+            orphan_s=self.orphan_s,
+            headroom_bytes=host.headroom_bytes if host else 0,
+            cgroup=cgroup,
+            verify_key=verify_key,
+            unsigned=unsigned,
+            weights_dir=weights_dir,
+            warm_up_s=self.warm_up_s,
+            step_profile=self.step_profile,
+            host_step_profile=host.step_profile if host else None,
+            kv_backend=self.kv_backend,
+            python=self.engine_python,
+            device=Device.CUDA if on_gpu else Device.CPU,
+            enforce_eager=not (on_gpu and self.cuda_graphs),
+            extra_env=dict(gpu_env) | self._own_env | self.extra_env,
+            # Without it vLLM's sleep route answers 200 and gives nothing back.
+            extra_args=("--enable-sleep-mode",) if on_gpu and self.sleep_mode else (),
+        )
+
+    @property
+    def _own_env(self) -> dict[str, str]:
+        # vLLM has its sleep route among those for development.
+        sleep = {"VLLM_SERVER_DEV_MODE": "1"} if self.sleep_mode else {}
+        gated = self.kind == "guest" and self.device is not None
+        return sleep | ({"ROSE_GATED_START": "1"} if gated else {})
 
 
 def _netloc(host: str) -> str:

@@ -6,28 +6,23 @@ from contextlib import AsyncExitStack
 import aiohttp
 
 from executor import ControlPage
-from rose.background import Background
 from rose.errors import RoseError
-from rose.eventlog import Logs
-from rose.jsonl import private_folder, trim_output
-from rose.node.assembly import Assembly, HostSide
-from rose.node.bringing import Source
-from rose.node.chain import KnownVersion, VersionChain
+from rose.logs.eventlog import Logs
+from rose.logs.rotating_jsonl import private_folder, trim_output
 from rose.node.config import NodeConfig
-from rose.node.gpu import Gpus
-from rose.node.guard_thread import GuardThread
-from rose.node.harvest import HarvestState
-from rose.node.host_watch import HOST_LATENCY, HostWatch
-from rose.node.kill_switch import KillSwitch
-from rose.node.live_metrics import NodeHealth, ReplicaView
-from rose.node.memory import Held
-from rose.node.metrics import NodeMetrics
-from rose.node.reclaimer import Reclaimer
-from rose.node.relaying import WeightNetwork
+from rose.node.grants.guard_thread import GUEST_SAMPLES, GuardThread
+from rose.node.grants.host_watch import HOST_LATENCY, HostWatch
+from rose.node.guest.kill import KillSwitch
+from rose.node.leases.lease_agent import HarvestSwitch
+from rose.node.leases.session import SchedulerSession, build_reports, view_of
+from rose.node.memory.gauges import Gpus, Held
+from rose.node.memory.reclaimer import Reclaimer
+from rose.node.metrics import NodeHealth, NodeMetrics, ReplicaFigures
 from rose.node.replica import Replica
-from rose.node.reports import build_reports, view_of
-from rose.node.samples import GUEST_SAMPLES
-from rose.node.session import SchedulerSession
+from rose.node.weights.update_fetch import AnnouncedVersions, KnownVersion, WeightSource
+from rose.node.weights.updater import WeightNetwork
+from rose.node.wiring import HostSide, Wiring
+from rose.process.background_tasks import Background
 from rose.rpc import rose_pb2
 
 STOPPING = "node stops"
@@ -49,8 +44,8 @@ class NodeDaemon:
         self._logs = Logs(config.log_dir, config.logs.limits)
         self._events = self._logs.events(config.node)
         self._background = Background(self._events.write)
-        self._chain = VersionChain()
-        self._harvest = HarvestState()
+        self._chain = AnnouncedVersions()
+        self._harvest = HarvestSwitch()
         self._kill_switch = KillSwitch(config.kill_file)
         self._stopping = asyncio.Event()
         self._guard_broke = asyncio.Event()
@@ -107,9 +102,9 @@ class NodeDaemon:
                 failed.result()
             failed.cancel()
 
-    def _build(self, source: Source) -> None:
+    def _build(self, source: WeightSource) -> None:
         activations = self._logs.records("activations.jsonl")
-        assembly = Assembly(
+        assembly = Wiring(
             self._config, self._events, self._harvest, self._kill_switch,
             self._logs.records(GUEST_SAMPLES), self._host, self._guards, self._gpus,
             self._reclaimers,
@@ -171,7 +166,7 @@ class NodeDaemon:
         watch = self._host.watch if self._host else None
         return build_reports(self._config, self._replicas, self._guards, watch)
 
-    def _views(self) -> list[ReplicaView]:
+    def _views(self) -> list[ReplicaFigures]:
         return [
             view_of(replica, self._guards.get(name), self._held(name))
             for name, replica in self._replicas.items()

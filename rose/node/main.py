@@ -16,11 +16,11 @@ from pathlib import Path
 
 from executor import PageError
 from rose.errors import RefusedError, RoseError
-from rose.fair_loop import run_fairly
-from rose.filelock import HeldFile
-from rose.log_thread import log_to_stderr
+from rose.logs.rotating_jsonl import log_to_stderr
 from rose.node.config import NodeConfig
 from rose.node.daemon import NodeDaemon
+from rose.process.background_tasks import run_fairly
+from rose.process.filelock import HeldFile
 
 STANDBY_POLL_S = 0.05
 EXIT_BAD_INPUT, EXIT_INTERRUPTED = 2, 130

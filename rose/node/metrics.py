@@ -1,22 +1,238 @@
-"""`/metrics` of a node: served by a thread of its own, so that a stuck daemon still shows it."""
+"""What an engine without a control page says about itself, asked now and then.
 
-from collections.abc import Callable, Iterable, Mapping
+Gauges that are read from the node's own state at the moment of the scrape.
+
+`/metrics` of a node: served by a thread of its own, so that a stuck daemon still shows it.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
-from executor import LatencyRecord
-from executor.control_page import LAYOUT_VERSION
-from rose.errors import ConfigError
-from rose.node.engine_config import HostConfig
-from rose.node.live_metrics import LiveMetrics, NodeHealth, ReplicaView
+from executor import Grant, GrantMode, GuestState, HostState, LatencyRecord
+from executor.control_page.page import LAYOUT_VERSION
+from rose.errors import ConfigError, UnavailableError
+from rose.node.config import HostConfig
+from rose.node.memory.gauges import Held
+from rose.node.replica_client import ReplicaClient
+
+INTERVAL_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Turns on the engine and tokens since it started."""
+
+    running: int = 0
+    waiting: int = 0
+    tokens_total: int = 0
+
+
+class ReplicaPoller:
+    """Keeps the last reading; an engine that does not answer has an empty one."""
+
+    def __init__(self, client: ReplicaClient, is_up: Callable[[], bool]) -> None:
+        self.reading = Reading()
+        self._client = client
+        self._is_up = is_up
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            self.reading = await self._read() if self._is_up() else Reading()
+            await asyncio.sleep(INTERVAL_S)
+
+    async def _read(self) -> Reading:
+        # Telemetry only: whether the engine obeys is judged where it is told something.
+        with contextlib.suppress(UnavailableError):
+            state = await self._client.state()
+            return Reading(state.running, state.waiting, state.tokens_total)
+        return Reading()
+
+
+_NS = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaFigures:
+    """What is known of one replica now; without a control page there is no grant, guest or host.
+
+    `owed_bytes`: KV memory that its host took back and it still keeps. `held`: all that it holds.
+    """
+
+    name: str
+    state: str
+    restarts: int
+    policy_version: int
+    duty: float = 1.0
+    granted: int = 0
+    grant: Grant | None = None
+    guest: GuestState | None = None
+    host: HostState | None = None
+    owed_bytes: int = 0
+    held: Held | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NodeHealth:
+    """What the daemon itself lacks: log records dropped; restarts, and whether it runs, by task."""
+
+    dropped: int = 0
+    restarted: Mapping[str, int] = field(default_factory=dict)
+    running: Mapping[str, bool] = field(default_factory=dict)
+
+
+class LiveMetrics(Collector):
+    """Asks for the views of all replicas, and for the node's health, at each scrape."""
+
+    def __init__(
+        self,
+        replicas: Callable[[], Iterable[ReplicaFigures]],
+        health: Callable[[], NodeHealth] = NodeHealth,
+    ) -> None:
+        self._replicas = replicas
+        self._health = health
+
+    def describe(self) -> Iterable[Metric]:
+        """Names are checked for clashes without asking for any view."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """All families."""
+        views = list(self._replicas())
+        guests = [view for view in views if view.grant]
+        yield _modes(guests)
+        yield _gauge("rose_guest_duty", "Share of the last second.", guests, lambda v: v.duty)
+        yield _gauge(
+            "rose_grant_epoch",
+            "Grows with every mode.",
+            guests,
+            lambda v: v.grant.epoch if v.grant else None,
+        )
+        yield _counter("rose_grants", "Grants written.", guests, lambda v: v.granted)
+        yield _gauge(
+            "rose_guest_owed_bytes", "Its host took them back.", guests, lambda v: v.owed_bytes
+        )
+        yield _held(views)
+        yield from _of_guests([view for view in views if view.guest])
+        # A node has one host, which all of its guests share.
+        yield from _of_host(next((view.host for view in views if view.host), None))
+        yield _gauge("rose_policy_version", "Proven.", views, lambda v: v.policy_version)
+        yield _counter("rose_engine_restarts", "After an end.", views, lambda v: v.restarts)
+        yield _states(views)
+        yield from _of_node(self._health())
+
+
+Value = Callable[[ReplicaFigures], float | None]
+
+
+def _of_guests(views: list[ReplicaFigures]) -> Iterator[Metric]:
+    def of(read: Callable[[GuestState], float]) -> Value:
+        return lambda view: read(view.guest) if view.guest else None
+
+    yield _counter("rose_guest_tokens", "Sampled.", views, of(lambda g: g.tokens_total))
+    yield _counter(
+        "rose_guest_yielded_seconds",
+        "Had work and waited.",
+        views,
+        of(lambda g: g.yielded_ns / _NS),
+    )
+    yield _gauge("rose_guest_running", "Turns that run.", views, of(lambda g: g.running))
+    yield _gauge("rose_guest_waiting", "Turns that wait.", views, of(lambda g: g.waiting))
+    yield _gauge(
+        "rose_guest_last_step_seconds", "Its last step.", views, of(lambda g: g.last_step_ns / _NS)
+    )
+    yield _gauge("rose_guest_kv_bytes", "Mapped for KV.", views, of(lambda g: g.bytes_mapped))
+
+
+def _of_node(health: NodeHealth) -> Iterator[Metric]:
+    yield CounterMetricFamily(
+        "rose_log_dropped_records", "Lost by its logs.", value=float(health.dropped)
+    )
+    restarts = CounterMetricFamily(
+        "rose_task_restarts", "Of its background tasks.", labels=["task"]
+    )
+    running = GaugeMetricFamily("rose_task_running", "0 while it is down.", labels=["task"])
+    for name, restarted in health.restarted.items():
+        restarts.add_metric([name], float(restarted))
+        running.add_metric([name], float(health.running[name]))
+    yield restarts
+    yield running
+
+
+def _of_host(host: HostState | None) -> Iterator[Metric]:
+    if host is None:
+        return
+    for name, what, value in (
+        ("rose_host_running", "Requests that run.", host.running),
+        ("rose_host_waiting", "Requests that wait.", host.waiting),
+        ("rose_host_kv_usage", "Share of its KV blocks.", host.kv_used / max(1, host.kv_total)),
+        ("rose_host_lent_bytes", "KV memory it gave up for now.", host.bytes_lent),
+        ("rose_host_lent_granules", "Of its KV granules.", host.granules_lent),
+        ("rose_host_reserve_missing_granules", "It needs them back.", host.reserve_missing),
+    ):
+        yield GaugeMetricFamily(name, what, value=value)
+    yield CounterMetricFamily("rose_host_busy_seconds", "In a step.", value=host.busy_ns / _NS)
+
+
+def _modes(views: list[ReplicaFigures]) -> Metric:
+    family = GaugeMetricFamily(
+        "rose_guest_mode", "1 for the mode that holds.", labels=["replica", "mode", "reason"]
+    )
+    for view in views:
+        assert view.grant
+        for mode in GrantMode:
+            reason = view.grant.reason if mode is view.grant.mode else ""
+            holds = float(mode is view.grant.mode)
+            family.add_metric([view.name, mode.name.lower(), reason], holds)
+    return family
+
+
+def _held(views: list[ReplicaFigures]) -> Metric:
+    """What cannot be measured is left out: 0 would be good news."""
+    family = GaugeMetricFamily(
+        "rose_guest_memory_bytes", "All that it holds.", labels=["replica", "measured_by"]
+    )
+    for view in views:
+        if view.held is not None and view.held.amount is not None:
+            family.add_metric([view.name, view.held.by], view.held.amount)
+    return family
+
+
+def _states(views: list[ReplicaFigures]) -> Metric:
+    family = GaugeMetricFamily("rose_engine_state", "1 for it.", labels=["replica", "state"])
+    for view in views:
+        family.add_metric([view.name, view.state], 1.0)
+    return family
+
+
+def _gauge(name: str, what: str, views: list[ReplicaFigures], value: Value) -> Metric:
+    return _filled(GaugeMetricFamily(name, what, labels=["replica"]), views, value)
+
+
+def _counter(name: str, what: str, views: list[ReplicaFigures], value: Value) -> Metric:
+    return _filled(CounterMetricFamily(name, what, labels=["replica"]), views, value)
+
+
+def _filled(
+    family: GaugeMetricFamily | CounterMetricFamily, views: list[ReplicaFigures], value: Value
+) -> Metric:
+    for view in views:
+        family.add_metric([view.name], value(view) or 0.0)
+    return family
+
 
 FROZEN_MODES = ("freeze", "drain", "kill")
 # Shares of the target; 1.0 makes attainment a bucket of its own.
 LADDER = (0.1, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 4.0, 8.0)
 RECLAIM_BOUNDS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0)
-_NS = 1e9
 
 
 class NodeMetrics:
@@ -25,7 +241,7 @@ class NodeMetrics:
     def __init__(
         self,
         host: HostConfig | None,
-        replicas: Callable[[], Iterable[ReplicaView]],
+        replicas: Callable[[], Iterable[ReplicaFigures]],
         health: Callable[[], NodeHealth] = NodeHealth,
     ) -> None:
         self.registry = CollectorRegistry()

@@ -2,16 +2,16 @@
 
 from collections.abc import Callable
 
-from rose.background import Background
-from rose.eventlog import EventLog, JsonlLog
-from rose.node.bringing import Source
-from rose.node.engine_config import ReplicaConfig
-from rose.node.gauge import Gauge
+from rose.logs.eventlog import EventLog, JsonlLog
+from rose.node.config import ReplicaConfig
+from rose.node.guest.supervisor import EngineState, Supervisor
+from rose.node.leases.lease_agent import LeaseAgent
+from rose.node.leases.lease_fsm import Ended, Revoked
+from rose.node.metrics import ReplicaPoller
 from rose.node.replica_client import ReplicaClient
-from rose.node.supervisor import EngineState, Supervisor
-from rose.node.tenancy import Ended, TakenBack
-from rose.node.tenant import Tenant
-from rose.node.updates import Updates
+from rose.node.weights.update_fetch import WeightSource
+from rose.node.weights.updater import Updates
+from rose.process.background_tasks import Background
 from rose.rpc import rose_pb2
 
 DRAIN_PATIENCE_S = 2.0
@@ -27,7 +27,7 @@ class Replica:
         self,
         config: ReplicaConfig,
         supervisor: Callable[["Replica"], Supervisor],
-        source: Source,
+        source: WeightSource,
         activations: JsonlLog,
         events: EventLog,
         report: Callable[[rose_pb2.NodeReport], None],
@@ -41,7 +41,7 @@ class Replica:
         self._client = client = ReplicaClient(
             source.session, self.url, lambda: self.supervisor.headers
         )
-        self.tenant = Tenant(config.id, client, events, self._lease_told, self._broken)
+        self.tenant = LeaseAgent(config.id, client, events, self._lease_told, self._broken)
         self.updates = Updates(
             config.id,
             config.kind,
@@ -52,7 +52,7 @@ class Replica:
             self._activated,
             self._unproven,
         )
-        self.gauge = Gauge(client, lambda: self.offered)
+        self.gauge = ReplicaPoller(client, lambda: self.offered)
         self._trusted = True
         self.supervisor = supervisor(self)
 
@@ -104,8 +104,8 @@ class Replica:
         self._log("engine_state", state=state.value)
         self._changed()
 
-    def _lease_told(self, step: TakenBack | Ended) -> None:
-        if isinstance(step, TakenBack):
+    def _lease_told(self, step: Revoked | Ended) -> None:
+        if isinstance(step, Revoked):
             self._report(
                 rose_pb2.NodeReport(
                     revocation=rose_pb2.Revocation(

@@ -22,7 +22,7 @@ class UnprovenError(RefusedError):
     """The replica does not know which weights its engine runs; only a new life of it does."""
 
 
-class HostBusyError(RefusedError):
+class ReplicaHostBusyError(RefusedError):
     """The replica's host has not been idle for long enough to take a version beside it."""
 
 
@@ -38,7 +38,7 @@ class Account(msgspec.Struct, frozen=True):
     proven: bool
 
 
-class Applied(msgspec.Struct, frozen=True):
+class AppliedUpdate(msgspec.Struct, frozen=True):
     """Report of an activation; `ok` only when digest and probe both agree."""
 
     version: int
@@ -56,7 +56,7 @@ class Applied(msgspec.Struct, frozen=True):
         return self.digest_ok and self.probe_ok
 
 
-_REFUSALS = {"unproven": UnprovenError, "host_busy": HostBusyError}
+_REFUSALS = {"unproven": UnprovenError, "host_busy": ReplicaHostBusyError}
 
 
 class _Fault(msgspec.Struct, frozen=True):
@@ -73,7 +73,7 @@ class _Drained(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ReplicaAnswer:
     """What came back, whatever it is."""
 
     status: int
@@ -140,7 +140,7 @@ class ReplicaClient:
 
     async def apply(
         self, manifests: Sequence[Path], chunks: Path, on_update: OnUpdate = OnUpdate.RECOMPUTE
-    ) -> Applied:
+    ) -> AppliedUpdate:
         """Activate the last of versions that follow each other, all of them at once.
 
         Raises WrongBaseError when the replica holds other weights, RefusedError for a version that
@@ -154,7 +154,7 @@ class ReplicaClient:
         }
         answer = await self._call("POST", "weights/apply", payload, APPLY_TIMEOUT_S)
         if answer.status == 200:
-            applied = _read(answer.body, Applied)
+            applied = _read(answer.body, AppliedUpdate)
             if applied is None:
                 raise UnprovenError(f"{self._url} reports no proof: {answer.said}")
             return applied
@@ -163,7 +163,7 @@ class ReplicaClient:
         kind = _REFUSALS.get(answer.kind, RefusedError)
         raise kind(f"{self._url} refused the version: {answer.said}")
 
-    async def _checked(self, path: str, payload: dict[str, object]) -> Answer:
+    async def _checked(self, path: str, payload: dict[str, object]) -> ReplicaAnswer:
         answer = await self._call("POST", path, payload, CALL_TIMEOUT_S)
         if answer.status != 200:
             raise RefusedError(f"{self._url} refused {path}: {answer.said}")
@@ -171,7 +171,7 @@ class ReplicaClient:
 
     async def _call(
         self, method: str, path: str, payload: dict[str, object] | None, timeout_s: float
-    ) -> Answer:
+    ) -> ReplicaAnswer:
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         url = self._url + (path if path.startswith("/") else f"/rose/v1/{path}")
         try:
@@ -188,7 +188,7 @@ class ReplicaClient:
                     body += part
                     if len(body) > MAX_ANSWER_BYTES:
                         raise UnavailableError(f"{self._url} answers {path} without an end")
-                return Answer(response.status, bytes(body))
+                return ReplicaAnswer(response.status, bytes(body))
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise UnavailableError(f"{self._url} does not answer {path}: {error!r}") from error
 

@@ -1,11 +1,239 @@
-"""The cards as NVIDIA's management library tells them."""
+"""Which card is meant by an index or a UUID. Pure.
+
+Whether ROSE can work on such a card and driver at all. Pure.
+
+What a card is and how busy it is, and who can tell: reads alone, no setting and no reset.
+
+Why a card cannot be used or asked.
+
+RoseError
+└── CardError     no driver, no such card, or one that cannot be used now: nothing was touched
+
+NVIDIA's management library, called through ctypes.
+
+It comes with every driver; a Python package for it does not.
+
+The cards as NVIDIA's management library tells them.
+"""
 
 import ctypes
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-from rose.nvml.card import Card, Client, Usage
-from rose.nvml.library import Library, MemoryInfo, insist, load_library
+from rose.errors import RoseError
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """What stays as it is. None: the card does not tell.
+
+    cuda: highest CUDA version (major, minor) that the driver serves.
+    """
+
+    index: int
+    name: str
+    uuid: str
+    driver: str
+    cuda: tuple[int, int]
+    mig: bool
+    compute_mode: str
+    persistence: bool | None
+    memory_bytes: int
+    power_limit_w: float | None
+    sm_mhz_most: int | None
+    memory_mhz_most: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """One look at it. `slowed`: why its clocks are lower than they could be.
+
+    processes: ids of those that compute on it, as the driver counts them: in a container they may
+    be another namespace's, or hidden.
+    """
+
+    free_bytes: int
+    used_bytes: int
+    processes: tuple[int, ...]
+    sm_mhz: int | None
+    memory_mhz: int | None
+    power_w: float | None
+    temperature_c: int | None
+    slowed: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """A process that computes on a card. `pid`: as the driver counts, see `Usage.processes`.
+
+    memory_bytes: None where the driver does not tell. mps: it is a client of MPS.
+    """
+
+    pid: int
+    memory_bytes: int | None
+    mps: bool = False
+
+
+class CardReader(Protocol):
+    """The driver, asked."""
+
+    def cards(self) -> tuple[Card, ...]:
+        """All cards of the machine. Raises CardError when there is no driver that answers."""
+        ...
+
+    def usage(self, card: Card) -> Usage:
+        """Look at one of them. Raises CardError."""
+        ...
+
+    def clients(self, card: Card) -> tuple[Client, ...]:
+        """Who computes on it, and with how much of its memory. Raises CardError."""
+        ...
+
+    def free_bytes(self, card: Card) -> int:
+        """Memory of it that nobody has. Raises CardError."""
+        ...
+
+
+class CardError(RoseError):
+    """A GPU cannot be used, or its driver does not answer."""
+
+
+def card_of(cards: tuple[Card, ...], device: int | str) -> Card:
+    """The card of that index, or the one whose UUID is or begins with `device`.
+
+    Raises CardError when there is none, or when several begin so.
+    """
+    if not cards:
+        raise CardError("the NVIDIA driver sees no GPU; run on a machine with one")
+    if isinstance(device, int):
+        found = [card for card in cards if card.index == device]
+    else:
+        found = [card for card in cards if card.uuid.startswith(device)]
+    if len(found) != 1:
+        known = ", ".join(f"{card.index}: {card.name} {card.uuid}" for card in cards)
+        raise CardError(f"GPU {device} is none or more than one of {known}; name one of them")
+    return found[0]
+
+
+LEAST_CUDA = (12, 8)
+
+
+def insist_usable(card: Card) -> None:
+    """Raise CardError, with what to do, when nothing of ROSE runs there."""
+    if card.cuda < LEAST_CUDA:
+        raise CardError(
+            f"driver {card.driver} serves CUDA {version_text(card.cuda)}, and"
+            f" {version_text(LEAST_CUDA)} is needed; use a machine with driver 570 or newer"
+        )
+    if card.mig:
+        raise CardError(
+            f"MIG is on: {card.name} is cut into instances; use a whole card"
+            " (ROSE never changes a card's settings)"
+        )
+    if card.compute_mode == "prohibited":
+        raise CardError(f"{card.name} is in compute mode prohibited; its owner must allow work")
+
+
+def version_text(version: tuple[int, int]) -> str:
+    """As a person reads it."""
+    return "unknown" if version == (0, 0) else f"{version[0]}.{version[1]}"
+
+
+LIBRARY = "libnvidia-ml.so.1"
+OK, UNKNOWN_CALL, TOO_SMALL, NO_DRIVER, VERSIONS_DIFFER = 0, -1, 7, 9, 18
+_HINTS = {
+    NO_DRIVER: "load the NVIDIA driver (is the kernel module there?)",
+    VERSIONS_DIFFER: "the driver was updated under a running kernel module; its owner must reload",
+}
+_TEXT_BYTES = 96
+
+
+class MemoryInfo(ctypes.Structure):
+    """nvmlMemory_t."""
+
+    _fields_ = (
+        ("total", ctypes.c_ulonglong),
+        ("free", ctypes.c_ulonglong),
+        ("used", ctypes.c_ulonglong),
+    )
+
+
+class ProcessInfo(ctypes.Structure):
+    """nvmlProcessInfo_t."""
+
+    _fields_ = (
+        ("pid", ctypes.c_uint),
+        ("used", ctypes.c_ulonglong),
+        ("gpu_instance", ctypes.c_uint),
+        ("compute_instance", ctypes.c_uint),
+    )
+
+
+def load_library() -> Any:  # noqa: ANN401 -- ctypes knows no more
+    """Open the driver's library. Raises CardError where there is none."""
+    try:
+        return ctypes.CDLL(LIBRARY)
+    except OSError as error:
+        raise CardError(
+            f"no NVIDIA driver is here ({LIBRARY} cannot be opened);"
+            " run on a machine with an NVIDIA GPU and its driver"
+        ) from error
+
+
+class Library:
+    """Its functions by name. Each raises CardError but `ask` and `known`."""
+
+    def __init__(self, open_library: Callable[[], Any] = load_library) -> None:
+        self._library = open_library()
+        self.call("nvmlInit_v2")
+
+    def ask(self, name: str, *arguments: object) -> int:
+        """Status of a call, UNKNOWN_CALL when the driver is too old to know it."""
+        function = getattr(self._library, name, None)
+        return UNKNOWN_CALL if function is None else int(function(*arguments))
+
+    def call(self, name: str, *arguments: object) -> None:
+        """Make a call that has to succeed."""
+        insist(name, self.ask(name, *arguments))
+
+    def known(self, name: str, *arguments: object, kind: Any = ctypes.c_uint) -> int | None:  # noqa: ANN401
+        """A number, None where this card or driver does not tell it."""
+        number = kind()
+        status = self.ask(name, *arguments, ctypes.byref(number))
+        return int(number.value) if status == OK else None
+
+    def number(self, name: str, *arguments: object) -> int:
+        """A number that has to be told."""
+        found = self.known(name, *arguments)
+        if found is None:
+            raise CardError(f"the NVIDIA driver does not answer {name}; update it")
+        return found
+
+    def text(self, name: str, *at: ctypes.c_void_p) -> str:
+        """A text that has to be told."""
+        text = ctypes.create_string_buffer(_TEXT_BYTES)
+        self.call(name, *at, text, ctypes.c_uint(_TEXT_BYTES))
+        return text.value.decode(errors="replace")
+
+    def processes(self, name: str, at: ctypes.c_void_p) -> tuple[int, list[ProcessInfo]]:
+        """Status of a call that lists processes, and what it lists."""
+        room = 64
+        while True:
+            found = (ProcessInfo * room)()
+            count = ctypes.c_uint(room)
+            status = self.ask(name, at, ctypes.byref(count), found)
+            if status != TOO_SMALL:
+                return status, list(found[: count.value]) if status == OK else []
+            room = count.value + 64
+
+
+def insist(name: str, status: int) -> None:
+    """Raise CardError for a status that is not success."""
+    if status != OK:
+        hint = _HINTS.get(status, "see what nvidia-smi says")
+        raise CardError(f"the NVIDIA driver refuses {name} (NVML status {status}); {hint}")
+
 
 _SM, _MEMORY = 1, 2
 _CLIENTS = "nvmlDeviceGetComputeRunningProcesses_v3"

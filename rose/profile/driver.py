@@ -1,23 +1,137 @@
-"""Runs batches of turns on a guest and hands back what its step log says of each.
+"""The sections that a host and a node write, where there is neither: an idle host and one grant.
+
+The engine to profile: started as a node would start a guest of the same sizes.
+
+Runs batches of turns on a guest and hands back what its step log says of each.
 
 freeze ──► turns posted ──► all are seen waiting ──► allow ──► every turn ends ──► new records read
 Without the freeze the first turns of a batch would be steps ahead of the last.
 """
 
+import argparse
 import asyncio
 import random
+import threading
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
 import aiohttp
 
-from executor.step_log import HEADER, STEP, StepRecord, read_step_log, used_bytes
-from rose.engines import EngineProcess
+from executor import ControlPage, Grant, GrantMode, GuestState, HostState
+from executor.step_log import HEADER, STEP, STEP_LOG, StepRecord, read_step_log, used_bytes
+from rose.addresses import free_port
+from rose.engines import Device, EngineProcess, EngineRole, EngineSpec
 from rose.errors import EngineStartError
-from rose.profile.open_grant import OpenGrant
-from rose.profile.plan import DECODE_STEPS, Batch
-from rose.profile.samples import LoggedStep, steps_of
+from rose.node.memory.gauges import Gpus, card_environment
+from rose.profile.plan import DECODE_STEPS, Batch, LoggedStep, steps_of
+
+TICK_S = 0.02
+TTL_NS = 500_000_000
+
+
+class OpenGrant(threading.Thread):
+    """Keeps a grant alive on a page of its own, and changes it at once when told to."""
+
+    def __init__(self, page: ControlPage, token_budget: int, max_sequences: int) -> None:
+        super().__init__(name="rose-open-grant", daemon=True)
+        self._page = page
+        self._host = page.take_host()
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._grant = Grant(GrantMode.RUN, token_budget, max_sequences, epoch=1, reason="profile")
+
+    def run(self) -> None:
+        """Until stopped."""
+        while not self._ended.wait(TICK_S):
+            with self._lock:
+                self._write()
+
+    def freeze(self) -> None:
+        """No step begins from now on."""
+        with self._lock:
+            self._grant = replace(self._grant, mode=GrantMode.FREEZE)
+            self._write()
+
+    def allow(self, token_budget: int) -> None:
+        """Steps of so many tokens."""
+        with self._lock:
+            self._grant = replace(self._grant, mode=GrantMode.RUN, token_budget=token_budget)
+            self._write()
+
+    def guest(self) -> GuestState:
+        """What the guest says; nothing yet reads as zeroes."""
+        return self._page.guest.peek() or GuestState()
+
+    def stop(self) -> None:
+        """End the thread; the grant lapses."""
+        self._ended.set()
+        self.join()
+        self._host.close()
+
+    def _write(self) -> None:
+        now_ns = time.monotonic_ns()
+        self._host.write(HostState(heartbeat_ns=now_ns))
+        self._host.beat(now_ns)
+        self._page.grant.write(replace(self._grant, heartbeat_ns=now_ns, expiry_ns=now_ns + TTL_NS))
+
+
+LOG = "engine.log"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What is said of the engine alone."""
+    parser.add_argument("--port", type=positive, metavar="N", help="default: a free one")
+    parser.add_argument("--core", type=int, metavar="N", help="CPU core, as in the node's file")
+    parser.add_argument("--dtype", default="bfloat16", help="default bfloat16")
+    parser.add_argument("--device", metavar="GPU", help="its index or UUID; default: the CPU")
+    parser.add_argument(
+        "--engine-python", type=Path, metavar="FILE", help="interpreter that has its vLLM"
+    )
+    parser.add_argument(
+        "--cuda-graphs", action=argparse.BooleanOptionalAction, default=True, help="on a GPU"
+    )
+
+
+def spec_of(args: argparse.Namespace, folder: Path, gpus: Gpus) -> EngineSpec:
+    """Its steps are logged in `folder`. Raises CardError for a GPU that cannot be used."""
+    on_gpu = args.device is not None
+    named = card_environment(gpus.card(_device(args.device))) if on_gpu else {}
+    return EngineSpec(
+        name="profile",
+        role=EngineRole.GUEST,
+        model_dir=args.model,
+        port=args.port or free_port(),
+        log=folder / LOG,
+        core=args.core,
+        dtype=args.dtype,
+        kv_bytes=args.kv_bytes,
+        max_model_len=args.max_model_len,
+        max_num_seqs=args.max_num_seqs,
+        stream_interval=DECODE_STEPS,
+        control_page=folder / "page",
+        python=args.engine_python,
+        device=Device.CUDA if on_gpu else Device.CPU,
+        enforce_eager=not (on_gpu and args.cuda_graphs),
+        extra_env={STEP_LOG: str(folder / "steps"), **named},
+        # Turns are token ids; a cached prefix would make a prefill shorter than it is said to be.
+        extra_args=("--skip-tokenizer-init", "--no-enable-prefix-caching"),
+    )
+
+
+def positive(text: str) -> int:
+    """Of the command line."""
+    value = int(text)
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return value
+
+
+def _device(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text
+
 
 # The first run of a batch pays for kernels and pages that no later one pays for.
 RUNS, UNCOUNTED_RUNS = 3, 1
@@ -30,7 +144,7 @@ class UnfinishedTurnError(Exception):
     """A turn did not come to its end; the message is the last line of its stream."""
 
 
-class Driver:
+class ProfileDriver:
     """One engine under measurement. Raises EngineStartError when it fails or ends."""
 
     def __init__(

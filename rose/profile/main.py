@@ -18,16 +18,21 @@ from pathlib import Path
 import aiohttp
 
 from executor import ControlPage
-from rose.cli.parser import Parser
+from rose.cli.main import Parser
 from rose.engines import EngineProcess
 from rose.errors import ConfigError, EngineStartError, RoseError
-from rose.node.gpu import Gpus
-from rose.profile.driver import Driver
-from rose.profile.engine import LOG, add_options, positive, spec_of
-from rose.profile.open_grant import OpenGrant
-from rose.profile.plan import DECODE_STEPS, SMALLEST_PROMPT, Limits, plan
-from rose.profile.report import report
-from rose.profile.samples import LoggedStep, samples_of, waited_share
+from rose.node.memory.gauges import Gpus
+from rose.profile.driver import LOG, OpenGrant, ProfileDriver, add_options, positive, spec_of
+from rose.profile.plan import (
+    DECODE_STEPS,
+    SMALLEST_PROMPT,
+    Limits,
+    LoggedStep,
+    plan,
+    report,
+    samples_of,
+    waited_share,
+)
 from slo import ProfileError, StepSample, fit_profile
 
 EXIT_STOPPED = 143
@@ -35,7 +40,7 @@ CALL_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredSteps:
     """Samples of all batches, and the share of their time in which the engine had no core."""
 
     samples: list[StepSample]
@@ -105,7 +110,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-async def _measured(args: argparse.Namespace, folder: Path) -> Measured:
+async def _measured(args: argparse.Namespace, folder: Path) -> MeasuredSteps:
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
@@ -119,7 +124,7 @@ async def _measured(args: argparse.Namespace, folder: Path) -> Measured:
         ) from None
 
 
-async def _with_engine(args: argparse.Namespace, folder: Path) -> Measured:
+async def _with_engine(args: argparse.Namespace, folder: Path) -> MeasuredSteps:
     spec = spec_of(args, folder, Gpus())
     (folder / "steps").mkdir()
     page = ControlPage.create(folder / "page")
@@ -139,11 +144,11 @@ async def _with_engine(args: argparse.Namespace, folder: Path) -> Measured:
 
 async def _drive(
     args: argparse.Namespace, folder: Path, engine: EngineProcess, grant: OpenGrant
-) -> Measured:
+) -> MeasuredSteps:
     timeout = aiohttp.ClientTimeout(total=CALL_TIMEOUT_S)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
-        driver = Driver(engine, grant, http, folder / "steps", _vocabulary(args.model))
+        driver = ProfileDriver(engine, grant, http, folder / "steps", _vocabulary(args.model))
         kv_tokens = await driver.admit()
         limits = Limits(args.max_num_seqs, args.max_model_len, args.token_budget, kv_tokens)
         batches = plan(limits)
@@ -163,7 +168,7 @@ async def _drive(
             every += runs
         sys.stderr.write("\n")
     # On a GPU its thread waits for the card, which is the step.
-    return Measured(samples, 0.0 if args.device is not None else waited_share(every))
+    return MeasuredSteps(samples, 0.0 if args.device is not None else waited_share(every))
 
 
 def _vocabulary(model_dir: Path) -> int:

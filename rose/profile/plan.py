@@ -1,8 +1,18 @@
-"""Which steps are run: batches of equal turns that cover what a lease may ask for."""
+"""Which steps are run: batches of equal turns that cover what a lease may ask for.
 
-from collections.abc import Iterator
+What a batch's steps say about the size of a step and its time.
+
+What a person reads of a profile: the fit, and predictions beside measurements.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from statistics import median
+
+from executor.step_log import StepRecord
+from slo import StepProfile, StepSample
 
 DECODE_STEPS = 6
 SMALLEST_PROMPT = 8
@@ -63,3 +73,97 @@ def _doubling(most: int) -> list[int]:
     while sizes[-1] * 4 <= most:
         sizes.append(sizes[-1] * 4)
     return sizes if sizes[-1] == most else [*sizes, most]
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedStep:
+    """A step of a batch; `context_tokens`: KV in use when it began. `cpu_s` of `seconds` it ran."""
+
+    tokens: int
+    sequences: int
+    context_tokens: int
+    sampled: int
+    seconds: float
+    cpu_s: float
+
+
+def steps_of(batch: Batch, records: Iterable[StepRecord]) -> list[LoggedStep]:
+    """The batch's steps with the context that each began with.
+
+    Turns of a batch start together and end together, so the KV in use is all that was computed
+    before. Steps after the first turn has ended are left out.
+    """
+    found: list[LoggedStep] = []
+    computed = sampled = 0
+    for record in records:
+        # All that have begun are in every step, so a smaller one says that a turn has ended.
+        if found and record.sequences < found[-1].sequences:
+            break
+        found.append(
+            LoggedStep(
+                record.tokens,
+                record.sequences,
+                computed,
+                record.sampled,
+                (record.end_ns - record.begin_ns) / 1e9,
+                record.cpu_ns / 1e9,
+            )
+        )
+        computed += record.tokens
+        sampled += record.sampled
+    assert computed <= batch.sequences * batch.prompt_tokens + sampled, "a step of another batch"
+    return found
+
+
+def samples_of(runs: Sequence[Sequence[LoggedStep]]) -> list[StepSample]:
+    """One sample for each size of step that repeated runs of a batch have seen: the median."""
+    times = defaultdict[tuple[int, int, int], list[float]](list)
+    for run in runs:
+        for step in run:
+            times[step.tokens, step.sequences, step.context_tokens].append(step.seconds)
+    return [StepSample(*size, median(seconds)) for size, seconds in times.items()]
+
+
+def waited_share(runs: Iterable[Sequence[LoggedStep]]) -> float:
+    """Share of all steps' time in which the engine's thread did not run."""
+    steps = [step for run in runs for step in run]
+    wall_s = sum(step.seconds for step in steps)
+    return max(0.0, 1 - sum(step.cpu_s for step in steps) / wall_s) if wall_s else 0.0
+
+
+ROWS = 14
+# Above this share the steps' times are those of the machine, not of the engine.
+MAX_WAITED = 0.1
+
+
+def report(profile: StepProfile, samples: Sequence[StepSample], waited: float) -> Iterator[str]:
+    """Lines; `waited`: share of all steps' time in which the engine did not have its core."""
+    yield (
+        f"a step takes {profile.base_s * 1e3:.3f} ms + {profile.per_token_s * 1e6:.2f} us a token"
+        f" + {profile.per_sequence_s * 1e6:.2f} us a sequence"
+        f" + {profile.per_context_token_s * 1e9:.1f} ns a token of context"
+    )
+    yield f"{profile.samples} sizes of step, off by {profile.fit_error:.1%} on the average"
+    yield ""
+    yield "  tokens  sequences  context  measured ms  predicted ms    off"
+    for sample in _spread(samples):
+        predicted_s = profile.seconds(sample.tokens, sample.sequences, sample.context_tokens)
+        yield (
+            f"{sample.tokens:8}  {sample.sequences:9}  {sample.context_tokens:7}"
+            f"  {sample.seconds * 1e3:11.2f}  {predicted_s * 1e3:12.2f}"
+            f"  {predicted_s / sample.seconds - 1:+5.0%}"
+        )
+    if waited > MAX_WAITED:
+        yield ""
+        yield (
+            f"the engine waited for its core for {waited:.0%} of that time: these are the times of"
+            " a busy machine; profile again when it is quiet"
+        )
+
+
+def _spread(samples: Sequence[StepSample]) -> list[StepSample]:
+    """A few of them, from the shortest to the longest."""
+    ordered = sorted(samples, key=lambda sample: sample.seconds)
+    if len(ordered) <= ROWS:
+        return ordered
+    return [ordered[round(at * (len(ordered) - 1) / (ROWS - 1))] for at in range(ROWS)]

@@ -14,9 +14,8 @@ from typing import Self
 import aiohttp
 from yarl import URL
 
+from rose.addresses import checked_url, is_loopback
 from rose.errors import ConfigError
-from rose.exposure import is_loopback
-from rose.urls import checked_url
 
 MOST_CONNECTIONS = 256
 

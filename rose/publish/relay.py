@@ -1,13 +1,24 @@
-"""Relay: fetches weights for its neighbours and passes them on, with a scheduler or without."""
+"""Relay: fetches weights for its neighbours and passes them on, with a scheduler or without.
 
-from collections.abc import Iterable
+`rose relay`: pass the weights of one job on, without a scheduler.
+
+Serves until SIGTERM or SIGINT. Exit code 2 with one line for bad input.
+"""
+
+import argparse
+import asyncio
+import signal
+import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Self
 
+from rose.cli.main import Parser
+from rose.errors import ConfigError
 from rose.publish.credentials import OPEN, Credentials
-from rose.publish.hub import Hub
-from rose.publish.receiving import Caps, Receiving
-from rose.publish.server import VersionServer
+from rose.publish.fetch.fetcher import ChunkFetcher
+from rose.publish.fetch.limits import Caps, DownloadLimits
+from rose.publish.version_server import VersionServer
 from weight_transfer import ChunkStore, VerifyKey
 
 
@@ -43,7 +54,7 @@ class Relay:
         self._session = credentials.session()
         store = ChunkStore(root)
         me = f"{credentials.scheme}://{host}:{port}"
-        self.hub = Hub(self._session, Receiving(store, caps or Caps()), me, members)
+        self.hub = ChunkFetcher(self._session, DownloadLimits(store, caps or Caps()), me, members)
         self._server = VersionServer(
             store, port, hub=self.hub, credentials=credentials, host=host, insecure=insecure
         )
@@ -75,3 +86,74 @@ class Relay:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; what cannot be done raises ConfigError, which the `rose` command says."""
+    args = _parser().parse_args(argv)
+    if not (args.verify_key or args.unsigned):
+        raise ConfigError("--verify-key is missing: anybody's weights would be kept; or --unsigned")
+    credentials = Credentials.read(args.token_file, args.ca, args.certificate, args.key)
+    asyncio.run(_serve(args, credentials))
+    return 0
+
+
+async def _serve(args: argparse.Namespace, credentials: Credentials) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    relay = Relay(
+        args.store,
+        args.origin.rstrip("/"),
+        args.job,
+        args.host,
+        args.port,
+        args.members,
+        credentials=credentials,
+        caps=Caps(args.bytes_per_s),
+        verify_key=VerifyKey(args.verify_key) if args.verify_key else None,
+        insecure=args.insecure,
+    )
+    try:
+        await relay.start()
+        _say(f"rose relay: listening on {relay.url}")
+        await stop.wait()
+    finally:
+        await relay.close()
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="rose relay", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--store", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--origin", required=True, metavar="URL", help="the job's publisher")
+    parser.add_argument("--job", required=True, metavar="NAME")
+    parser.add_argument("--host", default="127.0.0.1", help="an address that the members reach")
+    parser.add_argument("--port", type=int, required=True, metavar="N")
+    parser.add_argument(
+        "--members", nargs="*", default=(), metavar="URL", help="all relays, this one among them"
+    )
+    parser.add_argument("--verify-key", metavar="HEX", help="of the job's trainer")
+    parser.add_argument("--unsigned", action="store_true", help="keep what nobody signed")
+    parser.add_argument(
+        "--insecure", action="store_true", help="serve other machines without certificates"
+    )
+    parser.add_argument("--bytes-per-s", type=int, metavar="N", help="of the link, on the average")
+    parser.add_argument("--token-file", type=Path, metavar="FILE")
+    for name, what in (
+        ("ca", "who signs the others' certificates; with --certificate and --key"),
+        ("certificate", "this relay's"),
+        ("key", "of the certificate"),
+    ):
+        parser.add_argument(f"--{name}", type=Path, metavar="FILE", help=what)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

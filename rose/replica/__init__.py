@@ -1,7 +1,7 @@
 """The endpoint that a replica serves inside its engine's API process.
 
 Its public face is not imported but loaded by vLLM: the entry point
-`rose.replica.endpoint:ReplicaEndpoint` and, by `--middleware`, `rose.replica.shortcut`.
+`rose.replica.endpoint:ReplicaEndpoint` and, by `--middleware`, `rose.replica.asgi`.
 Nothing is imported here, so that the parts without vLLM can be used without it.
 """
 

@@ -1,12 +1,22 @@
-"""ReplicaEndpoint: vLLM endpoint plugin that serves the replica HTTP contract.
+"""`POST /rose/v1/generate` as a bare ASGI application: this is the path of every turn.
+
+ReplicaEndpoint: vLLM endpoint plugin that serves the replica HTTP contract.
 
 POST /rose/v1/generate        tokens in, stamped tokens out
 POST /rose/v1/drain | admit   lease epochs open and close admission
 POST /rose/v1/weights/apply   the next policy version
 POST /rose/v1/weights/audit   digests of everything that is live
 GET  /rose/v1/state
+
+ASGI middleware that gives an engine ROSE's routes where its vLLM has no endpoint plugins.
+
+The server sends `lifespan` through its middleware once, when the engine is there and before the
+first request. A vLLM that has loaded the endpoint as a plugin has left its mark in the server's
+state by then, and nothing is done. Loaded by vLLM's own option,
+`--middleware=rose.replica.endpoint.EndpointMount`.
 """
 
+import logging
 import os
 from argparse import Namespace
 from collections.abc import Awaitable, Callable
@@ -17,23 +27,60 @@ from fastapi import FastAPI, Request
 from starlette.datastructures import State
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from executor.vllm.versions import check_version
+from executor.vllm.compat import check_version
 from rose.decoding import decoded
-from rose.replica.access import ROLES, bears_secret, refuse_stranger
 from rose.replica.admission import Admission, AdmissionError, EpochAheadError, StaleEpochError
-from rose.replica.asgi import BodyTooLargeError, ClientGoneError, read_body, refuse
-from rose.replica.generate import GenerateApp
-from rose.replica.host_idle import HostBusyError
+from rose.replica.asgi import (
+    GENERATE_PATH,
+    ROLES,
+    STATE_NAME,
+    BodyTooLargeError,
+    ClientGoneError,
+    bears_secret,
+    read_body,
+    refuse,
+    refuse_stranger,
+)
 from rose.replica.kv_wake import KvWaker
-from rose.replica.shortcut import GENERATE_PATH, STATE_NAME
-from rose.replica.stamps import stamps_of
 from rose.replica.turns import Turns
 from rose.replica.warm_up import WarmUp
-from rose.replica.weights import ActivationError, Weights
-from rose.replica.wire import MAX_CONTROL_BYTES, ApplyBody, EpochBody
+from rose.replica.weights.token_versions import stamps_of
+from rose.replica.weights.updater import ActivationError, HostBusyError, WeightUpdater
+from rose.replica.wire import MAX_BODY_BYTES, MAX_CONTROL_BYTES, ApplyBody, EpochBody, GenerateBody
 from weight_transfer import WeightError, WrongBaseError
+
+_BODY = msgspec.json.Decoder(GenerateBody)
+
+
+class GenerateApp:
+    """Admits a turn and serves it; `turns` is set once the engine is up."""
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+        self.turns: Turns | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        del scope
+        try:
+            body = decoded(_BODY, await read_body(receive, MAX_BODY_BYTES))
+        except ClientGoneError:
+            # Nothing was begun and nobody is left to tell.
+            return
+        except BodyTooLargeError as error:
+            await refuse(send, 413, "too_large", str(error))
+            return
+        except msgspec.MsgspecError as error:
+            await refuse(send, 400, "bad_request", str(error))
+            return
+        # Nothing is awaited from here until the turn is open: no drain can fall in between.
+        if not self._admission.open or self.turns is None:
+            await refuse(send, 503, "draining", f"no turns now: {self._admission.reason}")
+            return
+        await self.turns.serve(self.turns.open(body), receive, send)
+
 
 _EPOCH = msgspec.json.Decoder(EpochBody)
 _APPLY = msgspec.json.Decoder(ApplyBody)
@@ -52,7 +99,7 @@ class ReplicaEndpoint:
         self._admission = Admission()
         self._generate = GenerateApp(self._admission)
         self._turns: Turns | None = None
-        self._weights: Weights | None = None
+        self._weights: WeightUpdater | None = None
         self._kv_tokens = 0
         self._kv_waker: KvWaker | None = None
         self._warm_up: WarmUp | None = None
@@ -87,7 +134,7 @@ class ReplicaEndpoint:
         setattr(state, STATE_NAME, self._generate)
         stamps_of(engine_client)  # It counts from the first token on.
         self._turns = self._generate.turns = Turns(engine_client)
-        self._weights = Weights(engine_client, str(args.model), self._turns, self._admission)
+        self._weights = WeightUpdater(engine_client, str(args.model), self._turns, self._admission)
         cache = engine_client.vllm_config.cache_config
         self._kv_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
         self._kv_waker = KvWaker(engine_client)
@@ -208,3 +255,33 @@ def _refused(error: Exception) -> Response:
 
 def _refusal(status: int, kind: str, message: str) -> Response:
     return JSONResponse({"error": {"type": kind, "message": message}}, status_code=status)
+
+
+_LOG = logging.getLogger("vllm.rose.replica")
+
+
+class EndpointMount:
+    """Mounts `ReplicaEndpoint` when the server starts, at most once."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Mount at the server's start; hand everything on. A server that cannot does not start."""
+        if scope["type"] == "lifespan" and not hasattr(scope["app"].state, STATE_NAME):
+            try:
+                await _mount(scope)
+            except Exception as error:  # noqa: BLE001 -- uvicorn would serve on without lifespan
+                _LOG.exception("ROSE's endpoint cannot be mounted")
+                # The protocol: this answer to its first message ends the server.
+                await receive()
+                await send({"type": "lifespan.startup.failed", "message": str(error)})
+                return
+        await self._app(scope, receive, send)
+
+
+async def _mount(scope: Scope) -> None:
+    app = scope["app"]
+    endpoint = ReplicaEndpoint()
+    endpoint.attach_router(app)
+    await endpoint.init_state(app.state.engine_client, app.state, app.state.args)

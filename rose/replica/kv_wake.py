@@ -11,8 +11,8 @@ import os
 from typing import Any, Final
 
 from executor import ControlPage, Grant, GuestState, HostState, PageError
-from executor.control_page import PAGE_GROUP
-from rose.replica.engine_errors import ENGINE_FAILURES
+from executor.control_page.page import PAGE_GROUP
+from rose.replica.turns import ENGINE_FAILURES
 
 POLL_S: Final = 0.01
 AGAIN_S: Final = 0.1

@@ -1,16 +1,306 @@
-"""The turns of this replica: each is known from its admission to its last line."""
+"""What vLLM raises at a request, by the names that this version has for it.
+
+0.25 has neither a common base nor errors that carry an HTTP status.
+
+One request inside vLLM's AsyncLLM: with `stamps` and `engine_errors` all that knows its inside.
+
+`AsyncLLM.generate` hides what a replica needs: the moment a request is registered (a drain has to
+find it), its internal id, and the list of weight versions that grows while it runs. vLLM shows that
+list at most when a request ends, and a request that is killed never ends. So this file does what
+`generate` does, with the same calls: `add_request`, then its collector, then `abort`.
+
+One turn, from admission to its last line.
+
+opened ── start ──> running ── next_lines ... ──> ended (stop, length, revoked, abort, error)
+   └── revoked before it started: the engine's request is aborted as soon as there is one
+
+The turns of this replica: each is known from its admission to its last line.
+"""
 
 import asyncio
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
 
 from starlette.types import Message, Receive, Send
+from vllm import SamplingParams, exceptions
+from vllm.inputs.engine import tokens_input
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+from rose.replica.admission import TurnGate
 from rose.replica.asgi import ClientGoneError, refuse, until_gone
-from rose.replica.engine_request import RequestRefusedError, abort
-from rose.replica.hold import Hold
-from rose.replica.kv_ages import KvAges
-from rose.replica.turn import Turn
-from rose.replica.wire import GenerateBody
+from rose.replica.weights.token_versions import (
+    KvStaleness,
+    Start,
+    UnknownVersionError,
+    split_spans,
+    stamps_of,
+)
+from rose.replica.wire import Chunk, Finish, GenerateBody, Record, Sampling, encode_lines
+
+
+class _NeverRaisedError(Exception):
+    """Stands where a version has no such error."""
+
+
+def _known(name: str) -> type[Exception]:
+    found: type[Exception] = getattr(exceptions, name, _NeverRaisedError)
+    return found
+
+
+ErrorWithStatus = _known("GracefulHTTPError")
+"""Its `http_status` says what to answer."""
+BAD_REQUESTS = (_known("VLLMClientError"), ValueError)
+ENGINE_FAILURES = (_known("VLLMError"), EngineDeadError, EngineGenerateError)
+
+
+_BAD_REQUEST = 400
+_UNAVAILABLE = 503
+
+
+class RequestRefusedError(Exception):
+    """The engine does not take a request; `status` is the HTTP status that says why."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True)
+class OutputDelta:
+    """What is new since the last look; `finish_reason` is the engine's, None while it runs."""
+
+    chunks: list[Chunk]
+    finish_reason: str | None
+
+
+class EngineRequest:
+    """A registered request. Read it with `next` until it finishes, else abort it."""
+
+    __slots__ = ("_ages", "_began", "_collector", "_starts", "id", "tokens")
+
+    def __init__(
+        self,
+        collector: Any,  # noqa: ANN401 - vLLM's RequestOutputCollector
+        starts: Sequence[Start] | None,
+        ages: KvStaleness,
+        began: int,
+    ) -> None:
+        self._collector = collector
+        self._starts = starts
+        self._ages = ages
+        self._began = began
+        self.id: str = collector.request_id
+        self.tokens = 0
+
+    @classmethod
+    async def start(
+        cls,
+        engine: Any,  # noqa: ANN401 - vLLM's AsyncLLM
+        body: GenerateBody,
+        ages: KvStaleness,
+    ) -> Self:
+        """Hand a turn to the engine. Raises RequestRefusedError for what the engine refuses."""
+        _check_stops(engine, body.sampling)
+        began, salt = ages.current, ages.salted(body.cache_salt)
+        try:
+            collector = await engine.add_request(
+                body.request_id,
+                tokens_input(body.token_ids, cache_salt=salt),
+                _parameters(body.sampling),
+                priority=body.priority,
+            )
+        except ErrorWithStatus as error:
+            raise RequestRefusedError(_status(error), str(error)) from error
+        except BAD_REQUESTS as error:
+            raise RequestRefusedError(_BAD_REQUEST, str(error)) from error
+        except ENGINE_FAILURES as error:
+            raise RequestRefusedError(_UNAVAILABLE, str(error)) from error
+        return cls(collector, stamps_of(engine).starts(collector), ages, began)
+
+    async def next(self) -> OutputDelta:
+        """Wait for output; what came since the last call is merged.
+
+        Raises UnknownVersionError, the engine's own failures, and what `interrupt` was given.
+        """
+        output = self._collector.get_nowait() or await self._collector.get()
+        completion = output.outputs[0]
+        chunks = self._chunks(completion) if completion.token_ids else []
+        return OutputDelta(chunks, completion.finish_reason)
+
+    def interrupt(self, error: Exception) -> None:
+        """Make `next` raise at once."""
+        self._collector.put(error)
+
+    def _chunks(self, completion: Any) -> list[Chunk]:  # noqa: ANN401 - vLLM's CompletionOutput
+        tokens, logprobs = completion.token_ids, _sampled_logprobs(completion.logprobs)
+        so_far = self.tokens + len(tokens)
+        if completion.finish_reason is not None and len(logprobs) == len(tokens) + so_far:
+            # 0.25 repeats all logprobs of a request in a last output that has no token of its own.
+            logprobs = logprobs[: len(tokens)]
+        if len(logprobs) != len(tokens):
+            raise EngineGenerateError(f"{len(tokens)} tokens came with {len(logprobs)} logprobs")
+        first, self.tokens = self.tokens, so_far
+        spans = split_spans(self._version_starts(completion), first, len(tokens))
+        if len(spans) == 1:
+            version = spans[0][0]
+            return [Chunk(tokens, logprobs, version, self._older(version))]
+        return [
+            Chunk(tokens[a:b], logprobs[a:b], version, self._older(version))
+            for version, a, b in spans
+        ]
+
+    def _older(self, version: int) -> int | None:
+        if version == self._began:
+            return None
+        oldest = self._ages.oldest(self._began, version)
+        return None if oldest == version else oldest
+
+    def _version_starts(self, completion: Any) -> Sequence[Start]:  # noqa: ANN401 - vLLM's own
+        if self._starts is not None:
+            return self._starts
+        return [(span.version, span.start) for span in completion.weight_versions or ()]
+
+
+async def abort(engine: Any, requests: Sequence[EngineRequest]) -> None:  # noqa: ANN401 - AsyncLLM
+    """End requests. Needs no engine step: each collector has its last output before this awaits."""
+    if requests:
+        await engine.abort([request.id for request in requests], internal=True)
+
+
+def _status(error: Any) -> int:  # noqa: ANN401 - an ErrorWithStatus
+    return int(error.http_status)
+
+
+def _check_stops(engine: Any, sampling: Sampling) -> None:  # noqa: ANN401 - AsyncLLM
+    """Refuse what would end the engine: before `min_tokens` vLLM masks every stop by index."""
+    if not sampling.min_tokens:
+        return
+    size: int = engine.model_config.get_vocab_size()
+    end = engine.renderer.get_eos_token_id()
+    stops = [*(sampling.stop_token_ids or ()), *(() if end is None else (end,))]
+    outside = [token for token in stops if not 0 <= token < size]
+    if outside:
+        raise RequestRefusedError(
+            _BAD_REQUEST,
+            f"min_tokens needs stops inside the vocabulary of {size} tokens, not {outside[0]}",
+        )
+
+
+def _sampled_logprobs(flat: Any) -> list[float]:  # noqa: ANN401 - vLLM's FlatLogprobs
+    """The first of each position is the sampled token's; others appear if a neighbour asked."""
+    values: list[float] = flat.logprobs
+    if len(values) == len(flat.start_indices):
+        return values
+    return [values[start] for start in flat.start_indices]
+
+
+def _parameters(sampling: Sampling) -> SamplingParams:
+    parameters = SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
+        stop_token_ids=sampling.stop_token_ids,
+        allowed_token_ids=sampling.allowed_token_ids,
+        seed=sampling.seed,
+        logprobs=0,
+        flat_logprobs=True,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )
+    # These parameters are this request's own: no deep copy of them is needed.
+    parameters.skip_clone = True
+    return parameters
+
+
+class ReplicaTurn:
+    """State of one turn; the stream around it owns the socket."""
+
+    __slots__ = (
+        "_ages",
+        "_body",
+        "_client_gone",
+        "_engine",
+        "begun",
+        "ended",
+        "request",
+        "revoked",
+    )
+
+    def __init__(
+        self,
+        engine: Any,  # noqa: ANN401 - vLLM's AsyncLLM
+        body: GenerateBody,
+        ages: KvStaleness,
+    ) -> None:
+        self._engine = engine
+        self._body = body
+        self._ages = ages
+        self._client_gone = False
+        self.begun = False
+        self.request: EngineRequest | None = None
+        self.revoked = False
+        self.ended = False
+
+    @property
+    def over(self) -> bool:
+        """Whether there is nothing left to begin: it was revoked, or its client is gone."""
+        return self.revoked or self._client_gone
+
+    @property
+    def tokens(self) -> int:
+        """Output tokens so far."""
+        return 0 if self.request is None else self.request.tokens
+
+    async def start(self) -> None:
+        """Hand the turn to the engine. Raises RequestRefusedError or ClientGoneError."""
+        if self._client_gone:
+            raise ClientGoneError("the client left before its turn began")
+        self.begun = True
+        self.request = await EngineRequest.start(self._engine, self._body, self._ages)
+        if self._client_gone:
+            raise ClientGoneError("the client left before its turn started")
+        if self.revoked:
+            await abort(self._engine, [self.request])
+
+    async def next_lines(self) -> bytes:
+        """Wait for output and encode it; the line of the finish comes with the last tokens.
+
+        Raises ClientGoneError.
+        """
+        assert self.request is not None
+        try:
+            delta = await self.request.next()
+        except (*ENGINE_FAILURES, UnknownVersionError) as error:
+            self.ended = True
+            await abort(self._engine, [self.request])
+            return encode_lines([Finish("error", f"{type(error).__name__}: {error}")])
+        lines: list[Record] = [*delta.chunks]
+        if delta.finish_reason is not None:
+            self.ended = True
+            lines.append(Finish(self._reason(delta.finish_reason)))
+        return encode_lines(lines)
+
+    def client_left(self, watch: "asyncio.Task[None]") -> None:
+        """Done callback of the task that watches the client's connection."""
+        if watch.cancelled() or self.ended:
+            return
+        self._client_gone = True
+        if self.request is not None:
+            self.request.interrupt(ClientGoneError("the client left its turn"))
+
+    async def close(self) -> None:
+        """Leave nothing running in the engine."""
+        if not self.ended and self.request is not None:
+            self.ended = True
+            await abort(self._engine, [self.request])
+
+    def _reason(self, reason: str) -> str:
+        return "revoked" if self.revoked and reason == "abort" else reason
 
 
 def _start() -> Message:
@@ -24,11 +314,11 @@ class Turns:
 
     def __init__(self, engine: Any) -> None:  # noqa: ANN401 - vLLM's AsyncLLM
         self._engine = engine
-        self._live: set[Turn] = set()
+        self._live: set[ReplicaTurn] = set()
         self._past_tokens = 0
         self._left = asyncio.Event()
-        self.hold = Hold()
-        self.ages = KvAges()
+        self.hold = TurnGate()
+        self.ages = KvStaleness()
 
     @property
     def running(self) -> int:
@@ -45,9 +335,9 @@ class Turns:
         """Output tokens since the engine started."""
         return self._past_tokens + sum(turn.tokens for turn in self._live)
 
-    def open(self, body: GenerateBody) -> Turn:
+    def open(self, body: GenerateBody) -> ReplicaTurn:
         """Take on a turn; from here on a drain finds it."""
-        turn = Turn(self._engine, body, self.ages)
+        turn = ReplicaTurn(self._engine, body, self.ages)
         self._live.add(turn)
         return turn
 
@@ -74,7 +364,7 @@ class Turns:
             return False
         return True
 
-    async def serve(self, turn: Turn, receive: Receive, send: Send) -> None:
+    async def serve(self, turn: ReplicaTurn, receive: Receive, send: Send) -> None:
         """Stream a turn; a client that goes away ends it."""
         watch = asyncio.create_task(until_gone(receive))
         watch.add_done_callback(turn.client_left)
@@ -97,7 +387,7 @@ class Turns:
             self._left.set()
 
 
-async def _stream(turn: Turn, send: Send) -> None:
+async def _stream(turn: ReplicaTurn, send: Send) -> None:
     # Headers go out with the first line: one wake-up less for the gateway.
     lines = await turn.next_lines()
     await send(_start())

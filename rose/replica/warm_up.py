@@ -19,12 +19,10 @@ from dataclasses import dataclass
 from typing import Any, Final, Self
 
 from executor import ControlPage, PageError
-from executor.control_page import PAGE_GROUP
+from executor.control_page.page import PAGE_GROUP
 from executor.vllm.settings import WARM_UP
-from rose.replica.engine_errors import ENGINE_FAILURES
-from rose.replica.engine_request import EngineRequest, RequestRefusedError, abort
-from rose.replica.kv_ages import KvAges
-from rose.replica.versions import UnknownVersionError
+from rose.replica.turns import ENGINE_FAILURES, EngineRequest, RequestRefusedError, abort
+from rose.replica.weights.token_versions import KvStaleness, UnknownVersionError
 from rose.replica.wire import GenerateBody, Sampling
 
 SECONDS: Final = "ROSE_WARM_UP_S"
@@ -41,7 +39,7 @@ class WarmUpError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class WarmUpSizes:
     """What an engine may be asked for at once."""
 
     max_num_seqs: int
@@ -99,7 +97,7 @@ class WarmUp:
         try:
             self._page = _page()
             self._began_s, self._yielded_before_s = self._clock_s(), self._yielded_s()
-            sizes = Sizes.of(self._engine.vllm_config)
+            sizes = WarmUpSizes.of(self._engine.vllm_config)
             self._vocabulary, batches = sizes.vocabulary, list(sizes.batches())
             for number, (sequences, prompt) in enumerate(batches):
                 self._check_time()
@@ -132,7 +130,7 @@ class WarmUp:
         try:
             for number in range(sequences):
                 request = await EngineRequest.start(
-                    self._engine, self._body(number, prompt), KvAges()
+                    self._engine, self._body(number, prompt), KvStaleness()
                 )
                 requests.append(request)
                 turns.append(asyncio.create_task(_finish(request)))

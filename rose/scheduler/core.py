@@ -14,14 +14,10 @@ asks for one, and the lease is granted with the `EpochReserved` that follows. No
 the store, so live leases are renewed while it does not answer.
 """
 
-from elastic_scheduler import HarvestMode, HarvestPolicy, Policy
+from elastic_scheduler import HarvestMode, HarvestModes, Policy
 from rose.errors import RefusedError
 from rose.rpc import rose_pb2 as pb
-from rose.scheduler.complaints import Complaints
-from rose.scheduler.demand import DemandBook
-from rose.scheduler.fleet import Fleet, NodeView
-from rose.scheduler.health_book import HealthBook
-from rose.scheduler.leasing import LeaseTimes, Leasing
+from rose.scheduler.limits import Complaints
 from rose.scheduler.messages import (
     Action,
     Activated,
@@ -36,10 +32,10 @@ from rose.scheduler.messages import (
     Event,
     HarvestSet,
     JobRegistered,
+    LogRecord,
     Measured,
     Offered,
     PublishTable,
-    Record,
     RevokeAsked,
     StoredEvent,
     TakenBack,
@@ -47,8 +43,7 @@ from rose.scheduler.messages import (
     VersionAnnounced,
     Write,
 )
-from rose.scheduler.relays import Relays
-from rose.scheduler.saved import (
+from rose.scheduler.persistence import (
     JobRecord,
     Saved,
     VersionRecord,
@@ -56,8 +51,10 @@ from rose.scheduler.saved import (
     save_mode,
     save_version,
 )
-from rose.scheduler.versions import VersionChain
-from rose.scheduler.views import replica_rows, snapshot
+from rose.scheduler.state.demand import DemandBook
+from rose.scheduler.state.fleet import Fleet, HealthBook, NodeView, Relays
+from rose.scheduler.state.leasing import LeaseTimes, Leasing, replica_rows, snapshot
+from rose.scheduler.state.version_registry import VersionRegistry
 from rose.scheduler.wire import harvest_command
 
 TABLE_INTERVAL_S = 1.0
@@ -77,7 +74,7 @@ class SchedulerCore:
         times: LeaseTimes | None = None,
         leasing_policy: Policy | None = None,
     ) -> None:
-        self._policy = HarvestPolicy(saved.mode or default_mode, saved.overrides)
+        self._policy = HarvestModes(saved.mode or default_mode, saved.overrides)
         self._fleet = Fleet()
         self._relays = Relays()
         self._healths = HealthBook()
@@ -90,7 +87,7 @@ class SchedulerCore:
             self._demand,
             leasing_policy,
         )
-        self._chain = VersionChain(saved.job, saved.versions)
+        self._chain = VersionRegistry(saved.job, saved.versions)
         self._table = pb.ReplicaTable()
         self._published_s: float | None = None
         self._complaints = Complaints()
@@ -104,7 +101,7 @@ class SchedulerCore:
             releasing = [
                 each
                 for each in regulated
-                if isinstance(each, Record) and each.event == "lease_releasing"
+                if isinstance(each, LogRecord) and each.event == "lease_releasing"
             ]
             actions.append(Answer(len(releasing)))
         told = self._relays.told(self._fleet.nodes, now_s)
@@ -127,7 +124,7 @@ class SchedulerCore:
                 self._check_mode(event)
                 return (save_mode(event.mode, event.replica),)
 
-    def complain(self, event: str, peer: str, reason: str, now_s: float) -> list[Record]:
+    def complain(self, event: str, peer: str, reason: str, now_s: float) -> list[LogRecord]:
         """What to record of a peer's mistake: each once, and so many a minute."""
         return self._complaints.about(event, peer, reason, now_s)
 
@@ -235,21 +232,21 @@ class SchedulerCore:
         self._fleet.attach(event.node, event.stream, event.cluster, event.relay_url, now_s)
         told = [*self._mode_commands(), *self._chain.commands()]
         actions += [Command(event.stream, command) for command in told]
-        return [*actions, Record("node_attached", {"node": event.node})]
+        return [*actions, LogRecord("node_attached", {"node": event.node})]
 
     def _detach(self, stream: int) -> list[Action]:
         view = self._fleet.detach(stream)
         if view is None:
             return []
         self._healths.forget(view.named)
-        return [Record("node_lost", {"node": view.node}), *self._leasing.lost(stream)]
+        return [LogRecord("node_lost", {"node": view.node}), *self._leasing.lost(stream)]
 
     def _activated(self, event: Activated, view: NodeView, now_s: float) -> list[Action]:
         if event.ok:
             self._fleet.set_version(view, event.replica, event.version)
             return self._healths.hear(view.offers.values(), self._chain, now_s)
         fields = {"replica": event.replica, "version": event.version, "message": event.message}
-        return [Record("activation_failed", {"node": view.node, **fields})]
+        return [LogRecord("activation_failed", {"node": view.node, **fields})]
 
     def _announce(self, event: VersionAnnounced, now_s: float) -> list[Action]:
         record = VersionRecord(event.version, event.parent, event.url)
@@ -259,7 +256,7 @@ class SchedulerCore:
         fields: dict[str, object] = {"job": event.job, "version": event.version}
         return [
             *(Command(stream, command) for stream in streams),
-            Record("version_announced", {**fields, "parent": event.parent}),
+            LogRecord("version_announced", {**fields, "parent": event.parent}),
             *self._rejudge(now_s),
             Answer(len(streams)),
         ]

@@ -1,14 +1,60 @@
-"""Bounds of what peers may say: no name, figure or number of things from outside is believed.
+"""What peers got wrong, for the event log: each thing once, and never faster than disks grow.
+
+Bounds of what peers may say: no name, figure or number of things from outside is believed.
 
 Names are refused and never cut, since two long ones could become one. Texts that only people read
 are cut. Every refusal is a `ConfigError`, the line that its peer gets.
 """
 
 import math
+from collections import OrderedDict
 from collections.abc import Sized
 
-from elastic_scheduler.offer import MAX_NAME_CHARS, MAX_VERSION
+from elastic_scheduler.leases.lease import MAX_NAME_CHARS, MAX_VERSION
 from rose.errors import ConfigError
+from rose.scheduler.messages import LogRecord
+
+REMEMBERED = 1_024
+# Offers repeat twice a second, and whoever reaches the port can think of new mistakes for ever.
+MOST_A_MINUTE = 60
+MINUTE_S = 60.0
+
+
+class Complaints:
+    """Complaints by (event, peer, reason), in bounded memory; times are monotonic seconds."""
+
+    def __init__(self) -> None:
+        self._said: OrderedDict[tuple[str, str, str], None] = OrderedDict()
+        self._minute_s: float | None = None
+        self._written = 0
+        self._unsaid = 0
+
+    def about(self, event: str, peer: str, reason: str, now_s: float) -> list[LogRecord]:
+        """What to record now; nothing for what was said before, or beyond the minute's share."""
+        told = self.due(now_s)
+        key = (event, peer, reason)
+        if key in self._said:
+            self._said.move_to_end(key)
+            return told
+        if self._minute_s is None:
+            self._minute_s = now_s
+        if self._written >= MOST_A_MINUTE:
+            self._unsaid += 1
+            return told
+        self._written += 1
+        self._said[key] = None
+        if len(self._said) > REMEMBERED:
+            self._said.popitem(last=False)
+        return [*told, LogRecord(event, {"node": peer, "reason": reason})]
+
+    def due(self, now_s: float) -> list[LogRecord]:
+        """At a minute's end: how many complaints were left out in it."""
+        if self._minute_s is None or now_s < self._minute_s + MINUTE_S:
+            return []
+        unsaid, self._unsaid = self._unsaid, 0
+        self._minute_s, self._written = None, 0
+        return [LogRecord("complaints_unsaid", {"count": unsaid})] if unsaid else []
+
 
 # A node runs an engine or a few; a gateway folds the jobs of its turns into 64.
 MAX_REPLICAS = 256

@@ -15,19 +15,18 @@ from pathlib import Path
 import grpc.aio
 
 from elastic_scheduler import HarvestMode, make_policy, policy_names
-from rose.background import Background
-from rose.cli.parser import Parser, add_log_limits, taken_log_limits
+from rose.addresses import check_exposure
+from rose.cli.main import Parser, add_log_limits, taken_log_limits
 from rose.errors import ConfigError, RoseError
-from rose.eventlog import Logs
-from rose.exposure import check_exposure
-from rose.jsonl import BOUNDED, LogLimits
-from rose.log_thread import log_to_stderr
+from rose.logs.eventlog import Logs
+from rose.logs.rotating_jsonl import BOUNDED, LogLimits, log_to_stderr
+from rose.process.background_tasks import Background
 from rose.rpc.channel import make_server
 from rose.rpc.rose_pb2_grpc import add_SchedulerServicer_to_server
 from rose.scheduler.core import SchedulerCore
-from rose.scheduler.leasing import LeaseTimes
-from rose.scheduler.saved import load
+from rose.scheduler.persistence import load
 from rose.scheduler.service import SchedulerService
+from rose.scheduler.state.leasing import LeaseTimes
 from rose.store import SqliteStore
 
 DEFAULT_PORT = 7400

@@ -16,27 +16,28 @@ from typing_extensions import override
 
 from elastic_scheduler import HarvestMode
 from rose.errors import ConfigError, RefusedError
-from rose.eventlog import EventLog
+from rose.logs.eventlog import EventLog
 from rose.rpc import rose_pb2 as pb
 from rose.rpc.rose_pb2_grpc import SchedulerServicer
 from rose.scheduler import wire
 from rose.scheduler.core import SchedulerCore
-from rose.scheduler.mailbox import CommandQueue, TableSlot
 from rose.scheduler.messages import (
     Action,
     Answer,
     CloseStream,
     Command,
+    CommandQueue,
     Detached,
     Event,
     HarvestSet,
+    LogRecord,
     PublishTable,
-    Record,
     Reserve,
     StoredEvent,
+    TableSlot,
     Tick,
 )
-from rose.scheduler.writer import StoreWriter
+from rose.scheduler.persistence import StoreWriter
 from rose.store import Store
 
 PROTOCOL = 1
@@ -353,7 +354,7 @@ class SchedulerService(SchedulerServicer):
                     task = asyncio.create_task(self._reserve(action))
                     self._reservations.add(task)
                     task.add_done_callback(self._reservations.discard)
-                case Record():
+                case LogRecord():
                     self._events.write(action.event, **action.fields)
                 case _:
                     self._tell(action)

@@ -7,9 +7,9 @@ that means nothing is left out, and the others of its report count.
 import math
 
 from elastic_scheduler import HarvestMode, Lease, Offer, ReplicaKind
+from rose.addresses import checked_url
 from rose.errors import ConfigError
 from rose.rpc import rose_pb2 as pb
-from rose.scheduler.demand import MOST, JobFigures, Switched
 from rose.scheduler.limits import (
     MAX_JOBS,
     MAX_REPLICAS,
@@ -34,7 +34,7 @@ from rose.scheduler.messages import (
     TakenBack,
     VersionAnnounced,
 )
-from rose.urls import checked_url
+from rose.scheduler.state.demand import MOST, JobFigures, Switched
 
 # A node that asks for more is taken at its word only this long: silence must end a lease soon.
 MAX_OFFER_TTL_S = 10.0

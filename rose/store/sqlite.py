@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rose.errors import ConfigError, UnavailableError
-from rose.store.protocol import ABSENT, Entry
+from rose.store.protocol import ABSENT, StoreEntry
 
 # A write that meets somebody's lock waits for so long, and then says so.
 BUSY_TIMEOUT_S = 2.0
@@ -60,13 +60,13 @@ class SqliteStore:
         self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         self._db.execute(f"PRAGMA busy_timeout = {int(BUSY_TIMEOUT_S * 1e3)}")
 
-    def get(self, key: str) -> Entry | None:
+    def get(self, key: str) -> StoreEntry | None:
         """The entry of the key, None when there is none."""
         with self._reached():
             row = self._db.execute(
                 "SELECT key, value, revision FROM entries WHERE key = ?", (key,)
             ).fetchone()
-        return Entry(*row) if row else None
+        return StoreEntry(*row) if row else None
 
     def put(self, key: str, value: bytes) -> int:
         """Write whatever is there now; returns the new revision."""
@@ -81,14 +81,14 @@ class SqliteStore:
                 return None
             return self._write(key, value)
 
-    def list(self, prefix: str) -> "list[Entry]":
+    def list(self, prefix: str) -> "list[StoreEntry]":
         """All entries whose key starts with the prefix, in the order of their keys."""
         with self._reached():
             rows = self._db.execute(
                 "SELECT key, value, revision FROM entries WHERE substr(key, 1, ?) = ? ORDER BY key",
                 (len(prefix), prefix),
             ).fetchall()
-        return [Entry(*row) for row in rows]
+        return [StoreEntry(*row) for row in rows]
 
     def delete(self, key: str) -> bool:
         """Remove the key; False when it was not there."""

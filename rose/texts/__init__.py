@@ -7,8 +7,8 @@ Conversations are callers' data in an operator's program, and a tokenizer's time
 on its text: neither may hold up, or bring down, the process that serves everybody else.
 """
 
-from rose.texts.jobs import Chat, Decode, Done, Encode, Setup, Variable, packed, unpacked
 from rose.texts.pool import TextBusy, TextPool, TextRefused
+from rose.texts.worker import Chat, Decode, Done, Encode, Setup, Variable, packed, unpacked
 
 __all__ = [
     "Chat",

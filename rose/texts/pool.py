@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import msgspec
 
 from rose.errors import RefusedError
-from rose.texts.jobs import (
+from rose.texts.worker import (
     LENGTH,
     MAX_FRAME_BYTES,
     Chat,

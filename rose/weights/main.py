@@ -12,16 +12,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from rose.cli.parser import Parser
+from rose.cli.main import Parser
 from rose.errors import ConfigError
 from rose.weights.report import applied_report, delta_report, inspect_report
-from weight_transfer.applying import apply_deltas, mismatches
-from weight_transfer.checkpoint import Checkpoint
-from weight_transfer.codec import Level
-from weight_transfer.delta import MAGIC, Delta
-from weight_transfer.diffing import DiffSettings, Progress, diff, nothing_told
 from weight_transfer.errors import WeightError
-from weight_transfer.manifest import Manifest, TensorUpdate
+from weight_transfer.files.apply import apply_deltas, mismatches
+from weight_transfer.files.checkpoint import Checkpoint
+from weight_transfer.files.delta_file import MAGIC, Delta
+from weight_transfer.files.diff import DiffSettings, Progress, diff, nothing_told
+from weight_transfer.format.codec import Level
+from weight_transfer.format.manifest import Manifest, TensorUpdate
 
 Report = tuple[dict[str, object], list[str]]
 EXIT_DIFFERS = 1

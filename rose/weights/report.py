@@ -3,8 +3,8 @@
 from collections import Counter
 from pathlib import Path
 
-from weight_transfer.applying import Applied
-from weight_transfer.delta import Delta
+from weight_transfer.files.apply import Applied
+from weight_transfer.files.delta_file import Delta
 
 Report = tuple[dict[str, object], list[str]]
 _MOST_TENSORS = 12

@@ -19,7 +19,7 @@ from typing import Any
 from vllm import LLM, SamplingParams
 
 from executor import ControlPage, Grant, GrantMode
-from executor.control_page import LAYOUT_VERSION, PAGE_BYTES
+from executor.control_page.page import LAYOUT_VERSION, PAGE_BYTES
 
 MODEL = sys.argv[1]
 PAGE = Path(sys.argv[2]) if len(sys.argv) > 2 else None
@@ -44,7 +44,7 @@ def build() -> LLM:
         block_size=32,
         enable_prefix_caching=False,
         distributed_executor_backend="vllm.v1.executor.uniproc_executor.UniProcExecutor",
-        **({"scheduler_cls": "executor.vllm.host.ObservedScheduler"} if PAGE else {}),
+        **({"scheduler_cls": "executor.vllm.host.scheduler.ObservedScheduler"} if PAGE else {}),
     )
 
 

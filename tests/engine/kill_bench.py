@@ -18,10 +18,10 @@ import psutil
 from tiny_model import VOCABULARY, save_tiny_model
 
 from executor import ControlPage, GuestState
+from rose.addresses import free_ports
 from rose.engines import EngineRole, EngineSpec, process_spec
-from rose.node.claim import tenures
-from rose.ports import free_ports
-from rose.process import group_alive
+from rose.node.guest.guest_record import tenures
+from rose.process.child import group_alive
 from rose.rpc import rose_pb2 as pb
 from rose.rpc.rose_pb2_grpc import SchedulerStub
 from tests.awaited import until

@@ -10,7 +10,7 @@ import aiohttp
 from pool import Started
 from tiny_model import VOCABULARY
 
-from weight_transfer.manifest import Manifest
+from weight_transfer.format.manifest import Manifest
 
 PROMPT = [(7 * k + 3) % VOCABULARY for k in range(70)]
 Lines = list[dict[str, Any]]

@@ -28,9 +28,9 @@ from tiny_model import save_tiny_model
 from vllm_versions import run_by
 
 from executor import ControlPage
+from rose.addresses import free_port
 from rose.engines import EngineProcess, EngineRole, EngineSpec
 from rose.errors import EngineStartError
-from rose.ports import free_port
 from tests.byte_tokenizer import save_byte_tokenizer
 from tests.standin_library import build
 

@@ -3,11 +3,11 @@
 from itertools import count
 from pathlib import Path
 
-from weight_transfer.checkpoint import read_model_dir
-from weight_transfer.publisher import Publisher
-from weight_transfer.signing import SigningKey
-from weight_transfer.store import ChunkStore
-from weight_transfer.tensors import TensorBits, tensor_bits, tensor_of
+from weight_transfer.files.checkpoint import read_model_dir
+from weight_transfer.format.signing import SigningKey
+from weight_transfer.format.tensors import TensorBits, tensor_bits, tensor_of
+from weight_transfer.publish.publisher import Publisher
+from weight_transfer.store.chunk_store import ChunkStore
 
 
 class Published:

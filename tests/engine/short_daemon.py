@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from rose.engines import EngineSpec, launch, process_spec
 from rose.node.main import main
-from rose.process import ProcessSpec
+from rose.process.child import ProcessSpec
 
 
 def tokens_only(spec: EngineSpec) -> ProcessSpec:

@@ -17,7 +17,8 @@ from tiny_model import VOCABULARY
 from elastic_scheduler import ReplicaKind
 from rose.bench.chaos.fleet import Fleet, Replica
 from rose.client import RolloutClient, Sampling, Turn
-from rose.gateway import Gateway, GatewaySettings, StaticReplica, static
+from rose.gateway import Gateway, GatewaySettings, StaticReplica
+from rose.gateway.replicas import static
 
 pytestmark = [
     pytest.mark.engine,

@@ -19,9 +19,9 @@ import pytest_asyncio
 from byte_tokenizer import save_byte_tokenizer
 from tiny_model import VOCABULARY, save_tiny_model
 
+from rose.addresses import free_port
 from rose.gateway import Gateway
 from rose.gateway.settings import parse_settings
-from rose.ports import free_port
 
 PYTHON = os.environ.get("ROSE_SGLANG_PYTHON", "")
 

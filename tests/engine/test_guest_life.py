@@ -27,16 +27,16 @@ from tiny_model import VOCABULARY, save_tiny_model
 from vllm_versions import PYTHON_25, needs_25, run_by
 
 from executor import ControlPage, GuestState
-from executor.reclaim import Finished, Outcome, Rung
-from executor.vllm.gated_start import GATED_START
+from executor.kv.reclaim_ladder import Finished, ReclaimLevel, ReclaimOutcome
+from executor.vllm.guest.start_gate import GATED_START
+from rose.addresses import free_port
 from rose.engines import EngineProcess, EngineRole, EngineSpec
 from rose.errors import EngineStartError
-from rose.eventlog import EventLog
-from rose.group_memory import group_bytes
-from rose.node.memory import HostMemory
-from rose.node.reclaimer import Guest, Reclaimer
+from rose.logs.eventlog import EventLog
+from rose.node.memory.gauges import HostMemory
+from rose.node.memory.reclaimer import GuestMemory, Reclaimer
 from rose.node.replica_client import ReplicaClient
-from rose.ports import free_port
+from rose.process.procfs import group_bytes
 from slo import StepProfile
 from tests.awaited import until_async
 
@@ -159,7 +159,7 @@ class Life:
 
     def reclaimer(self, *, sleeps: bool) -> Reclaimer:
         node = self.node
-        guest = Guest(
+        guest = GuestMemory(
             "guest",
             lambda: HostMemory(lambda: self.engine.process.pid),
             self.page.guest.peek,
@@ -265,7 +265,7 @@ async def test_a_warm_up_counts_no_tokens_and_leaves_no_prefix(life: Life) -> No
     assert said.tokens_total > 0
 
 
-def told(finished: Finished) -> dict[Rung, Outcome]:
+def told(finished: Finished) -> dict[ReclaimLevel, ReclaimOutcome]:
     for rung in finished.rungs:
         log.info(
             "%s: %s, %d MiB gone, %d MiB claimed, %.0f ms %s",
@@ -284,7 +284,10 @@ async def test_a_part_of_its_kv_comes_back_and_the_guest_lives_on(life: Life) ->
     before = life.memory
     finished = await life.reclaimer(sleeps=False).reclaim(200 * MIB, 5.0, "test")
     after = life.memory
-    assert told(finished) == {Rung.FREEZE: Outcome.TOO_LITTLE, Rung.BALLOON: Outcome.FREED}
+    assert told(finished) == {
+        ReclaimLevel.FREEZE: ReclaimOutcome.TOO_LITTLE,
+        ReclaimLevel.BALLOON: ReclaimOutcome.FREED,
+    }
     assert finished.enough
     assert finished.in_time
     assert before is not None
@@ -298,9 +301,9 @@ async def test_sleep_reported_success_but_memory_stayed_held(life: Life) -> None
     wanted = (life.memory or 0) - 100 * MIB
     finished = await life.reclaimer(sleeps=True).reclaim(wanted, 10.0, "test")
     outcomes = told(finished)
-    assert outcomes[Rung.RELEASE_KV] is Outcome.TOO_LITTLE
-    assert outcomes[Rung.SLEEP] is Outcome.HELD
-    assert outcomes[Rung.KILL] is Outcome.FREED
+    assert outcomes[ReclaimLevel.RELEASE_KV] is ReclaimOutcome.TOO_LITTLE
+    assert outcomes[ReclaimLevel.SLEEP] is ReclaimOutcome.HELD
+    assert outcomes[ReclaimLevel.KILL] is ReclaimOutcome.FREED
     assert finished.enough
     assert finished.in_time
     assert life.killed is not None

@@ -15,8 +15,8 @@ import pytest
 from kill_bench import KillBench
 
 from rose.cli.main import main as rose
-from rose.node.claim import tenures
-from rose.node.engine_config import ReplicaConfig
+from rose.node.config import ReplicaConfig
+from rose.node.guest.guest_record import tenures
 from tests.awaited import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly, pytest.mark.timeout(600)]

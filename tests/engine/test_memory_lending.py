@@ -21,8 +21,8 @@ from kill_bench import GUEST, HostLoad, KillBench
 from tiny_model import VOCABULARY
 
 from executor import HostState
-from rose.node.claim import tenures
-from rose.node.guard_thread import OVERDUE_S
+from rose.node.grants.guard_thread import OVERDUE_S
+from rose.node.guest.guest_record import tenures
 from tests.awaited import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]

@@ -14,8 +14,8 @@ import pytest
 from tiny_model import save_tiny_model
 from vllm_versions import PYTHON_25, needs_25, run_by
 
+from rose.addresses import free_port
 from rose.engines import EngineProcess, EngineRole, EngineSpec
-from rose.ports import free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly, pytest.mark.timeout(300), needs_25]
 

@@ -13,12 +13,12 @@ import pytest
 from engine_starts import EngineStarts
 from tiny_model import VOCABULARY, save_tiny_model
 
-from weight_transfer.checkpoint import read_model_dir
 from weight_transfer.errors import WrongBaseError
-from weight_transfer.publisher import Publisher
-from weight_transfer.signing import SigningKey
-from weight_transfer.store import ChunkStore
-from weight_transfer.tensors import TensorBits, tensor_bits, tensor_of
+from weight_transfer.files.checkpoint import read_model_dir
+from weight_transfer.format.signing import SigningKey
+from weight_transfer.format.tensors import TensorBits, tensor_bits, tensor_of
+from weight_transfer.publish.publisher import Publisher
+from weight_transfer.store.chunk_store import ChunkStore
 
 pytestmark = [
     pytest.mark.engine,
@@ -274,9 +274,8 @@ def test_a_fresh_load_has_one_layer_in_memory_at_a_time(served: Served) -> None:
     def measure(worker: Any) -> tuple[list[int], dict[str, int], bool]:
         import torch
 
-        from weight_transfer.vllm.fresh import finish
-        from weight_transfer.vllm.layered import LayeredModel
-        from weight_transfer.vllm.reference import overlay, reference_in_pieces
+        from weight_transfer.vllm.proof.layered import LayeredModel
+        from weight_transfer.vllm.proof.reference import finish, overlay, reference_in_pieces
 
         weights = worker._rose_weights
         engine, tensors = weights._engine, weights._receiver.tensors

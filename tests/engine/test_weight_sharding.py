@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from sharded_models import MODELS, as_rank, engine_config, expert_packer, save_model
 
-from weight_transfer.checkpoint import read_model_dir
-from weight_transfer.publisher import Publisher
+from weight_transfer.files.checkpoint import read_model_dir
+from weight_transfer.format.signing import SigningKey
+from weight_transfer.format.tensors import TensorBits, bits_of
+from weight_transfer.publish.publisher import Publisher
 from weight_transfer.receiver import Receiver, StagedUpdate
-from weight_transfer.signing import SigningKey
-from weight_transfer.store import ChunkStore
-from weight_transfer.tensors import TensorBits, bits_of
+from weight_transfer.store.chunk_store import ChunkStore
 
 pytestmark = [
     pytest.mark.engine,
@@ -56,7 +56,7 @@ def unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters as the loader leaves them: on GPUs experts stay so too, on CPU they are packed."""
     from vllm.model_executor.layers import utils
 
-    from weight_transfer.vllm.unpacked import plain_linear
+    from weight_transfer.vllm.disable_cpu_packing import plain_linear
 
     monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", plain_linear)
     monkeypatch.setattr(expert_packer(), "cpu_prepack_moe_weight", lambda weight, _isa: weight)
@@ -89,8 +89,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def load(case: Case, tensors: dict[str, TensorBits]) -> Any:
     import torch
 
-    from weight_transfer.vllm.fresh import load_fresh
-    from weight_transfer.vllm.reference import overlay
+    from weight_transfer.vllm.proof.reference import load_fresh, overlay
 
     return load_fresh(case.config, torch.device("cpu"), tensors, overlay(tensors, {}))
 
@@ -114,11 +113,11 @@ def test_every_rank_becomes_what_a_dense_load_of_the_new_weights_makes_it(
 ) -> None:
     import torch
 
-    from weight_transfer.vllm.applier import place, write
-    from weight_transfer.vllm.audit import Audit, judge
-    from weight_transfer.vllm.fresh import skeleton
-    from weight_transfer.vllm.loader_map import LoaderMap
-    from weight_transfer.vllm.tracing import trace_loader
+    from weight_transfer.vllm.mapping.loader_map import LoaderMap
+    from weight_transfer.vllm.mapping.trace_loader import trace_loader
+    from weight_transfer.vllm.proof.audit import Audit, judge
+    from weight_transfer.vllm.proof.reference import skeleton
+    from weight_transfer.vllm.update.applier import place, write
 
     after = Receiver(case.new).digests
     elements = {name: tensor.bits.size for name, tensor in case.base.items()}
@@ -155,13 +154,13 @@ def test_what_a_device_is_given_makes_the_same_of_every_rank(
 ) -> None:
     import torch
 
-    from weight_transfer.kernels.device import exchange
-    from weight_transfer.kernels.device.bits import DeviceBits
-    from weight_transfer.vllm import loader_map as maps
-    from weight_transfer.vllm.applier import place, write, write_back
-    from weight_transfer.vllm.flat import flat_view
-    from weight_transfer.vllm.fresh import skeleton
-    from weight_transfer.vllm.tracing import trace_loader
+    from weight_transfer.kernels.triton import exchange
+    from weight_transfer.kernels.triton.kernels import DeviceBits
+    from weight_transfer.vllm.mapping import loader_map as maps
+    from weight_transfer.vllm.mapping.rectangle import flat_view
+    from weight_transfer.vllm.mapping.trace_loader import trace_loader
+    from weight_transfer.vllm.proof.reference import skeleton
+    from weight_transfer.vllm.update.applier import place, write, write_back
 
     monkeypatch.setattr(maps, "live_bits", lambda tensor: DeviceBits(flat_view(tensor)))
     monkeypatch.setattr(exchange, "launch", launched_by_torch)
@@ -199,12 +198,10 @@ def test_experts_that_an_engine_packs_are_copied_from_its_own_load(
     import torch
     from vllm import _custom_ops
 
-    from weight_transfer.vllm.applier import place, write, write_back
-    from weight_transfer.vllm.fresh import load_fresh, skeleton
-    from weight_transfer.vllm.loader_map import LoaderMap
-    from weight_transfer.vllm.loose import LooseCopy
-    from weight_transfer.vllm.reference import overlay
-    from weight_transfer.vllm.tracing import trace_loader
+    from weight_transfer.vllm.mapping.loader_map import LoaderMap
+    from weight_transfer.vllm.mapping.trace_loader import trace_loader
+    from weight_transfer.vllm.proof.reference import load_fresh, overlay, skeleton
+    from weight_transfer.vllm.update.applier import OpaqueCopy, place, write, write_back
 
     packed = _custom_ops.cpu_prepack_moe_weight
     monkeypatch.setattr(expert_packer(), "cpu_prepack_moe_weight", packed)
@@ -217,7 +214,7 @@ def test_experts_that_an_engine_packs_are_copied_from_its_own_load(
         read = overlay(case.base, {tensor.name: tensor for tensor in case.staged.tensors})
         fresh = load_fresh(case.config, torch.device("cpu"), case.base, read)
         known = dict(fresh.named_parameters())
-        copy = LooseCopy(loader_map, {name: known[name] for name in loader_map.loose})
+        copy = OpaqueCopy(loader_map, {name: known[name] for name in loader_map.loose})
         placed = place(loader_map, case.staged)
         assert write(placed) + copy.write() == ()
         assert differing(live, load(case, case.new)) == []

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from rose.demo.plan import BLOCK_S, STORM_STEPS, Block, accept_plan
+from rose.demo.experiment.plan import BLOCK_S, STORM_STEPS, ExperimentBlock, accept_plan
 from rose.load.arrivals import LoadShape, generate_segment
 
 T0_S = 1000.0
@@ -123,7 +123,7 @@ class _Writer:
             "cpu_s": {"host": 0.4 * elapsed_s, "guest": 0.5 * elapsed_s, "trainer": elapsed_s},
         }
 
-    def _block(self, block: Block) -> None:
+    def _block(self, block: ExperimentBlock) -> None:
         speedup = {"leased": self.run.leased_speedup, "ceiling": self.run.ceiling_speedup}
         start_s, before = self.now_s, self._stats()
         until = self.step + STORM_STEPS if block.revocations else block.until_step
@@ -142,7 +142,7 @@ class _Writer:
             | {"start_stats": before, "end_stats": self._stats()}
         )
 
-    def _step(self, block: Block, step_s: float) -> None:
+    def _step(self, block: ExperimentBlock, step_s: float) -> None:
         progress = self.step / max(1, self.run.steps - 1)
         solved = self.run.first_reward + progress * (self.run.last_reward - self.run.first_reward)
         start_s = self.now_s
@@ -177,7 +177,13 @@ class _Writer:
         )
 
     def _trajectory(
-        self, group: str, member: int, solved: float, block: Block, start_s: float, step_s: float
+        self,
+        group: str,
+        member: int,
+        solved: float,
+        block: ExperimentBlock,
+        start_s: float,
+        step_s: float,
     ) -> float:
         name = f"t{self.step}-{group}-{member}"
         reward = float(self.rng.random() < solved)
@@ -198,7 +204,7 @@ class _Writer:
         name: str,
         group: str,
         turn: int,
-        block: Block,
+        block: ExperimentBlock,
         version: int,
         moved: bool,
         start_s: float,
@@ -234,7 +240,7 @@ class _Writer:
         if self.run.kill_signal is not None:
             self._event("demo", "guest_killed", self.now_s - 0.2, signal=self.run.kill_signal)
 
-    def _requests(self, block: Block, start_s: float) -> None:
+    def _requests(self, block: ExperimentBlock, start_s: float) -> None:
         segment = block.segment or 0
         shape = LoadShape(mean_rate_per_s=self.run.rate_per_s, segment_s=60)
         for index, arrival in enumerate(generate_segment(shape, self.run.seed, segment)):

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 
 from rose.client import RolloutError, Sampling, Turn
-from rose.demo import vocab
+from rose.demo.frozen_lake import vocab
 
 
 class StandInSource:

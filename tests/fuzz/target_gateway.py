@@ -16,19 +16,17 @@ from aiohttp import web
 
 from elastic_scheduler import TurnNeed
 from rose.gateway import GatewaySettings
+from rose.gateway.apis import ChatDialect, CompletionDialect, SglangDialect, VllmDialect
+from rose.gateway.backends import LINKS
+from rose.gateway.backends.http_pool import Upstream
 from rose.gateway.connections import Connection
-from rose.gateway.dialects import ChatDialect, CompletionDialect, SglangDialect, VllmDialect
-from rose.gateway.dispatcher import Dispatcher
 from rose.gateway.errors import QueueFull, TurnError
-from rose.gateway.exchange import ATTEMPT_FAILURES
-from rose.gateway.links import LINKS
-from rose.gateway.model import ServedModel
+from rose.gateway.replicas.dispatcher import Dispatcher
 from rose.gateway.server import GatewayServer
-from rose.gateway.sink import check_line
-from rose.gateway.stats import GatewayStats, Health
-from rose.gateway.upstream import Upstream
-from rose.texts.jobs import Chat, Done, Refused, Setup
-from rose.texts.worker import TextService
+from rose.gateway.stats import GatewayHealth, GatewayStats
+from rose.gateway.text_codec import ServedModel
+from rose.gateway.turns.attempt import ATTEMPT_FAILURES, check_line
+from rose.texts.worker import Chat, Done, Refused, Setup, TextService
 
 DOCUMENTED = frozenset({200, 400, 404, 405, 408, 409, 413, 415, 417, 429, 503, 504})
 MODEL = ServedModel("rose-policy", 4_096)
@@ -160,8 +158,8 @@ class _Transport(asyncio.Transport):
         """Nothing more comes anyway."""
 
 
-def _healthy() -> Health:
-    return Health([], 0, {})
+def _healthy() -> GatewayHealth:
+    return GatewayHealth([], 0, {})
 
 
 class _Gateway:

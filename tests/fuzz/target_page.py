@@ -12,24 +12,29 @@ from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from executor import sections
-from executor.cuda.frames import (
+from executor.control_page import records as sections
+from executor.control_page.latency_ring import LANES, RING_BYTES, START, LatencyRing
+from executor.control_page.records import (
+    HEADER_BYTES,
+    LatencyRecord,
+    Record,
+    Section,
+    section_bytes,
+)
+from executor.cuda.sharing.messages import (
     MOST_BYTES,
     MOST_PAGES,
-    Ask,
     Hello,
     Lend,
+    RequestPages,
     Return,
     Revoke,
     decode,
     encode,
 )
-from executor.cuda.loan_book import LoanBook
+from executor.cuda.sharing.page_server import LoanLedger
 from executor.errors import LoanError, PageUnreadable
-from executor.latency_ring import LANES, RING_BYTES, START, LatencyRing
-from executor.sections import LatencyRecord
-from executor.seqlock import HEADER_BYTES, Record, Section, section_bytes
-from rose.node.claim import tenures
+from rose.node.guest.guest_record import tenures
 
 _SEED: Final = 0xFFFFFFFF
 _RECORDS: Final[list[type[Record]]] = [
@@ -105,7 +110,7 @@ def run_frame(data: bytes) -> None:
 def run_loans(data: bytes) -> None:
     """Borrowers that say anything in any order: each page has one owner, and none is lost."""
     pages = MOST_PAGES
-    book = LoanBook(reserve=4)
+    book = LoanLedger(reserve=4)
     book.put(range(pages))
     held: dict[int, set[int]] = {1: set(), 2: set()}
     for word in data[:256]:
@@ -162,7 +167,7 @@ def _read(kind: type[Record], view: bytearray) -> Any:
 
 _FRAMES = tuple(
     encode(frame)
-    for frame in (Hello(b"u" * 16, 1 << 21), Ask(3), Lend((1, 2)), Revoke(4), Return((1,)))
+    for frame in (Hello(b"u" * 16, 1 << 21), RequestPages(3), Lend((1, 2)), Revoke(4), Return((1,)))
 )
 _LATENCY = LatencyRecord(
     request_id="r", finished_ns=9, ttft_ns=1, tpot_ns=2, e2e_ns=5, prompt_tokens=3, output_tokens=4

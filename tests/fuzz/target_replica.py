@@ -10,7 +10,7 @@ import os
 from collections.abc import Coroutine
 from typing import Any, Final
 
-from rose.replica.access import AccessFilter
+from rose.replica.asgi import AccessFilter
 from tests.fakes.asgi_client import CONTROL, SECRET, AsgiExchange, settle
 from tests.fakes.weight_ranks import FakeWeightRanks, Served
 

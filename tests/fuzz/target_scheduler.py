@@ -23,7 +23,7 @@ from rose.scheduler.messages import (
     Tick,
     VersionAnnounced,
 )
-from rose.scheduler.saved import load
+from rose.scheduler.persistence import load
 from rose.store import InMemoryStore
 
 MAX_FRAMES = 64

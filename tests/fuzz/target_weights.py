@@ -18,18 +18,11 @@ from typing import Final
 
 import numpy as np
 
-from rose.ports import free_port
-from rose.publish import IndexFormatError, VersionServer, index
+from rose.addresses import free_port
+from rose.publish import IndexFormatError, VersionServer
 from rose.publish.credentials import Credentials
-from rose.publish.leases import Leases
-from rose.publish.server import Signer
-from weight_transfer.catalog import Catalog, Published
-from weight_transfer.checkpoint import parse_head
-from weight_transfer.chunk import HEADER, decode_chunk, encode_chunk, overwrite_chunk
-from weight_transfer.codec import Level
-from weight_transfer.delta import MAGIC, DeltaFile, DeltaIndex, compressed, decompressed
-from weight_transfer.digest import digest_of
-from weight_transfer.envelope import Envelope, Kind
+from rose.publish.fetch import publisher_client
+from rose.publish.version_server import ReadLeases, Signer
 from weight_transfer.errors import (
     CatalogError,
     ChunkFormatError,
@@ -40,7 +33,12 @@ from weight_transfer.errors import (
     TensorFormatError,
     WrongBaseError,
 )
-from weight_transfer.manifest import (
+from weight_transfer.files.checkpoint import parse_head
+from weight_transfer.files.delta_file import MAGIC, DeltaFile, DeltaIndex, compressed, decompressed
+from weight_transfer.format.chunk import HEADER, decode_chunk, encode_chunk, overwrite_chunk
+from weight_transfer.format.codec import Level
+from weight_transfer.format.digest import digest_of
+from weight_transfer.format.manifest import (
     CODEC,
     MAX_MANIFEST_BYTES,
     ChunkRef,
@@ -48,10 +46,11 @@ from weight_transfer.manifest import (
     TensorUpdate,
     expiry_of,
 )
-from weight_transfer.shard_report import ShardReport, ShardTensor
-from weight_transfer.signing import SigningKey
-from weight_transfer.store import ChunkStore
-from weight_transfer.tensors import TensorBits
+from weight_transfer.format.signing import Envelope, Kind, SigningKey
+from weight_transfer.format.tensors import TensorBits
+from weight_transfer.publish.shard_coordinator import ShardReport, ShardTensor
+from weight_transfer.store.catalog import Catalog, Published
+from weight_transfer.store.chunk_store import ChunkStore
 
 WITHIN_S: Final = 5.0
 KEY: Final = SigningKey.from_hex("01" * 32)
@@ -96,7 +95,7 @@ _TENSORS = (
 _MANIFEST = Manifest("job", 2, 1, CODEC, "t", 10.0, 4e9, _TENSORS, origins=("http://a",)).signed(
     KEY
 )
-_CATALOG = index.written(Catalog({4: 9}, (Published(5, 4, 7),)), "job", KEY, 50.0)
+_CATALOG = publisher_client.written(Catalog({4: 9}, (Published(5, 4, 7),)), "job", KEY, 50.0)
 _INDEX = DeltaIndex(
     "fast",
     single=True,
@@ -176,14 +175,14 @@ def run_envelope(data: bytes) -> None:
 def run_catalog(data: bytes) -> None:
     """A catalog, and every way through it."""
     with _within(), suppress(IndexFormatError):
-        _walk(index.read(data, "job", None, 60.0))
+        _walk(publisher_client.read(data, "job", None, 60.0))
 
 
 def run_catalog_payload(data: bytes) -> None:
     """A payload in an envelope that fits."""
     raw = Envelope(Kind.CATALOG, data).signed(KEY).to_bytes()
     with _within(), suppress(IndexFormatError):
-        _walk(index.read(raw, "job", KEY.verify_key, 60.0))
+        _walk(publisher_client.read(raw, "job", KEY.verify_key, 60.0))
 
 
 def _walk(catalog: Catalog) -> None:
@@ -260,7 +259,7 @@ class _Face:
             store,
             self._port,
             credentials=Credentials("tok"),
-            leases=Leases(0.0),
+            leases=ReadLeases(0.0),
             signer=Signer("job", KEY),
         )
         self._loop = asyncio.new_event_loop()

@@ -10,7 +10,7 @@ from rose.client.errors import AnswerBroken
 from rose.client.wire import decode_event, decode_turn, message
 from rose.decoding import decoded
 from rose.errors import RoseError
-from rose.eventlog import read_lines
+from rose.logs.eventlog import read_lines
 
 DEEP = b"[" * 30_000 + b"]" * 30_000
 WRONG = {

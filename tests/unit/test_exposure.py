@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from rose.addresses import is_loopback
 from rose.errors import ConfigError
-from rose.exposure import is_loopback
 from rose.gateway.settings import parse_settings
 from rose.scheduler.main import main, settings_of
 

@@ -4,7 +4,7 @@ import asyncio
 import threading
 import time
 
-from rose.fair_loop import fair_loop
+from rose.process.background_tasks import fair_loop
 
 WAKES_S = 0.001
 MOST_HOLD_S = 0.1

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from yarl import URL
 
+from rose.addresses import checked_url
 from rose.errors import ConfigError
-from rose.urls import checked_url
 
 GOOD = [
     "http://127.0.0.1:8000",

@@ -10,5 +10,5 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if NAME not in WeightTransferEngineFactory._registry:
-        module = "weight_transfer.vllm.backend"
+        module = "weight_transfer.vllm.vllm_backend"
         WeightTransferEngineFactory.register_engine(NAME, module, "RoseWeightEngine")

@@ -1,4 +1,6 @@
-"""Worker extension: weight updates inside a vLLM worker, by `collective_rpc`, on every rank.
+"""EngineModel: the few things of a running vLLM worker that weight updates need.
+
+Worker extension: weight updates inside a vLLM worker, by `collective_rpc`, on every rank.
 
 init → (stage → commit → rollback?)*; audit at any time. See `replica_weights`.
 `stage` does at once what `stage_begin`, `stage_poll` and `stage_step` do between engine steps.
@@ -8,17 +10,35 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from weight_transfer.errors import WeightError
-from weight_transfer.signing import VerifyKey
-from weight_transfer.vllm.audit import Audit
-from weight_transfer.vllm.engine import EngineModel
-from weight_transfer.vllm.replica_weights import ReplicaWeights
-from weight_transfer.vllm.rpc_errors import names_errors
-from weight_transfer.vllm.staging import Prepared
+from weight_transfer.format.signing import VerifyKey
+from weight_transfer.vllm.proof.audit import Audit
+from weight_transfer.vllm.proof.probe import Prober
+from weight_transfer.vllm.update.replica_weights import ReplicaWeights, names_errors
+from weight_transfer.vllm.update.staging import Prepared
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class EngineModel:
+    """A live model with its configuration, and the probe for models like it."""
+
+    model: torch.nn.Module
+    vllm_config: Any
+    device: torch.device
+    prober: Prober
+
+    @classmethod
+    def of(cls, model: torch.nn.Module, vllm_config: Any, device: torch.device) -> EngineModel:  # noqa: ANN401 -- vLLM's
+        """Of a worker whose KV cache exists."""
+        return cls(model, vllm_config, device, Prober(vllm_config, device))
+
 
 POLICY_VERSION = "ROSE_POLICY_VERSION"
 

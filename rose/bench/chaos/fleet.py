@@ -14,11 +14,11 @@ from typing import Any, Self
 
 import aiohttp
 
+from rose.addresses import free_port
 from rose.bench.chaos.model import MAX_POSITIONS
 from rose.engines import EngineRole, EngineSpec
 from rose.engines.launch import EngineProcess
 from rose.errors import EngineStartError
-from rose.ports import free_port
 
 START_S = 240.0
 SEQUENCES = 128

@@ -14,7 +14,7 @@ from rose.bench.coserve.records import BlockRecord, Calibration
 from rose.bench.coserve.settings import BenchSettings
 from rose.errors import RoseError
 from rose.load.arrivals import LoadShape, generate_segment
-from rose.load.records import Request
+from rose.load.protocol import Request
 from slo import percentile
 
 PACE_TIMEOUT_S = 60.0

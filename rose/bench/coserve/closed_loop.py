@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 import aiohttp
 
-from rose.load.host_client import CompletionBody, complete
+from rose.load.generator import CompletionBody, complete
 
 TOKEN_IDS = (3, 250)
 RETRY_S = 0.2

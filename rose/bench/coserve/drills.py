@@ -12,7 +12,7 @@ from rose.bench.coserve.engines import Engines
 from rose.bench.coserve.names import GUEST
 from rose.bench.coserve.player import Drill
 from rose.errors import RefusedError, UnavailableError
-from rose.eventlog import JsonlLog
+from rose.logs.eventlog import JsonlLog
 from rose.node.replica_client import ReplicaClient
 from weight_transfer import ChunkStore, Publisher, SigningKey, TensorBits, read_model_dir
 

@@ -7,7 +7,7 @@ from typing import Any
 from rose.bench.coserve.harvested import BlockPair, Harvest
 from rose.bench.coserve.pairs import Window
 from rose.bench.coserve.plan import Arm
-from rose.load.records import Request
+from rose.load.protocol import Request
 from rose.stats import Estimate
 from slo import SloSpec
 

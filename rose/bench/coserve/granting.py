@@ -3,14 +3,20 @@
 from dataclasses import replace
 from pathlib import Path
 
-from executor import ControlPage, Grant, GuardConfig, GuardCore, PressureLimits, PressurePolicy
+from executor import (
+    ControlPage,
+    Grant,
+    GrantController,
+    GuardConfig,
+    PressureLimits,
+    PressurePolicy,
+)
 from rose.bench.coserve.plan import Arm
 from rose.errors import RoseError
-from rose.eventlog import KEEP_ALL, EventLog, JsonlLog
-from rose.node.guard_thread import GuardThread
-from rose.node.host_watch import HOST_LATENCY, HostWatch
-from rose.node.kill_switch import KillSwitch
-from rose.node.samples import GUEST_SAMPLES
+from rose.logs.eventlog import KEEP_ALL, EventLog, JsonlLog
+from rose.node.grants.guard_thread import GUEST_SAMPLES, GuardThread
+from rose.node.grants.host_watch import HOST_LATENCY, HostWatch
+from rose.node.guest.kill import KillSwitch
 
 # Shares of the host's KV memory that a loaded bench host crosses again and again, so that the two
 # policies differ.
@@ -48,7 +54,7 @@ class Granting:
         self._guard = GuardThread(
             name=arm.name,
             page=self._page,
-            core=GuardCore(config, self._uncapped()),
+            core=GrantController(config, self._uncapped()),
             lease_epoch=lambda: self._arm if arm.guest == "rose" else None,
             kill_switch=KillSwitch(self._logs / "KILL"),
             host_pid=host_pid,

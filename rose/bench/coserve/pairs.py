@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rose.bench.coserve.records import BlockRecord
-from rose.load.records import Request
+from rose.load.protocol import Request
 from rose.stats import Estimate, PairedWindow, ratio_of_percentiles
 from slo import RequestLatency
 

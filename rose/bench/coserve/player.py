@@ -19,8 +19,8 @@ from rose.bench.coserve.names import GUEST, HOST, NAIVE
 from rose.bench.coserve.plan import Arm, Block
 from rose.bench.coserve.records import BlockRecord, Counters
 from rose.errors import RoseError
-from rose.eventlog import JsonlLog
-from rose.talker import Talker
+from rose.logs.eventlog import JsonlLog
+from rose.process.child import JsonlProcess
 
 # Streams fill the guest's batch before the host's load begins.
 FILL_S = 0.7
@@ -76,7 +76,7 @@ class Player:
     engines: PlayedEngines
     page: ControlPage
     granting: Granting
-    load: Talker
+    load: JsonlProcess
     session: aiohttp.ClientSession
     log: JsonlLog
     records: list[BlockRecord] = field(default_factory=list)

@@ -1,6 +1,6 @@
 """The raw records of a run, beside `client_requests.jsonl` and `host_latency.jsonl`.
 
-`run.json`, `blocks.jsonl`, `events.jsonl`, `guest.jsonl` (rose.node.samples) and
+`run.json`, `blocks.jsonl`, `events.jsonl`, `guest.jsonl` (rose.node.grants.guard_thread) and
 `steps-<role>-<pid>.bin` (executor.step_log).
 Times are CLOCK_MONOTONIC seconds.
 """
@@ -14,9 +14,9 @@ import msgspec
 from rose.bench.coserve.steps import StepTimes, read_steps
 from rose.decoding import BAD_BYTES
 from rose.errors import RoseError
-from rose.eventlog import read_lines
-from rose.load.records import ClientRequest, HostLatency, Request, join_requests
-from rose.node.samples import GUEST_SAMPLES, GuestSample
+from rose.load.protocol import ClientRequest, HostLatency, Request, join_requests
+from rose.logs.eventlog import read_lines
+from rose.node.grants.guard_thread import GUEST_SAMPLES, GuestSample
 
 RUN, BLOCKS, EVENTS = "run.json", "blocks.jsonl", "events.jsonl"
 CLIENT_REQUESTS, HOST_LATENCY = "client_requests.jsonl", "host_latency.jsonl"

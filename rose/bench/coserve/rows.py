@@ -16,7 +16,7 @@ from rose.bench.coserve.records import BlockRecord, Records
 from rose.bench.coserve.rules import core_rules
 from rose.bench.coserve.steps import starts_s, yields_s
 from rose.bench.coserve.verdict import Check
-from rose.load.records import Request
+from rose.load.protocol import Request
 from rose.stats import Estimate
 from slo import SloSpec, attainment, goodput_rps, percentile
 

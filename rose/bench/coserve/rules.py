@@ -8,7 +8,7 @@ from rose.bench.coserve.pairs import latency_s
 from rose.bench.coserve.pairs import slo_latency as as_slo
 from rose.bench.coserve.plan import ARMS
 from rose.bench.coserve.verdict import Check, at_least, at_most, exactly_none, measured_at_most
-from rose.load.records import Request
+from rose.load.protocol import Request
 from rose.stats import paired_difference
 from slo import SloSpec, percentile
 

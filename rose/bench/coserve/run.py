@@ -57,12 +57,10 @@ from rose.bench.coserve.result import RESULT
 from rose.bench.coserve.settings import EVENT_BUSY, BenchSettings
 from rose.engines import check_host
 from rose.errors import ConfigError, RoseError
-from rose.eventlog import KEEP_ALL, JsonlLog, read_lines
-from rose.load.protocol import LoadConfig
-from rose.load.records import ClientRequest, HostLatency, join_requests
-from rose.load.trace import read_trace
-from rose.process import ManagedProcess, ProcessSpec
-from rose.talker import Talker
+from rose.load.arrivals import read_trace
+from rose.load.protocol import ClientRequest, HostLatency, LoadConfig, join_requests
+from rose.logs.eventlog import KEEP_ALL, JsonlLog, read_lines
+from rose.process.child import JsonlProcess, ManagedProcess, ProcessSpec
 from weight_transfer import SigningKey
 
 ENGINES = 3
@@ -124,7 +122,7 @@ class _Run:
         granting = Granting(page, self._out, self._logs)
         engines = Engines(settings, scratch / "page", self._logs, key, scratch / "store")
         timeout = aiohttp.ClientTimeout(total=HTTP_TIMEOUT_S)
-        load: Talker | None = None
+        load: JsonlProcess | None = None
         blocks, events = (
             JsonlLog(self._out / BLOCKS, KEEP_ALL),
             JsonlLog(self._out / EVENTS, KEEP_ALL),
@@ -245,10 +243,10 @@ class _Run:
             digest=True,
         )
 
-    async def _load(self, engines: Engines, scratch: Path) -> Talker:
+    async def _load(self, engines: Engines, scratch: Path) -> JsonlProcess:
         path = scratch / "load.json"
         path.write_text(self._load_config(engines).model_dump_json())
-        talker = await Talker.start(
+        talker = await JsonlProcess.start(
             ProcessSpec(
                 name="load",
                 argv=(sys.executable, "-m", "rose.load.main", "--config", str(path)),

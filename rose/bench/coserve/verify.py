@@ -5,11 +5,11 @@ from pathlib import Path
 
 from rose.bench.coserve.records import read_run
 from rose.bench.coserve.result import RESULT, build_result
-from rose.compare import Difference, compare
+from rose.compare import FieldDifference, compare
 from rose.errors import RoseError
 
 
-def verify(folder: Path) -> list[Difference]:
+def verify(folder: Path) -> list[FieldDifference]:
     """What differs; empty when nothing does. RoseError when a file is missing or malformed."""
     path = folder / RESULT
     try:

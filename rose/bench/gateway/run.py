@@ -9,18 +9,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rose.bench.gateway.arms import (
-    DIRECT,
-    ROSE,
-    Arm,
-    arms_over_standin,
-    peer_command,
-    rose_command,
-)
+from rose.addresses import free_ports
+from rose.bench.gateway.arms import DIRECT, ROSE, Arm, arms_over_standin, peer_command, rose_command
 from rose.bench.gateway.load import Load
 from rose.bench.gateway.processes import Generator, Measured, StandInEngine
 from rose.errors import EngineStartError
-from rose.ports import free_ports
 
 # Of ROSE replicas and of stock engines.
 PORTS = 4 + 4

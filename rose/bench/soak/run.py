@@ -15,12 +15,12 @@ from pathlib import Path
 
 import psutil
 
+from rose.addresses import free_ports
 from rose.bench.gateway.processes import Measured, cores
 from rose.bench.soak.caller import Answer, Caller
 from rose.bench.soak.scheduler import LeasingScheduler
 from rose.bench.soak.ways import GENERATE, Asker, Way
-from rose.gateway.loop_lag import WINDOW_S
-from rose.ports import free_ports
+from rose.gateway.event_loop import WINDOW_S
 
 ENGINE_PORTS = 16
 RENEW_S = 0.25

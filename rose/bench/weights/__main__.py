@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measure(models: Path, seed: int) -> dict[str, object]:
     """Everything."""
     from rose.bench.weights.training import training_steps
-    from rose.demo.models import ensure_models
+    from rose.demo.frozen_lake.models import ensure_models
 
     synthetic = []
     for density in DENSITIES:

@@ -13,12 +13,7 @@ from typing import Any
 import numpy as np
 
 from rose.bench.weights.link_node import JOB
-from rose.bench.weights.shaped import (
-    ORIGIN_ADDRESS,
-    LinkUnavailableError,
-    ShapedLink,
-    shaped_link,
-)
+from rose.bench.weights.shaped import ORIGIN_ADDRESS, LinkUnavailableError, ShapedLink, shaped_link
 from weight_transfer import ChunkStore, Manifest, Publisher, SigningKey, TensorBits
 
 # So slow that the cores of one small machine can play the machines on both sides of it.

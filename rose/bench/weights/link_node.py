@@ -17,9 +17,9 @@ from urllib.parse import urlsplit
 import aiohttp
 import numpy as np
 
-from rose.publish import Caps, Hub, Receiving, VersionServer
+from rose.publish import Caps, ChunkFetcher, DownloadLimits, VersionServer
 from weight_transfer import ChunkStore, Manifest, Publisher, Receiver, SigningKey, TensorBits
-from weight_transfer.tensors import WIDTHS, unsigned
+from weight_transfer.format.tensors import WIDTHS, unsigned
 
 JOB = "bench"
 
@@ -39,7 +39,7 @@ async def _receive(folder: Path, url: str, origin: str, members: Sequence[str]) 
     store, port = ChunkStore(folder), urlsplit(url).port
     assert port
     async with aiohttp.ClientSession() as session:
-        hub = Hub(session, Receiving(store, Caps()), url, members)
+        hub = ChunkFetcher(session, DownloadLimits(store, Caps()), url, members)
         hub.follow(JOB, origin, None)
         server = VersionServer(store, port, hub=hub)
         await server.start()

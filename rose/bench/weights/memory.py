@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from rose.bench.weights.synthetic import Step, adam_step
-from weight_transfer.chunk import decode_chunk, encode_chunk, overwrite_chunk
-from weight_transfer.codec import Level
-from weight_transfer.tensors import TensorBits
+from weight_transfer.format.chunk import decode_chunk, encode_chunk, overwrite_chunk
+from weight_transfer.format.codec import Level
+from weight_transfer.format.tensors import TensorBits
 
 ROWS, COLUMNS = 8192, 4096
 _CLEAR, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")

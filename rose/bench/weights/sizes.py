@@ -7,9 +7,9 @@ import msgspec
 
 from rose.bench.weights.peers import SCHEMES, size_of
 from rose.bench.weights.synthetic import Step
-from weight_transfer.chunk import EncodedChunk, chunk_id, encode_chunk, row_ranges
-from weight_transfer.codec import Level
-from weight_transfer.manifest import ChunkRef, TensorUpdate, hex_digest
+from weight_transfer.format.chunk import EncodedChunk, chunk_id, encode_chunk, row_ranges
+from weight_transfer.format.codec import Level
+from weight_transfer.format.manifest import ChunkRef, TensorUpdate, hex_digest
 
 CHUNK_BYTES = 64 << 20
 

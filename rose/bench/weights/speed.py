@@ -10,12 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rose.bench.weights.synthetic import Step, adam_step
-from weight_transfer.chunk import decode_chunk, encode_chunk
-from weight_transfer.codec import Level
-from weight_transfer.digest import digest_of
-from weight_transfer.kernels.changes import find_changes
-from weight_transfer.kernels.jit import compiled
-from weight_transfer.kernels.mixing import scatter, scatter_and_sum
+from weight_transfer.format.chunk import decode_chunk, encode_chunk
+from weight_transfer.format.codec import Level
+from weight_transfer.format.digest import digest_of
+from weight_transfer.kernels.cpu.changes import find_changes
+from weight_transfer.kernels.cpu.digest import scatter, scatter_and_sum
+from weight_transfer.kernels.cpu.simd import compiled
 
 Item = TypeVar("Item")
 GB = 1e9

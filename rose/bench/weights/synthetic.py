@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weight_transfer.tensors import TensorBits
+from weight_transfer.format.tensors import TensorBits
 
 WEIGHT_DEVIATION = 0.02
 _SAMPLE = (256, 1024)

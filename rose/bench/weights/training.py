@@ -7,11 +7,10 @@ from pathlib import Path
 import torch
 
 from rose.bench.weights.synthetic import Step
-from rose.demo.demonstrations import demonstrate
-from rose.demo.forward import reply_logprobs
-from rose.demo.task import random_lake
-from rose.demo.weights import load_version_zero, published, values_of
-from weight_transfer.tensors import TensorBits
+from rose.demo.frozen_lake.data import demonstrate
+from rose.demo.frozen_lake.task import random_lake
+from rose.demo.training.forward import load_version_zero, published, reply_logprobs, values_of
+from weight_transfer.format.tensors import TensorBits
 
 BATCH = 16
 # The first updates of AdamW are as large as its rate; later ones are what training looks like.

@@ -10,7 +10,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from weight_transfer import Receiver, StagedUpdate, VerifyKey, read_chunk, read_safetensors
-from weight_transfer.manifest import Manifest
+from weight_transfer.format.manifest import Manifest
 
 
 class StandInGuest:

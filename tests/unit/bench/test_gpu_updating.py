@@ -26,9 +26,9 @@ from rose.bench.gpu.serve.sizes import REHEARSAL
 from rose.bench.gpu.serve.stamped import StampedTurns
 from rose.bench.gpu.serve.versions import CHANGED, GuestVersions, stepped
 from rose.bench.gpu.serve.weights_file import checkpoint_name, write_weights
-from rose.load.records import Request
+from rose.load.protocol import Request
 from weight_transfer import Receiver, SigningKey, read_chunk, read_safetensors
-from weight_transfer.manifest import Manifest
+from weight_transfer.format.manifest import Manifest
 
 TINY = SHAPES["tiny"]
 

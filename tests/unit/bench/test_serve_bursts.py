@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from rose.bench.gpu.serve.bursts import burst_windows, figures_of, write_generated
-from rose.load.arrivals import LoadShape, rescale_trace, trace_segment
-from rose.load.trace import TracedRequest, read_trace
+from rose.load.arrivals import LoadShape, TracedRequest, read_trace, rescale_trace, trace_segment
 
 ARM_S = 10.0
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from rose.client import GatewayUnavailable, Sampling, Session, Turn, VersionNotServed
 from rose.client.stream import ChunkSink, TurnStream
-from rose.client.turn import TokenChunk
+from rose.client.types import TokenChunk
 
 
 @dataclass

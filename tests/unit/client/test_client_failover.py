@@ -13,8 +13,8 @@ from rose.client import (
     Sampling,
     TurnCancelled,
 )
-from rose.client.ring import REST_S, GatewayRing
-from rose.client.settings import ClientSettings
+from rose.client.gateways import REST_S, GatewayRing
+from rose.client.types import ClientSettings
 from tests.fakes.gateway import StandInGateway, until
 
 FAST = Retry(tries=6, first_s=0.005, max_s=0.02)

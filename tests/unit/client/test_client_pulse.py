@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from virtual_time import run_virtually
 
-from rose.client.pulse import Pulse
-from rose.client.settings import ClientSettings
+from rose.client.gateways import GatewayMonitor
+from rose.client.types import ClientSettings
 
 URL = "http://127.0.0.1:1"
 
@@ -22,7 +22,7 @@ class BrokenHttp:
 def test_probes_that_cannot_even_be_sent_end_the_waiting() -> None:
     async def case() -> None:
         http: Any = BrokenHttp()
-        pulse = Pulse(ClientSettings((URL,)), http)
+        pulse = GatewayMonitor(ClientSettings((URL,)), http)
         with pytest.raises(TimeoutError):
             async with pulse.watching(URL):
                 await forever()

@@ -3,7 +3,6 @@
 from elastic_scheduler import HarvestMode, Offer, ReplicaKind
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler.core import SchedulerCore
-from rose.scheduler.leasing import LeaseTimes
 from rose.scheduler.messages import (
     Action,
     Answer,
@@ -11,16 +10,17 @@ from rose.scheduler.messages import (
     Command,
     Event,
     JobRegistered,
+    LogRecord,
     Offered,
     PublishTable,
-    Record,
     Reserve,
     StoredEvent,
     Tick,
     VersionAnnounced,
     Write,
 )
-from rose.scheduler.saved import load
+from rose.scheduler.persistence import load
+from rose.scheduler.state.leasing import LeaseTimes
 from rose.store import InMemoryStore
 
 JOB = "grpo"
@@ -122,7 +122,7 @@ class CoreBench:
         return found
 
     def records(self) -> list[str]:
-        return [action.event for action in self.actions if isinstance(action, Record)]
+        return [action.event for action in self.actions if isinstance(action, LogRecord)]
 
     def answer(self) -> int:
         [found] = [action.value for action in self.actions if isinstance(action, Answer)]

@@ -10,8 +10,8 @@ import grpc
 import pytest
 
 from rose.cli import commands
+from rose.cli.commands import summary
 from rose.cli.main import main
-from rose.cli.status import summary
 from rose.errors import ConfigError
 from rose.rpc import rose_pb2 as pb
 from rose.rpc.rose_pb2_grpc import SchedulerServicer, add_SchedulerServicer_to_server

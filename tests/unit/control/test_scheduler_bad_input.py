@@ -19,12 +19,25 @@ from elastic_scheduler import Decision, HarvestMode, Move, ReplicaKind, Situatio
 from rose.errors import ConfigError, RefusedError
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler import SchedulerCore, wire
-from rose.scheduler.complaints import MOST_A_MINUTE, Complaints
-from rose.scheduler.demand import GATEWAYS_KEPT, REPORT_TTL_S, DemandBook, JobFigures, Switched
-from rose.scheduler.leasing import BROKEN_PAUSE_S, LeaseTimes
-from rose.scheduler.messages import Attached, Demanded, Offered, Record, TakenBack, VersionAnnounced
-from rose.scheduler.saved import load
-from rose.scheduler.versions import MAX_VERSION_LEAD, TOLD_VERSIONS
+from rose.scheduler.limits import MOST_A_MINUTE, Complaints
+from rose.scheduler.messages import (
+    Attached,
+    Demanded,
+    LogRecord,
+    Offered,
+    TakenBack,
+    VersionAnnounced,
+)
+from rose.scheduler.persistence import load
+from rose.scheduler.state.demand import (
+    GATEWAYS_KEPT,
+    REPORT_TTL_S,
+    DemandBook,
+    JobFigures,
+    Switched,
+)
+from rose.scheduler.state.leasing import BROKEN_PAUSE_S, LeaseTimes
+from rose.scheduler.state.version_registry import MAX_VERSION_LEAD, TOLD_VERSIONS
 from rose.store import InMemoryStore
 from tests.patience import PATIENCE_S
 
@@ -325,7 +338,9 @@ def test_refused_offers_are_not_written_down_without_end() -> None:
     bench, records = bench_with(), 0
     for report in range(50):
         refused = tuple(f"reason {report}-{number}" for number in range(256))
-        records += sum(isinstance(action, Record) for action in bench.step(Offered(1, (), refused)))
+        records += sum(
+            isinstance(action, LogRecord) for action in bench.step(Offered(1, (), refused))
+        )
     assert records <= MOST_A_MINUTE
 
 

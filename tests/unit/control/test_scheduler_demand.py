@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from elastic_scheduler import Offer, ReplicaKind
 from rose.errors import ConfigError
 from rose.rpc import rose_pb2 as pb
-from rose.scheduler.demand import PAUSE_S, REPORT_TTL_S, DemandBook, JobFigures
-from rose.scheduler.messages import Command, Demanded, Drained, Record
+from rose.scheduler.messages import Command, Demanded, Drained, LogRecord
+from rose.scheduler.state.demand import PAUSE_S, REPORT_TTL_S, DemandBook, JobFigures
 from rose.scheduler.wire import demanded
 
 NONE = JobFigures("")
@@ -56,7 +56,7 @@ class Player:
 
     def note(self) -> None:
         for action in list(self.bench.actions):
-            if isinstance(action, Record) and action.event == "lease_granted":
+            if isinstance(action, LogRecord) and action.event == "lease_granted":
                 name, epoch = str(action.fields["replica"]), action.fields["epoch"]
                 self.granted[name] += 1
                 self.offers[name] = replace(self.offers[name], epoch=epoch)  # type: ignore[arg-type]

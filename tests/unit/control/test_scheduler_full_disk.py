@@ -9,8 +9,8 @@ import grpc
 import pytest
 
 from elastic_scheduler import HarvestMode
-from rose.background import TaskDiedError
-from rose.ports import free_port
+from rose.addresses import free_port
+from rose.process.background_tasks import TaskDiedError
 from rose.rpc import rose_pb2 as pb
 from rose.rpc.channel import make_channel
 from rose.rpc.rose_pb2_grpc import SchedulerStub
@@ -85,7 +85,7 @@ async def test_leases_are_granted_and_revoked_though_no_event_can_be_written(
 async def test_ticks_that_end_again_and_again_end_the_process_with_a_line(
     serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rose.background.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("rose.process.background_tasks.FIRST_PAUSE_S", 0.001)
 
     async def breaks(self: SchedulerService) -> None:
         raise ValueError("a fault of the program")

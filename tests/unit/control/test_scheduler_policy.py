@@ -5,10 +5,10 @@ from core_cases import JOB, CoreBench, offer
 
 from elastic_scheduler import HarvestMode, ReplicaKind, make_policy
 from rose.scheduler.core import SchedulerCore
-from rose.scheduler.leasing import LeaseTimes
 from rose.scheduler.main import settings_of
-from rose.scheduler.messages import Offered, Record, TakenBack
-from rose.scheduler.saved import load
+from rose.scheduler.messages import LogRecord, Offered, TakenBack
+from rose.scheduler.persistence import load
+from rose.scheduler.state.leasing import LeaseTimes
 
 
 def bench_with(policy: str) -> CoreBench:
@@ -45,7 +45,7 @@ def test_leases_and_revocations_say_why() -> None:
     bench.offered()
     [lease] = bench.core.snapshot(100.0).leases
     assert (lease.job, lease.why) == (JOB, "saves more than the switch costs")
-    granted = [a for a in bench.actions if isinstance(a, Record) and a.event == "lease_granted"]
+    granted = [a for a in bench.actions if isinstance(a, LogRecord) and a.event == "lease_granted"]
     assert granted[0].fields["why"] == lease.why
 
 

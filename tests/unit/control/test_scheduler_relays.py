@@ -3,8 +3,8 @@
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler import SchedulerCore
 from rose.scheduler.messages import Attached, Command, Detached, Measured, Tick
-from rose.scheduler.relays import LAPSED_S
-from rose.scheduler.saved import load
+from rose.scheduler.persistence import load
+from rose.scheduler.state.fleet import LAPSED_S
 from rose.store import InMemoryStore
 
 

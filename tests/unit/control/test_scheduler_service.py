@@ -17,8 +17,8 @@ from elastic_scheduler import HarvestMode
 from rose.errors import ConfigError, UnavailableError
 from rose.rpc import rose_pb2 as pb
 from rose.rpc.channel import MAX_REQUEST_BYTES
-from rose.scheduler.mailbox import CommandQueue, TableSlot
 from rose.scheduler.main import SchedulerSettings, main, serve
+from rose.scheduler.messages import CommandQueue, TableSlot
 from rose.store import InMemoryStore, SqliteStore
 from rose.store.sqlite import BUSY_TIMEOUT_S
 from tests.patience import PATIENCE_S

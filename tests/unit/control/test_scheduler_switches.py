@@ -8,10 +8,10 @@ from core_cases import CoreBench, offer
 from elastic_scheduler import HarvestMode, Offer, make_policy
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler.core import SchedulerCore
-from rose.scheduler.demand import JobFigures, Switched
-from rose.scheduler.leasing import LeaseTimes
 from rose.scheduler.messages import Demanded, TakenBack
-from rose.scheduler.saved import load
+from rose.scheduler.persistence import load
+from rose.scheduler.state.demand import JobFigures, Switched
+from rose.scheduler.state.leasing import LeaseTimes
 from rose.scheduler.wire import demanded
 
 NONE = (JobFigures(""),)
@@ -24,7 +24,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float]]:
     def switched(self: object, each: Offer, took_s: float) -> None:
         told.append((each.replica, took_s))
 
-    monkeypatch.setattr("elastic_scheduler.policies.spot.SpotPolicy.switched", switched)
+    monkeypatch.setattr("elastic_scheduler.policies.baselines.SpotPolicy.switched", switched)
     return told
 
 

@@ -6,7 +6,7 @@ from core_cases import JOB, CoreBench, offer
 from rose.errors import ConfigError, RefusedError
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler.messages import Activated, JobRegistered, VersionAnnounced
-from rose.scheduler.saved import load
+from rose.scheduler.persistence import load
 from rose.scheduler.wire import event_of, mode_of, offer_of
 from rose.store import InMemoryStore
 

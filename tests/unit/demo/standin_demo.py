@@ -11,9 +11,9 @@ from typing import Any
 
 from rose.cli.main import main
 from rose.demo import run
-from rose.demo.models import Models
+from rose.demo.frozen_lake.models import Models
 from rose.engines import EngineRole, EngineSpec, launch
-from rose.process import ManagedProcess, ProcessSpec
+from rose.process.child import ManagedProcess, ProcessSpec
 from tests.unit.node.node_bench import standin_spec
 
 FOLDER = Path(sys.argv[1])

@@ -6,9 +6,9 @@ from typing import Any, cast
 
 import pytest
 
-from rose.demo.board import Board
+from rose.demo.experiment.watcher import GatewayFigures, Watcher
 from rose.demo.stack import GUEST
-from rose.demo.watcher import GatewayStats, Watcher
+from rose.demo.view import Board
 from rose.rpc import rose_pb2
 
 
@@ -22,9 +22,9 @@ def followed(guest: rose_pb2.GuestTelemetry) -> Board:
     async def once() -> None:
         asked = asyncio.Event()
 
-        async def gateway() -> GatewayStats:
+        async def gateway() -> GatewayFigures:
             asked.set()
-            return GatewayStats()
+            return GatewayFigures()
 
         watcher = SimpleNamespace(snapshot=snapshot, gateway=gateway)
         following = asyncio.create_task(board.follow(cast(Watcher, cast(Any, watcher))))

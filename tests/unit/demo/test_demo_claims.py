@@ -3,9 +3,9 @@ from typing import Any
 
 import pytest
 
-from rose.demo.claims import BROKEN_BY_CONTROL, Claim, claims_of, exact, exit_code, measured
-from rose.demo.reading import read_records
-from rose.demo.settings import CONTROLS
+from rose.demo.cli import CONTROLS
+from rose.demo.report.claims import BROKEN_BY_CONTROL, Claim, claims_of, exact, exit_code, measured
+from rose.demo.report.records import read_records
 from rose.stats import Estimate
 from tests.fakes.demo_run import StandInRun
 

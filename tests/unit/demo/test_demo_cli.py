@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rose.demo import cli
-from rose.demo.settings import DemoSettings
+from rose.demo.cli import DemoSettings
 from rose.errors import RoseError
 
 

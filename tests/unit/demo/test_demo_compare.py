@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from rose.demo.compare import run_compare
-from rose.demo.plan import plan_of
-from rose.demo.settings import DemoSettings
+from rose.demo.cli import DemoSettings
+from rose.demo.experiment.compare import run_compare
+from rose.demo.experiment.plan import plan_of
 
 
 def _settings(out: Path) -> DemoSettings:

@@ -5,8 +5,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose.demo.plan import BLOCK_S, CEILINGS, accept_plan, control_plan, plan_of, quickstart_plan
-from rose.demo.settings import CONTROLS, Control, DemoSettings
+from rose.demo.cli import CONTROLS, Control, DemoSettings
+from rose.demo.experiment.plan import (
+    BLOCK_S,
+    CEILINGS,
+    accept_plan,
+    control_plan,
+    plan_of,
+    quickstart_plan,
+)
 
 STEPS = 60
 

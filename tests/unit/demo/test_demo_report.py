@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from rose.compare import compare
-from rose.demo.report import write_report
-from rose.demo.verify import verify
+from rose.demo.report.report import write_report
+from rose.demo.report.summary import verify
 from rose.errors import RoseError
 from tests.fakes.demo_run import StandInRun
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from rose.demo.report import write_report
-from rose.demo.summary import print_quickstart, told
+from rose.demo.report.report import write_report
+from rose.demo.report.summary import print_quickstart, told
 from tests.fakes.demo_run import StandInRun
 
 

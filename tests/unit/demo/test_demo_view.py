@@ -3,10 +3,10 @@ import io
 from rich.console import Console
 
 from rose.demo.view import (
-    HostView,
+    HostFigures,
     LiveView,
     PlainView,
-    Progress,
+    TrainingProgress,
     ViewState,
     open_view,
     render,
@@ -21,7 +21,7 @@ TRAINING = ViewState(
     arm="leased",
     rewards=(0.4, 0.5, 0.6),
     tokens_per_s={"guest-0": 310.0, "dedicated-0": 640.0},
-    host=HostView(0.02, 0.25, 0.008, 0.01, 0.2, 0.05, 120, 0),
+    host=HostFigures(0.02, 0.25, 0.008, 0.01, 0.2, 0.05, 120, 0),
     guest_mode="RUN",
     guest_reason="host idle",
     revocations=2,
@@ -62,7 +62,7 @@ def test_the_page_fits_a_narrow_terminal() -> None:
 
 
 def test_slow_parts_show_how_far_they_are() -> None:
-    page = drawn(ViewState("starting", progress=[Progress("host", 12, 40)]))
+    page = drawn(ViewState("starting", progress=[TrainingProgress("host", 12, 40)]))
     assert "host" in page
     assert "12/40 s" in page
 

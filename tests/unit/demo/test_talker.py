@@ -6,15 +6,14 @@ import sys
 import pytest
 
 from rose.errors import RoseError
-from rose.process import ProcessSpec
-from rose.talker import Talker
+from rose.process.child import JsonlProcess, ProcessSpec
 
 
 @pytest.mark.parametrize("said", ["no event", "[" * 100_000, "x" * (5 << 20)])
 async def test_a_child_that_says_no_event_is_an_error_and_no_silence(said: str) -> None:
     code = f"print({said[:1]!r} * {len(said)})" if len(set(said)) == 1 else f"print({said!r})"
     spec = ProcessSpec("child", (sys.executable, "-S", "-c", code), piped=True)
-    talker = await Talker.start(spec)
+    talker = await JsonlProcess.start(spec)
     try:
         async with asyncio.timeout(20):
             with pytest.raises(RoseError, match="child: said what is no event"):

@@ -6,14 +6,12 @@ from pathlib import Path
 import pytest
 
 from rose.client import Sampling
-from rose.demo import vocab
-from rose.demo.gap import Snapshots, rescored
-from rose.demo.local_policy import LocalPolicy
-from rose.demo.model import load_policy, new_policy, save_model
-from rose.demo.rollouts import play, sampling
-from rose.demo.task import different_lakes
-from rose.demo.trajectory import Trajectory
-from rose.demo.weights import load_version_zero, published, values_of
+from rose.demo.frozen_lake import vocab
+from rose.demo.frozen_lake.models import load_policy, new_policy, save_model
+from rose.demo.frozen_lake.task import different_lakes
+from rose.demo.training.forward import Snapshots, load_version_zero, published, rescored, values_of
+from rose.demo.training.rehearsal import LocalPolicy
+from rose.demo.training.rollouts import Trajectory, play, sampling
 
 
 @pytest.fixture(scope="module")

@@ -4,14 +4,18 @@ import pytest
 import torch
 
 from rose.client import Turn
-from rose.demo import vocab
-from rose.demo.forward import reply_logprobs
-from rose.demo.gap import Snapshots, rescored, turn_gap
-from rose.demo.grpo import CLIP_HIGH, advantages, clipped_objective
-from rose.demo.learner import Learner
-from rose.demo.model import new_policy
-from rose.demo.trajectory import TakenTurn, Trajectory
-from rose.demo.weights import published, values_of
+from rose.demo.frozen_lake import vocab
+from rose.demo.frozen_lake.models import new_policy
+from rose.demo.training.forward import (
+    Snapshots,
+    published,
+    reply_logprobs,
+    rescored,
+    turn_gap,
+    values_of,
+)
+from rose.demo.training.learner import CLIP_HIGH, Learner, advantages, clipped_objective
+from rose.demo.training.rollouts import TakenTurn, Trajectory
 
 REPLY = (vocab.cell_id(5, "F"), vocab.THEN_ID, vocab.MOVE_IDS[1], vocab.STOP_ID)
 PROMPT = [vocab.cell_id(at, "F") for at in range(16)] + [vocab.BAR_ID, vocab.ASK_ID]

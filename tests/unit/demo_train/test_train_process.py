@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rose.demo import train
+from rose.demo.training import main
 
 
 def _config(folder: Path) -> Path:
@@ -28,7 +28,7 @@ def test_a_wrong_configuration_is_one_error_event(
 ) -> None:
     path = tmp_path / "trainer.json"
     path.write_text("{}")
-    assert train.main(["--config", str(path)]) == 2
+    assert main.main(["--config", str(path)]) == 2
     event = json.loads(capsys.readouterr().out)
     assert event["event"] == "error"
     assert "not a trainer configuration" in event["message"]
@@ -40,9 +40,9 @@ def test_a_bug_is_told_to_the_parent_and_keeps_its_traceback(
     async def broken(config: object) -> None:
         raise ExceptionGroup("agent loops", [ValueError("stand-in: a bug")])
 
-    monkeypatch.setattr(train, "train", broken)
+    monkeypatch.setattr(main, "train", broken)
     with pytest.raises(ExceptionGroup):
-        train.main(["--config", str(_config(tmp_path))])
+        main.main(["--config", str(_config(tmp_path))])
     event = json.loads(capsys.readouterr().out)
     assert event["event"] == "error"
     assert "a bug" in event["message"]

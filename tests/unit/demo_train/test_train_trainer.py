@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from rose.client import Turn as ClientTurn
-from rose.demo import vocab
-from rose.demo.model import new_policy, save_model
-from rose.demo.records import Step, Trajectory, Turn
-from rose.demo.train_config import TrainConfig
-from rose.demo.trainer import Trainer
+from rose.demo.frozen_lake import vocab
+from rose.demo.frozen_lake.models import new_policy, save_model
+from rose.demo.report.records import TrainingStep, TrajectoryRecord, TurnRecord
+from rose.demo.training.records import TrainConfig
+from rose.demo.training.trainer import Trainer
 from rose.errors import UnavailableError
 from rose.publish import Receipt
 from tests.fakes.policy import StandInSource
@@ -103,12 +103,15 @@ async def test_without_held_out_maps_nothing_is_evaluated(model_dir: Path, tmp_p
 async def test_records_are_those_of_the_report(model_dir: Path, tmp_path: Path) -> None:
     trainer, _, _ = _trainer(model_dir, tmp_path, StandInSource())
     await trainer.run()
-    for name, schema, count in (("steps", Step, STEPS), ("trajectories", Trajectory, 12)):
+    for name, schema, count in (
+        ("steps", TrainingStep, STEPS),
+        ("trajectories", TrajectoryRecord, 12),
+    ):
         lines = _lines(tmp_path / f"{name}.jsonl")
         assert len(lines) == count
         assert set(lines[0]) == set(schema.__struct_fields__)
     turns = _lines(tmp_path / "turns.jsonl")
-    assert set(turns[0]) == set(Turn.__struct_fields__)
+    assert set(turns[0]) == set(TurnRecord.__struct_fields__)
     assert all(turn["gap"]["dedicated"][1] == 3 and turn["unstamped"] == 0 for turn in turns)
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from elastic_scheduler import (
     CancelRun,
-    GroupFeed,
+    RolloutBuffer,
     SampleRun,
     StalenessBound,
     StartRun,
@@ -45,7 +45,7 @@ class Driver:
 
     def __init__(self, plan: StepPlan, prompts: int) -> None:
         self.plan, self.left = plan, prompts
-        self.feed = GroupFeed[int, SampleRun](plan)
+        self.feed = RolloutBuffer[int, SampleRun](plan)
         self.running: list[SampleRun] = []
         self.cancelled: set[SampleRun] = set()
         self.started: set[SampleRun] = set()

@@ -2,8 +2,8 @@ import pytest
 
 from elastic_scheduler import (
     HarvestMode,
-    HarvestPolicy,
-    LeaseBook,
+    HarvestModes,
+    LeaseTable,
     Offer,
     ReplicaKind,
     StalenessBound,
@@ -26,18 +26,18 @@ def offer(replica: str, kind: ReplicaKind = ReplicaKind.GUEST, healthy: bool = T
 def test_the_mode_decides_over_guests_and_never_over_dedicated_replicas(
     mode: HarvestMode, grants: int, renews: int, releases: int
 ) -> None:
-    book = LeaseBook(2.0)
+    book = LeaseTable(2.0)
     book.reserve("held", 1)
     book.grant("job", "held", 0.0)
     offers = [offer("held"), offer("new"), offer("own", ReplicaKind.DEDICATED)]
-    plan = HarvestPolicy(mode).plan(offers, book.leases())
+    plan = HarvestModes(mode).plan(offers, book.leases())
     assert [o.replica for o in plan.lease] == ["new"] * grants + ["own"]
     assert len(plan.renew) == renews
     assert len(plan.release) == releases
 
 
 def test_the_stricter_of_cluster_and_replica_wins() -> None:
-    policy = HarvestPolicy(HarvestMode.OFF)
+    policy = HarvestModes(HarvestMode.OFF)
     policy.set_mode(HarvestMode.ACTIVE, "g")
     assert policy.mode_of("g") is HarvestMode.OFF
     policy.set_mode(HarvestMode.ACTIVE)
@@ -49,14 +49,14 @@ def test_the_stricter_of_cluster_and_replica_wins() -> None:
 
 
 def test_an_unhealthy_replica_gets_no_new_lease() -> None:
-    assert HarvestPolicy().plan([offer("g", healthy=False)], []).lease == ()
+    assert HarvestModes().plan([offer("g", healthy=False)], []).lease == ()
 
 
 def test_a_lease_without_a_live_offer_is_left_to_expire() -> None:
-    book = LeaseBook(2.0)
+    book = LeaseTable(2.0)
     book.reserve("gone", 1)
     book.grant("job", "gone", 0.0)
-    plan = HarvestPolicy().plan([], book.leases())
+    plan = HarvestModes().plan([], book.leases())
     assert plan.renew == plan.release == ()
 
 

@@ -2,21 +2,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_scheduler import Lease, LeaseBook, LeaseHeld, LeaseState, StaleEpoch
-from elastic_scheduler.lease import MAX_EPOCH_LEAD
-from elastic_scheduler.offer import MAX_EPOCH
+from elastic_scheduler import Lease, LeaseHeld, LeaseState, LeaseTable, StaleEpoch
+from elastic_scheduler.leases.lease import MAX_EPOCH, MAX_EPOCH_LEAD
 
 OPERATIONS = ("grant", "renew", "release", "released", "revoke", "expire", "restart")
 
 
-def grant(book: LeaseBook, job: str, replica: str, now_s: float, *, seen_epoch: int = 0) -> Lease:
+def grant(book: LeaseTable, job: str, replica: str, now_s: float, *, seen_epoch: int = 0) -> Lease:
     """As a scheduler does: the next epoch is persisted, then used."""
     book.reserve(replica, book.proposed(replica, seen_epoch))
     return book.grant(job, replica, now_s, seen_epoch=seen_epoch)
 
 
 def test_a_lease_runs_out_and_counts_as_revoked() -> None:
-    book = LeaseBook(ttl_s=2.0)
+    book = LeaseTable(ttl_s=2.0)
     lease = grant(book, "job", "g", now_s=0.0)
     assert book.live("g", 1.9) == lease
     assert book.live("g", 2.0) is None
@@ -26,7 +25,7 @@ def test_a_lease_runs_out_and_counts_as_revoked() -> None:
 
 
 def test_a_replica_that_is_being_released_is_not_leased_again_or_renewed() -> None:
-    book = LeaseBook(ttl_s=2.0)
+    book = LeaseTable(ttl_s=2.0)
     lease = grant(book, "job", "g", now_s=0.0)
     assert book.begin_release("g", lease.epoch, 1.0).state is LeaseState.RELEASING
     with pytest.raises(StaleEpoch):
@@ -38,7 +37,7 @@ def test_a_replica_that_is_being_released_is_not_leased_again_or_renewed() -> No
 
 
 def test_a_late_message_of_an_old_epoch_cannot_end_a_younger_lease() -> None:
-    book = LeaseBook(ttl_s=2.0)
+    book = LeaseTable(ttl_s=2.0)
     old = grant(book, "job", "g", 0.0)
     book.revoke("g", old.epoch)
     young = grant(book, "job", "g", 0.1)
@@ -50,13 +49,13 @@ def test_a_late_message_of_an_old_epoch_cannot_end_a_younger_lease() -> None:
 
 
 def test_epochs_grow_across_restarts_and_beyond_what_the_node_has_seen() -> None:
-    book = LeaseBook(ttl_s=2.0, epochs={"g": 7})
+    book = LeaseTable(ttl_s=2.0, epochs={"g": 7})
     assert grant(book, "job", "g", 0.0, seen_epoch=11).epoch == 12
-    assert grant(LeaseBook(2.0, book.epochs()), "job", "g", 0.0).epoch == 13
+    assert grant(LeaseTable(2.0, book.epochs()), "job", "g", 0.0).epoch == 13
 
 
 def test_no_lease_is_granted_under_an_epoch_that_is_not_reserved() -> None:
-    book = LeaseBook(ttl_s=2.0)
+    book = LeaseTable(ttl_s=2.0)
     with pytest.raises(StaleEpoch, match="reserve"):
         book.grant("job", "g", 0.0)
     book.reserve("g", book.proposed("g"))
@@ -73,7 +72,7 @@ def test_no_lease_is_granted_under_an_epoch_that_is_not_reserved() -> None:
     [(0, MAX_EPOCH_LEAD + 1), (5, 2**53), (5, 2**64 - 1), (5, -1), (MAX_EPOCH - 1, MAX_EPOCH)],
 )
 def test_an_epoch_that_no_node_can_have_seen_is_not_believed(known: int, seen: int) -> None:
-    book = LeaseBook(2.0, {"g": known})
+    book = LeaseTable(2.0, {"g": known})
     assert not book.believes("g", seen)
     with pytest.raises(StaleEpoch, match="too far ahead"):
         book.proposed("g", seen)
@@ -84,7 +83,7 @@ def test_an_epoch_that_no_node_can_have_seen_is_not_believed(known: int, seen: i
 def test_leases_never_overlap_and_epochs_only_grow(
     script: list[tuple[str, int, float]],
 ) -> None:
-    book, now_s, newest, holder_until_s = LeaseBook(ttl_s=2.0), 0.0, 0, 0.0
+    book, now_s, newest, holder_until_s = LeaseTable(ttl_s=2.0), 0.0, 0, 0.0
     for operation, epoch, wait_s in script:
         now_s += wait_s
         try:
@@ -102,7 +101,7 @@ def test_leases_never_overlap_and_epochs_only_grow(
                 assert all(lease.expires_s <= now_s for lease in book.expire(now_s))
             elif operation == "restart":
                 # A new process knows no leases; it must wait a TTL, or rely on the epoch.
-                book, holder_until_s = LeaseBook(2.0, book.epochs()), 0.0
+                book, holder_until_s = LeaseTable(2.0, book.epochs()), 0.0
             else:
                 end = book.released if operation == "released" else book.revoke
                 assert end("g", epoch).epoch == newest

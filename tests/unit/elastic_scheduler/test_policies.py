@@ -16,8 +16,7 @@ from elastic_scheduler import (
     make_policy,
     policy_names,
 )
-from elastic_scheduler.allowance import Allowance
-from elastic_scheduler.net_benefit import SwitchCosts, saved_s
+from elastic_scheduler.leases.cost_model import AimdLimit, SwitchCosts, saved_s
 
 BURSTY = Trace(
     steps=6, turns=256, mean_tokens=1500, train_s=30.0, guests=6, switch_s=8.0, offered=bursty
@@ -164,7 +163,7 @@ def test_no_figure_of_a_meter_breaks_the_measure(turns: float, owed_tokens: floa
 
 
 def test_the_allowance_halves_once_an_event_and_grows_by_one() -> None:
-    allowance = Allowance(grow_s=5.0, event_s=5.0)
+    allowance = AimdLimit(grow_s=5.0, event_s=5.0)
     assert allowance.limit(0.0) == math.inf
     for now_s in (10.0, 11.0, 12.0):
         allowance.revoked(8, now_s)

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_scheduler import Health, HealthLimits, ReplicaHealth, Report, StalenessBound
+from elastic_scheduler import Health, HealthLimits, HealthReport, ReplicaHealth, StalenessBound
 
 EVENTS = st.tuples(
     st.sampled_from(["heard", "publish", "failed", "served", "quarantine", "restart"]),
@@ -17,27 +17,27 @@ EVENTS = st.tuples(
 def healthy(bound: int = 0, epoch: int = 1) -> ReplicaHealth:
     replica = ReplicaHealth(StalenessBound(bound), 0.0)
     assert not replica.takes_turns
-    assert replica.heard(Report(True, 0, 0, epoch), 0.0) is Health.HEALTHY
+    assert replica.heard(HealthReport(True, 0, 0, epoch), 0.0) is Health.HEALTHY
     return replica
 
 
 def test_a_replica_that_missed_a_version_gets_no_turns_until_it_caught_up() -> None:
     replica = healthy(bound=1)
-    assert replica.heard(Report(True, 0, 1, 1), 0.1) is Health.HEALTHY
-    assert replica.heard(Report(True, 0, 2, 1), 0.2) is Health.SYNCING
+    assert replica.heard(HealthReport(True, 0, 1, 1), 0.1) is Health.HEALTHY
+    assert replica.heard(HealthReport(True, 0, 2, 1), 0.2) is Health.SYNCING
     assert replica.served(0.3) is Health.SYNCING
-    assert replica.heard(Report(True, 1, 2, 1), 0.4) is Health.HEALTHY
+    assert replica.heard(HealthReport(True, 1, 2, 1), 0.4) is Health.HEALTHY
 
 
 def test_weights_ahead_of_every_announced_version_are_not_the_jobs() -> None:
-    assert healthy().heard(Report(True, 3, 2, 1), 0.1) is Health.SYNCING
+    assert healthy().heard(HealthReport(True, 3, 2, 1), 0.1) is Health.SYNCING
 
 
 def test_a_dead_engine_gets_no_turns_and_comes_back_when_its_node_says_so() -> None:
     replica = healthy()
-    assert replica.heard(Report(False, 0, 0, 1), 0.1) is Health.DEAD
+    assert replica.heard(HealthReport(False, 0, 0, 1), 0.1) is Health.DEAD
     assert replica.served(0.2) is Health.DEAD
-    assert replica.heard(Report(True, 0, 0, 1), 0.3) is Health.HEALTHY
+    assert replica.heard(HealthReport(True, 0, 0, 1), 0.3) is Health.HEALTHY
 
 
 def test_a_lease_from_before_a_stop_is_void_when_the_process_wakes_up() -> None:
@@ -45,42 +45,42 @@ def test_a_lease_from_before_a_stop_is_void_when_the_process_wakes_up() -> None:
     assert replica.tick(2.0) is Health.SUSPECT
     assert replica.tick(5.0) is Health.DEAD
     # SIGCONT: it goes on as if nothing had been.
-    assert replica.heard(Report(True, 0, 0, 4), 6.0) is Health.DEAD
+    assert replica.heard(HealthReport(True, 0, 0, 4), 6.0) is Health.DEAD
     assert not replica.restarted(4, 6.1)
     assert replica.restarted(5, 6.2)
-    assert replica.heard(Report(True, 0, 0, 4), 6.3) is Health.STARTING
-    assert replica.heard(Report(True, 0, 0, 5), 6.4) is Health.HEALTHY
+    assert replica.heard(HealthReport(True, 0, 0, 4), 6.3) is Health.STARTING
+    assert replica.heard(HealthReport(True, 0, 0, 5), 6.4) is Health.HEALTHY
 
 
 def test_what_was_leased_before_a_silence_is_void_even_if_it_was_never_confirmed() -> None:
     replica = healthy(epoch=4)
     replica.leased(5)
     replica.tick(5.0)
-    assert replica.heard(Report(True, 0, 0, 5), 6.0) is Health.DEAD
+    assert replica.heard(HealthReport(True, 0, 0, 5), 6.0) is Health.DEAD
     assert replica.restarted(6, 6.1)
 
 
 def test_silence_and_failures_are_forgiven_until_they_are_too_many() -> None:
     replica = healthy()
     assert replica.tick(2.5) is Health.SUSPECT
-    assert replica.heard(Report(True, 0, 0, 1), 2.6) is Health.HEALTHY
+    assert replica.heard(HealthReport(True, 0, 0, 1), 2.6) is Health.HEALTHY
     assert replica.failed(3.0) is Health.SUSPECT
-    assert replica.heard(Report(True, 0, 0, 1), 3.1) is Health.SUSPECT
+    assert replica.heard(HealthReport(True, 0, 0, 1), 3.1) is Health.SUSPECT
     assert replica.served(3.2) is Health.HEALTHY
     replica.failed(4.0)
-    assert replica.heard(Report(True, 0, 0, 1), 6.1) is Health.HEALTHY
+    assert replica.heard(HealthReport(True, 0, 0, 1), 6.1) is Health.HEALTHY
     replica.failed(6.2)
     assert replica.failed(6.3) is Health.DEAD
-    assert replica.heard(Report(True, 0, 0, 1), 6.4) is Health.DEAD
+    assert replica.heard(HealthReport(True, 0, 0, 1), 6.4) is Health.DEAD
 
 
 def test_an_unproven_version_needs_a_new_engine() -> None:
     replica = healthy(epoch=2)
     replica.quarantine()
-    assert replica.heard(Report(True, 0, 0, 2), 0.1) is Health.QUARANTINED
+    assert replica.heard(HealthReport(True, 0, 0, 2), 0.1) is Health.QUARANTINED
     assert replica.tick(99.0) is Health.QUARANTINED
     assert replica.restarted(3, 99.0)
-    assert replica.heard(Report(True, 0, 0, 3), 99.1) is Health.HEALTHY
+    assert replica.heard(HealthReport(True, 0, 0, 3), 99.1) is Health.HEALTHY
 
 
 class Told:
@@ -89,11 +89,11 @@ class Told:
     def __init__(self, allowed: int) -> None:
         self.replica = ReplicaHealth(StalenessBound(allowed), 0.0, HealthLimits(2.0, 5.0, 3))
         self.latest = self.epoch = 0
-        self.last: Report | None = None
+        self.last: HealthReport | None = None
 
     def heard(self, alive: bool, behind: int, epoch: int, now_s: float) -> None:
         before = self.replica.state
-        report = Report(alive, max(0, self.latest - behind), self.latest, epoch)
+        report = HealthReport(alive, max(0, self.latest - behind), self.latest, epoch)
         self.replica.heard(report, now_s)
         if before is Health.QUARANTINED:
             assert self.replica.state is before
@@ -103,7 +103,7 @@ class Told:
     def publish(self, alive: bool, behind: int, epoch: int, now_s: float) -> None:
         self.latest += 1
         if self.last is not None:
-            known = Report(self.last.alive, self.last.policy_version, self.latest, self.epoch)
+            known = HealthReport(self.last.alive, self.last.policy_version, self.latest, self.epoch)
             self.replica.heard(known, now_s)
 
     def restart(self, alive: bool, behind: int, epoch: int, now_s: float) -> None:

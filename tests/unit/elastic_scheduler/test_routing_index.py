@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_scheduler import Placement, ReplicaKind, ReplicaView, Router, TurnNeed
+from elastic_scheduler import ReplicaKind, ReplicaView, Router, TurnNeed, TurnPlacement
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "bench"))
 import routing
@@ -46,7 +46,7 @@ def test_a_large_fleets_choice_is_never_a_replica_that_may_not_have_the_turn(
     rows = {f"r{number}": row(number) for number in range(FLEET)}
     router, now_s = Router(), 0.0
     router.set_table(rows.values(), now_s)
-    live: list[Placement] = []
+    live: list[TurnPlacement] = []
     for what, pick, wait_s in script:
         now_s += wait_s
         if what == "begin":

@@ -5,12 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_scheduler import (
-    AnswerBook,
     Conflict,
     Continue,
     Deliver,
     End,
     GiveUp,
+    IdempotencyCache,
     JournalError,
     TurnJournal,
 )
@@ -93,7 +93,7 @@ def test_attempts_are_bounded() -> None:
 
 
 def test_the_answer_book_keeps_running_requests_and_the_newest_answers() -> None:
-    book: AnswerBook[list[str]] = AnswerBook(capacity=2)
+    book: IdempotencyCache[list[str]] = IdempotencyCache(capacity=2)
     values = {name: [name] for name in "abcd"}
     for name, value in values.items():
         book.open(name, 1, value)
@@ -110,7 +110,7 @@ def test_the_answer_book_keeps_running_requests_and_the_newest_answers() -> None
 
 
 def test_the_answer_book_keeps_so_many_bytes_and_the_newest_answer_whatever_its_size() -> None:
-    book: AnswerBook[list[str]] = AnswerBook(capacity=9, capacity_bytes=100)
+    book: IdempotencyCache[list[str]] = IdempotencyCache(capacity=9, capacity_bytes=100)
     values = {name: [name] for name in "abcde"}
     for name, size_bytes in (("a", 40), ("b", 40), ("c", 40)):
         book.open(name, 1, values[name])

@@ -7,10 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_scheduler import ReplicaKind, ReplicaView, Router, TurnNeed
-from elastic_scheduler.lengths import LengthBook, QuantileWindow
-from elastic_scheduler.prefixes import Prefix, PrefixBook
-from elastic_scheduler.reasons import ReasonLog
-from elastic_scheduler.routing_log import RoutingDecision, RoutingLog
+from elastic_scheduler.routing.decision_log import ReasonLog, RoutingDecision, RoutingLog
+from elastic_scheduler.routing.predictors import (
+    LengthPredictor,
+    Prefix,
+    PrefixAffinity,
+    QuantileWindow,
+)
 
 
 @given(st.integers(1, 9), st.lists(st.integers(0, 50), min_size=1), st.floats(0, 1))
@@ -31,7 +34,7 @@ def test_the_windows_quantile_is_that_of_its_newest_values(
 def test_a_forecast_is_always_within_the_budget(
     seen: list[tuple[str, str, int]], budget_tokens: int
 ) -> None:
-    book = LengthBook(names_kept=2)
+    book = LengthPredictor(names_kept=2)
     for session, group, tokens in seen:
         book.observe("job", session, group, tokens)
     for session, group in (("a", "c"), ("", ""), ("x", "y")):
@@ -39,7 +42,7 @@ def test_a_forecast_is_always_within_the_budget(
 
 
 def test_the_most_specific_history_speaks() -> None:
-    book = LengthBook()
+    book = LengthPredictor()
     assert book.expected("job", "s", "g", 1_000) == 1_000
     for _ in range(40):
         book.observe("job", "", "", 100)
@@ -52,7 +55,7 @@ def test_the_most_specific_history_speaks() -> None:
 
 
 def test_groups_of_two_jobs_may_have_the_same_name() -> None:
-    book = LengthBook()
+    book = LengthPredictor()
     for _ in range(3):
         book.observe("long", "", "group-0", 800)
         book.observe("short", "", "group-0", 20)
@@ -61,7 +64,7 @@ def test_groups_of_two_jobs_may_have_the_same_name() -> None:
 
 
 def test_only_the_tail_of_a_job_is_long() -> None:
-    book = LengthBook()
+    book = LengthPredictor()
     for tokens in range(100):
         book.observe("job", "", "", tokens)
         book.observe("flat", "", "", 50)
@@ -144,7 +147,7 @@ def test_the_reason_log_has_so_many_bytes_however_they_are_spread(
 
 
 def test_long_names_of_sessions_cost_books_no_more_than_short_ones() -> None:
-    lengths, prefixes, log = LengthBook(), PrefixBook(), RoutingLog()
+    lengths, prefixes, log = LengthPredictor(), PrefixAffinity(), RoutingLog()
     session, group = "s" * 512, "g" * 512
     lengths.observe("job", session, group, 50)
     prefixes.note(session, Prefix("a", 7, 1))
@@ -160,7 +163,7 @@ def test_long_names_of_sessions_cost_books_no_more_than_short_ones() -> None:
 
 
 def test_the_log_of_choices_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic_scheduler.routing_log.LOG_BYTES", 50_000)
+    monkeypatch.setattr("elastic_scheduler.routing.decision_log.LOG_BYTES", 50_000)
     router = Router()
     router.set_table([ReplicaView(f"r{k}", ReplicaKind.GUEST, True, 0, 9) for k in range(12)], 0.0)
     for number in range(500):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_scheduler import Placement, ReplicaKind, ReplicaView, Router, TurnNeed
+from elastic_scheduler import ReplicaKind, ReplicaView, Router, TurnNeed, TurnPlacement
 
 NEED = TurnNeed("", 100, 300)
 OFFERED_TOK_S = 2_000.0
@@ -17,7 +17,9 @@ def router_of(*names: str) -> Router:
     return router
 
 
-def run(router: Router, replica: str, tokens: int, tok_s: float, at_s: float = 0.0) -> Placement:
+def run(
+    router: Router, replica: str, tokens: int, tok_s: float, at_s: float = 0.0
+) -> TurnPlacement:
     """A turn on `replica` that has made `tokens` one by one, at `tok_s`."""
     placement = router.begin(replica, NEED, at_s)
     for number in range(tokens):

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_scheduler import Placement, ReplicaKind, ReplicaView, Router, TurnNeed
+from elastic_scheduler import ReplicaKind, ReplicaView, Router, TurnNeed, TurnPlacement
 
 NEED = TurnNeed("s", 74, 14)
 LONG = TurnNeed("l", 74, 2_000)
@@ -141,7 +141,7 @@ def test_caps_are_never_exceeded_and_loads_return_to_zero(
     caps: list[int], script: list[tuple[bool, int, float]]
 ) -> None:
     router = router_with(*[view(f"r{i}", max_sequences=cap) for i, cap in enumerate(caps)])
-    live: list[Placement] = []
+    live: list[TurnPlacement] = []
     now_s = 0.0
     for begins, pick, wait_s in script:
         now_s += wait_s

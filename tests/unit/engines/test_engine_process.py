@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from rose.addresses import free_port
 from rose.engines import EngineProcess, EngineRole, EngineSpec, launch, process_spec
-from rose.engines.preflight import check_model, check_port, check_spec
+from rose.engines.launch import check_model, check_port, check_spec
 from rose.errors import ConfigError, EngineStartError
-from rose.ports import free_port
-from rose.process import ManagedProcess, ProcessSpec, group_alive
+from rose.process.child import ManagedProcess, ProcessSpec, group_alive
 from tests.patience import PATIENCE_S
 
 PARENT = """
@@ -70,7 +70,7 @@ async def test_a_process_dies_with_the_one_that_started_it(tmp_path: Path) -> No
     script = f"""
 import asyncio, sys
 from pathlib import Path
-from rose.process import ManagedProcess, ProcessSpec
+from rose.process.child import ManagedProcess, ProcessSpec
 async def main():
     argv = (sys.executable, "-c", "import time; time.sleep(60)")
     spec = ProcessSpec("child", argv, log=Path({str(tmp_path / "log")!r}), family=True)

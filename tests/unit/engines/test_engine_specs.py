@@ -46,7 +46,7 @@ def test_an_engine_on_a_gpu_is_told_nothing_of_cores_and_may_capture_graphs(
     assert "--load-format=dummy" in on_gpu.argv
     assert "--gpu-memory-utilization=0.01" in on_gpu.argv, "a guest starts beside its host"
     assert not any("gpu-memory" in argument for argument in on_cpu.argv)
-    assert "--worker-cls=executor.vllm.reserved_worker.ReservedKvWorker" in on_gpu.argv
+    assert "--worker-cls=executor.vllm.kv.reserved_worker.ReservedKvWorker" in on_gpu.argv
     host = replace(spec, role=EngineRole.HOST, device=Device.CUDA)
     assert not any("worker-cls" in argument for argument in process_spec(host).argv)
     assert any("reserved_worker" in a for a in process_spec(replace(host, kv_backend="cuda")).argv)
@@ -94,9 +94,11 @@ def test_a_source_tree_is_a_distribution_with_plugins(tmp_path: Path) -> None:
         for name, value in named.items()
     }
     assert points == asked
-    assert ("vllm.stat_logger_plugins", "rose_host", "executor.vllm.latency:HostLatencyLogger") in (
-        points
-    )
+    assert (
+        "vllm.stat_logger_plugins",
+        "rose_host",
+        "executor.vllm.host.state_publisher:HostLatencyLogger",
+    ) in (points)
 
 
 def test_an_installed_rose_says_how_another_interpreter_gets_it(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from rose.placement import kill_group
-from rose.procfs import group_states
+from rose.process.launcher import kill_group
+from rose.process.procfs import group_states
 
 HELD_BYTES = 256 << 20
 HOST = "import os; os.sched_setaffinity(0, {%d})\nprint(flush=True)\nwhile True: pass"

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from cuda_cases import ZEROS, device_gpu
 
-from executor.cuda.borrower import PageBorrower
-from executor.cuda.mapping import Mapping
+from executor.cuda.backing import VirtualMapping
 from executor.cuda.page_pool import PagePool
+from executor.cuda.sharing.page_client import PageClient
 
 
 def say(word: str) -> None:
@@ -18,10 +18,10 @@ def say(word: str) -> None:
 def main(path: str, pages: int) -> None:
     gpu = device_gpu()
     own = PagePool(gpu.driver, gpu.page_bytes)
-    borrower = PageBorrower(gpu.driver, gpu.page_bytes, Path(path), own)
+    borrower = PageClient(gpu.driver, gpu.page_bytes, Path(path), own)
     while borrower.borrowed < pages:
         borrower.step()
-    mapping = Mapping(gpu.driver, gpu.page_bytes, pages)
+    mapping = VirtualMapping(gpu.driver, gpu.page_bytes, pages)
     mapping.back(range(pages), borrower.take(pages))
     for page in range(pages):
         assert gpu.read(mapping.address(page), len(ZEROS)) == ZEROS

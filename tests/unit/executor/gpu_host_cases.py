@@ -25,14 +25,14 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from executor import ControlPage, HostState
-from executor.cuda.borrower import PageBorrower
 from executor.cuda.driver import Handle
 from executor.cuda.page_pool import PagePool
 from executor.cuda.reservation import Reservation
+from executor.cuda.sharing.page_client import PageClient
 from executor.errors import DeviceMemoryShort
-from executor.lending import lent_bytes
-from executor.vllm.host import ObservedScheduler
-from executor.vllm.page_source import reserve_kv
+from executor.kv.capacity_policy import lent_bytes
+from executor.vllm.host.scheduler import ObservedScheduler
+from executor.vllm.kv.backing import reserve_kv
 from executor.vllm.settings import EngineSettings
 from tests.fakes.driver import PAGE, Physical, StandInDevice, StandInDriver
 
@@ -250,7 +250,7 @@ class HandleGuest(DriverGuest):
     def __init__(self, device: StandInDevice, host: GpuHostRig) -> None:
         super().__init__(device, host)
         path = host.page.path.parent / "pages"
-        self.borrower = PageBorrower(self.driver, PAGE, path, PagePool(self.driver, PAGE))
+        self.borrower = PageClient(self.driver, PAGE, path, PagePool(self.driver, PAGE))
 
     def grow(self, most: int = 1000) -> None:
         self.borrower.step()

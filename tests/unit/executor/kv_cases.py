@@ -28,12 +28,12 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-import executor.vllm.guest
+import executor.vllm.guest.scheduler
 from executor import ControlPage, Grant, GrantMode
-from executor.resident import Range, resident_bytes
-from executor.vllm.block_outermost import packed
-from executor.vllm.guest import GatedScheduler
-from executor.vllm.host import ObservedScheduler
+from executor.kv.backing import Range, resident_bytes
+from executor.vllm.guest.scheduler import GatedScheduler
+from executor.vllm.host.scheduler import ObservedScheduler
+from executor.vllm.kv.backing import packed
 from tests.seated_host import SeatedHost
 
 VOCABULARY = 96
@@ -300,7 +300,7 @@ def guest_rig(
     environ = {"ROSE_ROLE": "guest", "ROSE_CONTROL_PAGE": str(page.path), "ROSE_ORPHAN_S": "3600"}
     for name, value in environ.items():
         monkeypatch.setitem(os.environ, name, value)
-    monkeypatch.setattr(executor.vllm.guest, "Watchdog", NoWatchdog)
+    monkeypatch.setattr(executor.vllm.guest.scheduler, "Watchdog", NoWatchdog)
     scheduler, views, memory = _scheduler(GatedScheduler, folder, blocks, spec, depth, caching=True)
     rig = GuestRig(scheduler, StandInRunner(views), page, memory, depth)
     rig._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from executor.cuda.borrower import PageBorrower
-from executor.cuda.lender import PageLender
 from executor.cuda.page_pool import PagePool
+from executor.cuda.sharing.page_client import PageClient
+from executor.cuda.sharing.page_server import PageServer
 from tests.fakes.driver import PAGE, StandInDevice, StandInDriver
 
 RESERVE = 2
@@ -23,11 +23,11 @@ class Rig:
         self.host = StandInDriver(self.device)
         self.guest = StandInDriver(self.device)
         self.host_pool = PagePool(self.host, PAGE)
-        self.lender = PageLender(self.host, PAGE, self.path, self.host_pool, reserve=RESERVE)
+        self.lender = PageServer(self.host, PAGE, self.path, self.host_pool, reserve=RESERVE)
         self.guest_pool = PagePool(self.guest, PAGE)
 
-    def borrow(self) -> PageBorrower:
-        return PageBorrower(self.guest, PAGE, self.path, self.guest_pool)
+    def borrow(self) -> PageClient:
+        return PageClient(self.guest, PAGE, self.path, self.guest_pool)
 
     def stock(self, pages: int) -> None:
         self.lender.give(self.host_pool.take(pages))
@@ -49,7 +49,7 @@ def open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def settle(rig: Rig, *borrowers: PageBorrower) -> None:
+def settle(rig: Rig, *borrowers: PageClient) -> None:
     for _ in range(6):
         rig.lender.step()
         for borrower in borrowers:

@@ -10,9 +10,9 @@ import sys
 import time
 from pathlib import Path
 
-from executor.cuda.borrower import PageBorrower
 from executor.cuda.driver import Handle
 from executor.cuda.page_pool import PagePool
+from executor.cuda.sharing.page_client import PageClient
 from tests.fakes.driver import PAGE, Physical, StandInDevice, StandInDriver
 
 
@@ -29,7 +29,7 @@ def main(path: Path, uuid: bytes, expected: int) -> None:
     device = StandInDevice(PAGE)
     device.uuid = uuid
     driver = ForeignDriver(device)
-    borrower = PageBorrower(driver, PAGE, path, PagePool(driver, PAGE))
+    borrower = PageClient(driver, PAGE, path, PagePool(driver, PAGE))
     pages: list[Handle] = []
     obeys = False
     while True:

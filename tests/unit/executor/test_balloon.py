@@ -7,17 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from executor import GateLimits, Grant, GrantMode
-from executor.balloon import (
+from executor.kv.shrink_plan import (
     NO_CAP,
+    Granules,
     GranuleUse,
+    Rollout,
     Shrink,
     cap_in_force,
     granules_over,
     plan_growth,
     plan_shrink,
 )
-from executor.granules import Granules
-from executor.preemption import Rollout
 
 MS = 1_000_000
 NOW_NS = 1_000 * MS

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from executor import ControlPage, Grant, GrantMode, HostState, LatencyRecord, PageError
-from executor.control_page import LAYOUT_VERSION, PAGE_BYTES
+from executor.control_page.latency_ring import CAPACITY, LANES, RING_BYTES, SLOT_BYTES, START
+from executor.control_page.page import LAYOUT_VERSION, PAGE_BYTES
 from executor.errors import PageUnreadable
-from executor.latency_ring import CAPACITY, LANES, RING_BYTES, SLOT_BYTES, START
 
 HOST_AT = 64
 

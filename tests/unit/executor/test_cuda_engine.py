@@ -12,16 +12,13 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheTensor
 
 from executor import ExecutorError, Grant
-from executor.cuda.cuda_pages import CudaPages
+from executor.cuda.backing import CudaPages
 from executor.cuda.reservation import Reservation
-from executor.host_pages import Extent
-from executor.pages import NoPages
-from executor.vllm.ballooned_pool import BalloonedPool
-from executor.vllm.block_outermost import block_outermost_first, check_views, packed
-from executor.vllm.guest_kv import GROWTH_RETRY_NS, GuestKv
-from executor.vllm.kv_layout import kv_layout
-from executor.vllm.kv_storage import kv_pages
-from executor.vllm.reserved_worker import ReservedZeros
+from executor.kv.backing import Extent, NoPages
+from executor.vllm.guest.kv_balloon import GROWTH_RETRY_NS, GuestKv
+from executor.vllm.kv.backing import block_outermost_first, check_views, kv_layout, kv_pages, packed
+from executor.vllm.kv.block_pool import BalloonedPool
+from executor.vllm.kv.reserved_worker import ReservedZeros
 from tests.fakes.driver import PAGE, StandInDevice, StandInDriver
 
 # K and V of 16 tokens, 32 heads of 128 in fp32, in two layers: two blocks fill a page …

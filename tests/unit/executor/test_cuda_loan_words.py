@@ -9,12 +9,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from loan_cases import RESERVE, Rig, open_descriptors, rig, settle
 
-from executor.cuda.borrower import PageBorrower
-from executor.cuda.fd_socket import HungUp, receive, send
-from executor.cuda.frames import MOST_PAGES, Ask, Frame, Hello, Lend, Return, Revoke, decode, encode
-from executor.cuda.lender import MOST_BORROWERS
-from executor.cuda.loan_book import LoanBook
 from executor.cuda.page_pool import PagePool
+from executor.cuda.sharing.messages import (
+    MOST_PAGES,
+    Frame,
+    Hello,
+    HungUp,
+    Lend,
+    RequestPages,
+    Return,
+    Revoke,
+    decode,
+    encode,
+    receive,
+    send,
+)
+from executor.cuda.sharing.page_client import PageClient
+from executor.cuda.sharing.page_server import MOST_BORROWERS, LoanLedger
 from executor.errors import LoanError
 from tests.fakes.driver import PAGE, StandInDevice, StandInDriver
 
@@ -29,7 +40,7 @@ def raw_peer(rig: Rig, *, greet: bool = True) -> socket.socket:
     peer.connect(os.fspath(rig.path))
     if greet:
         send(peer, Hello(rig.host.device, PAGE))
-        send(peer, Ask(MOST_PAGES))
+        send(peer, RequestPages(MOST_PAGES))
         rig.lender.step()
     return peer
 
@@ -107,7 +118,7 @@ def test_no_more_peers_than_can_be_served_at_once(rig: Rig) -> None:
 def test_where_nobody_lends_a_borrower_says_so(tmp_path: Path) -> None:
     driver = StandInDriver(StandInDevice(PAGE))
     with pytest.raises(LoanError, match="start the host first"):
-        PageBorrower(driver, PAGE, tmp_path / "none", PagePool(driver, PAGE))
+        PageClient(driver, PAGE, tmp_path / "none", PagePool(driver, PAGE))
 
 
 @given(
@@ -115,7 +126,7 @@ def test_where_nobody_lends_a_borrower_says_so(tmp_path: Path) -> None:
         NUMBERS.map(Lend),
         NUMBERS.map(Return),
         st.integers(0, 2**64 - 1).map(Revoke),
-        st.integers(0, 2**64 - 1).map(Ask),
+        st.integers(0, 2**64 - 1).map(RequestPages),
         st.builds(Hello, st.binary(min_size=16, max_size=16), st.integers(0, 2**64 - 1)),
     )
 )
@@ -153,7 +164,7 @@ def test_frames_have_a_fixed_form() -> None:
 
 
 def test_the_reserve_is_the_owners_alone() -> None:
-    book = LoanBook(reserve=3)
+    book = LoanLedger(reserve=3)
     book.put(range(5))
     assert len(book.lend(1, 10)) == 2
     assert book.lend(2, 10) == ()

@@ -11,10 +11,10 @@ from collections.abc import Callable
 import pytest
 from loan_cases import RESERVE, Rig, rig, settle
 
-from executor.cuda.borrower import PageBorrower
+from executor.cuda.backing import VirtualMapping
 from executor.cuda.driver import Handle
-from executor.cuda.lender import PageLender
-from executor.cuda.mapping import Mapping
+from executor.cuda.sharing.page_client import PageClient
+from executor.cuda.sharing.page_server import PageServer
 from executor.errors import DeviceMemoryShort
 from tests.fakes.driver import PAGE, scripted
 
@@ -28,7 +28,7 @@ def test_what_is_lent_is_zeroed_is_the_same_memory_and_leaves_the_reserve(rig: R
     settle(rig, borrower)
     assert (borrower.borrowed, rig.lender.lent, rig.lender.idle) == (4, 4, RESERVE)
     assert rig.device.used_bytes == used, "a page that is lent is not a second page"
-    mapping = Mapping(rig.guest, PAGE, 4)
+    mapping = VirtualMapping(rig.guest, PAGE, 4)
     mapping.back(range(4), borrower.take(4))
     for page in range(4):
         assert rig.guest.read(mapping.address(page), 16) == bytes(16)
@@ -39,7 +39,7 @@ def test_a_loan_that_is_revoked_comes_back_page_by_page(rig: Rig) -> None:
     rig.stock(10)
     borrower = rig.borrow()
     settle(rig, borrower)
-    mapping = Mapping(rig.guest, PAGE, 6)
+    mapping = VirtualMapping(rig.guest, PAGE, 6)
     mapping.back(range(6), borrower.take(6))
     fill_device(rig)
     with pytest.raises(DeviceMemoryShort):
@@ -71,7 +71,7 @@ def test_no_page_is_ever_in_two_hands(rig: Rig, seed: int) -> None:
     borrowers = [rig.borrow(), rig.borrow()]
     held: list[list[Handle]] = [[], [], []]
     most_lent = 0
-    takers: list[PageLender | PageBorrower] = [rig.lender, *borrowers]
+    takers: list[PageServer | PageClient] = [rig.lender, *borrowers]
     for _ in range(300):
         who = rng.randrange(3)
         taker, mine = takers[who], held[who]
@@ -102,7 +102,7 @@ def test_a_page_that_is_lent_again_says_nothing_of_its_last_user(rig: Rig) -> No
     rig.stock(3)
     first = rig.borrow()
     settle(rig, first)
-    mapping = Mapping(rig.guest, PAGE, 1)
+    mapping = VirtualMapping(rig.guest, PAGE, 1)
     mapping.back([0], first.take(1))
     rig.guest.write(mapping.address(0), b"secret")
     first.give(mapping.back([0], [mapping.alias]))
@@ -123,7 +123,7 @@ def test_when_the_peer_hangs_up_its_pages_wait_for_the_end_of_its_process(
     settle(rig)
     assert (rig.lender.idle, rig.lender.lent) == (RESERVE, 4)
     rig.guest.die()
-    monkeypatch.setattr("executor.cuda.lender.has_ended", lambda _process: True)
+    monkeypatch.setattr("executor.cuda.sharing.page_server.has_ended", lambda _process: True)
     settle(rig)
     assert (rig.lender.idle, rig.lender.lent) == (6, 0)
 
@@ -134,7 +134,7 @@ def test_what_a_dead_peer_had_is_free_when_the_owner_lets_go_as_the_device_measu
     rig.stock(6)
     borrower = rig.borrow()
     settle(rig, borrower)
-    mapping = Mapping(rig.guest, PAGE, 4)
+    mapping = VirtualMapping(rig.guest, PAGE, 4)
     mapping.back(range(4), borrower.take(4))
     free = rig.host.free_bytes()
     rig.lender.close()
@@ -145,14 +145,14 @@ def test_what_a_dead_peer_had_is_free_when_the_owner_lets_go_as_the_device_measu
 
 BORROWER = """
 import socket, sys
-from executor.cuda.fd_socket import receive, send
-from executor.cuda.frames import Ask, Hello
+from executor.cuda.sharing.messages import receive, send
+from executor.cuda.sharing.messages import RequestPages, Hello
 
 path, device = sys.argv[1], bytes.fromhex(sys.argv[2])
 connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 connection.connect(path)
 send(connection, Hello(device, 2 << 20))
-send(connection, Ask(64))
+send(connection, RequestPages(64))
 while (heard := receive(connection)) is None:
     pass
 print(len(heard[1]), flush=True)

@@ -5,8 +5,8 @@ from collections import Counter
 import pytest
 from cuda_cases import ZEROS, Gpu, gpu
 
+from executor.cuda.backing import VirtualMapping
 from executor.cuda.driver import Handle
-from executor.cuda.mapping import Mapping
 from executor.cuda.page_pool import PagePool
 from executor.errors import DeviceError, DeviceMemoryShort, MappingLost
 from tests.fakes.driver import PAGE, StandInDevice, StandInDriver, scripted
@@ -17,7 +17,7 @@ PAGES = 8
 
 def test_pages_of_their_own_differ_and_all_others_are_the_alias_page(gpu: Gpu) -> None:
     pool = PagePool(gpu.driver, gpu.page_bytes)
-    mapping = Mapping(gpu.driver, gpu.page_bytes, PAGES)
+    mapping = VirtualMapping(gpu.driver, gpu.page_bytes, PAGES)
     own = pool.take(2)
     assert mapping.back([3, 6], own) == [mapping.alias] * 2
     mapping.zero([3, 6])
@@ -33,7 +33,7 @@ def test_pages_of_their_own_differ_and_all_others_are_the_alias_page(gpu: Gpu) -
 
 def test_it_begins_zeroed_on_the_pages_it_is_given(gpu: Gpu) -> None:
     pool = PagePool(gpu.driver, gpu.page_bytes)
-    mapping = Mapping(gpu.driver, gpu.page_bytes, PAGES, pool.take(5))
+    mapping = VirtualMapping(gpu.driver, gpu.page_bytes, PAGES, pool.take(5))
     for page in range(PAGES):
         assert gpu.read(mapping.address(page), len(ZEROS)) == ZEROS
     pool.give(mapping.close())
@@ -41,12 +41,12 @@ def test_it_begins_zeroed_on_the_pages_it_is_given(gpu: Gpu) -> None:
 
 def test_pages_that_do_not_fit_the_device_are_refused(gpu: Gpu) -> None:
     with pytest.raises(DeviceError, match="give a multiple of"):
-        Mapping(gpu.driver, gpu.page_bytes + 4096, PAGES)
+        VirtualMapping(gpu.driver, gpu.page_bytes + 4096, PAGES)
 
 
 def test_access_is_set_in_one_call_for_a_run() -> None:
     driver = StandInDriver(StandInDevice(64 * PAGE))
-    mapping = Mapping(driver, PAGE, PAGES)
+    mapping = VirtualMapping(driver, PAGE, PAGES)
     pool = PagePool(driver, PAGE)
     driver.calls.clear()
     mapping.back([1, 2, 3, 6, 7], pool.take(5))
@@ -54,7 +54,7 @@ def test_access_is_set_in_one_call_for_a_run() -> None:
     assert driver.calls["map"] == driver.calls["unmap"] == 5
 
 
-def calls_of(driver: StandInDriver, mapping: Mapping, handles: list[Handle]) -> Counter[str]:
+def calls_of(driver: StandInDriver, mapping: VirtualMapping, handles: list[Handle]) -> Counter[str]:
     driver.calls.clear()
     old = mapping.back([1, 2, 5], handles)
     counted = Counter(driver.calls)
@@ -65,7 +65,7 @@ def calls_of(driver: StandInDriver, mapping: Mapping, handles: list[Handle]) -> 
 def test_a_failure_at_any_call_leaves_every_page_and_its_content() -> None:
     driver = StandInDriver(StandInDevice(64 * PAGE))
     pool = PagePool(driver, PAGE)
-    mapping = Mapping(driver, PAGE, PAGES, pool.take(PAGES))
+    mapping = VirtualMapping(driver, PAGE, PAGES, pool.take(PAGES))
     fresh = pool.take(3)
     for page in range(PAGES):
         driver.write(mapping.address(page), bytes([page] * 8))
@@ -87,7 +87,7 @@ def test_a_failure_at_any_call_leaves_every_page_and_its_content() -> None:
 def test_when_even_putting_back_fails_it_says_so() -> None:
     driver = StandInDriver(StandInDevice(64 * PAGE))
     pool = PagePool(driver, PAGE)
-    mapping = Mapping(driver, PAGE, PAGES, pool.take(PAGES))
+    mapping = VirtualMapping(driver, PAGE, PAGES, pool.take(PAGES))
 
     def broken(name: str, _number: int) -> None:
         if name == "map":
@@ -103,20 +103,20 @@ def test_a_mapping_that_cannot_be_made_leaves_nothing_behind(name: str) -> None:
     driver = StandInDriver(StandInDevice(64 * PAGE))
     driver.fails = scripted(name, 0)
     with pytest.raises(DeviceMemoryShort):
-        Mapping(driver, PAGE, PAGES)
+        VirtualMapping(driver, PAGE, PAGES)
     assert driver.is_clean
 
 
 def test_pages_that_may_still_be_written_to_are_not_unmapped() -> None:
     driver = StandInDriver(StandInDevice(64 * PAGE))
-    mapping = Mapping(driver, PAGE, PAGES)
+    mapping = VirtualMapping(driver, PAGE, PAGES)
     driver.calls.clear()
     driver.fails = scripted("synchronize", 0)
     with pytest.raises(MappingLost, match="may still be written to"):
         mapping.zero([1, 2])
     driver.calls.clear()
     with pytest.raises(MappingLost, match="may still be written to"):
-        Mapping(driver, PAGE, PAGES)
+        VirtualMapping(driver, PAGE, PAGES)
     assert driver.calls["unmap"] == 0
 
 

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 import pytest
 from cuda_cases import ZEROS, Gpu, gpu
 
-from executor.cuda.reservation import Reservation, reservation_at
-from executor.cuda.tensor import layer, whole
+from executor.cuda.reservation import Reservation, layer, reservation_at, whole
 from executor.errors import DeviceError, DeviceMemoryShort
-from executor.granules import Granules
-from executor.host_pages import Extent
+from executor.kv.backing import Extent
+from executor.kv.shrink_plan import Granules
 from tests.fakes.driver import PAGE, StandInDevice, StandInDriver, scripted
 
 __all__ = ["gpu"]

@@ -9,24 +9,24 @@ from pathlib import Path
 
 from cuda_cases import ZEROS, Gpu, device_gpu
 
-from executor.cuda.lender import PageLender
-from executor.cuda.mapping import Mapping
+from executor.cuda.backing import VirtualMapping
 from executor.cuda.page_pool import PagePool
+from executor.cuda.sharing.page_server import PageServer
 
 PAGES = 4
 BORROWER = Path(__file__).with_name("cuda_borrower_main.py")
 
 
-def wait_for(lender: PageLender, done: Callable[[], bool], within_s: float = 60.0) -> None:
+def wait_for(lender: PageServer, done: Callable[[], bool], within_s: float = 60.0) -> None:
     end = time.monotonic() + within_s
     while not done():
         assert time.monotonic() < end, "it did not happen"
         lender.step()
 
 
-def first_bytes(gpu: Gpu, lender: PageLender) -> bytes:
+def first_bytes(gpu: Gpu, lender: PageServer) -> bytes:
     """What is in a page of the stock, which is put back."""
-    mapping = Mapping(gpu.driver, gpu.page_bytes, 1)
+    mapping = VirtualMapping(gpu.driver, gpu.page_bytes, 1)
     mapping.back([0], lender.take(1))
     found = gpu.read(mapping.address(0), len(ZEROS))
     lender.give(mapping.close())
@@ -40,7 +40,7 @@ def test_a_lent_page_is_written_to_returned_and_the_rest_is_back_after_a_kill(
     gpu = device_gpu()
     free = gpu.driver.free_bytes()
     pool = PagePool(gpu.driver, gpu.page_bytes)
-    lender = PageLender(gpu.driver, gpu.page_bytes, tmp_path / "pages", pool)
+    lender = PageServer(gpu.driver, gpu.page_bytes, tmp_path / "pages", pool)
     lender.give(pool.take(PAGES))
     command = [sys.executable, str(BORROWER), str(tmp_path / "pages"), str(PAGES)]
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from executor.deadlines import DeadlineBook
+from executor.grants.deadline_tracker import DeadlineTracker
 
 TTFT, TPOT = 1_000, 100
 
@@ -42,7 +42,7 @@ class Script:
     """Plays one engine to both books; with asynchronous scheduling two steps are in flight."""
 
     def __init__(self, in_flight: int) -> None:
-        self.book, self.slow = DeadlineBook(TTFT, TPOT), SlowBook()
+        self.book, self.slow = DeadlineTracker(TTFT, TPOT), SlowBook()
         self.now_ns = 1_000
         self._in_flight = in_flight
         self._flight: list[dict[str, int]] = []
@@ -96,7 +96,7 @@ def test_the_earliest_deadlines_are_exact(script: list[tuple[str, Any]], in_flig
 
 
 def test_unknown_targets_give_no_deadline() -> None:
-    book = DeadlineBook(0, 0)
+    book = DeadlineTracker(0, 0)
     book.arrived("a", 5, 3)
     assert book.earliest_prefill_ns == 0
     book.begun(["a"])
@@ -105,7 +105,7 @@ def test_unknown_targets_give_no_deadline() -> None:
 
 
 def test_finished_requests_leave_nothing_behind() -> None:
-    book = DeadlineBook(TTFT, TPOT)
+    book = DeadlineTracker(TTFT, TPOT)
     for n in range(1000):
         book.arrived(f"r{n}", n, 1)
         book.begun([f"r{n}"])
@@ -117,7 +117,7 @@ def test_finished_requests_leave_nothing_behind() -> None:
 
 
 def test_a_request_that_ended_in_its_step_does_not_stand_in_for_one_left_out() -> None:
-    book = DeadlineBook(TTFT, TPOT)
+    book = DeadlineTracker(TTFT, TPOT)
     for name in ("a", "b"):
         book.arrived(name, 0, 1)
     book.begun(["a", "b"])

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from executor import GateLimits, Grant, GrantMode, HostState, Run, SeatState, Yield, decide
-from executor.host_sight import HostSight
+from executor.control_page.host_seat import HostView
 from slo import StepModel, StepProfile
 from tests.seated_host import believed
 
@@ -57,7 +57,7 @@ SEAT = SeatState(taken_ns=0, beat_ns=NOW)
 @pytest.mark.parametrize(
     ("sight", "reason"),
     [
-        (HostSight(), "page_replaced"),
+        (HostView(), "page_replaced"),
         (replace(SIGHT, replaced=True), "page_replaced"),
         (replace(SIGHT, seated=False), "no_host"),
         (replace(SIGHT, vetoed=True), "host_veto"),
@@ -70,7 +70,7 @@ SEAT = SeatState(taken_ns=0, beat_ns=NOW)
 )
 @pytest.mark.parametrize("grant", [GRANT, SHARING])
 def test_an_idle_state_that_nobody_vouches_for_yields(
-    sight: HostSight, grant: Grant, reason: str
+    sight: HostView, grant: Grant, reason: str
 ) -> None:
     assert decide(sight, grant, MODEL, NOW, LIMITS) == Yield(reason)
 

@@ -20,10 +20,10 @@ from vllm.v1.request import RequestStatus
 
 from executor import GuestState
 from executor.errors import DeviceError
-from executor.lending import lent_bytes, owed_bytes
-from executor.reclaim import Debt
-from executor.vllm.hold import HOLD_NS
-from executor.vllm.paged_pool import MOST_BYTES_A_CALL
+from executor.kv.capacity_policy import lent_bytes, owed_bytes
+from executor.kv.reclaim_ladder import OverdueTimer
+from executor.vllm.host.block_pools import MOST_BYTES_A_CALL
+from executor.vllm.host.kv_lender import HOLD_NS
 from tests.fakes.driver import PAGE, StandInDevice, scripted
 
 KV_PAGES = 32
@@ -137,7 +137,7 @@ def test_a_request_longer_than_what_is_on_pages_waits_in_vllms_queue_and_is_serv
 def test_a_guest_that_keeps_what_was_asked_back_owes_it_until_the_ladder_ends_it(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig, debt = pair.rig, Debt(press_ns=25 * STEP_NS, patience_ns=50 * STEP_NS)
+    rig, debt = pair.rig, OverdueTimer(press_ns=25 * STEP_NS, patience_ns=50 * STEP_NS)
     has = GuestState(granules_total=32, granules_mapped=len(pair.guest.pages), granule_bytes=PAGE)
     assert owed_bytes(0, rig.published, has) == 0, "what is lent may be kept"
     rig.add("long", prompt_of(2, 480), 20)
@@ -154,7 +154,7 @@ def test_a_guest_that_keeps_what_was_asked_back_owes_it_until_the_ladder_ends_it
 
 
 def kill(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("executor.cuda.lender.has_ended", lambda _process: True)
+    monkeypatch.setattr("executor.cuda.sharing.page_server.has_ended", lambda _process: True)
     pair.guest.die()
 
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from kv_cases import undisturbed
 from vllm.v1.request import RequestStatus
 
-import executor.vllm.host
+import executor.vllm.host.scheduler
 from executor.errors import DeviceError, DeviceMemoryShort
-from executor.lending import LendingLimits
+from executor.kv.capacity_policy import LendingLimits
 from tests.fakes.driver import PAGE, StandInDevice
 
 KV_PAGES = 32
@@ -71,7 +71,9 @@ class World:
 
     def grow(self, most: int) -> None:
         if self.guest is None and not self.dead:
-            if self._by_handle and not isinstance(self._source, executor.cuda.lender.PageLender):
+            if self._by_handle and not isinstance(
+                self._source, executor.cuda.sharing.page_server.PageLender
+            ):
                 return
             kind = HandleGuest if self._by_handle else DriverGuest
             self.guest = kind(self._device, self.rig)
@@ -129,13 +131,13 @@ def world(*, by_handle: bool, depth: int = 1, caching: bool = True) -> Iterator[
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         device = StandInDevice(DEVICE_PAGES * PAGE)
         limits = LendingLimits(calm_ns=5 * STEP_NS, cold_ns=20 * STEP_NS)
-        patch.setattr(executor.vllm.host, "_limits", lambda _settings: limits)
+        patch.setattr(executor.vllm.host.scheduler, "_limits", lambda _settings: limits)
         patch.setattr(time, "sleep", never)
         with gpu_host(
             Path(folder), device, by_handle=by_handle, depth=depth, caching=caching
         ) as rig:
             made = World(rig, device, by_handle=by_handle)
-            patch.setattr("executor.cuda.lender.has_ended", made.dead.__contains__)
+            patch.setattr("executor.cuda.sharing.page_server.has_ended", made.dead.__contains__)
             yield made
             made.rig.driver.fails = lambda _name, _number: None
             made.die()

@@ -15,9 +15,9 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
-from executor.granules import Granules
-from executor.pages import NoPages
-from executor.vllm.ballooned_pool import BalloonedPool
+from executor.kv.backing import NoPages
+from executor.kv.shrink_plan import Granules
+from executor.vllm.kv.block_pool import BalloonedPool
 
 log = logging.getLogger(__name__)
 GRANULE_BLOCKS = 16

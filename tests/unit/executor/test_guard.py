@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from executor import Grant, GrantMode, GuardConfig, GuardCore, GuestState, HostState
+from executor import Grant, GrantController, GrantMode, GuardConfig, GuestState, HostState
 from tests.seated_host import believed
 
 CONFIG = GuardConfig(token_budget=256, max_sequences=8, kv_granule_cap=4, slack_share=0.5)
@@ -13,7 +13,7 @@ HOST = HostState(kv_used=10, kv_total=100)
 SECOND = 10**9
 
 
-def granted(core: GuardCore, now_ns: int = SECOND, **change: Any) -> Grant:
+def granted(core: GrantController, now_ns: int = SECOND, **change: Any) -> Grant:
     inputs: dict[str, Any] = {
         "host": HOST,
         "guest": None,
@@ -25,7 +25,7 @@ def granted(core: GuardCore, now_ns: int = SECOND, **change: Any) -> Grant:
 
 
 def test_a_lease_gets_the_operators_limits_for_half_a_second() -> None:
-    assert granted(GuardCore(CONFIG)) == Grant(
+    assert granted(GrantController(CONFIG)) == Grant(
         GrantMode.RUN, 256, 8, 4, 0.5, 1, SECOND + SECOND // 2, SECOND, "leased"
     )
 
@@ -48,14 +48,14 @@ def test_a_lease_gets_the_operators_limits_for_half_a_second() -> None:
 def test_anything_wrong_takes_the_capacity_back(
     change: dict[str, Any], mode: GrantMode, reason: str
 ) -> None:
-    grant = granted(GuardCore(CONFIG), **change)
+    grant = granted(GrantController(CONFIG), **change)
     assert (grant.mode, grant.reason) == (mode, reason)
     assert (grant.token_budget, grant.max_sequences) == (0, 0)
     assert grant.kv_granule_cap == 4, "0 would lift the cap of a guest that may not run"
 
 
 def test_the_epoch_grows_with_each_change_of_mode_and_survives_a_restart() -> None:
-    core = GuardCore(CONFIG, previous=Grant(epoch=41))
+    core = GrantController(CONFIG, previous=Grant(epoch=41))
     assert granted(core).epoch == 42
     assert granted(core).epoch == 42
     assert granted(core, lease_active=False).epoch == 43
@@ -63,7 +63,7 @@ def test_the_epoch_grows_with_each_change_of_mode_and_survives_a_restart() -> No
 
 
 def test_a_daemon_that_slept_longer_than_a_grant_freezes_before_it_goes_on() -> None:
-    core = GuardCore(CONFIG)
+    core = GrantController(CONFIG)
     granted(core, SECOND)
     woken = granted(core, 3 * SECOND)
     assert (woken.mode, woken.reason) == (GrantMode.FREEZE, "daemon_stalled")
@@ -71,7 +71,7 @@ def test_a_daemon_that_slept_longer_than_a_grant_freezes_before_it_goes_on() -> 
 
 
 def test_kv_pressure_throttles_with_hysteresis() -> None:
-    core = GuardCore(CONFIG)
+    core = GrantController(CONFIG)
 
     def mode_at(used: int) -> GrantMode:
         return granted(core, host=replace(HOST, kv_used=used)).mode
@@ -92,7 +92,7 @@ BORROWER = GuestState(granules_total=40, granules_mapped=5, granule_bytes=100)
 
 
 def test_a_guests_cap_follows_what_its_host_lends_now_and_falls_at_once() -> None:
-    core = GuardCore(LENDING)
+    core = GrantController(LENDING)
 
     def cap(**change: Any) -> int:
         return granted(core, **({"host": LENDER, "guest": BORROWER} | change)).kv_granule_cap
@@ -109,14 +109,14 @@ def test_a_guests_cap_follows_what_its_host_lends_now_and_falls_at_once() -> Non
 
 
 def test_what_is_unknown_of_a_loan_counts_against_the_guest() -> None:
-    core = GuardCore(LENDING)
+    core = GrantController(LENDING)
     assert granted(core, host=None, guest=BORROWER).kv_granule_cap == 5
     assert granted(core, host=LENDER, guest=BORROWER, host_doubt="host_dead").kv_granule_cap == 5
     assert granted(core, host=LENDER, guest=None).kv_granule_cap == 1
 
 
 def test_a_reclaim_freezes_and_its_cap_binds_until_it_ends() -> None:
-    core = GuardCore(CONFIG)
+    core = GrantController(CONFIG)
     held = granted(core, reclaim_cap=2)
     assert (held.mode, held.reason, held.kv_granule_cap) == (GrantMode.FREEZE, "reclaim", 2)
     assert granted(core, reclaim_cap=0).kv_granule_cap == 4, "frozen only"
@@ -125,10 +125,10 @@ def test_a_reclaim_freezes_and_its_cap_binds_until_it_ends() -> None:
 
 
 def test_pressure_and_the_operators_cap_bind_a_borrower_too() -> None:
-    capped = GuardCore(replace(LENDING, kv_granule_cap=7))
+    capped = GrantController(replace(LENDING, kv_granule_cap=7))
     assert granted(capped, host=LENDER, guest=BORROWER).kv_granule_cap == 7
     full = replace(LENDER, kv_used=95, granules_lent=0, bytes_lent=0)
-    assert granted(GuardCore(LENDING), host=full, guest=BORROWER).kv_granule_cap == 2
+    assert granted(GrantController(LENDING), host=full, guest=BORROWER).kv_granule_cap == 2
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_limits_that_make_no_sense_are_refused(bad: dict[str, float]) -> None:
 
 
 def test_a_guest_that_warms_up_runs_in_host_idle_time_without_a_lease() -> None:
-    core = GuardCore(CONFIG)
+    core = GrantController(CONFIG)
     grant = granted(core, lease_active=False, warming=True)
     assert (grant.mode, grant.reason, grant.token_budget) == (GrantMode.RUN, "warm_up", 256)
     assert grant.slack_share == 0.0, "the host's slack is for leases"
@@ -151,6 +151,6 @@ def test_a_guest_that_warms_up_runs_in_host_idle_time_without_a_lease() -> None:
 
 @pytest.mark.parametrize("change", [{"kill_switch": True}, {"operator_hold": True}, {"host": None}])
 def test_a_warm_up_obeys_whatever_freezes_a_lease(change: dict[str, Any]) -> None:
-    grant = granted(GuardCore(CONFIG), lease_active=False, warming=True, **change)
+    grant = granted(GrantController(CONFIG), lease_active=False, warming=True, **change)
     assert grant.mode in (GrantMode.KILL, GrantMode.FREEZE)
     assert grant.token_budget == 0

@@ -7,7 +7,7 @@ import pytest
 from kv_cases import BLOCK_TOKENS, NARROW, WIDE, GuestRig, guest_rig, undisturbed
 
 from executor import GrantMode, GuestState
-from executor.resident import resident_bytes
+from executor.kv.backing import resident_bytes
 
 MIB = 1 << 20
 

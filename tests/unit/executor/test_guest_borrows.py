@@ -12,16 +12,15 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from executor import Grant
-from executor.cuda.borrower import PageBorrower
-from executor.cuda.lender import PageLender
 from executor.cuda.page_pool import PagePool
+from executor.cuda.sharing.page_client import PageClient
+from executor.cuda.sharing.page_server import PageServer
 from executor.errors import DeviceError, DeviceMemoryShort, LoanError
-from executor.preemption import Rollout
-from executor.vllm import page_source as source_module
-from executor.vllm.ballooned_pool import BalloonedPool
-from executor.vllm.guest_kv import GuestKv
-from executor.vllm.kv_storage import kv_pages
-from executor.vllm.page_source import page_source, reserve_kv
+from executor.kv.shrink_plan import Rollout
+from executor.vllm.guest.kv_balloon import GuestKv
+from executor.vllm.kv import backing as source_module
+from executor.vllm.kv.backing import kv_pages, page_source, reserve_kv
+from executor.vllm.kv.block_pool import BalloonedPool
 from executor.vllm.settings import GUEST, HOST, LEND, OBSERVE, EngineSettings
 from tests.fakes.driver import PAGE, StandInDevice, StandInDriver, scripted
 
@@ -50,14 +49,14 @@ class Guest:
         self.device = StandInDevice((2 + LENT_PAGES + OWN_PAGES) * PAGE)
         self.host = StandInDriver(self.device)
         pool = PagePool(self.host, PAGE)
-        self.lender = PageLender(self.host, PAGE, path, pool)
+        self.lender = PageServer(self.host, PAGE, path, pool)
         self.lender.give(pool.take(LENT_PAGES))
         self.driver = StandInDriver(self.device)
         config = kv_config(BLOCKS, WIDE, on_gpu=True)
         size = config.kv_cache_tensors[0].size
         self.reservation = reserve_kv(settings_of(GUEST, path), self.driver, size)
         source: Any = self.reservation._source
-        self.borrower: PageBorrower = source
+        self.borrower: PageClient = source
         pages, granules = kv_pages(engine(config, self.reservation.address), config)
         self.manager: Any = KVCacheManager(
             kv_cache_config=config,
@@ -195,18 +194,18 @@ def test_a_guest_without_a_lender_does_not_start_and_a_host_without_a_socket_ser
         settings_of(HOST, tmp_path / "no" / "folder"),
     ):
         assert isinstance(page_source(settings, driver), PagePool)
-    assert isinstance(page_source(settings_of(HOST, tmp_path / "pages"), driver), PageLender)
+    assert isinstance(page_source(settings_of(HOST, tmp_path / "pages"), driver), PageServer)
 
 
 def test_a_socket_of_a_killed_lender_is_taken_over_and_that_of_a_living_one_is_not(
     tmp_path: Path,
 ) -> None:
     driver = StandInDriver(StandInDevice(8 * PAGE))
-    first = PageLender(driver, PAGE, tmp_path / "pages", PagePool(driver, PAGE))
+    first = PageServer(driver, PAGE, tmp_path / "pages", PagePool(driver, PAGE))
     with pytest.raises(LoanError, match=r"pages cannot be lent at .*: Address"):
-        PageLender(driver, PAGE, tmp_path / "pages", PagePool(driver, PAGE))
+        PageServer(driver, PAGE, tmp_path / "pages", PagePool(driver, PAGE))
     first._listener.close()  # As the end of its process does.
-    second = PageLender(driver, PAGE, tmp_path / "pages", PagePool(driver, PAGE))
+    second = PageServer(driver, PAGE, tmp_path / "pages", PagePool(driver, PAGE))
     second.close()
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from executor import ControlPage, Grant, GrantMode, GuestState, Run, Yield
-from executor.vllm.station import YIELD_SLEEP_S, GuestStation, KvMapped, Load
+from executor.vllm.guest.gate_client import YIELD_SLEEP_S, EngineLoad, GateClient, KvMapped
 from slo import StepModel, StepProfile
 from tests.seated_host import SeatedHost
 
 MS = 1_000_000
-LOAD = Load(running=2, waiting=1, kv_used=5)
+LOAD = EngineLoad(running=2, waiting=1, kv_used=5)
 
 
 class Rig:
@@ -21,7 +21,7 @@ class Rig:
         self.now_ns = 10_000 * MS
         self.sleeps: list[float] = []
         self.environ = {"ROSE_POLICY_VERSION": "3"}
-        self.station = GuestStation(
+        self.station = GateClient(
             page,
             kv=KvMapped(4096),
             clock_ns=lambda: self.now_ns,
@@ -67,7 +67,7 @@ def test_a_granted_step_is_published_from_begin_to_end(rig: Rig) -> None:
     rig.station.scheduled(LOAD, 12)
     assert rig.state().in_step
     rig.now_ns += 8 * MS
-    rig.station.stepped(Load(2, 0, 6), tokens=12, sequences=2, sampled=2)
+    rig.station.stepped(EngineLoad(2, 0, 6), tokens=12, sequences=2, sampled=2)
     assert rig.state() == GuestState(
         step_seq=1,
         in_step=False,
@@ -100,7 +100,7 @@ def test_yielded_time_adds_up_and_is_published_every_50_ms(rig: Rig) -> None:
 def test_time_without_requests_is_not_yielded(rig: Rig) -> None:
     rig.grant(GrantMode.FREEZE)
     rig.station.ask(LOAD)
-    rig.station.idle(Load(0, 0, 0))
+    rig.station.idle(EngineLoad(0, 0, 0))
     rig.now_ns += 1_000 * MS
     rig.grant()
     rig.station.ask(LOAD)
@@ -128,7 +128,7 @@ def test_measured_steps_correct_the_model(rig: Rig) -> None:
 
 def test_a_guest_takes_smaller_steps_when_its_context_makes_them_long(rig: Rig) -> None:
     model = StepModel(StepProfile(0.001, 1e-4, per_context_token_s=1e-6))
-    station = GuestStation(
+    station = GateClient(
         rig.page, KvMapped(4096), model=model, block_tokens=32, clock_ns=lambda: rig.now_ns
     )
     rig.grant()
@@ -137,8 +137,8 @@ def test_a_guest_takes_smaller_steps_when_its_context_makes_them_long(rig: Rig) 
     rig.page.grant.write(replace(granted, slack_share=1.0))
     due_ns = rig.now_ns + 9 * MS
     rig.host.tell(running=1, earliest_decode_deadline_ns=due_ns)
-    assert station.ask(Load(2, 0, kv_used=0)) == Run(60, 4)
-    assert station.ask(Load(2, 0, kv_used=100)) == Run(28, 4)
+    assert station.ask(EngineLoad(2, 0, kv_used=0)) == Run(60, 4)
+    assert station.ask(EngineLoad(2, 0, kv_used=100)) == Run(28, 4)
 
 
 def test_a_change_of_mapped_memory_is_published_at_once(rig: Rig) -> None:

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from kv_cases import HostRig, host_rig
 
-import executor.host_sight
-import executor.vllm.host
-from executor import ControlPage, Grant, GrantMode, GuardConfig, GuardCore, Yield, decide
+import executor.control_page.host_seat
+import executor.vllm.host.scheduler
+from executor import ControlPage, Grant, GrantController, GrantMode, GuardConfig, Yield, decide
 from executor.errors import ExecutorError
-from executor.gate import GateLimits, Run
-from executor.vllm.latency import HostLatencyLogger
-from executor.vllm.profiled import FIRST_MODEL
+from executor.grants.step_gate import GateLimits, Run
+from executor.vllm.guest.gate_client import FIRST_MODEL
+from executor.vllm.host.state_publisher import HostLatencyLogger
 
 SECOND = 10**9
 
@@ -23,7 +23,7 @@ SECOND = 10**9
 @pytest.fixture
 def first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostRig]:
     """A life that served a request and is idle; it need not have been there for long."""
-    monkeypatch.setattr(executor.host_sight, "SETTLE_NS", 0)
+    monkeypatch.setattr(executor.control_page.host_seat, "SETTLE_NS", 0)
     rig = host_rig(tmp_path, monkeypatch, level="observe")
     rig.add("a", [1, 2, 3], 4)
     rig.run_until_idle()
@@ -34,7 +34,7 @@ def first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostRig]:
 def verdict(page: ControlPage) -> Run | Yield:
     """What guard and gate make of the page."""
     sight, now_ns = page.host_sight(), time.monotonic_ns()
-    grant = GuardCore(GuardConfig(512, 64)).step(now_ns, sight, None, True, False)
+    grant = GrantController(GuardConfig(512, 64)).step(now_ns, sight, None, True, False)
     allowed = Grant(GrantMode.RUN, 512, 64, expiry_ns=now_ns + SECOND // 2, heartbeat_ns=now_ns)
     gate = decide(sight, allowed, FIRST_MODEL, now_ns, GateLimits())
     assert isinstance(gate, Run) == (grant.mode is GrantMode.RUN), "guard and gate agree"
@@ -82,7 +82,7 @@ def test_a_life_that_cannot_attach_lets_no_guest_run(
         raise ExecutorError("ROSE is not tested with vLLM 0.33.0")
 
     if refusal == "untested version":
-        monkeypatch.setattr(executor.vllm.host, "check_version", untested)
+        monkeypatch.setattr(executor.vllm.host.scheduler, "check_version", untested)
     level = REFUSALS[refusal].get("ROSE_HOST_LEVEL", "observe")
     for name, value in REFUSALS[refusal].items():
         monkeypatch.setitem(os.environ, name, value)

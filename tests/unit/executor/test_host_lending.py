@@ -10,19 +10,21 @@ import pytest
 from kv_cases import NARROW, WIDE, HostRig, host_rig, undisturbed
 from vllm.v1.request import RequestStatus
 
-import executor.vllm.host
-import executor.vllm.lender
+import executor.vllm.host.kv_lender
+import executor.vllm.host.scheduler
 from executor import HostState
 from executor.errors import PageReleaseError
-from executor.resident import resident_bytes
+from executor.kv.backing import resident_bytes
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calm comes at once: a turn of these tests takes no time."""
-    limits = executor.vllm.host._limits
+    limits = executor.vllm.host.scheduler._limits
     monkeypatch.setattr(
-        executor.vllm.host, "_limits", lambda settings: replace(limits(settings), calm_ns=0)
+        executor.vllm.host.scheduler,
+        "_limits",
+        lambda settings: replace(limits(settings), calm_ns=0),
     )
 
 
@@ -75,7 +77,7 @@ def test_an_idle_host_lends_all_but_its_reserve_and_says_what_is_gone(
 
 
 def test_one_call_lends_a_bounded_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executor.vllm.lender, "MOST_BYTES_A_CALL", 4 << 20)
+    monkeypatch.setattr(executor.vllm.host.kv_lender, "MOST_BYTES_A_CALL", 4 << 20)
     rig = host_rig(tmp_path, monkeypatch)
     lent = []
     while rig.scheduler.has_requests():
@@ -335,5 +337,5 @@ def test_a_connector_that_may_read_free_blocks_forbids_lending(
 ) -> None:
     rig = host_rig(tmp_path, monkeypatch, level="observe")
     rig.scheduler.connector = object()
-    rig.scheduler._begin_lending(executor.vllm.host.LendingLimits())
+    rig.scheduler._begin_lending(executor.vllm.host.scheduler.LendingLimits())
     assert rig.scheduler._lender is None

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from executor import ControlPage, HostState
-from executor.vllm.observer import HostObserver
+from executor.vllm.host.state_publisher import HostStatePublisher
 
 MS = 1_000_000
 
@@ -74,7 +74,7 @@ class Rig:
         self.clock = FakeClock()
         self.scheduler = FakeEngineScheduler()
         self.begun: set[str] = set()
-        self.observer = HostObserver(page.take_host(), 0.5, 0.15, self.clock, lambda: 100.0)
+        self.observer = HostStatePublisher(page.take_host(), 0.5, 0.15, self.clock, lambda: 100.0)
         self.observer.started(self.scheduler)
 
     def state(self) -> HostState:

@@ -8,9 +8,17 @@ from collections.abc import Iterator
 import pytest
 
 from executor.errors import PageReleaseError
-from executor.granules import Granules
-from executor.host_pages import Extent, HostPages, runs
-from executor.resident import Range, coalesce, discard, resident_bytes, use_huge_pages
+from executor.kv.backing import (
+    Extent,
+    HostPages,
+    Range,
+    coalesce,
+    discard,
+    resident_bytes,
+    runs,
+    use_huge_pages,
+)
+from executor.kv.shrink_plan import Granules
 
 PAGE = mmap.PAGESIZE
 SKEW = 64  # vLLM's storage begins so many bytes behind a page boundary.
@@ -111,10 +119,10 @@ def test_what_was_not_gone_is_claimed_of_no_part_of_its_run(
     granules = Granules(blocks=8, granule_blocks=1)
     extent = Extent(address_of(memory), 4 * PAGE, 4 * PAGE)
     pages = HostPages([extent], granules, bytes_total=32 * PAGE)
-    monkeypatch.setattr("executor.host_pages.resident_bytes", lambda _: PAGE)
+    monkeypatch.setattr("executor.kv.backing.resident_bytes", lambda _: PAGE)
     pages.release([2, 3, 4])
     assert pages.bytes_returned == 11 * PAGE
-    monkeypatch.setattr("executor.host_pages.resident_bytes", None)
+    monkeypatch.setattr("executor.kv.backing.resident_bytes", None)
     pages.restore([3])
     assert pages.bytes_returned == 2 * 3 * PAGE
     pages.restore([2, 4])

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from executor import GuestState, HostState
-from executor.granules import Granules
-from executor.lending import (
+from executor.kv.capacity_policy import (
     KvFree,
     LendingCore,
     LendingLimits,
@@ -16,6 +15,7 @@ from executor.lending import (
     lent_bytes,
     owed_bytes,
 )
+from executor.kv.shrink_plan import Granules
 
 SECOND = 10**9
 COUNT, BLOCKS = 50, 4

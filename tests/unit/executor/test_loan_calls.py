@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from executor.cuda.borrower import PageBorrower
-from executor.cuda.cuda_pages import CudaPages
-from executor.cuda.lender import PageLender
+from executor.cuda.backing import CudaPages
 from executor.cuda.page_pool import PagePool, PageSource
 from executor.cuda.reservation import Reservation
-from executor.granules import Granules
-from executor.host_pages import Extent
+from executor.cuda.sharing.page_client import PageClient
+from executor.cuda.sharing.page_server import PageServer
+from executor.kv.backing import Extent
+from executor.kv.shrink_plan import Granules
 from tests.fakes.driver import PAGE, StandInDevice, StandInDriver
 
 PAGES = (1 << 30) // PAGE
@@ -35,10 +35,10 @@ def calls(tmp_path: Path) -> Iterator[dict[str, Counter[str]]]:
     """Calls of each part of a gibibyte's way to a guest and back, by handle."""
     device = StandInDevice((PAGES + 64) * PAGE)
     host, guest = StandInDriver(device), StandInDriver(device)
-    lender = PageLender(host, PAGE, tmp_path / "pages", PagePool(host, PAGE))
+    lender = PageServer(host, PAGE, tmp_path / "pages", PagePool(host, PAGE))
     _, ours = cache(host, lender, partly=False)
     own = PagePool(guest, PAGE)
-    borrower = PageBorrower(guest, PAGE, tmp_path / "pages", own)
+    borrower = PageClient(guest, PAGE, tmp_path / "pages", own)
     found: dict[str, Counter[str]] = {}
 
     def since(name: str, driver: StandInDriver) -> None:

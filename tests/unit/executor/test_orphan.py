@@ -6,27 +6,27 @@ from pathlib import Path
 import pytest
 
 from executor import ControlPage, Grant, GrantMode
-from executor.orphan import KILLED, ORPHANED, OrphanCore
-from executor.vllm.watchdog import EXIT_BROKEN, EXIT_KILLED, EXIT_ORPHANED, Watchdog
+from executor.grants.grant_controller import KILLED, ORPHANED, GrantLiveness
+from executor.vllm.guest.gate_client import EXIT_BROKEN, EXIT_KILLED, EXIT_ORPHANED, Watchdog
 
 SECOND = 10**9
 
 
 def test_a_guest_lives_while_its_grant_is_renewed() -> None:
-    core = OrphanCore(0, 2 * SECOND)
+    core = GrantLiveness(0, 2 * SECOND)
     for second in range(10):
         assert core.step(second * SECOND, Grant(heartbeat_ns=second * SECOND)) is None
 
 
 @pytest.mark.parametrize("grant", [None, Grant(), Grant(heartbeat_ns=10**18)])
 def test_no_sign_of_the_daemon_orphans_it(grant: Grant | None) -> None:
-    core = OrphanCore(0, 2 * SECOND)
+    core = GrantLiveness(0, 2 * SECOND)
     assert core.step(2 * SECOND, grant) is None
     assert core.step(2 * SECOND + 1, grant) == ORPHANED
 
 
 def test_a_kill_grant_ends_it_at_once() -> None:
-    assert OrphanCore(0, 2 * SECOND).step(1, Grant(GrantMode.KILL)) == KILLED
+    assert GrantLiveness(0, 2 * SECOND).step(1, Grant(GrantMode.KILL)) == KILLED
 
 
 def test_the_watchdog_beats_and_leaves_with_a_code_that_says_why(tmp_path: Path) -> None:
@@ -34,9 +34,9 @@ def test_the_watchdog_beats_and_leaves_with_a_code_that_says_why(tmp_path: Path)
     beats: list[int] = []
     with ControlPage.create(tmp_path / "page") as page:
         now_ns = time.monotonic_ns()
-        Watchdog(page, OrphanCore(now_ns, SECOND // 50), beats.append, codes.append, 0.001).run()
+        Watchdog(page, GrantLiveness(now_ns, SECOND // 50), beats.append, codes.append, 0.001).run()
         page.grant.write(Grant(GrantMode.KILL))
-        Watchdog(page, OrphanCore(now_ns, SECOND), beats.append, codes.append).run()
+        Watchdog(page, GrantLiveness(now_ns, SECOND), beats.append, codes.append).run()
     assert beats
     assert codes == [EXIT_ORPHANED, EXIT_KILLED]
 
@@ -48,7 +48,7 @@ def test_a_broken_watchdog_takes_the_guest_along(tmp_path: Path) -> None:
         raise OSError("no page")
 
     with ControlPage.create(tmp_path / "page") as page:
-        dog = Watchdog(page, OrphanCore(time.monotonic_ns(), SECOND), fail, codes.append)
+        dog = Watchdog(page, GrantLiveness(time.monotonic_ns(), SECOND), fail, codes.append)
         with pytest.raises(OSError, match="no page"):
             dog.run()
     assert codes == [EXIT_BROKEN]

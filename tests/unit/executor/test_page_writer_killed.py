@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 
 from executor import ControlPage, Grant, GuestState, HostState, PageUnreadable
-from executor.control_page import PAGE_BYTES
-from executor.latency_ring import CAPACITY, RING_BYTES, SLOT_BYTES, START
+from executor.control_page.latency_ring import CAPACITY, RING_BYTES, SLOT_BYTES, START
+from executor.control_page.page import PAGE_BYTES
 from tests.examples import times
 
 log = logging.getLogger(__name__)

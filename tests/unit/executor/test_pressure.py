@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from executor import PressureLimits, PressurePolicy
-from executor.pressure import NO_CAP, PressureCore
+from executor.kv.capacity_policy import NO_CAP, PressureCore
 
 MS = 1_000_000
 SECOND = 1_000 * MS

@@ -5,16 +5,16 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from executor.reclaim import (
+from executor.kv.reclaim_ladder import (
     Answer,
-    Ask,
-    Claim,
-    Debt,
+    EngineReport,
+    Escalate,
     Finished,
     LadderLimits,
-    Outcome,
+    OverdueTimer,
     ReclaimCore,
-    Rung,
+    ReclaimLevel,
+    ReclaimOutcome,
     Unsupported,
 )
 
@@ -28,17 +28,17 @@ HELD = 1_000 * MIB
 class Engine:
     """Answers each rung after `after_ns` with what it claims; its memory falls as `frees` says."""
 
-    claims: dict[Rung, int]
-    frees: dict[Rung, int]
-    unsupported: set[Rung] = field(default_factory=set)
+    claims: dict[ReclaimLevel, int]
+    frees: dict[ReclaimLevel, int]
+    unsupported: set[ReclaimLevel] = field(default_factory=set)
     after_ns: int = 40 * MS
     falls_after_ns: int = 40 * MS
     held: int = HELD
-    asked_at_ns: dict[Rung, int] = field(default_factory=dict)
+    asked_at_ns: dict[ReclaimLevel, int] = field(default_factory=dict)
 
-    def play(self, wanted: int, within_ns: int) -> tuple[Finished, list[Rung]]:
+    def play(self, wanted: int, within_ns: int) -> tuple[Finished, list[ReclaimLevel]]:
         core = ReclaimCore(0, self.held, wanted, within_ns)
-        asked: list[tuple[Rung, int]] = []
+        asked: list[tuple[ReclaimLevel, int]] = []
         answer: Answer = None
         for now_ns in range(0, 60_000 * MS, TICK_NS):
             if asked:
@@ -49,48 +49,66 @@ class Engine:
                 if rung in self.unsupported:
                     answer = Unsupported("no such thing here")
                 elif rung in self.claims and now_ns - since_ns >= self.after_ns:
-                    answer = Claim(self.claims[rung])
+                    answer = EngineReport(self.claims[rung])
             action = core.step(now_ns, self.held, answer)
             if isinstance(action, Finished):
                 return action, [rung for rung, _ in asked]
-            if isinstance(action, Ask):
+            if isinstance(action, Escalate):
                 assert action.bytes_left > 0
                 asked.append((action.rung, now_ns))
                 self.asked_at_ns[action.rung] = now_ns
         raise AssertionError("no end")
 
 
-def outcomes(finished: Finished) -> dict[Rung, Outcome]:
+def outcomes(finished: Finished) -> dict[ReclaimLevel, ReclaimOutcome]:
     return {report.rung: report.outcome for report in finished.rungs}
 
 
 def test_a_balloon_that_gives_what_is_wanted_is_the_end_of_it() -> None:
-    engine = Engine({Rung.FREEZE: 0, Rung.BALLOON: 300 * MIB}, {Rung.BALLOON: 300 * MIB})
+    engine = Engine(
+        {ReclaimLevel.FREEZE: 0, ReclaimLevel.BALLOON: 300 * MIB}, {ReclaimLevel.BALLOON: 300 * MIB}
+    )
     finished, asked = engine.play(300 * MIB, 5_000 * MS)
-    assert asked == [Rung.FREEZE, Rung.BALLOON]
+    assert asked == [ReclaimLevel.FREEZE, ReclaimLevel.BALLOON]
     assert finished.enough
     assert finished.in_time
     assert finished.freed_bytes == 300 * MIB
-    assert outcomes(finished)[Rung.BALLOON] is Outcome.FREED
+    assert outcomes(finished)[ReclaimLevel.BALLOON] is ReclaimOutcome.FREED
 
 
 def test_each_rung_frees_what_it_can_until_it_is_enough() -> None:
-    frees = {Rung.BALLOON: 100 * MIB, Rung.RELEASE_KV: 200 * MIB, Rung.SLEEP: 500 * MIB}
-    finished, asked = Engine({Rung.FREEZE: 0, **frees}, dict(frees)).play(700 * MIB, 9_000 * MS)
-    assert asked == [Rung.FREEZE, Rung.BALLOON, Rung.RELEASE_KV, Rung.SLEEP]
+    frees = {
+        ReclaimLevel.BALLOON: 100 * MIB,
+        ReclaimLevel.RELEASE_KV: 200 * MIB,
+        ReclaimLevel.SLEEP: 500 * MIB,
+    }
+    finished, asked = Engine({ReclaimLevel.FREEZE: 0, **frees}, dict(frees)).play(
+        700 * MIB, 9_000 * MS
+    )
+    assert asked == [
+        ReclaimLevel.FREEZE,
+        ReclaimLevel.BALLOON,
+        ReclaimLevel.RELEASE_KV,
+        ReclaimLevel.SLEEP,
+    ]
     assert finished.enough
-    assert outcomes(finished)[Rung.BALLOON] is Outcome.TOO_LITTLE
+    assert outcomes(finished)[ReclaimLevel.BALLOON] is ReclaimOutcome.TOO_LITTLE
 
 
 def test_sleep_reported_success_but_memory_stayed_held() -> None:
     engine = Engine(
-        {Rung.FREEZE: 0, Rung.BALLOON: 0, Rung.RELEASE_KV: 0, Rung.SLEEP: 800 * MIB},
-        {Rung.KILL: HELD},
+        {
+            ReclaimLevel.FREEZE: 0,
+            ReclaimLevel.BALLOON: 0,
+            ReclaimLevel.RELEASE_KV: 0,
+            ReclaimLevel.SLEEP: 800 * MIB,
+        },
+        {ReclaimLevel.KILL: HELD},
     )
     finished, asked = engine.play(600 * MIB, 10_000 * MS)
-    assert asked[-2:] == [Rung.SLEEP, Rung.KILL]
-    assert outcomes(finished)[Rung.SLEEP] is Outcome.HELD
-    (slept,) = [report for report in finished.rungs if report.rung is Rung.SLEEP]
+    assert asked[-2:] == [ReclaimLevel.SLEEP, ReclaimLevel.KILL]
+    assert outcomes(finished)[ReclaimLevel.SLEEP] is ReclaimOutcome.HELD
+    (slept,) = [report for report in finished.rungs if report.rung is ReclaimLevel.SLEEP]
     assert (slept.claimed_bytes, slept.freed_bytes) == (800 * MIB, 0)
     assert slept.took_ns <= 40 * MS + 150 * MS + 2 * TICK_NS, "it is not waited for to the end"
     assert finished.enough
@@ -100,43 +118,43 @@ def test_sleep_reported_success_but_memory_stayed_held() -> None:
 def test_release_returned_early() -> None:
     """The answer comes at once, the pages go 120 ms later: done is when they are gone."""
     engine = Engine(
-        {Rung.FREEZE: 0, Rung.BALLOON: 400 * MIB},
-        {Rung.BALLOON: 400 * MIB},
+        {ReclaimLevel.FREEZE: 0, ReclaimLevel.BALLOON: 400 * MIB},
+        {ReclaimLevel.BALLOON: 400 * MIB},
         after_ns=0,
         falls_after_ns=120 * MS,
     )
     finished, asked = engine.play(400 * MIB, 5_000 * MS)
-    assert asked == [Rung.FREEZE, Rung.BALLOON], "it is waited for, not killed"
+    assert asked == [ReclaimLevel.FREEZE, ReclaimLevel.BALLOON], "it is waited for, not killed"
     assert finished.enough
-    (balloon,) = [report for report in finished.rungs if report.rung is Rung.BALLOON]
+    (balloon,) = [report for report in finished.rungs if report.rung is ReclaimLevel.BALLOON]
     assert balloon.took_ns >= 120 * MS, "and not believed before"
 
 
 def test_a_rung_the_engine_does_not_have_is_skipped_and_said() -> None:
     engine = Engine(
-        {Rung.FREEZE: 0, Rung.BALLOON: 0, Rung.RELEASE_KV: 0},
-        {Rung.KILL: HELD},
-        unsupported={Rung.SLEEP},
+        {ReclaimLevel.FREEZE: 0, ReclaimLevel.BALLOON: 0, ReclaimLevel.RELEASE_KV: 0},
+        {ReclaimLevel.KILL: HELD},
+        unsupported={ReclaimLevel.SLEEP},
     )
     finished, _ = engine.play(HELD, 10_000 * MS)
-    assert outcomes(finished)[Rung.SLEEP] is Outcome.UNSUPPORTED
-    (skipped,) = [report for report in finished.rungs if report.rung is Rung.SLEEP]
+    assert outcomes(finished)[ReclaimLevel.SLEEP] is ReclaimOutcome.UNSUPPORTED
+    (skipped,) = [report for report in finished.rungs if report.rung is ReclaimLevel.SLEEP]
     assert skipped.why == "no such thing here"
     assert skipped.took_ns <= TICK_NS
-    assert finished.rungs[-1].rung is Rung.KILL
+    assert finished.rungs[-1].rung is ReclaimLevel.KILL
 
 
 def test_what_cannot_be_measured_is_not_freed() -> None:
     core = ReclaimCore(0, HELD, MIB, 3_000 * MS)
     asked, finished = [], None
     for now_ns in range(0, 20_000 * MS, TICK_NS):
-        action = core.step(now_ns, None, Claim(HELD))
-        if isinstance(action, Ask):
+        action = core.step(now_ns, None, EngineReport(HELD))
+        if isinstance(action, Escalate):
             asked.append(action.rung)
         if isinstance(action, Finished):
             finished = action
             break
-    assert asked[-1] is Rung.KILL
+    assert asked[-1] is ReclaimLevel.KILL
     assert finished is not None
     assert not finished.enough
 
@@ -146,7 +164,7 @@ def test_nothing_wanted_is_nothing_done() -> None:
     assert (finished.enough, asked, finished.rungs) == (True, [], ())
 
 
-RUNGS = st.sampled_from(list(Rung))
+RUNGS = st.sampled_from(list(ReclaimLevel))
 AMOUNTS = st.integers(0, 600).map(lambda mib: mib * MIB)
 
 
@@ -160,38 +178,40 @@ AMOUNTS = st.integers(0, 600).map(lambda mib: mib * MIB)
     st.integers(0, 12_000).map(lambda ms: ms * MS),
 )
 def test_it_climbs_only_and_ends_in_time_with_what_was_measured(
-    claims: dict[Rung, int],
-    frees: dict[Rung, int],
-    unsupported: set[Rung],
+    claims: dict[ReclaimLevel, int],
+    frees: dict[ReclaimLevel, int],
+    unsupported: set[ReclaimLevel],
     after_ns: int,
     falls_after_ns: int,
     wanted: int,
     within_ns: int,
 ) -> None:
-    engine = Engine(claims, dict(frees), unsupported - {Rung.KILL}, after_ns, falls_after_ns)
+    engine = Engine(
+        claims, dict(frees), unsupported - {ReclaimLevel.KILL}, after_ns, falls_after_ns
+    )
     finished, asked = engine.play(wanted, within_ns)
     assert asked == sorted(set(asked)), "never down, never twice"
     assert finished.freed_bytes == HELD - engine.held, "what was measured, whatever was claimed"
     assert finished.enough == (HELD - engine.held >= wanted)
-    assert finished.enough or asked[-1] is Rung.KILL
-    kill_ns = LadderLimits().rung_ns[Rung.KILL]
+    assert finished.enough or asked[-1] is ReclaimLevel.KILL
+    kill_ns = LadderLimits().rung_ns[ReclaimLevel.KILL]
     assert finished.took_ns <= max(within_ns, kill_ns) + 3 * TICK_NS
     assert finished.in_time == (finished.enough and finished.took_ns <= within_ns)
-    others = [at_ns for rung, at_ns in engine.asked_at_ns.items() if rung is not Rung.KILL]
+    others = [at_ns for rung, at_ns in engine.asked_at_ns.items() if rung is not ReclaimLevel.KILL]
     assert all(at_ns <= max(0, within_ns - kill_ns) for at_ns in others)
-    if Rung.KILL in asked:
-        assert engine.asked_at_ns[Rung.KILL] <= max(0, within_ns - kill_ns) + 2 * TICK_NS
+    if ReclaimLevel.KILL in asked:
+        assert engine.asked_at_ns[ReclaimLevel.KILL] <= max(0, within_ns - kill_ns) + 2 * TICK_NS
 
 
 def test_memory_that_is_owed_for_too_long_begins_a_reclaim_once() -> None:
-    debt = Debt(200 * MS, 500 * MS)
+    debt = OverdueTimer(200 * MS, 500 * MS)
     ticks = [(0, 0), (100, 9), (550, 8), (600, 7), (700, 7), (1_050, 6), (1_100, 5), (1_150, 0)]
     assert [debt.step(at * MS, owed) for at, owed in ticks] == [0, 0, 0, 7, 0, 0, 5, 0]
     assert debt.step(1_700 * MS, 5) == 0, "a payment begins a new patience"
 
 
 def test_who_owes_for_a_while_is_pressed_until_all_is_paid() -> None:
-    debt = Debt(200 * MS, 500 * MS)
+    debt = OverdueTimer(200 * MS, 500 * MS)
     pressed = []
     for at, owed in [(0, 9), (150, 9), (200, 8), (900, 1), (920, 0), (940, 4), (1_139, 4)]:
         debt.step(at * MS, owed)

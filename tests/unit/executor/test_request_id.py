@@ -2,7 +2,7 @@
 
 import pytest
 
-from executor.vllm.request_id import client_request_id
+from executor.vllm.compat import client_request_id
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from executor import Grant, GrantMode, GuestState, HostState, LatencyRecord, SeatState
-from executor.sections import MOST_INT
+from executor.control_page.records import MOST_INT
 
 number = st.integers(0, MOST_INT - 1)
 word = st.text("abcdefghijklmnopqrstuvwxyz_", max_size=32)

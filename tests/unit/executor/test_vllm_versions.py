@@ -5,13 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from executor.errors import ExecutorError
-from executor.vllm.versions import (
-    TESTED,
-    capped,
-    check_version,
-    ended_requests,
-    waiting_requests,
-)
+from executor.vllm.compat import TESTED, capped, check_version, ended_requests, waiting_requests
 
 
 @pytest.mark.parametrize("version", ["0.26.0", "0.25.1", "0.33.0", "0.32.0rc1", "1.0"])

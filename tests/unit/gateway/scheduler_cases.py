@@ -8,12 +8,12 @@ from pathlib import Path
 import grpc
 
 from elastic_scheduler import HarvestMode
-from rose.eventlog import EventLog
+from rose.logs.eventlog import EventLog
 from rose.rpc import rose_pb2 as pb
 from rose.rpc.channel import make_channel, make_server
 from rose.rpc.rose_pb2_grpc import SchedulerStub, add_SchedulerServicer_to_server
 from rose.scheduler import LeaseTimes, SchedulerCore, SchedulerService
-from rose.scheduler.saved import load
+from rose.scheduler.persistence import load
 from rose.store import InMemoryStore
 from tests.fakes.replica import StandInReplica
 

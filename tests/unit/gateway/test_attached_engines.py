@@ -13,7 +13,8 @@ from standin_engines import StandInEngine, StandInSglang, StandInVllm
 from wire_cases import VLLM, ask, payloads, stream, vllm_body
 
 from rose.errors import ConfigError
-from rose.gateway import Gateway, static
+from rose.gateway import Gateway
+from rose.gateway.replicas import static
 from rose.gateway.settings import parse_settings
 from tests.fakes.replica import StandInReplica
 

@@ -10,7 +10,7 @@ from wire_cases import VLLM, ask, vllm_body
 
 from elastic_scheduler import End
 from rose.gateway import server
-from rose.gateway.dispatcher import REST_S
+from rose.gateway.replicas.dispatcher import REST_S
 from tests.fakes.replica import StandInReplica
 
 FOR_S = 1.2

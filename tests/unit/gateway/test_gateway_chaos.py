@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 from gateway_cases import base_url, entry, gateway_with, until
 
-from elastic_scheduler import hedge, placement
+from elastic_scheduler.routing import cost
+from elastic_scheduler.turns import hedge
 from rose.client import RolloutClient, Sampling
-from rose.gateway import Gateway, ReplicaEntry, hedging, server
+from rose.gateway import Gateway, ReplicaEntry, server
+from rose.gateway.turns import hedging
 from tests.fakes.replica import StandInReplica
 
 TURNS, TOKENS = 24, 20
@@ -44,7 +46,7 @@ async def test_whatever_happens_each_turn_is_whole_and_no_place_is_leaked(
     seed: int, hedges: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dice = random.Random(seed)
-    monkeypatch.setattr(placement, "ENOUGH_FOR_PACE", 1)
+    monkeypatch.setattr(cost, "ENOUGH_FOR_PACE", 1)
     monkeypatch.setattr(hedging, "LEAST_LEFT_S", 0.0)
     monkeypatch.setattr(hedge, "MARGIN", -9.0)
     monkeypatch.setattr(hedge, "DONE_SHARE", 0.0)

@@ -11,7 +11,7 @@ from wire_cases import VLLM, ask, vllm_body
 
 from rose.gateway import Gateway
 from rose.gateway.connections import HEAD_GRACE_S, IDLE_S, Connections
-from rose.gateway.limits import QUIET_S, LimitLog
+from rose.gateway.request_limits import QUIET_S, LimitLog
 from tests.fakes.replica import StandInReplica
 
 HALF = b"POST /health HTTP/1.1\r\nHost: x\r\nX: "

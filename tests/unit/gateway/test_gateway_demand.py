@@ -12,12 +12,11 @@ from gateway_cases import base_url, entry, gateway_with, until
 from scheduler_cases import GUEST, RunningScheduler, offering
 from wire_cases import VLLM, ask, vllm_body
 
-from rose import background
-from rose.background import TaskDiedError
-from rose.gateway import Gateway, GatewaySettings, reporting
-from rose.gateway.demand import JOBS_KEPT, DemandMeter
-from rose.gateway.reporting import DemandReporter
-from rose.gateway.switches import SwitchClock
+from rose.gateway import Gateway, GatewaySettings, demand
+from rose.gateway.demand import JOBS_KEPT, DemandMeter, DemandReporter
+from rose.gateway.stats import LeaseLatencyClock
+from rose.process import background_tasks
+from rose.process.background_tasks import TaskDiedError
 from rose.rpc import rose_pb2 as pb
 from rose.store import InMemoryStore
 from tests.fakes.replica import StandInReplica
@@ -32,7 +31,7 @@ async def test_the_first_turn_brings_the_lease_that_it_waits_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # No report comes by itself: only the first turn can have brought the lease.
-    monkeypatch.setattr(reporting, "PERIOD_S", 60.0)
+    monkeypatch.setattr(demand, "PERIOD_S", 60.0)
     async with (
         RunningScheduler(tmp_path, InMemoryStore()) as scheduler,
         StandInReplica() as replica,
@@ -73,7 +72,7 @@ async def test_a_new_scheduler_hears_of_demand_as_soon_as_it_is_found(tmp_path: 
 async def test_a_new_gateway_reports_under_a_name_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reporting, "PERIOD_S", 0.1)
+    monkeypatch.setattr(demand, "PERIOD_S", 0.1)
     async with (
         RunningScheduler(tmp_path, InMemoryStore()) as scheduler,
         StandInReplica(delay_s=0.02) as replica,
@@ -134,7 +133,7 @@ async def test_once_turns_have_lengths_the_expected_ones_count_and_not_the_budge
 
 
 async def test_a_flow_is_remembered_over_a_pause() -> None:
-    dispatcher: Any = SimpleNamespace(turns=[("j", 3)], switches=SwitchClock())
+    dispatcher: Any = SimpleNamespace(turns=[("j", 3)], switches=LeaseLatencyClock())
     dispatcher.owed = lambda: iter(dispatcher.turns)
     meter = DemandMeter(dispatcher, "gw", 0.0)
     for second in range(1, 60):
@@ -149,7 +148,7 @@ async def test_a_flow_is_remembered_over_a_pause() -> None:
 
 
 async def test_names_without_end_make_no_report_without_end() -> None:
-    dispatcher: Any = SimpleNamespace(switches=SwitchClock())
+    dispatcher: Any = SimpleNamespace(switches=LeaseLatencyClock())
     dispatcher.owed = lambda: ((f"job-{number % 5_000}", 2) for number in range(9_999))
     jobs = DemandMeter(dispatcher, "gw", 0.0).report(1.0).jobs
     assert len(jobs) <= JOBS_KEPT
@@ -171,7 +170,7 @@ class Refusing:
 
 @pytest.fixture
 def reporter() -> DemandReporter:
-    dispatcher: Any = SimpleNamespace(owed=lambda: iter(()), switches=SwitchClock())
+    dispatcher: Any = SimpleNamespace(owed=lambda: iter(()), switches=LeaseLatencyClock())
     began = asyncio.Event()
     meter = DemandMeter(dispatcher, "gw", 0.0)
     return DemandReporter(meter, began, lambda: 1.0, lambda event, **fields: None)
@@ -180,7 +179,7 @@ def reporter() -> DemandReporter:
 async def test_reports_that_fail_are_not_repeated_in_haste(
     reporter: DemandReporter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reporting, "PERIOD_S", 0.1)
+    monkeypatch.setattr(demand, "PERIOD_S", 0.1)
     stub: Any = Refusing(grpc.StatusCode.UNAVAILABLE)
     task = asyncio.create_task(reporter.run(stub))
     for _ in range(50):
@@ -194,7 +193,7 @@ async def test_reports_that_fail_are_not_repeated_in_haste(
 async def test_a_report_that_cannot_be_made_is_not_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(background_tasks, "FIRST_PAUSE_S", 0.001)
     async with (
         RunningScheduler(tmp_path, InMemoryStore()) as scheduler,
         Gateway(settings_for(scheduler)) as gateway,

@@ -10,8 +10,9 @@ from gateway_cases import Ticks, base_url, entry, gateway_with, until
 from wire_cases import VLLM, ask, vllm_body
 
 from elastic_scheduler import ReplicaKind
-from rose.gateway import ReplicaEntry, watch
-from rose.gateway.watch import WatchedTable
+from rose.gateway import ReplicaEntry
+from rose.gateway.replicas import watch
+from rose.gateway.replicas.watch import WatchedTable
 from rose.rpc import rose_pb2
 from tests.fakes.replica import StandInReplica
 

@@ -11,11 +11,11 @@ from gateway_cases import base_url, entry, gateway_with, until
 from hedged_cases import COUNT, hedged_case, tokens_of
 from wire_cases import VLLM, ask, vllm_body
 
-from rose import background
 from rose.errors import RoseError
 from rose.gateway import Gateway, GatewaySettings
-from rose.gateway.dispatcher import Dispatcher
-from rose.gateway.hedging import Hedging
+from rose.gateway.replicas.dispatcher import Dispatcher
+from rose.gateway.turns.hedging import Hedging
+from rose.process import background_tasks
 from tests.fakes.replica import StandInReplica
 from tests.forked import Forked
 from tests.patience import PATIENCE_S
@@ -31,7 +31,7 @@ def full_logs(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(background_tasks, "FIRST_PAUSE_S", 0.001)
 
 
 async def health(session: aiohttp.ClientSession) -> dict[str, Any]:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from rose.gateway import garbage
-from rose.gateway.garbage import collect_in_small_steps, look_through_old
+from rose.gateway import event_loop
+from rose.gateway.event_loop import collect_in_small_steps, look_through_old
 
 
 class _Cycle:
@@ -38,12 +38,12 @@ async def test_new_cycles_go_long_before_they_are_many_and_without_a_look_at_the
     collections.clear()
     old = [_Cycle() for _ in range(100)]
     gone = weakref.ref(_Cycle())
-    left = [weakref.ref(_Cycle()) for _ in range(3 * garbage.NEW)]
+    left = [weakref.ref(_Cycle()) for _ in range(3 * event_loop.NEW)]
     alive = sum(each() is not None for each in left)
     collecting.cancel()
     await asyncio.gather(collecting, return_exceptions=True)
     assert gone() is None
-    assert alive <= garbage.NEW
+    assert alive <= event_loop.NEW
     assert set(collections) == {0}
     assert len(old) == 100
 
@@ -56,7 +56,7 @@ async def test_what_is_new_is_looked_through_by_the_clock_where_nothing_grows() 
     assert id(live[0]) in new
     async with asyncio.timeout(5):
         while id(live[0]) in map(id, gc.get_objects(generation=0)):  # noqa: ASYNC110
-            await asyncio.sleep(garbage.NEW_S)
+            await asyncio.sleep(event_loop.NEW_S)
     collecting.cancel()
     await asyncio.gather(collecting, return_exceptions=True)
 
@@ -89,8 +89,8 @@ def test_much_that_is_old_is_left_alone_until_it_is_too_much(
     collections: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(garbage, "LITTLE", little)
-    monkeypatch.setattr(garbage, "TOO_MANY", too_many)
+    monkeypatch.setattr(event_loop, "LITTLE", little)
+    monkeypatch.setattr(event_loop, "TOO_MANY", too_many)
     gc.collect()
     gc.freeze()
     try:
@@ -108,7 +108,7 @@ async def test_the_collector_is_as_it_was_in_the_end() -> None:
     before = gc.get_threshold()
     collecting = asyncio.create_task(collect_in_small_steps())
     await asyncio.sleep(0)
-    assert gc.get_threshold()[0] == garbage.NEW
+    assert gc.get_threshold()[0] == event_loop.NEW
     assert gc.get_freeze_count() > 0
     collecting.cancel()
     await asyncio.gather(collecting, return_exceptions=True)

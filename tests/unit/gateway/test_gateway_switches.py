@@ -12,7 +12,7 @@ from wire_cases import VLLM, ask, vllm_body
 
 from elastic_scheduler import ReplicaKind
 from rose.gateway import Gateway, GatewaySettings, ReplicaEntry
-from rose.gateway.switches import Switch, SwitchClock
+from rose.gateway.stats import LeaseLatency, LeaseLatencyClock
 from rose.store import InMemoryStore
 from tests.fakes.replica import StandInReplica
 
@@ -25,55 +25,57 @@ def leased(epoch: int = 1, healthy: bool = True) -> ReplicaEntry:
 
 
 @pytest.fixture
-def clock() -> SwitchClock:
-    clock = SwitchClock()
+def clock() -> LeaseLatencyClock:
+    clock = LeaseLatencyClock()
     clock.set_table([FREE, OTHER], 0.0)
     return clock
 
 
-def test_a_turn_that_waits_for_the_lease_counts_from_the_lease_on(clock: SwitchClock) -> None:
+def test_a_turn_that_waits_for_the_lease_counts_from_the_lease_on(clock: LeaseLatencyClock) -> None:
     assert not clock.awaiting
     clock.set_table([leased(), OTHER], 10.0)
     clock.tried("g", 10.0)
     assert clock.awaiting
     clock.token("g", 1, 12.5)
-    assert clock.measured == [Switch("g", 1, 2.5)]
+    assert clock.measured == [LeaseLatency("g", 1, 2.5)]
     assert not clock.awaiting
     clock.token("g", 1, 13.0)
     clock.set_table([leased(), OTHER], 14.0)
-    assert clock.measured == [Switch("g", 1, 2.5)]
+    assert clock.measured == [LeaseLatency("g", 1, 2.5)]
 
 
-def test_catching_up_counts_and_waiting_for_a_turn_does_not(clock: SwitchClock) -> None:
+def test_catching_up_counts_and_waiting_for_a_turn_does_not(clock: LeaseLatencyClock) -> None:
     clock.set_table([leased(healthy=False), OTHER], 10.0)
     clock.set_table([leased(healthy=True), OTHER], 14.0)
     clock.tried("g", 60.0)
     clock.token("g", 1, 61.0)
-    assert clock.measured == [Switch("g", 1, 5.0)]
+    assert clock.measured == [LeaseLatency("g", 1, 5.0)]
 
 
-def test_refusals_and_rests_count_and_turns_that_went_elsewhere_do_not(clock: SwitchClock) -> None:
+def test_refusals_and_rests_count_and_turns_that_went_elsewhere_do_not(
+    clock: LeaseLatencyClock,
+) -> None:
     clock.set_table([leased(), OTHER], 10.0)
     for refused_s in (10.0, 10.5, 11.0):
         clock.tried("g", refused_s)
         clock.ended("g", 1, refused_s + 0.25)
     clock.tried("g", 41.25)
     clock.token("g", 1, 42.0)
-    assert clock.measured == [Switch("g", 1, 2.0)]
+    assert clock.measured == [LeaseLatency("g", 1, 2.0)]
 
 
-def test_a_long_attempt_is_no_gap(clock: SwitchClock) -> None:
+def test_a_long_attempt_is_no_gap(clock: LeaseLatencyClock) -> None:
     clock.set_table([leased(), OTHER], 10.0)
     clock.tried("g", 10.0)
     clock.tried("g", 30.0)
     clock.ended("g", 1, 31.0)
     clock.tried("g", 40.0)
     clock.token("g", 1, 50.0)
-    assert clock.measured == [Switch("g", 1, 40.0)]
+    assert clock.measured == [LeaseLatency("g", 1, 40.0)]
 
 
 def test_nobody_knows_the_age_of_leases_in_the_first_table() -> None:
-    clock = SwitchClock()
+    clock = LeaseLatencyClock()
     clock.set_table([leased(), OTHER], 0.0)
     assert not clock.awaiting
     # The table ran out in a silence; what was leased meanwhile is as unknown.
@@ -84,7 +86,7 @@ def test_nobody_knows_the_age_of_leases_in_the_first_table() -> None:
     assert clock.awaiting
 
 
-def test_a_lease_that_ends_without_a_token_is_not_measured(clock: SwitchClock) -> None:
+def test_a_lease_that_ends_without_a_token_is_not_measured(clock: LeaseLatencyClock) -> None:
     clock.set_table([leased(1), OTHER], 10.0)
     clock.tried("g", 10.0)
     clock.set_table([leased(2), OTHER], 11.0)
@@ -93,7 +95,7 @@ def test_a_lease_that_ends_without_a_token_is_not_measured(clock: SwitchClock) -
     assert clock.measured == []
     clock.tried("g", 12.0)
     clock.token("g", 2, 13.0)
-    assert clock.measured == [Switch("g", 2, 1.0)]
+    assert clock.measured == [LeaseLatency("g", 2, 1.0)]
     clock.told("g", 1)
     assert clock.measured
     clock.told("g", 2)

@@ -6,8 +6,8 @@ from typing import Any
 import grpc
 import pytest
 
-from rose.gateway.table import ReplicaEntry
-from rose.gateway.watch import LOOKS, Silence, WatchedTable
+from rose.gateway.replicas.table import ReplicaEntry
+from rose.gateway.replicas.watch import LOOKS, Silence, WatchedTable
 from rose.rpc import rose_pb2, rose_pb2_grpc
 
 TABLE = rose_pb2.ReplicaTable(

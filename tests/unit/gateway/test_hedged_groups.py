@@ -10,7 +10,7 @@ from hedged_cases import COUNT, SLOW_S, TOKENS, hedged_case, member, segments_of
 from wire_cases import VLLM, ask, stream, vllm_body
 
 from rose.client import RolloutClient, Sampling
-from rose.gateway import hedging
+from rose.gateway.turns import hedging
 from tests.fakes.replica import StandInReplica
 
 UNHEDGED_TICKS = TOKENS * SLOW_S * 1_000

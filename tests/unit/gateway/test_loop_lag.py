@@ -8,7 +8,7 @@ import time
 import pytest
 from gateway_cases import gateway_with
 
-from rose.gateway.loop_lag import WINDOW_S, LoopLag
+from rose.gateway.event_loop import WINDOW_S, LoopLag
 
 HELD_S = 0.05
 MOST_BUSY_S = 0.1

@@ -13,7 +13,7 @@ from hedged_cases import hedged_case
 from wire_cases import ask, payloads, stream
 
 from rose.gateway import Gateway
-from rose.gateway.text import TextCodec
+from rose.gateway.text_codec import TextCodec
 from tests.fakes.replica import StandInReplica
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -14,8 +14,8 @@ from gateway_cases import base_url, entry, gateway_with
 from wire_cases import VLLM, ask, vllm_body
 
 from rose.gateway import Gateway
-from rose.gateway.loop_lag import LoopLag
-from rose.gateway.text import TextCodec
+from rose.gateway.event_loop import LoopLag
+from rose.gateway.text_codec import TextCodec
 from tests.fakes.replica import StandInReplica
 
 # One gateway for all, whose processes for texts take a second to start.

@@ -1,6 +1,6 @@
 """Whatever way a turn ends, nothing of it is left for the cyclic collector.
 
-The gateway collects seldom and little (rose.gateway.garbage): what a turn leaves in cycles stays.
+The gateway collects seldom and little (rose.gateway.event_loop): what a turn leaves in cycles stays.
 """
 
 import asyncio
@@ -15,11 +15,15 @@ import pytest
 import uvloop
 from gateway_cases import gateway_with, until
 
-from elastic_scheduler import ReplicaKind, hedge, placement
+from elastic_scheduler import ReplicaKind
+from elastic_scheduler.routing import cost
+from elastic_scheduler.turns import hedge
 from rose.bench.gateway.standin_engine import Pace
 from rose.bench.soak.caller import HUNG_UP, Caller
 from rose.bench.soak.engine import listen
-from rose.gateway import Gateway, ReplicaEntry, dispatcher, hedging, server
+from rose.gateway import Gateway, ReplicaEntry, server
+from rose.gateway.replicas import dispatcher
+from rose.gateway.turns import hedging
 
 GENERATE = "/inference/v1/generate"
 TURNS = 8
@@ -388,7 +392,7 @@ def test_a_turn_leaves_no_cycles(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(dispatcher, "REST_S", dict.fromkeys(dispatcher.REST_S, 0.01))
     if name.startswith("hedged"):
         # Whoever may have a copy gets one, at once.
-        monkeypatch.setattr(placement, "ENOUGH_FOR_PACE", 1)
+        monkeypatch.setattr(cost, "ENOUGH_FOR_PACE", 1)
         monkeypatch.setattr(hedging, "LEAST_LEFT_S", 0.0)
         monkeypatch.setattr(hedge, "MARGIN", -9.0)
         monkeypatch.setattr(hedge, "DONE_SHARE", 0.0)

@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 
-from rose.gateway import upstream
-from rose.gateway.upstream import Upstream, UpstreamError
+from rose.gateway.backends import http_pool
+from rose.gateway.backends.http_pool import Upstream, UpstreamError
 from tests.patience import PATIENCE_S
 
 OK = b"HTTP/1.1 200 OK\r\n"
@@ -177,7 +177,7 @@ async def test_a_receivers_error_ends_its_answer_and_no_other() -> None:
 
 
 async def test_idle_connections_are_closed_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upstream, "KEEPALIVE_S", 0.05)
+    monkeypatch.setattr(http_pool, "KEEPALIVE_S", 0.05)
     async with serving([WHOLE], [WHOLE]) as (ups, server):
         await asked(ups, server.url)
         async with asyncio.timeout(PATIENCE_S):

@@ -6,8 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rose.errors import RoseError
-from rose.load.arrivals import LoadShape, generate_segment, rescale_trace, trace_segment
-from rose.load.trace import TracedRequest, read_trace
+from rose.load.arrivals import (
+    LoadShape,
+    TracedRequest,
+    generate_segment,
+    read_trace,
+    rescale_trace,
+    trace_segment,
+)
 
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 ROW = "2023-11-16 18:17:03.9799600,4808,10\n"

@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from rose.load.arrivals import generate_segment
-from rose.load.protocol import Command, LoadConfig, make_prompt
+from rose.load.protocol import LoadCommand, LoadConfig, make_prompt
 
 StartHost = Callable[..., Awaitable["StandInHost"]]
 
@@ -273,7 +273,7 @@ async def test_a_host_that_cannot_be_measured_ends_the_process_with_an_error(
 
 def test_prompts_are_reproducible_and_inside_the_vocabulary(tmp_path: Path) -> None:
     config = LoadConfig(url="u", model="m", out=tmp_path, token_ids=(5, 9))
-    command = Command("segment", 1, 2)
+    command = LoadCommand("segment", 1, 2)
     prompt = make_prompt(config, command, 3, 50)
     assert prompt == make_prompt(config, command, 3, 50)
     assert set(prompt) <= set(range(5, 9))

@@ -5,7 +5,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from rose.background import (
+from rose.errors import ConfigError
+from rose.process.background_tasks import (
     FIRST_PAUSE_S,
     MAX_PAUSE_S,
     RESTARTS,
@@ -13,7 +14,6 @@ from rose.background import (
     Background,
     TaskDiedError,
 )
-from rose.errors import ConfigError
 from tests.unit.client.virtual_time import run_virtually
 
 

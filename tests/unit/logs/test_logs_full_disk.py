@@ -14,9 +14,15 @@ import msgspec
 import pytest
 
 from rose.errors import ConfigError, RoseError
-from rose.eventlog import EventLog, JsonlLog, Logs, read_lines
-from rose.jsonl import BoundedFile, LogLimits, log_parts, trim_output
-from rose.log_thread import AsideHandler, LogThread
+from rose.logs.eventlog import EventLog, JsonlLog, Logs, read_lines
+from rose.logs.rotating_jsonl import (
+    AsideHandler,
+    BoundedFile,
+    LogLimits,
+    LogThread,
+    log_parts,
+    trim_output,
+)
 
 FULL = Path("/dev/full")
 SMALL = LogLimits(file_bytes=4 << 10, files=3)

@@ -13,17 +13,17 @@ import numpy as np
 
 from elastic_scheduler import HarvestMode
 from executor import ControlPage
+from rose.addresses import free_port
 from rose.engines import EngineSpec
-from rose.eventlog import EventLog
+from rose.logs.eventlog import EventLog
 from rose.node import NodeConfig
-from rose.ports import free_port
-from rose.process import ProcessSpec, group_alive
+from rose.process.child import ProcessSpec, group_alive
 from rose.publish import WeightPublisher
 from rose.rpc import rose_pb2 as pb
 from rose.rpc.channel import make_channel, make_server
 from rose.rpc.rose_pb2_grpc import SchedulerStub, add_SchedulerServicer_to_server
 from rose.scheduler import LeaseTimes, SchedulerCore, SchedulerService
-from rose.scheduler.saved import load
+from rose.scheduler.persistence import load
 from rose.store import InMemoryStore
 from tests.forked import Forked
 from tests.seated_host import SeatedHost

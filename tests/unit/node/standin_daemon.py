@@ -9,9 +9,10 @@ from pathlib import Path
 from node_bench import standin_spec
 
 from rose.engines import launch
-from rose.node import daemon, supervisor
-from rose.node.gpu import Gpus
+from rose.node import daemon
+from rose.node.guest import supervisor
 from rose.node.main import main
+from rose.node.memory.gauges import Gpus
 from tests.fakes.nvml import CARD, StandInReader
 
 journal = Path(sys.argv[1])

@@ -12,8 +12,8 @@ import pytest
 from node_bench import Bench
 
 from rose.cli.main import main as rose
-from rose.node.claim import tenures
-from rose.process import group_alive
+from rose.node.guest.guest_record import tenures
+from rose.process.child import group_alive
 from tests.forked import Forked
 
 ORPHAN_S = 1.0

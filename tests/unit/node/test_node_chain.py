@@ -1,10 +1,10 @@
 """Versions are brought in the order of their parents, whatever order they were announced in."""
 
-from rose.node.chain import KnownVersion, VersionChain
+from rose.node.weights.update_fetch import AnnouncedVersions, KnownVersion
 
 
 def test_a_late_joiner_walks_the_chain_from_its_own_version() -> None:
-    chain = VersionChain()
+    chain = AnnouncedVersions()
     for version in (3, 1, 2):
         chain.add(KnownVersion("job", version, version - 1, "http://127.0.0.1:1"))
     assert chain.newest
@@ -18,6 +18,6 @@ def test_a_late_joiner_walks_the_chain_from_its_own_version() -> None:
 
 
 def test_an_up_to_date_replica_has_nothing_to_do() -> None:
-    chain = VersionChain()
+    chain = AnnouncedVersions()
     chain.add(KnownVersion("job", 1, 0, "http://127.0.0.1:1"))
     assert chain.after(1) is None

@@ -11,8 +11,9 @@ import pytest
 from node_bench import Bench, standin_spec
 
 from rose.engines import launch
-from rose.node import NodeDaemon, supervisor
-from rose.process import group_alive
+from rose.node import NodeDaemon
+from rose.node.guest import supervisor
+from rose.process.child import group_alive
 from rose.rpc import rose_pb2 as pb
 from tests.patience import PATIENCE_S
 
@@ -33,7 +34,7 @@ async def bench(
     monkeypatch.setattr(launch, "process_spec", standin_spec(bench.journal))
     monkeypatch.setattr(launch, "POLL_INTERVAL_S", 0.02)
     monkeypatch.setattr(supervisor, "FIRST_BACKOFF_S", 0.02)
-    monkeypatch.setattr("rose.node.gauge.INTERVAL_S", 0.02)
+    monkeypatch.setattr("rose.node.metrics.INTERVAL_S", 0.02)
     await bench.start()
     running = asyncio.create_task(bench.node.run())
     yield bench
@@ -140,7 +141,7 @@ async def test_the_kill_file_ends_the_guest_whatever_the_scheduler_says(bench: N
 async def test_an_engine_that_never_admits_is_replaced(
     bench: NodeBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rose.node.tenant.RETRY_PAUSE_S", 0.01)
+    monkeypatch.setattr("rose.node.leases.lease_agent.RETRY_PAUSE_S", 0.01)
     (bench.folder / "closed").touch()
     await bench.until_noted("engine_unwanted")
     (bench.folder / "closed").unlink()

@@ -12,8 +12,8 @@ import pytest
 from node_bench import Bench
 
 from executor import GuestState
-from rose.node.supervisor import POLL_S
-from rose.process import group_alive
+from rose.node.guest.supervisor import POLL_S
+from rose.process.child import group_alive
 from tests.awaited import until_async
 
 LOOKS = 20

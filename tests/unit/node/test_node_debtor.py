@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rose import placement
-from rose.node.debtor import Debtor
-from rose.node.placed import IDLE, NICE, Placed
+from rose.node.guest.cpu_placement import IDLE, NICE, CpuBoost, CpuPlacement
+from rose.process import launcher
 
 may_raise = pytest.mark.skipif(os.geteuid() != 0, reason="raising a process needs a privilege")
 
@@ -20,7 +19,7 @@ def guest() -> Iterator[int]:
     """A process group in the background."""
     program = [sys.executable, "-c", "print(flush=True); input()"]
     with subprocess.Popen(
-        [sys.executable, str(placement.__file__), "share=background", "--", *program],
+        [sys.executable, str(launcher.__file__), "share=background", "--", *program],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         process_group=0,
@@ -32,14 +31,14 @@ def guest() -> Iterator[int]:
 
 
 def share(pid: int) -> str:
-    place = Placed.of(pid)
+    place = CpuPlacement.of(pid)
     assert place
     return place.share
 
 
 @may_raise
 def test_it_has_a_core_while_it_is_pressed_and_only_then(guest: int) -> None:
-    debtor = Debtor(lambda: guest)
+    debtor = CpuBoost(lambda: guest)
     shares = []
     for pressed in (False, True, True, False, True, False):
         debtor.press(pressed)
@@ -49,7 +48,7 @@ def test_it_has_a_core_while_it_is_pressed_and_only_then(guest: int) -> None:
 
 def test_a_group_that_ended_meanwhile_and_its_successor_are_left_alone(guest: int) -> None:
     groups = [2**22 + 1, guest]
-    debtor = Debtor(lambda: groups[0])
+    debtor = CpuBoost(lambda: groups[0])
     debtor.press(True)
     groups.pop(0)
     debtor.press(False)
@@ -60,21 +59,21 @@ def test_a_group_that_ended_meanwhile_and_its_successor_are_left_alone(guest: in
 def test_its_cgroup_is_weighed_with_it(tmp_path: Path, knob: str, values: str) -> None:
     """On a file that stands in for a cgroup v2 folder."""
     (tmp_path / knob).write_text("1")
-    debtor = Debtor(lambda: 2**22 + 1, tmp_path)
+    debtor = CpuBoost(lambda: 2**22 + 1, tmp_path)
     for pressed, value in zip((True, False), values, strict=True):
         debtor.press(pressed)
         assert (tmp_path / knob).read_text() == value
 
 
 def test_a_cgroup_that_may_not_be_written_costs_no_grant(tmp_path: Path) -> None:
-    Debtor(lambda: 2**22 + 1, tmp_path / "gone").press(True)
+    CpuBoost(lambda: 2**22 + 1, tmp_path / "gone").press(True)
 
 
 @may_raise
 def test_one_that_stands_aside_is_put_back_aside(guest: int) -> None:
     os.sched_setscheduler(guest, os.SCHED_OTHER, os.sched_param(0))
-    debtor = Debtor(lambda: guest, share="aside")
+    debtor = CpuBoost(lambda: guest, share="aside")
     debtor.press(True)
     debtor.press(False)
     assert share(guest) == NICE
-    assert os.getpriority(os.PRIO_PROCESS, guest) == placement.ASIDE_NICE
+    assert os.getpriority(os.PRIO_PROCESS, guest) == launcher.ASIDE_NICE

@@ -14,16 +14,16 @@ import pytest
 from node_bench import Bench
 
 from executor import Veto
+from rose.addresses import free_port
 from rose.cli.main import main as rose
-from rose.doctor import Finding, Level, diagnose
-from rose.doctor.finding import checked
-from rose.ports import free_port
+from rose.doctor import Finding, Severity, diagnose
+from rose.doctor.checks import checked
 
 
 @pytest.fixture
 async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
-    monkeypatch.setattr("rose.doctor.node_checks.SCHEDULER_TIMEOUT_S", 0.3)
-    monkeypatch.setattr("rose.doctor.node_checks.check_memory", lambda *_: None)
+    monkeypatch.setattr("rose.doctor.checks.SCHEDULER_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("rose.doctor.checks.check_memory", lambda *_: None)
     bench = Bench(tmp_path, "guest")
     for name in ("run", "logs"):
         (tmp_path / name).mkdir(exist_ok=True)
@@ -38,14 +38,14 @@ async def findings(bench: Bench) -> dict[str, Finding]:
 
 async def wrongs(bench: Bench) -> dict[str, str]:
     found = (await findings(bench)).values()
-    assert all(finding.do for finding in found if finding.level is not Level.OK)
-    return {f.subject: str(f) for f in found if f.level is Level.WRONG}
+    assert all(finding.do for finding in found if finding.level is not Severity.OK)
+    return {f.subject: str(f) for f in found if f.level is Severity.WRONG}
 
 
 async def test_a_node_without_a_daemon_is_well_but_for_that(bench: Bench) -> None:
     assert await wrongs(bench) == {}
     found = await findings(bench)
-    assert found["daemon"].level is Level.NOTE
+    assert found["daemon"].level is Severity.NOTE
     assert {"page", "host", "scheduler", "r0", "placement", "clock", "disk"} <= found.keys()
 
 

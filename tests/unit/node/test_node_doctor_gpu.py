@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from rose.doctor import Finding, Level
-from rose.doctor.gpu_checks import gpu_checks
+from rose.doctor import Finding, Severity
+from rose.doctor.checks import gpu_checks
 from rose.node import HostConfig, NodeConfig, ReplicaConfig
-from rose.node.gpu import Gpus
+from rose.node.memory.gauges import Gpus
 from rose.nvml import CardError, CardReader, Client
 from tests.fakes.nvml import StandInReader, card, usage
 
@@ -34,7 +34,7 @@ def found(config: NodeConfig, open_reader: Callable[[], CardReader]) -> dict[str
     findings = list(gpu_checks(config, Gpus(open_reader)))
     for finding in findings:
         assert "\n" not in str(finding)
-        assert finding.do or finding.level is Level.OK
+        assert finding.do or finding.level is Severity.OK
     return {finding.subject: finding for finding in findings}
 
 
@@ -63,7 +63,7 @@ def equipped(tmp_path: Path) -> Path:
 def test_a_card_that_is_well_is_all_ok(tmp_path: Path, equipped: Path) -> None:
     config = node(tmp_path, kv_backend="cuda", engine_python=str(equipped))
     told = found(config, reader)
-    assert {finding.level for finding in told.values()} == {Level.OK}
+    assert {finding.level for finding in told.values()} == {Severity.OK}
     assert told["gpu 0"].what == "Stand-in GPU, driver 580.00, CUDA 13.0, GPU-stand-in"
     assert told["gpu 0 load"].what == "140.0 of 141.0 GiB free"
     assert told["g0 mps"].what == "off"
@@ -96,25 +96,25 @@ def test_a_card_that_cannot_be_used_is_wrong(
     tmp_path: Path, open_reader: Callable[[], CardReader], told: str
 ) -> None:
     all_of_it = found(node(tmp_path), open_reader)
-    assert all_of_it["gpu"].level is Level.WRONG
+    assert all_of_it["gpu"].level is Severity.WRONG
     assert told in str(all_of_it["gpu"])
-    wrongs = [finding for finding in all_of_it.values() if finding.level is Level.WRONG]
+    wrongs = [finding for finding in all_of_it.values() if finding.level is Severity.WRONG]
     assert len(wrongs) == 1, "said once"
 
 
 def test_persistence_off_is_a_note(tmp_path: Path) -> None:
     finding = found(node(tmp_path), lambda: reader(card(persistence=False)))["gpu 0"]
-    assert (finding.level, "persistence off" in finding.what) == (Level.NOTE, True)
+    assert (finding.level, "persistence off" in finding.what) == (Severity.NOTE, True)
 
 
 def test_another_process_on_the_card_is_named_and_the_host_is_none(tmp_path: Path) -> None:
     busy = reader()
     busy.listed = (Client(os.getpid(), 60 * GIB), Client(2**22 + 1, GIB), Client(2**22 + 2, GIB))
     finding = found(node(tmp_path), lambda: busy)["gpu 0 load"]
-    assert finding.level is Level.NOTE
+    assert finding.level is Severity.NOTE
     assert "another process is on it (pid 4194305, 4194306)" in finding.what
     busy.listed = (Client(os.getpid(), 60 * GIB),)
-    assert found(node(tmp_path), lambda: busy)["gpu 0 load"].level is Level.OK
+    assert found(node(tmp_path), lambda: busy)["gpu 0 load"].level is Severity.OK
 
 
 def test_a_driver_that_hides_processes_says_what_that_costs(tmp_path: Path) -> None:
@@ -133,17 +133,17 @@ def test_a_card_that_stops_answering_does_not_end_the_doctor(tmp_path: Path) -> 
     mute = reader()
     mute.listed = None
     told = found(node(tmp_path), lambda: mute)
-    assert told["gpu 0 load"].level is Level.WRONG
+    assert told["gpu 0 load"].level is Severity.WRONG
     assert "g0 mps" in told
 
 
 def test_mps_that_is_wanted_and_not_there_is_wrong(tmp_path: Path, no_mps: Path) -> None:
     config = node(tmp_path, mps_priority="low")
-    assert found(config, reader)["g0 mps"].level is Level.WRONG
+    assert found(config, reader)["g0 mps"].level is Severity.WRONG
     no_mps.mkdir()
     os.mkfifo(no_mps / "control")
     finding = found(config, reader)["g0 mps"]
-    assert finding.level is Level.NOTE
+    assert finding.level is Severity.NOTE
     assert "a fatal fault of one client ends every client" in finding.do
 
 
@@ -151,12 +151,12 @@ def test_mps_that_is_there_and_not_wanted_is_a_note(tmp_path: Path, no_mps: Path
     no_mps.mkdir()
     os.mkfifo(no_mps / "control")
     finding = found(node(tmp_path), reader)["g0 mps"]
-    assert (finding.level, "no client of it" in finding.what) == (Level.NOTE, True)
+    assert (finding.level, "no client of it" in finding.what) == (Severity.NOTE, True)
 
 
 def test_a_guest_that_can_give_nothing_back_is_told(tmp_path: Path) -> None:
     finding = found(node(tmp_path), reader)["g0 gives back"]
-    assert (finding.level, "kv_backend is auto" in finding.what) == (Level.NOTE, True)
+    assert (finding.level, "kv_backend is auto" in finding.what) == (Severity.NOTE, True)
 
 
 def test_missing_cuda_bindings_are_wrong(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_missing_cuda_bindings_are_wrong(tmp_path: Path) -> None:
     bare.chmod(0o755)
     config = node(tmp_path, kv_backend="cuda", engine_python=str(bare))
     finding = found(config, reader)["g0 gives back"]
-    assert finding.level is Level.WRONG
+    assert finding.level is Severity.WRONG
     assert "has no cuda-bindings" in finding.what
     assert "rose-rollout[cuda]" in finding.do
 

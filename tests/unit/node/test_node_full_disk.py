@@ -12,18 +12,19 @@ import aiohttp
 import pytest
 from node_bench import Bench, standin_spec
 
-from executor import ControlPage, GuardConfig, GuardCore, HostState
-from rose import background
+from executor import ControlPage, GrantController, GuardConfig, HostState
 from rose.engines import launch
-from rose.eventlog import EventLog, JsonlLog
-from rose.log_thread import LogThread
-from rose.node import NodeDaemon, supervisor
-from rose.node.guard_thread import GuardThread
-from rose.node.host_watch import HostWatch
-from rose.node.kill_switch import KillSwitch
-from rose.node.session import SchedulerSession
-from rose.node.supervisor import Supervisor
-from rose.node.updates import Updates
+from rose.logs.eventlog import EventLog, JsonlLog
+from rose.logs.rotating_jsonl import LogThread
+from rose.node import NodeDaemon
+from rose.node.grants.guard_thread import GuardThread
+from rose.node.grants.host_watch import HostWatch
+from rose.node.guest import supervisor
+from rose.node.guest.kill import KillSwitch
+from rose.node.guest.supervisor import Supervisor
+from rose.node.leases.session import SchedulerSession
+from rose.node.weights.updater import Updates
+from rose.process import background_tasks
 
 PATIENCE_S = 20.0
 LOGS = ("events-n0.jsonl", "guest.jsonl", "host_latency.jsonl", "activations.jsonl")
@@ -74,7 +75,7 @@ def guard_of(folder: Path, thread: LogThread | None = None, **changes: Any) -> G
     parts: dict[str, Any] = {
         "name": "g0",
         "page": page,
-        "core": GuardCore(GuardConfig(64, 8)),
+        "core": GrantController(GuardConfig(64, 8)),
         "lease_epoch": lambda: 1,
         "kill_switch": KillSwitch(folder / "KILL"),
         "host_pid": os.getpid(),
@@ -134,7 +135,7 @@ async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     monkeypatch.setattr(launch, "process_spec", standin_spec(bench.journal))
     monkeypatch.setattr(launch, "POLL_INTERVAL_S", 0.02)
     monkeypatch.setattr(supervisor, "FIRST_BACKOFF_S", 0.02)
-    monkeypatch.setattr(background, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(background_tasks, "FIRST_PAUSE_S", 0.001)
     await bench.start()
     yield bench
     await bench.close()
@@ -176,7 +177,9 @@ async def test_a_supervisor_that_dies_ends_the_node_and_its_engine(
 ) -> None:
     monkeypatch.setattr(Supervisor, "run", breaks(Supervisor, "run", 1))
     async with asyncio.timeout(PATIENCE_S):
-        with pytest.raises(background.TaskDiedError, match=r"^r0: supervisor ended \(UnicodeError"):
+        with pytest.raises(
+            background_tasks.TaskDiedError, match=r"^r0: supervisor ended \(UnicodeError"
+        ):
             await bench.node.run()
 
 

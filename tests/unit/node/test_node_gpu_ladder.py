@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from executor import GuestState
-from executor.reclaim import Finished, Outcome, Rung
+from executor.kv.reclaim_ladder import Finished, ReclaimLevel, ReclaimOutcome
 from rose.errors import UnavailableError
-from rose.eventlog import EventLog
-from rose.node import device_memory
-from rose.node.device_memory import DRIVER, PAGE, DeviceMemory
-from rose.node.reclaimer import UNSEEN, Guest, Reclaimer
+from rose.logs.eventlog import EventLog
+from rose.node.memory import gauges
+from rose.node.memory.gauges import DRIVER, PAGE, DeviceMemory
+from rose.node.memory.reclaimer import UNSEEN, GuestMemory, Reclaimer
 from rose.nvml import Client
 from tests.fakes.nvml import CARD, StandInReader
 
@@ -81,7 +81,7 @@ class CardGuest:
         self.tell()
 
     async def reclaim(self, wanted: int) -> Finished:
-        guest = Guest(
+        guest = GuestMemory(
             "g0",
             lambda: DeviceMemory(self.reader, CARD, lambda: self.process.pid, lambda: self.state),
             lambda: self.state,
@@ -110,10 +110,10 @@ def guest(tmp_path: Path) -> Iterator[CardGuest]:
 
 @pytest.fixture(autouse=True)
 def namespace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_memory, "in_first_pid_namespace", lambda: True)
+    monkeypatch.setattr(gauges, "in_first_pid_namespace", lambda: True)
 
 
-def outcomes(finished: Finished) -> dict[str, Outcome]:
+def outcomes(finished: Finished) -> dict[str, ReclaimOutcome]:
     return {report.rung.name: report.outcome for report in finished.rungs}
 
 
@@ -126,7 +126,10 @@ async def test_the_balloon_gives_what_is_wanted_of_the_card(
     guest: CardGuest, tmp_path: Path
 ) -> None:
     finished = await guest.reclaim(3 * GIB)
-    assert outcomes(finished) == {"FREEZE": Outcome.TOO_LITTLE, "BALLOON": Outcome.FREED}
+    assert outcomes(finished) == {
+        "FREEZE": ReclaimOutcome.TOO_LITTLE,
+        "BALLOON": ReclaimOutcome.FREED,
+    }
     assert (finished.enough, finished.freed_bytes) == (True, 3 * GIB)
     assert guest.process.poll() is None
     said = noted(tmp_path)
@@ -137,18 +140,18 @@ async def test_a_balloon_that_only_says_so_is_found_out(guest: CardGuest) -> Non
     guest.gives = False
     guest.sleeps = "lies"
     finished = await guest.reclaim(3 * GIB)
-    assert outcomes(finished)["BALLOON"] is Outcome.HELD
-    assert outcomes(finished)["SLEEP"] is Outcome.HELD
-    assert finished.rungs[-1].rung is Rung.KILL
+    assert outcomes(finished)["BALLOON"] is ReclaimOutcome.HELD
+    assert outcomes(finished)["SLEEP"] is ReclaimOutcome.HELD
+    assert finished.rungs[-1].rung is ReclaimLevel.KILL
     assert finished.freed_bytes == CONTEXT + WEIGHTS + KV
 
 
 async def test_sleep_gives_up_weights_and_no_more_is_expected_of_it(guest: CardGuest) -> None:
     finished = await guest.reclaim(KV + WEIGHTS + CONTEXT)
-    slept = next(report for report in finished.rungs if report.rung is Rung.SLEEP)
-    assert (slept.outcome, slept.claimed_bytes) == (Outcome.TOO_LITTLE, WEIGHTS)
+    slept = next(report for report in finished.rungs if report.rung is ReclaimLevel.SLEEP)
+    assert (slept.outcome, slept.claimed_bytes) == (ReclaimOutcome.TOO_LITTLE, WEIGHTS)
     assert slept.freed_bytes == WEIGHTS
-    assert outcomes(finished)["KILL"] is Outcome.FREED
+    assert outcomes(finished)["KILL"] is ReclaimOutcome.FREED
 
 
 @pytest.mark.parametrize("sleeps", ["well", "breaks"])
@@ -158,7 +161,7 @@ async def test_an_engine_that_gave_up_its_weights_is_ended_whatever_it_answered(
     """vLLM answers 500 when a neighbour took memory meanwhile, and its weights are gone."""
     guest.sleeps = sleeps
     finished = await guest.reclaim(KV + WEIGHTS // 2)
-    assert outcomes(finished)["SLEEP"] is Outcome.FREED
+    assert outcomes(finished)["SLEEP"] is ReclaimOutcome.FREED
     assert guest.process.poll() is not None
 
 
@@ -168,7 +171,10 @@ async def test_where_the_driver_tells_nothing_by_process_kv_is_all_that_is_belie
     guest.listed = False
     guest.tell()
     finished = await guest.reclaim(3 * GIB)
-    assert outcomes(finished) == {"FREEZE": Outcome.TOO_LITTLE, "BALLOON": Outcome.FREED}
+    assert outcomes(finished) == {
+        "FREEZE": ReclaimOutcome.TOO_LITTLE,
+        "BALLOON": ReclaimOutcome.FREED,
+    }
     said = noted(tmp_path)
     assert (said["measured_by"], said["held_bytes"]) == (PAGE, KV)
 
@@ -177,9 +183,9 @@ async def test_there_more_than_kv_takes_the_end_of_the_guest(guest: CardGuest) -
     guest.listed = False
     guest.tell()
     finished = await guest.reclaim(KV + GIB)
-    slept = next(report for report in finished.rungs if report.rung is Rung.SLEEP)
-    assert (slept.outcome, slept.why) == (Outcome.UNSUPPORTED, UNSEEN)
-    assert outcomes(finished)["KILL"] is Outcome.FREED
+    slept = next(report for report in finished.rungs if report.rung is ReclaimLevel.SLEEP)
+    assert (slept.outcome, slept.why) == (ReclaimOutcome.UNSUPPORTED, UNSEEN)
+    assert outcomes(finished)["KILL"] is ReclaimOutcome.FREED
     assert guest.weights == WEIGHTS, "it was asked for what nobody could confirm"
     assert finished.freed_bytes == KV, "no more than was measured"
 
@@ -190,5 +196,5 @@ async def test_there_pages_that_the_card_did_not_get_back_are_not_freed(
     guest.listed = guest.gives = False
     guest.tell()
     finished = await guest.reclaim(3 * GIB)
-    assert outcomes(finished)["BALLOON"] is Outcome.HELD
-    assert finished.rungs[-1].rung is Rung.KILL
+    assert outcomes(finished)["BALLOON"] is ReclaimOutcome.HELD
+    assert finished.rungs[-1].rung is ReclaimLevel.KILL

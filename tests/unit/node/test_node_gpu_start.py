@@ -10,8 +10,8 @@ import pytest
 from node_bench import Bench
 
 from executor import GuestState
-from executor.guard import WARM_UP
-from rose.node.assembly import HOST_BUSY
+from executor.grants.grant_controller import WARM_UP
+from rose.node.wiring import HOST_BUSY
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from executor import GuestState
-from rose.node.hang import SILENT_S, STUCK_S, HangWatch
-from rose.procfs import ProcessIdentity, group_states
+from rose.node.guest.supervisor import SILENT_S, STUCK_S, HangWatch
+from rose.process.procfs import ProcessIdentity, group_states
 
 
 @pytest.fixture

@@ -18,20 +18,20 @@ from hypothesis import strategies as st
 
 from executor import (
     ControlPage,
+    GrantController,
     GuardConfig,
-    GuardCore,
     HostSeat,
-    HostSight,
     HostState,
+    HostView,
     PageError,
     Run,
     Veto,
 )
-from executor.vllm.station import GuestStation, KvMapped, Load
-from rose.eventlog import EventLog, JsonlLog
-from rose.node.guard_thread import GuardThread
-from rose.node.host_watch import HostWatch
-from rose.node.kill_switch import KillSwitch
+from executor.vllm.guest.gate_client import EngineLoad, GateClient, KvMapped
+from rose.logs.eventlog import EventLog, JsonlLog
+from rose.node.grants.guard_thread import GuardThread
+from rose.node.grants.host_watch import HostWatch
+from rose.node.guest.kill import KillSwitch
 
 MS = 1_000_000
 TICKS_OF_A_BEAT = 5
@@ -92,7 +92,7 @@ class Machine:
         self.guard = GuardThread(
             "g",
             self.page(),
-            GuardCore(GuardConfig(512, 64)),
+            GrantController(GuardConfig(512, 64)),
             lambda: 1,
             KillSwitch(self.folder / "KILL"),
             None,
@@ -105,7 +105,7 @@ class Machine:
         )
 
     def start_guest(self, _: int) -> None:
-        self.guest = GuestStation(
+        self.guest = GateClient(
             self.page(), KvMapped(1), clock_ns=lambda: self.now_ns, sleep=lambda _: None, environ={}
         )
 
@@ -179,7 +179,7 @@ class Machine:
     def look(self) -> None:
         """One tick of the guard, and one question of the guest."""
         self.guard.tick()
-        if isinstance(self.guest.ask(Load(1, 0, 0)), Run):
+        if isinstance(self.guest.ask(EngineLoad(1, 0, 0)), Run):
             self.steps += 1
             self.violated |= any(host.working for host in self.hosts)
 
@@ -242,13 +242,13 @@ def test_each_check_is_what_keeps_the_guest_from_a_step(
     monkeypatch: pytest.MonkeyPatch, doubt: str, script: Script
 ) -> None:
     assert not played(script).violated
-    check = HostSight.doubt
+    check = HostView.doubt
 
-    def blind(sight: HostSight, now_ns: int) -> str | None:
+    def blind(sight: HostView, now_ns: int) -> str | None:
         found = check(sight, now_ns)
         return None if found == doubt else found
 
-    monkeypatch.setattr(HostSight, "doubt", blind)
+    monkeypatch.setattr(HostView, "doubt", blind)
     assert played(script).violated
 
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from executor import SeatState
-from rose.node import host_process
-from rose.node.host_process import HostProcess
-from rose.procfs import ProcessIdentity, pid_namespace
+from rose.node.grants import host_watch
+from rose.node.grants.host_watch import HostProcess
+from rose.process.procfs import ProcessIdentity, pid_namespace
 
 
 def seat_of(pid: int) -> SeatState:
@@ -50,7 +50,7 @@ def test_a_host_that_ended_stays_dead_whoever_gets_its_number(
     assert host.doubt(None) == "host_dead"
     later = ProcessIdentity(child.pid, seat.started + 1, "boot")
     monkeypatch.setattr(
-        host_process.ProcessIdentity, "of", staticmethod(lambda pid: replace(later, pid=pid))
+        host_watch.ProcessIdentity, "of", staticmethod(lambda pid: replace(later, pid=pid))
     )
     assert host.doubt(None) == "host_dead"
 

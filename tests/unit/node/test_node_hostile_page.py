@@ -10,15 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from executor import ControlPage, GrantMode, GuardConfig, GuardCore, GuestState, HostState
-from executor.control_page import PAGE_BYTES
-from executor.latency_ring import LANE_BYTES, RING_BYTES, SLOT_BYTES
-from executor.sections import SeatState
-from executor.seqlock import HEADER_BYTES, Section
-from rose.eventlog import EventLog, JsonlLog
-from rose.node.guard_thread import SAMPLE_EVERY_TICKS, GuardThread
-from rose.node.host_watch import HostWatch
-from rose.node.kill_switch import KillSwitch
+from executor import ControlPage, GrantController, GrantMode, GuardConfig, GuestState, HostState
+from executor.control_page.latency_ring import LANE_BYTES, RING_BYTES, SLOT_BYTES
+from executor.control_page.page import PAGE_BYTES
+from executor.control_page.records import HEADER_BYTES, SeatState, Section
+from rose.logs.eventlog import EventLog, JsonlLog
+from rose.node.grants.guard_thread import SAMPLE_EVERY_TICKS, GuardThread
+from rose.node.grants.host_watch import HostWatch
+from rose.node.guest.kill import KillSwitch
 from tests.examples import times
 from tests.seated_host import SeatedHost
 
@@ -36,7 +35,7 @@ class Rig:
         self.guard = GuardThread(
             "g",
             self.page,
-            GuardCore(GuardConfig(512, 64, kv_base_bytes=1 << 20)),
+            GrantController(GuardConfig(512, 64, kv_base_bytes=1 << 20)),
             lambda: 1,
             KillSwitch(folder / "KILL"),
             None,

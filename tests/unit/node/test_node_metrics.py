@@ -10,13 +10,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from executor import Grant, GrantMode, GuestState, HostState, LatencyRecord
+from rose.addresses import free_port
 from rose.errors import ConfigError
-from rose.node.engine_config import HostConfig
-from rose.node.live_metrics import ReplicaView
-from rose.node.memory import Held
-from rose.node.metrics import NodeMetrics
-from rose.node.reasons import sentence
-from rose.ports import free_port
+from rose.node.config import HostConfig
+from rose.node.grants.guard_thread import sentence
+from rose.node.memory.gauges import Held
+from rose.node.metrics import NodeMetrics, ReplicaFigures
 
 HOST = HostConfig(page=Path("page"), ttft_target_s=0.45, tpot_target_s=0.04)
 GRANT = Grant(GrantMode.FREEZE, epoch=3, reason="host_dead")
@@ -25,7 +24,9 @@ STATE = HostState(
     running=3, kv_used=10, kv_total=40, granules_total=8, granules_lent=5, bytes_lent=640
 )
 HELD = Held(17 << 30, "driver, by process")
-VIEW = ReplicaView("g0", "healthy", 1, 9, 0.25, 40, GRANT, GUEST, STATE, owed_bytes=128, held=HELD)
+VIEW = ReplicaFigures(
+    "g0", "healthy", 1, 9, 0.25, 40, GRANT, GUEST, STATE, owed_bytes=128, held=HELD
+)
 
 
 @pytest.fixture

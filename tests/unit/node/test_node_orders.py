@@ -11,11 +11,12 @@ from node_bench import Bench, standin_spec
 
 from rose.engines import launch
 from rose.errors import RoseError
-from rose.eventlog import EventLog
-from rose.node import NodeDaemon, supervisor
-from rose.node.chain import STEPS_KEPT, KnownVersion, VersionChain
-from rose.node.orders import check_order
-from rose.node.session import SchedulerSession
+from rose.logs.eventlog import EventLog
+from rose.node import NodeDaemon
+from rose.node.guest import supervisor
+from rose.node.leases.lease_agent import check_order
+from rose.node.leases.session import SchedulerSession
+from rose.node.weights.update_fetch import STEPS_KEPT, AnnouncedVersions, KnownVersion
 from rose.rpc import rose_pb2 as pb
 from rose.rpc.channel import make_server
 from rose.rpc.rose_pb2_grpc import SchedulerServicer, add_SchedulerServicer_to_server
@@ -93,7 +94,7 @@ async def test_orders_that_cannot_be_obeyed_are_noted_and_the_next_ones_count(
 
 
 def test_a_node_keeps_so_many_steps_of_a_chain() -> None:
-    chain = VersionChain()
+    chain = AnnouncedVersions()
     for version in range(1, STEPS_KEPT + 3):
         chain.add(KnownVersion("job", version, version - 1, "http://t"))
     assert chain.after(1) is None

@@ -7,8 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from rose import placement
-from rose.node.placed import IDLE, NICE, PLAIN, CgroupRefusedError, Placed, guest_cgroup, weigh
+from rose.node.guest.cpu_placement import (
+    IDLE,
+    NICE,
+    PLAIN,
+    CgroupRefusedError,
+    CpuPlacement,
+    guest_cgroup,
+    weigh,
+)
+from rose.process import launcher
 
 UNTOUCHED = NICE if os.getpriority(os.PRIO_PROCESS, 0) > 0 else PLAIN
 # What a container without the right to change scheduling answers.
@@ -22,7 +30,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def placed(*argv: str) -> Placed:
+def placed(*argv: str) -> CpuPlacement:
     """Where the kernel says that a program started so is."""
     program = [sys.executable, "-c", "print(flush=True); input()"]
     with subprocess.Popen(
@@ -30,7 +38,7 @@ def placed(*argv: str) -> Placed:
     ) as process:
         assert process.stdout
         process.stdout.readline()
-        found = Placed.of(process.pid)
+        found = CpuPlacement.of(process.pid)
         process.kill()
     assert found
     return found
@@ -45,17 +53,17 @@ def placed(*argv: str) -> Placed:
     ],
 )
 def test_the_next_best_is_taken_where_the_best_is_refused(refused: str, share: str) -> None:
-    script = str(placement.__file__)
+    script = str(launcher.__file__)
     found = placed("-c", FORBIDDEN, refused, script, "share=background")
     assert (found.share, found.oom_score_adj) == (share, 1000)
 
 
 def test_others_are_left_as_they_are() -> None:
-    assert placed(str(placement.__file__)).share == UNTOUCHED
+    assert placed(str(launcher.__file__)).share == UNTOUCHED
 
 
 def test_nothing_is_said_of_a_process_that_is_gone() -> None:
-    assert Placed.of(2**22 + 1) is None
+    assert CpuPlacement.of(2**22 + 1) is None
 
 
 @pytest.mark.parametrize(("knob", "value"), [("cpu.idle", "1"), ("cpu.weight", "1")])
@@ -70,7 +78,7 @@ def test_a_delegated_cgroup_gets_a_group_of_the_least_weight(
     group = guest_cgroup(tmp_path, "guest")
     assert (group / knob).read_text() == value
     process = subprocess.Popen(
-        [sys.executable, str(placement.__file__), f"cgroup={group}", "--", "true"]
+        [sys.executable, str(launcher.__file__), f"cgroup={group}", "--", "true"]
     )
     process.wait()
     assert (group / "cgroup.procs").read_text() == str(process.pid)
@@ -84,14 +92,14 @@ def test_a_folder_that_is_no_cgroup_is_refused_with_what_to_do(tmp_path: Path) -
 
 def test_a_guest_on_a_gpu_stands_aside_and_is_still_the_first_to_go() -> None:
     """A step whose launches wait for an idle core ends in its host's time."""
-    found = placed(str(placement.__file__), "share=aside")
+    found = placed(str(launcher.__file__), "share=aside")
     assert (found.share, found.oom_score_adj) == (NICE, 1000)
 
 
 @pytest.mark.parametrize("knobs", [("cpu.idle", "cpu.weight"), ("cpu.weight",)])
 @pytest.mark.parametrize(("share", "weight"), [("aside", "10"), (None, "100")])
 def test_a_group_that_stands_aside_has_a_tenth_of_the_weight(
-    tmp_path: Path, knobs: tuple[str, ...], share: placement.Share | None, weight: str
+    tmp_path: Path, knobs: tuple[str, ...], share: launcher.Share | None, weight: str
 ) -> None:
     """On files that stand in for a cgroup v2 folder."""
     for knob in knobs:

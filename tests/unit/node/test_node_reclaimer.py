@@ -15,13 +15,13 @@ from typing import Any, cast
 import pytest
 
 from executor import GuestState
-from executor.reclaim import Finished, Outcome, Rung
+from executor.kv.reclaim_ladder import Finished, ReclaimLevel, ReclaimOutcome
 from rose.errors import RefusedError, UnavailableError
-from rose.eventlog import EventLog
-from rose.group_memory import group_bytes
-from rose.node.memory import KERNEL, HostMemory
-from rose.node.reclaimer import NO_SLEEP, UNSEEN, Guest, Reclaimer
-from rose.node.replica_client import Answer, ReplicaClient
+from rose.logs.eventlog import EventLog
+from rose.node.memory.gauges import KERNEL, HostMemory
+from rose.node.memory.reclaimer import NO_SLEEP, UNSEEN, GuestMemory, Reclaimer
+from rose.node.replica_client import ReplicaAnswer, ReplicaClient
+from rose.process.procfs import group_bytes
 from tests.patience import PATIENCE_S
 
 MIB = 1 << 20
@@ -70,7 +70,7 @@ class Rig:
         self.process.wait()
 
     def reclaimer(self, sleep: Callable[[], Any] | None = None) -> Reclaimer:
-        guest = Guest(
+        guest = GuestMemory(
             "guest",
             lambda: HostMemory(lambda: self.process.pid),
             lambda: self.state,
@@ -108,7 +108,7 @@ def rig(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Rig]:
         events.close()
 
 
-def outcomes(finished: Finished) -> dict[Rung, Outcome]:
+def outcomes(finished: Finished) -> dict[ReclaimLevel, ReclaimOutcome]:
     return {report.rung: report.outcome for report in finished.rungs}
 
 
@@ -133,7 +133,7 @@ async def test_the_balloon_gives_no_more_than_is_wanted(rig: Rig) -> None:
     finished = await rig.reclaimer().reclaim(30 * MIB, 5.0, "test")
     assert finished.enough
     assert finished.in_time
-    assert list(outcomes(finished)) == [Rung.FREEZE, Rung.BALLOON]
+    assert list(outcomes(finished)) == [ReclaimLevel.FREEZE, ReclaimLevel.BALLOON]
     assert rig.state.granules_mapped == (KV - 30) * MIB // GRANULE
     assert rig.holds == [0, 8, -1], "frozen, ballooned, free again"
     assert rig.process.poll() is None
@@ -142,7 +142,9 @@ async def test_the_balloon_gives_no_more_than_is_wanted(rig: Rig) -> None:
 @pytest.mark.parametrize("rig", [0.06], indirect=True)
 async def test_release_returned_early(rig: Rig) -> None:
     finished = await rig.reclaimer().reclaim(30 * MIB, 5.0, "test")
-    assert outcomes(finished)[Rung.BALLOON] is Outcome.FREED, "waited for, and not believed before"
+    assert outcomes(finished)[ReclaimLevel.BALLOON] is ReclaimOutcome.FREED, (
+        "waited for, and not believed before"
+    )
     assert rig.process.poll() is None
     assert finished.freed_bytes >= 30 * MIB
 
@@ -152,8 +154,8 @@ async def test_sleep_reported_success_but_memory_stayed_held(rig: Rig) -> None:
         rig.say("lie", 90)
 
     finished = await rig.reclaimer(sleep).reclaim(120 * MIB, 8.0, "test")
-    assert outcomes(finished)[Rung.SLEEP] is Outcome.HELD
-    assert outcomes(finished)[Rung.KILL] is Outcome.FREED
+    assert outcomes(finished)[ReclaimLevel.SLEEP] is ReclaimOutcome.HELD
+    assert outcomes(finished)[ReclaimLevel.KILL] is ReclaimOutcome.FREED
     assert (finished.enough, finished.in_time, rig.memory) == (True, True, 0)
     rungs = {e["rung"]: e for e in rig.noted() if e["event"] == "reclaim_rung"}
     assert rungs["sleep"]["outcome"] == "held"
@@ -164,8 +166,8 @@ async def test_sleep_reported_success_but_memory_stayed_held(rig: Rig) -> None:
 async def test_a_balloon_that_only_says_so_is_found_out(rig: Rig) -> None:
     rig.kv_word = "lie"
     finished = await rig.reclaimer().reclaim(30 * MIB, 8.0, "test")
-    assert outcomes(finished)[Rung.BALLOON] is Outcome.HELD
-    assert finished.rungs[-1].rung is Rung.KILL
+    assert outcomes(finished)[ReclaimLevel.BALLOON] is ReclaimOutcome.HELD
+    assert finished.rungs[-1].rung is ReclaimLevel.KILL
     assert rig.memory == 0
 
 
@@ -176,7 +178,7 @@ async def test_an_engine_that_really_slept_has_no_weights_and_is_ended(rig: Rig)
         rig.say("free", 90)
 
     finished = await rig.reclaimer(sleep).reclaim(120 * MIB, 8.0, "test")
-    assert list(outcomes(finished))[-1] is Rung.SLEEP
+    assert list(outcomes(finished))[-1] is ReclaimLevel.SLEEP
     assert finished.enough
     assert rig.process.poll() is not None
 
@@ -195,7 +197,7 @@ async def test_what_cannot_be_measured_is_not_taken_for_reclaimed(rig: Rig) -> N
     reclaimer = rig.reclaimer()
     reclaimer._guest = replace(reclaimer._guest, gauge=Unknown)
     finished = await reclaimer.reclaim(30 * MIB, 2.0, "test")
-    assert finished.rungs[-1].rung is Rung.KILL
+    assert finished.rungs[-1].rung is ReclaimLevel.KILL
     assert not finished.enough
     assert rig.process.poll() is not None
 
@@ -232,7 +234,7 @@ async def test_a_rung_the_engine_does_not_have_is_skipped_and_said(
     rig: Rig, sleep: Any, why: str
 ) -> None:
     finished = await rig.reclaimer(sleep).reclaim(SIZE * MIB, 8.0, "test")
-    assert outcomes(finished)[Rung.SLEEP] is Outcome.UNSUPPORTED
+    assert outcomes(finished)[ReclaimLevel.SLEEP] is ReclaimOutcome.UNSUPPORTED
     said = [e for e in rig.noted() if e["event"] == "reclaim_rung" and e["rung"] == "sleep"]
     assert [e["why"] for e in said] == [why]
     assert rig.memory == 0
@@ -260,7 +262,7 @@ async def test_a_driver_that_hangs_delays_no_kill(rig: Rig) -> None:
         assert not task.done()
     gauge.answers.set()
     finished = await task
-    assert finished.rungs[-1].rung is Rung.KILL
+    assert finished.rungs[-1].rung is ReclaimLevel.KILL
 
 
 class KvAlone(HostMemory):
@@ -277,8 +279,8 @@ async def test_an_engine_is_not_asked_to_sleep_where_its_weights_are_not_seen(ri
     gauge = KvAlone(lambda: rig.process.pid)
     reclaimer._guest = replace(reclaimer._guest, gauge=lambda: gauge)
     finished = await reclaimer.reclaim(SIZE * MIB, 8.0, "test")
-    (slept,) = (report for report in finished.rungs if report.rung is Rung.SLEEP)
-    assert (slept.outcome, slept.why) == (Outcome.UNSUPPORTED, UNSEEN)
+    (slept,) = (report for report in finished.rungs if report.rung is ReclaimLevel.SLEEP)
+    assert (slept.outcome, slept.why) == (ReclaimOutcome.UNSUPPORTED, UNSEEN)
     assert finished.enough
 
 
@@ -291,9 +293,9 @@ async def test_sleep_is_not_held_for_a_liar_over_kv_that_it_does_not_reach(rig: 
     reclaimer = rig.reclaimer(sleep)
     reclaimer._guest = replace(reclaimer._guest, sleep_bytes=40 * MIB)
     finished = await reclaimer.reclaim(SIZE * MIB, 8.0, "test")
-    (slept,) = (report for report in finished.rungs if report.rung is Rung.SLEEP)
-    assert (slept.outcome, slept.claimed_bytes) == (Outcome.TOO_LITTLE, 40 * MIB)
-    assert finished.rungs[-1].rung is Rung.KILL
+    (slept,) = (report for report in finished.rungs if report.rung is ReclaimLevel.SLEEP)
+    assert (slept.outcome, slept.claimed_bytes) == (ReclaimOutcome.TOO_LITTLE, 40 * MIB)
+    assert finished.rungs[-1].rung is ReclaimLevel.KILL
     assert finished.enough
 
 
@@ -310,8 +312,10 @@ async def test_an_engine_that_broke_while_it_fell_asleep_is_not_one_that_cannot_
 ) -> None:
     client = ReplicaClient(cast(Any, None), "http://engine")
 
-    async def answered(*_: object) -> Answer:
-        return Answer(status, b'{"error":{"message":"Memory usage increased after sleeping."}}')
+    async def answered(*_: object) -> ReplicaAnswer:
+        return ReplicaAnswer(
+            status, b'{"error":{"message":"Memory usage increased after sleeping."}}'
+        )
 
     client._call = answered  # type: ignore[method-assign]
     with pytest.raises(error, match=f"HTTP {status}"):

@@ -8,11 +8,12 @@ import aiohttp
 import pytest
 from node_bench import Bench, standin_spec
 
+from rose.addresses import free_port
 from rose.engines import launch
 from rose.errors import ConfigError
-from rose.node import NodeConfig, NodeDaemon, supervisor
-from rose.ports import free_port
-from rose.publish import Caps, Hub, Receiving, fetch_version
+from rose.node import NodeConfig, NodeDaemon
+from rose.node.guest import supervisor
+from rose.publish import Caps, ChunkFetcher, DownloadLimits, fetch_version
 from rose.rpc import rose_pb2 as pb
 from weight_transfer import ChunkStore
 
@@ -92,8 +93,8 @@ async def test_a_nodes_relay_is_known_to_its_neighbours_and_serves_them(bench: B
     await bench.publish(1)
     await bench.until("up to date", lambda row: row.policy_version == 1)
     async with aiohttp.ClientSession(headers={"Authorization": "Bearer secret"}) as session:
-        receiving = Receiving(ChunkStore(bench.folder / "other"), Caps())
-        hub = Hub(session, receiving, "", [url])
+        receiving = DownloadLimits(ChunkStore(bench.folder / "other"), Caps())
+        hub = ChunkFetcher(session, receiving, "", [url])
         # Nobody is there but the relay.
         fetched = await fetch_version(
             hub, "http://127.0.0.1:9", "job", 1, bench.key.verify_key, lambda _: None, set()
@@ -115,8 +116,8 @@ async def test_a_relay_serves_a_version_that_its_own_engine_does_not_take(bench:
     await bench.publish(1)
     url = f"http://127.0.0.1:{bench.settings['relay']['port']}"
     async with aiohttp.ClientSession() as session:
-        receiving = Receiving(ChunkStore(bench.folder / "other"), Caps())
-        hub = Hub(session, receiving, "", [url])
+        receiving = DownloadLimits(ChunkStore(bench.folder / "other"), Caps())
+        hub = ChunkFetcher(session, receiving, "", [url])
         await fetch_version(
             hub, "http://127.0.0.1:9", "job", 1, bench.key.verify_key, lambda _: None, set()
         )

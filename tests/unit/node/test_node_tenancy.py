@@ -3,20 +3,20 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose.node.tenancy import (
+from rose.node.leases.lease_fsm import (
     ADOPTED,
     ENGINE_DOWN,
     EXPIRED,
     Admit,
     Drain,
     Ended,
-    TakenBack,
-    TenancyCore,
+    LeaseStateMachine,
+    Revoked,
 )
 
 
-def _leased(epoch: int = 1) -> TenancyCore:
-    core = TenancyCore()
+def _leased(epoch: int = 1) -> LeaseStateMachine:
+    core = LeaseStateMachine()
     core.engine_up()
     core.grant(epoch, ttl_s=5.0, now_s=0.0)
     assert core.next(0.0) == Admit(epoch)
@@ -36,14 +36,14 @@ def test_a_release_drains_before_it_is_reported() -> None:
 
 def test_a_lease_that_nobody_renews_is_taken_back_and_drained() -> None:
     core = _leased()
-    assert core.next(5.0) == TakenBack(1, EXPIRED)
+    assert core.next(5.0) == Revoked(1, EXPIRED)
     assert core.next(5.0) == Drain(1, EXPIRED)
 
 
 def test_a_new_engine_gets_a_new_lease_never_the_old_one() -> None:
     core = _leased()
     core.engine_down()
-    assert core.next(1.0) == TakenBack(1, ENGINE_DOWN)
+    assert core.next(1.0) == Revoked(1, ENGINE_DOWN)
     assert core.next(1.0) == Ended(1, ENGINE_DOWN, 0, asked=False)
     core.engine_up()
     core.grant(1, ttl_s=5.0, now_s=1.0)
@@ -63,7 +63,7 @@ def test_the_next_lease_waits_for_the_drain_of_the_last() -> None:
 
 
 def test_an_answer_of_a_dead_engine_says_nothing_about_the_next() -> None:
-    core = TenancyCore()
+    core = LeaseStateMachine()
     core.engine_up()
     core.grant(1, ttl_s=5.0, now_s=0.0)
     life = core.life
@@ -88,7 +88,7 @@ EVENTS = st.lists(
 )
 
 
-def _happen(core: TenancyCore, name: str, epoch: int, now_s: float) -> None:
+def _happen(core: LeaseStateMachine, name: str, epoch: int, now_s: float) -> None:
     {
         "grant": lambda: core.grant(epoch, 3.0, now_s),
         "release": lambda: core.release(epoch, "asked"),
@@ -99,7 +99,7 @@ def _happen(core: TenancyCore, name: str, epoch: int, now_s: float) -> None:
     }[name]()
 
 
-def _settle(core: TenancyCore, now_s: float) -> set[int]:
+def _settle(core: LeaseStateMachine, now_s: float) -> set[int]:
     """Carry out all steps; returns the epochs whose end the scheduler was told."""
     told = set()
     for _ in range(6):
@@ -120,7 +120,7 @@ def _settle(core: TenancyCore, now_s: float) -> set[int]:
 def test_whatever_happens_it_settles_and_only_a_live_lease_admits(
     events: list[tuple[str, int]],
 ) -> None:
-    core = TenancyCore()
+    core = LeaseStateMachine()
     asked, told = set(), set()
     for second, (name, epoch) in enumerate(events):
         if name == "release" and epoch >= core.held.epoch:
@@ -132,7 +132,7 @@ def test_whatever_happens_it_settles_and_only_a_live_lease_admits(
 
 
 def test_an_adopted_engine_is_drained_of_the_lease_that_ended_with_its_daemon() -> None:
-    core = TenancyCore()
+    core = LeaseStateMachine()
     core.engine_up(epoch=6, admitting=True)
     core.grant(6, ttl_s=5.0, now_s=0.0)
     assert not core.held.open, "that lease is over, whoever still speaks of it"
@@ -144,7 +144,7 @@ def test_an_adopted_engine_is_drained_of_the_lease_that_ended_with_its_daemon() 
 
 
 def test_an_adopted_engine_that_admits_nobody_waits_for_a_lease() -> None:
-    core = TenancyCore()
+    core = LeaseStateMachine()
     core.engine_up(epoch=6, admitting=False)
     assert core.vacant
     assert core.next(0.0) is None

@@ -8,7 +8,7 @@ import pytest
 from node_bench import Bench
 
 from executor import GrantMode
-from rose.process import group_alive
+from rose.process.child import group_alive
 from rose.rpc import rose_pb2 as pb
 from tests.patience import PATIENCE_S
 

@@ -14,15 +14,14 @@ import numpy as np
 import pytest
 
 from rose.errors import RefusedError
-from rose.eventlog import EventLog, JsonlLog
-from rose.node import updates
-from rose.node.bringing import Source
-from rose.node.chain import KnownVersion, VersionChain
-from rose.node.replica_client import Applied, ReplicaClient
-from rose.node.updates import Updates
-from rose.publish import Caps, Hub, Reader, Receiving, Signer, VersionServer
-from rose.publish import download as download_module
-from rose.publish import hub as hub_module
+from rose.logs.eventlog import EventLog, JsonlLog
+from rose.node.replica_client import AppliedUpdate, ReplicaClient
+from rose.node.weights import updater
+from rose.node.weights.update_fetch import AnnouncedVersions, KnownVersion, WeightSource
+from rose.node.weights.updater import Updates
+from rose.publish import Caps, ChunkFetcher, DownloadLimits, PublisherClient, Signer, VersionServer
+from rose.publish.fetch import download as download_module
+from rose.publish.fetch import fetcher as hub_module
 from weight_transfer import (
     ChunkStore,
     Manifest,
@@ -34,7 +33,7 @@ from weight_transfer import (
     WeightError,
     WrongBaseError,
 )
-from weight_transfer.signing import SIGNATURE_BYTES
+from weight_transfer.format.signing import SIGNATURE_BYTES
 
 KEY = SigningKey.generate()
 
@@ -51,7 +50,9 @@ class Engine:
     def __init__(self) -> None:
         self.receiver = Receiver(tensors(0))
 
-    async def apply(self, manifests: list[Path], chunks: Path, on_update: OnUpdate) -> Applied:
+    async def apply(
+        self, manifests: list[Path], chunks: Path, on_update: OnUpdate
+    ) -> AppliedUpdate:
         read = [Manifest.from_bytes(path.read_bytes()) for path in manifests]
         assert on_update is read[-1].on_update
         store = ChunkStore(chunks.parent)
@@ -63,7 +64,7 @@ class Engine:
         except WeightError as error:
             raise RefusedError(str(error)) from error
         self.receiver.commit(staged)
-        return Applied(staged.version, True, True, 0.0, 0.0, 0.0, staged.wire_bytes, 1)
+        return AppliedUpdate(staged.version, True, True, 0.0, 0.0, 0.0, staged.wire_bytes, 1)
 
 
 class Case:
@@ -74,16 +75,16 @@ class Case:
         self.origin = ChunkStore(folder / "origin")
         self.server = VersionServer(self.origin, port, signer=Signer("job", KEY))
         self.engine = Engine()
-        self.chain = VersionChain()
-        self.receiving = Receiving(ChunkStore(folder / "node"), Caps())
+        self.chain = AnnouncedVersions()
+        self.receiving = DownloadLimits(ChunkStore(folder / "node"), Caps())
         self.unproven: list[str] = []
         self.logs = ExitStack()
-        source = Source(
+        source = WeightSource(
             session,
-            Hub(session, self.receiving),
+            ChunkFetcher(session, self.receiving),
             self.chain,
             KEY.verify_key,
-            Reader(session, "n0", KEY.verify_key),
+            PublisherClient(session, "n0", KEY.verify_key),
         )
         self.updates = Updates(
             "r0",
@@ -125,8 +126,8 @@ class Case:
 async def case(
     tmp_path: Path, unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Case]:
-    monkeypatch.setattr(updates, "FIRST_PAUSE_S", 0.02)
-    monkeypatch.setattr(updates, "MAX_PAUSE_S", 0.05)
+    monkeypatch.setattr(updater, "FIRST_PAUSE_S", 0.02)
+    monkeypatch.setattr(updater, "MAX_PAUSE_S", 0.05)
     for module in (hub_module, download_module):
         monkeypatch.setattr(module, "RETRY_PAUSE_S", 0.01)
     async with aiohttp.ClientSession() as session:
@@ -263,16 +264,16 @@ async def test_a_bit_that_flips_in_a_relay_is_named_and_dropped_there_too(
     refs = case.origin.get_manifest(2).chunks
     async with aiohttp.ClientSession() as session:
         port = unused_tcp_port_factory()
-        receiving = Receiving(ChunkStore(case.folder / "relay"), Caps())
+        receiving = DownloadLimits(ChunkStore(case.folder / "relay"), Caps())
         url = f"http://127.0.0.1:{port}"
-        hub = Hub(session, receiving, url, [url])
+        hub = ChunkFetcher(session, receiving, url, [url])
         server = VersionServer(receiving.store, port, hub=hub)
         await server.start()
         await hub.manifest("job", 2, case.server.url, KEY.verify_key)
         damaged = refs[0]
         await asyncio.gather(*(hub.obtain(ref) for ref in refs))
         _flip(receiving.store.chunks_dir / damaged.id)
-        node = Hub(session, case.receiving, "", [url])
+        node = ChunkFetcher(session, case.receiving, "", [url])
         await node.manifest("job", 2, case.server.url, KEY.verify_key)
         rejected: list[str] = []
         for ref in refs:
@@ -381,7 +382,7 @@ async def test_a_busy_host_is_no_refusal(case: Case, replica: Any) -> None:
     case.announce(2)
     assert "ask again" in await case.noted("host_busy")
     async with asyncio.timeout(5):
-        while len(asked) < 2 * updates.MAX_APPLY_FAILURES:  # noqa: ASYNC110 -- it has nobody to tell
+        while len(asked) < 2 * updater.MAX_APPLY_FAILURES:  # noqa: ASYNC110 -- it has nobody to tell
             await asyncio.sleep(0.01)
     assert case.unproven == []
     assert case.updates.version == 1
@@ -427,7 +428,7 @@ async def test_an_update_that_breaks_in_a_way_nobody_thought_of_is_tried_again(
 ) -> None:
     apply, broken = case.engine.apply, [ValueError("unheard of"), KeyError("x")]
 
-    async def breaks(*args: Any) -> Applied:
+    async def breaks(*args: Any) -> AppliedUpdate:
         if broken:
             raise broken.pop()
         return await apply(*args)

@@ -13,8 +13,7 @@ from aiohttp import web
 from executor import ControlPage, GrantMode, GuestState
 from rose.errors import EngineStartError
 from rose.profile import Batch
-from rose.profile.driver import Driver
-from rose.profile.open_grant import OpenGrant
+from rose.profile.driver import OpenGrant, ProfileDriver
 
 BATCH = Batch(sequences=1, prompt_tokens=8, token_budget=16)
 
@@ -56,16 +55,16 @@ async def engine(tmp_path: Path) -> AsyncIterator[Engine]:
 
 
 @pytest.fixture
-async def driver(engine: Engine, tmp_path: Path) -> AsyncIterator[Driver]:
+async def driver(engine: Engine, tmp_path: Path) -> AsyncIterator[ProfileDriver]:
     with ControlPage.create(tmp_path / "page") as page:
         page.guest.write(GuestState(waiting=1))
         grant = OpenGrant(page, token_budget=16, max_sequences=4)
         async with aiohttp.ClientSession() as http:
-            yield Driver(engine, grant, http, tmp_path, vocabulary=96)  # type: ignore[arg-type]
+            yield ProfileDriver(engine, grant, http, tmp_path, vocabulary=96)  # type: ignore[arg-type]
 
 
 async def test_an_engine_that_ends_is_told_by_its_last_words(
-    engine: Engine, driver: Driver
+    engine: Engine, driver: ProfileDriver
 ) -> None:
     engine.line = '{"finish_reason":"error","message":"EngineDeadError: gone"}'
     asyncio.get_running_loop().call_later(0.1, engine.ended.set)
@@ -74,7 +73,7 @@ async def test_an_engine_that_ends_is_told_by_its_last_words(
 
 
 async def test_an_engine_that_lives_but_fails_is_told_by_its_answer(
-    engine: Engine, driver: Driver, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, driver: ProfileDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rose.profile.driver.ENDS_S", 0.05)
     engine.line = '{"finish_reason":"abort"}'

@@ -4,8 +4,7 @@ import pytest
 
 from executor.step_log import STEP, StepRecord
 from rose.profile import Batch, LoggedStep, plan, samples_of
-from rose.profile.plan import DECODE_STEPS, Limits
-from rose.profile.samples import steps_of, waited_share
+from rose.profile.plan import DECODE_STEPS, Limits, steps_of, waited_share
 from slo import fit_profile
 
 LIMITS = Limits(max_num_seqs=64, max_model_len=512, token_budget=512, kv_tokens=20_000)

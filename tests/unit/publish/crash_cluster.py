@@ -12,8 +12,15 @@ import aiohttp
 import numpy as np
 from aiohttp import web
 
-from rose.publish import Caps, FetchError, Hub, Receiving, VersionServer, fetch_version
-from rose.publish.rendezvous import order
+from rose.publish import (
+    Caps,
+    ChunkFetcher,
+    DownloadLimits,
+    FetchError,
+    VersionServer,
+    fetch_version,
+)
+from rose.publish.fetch.peers import order
 from weight_transfer import ChunkStore, Manifest, Publisher, Receiver, SigningKey, TensorBits
 
 KEY = SigningKey.from_hex("06" * 32)
@@ -96,7 +103,9 @@ class Member:
     async def live(self, members: list[str]) -> None:
         self._members = members
         self._session = aiohttp.ClientSession()
-        self.hub = Hub(self._session, Receiving(self.store, Caps()), self.url, members)
+        self.hub = ChunkFetcher(
+            self._session, DownloadLimits(self.store, Caps()), self.url, members
+        )
         self._server = VersionServer(self.store, self._port, hub=self.hub)
         await self._server.start()
 

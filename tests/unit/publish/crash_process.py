@@ -13,7 +13,7 @@ import aiohttp
 from crash_cluster import CHUNK_BYTES, KEY, tensors
 
 from rose.errors import RoseError
-from rose.publish import Caps, Hub, Receiving, VersionServer, fetch_version
+from rose.publish import Caps, ChunkFetcher, DownloadLimits, VersionServer, fetch_version
 from weight_transfer import ChunkStore, Publisher
 
 LINK_BYTES_PER_S = 400_000
@@ -32,8 +32,8 @@ async def origin(folder: Path, url: str) -> None:
 
 async def member(folder: Path, url: str, at: str, members: list[str]) -> None:
     async with aiohttp.ClientSession() as session:
-        receiving = Receiving(ChunkStore(folder), Caps(bytes_per_s=LINK_BYTES_PER_S))
-        hub = Hub(session, receiving, url, members)
+        receiving = DownloadLimits(ChunkStore(folder), Caps(bytes_per_s=LINK_BYTES_PER_S))
+        hub = ChunkFetcher(session, receiving, url, members)
         server = VersionServer(receiving.store, urlsplit(url).port or 0, hub=hub)
         await server.start()
         say("up")

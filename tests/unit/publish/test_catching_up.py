@@ -12,21 +12,26 @@ import numpy as np
 import pytest
 
 from rose.errors import RefusedError
-from rose.node.bringing import Source, Wish, bring, rebased
-from rose.node.chain import KnownVersion, VersionChain
+from rose.node.weights.update_fetch import (
+    AnnouncedVersions,
+    KnownVersion,
+    UpdateRequest,
+    WeightSource,
+    bring,
+    rebased,
+)
 from rose.publish import (
     Caps,
-    Hub,
+    ChunkFetcher,
+    DownloadLimits,
     IndexFormatError,
-    Reader,
-    Receiving,
+    PublisherClient,
     Signer,
     VersionServer,
-    index,
-    reader,
 )
-from rose.publish.leases import LONGEST_TTL_S, MOST_OF_A_PEER, MOST_READERS, Leases
-from rose.publish.upkeep import Latest, Upkeep
+from rose.publish.fetch import publisher_client
+from rose.publish.publisher import Latest, RetentionTask
+from rose.publish.version_server import LONGEST_TTL_S, MOST_OF_A_PEER, MOST_READERS, ReadLeases
 from tests.patience import PATIENCE_S
 from weight_transfer import (
     CatalogError,
@@ -37,8 +42,8 @@ from weight_transfer import (
     SigningKey,
     TensorBits,
 )
-from weight_transfer.catalog import Catalog, Published
-from weight_transfer.envelope import Envelope, Kind
+from weight_transfer.format.signing import Envelope, Kind
+from weight_transfer.store.catalog import Catalog, Published
 
 KEY = SigningKey.generate()
 VERSIONS = 6
@@ -57,11 +62,11 @@ class Trainer:
 
     def __init__(self, root: Path, port: int) -> None:
         self.store = ChunkStore(root)
-        self.leases = Leases(time.monotonic() - LONGEST_TTL_S)
+        self.leases = ReadLeases(time.monotonic() - LONGEST_TTL_S)
         self.publisher = Publisher(self.store, "job", "trainer", KEY, chunk_bytes=2_048)
         self.server = VersionServer(self.store, port, leases=self.leases, signer=Signer("job", KEY))
         self.troubles: list[str] = []
-        self.upkeep = Upkeep(self.store, self.publisher, self.leases, self.troubles.append)
+        self.upkeep = RetentionTask(self.store, self.publisher, self.leases, self.troubles.append)
 
     def publish(self, version: int) -> None:
         self.publisher.publish(version, version - 1, tensors(version - 1), tensors(version))
@@ -82,18 +87,18 @@ async def joined(
 ) -> int:
     """Bring a replica to a version; returns how many manifests it took."""
     async with aiohttp.ClientSession() as session:
-        receiving = Receiving(ChunkStore(folder), Caps())
-        chain = VersionChain()
+        receiving = DownloadLimits(ChunkStore(folder), Caps())
+        chain = AnnouncedVersions()
         known = KnownVersion("job", target, target - 1, trainer.server.url)
         chain.add(known)
-        source = Source(
+        source = WeightSource(
             session,
-            Hub(session, receiving),
+            ChunkFetcher(session, receiving),
             chain,
             KEY.verify_key,
-            Reader(session, "node", KEY.verify_key),
+            PublisherClient(session, "node", KEY.verify_key),
         )
-        wish = Wish("r0", receiver.version, known, rebase)
+        wish = UpdateRequest("r0", receiver.version, known, rebase)
         brought = await bring(source, wish, lambda _: None, set())
         receiving.close()
     manifests = [Manifest.from_bytes(path.read_bytes()) for path in brought.manifests]
@@ -143,12 +148,12 @@ async def test_wrong_weights_are_healed_by_a_newer_base_only(
 async def test_a_base_follows_a_long_chain_and_only_leased_versions_outlive_it(
     trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weight_transfer.catalog.MOST_DELTAS", 3)
+    monkeypatch.setattr("weight_transfer.store.catalog.MOST_DELTAS", 3)
     trainer.publish(1)
     await trainer.upkeep.settle()
     async with aiohttp.ClientSession() as session:
-        reader = Reader(session, "slow")
-        async with reader.lease(trainer.server.url, "r0", 1):
+        publisher_client = PublisherClient(session, "slow")
+        async with publisher_client.lease(trainer.server.url, "r0", 1):
             for version in range(2, 6):
                 trainer.publish(version)
             await trainer.upkeep.settle()
@@ -171,7 +176,7 @@ async def test_a_base_follows_a_long_chain_and_only_leased_versions_outlive_it(
     assert equal(joiner, 7)
 
 
-def _without_announced(leases: Leases) -> Callable[[float], list[object]]:
+def _without_announced(leases: ReadLeases) -> Callable[[float], list[object]]:
     live = leases.live
     return lambda now_s: [each for each in live(now_s) if not each.reader.startswith("announced")]
 
@@ -179,7 +184,7 @@ def _without_announced(leases: Leases) -> Callable[[float], list[object]]:
 async def test_a_base_in_the_making_does_not_hold_a_version_up(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weight_transfer.catalog.MOST_DELTAS", 1)
+    monkeypatch.setattr("weight_transfer.store.catalog.MOST_DELTAS", 1)
     begun, made = asyncio.Event(), asyncio.Event()
     loop, make = asyncio.get_running_loop(), trainer.publisher.publish_base
 
@@ -203,7 +208,7 @@ async def test_a_base_in_the_making_does_not_hold_a_version_up(
 async def test_what_was_just_announced_waits_for_readers_to_lease_it(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weight_transfer.catalog.MOST_DELTAS", 1)
+    monkeypatch.setattr("weight_transfer.store.catalog.MOST_DELTAS", 1)
     for version in (1, 2, 3):
         trainer.publish(version)
         await trainer.upkeep.settle()
@@ -231,16 +236,16 @@ class MoodySession:
 async def test_a_lease_is_renewed_after_whatever_one_try_raised(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(reader, "LEASE_TTL_S", 0.03)
+    monkeypatch.setattr(publisher_client, "LEASE_TTL_S", 0.03)
     async with aiohttp.ClientSession() as session, asyncio.timeout(5.0):
         moody: Any = MoodySession(session)
-        async with Reader(moody, "node").lease(trainer.server.url, "r0", 1):
+        async with PublisherClient(moody, "node").lease(trainer.server.url, "r0", 1):
             await moody.went_on.wait()
     assert "unheard of" in caplog.text
 
 
 def test_leases_end_are_bounded_and_are_waited_for_after_a_restart() -> None:
-    leases = Leases(0.0)
+    leases = ReadLeases(0.0)
     assert not leases.settled(LONGEST_TTL_S - 1)
     assert leases.settled(LONGEST_TTL_S)
     leases.take("a", 3, 1e9, 0.0)
@@ -253,7 +258,7 @@ def test_leases_end_are_bounded_and_are_waited_for_after_a_restart() -> None:
 
 def test_a_flood_of_leases_takes_none_from_other_peers() -> None:
     """One address, or many that are one, cannot keep a real node from what it still asks for."""
-    leases = Leases(0.0)
+    leases = ReadLeases(0.0)
     leases.take("announced 7", 6, 60.0, 0.0)
     leases.take("node", 5, 60.0, 0.0, "10.0.0.7")
     for number in range(2 * MOST_READERS):
@@ -266,7 +271,7 @@ def test_a_flood_of_leases_takes_none_from_other_peers() -> None:
         leases.take(f"y{number}", 0, 120.0, 3.0, "10.0.0.8")
     leases.take("late", 5, 60.0, 4.0, "10.0.0.8")
     assert "late" in {lease.reader for lease in leases.live(5.0)}, "it comes back as it renews"
-    few = Leases(0.0)
+    few = ReadLeases(0.0)
     for number in range(2 * MOST_OF_A_PEER):
         few.take(f"x{number}", 0, 120.0, 1.0, "10.6.6.6")
     assert len(few.live(2.0)) == MOST_OF_A_PEER
@@ -295,9 +300,14 @@ async def test_a_lease_that_says_nothing_is_refused(trainer: Trainer) -> None:
 
 def test_a_catalog_survives_the_wire_and_anything_else_is_refused() -> None:
     catalog = Catalog({4: 100}, (Published(5, 4, 7), Published(6, 5, 8)))
-    raw = index.written(catalog, "job", KEY, 50.0)
-    assert index.read(raw, "job", KEY.verify_key, 60.0) == catalog
-    assert index.read(index.written(catalog, "job", None, 50.0), "job", None, 60.0) == catalog
+    raw = publisher_client.written(catalog, "job", KEY, 50.0)
+    assert publisher_client.read(raw, "job", KEY.verify_key, 60.0) == catalog
+    assert (
+        publisher_client.read(
+            publisher_client.written(catalog, "job", None, 50.0), "job", None, 60.0
+        )
+        == catalog
+    )
     good = b'{"job":"job","expires_s":99.0,"bases":%s,"deltas":%s}'
     refused = (
         b"",
@@ -308,42 +318,44 @@ def test_a_catalog_survives_the_wire_and_anything_else_is_refused() -> None:
         good % (b"[]", b"[[1,2,3]]"),
         good % (b"[]", b"[[2,1,-3]]"),
         good % (b"[]", b"[[2,1,3],[2,1,3]]"),
-        good % (b"[]", b"[" + b",".join([b"[2,1,3]"] * (index.MOST_DELTAS + 1)) + b"]"),
+        good % (b"[]", b"[" + b",".join([b"[2,1,3]"] * (publisher_client.MOST_DELTAS + 1)) + b"]"),
         (good % (b"[]", b"[]")).replace(b"99.0", b"1e400"),
     )
     for payload in refused:
         envelope = Envelope(Kind.CATALOG, payload)
         with pytest.raises(IndexFormatError):
-            index.read(envelope.signed(KEY).to_bytes(), "job", KEY.verify_key, 60.0)
+            publisher_client.read(envelope.signed(KEY).to_bytes(), "job", KEY.verify_key, 60.0)
         with pytest.raises(IndexFormatError):
-            index.read(payload, "job", None, 60.0)
+            publisher_client.read(payload, "job", None, 60.0)
     with pytest.raises(IndexFormatError, match="are allowed"):
-        index.read(bytes(index.MAX_CATALOG_BYTES + 1), "job", None, 60.0)
+        publisher_client.read(bytes(publisher_client.MAX_CATALOG_BYTES + 1), "job", None, 60.0)
 
 
 def test_a_catalog_of_another_key_job_or_time_is_refused() -> None:
     catalog = Catalog({4: 100}, (Published(5, 4, 7),))
-    raw = index.written(catalog, "job", KEY, 50.0)
+    raw = publisher_client.written(catalog, "job", KEY, 50.0)
     for args, why in (
         (("job", SigningKey.generate().verify_key, 60.0), "does not match key"),
         (("other", KEY.verify_key, 60.0), "versions of other"),
-        (("job", KEY.verify_key, 50.0 + index.LIFETIME_S), "expired"),
+        (("job", KEY.verify_key, 50.0 + publisher_client.LIFETIME_S), "expired"),
     ):
         with pytest.raises(IndexFormatError, match=why):
-            index.read(raw, *args)
-    unsigned = index.written(catalog, "job", None, 50.0)
+            publisher_client.read(raw, *args)
+    unsigned = publisher_client.written(catalog, "job", None, 50.0)
     with pytest.raises(IndexFormatError, match="no signature"):
-        index.read(unsigned, "job", KEY.verify_key, 60.0)
+        publisher_client.read(unsigned, "job", KEY.verify_key, 60.0)
 
 
 def test_the_longest_catalog_is_readable_and_more_is_left_to_older_ones() -> None:
     top = (1 << 63) - 1
-    deltas = tuple(Published(top - n, top - n - 1, top) for n in range(2 * index.MOST_DELTAS))
-    bases = {top - n: top for n in range(2 * index.MOST_BASES)}
-    raw = index.written(Catalog(bases, deltas), "job", KEY, 50.0)
-    read = index.read(raw, "job", KEY.verify_key, 60.0)
+    deltas = tuple(
+        Published(top - n, top - n - 1, top) for n in range(2 * publisher_client.MOST_DELTAS)
+    )
+    bases = {top - n: top for n in range(2 * publisher_client.MOST_BASES)}
+    raw = publisher_client.written(Catalog(bases, deltas), "job", KEY, 50.0)
+    read = publisher_client.read(raw, "job", KEY.verify_key, 60.0)
     assert read.newest == top
-    assert len(read.deltas) == index.MOST_DELTAS
+    assert len(read.deltas) == publisher_client.MOST_DELTAS
 
 
 async def test_upkeep_that_breaks_is_told_and_taken_up_with_the_next_version(
@@ -366,14 +378,16 @@ async def test_upkeep_that_breaks_is_told_and_taken_up_with_the_next_version(
     assert trainer.troubles[0].startswith("upkeep after version 1: KeyError")
 
 
-@pytest.mark.parametrize(("deltas", "taken"), [(index.MOST_DELTAS, True), (4_000, False)])
+@pytest.mark.parametrize(
+    ("deltas", "taken"), [(publisher_client.MOST_DELTAS, True), (4_000, False)]
+)
 def test_a_catalog_lists_so_many_deltas_and_no_more(deltas: int, taken: bool) -> None:
     steps = [[version, version - 1, 1] for version in range(1, deltas + 1)]
     listed = {"job": "job", "expires_s": 60.0, "bases": [[0, 1]], "deltas": steps}
     raw = Envelope(Kind.CATALOG, msgspec.json.encode(listed)).to_bytes()
-    assert len(raw) < index.MAX_CATALOG_BYTES
+    assert len(raw) < publisher_client.MAX_CATALOG_BYTES
     if taken:
-        assert index.read(raw, "job", None, 0.0).newest == deltas
+        assert publisher_client.read(raw, "job", None, 0.0).newest == deltas
     else:
         with pytest.raises(IndexFormatError, match="deltas"):
-            index.read(raw, "job", None, 0.0)
+            publisher_client.read(raw, "job", None, 0.0)

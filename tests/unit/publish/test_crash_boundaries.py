@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from crash_cluster import CHUNK_BYTES, CHUNKS, KEY, Cluster, tensors
 
-from rose.publish import download, hub, passing
+from rose.publish import forwarding
+from rose.publish.fetch import download, fetcher
 from weight_transfer import ChunkStore, Publisher
 
 ROLES = ("publisher", "relay", "receiver")
@@ -16,10 +17,10 @@ ROLES = ("publisher", "relay", "receiver")
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "KNOWN_WITHIN_S", 0.3)
-    monkeypatch.setattr(hub, "PARALLEL_CHUNKS", 1)
-    monkeypatch.setattr(passing, "IN_LINE_S", 0.2)
-    for module in (hub, download):
+    monkeypatch.setattr(fetcher, "KNOWN_WITHIN_S", 0.3)
+    monkeypatch.setattr(fetcher, "PARALLEL_CHUNKS", 1)
+    monkeypatch.setattr(forwarding, "IN_LINE_S", 0.2)
+    for module in (fetcher, download):
         monkeypatch.setattr(module, "RETRY_PAUSE_S", 0.02)
 
 

@@ -13,12 +13,24 @@ import numpy as np
 import pytest
 from group_cases import StandInCommunicator, stand_in_group
 
-from rose.ports import free_port
-from rose.publish import Caps, FetchError, Hub, Receiving, VersionServer, fetch_version
-from rose.publish.fanout import Fanout
-from rose.publish.group import FixedGroup
-from rose.publish.joining import Membership, join_group
-from rose.publish.muster import Lead, LeadersMuster, RemoteMuster
+from rose.addresses import free_port
+from rose.publish import (
+    Caps,
+    ChunkFetcher,
+    DownloadLimits,
+    FetchError,
+    VersionServer,
+    fetch_version,
+)
+from rose.publish.nccl import (
+    Fanout,
+    FixedGroup,
+    Lead,
+    LocalBarrier,
+    Membership,
+    RemoteBarrier,
+    join_group,
+)
 from weight_transfer import ChunkStore, Manifest, Publisher, SigningKey, TensorBits
 
 SIZE = 3
@@ -34,7 +46,7 @@ def _tensors(step: int) -> dict[str, TensorBits]:
 class Member:
     """One node: its store, its hub, its place in the group."""
 
-    hub: Hub
+    hub: ChunkFetcher
     communicator: StandInCommunicator
     rejected: list[str] = field(default_factory=list)
 
@@ -76,15 +88,15 @@ async def cluster(
     async with AsyncExitStack() as stack:
         session = await stack.enter_async_context(aiohttp.ClientSession())
         store = ChunkStore(root / "from")
-        leading = Lead((1, 2, 3), LeadersMuster(SIZE, wait_s=0.5))
+        leading = Lead((1, 2, 3), LocalBarrier(SIZE, wait_s=0.5))
         server = VersionServer(store, free_port(), lead=leading)
         await server.start()
         stack.push_async_callback(server.close)
         members = []
         for communicator in stand_in_group(SIZE, flip=flip):
-            receiving = Receiving(ChunkStore(root / str(communicator.rank)), Caps())
-            hub = Hub(session, receiving)
-            muster: Any = RemoteMuster(session, server.url)
+            receiving = DownloadLimits(ChunkStore(root / str(communicator.rank)), Caps())
+            hub = ChunkFetcher(session, receiving)
+            muster: Any = RemoteBarrier(session, server.url)
             muster = leading.muster if communicator.rank == 0 else muster
             hub.group = FixedGroup(Fanout(communicator), muster, chunk_s)
             stack.callback(receiving.close)
@@ -173,7 +185,7 @@ async def test_members_join_under_the_leaders_name_whenever_it_comes_up(tmp_path
         return stand_in_group(size)[rank]
 
     port = free_port()
-    leading = Lead((7, 8), LeadersMuster(2))
+    leading = Lead((7, 8), LocalBarrier(2))
     server = VersionServer(ChunkStore(tmp_path), port, lead=leading)
     async with aiohttp.ClientSession() as session:
         join = partial(join_group, session, make=make)
@@ -195,6 +207,6 @@ async def test_a_node_that_leads_no_group_says_so(tmp_path: Path) -> None:
     await server.start()
     try:
         async with aiohttp.ClientSession() as session:
-            assert not await RemoteMuster(session, server.url).join("0" * 64, 1)
+            assert not await RemoteBarrier(session, server.url).join("0" * 64, 1)
     finally:
         await server.close()

@@ -19,13 +19,14 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from rose.fair_loop import fair_loop
-from rose.ports import free_port
-from rose.publish import Caps, Hub, Reader, Receiving, fetch_version, index
+from rose.addresses import free_port
+from rose.process.background_tasks import fair_loop
+from rose.publish import Caps, ChunkFetcher, DownloadLimits, PublisherClient, fetch_version
+from rose.publish.fetch import publisher_client
 from weight_transfer import ChunkRef, ChunkStore, SigningKey
-from weight_transfer.catalog import Catalog, Published
-from weight_transfer.envelope import HEAD_BYTES, Envelope, Kind
-from weight_transfer.manifest import MAX_MANIFEST_BYTES, MOST_LINE_BYTES, MOST_TENSORS
+from weight_transfer.format.manifest import MAX_MANIFEST_BYTES, MOST_LINE_BYTES, MOST_TENSORS
+from weight_transfer.format.signing import HEAD_BYTES, Envelope, Kind
+from weight_transfer.store.catalog import Catalog, Published
 
 KEY = SigningKey.from_hex("09" * 32)
 WAKES_S = 0.001
@@ -73,7 +74,7 @@ class Filling(ChunkStore):
         return False
 
 
-class Instant(Hub):
+class Instant(ChunkFetcher):
     """A hub to which each chunk comes at once."""
 
     async def obtain(self, ref: ChunkRef, on_reject: Callable[[str], None] = str) -> int:
@@ -131,9 +132,11 @@ def long_lines() -> bytes:
 
 def longest_catalog() -> bytes:
     top = (1 << 63) - 1
-    deltas = tuple(Published(top - n, top - n - 1, top) for n in range(index.MOST_DELTAS))
-    bases = dict.fromkeys(range(top - index.MOST_BASES, top), top)
-    return index.written(Catalog(bases, deltas), "job", KEY, time.time())
+    deltas = tuple(
+        Published(top - n, top - n - 1, top) for n in range(publisher_client.MOST_DELTAS)
+    )
+    bases = dict.fromkeys(range(top - publisher_client.MOST_BASES, top), top)
+    return publisher_client.written(Catalog(bases, deltas), "job", KEY, time.time())
 
 
 async def serve(raws: dict[str, bytes]) -> tuple[web.AppRunner, str]:
@@ -159,7 +162,7 @@ async def longest_hold(raws: dict[str, bytes], folder: Path) -> float:
     runner, url = await serve(raws)
     probe = Probe()
     async with aiohttp.ClientSession() as session:
-        hub = Instant(session, Receiving(Filling(folder), Caps(disk_bytes=1 << 40)))
+        hub = Instant(session, DownloadLimits(Filling(folder), Caps(disk_bytes=1 << 40)))
         with probe.watching():
             for _ in range(2):
                 with hub.receiving.shelf.hold() as hold:
@@ -168,7 +171,7 @@ async def longest_hold(raws: dict[str, bytes], folder: Path) -> float:
                     )
                     assert len(hold) > 1 << 16
                 assert fetched.manifest_path.stat().st_size > MAX_MANIFEST_BYTES // 2
-            catalog = await Reader(session, "node", KEY.verify_key).catalog(url, "job")
+            catalog = await PublisherClient(session, "node", KEY.verify_key).catalog(url, "job")
             assert catalog.newest == (1 << 63) - 1
             del fetched, catalog
             await hub.close()

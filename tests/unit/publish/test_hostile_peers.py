@@ -10,20 +10,19 @@ import aiohttp
 import numpy as np
 import pytest
 
-from rose.ports import free_port
+from rose.addresses import free_port
 from rose.publish import (
     Caps,
+    ChunkFetcher,
     Credentials,
+    DownloadLimits,
     FetchError,
-    Hub,
-    Reader,
-    Receiving,
+    PublisherClient,
     VersionServer,
     fetch_version,
 )
-from rose.publish import hub as hub_module
-from rose.publish.leases import Leases
-from rose.publish.server import Signer
+from rose.publish.fetch import fetcher as hub_module
+from rose.publish.version_server import ReadLeases, Signer
 from weight_transfer import (
     ChunkRef,
     ChunkStore,
@@ -69,14 +68,14 @@ class Publishing:
         )
         self.publisher.publish_base(1, tensors(1))
         self.server = VersionServer(
-            self.store, free_port(), leases=Leases(0.0), signer=Signer("job", KEY)
+            self.store, free_port(), leases=ReadLeases(0.0), signer=Signer("job", KEY)
         )
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub_module, "RETRY_PAUSE_S", 0.001)
-    monkeypatch.setattr("rose.publish.download.RETRY_PAUSE_S", 0.001)
+    monkeypatch.setattr("rose.publish.fetch.download.RETRY_PAUSE_S", 0.001)
     monkeypatch.setattr(hub_module, "KNOWN_WITHIN_S", 0.2)
 
 
@@ -89,9 +88,9 @@ async def publishing(tmp_path: Path) -> AsyncIterator[Publishing]:
 
 
 @contextlib.asynccontextmanager
-async def hub_at(folder: Path) -> AsyncIterator[Hub]:
+async def hub_at(folder: Path) -> AsyncIterator[ChunkFetcher]:
     async with aiohttp.ClientSession() as session:
-        hub = Hub(session, Receiving(ChunkStore(folder), Caps()))
+        hub = ChunkFetcher(session, DownloadLimits(ChunkStore(folder), Caps()))
         yield hub
         await hub.close()
         hub.receiving.close()
@@ -107,7 +106,7 @@ async def test_an_address_that_nobody_can_reach_fails_one_fetch(url: str, tmp_pa
         hub.enrol([url])
         with pytest.raises(FetchError, match="cannot be fetched"):
             await hub.manifest("job", 1, "http://127.0.0.1:9", key)
-        reader = Reader(hub._session, "node", key)
+        reader = PublisherClient(hub._session, "node", key)
         with pytest.raises(FetchError):
             await reader.catalog(url, "job")
         async with reader.lease(url, "r0", 1):

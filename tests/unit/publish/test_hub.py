@@ -13,11 +13,18 @@ import pytest
 from aiohttp import web
 from msgspec import structs
 
-from rose.publish import Caps, FetchError, Hub, Receiving, VersionServer, fetch_version
-from rose.publish import download as download_module
-from rose.publish import hub as hub_module
+from rose.publish import (
+    Caps,
+    ChunkFetcher,
+    DownloadLimits,
+    FetchError,
+    VersionServer,
+    fetch_version,
+)
 from rose.publish.credentials import Credentials
-from rose.publish.rendezvous import order
+from rose.publish.fetch import download as download_module
+from rose.publish.fetch import fetcher as hub_module
+from rose.publish.fetch.peers import order
 from weight_transfer import ChunkStore, Manifest, Publisher, SigningKey, TensorBits
 
 KEY = SigningKey.from_hex("05" * 32)
@@ -93,7 +100,7 @@ class Node:
     def __init__(self, folder: Path, session: aiohttp.ClientSession, port: int) -> None:
         self.store = ChunkStore(folder)
         self.url = f"http://127.0.0.1:{port}"
-        self.hub = Hub(session, Receiving(self.store, Caps(threads=2)), self.url)
+        self.hub = ChunkFetcher(session, DownloadLimits(self.store, Caps(threads=2)), self.url)
         self.server = VersionServer(self.store, port, hub=self.hub)
         self.rejected: list[str] = []
 

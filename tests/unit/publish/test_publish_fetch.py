@@ -6,16 +6,16 @@ import aiohttp
 import numpy as np
 import pytest
 
-from rose.ports import free_port
-from rose.publish import Caps, FetchError, Hub, Receiving, VersionServer, fetch_version
-from weight_transfer import (
-    ChunkStore,
-    Manifest,
-    Publisher,
-    SignatureError,
-    SigningKey,
-    TensorBits,
+from rose.addresses import free_port
+from rose.publish import (
+    Caps,
+    ChunkFetcher,
+    DownloadLimits,
+    FetchError,
+    VersionServer,
+    fetch_version,
 )
+from weight_transfer import ChunkStore, Manifest, Publisher, SignatureError, SigningKey, TensorBits
 
 
 def _tensors(step: int) -> dict[str, TensorBits]:
@@ -44,9 +44,9 @@ async def test_a_corrupted_chunk_is_noticed_and_fetched_again(tmp_path: Path) ->
     await server.start()
     try:
         async with aiohttp.ClientSession() as session:
-            receiving = Receiving(ChunkStore(tmp_path / "to"), Caps())
+            receiving = DownloadLimits(ChunkStore(tmp_path / "to"), Caps())
             fetched = await fetch_version(
-                Hub(session, receiving),
+                ChunkFetcher(session, receiving),
                 server.url,
                 "job",
                 1,
@@ -68,10 +68,16 @@ async def test_a_manifest_of_another_trainer_is_refused(tmp_path: Path) -> None:
     await server.start()
     try:
         async with aiohttp.ClientSession() as session:
-            receiving = Receiving(ChunkStore(tmp_path / "to"), Caps())
+            receiving = DownloadLimits(ChunkStore(tmp_path / "to"), Caps())
             with pytest.raises(SignatureError):
                 await fetch_version(
-                    Hub(session, receiving), server.url, "job", 1, stranger, lambda _: None, set()
+                    ChunkFetcher(session, receiving),
+                    server.url,
+                    "job",
+                    1,
+                    stranger,
+                    lambda _: None,
+                    set(),
                 )
     finally:
         await server.close()
@@ -82,10 +88,16 @@ async def test_a_version_that_is_not_there_is_a_clear_error(tmp_path: Path) -> N
     await server.start()
     try:
         async with aiohttp.ClientSession() as session:
-            receiving = Receiving(ChunkStore(tmp_path / "to"), Caps())
+            receiving = DownloadLimits(ChunkStore(tmp_path / "to"), Caps())
             with pytest.raises(FetchError, match="cannot be fetched"):
                 await fetch_version(
-                    Hub(session, receiving), server.url, "job", 9, None, lambda _: None, set()
+                    ChunkFetcher(session, receiving),
+                    server.url,
+                    "job",
+                    9,
+                    None,
+                    lambda _: None,
+                    set(),
                 )
     finally:
         await server.close()
@@ -98,10 +110,10 @@ async def test_a_version_of_another_job_is_refused(tmp_path: Path) -> None:
     await server.start()
     try:
         async with aiohttp.ClientSession() as session:
-            receiving = Receiving(ChunkStore(tmp_path / "to"), Caps())
+            receiving = DownloadLimits(ChunkStore(tmp_path / "to"), Caps())
             with pytest.raises(FetchError, match="version 1 of mine, was given 1 of job"):
                 await fetch_version(
-                    Hub(session, receiving),
+                    ChunkFetcher(session, receiving),
                     server.url,
                     "mine",
                     1,
@@ -123,10 +135,10 @@ async def test_a_publisher_that_sends_more_than_it_announced_is_cut_off(
     await server.start()
     try:
         async with aiohttp.ClientSession() as session:
-            receiving = Receiving(ChunkStore(tmp_path / "to"), Caps())
+            receiving = DownloadLimits(ChunkStore(tmp_path / "to"), Caps())
             with pytest.raises(FetchError, match="sends more than"):
                 await fetch_version(
-                    Hub(session, receiving),
+                    ChunkFetcher(session, receiving),
                     server.url,
                     "job",
                     1,

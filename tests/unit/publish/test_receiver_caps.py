@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose.publish import Caps, Hub, Receiving, VersionServer, fetch_version
-from rose.publish.bucket import TokenBucket
-from rose.publish.shelf import Shelf, ShelfFullError, evictions
+from rose.publish import Caps, ChunkFetcher, DownloadLimits, VersionServer, fetch_version
+from rose.publish.fetch.limits import ChunkCache, ShelfFullError, TokenBucket, evictions
 from weight_transfer import ChunkStore, Manifest, Publisher, SigningKey, StoredFile, TensorBits
 
 ELEMENTS = 64_000
@@ -79,12 +78,18 @@ class Trainer:
         return {"w": TensorBits("w", "bfloat16", (64, ELEMENTS // 64), bits)}
 
 
-async def fetch(trainer: Trainer, receiving: Receiving, version: int, hold: set[str]) -> float:
+async def fetch(trainer: Trainer, receiving: DownloadLimits, version: int, hold: set[str]) -> float:
     """Seconds that it took."""
     began_s = time.monotonic()
     async with aiohttp.ClientSession() as session:
         await fetch_version(
-            *(Hub(session, receiving), trainer.server.url, "job", version, trainer.key.verify_key),
+            *(
+                ChunkFetcher(session, receiving),
+                trainer.server.url,
+                "job",
+                version,
+                trainer.key.verify_key,
+            ),
             on_reject=lambda _: None,
             hold=hold,
         )
@@ -102,11 +107,11 @@ async def trainer(tmp_path: Path, unused_tcp_port: int) -> AsyncIterator[Trainer
 async def test_the_link_is_used_no_faster_than_allowed(trainer: Trainer, tmp_path: Path) -> None:
     size = trainer.publish().wire_bytes
     rate = size // 2
-    capped = Receiving(ChunkStore(tmp_path / "capped"), Caps(bytes_per_s=rate))
+    capped = DownloadLimits(ChunkStore(tmp_path / "capped"), Caps(bytes_per_s=rate))
     took_s = await fetch(trainer, capped, 1, set())
     allowed_burst = max(rate * 0.1, 64 << 10)
     assert took_s >= (size - allowed_burst) / rate * 0.9
-    free = Receiving(ChunkStore(tmp_path / "free"), Caps())
+    free = DownloadLimits(ChunkStore(tmp_path / "free"), Caps())
     assert await fetch(trainer, free, 1, set()) < took_s
 
 
@@ -116,7 +121,7 @@ async def test_the_store_stays_within_its_cap_and_keeps_what_is_in_use(
     size = max(trainer.publish().wire_bytes for _ in range(5))
     store = ChunkStore(tmp_path / "to")
     cap = int(2.5 * size)
-    receiving = Receiving(store, Caps(disk_bytes=cap))
+    receiving = DownloadLimits(store, Caps(disk_bytes=cap))
     with receiving.shelf.hold() as kept:
         await fetch(trainer, receiving, 1, kept)
         for version in range(2, 6):
@@ -134,14 +139,14 @@ async def test_a_version_that_cannot_fit_is_refused_before_it_is_fetched(
 ) -> None:
     trainer.publish()
     store = ChunkStore(tmp_path / "to")
-    receiving = Receiving(store, Caps(disk_bytes=1_000))
+    receiving = DownloadLimits(store, Caps(disk_bytes=1_000))
     with pytest.raises(ShelfFullError, match=r"receiver\.disk_bytes"):
         await fetch(trainer, receiving, 1, set())
     assert store.files() == []
 
 
 def test_a_hold_ends_with_its_block(tmp_path: Path) -> None:
-    shelf = Shelf(ChunkStore(tmp_path), 1)
+    shelf = ChunkCache(ChunkStore(tmp_path), 1)
     with shelf.hold() as first, shelf.hold() as second:
         first.add("a")
         second.add("a")
@@ -149,7 +154,7 @@ def test_a_hold_ends_with_its_block(tmp_path: Path) -> None:
 
 
 async def test_what_arrives_is_worked_on_by_nice_threads(tmp_path: Path) -> None:
-    receiving = Receiving(ChunkStore(tmp_path), Caps(threads=1, nice=15))
+    receiving = DownloadLimits(ChunkStore(tmp_path), Caps(threads=1, nice=15))
     name, niceness = await receiving.work(
         lambda: (
             threading.current_thread().name,

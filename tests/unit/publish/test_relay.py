@@ -11,9 +11,16 @@ import numpy as np
 import pytest
 
 from rose.cli.main import main as rose
-from rose.publish import Caps, Hub, Receiving, Relay, VersionServer, fetch_version, passing
-from rose.publish.rendezvous import order
-from rose.publish.route import Route
+from rose.publish import (
+    Caps,
+    ChunkFetcher,
+    DownloadLimits,
+    Relay,
+    VersionServer,
+    fetch_version,
+    forwarding,
+)
+from rose.publish.fetch.peers import Route, order
 from weight_transfer import ChunkStore, Manifest, Publisher, SigningKey, TensorBits
 
 KEY = SigningKey.generate()
@@ -51,7 +58,9 @@ async def test_relays_with_fixed_members_share_the_origin(
     ]
     async with relays[0], relays[1], aiohttp.ClientSession() as session:
         assert [relay.url for relay in relays] == members
-        hub = Hub(session, Receiving(ChunkStore(tmp_path / "node"), Caps()), "", members)
+        hub = ChunkFetcher(
+            session, DownloadLimits(ChunkStore(tmp_path / "node"), Caps()), "", members
+        )
         fetched = await fetch_version(
             hub, origin.url, "job", 1, KEY.verify_key, lambda _: None, set()
         )
@@ -68,18 +77,22 @@ async def test_who_waits_in_line_is_neither_refused_nor_sent_to_the_origin(
     unused_tcp_port_factory: Callable[[], int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(passing, "IN_LINE_S", 0.05)
+    monkeypatch.setattr(forwarding, "IN_LINE_S", 0.05)
     store, manifest = published(tmp_path / "origin")
     origin = VersionServer(store, unused_tcp_port_factory())
     await origin.start()
     ref, port = manifest.chunks[0], unused_tcp_port_factory()
     url = f"http://127.0.0.1:{port}"
     async with aiohttp.ClientSession() as session:
-        relay = Hub(session, Receiving(ChunkStore(tmp_path / "relay"), Caps()), url, [url])
+        relay = ChunkFetcher(
+            session, DownloadLimits(ChunkStore(tmp_path / "relay"), Caps()), url, [url]
+        )
         server = VersionServer(relay.receiving.store, port, hub=relay)
         await server.start()
         await relay.manifest("job", 1, origin.url, None)
-        node = Hub(session, Receiving(ChunkStore(tmp_path / "node"), Caps()), "", [url])
+        node = ChunkFetcher(
+            session, DownloadLimits(ChunkStore(tmp_path / "node"), Caps()), "", [url]
+        )
         await node.manifest("job", 1, "http://127.0.0.1:9", None)
         for _ in range(4):
             await relay._gate.acquire()  # Four others cross the slow link.

@@ -3,8 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose.publish.rendezvous import order
-from rose.publish.standing import CORRUPT_PAUSE_S, Standing
+from rose.publish.fetch.peers import CORRUPT_PAUSE_S, PeerScores, order
 
 MEMBERS = [f"http://node-{n}:1" for n in range(8)]
 
@@ -26,7 +25,7 @@ def test_objects_spread_evenly() -> None:
 
 
 def test_who_failed_is_asked_last_for_a_while_and_longer_each_time() -> None:
-    standing = Standing()
+    standing = PeerScores()
     standing.failed("a", 10.0)
     assert standing.ordered(["a", "b"], 10.1) == ["b", "a"]
     assert standing.ordered(["a", "b"], 10.6) == ["a", "b"]
@@ -38,14 +37,14 @@ def test_who_failed_is_asked_last_for_a_while_and_longer_each_time() -> None:
 
 
 def test_who_sent_wrong_bytes_is_avoided_for_minutes() -> None:
-    standing = Standing()
+    standing = PeerScores()
     standing.corrupt("a", 0.0)
     assert standing.ordered(["a", "b"], CORRUPT_PAUSE_S - 1) == ["b", "a"]
     assert standing.ordered(["a"], 1.0) == ["a"], "better than nobody"
 
 
 def test_slow_is_said_only_beside_an_origin_that_is_fast_meanwhile() -> None:
-    standing = Standing()
+    standing = PeerScores()
     assert not standing.dawdles("a", 1.0, "origin", 0.0)
     standing.served("b", 1_000_000, 1.0, 1.0)
     assert not standing.dawdles("a", 1.0, "origin", 0.0), "b may have had what a waits for"

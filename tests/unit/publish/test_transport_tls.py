@@ -15,15 +15,15 @@ from cryptography.x509.oid import NameOID
 from rose.errors import ConfigError
 from rose.publish import (
     Caps,
+    ChunkFetcher,
     Credentials,
+    DownloadLimits,
     FetchError,
-    Hub,
-    Receiving,
     Relay,
     VersionServer,
     fetch_version,
 )
-from rose.publish import hub as hub_module
+from rose.publish.fetch import fetcher as hub_module
 from weight_transfer import ChunkStore, Publisher, SigningKey, TensorBits
 
 KEY = SigningKey.generate()
@@ -104,7 +104,7 @@ def published(root: Path) -> ChunkStore:
 
 async def fetch(root: Path, url: str, credentials: Credentials) -> int:
     async with credentials.session() as session:
-        hub = Hub(session, Receiving(ChunkStore(root), Caps()))
+        hub = ChunkFetcher(session, DownloadLimits(ChunkStore(root), Caps()))
         fetched = await fetch_version(hub, url, "job", 1, KEY.verify_key, lambda _: None, set())
     return fetched.wire_bytes
 
@@ -130,7 +130,9 @@ async def test_weights_pass_from_publisher_to_relay_to_node_between_known_sides_
         node = authority.issue("node")
         assert relay.url.startswith("https://")
         async with node.session() as session:
-            hub = Hub(session, Receiving(ChunkStore(tmp_path / "node"), Caps()), "", [relay.url])
+            hub = ChunkFetcher(
+                session, DownloadLimits(ChunkStore(tmp_path / "node"), Caps()), "", [relay.url]
+            )
             fetched = await fetch_version(
                 hub, server.url, "job", 1, KEY.verify_key, lambda _: None, set()
             )

@@ -8,8 +8,8 @@ import grpc.aio
 import numpy as np
 import pytest
 
+from rose.addresses import free_port
 from rose.errors import UnavailableError
-from rose.ports import free_port
 from rose.publish import WeightPublisher, publisher
 from rose.rpc import rose_pb2 as pb
 from rose.rpc.channel import make_server

@@ -10,9 +10,17 @@ from test_transport_tls import Authority, fetch, published
 from yarl import URL
 
 from rose.errors import ConfigError
-from rose.publish import Credentials, Hub, Reader, Receiving, Relay, VersionServer, fetch_version
+from rose.publish import (
+    ChunkFetcher,
+    Credentials,
+    DownloadLimits,
+    PublisherClient,
+    Relay,
+    VersionServer,
+    fetch_version,
+)
 from rose.publish.credentials import OriginRefused
-from rose.publish.receiving import Caps
+from rose.publish.fetch.limits import Caps
 from weight_transfer import ChunkStore
 
 TOKEN = "s3cret"
@@ -61,8 +69,8 @@ async def listeners(
 async def ask_everything(folder: Path, credentials: Credentials, url: str, relay: str) -> None:
     """All that a node asks of an announced publisher and of a relay that was named to it."""
     async with credentials.session() as session:
-        hub = Hub(session, Receiving(ChunkStore(folder), Caps()), "", [relay])
-        reader = Reader(session, "node")
+        hub = ChunkFetcher(session, DownloadLimits(ChunkStore(folder), Caps()), "", [relay])
+        reader = PublisherClient(session, "node")
         async with reader.lease(url, "r0", 1):
             calls = (
                 reader.catalog(url, "job"),

@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-import rose.replica.staging as staging_module
-import rose.replica.weights as weights_module
+import rose.replica.weights.updater as staging_module
+import rose.replica.weights.updater as weights_module
 from executor import ControlPage
 from tests.fakes.asgi_client import SECRET, AsgiExchange, settle
 from tests.fakes.weight_ranks import NEXT, FakeWeightRanks, Served

@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from starlette.routing import BaseRoute, Route
 from vllm.entrypoints.serve import register_vllm_dev_api_routers
 
-from rose.replica.access import AccessFilter
+from rose.replica.asgi import AccessFilter
 from rose.replica.endpoint import ReplicaEndpoint
 from tests.fakes.asgi_client import CONTROL, SECRET, exchange
 from tests.fakes.async_llm import FakeAsyncLLM

@@ -6,8 +6,8 @@ pytest.importorskip("vllm")
 
 from fastapi import FastAPI
 
+from rose.replica.asgi import GenerateShortcut
 from rose.replica.endpoint import ReplicaEndpoint
-from rose.replica.shortcut import GenerateShortcut
 from tests.fakes.asgi_client import SECRET, settle
 from tests.fakes.async_llm import FakeAsyncLLM
 from tests.fakes.weight_ranks import Served

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from executor import ControlPage
-from rose.replica.host_idle import HostBusyError, HostPatience, wait_host_idle
+from rose.replica.weights.updater import HostBusyError, HostPatience, wait_host_idle
 from tests.seated_host import SeatedHost
 
 PATIENCE_S = 0.02

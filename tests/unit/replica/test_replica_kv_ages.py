@@ -1,10 +1,10 @@
 import pytest
 
-from rose.replica.kv_ages import REMEMBERED, KvAges
+from rose.replica.weights.token_versions import REMEMBERED, KvStaleness
 
 
-def history(*activations: tuple[int, bool]) -> KvAges:
-    ages = KvAges()
+def history(*activations: tuple[int, bool]) -> KvStaleness:
+    ages = KvStaleness()
     for version, kept in activations:
         ages.activated(version, kept_kv=kept)
     return ages

@@ -10,8 +10,8 @@ pytest.importorskip("vllm")
 from vllm.logprobs import FlatLogprobs
 from vllm.v1.engine.exceptions import EngineGenerateError
 
-from rose.replica.engine_request import EngineRequest
-from rose.replica.kv_ages import KvAges
+from rose.replica.turns import EngineRequest
+from rose.replica.weights.token_versions import KvStaleness
 
 
 def output(tokens: list[int], logprobs: list[float], finish_reason: str | None = None) -> Any:
@@ -25,7 +25,7 @@ def output(tokens: list[int], logprobs: list[float], finish_reason: str | None =
 def request_with(*outputs: Any) -> EngineRequest:
     waiting = iter(outputs)
     collector = SimpleNamespace(request_id="r", get_nowait=lambda: next(waiting))
-    return EngineRequest(collector, [("default", 0)], KvAges(), 0)
+    return EngineRequest(collector, [("default", 0)], KvStaleness(), 0)
 
 
 async def test_an_end_without_a_token_repeats_no_logprobs() -> None:

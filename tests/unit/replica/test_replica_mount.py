@@ -11,10 +11,9 @@ pytest.importorskip("vllm")
 from fastapi import FastAPI
 from starlette.types import Message
 
-import rose.replica.mount
-from rose.replica.endpoint import ReplicaEndpoint
-from rose.replica.mount import EndpointMount
-from rose.replica.shortcut import STATE_NAME, GenerateShortcut
+import rose.replica.endpoint
+from rose.replica.asgi import STATE_NAME, GenerateShortcut
+from rose.replica.endpoint import EndpointMount, ReplicaEndpoint
 from tests.fakes.asgi_client import exchange
 from tests.fakes.async_llm import FakeAsyncLLM
 
@@ -84,7 +83,7 @@ async def test_a_server_whose_endpoint_cannot_be_mounted_does_not_start(
     def untested(*_: Any) -> None:
         raise RuntimeError("ROSE is not tested with vLLM 0.26.0")
 
-    monkeypatch.setattr(rose.replica.mount.ReplicaEndpoint, "attach_router", untested)
+    monkeypatch.setattr(rose.replica.endpoint.ReplicaEndpoint, "attach_router", untested)
     assert await start(app) == [
         {"type": "lifespan.startup.failed", "message": "ROSE is not tested with vLLM 0.26.0"}
     ]

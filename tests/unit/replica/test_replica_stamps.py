@@ -10,8 +10,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from rose.replica.stamps import CountedStamps, stamps_of
-from rose.replica.versions import split_spans
+from rose.replica.weights.token_versions import CountedStamps, split_spans, stamps_of
 
 
 class Collector:

@@ -12,7 +12,7 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from rose.replica.admission import Admission
-from rose.replica.generate import GenerateApp
+from rose.replica.endpoint import GenerateApp
 from rose.replica.turns import Turns
 from rose.replica.wire import MAX_BODY_BYTES
 from tests.fakes.asgi_client import AsgiExchange, exchange, settle

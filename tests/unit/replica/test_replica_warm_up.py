@@ -12,7 +12,7 @@ from vllm.v1.engine import FinishReason
 
 from executor import ControlPage, GuestState
 from executor.vllm.settings import WARM_UP
-from rose.replica.warm_up import Sizes, WarmUp
+from rose.replica.warm_up import WarmUp, WarmUpSizes
 from tests.fakes.async_llm import FakeAsyncLLM
 
 
@@ -50,7 +50,7 @@ def page(asked: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ControlPage]:
 
 
 def test_the_sizes_reach_what_a_lease_may_ask_for() -> None:
-    batches = list(Sizes(6, 100, max_tokens=64, vocabulary=96).batches())
+    batches = list(WarmUpSizes(6, 100, max_tokens=64, vocabulary=96).batches())
     assert sorted({sequences for sequences, _ in batches}) == [1, 2, 4, 6]
     assert (1, 64) in batches
     assert all(sequences * prompt <= 64 for sequences, prompt in batches)
@@ -72,7 +72,7 @@ async def test_a_warm_up_runs_every_size_and_leaves_nothing() -> None:
     rig.engine.resets_after = 2
     await rig.run(2_000)
     assert rig.warm_up.warm, rig.warm_up.said
-    expected = sum(n for n, _ in Sizes.of(rig.engine.vllm_config).batches())
+    expected = sum(n for n, _ in WarmUpSizes.of(rig.engine.vllm_config).batches())
     assert len(rig.engine.prompts) == expected
     assert {p.temperature for p in rig.engine.parameters} == {0.0, 1.0}
     assert rig.engine.resets == 2, "asked again until no prefix is left"
@@ -104,7 +104,7 @@ async def test_time_that_the_gate_holds_back_is_not_counted(page: ControlPage) -
 
 def test_the_tokens_of_a_warm_up_are_nobodys() -> None:
     pytest.importorskip("vllm.v1.core.sched.async_scheduler")
-    from executor.vllm.guest import _rollout_tokens
+    from executor.vllm.guest.scheduler import _rollout_tokens
 
     class Output:
         req_ids = (f"{WARM_UP}0-abc", "turn-1", f"{WARM_UP}1-abc")

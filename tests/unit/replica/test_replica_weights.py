@@ -8,7 +8,7 @@ pytest.importorskip("vllm")
 
 from rose.replica.admission import Admission
 from rose.replica.turns import Turns
-from rose.replica.weights import ActivationError, EngineCallError, Weights
+from rose.replica.weights.updater import ActivationError, EngineCallError, WeightUpdater
 from weight_transfer import OnUpdate, WeightError, WrongBaseError
 
 PROOFS = {"digest_ok": True, "probe_ok": True}
@@ -59,8 +59,8 @@ class FakeWeightEngine:
         self._note("resume")
 
 
-def made(engine: FakeWeightEngine, finish_old_s: float = 20.0) -> Weights:
-    return Weights(engine, "model", Turns(engine), Admission(), finish_old_s)
+def made(engine: FakeWeightEngine, finish_old_s: float = 20.0) -> WeightUpdater:
+    return WeightUpdater(engine, "model", Turns(engine), Admission(), finish_old_s)
 
 
 @pytest.fixture(autouse=True)

@@ -1,12 +1,6 @@
 """Dual slack."""
 
-from slo import (
-    NO_DEADLINE,
-    Slack,
-    decode_deadline_ns,
-    dual_slack,
-    prefill_deadline_ns,
-)
+from slo import NO_DEADLINE, Slack, decode_deadline_ns, dual_slack, prefill_deadline_ns
 
 
 def test_both_slacks_follow_their_formulas() -> None:

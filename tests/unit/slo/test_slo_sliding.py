@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slo import RELATIVE_ERROR, SketchError, SlidingSketch, percentile
-from slo.slices import SliceRing
+from slo.sketch import TimeBuckets
 
 # Whole milliseconds: slice borders are exact, so the model below needs no rounding rules.
 moments = st.lists(st.integers(0, 200_000), max_size=60)
@@ -16,7 +16,7 @@ moments = st.lists(st.integers(0, 200_000), max_size=60)
 
 @given(moments, st.integers(1, 8))
 def test_a_ring_holds_exactly_the_slices_of_its_window(times: list[int], slices: int) -> None:
-    ring: SliceRing[list[int]] = SliceRing(8.0, slices, list)
+    ring: TimeBuckets[list[int]] = TimeBuckets(8.0, slices, list)
     kept: list[int] = []
     latest = 0
     for time in times:
@@ -32,7 +32,7 @@ def test_a_ring_holds_exactly_the_slices_of_its_window(times: list[int], slices:
 
 
 def test_a_clock_that_went_back_sees_nothing_of_its_future() -> None:
-    ring: SliceRing[list[int]] = SliceRing(10.0, 3, list)
+    ring: TimeBuckets[list[int]] = TimeBuckets(10.0, 3, list)
     assert ring.at(100.0) is not None
     assert ring.window(50.0) == []
     assert ring.at(70.0) is None
@@ -41,13 +41,13 @@ def test_a_clock_that_went_back_sees_nothing_of_its_future() -> None:
 @pytest.mark.parametrize(("slice_s", "slices"), [(0.0, 3), (-1.0, 3), (math.nan, 3), (1.0, 0)])
 def test_a_ring_without_size_is_refused(slice_s: float, slices: int) -> None:
     with pytest.raises(ValueError, match="must be positive"):
-        SliceRing(slice_s, slices, list)
+        TimeBuckets(slice_s, slices, list)
 
 
 @pytest.mark.parametrize("window_s", [0.0, 31.0])
 def test_a_window_the_ring_cannot_hold_is_refused(window_s: float) -> None:
     with pytest.raises(ValueError, match="holds up to"):
-        SliceRing(10.0, 3, list).window(100.0, window_s)
+        TimeBuckets(10.0, 3, list).window(100.0, window_s)
 
 
 @given(

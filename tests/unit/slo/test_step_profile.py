@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slo import ProfileError, StepProfile, StepSample, fit_profile
-from slo.nnls import nnls
+from slo.step_time import nnls
 
 coefficients = st.tuples(
     st.floats(1e-3, 0.05), st.floats(1e-6, 1e-3), st.floats(0, 1e-3), st.floats(0, 1e-6)

@@ -15,23 +15,23 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from weight_cases import model, next_model, tensor
 
-from weight_transfer.blocks import Block
-from weight_transfer.chunk import encode_block, encode_chunk
-from weight_transfer.codec import Encoding, Level
-from weight_transfer.device import device_bits, device_tensor
-from weight_transfer.digest import digest_of
 from weight_transfer.errors import TensorFormatError
-from weight_transfer.kernels.cpu import CPU
-from weight_transfer.kernels.device import packed
-from weight_transfer.kernels.device.bits import DeviceBits, to_device
-from weight_transfer.kernels.device.packed import PIECE_BYTES
-from weight_transfer.kernels.device.processor import DEVICE
-from weight_transfer.kernels.exchange import Change
-from weight_transfer.publisher import Publisher
-from weight_transfer.signing import SigningKey
-from weight_transfer.store import ChunkStore
-from weight_transfer.tensors import Bits, TensorBits, WeightClass, tensor_of
-from weight_transfer.vllm import applier, flat, loader_map
+from weight_transfer.format.chunk import encode_block, encode_chunk
+from weight_transfer.format.codec import Encoding, Level
+from weight_transfer.format.device_tensor import device_bits, device_tensor
+from weight_transfer.format.digest import Block, digest_of
+from weight_transfer.format.signing import SigningKey
+from weight_transfer.format.tensors import Bits, TensorBits, WeightClass, tensor_of
+from weight_transfer.kernels.backend import RangeChange
+from weight_transfer.kernels.cpu.backend import CPU
+from weight_transfer.kernels.triton import exchange as packed
+from weight_transfer.kernels.triton.backend import DEVICE
+from weight_transfer.kernels.triton.exchange import PIECE_BYTES
+from weight_transfer.kernels.triton.kernels import DeviceBits, to_device
+from weight_transfer.publish.publisher import Publisher
+from weight_transfer.store.chunk_store import ChunkStore
+from weight_transfer.vllm.mapping import loader_map, rectangle
+from weight_transfer.vllm.update import applier
 
 PLACE = torch.zeros(0, device="cpu" if os.environ.get("TRITON_INTERPRET") else "cuda")
 WIDTHS = (1, 2, 4, 8)
@@ -205,7 +205,7 @@ def test_an_exchange_writes_and_says_what_the_cpus_does_and_goes_back(
     old, new = step
     places = np.random.default_rng(seed).permutation(old.size)[: old.size // 2]
     host, live = old.copy(), held(old.copy())
-    change = [Change(t, places, old[places], new[places]) for t in (host, live)]
+    change = [RangeChange(t, places, old[places], new[places]) for t in (host, live)]
     one, other = CPU.stage(change[:1], 0), DEVICE.stage(change[1:], resident_bytes)
     np.testing.assert_array_equal(DEVICE.read(live), old, "nothing is written before its time")
     assert not one.run().any()
@@ -225,7 +225,7 @@ def test_changes_are_cut_into_pieces_and_counted_by_their_number(
     lives = [held(np.zeros(5000, "<u2")) for _ in range(3)]
     every, some = np.arange(5000), np.arange(0, 5000, 5)
     changes = [
-        Change(live, at, np.full(at.size, was, "<u2"), np.full(at.size, 9, "<u2"))
+        RangeChange(live, at, np.full(at.size, was, "<u2"), np.full(at.size, 9, "<u2"))
         for live, at, was in zip(lives, (every, some, every[:0]), (0, 1, 0), strict=True)
     ]
     exchange = DEVICE.stage(changes, 10_000)
@@ -239,7 +239,7 @@ def test_changes_are_cut_into_pieces_and_counted_by_their_number(
 def test_a_device_holds_no_more_of_an_update_than_it_is_granted() -> None:
     live = held(np.zeros(400_000, "<u2"))
     places = np.arange(400_000)
-    change = Change(live, places, np.zeros(400_000, "<u2"), np.ones(400_000, "<u2"))
+    change = RangeChange(live, places, np.zeros(400_000, "<u2"), np.ones(400_000, "<u2"))
     granted = DEVICE.stage([change], 3_200_000)
     assert granted.device_bytes == 8 * 400_000 + 16, "a place of four bytes and two values"
     assert DEVICE.stage([change], 3_199_999).device_bytes == PIECE_BYTES + 16
@@ -250,7 +250,7 @@ def test_weights_that_do_not_keep_what_is_written_are_noticed(processor: Any) ->
     host = np.arange(10, dtype="<u2")
     live = host if processor is CPU else held(host)
     # One place twice: one of both values cannot be there afterwards.
-    change = Change(live, np.array([3, 3]), np.array([3, 3], "<u2"), np.array([7, 8], "<u2"))
+    change = RangeChange(live, np.array([3, 3]), np.array([3, 3], "<u2"), np.array([7, 8], "<u2"))
     assert processor.stage([change], 1 << 20).run()[0, 1] == 1
 
 
@@ -258,7 +258,7 @@ def test_weights_that_do_not_keep_what_is_written_are_noticed(processor: Any) ->
 def test_a_place_outside_is_refused_before_anything_is_written(place: int) -> None:
     bits, places = np.zeros(10, "<u2"), np.array([0, place])
     for processor, live in ((CPU, bits), (DEVICE, held(bits))):
-        change = Change(live, places, np.zeros(2, "<u2"), np.ones(2, "<u2"))
+        change = RangeChange(live, places, np.zeros(2, "<u2"), np.ones(2, "<u2"))
         with pytest.raises(IndexError, match="outside its 10 weights"):
             processor.stage([change], 1 << 20)
 
@@ -275,7 +275,7 @@ def test_fused_sharded_tied_and_transposed_parameters_become_what_numpy_makes_th
     assert applier.write(applier.place(loader_cases.proved(host, base), update)) == ()
     on_device = loader_cases.proved(live, base)
     # In the interpreter a device's memory is the host's.
-    monkeypatch.setattr(loader_map, "live_bits", lambda t: DeviceBits(flat.flat_view(t)))
+    monkeypatch.setattr(loader_map, "live_bits", lambda t: DeviceBits(rectangle.flat_view(t)))
     strided = [name for name in on_device.names for r in on_device.rectangles(name)
                if r.target_strides != (1,)]  # fmt: skip
     assert strided, "some parameters hold their weights in another order, or with gaps"
@@ -292,10 +292,10 @@ def test_fused_sharded_tied_and_transposed_parameters_become_what_numpy_makes_th
 def test_parameters_with_gaps_between_their_rows_are_written_where_they_are() -> None:
     storage = torch.zeros(8, 16, dtype=torch.bfloat16, device=PLACE.device)
     view = storage[:, 2:7].T
-    bits = DeviceBits(flat.flat_view(view))
+    bits = DeviceBits(rectangle.flat_view(view))
     # Position (column, row) of the view is 16·row + column of its memory.
     places = np.array([0, 1, 16 + 4, 7 * 16 + 4])
-    change = Change(bits, places, np.zeros(4, "<u2"), np.full(4, 0x3F80, "<u2"))
+    change = RangeChange(bits, places, np.zeros(4, "<u2"), np.full(4, 0x3F80, "<u2"))
     assert not DEVICE.stage([change], 1 << 20).run().any()
     assert storage.nonzero().tolist() == [[0, 2], [0, 3], [1, 6], [7, 6]]
     assert view.float().sum() == 4

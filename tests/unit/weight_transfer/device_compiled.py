@@ -11,7 +11,7 @@ from triton import compile as compiled
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from weight_transfer.kernels.device import changes, classes, exchanging, mixing
+from weight_transfer.kernels.triton import kernels
 
 WIDTHS = {1: "*i8", 2: "*i16", 4: "*i32", 8: "*i64"}
 ARGUMENTS = {
@@ -40,15 +40,15 @@ ARGUMENTS = {
 }
 CONSTANTS = {"tile_size": 1024, "tiles": 8, "block_size": 4096, "slot_count": 32}
 KERNELS = (
-    mixing.sum_tiles,
-    changes.mark,
-    changes.list_marked,
-    changes.describe,
-    changes.change,
-    classes.count_classes,
-    classes.rank_changed,
-    exchanging.exchange,
-    exchanging.read_back,
+    kernels.sum_tiles,
+    kernels.mark,
+    kernels.list_marked,
+    kernels.describe,
+    kernels.change,
+    kernels.count_classes,
+    kernels.rank_changed,
+    kernels.exchange,
+    kernels.read_back,
 )
 
 
@@ -56,7 +56,7 @@ def size_of(kernel: object, width: int, capability: int) -> int:
     """Bytes of machine code."""
     names = kernel.arg_names  # type: ignore[attr-defined]
     constants = {name: CONSTANTS[name] for name in names if name in CONSTANTS}
-    if kernel is classes.rank_changed:
+    if kernel is kernels.rank_changed:
         constants["tile_size"] = 128
     if "width_bits" in names:
         constants["width_bits"] = 8 * width

@@ -13,16 +13,25 @@ from pathlib import Path
 import numpy as np
 from weight_cases import tensor
 
-from weight_transfer.coordinator import ShardCoordinator
-from weight_transfer.local import LocalBits
-from weight_transfer.manifest import Manifest
-from weight_transfer.megatron import Heads, gate_up, grouped_qkv, vocabulary
+from weight_transfer.format.manifest import Manifest
+from weight_transfer.format.signing import SigningKey
+from weight_transfer.format.tensors import TensorBits
+from weight_transfer.publish.shard_coordinator import ShardCoordinator
+from weight_transfer.publish.shard_encoder import ShardEncoder, ShardSettings
+from weight_transfer.publish.sharding import (
+    Heads,
+    LocalBits,
+    Pieces,
+    column_shard,
+    gate_up,
+    grouped_qkv,
+    row_shard,
+    stacked,
+    vocabulary,
+    whole,
+)
 from weight_transfer.receiver import Receiver
-from weight_transfer.shard_encoder import ShardEncoder, ShardSettings
-from weight_transfer.shards import Pieces, column_shard, row_shard, stacked, whole
-from weight_transfer.signing import SigningKey
-from weight_transfer.store import ChunkStore
-from weight_transfer.tensors import TensorBits
+from weight_transfer.store.chunk_store import ChunkStore
 
 KEY = SigningKey.from_hex("08" * 32)
 Dense = dict[str, TensorBits]

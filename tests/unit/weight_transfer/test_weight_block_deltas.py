@@ -9,15 +9,14 @@ import torch
 from msgspec import structs
 from safetensors.torch import load_file, save_file
 
-from weight_transfer.applying import apply_deltas
-from weight_transfer.blocks import Block, Range
-from weight_transfer.checkpoint import Checkpoint
-from weight_transfer.chunk import chunk_id, encode_block
-from weight_transfer.delta import MAGIC, Delta, tail_of
-from weight_transfer.diffing import diff
-from weight_transfer.digest import digest_of
 from weight_transfer.errors import DeltaFormatError
-from weight_transfer.tensors import tensor_bits
+from weight_transfer.files.apply import apply_deltas
+from weight_transfer.files.checkpoint import Checkpoint
+from weight_transfer.files.delta_file import MAGIC, Delta, tail_of
+from weight_transfer.files.diff import diff
+from weight_transfer.format.chunk import chunk_id, encode_block
+from weight_transfer.format.digest import Block, Range, digest_of
+from weight_transfer.format.tensors import tensor_bits
 
 
 def rewritten(delta: Delta, out: Path, old: torch.Tensor, new: torch.Tensor, cut: int) -> Path:

@@ -12,16 +12,14 @@ from hypothesis import strategies as st
 from msgspec import structs
 from weight_cases import stepped, steps, tensor
 
-from weight_transfer.blocks import Block, tiling_fault
-from weight_transfer.chunk import HEADER, chunk_id, decode_chunk, encode_block, parse_header
-from weight_transfer.codec import Level
-from weight_transfer.digest import MODULUS, block_part, digest_of
-from weight_transfer.envelope import HEAD_BYTES
 from weight_transfer.errors import ChunkFormatError, ManifestError, TensorFormatError
-from weight_transfer.manifest import CODEC, Manifest, TensorUpdate, check_tiling, hex_digest
+from weight_transfer.format.chunk import HEADER, chunk_id, decode_chunk, encode_block, parse_header
+from weight_transfer.format.codec import Level
+from weight_transfer.format.digest import MODULUS, Block, block_part, digest_of, tiling_fault
+from weight_transfer.format.manifest import CODEC, Manifest, TensorUpdate, check_tiling, hex_digest
+from weight_transfer.format.signing import HEAD_BYTES, SigningKey
+from weight_transfer.format.tensors import TensorBits
 from weight_transfer.receiver import Receiver
-from weight_transfer.signing import SigningKey
-from weight_transfer.tensors import TensorBits
 
 KEY = SigningKey.from_hex("06" * 32)
 Rectangle = tuple[tuple[int, int], tuple[int, int]]

@@ -7,8 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weight_transfer.catalog import MOST_DELTAS, MOST_LEASED, Catalog, Lease, Plan, Published
 from weight_transfer.errors import CatalogError
+from weight_transfer.store.catalog import (
+    MOST_DELTAS,
+    MOST_LEASED,
+    Catalog,
+    FetchPlan,
+    Published,
+    ReaderPin,
+)
 
 
 def chain(*sizes: int, bases: dict[int, int] | None = None) -> Catalog:
@@ -18,26 +25,26 @@ def chain(*sizes: int, bases: dict[int, int] | None = None) -> Catalog:
 
 
 def test_who_is_up_to_date_needs_nothing() -> None:
-    assert chain(10, 10).plan(2, 2) == Plan(None, (), 0)
+    assert chain(10, 10).plan(2, 2) == FetchPlan(None, (), 0)
 
 
 def test_a_joiner_takes_the_base_that_is_cheapest_with_what_follows() -> None:
     catalog = chain(200, 200, 200, 10, bases={3: 1100})
-    assert catalog.plan(None, 4) == Plan(3, (4,), 1110)
-    assert catalog.plan(None, 2) == Plan(0, (1, 2), 1400)
+    assert catalog.plan(None, 4) == FetchPlan(3, (4,), 1110)
+    assert catalog.plan(None, 2) == FetchPlan(0, (1, 2), 1400)
 
 
 def test_who_lags_takes_the_chain_unless_the_base_is_fewer_bytes() -> None:
     catalog = chain(200, 600, 600, bases={3: 1100})
-    assert catalog.plan(2, 3) == Plan(None, (3,), 600)
-    assert catalog.plan(1, 3) == Plan(3, (), 1100)
+    assert catalog.plan(2, 3) == FetchPlan(None, (3,), 600)
+    assert catalog.plan(1, 3) == FetchPlan(3, (), 1100)
 
 
 def test_a_trainer_that_resumed_from_an_older_version_makes_a_branch() -> None:
     deltas = (Published(1, 0, 10), Published(2, 1, 10), Published(3, 1, 10))
     catalog = Catalog({0: 1000}, deltas)
-    assert catalog.plan(1, 3) == Plan(None, (3,), 10)
-    assert catalog.plan(2, 3) == Plan(0, (1, 3), 1020), "2 is no ancestor of 3"
+    assert catalog.plan(1, 3) == FetchPlan(None, (3,), 10)
+    assert catalog.plan(2, 3) == FetchPlan(0, (1, 3), 1020), "2 is no ancestor of 3"
 
 
 def test_a_version_out_of_reach_is_said() -> None:
@@ -79,7 +86,7 @@ def test_no_other_way_is_cheaper_and_what_is_kept_is_enough(
     costs = [sum(sizes[held:target])]
     costs += [size + sum(sizes[at:target]) for at, size in catalog.bases.items() if at <= target]
     assert catalog.plan(held, target).wire_bytes == min(costs)
-    needed = catalog.needed([Lease("reader", held, 10.0)], 9.0)
+    needed = catalog.needed([ReaderPin("reader", held, 10.0)], 9.0)
     kept = Catalog(
         {v: size for v, size in catalog.bases.items() if v in needed.bases},
         tuple(d for d in catalog.deltas if d.version in needed.deltas),
@@ -87,7 +94,7 @@ def test_no_other_way_is_cheaper_and_what_is_kept_is_enough(
     for start, end in itertools.combinations(range(held, newest + 1), 2):
         assert kept.plan(start, end) == catalog.plan(start, end)
     assert kept.plan(None, newest).wire_bytes == catalog.plan(None, newest).wire_bytes
-    gone = catalog.needed([Lease("reader", held, 10.0)], 11.0)
+    gone = catalog.needed([ReaderPin("reader", held, 10.0)], 11.0)
     assert gone.deltas == set(catalog.plan(None, newest).deltas)
 
 
@@ -102,7 +109,7 @@ def test_a_long_chain_is_planned_in_memory_and_time_of_its_length() -> None:
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert plan == Plan(0, tuple(range(1, length + 1)), 1000 + length)
+    assert plan == FetchPlan(0, tuple(range(1, length + 1)), 1000 + length)
     assert peak < 1_000 * length
 
 
@@ -111,7 +118,7 @@ def test_leases_keep_no_more_than_the_newest_versions() -> None:
     length = 10 * MOST_LEASED
     bases = dict.fromkeys(range(16, length, 16), 1000)
     catalog = chain(*[1] * length, bases=bases)
-    needed = catalog.needed([Lease("reader", 0, 10.0)], 9.0)
+    needed = catalog.needed([ReaderPin("reader", 0, 10.0)], 9.0)
     assert needed.deltas == set(range(length - MOST_LEASED + 1, length + 1))
     assert min(needed.bases) >= length - MOST_LEASED
     kept = Catalog(

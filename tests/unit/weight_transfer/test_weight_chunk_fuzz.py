@@ -8,11 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from weight_cases import stepped, steps, tensor
 
-from weight_transfer.chunk import HEADER, decode_chunk, encode_chunk
-from weight_transfer.codec import Level
 from weight_transfer.errors import ChunkFormatError, WeightError, WrongBaseError
-from weight_transfer.planes import PLANE_HEADER
-from weight_transfer.tensors import TensorBits
+from weight_transfer.format.chunk import HEADER, decode_chunk, encode_chunk
+from weight_transfer.format.codec import PLANE_HEADER, Level
+from weight_transfer.format.tensors import TensorBits
 
 OLD = tensor("w", (64, 64), seed=1)
 

@@ -4,11 +4,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from weight_cases import stepped, steps, tensor
 
-from weight_transfer.chunk import HEADER, decode_chunk, encode_chunk, row_ranges
-from weight_transfer.codec import Encoding, Level
-from weight_transfer.digest import digest_of
-from weight_transfer.planes import PLANE_HEADER
-from weight_transfer.tensors import Bits, TensorBits
+from weight_transfer.format.chunk import HEADER, decode_chunk, encode_chunk, row_ranges
+from weight_transfer.format.codec import PLANE_HEADER, Encoding, Level
+from weight_transfer.format.digest import digest_of
+from weight_transfer.format.tensors import Bits, TensorBits
 
 
 def carried(old: TensorBits, new: TensorBits, chunk_bytes: int, level: Level = Level.FAST) -> Bits:

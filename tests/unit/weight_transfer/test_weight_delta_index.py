@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from weight_transfer.delta import MAGIC, DeltaFile, DeltaIndex, compressed, decompressed
 from weight_transfer.errors import DeltaFormatError
-from weight_transfer.manifest import TensorUpdate
+from weight_transfer.files.delta_file import MAGIC, DeltaFile, DeltaIndex, compressed, decompressed
+from weight_transfer.format.manifest import TensorUpdate
 
 INDEX = DeltaIndex(
     "fast",

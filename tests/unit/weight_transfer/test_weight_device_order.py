@@ -12,11 +12,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weight_transfer.errors import DeviceMemoryError
-from weight_transfer.kernels.device import exchange, packed
-from weight_transfer.kernels.device.bits import DeviceBits
-from weight_transfer.kernels.exchange import Change
-from weight_transfer.kernels.processor import processor_of
-from weight_transfer.vllm.staging import Decoded, Staging
+from weight_transfer.kernels.backend import RangeChange, processor_of
+from weight_transfer.kernels.triton import exchange
+from weight_transfer.kernels.triton import exchange as packed
+from weight_transfer.kernels.triton.kernels import DeviceBits
+from weight_transfer.vllm.update.staging import Decoded, Staging
 
 
 class LoggedDevice(TorchDispatchMode):
@@ -67,10 +67,10 @@ def device(monkeypatch: pytest.MonkeyPatch) -> LoggedDevice:
     return made
 
 
-def changes(count: int, size: int) -> list[Change[DeviceBits]]:
+def changes(count: int, size: int) -> list[RangeChange[DeviceBits]]:
     places = np.arange(size)
     return [
-        Change(
+        RangeChange(
             DeviceBits(torch.zeros(size, dtype=torch.int16)),
             places,
             np.zeros(size, "<u2"),
@@ -80,7 +80,7 @@ def changes(count: int, size: int) -> list[Change[DeviceBits]]:
     ]
 
 
-def live_of(made: list[Change[DeviceBits]]) -> list[int]:
+def live_of(made: list[RangeChange[DeviceBits]]) -> list[int]:
     return [int(change.target.flat.sum()) for change in made]
 
 

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from weight_cases import steps
 
-from weight_transfer.digest import digest_of, updated
-from weight_transfer.tensors import TensorBits
+from weight_transfer.format.digest import digest_of, updated
+from weight_transfer.format.tensors import TensorBits
 
 
 @given(steps())

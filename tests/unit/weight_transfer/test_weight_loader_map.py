@@ -16,16 +16,15 @@ from loader_cases import (
 from loader_cases import proved as prove
 
 from weight_transfer.errors import LoaderMapError
+from weight_transfer.format.tensors import TensorBits, tensor_of
 from weight_transfer.receiver import Receiver, StagedUpdate
-from weight_transfer.tensors import TensorBits, tensor_of
 from weight_transfer.vllm import faults
-from weight_transfer.vllm.applier import place, write, write_back
-from weight_transfer.vllm.audit import Audit, judge
-from weight_transfer.vllm.loader_map import LoaderMap
-from weight_transfer.vllm.loose import LooseCopy
-from weight_transfer.vllm.rectangle import UnmappableError, rectangles
-from weight_transfer.vllm.reference import overlay
-from weight_transfer.vllm.tracing import trace_loader
+from weight_transfer.vllm.mapping.loader_map import LoaderMap
+from weight_transfer.vllm.mapping.rectangle import UnmappableError, rectangles
+from weight_transfer.vllm.mapping.trace_loader import trace_loader
+from weight_transfer.vllm.proof.audit import Audit, judge
+from weight_transfer.vllm.proof.reference import overlay
+from weight_transfer.vllm.update.applier import OpaqueCopy, place, write, write_back
 
 
 @pytest.fixture
@@ -138,7 +137,7 @@ def test_what_a_loader_transforms_is_copied_from_a_fresh_load(
     read = overlay(base, changes)
     fresh = NormTransforming()
     fresh.load_weights((name, read(name)) for name in base)
-    copy = LooseCopy(proved, {"norm.weight": fresh.norm["weight"]})
+    copy = OpaqueCopy(proved, {"norm.weight": fresh.norm["weight"]})
     placed = place(proved, staged)
     assert write(placed) + copy.write() == ()
     assert everything(model) == everything(loaded(NormTransforming(), new))

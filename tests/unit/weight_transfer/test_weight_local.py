@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weight_transfer.errors import TensorFormatError
-from weight_transfer.local import LocalBits
-from weight_transfer.tensors import bits_of
+from weight_transfer.format.tensors import bits_of
+from weight_transfer.publish.sharding import LocalBits
 from weight_transfer.torch import local_weights
 
 

@@ -8,10 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from weight_transfer import manifest as manifest_module
-from weight_transfer.envelope import HEAD_BYTES, Envelope, Kind
 from weight_transfer.errors import ManifestError, SignatureError
-from weight_transfer.manifest import (
+from weight_transfer.format import manifest as manifest_module
+from weight_transfer.format.manifest import (
     CODEC,
     MAX_MANIFEST_BYTES,
     MOST_LINE_BYTES,
@@ -21,7 +20,7 @@ from weight_transfer.manifest import (
     TensorUpdate,
     expiry_of,
 )
-from weight_transfer.signing import SigningKey
+from weight_transfer.format.signing import HEAD_BYTES, Envelope, Kind, SigningKey
 
 KEY = SigningKey.from_hex("01" * 32)
 CHUNKS = (

@@ -9,9 +9,6 @@ from hypothesis import strategies as st
 from msgspec import structs
 from weight_cases import model, next_model, stepped
 
-from weight_transfer.catalog import Lease
-from weight_transfer.chunk import chunk_id
-from weight_transfer.digest import digest_of
 from weight_transfer.errors import (
     ChunkDigestError,
     ChunkFormatError,
@@ -22,12 +19,15 @@ from weight_transfer.errors import (
     SignatureError,
     WrongBaseError,
 )
-from weight_transfer.manifest import Manifest, hex_digest
-from weight_transfer.publisher import Publisher
+from weight_transfer.format.chunk import chunk_id
+from weight_transfer.format.digest import digest_of
+from weight_transfer.format.manifest import Manifest, hex_digest
+from weight_transfer.format.signing import SigningKey
+from weight_transfer.format.tensors import TensorBits
+from weight_transfer.publish.publisher import Publisher
 from weight_transfer.receiver import Receiver, StagedUpdate
-from weight_transfer.signing import SigningKey
-from weight_transfer.store import ChunkStore
-from weight_transfer.tensors import TensorBits
+from weight_transfer.store.catalog import ReaderPin
+from weight_transfer.store.chunk_store import ChunkStore
 
 KEY = SigningKey.from_hex("03" * 32)
 NOW_S = 1000.0
@@ -288,7 +288,7 @@ def test_what_nobody_needs_is_deleted_and_nothing_else(link: Link) -> None:
     link.publisher.publish_base(0, models[0])
     link.publisher.publish_base(3, models[3])
     before = sum(file.size for file in link.store.files())
-    lagging = [Lease("reader", 2, NOW_S + 1)]
+    lagging = [ReaderPin("reader", 2, NOW_S + 1)]
     link.store.collect(lagging, NOW_S)
     assert link.store.versions() == (3, 4)
     assert link.store.bases() == (3,)

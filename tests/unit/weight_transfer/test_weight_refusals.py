@@ -12,7 +12,6 @@ import pytest
 from msgspec import structs
 from weight_cases import model, next_model, tensor
 
-from weight_transfer.digest import digest_of
 from weight_transfer.errors import (
     ManifestError,
     ManifestExpired,
@@ -21,12 +20,13 @@ from weight_transfer.errors import (
     WeightError,
     WrongBaseError,
 )
-from weight_transfer.manifest import Manifest, TensorUpdate
-from weight_transfer.publisher import Publisher
+from weight_transfer.format.digest import digest_of
+from weight_transfer.format.manifest import Manifest, TensorUpdate
+from weight_transfer.format.signing import SigningKey
+from weight_transfer.format.tensors import TensorBits
+from weight_transfer.publish.publisher import Publisher
 from weight_transfer.receiver import Receiver
-from weight_transfer.signing import SigningKey
-from weight_transfer.store import ChunkStore
-from weight_transfer.tensors import TensorBits
+from weight_transfer.store.chunk_store import ChunkStore
 
 KEY = SigningKey.from_hex("05" * 32)
 NOW_S = 50.0

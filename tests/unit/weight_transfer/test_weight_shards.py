@@ -9,15 +9,17 @@ from hypothesis import strategies as st
 from shard_cases import Shape, cut, dense, pieces, rows_only, weights
 from weight_cases import tensor
 
-from weight_transfer.blocks import tiling_fault
 from weight_transfer.errors import ShardError
-from weight_transfer.held import check_fit, hold
-from weight_transfer.local import LocalBits
-from weight_transfer.megatron import Heads, gate_up, grouped_qkv
-from weight_transfer.shards import (
+from weight_transfer.format.digest import tiling_fault
+from weight_transfer.publish.shard_encoder import check_fit, hold
+from weight_transfer.publish.sharding import (
+    Heads,
+    LocalBits,
     Piece,
     column_shard,
     first_holders,
+    gate_up,
+    grouped_qkv,
     piece,
     row_shard,
     share,

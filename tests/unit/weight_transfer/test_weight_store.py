@@ -12,9 +12,9 @@ from weight_transfer.errors import (
     SignatureError,
     StoreError,
 )
-from weight_transfer.publisher import Publisher
-from weight_transfer.signing import SigningKey
-from weight_transfer.store import ChunkStore
+from weight_transfer.format.signing import SigningKey
+from weight_transfer.publish.publisher import Publisher
+from weight_transfer.store.chunk_store import ChunkStore
 
 KEY = SigningKey.from_hex("02" * 32)
 

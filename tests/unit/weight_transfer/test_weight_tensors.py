@@ -5,9 +5,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from weight_transfer.checkpoint import read_model_dir, read_safetensors
 from weight_transfer.errors import TensorFormatError
-from weight_transfer.tensors import TensorBits, bits_of, tensor_bits, tensor_of
+from weight_transfer.files.checkpoint import read_model_dir, read_safetensors
+from weight_transfer.format.tensors import TensorBits, bits_of, tensor_bits, tensor_of
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])

@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 from weight_transfer.vllm import faults
-from weight_transfer.vllm.fresh import layers
-from weight_transfer.vllm.probe import compare, probe_prompt
-from weight_transfer.vllm.report import merged
-from weight_transfer.vllm.unpacked import plain_linear, register
+from weight_transfer.vllm.disable_cpu_packing import plain_linear, register
+from weight_transfer.vllm.proof.probe import compare, probe_prompt
+from weight_transfer.vllm.proof.reference import layers
+from weight_transfer.vllm.update.replica_weights import merged
 
 
 def test_faults_are_off_unless_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from weight_transfer.chunk import chunk_id, decode_chunk, encode_chunk
-from weight_transfer.codec import Encoding, Level
-from weight_transfer.manifest import Manifest
-from weight_transfer.signing import SigningKey, VerifyKey
-from weight_transfer.tensors import TensorBits
+from weight_transfer.format.chunk import chunk_id, decode_chunk, encode_chunk
+from weight_transfer.format.codec import Encoding, Level
+from weight_transfer.format.manifest import Manifest
+from weight_transfer.format.signing import SigningKey, VerifyKey
+from weight_transfer.format.tensors import TensorBits
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "wire.json").read_text())
 

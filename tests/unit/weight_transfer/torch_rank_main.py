@@ -37,9 +37,9 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from weight_transfer import ChunkStore, ShardError, SigningKey
-from weight_transfer.shard_encoder import ShardSettings
+from weight_transfer.publish.shard_encoder import ShardSettings
 from weight_transfer.torch import ShardedPublisher, state_pieces
-from weight_transfer.torch.group import Ranks
+from weight_transfer.torch.publisher import Ranks
 
 KEY = SigningKey.from_hex("09" * 32)
 ROOT = Path(sys.argv[1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from weight_transfer.tensors import WIDTHS, TensorBits, unsigned
+from weight_transfer.format.tensors import WIDTHS, TensorBits, unsigned
 
 SPECIAL = {
     "bfloat16": [0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC0, 0x7FC1, 0xFFFF, 0x0001],

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Protocol
 
 from executor.step_log import STEP_LOG
+from rose.addresses import free_ports
 from rose.bench.coserve.names import GUEST, HOST, NAIVE
 from rose.bench.gpu.models import shape_of
 from rose.bench.gpu.serve.model_dir import write_model
 from rose.bench.gpu.serve.sizes import ServingSizes
 from rose.engines import Device, EngineProcess, EngineRole, EngineSpec, module_path
 from rose.errors import EngineStartError
-from rose.ports import free_ports
 from weight_transfer import SigningKey
 
 NAMES = (HOST, GUEST, NAIVE)

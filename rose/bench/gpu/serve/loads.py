@@ -14,7 +14,7 @@ from rose.bench.gpu.serve.bursts import burst_windows, figures_of
 from rose.bench.gpu.serve.rounds import play_rounds
 from rose.bench.gpu.serve.rules import card_rules, requests_wanted
 from rose.bench.gpu.serve.session import ServingSession
-from rose.load.trace import read_trace
+from rose.load.arrivals import read_trace
 
 # Of the load's own stream of segments, which no other load plays.
 FIRST_SEGMENT = 1_000

@@ -24,10 +24,9 @@ from rose.bench.gpu.serve.session import ServingSession
 from rose.bench.gpu.serve.sizes import ServingSizes
 from rose.bench.gpu.serve.weights_file import write_weights
 from rose.engines import Device
-from rose.eventlog import KEEP_ALL, JsonlLog
 from rose.load.protocol import LoadConfig
-from rose.process import ProcessSpec
-from rose.talker import Talker
+from rose.logs.eventlog import KEEP_ALL, JsonlLog
+from rose.process.child import JsonlProcess, ProcessSpec
 from weight_transfer import SigningKey
 
 HTTP_TIMEOUT_S = 60.0
@@ -127,12 +126,12 @@ def _load_config(sizes: ServingSizes, url: str, folder: Path) -> LoadConfig:
     )
 
 
-async def _started_load(config: LoadConfig, folder: Path, scratch: Path) -> Talker:
+async def _started_load(config: LoadConfig, folder: Path, scratch: Path) -> JsonlProcess:
     path = scratch / "load.json"
     path.write_text(config.model_dump_json())
     argv = (sys.executable, "-m", "rose.load.main", "--config", str(path))
     log = folder / "load.log"
-    load = await Talker.start(ProcessSpec(name="load", argv=argv, log=log, piped=True))
+    load = await JsonlProcess.start(ProcessSpec(name="load", argv=argv, log=log, piped=True))
     await load.expect("ready", READY_TIMEOUT_S)
     return load
 

@@ -36,10 +36,16 @@ from rose.bench.gpu.serve.engines import ServingEngines
 from rose.bench.gpu.serve.rates import KeptRates
 from rose.bench.gpu.serve.sizes import ServingSizes
 from rose.errors import RoseError
-from rose.eventlog import read_lines
-from rose.load.protocol import LoadConfig, Traffic
-from rose.load.records import ClientRequest, HostLatency, Request, join_requests
-from rose.node.samples import GUEST_SAMPLES, GuestSample
+from rose.load.protocol import (
+    ClientRequest,
+    HostLatency,
+    LoadConfig,
+    Request,
+    Traffic,
+    join_requests,
+)
+from rose.logs.eventlog import read_lines
+from rose.node.grants.guard_thread import GUEST_SAMPLES, GuestSample
 from weight_transfer import SigningKey
 
 FLUSH_S = 0.5

@@ -20,7 +20,7 @@ from rose.bench.gpu.piece import Measured
 from rose.bench.gpu.serve.session import ServingSession
 from rose.bench.gpu.serve.stamped import StampedTurns
 from rose.bench.gpu.serve.versions import GuestVersions
-from rose.load.records import Request
+from rose.load.protocol import Request
 from rose.stats import percentile
 
 BUSY = 0.6

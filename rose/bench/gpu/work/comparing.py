@@ -33,7 +33,7 @@ def compare(place: str, width: int, size: int, density: float) -> int:
 def _held(bits: Bits, place: str) -> Any:  # noqa: ANN401 -- a type of the package under test
     import torch
 
-    from weight_transfer.kernels.device.bits import DeviceBits
+    from weight_transfer.kernels.triton.kernels import DeviceBits
 
     return DeviceBits(torch.from_numpy(bits.view(f"<i{bits.itemsize}").copy()).to(place))
 
@@ -45,8 +45,8 @@ def _growth(old: Bits, new: Bits, changed: Bits) -> int:
 
 def _differences(place: str, old: Bits, new: Bits) -> Found:
     allow_kernels_alone()
-    from weight_transfer.kernels.device.processor import DEVICE
-    from weight_transfer.tensors import WeightClass
+    from weight_transfer.format.tensors import WeightClass
+    from weight_transfer.kernels.triton.backend import DEVICE
 
     changed = np.flatnonzero(old != new)
     before, after = _held(old, place), _held(new, place)
@@ -77,12 +77,12 @@ def _differences(place: str, old: Bits, new: Bits) -> Found:
 
 def _overwritten(place: str, old: Bits, new: Bits) -> Found:
     allow_kernels_alone()
-    from weight_transfer.kernels.device.processor import DEVICE
-    from weight_transfer.kernels.exchange import Change
+    from weight_transfer.kernels.backend import RangeChange
+    from weight_transfer.kernels.triton.backend import DEVICE
 
     changed = np.flatnonzero(old != new)
     live = _held(old, place)
-    exchange = DEVICE.stage([Change(live, changed, old[changed], new[changed])], 0)
+    exchange = DEVICE.stage([RangeChange(live, changed, old[changed], new[changed])], 0)
     return {
         "exchanged": (exchange.run(), [[0, 0]]),
         "read back": (DEVICE.read(live), new),

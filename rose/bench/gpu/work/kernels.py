@@ -67,8 +67,8 @@ def _works(sizes: Sizes, place: str) -> list[Work]:
     import torch
 
     allow_kernels_alone()
-    from weight_transfer.kernels.device.bits import DeviceBits
-    from weight_transfer.kernels.device.processor import DEVICE
+    from weight_transfer.kernels.triton.backend import DEVICE
+    from weight_transfer.kernels.triton.kernels import DeviceBits
 
     size, nbytes = sizes.tensor_bytes // 2, sizes.tensor_bytes
     torch.manual_seed(0)
@@ -87,7 +87,7 @@ def _works(sizes: Sizes, place: str) -> list[Work]:
 
 
 def _encoded(old: Any, new: Any) -> None:  # noqa: ANN401 -- a type of the package under test
-    from weight_transfer.kernels.device.processor import DEVICE
+    from weight_transfer.kernels.triton.backend import DEVICE
 
     found = DEVICE.compare(old, new, old.size, 0)
     _ = found and (found.gaps, found.codes)
@@ -95,8 +95,8 @@ def _encoded(old: Any, new: Any) -> None:  # noqa: ANN401 -- a type of the packa
 
 def _chunk_works(old: Any, new: Any) -> list[Work]:  # noqa: ANN401
     """What is done a chunk at a time: ranks of `compact`, and the decoding of what was encoded."""
-    from weight_transfer.kernels.device.processor import DEVICE
-    from weight_transfer.tensors import WeightClass
+    from weight_transfer.format.tensors import WeightClass
+    from weight_transfer.kernels.triton.backend import DEVICE
 
     chunk = slice(0, min(old.size, CHUNK_BYTES // 2))
     kind = WeightClass(*_CLASS_OF_BF16)
@@ -119,9 +119,9 @@ def _chunk_works(old: Any, new: Any) -> list[Work]:  # noqa: ANN401
 def _overwriting(old: Any, new: Any) -> Work:  # noqa: ANN401
     import torch
 
-    from weight_transfer.kernels.device.bits import DeviceBits
-    from weight_transfer.kernels.device.processor import DEVICE
-    from weight_transfer.kernels.exchange import Change
+    from weight_transfer.kernels.backend import RangeChange
+    from weight_transfer.kernels.triton.backend import DEVICE
+    from weight_transfer.kernels.triton.kernels import DeviceBits
 
     places, values = [], []
     # Torch has counted the elements of a `nonzero` in 32 bits.
@@ -133,7 +133,7 @@ def _overwriting(old: Any, new: Any) -> Work:  # noqa: ANN401
     at = np.concatenate(places)
     target = DeviceBits(old.flat.clone())
     was = DEVICE.read(DeviceBits(old.flat[torch.from_numpy(at).to(old.flat.device)]))
-    exchange = DEVICE.stage([Change(target, at, was, np.concatenate(values))], 1 << 40)
+    exchange = DEVICE.stage([RangeChange(target, at, was, np.concatenate(values))], 1 << 40)
     if exchange.run().any() or not torch.equal(target.flat, new.flat):
         raise PieceError("the overwritten weights are not the new ones")
     if old.flat.is_cuda:

@@ -7,8 +7,8 @@ from typing import Any, Final
 from executor.cuda.driver import Driver
 from executor.cuda.reservation import Reservation
 from executor.errors import DeviceError
-from executor.granules import Granules
-from executor.host_pages import Extent
+from executor.kv.backing import Extent
+from executor.kv.shrink_plan import Granules
 from rose.bench.gpu.work.timing import spread
 
 RETURNED, KEPT = "returned", "kept"

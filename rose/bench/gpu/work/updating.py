@@ -60,18 +60,18 @@ def _changes(live: dict[str, Any], density: float) -> Iterator[Any]:
     import torch
 
     allow_kernels_alone()
-    from weight_transfer.kernels.device.bits import DeviceBits, to_host
-    from weight_transfer.kernels.exchange import Change
+    from weight_transfer.kernels.backend import RangeChange
+    from weight_transfer.kernels.triton.kernels import DeviceBits, to_host
 
     for tensor in live.values():
         bits = DeviceBits(tensor.view(torch.int16))
         where = (torch.rand(bits.size, device=tensor.device) < density).nonzero().view(-1)
         before = bits.flat[where]
-        yield Change(bits, where.cpu().numpy(), to_host(before), to_host(before ^ _LOWEST_BIT))
+        yield RangeChange(bits, where.cpu().numpy(), to_host(before), to_host(before ^ _LOWEST_BIT))
 
 
 def _staged(changes: list[Any]) -> Any:  # noqa: ANN401 -- a type of the package under test
-    from weight_transfer.kernels.device.exchange import stage
+    from weight_transfer.kernels.triton.exchange import stage
 
     return stage(changes, RESIDENT_BYTES)
 
@@ -80,7 +80,7 @@ def _insist_written(changes: list[Any], odd: int, *, back: bool) -> None:
     """Look again with torch, outside of what is timed."""
     import torch
 
-    from weight_transfer.kernels.device.bits import to_device
+    from weight_transfer.kernels.triton.kernels import to_device
 
     for change in changes:
         live = change.target.flat

@@ -1,0 +1,1 @@
+"""Leases: who may use which replica, for how long, at what cost."""

@@ -1,0 +1,117 @@
+"""How many guests a job may lease: grows by one, halves when hosts take them back.
+
+Hosts share their load: where one takes its guest back, others are about to. As in TCP (Chiu and
+Jain 1989), additive increase and multiplicative decrease let all jobs find the level without
+anybody telling it. Nothing that is held is given back for it; only growth waits.
+
+What a job gains by another replica, against what it costs to bring it there.
+
+A job with W tokens to make at rate R needs W / R seconds; with a replica of rate r W / (R + r).
+Turns decode one sequence each, so fewer turns than places use only that share of a replica's rate:
+
+    rate(replicas) = sum of decode rates * min(1, turns / places)
+
+The gain counts only while the replica is likely to be there: up to the mean time between its
+revocations. The cost is the measured time from the lease to the first token: weights and warm-up.
+"""
+
+import math
+from collections.abc import Iterable
+
+from elastic_scheduler.leases.lease import Offer, ReplicaKind
+from elastic_scheduler.policies.situation import JobDemand
+from elastic_scheduler.routing.cost import UNKNOWN_DECODE_TOK_S
+
+GROW_S = 5.0
+# Revocations this close together are one event.
+EVENT_S = 5.0
+
+
+class AimdLimit:
+    """Unlimited until the first revocation. Times are monotonic seconds, handed in."""
+
+    def __init__(self, grow_s: float = GROW_S, event_s: float = EVENT_S) -> None:
+        self._grow_s = grow_s
+        self._event_s = event_s
+        self._limit = math.inf
+        self._changed_s = -math.inf
+        self._halved_s = -math.inf
+
+    def limit(self, now_s: float) -> float:
+        """Guests that may be held at `now_s`, at least 1."""
+        if math.isinf(self._limit):
+            return self._limit
+        steps = math.floor((now_s - self._changed_s) / self._grow_s)
+        if steps > 0:
+            self._limit += steps
+            self._changed_s += steps * self._grow_s
+        return self._limit
+
+    def revoked(self, held: int, now_s: float) -> None:
+        """A host took a guest back; `held` is what the job held before."""
+        if now_s < self._halved_s + self._event_s:
+            return
+        self._limit = max(1.0, min(self.limit(now_s), float(held)) / 2)
+        self._changed_s = self._halved_s = now_s
+
+
+# Until one was measured: a few seconds, so that a first lease is tried.
+FIRST_SWITCH_S = 5.0
+NEWEST_SHARE = 0.3
+KEPT = 65_536
+
+
+class SwitchCosts:
+    """Measured seconds from a lease to its first token, by replica, else by kind."""
+
+    def __init__(self, first_s: float = FIRST_SWITCH_S) -> None:
+        self._first_s = first_s
+        self._measured_s: dict[str, float] = {}
+        self._kinds_s: dict[ReplicaKind, float] = {}
+
+    def observe(self, offer: Offer, took_s: float) -> None:
+        """A switch took so long. What is no duration is left out."""
+        if not 0 <= took_s < math.inf:
+            return
+        known_s = self._measured_s.get(offer.replica, took_s)
+        self._measured_s[offer.replica] = known_s + NEWEST_SHARE * (took_s - known_s)
+        kind_s = self._kinds_s.get(offer.kind, took_s)
+        self._kinds_s[offer.kind] = kind_s + NEWEST_SHARE * (took_s - kind_s)
+        if len(self._measured_s) > KEPT:
+            del self._measured_s[next(iter(self._measured_s))]
+
+    def expected_s(self, offer: Offer) -> float:
+        """Seconds that the next switch to the replica will take."""
+        kind_s = self._kinds_s.get(offer.kind, self._first_s)
+        return self._measured_s.get(offer.replica, kind_s)
+
+
+def rate_tok_s(offers: Iterable[Offer], turns: float) -> float:
+    """Tokens per second that `turns` turns get out of these replicas."""
+    rate = places = 0.0
+    for offer in offers:
+        rate += offer.decode_tok_s or UNKNOWN_DECODE_TOK_S
+        places += offer.max_sequences
+    return rate * min(1.0, turns / places) if places else 0.0
+
+
+def saved_s(
+    demand: JobDemand, have: Iterable[Offer], offer: Offer, tenure_s: float = math.inf
+) -> float:
+    """Seconds that the job would be done sooner with `offer` beside those that it has.
+
+    Infinite for a job that has none, or whose demand nobody knows; 0 for one without work.
+    """
+    if demand.turns <= 0 or demand.owed_tokens <= 0:
+        return 0.0
+    if math.isinf(demand.owed_tokens):
+        return math.inf
+    have = tuple(have)
+    before = rate_tok_s(have, demand.turns)
+    after = rate_tok_s((*have, offer), demand.turns)
+    if after <= before:
+        return 0.0
+    if before <= 0:
+        return math.inf
+    left_s = min(demand.owed_tokens / before, tenure_s)
+    return left_s * (1 - before / after)

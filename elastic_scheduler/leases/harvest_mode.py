@@ -1,0 +1,102 @@
+"""What the operator allows to be lent, and what follows for leases.
+
+| mode | new leases of guests | live leases of guests |
+| --- | --- | --- |
+| ACTIVE | granted | renewed |
+| HOLD | none | renewed |
+| HOLD_AND_DRAIN | none | released |
+| OFF | none | released; the node ends its guests |
+
+Dedicated replicas belong to the jobs, not to the operator of a serving cluster: they are leased in
+every mode.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from elastic_scheduler.leases.lease import Lease, LeaseState, Offer, ReplicaKind
+
+
+class HarvestMode(StrEnum):
+    """How much may be lent, from nothing to all offers."""
+
+    OFF = "off"
+    HOLD_AND_DRAIN = "hold_and_drain"
+    HOLD = "hold"
+    ACTIVE = "active"
+
+
+_STRICTEST_FIRST = tuple(HarvestMode)
+
+
+@dataclass(frozen=True, slots=True)
+class HarvestPlan:
+    """What to do now. A lease in no field is being released, or has no live offer and runs out."""
+
+    lease: tuple[Offer, ...]
+    renew: tuple[Lease, ...]
+    release: tuple[Lease, ...]
+
+
+class HarvestModes:
+    """The cluster's mode and the modes of single replicas; the stricter of the two holds.
+
+    Stricter wins so that a forgotten permission for one replica never defeats a cluster-wide stop.
+    """
+
+    def __init__(
+        self,
+        mode: HarvestMode = HarvestMode.ACTIVE,
+        overrides: Mapping[str, HarvestMode] | None = None,
+    ) -> None:
+        self.mode = mode
+        self._overrides = dict(overrides or {})
+
+    @property
+    def overrides(self) -> dict[str, HarvestMode]:
+        """Modes of single replicas, as set."""
+        return dict(self._overrides)
+
+    def set_mode(self, mode: HarvestMode, replica: str | None = None) -> None:
+        """Set the cluster's mode, or that of one replica; ACTIVE for a replica clears its entry."""
+        if replica is None:
+            self.mode = mode
+        elif mode is HarvestMode.ACTIVE:
+            self._overrides.pop(replica, None)
+        else:
+            self._overrides[replica] = mode
+
+    def mode_of(self, replica: str) -> HarvestMode:
+        """The mode that holds for a guest."""
+        own = self._overrides.get(replica, HarvestMode.ACTIVE)
+        return min(self.mode, own, key=_STRICTEST_FIRST.index)
+
+    def plan(self, offers: Iterable[Offer], leases: Iterable[Lease]) -> HarvestPlan:
+        """Decide over live offers and live leases.
+
+        An unhealthy replica gets no new lease but keeps the one it has: it gets no turns either
+        way, and it may be catching up.
+        """
+        offered = {offer.replica: offer for offer in offers}
+        held = {lease.replica: lease for lease in leases}
+        active = [lease for lease in held.values() if lease.state is LeaseState.ACTIVE]
+        known = [(lease, offered[lease.replica]) for lease in active if lease.replica in offered]
+        return HarvestPlan(
+            lease=tuple(
+                offer
+                for offer in offered.values()
+                if offer.replica not in held and offer.healthy and self._may_grant(offer)
+            ),
+            renew=tuple(lease for lease, offer in known if self._may_keep(offer)),
+            release=tuple(lease for lease, offer in known if not self._may_keep(offer)),
+        )
+
+    def _may_grant(self, offer: Offer) -> bool:
+        return (
+            offer.kind is ReplicaKind.DEDICATED or self.mode_of(offer.replica) is HarvestMode.ACTIVE
+        )
+
+    def _may_keep(self, offer: Offer) -> bool:
+        kept = (HarvestMode.ACTIVE, HarvestMode.HOLD)
+        return offer.kind is ReplicaKind.DEDICATED or self.mode_of(offer.replica) in kept

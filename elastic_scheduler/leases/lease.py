@@ -1,0 +1,249 @@
+"""What a node offers: a replica's capacity, for a short time.
+
+Who may use which replica, until when.
+
+    (none) --grant--> ACTIVE --begin_release--> RELEASING --released--> (none)
+                        |  renew: same epoch        |
+                        +------- revoke, expire ----+-----------------> (none)
+
+A replica has one lease at a time. Every grant has a greater epoch than all before it, across
+restarts: an epoch is `proposed`, persisted, `reserve`d, and only then granted under; the next book
+is given the persisted ones.
+Messages that carry another epoch than the live lease's are refused, so a late release or revocation
+can never end a younger lease.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from elastic_scheduler.errors import LeaseError, LeaseHeld, StaleEpoch
+
+# An offer is what somebody else says. Beyond any real figure, and far enough below what doubles,
+# sums and messages hold: no figure in these bounds can break or poison what is reckoned from it.
+MAX_EPOCH = 2**53
+MAX_VERSION = 2**53
+MAX_KV_TOKENS = 2**40
+MAX_SEQUENCES = 2**20
+MAX_TOK_S = 1e9
+MAX_TTL_S = 3_600.0
+MAX_NAME_CHARS = 253
+MAX_URL_CHARS = 2_048
+
+
+class ReplicaKind(StrEnum):
+    """Where a rollout engine lives."""
+
+    GUEST = "guest"
+    DEDICATED = "dedicated"
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """One replica's capacity; it is stale, and worth nothing, `ttl_s` after it arrived.
+
+    `epoch` is the newest lease epoch that the node has seen for the replica: the next lease's is
+    greater. Rates are tokens per second at full batch, 0 where the node does not know them.
+    """
+
+    replica: str
+    kind: ReplicaKind
+    url: str
+    node: str
+    kv_tokens: int
+    decode_tok_s: float
+    prefill_tok_s: float
+    policy_version: int
+    healthy: bool
+    ttl_s: float
+    epoch: int
+    max_sequences: int
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for what no replica can mean."""
+        for name, text in (("id", self.replica), ("node", self.node)):
+            if not 0 < len(text) <= MAX_NAME_CHARS or not text.isprintable():
+                raise ValueError(
+                    f"a replica's {name} is {text[:40]!r}; give 1 to {MAX_NAME_CHARS} printable"
+                    " characters"
+                )
+        if not 0 < len(self.url) <= MAX_URL_CHARS:
+            raise ValueError(f"the offer of {self.replica} has no url, or one without end")
+        if not 0 < self.ttl_s <= MAX_TTL_S:
+            raise ValueError(
+                f"ttl_s of {self.replica} is {self.ttl_s}; offer for a time above 0, up to"
+                f" {MAX_TTL_S:.0f}"
+            )
+        for figure, value, most in (
+            ("kv_tokens", self.kv_tokens, MAX_KV_TOKENS),
+            ("decode_tok_s", self.decode_tok_s, MAX_TOK_S),
+            ("prefill_tok_s", self.prefill_tok_s, MAX_TOK_S),
+            ("policy_version", self.policy_version, MAX_VERSION),
+            ("epoch", self.epoch, MAX_EPOCH),
+            ("max_sequences", self.max_sequences, MAX_SEQUENCES),
+        ):
+            if not (math.isfinite(value) and 0 <= value <= most):
+                raise ValueError(
+                    f"{figure} of {self.replica} is {value}; offer a figure of 0 to {most:.0f}"
+                )
+
+    def is_stale(self, received_s: float, now_s: float) -> bool:
+        """Whether the offer that arrived at `received_s` has run out at `now_s`."""
+        return now_s >= received_s + self.ttl_s
+
+
+# How far a node's epoch may be ahead of the book's, as after the store was lost: in a step a node
+# can neither use all epochs up nor reach one that no message holds.
+MAX_EPOCH_LEAD = 2**20
+# Epochs are kept for ever, so names that are never seen again must have an end.
+MAX_REPLICAS = 2**18
+
+
+class LeaseState(StrEnum):
+    """Whether turns may still be sent to the replica."""
+
+    ACTIVE = "active"
+    RELEASING = "releasing"
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A job's right to one replica; over at `expires_s` unless renewed."""
+
+    job: str
+    replica: str
+    epoch: int
+    expires_s: float
+    state: LeaseState = LeaseState.ACTIVE
+
+    @property
+    def id(self) -> str:
+        """Unique for all time, since epochs never repeat."""
+        return f"{self.replica}@{self.epoch}"
+
+
+class LeaseTable:
+    """All live leases; times are seconds of one monotonic clock, handed in."""
+
+    def __init__(self, ttl_s: float, epochs: Mapping[str, int] | None = None) -> None:
+        if ttl_s <= 0:
+            raise ValueError(f"ttl_s is {ttl_s}; a lease needs a time to live above 0")
+        self.ttl_s = ttl_s
+        self._epochs = dict(epochs or {})  # the newest used of each replica
+        self._reserved: dict[str, int] = {}  # persisted and not used yet
+        self._leases: dict[str, Lease] = {}
+
+    def epochs(self) -> dict[str, int]:
+        """The newest epoch of every replica, used or reserved: what a store has across restarts."""
+        return self._epochs | self._reserved
+
+    def leases(self) -> tuple[Lease, ...]:
+        """All leases that were not yet ended or collected by `expire`."""
+        return tuple(self._leases.values())
+
+    def live(self, replica: str, now_s: float) -> Lease | None:
+        """The replica's lease unless it has run out."""
+        lease = self._leases.get(replica)
+        return lease if lease is not None and now_s < lease.expires_s else None
+
+    def believes(self, replica: str, seen_epoch: int) -> bool:
+        """Whether a node can have seen that epoch of the replica."""
+        return 0 <= seen_epoch <= min(MAX_EPOCH - 1, self._newest(replica) + MAX_EPOCH_LEAD)
+
+    def proposed(self, replica: str, seen_epoch: int = 0) -> int:
+        """The epoch of the replica's next lease, greater than `seen_epoch` of its node too.
+
+        Raises StaleEpoch for an epoch that is not to be believed, LeaseError for one replica more
+        than a book holds.
+        """
+        if replica not in self._epochs and len(self._epochs) >= MAX_REPLICAS:
+            raise LeaseError(
+                f"{MAX_REPLICAS} replicas had leases before {replica}; start a new store"
+            )
+        if not self.believes(replica, seen_epoch):
+            raise StaleEpoch(
+                f"epoch {seen_epoch} of {replica} is too far ahead of {self._newest(replica)};"
+                " start its node anew"
+            )
+        return max(self._newest(replica), seen_epoch) + 1
+
+    def reserve(self, replica: str, epoch: int) -> None:
+        """The epoch is persisted: the replica's next lease may be granted under it."""
+        if epoch > self._newest(replica):
+            self._reserved[replica] = epoch
+
+    def reserved(self, replica: str, seen_epoch: int = 0) -> bool:
+        """Whether a lease can be granted now, under an epoch that the node has not seen."""
+        return self._reserved.get(replica, 0) > seen_epoch
+
+    def grant(self, job: str, replica: str, now_s: float, *, seen_epoch: int = 0) -> Lease:
+        """Lease `replica` to `job` under the reserved epoch, greater than `seen_epoch` of its node.
+
+        Raises LeaseHeld while another lease of the replica lives, StaleEpoch without such an epoch.
+        """
+        held = self.live(replica, now_s)
+        if held is not None:
+            raise LeaseHeld(f"{replica} is leased to {held.job} as {held.id}; release it first")
+        if not self.reserved(replica, seen_epoch):
+            raise StaleEpoch(f"{replica} has no persisted epoch above {seen_epoch}; reserve one")
+        epoch = self._epochs[replica] = self._reserved.pop(replica)
+        lease = Lease(job, replica, epoch, now_s + self.ttl_s)
+        self._leases[replica] = lease
+        return lease
+
+    def renew(self, replica: str, epoch: int, now_s: float) -> Lease:
+        """Let the lease live for another TTL from now, under its epoch.
+
+        Raises StaleEpoch for a lease that is over, releasing or of another epoch.
+        """
+        lease = self._expect(replica, epoch, now_s)
+        if lease.state is not LeaseState.ACTIVE:
+            raise StaleEpoch(f"{lease.id} is being released and cannot be renewed")
+        renewed = replace(lease, expires_s=now_s + self.ttl_s)
+        self._leases[replica] = renewed
+        return renewed
+
+    def begin_release(self, replica: str, epoch: int, now_s: float) -> Lease:
+        """Ask for the replica back; it stays taken until `released`, `revoke` or expiry.
+
+        Asking again changes nothing. Raises StaleEpoch as `renew` does.
+        """
+        lease = replace(self._expect(replica, epoch, now_s), state=LeaseState.RELEASING)
+        self._leases[replica] = lease
+        return lease
+
+    def released(self, replica: str, epoch: int) -> Lease:
+        """The node drained the replica. Raises StaleEpoch for any but the lease of `epoch`."""
+        return self._end(replica, epoch)
+
+    def revoke(self, replica: str, epoch: int) -> Lease:
+        """The node took the replica back. Raises StaleEpoch for any but the lease of `epoch`."""
+        return self._end(replica, epoch)
+
+    def expire(self, now_s: float) -> tuple[Lease, ...]:
+        """End and return every lease that has run out; expiry means revoked."""
+        over = tuple(lease for lease in self._leases.values() if now_s >= lease.expires_s)
+        for lease in over:
+            del self._leases[lease.replica]
+        return over
+
+    def _newest(self, replica: str) -> int:
+        return max(self._epochs.get(replica, 0), self._reserved.get(replica, 0))
+
+    def _expect(self, replica: str, epoch: int, now_s: float) -> Lease:
+        lease = self.live(replica, now_s)
+        if lease is None or lease.epoch != epoch:
+            raise StaleEpoch(_refusal(replica, epoch, lease))
+        return lease
+
+    def _end(self, replica: str, epoch: int) -> Lease:
+        lease = self._leases.get(replica)
+        if lease is None or lease.epoch != epoch:
+            raise StaleEpoch(_refusal(replica, epoch, lease))
+        return self._leases.pop(replica)
+
+
+def _refusal(replica: str, epoch: int, lease: Lease | None) -> str:
+    now = f"its lease is {lease.id}" if lease else "it has no lease"
+    return f"epoch {epoch} of {replica} is refused: {now}; read the table again"

@@ -1,0 +1,173 @@
+"""Dedicated replicas only.
+
+Everything that can be preempted is used while it is there.
+
+Giving replicas to jobs where a policy has no opinion of its own about which.
+
+ROSE as published.
+
+Capacity follows concurrency.
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterable
+
+from elastic_scheduler.leases.lease import Offer, ReplicaKind
+from elastic_scheduler.policies.situation import Decision, Holding, Move, Situation
+
+
+def spread(offers: Iterable[Offer], situation: Situation, why: str) -> tuple[Move, ...]:
+    """Each offer to the job that has the fewest replicas for its weight; none without jobs."""
+    if not situation.jobs:
+        return ()
+    count = {job.job: 0 for job in situation.jobs}
+    for holding in situation.held:
+        if holding.job in count:
+            count[holding.job] += 1
+    weight = {job.job: job.weight for job in situation.jobs}
+    moves = []
+    for offer in offers:
+        job = min(count, key=lambda name: ((count[name] + 1) / weight[name], name))
+        count[job] += 1
+        moves.append(Move(job, offer.replica, why))
+    return tuple(moves)
+
+
+class FixedPolicy:
+    """A fixed pool: every dedicated replica is leased and kept, no guest ever is.
+
+    Source: the usual set-up of RL frameworks (verl, OpenRLHF, slime), whose rollout engines are
+    started with the job; the resource-fixed baseline of the ROSE paper (arXiv 2605.06534).
+    """
+
+    name = "fixed"
+
+    def decide(self, situation: Situation) -> Decision:
+        """Take what is dedicated."""
+        own = [offer for offer in situation.free if offer.kind is ReplicaKind.DEDICATED]
+        return Decision(spread(own, situation, "dedicated replicas are always leased"))
+
+    def revoked(self, holding: Holding, held: int, now_s: float) -> None:
+        """Changes nothing: what is offered again is taken again."""
+
+    def switched(self, offer: Offer, took_s: float) -> None:
+        """Costs do not count."""
+
+
+class SpotPolicy:
+    """Leases whatever is offered the moment it is, and keeps it until it is taken.
+
+    Source: RLBoost (arXiv 2510.19225), which adds preemptible instances as they appear, pulls
+    weights to them and moves their tokens elsewhere when they are preempted. Its balance between
+    its own and the preemptible instances is the router's business here.
+    """
+
+    name = "spot"
+
+    def decide(self, situation: Situation) -> Decision:
+        """Take all."""
+        return Decision(spread(situation.free, situation, "it is offered"))
+
+    def revoked(self, holding: Holding, held: int, now_s: float) -> None:
+        """Changes nothing: what is offered again is taken again."""
+
+    def switched(self, offer: Offer, took_s: float) -> None:
+        """Costs do not count."""
+
+
+class PaperPolicy:
+    """Opportunistic guests on top of dedicated replicas, grown only between RL steps.
+
+    Source: the ROSE paper (arXiv 2605.06534) as far as this project's design restates it: rollouts
+    go to dedicated and to opportunistic serving GPUs; when a host's pressure takes memory or a GPU
+    back, its turns are routed elsewhere and growth is frozen until the next RL step. Leases that
+    are idle are kept, and what a switch costs does not count. Where the paper leaves a choice open
+    this takes the one that favours it: all that is offered, at once.
+    """
+
+    name = "paper"
+
+    def __init__(self) -> None:
+        self._frozen_step: dict[str, int] = {}
+        self._step: dict[str, int] = {}
+
+    def decide(self, situation: Situation) -> Decision:
+        """Take all for jobs that no host pushed back in this step."""
+        self._step = {job.job: job.step for job in situation.jobs}
+        growing = tuple(
+            job for job in situation.jobs if self._frozen_step.get(job.job, -1) < job.step
+        )
+        own = [offer for offer in situation.free if offer.kind is ReplicaKind.DEDICATED]
+        guests = [offer for offer in situation.free if offer.kind is ReplicaKind.GUEST]
+        open_to = Situation(situation.now_s, (), situation.held, growing)
+        return Decision(
+            (
+                *spread(own, situation, "dedicated replicas are always leased"),
+                *spread(guests, open_to, "it is offered, and nothing froze growth in this step"),
+            )
+        )
+
+    def revoked(self, holding: Holding, held: int, now_s: float) -> None:
+        """Freeze the job's growth until its next step."""
+        self._frozen_step[holding.job] = self._step.get(holding.job, 0)
+
+    def switched(self, offer: Offer, took_s: float) -> None:
+        """Costs do not count."""
+
+
+TARGET_SHARE = 0.7
+WINDOW_S = 60.0
+
+
+class ServerlessPolicy:
+    """As many guests as the turns in flight need at 70% of their places; down to none when idle.
+
+    Source: Knative's pod autoscaler (target utilisation 70%, stable window 60 s), which serverless
+    inference systems scale by. Grows at once; shrinks to the most that the last window needed, so
+    that one quiet moment ends nothing. What a cold start costs does not count.
+    """
+
+    name = "serverless"
+
+    def __init__(self, window_s: float = WINDOW_S) -> None:
+        self._window_s = window_s
+        self._needed: deque[tuple[float, float]] = deque()
+
+    def decide(self, situation: Situation) -> Decision:
+        """Take or give back guests until their number is the needed one."""
+        own = [offer for offer in situation.free if offer.kind is ReplicaKind.DEDICATED]
+        take = spread(own, situation, "dedicated replicas are always leased")
+        held = [each for each in situation.held if each.offer.kind is ReplicaKind.GUEST]
+        free = [offer for offer in situation.free if offer.kind is ReplicaKind.GUEST]
+        now_needed = self._guests_needed(situation, own)
+        self._needed.append((situation.now_s, now_needed))
+        while self._needed[0][0] < situation.now_s - self._window_s:
+            self._needed.popleft()
+        if now_needed > len(held):
+            count = len(free) if math.isinf(now_needed) else math.ceil(now_needed) - len(held)
+            taken = spread(free[:count], situation, "turns need more places")
+            return Decision((*take, *taken))
+        surplus = len(held) - max(needed for _, needed in self._needed)
+        newest_first = sorted(held, key=lambda each: -each.since_s)
+        back = newest_first[: int(surplus)] if surplus >= 1 else []
+        why = f"fewer were needed for {self._window_s:g} s"
+        return Decision(take, tuple(Move(each.job, each.offer.replica, why) for each in back))
+
+    def revoked(self, holding: Holding, held: int, now_s: float) -> None:
+        """Changes nothing: another is taken when turns need it."""
+
+    def switched(self, offer: Offer, took_s: float) -> None:
+        """Costs do not count."""
+
+    @staticmethod
+    def _guests_needed(situation: Situation, taking: list[Offer]) -> float:
+        turns = sum(job.cleaned().turns for job in situation.jobs)
+        own = [e.offer for e in situation.held if e.offer.kind is ReplicaKind.DEDICATED]
+        turns -= sum(offer.max_sequences for offer in (*own, *taking))
+        guests = [e.offer for e in situation.held if e.offer.kind is ReplicaKind.GUEST]
+        guests += [offer for offer in situation.free if offer.kind is ReplicaKind.GUEST]
+        if turns <= 0 or not guests:
+            return 0.0
+        places = sum(offer.max_sequences for offer in guests) / len(guests)
+        return turns / max(1.0, TARGET_SHARE * places)

@@ -1,0 +1,115 @@
+"""What a policy decides over, and what it decides.
+
+What every policy is, and their names.
+
+Operator's modes, lease epochs and expiry are not theirs: a policy sees only what may be leased, and
+what it says is carried out by whoever keeps the leases.
+"""
+
+import importlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from elastic_scheduler.leases.lease import Offer
+
+
+@dataclass(frozen=True, slots=True)
+class JobDemand:
+    """What a job has to do now; infinite where nobody said, which means all that there is.
+
+    `turns` run or wait, `owed_tokens` are still to be made by them, `step` is the policy version
+    that its trajectories work with, `weight` the operator's priority.
+    """
+
+    job: str
+    turns: float = math.inf
+    owed_tokens: float = math.inf
+    step: int = 0
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.weight < math.inf:
+            raise ValueError(f"the weight of {self.job} is {self.weight}; give one above 0")
+
+    def cleaned(self) -> "JobDemand":
+        """NaN and negative figures, as an idle meter may give them, are no work."""
+        turns = self.turns if self.turns > 0 else 0.0
+        owed = self.owed_tokens if self.owed_tokens > 0 else 0.0
+        return JobDemand(self.job, turns, owed, self.step, self.weight)
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """An active lease, with its replica's newest offer."""
+
+    job: str
+    offer: Offer
+    since_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """One moment: offers that may be leased, leases that may be kept, and the jobs."""
+
+    now_s: float
+    free: tuple[Offer, ...]
+    held: tuple[Holding, ...]
+    jobs: tuple[JobDemand, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Lease a replica to a job, or give it back, and why."""
+
+    job: str
+    replica: str
+    why: str
+    figures: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What to change now; nothing is the usual case."""
+
+    take: tuple[Move, ...] = ()
+    give_back: tuple[Move, ...] = ()
+
+
+class Policy(Protocol):
+    """Decides over a situation; a state machine without IO, so a trace has one outcome."""
+
+    name: str
+
+    def decide(self, situation: Situation) -> Decision:
+        """What to take and give back now; asked again after every change and each second."""
+
+    def revoked(self, holding: Holding, held: int, now_s: float) -> None:
+        """A node took a replica back; its job held `held` guests before."""
+
+    def switched(self, offer: Offer, took_s: float) -> None:
+        """A leased replica gave its first token `took_s` after its lease."""
+
+
+_CLASSES = {
+    "fixed": "FixedPolicy",
+    "spot": "SpotPolicy",
+    "serverless": "ServerlessPolicy",
+    "paper": "PaperPolicy",
+    "rose": "RosePolicy",
+}
+
+
+def policy_names() -> tuple[str, ...]:
+    """All policies that `make_policy` knows."""
+    return tuple(_CLASSES)
+
+
+def make_policy(name: str) -> Policy:
+    """A policy with its defaults. Raises ValueError for an unknown name."""
+    if name not in _CLASSES:
+        raise ValueError(f"there is no policy {name!r}; choose from {', '.join(_CLASSES)}")
+    module = importlib.import_module(f"elastic_scheduler.policies.{name}")
+    policy: Policy = getattr(module, _CLASSES[name])()
+    return policy

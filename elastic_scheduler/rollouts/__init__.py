@@ -1,0 +1,1 @@
+"""Rollouts for a training step: admission, batching, staleness, buffer."""

@@ -1,0 +1,290 @@
+"""How old the policy behind a token may be.
+
+How old the tokens of a group are: those that came, and those of turns that still run.
+
+A turn that was sent and has not answered is presumed to be sampled by some version, most likely the
+newest one at that time; its first stamp replaces the presumption.
+
+Which groups a job may start, so that none is too old when it is trained on.
+
+    start --> running --finish--> ready --take--> (trained on)
+                 |                  |
+                 +---- aged out ----+--> (void, all members together: the prompt starts anew)
+
+Each training step takes `groups_per_step` groups and turns version v into v + 1. With n groups not
+yet trained on ahead of it, a group begun now is trained on at version v + n // groups_per_step at
+the earliest, so it may start only while n < (max_versions + 1) * groups_per_step (the capacity rule
+of AReaL, arXiv 2505.24298). A step that was taken is ahead until its version is out, or until the
+next `take` shows that the version stays. Groups that took longer age out: every stamp and every
+new version looks at the oldest token of the whole group, so whatever `take` finds is in time.
+
+A group may be `kept`: its prompt aged out before. It is taken first, and a step waits for it when
+it could not be in time for a later one: capacity is a whole number of steps, so there is always
+room for all kept groups as long as each step publishes one version.
+"""
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class StalenessBound:
+    """At most `max_versions` behind; 0 is synchronous training.
+
+    Batch t is the one that turns version t into version t + 1.
+    """
+
+    max_versions: int
+
+    def __post_init__(self) -> None:
+        if self.max_versions < 0:
+            raise ValueError(f"max_versions is {self.max_versions}; give 0 or more")
+
+    def oldest(self, current: int) -> int:
+        """The oldest version whose tokens may still be trained on at `current`."""
+        return max(0, current - self.max_versions)
+
+    def may_start(self, batch: int, published: int) -> bool:
+        """Whether trajectories of `batch` may start while `published` is the newest version."""
+        return published >= batch - self.max_versions
+
+    def admits_token(self, token_version: int, current: int) -> bool:
+        """Whether a token of `token_version` may be trained on at `current`."""
+        return token_version >= self.oldest(current)
+
+
+@dataclass(slots=True)
+class _Turn:
+    sample: int
+    oldest: int
+    stamped: bool = False
+
+
+class GroupAge:
+    """The oldest policy version behind one group's tokens."""
+
+    def __init__(self) -> None:
+        self._turns: dict[int, _Turn] = {}
+        self._came: dict[int, int] = {}
+        self._begun = 0
+
+    @property
+    def oldest(self) -> int | None:
+        """None while no turn was sent."""
+        running = [turn.oldest for turn in self._turns.values()]
+        return min([*running, *self._came.values()], default=None)
+
+    def begin_turn(self, sample: int, presumed: int) -> int:
+        """A turn of a sample is sent; returns its number."""
+        self._begun += 1
+        self._turns[self._begun] = _Turn(sample, presumed)
+        return self._begun
+
+    def stamp(self, turn: int, version: int) -> None:
+        """Tokens of `version` came in a running turn."""
+        row = self._turns[turn]
+        row.oldest = min(row.oldest, version) if row.stamped else version
+        row.stamped = True
+
+    def end_turn(self, turn: int) -> None:
+        """A turn is over, with or without tokens; of one that was forgotten nothing is left."""
+        row = self._turns.pop(turn, None)
+        if row is not None and row.stamped:
+            self._came[row.sample] = min(row.oldest, self._came.get(row.sample, row.oldest))
+
+    def forget(self, sample: int) -> None:
+        """What came for a sample is void: it is tried anew."""
+        self._came.pop(sample, None)
+        for number in [number for number, row in self._turns.items() if row.sample == sample]:
+            del self._turns[number]
+
+
+@dataclass(frozen=True, slots=True)
+class TurnTicket:
+    """Turn `number` of a group may start; its tokens must be of `min_version` or newer."""
+
+    number: int
+    min_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class TakenGroup:
+    """A group that is trained on now; `oldest_version` of its tokens, None without any."""
+
+    number: int
+    oldest_version: int | None
+
+
+@dataclass(slots=True)
+class _Group:
+    began: int
+    kept: bool
+    spare: bool
+    ready: bool = False
+    age: GroupAge = field(default_factory=GroupAge)
+
+
+class StalenessAdmission:
+    """One job's groups by number; `published` is the newest version of its policy."""
+
+    def __init__(self, bound: StalenessBound, groups_per_step: int, published: int = 0) -> None:
+        if groups_per_step < 1:
+            raise ValueError(f"groups_per_step is {groups_per_step}; a step needs at least one")
+        self._bound = bound
+        self._groups_per_step = groups_per_step
+        self.published = published
+        self._groups: dict[int, _Group] = {}
+        # Those that are neither kept nor spare, by when they began: the line behind the kept ones.
+        self._line: list[int] = []
+        self._began = self._kept = self._ready = self._training = 0
+
+    @property
+    def capacity(self) -> int:
+        """Groups that may be running or ready at once."""
+        return (self._bound.max_versions + 1) * self._groups_per_step
+
+    @property
+    def room(self) -> int:
+        """Groups that may start now."""
+        return self.capacity - self._kept - len(self._line) - self._training
+
+    @property
+    def ready(self) -> int:
+        """Groups that are complete and not yet taken."""
+        return self._ready
+
+    def start(self, group: int, *, kept: bool = False, spare: bool = False) -> None:
+        """Begin a group. A `spare` one takes no room: it finishes in place of another, if at all.
+
+        Raises ValueError when it runs already or there is no room: it would be too old.
+        """
+        if group in self._groups:
+            raise ValueError(f"group {group} is running already")
+        assert not (kept and spare), "a spare group is given up as soon as it is not needed"
+        if not spare and self.room < 1:
+            raise ValueError(
+                f"{self.capacity} groups are ahead of group {group}: it would be more than"
+                f" {self._bound.max_versions} versions old when trained on"
+            )
+        self._began += 1
+        self._groups[group] = entry = _Group(self._began, kept, spare)
+        self._line_up(entry)
+
+    def begin_turn(self, group: int, sample: int) -> TurnTicket:
+        """A turn of a running group is sent now."""
+        entry = self._groups[group]
+        min_version = self._min_version(entry)
+        # What a step waits for must not turn out older than it was thought to be.
+        presumed = min_version if entry.kept else self.published
+        return TurnTicket(entry.age.begin_turn(sample, presumed), min_version)
+
+    def stamp(self, group: int, turn: int, version: int) -> bool:
+        """Tokens of `version` came in a turn; False when the group aged out by that."""
+        entry = self._groups[group]
+        entry.age.stamp(turn, version)
+        if self._in_time(entry):
+            return True
+        self._remove(group)
+        return False
+
+    def end_turn(self, group: int, turn: int) -> None:
+        """A turn is over."""
+        self._groups[group].age.end_turn(turn)
+
+    def forget(self, group: int, sample: int) -> None:
+        """A sample of the group is tried anew: what came for it is not trained on."""
+        self._groups[group].age.forget(sample)
+
+    def finish(self, group: int) -> None:
+        """All members are complete."""
+        entry = self._groups[group]
+        assert not entry.ready, f"group {group} is complete already"
+        self._ready += 1
+        entry.ready = True
+        if entry.spare:
+            entry.spare = False
+            self._line_up(entry)
+        assert self.room >= 0, "more groups are ready than may be trained on in time"
+
+    def drop(self, group: int) -> None:
+        """The job gave the group up."""
+        self._remove(group)
+
+    def publish(self, version: int) -> tuple[int, ...]:
+        """A newer version is out; returns the groups that aged out: cancel all their turns."""
+        if version < self.published:
+            raise ValueError(f"version {version} is older than {self.published}; versions grow")
+        if version > self.published:
+            self.published, self._training = version, 0
+        old = tuple(name for name, entry in self._groups.items() if not self._in_time(entry))
+        for name in old:
+            self._remove(name)
+        return old
+
+    def take(self, *, rest: bool = False) -> tuple[TakenGroup, ...]:
+        """A step's groups: kept ones, then those with the oldest tokens; empty while it must wait.
+
+        `rest`: nothing runs and nothing will start, so that a smaller step is one too.
+        """
+        self._training = 0
+        if not rest and self._ready < self._groups_per_step:
+            return ()
+        ready = sorted(
+            (not entry.kept, self._oldest(entry), place, name)
+            for place, (name, entry) in enumerate(self._groups.items())
+            if entry.ready
+        )
+        names = [name for _, _, _, name in ready[: self._groups_per_step]]
+        if not rest and self._must_wait(names):
+            return ()
+        taken = tuple(TakenGroup(name, self._groups[name].age.oldest) for name in names)
+        for name in names:
+            assert self._in_time(self._groups[name]), f"group {name} is too old to be trained on"
+            self._remove(name)
+        self._training = len(taken)
+        return taken
+
+    def _remove(self, group: int) -> None:
+        entry = self._groups.pop(group)
+        self._ready -= entry.ready
+        if entry.kept:
+            self._kept -= 1
+        elif not entry.spare:
+            del self._line[bisect_left(self._line, entry.began)]
+
+    def _line_up(self, entry: _Group) -> None:
+        """A group takes room from now on."""
+        if entry.kept:
+            self._kept += 1
+        elif not entry.spare:
+            insort(self._line, entry.began)
+
+    def _min_version(self, entry: _Group) -> int:
+        """The oldest version that can still be in time at the group's place in the line."""
+        if entry.kept:
+            return self._oldest(entry)
+        ahead = self._training + self._kept + bisect_left(self._line, entry.began)
+        trained_at = self.published + ahead // self._groups_per_step
+        return min(self.published, self._bound.oldest(trained_at))
+
+    def _must_wait(self, taken: list[int]) -> bool:
+        """Whether a kept group that still runs would be late if the step left without it."""
+        left = sorted(
+            (self._oldest(entry) + self._bound.max_versions, entry.ready)
+            for name, entry in self._groups.items()
+            if entry.kept and name not in taken
+        )
+        running = False
+        for count, (last_version, is_ready) in enumerate(left, 1):
+            running = running or not is_ready
+            if running and count > (last_version - self.published) * self._groups_per_step:
+                return True
+        return False
+
+    def _oldest(self, entry: _Group) -> int:
+        """Of a group that has no token yet: the version that its first one will have."""
+        oldest = entry.age.oldest
+        return self.published if oldest is None else oldest
+
+    def _in_time(self, entry: _Group) -> bool:
+        return self._bound.admits_token(self._oldest(entry), self.published)

@@ -1,0 +1,234 @@
+"""Prompts in the order in which they start: each one by itself, those that aged out first.
+
+Rounds that do not wait for their slowest: the long tail is moved to rounds of its own.
+
+After RollPacker (arXiv 2509.21009): a short round starts more prompts, and more samples of each,
+than it needs, is complete with the first that are done, and puts the prompts that are not at the
+end of a queue. When the queue fills a round, a long round runs them without over-sampling, to
+their ends. So a prompt is trained on exactly once; only its round changes.
+"""
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Start `samples` of each prompt. `spares` stand by: as many prompts finish as are in
+    `prompts`, whichever they are."""
+
+    prompts: tuple[int, ...]
+    samples: int
+    spares: tuple[int, ...] = ()
+    is_long: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RoundDone:
+    """Train on `delivered`; cancel `deferred`, whose prompts wait for a later round."""
+
+    delivered: tuple[int, ...]
+    deferred: tuple[int, ...] = ()
+
+
+class BatchPolicy(Protocol):
+    """Which prompts start together, and when those that finish may be trained on."""
+
+    @property
+    def waiting(self) -> int:
+        """Prompts that have not started or must start anew."""
+        ...
+
+    def add(self, prompt: int) -> None:
+        """A prompt to be trained on; numbers must not repeat."""
+        ...
+
+    def put_back(self, prompt: int) -> None:
+        """A prompt that started aged out: it starts anew before others."""
+        ...
+
+    def wanted(self, room: int) -> int:
+        """More prompts that could start now, if there were any."""
+        ...
+
+    def begin(self, room: int, *, last: bool) -> Round | None:
+        """What starts now with room for so many groups. `last`: no more prompts will come."""
+        ...
+
+    def complete(self, prompt: int) -> RoundDone | None:
+        """A prompt has its samples; what may be trained on by that."""
+        ...
+
+    def drop(self, prompt: int) -> RoundDone | None:
+        """A prompt that runs was given up; what may be trained on by that."""
+        ...
+
+
+class PromptQueue:
+    """First come, first started; whatever finishes is delivered."""
+
+    def __init__(self, samples: int) -> None:
+        self._samples = samples
+        self._queue: deque[int] = deque()
+
+    @property
+    def waiting(self) -> int:
+        """As in PromptLine."""
+        return len(self._queue)
+
+    def add(self, prompt: int) -> None:
+        """As in PromptLine."""
+        self._queue.append(prompt)
+
+    def put_back(self, prompt: int) -> None:
+        """As in PromptLine."""
+        self._queue.appendleft(prompt)
+
+    def wanted(self, room: int) -> int:
+        """As in PromptLine."""
+        return max(0, room - len(self._queue))
+
+    def begin(self, room: int, *, last: bool) -> Round | None:
+        """As in PromptLine; one prompt at a time."""
+        del last
+        if room < 1 or not self._queue:
+            return None
+        return Round((self._queue.popleft(),), self._samples)
+
+    def complete(self, prompt: int) -> RoundDone | None:
+        """As in PromptLine: nobody waits for another prompt."""
+        return RoundDone((prompt,))
+
+    def drop(self, prompt: int) -> RoundDone | None:
+        """As in PromptLine: no other prompt waits for this one."""
+        del prompt
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class TailPlan:
+    """The share of prompts, and of samples of each, that a short round starts beyond its need."""
+
+    more_prompts: float = 0.25
+    more_samples: float = 0.25
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.more_prompts <= 10 and 0 <= self.more_samples <= 10):
+            raise ValueError("more_prompts and more_samples are shares: give 0 up to 10")
+
+
+class TailBatcher:
+    """Forms rounds of `prompts` (a step's) with `samples` each, one round at a time."""
+
+    def __init__(self, plan: TailPlan, prompts: int, samples: int) -> None:
+        if min(prompts, samples) < 1:
+            raise ValueError("a round needs at least one prompt and one sample")
+        self._plan = plan
+        self._prompts = prompts
+        self._samples = samples
+        self._fresh: deque[int] = deque()
+        self._deferred: deque[int] = deque()
+        self._again: deque[int] = deque()
+        self._round: Round | None = None
+        # Of the round: prompts that are still in it, and those that have their samples.
+        self._members: dict[int, bool] = {}
+
+    @property
+    def waiting(self) -> int:
+        """Prompts that have not started or must start anew."""
+        return len(self._fresh) + len(self._deferred) + len(self._again)
+
+    @property
+    def deferred(self) -> int:
+        """Prompts that wait for a long round."""
+        return len(self._deferred)
+
+    def add(self, prompt: int) -> None:
+        """A prompt to be trained on; numbers must not repeat."""
+        self._fresh.append(prompt)
+
+    def put_back(self, prompt: int) -> None:
+        """A prompt aged out: in its round if that still runs, else in the next one."""
+        if prompt in self._members:
+            self._members[prompt] = False
+            self._again.append(prompt)
+        else:
+            self._fresh.appendleft(prompt)
+
+    def wanted(self, room: int) -> int:
+        """More prompts that a round could start with."""
+        need = self._need(room)
+        if self._round is not None or len(self._deferred) >= need:
+            return 0
+        return max(0, _more(need, self._plan.more_prompts) - len(self._fresh))
+
+    def begin(self, room: int, *, last: bool = False) -> Round | None:
+        """What starts now: what aged out of the round that runs, or the next round.
+
+        None while a round runs or prompts are missing. `last`: no more prompts will come, so that
+        what is left runs to its end. A round fills up a step: of ready groups too few for one.
+        """
+        need = self._need(room)
+        if self._again:
+            return self._start_again(self._again.popleft())
+        if self._round is not None or need < 1:
+            return None
+        over = _more(need, self._plan.more_prompts)
+        if len(self._deferred) >= need:
+            self._round = Round(_popped(self._deferred, need), self._samples, is_long=True)
+        elif len(self._fresh) >= over:
+            samples = _more(self._samples, self._plan.more_samples)
+            first = _popped(self._fresh, need)
+            self._round = Round(first, samples, _popped(self._fresh, over - need))
+        elif last and (self._deferred or self._fresh):
+            rest = deque([*self._deferred, *self._fresh])
+            self._deferred.clear()
+            first = _popped(rest, min(need, len(rest)))
+            self._fresh = rest
+            self._round = Round(first, self._samples, is_long=True)
+        else:
+            return None
+        self._members = dict.fromkeys([*self._round.prompts, *self._round.spares], False)
+        return self._round
+
+    def complete(self, prompt: int) -> RoundDone | None:
+        """A prompt has its samples; the round's end if it was the last that it needed."""
+        self._members[prompt] = True
+        return self._end()
+
+    def drop(self, prompt: int) -> RoundDone | None:
+        """A prompt of the round was given up; the round may end by that."""
+        del self._members[prompt]
+        return self._end()
+
+    def _end(self) -> RoundDone | None:
+        assert self._round is not None
+        delivered = tuple(prompt for prompt, complete in self._members.items() if complete)
+        if len(delivered) < min(len(self._round.prompts), len(self._members)):
+            return None
+        deferred = tuple(prompt for prompt, complete in self._members.items() if not complete)
+        self._deferred.extend(deferred)
+        self._again.clear()
+        self._round, self._members = None, {}
+        return RoundDone(delivered, deferred)
+
+    def _start_again(self, prompt: int) -> Round:
+        assert self._round is not None
+        if prompt in self._round.spares:
+            return Round((), self._round.samples, (prompt,), self._round.is_long)
+        return Round((prompt,), self._round.samples, (), self._round.is_long)
+
+    def _need(self, room: int) -> int:
+        """Prompts that the next round must finish: room is what ready groups leave of steps."""
+        return 0 if room < 1 else room % self._prompts or self._prompts
+
+
+def _more(count: int, share: float) -> int:
+    """`count` and a share of it, rounded up; the share may be a little off as a binary number."""
+    return count + math.ceil(count * share - 1e-9)
+
+
+def _popped(queue: deque[int], count: int) -> tuple[int, ...]:
+    return tuple(queue.popleft() for _ in range(count))

@@ -1,0 +1,288 @@
+"""Feeds a trainer with groups under a staleness bound: what starts, what is void, what is a step.
+
+    add ─► waiting ──begin──► running ──all samples──► ready ──take──► trained on, once
+              ▲                  │ │                     │
+              └──── aged out, deferred ◄─────────────────┘
+                                 └─ a sample failed too often ─► dropped, handed out with a step
+
+A core: whoever drives it carries out `actions` and reports what became of each run, exactly once.
+Nothing starts beyond the admission's room, the plan's concurrency, or a step's worth of dropped
+groups that nobody has seen yet: an outage does not burn the prompts.
+"""
+
+from collections import OrderedDict
+from dataclasses import asdict, dataclass
+from typing import Generic, TypeVar
+
+from elastic_scheduler.rollouts.admission import StalenessAdmission, TakenGroup, TurnTicket
+from elastic_scheduler.rollouts.batching import RoundDone
+from elastic_scheduler.rollouts.types import (
+    DroppedGroup,
+    FeedCounts,
+    FeedProgress,
+    GroupSamples,
+    SampleRun,
+    StepPlan,
+    TrainingGroup,
+    TrainingStep,
+)
+
+P = TypeVar("P")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class StartRun:
+    """Play this episode."""
+
+    run: SampleRun
+
+
+@dataclass(frozen=True, slots=True)
+class CancelRun:
+    """End this episode: whatever it makes is void. Its end is still to be reported."""
+
+    run: SampleRun
+
+
+@dataclass(slots=True)
+class _Prompt(Generic[P]):
+    value: P
+    lives: int = 0
+    aged_out: int = 0
+
+
+class RolloutBuffer(Generic[P, T]):
+    """One trainer's feed. `P` is a prompt, `T` what an episode makes of it."""
+
+    def __init__(self, plan: StepPlan, version: int = 0) -> None:
+        """`version`: the newest one at the start."""
+        self._plan = plan
+        self._admission = StalenessAdmission(plan.bound, plan.groups, version)
+        self._line = plan.line()
+        self._prompts: dict[int, _Prompt[P]] = {}
+        self._groups: dict[int, GroupSamples[T]] = {}
+        self._waiting: OrderedDict[SampleRun, None] = OrderedDict()
+        self._running: set[SampleRun] = set()
+        self._actions: list[StartRun | CancelRun] = []
+        self._dropped: list[DroppedGroup[P]] = []
+        self._unseen = self._added = 0
+        self._ended = False
+        self._counts = FeedCounts()
+
+    @property
+    def version(self) -> int:
+        """The newest version."""
+        return self._admission.published
+
+    @property
+    def wanted(self) -> int:
+        """Prompts that could start now, if there were any."""
+        if self._ended or self._unseen >= self._plan.groups:
+            return 0
+        return self._line.wanted(self._admission.room)
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether every prompt was handed out, and no more will come."""
+        return self._ended and not self._prompts and not self._dropped
+
+    def actions(self) -> tuple[StartRun | CancelRun, ...]:
+        """What is to be done since the last call, in order."""
+        actions, self._actions = tuple(self._actions), []
+        return actions
+
+    def add(self, prompt: P) -> None:
+        """A prompt to be trained on once."""
+        self._prompts[self._added] = _Prompt(prompt)
+        self._line.add(self._added)
+        self._added += 1
+        self._fill()
+
+    def end(self) -> None:
+        """No more prompts will come."""
+        self._ended = True
+        self._fill()
+
+    def prompt_of(self, run: SampleRun) -> P:
+        """The prompt of a run that is to be started."""
+        return self._prompts[run.prompt].value
+
+    def is_live(self, run: SampleRun) -> bool:
+        """Whether anybody waits for the run; else it is void."""
+        group = self._groups.get(run.prompt)
+        return group is not None and group.is_live(run)
+
+    def is_running(self, run: SampleRun) -> bool:
+        """Whether the run was started and its end not yet reported."""
+        return run in self._running
+
+    def begin_turn(self, run: SampleRun) -> TurnTicket | None:
+        """A turn of the run is sent now; None: the run is void, send nothing."""
+        if not self.is_live(run):
+            return None
+        return self._admission.begin_turn(run.prompt, run.sample)
+
+    def stamp(self, run: SampleRun, turn: int, version: int) -> bool:
+        """Tokens of `version` came in a turn; False: they and the run are void."""
+        if not self.is_live(run):
+            return False
+        if self._admission.stamp(run.prompt, turn, version):
+            return True
+        self._age_out(run.prompt)
+        self._fill()
+        return False
+
+    def end_turn(self, run: SampleRun, turn: int) -> None:
+        """A turn is over, with or without an answer."""
+        if self.is_live(run):
+            self._admission.end_turn(run.prompt, turn)
+
+    def finished(self, run: SampleRun, value: T) -> None:
+        """The episode returned `value`."""
+        self._running.discard(run)
+        if self.is_live(run):
+            group = self._groups[run.prompt]
+            del group.runs[run.sample]
+            group.done[run.sample] = value
+            if group.complete:
+                for sample in group.runs:
+                    self._admission.forget(run.prompt, sample)
+                self._end_runs(group)
+                self._close(self._line.complete(run.prompt))
+        self._fill()
+
+    def failed(self, run: SampleRun, error: BaseException) -> None:
+        """The episode raised `error`, or ended because it was to be cancelled."""
+        self._running.discard(run)
+        if self.is_live(run):
+            self._admission.forget(run.prompt, run.sample)
+            group = self._groups[run.prompt]
+            if run.attempt < self._plan.retries:
+                again = SampleRun(run.prompt, run.life, run.sample, run.attempt + 1)
+                group.runs[run.sample] = again
+                self._wait(again, first=True)
+                self._counts.retried += 1
+            else:
+                del group.runs[run.sample]
+                if group.hopeless:
+                    self._drop(run.prompt, error)
+        self._fill()
+
+    def publish(self, version: int) -> None:
+        """A newer version is out. Raises ValueError when it is older than the last."""
+        for prompt in self._admission.publish(version):
+            self._age_out(prompt)
+        self._fill()
+
+    def take(self) -> TrainingStep[P, T] | None:
+        """The groups of a step; None while it must wait, and when the feed is exhausted."""
+        rest = self._ended and not self._line.waiting and len(self._groups) == self._admission.ready
+        taken = self._admission.take(rest=rest)
+        if not taken and not (rest and self._dropped):
+            # Whoever asks for a step has no other one under way: that is room.
+            self._fill()
+            return None
+        groups = tuple(self._trained(group) for group in taken)
+        step = TrainingStep(self.version, groups, tuple(self._dropped))
+        self._dropped, self._unseen = [], 0
+        self._fill()
+        return step
+
+    def trouble(self) -> DroppedGroup[P] | None:
+        """The last of a step's worth of groups that were dropped while no step was complete.
+
+        Until it is asked for nothing new starts. The groups are handed out with the next step.
+        """
+        if self._unseen < self._plan.groups:
+            return None
+        self._unseen = 0
+        self._fill()
+        return self._dropped[-1]
+
+    def progress(self) -> FeedProgress:
+        """Where everything is."""
+        ready = self._admission.ready
+        return FeedProgress(
+            version=self.version,
+            prompts_waiting=self._line.waiting,
+            groups_running=len(self._groups) - ready,
+            groups_ready=ready,
+            samples_running=len(self._running),
+            samples_waiting=len(self._waiting),
+            **asdict(self._counts),
+        )
+
+    def _fill(self) -> None:
+        """Start what may start."""
+        while self._unseen < self._plan.groups:
+            begun = self._line.begin(self._admission.room, last=self._ended)
+            if begun is None:
+                break
+            for prompt in begun.prompts:
+                self._open(prompt, begun.samples, spare=False)
+            for prompt in begun.spares:
+                self._open(prompt, begun.samples, spare=True)
+        while self._waiting and len(self._running) < self._plan.concurrency:
+            run, _ = self._waiting.popitem(last=False)
+            self._running.add(run)
+            self._actions.append(StartRun(run))
+
+    def _open(self, prompt: int, samples: int, *, spare: bool) -> None:
+        row = self._prompts[prompt]
+        # Rounds are taken in their order, so that nothing in them needs to be kept.
+        kept = self._plan.tail is None and row.aged_out >= self._plan.restarts
+        self._admission.start(prompt, kept=kept, spare=spare)
+        runs = {sample: SampleRun(prompt, row.lives, sample, 0) for sample in range(samples)}
+        row.lives += 1
+        self._groups[prompt] = GroupSamples(self._plan.samples, runs)
+        for run in sorted(runs.values(), key=lambda run: run.sample, reverse=row.aged_out > 0):
+            self._wait(run, first=row.aged_out > 0)
+
+    def _wait(self, run: SampleRun, *, first: bool) -> None:
+        self._waiting[run] = None
+        if first:
+            self._waiting.move_to_end(run, last=False)
+
+    def _end_runs(self, group: GroupSamples[T]) -> None:
+        for run in group.runs.values():
+            if run in self._running:
+                self._actions.append(CancelRun(run))
+            else:
+                del self._waiting[run]
+        group.runs.clear()
+
+    def _void(self, prompt: int) -> None:
+        group = self._groups.pop(prompt, None)
+        if group is not None:
+            self._end_runs(group)
+
+    def _age_out(self, prompt: int) -> None:
+        self._void(prompt)
+        self._prompts[prompt].aged_out += 1
+        self._counts.aged_out += 1
+        self._line.put_back(prompt)
+
+    def _drop(self, prompt: int, error: BaseException) -> None:
+        self._void(prompt)
+        self._admission.drop(prompt)
+        self._dropped.append(DroppedGroup(self._prompts.pop(prompt).value, error))
+        self._unseen += 1
+        self._counts.dropped += 1
+        self._close(self._line.drop(prompt))
+
+    def _close(self, done: RoundDone | None) -> None:
+        if done is None:
+            return
+        for prompt in done.deferred:
+            self._counts.deferred += 1
+            if prompt in self._groups:
+                self._void(prompt)
+                self._admission.drop(prompt)
+        for prompt in done.delivered:
+            self._admission.finish(prompt)
+
+    def _trained(self, taken: TakenGroup) -> TrainingGroup[P, T]:
+        row, group = self._prompts.pop(taken.number), self._groups.pop(taken.number)
+        self._counts.trained += 1
+        return TrainingGroup(row.value, group.values(), taken.oldest_version, row.aged_out)

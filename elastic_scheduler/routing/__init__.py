@@ -1,0 +1,1 @@
+"""Routing: which replica takes a turn, and why."""

@@ -1,0 +1,340 @@
+"""One replica as the router sees it, and the turns that it was given.
+
+What a turn asks of a replica.
+
+What a turn would cost on a replica.
+
+    cost_s = (tokens owed to running turns + this turn's expected tokens) / live decode rate
+           + silence: seconds since a replica with turns sent its last token
+           + uncached prompt tokens / prefill rate
+           + P(revoked before the end) * seconds to prefill the turn's tokens again elsewhere
+
+Journaled tokens survive a revocation, so what is computed again is their prefill, on average of
+the prompt and half the output. A turn that is likely to be long costs `LONG_ON_GUEST` times as much
+on a guest: it would be there when the host's next burst comes, and dedicated places are for such.
+
+A turn on a replica, and what it would be on another.
+
+How fast single turns are: by their own pace, else by that of others on the replica, or anywhere.
+
+A replica's rate says little about one turn, which never has all of it: an idle replica that offers
+a thousand tokens per second to a full batch gives a single turn thirty. So what a turn still takes,
+and what a copy of it would take elsewhere, go by what turns really had.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from operator import itemgetter
+
+from elastic_scheduler.leases.lease import ReplicaKind
+from elastic_scheduler.routing.predictors import RateMeter
+
+# Used where a node does not know its rates: any figure serves if all such replicas get the same.
+UNKNOWN_DECODE_TOK_S = 1_000.0
+UNKNOWN_PREFILL_TOK_S = 10_000.0
+# A stalled replica's rate goes to zero; its cost must stay finite to be compared.
+MIN_RATE_TOK_S = 0.1
+# Revocations are rare next to turns: an estimate starts from one in ten minutes, and a replica's
+# own history outweighs that after ten minutes of turns.
+PRIOR_REVOKES = 1.0
+PRIOR_REVOKE_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaView:
+    """A replica as the router sees it; `usable` means leased and healthy."""
+
+    id: str
+    kind: ReplicaKind
+    usable: bool
+    policy_version: int
+    max_sequences: int
+    kv_tokens: int = 0
+    decode_tok_s: float = 0.0
+    prefill_tok_s: float = 0.0
+
+
+class ReplicaLoad:
+    """Live turns, tokens owed to them, and what was measured. Times are monotonic seconds."""
+
+    __slots__ = (
+        "bucket",
+        "busy_s",
+        "busy_since_s",
+        "decode_tok_s",
+        "heard_s",
+        "live",
+        "meter",
+        "owed",
+        "pace_tok_s",
+        "placed_owed",
+        "prefill_tok_s",
+        "resting_until_s",
+        "revokes",
+        "slot",
+        "view",
+    )
+
+    def __init__(self, view: ReplicaView, now_s: float) -> None:
+        self.meter = RateMeter(view.decode_tok_s or UNKNOWN_DECODE_TOK_S, now_s)
+        self.view = view
+        self.prefill_tok_s = view.prefill_tok_s or UNKNOWN_PREFILL_TOK_S
+        self.decode_tok_s = view.decode_tok_s or UNKNOWN_DECODE_TOK_S
+        self.live = 0
+        self.owed = 0
+        self.heard_s = 0.0
+        # Rate of one turn among others; 0 until one ended here.
+        self.pace_tok_s = 0.0
+        self.resting_until_s = 0.0
+        self.busy_s = 0.0
+        self.busy_since_s = 0.0
+        self.revokes = 0
+        # Where the index keeps this replica; None: nowhere.
+        self.bucket: list[ReplicaLoad] | None = None
+        self.slot = 0
+        self.placed_owed = 0
+
+    def set_view(self, view: ReplicaView) -> None:
+        """Take a newer row of the table; what was measured stays."""
+        self.view = view
+        self.prefill_tok_s = view.prefill_tok_s or UNKNOWN_PREFILL_TOK_S
+        self.meter.set_offered(view.decode_tok_s or UNKNOWN_DECODE_TOK_S)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the replica is below its cap."""
+        return self.live < self.view.max_sequences
+
+    def add_turn(self, tokens: int, now_s: float) -> None:
+        """Count a turn in that is expected to make `tokens`."""
+        if self.live == 0:
+            self.meter.set_busy(True, now_s)
+            self.heard_s = now_s
+            self.busy_since_s = now_s
+        self.live += 1
+        self.owed += tokens
+
+    def drop_turn(self, owed_tokens: int, now_s: float, revoked: bool) -> None:
+        """Count a turn out that still had `owed_tokens` to make."""
+        self.live -= 1
+        self.owed -= owed_tokens
+        self.revokes += revoked
+        if self.live == 0:
+            self.meter.set_busy(False, now_s)
+            self.busy_s += now_s - self.busy_since_s
+
+    def wait_s(self, tokens: float, now_s: float) -> float:
+        """Seconds until `tokens` more are decoded: behind the owed ones, and after the silence.
+
+        A pause that has lasted t is expected to last as long again, so silence counts in full.
+        """
+        rate_tok_s = self.decode_tok_s = self.meter.tok_s(now_s)
+        if rate_tok_s < MIN_RATE_TOK_S:
+            rate_tok_s = MIN_RATE_TOK_S
+        cost_s = (self.owed + tokens) / rate_tok_s
+        return cost_s + now_s - self.heard_s if self.live else cost_s
+
+    def revoke_chance(self, duration_s: float, now_s: float) -> float:
+        """P(the lease ends within `duration_s`), from this replica's own time with turns.
+
+        A dedicated replica is its job's own: nobody takes it back.
+        """
+        if self.view.kind is ReplicaKind.DEDICATED:
+            return 0.0
+        busy_s = self.busy_s + (now_s - self.busy_since_s if self.live else 0.0)
+        per_s = (self.revokes + PRIOR_REVOKES) / (busy_s + PRIOR_REVOKE_S)
+        return -math.expm1(-duration_s * per_s)
+
+
+@dataclass(frozen=True, slots=True)
+class TurnNeed:
+    """Lengths in tokens; `session` names the trajectory, `group` its prompt, empty where unknown.
+
+    `made_tokens` of a turn that continues are in its prompt already. `request_id` is the name under
+    which the choice can be asked about later.
+    """
+
+    session: str
+    prompt_tokens: int
+    budget_tokens: int
+    min_version: int | None = None
+    exact_version: int | None = None
+    request_id: str = ""
+    job: str = ""
+    group: str = ""
+    made_tokens: int = 0
+
+    def accepts(self, version: int) -> bool:
+        """Whether tokens of policy `version` may be part of this turn."""
+        if self.exact_version is not None:
+            return version == self.exact_version
+        return self.min_version is None or version >= self.min_version
+
+
+LONG_ON_GUEST = 1.25
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One replica weighed for a turn; `refusal` is empty when it may take the turn now."""
+
+    replica: str
+    cost_s: float
+    owed_tokens: int
+    decode_tok_s: float
+    uncached_tokens: int
+    refusal: str
+    revoke_s: float = 0.0  # the part of the cost that is the chance of a revocation
+
+
+@dataclass(slots=True)
+class CostQuery:
+    """A turn, with what is known about it: likely length, and who holds its prefix."""
+
+    need: TurnNeed
+    expected_tokens: int
+    is_long: bool
+    holder: ReplicaLoad | None
+    cached_tokens: int
+
+
+def cost_s(load: ReplicaLoad, ask: CostQuery, now_s: float) -> float:
+    """Seconds until the turn is done, if it goes to this replica now."""
+    uncached = ask.need.prompt_tokens
+    if load is ask.holder:
+        uncached = max(0, uncached - ask.cached_tokens)
+    total_s = load.wait_s(ask.expected_tokens, now_s) + uncached / load.prefill_tok_s
+    if load.view.kind is ReplicaKind.DEDICATED:
+        return total_s
+    total_s += revoke_s(load, ask, total_s, now_s)
+    return total_s * LONG_ON_GUEST if ask.is_long else total_s
+
+
+def revoke_s(load: ReplicaLoad, ask: CostQuery, duration_s: float, now_s: float) -> float:
+    """Seconds that a revocation is expected to cost a turn of `duration_s`."""
+    again_s = (ask.need.prompt_tokens + ask.expected_tokens / 2) / load.prefill_tok_s
+    return load.revoke_chance(duration_s, now_s) * again_s
+
+
+def refusal(load: ReplicaLoad, need: TurnNeed, now_s: float) -> str:
+    """Why the replica may not take the turn now; empty when it may."""
+    view = load.view
+    if not view.usable:
+        return "not leased or not healthy"
+    if not need.accepts(view.policy_version):
+        return f"runs version {view.policy_version}"
+    if view.kv_tokens and need.prompt_tokens + need.budget_tokens > view.kv_tokens:
+        return f"holds only {view.kv_tokens} tokens"
+    if now_s < load.resting_until_s:
+        return "failed a moment ago"
+    if not load.is_open:
+        return "full"
+    return ""
+
+
+def weigh(load: ReplicaLoad, ask: CostQuery, now_s: float) -> Candidate:
+    """One replica with its cost for a turn, or why it is out."""
+    uncached = ask.need.prompt_tokens
+    if load is ask.holder:
+        uncached = max(0, uncached - ask.cached_tokens)
+    total_s = cost_s(load, ask, now_s)
+    return Candidate(
+        load.view.id,
+        total_s,
+        load.owed,
+        load.decode_tok_s,
+        uncached,
+        refusal(load, ask.need, now_s),
+        revoke_s(load, ask, load.wait_s(ask.expected_tokens, now_s), now_s),
+    )
+
+
+ENOUGH_FOR_PACE = 8
+# Seconds that the turn would take there, and the replica.
+Weighed = tuple[float, ReplicaLoad]
+
+
+@dataclass(slots=True)
+class TurnPlacement:
+    """A live turn on a replica; handed back with every token count and at its end."""
+
+    replica: str
+    need: TurnNeed
+    owed_tokens: int
+    load: ReplicaLoad
+    generated_tokens: int = 0
+    first_tokens: int = 0
+    first_s: float = 0.0
+    last_s: float = 0.0
+
+    @property
+    def pace_tok_s(self) -> float:
+        """The turn's own rate since its first tokens; 0 while there are too few to tell."""
+        tokens, elapsed_s = self.generated_tokens - self.first_tokens, self.last_s - self.first_s
+        return tokens / elapsed_s if tokens >= ENOUGH_FOR_PACE and elapsed_s > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Quote:
+    """Where a copy of a turn could run now, and the seconds that it would take there."""
+
+    replica: str
+    cost_s: float
+    ask: CostQuery
+    load: ReplicaLoad
+    weighed: list[Weighed]
+
+    @property
+    def places(self) -> int:
+        """Turns that the replica could take now."""
+        return self.load.view.max_sequences - self.load.live
+
+
+# Weight of the newest turn in a replica's pace, and in that of all replicas.
+REPLICA_SHARE = 0.3
+FLEET_SHARE = 1 / 256
+
+
+class TurnSpeeds:
+    """Tokens per second of single turns; 0 where nothing was seen."""
+
+    def __init__(self) -> None:
+        self._fleet_tok_s = 0.0
+
+    def note(self, placement: TurnPlacement) -> None:
+        """A turn's attempt ended."""
+        seen, load = placement.pace_tok_s, placement.load
+        if seen:
+            load.pace_tok_s = _moved(load.pace_tok_s, seen, REPLICA_SHARE)
+            self._fleet_tok_s = _moved(self._fleet_tok_s, seen, FLEET_SHARE)
+
+    def left_s(self, placement: TurnPlacement, tokens: int, silent_s: float) -> float:
+        """Seconds that a live turn takes for `tokens` more; 0 while nobody knows."""
+        pace_tok_s = placement.pace_tok_s or self._of(placement.load)
+        return tokens / pace_tok_s + silent_s if pace_tok_s else 0.0
+
+    def quote(self, loads: Iterable[ReplicaLoad], ask: CostQuery, now_s: float) -> Quote | None:
+        """The replica on which the turn would be done first, if it began there now."""
+        weighed = [(self._begun_s(load, ask, now_s), load) for load in loads]
+        weighed = [(each_s, load) for each_s, load in weighed if each_s]
+        if not weighed:
+            return None
+        best_s, best = min(weighed, key=itemgetter(0))
+        return Quote(best.view.id, best_s, ask, best, weighed)
+
+    def _begun_s(self, load: ReplicaLoad, ask: CostQuery, now_s: float) -> float:
+        """Seconds that the turn would take if it began there now; 0 while nobody knows."""
+        pace_tok_s = self._of(load)
+        if not pace_tok_s:
+            return 0.0
+        uncached = max(0, ask.need.prompt_tokens - ask.cached_tokens * (load is ask.holder))
+        total_s = ask.expected_tokens / pace_tok_s + uncached / load.prefill_tok_s
+        return total_s + revoke_s(load, ask, total_s, now_s)
+
+    def _of(self, load: ReplicaLoad) -> float:
+        return load.pace_tok_s or self._fleet_tok_s
+
+
+def _moved(old: float, seen: float, share: float) -> float:
+    return old + share * (seen - old) if old else seen

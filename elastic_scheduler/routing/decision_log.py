@@ -1,0 +1,149 @@
+"""Why was this decided? The last decisions about every subject, in bounded memory.
+
+Choices of replicas, as they can be asked about: by trajectory, or by one request of it.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Generic, NamedTuple, TypeVar
+
+from elastic_scheduler.names import kept_name
+from elastic_scheduler.routing.cost import TurnNeed
+
+D = TypeVar("D")
+
+SUBJECTS_KEPT = 16_384
+DECISIONS_KEPT = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """One decision: `what` was decided about a subject at `at_s`, and `why` in one line.
+
+    `figures` are the numbers that it was decided by, with units in their names.
+    """
+
+    at_s: float
+    what: str
+    why: str
+    figures: dict[str, float] = field(default_factory=dict)
+
+
+class ReasonLog(Generic[D]):
+    """A ring of decisions for each subject; subjects not decided about for longest go first.
+
+    With `weigh`, which says a decision's bytes, all of them have at most `capacity_bytes` together.
+    """
+
+    def __init__(
+        self,
+        subjects: int = SUBJECTS_KEPT,
+        decisions: int = DECISIONS_KEPT,
+        weigh: Callable[[D], int] | None = None,
+        capacity_bytes: int = 0,
+    ) -> None:
+        if min(subjects, decisions) < 1:
+            raise ValueError("keep at least one subject and one decision of it")
+        self._subjects = subjects
+        self._decisions = decisions
+        self._weigh = weigh
+        self._capacity_bytes = capacity_bytes
+        self._bytes = 0
+        self._rings: OrderedDict[str, deque[D]] = OrderedDict()
+
+    def note(self, subject: str, decision: D) -> None:
+        """Keep a decision."""
+        ring = self._rings.get(subject)
+        if ring is None:
+            ring = self._rings[subject] = deque()
+            if len(self._rings) > self._subjects:
+                self._forget_oldest()
+        else:
+            self._rings.move_to_end(subject)
+        ring.append(decision)
+        if len(ring) > self._decisions:
+            self._left(ring.popleft())
+        if self._weigh is not None:
+            self._bytes += self._weigh(decision)
+            while self._bytes > self._capacity_bytes and len(self._rings) > 1:
+                self._forget_oldest()
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all decisions, as `weigh` says."""
+        return self._bytes
+
+    def _forget_oldest(self) -> None:
+        for decision in self._rings.popitem(last=False)[1]:
+            self._left(decision)
+
+    def _left(self, decision: D) -> None:
+        if self._weigh is not None:
+            self._bytes -= self._weigh(decision)
+
+    def of(self, subject: str) -> tuple[D, ...]:
+        """Decisions about a subject, oldest first; empty when none is remembered."""
+        return tuple(self._rings.get(subject, ()))
+
+    def __len__(self) -> int:
+        return len(self._rings)
+
+
+REQUESTS_KEPT = 65_536
+LOG_BYTES = 64 << 20
+# Of CPython's objects, measured: a decision, and each replica that was weighed for it.
+DECISION_BYTES = 320
+WEIGHED_BYTES = 104
+
+
+class RoutingDecision(NamedTuple):
+    """One choice: `replica` is None where the turn was told to wait; `weighed` is (id, cost_s)."""
+
+    at_s: float
+    request_id: str
+    replica: str | None
+    why: str
+    expected_tokens: int
+    is_long: bool
+    weighed: tuple[tuple[str, float], ...]
+
+
+class RoutingLog:
+    """The last choices of each trajectory; a turn without one is its own."""
+
+    def __init__(self) -> None:
+        self._log: ReasonLog[RoutingDecision] = ReasonLog(
+            weigh=_size_bytes, capacity_bytes=LOG_BYTES
+        )
+        self._trajectories: OrderedDict[str, str] = OrderedDict()
+
+    def note(self, need: TurnNeed, decision: RoutingDecision) -> None:
+        """Keep a choice; a turn that has neither session nor request id cannot be asked about."""
+        trajectory = kept_name(need.session or need.request_id)
+        if not trajectory:
+            return
+        self._log.note(trajectory, decision)
+        if need.session and need.request_id:
+            self._trajectories[kept_name(need.request_id)] = trajectory
+            if len(self._trajectories) > REQUESTS_KEPT:
+                self._trajectories.popitem(last=False)
+
+    def of(self, subject: str) -> tuple[RoutingDecision, ...]:
+        """Choices for a trajectory or a request id, oldest first; empty: none remembered."""
+        trajectory = self._trajectories.get(kept_name(subject))
+        if trajectory is None:
+            return self._log.of(kept_name(subject))
+        return tuple(each for each in self._log.of(trajectory) if each.request_id == subject)
+
+    def waits(self, need: TurnNeed, why: str) -> bool:
+        """Whether the last choice was this wait: turns that wait are looked at over and over."""
+        noted = self._log.of(kept_name(need.session or need.request_id))
+        mine = [each for each in noted if each.request_id == need.request_id][-1:]
+        return any(last.replica is None and last.why == why for last in mine)
+
+
+def _size_bytes(decision: RoutingDecision) -> int:
+    text = decision.request_id
+    names = (1 if text.isascii() else 4) * len(text)
+    return DECISION_BYTES + names + WEIGHED_BYTES * len(decision.weighed)

@@ -1,0 +1,371 @@
+"""Which replica generates the next turn: the cheapest, or the prefix's holder if nearly as cheap.
+
+`routing_cost` says what a turn costs on a replica. In a small fleet every replica is weighed, in a
+large one a few of the cheapest by `replica_index`; always the holder of the trajectory's prefix.
+The holder is kept unless another is cheaper by a margin. A turn waits rather than go to a replica
+`PATIENCE` times dearer than one that is full.
+"""
+
+import heapq
+from collections.abc import Collection, Iterable, Mapping
+from operator import itemgetter
+
+from elastic_scheduler.routing.cost import (
+    Candidate,
+    CostQuery,
+    Quote,
+    ReplicaLoad,
+    ReplicaView,
+    TurnNeed,
+    TurnPlacement,
+    TurnSpeeds,
+    Weighed,
+    cost_s,
+    refusal,
+    weigh,
+)
+from elastic_scheduler.routing.decision_log import RoutingDecision, RoutingLog
+from elastic_scheduler.routing.predictors import (
+    TRAJECTORIES_KEPT,
+    LengthPredictor,
+    Prefix,
+    PrefixAffinity,
+)
+from elastic_scheduler.routing.replica_index import ReplicaIndex
+
+STICKY_MARGIN = 0.25
+PATIENCE = 8.0
+# Fleets up to this size are weighed whole.
+EXACT_UP_TO = 16
+# Of the replicas that were weighed, the log of choices has so many.
+CHEAPEST_KEPT = 5
+# Replicas whose standing wait is brought up to date with every choice.
+FRESHENED = 1
+# A replica that costs this much more than the best does not belong among the cheapest.
+MISPLACED = 2.0
+# A replica whose owed tokens fell to this share since it was placed belongs among cheaper ones.
+WORKED_OFF = 0.75
+# What turns are expected to make is followed over about this many of them.
+TYPICAL_TURNS = 256
+FIRST_TYPICAL_TOKENS = 256.0
+
+_by_cost = itemgetter(0)
+
+
+class Router:
+    """Loads of all replicas and the choice among them. Times are monotonic seconds, handed in."""
+
+    def __init__(self, seed: int = 0, sessions_kept: int = TRAJECTORIES_KEPT) -> None:
+        self._loads: dict[str, ReplicaLoad] = {}
+        self._order: list[ReplicaLoad] = []
+        self._cursor = 0
+        self._index = ReplicaIndex(seed)
+        self._resting: list[tuple[float, str]] = []
+        self._prefixes = PrefixAffinity(sessions_kept)
+        self._lengths = LengthPredictor(sessions_kept)
+        self._log = RoutingLog()
+        self._typical_tokens = FIRST_TYPICAL_TOKENS
+        self._paces = TurnSpeeds()
+        self._oldest_version: int | None = None
+        self._usable_versions: set[int] = set()
+        self._most_kv_tokens: int | None = None
+
+    # ---- the table ----
+
+    def set_table(
+        self, views: Iterable[ReplicaView], now_s: float, renewed: Collection[str] = ()
+    ) -> None:
+        """Replace the table; a replica that stays keeps its load and measured rate.
+
+        Those of `renewed` begin anew, with a clean load: turns placed on them before are over.
+        """
+        loads: dict[str, ReplicaLoad] = {}
+        for view in views:
+            load = None if view.id in renewed else self._loads.pop(view.id, None)
+            load = load or loads.get(view.id)
+            if load is None:
+                load = ReplicaLoad(view, now_s)
+                self._arrange(load, now_s)
+            elif load.view != view:
+                load.set_view(view)
+                self._arrange(load, now_s)
+            loads[view.id] = load
+        for gone in self._loads.values():
+            self._index.remove(gone)
+        self._index.drop_empty_classes()
+        self._loads, self._order, self._cursor = loads, list(loads.values()), 0
+        rows = [load.view for load in self._order]
+        self._oldest_version = min((row.policy_version for row in rows), default=None)
+        self._usable_versions = {row.policy_version for row in rows if row.usable}
+        unknown = any(not row.kv_tokens for row in rows)
+        most = max((row.kv_tokens for row in rows), default=0)
+        self._most_kv_tokens = None if unknown or not rows else most
+
+    def rest(self, replica: str, until_s: float) -> None:
+        """Send nothing to a replica that just failed until `until_s`."""
+        load = self._loads.get(replica)
+        if load is not None:
+            load.resting_until_s = until_s
+            self._index.remove(load)
+            heapq.heappush(self._resting, (until_s, replica))
+
+    def live_turns(self) -> dict[str, int]:
+        """Turns on each replica of the table."""
+        return {name: load.live for name, load in self._loads.items()}
+
+    def reachable(self, need: TurnNeed) -> bool:
+        """Whether waiting can help: versions only grow, so a passed one never comes back."""
+        if need.exact_version is None or self._oldest_version is None:
+            return True
+        return self._oldest_version <= need.exact_version
+
+    def has_version(self, need: TurnNeed) -> bool:
+        """Whether any usable replica runs an acceptable version, free or not."""
+        return any(need.accepts(version) for version in self._usable_versions)
+
+    def fits(self, need: TurnNeed) -> bool:
+        """Whether any replica, free or not, can hold the turn; unknown sizes count as enough."""
+        most = self._most_kv_tokens
+        return most is None or need.prompt_tokens + need.budget_tokens <= most
+
+    def expected_tokens(self, need: TurnNeed) -> int:
+        """Tokens that a turn is expected to make still, at most its budget."""
+        return self._expected(need)
+
+    def has_room(self) -> bool:
+        """Whether any usable replica is below its cap, though it may be at rest."""
+        return self._index.free > 0 or bool(self._resting)
+
+    # ---- the choice ----
+
+    def choose(self, need: TurnNeed, now_s: float, avoid: str = "") -> str | None:
+        """The replica that should take the turn now; None: wait.
+
+        `avoid` is the replica that just failed this turn: any other is better.
+        """
+        self._wake(now_s)
+        ask = self._ask(need)
+        weighed = self._weighed(ask, now_s)
+        others = [each for each in weighed if each[1].view.id != avoid] if avoid else weighed
+        others = others or weighed
+        if not others:
+            return self._decide(ask, now_s, None, "no replica may take it now", others)
+        best_s, best = min(others, key=_by_cost)
+        if self._should_wait(ask, best_s, now_s):
+            return self._decide(ask, now_s, None, "waits for a full replica, far cheaper", others)
+        for each_s, each in others:
+            if each is ask.holder and each_s * (1 - STICKY_MARGIN) <= best_s:
+                return self._decide(ask, now_s, each, "holds the prefix", others)
+        if len(self._order) > EXACT_UP_TO:
+            self._freshen(others, best_s, now_s)
+        return self._decide(ask, now_s, best, "cheapest", others)
+
+    def escape(
+        self,
+        need: TurnNeed,
+        replica: str,
+        waited_s: float,
+        now_s: float,
+        claimed: Mapping[str, int],
+    ) -> str | None:
+        """Where a turn should go that has heard nothing from `replica` for `waited_s`; None: stay.
+
+        It stays as long as moving would cost: whenever the pause ends, that is at most twice what
+        the best choice would have cost. `claimed` counts places that others were just promised.
+        """
+        self._wake(now_s)
+        ask = self._ask(need)
+        better = [
+            (each_s, each)
+            for each_s, each in self._weighed(ask, now_s)
+            if each.view.id != replica
+            and each_s <= waited_s
+            and each.view.max_sequences - each.live > claimed.get(each.view.id, 0)
+        ]
+        if not better:
+            return None
+        best = min(better, key=_by_cost)[1]
+        return self._decide(ask, now_s, best, f"{replica} is silent for longer than that", better)
+
+    def left_s(self, placement: TurnPlacement, need: TurnNeed, silent_s: float) -> float:
+        """Seconds that a live turn will still take; `need` is what is left of it; 0: unknown."""
+        return self._paces.left_s(placement, self._expected(need), silent_s)
+
+    def copy_of(self, need: TurnNeed, replica: str, now_s: float) -> Quote | None:
+        """The best place for a copy of a turn that runs on `replica`; None: there is none now."""
+        self._wake(now_s)
+        ask = self._ask(need)
+        loads = [load for _, load in self._weighed(ask, now_s) if load.view.id != replica]
+        return self._paces.quote(loads, ask, now_s)
+
+    def take(self, quote: Quote, why: str, now_s: float) -> TurnPlacement:
+        """Count the copy in, and remember why it was wanted."""
+        self._decide(quote.ask, now_s, quote.load, why, quote.weighed)
+        return self.begin(quote.replica, quote.ask.need, now_s)
+
+    def explain(self, need: TurnNeed, now_s: float) -> list[Candidate]:
+        """Every replica of the table with its cost for this turn, or why it is out."""
+        ask = self._ask(need)
+        return [weigh(load, ask, now_s) for load in self._order]
+
+    def explained(self, subject: str) -> tuple[RoutingDecision, ...]:
+        """Past choices for a request id or a trajectory, oldest first; empty: none remembered."""
+        return self._log.of(subject)
+
+    def forget(self, session: str) -> None:
+        """A trajectory is over: nothing of it will be asked for again, but why it went where."""
+        self._prefixes.forget(session)
+        self._lengths.forget(session)
+
+    @property
+    def sessions_known(self) -> int:
+        """Trajectories of which a prefix or lengths are remembered, whichever are more."""
+        return max(len(self._prefixes), len(self._lengths))
+
+    # ---- the turn ----
+
+    def begin(self, replica: str, need: TurnNeed, now_s: float) -> TurnPlacement:
+        """Count the turn in. Raises ValueError beyond the replica's cap."""
+        load = self._loads[replica]
+        if not load.is_open:
+            raise ValueError(f"{replica} has {load.live} turns already; choose() first")
+        expected = self._expected(need)
+        self._typical_tokens += (expected - self._typical_tokens) / TYPICAL_TURNS
+        load.add_turn(expected, now_s)
+        self._arrange(load, now_s)
+        return TurnPlacement(replica, need, expected, load)
+
+    def progress(self, placement: TurnPlacement, tokens: int, now_s: float) -> None:
+        """Tokens of a live turn arrived."""
+        load = placement.load
+        load.heard_s = now_s
+        load.meter.add(tokens)
+        if not placement.generated_tokens:
+            placement.first_tokens, placement.first_s = tokens, now_s
+        placement.last_s = now_s
+        placement.generated_tokens += tokens
+        made = min(tokens, placement.owed_tokens)
+        if made == placement.owed_tokens:
+            # It outlived its forecast: such a turn is expected to last half as long again.
+            left = placement.need.budget_tokens - placement.generated_tokens
+            made -= max(0, min(left, 1 + placement.generated_tokens // 2))
+        placement.owed_tokens -= made
+        load.owed -= made
+        if load.owed < WORKED_OFF * load.placed_owed and load.bucket is not None:
+            self._arrange(load, now_s)
+
+    def end(
+        self,
+        placement: TurnPlacement,
+        now_s: float,
+        *,
+        revoked: bool = False,
+        finished: bool = False,
+        wanted: bool = True,
+    ) -> None:
+        """Count the turn out; its replica now holds the trajectory's prefix.
+
+        `revoked`: the replica's lease ended under the turn. `finished`: the turn is complete, so
+        its length is one to forecast by. Without `wanted` nobody goes on from it: its trajectory
+        may be forgotten already, and is not remembered for it.
+        """
+        load, need, made = placement.load, placement.need, placement.generated_tokens
+        load.drop_turn(placement.owed_tokens, now_s, revoked)
+        self._paces.note(placement)
+        if self._loads.get(placement.replica) is load:
+            self._arrange(load, now_s)
+        if need.session and made and wanted and not revoked:
+            held = Prefix(placement.replica, need.prompt_tokens + made, load.view.policy_version)
+            self._prefixes.note(need.session, held)
+        if finished:
+            self._lengths.observe(need.job, need.session, need.group, need.made_tokens + made)
+
+    # ---- inside ----
+
+    def _ask(self, need: TurnNeed) -> CostQuery:
+        expected = self._expected(need)
+        is_long = self._lengths.is_long(need.job, need.made_tokens + expected)
+        prefix = self._prefixes.find(need.session) if need.session else None
+        holder = self._loads.get(prefix.replica) if prefix is not None else None
+        # A replica drops its caches when it changes versions.
+        if holder is None or prefix is None or holder.view.policy_version != prefix.version:
+            return CostQuery(need, expected, is_long, None, 0)
+        return CostQuery(need, expected, is_long, holder, prefix.tokens)
+
+    def _expected(self, need: TurnNeed) -> int:
+        """Tokens still to come: what the turn is likely to have in all, less what it has.
+
+        One that outlived its forecast is expected to last half as long again.
+        """
+        made, budget = need.made_tokens, need.budget_tokens
+        whole = self._lengths.expected(need.job, need.session, need.group, made + budget)
+        left = whole - made if whole > made else 1 + made // 2
+        return max(1, min(budget, left))
+
+    def _weighed(self, ask: CostQuery, now_s: float) -> list[Weighed]:
+        """Replicas that may take the turn now, with their costs; the prefix's holder is in it."""
+        need = ask.need
+        if len(self._order) <= EXACT_UP_TO:
+            loads = [load for load in self._order if not refusal(load, need, now_s)]
+            return [(cost_s(load, ask, now_s), load) for load in loads]
+        found = self._index.candidates(need, free=True)
+        weighed = [(cost_s(load, ask, now_s), load) for load in found]
+        holder = ask.holder
+        if holder is not None and holder not in found and not refusal(holder, need, now_s):
+            weighed.append((cost_s(holder, ask, now_s), holder))
+        return weighed
+
+    def _should_wait(self, ask: CostQuery, best_s: float, now_s: float) -> bool:
+        """Whether a replica that is full would be so much better that its next place is."""
+        need, loads = ask.need, self._order
+        if len(loads) > EXACT_UP_TO:
+            if best_s <= PATIENCE * self._index.floor_s(need, free=False):
+                return False
+            loads = self._index.candidates(need, free=False)
+        return any(
+            best_s > PATIENCE * cost_s(load, ask, now_s)
+            for load in loads
+            if refusal(load, need, now_s) == "full"
+        )
+
+    def _decide(
+        self,
+        ask: CostQuery,
+        now_s: float,
+        load: ReplicaLoad | None,
+        why: str,
+        weighed: list[Weighed],
+    ) -> str | None:
+        need, chosen = ask.need, None if load is None else load.view.id
+        if chosen is None and self._log.waits(need, why):
+            return None
+        if len(weighed) > CHEAPEST_KEPT:
+            weighed = heapq.nsmallest(CHEAPEST_KEPT, weighed, key=_by_cost)
+        pairs = tuple([(each.view.id, each_s) for each_s, each in weighed])
+        decision = RoutingDecision(
+            now_s, need.request_id, chosen, why, ask.expected_tokens, ask.is_long, pairs
+        )
+        self._log.note(need, decision)
+        return chosen
+
+    def _wake(self, now_s: float) -> None:
+        while self._resting and self._resting[0][0] <= now_s:
+            load = self._loads.get(heapq.heappop(self._resting)[1])
+            if load is not None and now_s >= load.resting_until_s:
+                self._arrange(load, now_s)
+
+    def _freshen(self, weighed: list[Weighed], best_s: float, now_s: float) -> None:
+        """Move those that turned out dear, and look at a few that nobody asked about."""
+        for each_s, load in weighed:
+            if each_s > MISPLACED * best_s:
+                self._arrange(load, now_s)
+        for _ in range(FRESHENED):
+            self._cursor = (self._cursor + 1) % len(self._order)
+            self._arrange(self._order[self._cursor], now_s)
+
+    def _arrange(self, load: ReplicaLoad, now_s: float) -> None:
+        """Put a replica where its load belongs, or nowhere."""
+        if load.view.usable and now_s >= load.resting_until_s:
+            self._index.place(load, load.wait_s(self._typical_tokens, now_s))
+        else:
+            self._index.remove(load)

@@ -1,0 +1,1 @@
+"""Turns: journal, idempotency and hedging."""

@@ -1,0 +1,1 @@
+"""Control page: the shared memory in which host, node and guest publish state."""

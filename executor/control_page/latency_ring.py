@@ -1,0 +1,144 @@
+"""The `latency` section: per-request records, a ring for each API process of the host.
+
+    lane 0   count of all records ever, then CAPACITY slots        one writer, by lock
+    …
+    lane 7
+
+Record n of a lane (counted from 0 over the page's whole life) lives in slot n % CAPACITY, whose
+sequence is 2n+1 while it is written and 2n+2 once whole. So a slot says by itself which record it
+holds, and a reader with a cursor knows exactly what it missed. A writer holds its lane's lock; the
+next one goes on where a dead one stopped.
+"""
+
+import zlib
+from typing import Final, NamedTuple
+
+from executor.control_page.byte_locks import HeldLock
+from executor.control_page.records import HEADER_BYTES, WORD, LatencyRecord, section_bytes
+
+LANES: Final = 8
+CAPACITY: Final = 512
+"""Records of a lane; the node drains ten times a second."""
+SLOT_BYTES = section_bytes(LatencyRecord)
+LANE_BYTES = 64 + CAPACITY * SLOT_BYTES
+RING_BYTES = LANES * LANE_BYTES
+_SEED = 0xFFFFFFFF
+
+Cursor = tuple[int, ...]
+START: Final[Cursor] = (0,) * LANES
+"""Before the first record of every lane."""
+
+
+class DrainedRecords(NamedTuple):
+    """Records after a cursor, the cursor to go on from, and how many were not to be had: written
+    over before they were read, torn, or nonsense."""
+
+    records: list[LatencyRecord]
+    cursor: Cursor
+    lost: int
+
+
+class LatencyLane:
+    """One writer's ring at byte `offset` of `view`; its first word is the total count."""
+
+    __slots__ = ("_bytes", "_lock", "_next", "_offset", "_words")
+
+    def __init__(self, view: memoryview, words: memoryview, offset: int, lock: HeldLock) -> None:
+        """`words`: the view in 64-bit words; `lock`: the lane's own."""
+        self._bytes = view
+        self._words = words
+        self._offset = offset
+        self._lock = lock
+        # The previous writer may have died between a slot and the counter: the slots know better.
+        # A count that no slot can have is not believed.
+        newest = max(words[_slot(offset, n) // WORD] // 2 for n in range(CAPACITY))
+        total = words[offset // WORD]
+        self._next = max((n for n in (newest, total) if n < 1 << 60), default=0)
+
+    def append(self, record: LatencyRecord) -> None:
+        """Publish one record, overwriting the oldest."""
+        number = self._next
+        start = _slot(self._offset, number)
+        word = start // WORD
+        payload = record.pack()
+        sequence = 2 * number + 2
+        self._words[word] = sequence - 1
+        self._bytes[start + HEADER_BYTES : start + HEADER_BYTES + len(payload)] = payload
+        self._words[word + 1] = zlib.crc32(payload, sequence & _SEED)
+        self._words[word] = sequence
+        self._next = number + 1
+        self._words[self._offset // WORD] = number + 1
+
+    def close(self) -> None:
+        """Let another writer have the lane."""
+        self._lock.close()
+
+
+class LatencyRing:
+    """The reading end of all lanes, from byte `offset` of `view` on."""
+
+    __slots__ = ("_bytes", "_offset", "_words")
+
+    def __init__(self, view: memoryview, offset: int) -> None:
+        self._bytes = view
+        self._words = view.cast("Q")
+        self._offset = offset
+
+    @property
+    def cursor(self) -> Cursor:
+        """Behind all records that were appended so far."""
+        return tuple(self._total(lane) for lane in range(LANES))
+
+    def lane(self, number: int, lock: HeldLock) -> LatencyLane:
+        """The writing end of one lane, for who holds its lock."""
+        return LatencyLane(self._bytes, self._words, self._lane_at(number), lock)
+
+    def drain(self, cursor: Cursor = START) -> DrainedRecords:
+        """All records behind `cursor`, lane by lane.
+
+        A cursor beyond a lane's total belongs to an earlier page and starts over there.
+        """
+        records: list[LatencyRecord] = []
+        behind, lost = [], 0
+        for lane, seen in enumerate(cursor):
+            total = self._total(lane)
+            first = 0 if seen > total else seen
+            oldest = max(first, total - CAPACITY)
+            found = [self._read(lane, number) for number in range(oldest, total)]
+            whole = [record for record in found if record is not None]
+            lost += oldest - first + len(found) - len(whole)
+            records += whole
+            behind.append(total)
+        return DrainedRecords(records, tuple(behind), lost)
+
+    def release(self) -> None:
+        """Let go of the mapping."""
+        self._words.release()
+
+    def _lane_at(self, lane: int) -> int:
+        return self._offset + lane * LANE_BYTES
+
+    def _total(self, lane: int) -> int:
+        return self._words[self._lane_at(lane) // WORD]
+
+    def _read(self, lane: int, number: int) -> LatencyRecord | None:
+        start = _slot(self._lane_at(lane), number)
+        word = start // WORD
+        sequence = 2 * number + 2
+        if self._words[word] != sequence:
+            return None
+        payload = bytes(
+            self._bytes[start + HEADER_BYTES : start + HEADER_BYTES + LatencyRecord.LAYOUT.size]
+        )
+        crc = self._words[word + 1]
+        # One whose stores are seen in another order is lost as one that is written over.
+        if self._words[word] != sequence or zlib.crc32(payload, sequence & _SEED) != crc:
+            return None
+        try:
+            return LatencyRecord.unpack(payload)
+        except ValueError:
+            return None
+
+
+def _slot(lane_at: int, number: int) -> int:
+    return lane_at + 64 + (number % CAPACITY) * SLOT_BYTES

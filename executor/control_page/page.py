@@ -1,0 +1,265 @@
+"""The control page: the one file that a host, its guest and the node daemon share.
+
+    0      header: magic, layout version, owner pid, created_ns, file size, boot id
+    64     host section       written by the host's engine core, which holds the seat
+    …      grant section      written by the node daemon
+    …      guest section      written by the guest's engine core
+    …      seat section       written by the beating thread of who holds the seat
+    …      latency ring       a lane for each of the host's API processes
+
+The file belongs to one user and has mode 0600, or 0660 where the operator names a group. Nothing
+ever waits on it: writers never block, readers retry a bounded number of times. Who lives is told by
+locks (`executor.control_page.byte_locks`), what of the host may be believed by `host_sight`.
+"""
+
+import grp
+import mmap
+import os
+import stat
+import struct
+import time
+import uuid
+from pathlib import Path
+from typing import Final, Self
+
+from executor.control_page.byte_locks import LANES as LANE_LOCKS
+from executor.control_page.byte_locks import SEAT, VETO, HeldLock, inode_of, is_held
+from executor.control_page.host_seat import HostSeat, HostView
+from executor.control_page.latency_ring import LANES, RING_BYTES, LatencyLane, LatencyRing
+from executor.control_page.records import (
+    Grant,
+    GuestState,
+    HostState,
+    SeatState,
+    Section,
+    section_bytes,
+)
+from executor.errors import PageError
+
+MAGIC = b"ROSEPAGE"
+LAYOUT_VERSION = 4
+PAGE_GROUP: Final = "ROSE_PAGE_GROUP"
+"""Names the group that shares the page, for host and guest; without it the owner alone does."""
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_HEADER = struct.Struct("=8sIIQQ16s")
+_HOST_AT = 64
+_GRANT_AT = _HOST_AT + section_bytes(HostState)
+_GUEST_AT = _GRANT_AT + section_bytes(Grant)
+_SEAT_AT = _GUEST_AT + section_bytes(GuestState)
+_LATENCY_AT = _SEAT_AT + section_bytes(SeatState)
+PAGE_BYTES = _LATENCY_AT + RING_BYTES
+
+
+class ControlPage:
+    """A mapped control page; its sections are `host`, `grant`, `guest`, `seat` and `latency`.
+
+    Any reader may look at `host`; who lets a guest run by it asks `host_sight`.
+    """
+
+    def __init__(self, path: Path, mapping: mmap.mmap, descriptor: int) -> None:
+        """`descriptor`: of the file, owned by this object from now on."""
+        self.path = path
+        self._mapping = mapping
+        self._descriptor = descriptor
+        self._inode = inode_of(os.fstat(descriptor))
+        self._view = memoryview(mapping)
+        _, _, self.owner_pid, self.created_ns, _, _ = _HEADER.unpack_from(mapping)
+        self.host: Section[HostState] = Section(self._view, _HOST_AT, HostState)
+        self.grant: Section[Grant] = Section(self._view, _GRANT_AT, Grant)
+        self.guest: Section[GuestState] = Section(self._view, _GUEST_AT, GuestState)
+        self.seat: Section[SeatState] = Section(self._view, _SEAT_AT, SeatState)
+        self.latency = LatencyRing(self._view, _LATENCY_AT)
+
+    @classmethod
+    def create(cls, path: str | os.PathLike[str], group: str = "") -> Self:
+        """Make a fresh page that appears under `path` whole or not at all.
+
+        `group`: name or number of a group that may map it beside its owner. Raises PageError when
+        something is there already, the folder cannot be written or the group cannot be given.
+        """
+        target = Path(path)
+        gid = group_id(group)
+        draft = target.with_name(f".{target.name}.{os.getpid()}")
+        try:
+            fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise PageError(f"cannot create control page {target}: {error.strerror}") from error
+        try:
+            # Blocks now: a mapped file that grows on a full disk kills whoever writes to it, and
+            # the host is one of them.
+            os.posix_fallocate(fd, 0, PAGE_BYTES)
+            header = _HEADER.pack(
+                MAGIC, LAYOUT_VERSION, os.getpid(), time.monotonic_ns(), PAGE_BYTES, _boot_id()
+            )
+            os.pwrite(fd, header, 0)
+            if gid is not None:
+                _share(fd, target, group, gid)
+            os.link(draft, target)
+        except FileExistsError as error:
+            raise PageError(f"control page {target} exists; open it, or delete it first") from error
+        except OSError as error:
+            raise PageError(f"cannot create control page {target}: {error.strerror}") from error
+        finally:
+            os.close(fd)
+            os.unlink(draft)
+        return cls.open(target, group)
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], group: str = "") -> Self:
+        """Map an existing page.
+
+        Raises PageError when it is missing, of neither this user nor `group`, open to others, of
+        another layout version, or left over from before the last boot.
+        """
+        target = Path(path)
+        gid = group_id(group)
+        try:
+            fd = os.open(target, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError as error:
+            raise PageError(f"cannot open control page {target}: {error.strerror}") from error
+        try:
+            status = os.fstat(fd)
+            _check_owner(target, status, gid)
+            _check_header(target, os.pread(fd, _HEADER.size, 0).ljust(_HEADER.size, b"\0"))
+            _check_size(target, status)
+            mapping = mmap.mmap(fd, PAGE_BYTES)
+            return cls(target, mapping, fd)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @classmethod
+    def ensure(cls, path: str | os.PathLike[str], group: str = "") -> Self:
+        """Open the page, or create it when there is none: whoever starts first makes it."""
+        if not Path(path).exists():
+            try:
+                return cls.create(path, group)
+            except PageError:
+                if not Path(path).exists():
+                    raise
+        return cls.open(path, group)
+
+    @property
+    def replaced(self) -> bool:
+        """Whether the path is not, or not known to be, this page any more."""
+        try:
+            return inode_of(os.stat(self.path, follow_symlinks=False)) != self._inode
+        except OSError:
+            return True
+
+    def host_sight(self) -> HostView:
+        """What can be seen of the host now; the locks last, which vouch for what was read."""
+        state, seat = self.host.peek(), self.seat.peek()
+        try:
+            vetoed = is_held(self._descriptor, VETO)
+            seated = is_held(self._descriptor, SEAT)
+        except OSError:
+            vetoed, seated = True, False
+        return HostView(state, seat, seated, vetoed, self.replaced)
+
+    def take_host(self, now_ns: int | None = None) -> HostSeat:
+        """Become the host of this page, until the seat is closed or the process ends.
+
+        Raises PageError when another process is, or the page at the path is another one by now.
+        """
+        lock = self._lock(SEAT)
+        if lock is None:
+            seat = self.seat.peek()
+            holder = f"process {seat.pid}" if seat is not None else "another process"
+            raise PageError(
+                f"control page {self.path} has a host: {holder}; give each engine core a page"
+            )
+        taken_ns = time.monotonic_ns() if now_ns is None else now_ns
+        return HostSeat(self.path, lock, self.host, self.seat, lambda: self.replaced, taken_ns)
+
+    def take_lane(self) -> LatencyLane:
+        """A lane of the latency ring for this process. Raises PageError when all are taken."""
+        for number in range(LANES):
+            if (lock := self._lock(LANE_LOCKS + number)) is not None:
+                return self.latency.lane(number, lock)
+        raise PageError(f"control page {self.path} takes latencies of {LANES} processes, no more")
+
+    def close(self) -> None:
+        """Unmap. Sections must not be used afterwards."""
+        for section in (self.host, self.grant, self.guest, self.seat):
+            section.release()
+        self.latency.release()
+        self._view.release()
+        self._mapping.close()
+        os.close(self._descriptor)
+
+    def _lock(self, byte: int) -> HeldLock | None:
+        try:
+            return HeldLock.take(self.path, byte, self._inode)
+        except OSError as error:
+            why = error.strerror or "it is another file now"
+            raise PageError(f"cannot lock control page {self.path}: {why}") from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def group_id(group: str) -> int | None:
+    """The number of a group given by name or number; None for none. Raises PageError."""
+    if not group:
+        return None
+    try:
+        return int(group) if group.isdecimal() else grp.getgrnam(group).gr_gid
+    except KeyError:
+        raise PageError(f"there is no group {group}; name one that host and node are in") from None
+
+
+def _share(fd: int, path: Path, group: str, gid: int) -> None:
+    try:
+        os.fchown(fd, -1, gid)
+    except PermissionError:
+        raise PageError(
+            f"control page {path} cannot be given to group {group}; name one that this user is in"
+        ) from None
+    os.fchmod(fd, 0o660)
+
+
+def _check_owner(path: Path, status: os.stat_result, gid: int | None) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise PageError(f"control page {path} is not a regular file; delete it")
+    mode = stat.S_IMODE(status.st_mode)
+    if gid is not None and status.st_gid == gid and not mode & 0o007:
+        return
+    if status.st_uid != os.geteuid():
+        raise PageError(
+            f"control page {path} belongs to uid {status.st_uid}; run as that user, or name a"
+            " group for the page that both are in"
+        )
+    if mode & 0o077:
+        raise PageError(
+            f"control page {path} is open to other users (mode {mode:o}, group {status.st_gid});"
+            " chmod 600 it, or name its group and chmod 660 it"
+        )
+
+
+def _check_size(path: Path, status: os.stat_result) -> None:
+    if status.st_size < PAGE_BYTES:
+        raise PageError(f"control page {path} is cut short; delete it")
+
+
+def _boot_id() -> bytes:
+    try:
+        return uuid.UUID(_BOOT_ID.read_text().strip()).bytes
+    except (OSError, ValueError) as error:
+        raise PageError(f"{_BOOT_ID} cannot be read: {error}; mount /proc") from error
+
+
+def _check_header(path: Path, raw: bytes) -> None:
+    magic, version, _, _, size, boot = _HEADER.unpack(raw)
+    if magic != MAGIC:
+        raise PageError(f"{path} is not a control page; choose another path")
+    if version != LAYOUT_VERSION or size != PAGE_BYTES:
+        raise PageError(
+            f"control page {path} has layout {version}, this build speaks {LAYOUT_VERSION}: "
+            "run the same ROSE version in host, guest and node daemon, then delete the page"
+        )
+    if boot != _boot_id():
+        raise PageError(f"control page {path} is from before the last boot; delete it")

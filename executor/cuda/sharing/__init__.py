@@ -1,0 +1,1 @@
+"""Sharing of GPU pages between processes over a Unix socket."""

@@ -1,0 +1,211 @@
+"""What lender and borrower of a GPU's pages say to each other, on a Unix socket of whole messages.
+
+    borrower ── Hello(device, page_bytes) ──> lender
+    borrower ── Ask(pages): so many more may be sent ──> lender
+    borrower <── Lend(numbers) + a descriptor for each ── lender
+    borrower <── Revoke(keep): no more than so many may be kept ── lender
+    borrower ── Return(numbers): nothing of this process is on them any more ──> lender
+
+A message is a header (magic, kind, count) and `count` unsigned 64-bit numbers; MOST_BYTES bounds
+it. Pages have numbers of the lender's, and each comes with its descriptor in the same order.
+
+Frames with file descriptors over a Unix socket that keeps messages whole; nothing here waits.
+"""
+
+import array
+import contextlib
+import os
+import select
+import socket
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+from executor.errors import LoanError
+
+MOST_PAGES: Final = 64
+"""In one message; the kernel passes up to 253 descriptors at once."""
+EVERYTHING: Final = 2**64 - 1
+_HEADER: Final = struct.Struct("<4sHH")
+_NUMBER: Final = struct.Struct("<Q")
+_UUID: Final = struct.Struct("<QQ")
+_MAGIC: Final = b"RKV1"
+MOST_BYTES: Final = _HEADER.size + MOST_PAGES * _NUMBER.size
+_HELLO, _LEND, _REVOKE, _RETURN, _ASK = range(1, 6)
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """The first word: which GPU, by its UUID, and pages of how many bytes."""
+
+    device: bytes
+    page_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPages:
+    """So many more pages may be sent. What a borrower that hangs has not even received is bounded
+    by that, for nobody hears of it."""
+
+    pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lend:
+    """These pages are the borrower's until it returns them, all zeroed."""
+
+    numbers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Revoke:
+    """No more pages than this may be kept, whichever, until the next word; EVERYTHING: all may.
+
+    A bound and no number to return: it stays right while returns are on their way.
+    """
+
+    keep: int
+
+
+@dataclass(frozen=True, slots=True)
+class Return:
+    """These pages are the lender's alone again."""
+
+    numbers: tuple[int, ...]
+
+
+Frame: TypeAlias = Hello | RequestPages | Lend | Revoke | Return
+
+
+def encode(frame: Frame) -> bytes:
+    """One message."""
+    match frame:
+        case Hello(device, page_bytes):
+            kind, numbers = _HELLO, (*_UUID.unpack(device), page_bytes)
+        case RequestPages(pages):
+            kind, numbers = _ASK, (pages,)
+        case Lend(numbers):
+            kind = _LEND
+        case Return(numbers):
+            kind = _RETURN
+        case Revoke(keep):
+            kind, numbers = _REVOKE, (keep,)
+    if len(numbers) > MOST_PAGES:
+        raise LoanError(f"{len(numbers)} pages in one message; give at most {MOST_PAGES}")
+    header = _HEADER.pack(_MAGIC, kind, len(numbers))
+    return header + b"".join(_NUMBER.pack(number) for number in numbers)
+
+
+def decode(data: bytes) -> Frame:
+    """Read one message. Raises LoanError for anything that is none."""
+    if len(data) < _HEADER.size:
+        raise LoanError(f"a message of {len(data)} bytes has no header")
+    magic, kind, count = _HEADER.unpack_from(data)
+    if magic != _MAGIC or len(data) != _HEADER.size + count * _NUMBER.size or count > MOST_PAGES:
+        raise LoanError(f"a message of {len(data)} bytes is no word about pages")
+    numbers = tuple(number for (number,) in _NUMBER.iter_unpack(data[_HEADER.size :]))
+    if kind in (_LEND, _RETURN):
+        if not numbers or len(set(numbers)) < count:
+            raise LoanError("a message names a page twice, or none")
+        return Lend(numbers) if kind == _LEND else Return(numbers)
+    if kind in (_REVOKE, _ASK) and count == 1:
+        return Revoke(numbers[0]) if kind == _REVOKE else RequestPages(numbers[0])
+    if kind == _HELLO and count == 1 + _UUID.size // _NUMBER.size:
+        return Hello(_UUID.pack(*numbers[:-1]), numbers[-1])
+    raise LoanError(f"a message of kind {kind} with {count} numbers is not known")
+
+
+_CREDENTIALS: Final = array.array("i", [0, 0, 0])
+_INT_BYTES: Final = array.array("i").itemsize
+
+
+class HungUp(Exception):  # noqa: N818 -- a state of the other side
+    """The other side closed its socket, or its process ended."""
+
+
+def send(connection: socket.socket, frame: Frame, descriptors: Sequence[int] = ()) -> bool:
+    """Send one frame with its descriptors; False when the other side has too much to read.
+
+    Raises HungUp.
+    """
+    passed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
+    try:
+        connection.sendmsg([encode(frame)], passed if descriptors else [], socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise HungUp from error
+    return True
+
+
+def receive(connection: socket.socket) -> tuple[Frame, list[int]] | None:
+    """Return the next frame and the caller's descriptors, None when there is none yet.
+
+    Raises HungUp, and LoanError for what is no frame or passes more descriptors than it may; none
+    stays open then.
+    """
+    room = socket.CMSG_SPACE(MOST_PAGES * _INT_BYTES)
+    flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+    try:
+        data, ancillary, said, _ = connection.recvmsg(MOST_BYTES, room, flags)
+    except BlockingIOError:
+        return None
+    except OSError as error:
+        raise HungUp from error
+    descriptors = _descriptors(ancillary)
+    try:
+        return _whole(data, said), descriptors
+    except (HungUp, LoanError):
+        close_all(descriptors)
+        raise
+
+
+def close_all(descriptors: Sequence[int]) -> None:
+    """Close descriptors, each once."""
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+
+
+def peer_process(connection: socket.socket) -> int:
+    """Return a descriptor of the process at the other end that is readable once it has ended.
+
+    Raises LoanError for a process of another user, or one that cannot be watched.
+    """
+    raw = connection.getsockopt(
+        socket.SOL_SOCKET, socket.SO_PEERCRED, len(_CREDENTIALS) * _INT_BYTES
+    )
+    pid, user, _ = array.array("i", raw)
+    if user != os.geteuid():
+        raise LoanError(f"user {user} asks for pages of user {os.geteuid()}: refused")
+    try:
+        return os.pidfd_open(pid)
+    except (OSError, ValueError) as error:
+        raise LoanError(
+            f"process {pid}, which asks for pages, cannot be watched ({error}): run both in one PID"
+            " namespace"
+        ) from error
+
+
+def has_ended(process: int) -> bool:
+    """Whether a watched process ended; all that it had open is closed by then."""
+    poll = select.poll()
+    poll.register(process, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def _whole(data: bytes, said: int) -> Frame:
+    if not data:
+        raise HungUp
+    if said & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        raise LoanError(f"a message about pages is longer than {MOST_BYTES} bytes")
+    return decode(data)
+
+
+def _descriptors(ancillary: Sequence[tuple[int, int, bytes]]) -> list[int]:
+    found = array.array("i")
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            found.frombytes(data[: len(data) // _INT_BYTES * _INT_BYTES])
+    return found.tolist()

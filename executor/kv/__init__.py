@@ -1,0 +1,1 @@
+"""KV memory: backing, caps, lending, shrinking and reclaim."""

@@ -1,0 +1,310 @@
+"""What backs KV blocks with physical memory, behind one interface for every kind of memory.
+
+Memory of this process: give whole pages back to the machine, and count those that are there.
+
+KV memory on the host: pages go by MADV_DONTNEED and come back, zeroed, when they are touched.
+
+A page that two blocks share is given back when both are held. What counts as returned is what was
+measured not to be resident, never what was asked for. What is held may not be part of a huge page,
+or a touch beside it would bring it back.
+"""
+
+import ctypes
+import mmap
+import os
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from executor.errors import PageReleaseError
+from executor.kv.shrink_plan import Granules
+
+
+class PageBackend(Protocol):
+    """Physical pages under the KV blocks of one engine.
+
+    Callers serialise: no step that could touch a granule is in flight while it is released.
+    """
+
+    @property
+    def always_restores(self) -> bool:
+        """Whether `restore` cannot fail for want of memory."""
+        ...
+
+    @property
+    def bytes_total(self) -> int:
+        """Size of the KV memory."""
+        ...
+
+    @property
+    def bytes_returned(self) -> int:
+        """Bytes that were measured to be without pages when they were last released."""
+        ...
+
+    @property
+    def released(self) -> Collection[int]:
+        """Granules without pages; some are from the start where memory was short."""
+        ...
+
+    @property
+    def kept(self) -> int:
+        """Granules' worth of pages that this process has and nothing is mapped on."""
+        ...
+
+    @property
+    def owed(self) -> int:
+        """Granules to release, of those on pages of others, because these want them back."""
+        ...
+
+    def borrowed(self, granule: int) -> bool:
+        """Whether a granule lies on pages of others."""
+        ...
+
+    def release(self, granules: Collection[int]) -> None:
+        """Give back the pages that lie wholly inside the granules held by now."""
+        ...
+
+    def restore(self, granules: Collection[int]) -> None:
+        """Have zeroed pages under these granules again, at the latest when they are touched.
+
+        Raises DeviceMemoryShort, and changes nothing then, unless `always_restores`.
+        """
+        ...
+
+    def ready(self, granules: Sequence[int]) -> int:
+        """How many of these released granules, from the first on, could be restored now without
+        waiting for anybody."""
+        ...
+
+    def recall(self, granules: int) -> None:
+        """Ask whoever has pages of this process for so many granules; 0 ends that."""
+        ...
+
+    def poll(self) -> bool:
+        """Hear those with whom pages are shared, and lend them some; never waits.
+
+        Returns whether there is more to lend to somebody who is there. Raises LoanError or
+        DeviceError.
+        """
+        ...
+
+
+class OwnPages:
+    """The part of a PageBackend that has to do with others, for memory that has nobody in it."""
+
+    always_restores = True
+    kept = 0
+    owed = 0
+
+    def borrowed(self, granule: int) -> bool:
+        """All pages are this process's own."""
+        return False
+
+    def ready(self, granules: Sequence[int]) -> int:
+        """Whatever is asked for."""
+        return len(granules)
+
+    def recall(self, granules: int) -> None:
+        """There is nobody to ask."""
+
+    def poll(self) -> bool:
+        """There is nobody to hear."""
+        return False
+
+
+class NoPages(OwnPages):
+    """KV memory that this process cannot reach: nothing is returned, and nothing is claimed."""
+
+    def __init__(self, bytes_total: int) -> None:
+        self.bytes_total = bytes_total
+        self.bytes_returned = 0
+        self.released: Collection[int] = ()
+
+    def release(self, granules: Collection[int]) -> None:
+        """Keep the pages; what is published says so."""
+
+    def restore(self, granules: Collection[int]) -> None:
+        """The pages never went away."""
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+for _function, _last in ((_libc.madvise, ctypes.c_int), (_libc.mincore, ctypes.c_void_p)):
+    _function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, _last)
+    _function.restype = ctypes.c_int
+# Linux 5.14; the standard library has no name for it.
+_MADV_POPULATE_WRITE = 23
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Range:
+    """Bytes [start, end) of this process's address space."""
+
+    start: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        """Bytes in it."""
+        return self.end - self.start
+
+    def whole_pages(self) -> "Range":
+        """The part that consists of whole pages; it may be empty."""
+        start = -(-self.start // mmap.PAGESIZE) * mmap.PAGESIZE
+        return Range(start, max(start, self.end // mmap.PAGESIZE * mmap.PAGESIZE))
+
+
+def coalesce(ranges: Iterable[Range]) -> list[Range]:
+    """The same bytes in the fewest ranges."""
+    merged: list[Range] = []
+    for piece in sorted(ranges):
+        if merged and piece.start <= merged[-1].end:
+            merged[-1] = Range(merged[-1].start, max(merged[-1].end, piece.end))
+        else:
+            merged.append(piece)
+    return merged
+
+
+def discard(pages: Range) -> None:
+    """Give these whole pages back; they read as zeros when touched again.
+
+    Raises PageReleaseError when the kernel refuses, as it does for locked memory.
+    """
+    if pages.size and _libc.madvise(pages.start, pages.size, mmap.MADV_DONTNEED):
+        reason = os.strerror(ctypes.get_errno())
+        raise PageReleaseError(
+            f"the kernel keeps {pages.size} bytes of KV cache: {reason}; start the guest without"
+            " locked memory"
+        )
+
+
+def use_huge_pages(pages: Range) -> None:
+    """Ask for huge pages under memory whose content is of no account; it reads as zeros then.
+
+    Giving back and touching again cost a tenth of what small pages do. A wish: a kernel that has
+    none leaves the pages small.
+    """
+    if pages.size and not _libc.madvise(pages.start, pages.size, mmap.MADV_HUGEPAGE):
+        _libc.madvise(pages.start, pages.size, mmap.MADV_DONTNEED)
+        _libc.madvise(pages.start, pages.size, _MADV_POPULATE_WRITE)
+
+
+def allow_huge_pages(pages: Range, *, allowed: bool) -> None:
+    """Whether these may become part of a huge page, of which a touch anywhere brings all.
+
+    A wish, as above.
+    """
+    if pages.size:
+        advice = mmap.MADV_HUGEPAGE if allowed else mmap.MADV_NOHUGEPAGE
+        _libc.madvise(pages.start, pages.size, advice)
+
+
+def resident_bytes(pages: Range) -> int:
+    """How many bytes of these whole pages are in memory."""
+    if not pages.size:
+        return 0
+    present = ctypes.create_string_buffer(pages.size // mmap.PAGESIZE)
+    if _libc.mincore(pages.start, pages.size, present):
+        reason = os.strerror(ctypes.get_errno())
+        raise PageReleaseError(f"resident memory of the KV cache cannot be measured: {reason}")
+    # Only the lowest bit of each byte has a meaning, and Linux leaves the others zero.
+    return present.raw.count(b"\1") * mmap.PAGESIZE
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """One layer's part of all blocks: block b is the `block_bytes` at `base + b * stride`."""
+
+    base: int
+    stride: int
+    block_bytes: int
+
+    def ranges(self, blocks: range) -> Iterator[Range]:
+        """The bytes of a run of blocks."""
+        if self.stride == self.block_bytes:
+            yield Range(
+                self.base + blocks.start * self.stride, self.base + blocks.stop * self.stride
+            )
+            return
+        for block in blocks:
+            start = self.base + block * self.stride
+            yield Range(start, start + self.block_bytes)
+
+
+class HostPages(OwnPages):
+    """PageBackend over anonymous memory of this process."""
+
+    def __init__(self, extents: Sequence[Extent], granules: Granules, bytes_total: int) -> None:
+        self._extents = extents
+        self._granules = granules
+        self._held: set[int] = set()
+        self._returned: dict[range, int] = {}
+        self.bytes_total = bytes_total
+
+    @property
+    def bytes_returned(self) -> int:
+        """Bytes measured to be gone."""
+        return sum(self._returned.values())
+
+    @property
+    def released(self) -> Collection[int]:
+        """Granules that were given back."""
+        return self._held
+
+    def release(self, granules: Collection[int]) -> None:
+        """Discard the pages inside the runs of held granules that grew.
+
+        Raises PageReleaseError.
+        """
+        self._held.update(granules)
+        self._measure_new_runs()
+
+    def restore(self, granules: Collection[int]) -> None:
+        """Stop counting on these granules' pages: the kernel puts zeroed ones where it must.
+
+        Takes no look at memory: a host does this inside an allocation. What was not gone when a run
+        was measured is missing from all that is left of it, so that too much is never claimed.
+        """
+        self._held.difference_update(granules)
+        known, self._returned = self._returned, {}
+        lost = {run: self._size(run) - gone for run, gone in known.items()}
+        for run in runs(self._held):
+            whole = next(old for old in known if old.start <= run.start and run.stop <= old.stop)
+            left = known[whole] if run == whole else self._size(run) - lost[whole]
+            self._returned[run] = max(0, left)
+        for run in runs(granules):
+            for piece in self._pages(run):
+                allow_huge_pages(piece, allowed=True)
+
+    def _measure_new_runs(self) -> None:
+        known, self._returned = self._returned, {}
+        for run in runs(self._held):
+            gone = known.get(run)
+            self._returned[run] = self._discarded(run) if gone is None else gone
+
+    def _discarded(self, run: range) -> int:
+        returned = 0
+        for piece in self._pages(run):
+            allow_huge_pages(piece, allowed=False)
+            discard(piece)
+            returned += piece.size - resident_bytes(piece)
+        return returned
+
+    def _size(self, run: range) -> int:
+        return sum(piece.size for piece in self._pages(run))
+
+    def _pages(self, run: range) -> list[Range]:
+        first, last = self._granules.blocks_of(run.start), self._granules.blocks_of(run.stop - 1)
+        blocks = range(first.start, last.stop)
+        whole = coalesce(piece for extent in self._extents for piece in extent.ranges(blocks))
+        return [piece.whole_pages() for piece in whole]
+
+
+def runs(numbers: Iterable[int]) -> list[range]:
+    """The maximal runs of consecutive numbers."""
+    found: list[range] = []
+    for number in sorted(numbers):
+        if found and number == found[-1].stop:
+            found[-1] = range(found[-1].start, number + 1)
+        else:
+            found.append(range(number, number + 1))
+    return found

@@ -1,0 +1,244 @@
+"""What a guest's KV cap does when the host fills its own KV memory: two policies, side by side.
+
+    paper      above the high watermark: halve once; grow again with the next policy version
+    adaptive   above it: halve, and again while it lasts; below the low one, unless the forecast
+               goes beyond: grow by an eighth of the whole a second
+
+Both halve at once. `paper` is ROSE as published (it aborts what no longer fits and sends it
+elsewhere, as the guest's balloon does): a version long in coming leaves a small guest small.
+
+What a host lends of its idle KV memory, and what of that its guest may keep.
+
+    free ── idle, or calm for a while ──> lent     only what lies above the reserve
+    lent ── the reserve is half eaten, or requests will eat it ──> free     until it is whole
+
+The reserve is counted in blocks that hold no cached prefix. The host forgets none in order to lend
+but those that nobody asked for in a long time, and serves what comes from its reserve while lent
+granules return.
+"""
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from executor.control_page.records import GuestState, HostState
+from executor.kv.shrink_plan import Granules
+from slo import LoadForecast
+
+NO_CAP: Final = 0
+# A load is grown into unless more than one in five of the last minute's seconds would be too much:
+# with rarer bursts it costs less to shrink again than to stay small between them.
+GROWTH_QUANTILE: Final = 0.8
+_NS: Final = 1e9
+
+
+class PressurePolicy(StrEnum):
+    """By name, as an operator chooses it."""
+
+    PAPER = "paper"
+    ADAPTIVE = "adaptive"
+
+
+@dataclass(frozen=True, slots=True)
+class PressureLimits:
+    """Shares of the host's KV memory in use: pressure begins at `high` and ends below `low`.
+
+    `shrink_ns`: between two halvings. `grow_ns`: between two steps of growth, each `1 / grow_steps`
+    of what the guest may have at most. Raises ValueError for limits that make no sense.
+    """
+
+    policy: PressurePolicy = PressurePolicy.ADAPTIVE
+    high: float = 0.90
+    low: float = 0.80
+    shrink_ns: int = 200_000_000
+    grow_ns: int = 1_000_000_000
+    grow_steps: int = 8
+
+    def __post_init__(self) -> None:
+        if not 0 < self.low <= self.high <= 1:
+            raise ValueError(
+                f"KV watermarks are {self.low}, {self.high}; give 0 < low <= high <= 1"
+            )
+        if self.shrink_ns <= 0 or self.grow_ns <= 0 or self.grow_steps <= 0:
+            raise ValueError("shrink_ns, grow_ns and grow_steps must be positive")
+
+
+class PressureCore:
+    """The cap of one guest. Feed it every tick; it keeps no clock."""
+
+    def __init__(self, limits: PressureLimits, cap: int = NO_CAP) -> None:
+        """`cap`: the one that an earlier daemon left on the page; a restart lends nothing more."""
+        self._limits = limits
+        self._cap = cap
+        self._pressed = False
+        self._moved_ns: int | None = None
+        self._version: int | None = None
+        self._forecast = LoadForecast(slice_s=limits.grow_ns / _NS)
+        self._last_ns: int | None = None
+
+    @property
+    def pressed(self) -> bool:
+        """Whether the host needs its KV memory now."""
+        return self._pressed
+
+    def step(
+        self, now_ns: int, used: float | None, most: int, holds: int, policy_version: int
+    ) -> int:
+        """The cap in granules, NO_CAP while none is needed; never below 1 otherwise.
+
+        `used`: share of the host's KV memory in use, None when unknown (nothing changes then).
+        `most`: granules that the guest may have at most, 0 while unknown; `holds`: those it has.
+        """
+        if used is None or most <= 0:
+            return self._cap
+        began = self._watch(now_ns, used)
+        if self._pressed:
+            self._shrink(now_ns, most, holds, began=began)
+        elif self._cap != NO_CAP:
+            self._grow(now_ns, used, most, policy_version)
+        self._version = policy_version if self._cap != NO_CAP else None
+        return self._cap
+
+    def _watch(self, now_ns: int, used: float) -> bool:
+        """Whether pressure begins just now."""
+        if self._last_ns is not None and now_ns > self._last_ns:
+            # Share times seconds, so that the forecast's load a second is the share.
+            self._forecast.add(now_ns / _NS, used * (now_ns - self._last_ns) / _NS)
+        self._last_ns = now_ns
+        before = self._pressed
+        self._pressed = used >= (self._limits.low if before else self._limits.high)
+        return self._pressed and not before
+
+    def _shrink(self, now_ns: int, most: int, holds: int, *, began: bool) -> None:
+        again = self._limits.policy is PressurePolicy.ADAPTIVE and self._due(
+            now_ns, self._limits.shrink_ns
+        )
+        if began or again:
+            # Of what it holds: to halve a cap that it never filled would return nothing.
+            now = min(size for size in (self._cap, holds, most) if size > 0)
+            self._cap = max(1, now // 2)
+            self._moved_ns = now_ns
+
+    def _grow(self, now_ns: int, used: float, most: int, policy_version: int) -> None:
+        if self._limits.policy is PressurePolicy.PAPER:
+            if self._version not in (None, policy_version):
+                self._cap = NO_CAP
+            return
+        if used >= self._limits.low or not self._due(now_ns, self._limits.grow_ns):
+            return
+        now_s, ahead_s = now_ns / _NS, self._limits.grow_ns / _NS
+        if self._forecast.peak(now_s, ahead_s, GROWTH_QUANTILE) < self._limits.high:
+            self._cap += max(1, most // self._limits.grow_steps)
+            self._moved_ns = now_ns
+            if self._cap >= most:
+                self._cap = NO_CAP
+
+    def _due(self, now_ns: int, after_ns: int) -> bool:
+        return self._moved_ns is None or now_ns - self._moved_ns >= after_ns
+
+
+LEAST_CAP: Final = 1
+# What is taken back at once, as a share of all granules, so that a burst does not ask in crumbs.
+_STRIDE: Final = 1 / 16
+
+
+@dataclass(frozen=True, slots=True)
+class LendingLimits:
+    """`reserve`: share of the granules that is never lent. `calm_ns`: how long a host under load
+    must not have taken anything back before it lends more. `cold_ns`: how long nobody must have
+    asked for a cached prefix before it is forgotten, so that its memory can be lent."""
+
+    reserve: float = 0.2
+    calm_ns: int = 1_000_000_000
+    cold_ns: int = 300_000_000_000
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.reserve <= 1.0:
+            raise ValueError(f"reserve is {self.reserve}; give a share above 0 and up to 1")
+        if self.cold_ns < 0:
+            raise ValueError("cold_ns must not be negative")
+
+
+@dataclass(frozen=True, slots=True)
+class KvFree:
+    """KV that no request uses: blocks with pages, `plain` or `cached` (a prefix), and granules lent
+    that have no pages."""
+
+    plain: int
+    cached: int
+    lent: int
+
+
+class LendingCore:
+    """Decides in granules: positive to lend more, negative to take back; the clock is handed in."""
+
+    def __init__(self, granules: Granules, limits: LendingLimits) -> None:
+        self._granules = granules
+        self._limits = limits
+        self.reserve = max(1, math.ceil(limits.reserve * granules.count))
+        self._stride = max(1, round(granules.count * _STRIDE))
+        self._needed_ns: int | None = None
+        self._refilling = False
+
+    def step(self, now_ns: int, free: KvFree, demand_blocks: int, *, idle: bool) -> int:
+        """How many granules to lend or to take back now.
+
+        `demand_blocks`: what unfinished requests will still allocate. `idle`: there are none.
+        """
+        a_granule = self._granules.granule_blocks
+        whole = self.reserve * a_granule
+        spare = free.plain - demand_blocks
+        # What is asked for may come in parts, where memory is not back at once.
+        eaten = 2 * spare < whole or (self._refilling and spare < whole)
+        self._refilling = eaten and free.lent > 0
+        if self._refilling:
+            self._needed_ns = now_ns
+            return -min(free.lent, max(self._stride, -(-(whole - spare) // a_granule)))
+        if idle:
+            return max(0, (spare - whole) // a_granule)
+        if not self._calm(now_ns):
+            return 0
+        return max(0, (spare - whole) // a_granule - self._stride)
+
+    def wants(self, now_ns: int, free: KvFree, demand_blocks: int, *, idle: bool) -> bool:
+        """Whether more plain blocks would be lent: what prefixes are forgotten for."""
+        if self.reserve >= self._granules.count:
+            return False
+        return free.cached > demand_blocks and (idle or self._calm(now_ns))
+
+    def _calm(self, now_ns: int) -> bool:
+        return self._needed_ns is None or now_ns - self._needed_ns >= self._limits.calm_ns
+
+    def missing(self, free: KvFree) -> int:
+        """Granules by which the reserve is eaten, prefixes counted as room: they can be evicted."""
+        a_granule = self._granules.granule_blocks
+        return max(0, self.reserve - (free.plain + free.cached) // a_granule)
+
+
+def lent_bytes(host: HostState | None) -> int:
+    """What a guest may have of its host's memory now: what is lent, less what its reserve lacks."""
+    if host is None or host.granules_lent <= 0:
+        return 0
+    # What the reserve lacks the host will take next: it is not to be granted any more.
+    missing = host.bytes_lent * host.reserve_missing // host.granules_lent
+    return max(0, host.bytes_lent - missing)
+
+
+def guest_granules(base_bytes: int, host: HostState | None, guest: GuestState | None) -> int:
+    """The cap of a guest that has `base_bytes` of its own and what its host lends now.
+
+    LEAST_CAP, for no guest gives back its last granule, where a section cannot be read.
+    """
+    if guest is None or guest.granule_bytes <= 0:
+        return LEAST_CAP
+    granules = (base_bytes + lent_bytes(host)) // guest.granule_bytes
+    return max(LEAST_CAP, min(granules, guest.granules_total))
+
+
+def owed_bytes(base_bytes: int, host: HostState | None, guest: GuestState | None) -> int:
+    """KV bytes that such a guest still keeps of what the host took back."""
+    if guest is None:
+        return 0
+    allowed = guest_granules(base_bytes, host, guest)
+    return max(0, guest.granules_mapped - allowed) * guest.granule_bytes

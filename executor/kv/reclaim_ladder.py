@@ -1,0 +1,264 @@
+"""The reclaim ladder: how memory comes back from a guest, each rung harder than the one before.
+
+    L0 freeze ─> L1 balloon to a cap ─> L2 release all KV ─> L3 sleep the weights ─> L4 kill
+
+Only measured bytes of the guest's process group end a rung early. What its engine claims only
+starts a short wait for these bytes to be gone: an engine that says it sleeps and keeps its memory
+costs one rung, and one that returns before its pages did is waited for.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+from types import MappingProxyType
+from typing import Final
+
+_MS: Final = 1_000_000
+
+
+class ReclaimLevel(IntEnum):
+    """In the order they are taken."""
+
+    FREEZE = 0
+    BALLOON = 1
+    RELEASE_KV = 2
+    SLEEP = 3
+    KILL = 4
+
+
+class ReclaimOutcome(StrEnum):
+    """How a rung ended. HELD: its engine claimed more than was measured to be gone."""
+
+    FREED = "freed"
+    TOO_LITTLE = "too_little"
+    HELD = "held"
+    LATE = "late"
+    UNSUPPORTED = "unsupported"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReport:
+    """The engine says that it is done with the rung, and that it gave so many bytes back."""
+
+    freed_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unsupported:
+    """This engine has no such rung."""
+
+    why: str
+
+
+Answer = EngineReport | Unsupported | None
+
+
+@dataclass(frozen=True, slots=True)
+class Escalate:
+    """Take this rung now; `bytes_left` are still wanted."""
+
+    rung: ReclaimLevel
+    bytes_left: int
+
+
+@dataclass(frozen=True, slots=True)
+class LevelReport:
+    """What became of one rung; `why` where it was not to be had."""
+
+    rung: ReclaimLevel
+    outcome: ReclaimOutcome
+    freed_bytes: int
+    claimed_bytes: int
+    took_ns: int
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The end of a reclaim. `freed_bytes` as measured; `enough`: what was wanted is there."""
+
+    wanted_bytes: int
+    freed_bytes: int
+    enough: bool
+    in_time: bool
+    took_ns: int
+    rungs: tuple[LevelReport, ...]
+
+
+_RUNG_NS: Final = MappingProxyType(
+    {
+        ReclaimLevel.FREEZE: 100 * _MS,
+        ReclaimLevel.BALLOON: 1_000 * _MS,
+        ReclaimLevel.RELEASE_KV: 1_000 * _MS,
+        ReclaimLevel.SLEEP: 2_000 * _MS,
+        ReclaimLevel.KILL: 1_000 * _MS,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LadderLimits:
+    """`rung_ns`: the most that each rung may take; that of KILL is kept free before the deadline.
+
+    `settle_ns`: how long after a claim, and after the last byte that went, nothing has to move for
+    the claim to be false. `noise_bytes`: what a process's size changes by without any reason.
+    """
+
+    rung_ns: Mapping[ReclaimLevel, int] = field(default_factory=lambda: _RUNG_NS)
+    settle_ns: int = 150 * _MS
+    noise_bytes: int = 1 << 20
+
+
+class ReclaimCore:
+    """One reclaim, from the wish to its end; clock, sizes and answers are handed in."""
+
+    def __init__(
+        self,
+        now_ns: int,
+        held_bytes: int | None,
+        wanted_bytes: int,
+        deadline_ns: int,
+        limits: LadderLimits | None = None,
+    ) -> None:
+        """`held_bytes`: the guest's process group now, None when it cannot be measured; all of it
+        may be wanted. Without a first measurement nothing but the last rung is believed to help.
+        """
+        self._limits = limits or LadderLimits()
+        self._began_ns = now_ns
+        self._deadline_ns = deadline_ns
+        self._wanted_bytes = max(0, wanted_bytes)
+        known = self._wanted_bytes if held_bytes is None else held_bytes
+        self._start_bytes = self._held_bytes = known
+        self._goal_bytes = max(0, known - self._wanted_bytes)
+        self._rung: ReclaimLevel | None = None
+        self._rung_began_ns = now_ns
+        self._rung_bytes = known
+        self._claim: EngineReport | None = None
+        self._moved_ns = now_ns
+        self._reports: list[LevelReport] = []
+
+    def step(
+        self, now_ns: int, held_bytes: int | None, answer: Answer
+    ) -> Escalate | Finished | None:
+        """What to do now. `held_bytes`: as measured, None when it could not be.
+
+        `answer`: to the rung asked for last. Nothing more is to be done after Finished.
+        """
+        self._measured(now_ns, held_bytes)
+        if self._held_bytes <= self._goal_bytes:
+            return self._finish(now_ns, ReclaimOutcome.FREED)
+        if self._rung is None:
+            return self._climb(now_ns, ReclaimLevel.FREEZE)
+        if isinstance(answer, EngineReport) and self._claim is None:
+            self._claim = answer
+            self._moved_ns = max(self._moved_ns, now_ns)
+        outcome = self._outcome(now_ns, answer)
+        if outcome is None:
+            return None
+        if self._rung is ReclaimLevel.KILL:
+            return self._finish(now_ns, outcome)
+        self._report(now_ns, outcome, answer.why if isinstance(answer, Unsupported) else "")
+        too_late = now_ns >= self._last_call_ns
+        return self._climb(now_ns, ReclaimLevel.KILL if too_late else ReclaimLevel(self._rung + 1))
+
+    def settled(self, now_ns: int) -> Finished:
+        """The end of a reclaim whose purpose is fulfilled otherwise."""
+        freed = self._start_bytes - self._held_bytes
+        took_ns = now_ns - self._began_ns
+        return Finished(
+            self._wanted_bytes, freed, True, now_ns <= self._deadline_ns, took_ns,
+            tuple(self._reports),
+        )  # fmt: skip
+
+    @property
+    def _last_call_ns(self) -> int:
+        return self._deadline_ns - self._limits.rung_ns[ReclaimLevel.KILL]
+
+    def _measured(self, now_ns: int, held_bytes: int | None) -> None:
+        if held_bytes is None:
+            return
+        if held_bytes < self._held_bytes - self._limits.noise_bytes:
+            self._moved_ns = now_ns
+        self._held_bytes = held_bytes
+
+    def _outcome(self, now_ns: int, answer: Answer) -> ReclaimOutcome | None:
+        """How the rung ended, None while it may still free what is wanted."""
+        assert self._rung is not None
+        if self._rung is not ReclaimLevel.KILL:
+            if isinstance(answer, Unsupported):
+                return ReclaimOutcome.UNSUPPORTED
+            if now_ns >= self._last_call_ns:
+                return ReclaimOutcome.LATE
+            if self._claim and self._rung is ReclaimLevel.FREEZE:
+                return ReclaimOutcome.TOO_LITTLE  # It frees nothing, and takes nothing more.
+            if self._claim and now_ns - self._moved_ns >= self._limits.settle_ns:
+                return self._judge(self._claim)
+        late = now_ns - self._rung_began_ns >= self._limits.rung_ns[self._rung]
+        return ReclaimOutcome.LATE if late else None
+
+    def _judge(self, claim: EngineReport) -> ReclaimOutcome:
+        missing = claim.freed_bytes - (self._rung_bytes - self._held_bytes)
+        return (
+            ReclaimOutcome.HELD if missing > self._limits.noise_bytes else ReclaimOutcome.TOO_LITTLE
+        )
+
+    def _climb(self, now_ns: int, rung: ReclaimLevel) -> Escalate:
+        assert self._rung is None or rung > self._rung
+        self._rung = rung
+        self._rung_began_ns = self._moved_ns = now_ns
+        self._rung_bytes = self._held_bytes
+        self._claim = None
+        return Escalate(rung, self._held_bytes - self._goal_bytes)
+
+    def _report(self, now_ns: int, outcome: ReclaimOutcome, why: str = "") -> None:
+        if self._rung is not None:
+            self._reports.append(
+                LevelReport(
+                    self._rung,
+                    outcome,
+                    self._rung_bytes - self._held_bytes,
+                    self._claim.freed_bytes if self._claim else 0,
+                    now_ns - self._rung_began_ns,
+                    why,
+                )
+            )
+
+    def _finish(self, now_ns: int, outcome: ReclaimOutcome) -> Finished:
+        self._report(now_ns, outcome)
+        enough = self._held_bytes <= self._goal_bytes
+        return Finished(
+            self._wanted_bytes,
+            self._start_bytes - self._held_bytes,
+            enough,
+            enough and now_ns <= self._deadline_ns,
+            now_ns - self._began_ns,
+            tuple(self._reports),
+        )
+
+
+class OverdueTimer:
+    """How long a guest has owed memory that its host took back, and what that calls for.
+
+    It is `pressed` from `press_ns` on until it owes nothing: it should do nothing else, and have
+    a core to do it on. Every `patience_ns` without an end of it the ladder has to begin.
+    """
+
+    def __init__(self, press_ns: int, patience_ns: int) -> None:
+        self._press_ns = press_ns
+        self._patience_ns = patience_ns
+        self._since_ns: int | None = None
+        self._asked_ns = 0
+        self.pressed = False
+
+    def step(self, now_ns: int, owed_bytes: int) -> int:
+        """Bytes to reclaim by the ladder now, 0 for none."""
+        if owed_bytes <= 0:
+            self._since_ns, self.pressed = None, False
+            return 0
+        if self._since_ns is None:
+            self._since_ns = self._asked_ns = now_ns
+        self.pressed = now_ns - self._since_ns >= self._press_ns
+        if now_ns - self._asked_ns < self._patience_ns:
+            return 0
+        self._asked_ns = now_ns
+        return owed_bytes

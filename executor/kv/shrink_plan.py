@@ -1,0 +1,184 @@
+"""Granules: the runs of KV blocks that are taken from a guest, and given back to it, as a whole.
+
+Which rollouts to preempt so that granules of KV blocks become empty: the cheapest ones.
+
+The KV balloon's decisions: how many granules a guest may keep, and which ones go first.
+
+    mapped ── take ──> held        pages go back once no step in flight can touch them
+    held ── give back ──> mapped   pages are there again before the blocks re-enter the pool
+
+Granule 0 holds vLLM's null block and is never taken, so the tightest cap is 1. A cap of 0 means
+that none is set: zeroed memory and a node without KV policy leave the guest as large as it started.
+"""
+
+import heapq
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from executor.control_page.records import Grant
+from executor.grants.step_gate import GateLimits, lapsed
+
+
+@dataclass(frozen=True, slots=True)
+class Granules:
+    """How `blocks` KV blocks fall into granules of `granule_blocks`; the last may be shorter."""
+
+    blocks: int
+    granule_blocks: int
+
+    def __post_init__(self) -> None:
+        if self.blocks <= 0 or self.granule_blocks <= 0:
+            raise ValueError("blocks and granule_blocks must be positive")
+
+    @property
+    def count(self) -> int:
+        """Granules in all."""
+        return -(-self.blocks // self.granule_blocks)
+
+    def of(self, block: int) -> int:
+        """The granule a block lies in."""
+        return block // self.granule_blocks
+
+    def blocks_of(self, granule: int) -> range:
+        """The blocks of a granule."""
+        first = granule * self.granule_blocks
+        return range(first, min(first + self.granule_blocks, self.blocks))
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """A running request: what preempting it costs, and the blocks it would leave."""
+
+    request_id: str
+    recompute_tokens: int
+    blocks: Collection[int]
+
+
+def empty_cheapest(
+    count: int, used: Mapping[int, int], granules: Granules, rollouts: Sequence[Rollout]
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Choose up to `count` granules to empty and the requests that have to go for it.
+
+    `used`: blocks in use of each granule that may be chosen. Again and again the granule goes whose
+    rollouts are cheapest to recompute together. So a cheap rollout that would free nothing is left
+    alone, and one that has to go makes its other granules cheaper.
+    """
+    tenants = _tenants(used, granules, rollouts)
+    homes: dict[int, list[int]] = {}
+    for granule, members in tenants.items():
+        for member in members:
+            homes.setdefault(member, []).append(granule)
+    cost = {
+        granule: sum(rollouts[member].recompute_tokens for member in members)
+        for granule, members in tenants.items()
+    }
+    # Of equals the highest granule goes first.
+    heap = [(price, -granule) for granule, price in cost.items()]
+    heapq.heapify(heap)
+    emptied: list[int] = []
+    gone: dict[int, None] = {}
+    while heap and len(emptied) < count:
+        price, granule = heapq.heappop(heap)
+        if cost.get(-granule) != price:
+            continue  # Chosen already, or an entry from before its price fell.
+        del cost[-granule]
+        emptied.append(-granule)
+        for member in sorted(tenants[-granule] - gone.keys()):
+            gone[member] = None
+            for home in homes[member]:
+                if home in cost:
+                    cost[home] -= rollouts[member].recompute_tokens
+                    heapq.heappush(heap, (cost[home], -home))
+    return tuple(emptied), tuple(rollouts[member].request_id for member in gone)
+
+
+def _tenants(
+    used: Mapping[int, int], granules: Granules, rollouts: Sequence[Rollout]
+) -> dict[int, set[int]]:
+    """The rollouts (by position) of each granule; granules with blocks of others are left out."""
+    tenants: dict[int, set[int]] = {}
+    owned: dict[int, set[int]] = {}
+    for member, rollout in enumerate(rollouts):
+        for block in rollout.blocks:
+            granule = granules.of(block)
+            if granule in used:
+                tenants.setdefault(granule, set()).add(member)
+                owned.setdefault(granule, set()).add(block)
+    return {
+        granule: members
+        for granule, members in tenants.items()
+        if len(owned[granule]) == used[granule]
+    }
+
+
+NO_CAP: Final = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GranuleUse:
+    """One mapped granule: blocks `used` by requests, free blocks that hold `cached` prefixes.
+
+    `borrowed`: it lies on pages of another process's.
+    """
+
+    granule: int
+    used: int
+    cached: int
+    borrowed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Shrink:
+    """What to do, in this order: preempt these requests, then take these granules."""
+
+    granules: tuple[int, ...]
+    preempt: tuple[str, ...] = ()
+
+
+def cap_in_force(grant: Grant | None, now_ns: int, limits: GateLimits, before: int) -> int:
+    """The cap that holds now, given the one `before`; granules, NO_CAP for none.
+
+    Only a live grant loosens it: silence never gives a guest more memory, and a cap that came
+    late still takes some away.
+    """
+    if grant is None:
+        return before
+    if lapsed(grant, now_ns, limits) is None:
+        return max(grant.kv_granule_cap, NO_CAP)
+    return min((cap for cap in (grant.kv_granule_cap, before) if cap > NO_CAP), default=NO_CAP)
+
+
+def granules_over(cap: int, granules: Granules, held: int) -> int:
+    """How many more granules have to be held under `cap`; negative: so many may be given back."""
+    wanted = 0 if cap <= NO_CAP else max(0, granules.count - cap)
+    return wanted - held
+
+
+def plan_shrink(
+    count: int,
+    granules: Granules,
+    uses: Iterable[GranuleUse],
+    rollouts: Callable[[], Sequence[Rollout]],
+) -> Shrink:
+    """Choose `count` granules: wholly free, then holding cached prefixes only, then by preempting.
+
+    Of equals those on borrowed pages go first, which are wanted back soonest, then the highest:
+    held neighbours also give up the pages that straddle them.
+    `rollouts` is asked only when the first two kinds do not suffice. Fewer granules come back when
+    the others hold blocks that no rollout accounts for.
+    """
+    uses = [use for use in uses if use.granule != granules.of(0)]
+    unused = [use for use in uses if use.used == 0]
+    unused.sort(key=lambda use: (use.cached, not use.borrowed, -use.granule))
+    taken = tuple(use.granule for use in unused[:count])
+    if len(taken) >= count:
+        return Shrink(taken)
+    used = {use.granule: use.used for use in uses if use.used}
+    emptied, preempt = empty_cheapest(count - len(taken), used, granules, rollouts())
+    return Shrink(taken + emptied, preempt)
+
+
+def plan_growth(count: int, held: Iterable[int]) -> tuple[int, ...]:
+    """The `count` held granules to map again: the lowest, so that the held ones stay together."""
+    return tuple(sorted(held)[:count])

@@ -1,0 +1,250 @@
+"""The few surfaces of vLLM that the plugins touch, and nothing else of it.
+
+None of them is public in vLLM: they are pinned by the engine tests.
+
+The vLLM versions that ROSE is tested with, and where their schedulers differ.
+
+A difference is asked of the object at hand. The version says only whether anybody has tried: the
+surfaces under the plugins are not public, and another version may misbehave without an error.
+
+From vLLM's request ids back to the ids that clients sent.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, Protocol
+
+from executor.errors import ExecutorError
+
+
+class RequestSurface(Protocol):
+    """vllm.v1.request.Request; `arrival_time` is wall-clock seconds."""
+
+    request_id: str
+    arrival_time: float
+    num_prompt_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and output so far."""
+        ...
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far."""
+        ...
+
+
+class BlockPoolSurface(Protocol):
+    """vllm.v1.core.block_pool.BlockPool."""
+
+    num_gpu_blocks: int
+
+    def get_num_free_blocks(self) -> int:
+        """Blocks that can be allocated now."""
+        ...
+
+
+class BlockSurface(Protocol):
+    """vllm.v1.core.kv_cache_utils.KVCacheBlock."""
+
+    block_id: int
+    is_null: bool
+    ref_cnt: int
+
+    @property
+    def block_hash(self) -> bytes | None:
+        """Name of the cached content, None without any."""
+        ...
+
+
+class FreeQueueSurface(Protocol):
+    """vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue."""
+
+    num_free_blocks: int
+
+    def get_all_free_blocks(self) -> list[BlockSurface]:
+        """All of them."""
+        ...
+
+
+class FullBlockPoolSurface(Protocol):
+    """vllm.v1.core.block_pool.BlockPool, as far as a balloon needs it."""
+
+    num_gpu_blocks: int
+    blocks: list[BlockSurface]
+    free_block_queue: FreeQueueSurface
+
+    def evict_blocks(self, block_ids: set[int]) -> None:
+        """Forget the cached content of these blocks."""
+        ...
+
+
+class KvCacheManagerSurface(Protocol):
+    """vllm.v1.core.kv_cache_manager.KVCacheManager."""
+
+    @property
+    def block_pool(self) -> BlockPoolSurface:
+        """The pool all blocks come from."""
+        ...
+
+
+class SchedulerSurface(Protocol):
+    """vllm.v1.core.sched.scheduler.Scheduler; `finished_req_ids`: since the last schedule()."""
+
+    @property
+    def requests(self) -> Mapping[str, RequestSurface]:
+        """Unfinished requests by id."""
+        ...
+
+    @property
+    def finished_req_ids(self) -> set[str]:
+        """Requests that finished since the last schedule()."""
+        ...
+
+    @property
+    def kv_cache_manager(self) -> KvCacheManagerSurface:
+        """Owner of the KV blocks."""
+        ...
+
+    def get_request_counts(self) -> tuple[int, int]:
+        """Running and waiting requests."""
+        ...
+
+
+class NewRequestSurface(Protocol):
+    """vllm.v1.core.sched.output.NewRequestData."""
+
+    req_id: str
+
+
+class StepSurface(Protocol):
+    """vllm.v1.core.sched.output.SchedulerOutput."""
+
+    @property
+    def scheduled_new_reqs(self) -> Sequence[NewRequestSurface]:
+        """Requests that are in a step for the first time."""
+        ...
+
+    @property
+    def total_num_scheduled_tokens(self) -> int:
+        """Sum over all requests."""
+        ...
+
+    @property
+    def num_scheduled_tokens(self) -> Mapping[str, int]:
+        """Tokens of this step by request id."""
+        ...
+
+
+class SampledSurface(Protocol):
+    """vllm.v1.outputs.ModelRunnerOutput."""
+
+    @property
+    def req_ids(self) -> Sequence[str]:
+        """Requests of the step, in the order of its outputs."""
+        ...
+
+    @property
+    def sampled_token_ids(self) -> Sequence[Sequence[int]]:
+        """New tokens of each request of the step."""
+        ...
+
+
+class FinishedSurface(Protocol):
+    """vllm.v1.metrics.stats.FinishedRequestStats; times in seconds."""
+
+    request_id: str | None
+    e2e_latency: float
+    decode_time: float
+    mean_time_per_output_token: float
+    num_prompt_tokens: int
+    num_generation_tokens: int
+
+
+class IterationSurface(Protocol):
+    """vllm.v1.metrics.stats.IterationStats."""
+
+    @property
+    def finished_requests(self) -> Sequence[FinishedSurface]:
+        """Requests that finished in this iteration."""
+        ...
+
+
+TESTED: Final = ("0.25.0", "0.32.0")
+
+
+def check_version(version: str | None = None) -> None:
+    """Raise ExecutorError unless ROSE is tested with this vLLM (None: the one installed here)."""
+    if version is None:
+        from vllm.version import __version__
+
+        return check_version(__version__)
+    # What follows a plus says for which device it was built.
+    if version.partition("+")[0] not in TESTED:
+        raise ExecutorError(
+            f"ROSE is not tested with vLLM {version}; install one of {', '.join(TESTED)}"
+        )
+    return None
+
+
+@contextmanager
+def capped(
+    scheduler: Any,  # noqa: ANN401 -- vLLM's scheduler
+    tokens: int,
+    sequences: int,
+) -> Iterator[None]:
+    """Within it schedule() takes at most `tokens`, and admits nobody beside `sequences` requests.
+
+    Whoever runs already runs on, in every version.
+    """
+    attribute, most = "max_num_active_reqs", sequences
+    if not hasattr(scheduler, attribute):
+        # 0.25 has one number for admission and for the slots of its runner, and asserts that no
+        # more run than that.
+        attribute, most = "max_num_running_reqs", max(sequences, len(scheduler.running))
+    full = scheduler.max_num_scheduled_tokens, getattr(scheduler, attribute)
+    scheduler.max_num_scheduled_tokens = min(full[0], tokens)
+    setattr(scheduler, attribute, min(full[1], most))
+    try:
+        yield
+    finally:
+        scheduler.max_num_scheduled_tokens = full[0]
+        setattr(scheduler, attribute, full[1])
+
+
+def waiting_requests(scheduler: Any) -> list[Any]:  # noqa: ANN401 -- vLLM's scheduler and requests
+    """Requests that wait, in both of the queues that every version has, under its own name."""
+    beside = getattr(scheduler, "kv_holding_waiting", None)
+    if beside is None:
+        beside = scheduler.skipped_waiting
+    return [*beside, *scheduler.waiting]
+
+
+def ended_requests(ended: Iterable[Any]) -> list[tuple[int, str]]:
+    """(client index, request id) of what finish_requests() returned: pairs on 0.25, else
+    requests."""
+    return [
+        (item[1], item[0]) if isinstance(item, tuple) else (item.client_index, item.request_id)
+        for item in ended
+    ]
+
+
+# cmpl-<X-Request-Id>-<prompt index>, chatcmpl-<X-Request-Id>; some versions add 8 random digits.
+_COMPLETION = re.compile(r"cmpl-(?P<id>.+)-(?P<index>\d{1,4})(?:-[0-9a-f]{8})?")
+_CHAT = re.compile(r"chatcmpl-(?P<id>.+)")
+
+
+def client_request_id(engine_request_id: str) -> str:
+    """The X-Request-Id that a client sent, from the id that vLLM made of it.
+
+    Further prompts of one completion request keep their index (`id-1`, `id-2`, …); an id of another
+    form is returned as it is.
+    """
+    if match := _COMPLETION.fullmatch(engine_request_id):
+        index = int(match["index"])
+        return match["id"] if index == 0 else f"{match['id']}-{index}"
+    if match := _CHAT.fullmatch(engine_request_id):
+        return match["id"]
+    return engine_request_id

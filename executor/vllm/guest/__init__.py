@@ -1,0 +1,1 @@
+"""Guest side of vLLM: scheduler behind the gate, KV balloon, start gate."""

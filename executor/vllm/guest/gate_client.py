@@ -1,0 +1,265 @@
+"""The thread that ends an orphaned guest: an idle engine core runs no scheduler code at all.
+
+What a guest's gate knows before its first step: profiles of its own steps and of its host's.
+
+A file that was named and cannot be used ends the engine's start. With a guess in its place the gate
+would lend other slack than the operator measured, and nobody would notice.
+
+A guest engine's own end of the control page: asks the gate, tells what it does.
+"""
+
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from executor.control_page.page import ControlPage
+from executor.control_page.records import Grant, GuestState
+from executor.errors import ExecutorError
+from executor.grants.grant_controller import KILLED, GrantLiveness
+from executor.grants.step_gate import GateLimits, Run, Yield, decide
+from executor.step_log import StepLog
+from executor.vllm.settings import GUEST, POLICY_VERSION, EngineSettings
+from slo import ProfileError, StepModel, StepProfile
+
+TICK_S: Final = 0.02
+EXIT_ORPHANED: Final = 75
+EXIT_KILLED: Final = 76
+EXIT_BROKEN: Final = 77
+
+
+class Watchdog(threading.Thread):
+    """Every TICK_S: judge the grant, keep the guest section's heartbeat alive, end the process."""
+
+    def __init__(
+        self,
+        page: ControlPage,
+        orphan: GrantLiveness,
+        beat: Callable[[int], None],
+        leave: Callable[[int], object] = os._exit,
+        tick_s: float = TICK_S,
+    ) -> None:
+        super().__init__(name="rose-watchdog", daemon=True)
+        self._page = page
+        self._orphan = orphan
+        self._beat = beat
+        self._leave = leave
+        self._tick_s = tick_s
+
+    def run(self) -> None:
+        """Watch until the process has to end. A watchdog that breaks ends the process too."""
+        code = EXIT_BROKEN
+        try:
+            code = self._watch()
+        finally:
+            self._leave(code)
+
+    def _watch(self) -> int:
+        # Bounded by the life of the process: there is nothing else for this thread to return to.
+        while True:
+            now_ns = time.monotonic_ns()
+            why = self._orphan.step(now_ns, self._page.grant.peek())
+            if why is not None:
+                # os._exit flushes nothing, and a frozen engine may hold every lock of logging.
+                os.write(sys.stderr.fileno(), f"rose: guest ends itself: {why}\n".encode())
+                return EXIT_KILLED if why == KILLED else EXIT_ORPHANED
+            self._beat(now_ns)
+            time.sleep(self._tick_s)
+
+
+# A first guess: measured steps correct it within a few, and further than they may a profile.
+FIRST_MODEL: Final = StepModel(
+    StepProfile(base_s=0.005, per_token_s=20e-6, per_sequence_s=10e-6), max_correction=32.0
+)
+
+
+def step_model(settings: EngineSettings) -> StepModel:
+    """The guest's own steps, FIRST_MODEL without a profile. Raises ExecutorError."""
+    if not settings.step_profile:
+        return FIRST_MODEL
+    return StepModel(_read("ROSE_STEP_PROFILE", settings.step_profile))
+
+
+def gate_limits(settings: EngineSettings) -> GateLimits:
+    """Limits that know what the host's queue costs, where its steps were profiled.
+
+    Raises ExecutorError.
+    """
+    if not settings.host_step_profile:
+        return GateLimits()
+    profile = _read("ROSE_HOST_STEP_PROFILE", settings.host_step_profile)
+    return GateLimits(host_prefill_ns_per_token=math.ceil(profile.per_token_s * 1e9))
+
+
+def _read(variable: str, path: str) -> StepProfile:
+    try:
+        return StepProfile.from_json(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ExecutorError(f"{variable} {path} cannot be read: {error.strerror}") from None
+    except (ProfileError, UnicodeDecodeError) as error:
+        raise ExecutorError(f"{variable} {path}: {error}") from None
+
+
+YIELD_SLEEP_S = 0.0005
+BEAT_NS = 50_000_000
+
+
+class EngineLoad(NamedTuple):
+    """Requests and KV blocks of the guest's scheduler at one moment."""
+
+    running: int
+    waiting: int
+    kv_used: int
+
+
+class KvMapped(NamedTuple):
+    """KV memory of the guest at one moment."""
+
+    bytes_mapped: int
+    granules_mapped: int = 0
+    granules_total: int = 0
+    granule_bytes: int = 0
+
+
+class GateClient:
+    """Owner of the guest section. The engine's thread and the watchdog's both write: one lock."""
+
+    def __init__(
+        self,
+        page: ControlPage,
+        kv: KvMapped,
+        limits: GateLimits | None = None,
+        model: StepModel = FIRST_MODEL,
+        block_tokens: int = 0,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+        sleep: Callable[[float], None] = time.sleep,
+        environ: Mapping[str, str] = os.environ,
+    ) -> None:
+        """`block_tokens`: tokens of KV in a block; steps are predicted by the KV in use."""
+        self._page = page
+        self._limits = limits or GateLimits()
+        self._model = model
+        self._block_tokens = block_tokens
+        self._clock_ns = clock_ns
+        self._sleep = sleep
+        self._environ = environ
+        self._step_log = StepLog.from_environ(environ, GUEST)
+        self._lock = threading.Lock()
+        self._state = GuestState(**kv._asdict())
+        self._in_flight = 0
+        self._step_began_ns = 0
+        self._yielding_since_ns: int | None = None
+        self.beat(clock_ns())
+
+    @property
+    def model(self) -> StepModel:
+        """The step model as corrected so far."""
+        return self._model
+
+    def ask(self, load: EngineLoad) -> Run | Yield:
+        """May a step begin now? Call once before each, with requests pending.
+
+        A refusal sleeps for YIELD_SLEEP_S: without it the engine's loop would spin.
+        """
+        # Looked at before the clock: what was written meanwhile is not from the future.
+        sight = self._page.host_sight()
+        now_ns = self._clock_ns()
+        verdict = decide(
+            sight,
+            self._page.grant.peek(),
+            self._model,
+            now_ns,
+            self._limits,
+            load.kv_used * self._block_tokens,
+        )
+        yields = isinstance(verdict, Yield)
+        since_ns, self._yielding_since_ns = self._yielding_since_ns, now_ns if yields else None
+        with self._lock:
+            state = self._state
+            silent = verdict.reason == state.gate_reason and now_ns - state.heartbeat_ns < BEAT_NS
+            self._state = replace(
+                state,
+                yielded_ns=state.yielded_ns + (now_ns - since_ns if since_ns is not None else 0),
+                gate_reason=verdict.reason,
+            )
+            if yields and not silent:
+                self._publish(now_ns, load)
+        if yields:
+            self._sleep(YIELD_SLEEP_S)
+        return verdict
+
+    def idle(self, load: EngineLoad) -> None:
+        """No request is pending: time that passes from here on is not yielded."""
+        self._yielding_since_ns = None
+        with self._lock:
+            self._publish(self._clock_ns(), load)
+
+    def mapped(self, kv: KvMapped, load: EngineLoad) -> None:
+        """Publish how much KV memory is mapped, at once when that changed, and whom it cost."""
+        with self._lock:
+            state = replace(self._state, **kv._asdict())
+            if state != self._state:
+                self._state = state
+                self._publish(self._clock_ns(), load)
+
+    def grant(self) -> Grant | None:
+        """The grant as it is now, None when it cannot be read."""
+        return self._page.grant.peek()
+
+    def scheduled(self, load: EngineLoad, tokens: int) -> None:
+        """A step of `tokens` was scheduled; without tokens there is no step."""
+        if tokens == 0:
+            return
+        now_ns = self._clock_ns()
+        if self._in_flight == 0:
+            self._step_began_ns = now_ns
+            if self._step_log is not None:
+                self._step_log.begin()
+        self._in_flight += 1
+        with self._lock:
+            self._state = replace(self._state, step_seq=self._state.step_seq + 1, in_step=True)
+            self._publish(now_ns, load)
+
+    def stepped(self, load: EngineLoad, tokens: int, sequences: int, sampled: int) -> None:
+        """A step of `tokens` over `sequences` ended and sampled so many new tokens."""
+        if tokens == 0:
+            return
+        now_ns = self._clock_ns()
+        took_ns = now_ns - self._step_began_ns
+        if self._step_log is not None:
+            self._step_log.step(self._step_began_ns, now_ns, tokens, sequences, sampled)
+        self._step_began_ns = now_ns
+        self._in_flight = max(0, self._in_flight - 1)
+        context_tokens = load.kv_used * self._block_tokens
+        self._model = self._model.observed(tokens, sequences, took_ns / 1e9, context_tokens)
+        with self._lock:
+            self._state = replace(
+                self._state,
+                in_step=self._in_flight > 0,
+                last_step_ns=took_ns,
+                tokens_total=self._state.tokens_total + sampled,
+            )
+            self._publish(now_ns, load)
+
+    def beat(self, now_ns: int) -> None:
+        """Publish the last state anew unless that happened within BEAT_NS (any thread)."""
+        with self._lock:
+            if now_ns - self._state.heartbeat_ns >= BEAT_NS:
+                self._publish(now_ns, None)
+
+    def _publish(self, now_ns: int, load: EngineLoad | None) -> None:
+        # Under the lock. Without a load the requests last seen are still the latest known.
+        state = replace(
+            self._state,
+            policy_version=int(self._environ.get(POLICY_VERSION, "0")),
+            heartbeat_ns=now_ns,
+        )
+        if load is not None:
+            state = replace(state, running=load.running, waiting=load.waiting, kv_used=load.kv_used)
+        self._state = state
+        self._page.guest.write(state)

@@ -1,0 +1,215 @@
+"""`--scheduler-cls executor.vllm.guest.scheduler.GatedScheduler`: no step without the gate's leave.
+
+Requests that outgrew what a guest may hold: ended at once, so that they go on elsewhere.
+
+vLLM would wait for blocks that do not come, and everything behind such a request with it.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Collection, Iterable
+from itertools import chain
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.request import RequestStatus
+
+from executor.control_page.page import ControlPage
+from executor.grants.grant_controller import GrantLiveness
+from executor.grants.step_gate import Run
+from executor.kv.shrink_plan import Rollout
+from executor.vllm.compat import (
+    RequestSurface,
+    SampledSurface,
+    StepSurface,
+    capped,
+    check_version,
+    ended_requests,
+    waiting_requests,
+)
+from executor.vllm.guest.gate_client import (
+    EngineLoad,
+    GateClient,
+    Watchdog,
+    gate_limits,
+    step_model,
+)
+from executor.vllm.guest.kv_balloon import GuestKv
+from executor.vllm.kv.backing import kv_pages
+from executor.vllm.kv.block_pool import BalloonedPool
+from executor.vllm.settings import GUEST, WARM_UP, EngineSettings
+
+
+def too_large(
+    requests: Iterable[RequestSurface], capacity_blocks: int, block_tokens: int, lookahead: int
+) -> list[str]:
+    """Ids of the requests whose tokens so far do not fit, were they alone in the guest.
+
+    What a request may still generate does not count: it may stop before that, and its tokens are
+    with its client already.
+    """
+    capacity_tokens = capacity_blocks * block_tokens
+    return [
+        request.request_id
+        for request in requests
+        if request.num_tokens + lookahead > capacity_tokens
+    ]
+
+
+class AbortQueue:
+    """Keeps who was ended until the engine core next sends something out."""
+
+    def __init__(self) -> None:
+        self._ended: list[tuple[int, str]] = []
+
+    def ended(self, requests: Iterable[tuple[int, str]]) -> None:
+        """Remember requests, by client and id, that the scheduler ended by itself."""
+        self._ended.extend(requests)
+
+    def tell(self, outputs: dict[int, Any]) -> None:
+        """Add a last output of each to what goes to their clients."""
+        for client, request_id in self._ended:
+            last = EngineCoreOutput(request_id, [], finish_reason=FinishReason.ABORT)
+            outputs.setdefault(client, EngineCoreOutputs()).outputs.append(last)
+        self._ended.clear()
+
+
+logger = logging.getLogger("vllm.rose.guest")
+
+
+class GatedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types are not ours to check
+    """Asks the gate before every step; a refusal makes an empty schedule.
+
+    An empty schedule still carries aborts and finished requests to the workers, and leaves vLLM's
+    own pause state alone: with that set from outside, the engine core would block on its queue and
+    never look at the page again. Inert unless ROSE_ROLE=guest; a guest whose page cannot be mapped,
+    whose step profile cannot be read or whose vLLM nobody has tested raises ExecutorError and so
+    does not start.
+    """
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)
+        self._station: GateClient | None = None
+        settings = EngineSettings.from_environ(os.environ)
+        if settings.role != GUEST:
+            logger.warning("ROSE_ROLE is not %s: this engine runs without a gate", GUEST)
+            return
+        check_version()
+        model, limits = step_model(settings), gate_limits(settings)
+        page = ControlPage.open(settings.page_path, settings.page_group)
+        pages, granules = kv_pages(self.vllm_config, self.kv_cache_config, settings.kv_backend)
+        pool = BalloonedPool(self.kv_cache_manager.block_pool, granules, pages)
+        self._kv = GuestKv(pool, self._rollouts, self._preempt)
+        self._hand_back = AbortQueue()
+        self._station = GateClient(page, self._kv.mapped, limits, model, self.block_size)
+        orphan = GrantLiveness(time.monotonic_ns(), round(settings.orphan_s * 1e9))
+        Watchdog(page, orphan, self._station.beat).start()
+
+    def schedule(self, *args: object, **kwargs: object) -> StepSurface:
+        """Schedule within what the gate allows, which may be nothing."""
+        station = self._station
+        if station is None:
+            return self._stock_schedule(*args, **kwargs)
+        load = self._load()
+        tokens = sequences = 0
+        if load.running or load.waiting:
+            verdict = station.ask(load)
+            if isinstance(verdict, Run):
+                tokens, sequences = verdict.token_budget, verdict.max_sequences
+        else:
+            station.idle(load)
+        if not self._fit_kv(station):
+            tokens = sequences = 0
+        output = self._schedule_within(tokens, sequences, args, kwargs)
+        if output.total_num_scheduled_tokens:
+            self._kv.step_begun()
+        station.scheduled(self._load(), output.total_num_scheduled_tokens)
+        return output
+
+    def update_from_output(
+        self, scheduler_output: StepSurface, model_runner_output: SampledSurface
+    ) -> dict[int, Any]:
+        """Process a step's output as vLLM does, then publish it."""
+        result: dict[int, Any] = super().update_from_output(scheduler_output, model_runner_output)
+        if self._station is not None:
+            if scheduler_output.total_num_scheduled_tokens:
+                self._kv.step_done()
+            self._hand_back.tell(result)
+            self._station.stepped(
+                self._load(),
+                scheduler_output.total_num_scheduled_tokens,
+                len(scheduler_output.num_scheduled_tokens),
+                _rollout_tokens(model_runner_output),
+            )
+        return result
+
+    def has_requests(self) -> bool:
+        """Also True while KV memory is owed: only in a step can an idle engine give it back.
+
+        An idle core looks here when something wakes it, as `rose.replica.kv_wake` does.
+        """
+        if super().has_requests():
+            return True
+        station = self._station
+        return station is not None and self._kv.must_shrink(station.grant())
+
+    def _fit_kv(self, station: GateClient) -> bool:
+        """Bring KV memory to what the grant allows; True when a step may begin."""
+        fits = self._kv.fit(station.grant())
+        station.mapped(self._kv.mapped, self._load())
+        if self._kv.ballooned:
+            lost = too_large(
+                waiting_requests(self),
+                self._kv.capacity_blocks,
+                self.block_size,
+                self.num_lookahead_tokens,
+            )
+            if lost:
+                logger.info("%d requests do not fit the KV cap and are handed back", len(lost))
+                ended = self.finish_requests(lost, RequestStatus.FINISHED_ABORTED)
+                self._hand_back.ended(ended_requests(ended))
+        return fits
+
+    def _rollouts(self) -> list[Rollout]:
+        if self.deferred_frees:
+            return []  # Blocks of rollouts preempted before are on their way: wait for them.
+        return [
+            Rollout(
+                request.request_id,
+                request.num_computed_tokens,
+                set(chain(*self.kv_cache_manager.get_block_ids(request.request_id))),
+            )
+            for request in self.running
+        ]
+
+    def _preempt(self, request_ids: Collection[str]) -> None:
+        chosen = frozenset(request_ids)
+        # The queue gets each at its front, so the last goes first.
+        for request in reversed([r for r in self.running if r.request_id in chosen]):
+            self.running.remove(request)
+            self._preempt_request(request, time.monotonic())
+            # It may come back in this very step: the workers must not take it for one that stayed.
+            self.prev_step_scheduled_req_ids.discard(request.request_id)
+
+    def _schedule_within(
+        self, tokens: int, sequences: int, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> StepSurface:
+        with capped(self, tokens, sequences):
+            return self._stock_schedule(*args, **kwargs)
+
+    def _stock_schedule(self, *args: object, **kwargs: object) -> StepSurface:
+        output: StepSurface = super().schedule(*args, **kwargs)
+        return output
+
+    def _load(self) -> EngineLoad:
+        running, waiting = self.get_request_counts()
+        pool = self.kv_cache_manager.block_pool
+        return EngineLoad(running, waiting, pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
+
+
+def _rollout_tokens(output: SampledSurface) -> int:
+    """New tokens of a step's rollouts: a warm-up's are nobody's."""
+    sampled = zip(output.req_ids, output.sampled_token_ids or (), strict=False)
+    return sum([len(tokens) for name, tokens in sampled if not name.startswith(WARM_UP)])

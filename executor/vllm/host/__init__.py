@@ -1,0 +1,1 @@
+"""Host side of vLLM: publishes its state and lends KV memory."""

@@ -1,0 +1,1 @@
+"""KV cache memory of a vLLM engine that can grow and shrink."""

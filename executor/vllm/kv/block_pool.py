@@ -1,0 +1,276 @@
+"""A free queue for vLLM's BlockPool that fills and empties whole granules.
+
+Stock vLLM hands out free blocks in the order of their last use, wherever they lie: a pool that is
+half free then has hardly one granule without a block in use. Here blocks come
+
+    1. without cached content, from the granule with the fewest free blocks
+    2. with cached content, from the fullest granule among the COLD_SHARE least recently freed ones
+
+so that prefixes are still forgotten roughly in the order of their last use.
+
+vLLM's block pool with granules that can leave it and come back.
+
+A held granule's blocks are in no queue and in no cache, and the pool counts itself smaller by
+them, so that vLLM's own accounting (usage, reset of the prefix cache) stays right.
+"""
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import islice, takewhile
+from typing import Final, Generic, TypeVar
+
+from executor.kv.backing import PageBackend
+from executor.kv.shrink_plan import Granules, GranuleUse
+from executor.vllm.compat import BlockSurface, FullBlockPoolSurface
+
+COLD_SHARE: Final = 1 / 8
+# Bounds the work of one allocation in a large pool.
+MOST_COLD: Final = 64
+
+Block = TypeVar("Block", bound=BlockSurface)
+
+
+class GranuleQueue(Generic[Block]):
+    """Takes the place of vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue, with its methods."""
+
+    def __init__(self, granules: Granules, blocks: Sequence[Block]) -> None:
+        self._granules = granules
+        self._plain: list[dict[int, Block]] = [{} for _ in range(granules.count)]
+        self._cached: list[dict[int, Block]] = [{} for _ in range(granules.count)]
+        # Granules that have plain blocks, by their number of free blocks of both kinds.
+        self._by_free: list[dict[int, None]] = [{} for _ in range(granules.granule_blocks + 1)]
+        # Granules that have cached blocks; the one a cached block came back to last is last.
+        # With the time at which it did, by the clock of whoever sets `now_ns`.
+        self._recency: OrderedDict[int, int] = OrderedDict()
+        self.now_ns = 0
+        self.num_free_blocks = 0
+        self.num_plain_blocks = 0
+        self.prepend_n(blocks)
+
+    def prepend_n(self, blocks: Sequence[Block]) -> None:
+        """Add blocks without cached content."""
+        for block in blocks:
+            self._add(self._plain, block)
+
+    def append_n(self, blocks: Sequence[Block]) -> None:
+        """Add blocks whose content may be asked for again."""
+        for block in blocks:
+            self._add(self._cached, block)
+            granule = self._granules.of(block.block_id)
+            self._recency[granule] = self.now_ns
+            self._recency.move_to_end(granule)
+
+    def append(self, block: Block) -> None:
+        """Add one block whose content may be asked for again."""
+        self.append_n([block])
+
+    def popleft(self) -> Block:
+        """Remove and return the block to use next. Raises ValueError when there is none."""
+        if not self.num_free_blocks:
+            raise ValueError("No free blocks available")
+        return self.popleft_n(1)[0]
+
+    def popleft_n(self, n: int) -> list[Block]:
+        """Remove and return the `n` blocks to use next."""
+        assert self.num_free_blocks >= n
+        popped: list[Block] = []
+        while len(popped) < n:
+            for block in list(islice(self._next_source(), n - len(popped))):
+                self.remove(block)
+                popped.append(block)
+        return popped
+
+    def remove(self, block: Block) -> None:
+        """Remove a block that is in the queue. Raises RuntimeError when it is not."""
+        number, granule = block.block_id, self._granules.of(block.block_id)
+        plain, cached = self._plain[granule], self._cached[granule]
+        if number not in plain and number not in cached:
+            raise RuntimeError(f"remove() called on a block that is not free: {block}")
+        self._by_free[self.free_in(granule)].pop(granule, None)
+        if plain.pop(number, None) is not None:
+            self.num_plain_blocks -= 1
+        else:
+            del cached[number]
+            if not cached:
+                del self._recency[granule]
+        self._sort_in(granule)
+        self.num_free_blocks -= 1
+
+    def get_all_free_blocks(self) -> list[Block]:
+        """All free blocks, roughly in the order of their use."""
+        return list(self.iter_blocks_after(None))
+
+    def iter_blocks_after(self, cursor: Block | None) -> Iterator[Block]:
+        """Free blocks roughly in the order of their use, from behind `cursor` on."""
+        plain = (self._plain[granule] for bucket in self._by_free for granule in bucket)
+        cached = (self._cached[granule] for granule in self._recency)
+        blocks = (block for group in (*plain, *cached) for block in group.values())
+        if cursor is not None:
+            for block in blocks:
+                if block is cursor:
+                    break
+        yield from blocks
+
+    def free_in(self, granule: int) -> int:
+        """How many blocks of a granule are free."""
+        return len(self._plain[granule]) + len(self._cached[granule])
+
+    def cached_in(self, granule: int) -> int:
+        """How many of them have content that may be asked for again."""
+        return sum(block.block_hash is not None for block in self._cached[granule].values())
+
+    def empty_granules(self) -> list[int]:
+        """Whole granules whose blocks are all free and without cached content."""
+        full = self._by_free[self._granules.granule_blocks]
+        return [granule for granule in full if not self._cached[granule]]
+
+    def take(self, granule: int) -> list[Block]:
+        """Remove and return all free blocks of a granule."""
+        plain, cached = self._plain[granule], self._cached[granule]
+        blocks = [*plain.values(), *cached.values()]
+        self._by_free[len(blocks)].pop(granule, None)
+        self._recency.pop(granule, None)
+        self.num_plain_blocks -= len(plain)
+        plain.clear()
+        cached.clear()
+        self.num_free_blocks -= len(blocks)
+        return blocks
+
+    def cold_granules(self, before_ns: int, most: int) -> list[int]:
+        """Up to `most` wholly free granules with prefixes, to which none came since `before_ns`."""
+        cold = takewhile(lambda entry: entry[1] < before_ns, self._recency.items())
+        seen = islice(cold, MOST_COLD if most else 0)
+        size = self._granules.granule_blocks
+        return list(islice((g for g, _ in seen if self.free_in(g) == size), most))
+
+    def make_plain(self, granule: int) -> list[Block]:
+        """Count the cached blocks of a granule as plain; the caller forgets what is in them."""
+        plain, cached = self._plain[granule], self._cached[granule]
+        blocks = list(cached.values())
+        plain.update(cached)
+        cached.clear()
+        self.num_plain_blocks += len(blocks)
+        del self._recency[granule]
+        self._sort_in(granule)
+        return blocks
+
+    def _next_source(self) -> Iterable[Block]:
+        for bucket in self._by_free:
+            if bucket:
+                return self._plain[next(iter(bucket))].values()
+        cold = max(1, min(MOST_COLD, int(len(self._recency) * COLD_SHARE)))
+        fullest = min(islice(self._recency, cold), key=lambda granule: len(self._cached[granule]))
+        return self._cached[fullest].values()
+
+    def _add(self, kind: list[dict[int, Block]], block: Block) -> None:
+        granule = self._granules.of(block.block_id)
+        self._by_free[self.free_in(granule)].pop(granule, None)
+        kind[granule][block.block_id] = block
+        self._sort_in(granule)
+        self.num_free_blocks += 1
+        self.num_plain_blocks += kind is self._plain
+
+    def _sort_in(self, granule: int) -> None:
+        if self._plain[granule]:
+            self._by_free[self.free_in(granule)][granule] = None
+
+
+class BalloonedPool:
+    """Takes the place of the pool's free queue; `fence` counts the engine's steps."""
+
+    def __init__(self, pool: FullBlockPoolSurface, granules: Granules, pages: PageBackend) -> None:
+        self._pool = pool
+        self._queue = self._queue_of(granules, pool.free_block_queue.get_all_free_blocks())
+        pool.free_block_queue = self._queue
+        self.granules = granules
+        self.pages = pages
+        self.held: set[int] = set()
+        self._touchable: dict[int, int] = {}
+        for granule in pages.released:
+            self._remove(granule)
+            self.held.add(granule)
+
+    @property
+    def granule_bytes(self) -> int:
+        """KV bytes of a whole granule."""
+        return self.pages.bytes_total // self.granules.blocks * self.granules.granule_blocks
+
+    @property
+    def capacity_blocks(self) -> int:
+        """Blocks that requests can have at most now."""
+        return self._pool.num_gpu_blocks - 1  # The null block is nobody's.
+
+    @property
+    def unmapped(self) -> bool:
+        """Whether the pages of all held granules were returned."""
+        return not self._touchable
+
+    @property
+    def owed(self) -> int:
+        """Granules to take, of those on borrowed pages, beyond those whose pages are on their way
+        back: their owner wants them."""
+        owed = self.pages.owed
+        return owed and max(0, owed - sum(map(self.pages.borrowed, self._touchable)))
+
+    def uses(self) -> Iterator[GranuleUse]:
+        """What lies in each mapped granule."""
+        for granule in range(self.granules.count):
+            if granule not in self.held:
+                used = self._blocks_in(granule) - self._queue.free_in(granule)
+                cached = self._queue.cached_in(granule)
+                yield GranuleUse(granule, used, cached, self.pages.borrowed(granule))
+
+    def take(self, granules: Collection[int], fence: int) -> int:
+        """Hold those of the granules that are wholly free, and return how many.
+
+        Their pages stay until `unmap` is told that step `fence` is done: it may read or write them.
+        """
+        taken = [granule for granule in granules if self._empty(granule)]
+        for granule in taken:
+            self._remove(granule)
+            self.held.add(granule)
+            self._touchable[granule] = fence
+        return len(taken)
+
+    def unmap(self, steps_done: int) -> None:
+        """Return the pages that no step after the first `steps_done` can touch any more."""
+        due = [granule for granule, fence in self._touchable.items() if fence <= steps_done]
+        if due:
+            self.pages.release(due)
+            for granule in due:
+                del self._touchable[granule]
+
+    def give_back(self, granules: Collection[int]) -> None:
+        """Map held granules again: first their pages, then their blocks."""
+        self.pages.restore(granules)
+        for granule in granules:
+            self._insert(granule)
+            self.held.remove(granule)
+            self._touchable.pop(granule, None)
+
+    def _queue_of(
+        self, granules: Granules, blocks: list[BlockSurface]
+    ) -> GranuleQueue[BlockSurface]:
+        return GranuleQueue(granules, blocks)
+
+    def _remove(self, granule: int) -> None:
+        blocks = self._queue.take(granule)
+        cached = {block.block_id for block in blocks if block.block_hash is not None}
+        if cached:
+            self._pool.evict_blocks(cached)
+        self._pool.num_gpu_blocks -= len(blocks)
+
+    def _insert(self, granule: int) -> None:
+        blocks = self._blocks_of(granule)
+        self._queue.prepend_n(blocks)
+        self._pool.num_gpu_blocks += len(blocks)
+
+    def _blocks_of(self, granule: int) -> list[BlockSurface]:
+        return [self._pool.blocks[number] for number in self.granules.blocks_of(granule)]
+
+    def _empty(self, granule: int) -> bool:
+        blocks = len(self.granules.blocks_of(granule))
+        return granule not in self.held and self._queue.free_in(granule) == blocks
+
+    def _blocks_in(self, granule: int) -> int:
+        return len(self.granules.blocks_of(granule)) - (granule == self.granules.of(0))

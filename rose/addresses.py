@@ -1,0 +1,120 @@
+"""Ports that nobody listens on now.
+
+Addresses that come from outside: announced, offered, said by a neighbour, read from a file.
+
+Everything that connects (aiohttp, the gateway's own client, idna, the resolver) has its own errors
+for a host or a port that cannot be one, and few of its callers expect them. So an address is
+checked once where it enters, and whoever holds one later may connect to it without looking.
+
+Refuses to serve the network by mistake what asks nobody who he is.
+"""
+
+import ipaddress
+import re
+import socket
+
+from rose.errors import ConfigError
+
+
+def free_ports(count: int) -> list[int]:
+    """So many different ones, on loopback."""
+    probes = [socket.socket() for _ in range(count)]
+    try:
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
+    finally:
+        for probe in probes:
+            probe.close()
+
+
+def free_port() -> int:
+    """One of them."""
+    return free_ports(1)[0]
+
+
+MAX_URL_CHARS = 2_048
+MAX_HOST_CHARS = 253  # RFC 1035, 2.3.4, without the root's dot
+MAX_PORT = 65_535
+_SHOWN_CHARS = 80
+
+# RFC 3986 without user, query and fragment: paths are appended to these addresses.
+_URL = re.compile(
+    r"(?P<scheme>https?)://(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<name>[A-Za-z0-9._-]+))"
+    r"(?::(?P<port>[0-9]{1,5}))?"
+    r"(?:/(?:[A-Za-z0-9._~!$&'()*+,;=:@/-]|%[0-9A-Fa-f]{2})*)?"
+)
+_LABEL = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
+# What inet_aton(3) takes for (a part of) an IPv4 address, as resolvers do: 127.1, 0x7f000001.
+_NUMBER = re.compile(r"[0-9]+|0[xX][0-9A-Fa-f]*")
+
+
+def checked_url(url: str, whose: str, schemes: tuple[str, ...] = ("http", "https")) -> str:
+    """Return `url` as it is if HTTP clients can connect to it, whatever answers there.
+
+    `whose` begins the message ("the url of version 3"). A host is an IP literal or a name of ASCII
+    labels (an international one in its xn-- form); a port is optional. Raises `ConfigError` for
+    anything else: another scheme, credentials, a query, blanks, a port out of 1..65535, 2 kB.
+    """
+    match = _URL.fullmatch(url) if len(url) <= MAX_URL_CHARS else None
+    if match is None or match["scheme"] not in schemes:
+        wanted = f"give {' or '.join(schemes)}://HOST[:PORT][/PATH]"
+        raise ConfigError(f"{whose} is {_shown(url)}, which is no address; {wanted}")
+    if match["port"] is not None and not 1 <= int(match["port"]) <= MAX_PORT:
+        raise ConfigError(f"{whose} is {_shown(url)}; give a port of 1 to {MAX_PORT}")
+    known = _is_ip(match["v6"], 6) if match["name"] is None else _is_host(match["name"])
+    if not known:
+        raise ConfigError(
+            f"{whose} is {_shown(url)}, whose host is no name and no IP address; names are labels"
+            " of 1 to 63 characters with single dots between them"
+        )
+    return url
+
+
+def _is_host(name: str) -> bool:
+    labels = name.split(".")
+    if len(name) > MAX_HOST_CHARS or not all(map(_LABEL.fullmatch, labels)):
+        return False
+    if _NUMBER.fullmatch(labels[-1]):
+        return _is_ip(name, 4)
+    return all(_is_readable(label) for label in labels if label[:4].lower() == "xn--")
+
+
+def _is_readable(label: str) -> bool:
+    """Whether clients that show names, as yarl does, can undo the xn-- form."""
+    try:
+        label.encode("ascii").decode("idna")
+    except UnicodeError:
+        return False
+    return True
+
+
+def _is_ip(text: str, version: int) -> bool:
+    try:
+        return ipaddress.ip_address(text).version == version
+    except ValueError:
+        return False
+
+
+def _shown(url: str) -> str:
+    return repr(url if len(url) <= _SHOWN_CHARS else url[:_SHOWN_CHARS] + "…")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches the address; names other than localhost may be anything."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def check_exposure(host: str, insecure: bool, what: str) -> None:
+    """Raise `ConfigError` for an address of the network, unless the operator has said so.
+
+    `what` says in a few words what whoever reaches the port can do there.
+    """
+    if not (insecure or is_loopback(host)):
+        raise ConfigError(
+            f"--host {host or 'all addresses'} is reached from other machines, and whoever reaches"
+            f" it can {what}; fence the network and give --insecure, or listen on 127.0.0.1"
+        )

@@ -1,0 +1,208 @@
+"""Turns from one or several gateways: `POST /inference/v1/generate`, whole or streamed."""
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Self, Unpack
+
+import aiohttp
+
+from rose.client import wire
+from rose.client.errors import ClientClosed, RequestRefused, TurnCancelled, TurnTimedOut
+from rose.client.gateways import GatewayMonitor, GatewayRing
+from rose.client.retry import Tries
+from rose.client.session import Group, Session
+from rose.client.stream import ChunkSink, Ledger, Progress, RunningTurn, TurnStream
+from rose.client.types import (
+    ClientSettings,
+    GroupOptions,
+    Retry,
+    Sampling,
+    Turn,
+    TurnOptions,
+    TurnRequest,
+    ask_for,
+    gateway_urls,
+)
+
+FINISH_SESSION_S = 5.0
+_log = logging.getLogger(__name__)
+
+
+class RolloutClient:
+    """Async context manager; one connection pool, safe for any number of turns of one event loop.
+
+    It pickles as what it was built from. Give every gateway's address: when one dies, its turns go
+    on at another, or at the same one once it is back.
+    """
+
+    def __init__(
+        self, urls: str | Sequence[str], timeout_s: float = 300.0, *, retry: Retry | None = None
+    ) -> None:
+        """Raises ConfigError for what is no address. `timeout_s`: of a turn with all its tries."""
+        self._settings = ClientSettings(gateway_urls(urls), timeout_s, retry=retry or Retry())
+        self._ledger = Ledger()
+        self._http: aiohttp.ClientSession | None = None
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuilt, (type(self), self._settings)
+
+    @property
+    def settings(self) -> ClientSettings:
+        """What it was built from."""
+        return self._settings
+
+    async def __aenter__(self) -> Self:
+        settings = self._settings
+        self._http = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=120.0),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=settings.connect_s),
+        )
+        self._pulse = GatewayMonitor(settings, self._http)
+        self._ring = GatewayRing(settings.urls)
+        self._tries = Tries(settings, self._http, self._ring, self._pulse)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for row in [*self._ledger.running.values()]:
+            row.cancel()
+        if self._http is not None:
+            await self._pulse.close()
+            await self._http.close()
+            self._http = None
+
+    async def generate(
+        self, token_ids: Sequence[int], sampling: Sampling, **options: Unpack[TurnOptions]
+    ) -> Turn:
+        """Generate one turn. All tries carry the same request id: it is delivered once.
+
+        Raises an error of `rose.client.errors`; all of them are RolloutError.
+        """
+        return await self._run(ask_for(token_ids, sampling, **options), self._open().whole)
+
+    def stream(
+        self, token_ids: Sequence[int], sampling: Sampling, **options: Unpack[TurnOptions]
+    ) -> TurnStream:
+        """As `generate`, token by token; when a gateway dies, the received tokens are kept."""
+        ask = ask_for(token_ids, sampling, **options)
+
+        async def run(sink: ChunkSink) -> Turn:
+            return await self._run(ask, lambda row: self._open().streamed(row, sink))
+
+        return TurnStream(run)
+
+    def gather_group(
+        self,
+        token_ids: Sequence[int],
+        sampling: Sampling,
+        members: int,
+        *,
+        group_id: str = "",
+        need: int | None = None,
+        hedges: int = 0,
+        **options: Unpack[GroupOptions],
+    ) -> Group:
+        """`members` samples of one prompt as they finish; after `need` turns the rest is cancelled.
+
+        Member k is request and session `GROUP/k`; a seed of `sampling` becomes seed + k. The
+        slowest ones may have `hedges` second copies, the first answer counts: that favours short
+        answers a little.
+        """
+        if members < 1 or not 1 <= (need or members) <= members:
+            raise RequestRefused("a group has at least one member, and needs at most all of them")
+        if not 0 <= hedges <= members:
+            raise RequestRefused("hedges: a group has at most one copy for each of its members")
+        group = group_id or uuid.uuid4().hex
+        belongs: TurnOptions = {"group_id": group}
+        if hedges:
+            belongs |= {"group_size": members, "hedges": hedges}
+
+        async def start(index: int) -> Turn:
+            seed = None if sampling.seed is None else sampling.seed + index
+            name = f"{group}/{index}"
+            names: TurnOptions = {"request_id": name, "session_id": name}
+            mine: TurnOptions = {**options, **belongs, **names}
+            return await self.generate(token_ids, replace(sampling, seed=seed), **mine)
+
+        return Group(start, members, need or members)
+
+    def session(self, session_id: str = "", *, group_id: str = "") -> Session:
+        """A trajectory: its turns go where its prefix is; its end is told to the gateways.
+
+        `group_id`: it is one of several that began with the same prompt.
+        """
+        return Session(self, session_id or uuid.uuid4().hex, self._finish_session, group_id)
+
+    def cancel(self, request_id: str) -> bool:
+        """End a running turn: whoever waits for it gets TurnCancelled. False: none has that id."""
+        row = self._ledger.running.get(request_id)
+        if row is not None:
+            row.cancel()
+        return row is not None
+
+    def progress(self) -> Progress:
+        """What runs and what ended since the client was made."""
+        running = self._ledger.running
+        return self._ledger.snapshot(asyncio.get_running_loop().time() if running else 0.0)
+
+    def _open(self) -> Tries:
+        if self._http is None:
+            raise ClientClosed("use `async with RolloutClient(...)`: it is not open now")
+        return self._tries
+
+    async def _run(self, ask: TurnRequest, work: Callable[[RunningTurn], Awaitable[Turn]]) -> Turn:
+        """Work on a turn in a task of its own, so that `cancel` ends the turn, not its waiter."""
+        running = self._ledger.running
+        if ask.request_id in running:
+            raise RequestRefused(f"{ask.request_id} is running already; give each turn its own id")
+        row = RunningTurn(ask, asyncio.get_running_loop().time())
+        running[ask.request_id] = row
+        turn: Turn | None = None
+        try:
+            async with asyncio.timeout(self._settings.timeout_s):
+                row.task = task = asyncio.ensure_future(work(row))
+                turn = await task
+        except TimeoutError:
+            raise TurnTimedOut(
+                f"{ask.request_id} took more than {self._settings.timeout_s:g} s, {row.tries} tries"
+            ) from None
+        except asyncio.CancelledError:
+            if not row.cancelled or _current_is_cancelled():
+                raise
+            raise TurnCancelled(f"{ask.request_id} was cancelled") from None
+        finally:
+            self._ledger.close(row, None if turn is None else len(turn.token_ids))
+        return turn
+
+    async def _finish_session(self, session_id: str) -> None:
+        """Tell every gateway, once: one that does not hear it forgets idle sessions by itself."""
+        if self._http is None:
+            return
+        body = wire.encode({"session_id": session_id})
+        headers = {"Content-Type": "application/json", "X-Session-ID": session_id}
+        timeout = aiohttp.ClientTimeout(total=FINISH_SESSION_S)
+        for url in self._settings.urls:
+            try:
+                async with self._http.post(
+                    f"{url}{wire.FINISH_SESSION}", data=body, headers=headers, timeout=timeout
+                ):
+                    pass
+            except (aiohttp.ClientError, OSError) as error:
+                _log.info("%s was not told that %s is over: %s", url, session_id, error)
+
+
+def _current_is_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _rebuilt(kind: type[RolloutClient], settings: ClientSettings) -> RolloutClient:
+    return kind(settings.urls, settings.timeout_s, retry=settings.retry)

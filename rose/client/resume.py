@@ -1,0 +1,166 @@
+"""A streamed turn as far as it came, across all gateways that worked on it.
+
+    rest ─ add* ─┬─ whole ───────────────────► turn
+                 └─ broken ─ again ─ add* ─┬─► turn        the same ask, at the same gateway
+                                           └─ rest ─ …     elsewhere: prompt + tokens, less budget
+
+`again` is answered from the start; what is known already is compared, not taken. A gateway that
+was started anew makes another turn of it, which is noticed at the first token that differs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
+
+from rose.client import wire
+from rose.client.errors import AnswerBroken
+from rose.client.types import TokenChunk, Turn, TurnRequest
+from rose.client.wire import StreamEvent
+
+UNKNOWN_VERSION = -1
+UNKNOWN = "unknown"
+
+# Of a token: its policy version, and the oldest version of the KV where that may be older.
+Stamp = tuple[int, int | None]
+UNKNOWN_STAMP: Stamp = (UNKNOWN_VERSION, None)
+
+
+class AnotherTurnError(Exception):
+    """The gateway does not know the turn any more and makes another one."""
+
+
+class Received:
+    """Tokens of one turn in order, each with logprob and version."""
+
+    def __init__(self, ask: TurnRequest) -> None:
+        self._ask = self._asked = ask
+        self._tokens: list[int] = []
+        self._logprobs: list[float] = []
+        self._stamps: list[Stamp] = []
+        self._old_segments: list[tuple[str, str, int, int]] = []
+        self._segments: list[tuple[str, str, int, int]] = []
+        self._old_attempts = self._attempts = 0
+        self._base = self._seen = 0
+        self.finish_reason: str | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Received so far."""
+        return len(self._tokens)
+
+    @property
+    def answered(self) -> bool:
+        """Whether tokens came since `rest`: its gateway may know more of them."""
+        return len(self._tokens) > self._base
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing is missing, be it only the word that nothing is."""
+        asked = self._ask.sampling
+        if self.finish_reason is None and self._tokens:
+            if self._tokens[-1] in asked.stop_token_ids:
+                self.finish_reason = "stop"
+            elif len(self._tokens) >= asked.max_tokens:
+                self.finish_reason = "length"
+        return self.finish_reason is not None
+
+    def rest(self) -> TurnRequest:
+        """What to ask of any gateway: to go on after the last token that came."""
+        asked = self._ask.sampling
+        self._keep_spans()
+        self._base = self._seen = len(self._tokens)
+        if self._base:
+            self._asked = replace(
+                self._ask,
+                request_id=f"{self._ask.request_id}+{self._base}",
+                token_ids=(*self._ask.token_ids, *self._tokens),
+                sampling=replace(
+                    asked,
+                    max_tokens=asked.max_tokens - self._base,
+                    min_tokens=max(0, asked.min_tokens - self._base),
+                ),
+            )
+        return self._asked
+
+    def again(self) -> TurnRequest:
+        """What to ask of the gateway that was asked last: the same, for it may know the turn."""
+        self._seen = self._base
+        return self._asked
+
+    def add(self, event: StreamEvent) -> list[TokenChunk]:
+        """Take one event; its new tokens, a chunk for each version and age of KV.
+
+        Raises AnswerBroken, and AnotherTurnError when it contradicts what came before.
+        """
+        start = len(self._tokens)
+        for choice in event.choices:
+            tokens = choice.token_ids or []
+            logprobs = choice.logprobs.content if choice.logprobs is not None else []
+            if len(tokens) != len(logprobs):
+                raise AnswerBroken(f"{len(tokens)} tokens came with {len(logprobs)} logprobs")
+            self._take(tokens, [token.logprob for token in logprobs])
+            self.finish_reason = choice.finish_reason or self.finish_reason
+        self._stamp(event, start)
+        return [self._chunk(stamp, a, b) for stamp, a, b in self._spans(start)]
+
+    def turn(self) -> Turn:
+        """The whole turn; only when it is."""
+        assert self.finish_reason is not None
+        self._keep_spans()
+        spans = self._spans(0)
+        return Turn(
+            self._ask.request_id,
+            tuple(self._tokens),
+            tuple(self._logprobs),
+            wire.joined((version, a, b) for (version, _), a, b in spans),
+            tuple(self._old_segments),
+            self.finish_reason,
+            self._old_attempts,
+            wire.joined((oldest, a, b) for (_, oldest), a, b in spans if oldest is not None),
+        )
+
+    def _take(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        known = max(0, len(self._tokens) - self._seen)
+        if [*tokens[:known]] != self._tokens[self._seen :][: len(tokens)]:
+            raise AnotherTurnError("the gateway answers with another turn")
+        self._seen += len(tokens)
+        if self._seen > self._ask.sampling.max_tokens:
+            raise AnswerBroken("more tokens came than were asked for")
+        self._tokens += tokens[known:]
+        self._logprobs += logprobs[known:]
+        self._stamps += [UNKNOWN_STAMP] * len(tokens[known:])
+
+    def _stamp(self, event: StreamEvent, start: int) -> None:
+        end = len(self._tokens)
+        for span in event.versions or ():
+            for at in range(max(start, self._base + span.start), min(self._base + span.end, end)):
+                self._stamps[at] = (span.version, span.oldest_version)
+        if event.segments is not None:
+            self._segments = [
+                (s.replica, s.kind, self._base + s.start, min(self._base + s.end, end))
+                for s in event.segments
+            ]
+        self._attempts = event.attempts or self._attempts
+
+    def _keep_spans(self) -> None:
+        """An answer that broke off did not say which replicas its tokens came from."""
+        self._old_segments += self._segments
+        covered = self._old_segments[-1][3] if self._old_segments else 0
+        if covered < len(self._tokens):
+            self._old_segments.append((UNKNOWN, UNKNOWN, covered, len(self._tokens)))
+            self._attempts = self._attempts or 1
+        self._old_attempts += self._attempts
+        self._segments, self._attempts = [], 0
+
+    def _spans(self, start: int) -> list[tuple[Stamp, int, int]]:
+        """(stamp, from, to) of all tokens from `start` on."""
+        spans = []
+        for stamp, group in groupby(self._stamps[start:]):
+            end = start + len(list(group))
+            spans.append((stamp, start, end))
+            start = end
+        return spans
+
+    def _chunk(self, stamp: Stamp, start: int, end: int) -> TokenChunk:
+        tokens, logprobs = self._tokens[start:end], self._logprobs[start:end]
+        return TokenChunk(tuple(tokens), tuple(logprobs), stamp[0], start, stamp[1])

@@ -1,0 +1,194 @@
+"""What a trainer can set of its client; plain values, so that clients travel between processes.
+
+What a trainer asks for and what it gets: tokens in, tokens out.
+
+What may be said of a turn beside prompt and sampling.
+"""
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypedDict, Unpack
+from urllib.parse import urlsplit
+
+from rose.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """How often and how fast a turn is tried again. A try asks every gateway once.
+
+    tries: in a row without a new token. first_s, max_s: the pause after the first try, doubled
+    after each, and its bound: 12 tries last 17 s, enough for a gateway to be started anew.
+    """
+
+    tries: int = 12
+    first_s: float = 0.1
+    max_s: float = 2.0
+
+    def __post_init__(self) -> None:
+        if self.tries < 1 or not 0 < self.first_s <= self.max_s:
+            raise ConfigError("Retry: tries of at least 1 and 0 < first_s <= max_s")
+
+    def pause_s(self, tried: int) -> float:
+        """The pause after so many tries."""
+        return float(min(self.max_s, self.first_s * 2 ** min(tried - 1, 30)))
+
+
+@dataclass(frozen=True, slots=True)
+class ClientSettings:
+    """urls: of all gateways. timeout_s: of a turn, all tries together. connect_s: of a connection.
+
+    A gateway that answered no health probe `probes` times in a row, each `probe_s` long, is dead.
+    """
+
+    urls: tuple[str, ...]
+    timeout_s: float = 300.0
+    connect_s: float = 5.0
+    probe_s: float = 2.0
+    probes: int = 3
+    retry: Retry = Retry()
+
+    def __post_init__(self) -> None:
+        for url in self.urls:
+            if urlsplit(url).scheme not in ("http", "https"):
+                raise ConfigError(f"{url!r} is no gateway's address: write http://HOST:PORT")
+        if not self.urls or len(set(self.urls)) < len(self.urls):
+            raise ConfigError("name at least one gateway, and each of them once")
+        if min(self.timeout_s, self.connect_s, self.probe_s, self.probes) <= 0:
+            raise ConfigError("timeout_s, connect_s, probe_s, probes: above 0")
+
+
+def gateway_urls(urls: str | Sequence[str]) -> tuple[str, ...]:
+    """One address or several, without slashes at the end."""
+    several = [urls] if isinstance(urls, str) else urls
+    return tuple([url.rstrip("/") for url in several])
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to sample. The defaults leave the policy's distribution as it is, as RL needs it.
+
+    `top_k` 0 is off. `allowed_token_ids` None allows all. Before `min_tokens` no stop is sampled.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_tokens: int = 16
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenChunk:
+    """Tokens [start, start + len(token_ids)) of a streamed turn, each with its logprob.
+
+    `version` is the policy version that sampled them, -1 where the replica does not say;
+    `oldest_version` that of the oldest KV they were sampled on, None where it is the same.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    version: int
+    start: int
+    oldest_version: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One generated turn. Spans are half-open token ranges that cover all tokens in order.
+
+    versions: (policy version, start, end); segments: (replica, kind, start, end). `logprobs` are
+    the behaviour policy's, of the distribution that was sampled from. oldest_versions: (oldest
+    version of the KV, start, end) of tokens sampled on KV of earlier versions too, as a job that
+    updates with `keep` has them: those belong to no version alone. Empty for any other job.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[tuple[int, int, int], ...]
+    segments: tuple[tuple[str, str, int, int], ...]
+    finish_reason: str
+    attempts: int
+    oldest_versions: tuple[tuple[int, int, int], ...] = ()
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The oldest policy version that had a part in any token; None where nobody knows."""
+        return min((span[0] for span in (*self.versions, *self.oldest_versions)), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRequest:
+    """One turn as the trainer wants it; `request_id` stays the same in all tries."""
+
+    request_id: str
+    session_id: str
+    token_ids: tuple[int, ...]
+    sampling: Sampling
+    min_version: int | None = None
+    exact_version: int | None = None
+    priority: int = 0
+    group_id: str = ""
+    group_size: int = 0
+    hedges: int = 0
+    job: str = ""
+
+    @property
+    def key(self) -> str:
+        """What chooses the gateway: a group that may have copies is judged by one gateway."""
+        return (self.group_id if self.hedges else "") or self.session_id or self.request_id
+
+
+class GroupOptions(TypedDict, total=False):
+    """min_version, exact_version: policy versions that are accepted. priority: lower goes first.
+
+    job: the training run's name; turns of one job are alike in length.
+    """
+
+    min_version: int | None
+    exact_version: int | None
+    priority: int
+    job: str
+
+
+class SessionOptions(GroupOptions, total=False):
+    """request_id: of the turn, made up when missing; the same id is the same turn."""
+
+    request_id: str
+
+
+class TurnOptions(SessionOptions, total=False):
+    """session_id: the trajectory's, so that the turn goes where its prefix is.
+
+    group_id: of the samples of one prompt, whose lengths tell of each other. hedges: so many second
+    copies its group_size turns may have together; not for streams.
+    """
+
+    session_id: str
+    group_id: str
+    group_size: int
+    hedges: int
+
+
+def ask_for(
+    token_ids: Sequence[int], sampling: Sampling, **options: Unpack[TurnOptions]
+) -> TurnRequest:
+    """The turn in full."""
+    return TurnRequest(
+        options.get("request_id") or uuid.uuid4().hex,
+        options.get("session_id", ""),
+        tuple(token_ids),
+        sampling,
+        options.get("min_version"),
+        options.get("exact_version"),
+        options.get("priority", 0),
+        options.get("group_id", ""),
+        options.get("group_size", 0),
+        options.get("hedges", 0),
+        options.get("job", ""),
+    )

@@ -1,0 +1,1 @@
+"""The demo's experiment: its blocks, drills, processes and comparisons."""

@@ -1,0 +1,1 @@
+"""The demo's report: records of a run, measures, claims, plots."""

@@ -1,0 +1,1 @@
+"""The demo's trainer: GRPO over trajectories that replicas rolled out."""

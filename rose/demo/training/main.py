@@ -1,0 +1,90 @@
+"""`python -m rose.demo.training.main --config FILE`: the trainer process of the demo.
+
+stdin   {"cmd":"start"}, then perhaps {"cmd":"finish"}
+stdout  ready, eval, step …, eval, done; or error with a message
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rose.client import RolloutClient, RolloutError
+from rose.demo.experiment.conductor import LossyJournal
+from rose.demo.training.records import TrainConfig
+from rose.demo.training.trainer import Trainer
+from rose.errors import RoseError
+from rose.publish import WeightPublisher
+from weight_transfer import SigningKey
+
+
+def say(event: dict[str, Any]) -> None:
+    """One event to whoever started us."""
+    sys.stdout.write(json.dumps(event, separators=(",", ":")) + "\n")
+    sys.stdout.flush()
+
+
+async def commands() -> asyncio.StreamReader:
+    """Standard input as a stream."""
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
+    )
+    return reader
+
+
+async def train(config: TrainConfig) -> None:
+    """The whole process."""
+    torch.set_num_threads(config.torch_threads)
+    stdin = await commands()
+    publisher = WeightPublisher(
+        config.job,
+        config.scheduler,
+        config.publish_root,
+        config.publish_port,
+        SigningKey.load(config.key),
+        corrupt_every=config.corrupt_every,
+    )
+    async with RolloutClient(config.gateway_url) as client, publisher:
+        source = LossyJournal(client) if config.control == "drop-token" else client
+        trainer = Trainer(config, source, publisher, say)
+        say({"event": "ready"})
+        if not await stdin.readline():
+            return
+        listening = asyncio.create_task(_listen(stdin, trainer))
+        try:
+            await trainer.run()
+        finally:
+            listening.cancel()
+
+
+async def _listen(stdin: asyncio.StreamReader, trainer: Trainer) -> None:
+    while line := await stdin.readline():
+        if json.loads(line).get("cmd") == "finish":
+            trainer.cut()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(prog="rose.demo.training.main", description=__doc__)
+    parser.add_argument("--config", type=Path, required=True)
+    args = parser.parse_args(argv)
+    try:
+        asyncio.run(train(TrainConfig.read(args.config)))
+    except (RoseError, RolloutError) as error:
+        say({"event": "error", "message": str(error)})
+        return 2
+    except Exception as error:
+        # A bug: whoever started us learns of it at once, its traceback goes to the log.
+        say({"event": "error", "message": f"the trainer broke, see its log: {error!r}"})
+        raise
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,324 @@
+"""What a caller may say about the rendering of a conversation: the template's variables alone.
+
+OpenAI's `POST /v1/chat/completions`, as vLLM 0.32 reads and writes it; needs a tokenizer.
+
+Fields of ROSE: `min_version`, `exact_version`, `timeout_s`, `resume_from` in; `versions` in every
+choice out. Tools and structured output are engine features that rollout replicas do not have.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from rose.gateway.apis import wire
+from rose.gateway.apis.completions import OpenAIBody, check_top_logprobs, text_between, token_text
+from rose.gateway.apis.frontend import ApiRequest
+from rose.gateway.errors import BadRequest, TurnError
+from rose.gateway.request_limits import resume_of, timeout_of
+from rose.gateway.text_codec import ChatOptions, ServedModel
+from rose.gateway.turns.request import NOTHING, TurnRequest, origin_of, unread
+from rose.gateway.turns.token_stream import TokenStream
+from rose.texts import Variable
+
+MAX_VARIABLES = 32
+MAX_VARIABLE_CHARS = 4_096
+# Fields of their own, or options of the tokenizer that would change what is done with the prompt.
+RESERVED = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "conversations",
+        "documents",
+        "max_length",
+        "messages",
+        "padding",
+        "self",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    }
+)
+
+
+def chat_options(
+    variables: Mapping[str, Variable] | None,
+    add_generation_prompt: bool,
+    continue_final_message: bool,
+) -> ChatOptions:
+    """Raises BadRequest for variables that are none of the template's."""
+    given = variables or {}
+    if len(given) > MAX_VARIABLES:
+        raise _refused(f"at most {MAX_VARIABLES} variables")
+    for name, value in given.items():
+        if not name.isidentifier() or len(name) > 64:
+            raise _refused(f"{name[:64]!r} is no name of a variable")
+        if name in RESERVED or name.startswith(("return_", "_")):
+            raise _refused(f"{name} is no variable of the template: leave it out")
+        if isinstance(value, str) and len(value) > MAX_VARIABLE_CHARS:
+            raise _refused(f"{name} has more than {MAX_VARIABLE_CHARS} characters")
+        if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+            raise _refused(f"{name} is a number of at most 64 bits")
+    return ChatOptions(
+        given, add_generation_prompt and not continue_final_message, continue_final_message
+    )
+
+
+def _refused(why: str) -> BadRequest:
+    return BadRequest(f"chat_template_kwargs: {why}", "chat_template_kwargs")
+
+
+class _Body(OpenAIBody, gc=False, kw_only=True):
+    # Read by the process that renders them.
+    messages: msgspec.Raw
+    logprobs: bool | None = False
+    top_logprobs: int | None = None
+    max_completion_tokens: int | None = None
+    tools: msgspec.Raw = NOTHING
+    tool_choice: msgspec.Raw = NOTHING
+    add_generation_prompt: bool | None = True
+    continue_final_message: bool | None = False
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Variable] | None = None
+
+
+_decoder = msgspec.json.Decoder(_Body)
+
+
+class ChatDialect:
+    """Reads and complains; `ChatAnswer` writes."""
+
+    path = "/v1/chat/completions"
+
+    def __init__(self, model: ServedModel) -> None:
+        self._model = model
+
+    async def read(self, body: bytes, headers: Mapping[str, str]) -> ApiRequest:
+        """The request. Raises TurnError."""
+        asked = wire.read_json(_decoder, body)
+        self._model.check_name(asked.model)
+        _check(asked)
+        prompt = await self._prompt(asked)
+        limit = asked.max_completion_tokens
+        max_tokens = asked.max_tokens if limit is None else limit
+        self._model.check_length(len(prompt), max_tokens or 0)
+        sampling = asked.sampling(self._model.budget(len(prompt), max_tokens))
+        name, named = wire.request_id_of(headers, asked.request_id)
+        origin = origin_of(headers, asked)
+        turns = [
+            TurnRequest(
+                request_id=name if asked.samples == 1 else f"{name}-{index}",
+                token_ids=prompt,
+                sampling=sampling.child(index),
+                origin=origin,
+                min_version=asked.min_version,
+                exact_version=asked.exact_version,
+                priority=asked.priority,
+                cache_salt=asked.cache_salt,
+                timeout_s=timeout_of(headers, asked.timeout_s),
+                named=named,
+                text=asked.text_plan(self._model),
+            )
+            for index in range(asked.samples)
+        ]
+        start, event_ids = resume_of(headers, asked.resume_from)
+        answer = ChatAnswer(f"chatcmpl-{name}", self._model, asked, prompt, start)
+        return ApiRequest(turns, bool(asked.stream), answer, start, event_ids)
+
+    def error(self, error: TurnError) -> bytes:
+        """Body of an error answer."""
+        return wire.vllm_error(error)
+
+    def broken(self, error: TurnError) -> bytes:
+        """Event for an error in the middle of a stream."""
+        return wire.event(wire.vllm_error(error)) + wire.DONE
+
+    async def _prompt(self, asked: _Body) -> list[int]:
+        codec = self._model.need_codec("a conversation")
+        options = chat_options(
+            asked.chat_template_kwargs,
+            asked.add_generation_prompt is not False,
+            bool(asked.continue_final_message),
+        )
+        return (await codec.chat(bytes(asked.messages), options))[0]
+
+
+def _check(asked: _Body) -> None:
+    asked.check()
+    if unread(asked.tools) or unread(asked.tool_choice) not in (None, "none", "auto"):
+        raise BadRequest("tools are not supported: put their texts into the messages", "tools")
+    if asked.chat_template is not None:
+        raise BadRequest("chat_template: only the tokenizer's own is used", "chat_template")
+    if asked.top_logprobs and not asked.logprobs:
+        raise BadRequest("top_logprobs needs logprobs to be true", "top_logprobs")
+    check_top_logprobs(asked.top_logprobs, "top_logprobs")
+
+
+class _TopLogprob(msgspec.Struct, gc=False):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class _TokenLogprob(msgspec.Struct, gc=False):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[_TopLogprob]
+
+
+class _Logprobs(msgspec.Struct, gc=False):
+    content: list[_TokenLogprob]
+
+
+class _Message(msgspec.Struct, gc=False):
+    role: str
+    content: str
+    refusal: None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
+    reasoning: None = None
+
+
+class _Choice(msgspec.Struct, gc=False):
+    index: int
+    message: _Message
+    logprobs: _Logprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    token_ids: list[int] | None
+    routed_experts: None
+    versions: list[wire.Version]
+
+
+class _Whole(msgspec.Struct, gc=False):
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[_Choice]
+    service_tier: None
+    system_fingerprint: None
+    usage: wire.TokenUsage
+    prompt_logprobs: None
+    prompt_token_ids: list[int] | None
+    prompt_text: None
+    kv_transfer_params: None
+    ec_transfer_params: None
+    metrics: None
+
+
+class ChatAnswer:
+    """Writes one request's turns, one a choice."""
+
+    def __init__(
+        self, name: str, model: ServedModel, asked: _Body, prompt: list[int], resumed: int
+    ) -> None:
+        options = asked.stream_options or wire.StreamOptions()
+        self._name = name
+        self._model = model
+        self._prompt = prompt
+        self._resumed = resumed
+        self._logprobs = bool(asked.logprobs)
+        self._top = bool(asked.top_logprobs)
+        self._as_ids = asked.return_tokens_as_token_ids
+        self._ids = bool(asked.return_token_ids)
+        self._usage_at_end = options.at_end
+        self._usage_always = options.always
+
+    def whole(self, feeds: Sequence[TokenStream]) -> bytes:
+        """Body of a 200."""
+        choices = []
+        for index, feed in enumerate(feeds):
+            end = len(feed.tokens)
+            choices.append(
+                _Choice(
+                    index,
+                    _Message("assistant", text_between(feed.text, 0, end, True)),
+                    self._logprobs_of(feed, 0, end),
+                    feed.finish_reason,
+                    feed.stop_reason,
+                    feed.tokens.tolist() if self._ids else None,
+                    None,
+                    wire.versions(feed.versions),
+                )
+            )
+        usage = wire.TokenUsage(*wire.usage(feeds, [len(self._prompt)]))
+        prompt = self._prompt if self._ids else None
+        head = (self._name, "chat.completion", feeds[0].created, self._model.name)
+        none = (None, None, None, None)
+        return wire.encode(_Whole(*head, choices, None, None, usage, None, prompt, *none))
+
+    def begin(self, feeds: Sequence[TokenStream]) -> bytes:
+        """An event with the role for each choice; a reader that comes back had them."""
+        if self._resumed:
+            return b""
+        events = []
+        for index, feed in enumerate(feeds):
+            choice: dict[str, object] = {
+                "index": index,
+                "delta": {"role": "assistant", "content": ""},
+                "logprobs": None,
+                "finish_reason": None,
+            }
+            chunk = self._chunk(feed, [choice], self._usage(feed, 0))
+            chunk["prompt_token_ids"] = self._prompt if self._ids else None
+            chunk["prompt_text"] = None
+            events.append(wire.event(wire.encode(chunk)))
+        return b"".join(events)
+
+    def part(self, index: int, feed: TokenStream, start: int, end: int) -> bytes:
+        """Event with tokens [start, end)."""
+        over = feed.finish_reason is not None and end == len(feed.tokens)
+        choice: dict[str, object] = {
+            "index": index,
+            "delta": {"content": text_between(feed.text, start, end, over)},
+            "logprobs": self._logprobs_of(feed, start, end),
+            "finish_reason": feed.finish_reason if over else None,
+        }
+        if over:
+            choice["stop_reason"] = feed.stop_reason
+        choice["token_ids"] = feed.tokens[start:end].tolist() if self._ids else None
+        choice["versions"] = wire.versions(feed.spans(start, end))
+        return wire.event(wire.encode(self._chunk(feed, [choice], self._usage(feed, end))))
+
+    def close(self, feeds: Sequence[TokenStream]) -> bytes:
+        """Token counts where they were asked for, and the end mark."""
+        if not self._usage_at_end:
+            return wire.DONE
+        usage = wire.ShortUsage(*wire.usage(feeds, [len(self._prompt)]))
+        return wire.event(wire.encode(self._chunk(feeds[0], [], usage))) + wire.DONE
+
+    def _chunk(
+        self, feed: TokenStream, choices: list[dict[str, object]], usage: object
+    ) -> dict[str, object]:
+        chunk: dict[str, object] = {
+            "id": self._name,
+            "object": "chat.completion.chunk",
+            "created": feed.created,
+            "model": self._model.name,
+            "choices": choices,
+        }
+        if usage is not None:
+            chunk["usage"] = usage
+        return chunk
+
+    def _usage(self, feed: TokenStream, end: int) -> wire.ShortUsage | None:
+        if not self._usage_always:
+            return None
+        return wire.ShortUsage(feed.prompt_tokens, feed.prompt_tokens + end, end)
+
+    def _logprobs_of(self, feed: TokenStream, start: int, end: int) -> _Logprobs | None:
+        if not self._logprobs:
+            return None
+        content = []
+        logprobs = wire.finite(feed.logprobs[start:end])
+        for token, logprob in zip(feed.tokens[start:end], logprobs, strict=True):
+            text = token_text(self._model, token, self._as_ids)
+            raw = list(text.encode("utf-8", "replace"))
+            top = [_TopLogprob(text, logprob, raw)] if self._top else []
+            content.append(_TokenLogprob(text, logprob, raw, top))
+        return _Logprobs(content)

@@ -1,0 +1,421 @@
+"""What OpenAI's two routes share, as vLLM 0.32 reads them: sampling fields and their checks.
+
+OpenAI's `POST /v1/completions`, as vLLM 0.32 reads and writes it.
+
+Prompts are texts (with a tokenizer) or token ids, one or many. Fields of ROSE: `min_version`,
+`exact_version`, `timeout_s`, `resume_from` in; `versions` in every choice out.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from rose.gateway.apis import wire
+from rose.gateway.apis.frontend import ApiRequest
+from rose.gateway.apis.wire import StreamOptions
+from rose.gateway.errors import BadRequest, TurnError
+from rose.gateway.request_limits import resume_of, timeout_of
+from rose.gateway.text_codec import ServedModel, TextPlan, TextTrack
+from rose.gateway.turns.request import (
+    NOTHING,
+    OriginFields,
+    Sampling,
+    TurnRequest,
+    origin_of,
+    refuse_unsupported,
+)
+from rose.gateway.turns.token_stream import TokenStream
+
+MAX_SAMPLES = 256
+MAX_STOPS = 256
+MAX_STOP_CHARS = 4_096
+NEUTRAL: Mapping[str, object] = {
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_p": 0.0,
+    "ignore_eos": False,
+    "use_beam_search": False,
+    "prompt_logprobs": None,
+    "logprob_token_ids": None,
+    "structured_outputs": None,
+    "logit_bias": None,
+    "bad_words": None,
+    "truncate_prompt_tokens": None,
+    "echo": False,
+}
+
+
+class _Format(msgspec.Struct, gc=False):
+    type: str | None = None
+
+
+class OpenAIBody(OriginFields, gc=False):
+    """Fields of both routes; others are ignored, as OpenAI's own clients expect."""
+
+    model: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = 0
+    n: int | None = 1
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    allowed_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = False
+    skip_special_tokens: bool | None = True
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    request_id: str | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+    presence_penalty: float | None = 0.0
+    frequency_penalty: float | None = 0.0
+    repetition_penalty: float | None = 1.0
+    min_p: float | None = 0.0
+    ignore_eos: bool | None = False
+    use_beam_search: bool | None = False
+    prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
+    structured_outputs: msgspec.Raw = NOTHING
+    response_format: _Format | None = None
+    logit_bias: dict[str, float] | None = None
+    bad_words: list[str] | None = None
+    truncate_prompt_tokens: int | None = None
+    echo: bool | None = False
+    min_version: int | None = None
+    exact_version: int | None = None
+    timeout_s: float | None = None
+    resume_from: int | None = None
+
+    def check(self) -> None:
+        """Raise BadRequest for what rollout replicas cannot do."""
+        refuse_unsupported(self, NEUTRAL)
+        if self.response_format is not None and self.response_format.type != "text":
+            raise BadRequest("rollout replicas generate plain text only", "response_format")
+        if not 1 <= self.samples <= MAX_SAMPLES:
+            raise BadRequest(f"n must be between 1 and {MAX_SAMPLES}, got {self.n}", "n")
+        check_stops(self.stops)
+
+    @property
+    def samples(self) -> int:
+        """Answers to each prompt."""
+        return 1 if self.n is None else self.n
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Strings that end the output."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def sampling(self, max_tokens: int) -> Sampling:
+        """How to sample."""
+        return Sampling(
+            max_tokens,
+            1.0 if self.temperature is None else self.temperature,
+            1.0 if self.top_p is None else self.top_p,
+            self.top_k or 0,
+            self.min_tokens or 0,
+            self.stop_token_ids or None,
+            self.allowed_token_ids,
+            self.seed,
+        )
+
+    def text_plan(self, model: ServedModel) -> TextPlan | None:
+        """How output becomes text. Raises BadRequest for stop strings without a tokenizer."""
+        if self.stops:
+            model.need_codec("a stop string")
+        if model.codec is None:
+            return None
+        return TextPlan(
+            model.codec,
+            self.stops,
+            bool(self.include_stop_str_in_output),
+            self.skip_special_tokens is not False,
+            self.min_tokens or 0,
+        )
+
+
+def check_stops(stops: tuple[str, ...]) -> None:
+    """Raise BadRequest for more stop strings than can be looked for at every token."""
+    chars = sum(map(len, stops))
+    if len(stops) > MAX_STOPS or chars > MAX_STOP_CHARS or not all(stops):
+        raise BadRequest(
+            f"stop: at most {MAX_STOPS} strings of together {MAX_STOP_CHARS} characters, "
+            "none of them empty",
+            "stop",
+        )
+
+
+def check_top_logprobs(given: int | None, name: str) -> None:
+    """Raise BadRequest for alternatives to the sampled token, which no replica reports."""
+    if given is not None and not 0 <= given <= 1:
+        raise BadRequest(
+            f"{name} is {given}: rollout replicas give the sampled token's logprob only; "
+            "send 0 or 1",
+            name,
+        )
+
+
+def token_text(model: ServedModel, token_id: int, as_ids: bool | None) -> str:
+    """A token in a list of logprobs: its text, or `token_id:N` as vLLM writes it."""
+    if as_ids or model.codec is None:
+        return f"token_id:{token_id}"
+    text = model.codec.decode([token_id])
+    # Bytes of an unfinished character are no text, and vLLM shows none.
+    return "" if text.endswith("\ufffd") else text
+
+
+def text_between(track: TextTrack | None, start: int, end: int, over: bool) -> str:
+    """Output text that tokens [start, end) settle; empty without a tokenizer."""
+    if track is None:
+        return ""
+    return track.text[track.shown(start, False) : track.shown(end, over)]
+
+
+DEFAULT_MAX_TOKENS = 16
+MAX_TURNS = 256
+
+
+class _Body(OpenAIBody, gc=False, kw_only=True):
+    prompt: str | list[str | int | list[int]] | None = None
+    logprobs: int | None = None
+    suffix: str | None = None
+    add_special_tokens: bool | None = True
+
+
+_decoder = msgspec.json.Decoder(_Body)
+
+
+class CompletionDialect:
+    """Reads and complains; `CompletionAnswer` writes."""
+
+    path = "/v1/completions"
+
+    def __init__(self, model: ServedModel) -> None:
+        self._model = model
+
+    async def read(self, body: bytes, headers: Mapping[str, str]) -> ApiRequest:
+        """The request. Raises TurnError."""
+        asked = wire.read_json(_decoder, body)
+        self._model.check_name(asked.model)
+        asked.check()
+        check_top_logprobs(asked.logprobs, "logprobs")
+        if asked.suffix:
+            raise BadRequest("suffix is not supported", "suffix")
+        prompts = await self._prompts(asked)
+        samples = asked.samples
+        if len(prompts) * samples > MAX_TURNS:
+            raise BadRequest(f"at most {MAX_TURNS} completions in one request", "prompt")
+        name, named = wire.request_id_of(headers, asked.request_id)
+        origin, turns = origin_of(headers, asked), []
+        for k, prompt in enumerate(prompts):
+            max_tokens = DEFAULT_MAX_TOKENS if asked.max_tokens is None else asked.max_tokens
+            self._model.check_length(len(prompt), max_tokens)
+            sampling, plan = asked.sampling(max_tokens), asked.text_plan(self._model)
+            for index in range(samples):
+                single = len(prompts) * samples == 1
+                turn = TurnRequest(
+                    request_id=name if single else f"{name}-{k * samples + index}",
+                    token_ids=prompt,
+                    sampling=sampling.child(index),
+                    origin=origin,
+                    min_version=asked.min_version,
+                    exact_version=asked.exact_version,
+                    priority=asked.priority,
+                    cache_salt=asked.cache_salt,
+                    timeout_s=timeout_of(headers, asked.timeout_s),
+                    named=named,
+                    text=plan,
+                )
+                turns.append(turn)
+        start, event_ids = resume_of(headers, asked.resume_from)
+        answer = CompletionAnswer(f"cmpl-{name}", self._model, asked, prompts)
+        return ApiRequest(turns, bool(asked.stream), answer, start, event_ids)
+
+    def error(self, error: TurnError) -> bytes:
+        """Body of an error answer."""
+        return wire.vllm_error(error)
+
+    def broken(self, error: TurnError) -> bytes:
+        """Event for an error in the middle of a stream."""
+        return wire.event(wire.vllm_error(error)) + wire.DONE
+
+    async def _prompts(self, asked: _Body) -> list[list[int]]:
+        prompt = asked.prompt
+        if prompt is None or not prompt:
+            raise BadRequest("prompt is missing or empty", "prompt")
+        if isinstance(prompt, str):
+            return await self._encode([prompt], asked)
+        ids = [token for token in prompt if isinstance(token, int)]
+        if len(ids) == len(prompt):
+            return [ids]
+        if ids:
+            raise BadRequest("prompt mixes token ids with texts or lists", "prompt")
+        if len(prompt) > MAX_TURNS:
+            raise BadRequest(f"at most {MAX_TURNS} completions in one request", "prompt")
+        texts = [part for part in prompt if isinstance(part, str)]
+        encoded = iter(await self._encode(texts, asked) if texts else ())
+        return [
+            part if isinstance(part, list) else next(encoded)
+            for part in prompt
+            if not isinstance(part, int)
+        ]
+
+    async def _encode(self, texts: list[str], asked: _Body) -> list[list[int]]:
+        codec = self._model.need_codec("a prompt in text")
+        return await codec.encode(texts, asked.add_special_tokens is not False)
+
+
+class _Logprobs(msgspec.Struct, gc=False):
+    text_offset: list[int]
+    token_logprobs: list[float]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float]]
+
+
+class _ChunkChoice(msgspec.Struct, gc=False):
+    index: int
+    text: str
+    logprobs: _Logprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    prompt_token_ids: list[int] | None
+    token_ids: list[int] | None
+    versions: list[wire.Version]
+
+
+class _Choice(msgspec.Struct, gc=False):
+    index: int
+    text: str
+    logprobs: _Logprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    token_ids: list[int] | None
+    prompt_logprobs: None
+    prompt_token_ids: list[int] | None
+    routed_experts: None
+    versions: list[wire.Version]
+
+
+class _Chunk(msgspec.Struct, gc=False):
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[_ChunkChoice]
+
+
+class _UsageChunk(_Chunk, gc=False, kw_only=True):
+    usage: wire.ShortUsage
+
+
+class _Whole(msgspec.Struct, gc=False):
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[_Choice]
+    service_tier: None
+    system_fingerprint: None
+    usage: wire.TokenUsage
+    kv_transfer_params: None
+    ec_transfer_params: None
+    metrics: None
+
+
+class CompletionAnswer:
+    """Writes one request's turns; turn k is sample k mod n of prompt k // n."""
+
+    def __init__(
+        self, name: str, model: ServedModel, asked: _Body, prompts: list[list[int]]
+    ) -> None:
+        options = asked.stream_options or wire.StreamOptions()
+        self._name = name
+        self._model = model
+        self._prompts = prompts
+        self._samples = asked.samples
+        self._logprobs = asked.logprobs is not None
+        self._as_ids = asked.return_tokens_as_token_ids
+        # Without a tokenizer the text is empty: the answer is the ids.
+        self._ids = bool(asked.return_token_ids) or model.codec is None
+        self._usage_at_end = options.at_end
+        self._usage_always = options.always
+        self._offsets: dict[int, int] = {}
+
+    def whole(self, feeds: Sequence[TokenStream]) -> bytes:
+        """Body of a 200."""
+        choices = []
+        for index, feed in enumerate(feeds):
+            end = len(feed.tokens)
+            choices.append(
+                _Choice(
+                    index,
+                    text_between(feed.text, 0, end, True),
+                    self._logprobs_of(index, feed, 0, end),
+                    feed.finish_reason,
+                    feed.stop_reason,
+                    feed.tokens.tolist() if self._ids else None,
+                    None,
+                    self._prompts[index // self._samples] if self._ids else None,
+                    None,
+                    wire.versions(feed.versions),
+                )
+            )
+        usage = wire.TokenUsage(*wire.usage(feeds, [len(prompt) for prompt in self._prompts]))
+        return wire.encode(
+            _Whole(*self._head(feeds[0]), choices, None, None, usage, None, None, None)
+        )
+
+    def begin(self, feeds: Sequence[TokenStream]) -> bytes:
+        """Nothing comes before the first tokens."""
+        del feeds
+        return b""
+
+    def part(self, index: int, feed: TokenStream, start: int, end: int) -> bytes:
+        """Event with tokens [start, end)."""
+        over = feed.finish_reason is not None and end == len(feed.tokens)
+        choice = _ChunkChoice(
+            index,
+            text_between(feed.text, start, end, over),
+            self._logprobs_of(index, feed, start, end),
+            feed.finish_reason if over else None,
+            feed.stop_reason if over else None,
+            self._prompts[index // self._samples] if self._ids and start == 0 else None,
+            feed.tokens[start:end].tolist() if self._ids else None,
+            wire.versions(feed.spans(start, end)),
+        )
+        if self._usage_always:
+            usage = wire.ShortUsage(feed.prompt_tokens, feed.prompt_tokens + end, end)
+            return wire.event(wire.encode(_UsageChunk(*self._head(feed), [choice], usage=usage)))
+        return wire.event(wire.encode(_Chunk(*self._head(feed), [choice])))
+
+    def close(self, feeds: Sequence[TokenStream]) -> bytes:
+        """Token counts where they were asked for, and the end mark."""
+        if not self._usage_at_end:
+            return wire.DONE
+        usage = wire.ShortUsage(*wire.usage(feeds, [len(prompt) for prompt in self._prompts]))
+        return (
+            wire.event(wire.encode(_UsageChunk(*self._head(feeds[0]), [], usage=usage))) + wire.DONE
+        )
+
+    def _head(self, feed: TokenStream) -> tuple[str, str, int, str]:
+        return self._name, "text_completion", feed.created, self._model.name
+
+    def _logprobs_of(self, index: int, feed: TokenStream, start: int, end: int) -> _Logprobs | None:
+        if not self._logprobs:
+            return None
+        found = _Logprobs([], [], [], [])
+        offset = self._offsets.get(index, 0)
+        logprobs = wire.finite(feed.logprobs[start:end])
+        for token, logprob in zip(feed.tokens[start:end], logprobs, strict=True):
+            text = token_text(self._model, token, self._as_ids)
+            found.text_offset.append(offset)
+            found.token_logprobs.append(logprob)
+            found.tokens.append(text)
+            found.top_logprobs.append({text: logprob})
+            offset += len(text)
+        self._offsets[index] = offset
+        return found

@@ -1,0 +1,58 @@
+"""What a request of any API comes down to: turns, and how their tokens are written back."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from rose.gateway.errors import TurnError
+from rose.gateway.turns.request import TurnRequest
+from rose.gateway.turns.token_stream import TokenStream
+
+
+class ApiResponse(Protocol):
+    """Writes the turns of one request in the words of one API."""
+
+    def whole(self, feeds: Sequence[TokenStream]) -> bytes:
+        """Body of a 200, all turns being over."""
+        ...
+
+    def begin(self, feeds: Sequence[TokenStream]) -> bytes:
+        """What a stream starts with; may be empty."""
+        ...
+
+    def part(self, index: int, feed: TokenStream, start: int, end: int) -> bytes:
+        """Event with tokens [start, end) of turn `index`; the last one when the turn is over."""
+        ...
+
+    def close(self, feeds: Sequence[TokenStream]) -> bytes:
+        """What a stream ends with."""
+        ...
+
+
+@dataclass(slots=True)
+class ApiRequest:
+    """One request. `resume_from`: tokens that a reconnecting reader has; `event_ids`: it counts."""
+
+    turns: list[TurnRequest]
+    stream: bool
+    answer: ApiResponse
+    resume_from: int = 0
+    event_ids: bool = False
+
+
+class ApiFrontend(Protocol):
+    """One API: reads requests, writes answers, complains in its own shape."""
+
+    path: str
+
+    async def read(self, body: bytes, headers: Mapping[str, str]) -> ApiRequest:
+        """The request. Raises TurnError for what the API would refuse."""
+        ...
+
+    def error(self, error: TurnError) -> bytes:
+        """Body of an error answer."""
+        ...
+
+    def broken(self, error: TurnError) -> bytes:
+        """Event for an error after the stream has begun, with what ends the stream."""
+        ...

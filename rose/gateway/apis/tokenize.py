@@ -1,0 +1,71 @@
+"""`POST /tokenize` and `/detokenize`, as vLLM 0.32 has them; they need a tokenizer."""
+
+import msgspec
+
+from rose.gateway.apis import wire
+from rose.gateway.apis.chat import chat_options
+from rose.gateway.errors import BadRequest
+from rose.gateway.text_codec import ServedModel
+from rose.gateway.turns.request import NOTHING
+from rose.texts import Variable
+
+
+class _TokenizeBody(msgspec.Struct):
+    prompt: str | None = None
+    messages: msgspec.Raw = NOTHING
+    model: str | None = None
+    # vLLM adds special tokens to a prompt, and leaves them to the template in a conversation.
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    return_token_strs: bool | None = False
+    chat_template_kwargs: dict[str, Variable] | None = None
+
+
+class _DetokenizeBody(msgspec.Struct):
+    tokens: list[int]
+    model: str | None = None
+
+
+_decode_tokenize = msgspec.json.Decoder(_TokenizeBody)
+_decode_detokenize = msgspec.json.Decoder(_DetokenizeBody)
+
+
+async def tokenize(model: ServedModel, body: bytes) -> bytes:
+    """Token ids of a prompt or a conversation. Raises TurnError."""
+    asked = wire.read_json(_decode_tokenize, body)
+    model.check_name(asked.model)
+    codec = model.need_codec("/tokenize")
+    conversation = bytes(asked.messages)
+    if (asked.prompt is None) == (conversation == b"null"):
+        raise BadRequest("send either prompt or messages")
+    strings = bool(asked.return_token_strs)
+    if asked.prompt is not None:
+        special = asked.add_special_tokens is not False
+        if strings:
+            tokens, names = await codec.encode_with_tokens(asked.prompt, special)
+        else:
+            tokens, names = (await codec.encode([asked.prompt], special))[0], None
+    else:
+        options = chat_options(
+            asked.chat_template_kwargs, asked.add_generation_prompt, asked.continue_final_message
+        )
+        tokens, names = await codec.chat(conversation, options, strings)
+    return wire.encode(
+        {
+            "count": len(tokens),
+            "max_model_len": model.max_model_len,
+            "tokens": tokens,
+            "token_strs": names,
+        }
+    )
+
+
+async def detokenize(model: ServedModel, body: bytes) -> bytes:
+    """Text of token ids. Raises TurnError."""
+    asked = wire.read_json(_decode_detokenize, body)
+    model.check_name(asked.model)
+    codec = model.need_codec("/detokenize")
+    if any(not 0 <= token < 1 << 32 for token in asked.tokens):
+        raise BadRequest("tokens are ids of at least 0", "tokens")
+    return wire.encode({"prompt": await codec.decode_all(asked.tokens)})

@@ -1,0 +1,382 @@
+"""vLLM's tokens in, tokens out: `POST /inference/v1/generate`, as vLLM 0.32 reads and writes it.
+
+Fields that vLLM does not have: `min_version`, `exact_version`, `timeout_s`, `resume_from` in;
+`versions`, `segments`, `attempts` out. The request id comes back as it was sent.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from rose.gateway.apis import wire
+from rose.gateway.apis.frontend import ApiRequest
+from rose.gateway.errors import BadRequest, TurnError
+from rose.gateway.request_limits import resume_of, timeout_of
+from rose.gateway.text_codec import ServedModel
+from rose.gateway.turns.request import (
+    NOTHING,
+    OriginFields,
+    Sampling,
+    TurnRequest,
+    origin_of,
+    refuse_unsupported,
+)
+from rose.gateway.turns.token_stream import TokenStream
+
+MAX_SAMPLES = 256
+NEUTRAL_SAMPLING: Mapping[str, object] = {
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_p": 0.0,
+    "stop": None,
+    "ignore_eos": False,
+    "prompt_logprobs": None,
+    "prompt_logprob_token_ids": None,
+    "logprob_token_ids": None,
+    "structured_outputs": None,
+    "logit_bias": None,
+    "bad_words": None,
+    "watermarking": None,
+    "thinking_token_budget": None,
+    "repetition_detection": None,
+    "trace_decode_token_ids": None,
+}
+NEUTRAL: Mapping[str, object] = {
+    "features": None,
+    "content_parts": None,
+    "kv_transfer_params": None,
+    "ec_transfer_params": None,
+    "output_mode": "tokens",
+}
+
+
+class _SamplingBody(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+    temperature: float | None = 1.0
+    top_p: float | None = 1.0
+    top_k: int | None = 0
+    max_tokens: int | None = None
+    min_tokens: int | None = 0
+    stop_token_ids: list[int] | None = None
+    allowed_token_ids: list[int] | None = None
+    seed: int | None = None
+    logprobs: int | None = None
+    n: int | None = 1
+    presence_penalty: float | None = 0.0
+    frequency_penalty: float | None = 0.0
+    repetition_penalty: float | None = 1.0
+    min_p: float | None = 0.0
+    stop: str | list[str] | None = None
+    ignore_eos: bool | None = False
+    prompt_logprobs: int | None = None
+    prompt_logprob_token_ids: msgspec.Raw = NOTHING
+    logprob_token_ids: list[int] | None = None
+    structured_outputs: msgspec.Raw = NOTHING
+    logit_bias: dict[str, float] | None = None
+    bad_words: list[str] | None = None
+    watermarking: bool | None = None
+    thinking_token_budget: int | None = None
+    repetition_detection: msgspec.Raw = NOTHING
+    trace_decode_token_ids: msgspec.Raw = NOTHING
+    # How vLLM would deliver or cache, not what it samples: tokens come as they come.
+    flat_logprobs: msgspec.Raw = NOTHING
+    prompt_logprob_start: msgspec.Raw = NOTHING
+    detokenize: msgspec.Raw = NOTHING
+    skip_special_tokens: msgspec.Raw = NOTHING
+    spaces_between_special_tokens: msgspec.Raw = NOTHING
+    include_stop_str_in_output: msgspec.Raw = NOTHING
+    output_kind: msgspec.Raw = NOTHING
+    stream_interval: msgspec.Raw = NOTHING
+    skip_clone: msgspec.Raw = NOTHING
+    skip_reading_prefix_cache: msgspec.Raw = NOTHING
+    routed_experts_prompt_start: msgspec.Raw = NOTHING
+    extra_args: msgspec.Raw = NOTHING
+
+    def sampling(self, max_tokens: int) -> Sampling:
+        return Sampling(
+            max_tokens,
+            1.0 if self.temperature is None else self.temperature,
+            1.0 if self.top_p is None else self.top_p,
+            self.top_k or 0,
+            self.min_tokens or 0,
+            self.stop_token_ids,
+            self.allowed_token_ids,
+            self.seed,
+        )
+
+
+class _Body(OriginFields, gc=False, kw_only=True):
+    token_ids: list[int]
+    sampling_params: _SamplingBody = msgspec.field(default_factory=_SamplingBody)
+    request_id: str | None = None
+    model: str | None = None
+    stream_options: wire.StreamOptions | None = None
+    cache_salt: str | None = None
+    priority: int = 0
+    return_token_ids: bool | None = None
+    features: msgspec.Raw = NOTHING
+    content_parts: msgspec.Raw = NOTHING
+    kv_transfer_params: msgspec.Raw = NOTHING
+    ec_transfer_params: msgspec.Raw = NOTHING
+    output_mode: str = "tokens"
+    min_version: int | None = None
+    exact_version: int | None = None
+    timeout_s: float | None = None
+    resume_from: int | None = None
+
+
+_decoder = msgspec.json.Decoder(_Body)
+
+
+class VllmDialect:
+    """Reads and complains; `VllmAnswer` writes."""
+
+    path = "/inference/v1/generate"
+
+    def __init__(self, model: ServedModel) -> None:
+        self._model = model
+
+    async def read(self, body: bytes, headers: Mapping[str, str]) -> ApiRequest:
+        """The request. Raises TurnError."""
+        asked = wire.read_json(_decoder, body)
+        self._model.check_name(asked.model)
+        params = asked.sampling_params
+        refuse_unsupported(asked, NEUTRAL)
+        refuse_unsupported(params, NEUTRAL_SAMPLING)
+        _check_logprobs(params.logprobs)
+        samples = 1 if params.n is None else params.n
+        if not 1 <= samples <= MAX_SAMPLES:
+            raise BadRequest(f"n must be between 1 and {MAX_SAMPLES}, got {samples}", "n")
+        self._model.check_length(len(asked.token_ids))
+        name, named = wire.request_id_of(headers, asked.request_id)
+        sampling = params.sampling(self._model.budget(len(asked.token_ids), params.max_tokens))
+        origin = origin_of(headers, asked)
+        turns = [
+            TurnRequest(
+                request_id=name if samples == 1 else f"{name}-{index}",
+                token_ids=asked.token_ids,
+                sampling=sampling.child(index),
+                origin=origin,
+                min_version=asked.min_version,
+                exact_version=asked.exact_version,
+                priority=asked.priority,
+                cache_salt=asked.cache_salt,
+                timeout_s=timeout_of(headers, asked.timeout_s),
+                named=named,
+            )
+            for index in range(samples)
+        ]
+        start, event_ids = resume_of(headers, asked.resume_from)
+        answer = VllmAnswer(name, self._model.name, asked)
+        return ApiRequest(turns, bool(asked.stream), answer, start, event_ids)
+
+    def error(self, error: TurnError) -> bytes:
+        """Body of an error answer."""
+        return wire.vllm_error(error)
+
+    def broken(self, error: TurnError) -> bytes:
+        """Event for an error in the middle of a stream."""
+        return wire.event(wire.vllm_error(error)) + wire.DONE
+
+
+class _TopLogprob(msgspec.Struct, gc=False):
+    token_id: int
+    logprob: float
+    rank: int | None
+
+
+class _TokenLogprob(msgspec.Struct, gc=False):
+    token_id: int
+    logprob: float
+    rank: int | None
+    top_logprobs: list[_TopLogprob]
+
+
+class _NamedLogprob(_TokenLogprob, gc=False, kw_only=True):
+    # The token's name in vLLM before 0.32, which the `renderers` client of verifiers insists on.
+    token: str
+
+
+class _Logprobs(msgspec.Struct, gc=False):
+    content: list[_TokenLogprob]
+
+
+class _WeightVersion(msgspec.Struct, gc=False):
+    version: str
+    start: int
+    end: int
+
+
+class _Choice(msgspec.Struct, gc=False):
+    index: int
+    finish_reason: str | None
+    stop_reason: int | str | None
+    token_ids: list[int]
+    routed_experts: None
+    sampling_mask: None
+    weight_versions: list[_WeightVersion] | None
+    logprobs: _Logprobs | None
+
+
+class _Whole(msgspec.Struct, gc=False):
+    request_id: str
+    model: str
+    created: int
+    usage: wire.TokenUsage
+    prompt_logprobs: None
+    prompt_token_id_logprobs: None
+    prompt_token_ids: list[int] | None
+    mm_placeholders: None
+    metrics: None
+    kv_transfer_params: None
+    ec_transfer_params: None
+    output_mode: str
+    choices: list[_Choice]
+    versions: list[wire.Version]
+    segments: list[wire.Segment]
+    attempts: int
+
+
+class _Chunk(msgspec.Struct, gc=False):
+    request_id: str
+    usage: wire.TokenUsage | None
+    output_mode: str
+    choices: list[_Choice]
+    versions: list[wire.Version]
+
+
+class _FirstChunk(_Chunk, gc=False, kw_only=True):
+    prompt_token_ids: list[int]
+
+
+class _LastChunk(_Chunk, gc=False, kw_only=True):
+    segments: list[wire.Segment]
+    attempts: int
+
+
+class _UsageChunk(msgspec.Struct, gc=False):
+    request_id: str
+    usage: wire.ShortUsage
+    output_mode: str
+    choices: list[_Choice]
+
+
+class VllmAnswer:
+    """Writes one request's turns. With several samples `versions` and `segments` are the first's;
+    each choice has its own `weight_versions`."""
+
+    def __init__(self, request_id: str, model: str, asked: _Body) -> None:
+        options = asked.stream_options or wire.StreamOptions()
+        self._request_id = request_id
+        self._model = model
+        self._logprobs = asked.sampling_params.logprobs is not None
+        self._prompt = asked.token_ids if asked.return_token_ids else None
+        self._prompt_tokens = len(asked.token_ids)
+        self._usage_at_end = options.at_end
+        self._usage_always = options.always
+
+    def whole(self, feeds: Sequence[TokenStream]) -> bytes:
+        """Body of a 200."""
+        choices = [
+            self._choice(index, feed, 0, len(feed.tokens), _named_logprob)
+            for index, feed in enumerate(feeds)
+        ]
+        first = feeds[0]
+        return wire.encode(
+            _Whole(
+                self._request_id,
+                self._model,
+                first.created,
+                wire.TokenUsage(*wire.usage(feeds, [self._prompt_tokens])),
+                None,
+                None,
+                self._prompt,
+                None,
+                None,
+                None,
+                None,
+                "tokens",
+                choices,
+                wire.versions(first.versions),
+                wire.segments(first),
+                sum(feed.attempts for feed in feeds),
+            )
+        )
+
+    def begin(self, feeds: Sequence[TokenStream]) -> bytes:
+        """Nothing comes before the first tokens."""
+        del feeds
+        return b""
+
+    def part(self, index: int, feed: TokenStream, start: int, end: int) -> bytes:
+        """Event with tokens [start, end)."""
+        choice = self._choice(index, feed, start, end, _token_logprob)
+        head = (self._request_id, self._usage(feed, end), "tokens", [choice])
+        spans = wire.versions(feed.spans(start, end))
+        if choice.finish_reason is not None:
+            last = _LastChunk(*head, spans, segments=wire.segments(feed), attempts=feed.attempts)
+            return wire.event(wire.encode(last))
+        if self._prompt is not None and start == 0:
+            prompt = self._prompt
+            return wire.event(wire.encode(_FirstChunk(*head, spans, prompt_token_ids=prompt)))
+        return wire.event(wire.encode(_Chunk(*head, spans)))
+
+    def close(self, feeds: Sequence[TokenStream]) -> bytes:
+        """Token counts where they were asked for, and the end mark."""
+        if not self._usage_at_end:
+            return wire.DONE
+        counts = wire.ShortUsage(*wire.usage(feeds, [self._prompt_tokens]))
+        chunk = _UsageChunk(self._request_id, counts, "tokens", [])
+        return wire.event(wire.encode(chunk)) + wire.DONE
+
+    def _usage(self, feed: TokenStream, end: int) -> wire.TokenUsage | None:
+        if not self._usage_always:
+            return None
+        return wire.TokenUsage(feed.prompt_tokens, feed.prompt_tokens + end, end)
+
+    def _choice(
+        self,
+        index: int,
+        feed: TokenStream,
+        start: int,
+        end: int,
+        logprob_of: Callable[[int, float], _TokenLogprob],
+    ) -> _Choice:
+        tokens = feed.tokens[start:end].tolist()
+        over = feed.finish_reason is not None and end == len(feed.tokens)
+        logprobs = None
+        if self._logprobs:
+            values = wire.finite(feed.logprobs[start:end])
+            logprobs = _Logprobs([*map(logprob_of, tokens, values)])
+        return _Choice(
+            index,
+            feed.finish_reason if over else None,
+            feed.stop_reason if over else None,
+            tokens,
+            None,
+            None,
+            _weight_versions(feed) if over else None,
+            logprobs,
+        )
+
+
+def _token_logprob(token: int, logprob: float) -> _TokenLogprob:
+    return _TokenLogprob(token, logprob, None, [_TopLogprob(token, logprob, None)])
+
+
+def _named_logprob(token: int, logprob: float) -> _TokenLogprob:
+    top = [_TopLogprob(token, logprob, None)]
+    return _NamedLogprob(token, logprob, None, top, token=f"token_id:{token}")
+
+
+def _weight_versions(feed: TokenStream) -> list[_WeightVersion] | None:
+    spans = [_WeightVersion(str(span.version), span.start, span.end) for span in feed.versions]
+    return spans or None
+
+
+def _check_logprobs(logprobs: int | None) -> None:
+    if logprobs is not None and not 0 <= logprobs <= 1:
+        raise BadRequest(
+            f"logprobs is {logprobs}: rollout replicas give the sampled token's only; send 0 or 1",
+            "logprobs",
+        )

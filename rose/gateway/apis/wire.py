@@ -1,0 +1,134 @@
+"""What several dialects read and write: spans, usage, errors in vLLM's shape, events."""
+
+import math
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from elastic_scheduler import VersionSpan
+from rose.decoding import decoded
+from rose.gateway.errors import BadRequest, TurnError
+from rose.gateway.request_limits import REQUEST_ID_HEADER, header_of
+from rose.gateway.turns.token_stream import TokenStream
+
+T = TypeVar("T")
+
+encode = msgspec.json.Encoder().encode
+DONE = b"data: [DONE]\n\n"
+# Both APIs write -inf and NaN like this.
+LOWEST_LOGPROB = -9999.0
+
+
+class Version(msgspec.Struct, gc=False, omit_defaults=True):
+    """Output tokens [start, end) of one policy version; `oldest_version` as in `VersionSpan`."""
+
+    version: int
+    start: int
+    end: int
+    oldest_version: int | None = None
+
+
+class Segment(msgspec.Struct, gc=False):
+    """Output tokens [start, end) from one replica."""
+
+    replica: str
+    kind: str
+    start: int
+    end: int
+
+
+class TokenUsage(msgspec.Struct, gc=False):
+    """Token counts, in OpenAI's words."""
+
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int
+    prompt_tokens_details: None = None
+    completion_tokens_details: None = None
+
+
+class ShortUsage(msgspec.Struct, gc=False):
+    """The same where vLLM leaves out what is null."""
+
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int
+
+
+class StreamOptions(msgspec.Struct, gc=False):
+    """When a stream tells its token counts."""
+
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
+
+    @property
+    def at_end(self) -> bool:
+        """In an event of its own after the last."""
+        return bool(self.include_usage)
+
+    @property
+    def always(self) -> bool:
+        """In every event."""
+        return bool(self.include_usage and self.continuous_usage_stats)
+
+
+class _ErrorInfo(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+def read_json(decoder: "msgspec.json.Decoder[T]", body: bytes) -> T:
+    """The decoded body. Raises BadRequest that says what is wrong with it."""
+    try:
+        return decoded(decoder, body)
+    except msgspec.DecodeError as error:
+        raise BadRequest(f"1 validation error: {error}", "body") from error
+
+
+def request_id_of(headers: Mapping[str, str], given: str | None) -> tuple[str, bool]:
+    """The request's id and whether the caller chose it: header, else body, else a new one."""
+    name = header_of(headers, REQUEST_ID_HEADER) or given
+    return (name, True) if name else (uuid.uuid4().hex, False)
+
+
+def clean(text: str) -> str:
+    """Text that JSON can hold, whatever bytes of a caller or a replica are in it."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
+
+
+def vllm_error(error: TurnError) -> bytes:
+    """Body of an error answer as vLLM writes it."""
+    return encode({"error": _ErrorInfo(clean(str(error)), error.kind, error.param, error.status)})
+
+
+def event(payload: bytes) -> bytes:
+    """One server-sent event."""
+    return b"data: " + payload + b"\n\n"
+
+
+def finite(logprobs: Sequence[float]) -> Sequence[float]:
+    """Logprobs that JSON can hold."""
+    # Nearly always they are so already: two passes in C tell.
+    if not logprobs or (min(logprobs) >= LOWEST_LOGPROB and not math.isnan(sum(logprobs))):
+        return logprobs
+    return [LOWEST_LOGPROB if math.isnan(each) else max(each, LOWEST_LOGPROB) for each in logprobs]
+
+
+def versions(spans: Sequence[VersionSpan]) -> list[Version]:
+    """Spans as answers carry them."""
+    return [Version(s.version, s.start, s.end, s.oldest_version) for s in spans]
+
+
+def segments(feed: TokenStream) -> list[Segment]:
+    """Which replica each token of a finished turn came from."""
+    return [Segment(s.replica, s.kind, s.start, s.end) for s in feed.segments]
+
+
+def usage(feeds: Sequence[TokenStream], prompts: Sequence[int]) -> tuple[int, int, int]:
+    """Prompt, total and completion tokens; `prompts` has each prompt once."""
+    prompt, completion = sum(prompts), sum(len(feed.tokens) for feed in feeds)
+    return prompt, prompt + completion, completion

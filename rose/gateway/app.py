@@ -1,0 +1,188 @@
+"""A whole gateway in one event loop: table source, dispatcher, server."""
+
+import asyncio
+import contextlib
+import errno
+import secrets
+import socket
+import sys
+from types import TracebackType
+from typing import Self
+
+import aiohttp
+from aiohttp import web
+
+from rose.errors import ConfigError
+from rose.gateway.backends.http_pool import Upstream
+from rose.gateway.backends.probe import Probed
+from rose.gateway.demand import DemandMeter, DemandReporter
+from rose.gateway.replicas.dispatcher import Dispatcher
+from rose.gateway.replicas.static import StaticTable
+from rose.gateway.replicas.table import ReplicaApi, ReplicaEntry
+from rose.gateway.replicas.watch import WatchedTable
+from rose.gateway.server import GatewayServer
+from rose.gateway.settings import GatewaySettings, StaticReplica
+from rose.gateway.stats import GatewayHealth, GatewayStats
+from rose.gateway.text_codec import ServedModel, TextCodec, TextLimits
+from rose.logs.eventlog import Logs
+from rose.process.background_tasks import Background
+
+BACKLOG = 1_024
+ENGINE_NAMES = {ReplicaApi.VLLM: "vLLM", ReplicaApi.SGLANG: "SGLang"}
+
+
+class Gateway:
+    """Async context manager around a listening gateway; `port` is the one it got."""
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        self._settings = settings
+        self._logs = Logs(settings.log_dir, settings.log_limits) if settings.log_dir else None
+        self._events = self._logs.events("gateway") if self._logs else None
+        self._listening: asyncio.Server | None = None
+        self._codec: TextCodec | None = None
+        self.background = Background(self.note)
+        self.port = settings.port
+
+    async def __aenter__(self) -> Self:
+        settings, stats = self._settings, GatewayStats()
+        self._codec = self._load_codec()
+        self._model = ServedModel(settings.model_name, settings.max_model_len, self._codec)
+        # For probing; turns go over `upstream`.
+        self._session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
+        self._upstream = Upstream()
+        clock = asyncio.get_running_loop().time
+        self._dispatcher = Dispatcher(settings, stats, clock, self.note)
+        self._server = GatewayServer(
+            settings,
+            self._dispatcher,
+            self._upstream,
+            stats,
+            self._note_aloud,
+            self._model,
+            self._health,
+        )
+        self._runner = web.AppRunner(
+            self._server.application(), handler_cancellation=True, shutdown_timeout=1.0
+        )
+        await self._runner.setup()
+        try:
+            await self._listen()
+        except BaseException:
+            await self._close_io()
+            raise
+        if self._codec is not None:
+            self._codec.start()
+        self.background.start("sweep", self._server.sweep)
+        self.background.start("loop_lag", stats.loop_lag.watch)
+        source = self._source()
+        self.background.start("table", lambda: source.run(self.set_table))
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._server.close()
+        await self.background.close()
+        await self._close_io()
+
+    def flush_logs(self) -> bool:
+        """Wait, not in the event loop, until events are on disk; False when that takes long."""
+        return self._logs is None or self._logs.flush()
+
+    def set_table(self, entries: tuple[ReplicaEntry, ...]) -> None:
+        """Take a new replica table."""
+        self._dispatcher.set_table(entries)
+
+    def _note_aloud(self, event: str, **fields: object) -> None:
+        """As `note`; of a limit that bites the operator hears without a log too."""
+        self.note(event, **fields)
+        if event.startswith("limit_"):
+            _tell(f"{event}: --{str(fields['limit']).replace('_', '-')}, {fields['times']} times")
+
+    def note(self, event: str, **fields: object) -> None:
+        """Write one event, where a log is wanted."""
+        if self._events is not None:
+            self._events.write(event, **fields)
+
+    async def failed(self) -> None:
+        """Return never. Raises RoseError when a background task was given up."""
+        await self.background.failed()
+
+    def _health(self) -> GatewayHealth:
+        logs = self._logs
+        troubles = [*self.background.troubles(), *(logs.troubles() if logs else [])]
+        return GatewayHealth(troubles, logs.dropped if logs else 0, self.background.restarted())
+
+    def _load_codec(self) -> TextCodec | None:
+        settings = self._settings
+        if settings.tokenizer is None:
+            return None
+        limits = TextLimits(settings.text_timeout_s, settings.max_prompt_chars)
+        return TextCodec(settings.tokenizer, limits, self.note)
+
+    def _found(self, replica: StaticReplica, found: Probed | None) -> None:
+        """A replica named on the command line answered for the first time, or not at first."""
+        if found is None:
+            _tell(f"{replica.url} does not answer yet: it is asked until it does")
+            return
+        if self._settings.max_model_len is None and found.max_model_len is not None:
+            known = self._model.max_model_len or found.max_model_len
+            self._model.max_model_len = min(known, found.max_model_len)
+        self.note("replica_found", replica=replica.id, api=found.api.value)
+        if found.api is not ReplicaApi.ROSE:
+            _tell(
+                f"{replica.id} is a stock {ENGINE_NAMES[found.api]}: "
+                "its tokens carry no policy versions, and no gate holds it"
+            )
+
+    def _source(self) -> StaticTable | WatchedTable:
+        settings = self._settings
+        if settings.scheduler is None:
+            return StaticTable(settings.replicas, self._session, self._found)
+        name, clock = f"gateway:{self.port}", asyncio.get_running_loop().time
+        # Of its own each time: what an earlier process reported must not count as this one's.
+        own = f"{socket.gethostname()}:{self.port}/{secrets.token_hex(4)}"
+        meter = DemandMeter(self._dispatcher, own, clock())
+        reporter = DemandReporter(meter, self._dispatcher.work_began, clock, self.note)
+        target, ttl_s = settings.scheduler, settings.table_ttl_s
+        return WatchedTable(target, name, ttl_s, self.note, reporter=reporter)
+
+    async def _listen(self) -> None:
+        settings = self._settings
+        loop, http = asyncio.get_running_loop(), self._runner.server
+        assert http is not None
+        try:
+            self._listening = await loop.create_server(
+                self._server.guard(http),
+                settings.host,
+                settings.port,
+                backlog=BACKLOG,
+            )
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise ConfigError(
+                    f"port {settings.port} of {settings.host} is in use; give another --port"
+                ) from error
+            raise ConfigError(f"cannot listen on {settings.host}: {error.strerror}") from error
+        self.port = self._listening.sockets[0].getsockname()[1]
+
+    async def _close_io(self) -> None:
+        if self._listening is not None:
+            self._listening.close()
+        await self._runner.cleanup()
+        self._upstream.close()
+        await self._session.close()
+        if self._codec is not None:
+            await self._codec.close()
+        if self._logs is not None:
+            await asyncio.to_thread(self._logs.close)
+
+
+def _tell(what: str) -> None:
+    # Nobody may read it, or a full disk take it: turns do not depend on that.
+    with contextlib.suppress(OSError):
+        sys.stdout.write(f"rose gateway: {what}\n")
+        sys.stdout.flush()

@@ -1,0 +1,267 @@
+"""HTTP to replicas: kept connections, whose answers are pushed to a receiver as they arrive.
+
+    idle -- post --> status -- body* --+-- complete --> idle again, or closed if its replica says so
+      ^                                +-- the replica hangs up, or sends what is no HTTP --> closed
+      +-- nobody used it for long: closed
+
+An HTTP client with streams to read from would make every token wait for another turn of the event
+loop before it goes on to its reader; with thousands of streams each such turn takes milliseconds.
+"""
+
+import asyncio
+import ssl
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol, cast
+from urllib.parse import urlsplit
+
+import httptools
+
+CONNECT_S = 2.0
+KEEPALIVE_S = 300.0
+OK = 200
+_PORTS = {"http": 80, "https": 443}
+
+
+class UpstreamError(ConnectionError):
+    """A replica's connection broke, or what came over it is no HTTP."""
+
+
+class ResponseReceiver(Protocol):
+    """What becomes of one answer. Its methods must not wait."""
+
+    def status(self, code: int) -> None:
+        """The head of the answer came; once, before any body."""
+        ...
+
+    def body(self, data: bytes) -> None:
+        """More of the body came."""
+        ...
+
+    def ended(self, error: Exception | None) -> None:
+        """The answer is complete, or `error` says why it never will be; once, at last."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a URL leads: what a connection is kept by, and its requests' first lines."""
+
+    host: str
+    port: int
+    tls: bool
+    head: bytes
+
+    @property
+    def key(self) -> tuple[str, int, bool]:
+        """Equal for URLs that may share connections."""
+        return self.host, self.port, self.tls
+
+
+@lru_cache(maxsize=4_096)
+def target_of(url: str) -> Target:
+    """A replica URL, taken apart. Raises UpstreamError for none that can be asked."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port or _PORTS[parts.scheme]
+        path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        head = (
+            f"POST {path} HTTP/1.1\r\nHost: {parts.netloc.rpartition('@')[2]}\r\n"
+            "Content-Type: application/json\r\nAccept: */*\r\nContent-Length: "
+        ).encode("ascii")
+    except (KeyError, ValueError) as error:
+        raise UpstreamError(f"{url} is no address of a replica: {error}") from error
+    if not parts.hostname:
+        raise UpstreamError(f"{url} is no address of a replica: it names no host")
+    return Target(parts.hostname, port, parts.scheme == "https", head)
+
+
+class _Nobody:
+    """Receives the rest of an answer that nobody needs."""
+
+    def status(self, code: int) -> None:
+        """Not needed."""
+
+    def body(self, data: bytes) -> None:
+        """Not needed."""
+
+    def ended(self, error: Exception | None) -> None:
+        """Not needed."""
+
+
+NOBODY = _Nobody()
+
+
+class UpstreamConnection(asyncio.Protocol):
+    """One connection, with one request at a time; between requests it lies in `idle`."""
+
+    def __init__(self, idle: list["UpstreamConnection"]) -> None:
+        self._idle = idle
+        self._receiver: ResponseReceiver | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._parser: httptools.HttpResponseParser | None = None
+        self._transport: asyncio.Transport | None = None
+        self._given_up = False
+
+    # ---- for whoever asks ----
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a request can be sent."""
+        return self._transport is not None and not self._transport.is_closing()
+
+    def post(self, head: bytes, body: bytes, receiver: ResponseReceiver) -> None:
+        """Send a request; the receiver hears of its answer."""
+        self._set_timer(None)
+        self._receiver = receiver
+        self._parser = httptools.HttpResponseParser(self)
+        assert self._transport is not None
+        self._transport.write(b"%b%d\r\n\r\n%b" % (head, len(body), body))
+
+    def leave(self, receiver: ResponseReceiver, rest_s: float = 0.0) -> None:
+        """The receiver wants no more; the rest of its answer may take so long, or is not awaited.
+
+        Nothing happens when its answer was complete: the connection may be another's by now.
+        """
+        if self._receiver is not receiver:
+            return
+        if rest_s > 0:
+            self._receiver = NOBODY
+            self._set_timer(rest_s)
+        else:
+            self.close()
+
+    def close(self) -> None:
+        """Hang up."""
+        self._set_timer(None)
+        self._receiver = None
+        # They hold each other.
+        self._parser = None
+        if self._transport is not None:
+            self._transport.abort()
+
+    def give_up(self) -> None:
+        """Nobody waits for it to be opened any more; whether it was is not known here.
+
+        A transport closed at that moment may never say so, and the two would hold each other.
+        """
+        self._given_up = True
+        self.close()
+        self._transport = None
+
+    # ---- asyncio's protocol ----
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Part of asyncio's protocol."""
+        self._transport = cast(asyncio.Transport, transport)
+        if self._given_up:
+            self.give_up()
+
+    def data_received(self, data: bytes) -> None:
+        """Part of asyncio's protocol."""
+        if self._receiver is None or self._parser is None:
+            # An answer to nothing: whatever speaks there, it is not to be asked again.
+            self.close()
+            return
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserCallbackError as error:
+            self._fail(cast(Exception, error.__context__ or error))
+        except httptools.HttpParserError as error:
+            self._fail(UpstreamError(f"what the replica sends is no HTTP: {error}"))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """Part of asyncio's protocol."""
+        self._fail(UpstreamError("the replica closed the connection before the answer's end"))
+
+    # ---- the parser's callbacks ----
+
+    def on_headers_complete(self) -> None:
+        """Part of httptools' protocol."""
+        assert self._receiver is not None
+        assert self._parser is not None
+        self._receiver.status(self._parser.get_status_code())
+
+    def on_body(self, data: bytes) -> None:
+        """Part of httptools' protocol."""
+        if self._receiver is not None:
+            self._receiver.body(data)
+
+    def on_message_complete(self) -> None:
+        """Part of httptools' protocol."""
+        receiver, self._receiver = self._receiver, None
+        if receiver is None:
+            return
+        if self._parser is not None and self._parser.should_keep_alive() and self.is_open:
+            self._idle.append(self)
+            self._set_timer(KEEPALIVE_S)
+        else:
+            self.close()
+        receiver.ended(None)
+
+    # ---- inside ----
+
+    def _fail(self, error: Exception) -> None:
+        receiver = self._receiver
+        self.close()
+        if self in self._idle:
+            self._idle.remove(self)
+        if receiver is not None:
+            receiver.ended(error)
+
+    def _set_timer(self, after_s: float | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        loop = asyncio.get_running_loop()
+        self._timer = None if after_s is None else loop.call_later(after_s, self.close)
+
+
+class Upstream:
+    """Connections to all replicas; the router's caps bound them. End with `close`."""
+
+    def __init__(self) -> None:
+        self._idle: dict[tuple[str, int, bool], list[UpstreamConnection]] = defaultdict(list)
+
+    async def post(self, url: str, body: bytes, receiver: ResponseReceiver) -> UpstreamConnection:
+        """Send a request with a JSON body; `leave` the connection in the end.
+
+        Raises OSError when there is no connection within `CONNECT_S`, or the host is none.
+        """
+        target = target_of(url)
+        idle = self._idle[target.key]
+        while idle:
+            connection = idle.pop()
+            if connection.is_open:
+                break
+        else:
+            connection = await self._connect(target, idle)
+        connection.post(target.head, body, receiver)
+        return connection
+
+    def close(self) -> None:
+        """Hang up wherever nothing is awaited."""
+        for idle in self._idle.values():
+            while idle:
+                idle.pop().close()
+
+    async def _connect(self, target: Target, idle: list[UpstreamConnection]) -> UpstreamConnection:
+        loop = asyncio.get_running_loop()
+        tls = _default_tls() if target.tls else None
+        connection = UpstreamConnection(idle)
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                await loop.create_connection(lambda: connection, target.host, target.port, ssl=tls)
+        except ValueError as error:
+            connection.give_up()
+            # A host that is no name at all, to IDNA for one: found out when it is looked up.
+            raise UpstreamError(f"{target.host!r} is no host of a replica: {error}") from error
+        except BaseException:
+            connection.give_up()
+            raise
+        return connection
+
+
+@lru_cache(maxsize=1)
+def _default_tls() -> ssl.SSLContext:
+    return ssl.create_default_context()

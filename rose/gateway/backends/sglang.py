@@ -1,0 +1,123 @@
+"""A stock SGLang: `POST /generate`, streamed; tokens without versions.
+
+By default each event repeats the whole output so far, with `--incremental-streaming-output` it has
+only what is new: `completion_tokens` tells the two apart.
+"""
+
+import msgspec
+
+from elastic_scheduler import Attempt
+from rose.gateway.backends.base import (
+    BackendError,
+    Lines,
+    Logprob,
+    ReplicaLine,
+    TokenId,
+    fault_text,
+)
+from rose.gateway.errors import BadRequest
+from rose.gateway.turns.request import TurnRequest
+
+# An event may hold a whole long output with its logprobs.
+MAX_EVENT_BYTES = 32 << 20
+
+
+class _SamplingBody(msgspec.Struct, gc=False, omit_defaults=True):
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_new_tokens: int = 0
+    stop_token_ids: list[int] | None = None
+    sampling_seed: int | None = None
+    no_stop_trim: bool = False
+
+
+class _Body(msgspec.Struct, gc=False):
+    rid: str
+    input_ids: list[int]
+    sampling_params: _SamplingBody
+    return_logprob: bool = True
+    logprob_start_len: int = -1
+    stream: bool = True
+
+
+class _Finish(msgspec.Struct, gc=False):
+    type: str = ""
+    message: str | None = None
+
+
+class _Meta(msgspec.Struct, gc=False):
+    completion_tokens: int = 0
+    output_token_logprobs: list[tuple[Logprob | None, int, object]] = []
+    finish_reason: _Finish | None = None
+
+
+class _Event(msgspec.Struct, gc=False):
+    output_ids: list[TokenId] = []
+    meta_info: _Meta = msgspec.field(default_factory=_Meta)
+    error: msgspec.Raw = msgspec.Raw(b"")
+
+
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(_Event).decode
+
+
+class SglangLink:
+    """Tokens in, tokens out."""
+
+    path = "/generate"
+
+    def encode(self, request: TurnRequest, attempt: Attempt) -> bytes:
+        """Raises BadRequest for what SGLang has no parameter for."""
+        rest = request.sampling.rest(attempt.max_tokens)
+        if rest.allowed_token_ids is not None:
+            raise BadRequest("allowed_token_ids: an SGLang replica cannot restrict the sampling")
+        sampling = _SamplingBody(
+            rest.max_tokens,
+            rest.temperature,
+            rest.top_p,
+            rest.top_k or -1,
+            rest.min_tokens,
+            rest.stop_token_ids,
+            rest.seed,
+            True,
+        )
+        rid = request.attempt_id(attempt.number)
+        return _encode(_Body(rid, attempt.token_ids, sampling))
+
+    def reader(self) -> "_Reader":
+        """A reader for one new stream."""
+        return _Reader()
+
+
+class _Reader:
+    __slots__ = ("_lines", "_seen")
+
+    def __init__(self) -> None:
+        self._lines = Lines(MAX_EVENT_BYTES)
+        self._seen = 0
+
+    def feed(self, data: bytes) -> list[ReplicaLine]:
+        return [self._line(_decode(event)) for event in self._lines.events(data)]
+
+    def _line(self, event: _Event) -> ReplicaLine:
+        if bytes(event.error):
+            return ReplicaLine(finish_reason="error", message=fault_text(event.error))
+        meta = event.meta_info
+        new = meta.completion_tokens - self._seen
+        if not 0 <= new <= min(len(event.output_ids), len(meta.output_token_logprobs)):
+            raise BackendError(f"{new} new tokens, but not as many ids and logprobs")
+        self._seen += new
+        tokens = event.output_ids[len(event.output_ids) - new :]
+        rows = meta.output_token_logprobs[len(meta.output_token_logprobs) - new :]
+        if [row[1] for row in rows] != tokens:
+            raise BackendError("its logprobs are of other tokens than its output")
+        finish = meta.finish_reason
+        return ReplicaLine(
+            tokens,
+            [float("nan") if row[0] is None else row[0] for row in rows],
+            -1,
+            None if finish is None else finish.type,
+            None if finish is None else finish.message,
+        )

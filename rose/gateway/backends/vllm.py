@@ -1,0 +1,118 @@
+"""A stock vLLM: `POST /v1/completions` with token ids, streamed; tokens without versions.
+
+Its tokens-in-tokens-out route would fit better, but a server has it only with `--enable-scale-out`;
+this one every vLLM since 0.10.2 has. Its priorities need a scheduling policy that a stock server
+does not have on, so none is sent. What is left out would come from the model's generation config.
+"""
+
+import msgspec
+
+from elastic_scheduler import Attempt
+from rose.gateway.backends.base import (
+    BackendError,
+    Lines,
+    Logprob,
+    ReplicaLine,
+    TokenId,
+    fault_text,
+)
+from rose.gateway.turns.request import TurnRequest
+
+MAX_EVENT_BYTES = 1 << 20
+
+
+class _Body(msgspec.Struct, gc=False):
+    prompt: list[int]
+    request_id: str
+    max_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_tokens: int
+    stop_token_ids: list[int]
+    allowed_token_ids: list[int] | None
+    seed: int | None
+    cache_salt: str | None
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logprobs: int = 0
+    return_token_ids: bool = True
+    return_tokens_as_token_ids: bool = True
+    stream: bool = True
+
+
+class _Logprobs(msgspec.Struct, gc=False):
+    token_logprobs: list[Logprob | None] = []
+
+
+class _Choice(msgspec.Struct, gc=False):
+    token_ids: list[TokenId] | None = None
+    logprobs: _Logprobs | None = None
+    finish_reason: str | None = None
+
+
+class _Event(msgspec.Struct, gc=False):
+    choices: list[_Choice] = []
+    error: msgspec.Raw = msgspec.Raw(b"")
+
+
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(_Event).decode
+
+
+class VllmLink:
+    """Tokens in, tokens out."""
+
+    path = "/v1/completions"
+
+    def encode(self, request: TurnRequest, attempt: Attempt) -> bytes:
+        """Body of a streamed request for the rest of the turn."""
+        rest = request.sampling.rest(attempt.max_tokens)
+        return _encode(
+            _Body(
+                attempt.token_ids,
+                request.attempt_id(attempt.number),
+                rest.max_tokens,
+                rest.temperature,
+                rest.top_p,
+                rest.top_k,
+                rest.min_tokens,
+                rest.stop_token_ids or [],
+                rest.allowed_token_ids,
+                rest.seed,
+                request.cache_salt,
+            )
+        )
+
+    def reader(self) -> "_Reader":
+        """A reader for one new stream."""
+        return _Reader()
+
+
+class _Reader:
+    __slots__ = ("_lines",)
+
+    def __init__(self) -> None:
+        self._lines = Lines(MAX_EVENT_BYTES)
+
+    def feed(self, data: bytes) -> list[ReplicaLine]:
+        return [_line(_decode(event)) for event in self._lines.events(data)]
+
+
+def _line(event: _Event) -> ReplicaLine:
+    if bytes(event.error):
+        return ReplicaLine(finish_reason="error", message=fault_text(event.error))
+    if not event.choices:
+        return ReplicaLine()
+    choice = event.choices[0]
+    tokens = choice.token_ids or []
+    given = choice.logprobs.token_logprobs if choice.logprobs is not None else []
+    logprobs = [float("nan") if logprob is None else logprob for logprob in given]
+    if len(logprobs) != len(tokens):
+        raise BackendError(
+            f"{len(tokens)} token ids came with {len(logprobs)} logprobs; "
+            "vLLM sends both since version 0.10.2"
+        )
+    return ReplicaLine(tokens, logprobs, -1, choice.finish_reason)

@@ -1,0 +1,143 @@
+"""How cyclic garbage is looked for: what is new, often, and what is old, while it is little.
+
+Looking at an object takes a quarter of a microsecond or more, and a live stream is some two hundred
+of them. The collector's own thresholds look through the young generation once it has *grown* by so
+many: where turns end as fast as they begin it does not grow, and holds all live turns when it is
+looked through at last, 40 ms at 2,000 streams. So the clock decides: what is new is looked through
+every NEW_S, a millisecond or two, and does not count as new again.
+
+A turn leaves no cycles behind, whatever way it ends; its objects go by their counts. What is old is
+looked through for cycles that nobody knows of, every OLD_S, while that is little. Where it is much,
+that is live turns, or cycles after all: those are let grow to TOO_MANY before everybody waits.
+
+The heap of the start is frozen: never looked at.
+
+How long the event loop lets everybody wait: a task that sees how much too late it is woken.
+
+What holds the loop up holds up every token of every stream, and nothing else shows it.
+"""
+
+import asyncio
+import gc
+import time
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+NEW_S = 0.05
+# A burst between two of those is looked through by its number.
+NEW = 10_000
+# To count what is old costs 10 ms and more where it is much.
+OLD_S = 30.0
+# Old objects that one collection may look through, besides those that it is to find: some 20 ms.
+LITTLE = 50_000
+# Some 200 MB, and a pause of half a second.
+TOO_MANY = 2_000_000
+# The collector's own idea of when to look through what is old is never followed.
+NEVER = 2**31 - 1
+
+
+async def collect_in_small_steps(old_s: float = OLD_S) -> None:
+    """Collect until cancelled; then the collector is as it was before."""
+    before = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(NEW, NEVER, NEVER)
+    try:
+        while True:
+            for _ in range(max(1, round(old_s / NEW_S))):
+                await asyncio.sleep(min(NEW_S, old_s))
+                gc.collect(0)
+            look_through_old()
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
+
+
+def look_through_old() -> None:
+    """Collect what grew old, unless that is much, and yet no more than live turns may be."""
+    old = sum(len(gc.get_objects(generation)) for generation in (1, 2))
+    if old <= LITTLE or old > TOO_MANY:
+        gc.collect()
+
+
+TICK_S = 0.01
+BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+# The maxima are of so many seconds before now.
+WINDOW_S = 10
+METRIC = "rose_gateway_loop_lag_seconds"
+
+
+class _Second(NamedTuple):
+    """The worst of one second of the clock."""
+
+    at: int
+    lag_s: float
+    busy_s: float
+
+
+class LoopLag:
+    """Lags of one event loop; `watch` it in a task of that loop.
+
+    `clock`: monotonic seconds; `worked`: seconds of processor time of the loop's thread.
+    """
+
+    __slots__ = ("_clock", "_counts", "_seconds", "_sum_s", "_worked")
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        worked: Callable[[], float] = time.thread_time,
+    ) -> None:
+        self._clock = clock
+        self._worked = worked
+        self._counts = [0] * (len(BOUNDS_S) + 1)
+        self._sum_s = 0.0
+        self._seconds: deque[_Second] = deque()
+
+    @property
+    def max_s(self) -> float:
+        """The longest lag of the last `WINDOW_S`."""
+        return max((second.lag_s for second in self._recent()), default=0.0)
+
+    @property
+    def busy_max_s(self) -> float:
+        """The longest lag of the last `WINDOW_S` for which the loop itself had the processor.
+
+        Much less than `max_s`: it was others on the machine that kept the loop from running, or it
+        waited in a call that blocks.
+        """
+        return max((second.busy_s for second in self._recent()), default=0.0)
+
+    async def watch(self) -> None:
+        """Note lags until cancelled."""
+        while True:
+            due_s, worked_s = self._clock() + TICK_S, self._worked()
+            await asyncio.sleep(TICK_S)
+            lag_s = max(0.0, self._clock() - due_s)
+            self.note(lag_s, min(lag_s, self._worked() - worked_s))
+
+    def note(self, lag_s: float, busy_s: float) -> None:
+        """A tick came `lag_s` too late; for `busy_s` of them the loop's thread was running."""
+        self._counts[bisect_left(BOUNDS_S, lag_s)] += 1
+        self._sum_s += lag_s
+        now = int(self._clock())
+        if self._seconds and self._seconds[-1].at == now:
+            last = self._seconds.pop()
+            lag_s, busy_s = max(lag_s, last.lag_s), max(busy_s, last.busy_s)
+        self._seconds.append(_Second(now, lag_s, busy_s))
+        while self._seconds[0].at < now - WINDOW_S:
+            self._seconds.popleft()
+
+    def exposition(self) -> Sequence[str]:
+        """The histogram of all lags since start, in Prometheus' text format."""
+        lines, below = [f"# TYPE {METRIC} histogram"], 0
+        for bound, count in zip((*map(str, BOUNDS_S), "+Inf"), self._counts, strict=True):
+            below += count
+            lines.append(f'{METRIC}_bucket{{le="{bound}"}} {below}')
+        return [*lines, f"{METRIC}_sum {self._sum_s:.6f}", f"{METRIC}_count {below}"]
+
+    def _recent(self) -> list[_Second]:
+        oldest = int(self._clock()) - WINDOW_S
+        return [second for second in self._seconds if second.at >= oldest]

@@ -1,0 +1,1 @@
+"""Replicas as the gateway sees them: table, watch, dispatch of turns."""

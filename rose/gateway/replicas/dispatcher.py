@@ -1,0 +1,344 @@
+"""Which turn works on which replica right now, and which turns wait.
+
+acquire --> waiting --pump--> live --finish--> (gone)
+               |               |  lease lost, replica gone: interrupted as REVOKED, at once
+               |               |  no token for stall_s, elsewhere cheaper: interrupted, STALLED
+               +- no acceptable version, or nobody in time: TurnError
+"""
+
+import asyncio
+from bisect import insort
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import count
+
+from elastic_scheduler import End, Quote, Router, RoutingDecision, TurnNeed, TurnPlacement
+from rose.gateway.errors import (
+    BadRequest,
+    NoReplica,
+    QueueFull,
+    TurnError,
+    VersionUnavailable,
+    fresh,
+)
+from rose.gateway.replicas.table import ReplicaApi, ReplicaEntry
+from rose.gateway.settings import GatewaySettings
+from rose.gateway.stats import GatewayStats, LeaseLatencyClock
+from rose.process.background_tasks import described
+
+# How long a replica gets no new turns after an attempt on it ended badly: until the table follows.
+REST_S = {End.REFUSED: 0.25, End.BROKEN: 0.5, End.STALLED: 0.3, End.REVOKED: 0.25}
+
+EventSink = Callable[..., None]
+
+
+@dataclass(slots=True, eq=False)
+class LiveAttempt:
+    """A turn on a replica. `interrupt` ends its stream from outside."""
+
+    entry: ReplicaEntry
+    placement: TurnPlacement
+    need: TurnNeed
+    last_token_s: float
+    task: "asyncio.Task[object] | None" = None
+    interrupted: End | None = None
+    may_move: bool = True
+
+    def interrupt(self, end: End) -> None:
+        """Cancel the stream; its task reads `interrupted` and goes on elsewhere."""
+        if self.interrupted is None:
+            self.interrupted = end
+            if self.task is not None:
+                self.task.cancel()
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    need: TurnNeed
+    avoid: str
+    since_s: float
+    granted: "asyncio.Future[LiveAttempt | TurnError]"
+    turn: tuple[int, int, int]
+
+
+def _in_turn(waiter: _Waiter) -> tuple[int, int, int]:
+    return waiter.turn
+
+
+class Dispatcher:
+    """The replica table, the router and the queue; `clock` gives monotonic seconds."""
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        stats: GatewayStats,
+        clock: Callable[[], float],
+        on_event: EventSink,
+    ) -> None:
+        self._settings = settings
+        self._stats = stats
+        self._clock = clock
+        self._on_event = on_event
+        self._router = Router()
+        self._entries: dict[str, ReplicaEntry] = {}
+        self._live: set[LiveAttempt] = set()
+        # Sorted by priority (lower first); of equal ones turns that continue, then by arrival.
+        self._waiting: list[_Waiter] = []
+        self._arrivals = count()
+        # Set when a turn comes and there was none.
+        self.work_began = asyncio.Event()
+        # Tokens by job, where somebody takes them away again.
+        self.made_tokens: Counter[str] | None = None
+        self.switches = LeaseLatencyClock()
+
+    @property
+    def waiting(self) -> int:
+        """Turns that wait for a replica."""
+        return len(self._waiting)
+
+    @property
+    def attached(self) -> dict[str, str]:
+        """Replicas that are stock engines, without versions and gate, and what they are."""
+        rows = self._entries.values()
+        return {row.id: row.api.value for row in rows if row.api is not ReplicaApi.ROSE}
+
+    @property
+    def usable(self) -> int:
+        """Replicas that get turns."""
+        return sum(entry.leased and entry.healthy for entry in self._entries.values())
+
+    def live_turns(self) -> dict[str, int]:
+        """Turns on each replica of the table."""
+        return self._router.live_turns()
+
+    def owed(self) -> Iterator[tuple[str, int]]:
+        """Each turn, running or waiting: its job, and tokens that it is expected to make still."""
+        for live in self._live:
+            yield live.need.job, live.placement.owed_tokens
+        for waiter in self._waiting:
+            yield waiter.need.job, self._router.expected_tokens(waiter.need)
+
+    def explained(self, subject: str) -> tuple[RoutingDecision, ...]:
+        """Past choices for a request id or a trajectory, oldest first."""
+        return self._router.explained(subject)
+
+    def forget(self, session: str) -> None:
+        """A trajectory is over: its prefix is nobody's any more."""
+        self._router.forget(session)
+
+    @property
+    def sessions_known(self) -> int:
+        """Trajectories that the router remembers."""
+        return self._router.sessions_known
+
+    def set_table(self, entries: tuple[ReplicaEntry, ...]) -> None:
+        """Replace the table; streams whose lease is over are cancelled before this returns."""
+        now_s = self._clock()
+        self.switches.set_table(entries, now_s)
+        old, self._entries = self._entries, {entry.id: entry for entry in entries}
+        for entry in old.values():
+            if entry.leased and not entry.continues(self._entries.get(entry.id)):
+                self._on_event("replica_lost", replica=entry.id, epoch=entry.lease_epoch)
+        # A replica under a new lease starts with a clean load: its old turns are ended below.
+        renewed = {e.id for e in entries if e.id in old and _begins_anew(old[e.id], e)}
+        self._router.set_table([entry.view() for entry in entries], now_s, renewed)
+        for live in self._live:
+            if not live.entry.continues(self._entries.get(live.entry.id)):
+                live.interrupt(End.REVOKED)
+        self.pump()
+
+    def check_admission(self, need: TurnNeed) -> None:
+        """Raise QueueFull or BadRequest for a new turn that must not even wait."""
+        if len(self._waiting) >= self._settings.max_waiting:
+            raise QueueFull(f"{len(self._waiting)} turns wait already; send this one again later")
+        if not self._router.fits(need):
+            raise BadRequest("prompt and max_tokens together exceed the KV memory of every replica")
+
+    async def acquire(self, need: TurnNeed, avoid: str = "", priority: int = 0) -> LiveAttempt:
+        """A place on a replica, now or when there is one; hand it back with `finish`.
+
+        `avoid` is the replica that just failed this turn, empty for a turn that begins.
+
+        Raises QueueFull when too many wait, VersionUnavailable or NoReplica when waiting did not
+        help.
+        """
+        if not self._live and not self._waiting:
+            self.work_began.set()
+        granted: asyncio.Future[LiveAttempt | TurnError] = (
+            asyncio.get_running_loop().create_future()
+        )
+        # A turn that continues has waited before: it goes first among its equals.
+        turn = (priority, 0 if avoid else 1, next(self._arrivals))
+        waiter = _Waiter(need, avoid, self._clock(), granted, turn)
+        insort(self._waiting, waiter, key=_in_turn)
+        self.pump()
+        if not avoid and not granted.done() and len(self._waiting) > self._settings.max_waiting:
+            # Here each sample of a request counts: they were all admitted before the first waited.
+            self._waiting.remove(waiter)
+            raise QueueFull(
+                f"over {self._settings.max_waiting} turns would wait; send this one again later"
+            )
+        try:
+            place = await granted
+        except asyncio.CancelledError:
+            self._leave(waiter)
+            raise
+        if isinstance(place, TurnError):
+            raise fresh(place)
+        return place
+
+    def _leave(self, waiter: _Waiter) -> None:
+        """Nobody waits any more: hand back what was granted at this very moment, or the wait."""
+        granted = waiter.granted
+        if granted.done() and not granted.cancelled():
+            place = granted.result()
+            if isinstance(place, LiveAttempt):
+                self.finish(place, None)
+        elif waiter in self._waiting:
+            self._waiting.remove(waiter)
+
+    def finish(self, live: LiveAttempt, end: End | None) -> None:
+        """The attempt is over; `end` says how, None when nobody wants the turn any more."""
+        now_s = self._clock()
+        self.switches.ended(live.entry.id, live.entry.lease_epoch, now_s)
+        self._live.discard(live)
+        self._router.end(
+            live.placement,
+            now_s,
+            revoked=end is End.REVOKED,
+            finished=end is End.FINISHED,
+            wanted=end is not None,
+        )
+        if end is not None:
+            self._stats.ends[end.value] += 1
+            rest_s = REST_S.get(end)
+            if rest_s is not None and live.entry.continues(self._entries.get(live.entry.id)):
+                self._router.rest(live.entry.id, now_s + rest_s)
+        if self._waiting:
+            self.pump()
+
+    def journaled(self, live: LiveAttempt, tokens: int) -> None:
+        """Tokens of a live attempt are in its journal."""
+        live.last_token_s = self._clock()
+        self._router.progress(live.placement, tokens, live.last_token_s)
+        self._stats.tokens[live.entry.id] += tokens
+        if self.made_tokens is not None:
+            self.made_tokens[live.need.job] += tokens
+        if self.switches.awaiting:
+            self.switches.token(live.entry.id, live.entry.lease_epoch, live.last_token_s)
+
+    def pump(self) -> None:
+        """Place as many waiting turns as there is room for, in their order."""
+        now_s = self._clock()
+        blocked: set[tuple[int | None, int | None]] = set()
+        still: list[_Waiter] = []
+        tried = 0
+        for waiter in self._waiting:
+            if not self._router.has_room():
+                break
+            tried += 1
+            constraint = (waiter.need.min_version, waiter.need.exact_version)
+            if waiter.granted.done():
+                continue
+            name = None
+            if constraint not in blocked:
+                name = self._router.choose(waiter.need, now_s, waiter.avoid)
+            if name is None:
+                blocked.add(constraint)
+                still.append(waiter)
+            else:
+                self._place(waiter, name, now_s)
+        self._waiting = still + self._waiting[tried:]
+
+    def sweep(self) -> None:
+        """Move stalled turns, end hopeless waits; called every `SWEEP_S`."""
+        now_s = self._clock()
+        claimed: Counter[str] = Counter()
+        stalled_s = now_s - self._settings.stall_s
+        for live in tuple(self._live):
+            if live.last_token_s >= stalled_s:
+                continue
+            try:
+                self._judge(live, now_s, claimed)
+            except Exception as fault:  # noqa: BLE001 - the others are judged all the same
+                live.may_move = False
+                self._on_event("turn_not_judged", replica=live.entry.id, message=described(fault))
+        for waiter in self._waiting:
+            error = self._verdict(waiter, now_s)
+            if error is not None and not waiter.granted.done():
+                waiter.granted.set_result(error)
+        self.pump()
+        self._waiting = [w for w in self._waiting if not w.granted.done()]
+
+    def _judge(self, live: LiveAttempt, now_s: float, claimed: Counter[str]) -> None:
+        """Move a stalled turn where another replica is the better place for it."""
+        waited_s = now_s - live.last_token_s
+        if live.may_move and live.interrupted is None:
+            other = self._router.escape(live.need, live.entry.id, waited_s, now_s, claimed)
+            if other is not None:
+                claimed[other] += 1
+                live.interrupt(End.STALLED)
+
+    def _verdict(self, waiter: _Waiter, now_s: float) -> TurnError | None:
+        """Why a turn need not wait any longer."""
+        try:
+            return self._hopeless(waiter, now_s)
+        except Exception as error:  # noqa: BLE001 - the others are judged all the same
+            self._on_event("turn_not_judged", message=described(error))
+            return TurnError("the gateway gave the turn up: send it again")
+
+    def _unversioned(self) -> bool:
+        """Whether the table has replicas, none of which will ever know its version."""
+        rows = self._entries.values()
+        return bool(rows) and all(row.api is not ReplicaApi.ROSE for row in rows)
+
+    def left_s(self, live: LiveAttempt, need: TurnNeed) -> float:
+        """Seconds that a live turn will still take; `need` is what is left of it."""
+        return self._router.left_s(live.placement, need, self._clock() - live.last_token_s)
+
+    def copy_of(self, live: LiveAttempt, need: TurnNeed) -> Quote | None:
+        """Where a copy of a live turn could run; nowhere while other turns wait for a place."""
+        if self._waiting:
+            return None
+        return self._router.copy_of(need, live.entry.id, self._clock())
+
+    def place_copy(self, quote: Quote, why: str) -> LiveAttempt:
+        """Take what was just quoted; hand it back with `finish`."""
+        now_s = self._clock()
+        return self._admit(self._router.take(quote, why, now_s), now_s)
+
+    def _place(self, waiter: _Waiter, name: str, now_s: float) -> None:
+        placement = self._router.begin(name, waiter.need, now_s)
+        waiter.granted.set_result(self._admit(placement, now_s))
+
+    def _admit(self, placement: TurnPlacement, now_s: float) -> LiveAttempt:
+        self.switches.tried(placement.replica, now_s)
+        live = LiveAttempt(self._entries[placement.replica], placement, placement.need, now_s)
+        self._live.add(live)
+        self._stats.attempts += 1
+        return live
+
+    def _hopeless(self, waiter: _Waiter, now_s: float) -> TurnError | None:
+        need, waited_s = waiter.need, now_s - waiter.since_s
+        if not self._router.reachable(need):
+            return VersionUnavailable(
+                f"version {need.exact_version} is over on every replica; ask for a newer one"
+            )
+        wanted = need.min_version if need.exact_version is None else need.exact_version
+        if wanted is not None and self._unversioned():
+            return VersionUnavailable(
+                "no replica here says which version it runs: "
+                "leave min_version and exact_version out"
+            )
+        too_late = wanted is not None and waited_s > self._settings.version_wait_s
+        if too_late and not self._router.has_version(need):
+            return VersionUnavailable(f"no replica runs version {wanted} after {waited_s:.0f} s")
+        if waited_s > self._settings.queue_wait_s:
+            return NoReplica(f"no replica was free for {waited_s:.0f} s; send the turn again later")
+        return None
+
+
+def _begins_anew(old: ReplicaEntry, new: ReplicaEntry) -> bool:
+    """Whether turns of the old row, if it can have any, are not the new row's."""
+    return (old.leased or new.leased) and not old.continues(new)

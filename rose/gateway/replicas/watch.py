@@ -1,0 +1,215 @@
+"""Replica table from the scheduler: pushed over gRPC, forgotten when the scheduler stays silent.
+
+Demand goes back over the same connection: a new scheduler hears of it as soon as it is found.
+
+    known ── ttl_s old ──► held: no new turn goes anywhere, live ones go on
+                             │ ttl_s in which a newer one could have been read
+                             └──► over: every replica counts as revoked
+
+The last table serves for `ttl_s`, the time for which a lease would live. Usually all three are one
+moment. But a pause of this process says nothing about the scheduler, whose tables wait to be read
+after it: live turns are given up only when there was time for that.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from typing import TypeVar
+
+import grpc
+
+from elastic_scheduler import ReplicaKind
+from rose.addresses import checked_url
+from rose.errors import ConfigError
+from rose.gateway.demand import DemandReporter
+from rose.gateway.replicas.dispatcher import EventSink
+from rose.gateway.replicas.table import ReplicaEntry, TableSink
+from rose.rpc import rose_pb2, rose_pb2_grpc
+
+T = TypeVar("T")
+BACKOFF_FIRST_S = 0.1
+BACKOFF_MAX_S = 2.0
+ROWS_NOTED = 256
+KINDS = {
+    rose_pb2.REPLICA_KIND_GUEST: ReplicaKind.GUEST,
+    rose_pb2.REPLICA_KIND_DEDICATED: ReplicaKind.DEDICATED,
+}
+
+
+# A clock is looked at so often within the time that it measures; a longer gap was a pause.
+LOOKS = 10
+PAUSE_LOOKS = 2
+
+
+class Silence:
+    """Seconds since something was heard, in which this process was listening."""
+
+    def __init__(self, limit_s: float, clock: Callable[[], float]) -> None:
+        self.look_s = limit_s / LOOKS
+        self._limit_s = limit_s
+        self._clock = clock
+        self.heard()
+
+    def heard(self) -> None:
+        """Begin anew."""
+        self._silent_s = 0.0
+        self._heard_s = self._looked_s = self._clock()
+
+    def look(self) -> None:
+        """Look at the clock; to be done every `look_s`."""
+        before_s, self._looked_s = self._looked_s, self._clock()
+        self._silent_s += min(self._looked_s - before_s, PAUSE_LOOKS * self.look_s)
+
+    @property
+    def too_long(self) -> bool:
+        """Whether nothing was heard for as long as the limit, though somebody listened."""
+        return self._silent_s >= self._limit_s
+
+    @property
+    def outdated(self) -> bool:
+        """Whether what was heard last is as old as the limit, whoever listened since."""
+        return self._looked_s - self._heard_s >= self._limit_s
+
+
+class WatchedTable:
+    """Follows `WatchReplicas` of one scheduler, reconnecting with backoff."""
+
+    def __init__(
+        self,
+        target: str,
+        name: str,
+        ttl_s: float,
+        on_event: EventSink,
+        clock: Callable[[], float] = time.monotonic,
+        reporter: DemandReporter | None = None,
+    ) -> None:
+        self._target = target
+        self._reporter = reporter
+        self._name = name
+        self._ttl_s = ttl_s
+        self._on_event = on_event
+        self._clock = clock
+        self._silence = Silence(ttl_s, clock)
+        self._connected = False
+        self._noted: set[str] = set()
+        self._entries: tuple[ReplicaEntry, ...] = ()
+
+    async def run(self, sink: TableSink) -> None:
+        """Hand every table to `sink`, an empty one once the last is too old; until cancelled."""
+        backoff_s = BACKOFF_FIRST_S
+        try:
+            # One that dies ends the other: nobody watches a table that nobody lets expire.
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._expire(sink))
+                while True:
+                    if await self._follow(sink):
+                        backoff_s = BACKOFF_FIRST_S
+                    await asyncio.sleep(backoff_s)
+                    backoff_s = min(2 * backoff_s, BACKOFF_MAX_S)
+        except Exception:
+            # Whatever broke: until this runs again no lease is known to hold.
+            sink(())
+            raise
+
+    async def _follow(self, sink: TableSink) -> bool:
+        """Read one stream to its end; whether it brought a table."""
+        brought = False
+        async with grpc.aio.insecure_channel(self._target) as channel:
+            stub = rose_pb2_grpc.SchedulerStub(channel)
+            call = stub.WatchReplicas(rose_pb2.WatchReplicasRequest(gateway=self._name))
+            async with self._reporting(stub):
+                try:
+                    while True:
+                        table = await self._within_ttl(call.read())
+                        if not isinstance(table, rose_pb2.ReplicaTable):
+                            break
+                        brought = True
+                        self._note(sink, table)
+                except (grpc.aio.AioRpcError, TimeoutError) as error:
+                    self._lost(str(getattr(error, "details", lambda: "silent")()))
+        return brought
+
+    async def _within_ttl(self, read: Awaitable[T]) -> T:
+        """What was read. Raises TimeoutError where nothing comes.
+
+        A live scheduler sends every second: silence is a lost connection.
+        """
+        silence, reading = Silence(self._ttl_s, self._clock), asyncio.ensure_future(read)
+        try:
+            while not reading.done():
+                silence.look()
+                if silence.too_long:
+                    raise TimeoutError
+                await asyncio.wait({reading}, timeout=silence.look_s)
+            return reading.result()
+        finally:
+            reading.cancel()
+
+    @contextlib.asynccontextmanager
+    async def _reporting(self, stub: "rose_pb2_grpc.SchedulerAsyncStub") -> AsyncIterator[None]:
+        """Report demand for as long as this connection is watched.
+
+        A report that cannot even be made ends the watch: without demand nothing would be leased.
+        """
+        if self._reporter is None:
+            yield
+            return
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(self._reporter.run(stub))
+            try:
+                yield
+            finally:
+                task.cancel()
+
+    def _note(self, sink: TableSink, table: rose_pb2.ReplicaTable) -> None:
+        self._silence.heard()
+        if not self._connected:
+            self._connected = True
+            self._on_event("scheduler_connected", scheduler=self._target)
+        self._entries = tuple(_entry(row) for row in table.replicas if self._is_replica(row))
+        sink(self._entries)
+
+    def _is_replica(self, row: rose_pb2.Replica) -> bool:
+        """Whether turns can be sent there at all; a row that means nothing is noted once."""
+        try:
+            checked_url(row.url, f"the url of replica {row.id[:80]!r}")
+        except ConfigError as error:
+            if row.id not in self._noted and len(self._noted) < ROWS_NOTED:
+                self._noted.add(row.id)
+                self._on_event("replica_refused", reason=str(error))
+            return False
+        return row.kind in KINDS
+
+    def _lost(self, why: str) -> None:
+        if self._connected:
+            self._connected = False
+            self._on_event("scheduler_lost", scheduler=self._target, reason=why)
+
+    async def _expire(self, sink: TableSink) -> None:
+        silence, held, over = self._silence, False, False
+        while True:
+            silence.look()
+            if silence.too_long and not over:
+                sink(())
+            elif silence.outdated and not held:
+                sink(tuple(replace(entry, healthy=False) for entry in self._entries))
+            held, over = silence.outdated, silence.too_long
+            await asyncio.sleep(silence.look_s)
+
+
+def _entry(row: rose_pb2.Replica) -> ReplicaEntry:
+    return ReplicaEntry(
+        id=row.id,
+        kind=KINDS[row.kind],
+        url=row.url,
+        leased=row.leased,
+        lease_epoch=row.lease_epoch,
+        healthy=row.healthy,
+        policy_version=row.policy_version,
+        max_sequences=row.max_sequences,
+        kv_tokens=row.kv_tokens,
+        decode_tok_s=row.decode_tok_s,
+        prefill_tok_s=row.prefill_tok_s,
+    )

@@ -1,0 +1,159 @@
+"""Says that a limit bites when it begins to, and when it is over; nothing for each time between.
+
+quiet ── bites ──► said once ── nothing for `QUIET_S` ──► said how often, quiet again
+
+What every generating route reads from headers; a field of the body wins over most.
+
+Bodies of requests: bounded in size, in time, and never compressed.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from rose.gateway.errors import BadRequest, BodyEncoded, BodyTooLarge, BodyTooSlow
+
+QUIET_S = 10.0
+
+
+@dataclass(slots=True)
+class _Bout:
+    times: int
+    last_s: float
+
+
+class LimitLog:
+    """The limits of one gateway by the names of their options; `clock` gives monotonic seconds.
+
+    `say` is called as `say(event, limit=…, times=…)`.
+    """
+
+    def __init__(self, say: Callable[..., None], clock: Callable[[], float]) -> None:
+        self._say = say
+        self._clock = clock
+        self._bouts: dict[str, _Bout] = {}
+
+    def bites(self, limit: str, times: int = 1) -> None:
+        """Something was refused or closed for a limit's sake."""
+        bout = self._bouts.get(limit)
+        if bout is None:
+            self._bouts[limit] = _Bout(times, self._clock())
+            self._say("limit_reached", limit=limit, times=times)
+            return
+        bout.times += times
+        bout.last_s = self._clock()
+
+    def sweep(self) -> None:
+        """Say which limits bite no longer."""
+        now_s = self._clock()
+        for limit, bout in list(self._bouts.items()):
+            if now_s - bout.last_s > QUIET_S:
+                del self._bouts[limit]
+                self._say("limit_over", limit=limit, times=bout.times)
+
+
+TIMEOUT_HEADER = "X-Request-Timeout"
+REQUEST_ID_HEADER = "X-Request-Id"
+EVENT_ID_HEADER = "Last-Event-ID"
+MAX_DIGITS = 15
+
+
+def header_of(headers: Mapping[str, str], name: str) -> str | None:
+    """A header's text; None where it is not sent. Raises BadRequest for bytes that are no text."""
+    text = headers.get(name)
+    # The server keeps undecodable bytes as surrogates, which no answer and no log can hold.
+    if text is not None and not (text.isascii() or _is_text(text)):
+        raise BadRequest(f"{name} is not UTF-8", name)
+    return text
+
+
+def timeout_of(headers: Mapping[str, str], body_s: float | None) -> float | None:
+    """Seconds that the caller allows: the body's field, else the header. Raises BadRequest."""
+    text = header_of(headers, TIMEOUT_HEADER)
+    if body_s is not None or text is None:
+        return body_s
+    try:
+        return float(text)
+    except ValueError as error:
+        raise BadRequest(f"{TIMEOUT_HEADER} is a number of seconds, not {text[:40]!r}") from error
+
+
+def resume_of(headers: Mapping[str, str], body_from: int | None) -> tuple[int, bool]:
+    """Tokens that the caller has already, and whether it wants event ids. Raises BadRequest."""
+    text = header_of(headers, EVENT_ID_HEADER)
+    if text is not None and not (text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS):
+        raise BadRequest(f"{EVENT_ID_HEADER} is a number of tokens, not {text[:40]!r}")
+    start = body_from if body_from is not None else int(text or 0)
+    if not 0 <= start < 10**MAX_DIGITS:
+        raise BadRequest(
+            f"resume_from is a number of tokens: at least 0, at most {MAX_DIGITS} digits",
+            "resume_from",
+        )
+    return start, text is not None
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+# Whoever sends slower than this has as long as `body_timeout_s`, however much is to come.
+LEAST_BYTES_S = 16 << 10
+
+
+class Bodies:
+    """Reads bodies of at most `max_bytes`, which begin to come within `timeout_s`."""
+
+    def __init__(self, max_bytes: int, timeout_s: float, limits: LimitLog) -> None:
+        self._max_bytes = max_bytes
+        self._timeout_s = timeout_s
+        self._limits = limits
+
+    async def read(self, http: web.Request) -> bytes:
+        """The whole body. Raises TurnError for one that is not taken."""
+        coding = http.headers.get("Content-Encoding", "identity")
+        if coding.lower() != "identity":
+            raise BodyEncoded("Content-Encoding is not supported: send the body as it is")
+        self._check(http.content_length or 0)
+        try:
+            if http.content.is_eof():
+                body = await http.read()
+                self._check(len(body))
+                return body
+            return await self._awaited(http)
+        except web.RequestPayloadError as error:
+            raise BadRequest(
+                f"the body is no HTTP: {' '.join(str(error).split())[:200]}"
+            ) from error
+
+    async def _awaited(self, http: web.Request) -> bytes:
+        clock = asyncio.get_running_loop().time
+        began_s = clock()
+        parts: list[bytes] = []
+        size = 0
+        while True:
+            limit_s = began_s + self._timeout_s + size / LEAST_BYTES_S
+            try:
+                async with asyncio.timeout_at(limit_s):
+                    part = await http.content.readany()
+            except TimeoutError as error:
+                self._limits.bites("body_timeout_s")
+                raise BodyTooSlow(
+                    f"of the body {size} bytes came in {clock() - began_s:.0f} s; send it faster"
+                ) from error
+            if not part:
+                return b"".join(parts)
+            size += len(part)
+            self._check(size)
+            parts.append(part)
+
+    def _check(self, size: int) -> None:
+        if size > self._max_bytes:
+            raise BodyTooLarge(
+                f"the body is longer than {self._max_bytes} bytes; send a smaller one"
+            )

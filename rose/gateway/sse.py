@@ -1,0 +1,261 @@
+"""Writes events to one connection: at once where the reader keeps up, else waiting, with patience.
+
+A reader that is slow costs its connection's buffer and the turn's own tokens, nothing more: the
+turn runs on, and the connection is closed when it takes nothing for `slow_reader_s`.
+
+One turn's tokens on their way to one reader, as events.
+
+step by step ── the reader keeps up ──► pushed: written in the step in which the tokens came
+     ▲                                     │ the reader is behind, or the turn is over
+     └─────────────────────────────────────┘
+
+Answers on their way to connections: whole, or as server-sent events.
+"""
+
+import asyncio
+from collections.abc import Sequence
+
+from aiohttp import HttpVersion11, web
+
+from rose.gateway.apis.frontend import ApiFrontend, ApiRequest
+from rose.gateway.errors import TurnError, fresh
+from rose.gateway.stats import GatewayStats
+from rose.gateway.turns.token_stream import TokenStream
+
+# With less than this unsent no connection is paused, so a write cannot wait and needs no clock.
+UNWATCHED_BYTES = 16 << 10
+
+
+class EventWriter:
+    """One response, from its head to its end. Raises ConnectionError when its reader is gone."""
+
+    def __init__(
+        self,
+        http: web.Request,
+        response: web.StreamResponse,
+        slow_reader_s: float,
+        stats: GatewayStats,
+    ) -> None:
+        self._http = http
+        self._response = response
+        self._slow_reader_s = slow_reader_s
+        self._stats = stats
+        # Without chunks, to readers that speak HTTP/1.0, all writing is left to the framework.
+        self._chunked = http.version >= HttpVersion11
+        self._begun = False
+
+    async def begin(self) -> None:
+        """Write the head, or keep it for the first event."""
+        if self._chunked:
+            self._response.enable_chunked_encoding()
+        await self._response.prepare(self._http)
+
+    async def write(self, data: bytes) -> None:
+        """Write, waiting for a reader that is behind."""
+        transport = self._transport()
+        if not data:
+            return
+        self._begun = True
+        if transport.get_write_buffer_size() + len(data) < UNWATCHED_BYTES:
+            await self._response.write(data)
+            return
+        async with Patience(self._http, self._slow_reader_s, self._stats):
+            await self._response.write(data)
+
+    def write_now(self, data: bytes) -> bool:
+        """Write without waiting; False, having written nothing, where that cannot be."""
+        transport = self._transport()
+        unsent = transport.get_write_buffer_size() + len(data)
+        if not (self._begun and self._chunked and data) or unsent >= UNWATCHED_BYTES:
+            return False
+        transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
+
+    async def end(self) -> None:
+        """Write what ends a response."""
+        await self._response.write_eof()
+
+    def _transport(self) -> asyncio.Transport:
+        transport = self._http.transport
+        if transport is None or transport.is_closing():
+            raise ConnectionResetError("the reader is gone")
+        return transport
+
+
+class Patience:
+    """Closes the connection of a reader that takes nothing for too long."""
+
+    def __init__(self, http: web.Request, limit_s: float, stats: GatewayStats) -> None:
+        self._http = http
+        self._timeout = asyncio.timeout(limit_s)
+        self._stats = stats
+
+    async def __aenter__(self) -> None:
+        await self._timeout.__aenter__()
+
+    async def __aexit__(self, kind: object, error: object, trace: object) -> None:
+        try:
+            await self._timeout.__aexit__(kind, error, trace)  # type: ignore[arg-type]
+        except TimeoutError as expired:
+            self._stats.slow_readers += 1
+            if self._http.transport is not None:
+                self._http.transport.abort()
+            raise ConnectionResetError("the reader took nothing for too long") from expired
+
+
+# Bounds what one event holds, and so what a slow reader can make the gateway encode at once.
+MAX_EVENT_TOKENS = 512
+
+
+class Follower:
+    """Follows turn `index` of a request to its end."""
+
+    def __init__(self, writer: EventWriter, ask: ApiRequest, index: int, feed: TokenStream) -> None:
+        self._writer = writer
+        self._ask = ask
+        self._index = index
+        self._feed = feed
+        self._at = ask.resume_from
+        self._stopped: asyncio.Future[Exception | None] | None = None
+
+    async def run(self) -> None:
+        """Write all events. Raises the turn's TurnError at its place, or ConnectionError."""
+        feed = self._feed
+        while True:
+            await feed.beyond(self._at)
+            end = min(len(feed.tokens), self._at + MAX_EVENT_TOKENS)
+            if feed.error is None or end > self._at:
+                await self._writer.write(self._event(end))
+            self._at = end
+            if len(feed.tokens) > end:
+                continue
+            if feed.over:
+                if feed.error is not None:
+                    raise feed.error
+                return
+            await self._pushed()
+
+    async def _pushed(self) -> None:
+        """Let tokens be written as they come, until that cannot go on."""
+        self._stopped = asyncio.get_running_loop().create_future()
+        self._feed.listen(self._push)
+        try:
+            error = await self._stopped
+        finally:
+            self._feed.unlisten(self._push)
+        if error is not None:
+            raise fresh(error)
+
+    def _push(self) -> None:
+        """There are more tokens, or the turn is over: its last event may have to wait."""
+        feed, stopped = self._feed, self._stopped
+        assert stopped is not None
+        if stopped.done():
+            return
+        end = len(feed.tokens)
+        try:
+            if feed.over or end - self._at > MAX_EVENT_TOKENS:
+                stopped.set_result(None)
+            elif end > self._at:
+                if self._writer.write_now(self._event(end)):
+                    self._at = end
+                else:
+                    stopped.set_result(None)
+        except Exception as error:  # noqa: BLE001 - the reader's, not the feed's
+            stopped.set_result(fresh(error))
+
+    def _event(self, end: int) -> bytes:
+        event = self._ask.answer.part(self._index, self._feed, min(self._at, end), end)
+        return b"id: %d\n%b" % (end, event) if self._ask.event_ids else event
+
+
+async def follow_all(followers: Sequence[Follower]) -> None:
+    """Run followers of one request side by side. Raises the first error, having ended the rest.
+
+    A TaskGroup would tie tasks, errors and frames into knots that only the collector undoes.
+    """
+    tasks = [asyncio.create_task(follower.run()) for follower in followers]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        errors = [error for task in done if (error := task.exception()) is not None]
+        failed = fresh(errors[0]) if errors else None
+        del errors
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    if failed is not None:
+        raise fresh(failed)
+
+
+EVENT_STREAM = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+
+
+class Delivery:
+    """Writes to one connection."""
+
+    def __init__(self, http: web.Request, slow_reader_s: float, stats: GatewayStats) -> None:
+        self._http = http
+        self._slow_reader_s = slow_reader_s
+        self._stats = stats
+
+    async def whole(self, body: bytes) -> web.Response:
+        """Answer with a whole body."""
+        response = web.Response(body=body, content_type="application/json")
+        if len(body) > UNWATCHED_BYTES:
+            try:
+                async with Patience(self._http, self._slow_reader_s, self._stats):
+                    await response.prepare(self._http)
+                    await response.write_eof()
+            except ConnectionError:
+                # The reader is gone, or was too slow: nobody is left to tell.
+                return response
+        return response
+
+    async def stream(
+        self, dialect: ApiFrontend, ask: ApiRequest, feeds: list[TokenStream]
+    ) -> web.StreamResponse:
+        """Stream all turns to their ends. Raises a turn's TurnError before the first byte only."""
+        seen = [min(ask.resume_from, len(feed.tokens)) for feed in feeds]
+        await _any_news(feeds, seen)
+        for feed in feeds:
+            if feed.error is not None and not feed.tokens:
+                raise feed.error
+        response = web.StreamResponse(headers=EVENT_STREAM)
+        writer = EventWriter(self._http, response, self._slow_reader_s, self._stats)
+        try:
+            await writer.begin()
+            await self._write_all(writer, dialect, ask, feeds)
+        except ConnectionError:
+            # The reader is gone, or was too slow: nobody is left to tell.
+            return response
+        return response
+
+    async def _write_all(
+        self, writer: EventWriter, dialect: ApiFrontend, ask: ApiRequest, feeds: list[TokenStream]
+    ) -> None:
+        await writer.write(ask.answer.begin(feeds))
+        try:
+            if len(feeds) == 1:
+                await Follower(writer, ask, 0, feeds[0]).run()
+            else:
+                await follow_all([Follower(writer, ask, k, feed) for k, feed in enumerate(feeds)])
+            await writer.write(ask.answer.close(feeds))
+        except TurnError as error:
+            await writer.write(dialect.broken(error))
+        await writer.end()
+
+
+async def _any_news(feeds: list[TokenStream], seen: list[int]) -> None:
+    """Return when any of the turns has something to write, or has failed."""
+    if len(feeds) == 1:
+        await feeds[0].beyond(seen[0])
+        return
+    waits = [
+        asyncio.ensure_future(feed.beyond(start)) for feed, start in zip(feeds, seen, strict=True)
+    ]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()

@@ -1,0 +1,309 @@
+"""Text in and out, for the routes that have it: a tokenizer's folder, loaded once.
+
+Text is settled token by token: after token k exactly `ends[k]` characters are final, whoever asks.
+
+The one model that a gateway serves: its name, its length, its tokenizer.
+"""
+
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rose.errors import ConfigError
+from rose.gateway.errors import BadRequest, QueueFull, UnknownModel
+from rose.texts import (
+    Chat,
+    Decode,
+    Done,
+    Encode,
+    Setup,
+    TextBusy,
+    TextPool,
+    TextRefused,
+    Variable,
+    packed,
+    unpacked,
+)
+
+# What is shorter takes less than a millisecond: a step of the event loop.
+SHORT_CHARS = 4_096
+SHORT_TOKENS = 1_024
+TEXT_MEMORY_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class TextLimits:
+    """What one text may take: seconds of a worker, characters of a prompt."""
+
+    time_s: float = 5.0
+    max_chars: int = 4 << 20
+    memory_bytes: int = TEXT_MEMORY_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """How a conversation becomes a prompt; `variables` are the template's own."""
+
+    variables: Mapping[str, Variable]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+
+def _quiet(event: str, **fields: object) -> None:
+    del event, fields
+
+
+class TextCodec:
+    """The model's tokenizer. Raises ConfigError where it cannot be loaded. End with `close`.
+
+    Conversations and long texts go to processes of their own; outputs and short texts do not.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        limits: TextLimits = TextLimits(),
+        note: Callable[..., None] = _quiet,
+    ) -> None:
+        try:
+            from transformers import AutoTokenizer
+
+            tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            self.backend: Any = tokenizer.backend_tokenizer
+        except ImportError as error:
+            raise ConfigError("--tokenizer needs the package transformers: install it") from error
+        except (OSError, ValueError, AttributeError, KeyError) as error:
+            text = " ".join(str(error).split())[:200]
+            raise ConfigError(
+                f"--tokenizer {folder}: no fast tokenizer in there ({text})"
+            ) from error
+        self._limits = limits
+        self._template = _template_of(tokenizer)
+        setup = Setup(
+            self.backend.to_str(),
+            self._template,
+            _special_of(tokenizer),
+            limits.max_chars,
+            limits.memory_bytes,
+            limits.time_s,
+        )
+        self._pool = TextPool(setup, note)
+
+    def start(self) -> None:
+        """Begin the processes, so that the first conversation need not wait for them."""
+        self._pool.start()
+
+    async def close(self) -> None:
+        """End the processes."""
+        await self._pool.close()
+
+    async def encode(
+        self, texts: Sequence[str], add_special_tokens: bool = True
+    ) -> list[list[int]]:
+        """Token ids of each text. Raises TurnError for more than the limits allow."""
+        chars = sum(map(len, texts))
+        if chars <= SHORT_CHARS:
+            return [self._encode(text, add_special_tokens) for text in texts]
+        self._check_chars(chars)
+        done = await self._run(Encode(list(texts), add_special_tokens))
+        return [unpacked(ids) for ids in done.token_ids]
+
+    async def encode_with_tokens(
+        self, text: str, add_special_tokens: bool
+    ) -> tuple[list[int], list[str] | None]:
+        """Token ids of a text and each token as the tokenizer writes it."""
+        self._check_chars(len(text))
+        done = await self._run(Encode([text], add_special_tokens, strings=True))
+        return unpacked(done.token_ids[0]), done.strings
+
+    async def chat(
+        self, messages: bytes, options: ChatOptions, strings: bool = False
+    ) -> tuple[list[int], list[str] | None]:
+        """Token ids of a conversation in JSON, and its tokens where `strings` wants them.
+
+        Raises TurnError for what the template refuses or the limits do not allow.
+        """
+        if self._template is None:
+            raise BadRequest("this tokenizer has no chat template: use /v1/completions")
+        self._check_chars(len(messages))
+        job = Chat(
+            messages,
+            dict(options.variables),
+            options.add_generation_prompt,
+            options.continue_final_message,
+            strings,
+        )
+        done = await self._run(job)
+        return unpacked(done.token_ids[0]), done.strings
+
+    async def decode_all(self, token_ids: Sequence[int]) -> str:
+        """Text of any number of tokens below 2**32; ids beyond the vocabulary are nothing."""
+        if len(token_ids) <= SHORT_TOKENS:
+            return self.decode(token_ids)
+        return (await self._run(Decode(packed(token_ids)))).text
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """Text of a few tokens; ids beyond the vocabulary are nothing."""
+        return str(self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def _check_chars(self, chars: int) -> None:
+        if chars > self._limits.max_chars:
+            raise BadRequest(
+                f"the prompt has {chars} characters; this gateway takes {self._limits.max_chars}"
+            )
+
+    async def _run(self, job: Chat | Encode | Decode) -> Done:
+        try:
+            return await self._pool.run(job)
+        except TextRefused as error:
+            raise BadRequest(str(error)) from error
+        except TextBusy as error:
+            raise QueueFull(str(error)) from error
+
+
+def _template_of(tokenizer: Any) -> str | None:  # noqa: ANN401 - transformers' own
+    if not tokenizer.chat_template:
+        return None
+    try:
+        return str(tokenizer.get_chat_template())
+    except ValueError:
+        # Several, and none of them the default.
+        return None
+
+
+def _special_of(tokenizer: Any) -> dict[str, str | list[str]]:  # noqa: ANN401 - transformers' own
+    return {
+        name: [str(each) for each in token] if isinstance(token, list) else str(token)
+        for name, token in tokenizer.special_tokens_map.items()
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class TextPlan:
+    """How output becomes text: strings that end it, and what is shown."""
+
+    codec: TextCodec
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    min_tokens: int = 0
+
+    def track(self) -> "TextTrack":
+        """The text of one turn, empty so far."""
+        return TextTrack(self)
+
+
+class TextTrack:
+    """Text of one turn's output as its tokens come."""
+
+    __slots__ = ("_decoder", "_hold", "_plan", "ends", "matched", "text")
+
+    def __init__(self, plan: TextPlan) -> None:
+        from tokenizers.decoders import DecodeStream
+
+        self._plan = plan
+        self._decoder = DecodeStream(skip_special_tokens=plan.skip_special_tokens)
+        # So much of the end may turn out to be the beginning of a stop string.
+        self._hold = 0 if plan.include_stop else max(map(len, plan.stop), default=1) - 1
+        self.text = ""
+        self.ends = array("q")
+        self.matched: str | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """What is kept of the text, about; text beyond Latin has two bytes a character or four."""
+        width = 1 if self.text.isascii() else 4
+        return width * len(self.text) + self.ends.itemsize * len(self.ends)
+
+    def add(self, token_ids: Sequence[int]) -> int:
+        """Take tokens in; how many belong to the answer: all, or up to a stop string's last."""
+        plan, ends, step = self._plan, self.ends, self._decoder.step
+        # Python appends in place to a string that only a local variable holds. Held here too it
+        # would be copied for each token, and a long output would take time by its square.
+        text, self.text = self.text, ""
+        try:
+            for count, token in enumerate(token_ids, 1):
+                old = len(text)
+                text += step(plan.codec.backend, token) or ""
+                if plan.stop and len(ends) >= plan.min_tokens:
+                    cut = self._stops(text, old)
+                    if cut is not None:
+                        text = text[:cut]
+                        ends.append(len(text))
+                        return count
+                ends.append(len(text))
+        finally:
+            self.text = text
+        return len(token_ids)
+
+    def shown(self, tokens: int, over: bool) -> int:
+        """Characters that a reader of the first `tokens` tokens sees; all when the turn is over."""
+        if over and tokens == len(self.ends):
+            return len(self.text)
+        return max(0, min(self.ends[tokens - 1], len(self.text)) - self._hold) if tokens else 0
+
+    def _stops(self, text: str, old: int) -> int | None:
+        """Where a stop string, of which some is behind `old`, ends the text; None: nowhere."""
+        for stop in self._plan.stop:
+            at = text.find(stop, max(0, old - len(stop) + 1))
+            if at >= 0:
+                self.matched = stop
+                return at + len(stop) * self._plan.include_stop
+        return None
+
+
+@dataclass(slots=True)
+class ServedModel:
+    """`max_model_len` in tokens, None until a setting or a replica says; `codec` only for text."""
+
+    name: str
+    max_model_len: int | None = None
+    codec: TextCodec | None = None
+
+    def check_name(self, asked: str | None) -> None:
+        """Raise UnknownModel for any other model; none at all means this one."""
+        if asked is not None and asked != self.name:
+            raise UnknownModel(
+                f"The model `{asked}` does not exist. Valid aliases: {self.name}.", "model"
+            )
+
+    def check_length(self, prompt_tokens: int, output_tokens: int = 0) -> None:
+        """Raise BadRequest for a prompt that leaves no room for `output_tokens`, at least one."""
+        limit = self.max_model_len
+        if limit is not None and prompt_tokens + max(1, output_tokens) > limit:
+            wanted = f" and {output_tokens} output tokens" if output_tokens else ""
+            raise BadRequest(
+                f"This model's maximum context length is {limit} tokens. However, you asked for "
+                f"{prompt_tokens} input tokens{wanted}. Please reduce the length of the prompt.",
+                "input_tokens",
+            )
+
+    def budget(self, prompt_tokens: int, max_tokens: int | None) -> int:
+        """Output tokens of a turn: what was asked for, else what the model's length leaves.
+
+        Raises BadRequest when neither is known.
+        """
+        room = None if self.max_model_len is None else max(1, self.max_model_len - prompt_tokens)
+        if max_tokens is not None:
+            return max_tokens if room is None else min(max_tokens, room)
+        if room is None:
+            raise BadRequest(
+                "give max_tokens: this gateway does not know the model's length "
+                "(its operator can set --max-model-len)",
+                "max_tokens",
+            )
+        return room
+
+    def need_codec(self, what: str) -> TextCodec:
+        """The tokenizer. Raises BadRequest, saying what to do, where there is none."""
+        if self.codec is None:
+            raise BadRequest(
+                f"{what} needs a tokenizer: start the gateway with --tokenizer DIR, "
+                "or send token ids"
+            )
+        return self.codec

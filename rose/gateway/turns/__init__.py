@@ -1,0 +1,1 @@
+"""Turns of the gateway: request, attempts, hedging, tokens."""

@@ -1,0 +1,364 @@
+"""The copies of one turn: each with a journal and a feed of its own, the first whole one wins.
+
+    first copy ──────────────────────────┬─ whole: its tokens are the turn's, the other is cancelled
+       └─ fork: a copy on another replica ┤
+                                          └─ fails: the other goes on alone; of the last: the turn's
+
+Nothing reaches the turn's readers before that, since tokens handed out cannot be taken back.
+
+Second copies for the slowest members of groups, where their callers allow them.
+
+`HedgedGroup` decides; what a member still needs and what a copy would cost is known here only. A
+group is what its turns say: `group_id`, how many they are, how many copies they may have. Turns
+that come when all members are there already are nobody's members: they get no copies.
+"""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from elastic_scheduler import HedgedGroup, MemberView, Quote, TurnJournal, TurnNeed, Won
+from rose.gateway.errors import BadRequest, TurnError
+from rose.gateway.replicas.dispatcher import Dispatcher, EventSink, LiveAttempt
+from rose.gateway.stats import GatewayStats
+from rose.gateway.turns.request import Origin, TurnRequest
+from rose.gateway.turns.token_stream import TokenStream
+from rose.process.background_tasks import described
+
+
+@dataclass(slots=True, eq=False)
+class TurnCopy:
+    """Attempts after attempts at one turn. `live` is the one that runs; `avoid` failed last.
+
+    `place` was taken before the copy began. A turn without a race has one copy.
+    """
+
+    request: TurnRequest
+    journal: TurnJournal
+    feed: TokenStream
+    need: TurnNeed
+    avoid: str = ""
+    place: LiveAttempt | None = None
+    live: LiveAttempt | None = None
+    number: int = 0
+    race: "Race | None" = None
+
+    def need_now(self) -> TurnNeed:
+        """What the rest of the turn asks of a replica."""
+        journal = self.journal
+        return replace(
+            self.need,
+            prompt_tokens=journal.length,
+            budget_tokens=journal.remaining,
+            made_tokens=journal.generated,
+        )
+
+
+class Judge(Protocol):
+    """Whose answer it is: a member of a hedged group."""
+
+    def finished(self, copy: int) -> Won | None:
+        """The copy has its whole answer; None: another had it before."""
+        ...
+
+    def failed(self, copy: int) -> bool:
+        """The copy came to an end without one; whether it was the last."""
+        ...
+
+
+class Race:
+    """`run` it; `fork` it while it runs."""
+
+    def __init__(
+        self,
+        first: TurnCopy,
+        judge: Judge,
+        work: Callable[[TurnCopy], Awaitable[None]],
+        give_back: Callable[[LiveAttempt], None],
+        stats: GatewayStats,
+    ) -> None:
+        self._feed = first.feed
+        self._judge = judge
+        self._work = work
+        self._give_back = give_back
+        self._stats = stats
+        self._won = False
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._ended: asyncio.Queue[int] = asyncio.Queue()
+        first.feed = _own_feed(first.request, first.feed)
+        first.race = self
+        self.copies = [first]
+
+    @property
+    def live(self) -> list[tuple[TurnCopy, LiveAttempt]]:
+        """Copies that are on a replica now."""
+        return [(copy, copy.live) for copy in self.copies if copy.live is not None]
+
+    async def run(self) -> None:
+        """Return when a copy was whole. Raises the TurnError of the last one that failed."""
+        self._start(self.copies[0])
+        try:
+            while not self._won:
+                number = await self._ended.get()
+                error = self._error(number)
+                if error is not None:
+                    try:
+                        raise error
+                    finally:
+                        # Its frames hold this one: it must not hold the error.
+                        del error
+            # What is left reads the end of its stream, so that its connection can be used again.
+            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        finally:
+            for task in self._tasks.values():
+                task.cancel()
+            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+            if not self._won:
+                furthest = max(self.copies, key=lambda copy: len(copy.feed.tokens))
+                self._feed.adopt(furthest.feed)
+            self._end()
+
+    def _end(self) -> None:
+        """Let go of copies and tasks, which hold each other and this race."""
+        for copy in self.copies:
+            copy.race = None
+        self.copies.clear()
+        self._tasks.clear()
+
+    def fork(self, number: int, copy: TurnCopy, place: LiveAttempt) -> None:
+        """Start copy `number`, which goes on from what `copy` has by now, on a place of its own."""
+        name = f"{copy.request.request_id}.copy{number}"
+        forked = TurnCopy(
+            replace(copy.request, request_id=name),
+            copy.journal.fork(),
+            _own_feed(copy.request, copy.feed),
+            copy.need_now(),
+            place=place,
+            number=number,
+            race=self,
+        )
+        self.copies.append(forked)
+        self._start(forked)
+
+    def delivered(self, copy: TurnCopy) -> None:
+        """A copy is whole: if it is the first one, the turn is over at this moment."""
+        won = self._judge.finished(copy.number)
+        if won is None:
+            return
+        self._won = True
+        self._feed.adopt(copy.feed)
+        self._stats.turns += 1
+        self._stats.hedge_wins += copy.number > 0
+        for number in won.cancel:
+            self._tasks[number].cancel()
+
+    def goes_on(self, copy: TurnCopy) -> bool:
+        """Whether a copy whose attempt failed tries again: not while another one runs."""
+        return self._judge.failed(copy.number)
+
+    def _start(self, copy: TurnCopy) -> None:
+        task = asyncio.ensure_future(self._work(copy))
+        self._tasks[copy.number] = task
+        task.add_done_callback(lambda _: self._over(copy))
+
+    def _over(self, copy: TurnCopy) -> None:
+        if copy.place is not None:
+            # It was cancelled before it began.
+            self._give_back(copy.place)
+            copy.place = None
+        self._ended.put_nowait(copy.number)
+
+    def _error(self, number: int) -> BaseException | None:
+        """Why the turn ends with this copy; None when it is won, or another copy runs."""
+        task = self._tasks[number]
+        if self._won:
+            return None
+        if task.cancelled():
+            return asyncio.CancelledError()
+        error = task.exception()
+        if isinstance(error, TurnError) and not self._judge.failed(number):
+            return None
+        return error
+
+
+def _own_feed(request: TurnRequest, feed: TokenStream) -> TokenStream:
+    """Another feed with the tokens of `feed`; their text is settled again, from the tokens."""
+    own = TokenStream(feed.prompt_tokens)
+    own.adopt(feed)
+    own.text = None if request.text is None else request.text.track()
+    if own.text is not None:
+        own.text.add(feed.tokens)
+    return own
+
+
+# Groups of which no member runs now; those idle for longest are forgotten first.
+IDLE_GROUPS_KEPT = 4_096
+# A turn that is nearly done is not worth the prefill of a copy, whatever the figures say.
+LEAST_LEFT_S = 0.2
+NEVER_S = float("inf")
+
+
+class _Group:
+    """A group's members by place: `fresh` nobody took yet, `vacant` ended without an answer."""
+
+    def __init__(self, origin: Origin) -> None:
+        self.size, self.hedges = origin.group_size, origin.hedges
+        names = [str(number) for number in range(self.size)]
+        self.core = HedgedGroup(tuple(names), self.hedges)
+        self.fresh = names[::-1]
+        self.vacant: list[str] = []
+        self.racing: dict[str, Race] = {}
+        self.running = 0
+        # False once its copies could not be judged: it gets no more of them.
+        self.sound = True
+
+    def suits(self, origin: Origin) -> bool:
+        return (self.size, self.hedges) == (origin.group_size, origin.hedges)
+
+    def take(self) -> str | None:
+        """A place for one more member; None: all are there."""
+        places = self.vacant or self.fresh
+        if not places:
+            return None
+        place = places.pop()
+        self.core.restart(place)
+        return place
+
+
+class HedgedTurn:
+    """One turn's place in its group."""
+
+    def __init__(self, group: _Group, place: str) -> None:
+        self._group = group
+        self._place = place
+
+    def entered(self, race: Race) -> None:
+        """The turn runs from now on."""
+        self._group.racing[self._place] = race
+
+    def finished(self, copy: int) -> Won | None:
+        """As `HedgedGroup.finished`."""
+        return self._group.core.finished(self._place, copy)
+
+    def failed(self, copy: int) -> bool:
+        """As `HedgedGroup.failed`."""
+        return self._group.core.failed(self._place, copy)
+
+
+class Hedging:
+    """All hedged groups of one gateway."""
+
+    def __init__(self, dispatcher: Dispatcher, stats: GatewayStats, on_event: EventSink) -> None:
+        self._dispatcher = dispatcher
+        self._stats = stats
+        self._on_event = on_event
+        self._groups: dict[tuple[str, str], _Group] = {}
+        self._idle: OrderedDict[tuple[str, str], None] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Groups that are remembered."""
+        return len(self._groups)
+
+    @contextmanager
+    def member(self, origin: Origin) -> Iterator[HedgedTurn | None]:
+        """A turn's membership for as long as it runs; None where it may have no copies.
+
+        Raises BadRequest for a turn that contradicts the running others of its group.
+        """
+        group = self._group(origin) if origin.hedges else None
+        place = None if group is None else group.take()
+        if group is None or place is None:
+            yield None
+            return
+        group.running += 1
+        self._idle.pop((origin.job, origin.group), None)
+        try:
+            yield HedgedTurn(group, place)
+        finally:
+            group.running -= 1
+            group.racing.pop(place, None)
+            if not group.core.is_done(place):
+                group.vacant.append(place)
+            self._settle((origin.job, origin.group), group)
+
+    def sweep(self) -> None:
+        """Start the copies that pay by now; called every `SWEEP_S`."""
+        for key, group in tuple(self._groups.items()):
+            if group.sound and group.racing and not group.fresh and group.core.may_hedge:
+                try:
+                    self._consider(group)
+                except Exception as error:  # noqa: BLE001 - the others get their copies
+                    group.sound = False
+                    self._on_event("group_not_judged", group=key[1], message=described(error))
+
+    def _group(self, origin: Origin) -> _Group:
+        key = (origin.job, origin.group)
+        group = self._groups.get(key)
+        if group is not None and group.core.complete:
+            group = None
+        if group is not None and not group.suits(origin):
+            if group.running:
+                raise BadRequest(
+                    f"group {origin.group} has group_size {group.size} and hedges {group.hedges}: "
+                    "send the same with all its turns",
+                    "group_size",
+                )
+            group = None
+        if group is None:
+            group = self._groups[key] = _Group(origin)
+        return group
+
+    def _settle(self, key: tuple[str, str], group: _Group) -> None:
+        """Forget a group that is complete, and of those that nobody works on the oldest."""
+        if self._groups.get(key) is not group or group.running:
+            return
+        if group.core.complete:
+            del self._groups[key]
+            return
+        self._idle[key] = None
+        if len(self._idle) > IDLE_GROUPS_KEPT:
+            del self._groups[self._idle.popitem(last=False)[0]]
+
+    def _consider(self, group: _Group) -> None:
+        left_s = {place: self._left_s(race) for place, race in group.racing.items()}
+        place = max(left_s, key=lambda name: left_s[name])
+        # A member that waits for a replica holds the group up for nobody knows how long.
+        if not LEAST_LEFT_S <= left_s[place] < NEVER_S:
+            return
+        (copy, live), *others = group.racing[place].live
+        if others or not copy.journal.can_begin:
+            return
+        quote = self._dispatcher.copy_of(live, copy.need_now())
+        if quote is None:
+            return
+        # The others' copies would be about as long: they have the same prompt and replica.
+        views = tuple(MemberView(name, left_s[name], quote.cost_s) for name in left_s)
+        hedge = group.core.consider(views, quote.places)
+        if hedge is not None:
+            self._start(group.racing[place], copy, quote, hedge.copy, hedge.saves_s)
+
+    def _start(self, race: Race, copy: TurnCopy, quote: Quote, number: int, saves_s: float) -> None:
+        place = self._dispatcher.place_copy(
+            quote, f"a copy that is expected to save its group {saves_s:.2g} s"
+        )
+        self._stats.hedges += 1
+        self._on_event(
+            "hedge",
+            request_id=copy.request.request_id,
+            replica=quote.replica,
+            saves_s=saves_s,
+            journaled=copy.journal.generated,
+        )
+        race.fork(number, copy, place)
+
+    def _left_s(self, race: Race) -> float:
+        """Seconds that a member still needs, by its best copy; infinite while it has no place."""
+        return min((self._one_left_s(copy, live) for copy, live in race.live), default=NEVER_S)
+
+    def _one_left_s(self, copy: TurnCopy, live: LiveAttempt) -> float:
+        if copy.journal.whole:
+            return 0.0
+        return self._dispatcher.left_s(live, copy.need_now())

@@ -1,0 +1,259 @@
+"""How a turn is sampled, in the one form that the gateway knows inside.
+
+Where a turn comes from: its trajectory, its group and its job, as its caller names them.
+
+One turn as the gateway works on it, whatever API it came through.
+"""
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from elastic_scheduler import TurnNeed
+from rose.gateway.errors import BadRequest
+from rose.gateway.text_codec import TextPlan
+
+MAX_TOKEN_ID = 1 << 32
+# Fields that must say nothing are not decoded: millions of small objects would hold up the loop.
+NOTHING = msgspec.Raw(b"null")
+MAX_NOTHING_BYTES = 64
+
+
+class Sampling(msgspec.Struct, gc=False):
+    """What every replica can do; also the `sampling` of a ROSE replica's body. `top_k` 0 is off."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_tokens: int = 0
+    stop_token_ids: list[int] | None = None
+    allowed_token_ids: list[int] | None = None
+    seed: int | None = None
+
+    def check(self) -> None:
+        """Raise BadRequest for values that no engine takes."""
+        if self.max_tokens < 1:
+            raise BadRequest(f"max_tokens must be at least 1, got {self.max_tokens}", "max_tokens")
+        if not 0 <= self.min_tokens <= self.max_tokens:
+            raise BadRequest("min_tokens must be between 0 and max_tokens", "min_tokens")
+        if not 0 <= self.temperature < float("inf"):
+            raise BadRequest("temperature must be non-negative", "temperature")
+        if not 0 < self.top_p <= 1:
+            raise BadRequest(f"top_p must be in (0, 1], got {self.top_p}", "top_p")
+        if self.top_k < -1:
+            raise BadRequest(f"top_k must be 0 or -1 (off), or at least 1, got {self.top_k}")
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise BadRequest("allowed_token_ids is empty: no token could be sampled")
+        ids = [*(self.stop_token_ids or ()), *(self.allowed_token_ids or ())]
+        if ids and not 0 <= min(ids) <= max(ids) < MAX_TOKEN_ID:
+            raise BadRequest("stop_token_ids and allowed_token_ids are ids of at least 0")
+
+    def rest(self, max_tokens: int) -> "Sampling":
+        """The same sampling for a turn of which only `max_tokens` are still to be generated."""
+        done = self.max_tokens - max_tokens
+        return Sampling(
+            max_tokens,
+            self.temperature,
+            self.top_p,
+            self.top_k,
+            max(0, self.min_tokens - done),
+            self.stop_token_ids,
+            self.allowed_token_ids,
+            self.seed,
+        )
+
+    def child(self, index: int) -> "Sampling":
+        """Sampling of sample `index` of several: a given seed must not make them all equal."""
+        if self.seed is None or index == 0:
+            return self
+        other = self.rest(self.max_tokens)
+        other.seed = self.seed + index
+        return other
+
+
+def unread(value: object) -> object:
+    """What a field says that is read only to see that it says nothing; long ones are no nothing."""
+    if not isinstance(value, msgspec.Raw):
+        return value
+    data = bytes(value)
+    if len(data) > MAX_NOTHING_BYTES:
+        return data
+    try:
+        return msgspec.json.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise BadRequest(f"1 validation error: {error}", "body") from error
+
+
+def refuse_unsupported(asked: object, neutral: Mapping[str, object]) -> None:
+    """Raise BadRequest for any field of `asked` that is neither None nor at its neutral value.
+
+    A field that would change the answer and cannot be honoured is never dropped in silence.
+    """
+    for name, value in neutral.items():
+        given = getattr(asked, name)
+        if given is NOTHING or given is None or given == value:
+            # Not sent, as nearly all of them are not.
+            continue
+        given = unread(given)
+        if given is None or given == value or (not given and not value):
+            continue
+        raise BadRequest(f"rollout replicas do not know {name}: leave it out", name)
+
+
+SESSION_HEADER = "X-Session-ID"
+GROUP_HEADER = "X-Group-ID"
+JOB_HEADER = "X-Job"
+# Names are kept for each of very many trajectories.
+MAX_NAME_CHARS = 512
+MAX_GROUP_SIZE = 4_096
+
+
+class OriginFields(msgspec.Struct, gc=False):
+    """What the body of every generating route may say; a header wins over its field."""
+
+    session_id: str | None = None
+    group_id: str | None = None
+    job: str | None = None
+    group_size: int | None = None
+    hedges: int | None = None
+    stream: bool | None = False
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Empty where the caller says nothing. Turns of a group are samples of one prompt.
+
+    `hedges`: so many second copies may all `group_size` turns of the group have together.
+    """
+
+    session: str = ""
+    group: str = ""
+    job: str = ""
+    group_size: int = 0
+    hedges: int = 0
+
+
+ANONYMOUS = Origin()
+
+
+def origin_of(headers: Mapping[str, str], body: OriginFields) -> Origin:
+    """Raises BadRequest for what is no name, and for copies that cannot be."""
+    size, hedges = body.group_size or 0, body.hedges or 0
+    origin = Origin(
+        _name(headers.get(SESSION_HEADER) or body.session_id, "session_id"),
+        _name(headers.get(GROUP_HEADER) or body.group_id, "group_id"),
+        _name(headers.get(JOB_HEADER) or body.job, "job"),
+        size,
+        hedges,
+    )
+    if not 0 <= size <= MAX_GROUP_SIZE:
+        raise BadRequest(f"group_size is at most {MAX_GROUP_SIZE}", "group_size")
+    if not 0 <= hedges <= size:
+        raise BadRequest("hedges: at least 0, at most group_size, which goes with it", "hedges")
+    if hedges and not origin.group:
+        raise BadRequest("hedges needs the group_id that all turns of the group share", "hedges")
+    if hedges and body.stream:
+        raise BadRequest(
+            "hedges: a second copy may answer first, and tokens of a stream cannot be taken back; "
+            "leave out hedges or stream",
+            "hedges",
+        )
+    return origin
+
+
+def _name(given: str | None, field: str) -> str:
+    if given and (len(given) > MAX_NAME_CHARS or not given.isprintable()):
+        raise BadRequest(f"{field}: send at most {MAX_NAME_CHARS} printable characters", field)
+    return given or ""
+
+
+MAX_NUMBER = 1 << 63
+MAX_REQUEST_ID_CHARS = 1_024
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def _new_life() -> str:
+    return secrets.token_hex(4)
+
+
+@dataclass(slots=True, eq=False)
+class TurnRequest:
+    """Tokens in, how to sample, and the caller's conditions.
+
+    `priority`: lower goes first, as in vLLM. `timeout_s` counts from arrival. `named`: the caller
+    chose the request id, so it can ask for the same turn again. `text` wants the output as text.
+    `life` tells turns of one request id apart, of which the earlier ones came to nothing.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    sampling: Sampling
+    origin: Origin = ANONYMOUS
+    min_version: int | None = None
+    exact_version: int | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+    timeout_s: float | None = None
+    named: bool = False
+    text: TextPlan | None = None
+    life: str = field(default_factory=_new_life)
+
+    def attempt_id(self, attempt: int) -> str:
+        """What a replica is told: an engine refuses an id that it knows still.
+
+        A turn that was hung up on and is asked for anew begins with attempt 1 again, so the number
+        alone would not do.
+        """
+        return f"{self.request_id}.{self.life}.{attempt}"
+
+    def check(self) -> None:
+        """Raise BadRequest for what the schema of a body alone cannot say."""
+        if len(self.request_id) > MAX_REQUEST_ID_CHARS:
+            raise BadRequest(
+                f"request_id has {len(self.request_id)} characters: send at most "
+                f"{MAX_REQUEST_ID_CHARS}",
+                "request_id",
+            )
+        if not self.token_ids:
+            raise BadRequest("the prompt is empty (token_ids is empty): send at least one token")
+        if min(self.token_ids) < 0 or max(self.token_ids) >= MAX_TOKEN_ID:
+            raise BadRequest("a prompt has token ids of at least 0 and below 2**32", "token_ids")
+        if not -MAX_NUMBER <= self.priority < MAX_NUMBER:
+            raise BadRequest("priority is a number of 64 bits", "priority")
+        for name, version in (("min", self.min_version), ("exact", self.exact_version)):
+            if version is not None and version < 0:
+                raise BadRequest(f"{name}_version must be at least 0, got {version}")
+        if self.min_version is not None and self.exact_version is not None:
+            raise BadRequest("min_version and exact_version exclude each other: send one")
+        if self.timeout_s is not None and not 0 < self.timeout_s < float("inf"):
+            raise BadRequest("a timeout is a number of seconds above 0")
+        self.sampling.check()
+
+    def need(self) -> TurnNeed:
+        """What the router has to know of a new turn."""
+        return TurnNeed(
+            self.origin.session,
+            len(self.token_ids),
+            self.sampling.max_tokens,
+            self.min_version,
+            self.exact_version,
+            self.request_id,
+            self.origin.job,
+            self.origin.group,
+        )
+
+    def fingerprint(self) -> int:
+        """Equal for requests that ask for the same tokens, however they want them delivered.
+
+        Raises BadRequest for numbers that no replica could be sent.
+        """
+        stop = None if self.text is None else self.text.stop
+        asked = (self.token_ids, self.sampling, self.min_version, self.exact_version, stop)
+        try:
+            return hash(_encode((*asked, self.cache_salt)))
+        except (OverflowError, UnicodeEncodeError) as error:
+            raise BadRequest(f"a number or text of the request is out of range: {error}") from error

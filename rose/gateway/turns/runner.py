@@ -1,0 +1,334 @@
+"""Turns by request id: whoever asks again for the same turn follows the one that there is.
+
+open ── running ── over: kept among the newest answers, replayed to whoever asks again
+           │  its last reader left: cancelled, at once or after a grace in which it may come back
+           └─ failed or cancelled: forgotten, the id may be used anew
+
+One turn, from the first attempt to its last token.
+"""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from elastic_scheduler import (
+    Conflict,
+    Continue,
+    Deliver,
+    End,
+    GiveUp,
+    IdempotencyCache,
+    TurnJournal,
+)
+from rose.gateway.backends import LINKS
+from rose.gateway.backends.http_pool import Upstream
+from rose.gateway.errors import BadRequest, DeadlinePassed, NoReplica, TurnAborted, TurnError
+from rose.gateway.replicas.dispatcher import Dispatcher, EventSink, LiveAttempt
+from rose.gateway.settings import GatewaySettings
+from rose.gateway.stats import GatewayStats
+from rose.gateway.turns.attempt import (
+    ATTEMPT_FAILURES,
+    AttemptReceiver,
+    AttemptWriter,
+    Ending,
+    broken,
+)
+from rose.gateway.turns.hedging import Hedging, Race, TurnCopy
+from rose.gateway.turns.request import TurnRequest
+from rose.gateway.turns.token_stream import TokenStream
+
+REST_OF_ANSWER_S = 1.0
+
+
+class TurnRunner:
+    """Runs turns; every attempt is one streamed request."""
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        dispatcher: Dispatcher,
+        upstream: Upstream,
+        stats: GatewayStats,
+        on_event: EventSink,
+        hedging: Hedging,
+    ) -> None:
+        self._settings = settings
+        self._dispatcher = dispatcher
+        self._upstream = upstream
+        self._stats = stats
+        self._on_event = on_event
+        self._hedging = hedging
+
+    async def run(self, request: TurnRequest, feed: TokenStream) -> None:
+        """Fill the feed to its end. Raises TurnError when the turn cannot be finished."""
+        if request.timeout_s is None:
+            await self._run(request, feed)
+            return
+        try:
+            async with asyncio.timeout(request.timeout_s):
+                await self._run(request, feed)
+        except TimeoutError as error:
+            if feed.over:
+                return
+            raise DeadlinePassed(
+                f"the turn was not done after {request.timeout_s:g} s, with "
+                f"{len(feed.tokens)} tokens so far; allow it more time"
+            ) from error
+
+    async def _run(self, request: TurnRequest, feed: TokenStream) -> None:
+        sampling = request.sampling
+        journal = TurnJournal(
+            request.token_ids,
+            sampling.max_tokens,
+            max_attempts=self._settings.max_attempts,
+            stop_token_ids=sampling.stop_token_ids or (),
+        )
+        copy = TurnCopy(request, journal, feed, request.need())
+        with self._hedging.member(request.origin) as member:
+            if member is None:
+                await self._work(copy)
+                return
+            race = Race(copy, member, self._work, self._give_back, self._stats)
+            member.entered(race)
+            await race.run()
+
+    async def _work(self, copy: TurnCopy) -> None:
+        """Attempt after attempt, until the copy is whole, or another one goes on without it."""
+        request, journal = copy.request, copy.journal
+        while True:
+            live = await self._place_of(copy)
+            attempt = journal.begin(live.entry.id, live.entry.kind.value)
+            live.may_move = attempt.number < self._settings.max_attempts
+            sink = AttemptWriter(copy, attempt, self._stats)
+            copy.live = live
+            try:
+                end, reason = await self._attempt(request, live, sink)
+            finally:
+                copy.live = None
+            outcome = sink.end(end, reason)
+            if isinstance(outcome, Deliver):
+                return
+            if copy.race is not None and not copy.race.goes_on(copy):
+                return
+            if isinstance(outcome, GiveUp):
+                raise NoReplica(f"{journal.attempts} replicas failed the turn, the last: {reason}")
+            assert isinstance(outcome, Continue)
+            copy.avoid = live.entry.id
+            copy.need = copy.need_now()
+            self._note_continuation(request.request_id, live, end, reason, journal)
+
+    async def _place_of(self, copy: TurnCopy) -> LiveAttempt:
+        """The place that the copy was given, or one that it has to wait for."""
+        live, copy.place = copy.place, None
+        if live is None:
+            live = await self._dispatcher.acquire(copy.need, copy.avoid, copy.request.priority)
+        return live
+
+    def _give_back(self, live: LiveAttempt) -> None:
+        self._dispatcher.finish(live, None)
+
+    async def _attempt(
+        self, request: TurnRequest, live: LiveAttempt, sink: AttemptWriter
+    ) -> Ending:
+        """Stream one attempt into the journal; how it ended and, in words, why."""
+        end: End | None = None
+        reason = ""
+        live.task = asyncio.current_task()
+        try:
+            if live.interrupted is not None:
+                end, reason = live.interrupted, "lease lost"
+            else:
+                end, reason = await self._stream(request, live, sink)
+        except ATTEMPT_FAILURES as error:
+            end, reason = broken(error)
+        except asyncio.CancelledError:
+            # Ours (interrupt), or the client is gone as well: only ours alone goes on.
+            if live.interrupted is None or live.task is None or live.task.uncancel() > 0:
+                raise
+            end, reason = live.interrupted, live.interrupted.value
+        finally:
+            live.task = None
+            if not sink.delivered:
+                self._dispatcher.finish(live, end)
+        return end, reason
+
+    async def _stream(self, request: TurnRequest, live: LiveAttempt, sink: AttemptWriter) -> Ending:
+        link = LINKS[live.entry.api]
+        body = link.encode(request, sink.attempt)
+        exchange = AttemptReceiver(link.reader(), live, sink, self._dispatcher)
+        connection = await self._upstream.post(live.entry.url + link.path, body, exchange)
+        rest_s = 0.0
+        try:
+            end, reason = await exchange.ending()
+            # A few bytes end the answer, and the connection can be used again. Of a stop string
+            # the engine knows nothing: hanging up ends its work.
+            rest_s = 0.0 if end is End.BROKEN or sink.stopped else REST_OF_ANSWER_S
+            return end, reason
+        finally:
+            exchange.cancel()
+            connection.leave(exchange, rest_s)
+
+    def _note_continuation(
+        self, request_id: str, live: LiveAttempt, end: End, reason: str, journal: TurnJournal
+    ) -> None:
+        self._stats.continuations += 1
+        self._on_event(
+            "continuation",
+            request_id=request_id,
+            replica=live.entry.id,
+            end=end.value,
+            reason=reason,
+            journaled=journal.generated,
+            attempt=journal.attempts,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class SharedTurn:
+    """A running or answered turn and how many connections follow it."""
+
+    request_id: str
+    session: str
+    named: bool
+    feed: TokenStream
+    task: "asyncio.Task[None] | None" = None
+    readers: int = 0
+    last_call: asyncio.TimerHandle | None = None
+
+
+class SharedTurns:
+    """All turns of one gateway. End with `close`."""
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        dispatcher: Dispatcher,
+        runner: TurnRunner,
+        stats: GatewayStats,
+    ) -> None:
+        self._settings = settings
+        self._dispatcher = dispatcher
+        self._runner = runner
+        self._stats = stats
+        self._answers: IdempotencyCache[SharedTurn] = IdempotencyCache(
+            settings.answers_kept, settings.answers_bytes
+        )
+        self._running: dict[str, SharedTurn] = {}
+        self._closing = False
+
+    def open(self, request: TurnRequest) -> SharedTurn:
+        """The turn of an earlier request with this id and body, or a new one.
+
+        Raises TurnError for a turn that must not begin.
+        """
+        request.check()
+        fingerprint = request.fingerprint()
+        known = self._answers.find(request.request_id, fingerprint)
+        if isinstance(known, Conflict):
+            raise BadRequest(f"{known.value}: {request.request_id}", "request_id")
+        if known is not None:
+            self._stats.repeated += 1
+            return known
+        if self._closing:
+            raise NoReplica("the gateway is shutting down; send the turn again later")
+        self._dispatcher.check_admission(request.need())
+        text = None if request.text is None else request.text.track()
+        feed = TokenStream(len(request.token_ids), text)
+        shared = SharedTurn(request.request_id, request.origin.session, request.named, feed)
+        shared.task = asyncio.create_task(self._run(request, shared))
+        self._answers.open(request.request_id, fingerprint, shared)
+        self._running[request.request_id] = shared
+        return shared
+
+    @contextmanager
+    def reading(self, turns: Sequence[SharedTurn], stream: bool) -> Iterator[None]:
+        """Count a connection in for as long as it follows these turns.
+
+        A turn that nobody follows any more is cancelled; one that was streamed to a caller who can
+        name it is kept for `resume_grace_s`: the caller may come back for the rest.
+        """
+        for shared in turns:
+            shared.readers += 1
+            if shared.last_call is not None:
+                shared.last_call.cancel()
+                shared.last_call = None
+        try:
+            yield
+        finally:
+            for shared in turns:
+                shared.readers -= 1
+                if shared.readers == 0 and not shared.feed.over:
+                    self._abandon(shared, self._grace_s(shared) if stream else 0.0)
+
+    def cancel(self, request_id: str) -> bool:
+        """Abort a running turn; its readers get a TurnCancelled. Whether there was one."""
+        shared = self._running.get(request_id)
+        if shared is None:
+            return False
+        shared.feed.fail(TurnAborted(f"the turn {request_id} was aborted"))
+        self._drop(shared)
+        return True
+
+    def finish_session(self, session: str) -> int:
+        """Abort what still runs for a session; how many turns."""
+        names = [name for name, shared in self._running.items() if shared.session == session]
+        return sum(map(self.cancel, names))
+
+    async def close(self, timeout_s: float) -> None:
+        """Refuse new turns, let running ones finish for a while, then cancel them."""
+        self._closing = True
+        tasks = [shared.task for shared in self._running.values() if shared.task is not None]
+        if tasks:
+            await asyncio.wait(tasks, timeout=timeout_s)
+        for shared in list(self._running.values()):
+            shared.feed.fail(NoReplica("the gateway is shutting down; send the turn again later"))
+            self._drop(shared)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _grace_s(self, shared: SharedTurn) -> float:
+        settings = self._settings
+        return settings.resume_grace_s if shared.named else settings.anonymous_grace_s
+
+    def _abandon(self, shared: SharedTurn, grace_s: float) -> None:
+        if grace_s <= 0:
+            self._drop(shared)
+            return
+        loop = asyncio.get_running_loop()
+        shared.last_call = loop.call_later(grace_s, self._drop, shared)
+
+    def _drop(self, shared: SharedTurn) -> None:
+        """End a turn that nobody wants; its id may be used anew."""
+        self._running.pop(shared.request_id, None)
+        self._answers.forget(shared.request_id, shared)
+        if shared.last_call is not None:
+            shared.last_call.cancel()
+        if shared.task is not None:
+            shared.task.cancel()
+
+    async def _run(self, request: TurnRequest, shared: SharedTurn) -> None:
+        try:
+            await self._runner.run(request, shared.feed)
+        except TurnError as error:
+            self._answers.forget(request.request_id, shared)
+            shared.feed.fail(error)
+        except BaseException:
+            # Cancelled, or a fault of this program, which its readers must not wait out.
+            self._answers.forget(request.request_id, shared)
+            shared.feed.fail(TurnError("the gateway gave the turn up: send it again"))
+            raise
+        finally:
+            # A task that was cancelled keeps the frames of its last moment, and so this turn.
+            shared.task = None
+            if shared.feed.finish_reason is None:
+                self._stats.failed += 1
+            if self._running.get(request.request_id) is shared:
+                del self._running[request.request_id]
+        self._settle(request.request_id, shared)
+
+    def _settle(self, request_id: str, shared: SharedTurn) -> None:
+        if shared.feed.finish_reason is not None:
+            self._answers.close(request_id, shared, shared.feed.size_bytes + 4 * len(request_id))
+        if shared.last_call is not None:
+            shared.last_call.cancel()
+            shared.last_call = None

@@ -1,0 +1,1 @@
+"""Event logs: JSON lines, rotated, written by a thread of their own."""

@@ -1,0 +1,226 @@
+"""Logs of one process: records from which figures are recomputed, and what it did.
+
+Writing to a log never fails and, for logs of `Logs`, never waits for a disk: a thread writes them.
+"""
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeVar
+
+import msgspec
+
+from rose.decoding import decoded
+from rose.errors import ConfigError, RoseError
+from rose.logs.rotating_jsonl import (
+    BOUNDED,
+    DROPPED,
+    KEEP_ALL,
+    BoundedFile,
+    LogLimits,
+    LogThread,
+    log_parts,
+    private_folder,
+)
+
+__all__ = ["KEEP_ALL", "EventLog", "JsonlLog", "LogLimits", "Logs", "log_parts", "read_lines"]
+
+T = TypeVar("T")
+FLUSH_S = 2.0
+_logger = logging.getLogger("rose.logs")
+_MARKER = b'{"' + DROPPED.encode() + b'":'
+_NO_FIELDS: Mapping[str, object] = {}
+
+
+class JsonlLog:
+    """One log of JSON objects (see `rose.logs.rotating_jsonl`); any thread may write."""
+
+    def __init__(
+        self,
+        path: Path,
+        limits: LogLimits = BOUNDED,
+        thread: LogThread | None = None,
+        marker: Mapping[str, object] = _NO_FIELDS,
+    ) -> None:
+        """`thread`: who writes; None writes at once, in the caller."""
+        self._file = BoundedFile(path, limits, marker)
+        self._thread = thread
+        if thread is None:
+            self._file.begin()
+        else:
+            thread.put(self._file.begin)
+
+    def write(self, record: Mapping[str, object]) -> None:
+        """Append one record, or drop and count it."""
+        line = json.dumps(record, separators=(",", ":"), default=str).encode() + b"\n"
+        if self._thread is None:
+            self._file.append(line)
+        elif not self._thread.put(partial(self._file.append, line)):
+            self._file.drop()
+
+    @property
+    def dropped(self) -> int:
+        """Records that were lost since the start."""
+        return self._file.dropped
+
+    @property
+    def trouble(self) -> str:
+        """Why records are dropped now; empty while all are written."""
+        return self._file.trouble
+
+    def close(self) -> None:
+        """Close the file, as soon as what waits is written."""
+        if self._thread is None or not self._thread.put(self._file.close):
+            self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+Listener = Callable[[str, Mapping[str, object]], None]
+
+
+class EventLog:
+    """What one process did: leases, revocations, restarts, faults (CLOCK_MONOTONIC seconds)."""
+
+    def __init__(
+        self,
+        folder: Path,
+        source: str,
+        limits: LogLimits = BOUNDED,
+        thread: LogThread | None = None,
+    ) -> None:
+        """As `JsonlLog`."""
+        path = folder / f"events-{source}.jsonl"
+        self.log = JsonlLog(path, limits, thread, {"source": source})
+        self._source = source
+        self._listener: Listener | None = None
+
+    def listen(self, listener: Listener) -> None:
+        """Tell one listener of every event, in the thread that writes it."""
+        self._listener = listener
+
+    def write(self, event: str, **fields: object) -> None:
+        """Append one event, stamped with the time and this process's name."""
+        self.log.write({"t_s": time.monotonic(), "source": self._source, "event": event, **fields})
+        if self._listener:
+            try:
+                self._listener(event, fields)
+            except Exception:  # whoever writes an event has more to do than to tell of it
+                _logger.exception("nobody could be told of %s", event)
+
+    def close(self) -> None:
+        """Close the log."""
+        self.log.close()
+
+
+class Logs:
+    """All logs of one process in one folder, under one limit, written by one thread."""
+
+    def __init__(self, folder: Path, limits: LogLimits = BOUNDED) -> None:
+        """Raises ConfigError for a folder that this user cannot have, whatever is free."""
+        self._folder = folder
+        self._limits = limits
+        self._thread = LogThread("rose-logs")
+        self._logs: list[JsonlLog] = []
+        _insist_usable(folder)
+
+    def events(self, source: str) -> EventLog:
+        """The event log of this process."""
+        events = EventLog(self._folder, source, self._limits, self._thread)
+        self._logs.append(events.log)
+        return events
+
+    def records(self, name: str) -> JsonlLog:
+        """A log of raw records: the file `name`."""
+        log = JsonlLog(self._folder / name, self._limits, self._thread)
+        self._logs.append(log)
+        return log
+
+    @property
+    def dropped(self) -> int:
+        """Records of all logs that were lost since the start."""
+        return sum(log.dropped for log in self._logs)
+
+    def troubles(self) -> list[str]:
+        """What is wrong with them now, a line each."""
+        lines = [f"log {trouble}" for log in self._logs if (trouble := log.trouble)]
+        hung_s = self._thread.hung_s()
+        return [*lines, f"a write to {self._folder} hangs for {hung_s:.0f} s"] if hung_s else lines
+
+    def flush(self, patience_s: float = FLUSH_S) -> bool:
+        """Wait until what was written by now is on disk; False when that takes too long."""
+        return self._thread.flush(patience_s)
+
+    def close(self) -> None:
+        """Close all logs. A disk that hangs is not waited for longer than FLUSH_S."""
+        for log in self._logs:
+            log.close()
+        self._thread.close(FLUSH_S)
+
+
+def read_lines(path: Path, schema: type[T]) -> list[T]:
+    """The records of one log, those of its older parts first.
+
+    A last line that its writer did not finish is left out. Raises `RoseError` naming file and line
+    for anything else that is not such a record, and where records were dropped: what is computed
+    from the others would be wrong.
+    """
+    records: list[T] = []
+    decoder = msgspec.json.Decoder(schema)
+    for part in log_parts(path) or [path]:
+        try:
+            lines = part.read_bytes().split(b"\n")
+        except OSError as error:
+            raise RoseError(
+                f"{part}: cannot be read ({error.strerror}); is the run complete?"
+            ) from error
+        # What follows the last newline is empty, or the line a killed process was writing.
+        for number, line in enumerate(lines[:-1], 1):
+            if line.startswith(_MARKER):
+                raise RoseError(f"{part}:{number}: records are missing: {_reason(line)}; run again")
+            try:
+                records.append(decoded(decoder, line))
+            except msgspec.DecodeError as error:
+                raise RoseError(f"{part}:{number}: {error}") from error
+    return records
+
+
+class _Missing(msgspec.Struct):
+    records_dropped: int
+    message: str = ""
+
+
+_MISSING = msgspec.json.Decoder(_Missing)
+
+
+def _reason(line: bytes) -> str:
+    try:
+        missing = decoded(_MISSING, line)
+    except msgspec.DecodeError:
+        return "how many is not said"
+    return f"{missing.records_dropped} ({missing.message})"
+
+
+def _insist_usable(folder: Path) -> None:
+    try:
+        private_folder(folder)
+    except OSError as error:
+        if isinstance(error, (PermissionError, NotADirectoryError, FileExistsError)):
+            raise ConfigError(f"logs cannot be kept in {folder}: {error.strerror}") from error
+        return  # A full disk may have room later.
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"logs cannot be kept in {folder}: it is not writable for this user")

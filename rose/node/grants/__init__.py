@@ -1,0 +1,1 @@
+"""Grants: when a guest may run, from what its host publishes."""

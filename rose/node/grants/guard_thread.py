@@ -1,0 +1,288 @@
+"""Why a guest is frozen, in words for the log.
+
+How much of the time a guest was let run.
+
+`guest.jsonl`: what host and guest were doing, ten times a second.
+
+The grant loop: a thread of its own, so that nothing the daemon does can delay a freeze.
+
+When the thread dies the last grant expires and the guest freezes: silence is a revocation.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+
+from executor import ControlPage, Grant, GrantController, GrantMode, GuestState, HostState
+from executor.control_page import host_seat
+from executor.control_page.host_seat import HOST_UNREADABLE
+from executor.grants import grant_controller
+from executor.grants.grant_controller import STALLED
+from executor.kv.reclaim_ladder import OverdueTimer
+from rose.logs.eventlog import EventLog, JsonlLog
+from rose.node.grants.host_watch import HostProcess, HostWatch
+from rose.node.guest.cpu_placement import CpuBoost
+from rose.node.guest.kill import KillSwitch
+from rose.process.background_tasks import described
+
+_MEANING = {
+    grant_controller.NO_LEASE: "no job has leased it",
+    grant_controller.WARM_UP: "its engine warms up while the host is idle",
+    grant_controller.KILL_SWITCH: "the kill switch is set; take it back with `rose unkill RUN_DIR`",
+    grant_controller.HOST_DEAD: "the host's process is gone",
+    grant_controller.HOST_FOREIGN: "the process that publishes is not host.pid, nor a child of it",
+    host_seat.PAGE_REPLACED: "the page's file was deleted or made anew: start the node again",
+    host_seat.NO_HOST: "no process publishes on the page: start the host, with its plugin, on it",
+    host_seat.HOST_VETO: "an engine serves that cannot publish on the page: see the host's log",
+    host_seat.HOST_STARTING: "the host took the page just now",
+    host_seat.HOST_SILENT: "the host's process has not said for a second that it lives",
+    host_seat.HOST_UNREADABLE: "the host publishes half a record",
+    grant_controller.OPERATOR_HOLD: "the operator holds it",
+    grant_controller.DRAIN: "its turns are being handed back",
+    grant_controller.DRAINED: "its turns were handed back",
+    grant_controller.STALLED: "this daemon stood still for longer than a grant lives; its leases are void",
+    grant_controller.RECLAIM: "its memory is being taken back",
+    grant_controller.OWING: "it gives back KV memory that its host took back, and does nothing else",
+    grant_controller.PRESSURE: "the host needs its KV cache",
+}
+
+
+def sentence(guest: str, mode: str, reason: str) -> str:
+    """One line: `guest-0 freeze: no_lease (no job has leased it)`."""
+    meaning = _MEANING.get(reason)
+    return f"{guest} {mode}: {reason}" + (f" ({meaning})" if meaning else "")
+
+
+WINDOW_NS = 1_000_000_000
+
+
+class DutyMeter:
+    """Share of the last second in which the guest had work and its gate was open."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+        self._points: deque[tuple[int, int, int]] = deque()
+
+    def update(self, now_ns: int, guest: GuestState | None) -> None:
+        """Take a reading; the guest's yielded time only grows while it has work and must wait."""
+        if guest is None:
+            self.value = 0.0
+            return
+        self._points.append((now_ns, guest.yielded_ns, guest.step_seq))
+        while now_ns - self._points[0][0] > WINDOW_NS:
+            self._points.popleft()
+        then_ns, yielded_ns, steps = self._points[0]
+        elapsed_ns = now_ns - then_ns
+        stepped = guest.step_seq > steps
+        if elapsed_ns <= 0 or not stepped:
+            self.value = 0.0
+            return
+        self.value = max(0.0, 1.0 - (guest.yielded_ns - yielded_ns) / elapsed_ns)
+
+
+GUEST_SAMPLES: Final = "guest.jsonl"
+
+
+class GuestSample(msgspec.Struct, frozen=True):
+    """One look at the control page; times are CLOCK_MONOTONIC.
+
+    reason: why the guest does not run, "ok" while it may. kv_bytes: KV memory that the guest has
+    not given back. host_kv: share of the host's KV blocks in use. Counters only grow.
+    """
+
+    t_s: float
+    mode: str
+    reason: str
+    running: int
+    kv_bytes: int
+    tokens_total: int
+    step_seq: int
+    yielded_ns: int
+    host_busy_ns: int
+    host_running: int
+    host_kv: float
+
+
+TICK_S = 0.02
+SAMPLE_EVERY_TICKS = 5
+# What a guest that has a core needs to give back what its host wants.
+PRESS_S = 0.25
+OVERDUE_S = 2.0
+_NS = 1e9
+
+logger = logging.getLogger("rose.node")
+
+
+class GuardThread:
+    """Writes the guest's grant 50 times a second and records what host and guest do."""
+
+    def __init__(
+        self,
+        name: str,
+        page: ControlPage,
+        core: GrantController,
+        lease_epoch: Callable[[], int | None],
+        kill_switch: KillSwitch,
+        host_pid: int | None,
+        watch: HostWatch,
+        samples: JsonlLog,
+        events: EventLog,
+        on_broken: Callable[[], object],
+        on_stall: Callable[[str], object],
+        debtor: CpuBoost | None = None,
+        warming: Callable[[], bool] = lambda: False,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        """`lease_epoch`: of the lease that holds now, None without one; asked in this thread.
+
+        So is `warming`: whether the guest's engine starts and takes no turns yet.
+        So are both others called: when the loop ends unasked, when the process stood still. After
+        a stop longer than a grant lives the lease of that time grants nothing any more.
+        `events` and `samples` must not wait for a disk.
+        `debtor` hears when the guest keeps bytes of the host for PRESS_S, and for OVERDUE_S.
+        """
+        self._name = name
+        self._page = page
+        self._core = core
+        self._lease_epoch = lease_epoch
+        self._newest_epoch = 0
+        self._kill_switch = kill_switch
+        self._process = HostProcess(host_pid)
+        self._clock_ns = clock_ns
+        self._watch = watch
+        self._samples = samples
+        self._events = events
+        self._on_broken = on_broken
+        self._on_stall = on_stall
+        self._debtor = debtor or CpuBoost()
+        self._debt = OverdueTimer(round(PRESS_S * 1e9), round(OVERDUE_S * 1e9))
+        self._reclaim_cap: int | None = None
+        self._warming = warming
+        self._void_epoch = 0
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="rose-guard", daemon=True)
+        self._duty = DutyMeter()
+        self._ticks = 0
+        self._reason = ""
+        self.host: HostState | None = None
+        self.host_idle = False
+        self.guest: GuestState | None = None
+        self.grant: Grant | None = None
+        self.granted = 0
+        self.broke = ""
+
+    def start(self) -> None:
+        """Begin to grant."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop granting; the guest freezes when its last grant expires."""
+        self._stopping.set()
+        self._thread.join(timeout=1.0)
+
+    def hold(self, reclaim_cap: int | None) -> None:
+        """Freeze the guest and leave it so many KV granules; None ends that (any thread)."""
+        self._reclaim_cap = reclaim_cap
+
+    def duty(self) -> float:
+        """Share of the last second in which the guest was not held back."""
+        return self._duty.value
+
+    @property
+    def owed_bytes(self) -> int:
+        """KV memory that its host took back and the guest still keeps."""
+        return self._core.owed_bytes
+
+    def _run(self) -> None:
+        try:
+            self._loop()
+        except Exception as error:  # noqa: BLE001 - whatever broke: it is said, and the node ends
+            self.broke = described(error)
+            self._events.write("guard_broke", replica=self._name, message=self.broke)
+        finally:
+            if not self._stopping.is_set():
+                self._on_broken()
+
+    def _loop(self) -> None:
+        while not self._stopping.wait(TICK_S):
+            self.tick()
+
+    def tick(self) -> Grant:
+        """Write one grant. Nothing that the page says can make this raise: it freezes the guest."""
+        grant = self._grant()
+        if grant.reason != self._reason:
+            self._reason = grant.reason
+            self._changed(grant)
+        if self._ticks % SAMPLE_EVERY_TICKS == 0:
+            self._duty.update(self._clock_ns(), self.guest)
+            self._sample(grant)
+            self._watch.drain(self._page)
+        self._ticks += 1
+        return grant
+
+    def _changed(self, grant: Grant) -> None:
+        mode = grant.mode.name.lower()
+        self._events.write("grant", replica=self._name, mode=mode, reason=grant.reason)
+        logger.info(sentence(self._name, mode, grant.reason))
+
+    def _grant(self) -> Grant:
+        sight = self._page.host_sight()
+        if sight.doubt(self._clock_ns()) == HOST_UNREADABLE:
+            # A host that is written at this moment is read again; without it the guest freezes.
+            sight = self._page.host_sight()
+        now_ns = self._clock_ns()
+        doubt = self._process.doubt(sight.seat)
+        self.host = sight.state
+        believed = None if doubt else sight.believed(now_ns)
+        self.host_idle = believed is not None and believed.idle
+        # A guest that lost its core in the middle of a write is as it was before.
+        self.guest = self._page.guest.peek() or self.guest
+        epoch = self._lease_epoch()
+        self._newest_epoch = max(self._newest_epoch, epoch or 0)
+        self.grant = self._core.step(
+            now_ns,
+            sight,
+            self.guest,
+            lease_active=epoch is not None and epoch > self._void_epoch,
+            kill_switch=self._kill_switch.engaged,
+            host_doubt=doubt,
+            reclaim_cap=self._reclaim_cap,
+            pressed=self._debt.pressed,
+            warming=self._warming(),
+        )
+        if self.grant.reason == STALLED:
+            self._void_epoch = self._newest_epoch
+            self._on_stall(STALLED)
+        self._page.grant.write(self.grant)
+        self.granted += 1
+        overdue = self._debt.step(self.grant.heartbeat_ns, self._core.owed_bytes)
+        # Only a frozen guest gets a core of its host's: it gives memory back on it, nothing else.
+        self._debtor.press(self._debt.pressed and self.grant.mode is GrantMode.FREEZE)
+        if overdue:
+            self._debtor.overdue(overdue)
+        return self.grant
+
+    def _sample(self, grant: Grant) -> None:
+        host = self.host or HostState()
+        guest = self.guest or GuestState()
+        # Why the guest does not run: its grant, or else what its gate said last.
+        reason = guest.gate_reason if grant.token_budget else grant.reason
+        sample = GuestSample(
+            t_s=self._clock_ns() / _NS,
+            mode=grant.mode.name.lower(),
+            reason=reason,
+            running=guest.running,
+            kv_bytes=guest.bytes_mapped,
+            tokens_total=guest.tokens_total,
+            step_seq=guest.step_seq,
+            yielded_ns=guest.yielded_ns,
+            host_busy_ns=host.busy_ns,
+            host_running=host.running,
+            host_kv=host.kv_used / host.kv_total if host.kv_total else 0.0,
+        )
+        self._samples.write(msgspec.to_builtins(sample))

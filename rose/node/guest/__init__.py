@@ -1,0 +1,1 @@
+"""Guest engines of a node: start, supervise, place, kill."""

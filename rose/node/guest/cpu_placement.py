@@ -1,0 +1,129 @@
+"""Where a process ended up below all others: read back from the kernel, not from what was asked.
+
+What is done about a guest that keeps memory which its host took back.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from rose.errors import RoseError
+from rose.process.launcher import Share, lower_group, raise_group
+
+IDLE, NICE, PLAIN = "SCHED_IDLE", "nice", "plain"
+
+
+class CgroupRefusedError(RoseError):
+    """The operator's cgroup folder cannot be used."""
+
+
+@dataclass(frozen=True, slots=True)
+class CpuPlacement:
+    """`share`: IDLE, NICE or PLAIN. `cgroup`: its cgroup v2 path, empty where there is none."""
+
+    share: str
+    cgroup: str
+    oom_score_adj: int
+
+    @classmethod
+    def of(cls, pid: int) -> "CpuPlacement | None":
+        """None when the process is gone."""
+        try:
+            idle = os.sched_getscheduler(pid) == os.SCHED_IDLE
+            nice = os.getpriority(os.PRIO_PROCESS, pid) > 0
+            oom = int(Path(f"/proc/{pid}/oom_score_adj").read_text())
+            lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
+        except (FileNotFoundError, ProcessLookupError):
+            return None
+        unified = next((line.removeprefix("0::") for line in lines if line.startswith("0::")), "")
+        return cls(IDLE if idle else NICE if nice else PLAIN, unified, oom)
+
+
+# As cgroup v2 counts: 100 is a group like any other.
+_WEIGHTS: Mapping[Share | None, str] = {"background": "1", "aside": "10", None: "100"}
+
+
+def weigh(group: Path, share: Share | None) -> None:
+    """Its place in line for the CPU, None that of any group. Raises OSError where it may not."""
+    idle = share == "background"
+    if (group / "cpu.idle").exists():
+        (group / "cpu.idle").write_text("1" if idle else "0")
+        if idle:
+            return
+    (group / "cpu.weight").write_text(_WEIGHTS[share])
+
+
+def guest_cgroup(parent: Path, guest: str, share: Share = "background") -> Path:
+    """Make the guest's cgroup below the delegated folder `parent`, behind others for the CPU.
+
+    Inside a cgroup SCHED_IDLE counts against its own members only: beside a host in another one it
+    is the group's weight that decides. Raises CgroupRefusedError with what to do.
+    """
+    group = parent / guest
+    try:
+        control = parent / "cgroup.subtree_control"
+        if "cpu" not in control.read_text().split():
+            control.write_text("+cpu")
+        group.mkdir(exist_ok=True)
+        weigh(group, share)
+    except OSError as error:
+        raise CgroupRefusedError(
+            f"cgroup {group} cannot be used ({error.strerror}): delegate a cgroup v2 folder with"
+            " the cpu controller to this user and name it in `cgroup`, or leave `cgroup` out"
+        ) from error
+    return group
+
+
+logger = logging.getLogger("rose.node")
+REFUSED = (
+    "a guest that owes memory stays behind its busy host, and may be killed for it: allow this user"
+    " to raise processes (CAP_SYS_NICE, or RLIMIT_NICE of 20)"
+)
+
+
+def _nothing(_: int) -> None:
+    return
+
+
+class CpuBoost:
+    """First it gets a core: behind a busy host it may wait for seconds before it can give at all.
+
+    That it gets the core for nothing else is up to the caller, who keeps it frozen meanwhile.
+    """
+
+    def __init__(
+        self,
+        group: Callable[[], int | None] = lambda: None,
+        cgroup: Path | None = None,
+        overdue: Callable[[int], object] = _nothing,
+        share: Share = "background",
+    ) -> None:
+        """`group`: its process group, None while it has none. `overdue` begins the ladder.
+
+        `share`: where it belongs when it is not pressed.
+        """
+        self.overdue = overdue
+        self._group = group
+        self._cgroup = cgroup
+        self._share = share
+        self._raised: int | None = None
+        self._refused = False
+
+    def press(self, pressed: bool) -> None:
+        """Put it among the normal processes, or back behind all others; any number of times."""
+        group = self._group() if pressed else None
+        if group == self._raised:
+            return
+        if self._raised is not None:
+            lower_group(self._raised, self._share)
+        if group is not None and not raise_group(group) and not self._refused:
+            self._refused = True
+            logger.warning(REFUSED)
+        if self._cgroup:
+            # Where it may not, the classes inside are all there is, as at the start.
+            with suppress(OSError):
+                weigh(self._cgroup, self._share if group is None else None)
+        self._raised = group

@@ -1,0 +1,309 @@
+"""A guest that lives and does nothing any more: without a core, stopped, or stuck for too long.
+
+What stands against an engine, asked again and again while it runs.
+
+Keeps one engine running: adopt or start, watch, restart a bounded number of times, end.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+
+from executor import GuestState
+from rose.engines import EngineProcess, EngineSpec, share_of
+from rose.errors import RoseError
+from rose.logs.eventlog import EventLog
+from rose.node.guest.cpu_placement import CpuPlacement
+from rose.node.guest.guest_record import GuestLock, fingerprint
+from rose.process.launcher import lower_group
+from rose.process.procfs import STOPPED, ProcessIdentity, find_in_group, group_states
+
+# A guest runs behind everybody else, so a busy host alone may silence it for a while.
+SILENT_S = 2.0
+STUCK_S = 60.0
+# vLLM's engine cores call themselves so.
+CORE = "VLLM::EngineCor"
+_NS = 1e9
+
+
+class HangWatch:
+    """Judges by the heartbeat that the guest's watchdog writes, and by what /proc says."""
+
+    def __init__(
+        self, guest: Callable[[], GuestState | None], group: Callable[[], int | None]
+    ) -> None:
+        self._guest = guest
+        self._group = group
+        self._watched: int | None = None
+        self._core: ProcessIdentity | None = None
+
+    def reason(self) -> str | None:
+        """Why the guest is to be ended, None while it is well."""
+        guest, group = self._guest(), self._group()
+        if guest is None or group is None:
+            return None
+        if self._core_ended(group):
+            return "its engine core is dead"
+        silent_s = (time.monotonic_ns() - guest.heartbeat_ns) / _NS
+        if silent_s > STUCK_S:
+            return f"no sign of life for {STUCK_S:.0f} s"
+        if silent_s > SILENT_S and STOPPED in group_states(group):
+            return f"stopped (SIGSTOP) for {SILENT_S:.0f} s"
+        return None
+
+    def _core_ended(self, group: int) -> bool:
+        """Whether the core that was seen in the group is gone: the rest takes seconds to notice."""
+        if group != self._watched:
+            self._watched, self._core = group, None
+        if self._core is None:
+            self._core = find_in_group(group, CORE)
+            return False
+        return not self._core.running
+
+
+def _nothing() -> str | None:
+    return None
+
+
+def _fits() -> None:
+    return
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisorHooks:
+    """Each answers with a reason, None when nothing stands against it.
+
+    must_end: it may not exist. must_wait: it may not be started, one that runs may stay.
+    hangs: it lives but does nothing any more.
+    fits: raises RoseError where it could not be started now, beside what the engine checks itself.
+    """
+
+    must_end: Callable[[], str | None] = _nothing
+    must_wait: Callable[[], str | None] = _nothing
+    hangs: Callable[[], str | None] = _nothing
+    fits: Callable[[], None] = _fits
+
+
+MAX_SHORT_LIVES = 6
+STABLE_S = 60.0
+FIRST_BACKOFF_S = 0.5
+MAX_BACKOFF_S = 30.0
+POLL_S = 0.2
+
+
+class EngineState(StrEnum):
+    """Where an engine is in its life."""
+
+    STARTING = "starting"
+    HEALTHY = "healthy"
+    BACKOFF = "backoff"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+
+class Supervisor:
+    """Runs `spec` until `stop`. `on_change` is awaited with each new state.
+
+    MAX_SHORT_LIVES lives in a row shorter than STABLE_S are one too many: it stays `failed`, which
+    telemetry says, and the rest of the node goes on.
+    """
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        start_timeout_s: float,
+        events: EventLog,
+        on_change: Callable[[EngineState], Awaitable[None]],
+        rules: SupervisorHooks,
+        claim: GuestLock | None = None,
+    ) -> None:
+        """Without a `claim` the engine ends with this process, however it ends."""
+        self.spec = spec
+        self.state = EngineState.STARTING
+        self.restarts = 0
+        self._start_timeout_s = start_timeout_s
+        self._events = events
+        self._on_change = on_change
+        self._rules = rules
+        self._claim = claim
+        self._engine: EngineProcess | None = None
+        self._stopping = asyncio.Event()
+        self._unwanted: str | None = None
+        self._waits_for: str | None = None
+        self._short_lives = 0
+        self._fresh = False
+
+    @property
+    def warming(self) -> bool:
+        """Whether an engine that this daemon started has not been healthy yet (any thread).
+
+        Not so an adopted one: it may still hold turns of a lease that nobody knows any more.
+        """
+        return self._fresh
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the engine's API process while it runs."""
+        return self._engine.process.pid if self._engine else None
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What a request for control of the running engine bears; nothing while there is none."""
+        return self._engine.headers if self._engine else {}
+
+    async def run(self) -> None:
+        """Until stopped."""
+        backoff_s = FIRST_BACKOFF_S
+        adopted = await self._adopt()
+        while not self._stopping.is_set():
+            if adopted is None and (reason := self._barred()):
+                await self._wait_for(reason)
+                continue
+            if await self._one_life(adopted):
+                backoff_s = FIRST_BACKOFF_S
+            adopted = None
+            if self._stopping.is_set() or self._barred():
+                continue
+            if self._short_lives >= MAX_SHORT_LIVES:
+                await self._enter(EngineState.FAILED)
+                await self._stopping.wait()
+                break
+            self.restarts += 1
+            await self._enter(EngineState.BACKOFF)
+            await self._pause(backoff_s)
+            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+        await self._enter(EngineState.STOPPED)
+
+    def restart(self, reason: str) -> None:
+        """End this life of the engine; the next one begins as after any other end."""
+        self._log("engine_unwanted", reason=reason)
+        self._unwanted = reason
+
+    async def stop(self) -> None:
+        """End the engine and do not start it again."""
+        self._stopping.set()
+        if self._engine:
+            await self._engine.stop()
+
+    def _barred(self) -> str | None:
+        return self._rules.must_end() or self._rules.must_wait()
+
+    async def _wait_for(self, reason: str) -> None:
+        """A moment, which may be one of many: what is new is said once."""
+        if reason != self._waits_for:
+            self._log("engine_waits", reason=reason)
+            self._waits_for = reason
+        if self.state is not EngineState.STOPPED:
+            await self._enter(EngineState.STOPPED)
+        await self._pause(POLL_S)
+
+    def _held_up(self) -> bool:
+        return self._rules.must_wait() is not None
+
+    async def _pause(self, seconds: float) -> None:
+        """Sleep, unless it is time to stop."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._stopping.wait()
+
+    async def _adopt(self) -> EngineProcess | None:
+        """The engine that an earlier daemon left running, unless it is not what shall run here."""
+        tenure = self._claim.found() if self._claim else None
+        if tenure is None:
+            return None
+        engine = EngineProcess.adopt(self.spec, tenure.identity, tenure.secret)
+        refusal = self._rules.must_end()
+        if tenure.spec != fingerprint(self.spec):
+            refusal = "it was started with other settings"
+        elif refusal is None and await engine.warms_up():
+            # Only who starts an engine grants it time to warm up in: see `warming`.
+            refusal = "it was not warm yet"
+        if refusal is None:
+            # Whatever the earlier daemon died over.
+            lower_group(tenure.identity.pid, share_of(self.spec) or "background")
+            self._log("engine_adopted", pid=tenure.identity.pid)
+            return engine
+        self._log("engine_not_adopted", pid=tenure.identity.pid, reason=refusal)
+        await self._reclaim(engine, refusal)
+        return None
+
+    async def _obtain(self) -> EngineProcess:
+        await asyncio.to_thread(self._rules.fits)  # it may ask a driver, which may hang
+        keep = self._claim.begin() if self._claim else None
+        engine = await EngineProcess.start(self.spec, keep)
+        if self._claim:
+            self._claim.record(engine.process.pid, self.spec, engine.secret)
+        self._log("engine_started", pid=engine.process.pid)
+        return engine
+
+    async def _healthy(self, engine: EngineProcess) -> None:
+        """Return once it is. A start may take as long as its host is busy: rules end it too."""
+        start = asyncio.create_task(engine.wait_healthy(self._start_timeout_s, self._held_up))
+        try:
+            while not (await asyncio.wait((start,), timeout=POLL_S))[0]:
+                if reason := self._rules.must_end() or self._unwanted:
+                    await self._reclaim(engine, reason)
+                    break
+            await start
+        finally:
+            start.cancel()
+
+    async def _end_of(self, engine: EngineProcess) -> int:
+        """Exit status of the engine; whatever stands against it ends it first."""
+        ended = asyncio.create_task(engine.process.wait())
+        while not (await asyncio.wait((ended,), timeout=POLL_S))[0]:
+            reason = self._rules.must_end() or self._unwanted or self._rules.hangs()
+            if reason:
+                await self._reclaim(engine, reason)
+        return ended.result()
+
+    async def _reclaim(self, engine: EngineProcess, reason: str) -> None:
+        began_s = time.monotonic()
+        await engine.process.kill()
+        self._log("engine_reclaimed", reason=reason, seconds=time.monotonic() - began_s)
+
+    async def _one_life(self, adopted: EngineProcess | None) -> bool:
+        """Start (or go on with) the engine, and wait for its end; True when it was healthy."""
+        await self._enter(EngineState.STARTING)
+        self._waits_for = None
+        healthy = False
+        self._unwanted = None
+        self._fresh = adopted is None
+        started_s = time.monotonic()
+        try:
+            self._engine = adopted or await self._obtain()
+            await self._healthy(self._engine)
+            healthy = True
+            self._fresh = False
+            self._note_place(self._engine.process.pid)
+            await self._enter(EngineState.HEALTHY)
+            code = await self._end_of(self._engine)
+            self._log("engine_ended", code=code, wanted=self._stopping.is_set())
+        except RoseError as error:
+            self._log("engine_start_failed", message=str(error))
+        finally:
+            self._fresh = False
+            if self._engine:
+                # What the engine started may outlive it; nothing of it may.
+                await self._engine.process.kill()
+                self._engine = None
+            if self._claim:
+                self._claim.drop()
+        stable = healthy and time.monotonic() - started_s >= STABLE_S
+        self._short_lives = 0 if stable else self._short_lives + 1
+        return healthy
+
+    def _note_place(self, pid: int) -> None:
+        if place := CpuPlacement.of(pid):
+            self._log("engine_placed", **asdict(place))
+
+    async def _enter(self, state: EngineState) -> None:
+        # Afterwards: an engine is offered as healthy only once it has said which version it runs.
+        await self._on_change(state)
+        self.state = state
+
+    def _log(self, event: str, **fields: object) -> None:
+        self._events.write(event, engine=self.spec.name, **fields)

@@ -1,0 +1,242 @@
+"""What the operator lets this node lend, as the scheduler last told it.
+
+What a node takes as an order: a scheduler, or whoever answers in its place, is not believed.
+
+Carries out what a replica's tenancy asks for: admission, drain, word to the scheduler.
+"""
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import Callable
+
+from rose.addresses import checked_url
+from rose.errors import ConfigError, RefusedError, UnavailableError
+from rose.logs.eventlog import EventLog
+from rose.node.leases.lease_fsm import Admit, Drain, Ended, LeaseStateMachine, Revoked, Step
+from rose.node.replica_client import ReplicaClient
+from rose.rpc import rose_pb2
+
+
+class HarvestSwitch:
+    """Modes as told: one of the cluster, and stricter ones of single replicas.
+
+    Until a scheduler spoke nothing may be lent, so no guest is started either; one that an earlier
+    daemon left running stays, frozen. A scheduler that falls silent changes nothing: leases end by
+    themselves.
+    """
+
+    def __init__(self) -> None:
+        self._cluster = rose_pb2.HARVEST_MODE_UNSPECIFIED
+        self._own: dict[str, rose_pb2.HarvestMode.ValueType] = {}
+
+    def take(self, command: rose_pb2.Harvest) -> None:
+        """Learn a mode. That of the cluster comes first and forgets those of single replicas."""
+        if command.replica:
+            self._own[command.replica] = command.mode
+        else:
+            self._cluster = command.mode
+            self._own.clear()
+
+    @property
+    def known(self) -> bool:
+        """Whether a scheduler has spoken since this daemon started."""
+        return self._cluster != rose_pb2.HARVEST_MODE_UNSPECIFIED
+
+    def off(self, replica: str) -> bool:
+        """Whether the guest shall not exist at all."""
+        barred = rose_pb2.HARVEST_MODE_OFF
+        return barred in (self._cluster, self._own.get(replica))
+
+
+# A scheduler renews each second: a lease that lives for much longer would outlive its node's sight.
+MAX_LEASE_TTL_S = 60.0
+MAX_EPOCH = MAX_VERSION = 2**53
+MAX_NEIGHBOURS = 4_096
+
+
+def check_order(command: rose_pb2.NodeCommand) -> None:
+    """Raise `RefusedError` or `ConfigError`, in a line, for an order that is not to be obeyed."""
+    match command.WhichOneof("command"):
+        case "lease":
+            _check_lease(command.lease)
+        case "version":
+            _check_version(command.version)
+        case "relays":
+            _check_relays(command.relays)
+
+
+def _check_lease(lease: rose_pb2.Lease) -> None:
+    if lease.epoch > MAX_EPOCH:
+        raise RefusedError(f"epoch {lease.epoch} of {lease.replica} is above 2^53")
+    if not (math.isfinite(lease.ttl_s) and 0 < lease.ttl_s <= MAX_LEASE_TTL_S):
+        raise RefusedError(
+            f"a lease of {lease.replica} for {lease.ttl_s} s; it may live for up to"
+            f" {MAX_LEASE_TTL_S:.0f} s"
+        )
+
+
+def _check_version(version: rose_pb2.Version) -> None:
+    if not version.parent < version.version <= MAX_VERSION:
+        raise RefusedError(
+            f"version {version.version} with parent {version.parent}; versions grow, up to 2^53"
+        )
+    checked_url(version.url, f"the url of version {version.version}")
+
+
+def _check_relays(relays: rose_pb2.Relays) -> None:
+    if len(relays.urls) > MAX_NEIGHBOURS:
+        raise RefusedError(f"{len(relays.urls)} relays at once; a cluster has {MAX_NEIGHBOURS}")
+    for url in relays.urls:
+        try:
+            checked_url(url, "a neighbour's relay")
+        except ConfigError as error:
+            raise RefusedError(f"the cluster's relays stay as they were: {error}") from error
+
+
+MAX_ADMIT_FAILURES = 6
+MAX_DRAIN_FAILURES = 2
+RETRY_PAUSE_S = 0.3
+UNANSWERED = "engine does not admit"
+
+
+class LeaseAgent:
+    """The shell of one `LeaseStateMachine`.
+
+    tell: takes what the scheduler must hear (`Revoked`, `Ended`).
+    on_broken: called with a reason when the engine is healthy but obeys no more.
+    """
+
+    def __init__(
+        self,
+        replica: str,
+        client: ReplicaClient,
+        events: EventLog,
+        tell: Callable[[Revoked | Ended], None],
+        on_broken: Callable[[str], None],
+    ) -> None:
+        self.core = LeaseStateMachine()
+        self._replica = replica
+        self._client = client
+        self._events = events
+        self._tell = tell
+        self._on_broken = on_broken
+        self._wake = asyncio.Event()
+        self._quiet = asyncio.Event()
+        self._failures = 0
+        self._aborted = 0
+
+    def lease_epoch(self) -> int | None:
+        """Under which lease turns may run now; safe to ask from another thread."""
+        held = self.core.held
+        epoch = held.epoch
+        return epoch if held.active(time.monotonic()) else None
+
+    def grant(self, epoch: int, ttl_s: float) -> None:
+        """Take a lease or its renewal."""
+        self.core.grant(epoch, ttl_s, time.monotonic())
+        self._wake.set()
+
+    def release(self, epoch: int, reason: str) -> None:
+        """End the lease and its turns."""
+        self.core.release(epoch, reason)
+        self._wake.set()
+
+    def take_back(self, reason: str) -> None:
+        """End the lease for a reason of the node's own."""
+        taken = self.core.take_back(reason)
+        if taken is not None:
+            self._quiet.clear()
+            self._told(taken)
+        self._wake.set()
+
+    def engine_up(self, epoch: int, admitting: bool) -> None:
+        """A healthy engine is there, new or adopted."""
+        self.core.engine_up(epoch, admitting)
+        self._wake.set()
+
+    def engine_down(self) -> None:
+        """It is gone."""
+        self.core.engine_down()
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            self._wake.clear()
+            step = self.core.next(time.monotonic(), self._aborted)
+            if step is None and self.core.vacant:
+                self._quiet.set()
+            else:
+                self._quiet.clear()
+            if step is None:
+                await self._sleep()
+            else:
+                await self._carry_out(step)
+
+    async def settle(self, patience_s: float) -> None:
+        """Return once nobody's turns run here, or patience is at its end."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(patience_s):
+                await self._quiet.wait()
+
+    async def _sleep(self) -> None:
+        held = self.core.held
+        patience_s = max(0.0, held.until_s - time.monotonic()) if held.open else None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(patience_s):
+                await self._wake.wait()
+
+    async def _carry_out(self, step: Step) -> None:
+        match step:
+            case Admit():
+                await self._admit(step)
+            case Drain():
+                await self._drain(step)
+            case Revoked() | Ended():
+                self._told(step)
+
+    def _told(self, step: Revoked | Ended) -> None:
+        if isinstance(step, Revoked):
+            self._log("lease_taken_back", epoch=step.epoch, reason=step.reason)
+        else:
+            self._aborted = 0
+            self._log("lease_ended", epoch=step.epoch, reason=step.reason, aborted=step.aborted)
+        self._tell(step)
+
+    async def _admit(self, step: Admit) -> None:
+        life = self.core.life
+        try:
+            await self._client.admit(step.epoch)
+        except (RefusedError, UnavailableError) as error:
+            self._log("admit_failed", epoch=step.epoch, message=str(error))
+            await self._failed(MAX_ADMIT_FAILURES)
+            return
+        self._failures = 0
+        self.core.admitted(step.epoch, life)
+        self._log("lease_taken", epoch=step.epoch)
+
+    async def _drain(self, step: Drain) -> None:
+        life = self.core.life
+        try:
+            self._aborted = await self._client.drain(step.epoch, step.reason)
+        except (RefusedError, UnavailableError) as error:
+            self._log("drain_failed", epoch=step.epoch, message=str(error))
+            await self._failed(MAX_DRAIN_FAILURES)
+            return
+        self._failures = 0
+        self.core.drained(life)
+
+    async def _failed(self, limit: int) -> None:
+        """An engine that does not obey is ended: nothing else takes its turns from it."""
+        self._failures += 1
+        if self._failures < limit:
+            await asyncio.sleep(RETRY_PAUSE_S)
+            return
+        self._failures = 0
+        self.core.engine_down()
+        self._on_broken(UNANSWERED)
+
+    def _log(self, event: str, **fields: object) -> None:
+        self._events.write(event, replica=self._replica, **fields)

@@ -1,0 +1,1 @@
+"""Memory that a node's guests hold, and taking it back."""

@@ -1,0 +1,329 @@
+"""What a guest holds, as whoever hands the memory out counts it.
+
+What a guest on a GPU holds of it.
+
+    driver lists its processes, and with how much ──► that
+    driver does not (a container, whose process numbers or memory it does not tell)
+        ──► KV pages that the guest says it has, believed as far as the card's free memory grew
+
+Which of the two is settled with the first figure: they do not compare with each other.
+
+The GPUs of a node's replicas: found before anything starts, asked when it matters.
+"""
+
+import asyncio
+import os
+import stat
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, Self
+
+from executor import GuestState
+from rose.errors import EngineStartError
+from rose.node.config import NodeConfig, ReplicaConfig
+from rose.nvml import Card, CardError, CardReader, Client, Nvml, card_of, insist_usable
+from rose.process.procfs import group_bytes, group_members, in_first_pid_namespace
+
+KERNEL = "kernel"
+PATIENCE_S = 0.25
+
+
+class MemoryGauge(Protocol):
+    """Measures one guest for as long as one reclaim lasts. Its figures compare with each other."""
+
+    @property
+    def by(self) -> str:
+        """Who measures; known after the first figure."""
+        ...
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether weights are in the figure too; known after the first one."""
+        ...
+
+    def held_bytes(self) -> int | None:
+        """None when unknown: then nothing counts as freed."""
+        ...
+
+
+class Measuring:
+    """Asks a gauge from an event loop, and waits no longer than `patience_s`: a kernel or driver
+    that hangs is one that does not know."""
+
+    def __init__(self, gauge: MemoryGauge, patience_s: float = PATIENCE_S) -> None:
+        self._gauge = gauge
+        self._patience_s = patience_s
+        self._asked: asyncio.Task[int | None] | None = None
+
+    async def held_bytes(self) -> int | None:
+        """The gauge's figure, None while it does not come. One question at a time."""
+        if self._asked is None:
+            self._asked = asyncio.create_task(asyncio.to_thread(self._gauge.held_bytes))
+        done, _ = await asyncio.wait((self._asked,), timeout=self._patience_s)
+        if not done:
+            return None
+        answered, self._asked = self._asked, None
+        return answered.result()
+
+    def end(self) -> None:
+        """Wait for nothing any more."""
+        if self._asked is not None:
+            self._asked.cancel()
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """One measurement: bytes, None when unknown, and by whom."""
+
+    amount: int | None
+    by: str
+
+    @classmethod
+    def now(cls, gauge: MemoryGauge) -> Self:
+        """Ask a gauge once."""
+        amount = gauge.held_bytes()
+        return cls(amount, gauge.by)
+
+
+class HostMemory:
+    """MemoryGauge of a guest whose weights and KV are memory of this machine."""
+
+    by = KERNEL
+    sees_all = True
+
+    def __init__(self, group: Callable[[], int | None]) -> None:
+        """`group`: its process group, None while it has none."""
+        self._group = group
+
+    def held_bytes(self) -> int | None:
+        """Proportional set size of its process group."""
+        group = self._group()
+        return 0 if group is None else group_bytes(group)
+
+
+DRIVER = "driver, by process"
+PAGE = "the guest's page, bounded by the card's free memory"
+
+
+class ListedMemory:
+    """The driver's list, read as one guest's. Pure.
+
+    A process is counted until the list no longer has it: a driver takes memory back after the
+    process has ended. One that lives and vanished from the list makes the figure unknown.
+    """
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+
+    def held_bytes(self, clients: Sequence[Client], members: Collection[int]) -> int | None:
+        """`members`: processes of the guest's group that live now."""
+        told = {client.pid: client.memory_bytes for client in clients}
+        self._seen |= told.keys() & set(members)
+        if any(pid in members and pid not in told for pid in self._seen):
+            return None
+        held = [told[pid] for pid in self._seen if pid in told]
+        known = [amount for amount in held if amount is not None]
+        return sum(known) if len(known) == len(held) else None
+
+
+class BoundedClaim:
+    """KV pages as the guest publishes them, never falling faster than the card's free memory
+    grows. Pure. Who takes that memory meanwhile makes the figure too large, which is safe."""
+
+    def __init__(self, mapped_bytes: int, free_bytes: int) -> None:
+        """As they are at the beginning."""
+        self._mapped_bytes = mapped_bytes
+        self._free_bytes = free_bytes
+
+    def held_bytes(self, mapped_bytes: int, free_bytes: int) -> int:
+        """As they are now."""
+        claimed = self._mapped_bytes - mapped_bytes
+        return self._mapped_bytes - max(0, min(claimed, free_bytes - self._free_bytes))
+
+
+class DeviceMemory:
+    """MemoryGauge of a guest on a GPU."""
+
+    def __init__(
+        self,
+        reader: CardReader,
+        card: Card,
+        group: Callable[[], int | None],
+        state: Callable[[], GuestState | None],
+    ) -> None:
+        """`group`: its process group, None while it has none. `state`: its section of the page."""
+        self._reader = reader
+        self._card = card
+        self._group = group
+        self._state = state
+        self._listed: ListedMemory | None = None
+        self._claim: BoundedClaim | None = None
+
+    @property
+    def by(self) -> str:
+        """DRIVER or PAGE."""
+        return DRIVER if self.sees_all else PAGE
+
+    @property
+    def sees_all(self) -> bool:
+        """The guest says nothing of its weights."""
+        return self._claim is None
+
+    def held_bytes(self) -> int | None:
+        """None too while the driver does not answer."""
+        members = self._members()
+        try:
+            if self._claim is None:
+                clients = self._reader.clients(self._card)
+                if self._listed is None and _accounted(clients, members):
+                    self._listed = ListedMemory()
+                if self._listed is not None:
+                    return self._listed.held_bytes(clients, members)
+            return self._claimed() if members else 0
+        except CardError:
+            return None
+
+    def _members(self) -> set[int]:
+        group = self._group()
+        return set() if group is None else {pid for pid, _ in group_members(group)}
+
+    def _claimed(self) -> int | None:
+        state = self._state()
+        if state is None:
+            return None
+        free_bytes = self._reader.free_bytes(self._card)
+        if self._claim is None:
+            self._claim = BoundedClaim(state.bytes_mapped, free_bytes)
+        return self._claim.held_bytes(state.bytes_mapped, free_bytes)
+
+
+def _accounted(clients: Sequence[Client], members: Collection[int]) -> bool:
+    """Whether the driver's list tells what these processes hold.
+
+    Outside the first namespace its numbers may be those of other processes: then it is believed
+    only where all that it lists is here.
+    """
+    ours = [client for client in clients if client.pid in members]
+    if not ours or any(client.memory_bytes is None for client in ours):
+        return False
+    return in_first_pid_namespace() or all(
+        Path(f"/proc/{client.pid}").exists() for client in clients if client.pid
+    )
+
+
+GIB = 1 << 30
+# What an engine has on a card beside weights and KV: its context, workspaces, graphs. A guess.
+ENGINE_BYTES = 3 * GIB
+DEFAULT_PIPES = Path("/tmp/nvidia-mps")  # noqa: S108 -- CUDA's own default
+PIPES = "CUDA_MPS_PIPE_DIRECTORY"
+# No folder, so CUDA finds no daemon in it and goes without.
+NO_PIPES = "/dev/null"
+# CUDA's words for a client of MPS: 0 normal, 1 below normal.
+LOW_PRIORITY = "1"
+
+
+class Gpus:
+    """What the driver says, opened with the first question: a node without a GPU has no driver."""
+
+    def __init__(self, open_reader: Callable[[], CardReader] = Nvml) -> None:
+        self._open = open_reader
+        self._reader: CardReader | None = None
+
+    @property
+    def reader(self) -> CardReader:
+        """Raises CardError where there is no driver."""
+        if self._reader is None:
+            self._reader = self._open()
+        return self._reader
+
+    def card(self, device: int | str) -> Card:
+        """A card that engines can run on. Raises CardError that says what is wrong."""
+        card = card_of(self.reader.cards(), device)
+        insist_usable(card)
+        return card
+
+    def insist_all(self, config: NodeConfig) -> None:
+        """Raise CardError unless every replica has its card, and a guest can share its host's."""
+        if config.host is not None and config.host.device is not None:
+            self.card(config.host.device)
+        for replica in config.replicas:
+            self.environment(replica)
+            if replica.kind == "guest" and config.host is not None:
+                self._insist_shared(replica, config.host.device)
+
+    def _insist_shared(self, guest: ReplicaConfig, hosts: int | str | None) -> None:
+        if guest.device is None:
+            return
+        card = self.card(guest.device)
+        if hosts is not None and self.card(hosts).uuid != card.uuid:
+            raise CardError(
+                f"{guest.id} is on GPU {guest.device} and its host on {hosts}; a guest shares its"
+                " host's GPU"
+            )
+        if card.compute_mode.startswith("exclusive") and not guest.wants_mps:
+            raise CardError(
+                f"{card.name} is in compute mode {card.compute_mode}, which lets one process in:"
+                f" {guest.id} cannot share it; its owner must set the default mode, or run MPS"
+            )
+
+    def insist_room(self, replica: ReplicaConfig, headroom_bytes: int) -> None:
+        """Raise EngineStartError unless weights and KV fit on its card beside the headroom."""
+        if replica.device is None:
+            return
+        card = self.card(replica.device)
+        needed = ENGINE_BYTES + replica.weights_bytes + replica.kv_bytes
+        free = self.reader.free_bytes(card) - headroom_bytes
+        if free < needed:
+            beyond = f" beyond the headroom of {headroom_bytes / GIB:.1f}" if headroom_bytes else ""
+            raise EngineStartError(
+                f"{replica.id}: weights, KV and engine need {needed / GIB:.1f} GiB of {card.name}"
+                f" and {max(0, free) / GIB:.1f} GiB are free{beyond}; lower kv_bytes, or start the"
+                " host with less KV"
+            )
+
+    def environment(self, replica: ReplicaConfig) -> dict[str, str]:
+        """What its engine is told of its card. Raises CardError."""
+        if replica.device is None:
+            return {}
+        told = card_environment(self.card(replica.device))
+        if replica.wants_mps:
+            told[PIPES] = str(insist_mps(replica))
+        elif replica.kind == "guest":
+            # CUDA joins whatever control daemon it finds, and one client's fault ends them all.
+            told[PIPES] = NO_PIPES
+        if replica.mps_priority == "low":
+            told["CUDA_MPS_CLIENT_PRIORITY"] = LOW_PRIORITY
+        if replica.mps_thread_percentage is not None:
+            told["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(replica.mps_thread_percentage)
+        return told
+
+
+def card_environment(card: Card) -> dict[str, str]:
+    """Names one card to CUDA, by what does not change when another card comes or goes."""
+    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": card.uuid}
+
+
+def insist_mps(replica: ReplicaConfig) -> Path:
+    """The pipes of the MPS control daemon that the engine would find. Raises CardError."""
+    pipes = pipe_folder(replica.extra_env)
+    if not control_daemon_at(pipes):
+        raise CardError(
+            f"{replica.id} wants MPS, and no MPS control daemon has its pipes in {pipes}; start"
+            f" `nvidia-cuda-mps-control -d` for host and guest, set {PIPES}, or leave mps_* out"
+        )
+    return pipes
+
+
+def pipe_folder(own: dict[str, str]) -> Path:
+    """Where a process with such variables of its own looks for MPS."""
+    return Path(own.get(PIPES) or os.environ.get(PIPES) or DEFAULT_PIPES)
+
+
+def control_daemon_at(pipes: Path) -> bool:
+    """Whether a control daemon has opened its pipes there. It is never spoken to."""
+    try:
+        mode = (pipes / "control").stat().st_mode
+    except OSError:
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)

@@ -1,0 +1,1 @@
+"""Weights of a node: which version its replicas need, and bringing it to them."""

@@ -1,0 +1,318 @@
+"""The weights' side of a node's network: what it fetches with, and what it passes on.
+
+Brings the newest policy version to one engine: at once, proven before it counts.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+import aiohttp
+
+from rose.errors import RefusedError, RoseError, UnavailableError
+from rose.logs.eventlog import EventLog, JsonlLog
+from rose.node.config import NodeConfig
+from rose.node.replica_client import (
+    AppliedUpdate,
+    ReplicaClient,
+    ReplicaHostBusyError,
+    UnprovenError,
+)
+from rose.node.weights.update_fetch import (
+    AnnouncedVersions,
+    KnownVersion,
+    UpdateRequest,
+    WeightSource,
+    bring,
+)
+from rose.publish import ChunkFetcher, Credentials, DownloadLimits, PublisherClient, VersionServer
+from rose.publish.nccl import Lead, Membership, join_group, lead
+from weight_transfer import CatalogError, ChunkStore, VerifyKey, WeightError, WrongBaseError
+
+_log = logging.getLogger(__name__)
+
+
+class WeightNetwork:
+    """One node's connections for weights, and its relay where it has one.
+
+    Raises ConfigError for credentials that cannot be used.
+    """
+
+    def __init__(self, config: NodeConfig) -> None:
+        self._config = config
+        leader = [config.fanout.leader] if config.fanout and config.fanout.leader else []
+        self._credentials: Credentials = config.transport.credentials.naming(leader)
+        if relay := config.relay:
+            self._credentials.check_exposure(relay.host, insecure=relay.insecure)
+        self._session: aiohttp.ClientSession | None = None
+        self._server: VersionServer | None = None
+        self._source: WeightSource | None = None
+        self._joining: asyncio.Task[None] | None = None
+
+    @property
+    def relay_url(self) -> str:
+        """Where neighbours fetch from this node; empty when it relays nothing."""
+        relay = self._config.relay
+        return f"{self._credentials.scheme}://{relay.host}:{relay.port}" if relay else ""
+
+    async def start(
+        self, replicas: aiohttp.ClientSession, chain: AnnouncedVersions
+    ) -> WeightSource:
+        """Open it. `replicas`: the session to this node's own engines. ConfigError."""
+        config = self._config
+        self._session = self._credentials.session()
+        store = ChunkStore(config.run_dir / "weights")
+        hub = ChunkFetcher(
+            self._session, DownloadLimits(store, config.receiver.caps), self.relay_url
+        )
+        group = config.fanout
+        leading = lead(group.size) if group and group.rank == 0 else None
+        if config.relay:
+            self._server = VersionServer(
+                store,
+                config.relay.port,
+                hub=hub,
+                credentials=self._credentials,
+                host=config.relay.host,
+                lead=leading,
+                insecure=config.relay.insecure,
+            )
+            await self._server.start()
+        if group:
+            mine = Membership(group.rank, group.size, group.leader, group.device)
+            self._joining = asyncio.create_task(self._join(hub, mine, leading))
+        key = VerifyKey(config.verify_key) if config.verify_key else None
+        self._source = WeightSource(
+            replicas, hub, chain, key, PublisherClient(self._session, config.node, key)
+        )
+        return self._source
+
+    def enrol(self, members: Sequence[str]) -> None:
+        """Who relays in this cluster now."""
+        if self._source:
+            self._source.hub.enrol(members)
+
+    def follow(self, known: KnownVersion) -> None:
+        """Neighbours may ask for any part of a version, whether or not an engine here needs it."""
+        if self._source:
+            self._source.hub.follow(known.job, known.url, self._source.verify_key)
+
+    async def _join(self, hub: ChunkFetcher, mine: Membership, leading: Lead | None) -> None:
+        """Weights come over HTTP until all members are there."""
+        assert self._session is not None
+        try:
+            hub.group = await join_group(self._session, mine, leading)
+        except Exception as error:  # noqa: BLE001 - whatever NCCL or a driver says: there is no group
+            _log.warning("joins no group of GPUs, weights come over HTTP: %s", error)
+
+    async def close(self) -> None:
+        """Close all connections; what came stays on disk."""
+        if self._joining:
+            self._joining.cancel()
+            await asyncio.gather(self._joining, return_exceptions=True)
+        if self._source:
+            await self._source.hub.close()
+            self._source.receiving.close()
+        if self._server:
+            await self._server.close()
+        if self._session:
+            await self._session.close()
+
+
+MAX_APPLY_FAILURES = 3
+FIRST_PAUSE_S = 0.3
+MAX_PAUSE_S = 5.0
+
+
+class Updates:
+    """The version of one engine.
+
+    A version that cannot be fetched leaves the replica stale, and it is tried again, less and less
+    often. An engine that holds other weights than its version says is given a base. One that cannot
+    prove a version is ended: nobody knows what it runs.
+    """
+
+    def __init__(
+        self,
+        replica: str,
+        kind: str,
+        client: ReplicaClient,
+        source: WeightSource,
+        activations: JsonlLog,
+        events: EventLog,
+        on_active: Callable[[int], None],
+        on_unproven: Callable[[int, str], None],
+    ) -> None:
+        """`on_active(version)`; `on_unproven(version, why)`."""
+        self.version = 0
+        self._replica = replica
+        self._kind = kind
+        self._client = client
+        self._source = source
+        self._activations = activations
+        self._events = events
+        self._on_active = on_active
+        self._on_unproven = on_unproven
+        self._life = 0
+        self._up = False
+        self._refusals = 0
+        self._rebase = False
+        self._wake = asyncio.Event()
+
+    def engine_up(self, version: int) -> None:
+        """An engine answers: a new one runs the base, an adopted one what it has proven."""
+        self._life += 1
+        self._up = True
+        self._refusals = 0
+        self._rebase = False
+        self.version = version
+        self._wake.set()
+
+    def engine_down(self) -> None:
+        """It is gone, and what it had learned with it."""
+        self._life += 1
+        self._up = False
+        self.version = 0
+
+    def wake(self) -> None:
+        """A new version is known."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        pause_s = FIRST_PAUSE_S
+        while True:
+            self._wake.clear()
+            known = self._source.chain.newest if self._up else None
+            if known is None or known.version <= self.version:
+                await self._wake.wait()
+            elif await self._try(known):
+                pause_s = FIRST_PAUSE_S
+            else:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(pause_s):
+                        await self._wake.wait()
+                pause_s = min(2 * pause_s, MAX_PAUSE_S)
+
+    async def _try(self, known: KnownVersion) -> bool:
+        """One update, which ends by whatever goes wrong in it: neither this task nor the node."""
+        try:
+            # Until the engine has read them, the files of this version are not to be evicted.
+            with self._source.receiving.shelf.hold() as hold:
+                return await self._bring(known, hold)
+        except Exception as error:  # noqa: BLE001 - recorded, and tried again after a pause
+            self._log("update_broken", version=known.version, message=repr(error)[:300])
+            return False
+
+    async def _bring(self, known: KnownVersion, hold: set[str]) -> bool:
+        source, life = self._source, self._life
+        wish = UpdateRequest(self._replica, self.version, known, self._rebase)
+        try:
+            brought = await bring(source, wish, self._rejected, hold)
+        except (RoseError, WeightError) as error:
+            self._log("version_not_fetched", version=known.version, message=str(error))
+            if isinstance(error, CatalogError) and wish.rebase:
+                self._refused(known.version, str(error), life)
+            return False
+        if life != self._life:
+            return True
+        try:
+            applied = await self._client.apply(
+                brought.manifests, source.receiving.store.chunks_dir, brought.on_update
+            )
+        except WrongBaseError as error:
+            self._wrong_base(brought.version, str(error), life)
+            return False
+        except UnprovenError as error:
+            if life == self._life:
+                self._unproven(brought.version, str(error))
+            return False
+        except (RefusedError, UnavailableError) as error:
+            await self._not_taken(brought.version, error, life)
+            return False
+        self._record(brought.version, applied, brought.wire_bytes)
+        if life == self._life:
+            self._settle(brought.version, applied)
+        return True
+
+    async def _not_taken(
+        self, version: int, error: RefusedError | UnavailableError, life: int
+    ) -> None:
+        if isinstance(error, ReplicaHostBusyError):
+            # Its turn comes when the host has less to do; until then the guest serves what it has.
+            self._log("host_busy", version=version, message=str(error))
+            return
+        self._refused(version, str(error), life)
+        if isinstance(error, UnavailableError) and life == self._life:
+            await self._look(version, life)
+
+    async def _look(self, version: int, life: int) -> None:
+        """An update that nobody heard the end of may have come to its end all the same."""
+        try:
+            account = await self._client.state()
+        except UnavailableError:
+            return
+        if life != self._life:
+            return
+        if not account.proven:
+            self._unproven(version, "it does not know which weights it runs")
+        elif account.policy_version > self.version:
+            self._refusals = 0
+            self._rebase = False
+            self.version = account.policy_version
+            self._on_active(self.version)
+
+    def _settle(self, version: int, applied: AppliedUpdate) -> None:
+        if applied.ok and applied.version == version:
+            self._refusals = 0
+            self._rebase = False
+            self.version = version
+            self._on_active(version)
+        else:
+            self._unproven(version, f"engine reports version {applied.version} without proof")
+
+    def _wrong_base(self, version: int, message: str, life: int) -> None:
+        """Next time with a base. A base that does not help either is refused like any version."""
+        if self._rebase or life != self._life:
+            self._refused(version, message, life)
+            return
+        self._log("wrong_base", version=version, message=message)
+        self._rebase = True
+
+    def _refused(self, version: int, message: str, life: int) -> None:
+        self._log("version_refused", version=version, message=message)
+        if life != self._life:
+            return
+        self._refusals += 1
+        if self._refusals >= MAX_APPLY_FAILURES:
+            self._unproven(version, message)
+
+    def _unproven(self, version: int, why: str) -> None:
+        self._log("quarantined", version=version, message=why)
+        self.engine_down()
+        self._on_unproven(version, why)
+
+    def _record(self, version: int, applied: AppliedUpdate, wire_bytes: int) -> None:
+        self._activations.write(
+            {
+                "t_s": time.monotonic(),
+                "replica": self._replica,
+                "kind": self._kind,
+                "version": version,
+                "digest_ok": applied.digest_ok,
+                "probe_ok": applied.probe_ok,
+                "probe_max_abs_diff": applied.probe_max_abs_diff,
+                "pause_s": applied.pause_s,
+                "apply_s": applied.apply_s,
+                "wire_bytes": wire_bytes,
+                "changed": applied.changed,
+            }
+        )
+
+    def _rejected(self, name: str) -> None:
+        self._log("chunk_rejected", chunk=name)
+
+    def _log(self, event: str, **fields: object) -> None:
+        self._events.write(event, replica=self._replica, **fields)

@@ -1,0 +1,1 @@
+"""Processes: starting, pinning, watching and ending them."""

@@ -1,0 +1,304 @@
+"""A child that speaks JSON lines: commands go down its stdin, events come up its stdout.
+
+A process and all that it started: one group, ended as a whole.
+
+Child processes: a group each, which ends with its parent or is kept for the next one to adopt.
+
+A group and not a session: Linux schedules sessions against each other as equals (autogroups), and
+inside its own session a guest's SCHED_IDLE would mean nothing to the host.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rose.errors import RoseError, UnavailableError
+from rose.process import launcher
+from rose.process.launcher import Share, kill_group
+from rose.process.procfs import ProcessIdentity, group_states
+
+__all__ = ["Keep", "ManagedProcess", "ProcessSpec", "group_alive"]
+
+
+STOP_GRACE_S = 8.0
+KILL_GRACE_S = 5.0
+POLL_S = 0.02
+UNKNOWN_EXIT = -1
+
+
+class ProcessGroup(ABC):
+    """A running process that leads a group of its own."""
+
+    def __init__(self, leader: int) -> None:
+        self._group = leader
+
+    @property
+    def pid(self) -> int:
+        """Process id of the leader."""
+        return self._group
+
+    @property
+    @abstractmethod
+    def returncode(self) -> int | None:
+        """Exit status of the leader, None while it runs."""
+
+    @abstractmethod
+    async def wait(self) -> int:
+        """Exit status of the leader, once it has ended."""
+
+    async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
+        """End the whole group: TERM, a grace period, KILL. Returns when nothing of it is left."""
+        self._signal_group(signal.SIGTERM)
+        if not await self._gone(grace_s):
+            await self.kill()
+
+    async def kill(self) -> None:
+        """End the whole group at once."""
+        kill_group(self._group)
+        self._signal_group(signal.SIGKILL)  # whatever was started meanwhile
+        await self._gone(KILL_GRACE_S)
+
+    def _signal_group(self, number: signal.Signals) -> None:
+        try:
+            os.killpg(self._group, number)
+        except ProcessLookupError:
+            return
+
+    async def _gone(self, patience_s: float) -> bool:
+        deadline = asyncio.get_running_loop().time() + patience_s
+        while group_alive(self._group):
+            if asyncio.get_running_loop().time() >= deadline:
+                return False
+            await asyncio.sleep(POLL_S)
+        await self.wait()
+        return True
+
+
+class AdoptedProcess(ProcessGroup):
+    """One that somebody else started: it can be watched and ended, its exit status is not ours."""
+
+    def __init__(self, identity: ProcessIdentity) -> None:
+        super().__init__(identity.pid)
+        self._identity = identity
+
+    @property
+    def returncode(self) -> int | None:
+        """None while it runs, UNKNOWN_EXIT afterwards."""
+        return None if self._identity.running else UNKNOWN_EXIT
+
+    async def wait(self) -> int:
+        """UNKNOWN_EXIT, once it has ended."""
+        while self._identity.running:  # noqa: ASYNC110 - another process is waited for
+            await asyncio.sleep(POLL_S)
+        return UNKNOWN_EXIT
+
+
+def group_alive(group: int) -> bool:
+    """True while the group holds a process that is no zombie."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return bool(group_states(group))
+
+
+STREAM_LIMIT_BYTES = 4 << 20
+
+_logger = logging.getLogger("rose.process.child")
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """What lets a child outlive its parent: for `orphan_s` after nobody locks `claim` any more.
+
+    claim: descriptor of an open file, which this process has locked. kill_file: while it exists
+    the child ends, whoever lives.
+    """
+
+    claim: int
+    kill_file: Path
+    orphan_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpec:
+    """How a child is started.
+
+    core: the CPU it and its children are pinned to, None for any.
+    share: "background" is below every normal process (SCHED_IDLE), "aside" a normal one of a tenth
+    of the weight; both are first to go when memory runs out. None leaves it as its parent is.
+    cgroup: folder of the cgroup it is moved to.
+    family: it starts children of its own, which end with it however it ends.
+    keep: None ends it with its parent.
+    log: file that takes stdout and stderr; with `piped` only stderr.
+    """
+
+    name: str
+    argv: Sequence[str]
+    env: Mapping[str, str] = field(default_factory=dict)
+    log: Path | None = None
+    core: int | None = None
+    share: Share | None = None
+    cgroup: Path | None = None
+    family: bool = False
+    keep: Keep | None = None
+    piped: bool = False
+
+
+class ManagedProcess(ProcessGroup):
+    """A running child and its process group."""
+
+    def __init__(self, spec: ProcessSpec, process: asyncio.subprocess.Process) -> None:
+        super().__init__(process.pid)
+        self.spec = spec
+        self._process = process
+
+    @classmethod
+    async def start(cls, spec: ProcessSpec) -> "ManagedProcess":
+        """Start the child. Raises FileNotFoundError when there is no such program."""
+        if shutil.which(spec.argv[0]) is None:
+            raise FileNotFoundError(f"{spec.argv[0]} is no program that can be run")
+        log = _opened(spec.log)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *_placed(spec),
+                env={**os.environ, **spec.env},
+                stdin=asyncio.subprocess.PIPE if spec.piped else asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE if spec.piped else log,
+                stderr=log,
+                process_group=0,
+                pass_fds=(spec.keep.claim,) if spec.keep else (),
+                limit=STREAM_LIMIT_BYTES,
+            )
+        finally:
+            if log is not None and log >= 0:
+                os.close(log)
+        return cls(spec, process)
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit status, None while it runs."""
+        return self._process.returncode
+
+    @property
+    def stdin(self) -> asyncio.StreamWriter:
+        """The child's standard input (piped children only)."""
+        assert self._process.stdin is not None
+        return self._process.stdin
+
+    @property
+    def stdout(self) -> asyncio.StreamReader:
+        """The child's standard output (piped children only)."""
+        assert self._process.stdout is not None
+        return self._process.stdout
+
+    async def wait(self) -> int:
+        """Exit status, once it has ended."""
+        return await self._process.wait()
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to the child alone."""
+        if self.returncode is None:
+            self._process.send_signal(number)
+
+
+def _opened(log: Path | None) -> int | None:
+    """Where the child writes. No disk that is full keeps it from being started."""
+    if log is None:
+        return None
+    try:
+        return os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        _logger.warning("%s cannot be written (%s): what it says is lost", log, error.strerror)
+        return asyncio.subprocess.DEVNULL
+
+
+def _placed(spec: ProcessSpec) -> list[str]:
+    """The child's command line: placement first, which then becomes the program itself."""
+    options: dict[str, object] = {}
+    if spec.keep:
+        options |= {"claim": spec.keep.claim, "orphan_s": spec.keep.orphan_s}
+        options["kill_file"] = spec.keep.kill_file.absolute()
+    else:
+        options["parent"] = os.getpid()
+    if spec.core is not None:
+        options["core"] = spec.core
+    if spec.share:
+        options["share"] = spec.share
+    if spec.cgroup:
+        options["cgroup"] = spec.cgroup
+    if spec.family:
+        options["family"] = "yes"
+    placer = (sys.executable, "-I", "-S", str(launcher.__file__))
+    return [*placer, *(f"{name}={value}" for name, value in options.items()), "--", *spec.argv]
+
+
+MAX_WAITING_EVENTS = 10_000
+
+
+class JsonlProcess:
+    """The trainer or the load generator, seen from the demo."""
+
+    def __init__(self, process: ManagedProcess) -> None:
+        self.process = process
+        self.events: asyncio.Queue[dict[str, Any]] = asyncio.Queue(maxsize=MAX_WAITING_EVENTS)
+        self._reader = asyncio.create_task(self._read())
+
+    @classmethod
+    async def start(cls, spec: ProcessSpec) -> "JsonlProcess":
+        """Start the child with pipes."""
+        return cls(await ManagedProcess.start(spec))
+
+    async def say(self, **command: object) -> None:
+        """Send one command; a child that is gone takes none."""
+        if self.process.returncode is not None:
+            return
+        self.process.stdin.write(json.dumps(command).encode() + b"\n")
+        await self.process.stdin.drain()
+
+    async def next(self) -> dict[str, Any]:
+        """The next event. Raises RoseError for an error event and for an unexpected end."""
+        event = await self.events.get()
+        if event["event"] == "error":
+            raise RoseError(f"{self.process.spec.name}: {event.get('message')}")
+        return event
+
+    async def expect(self, name: str, timeout_s: float) -> dict[str, Any]:
+        """Skip events until one of this name; UnavailableError when it does not come in time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while (event := await self.next())["event"] != name:
+                    continue
+                return event
+        except TimeoutError as error:
+            raise UnavailableError(
+                f"{self.process.spec.name} did not say {name!r} within {timeout_s:.0f} s;"
+                f" see {self.process.spec.log}"
+            ) from error
+
+    async def stop(self) -> None:
+        """End the child."""
+        await self.process.stop()
+        self._reader.cancel()
+
+    async def _read(self) -> None:
+        try:
+            while line := await self.process.stdout.readline():
+                await self.events.put(json.loads(line))
+        except (ValueError, RecursionError) as error:
+            # Also of a line that is longer or deeper than any event.
+            message = f"said what is no event ({error}); see {self.process.spec.log}"
+            await self.events.put({"event": "error", "message": message})
+            return
+        code = await self.process.wait()
+        message = f"ended (exit {code}); see {self.process.spec.log}"
+        await self.events.put({"event": "end" if code == 0 else "error", "message": message})

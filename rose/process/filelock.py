@@ -1,0 +1,69 @@
+"""A file that one process holds: the kernel lets go of it when that process ends, however it ends.
+
+POSIX record locks, so that anybody can ask who the holder is. They belong to the process: closing
+any descriptor of the file gives them up, so a holder opens its file once.
+"""
+
+import fcntl
+import os
+from pathlib import Path
+from typing import Self
+
+from rose.errors import ConfigError, RefusedError
+from rose.process.launcher import claim_holder
+
+
+class HeldFile:
+    """An open, locked file."""
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path = path
+        self.descriptor = descriptor
+
+    @classmethod
+    def take(cls, path: Path) -> Self:
+        """Open (or make) the file and lock it.
+
+        RefusedError names the process that holds it; ConfigError says why it cannot be made.
+        """
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ConfigError(
+                f"{path} cannot be made: {error.strerror}; check its owner"
+            ) from error
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = claim_holder(descriptor)
+            os.close(descriptor)
+            raise RefusedError(
+                f"{path} is held by process {holder}; stop that one first"
+            ) from error
+        return cls(path, descriptor)
+
+    def read(self) -> bytes:
+        """The whole content."""
+        return os.pread(self.descriptor, os.fstat(self.descriptor).st_size, 0)
+
+    def write(self, raw: bytes) -> None:
+        """Replace the content, in place: whoever watches the lock watches this very file."""
+        os.ftruncate(self.descriptor, 0)
+        os.pwrite(self.descriptor, raw, 0)
+
+    def close(self) -> None:
+        """Let go of it."""
+        os.close(self.descriptor)
+
+
+def holder_of(path: Path) -> int | None:
+    """The process that holds the file, None when there is none or no such file."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        return claim_holder(descriptor)
+    finally:
+        os.close(descriptor)

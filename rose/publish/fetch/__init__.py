@@ -1,0 +1,1 @@
+"""Fetching of versions: from which peer, within which limits."""

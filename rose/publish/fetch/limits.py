@@ -1,0 +1,188 @@
+"""Shelf: the receiver's store within a cap; what nobody needs now goes first, the oldest first.
+
+TokenBucket: so many bytes a second on the average, a bounded burst at once.
+
+What fetching weights may cost the machine that also serves: link, disk and CPU.
+"""
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+from rose.errors import RoseError
+from weight_transfer import ChunkStore, Manifest, StoredFile
+
+
+class ShelfFullError(RoseError):
+    """A version does not fit, with everything gone that may go."""
+
+
+def evictions(
+    files: Collection[StoredFile], needed: Collection[str], room_bytes: int
+) -> list[StoredFile]:
+    """Which files to remove so that the others take at most `room_bytes`.
+
+    Never one that is `needed`, even where that leaves too little room.
+    """
+    excess = sum(file.size for file in files) - room_bytes
+    leaving: list[StoredFile] = []
+    for file in sorted(files, key=lambda file: (file.written_ns, file.name)):
+        if excess <= 0:
+            break
+        if file.name not in needed:
+            leaving.append(file)
+            excess -= file.size
+    return leaving
+
+
+class ChunkCache:
+    """A chunk store of at most `cap_bytes`; None bounds nothing. Methods run in any thread."""
+
+    def __init__(self, store: ChunkStore, cap_bytes: int | None) -> None:
+        self.store = store
+        self._cap_bytes = cap_bytes
+        self._holds: dict[int, set[str]] = {}
+
+    @contextmanager
+    def hold(self) -> Iterator[set[str]]:
+        """Names in the set that is handed out are needed until the block ends."""
+        names: set[str] = set()
+        self._holds[id(names)] = names
+        try:
+            yield names
+        finally:
+            del self._holds[id(names)]
+            while names:  # All at once would hold the interpreter's lock.
+                names.pop()
+
+    def make_room(self, manifest: Manifest) -> None:
+        """Make room for a version that is about to be fetched; ShelfFullError when it cannot be."""
+        if self._cap_bytes is None:
+            return
+        absent = {ref.id: ref.encoded_bytes for ref in manifest.chunks}
+        missing = sum(size for name, size in absent.items() if not self.store.has(name))
+        files = self.store.files()
+        kept = absent, *tuple(self._holds.values())
+        # Of what is here alone: the union of all that is held would keep the interpreter's lock.
+        needed = {file.name for file in files if any(file.name in names for names in kept)}
+        room = self._cap_bytes - missing - manifest.size
+        leaving = evictions(files, needed, room)
+        for file in leaving:
+            self.store.discard(file)
+        staying = sum(f.size for f in files) - sum(f.size for f in leaving)
+        if staying > room:
+            raise ShelfFullError(
+                f"version {manifest.version} needs {missing} bytes more than the cap of"
+                f" {self._cap_bytes} leaves; raise `receiver.disk_bytes`"
+            )
+
+
+class TokenBucket:
+    """Pays first and waits afterwards, so one piece larger than the burst still passes.
+
+    The clock is handed in: seconds of one monotonic clock.
+    """
+
+    def __init__(self, bytes_per_s: float, burst_bytes: float) -> None:
+        if bytes_per_s <= 0 or burst_bytes <= 0:
+            raise ValueError("bytes_per_s and burst_bytes must be positive")
+        self._rate = bytes_per_s
+        self._burst = burst_bytes
+        self._level = burst_bytes
+        self._at_s: float | None = None
+
+    def take(self, size: int, now_s: float) -> float:
+        """Pay for `size` bytes; how long to wait before taking more, in seconds."""
+        elapsed_s = 0.0 if self._at_s is None else max(0.0, now_s - self._at_s)
+        self._level = min(self._burst, self._level + elapsed_s * self._rate) - size
+        self._at_s = now_s
+        return max(0.0, -self._level / self._rate)
+
+
+BURST_S = 0.1
+MIN_BURST_BYTES = 64 << 10
+
+Result = TypeVar("Result")
+
+
+class StorageError(RoseError):
+    """The disk refuses what arrives."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caps:
+    """None bounds nothing. `threads` and `nice`: who hashes, checks and writes what arrives.
+
+    Decoding is done by the engine, under its own placement (a guest's is behind everybody else).
+    """
+
+    bytes_per_s: int | None = None
+    disk_bytes: int | None = None
+    threads: int = 2
+    nice: int = 10
+
+
+class DownloadLimits:
+    """One node's receiver: all its replicas together stay within `caps`."""
+
+    def __init__(self, store: ChunkStore, caps: Caps) -> None:
+        self.store = store
+        self.shelf = ChunkCache(store, caps.disk_bytes)
+        self._bytes_per_s = caps.bytes_per_s
+        self._bucket: TokenBucket | None = None
+        if caps.bytes_per_s is not None:
+            burst = max(MIN_BURST_BYTES, caps.bytes_per_s * BURST_S)
+            self._bucket = TokenBucket(caps.bytes_per_s, burst)
+        self._pool = ThreadPoolExecutor(
+            caps.threads, thread_name_prefix="rose-receiver", initializer=_be_nice, initargs=(caps,)
+        )
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="rose-manifests")
+
+    def seconds_for(self, size: int) -> float:
+        """How long the cap on the link makes so many bytes take."""
+        return size / self._bytes_per_s if self._bytes_per_s else 0.0
+
+    async def arrived(self, size: int) -> None:
+        """So many bytes came; return when more may come."""
+        if self._bucket is None:
+            return
+        wait_s = self._bucket.take(size, time.monotonic())
+        if wait_s > 0:
+            await asyncio.sleep(wait_s)
+
+    async def work(self, task: Callable[[], Result]) -> Result:
+        """Run what costs CPU or waits for the disk in one of the receiver's own threads.
+
+        Raises StorageError when the disk refuses.
+        """
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, task)
+        except OSError as error:
+            raise StorageError(
+                f"{error.filename or self.store.chunks_dir.parent}: {error.strerror or error};"
+                " what came of the weights is kept, make room there"
+            ) from error
+
+    async def read(self, task: Callable[[], Result]) -> Result:
+        """Run what decodes in Python, and so holds the interpreter's lock now and then.
+
+        In a thread that is not nice: on a busy machine one that is would keep the lock from the
+        guard for as long as it waits for a core.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._reader, task)
+
+    def close(self) -> None:
+        """Let the threads go once they are done."""
+        self._pool.shutdown(wait=False)
+        self._reader.shutdown(wait=False)
+
+
+def _be_nice(caps: Caps) -> None:
+    # On Linux niceness is each thread's own.
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), caps.nice)

@@ -1,0 +1,123 @@
+"""How well each source has served: who fails, lies or dawdles is asked later. Pure.
+
+Which member of a cluster takes what over the slow link: rendezvous hashing.
+
+Every member computes the same order from the names alone, and without one of them the order of the
+others stays: what a dead member had not finished falls to the next one, and nothing else moves.
+
+Route: whom a node asks for an object, and what it may ask of each. Pure.
+
+    before   members before this one in the object's order: they fetch it when asked
+    holders  the next after it: they give what they have, or what comes to them from the origin
+    origin   last
+A member that was away asks the holders, so that what crossed the slow link meanwhile does not cross
+it again. Whoever takes from a holder gives nothing of it to others, so no circle can form.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import blake3
+
+FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 30.0
+CORRUPT_PAUSE_S = 300.0
+# Slower than the origin by more is worth asking it.
+SLOW_SHARE = 0.1
+# Less says nothing of a rate: buffers on the way take it at once.
+LEAST_SAMPLE_BYTES = 1 << 18
+_MOST_SAMPLES = 16
+_MOST_SOURCES = 4_096
+
+
+@dataclass(slots=True)
+class _Record:
+    strikes: int = 0
+    until_s: float = 0.0
+    samples: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_MOST_SAMPLES))
+
+
+class PeerScores:
+    """Of all sources of one receiver; the clock is handed in."""
+
+    def __init__(self) -> None:
+        self._records: dict[str, _Record] = {}
+
+    def ordered(self, sources: Sequence[str], now_s: float) -> list[str]:
+        """The same sources; those that are avoided now come last, the first to be free first."""
+        until = {source: self._of(source).until_s for source in sources}
+        good = [source for source in sources if until[source] <= now_s]
+        return good + sorted((s for s in sources if until[s] > now_s), key=lambda s: until[s])
+
+    def served(self, source: str, size: int, seconds: float, now_s: float) -> None:
+        """It sent so many bytes in that time, until now."""
+        record = self._of(source)
+        record.strikes = 0
+        if size >= LEAST_SAMPLE_BYTES:
+            record.samples.append((now_s, size / max(seconds, 1e-6)))
+
+    def failed(self, source: str, now_s: float) -> None:
+        """It refused, went silent or broke off."""
+        record = self._of(source)
+        record.until_s = now_s + min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0**record.strikes)
+        record.strikes += 1
+
+    def corrupt(self, source: str, now_s: float) -> None:
+        """What it sent is not what was asked for."""
+        record = self._of(source)
+        record.until_s = now_s + CORRUPT_PAUSE_S
+        record.strikes += 1
+
+    def dawdles(self, source: str, rate: float, origin: str, since_s: float) -> bool:
+        """Whether the origin was so much faster, all the time since then, that asking it pays.
+
+        Only what it sent meanwhile counts: how much of the slow link one chunk gets depends on how
+        many share it. Neighbours' speed says nothing: they may have had the chunk that this source
+        waits for.
+        """
+        meanwhile = [rate for at_s, rate in self._of(origin).samples if at_s > since_s]
+        return source != origin and bool(meanwhile) and rate < SLOW_SHARE * min(meanwhile)
+
+    def _of(self, source: str) -> _Record:
+        if source not in self._records and len(self._records) >= _MOST_SOURCES:
+            del self._records[next(iter(self._records))]
+        return self._records.setdefault(source, _Record())
+
+
+def order(members: Iterable[str], name: str) -> list[str]:
+    """Members by how much `name` is theirs, the first one most; each member once."""
+    return sorted(set(members), key=lambda member: _weight(member, name), reverse=True)
+
+
+def _weight(member: str, name: str) -> bytes:
+    digest: bytes = blake3.blake3(f"{member}\0{name}".encode()).digest()
+    return digest
+
+
+# Those who took over while this member was away are next in the order.
+MOST_HOLDERS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Addresses, each once."""
+
+    before: tuple[str, ...]
+    holders: tuple[str, ...]
+    origin: str
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """All of them, in the order in which they are asked."""
+        return (*self.before, *self.holders, self.origin)
+
+    @classmethod
+    def of(cls, name: str, me: str, members: Iterable[str], origin: str) -> "Route":
+        """Of an object. `me`: empty for a node that relays nothing: it may ask everybody."""
+        if not me:
+            return cls(tuple(order(members, name)), (), origin)
+        everyone = order({*members, me}, name)
+        at = everyone.index(me)
+        after = everyone[at + 1 : at + 1 + MOST_HOLDERS]
+        return cls(tuple(everyone[:at]), tuple(after), origin)

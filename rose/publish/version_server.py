@@ -1,0 +1,318 @@
+"""Leases: which readers may still ask for what a publisher would collect. Pure.
+
+Who asks may be anybody, so there is a bound for each peer (an address) and one for all. Where one
+is reached the lease that was renewed longest ago gives way: of the peer itself, or of the peer that
+holds most. A reader renews every third of its lease, so whatever a flood took from it comes back,
+and no peer can take what another one needs.
+
+Serves manifests and chunks of one store: the trainer's, or a node's to its neighbours.
+
+GET /manifests/{version}        a signed manifest; `{version}.base` for all of a version
+GET /chunks/{blake3}            encoded bytes, `Range: bytes=N-` goes on at byte N; 202: in line
+POST /chunks/{blake3}/doubt     it arrived corrupt: a relay drops a copy that is damaged
+GET /catalog                    what is published here, signed (`publisher_client`); of a publisher
+POST /leases                    {reader, version, ttl_s}: nothing after `version` is collected
+GET /group                      of a fixed group's leader: NCCL's name of the group
+POST /group/{what}/{rank}       likewise: "all" once all members came for the same
+With a hub, what is on its way is served while it arrives (`passing`).
+"""
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+from hmac import compare_digest
+from math import isfinite
+from pathlib import Path
+
+import msgspec
+from aiohttp import web
+from aiohttp.http import HttpProcessingError
+from msgspec import Struct
+
+from rose.errors import ConfigError, RefusedError
+from rose.publish.credentials import OPEN, Credentials
+from rose.publish.fetch import publisher_client
+from rose.publish.fetch.fetcher import ChunkFetcher
+from rose.publish.forwarding import ChunkForwarder
+from rose.publish.nccl import Lead
+from weight_transfer import ChunkMissingError, ChunkStore, SigningKey, WeightError
+from weight_transfer.format.manifest import MALFORMED, Count, expiry_of
+from weight_transfer.store.catalog import ReaderPin
+
+LONGEST_TTL_S = 120.0
+MOST_READERS = 4_096
+MOST_OF_A_PEER = 256
+MOST_NAME_CHARS = 512
+_SWEEP_EVERY_S = 1.0
+OWN = ""
+"""The publisher itself: nobody takes from it."""
+
+
+class ReadLeases:
+    """By reader; each is at a version and may ask for anything after it. The clock is handed in.
+
+    began_s: when the publisher began. It knows nothing of the leases of its earlier life, which
+    their readers renew within LONGEST_TTL_S.
+    """
+
+    def __init__(self, began_s: float) -> None:
+        self._by_peer: dict[str, OrderedDict[str, ReaderPin]] = {}
+        self._settled_s = began_s + LONGEST_TTL_S
+        self._swept_s = began_s
+
+    def settled(self, now_s: float) -> bool:
+        """Whether every lease of an earlier life was renewed or is over."""
+        return now_s >= self._settled_s
+
+    def take(
+        self, reader: str, version: int, ttl_s: float, now_s: float, peer: str = OWN
+    ) -> ReaderPin:
+        """Take or renew; a reader of a peer has one lease. Raises RefusedError."""
+        named = 0 < len(reader) <= MOST_NAME_CHARS
+        if not named or version < 0 or not isfinite(ttl_s) or ttl_s <= 0:
+            raise RefusedError("a lease needs a reader, a version and a ttl_s above 0")
+        if peer != OWN and reader not in self._by_peer.get(peer, ()):
+            self._make_room(peer, now_s)
+        held = self._by_peer.setdefault(peer, OrderedDict())
+        lease = ReaderPin(reader, version, now_s + min(ttl_s, LONGEST_TTL_S))
+        held[reader] = lease
+        held.move_to_end(reader)
+        return lease
+
+    def live(self, now_s: float) -> list[ReaderPin]:
+        """Those that have not run out."""
+        for peer, held in list(self._by_peer.items()):
+            for reader in [r for r, each in held.items() if each.expires_s <= now_s]:
+                del held[reader]
+            if not held:
+                del self._by_peer[peer]
+        return [lease for held in self._by_peer.values() for lease in held.values()]
+
+    def _make_room(self, peer: str, now_s: float) -> None:
+        if len(self._by_peer.get(peer, ())) >= MOST_OF_A_PEER:
+            self._by_peer[peer].popitem(last=False)
+        elif self._others() >= MOST_READERS:
+            if now_s >= self._swept_s + _SWEEP_EVERY_S:
+                self._swept_s = now_s
+                self.live(now_s)
+            if self._others() >= MOST_READERS:
+                peers = (name for name in self._by_peer if name != OWN)
+                most = max(peers, key=lambda name: len(self._by_peer[name]))
+                self._by_peer[most].popitem(last=False)
+
+    def _others(self) -> int:
+        return sum(len(held) for peer, held in self._by_peer.items() if peer != OWN)
+
+
+MOST_BODY_BYTES = 4_096
+
+_log = logging.getLogger(__name__)
+# Answered with 400. A traceback for each would let strangers fill the log.
+_log.addFilter(
+    lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Signer:
+    """What a publisher vouches for its catalog with: the key of the job's manifests."""
+
+    job: str
+    key: SigningKey
+
+
+class _Asked(Struct, frozen=True):
+    """A lease that is asked for."""
+
+    reader: str
+    version: Count
+    ttl_s: float
+
+
+_read_asked = msgspec.json.Decoder(_Asked).decode
+
+
+class VersionServer:
+    """HTTP face of a chunk store.
+
+    hub: of a node that relays. credentials: what callers must show. host: the address to listen at.
+    leases: of a publisher that collects. lead: of a node that leads a fixed group of GPUs.
+    signer: of a publisher; nobody else has a catalog.
+    corrupt_every: a control for tests and drills. The first answer for every n-th chunk has one bit
+    flipped, which receivers must catch and heal by fetching again; 0 serves everything as it is.
+    """
+
+    def __init__(
+        self,
+        store: ChunkStore,
+        port: int,
+        corrupt_every: int = 0,
+        hub: ChunkFetcher | None = None,
+        credentials: Credentials = OPEN,
+        host: str = "127.0.0.1",
+        leases: ReadLeases | None = None,
+        lead: Lead | None = None,
+        signer: Signer | None = None,
+        *,
+        insecure: bool = False,
+    ) -> None:
+        """`insecure`: other machines may reach it without certificates. ConfigError without."""
+        credentials.check_exposure(host, insecure=insecure)
+        self._host = host
+        self._store = store
+        self._port = port
+        self._corrupt_every = corrupt_every
+        self._hub = hub
+        self._passing = ChunkForwarder(store, hub) if hub else None
+        self._credentials = credentials
+        self._leases = leases
+        self._lead = lead
+        self._signer = signer
+        self._served: set[str] = set()
+        self._runner: web.AppRunner | None = None
+
+    @property
+    def url(self) -> str:
+        """Base address."""
+        return f"{self._credentials.scheme}://{self._host}:{self._port}"
+
+    async def start(self) -> None:
+        """Bind the port; ConfigError when it is taken or a certificate cannot be used."""
+        app = web.Application(client_max_size=MOST_BODY_BYTES)
+        app.router.add_get(r"/manifests/{version:\d{1,18}(\.base)?}", self._manifest)
+        app.router.add_get("/chunks/{name:[0-9a-f]{64}}", self._chunk)
+        app.router.add_post("/chunks/{name:[0-9a-f]{64}}/doubt", self._doubt)
+        app.router.add_get("/catalog", self._catalog)
+        app.router.add_post("/leases", self._lease)
+        app.router.add_get("/group", self._group)
+        app.router.add_post("/group/{what:[0-9a-f]{64}}/{rank:[0-9]{1,5}}", self._muster)
+        context = self._credentials.server()
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, logger=_log)
+        await self._runner.setup()
+        try:
+            site = web.TCPSite(self._runner, self._host, self._port, ssl_context=context)
+            await site.start()
+        except OSError as error:
+            await self.close()
+            raise ConfigError(
+                f"{self._host}:{self._port} (weights) cannot be served: {error.strerror};"
+                " choose another"
+            ) from error
+
+    async def close(self) -> None:
+        """Stop serving."""
+        if self._runner:
+            await self._runner.cleanup()
+            self._runner = None
+
+    async def _manifest(self, request: web.Request) -> web.StreamResponse:
+        self._admit(request)
+        version, _, base = request.match_info["version"].partition(".")
+        path = self._store.manifest_path(int(version), base=bool(base))
+        raw: bytes | bytearray | None = await asyncio.to_thread(_bytes_of, path)
+        if self._hub and (raw is None or _expired(raw)):
+            # One that expired may have been signed anew.
+            raw = await self._hub.known_manifest(request.path.lstrip("/")) or raw
+        if raw is None:
+            raise web.HTTPNotFound(text=f"version {request.match_info['version']} is not here")
+        answer = web.Response(
+            body=raw, content_type="application/octet-stream", zlib_executor_size=1 << 16
+        )
+        answer.enable_compression()  # Names and digests in hex: a fifth of it is left.
+        return answer
+
+    async def _chunk(self, request: web.Request) -> web.StreamResponse:
+        self._admit(request)
+        name = request.match_info["name"]
+        if not self._store.has(name):
+            if self._passing is None:
+                raise web.HTTPNotFound(text=f"chunk {name} is not here")
+            return await self._passing.answer(request, name)
+        if self._corrupt_every:
+            return await self._perhaps_corrupted(name)
+        return web.FileResponse(self._store.chunks_dir / name)
+
+    async def _catalog(self, request: web.Request) -> web.Response:
+        self._admit(request)
+        signer = self._signer
+        if signer is None:
+            raise web.HTTPNotFound(text="no publisher, so no catalog; ask the job's trainer")
+        try:
+            catalog = await asyncio.to_thread(self._store.catalog)
+        except (WeightError, OSError) as error:
+            raise web.HTTPServiceUnavailable(text=f"ask again: {error}") from error
+        raw = publisher_client.written(catalog, signer.job, signer.key, time.time())
+        return web.Response(body=raw, content_type="application/octet-stream")
+
+    async def _lease(self, request: web.Request) -> web.Response:
+        self._admit(request)
+        if self._leases is None:
+            raise web.HTTPNotFound(text="nothing is collected here; no lease is needed")
+        now_s = time.monotonic()
+        try:
+            asked = _read_asked(await request.read())
+            # An address is all that tells callers apart, and never empty: that is the publisher.
+            peer = request.remote or "unknown"
+            lease = self._leases.take(asked.reader, asked.version, asked.ttl_s, now_s, peer)
+        except (*MALFORMED, RefusedError) as error:
+            raise web.HTTPBadRequest(text=f"no lease: {error!s:.200}") from error
+        return web.json_response({"ttl_s": lease.expires_s - now_s})
+
+    async def _group(self, request: web.Request) -> web.Response:
+        return web.json_response(self._leading(request).unique_id)
+
+    async def _muster(self, request: web.Request) -> web.Response:
+        what, rank = request.match_info["what"], int(request.match_info["rank"])
+        came = await self._leading(request).muster.join(what, rank)
+        return web.Response(text="all" if came else "not all")
+
+    def _leading(self, request: web.Request) -> Lead:
+        self._admit(request)
+        if self._lead is None:
+            raise web.HTTPNotFound(text="this node leads no group of GPUs")
+        return self._lead
+
+    def _admit(self, request: web.Request) -> None:
+        given = request.headers.get("Authorization", "")
+        token = self._credentials.token
+        # Bytes that are no UTF-8 come as surrogates, which are to be compared as well.
+        shown = given.encode("utf-8", "surrogateescape")
+        if token and not compare_digest(shown, f"Bearer {token}".encode()):
+            raise web.HTTPUnauthorized(text="bear the token of this cluster")
+
+    async def _perhaps_corrupted(self, name: str) -> web.Response:
+        body = await asyncio.to_thread(self._body, name)
+        first = name not in self._served
+        self._served.add(name)
+        if first and len(self._served) % self._corrupt_every == 0:
+            middle = len(body) // 2
+            body = body[:middle] + bytes([body[middle] ^ 1]) + body[middle + 1 :]
+        return web.Response(body=body)
+
+    async def _doubt(self, request: web.Request) -> web.Response:
+        self._admit(request)
+        if self._hub:  # A relay fetches it again; a publisher has nowhere to fetch it from.
+            await asyncio.to_thread(self._store.mend, request.match_info["name"])
+        return web.Response(status=204)
+
+    def _body(self, name: str) -> bytes:
+        try:
+            return self._store.get(name)
+        except ChunkMissingError as error:
+            raise web.HTTPNotFound(text=str(error)) from error
+
+
+def _bytes_of(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+
+
+def _expired(raw: bytes | bytearray) -> bool:
+    try:
+        return time.time() >= expiry_of(raw)
+    except WeightError:
+        return True

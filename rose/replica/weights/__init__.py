@@ -1,0 +1,1 @@
+"""Weights of a replica: update without a restart, version of every token."""

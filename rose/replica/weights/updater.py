@@ -1,0 +1,361 @@
+"""The engine's pause, as `AsyncLLM.pause_generation` asks for it, without the sleep at its end.
+
+That is 20 ms, so that a caller has seen the last outputs first. Versions do not depend on that:
+tokens are stamped by the engine, or counted where they come in (`stamps`).
+
+A guest takes weights while its host is idle: the engine's gate covers neither that nor a pause.
+
+A host that is never idle keeps its guest at the version that it has. The guest says so, and its
+node asks again later.
+
+Staging from the API process: the worker decodes beside its engine, then loads piece by piece.
+
+Policy versions on this replica.
+
+stage    while serving: verify, decode, load and compute; nothing is written
+pause    as the job wants it for turns in flight, see `OnUpdate`
+commit   scatter and prove on every rank; then stamp the engine with the version
+resume   only then, or when nothing was written
+
+What breaks off from the commit on leaves weights that nobody has proven: admission closes, all
+turns are revoked, and the engine stays paused. It samples no token any more; only a new life of
+the engine, which starts from its base and proves it, serves again.
+"""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, Final, TypeVar
+
+from executor import ControlPage, PageError
+from executor.control_page.page import PAGE_GROUP
+from rose.replica.admission import Admission
+from rose.replica.turns import ENGINE_FAILURES, Turns
+from rose.replica.weights.audit import Audits
+from rose.replica.weights.token_versions import stamps_of
+from weight_transfer import OnUpdate, WeightError
+from weight_transfer.vllm.update.replica_weights import merged, typed
+
+
+async def pause(engine: Any, *, clear_cache: bool) -> None:  # noqa: ANN401 -- vLLM's AsyncLLM
+    """Return once no step is in flight; requests stay where they are and go on when it resumes."""
+    if clear_cache:
+        await engine.renderer.clear_mm_cache_async()
+    await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
+
+
+HOST_POLL_S = 0.002
+_IDLE_LOG = logging.getLogger(__name__)
+
+
+class HostBusyError(WeightError):
+    """The host was not idle for as long as the guest waits. Nothing was written."""
+
+
+class HostPatience:
+    """Waits for an idle host, as often as asked, but no longer than `left_s` seconds in all."""
+
+    def __init__(self, left_s: float) -> None:
+        self._left_s = left_s
+
+    async def wait(self) -> None:
+        """Return once the host is idle. Raises HostBusyError when no patience is left."""
+        clock_s = asyncio.get_running_loop().time
+        began_s = clock_s()
+        await wait_host_idle(self._left_s)
+        self._left_s = max(0.0, self._left_s - (clock_s() - began_s))
+
+
+async def wait_host_idle(patience_s: float) -> None:
+    """Return once the host is idle. Raises HostBusyError when it is not within `patience_s`.
+
+    A replica without a host returns at once. The page is opened anew for each wait: a host that
+    was restarted may have brought another one. A page that cannot be read is no idle host.
+    """
+    path = os.environ.get("ROSE_CONTROL_PAGE")
+    if not path or os.environ.get("ROSE_ROLE") != "guest":
+        return
+    try:
+        with ControlPage.open(path, os.environ.get(PAGE_GROUP, "")) as page:
+            idle = await _poll(page, patience_s)
+    except PageError as error:
+        _IDLE_LOG.warning("the host's control page is unreadable: %s", error)
+        await asyncio.sleep(patience_s)
+        idle = False
+    if not idle:
+        raise HostBusyError("the host is too busy for new weights beside it; ask again later")
+
+
+async def _poll(page: ControlPage, limit_s: float) -> bool:
+    clock_s = asyncio.get_running_loop().time
+    deadline_s = clock_s() + limit_s
+    while True:
+        state = page.host_sight().believed(time.monotonic_ns())
+        if state is not None and state.idle:
+            return True
+        if clock_s() >= deadline_s:
+            return False
+        await asyncio.sleep(HOST_POLL_S)
+
+
+STAGE_POLL_S: Final = 0.01
+PATIENCE_S = 20.0
+"""With a busy host, over all pieces; a node waits for the whole update for a minute."""
+Call = Callable[..., Awaitable[dict[str, Any]]]
+"""Calls a worker method on all ranks; `done` of its answer means: on all of them."""
+
+
+async def stage(call: Call, manifests: list[str], chunks: str) -> dict[str, Any]:
+    """Have versions verified, decoded and computed while the engine serves; what it is like.
+
+    Raises what the workers raise, and HostBusyError; nothing is written then.
+    """
+    await call("rose_weights_stage_begin", manifests, chunks)
+    while True:
+        if (await call("rose_weights_stage_poll"))["done"]:
+            break
+        await asyncio.sleep(STAGE_POLL_S)
+    patience = HostPatience(PATIENCE_S)
+    while True:
+        await patience.wait()
+        began_s = time.perf_counter()
+        staged = await call("rose_weights_stage_step", 1)
+        if staged["done"]:
+            return staged
+        # A piece holds up the engine's steps: they get as much time as it took.
+        await asyncio.sleep(time.perf_counter() - began_s)
+
+
+WEIGHTS_DIR: Final = "ROSE_WEIGHTS_DIR"
+VERIFY_KEY: Final = "ROSE_VERIFY_KEY"
+UNSIGNED: Final = "ROSE_UNSIGNED"
+FINISH_OLD_S: Final = 20.0
+SWITCH_PATIENCE_S = 5.0
+"""With a busy host, when all is staged."""
+CALL_LIMIT_S: Final = 30.0
+"""For each call under the pause; a node waits for the whole update for a minute."""
+_LOG = logging.getLogger("vllm.rose.replica")
+_T = TypeVar("_T")
+
+
+class ActivationError(WeightError):
+    """A commit broke off: which weights the engine holds is not proven any more."""
+
+
+class EngineCallError(WeightError):
+    """The engine failed at a call that writes nothing."""
+
+
+class WeightUpdater:
+    """Activates versions, one at a time."""
+
+    def __init__(
+        self,
+        engine: Any,  # noqa: ANN401 - vLLM's AsyncLLM
+        model_dir: str,
+        turns: Turns,
+        admission: Admission,
+        finish_old_s: float = FINISH_OLD_S,
+    ) -> None:
+        """`admission` is closed for good once weights are in doubt."""
+        self._engine = engine
+        self._model_dir = model_dir
+        self._turns = turns
+        self._admission = admission
+        self._finish_old_s = finish_old_s
+        self._lock = asyncio.Lock()
+        self._ready = False
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._audits = Audits(self._call_all)
+        self.version = 0
+
+    def start(self) -> None:
+        """Prepare in the background: kernels compile for seconds, and the loader map is traced.
+
+        An engine without our worker extension has no weights to prepare.
+        """
+        if not _updatable(self._engine.vllm_config):
+            return
+        self._spawn(self._prepare_early())
+
+    async def apply(
+        self, manifests: list[str], chunks: str, on_update: OnUpdate = OnUpdate.RECOMPUTE
+    ) -> dict[str, Any]:
+        """Bring versions that follow each other into force at once, and report the last.
+
+        It comes to its end though the caller is gone. Raises WeightError subtypes of
+        weight_transfer and HostBusyError while nothing is written, ActivationError afterwards: then
+        turns are revoked, admission is closed, and nothing is tried again in this life of the
+        engine.
+        """
+        return await asyncio.shield(self._spawn(self._apply(manifests, chunks, on_update)))
+
+    async def _apply(
+        self, manifests: list[str], chunks: str, on_update: OnUpdate
+    ) -> dict[str, Any]:
+        async with self._lock:
+            if self._admission.quarantined:
+                raise ActivationError(f"{self._admission.reason}; start this engine anew")
+            if not os.environ.get(WEIGHTS_DIR):
+                raise WeightError(f"{WEIGHTS_DIR} is not set: this replica takes no versions")
+            if not os.environ.get(VERIFY_KEY) and os.environ.get(UNSIGNED) != "1":
+                raise WeightError(
+                    f"{VERIFY_KEY} is not set: anybody's weights would be taken; give the key, or"
+                    f" set {UNSIGNED}=1"
+                )
+            await self._prepare()
+            staged = await stage(self._call, manifests, chunks)
+            with self._held(on_update):
+                finished = await self._finish_old(on_update)
+                await wait_host_idle(SWITCH_PATIENCE_S)
+                started_s = time.perf_counter()
+                report = await self._switch(int(staged["version"]), on_update)
+                pause_s = time.perf_counter() - started_s
+            await self._settle()
+            return report | {
+                "wire_bytes": staged["wire_bytes"],
+                "stage_s": staged["stage_s"],
+                "pause_s": pause_s,
+                "on_update": str(on_update),
+                "finished_old": finished,
+            }
+
+    async def audit(self) -> dict[str, Any]:
+        """Digest every live weight, between the engine's steps: `flipped` names wrong tensors."""
+        async with self._lock:
+            await self._prepare()
+        return await self._audits.run()
+
+    async def distrust(self, why: str) -> None:
+        """Let this engine's weights sample no token any more."""
+        _LOG.error("%s; this replica serves no more turns", why)
+        self._admission.quarantine(why)
+        try:
+            await self._turns.revoke_all()
+        except ENGINE_FAILURES:
+            _LOG.exception("the engine has ended, and its turns with it")
+
+    @contextmanager
+    def _held(self, on_update: OnUpdate) -> Iterator[None]:
+        """Hold new turns back where it matters under which version they began."""
+        with ExitStack() as stack:
+            if on_update is not OnUpdate.RECOMPUTE:
+                stack.enter_context(self._turns.hold.closed())
+            yield
+
+    async def _finish_old(self, on_update: OnUpdate) -> bool:
+        if on_update is not OnUpdate.FINISH_OLD:
+            return False
+        finished = await self._turns.all_ended(self._finish_old_s)
+        if not finished:
+            _LOG.warning("turns outlast %.0f s; they go on under a new version", self._finish_old_s)
+        return finished
+
+    async def _switch(self, version: int, on_update: OnUpdate) -> dict[str, Any]:
+        keep = on_update is OnUpdate.KEEP
+        try:
+            unpaused = await self._pause(keep_kv=keep)
+            report = {} if unpaused else await self._commit(version, keep_kv=keep)
+            # A pause that failed half way holds the engine as well.
+            await _bounded(self._engine.resume_generation())
+        except BaseException as failure:
+            # Cancelled too, when the process ends.
+            why = f"version {version} broke off: {failure or type(failure).__name__}"
+            await self.distrust(why)
+            if isinstance(failure, Exception):
+                raise ActivationError(why) from failure
+            raise
+        if unpaused:
+            raise WeightError(f"the engine could not be paused: {unpaused!r}") from unpaused
+        return report
+
+    async def _pause(self, *, keep_kv: bool) -> Exception | None:
+        """What went wrong, if anything did. Nothing is written yet."""
+        # With cleared caches running turns recompute their KV under the new weights.
+        try:
+            await _bounded(pause(self._engine, clear_cache=not keep_kv))
+        except Exception as failure:  # noqa: BLE001 -- whatever vLLM raises; the caller is told
+            return failure
+        return None
+
+    async def _commit(self, version: int, *, keep_kv: bool) -> dict[str, Any]:
+        """Write, prove, stamp. Raises whatever broke off, and ActivationError without proofs."""
+        report = merged(await _bounded(self._call_all("rose_weights_commit")))
+        _insist_proven(report, version)
+        await _bounded(stamps_of(self._engine).activate(version))
+        self.version = version
+        self._turns.ages.activated(version, kept_kv=keep_kv)
+        return report
+
+    async def _settle(self) -> None:
+        try:
+            await self._call("rose_weights_settle")
+        except WeightError:
+            # The version is active and proven; who stages the next one is told.
+            _LOG.exception("the checkpoint copy was not brought up to date")
+
+    async def _prepare_early(self) -> None:
+        try:
+            async with self._lock:
+                await self._prepare()
+        except WeightError:
+            # The first update tries again, and tells who asked for it.
+            _LOG.exception("weights cannot be updated yet")
+
+    async def _prepare(self) -> None:
+        if not self._ready:
+            key = os.environ.get(VERIFY_KEY) or None
+            folder = os.environ.get(WEIGHTS_DIR) or None
+            await self._call("rose_weights_init", self._model_dir, key, folder)
+            self._ready = True
+
+    async def _call(self, method: str, *args: object) -> dict[str, Any]:
+        """The first rank's answer; `done` when all are."""
+        answers = await self._call_all(method, *args)
+        answer = answers[0]
+        if answer is not None and "done" in answer:
+            answer = answer | {"done": all(other["done"] for other in answers)}
+        return answer
+
+    async def _call_all(self, method: str, *args: object) -> list[dict[str, Any]]:
+        try:
+            answers: list[dict[str, Any]] = await self._engine.collective_rpc(method, args=args)
+        except Exception as failure:
+            known = typed(failure)
+            if isinstance(known, WeightError):
+                raise known from failure
+            raise EngineCallError(f"{method}: {failure!r}") from failure
+        return answers
+
+    def _spawn(self, work: Coroutine[Any, Any, _T]) -> "asyncio.Task[_T]":
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: "asyncio.Task[Any]") -> None:
+        self._tasks.discard(task)
+        # Whoever asked may be gone: nobody else would look at what it raised.
+        if not task.cancelled() and task.exception() is not None:
+            _LOG.warning("an update ended: %s", task.exception())
+
+
+def _insist_proven(report: Mapping[str, Any], version: int) -> None:
+    """Raise ActivationError unless all ranks have proven that they run `version`."""
+    if report["version"] == version and report["digest_ok"] and report["probe_ok"]:
+        return
+    said = {name: report[name] for name in ("digest_ok", "probe_ok", "probe_max_abs_diff")}
+    raise ActivationError(f"ranks report version {report['version']} with {said}")
+
+
+async def _bounded(call: Awaitable[_T]) -> _T:
+    async with asyncio.timeout(CALL_LIMIT_S):
+        return await call
+
+
+def _updatable(config: Any) -> bool:  # noqa: ANN401 - vLLM's VllmConfig
+    parallel = getattr(config, "parallel_config", None)
+    return bool(getattr(parallel, "worker_extension_cls", ""))

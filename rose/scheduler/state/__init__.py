@@ -1,0 +1,1 @@
+"""State of the scheduler: fleet, demand, leases, versions."""

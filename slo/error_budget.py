@@ -1,0 +1,129 @@
+"""Error budget and burn alerts, as the Google SRE workbook defines them (ch. 5, Alerting on SLOs).
+
+The budget of an objective of 99% over 30 days is 1% of the requests of those days. Burn rate 1
+spends it in exactly the period; an alert "2% at 1 h" is a burn rate of 0.02 × 30 d ÷ 1 h = 14.4.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from slo.sketch import TimeBuckets
+
+MINUTE_S: Final = 60.0
+HOUR_S: Final = 3600.0
+DAY_S: Final = 86400.0
+
+
+@dataclass(frozen=True, slots=True)
+class BurnRule:
+    """Fires while `budget_share` is being spent per `long_s`, and still in the last `short_s`.
+
+    The long window says that it matters, the short one that it goes on: an alert ends soon after
+    its cause does.
+    """
+
+    severity: str
+    budget_share: float
+    long_s: float
+    short_s: float
+
+    def threshold(self, period_s: float) -> float:
+        """Burn rate that spends `budget_share` of the period's budget in `long_s`."""
+        return self.budget_share * period_s / self.long_s
+
+
+RULES: Final = (
+    BurnRule("page", 0.02, HOUR_S, 5 * MINUTE_S),
+    BurnRule("page", 0.05, 6 * HOUR_S, 30 * MINUTE_S),
+    BurnRule("ticket", 0.10, DAY_S, 2 * HOUR_S),
+    BurnRule("ticket", 0.10, 3 * DAY_S, 6 * HOUR_S),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BurnAlert:
+    """A rule that fires, and the burn rates that made it."""
+
+    rule: BurnRule
+    long_burn: float
+    short_burn: float
+
+
+class _Counts:
+    __slots__ = ("bad", "good")
+
+    def __init__(self) -> None:
+        self.good = self.bad = 0
+
+
+class ErrorBudget:
+    """Good and bad requests of one model over `period_s`, on a clock that is handed in.
+
+    Three rings, 771 slices in all: minutes for windows up to six hours, quarters of an hour for
+    three days, a 120th of the period for the budget itself. Requests reported later than those
+    hold are left out. Raises ValueError unless `objective` lies in (0, 1] and the period holds the
+    rules.
+    """
+
+    def __init__(self, objective: float, period_s: float = 30 * DAY_S) -> None:
+        if not 0 < objective <= 1:
+            raise ValueError(f"objective is {objective}; give a fraction in (0, 1]")
+        if not (math.isfinite(period_s) and period_s >= 3 * DAY_S):
+            raise ValueError(f"period is {period_s} s; give at least three days")
+        self.objective = objective
+        self.period_s = period_s
+        # One slice more than the window: the running slice is not full yet.
+        self._rings = (
+            TimeBuckets(MINUTE_S, 361, _Counts),
+            TimeBuckets(15 * MINUTE_S, 289, _Counts),
+            TimeBuckets(period_s / 120, 121, _Counts),
+        )
+
+    def add(self, now_s: float, good: int, bad: int) -> None:
+        """Count requests that ended at `now_s`; raises ValueError for a negative count."""
+        if good < 0 or bad < 0:
+            raise ValueError(f"counts are {good} good, {bad} bad; they cannot be negative")
+        for ring in self._rings:
+            counts = ring.at(now_s)
+            if counts is not None:
+                counts.good += good
+                counts.bad += bad
+
+    def burn_rate(self, now_s: float, window_s: float) -> float:
+        """Share of bad requests ÷ share that may be bad; 0 without traffic, never NaN.
+
+        Infinite where nothing may be bad and something was. Raises ValueError for a window longer
+        than the period.
+        """
+        good, bad = self._totals(now_s, window_s)
+        return self._burnt(good, bad)
+
+    def remaining(self, now_s: float) -> float:
+        """Share of the period's budget that is left: 1 without traffic, below 0 when overspent."""
+        good, bad = self._totals(now_s, self.period_s)
+        return 1.0 - self._burnt(good, bad)
+
+    def alerts(self, now_s: float, rules: tuple[BurnRule, ...] = RULES) -> tuple[BurnAlert, ...]:
+        """Rules whose both windows burn at least as fast as their threshold."""
+        fired = []
+        for rule in rules:
+            long_burn = self.burn_rate(now_s, rule.long_s)
+            short_burn = self.burn_rate(now_s, rule.short_s)
+            if min(long_burn, short_burn) >= rule.threshold(self.period_s):
+                fired.append(BurnAlert(rule, long_burn, short_burn))
+        return tuple(fired)
+
+    def _burnt(self, good: int, bad: int) -> float:
+        if not bad:
+            return 0.0
+        allowed = 1.0 - self.objective
+        return bad / (good + bad) / allowed if allowed else math.inf
+
+    def _totals(self, now_s: float, window_s: float) -> tuple[int, int]:
+        # The finest ring that holds the window and the slice that is still running.
+        for ring in self._rings:
+            if window_s + ring.slice_s <= ring.span_s + 1e-6:
+                held = ring.window(now_s, window_s)
+                return sum(c.good for c in held), sum(c.bad for c in held)
+        raise ValueError(f"window of {window_s} s; give at most the period of {self.period_s} s")

@@ -1,0 +1,102 @@
+"""Latency targets of one model.
+
+Targets that people quote, by name.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+
+from slo.errors import TargetError, UnknownPresetError
+
+
+@dataclass(frozen=True, slots=True)
+class SloSpec:
+    """Targets that `percentile` of the requests to `model` must meet.
+
+    `ttft_s`: time to first token; `tpot_s`: mean time per output token after the first;
+    `itl_s`: each gap between two tokens, None where nobody promised one; `e2e_s`: arrival to last
+    token, likewise; `percentile` in (0, 1].
+    Raises TargetError for a target that is not a positive finite time, and for two targets of which
+    the tighter one makes the other meaningless.
+    """
+
+    model: str
+    ttft_s: float
+    tpot_s: float
+    percentile: float = 0.99
+    itl_s: float | None = None
+    e2e_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("ttft_s", "tpot_s", "itl_s", "e2e_s"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise TargetError(
+                    f"{name} of {self.model!r} is {value}; give a positive time in seconds"
+                )
+        if not 0 < self.percentile <= 1:
+            raise TargetError(
+                f"percentile of {self.model!r} is {self.percentile}; give a fraction in (0, 1]"
+            )
+        # The first token is part of the whole, and no gap is longer than the longest one.
+        self._refuse_below("e2e_s", "ttft_s")
+        self._refuse_below("itl_s", "tpot_s")
+
+    def _refuse_below(self, tight: str, loose: str) -> None:
+        tight_s, loose_s = getattr(self, tight), getattr(self, loose)
+        if tight_s is not None and tight_s < loose_s:
+            raise TargetError(
+                f"{tight} of {self.model!r} is {tight_s}, below {loose} of {loose_s}, which then "
+                f"says nothing; raise {tight} or lower {loose}"
+            )
+
+    @property
+    def ttft_ns(self) -> int:
+        """TTFT target in nanoseconds."""
+        return round(self.ttft_s * 1e9)
+
+    @property
+    def tpot_ns(self) -> int:
+        """TPOT target in nanoseconds."""
+        return round(self.tpot_s * 1e9)
+
+    @property
+    def error_budget(self) -> float:
+        """Share of the requests that may miss: 1 − percentile."""
+        return 1.0 - self.percentile
+
+
+# MLPerf Inference (server, interactive), all at p99, and the two models of the ROSE paper.
+PRESETS: dict[str, SloSpec] = {
+    spec.model: spec
+    for spec in (
+        SloSpec("llama-2-70b-server", 2.0, 0.200),
+        SloSpec("llama-2-70b-interactive", 0.450, 0.040),
+        SloSpec("llama-3.1-8b-server", 2.0, 0.100),
+        SloSpec("llama-3.1-8b-interactive", 0.500, 0.030),
+        SloSpec("llama-3.1-405b-server", 6.0, 0.175),
+        SloSpec("llama-3.1-405b-interactive", 4.5, 0.080),
+        SloSpec("deepseek-r1-server", 2.0, 0.080),
+        SloSpec("deepseek-r1-interactive", 1.5, 0.015),
+        SloSpec("gpt-oss-120b-server", 3.0, 0.080),
+        SloSpec("gpt-oss-120b-interactive", 2.0, 0.020),
+        SloSpec("rose-7b", 0.500, 0.150),
+        SloSpec("rose-32b", 1.0, 0.450),
+    )
+}
+
+
+def preset(name: str, model: str | None = None) -> SloSpec:
+    """The targets called `name`, for `model` where one is given.
+
+    Raises UnknownPresetError with the nearest names, or with all when none is near.
+    """
+    try:
+        spec = PRESETS[name]
+    except KeyError:
+        near = get_close_matches(name.lower(), PRESETS, n=3, cutoff=0.5) or sorted(PRESETS)
+        raise UnknownPresetError(
+            f"no SLO preset {name!r}; choose one of {', '.join(near)}"
+        ) from None
+    return spec if model is None else replace(spec, model=model)

@@ -1,0 +1,192 @@
+"""Checkpoints on disk: one safetensors file or a folder of them, as bits, nothing copied."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weight_transfer.errors import TensorFormatError
+from weight_transfer.format.tensors import SAFETENSORS, WIDTHS, TensorBits, unsigned
+
+SUFFIX = ".safetensors"
+_LENGTH_BYTES = 8
+_MAX_HEADER_BYTES = 100_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointEntry:
+    """One tensor of a file; its bytes are [begin, end) of the whole file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One safetensors file. `path` is relative to its checkpoint, with slashes.
+
+    `head`: its bytes before the first tensor. `entries`: in the order of their bytes, which they
+    cover without a hole.
+    """
+
+    path: str
+    head: bytes
+    size: int
+    entries: tuple[CheckpointEntry, ...]
+
+
+class Checkpoint:
+    """A readable checkpoint; tensors are views of the files' bytes."""
+
+    def __init__(self, root: Path, shards: tuple[Shard, ...], others: tuple[str, ...]) -> None:
+        self.root = root
+        self.shards = shards
+        self.others = others
+        """Further files of the folder, relative, sorted."""
+        self._places: dict[str, tuple[Shard, CheckpointEntry]] = {}
+        for shard in shards:
+            for entry in shard.entries:
+                if entry.name in self._places:
+                    raise TensorFormatError(f"{entry.name} is in two files of {root}")
+                self._places[entry.name] = shard, entry
+        self._maps: dict[str, NDArray[np.uint8]] = {}
+
+    @classmethod
+    def open(cls, path: Path) -> Checkpoint:
+        """Open a file or a folder; raises TensorFormatError that says what is wrong with it."""
+        if path.is_file():
+            return cls(path, (parse_shard(path, path.name),), ())
+        if not path.is_dir():
+            raise TensorFormatError(f"{path}: no such file or folder")
+        names = sorted(_files(path))
+        # What lies deeper is another checkpoint, or a copy of this one.
+        own = [name for name in names if name.endswith(SUFFIX) and "/" not in name]
+        if not own:
+            raise TensorFormatError(f"{path}: no *{SUFFIX} in it; save the model there first")
+        shards = tuple(parse_shard(path / name, name) for name in own)
+        return cls(path, shards, tuple(name for name in names if name not in own))
+
+    @property
+    def single(self) -> bool:
+        """Whether it is one file and no folder."""
+        return self.root.is_file()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all tensors, sorted."""
+        return tuple(sorted(self._places))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(entry.end - entry.begin for _, entry in self._places.values())
+
+    def entry(self, name: str) -> CheckpointEntry | None:
+        """What a tensor is like, None where there is none of that name."""
+        place = self._places.get(name)
+        return place[1] if place else None
+
+    def file(self, path: str) -> Path:
+        """Where a file of this checkpoint lies."""
+        return self.root if self.single else self.root / path
+
+    def tensor(self, name: str) -> TensorBits:
+        """A tensor, to be read only. It is a view: whoever changes the file changes it."""
+        shard, entry = self._places[name]
+        data = self._maps.get(shard.path)
+        if data is None:
+            data = np.memmap(self.file(shard.path), dtype=np.uint8, mode="r").view(np.ndarray)
+            self._maps[shard.path] = data
+        return view(data, entry)
+
+
+def view(data: NDArray[np.uint8], entry: CheckpointEntry) -> TensorBits:
+    """The tensor at its place in the bytes of its file."""
+    bits = data[entry.begin : entry.end].view(unsigned(WIDTHS[entry.dtype]))
+    return TensorBits(entry.name, entry.dtype, entry.shape, bits)
+
+
+def parse_shard(path: Path, name: str) -> Shard:
+    """Read the header of a safetensors file and check it against the file."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        prefix = file.read(_LENGTH_BYTES)
+        length = int.from_bytes(prefix, "little")
+        if not 2 <= length <= min(_MAX_HEADER_BYTES, size - _LENGTH_BYTES):
+            raise TensorFormatError(f"{path}: not a safetensors file (header of {length} bytes)")
+        head = prefix + file.read(length)
+    return Shard(name, head, size, parse_head(head, size, str(path)))
+
+
+def parse_head(head: bytes, size: int, where: str) -> tuple[CheckpointEntry, ...]:
+    """The entries of a file of `size` bytes that begins with `head`."""
+    if len(head) != _LENGTH_BYTES + int.from_bytes(head[:_LENGTH_BYTES], "little"):
+        raise TensorFormatError(f"{where}: its header has another length than it says")
+    try:
+        header = json.loads(head[_LENGTH_BYTES:])
+    except ValueError as error:
+        raise TensorFormatError(f"{where}: header is not JSON: {error}") from error
+    if not isinstance(header, dict):
+        raise TensorFormatError(f"{where}: header is not a JSON object")
+    header.pop("__metadata__", None)
+    entries = [_entry(where, name, entry, len(head)) for name, entry in header.items()]
+    entries.sort(key=lambda entry: (entry.begin, entry.end))
+    at = len(head)
+    for entry in entries:
+        if entry.begin != at:
+            raise TensorFormatError(
+                f"{where}: {entry.name} begins at byte {entry.begin} where {at} belongs"
+            )
+        at = entry.end
+    if at != size:
+        raise TensorFormatError(f"{where}: its tensors end at byte {at}, the file at {size}")
+    return tuple(entries)
+
+
+def read_safetensors(path: Path) -> dict[str, TensorBits]:
+    """Read every tensor of one safetensors file into memory, nothing converted."""
+    return _loaded(Checkpoint.open(path))
+
+
+def read_model_dir(model_dir: Path) -> dict[str, TensorBits]:
+    """Read all `*.safetensors` of a Hugging Face model directory into memory."""
+    if not model_dir.is_dir():
+        raise TensorFormatError(f"{model_dir}: no such folder; give a model's folder")
+    return _loaded(Checkpoint.open(model_dir))
+
+
+def _loaded(checkpoint: Checkpoint) -> dict[str, TensorBits]:
+    views = (checkpoint.tensor(name) for name in checkpoint.names)
+    return {t.name: TensorBits(t.name, t.dtype, t.shape, t.bits.copy()) for t in views}
+
+
+def _entry(where: str, name: str, entry: Any, origin: int) -> CheckpointEntry:  # noqa: ANN401 -- JSON
+    try:
+        dtype, width = SAFETENSORS[entry["dtype"]]
+        shape = tuple(int(n) for n in entry["shape"])
+        begin, end = (int(n) for n in entry["data_offsets"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise TensorFormatError(f"{where}: cannot read the entry of {name}: {entry}") from error
+    if begin < 0 or min(shape, default=0) < 0 or end - begin != math.prod(shape) * width:
+        raise TensorFormatError(f"{where}: {name} has offsets {begin}..{end} for shape {shape}")
+    return CheckpointEntry(name, dtype, shape, origin + begin, origin + end)
+
+
+def _files(folder: Path) -> Iterator[str]:
+    """Relative paths of all files that are not hidden."""
+    for here, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in names:
+            if not name.startswith("."):
+                yield Path(here, name).relative_to(folder).as_posix()

@@ -1,0 +1,211 @@
+"""A delta file: all that turns one checkpoint on disk into another, byte for byte.
+
+file    "ROSD" | format u8 | 3 zeros | blobs | index | tail
+tail    index offset u64 | index bytes u64 | BLAKE3 of the index, 32 bytes | "ROSE"
+index   JSON, compressed by zstd: how the new checkpoint's files look, its tensors as in a manifest,
+        and where each blob lies
+blob    a chunk of a tensor, or (compressed) the head of a file or a file that holds no tensors
+Blobs are named by their BLAKE3. A tensor that the old checkpoint has not, or has in another shape
+or type, is `fresh`: its chunks build on zeros.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Final
+
+import blake3
+import msgspec
+import zstandard
+from msgspec import Meta, Struct
+
+from weight_transfer.errors import DeltaFormatError, ManifestError
+from weight_transfer.format.chunk import check_id
+from weight_transfer.format.manifest import (
+    MALFORMED,
+    Count,
+    Hex64,
+    TensorUpdate,
+    Word,
+    check_tiling,
+)
+
+MAGIC: Final = b"ROSD\x02\0\0\0"
+TAIL: Final = struct.Struct("<QQ32s4s")
+_END: Final = b"ROSE"
+FORMAT: Final = 2
+_MAX_INDEX_BYTES: Final = 1 << 28
+_Blob = Annotated[str, Meta(pattern=r"\A([0-9a-f]{64})?\Z")]
+_ZSTD_LEVEL: Final = 9
+
+
+class DeltaFile(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One file of the new checkpoint, `size` bytes long.
+
+    `head`: blob of a safetensors file's first bytes. `blob`: of a whole file without tensors.
+    `same`: BLAKE3 of a file that the old checkpoint has too, under the same path.
+    """
+
+    path: Annotated[str, Meta(max_length=4_096)]
+    size: Count = 0
+    head: _Blob = ""
+    blob: _Blob = ""
+    same: _Blob = ""
+
+
+class _Index(Struct, frozen=True, forbid_unknown_fields=True):
+    format: int
+    level: Word
+    single: bool
+    files: tuple[DeltaFile, ...]
+    tensors: tuple[TensorUpdate, ...]
+    fresh: tuple[str, ...]
+    blobs: dict[Hex64, tuple[Count, Count]]
+
+
+class _Format(Struct):
+    format: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaIndex:
+    """What a delta says of itself. `blobs`: offset and length by name."""
+
+    level: str
+    single: bool
+    files: tuple[DeltaFile, ...]
+    tensors: tuple[TensorUpdate, ...]
+    fresh: frozenset[str]
+    blobs: Mapping[str, tuple[int, int]]
+
+    @property
+    def changed(self) -> int:
+        """Weights that differ."""
+        return sum(chunk.changed for tensor in self.tensors for chunk in tensor.chunks)
+
+    def to_bytes(self) -> bytes:
+        """As it is stored."""
+        index = _Index(
+            format=FORMAT,
+            level=self.level,
+            single=self.single,
+            files=self.files,
+            tensors=self.tensors,
+            fresh=tuple(sorted(self.fresh)),
+            blobs=dict(self.blobs),
+        )
+        return compressed(msgspec.json.encode(index))
+
+    @classmethod
+    def from_bytes(cls, stored: bytes, most: int) -> DeltaIndex:
+        """Read untrusted bytes; blobs lie before byte `most`. Raises DeltaFormatError."""
+        raw = decompressed(stored, _MAX_INDEX_BYTES)
+        try:
+            form = msgspec.json.decode(raw, type=_Format).format
+            if form != FORMAT:
+                raise DeltaFormatError(f"delta of format {form}; {FORMAT} is known here")
+            plain = msgspec.json.decode(raw, type=_Index)
+            for tensor in plain.tensors:
+                check_tiling(tensor)
+        except (*MALFORMED, ManifestError) as error:
+            raise DeltaFormatError(f"its index cannot be read: {error!s:.200}") from error
+        for file in plain.files:
+            _check_file(file)
+        if len({file.path for file in plain.files}) != len(plain.files):
+            raise DeltaFormatError("its index lists a file twice")
+        for offset, length in plain.blobs.values():
+            if offset < len(MAGIC) or offset + length > most:
+                raise DeltaFormatError("its index names bytes that the file has not")
+        return cls(
+            level=plain.level,
+            single=plain.single,
+            files=plain.files,
+            tensors=plain.tensors,
+            fresh=frozenset(plain.fresh),
+            blobs=plain.blobs,
+        )
+
+
+class Delta:
+    """A delta file that is open for reading."""
+
+    def __init__(self, path: Path, index: DeltaIndex, data: mmap.mmap) -> None:
+        self.path = path
+        self.index = index
+        self._data = data
+
+    @classmethod
+    def open(cls, path: Path) -> Delta:
+        """Open and check one; raises DeltaFormatError that names the file."""
+        if not path.is_file():
+            raise DeltaFormatError(f"{path}: no such file")
+        size = path.stat().st_size
+        if size < len(MAGIC) + TAIL.size:
+            raise DeltaFormatError(f"{path}: not a delta ({size} bytes)")
+        with path.open("rb") as file:
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        offset, length, digest, end = TAIL.unpack(data[size - TAIL.size :])
+        if data[: len(MAGIC)] != MAGIC or end != _END:
+            raise DeltaFormatError(f"{path}: not a delta of format {FORMAT}, or cut off")
+        if offset < len(MAGIC) or offset + length + TAIL.size != size:
+            raise DeltaFormatError(f"{path}: its index lies outside the file")
+        stored = data[offset : offset + length]
+        if blake3.blake3(stored).digest() != digest:
+            raise DeltaFormatError(f"{path}: its index is damaged; get the file again")
+        try:
+            return cls(path, DeltaIndex.from_bytes(stored, offset), data)
+        except DeltaFormatError as error:
+            raise DeltaFormatError(f"{path}: {error}") from error
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole file."""
+        return len(self._data)
+
+    def blob(self, name: str) -> bytes:
+        """A blob, checked against its name. DeltaFormatError, ChunkDigestError."""
+        if name not in self.index.blobs:
+            raise DeltaFormatError(f"{self.path}: blob {name} is not in it")
+        offset, length = self.index.blobs[name]
+        raw = self._data[offset : offset + length]
+        check_id(name, raw)
+        return raw
+
+    def unpacked(self, name: str, size: int) -> bytes:
+        """A compressed blob of `size` bytes."""
+        return decompressed(self.blob(name), size)
+
+
+def tail_of(offset: int, stored: bytes) -> bytes:
+    """The last bytes of a delta whose index `stored` begins at `offset`."""
+    return TAIL.pack(offset, len(stored), blake3.blake3(stored).digest(), _END)
+
+
+def compressed(raw: bytes) -> bytes:
+    """As blobs that are no chunks are stored."""
+    return zstandard.ZstdCompressor(level=_ZSTD_LEVEL).compress(raw)
+
+
+def decompressed(packed: bytes, most: int) -> bytes:
+    """The reverse for untrusted bytes; never more than `most`. Raises DeltaFormatError."""
+    try:
+        size = zstandard.frame_content_size(packed)
+        if not 0 <= size <= most:
+            raise DeltaFormatError(f"a compressed part claims {size} bytes, {most} are possible")
+        return zstandard.ZstdDecompressor(max_window_size=1 << 27).decompress(
+            packed, max_output_size=max(1, size), allow_extra_data=False
+        )
+    except zstandard.ZstdError as error:
+        raise DeltaFormatError(f"a compressed part is damaged: {error}") from error
+
+
+def _check_file(file: DeltaFile) -> None:
+    parts = file.path.split("/")
+    if not all(parts) or file.path.startswith("/") or {".", ".."} & set(parts) or "\0" in file.path:
+        raise DeltaFormatError(f"{file.path!r:.200} is no path inside a checkpoint")
+    if sum(map(bool, (file.head, file.blob, file.same))) != 1:
+        raise DeltaFormatError(f"{file.path:.200} is described in no way or in several")

@@ -1,0 +1,253 @@
+"""Which level is done first on a link: tried on a sample, since both depend on what changed.
+
+Writing a delta: two checkpoints on disk are compared chunk by chunk, in all threads.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+import blake3
+
+from weight_transfer.bounded_map import in_order
+from weight_transfer.errors import TensorFormatError
+from weight_transfer.files.checkpoint import Checkpoint
+from weight_transfer.files.delta_file import (
+    MAGIC,
+    Delta,
+    DeltaFile,
+    DeltaIndex,
+    compressed,
+    tail_of,
+)
+from weight_transfer.format.chunk import (
+    DEFAULT_CHUNK_BYTES,
+    EncodedChunk,
+    chunk_id,
+    encode_chunk,
+    row_ranges,
+)
+from weight_transfer.format.codec import Level, encode_payload
+from weight_transfer.format.digest import MODULUS, digest_of, digest_part
+from weight_transfer.format.manifest import ChunkRef, TensorUpdate, hex_digest
+from weight_transfer.format.tensors import TensorBits, zeros_like
+from weight_transfer.store.chunk_store import draft
+
+SAMPLE_BYTES = 8 << 20
+_WARM_UP_BYTES = 1 << 16
+
+
+def quicker_level(
+    old: TensorBits,
+    new: TensorBits,
+    link_bytes_s: float,
+    threads: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Level:
+    """The level with which this tensor's update has crossed the link first.
+
+    Encoding goes on while earlier chunks are sent, so the slower of the two counts. FAST where they
+    are as quick: it asks less of the receiver.
+    """
+    return min(Level, key=lambda level: _seconds(old, new, level, link_bytes_s, threads, clock))
+
+
+def _seconds(
+    old: TensorBits,
+    new: TensorBits,
+    level: Level,
+    link_bytes_s: float,
+    threads: int,
+    clock: Callable[[], float],
+) -> float:
+    def encode(size: int) -> int:
+        part = slice(0, size // old.bits.itemsize)
+        return encode_payload(old.bits[part], new.bits[part], old.weight_class, level).size
+
+    encode(_WARM_UP_BYTES)  # Compiling is paid once, not for each update.
+    began_s = clock()
+    sent = encode(SAMPLE_BYTES)
+    return max((clock() - began_s) / threads, sent / link_bytes_s)
+
+
+Progress = Callable[[int], None]
+"""Told how many bytes of the new checkpoint are done since the last call."""
+Rows = tuple[int, int]
+Result = TypeVar("Result")
+
+
+def nothing_told(_: int) -> None:
+    """No progress is shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class DiffSettings:
+    """`level`: None takes the one that is done first on a link of `link_bytes_s`, by a sample.
+
+    `threads`: how many chunks are worked on at once.
+    """
+
+    level: Level | None = Level.FAST
+    link_bytes_s: float = 125e6
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES
+    threads: int = os.cpu_count() or 1
+
+
+def diff(
+    old: Checkpoint,
+    new: Checkpoint,
+    out: Path,
+    settings: DiffSettings | None = None,
+    progress: Progress = nothing_told,
+) -> Delta:
+    """Write to `out` what makes `new` of `old`, and open it. Nothing is left of a failed one.
+
+    Raises WeightError or OSError; `out` must not exist.
+    """
+    settings = settings or DiffSettings()
+    if old.single != new.single:
+        raise TensorFormatError("compare a file with a file, or a folder with a folder")
+    with draft(out) as path, path.open("wb") as file, ThreadPoolExecutor(settings.threads) as pool:
+        _Writer(file, old, new, settings, progress, pool).write()
+    return Delta.open(out)
+
+
+class _Writer:
+    """One delta in the making."""
+
+    def __init__(
+        self,
+        file: BinaryIO,
+        old: Checkpoint,
+        new: Checkpoint,
+        settings: DiffSettings,
+        progress: Progress,
+        pool: ThreadPoolExecutor,
+    ) -> None:
+        self._file = file
+        self._old = old
+        self._new = new
+        self._settings = settings
+        self._progress = progress
+        self._pool = pool
+        self._at = 0
+        self._blobs: dict[str, tuple[int, int]] = {}
+        self._fresh: set[str] = set()
+        self._level = settings.level or self._quicker()
+
+    def write(self) -> None:
+        """All of it."""
+        self._append(MAGIC)
+        files = [self._shard(shard.path, shard.head, shard.size) for shard in self._new.shards]
+        files += [self._other(path) for path in self._new.others]
+        tensors = tuple(self._tensor(name) for name in self._new.names)
+        index = DeltaIndex(
+            level=self._level.value,
+            single=self._new.single,
+            files=tuple(files),
+            tensors=tensors,
+            fresh=frozenset(self._fresh),
+            blobs=self._blobs,
+        ).to_bytes()
+        offset = self._at
+        self._append(index)
+        self._append(tail_of(offset, index))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def _append(self, raw: bytes) -> None:
+        self._file.write(raw)
+        self._at += len(raw)
+
+    def _blob(self, raw: bytes) -> str:
+        name = chunk_id(raw)
+        if name not in self._blobs:
+            self._blobs[name] = self._at, len(raw)
+            self._append(raw)
+        return name
+
+    def _shard(self, path: str, head: bytes, size: int) -> DeltaFile:
+        return DeltaFile(path, size, head=self._blob(compressed(head)))
+
+    def _other(self, path: str) -> DeltaFile:
+        raw = self._new.file(path).read_bytes()
+        if path in self._old.others and self._old.file(path).read_bytes() == raw:
+            return DeltaFile(path, len(raw), same=blake3.blake3(raw).hexdigest())
+        return DeltaFile(path, len(raw), blob=self._blob(compressed(raw)))
+
+    def _tensor(self, name: str) -> TensorUpdate:
+        new = self._new.tensor(name)
+        old = self._base_of(new)
+        ranges = list(row_ranges(new, self._settings.chunk_bytes))
+        before = after = self._digest(old, ranges)
+        chunks: list[ChunkRef] = []
+        empty: list[bytes] = []
+        for chunk in self._encoded(old, new, ranges, before):
+            header, encoded = chunk.header, chunk.encoded
+            after = (after + chunk.digest_change) % MODULUS
+            chunks.append(header.ref(chunk_id(encoded)))
+            if header.changed:
+                self._blob(encoded)
+            else:
+                empty.append(encoded)
+            self._progress((header.end_row - header.first_row) * new.row_elements * header.width)
+        if len(empty) == len(chunks):
+            chunks = []  # Nothing changed: nothing of it is in the file.
+        else:
+            for encoded in empty:
+                self._blob(encoded)
+        return TensorUpdate(
+            name, new.dtype, new.shape, hex_digest(before), hex_digest(after), tuple(chunks)
+        )
+
+    def _base_of(self, new: TensorBits) -> TensorBits:
+        if self._alike(new.name):
+            return self._old.tensor(new.name)
+        self._fresh.add(new.name)
+        return zeros_like(new)
+
+    def _digest(self, tensor: TensorBits, ranges: Iterable[Rows]) -> int:
+        parts = self._in_threads(lambda rows: _part(tensor, rows), ranges)
+        return sum(parts) % MODULUS
+
+    def _encoded(
+        self, old: TensorBits, new: TensorBits, ranges: Iterable[Rows], digest: int
+    ) -> Iterator[EncodedChunk]:
+        level = self._level
+        return self._in_threads(lambda rows: encode_chunk(old, new, rows, digest, level), ranges)
+
+    def _quicker(self) -> Level:
+        """By the largest tensor that both have."""
+        common = (name for name in self._new.names if self._alike(name))
+        largest = max(common, key=lambda name: self._new.tensor(name).bits.nbytes, default=None)
+        if largest is None:
+            return Level.FAST
+        old, new = self._old.tensor(largest), self._new.tensor(largest)
+        return quicker_level(old, new, self._settings.link_bytes_s, self._settings.threads)
+
+    def _alike(self, name: str) -> bool:
+        old, new = self._old.entry(name), self._new.entry(name)
+        return (
+            old is not None and new is not None and (old.dtype, old.shape) == (new.dtype, new.shape)
+        )
+
+    def _in_threads(
+        self, work: Callable[[Rows], Result], items: Iterable[Rows]
+    ) -> Iterator[Result]:
+        return in_order(self._pool, self._settings.threads, work, items)
+
+
+def _part(tensor: TensorBits, rows: Rows) -> int:
+    first, end = (row * tensor.row_elements for row in rows)
+    return digest_part(tensor.bits[first:end], first)
+
+
+def whole_digest(tensor: TensorBits) -> str:
+    """Of a tensor, as a manifest writes it."""
+    return hex_digest(digest_of(tensor.bits))

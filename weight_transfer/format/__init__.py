@@ -1,0 +1,1 @@
+"""Format of weights on the wire: tensors, chunks, codecs, digests, manifests."""

@@ -1,0 +1,333 @@
+"""Byte planes: integers split by significance, each plane compressed on its own.
+
+plane := tag u8 (0 raw, 1 zstd, 2 one byte, many times) | length u32 | bytes
+A plane that zstd cannot shrink is stored raw, so nothing ever grows by more than its 5 bytes.
+
+Ranges of which many weights changed: a map of them, or all of them anew.
+
+Which is the shorter is seen on a sample; what is longer than the weights themselves is never kept.
+Weights are looked at a stretch at a time, and planes are made one after the other, so that hardly
+more memory is held than what comes out.
+
+Codec of one row range: (old bits, new bits) → payload → (indices, absolute new bits).
+
+empty    nothing changed                 payload: nothing
+sparse   index gaps + ulp deltas         payload: gap plane count u8 | gap planes | delta planes
+bitmap   changed map + ulp deltas        payload: bitmap plane | delta planes
+dense    new bits                        payload: value planes
+compact  changes by class of old weight  payload: see `compact`
+A gap is the distance to the previous changed index, less one. An ulp delta is new − old of the
+integer views, wrapped to the element's width, zigzag coded: exact for every bit pattern.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum, StrEnum
+from typing import Any, TypeAlias
+
+import numpy as np
+import zstandard
+from numpy.typing import NDArray
+
+from weight_transfer.errors import ChunkFormatError
+from weight_transfer.format.entropy import decode_compact, encode_compact
+from weight_transfer.format.tensors import Bits, WeightClass
+from weight_transfer.kernels.backend import Difference, Flat, processor_of
+from weight_transfer.kernels.cpu.changes import Changes, apply_changes, gaps_of
+from weight_transfer.kernels.cpu.simd import all_equal, join_plane, split_plane
+
+PLANE_HEADER = struct.Struct("<BI")
+ZSTD_LEVEL = 1
+_RAW, _ZSTD, _SAME = 0, 1, 2
+Part: TypeAlias = bytes | memoryview
+"""A piece of a payload: joined once, since a chunk may be as large as its weights."""
+
+
+def planes_needed(values: NDArray[np.unsignedinteger[Any]]) -> int:
+    """Return how many low bytes hold every value (at least 1)."""
+    top = int(values.max()) if values.size else 0
+    return max(1, (top.bit_length() + 7) // 8)
+
+
+def pack_planes(values: NDArray[np.unsignedinteger[Any]], count: int) -> list[Part]:
+    """Return the low `count` bytes of `values` as planes, least significant first, to be joined."""
+    return [part for plane in range(count) for part in _pack_plane_of(values, plane)]
+
+
+def _pack_plane_of(values: NDArray[np.unsignedinteger[Any]], plane: int) -> list[Part]:
+    same = all_equal(values, plane)
+    if same >= 0 and values.size > 1:
+        return [PLANE_HEADER.pack(_SAME, 1), bytes([same])]
+    raw = np.empty(values.size, np.uint8)
+    split_plane(values, plane, raw)
+    return pack_plane(raw)
+
+
+def pack_plane(raw: NDArray[np.uint8]) -> list[Part]:
+    """Return one plane, compressed where that helps; `raw` must not change until it is joined."""
+    packed = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(raw.data)
+    tag, body = (_ZSTD, packed) if len(packed) < raw.size else (_RAW, raw.data)
+    return [PLANE_HEADER.pack(tag, len(body)), body]
+
+
+class PlaneReader:
+    """Reads planes of known sizes from untrusted bytes; raises ChunkFormatError, never grows."""
+
+    def __init__(self, payload: memoryview) -> None:
+        self._payload = payload
+        self._at = 0
+
+    def byte(self) -> int:
+        """Read one byte."""
+        return self._take(1)[0]
+
+    def plane(self, size: int) -> NDArray[np.uint8]:
+        """Read one plane that must hold exactly `size` bytes."""
+        tag, length = PLANE_HEADER.unpack(self._take(PLANE_HEADER.size))
+        body = self._take(length)
+        if tag == _RAW:
+            raw = bytes(body)
+        elif tag == _ZSTD:
+            raw = _decompress(bytes(body), size)
+        elif tag == _SAME and length == 1:
+            return np.full(size, body[0], np.uint8)
+        else:
+            raise ChunkFormatError(f"unknown plane tag {tag}; fetch the chunk again")
+        if len(raw) != size:
+            raise ChunkFormatError(f"plane holds {len(raw)} bytes where {size} belong")
+        return np.frombuffer(raw, dtype=np.uint8)
+
+    def integers(self, size: int, planes: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+        """Read `size` unsigned integers of which the low `planes` bytes are stored."""
+        values = np.zeros(size, dtype)
+        for plane in range(planes):
+            join_plane(plane, self.plane(size), values)
+        return values
+
+    def finish(self) -> None:
+        """Insist that nothing is left over."""
+        if self._at != len(self._payload):
+            raise ChunkFormatError(f"{len(self._payload) - self._at} bytes after the last plane")
+
+    def _take(self, length: int) -> memoryview:
+        if length > len(self._payload) - self._at:
+            raise ChunkFormatError("chunk ends in the middle of a plane; fetch it again")
+        self._at += length
+        return self._payload[self._at - length : self._at]
+
+
+def _decompress(body: bytes, size: int) -> bytes:
+    try:
+        # The frame's own claim decides how much is allocated: check it first.
+        if zstandard.frame_content_size(body) != size:
+            raise ChunkFormatError(f"compressed plane does not claim the {size} bytes it must have")
+        return zstandard.ZstdDecompressor(max_window_size=1 << 27).decompress(
+            body, max_output_size=size, allow_extra_data=False
+        )
+    except zstandard.ZstdError as error:
+        raise ChunkFormatError(f"compressed plane is damaged: {error}") from error
+
+
+_STRETCH = 1 << 20
+_SAMPLE = 1 << 16
+_MODULUS = 1 << 64
+
+
+@dataclass(frozen=True, slots=True)
+class Crowded:
+    """`parts` of the payload; `growth` of the tensor's digest, mod 2^64."""
+
+    mapped: bool
+    changed: int
+    parts: list[Part]
+    growth: int
+
+    @property
+    def size(self) -> int:
+        """Bytes of the payload."""
+        return sum(len(part) for part in self.parts)
+
+
+def encode_crowded(old: Flat, new: Flat, first: int) -> Crowded:
+    """Encode a range whose first weight has index `first` in its tensor."""
+    if old.size <= _SAMPLE:
+        return min(_mapped(old, new, first), _anew(old, new, first), key=lambda made: made.size)
+    some = slice(0, _SAMPLE)
+    sample = old[some], new[some], first
+    ways = (_mapped, _anew) if _mapped(*sample).size <= _anew(*sample).size else (_anew, _mapped)
+    made = ways[0](old, new, first)
+    raw_bytes = old.nbytes + old.itemsize * PLANE_HEADER.size
+    if made.size <= raw_bytes:
+        return made
+    del made
+    return min((way(old, new, first) for way in (_anew, _mapped)), key=lambda each: each.size)
+
+
+def _mapped(old: Flat, new: Flat, first: int) -> Crowded:
+    """A bit for each weight, then what the marked ones change by."""
+    processor = processor_of(old, new)
+    bitmap = np.empty((old.size + 7) // 8, np.uint8)
+    # Only what is written to takes memory.
+    planes: list[NDArray[np.uint8] | None] = [
+        np.empty(old.size, np.uint8) for _ in range(old.itemsize)
+    ]
+    changed, growth = 0, 0
+    for at in range(0, old.size, _STRETCH):
+        part = slice(at, at + _STRETCH)
+        marks = processor.mark(old[part], new[part], first + at)
+        bitmap[at // 8 : at // 8 + marks.bitmap.size] = marks.bitmap
+        end = changed + marks.codes.size
+        for number, plane in enumerate(planes):
+            assert plane is not None
+            split_plane(marks.codes, number, plane[changed:end])
+        changed, growth = end, growth + marks.growth
+    parts = pack_plane(bitmap)
+    for number in range(len(planes)):
+        plane, planes[number] = planes[number], None
+        assert plane is not None
+        parts += pack_planes(plane[:changed], 1)
+        del plane
+    return Crowded(True, changed, parts, growth % _MODULUS)
+
+
+def _anew(old: Flat, new: Flat, first: int) -> Crowded:
+    """All new weights."""
+    processor = processor_of(old, new)
+    changed, growth = 0, 0
+    for at in range(0, old.size, _STRETCH):
+        part = slice(at, at + _STRETCH)
+        marks = processor.mark(old[part], new[part], first + at)
+        changed, growth = changed + marks.codes.size, growth + marks.growth
+    parts = pack_planes(processor.read(new), new.itemsize)
+    return Crowded(False, changed, parts, growth % _MODULUS)
+
+
+_SPARSE_SHARE = 4
+"""One in so many weights may change before a bitmap, which no gap can beat then, is tried."""
+_SURELY_COMPACT = 4096
+_GAP_BYTES = 4
+
+
+class Encoding(IntEnum):
+    """How a chunk's payload is written."""
+
+    EMPTY = 0
+    SPARSE = 1
+    BITMAP = 2
+    DENSE = 3
+    COMPACT = 4
+
+
+class Level(StrEnum):
+    """What a publisher spends on a sparse chunk: little time, or few bytes."""
+
+    FAST = "fast"
+    COMPACT = "compact"
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """An encoded range. `digest_change`: what its tensor's digest grows by, mod MODULUS."""
+
+    encoding: Encoding
+    changed: int
+    parts: tuple[Part, ...]
+    digest_change: int
+
+    @property
+    def size(self) -> int:
+        """Bytes of the payload, which is all parts joined."""
+        return sum(len(part) for part in self.parts)
+
+
+def encode_payload(
+    old: Flat, new: Flat, kind: WeightClass, level: Level = Level.FAST, first: int = 0
+) -> Encoded:
+    """Encode a range whose first weight has index `first` in its tensor, the smallest way."""
+    found = processor_of(old, new).compare(old, new, old.size // _SPARSE_SHARE, first)
+    if found is None:
+        return _crowded(old, new, first)
+    if not found.count:
+        return Encoded(Encoding.EMPTY, 0, (), 0)
+    compact = encode_compact(found, kind) if level is Level.COMPACT else None
+    # Beyond a few changes the table of classes costs nothing any more.
+    if compact is not None and found.count > _SURELY_COMPACT:
+        return Encoded(Encoding.COMPACT, found.count, (compact,), found.growth)
+    sparse = Encoded(Encoding.SPARSE, found.count, tuple(_sparse(found)), found.growth)
+    if compact is not None and len(compact) < sparse.size:
+        return Encoded(Encoding.COMPACT, found.count, (compact,), found.growth)
+    return sparse if sparse.size <= old.nbytes else _crowded(old, new, first)
+
+
+def decode_payload(
+    encoding: Encoding, changed: int, payload: memoryview, old: Bits
+) -> tuple[NDArray[np.int64], Bits]:
+    """Return (changed indices within the range, their new bits), given the range's old bits.
+
+    Raises ChunkFormatError for any payload that is not the one encoding of such a change.
+    """
+    if changed > old.size or (encoding is Encoding.EMPTY) != (changed == 0):
+        raise ChunkFormatError(f"{changed} changes claimed by {encoding.name} of {old.size}")
+    if encoding is Encoding.COMPACT:
+        return decode_compact(payload, changed, old)
+    reader = PlaneReader(payload)
+    if encoding is Encoding.EMPTY:
+        indices, new = np.zeros(0, dtype=np.int64), old[:0]
+    elif encoding is Encoding.DENSE:
+        dense = decode_dense(changed, payload, old)
+        if changed == old.size:
+            return np.arange(changed, dtype=np.int64), dense
+        indices = np.flatnonzero(dense != old)
+        return indices, dense[indices]
+    else:
+        read = _read_gaps if encoding is Encoding.SPARSE else _read_bitmap
+        gaps = read(reader, changed, old.size)
+        codes = reader.integers(changed, old.itemsize, old.dtype)
+        try:
+            indices, new = apply_changes(old, Changes(gaps, codes))
+        except ValueError as error:
+            raise ChunkFormatError(f"{error}; fetch the chunk again") from error
+    reader.finish()
+    if indices.size != changed:
+        raise ChunkFormatError(f"{indices.size} changes found where {changed} were claimed")
+    return indices, new
+
+
+def decode_dense(changed: int, payload: memoryview, old: Bits) -> Bits:
+    """Return all new bits of a dense payload. Raises ChunkFormatError."""
+    reader = PlaneReader(payload)
+    dense: Bits = reader.integers(old.size, old.itemsize, old.dtype)
+    reader.finish()
+    found = np.count_nonzero(dense != old)
+    if found != changed:
+        raise ChunkFormatError(f"{found} changes found where {changed} were claimed")
+    return dense
+
+
+def _sparse(changes: Difference) -> list[Part]:
+    planes = planes_needed(changes.gaps)
+    codes = pack_planes(changes.codes, changes.codes.itemsize)
+    return [bytes([planes]), *pack_planes(changes.gaps, planes), *codes]
+
+
+def _crowded(old: Flat, new: Flat, first: int) -> Encoded:
+    made = encode_crowded(old, new, first)
+    encoding = Encoding.BITMAP if made.mapped else Encoding.DENSE
+    return Encoded(encoding, made.changed, tuple(made.parts), made.growth)
+
+
+def _read_gaps(reader: PlaneReader, changed: int, size: int) -> NDArray[np.uint32]:
+    planes = reader.byte()
+    if not 1 <= planes <= _GAP_BYTES:
+        raise ChunkFormatError(f"{planes} gap planes; 1 to {_GAP_BYTES} are possible")
+    gaps: NDArray[np.uint32] = reader.integers(changed, planes, np.dtype("<u4"))
+    return gaps
+
+
+def _read_bitmap(reader: PlaneReader, changed: int, size: int) -> NDArray[np.uint32]:
+    gaps = gaps_of(reader.plane((size + 7) // 8), size, changed)
+    if gaps is None:
+        raise ChunkFormatError(f"bitmap does not mark the {changed} changes that were claimed")
+    return gaps

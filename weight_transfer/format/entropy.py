@@ -1,0 +1,172 @@
+"""The compact payload: changes by class of the old weight, entropy coded.
+
+payload  head | classes | coded | raw
+head     class shift u8 | class bits u8 | lowest u8 | highest u8 | classes u16 | coded bytes u32
+         | raw bytes u32
+class    number u8 | Rice parameter u8 | changed weights u32; the first class holds all weights from
+         lowest on, the last one all up to highest
+coded    range coder: the unary part of each rank gap, how long each change is, its second bit
+raw      bits, least significant first: low part of each rank gap, sign, low part of each change
+Changes come class by class. What is likely depends on the class alone, see `kernels.classes`; the
+receiver has the old weights and thereby the classes.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weight_transfer.errors import ChunkFormatError
+from weight_transfer.format.tensors import Bits, WeightClass
+from weight_transfer.kernels.backend import Difference
+from weight_transfer.kernels.cpu import exponent_classes
+from weight_transfer.kernels.cpu import exponent_classes as kernels
+
+_HEAD = struct.Struct("<BBBBHII")
+_CLASS = struct.Struct("<BBI")
+_MOST_RICE = 30
+# Of all changes, those of the smallest and of the largest weights: each class is looked for in all.
+_RARE = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class _Classes:
+    """Classes with changes, ascending, each with its Rice parameter and number of changes."""
+
+    lowest: int
+    highest: int
+    numbers: NDArray[np.uint8]
+    rice: list[int]
+    counts: NDArray[np.int64]
+
+    def ends(self) -> NDArray[np.uint8]:
+        """Which weights belong to the first class and to the last one."""
+        first, last = int(self.numbers[0]), int(self.numbers[-1])
+        return np.array([self.lowest, first, last, self.highest], np.uint8)
+
+    def starts(self) -> NDArray[np.int64]:
+        """Where each class begins."""
+        starts: NDArray[np.int64] = np.cumsum(self.counts) - self.counts
+        return starts
+
+    def parts(self) -> list[slice]:
+        """Where each class lies."""
+        ends = [0, *(int(end) for end in np.cumsum(self.counts))]
+        return [slice(a, b) for a, b in pairwise(ends)]
+
+
+def encode_compact(found: Difference, kind: WeightClass) -> bytes:
+    """Encode changes, at least one."""
+    classes = _gathered(found.class_counts(kind))
+    gaps, codes = found.by_class(kind, classes.ends(), classes.numbers, classes.starts())
+    parts = classes.parts()
+    classes.rice.extend(_rice(gaps[part]) for part in parts)
+    coded, raw = _entropy_coded(gaps, codes, parts, classes.rice)
+    which = kind.shift, kind.bits, classes.lowest, classes.highest, classes.numbers.size
+    head = _HEAD.pack(*which, coded.size, raw.size)
+    rows = zip(classes.numbers, classes.rice, classes.counts, strict=True)
+    table = b"".join(_CLASS.pack(*row) for row in rows)
+    return b"".join((head, table, coded.tobytes(), raw.tobytes()))
+
+
+def decode_compact(payload: memoryview, changed: int, old: Bits) -> tuple[NDArray[np.int64], Bits]:
+    """Return (indices, new values). Raises ChunkFormatError for what no encoder writes."""
+    if len(payload) < _HEAD.size:
+        raise ChunkFormatError("compact chunk ends in its head; fetch it again")
+    shift, width, lowest, highest, present, coded_size, raw_size = _HEAD.unpack_from(payload)
+    table_size = present * _CLASS.size
+    if width > 8 or shift + width > 8 * old.itemsize:
+        raise ChunkFormatError("compact chunk is not of weights like these; fetch it again")
+    if len(payload) != _HEAD.size + table_size + coded_size + raw_size:
+        raise ChunkFormatError("compact chunk has another length than its head says")
+    kind = WeightClass(shift, width)
+    classes = _table(payload[_HEAD.size : _HEAD.size + table_size], kind, lowest, highest)
+    if int(classes.counts.sum()) != changed:
+        raise ChunkFormatError("compact chunk counts other changes than its header")
+    body = np.frombuffer(payload, np.uint8)[_HEAD.size + table_size :]
+    gaps, codes = _entropy_decoded(body, coded_size, classes, changed, old)
+    indices, values = np.empty(changed, np.int64), np.empty(changed, old.dtype)
+    wrong = kernels.place(
+        old,
+        shift,
+        kind.mask,
+        classes.ends(),
+        classes.numbers,
+        gaps,
+        codes,
+        classes.starts(),
+        classes.counts,
+        indices,
+        values,
+    )
+    if wrong:
+        raise ChunkFormatError("a changed index lies outside the chunk's rows")
+    return indices, values
+
+
+def _entropy_coded(
+    gaps: NDArray[np.uint32], codes: Bits, parts: list[slice], rice: list[int]
+) -> tuple[exponent_classes.Bytes, exponent_classes.Bytes]:
+    sizes = [kernels.size_of(gaps[p], codes[p], k) for p, k in zip(parts, rice, strict=True)]
+    decisions, raw_bits = (sum(column) for column in zip(*sizes, strict=True))
+    coded = np.empty(decisions * exponent_classes.WORST_BITS // 8 + 16, np.uint8)
+    raw = np.empty(raw_bits // 8 + 8, np.uint8)
+    state, bits = exponent_classes.encoder(), np.zeros(3, np.int64)
+    for part, k in zip(parts, rice, strict=True):
+        odds, seen = exponent_classes.contexts(kernels.CONTEXTS)
+        kernels.encode_class(gaps[part], codes[part], k, state, coded, bits, raw, odds, seen)
+    return coded[: exponent_classes.flush(state, coded)], raw[: kernels.finish_raw(bits, raw)]
+
+
+def _entropy_decoded(
+    body: exponent_classes.Bytes, coded_size: int, classes: _Classes, changed: int, old: Bits
+) -> tuple[NDArray[np.uint32], Bits]:
+    coded, raw = body[:coded_size], body[coded_size:]
+    gaps, codes = np.empty(changed, np.uint32), np.empty(changed, old.dtype)
+    state, bits = np.zeros(5, np.int64), np.zeros(3, np.int64)
+    exponent_classes.begin(state, coded)
+    left = old.size
+    for part, k in zip(classes.parts(), classes.rice, strict=True):
+        odds, seen = exponent_classes.contexts(kernels.CONTEXTS)
+        left = kernels.decode_class(
+            gaps[part], codes[part], k, left, state, coded, bits, raw, odds, seen
+        )
+        if left == kernels.WRONG:
+            raise ChunkFormatError("compact chunk holds a gap or a change that cannot be")
+    if int(state[2]) != coded.size or int(bits[2]) != raw.size:
+        raise ChunkFormatError("compact chunk is longer or shorter than its changes")
+    return gaps, codes
+
+
+def _gathered(counts: NDArray[np.int64]) -> _Classes:
+    """Classes with changes; those at both ends that hold few are one with their neighbour."""
+    changed = np.flatnonzero(counts)
+    below, total = np.cumsum(counts), int(counts.sum())
+    first = int(np.searchsorted(below, total * _RARE, side="right"))
+    last = max(first, int(np.searchsorted(below, total * (1 - _RARE))))
+    gathered = counts.copy()
+    gathered[first] += gathered[:first].sum()
+    gathered[last] += gathered[last + 1 :].sum()
+    numbers = (first + np.flatnonzero(gathered[first : last + 1])).astype(np.uint8)
+    return _Classes(int(changed[0]), int(changed[-1]), numbers, [], gathered[numbers])
+
+
+def _rice(gaps: NDArray[np.uint32]) -> int:
+    """The parameter whose unary parts are short and whose low parts are nearly uniform."""
+    return min(_MOST_RICE, max(0, int(float(gaps.mean()) * 0.7).bit_length() - 1))
+
+
+def _table(table: memoryview, kind: WeightClass, lowest: int, highest: int) -> _Classes:
+    rows = list(_CLASS.iter_unpack(table))
+    numbers = [number for number, _, _ in rows]
+    order = [lowest, *numbers, highest, kind.mask]
+    if not rows or any(one > other for one, other in pairwise(order)):
+        raise ChunkFormatError("compact chunk lists its classes in no order")
+    if len(set(numbers)) != len(rows) or any(k > _MOST_RICE or not n for _, k, n in rows):
+        raise ChunkFormatError("compact chunk lists a class that cannot be")
+    counts = np.array([count for _, _, count in rows], np.int64)
+    return _Classes(lowest, highest, np.array(numbers, np.uint8), [k for _, k, _ in rows], counts)

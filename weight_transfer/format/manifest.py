@@ -1,0 +1,342 @@
+"""Manifest: what a version consists of, as lines of JSON in a signed envelope.
+
+line 1    {"job", "version", "parent", "codec", "trainer", "created_s", "expires_s", "tensors",
+          "origins"?, "on_update"?}; `tensors` is how many lines follow
+line 2 …  [name, dtype, shape, digest before, digest after, [chunk, …]], one line for each tensor
+chunk     [id, [first row, end], codec, encoded bytes, changed, [first column, end] | null,
+          origin | null]
+A tensor's chunks are blocks of it, in order of (first row, first column), and cover it exactly
+once; a tensor that did not change is listed without chunks. No columns are all of them, no origin
+is where the manifest came from.
+
+Whoever reads one may be the process that guards a serving host, and a decoder in C holds the
+interpreter's lock for the whole of what it is given. So it is given one line at a time, and a line
+is bounded; `MOST_LINE_BYTES` holds 4,000 chunks. What is freed is freed in parts, too. All of it is
+bounded for a model of 10^12 weights: 70,000 expert matrices of one chunk each take 17 MiB, twice
+that is allowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from math import isfinite, prod
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta, Struct
+
+from weight_transfer.errors import ManifestError
+from weight_transfer.format.digest import Range, tiling_fault
+from weight_transfer.format.signing import HEAD_BYTES, Envelope, Kind, SigningKey, VerifyKey
+
+CODEC = "fast-1"
+"""Name of the chunk format of `chunk` and `codec`."""
+MAX_MANIFEST_BYTES: Final = 32 << 20
+MOST_LINE_BYTES: Final = 512 << 10
+MOST_TENSORS: Final = 1 << 17
+MOST_CHUNKS: Final = 1 << 18
+_FREED_AT_ONCE: Final = 256
+MALFORMED: Final = (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError)
+"""What typed decoding raises for untrusted bytes."""
+
+Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Name = Annotated[str, Meta(max_length=1_024)]
+Word = Annotated[str, Meta(max_length=32)]
+Hex16 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{16}\Z")]
+# Such ids become file names.
+Hex64 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+Shape = Annotated[tuple[Count, ...], Meta(max_length=64)]
+Url = Annotated[str, Meta(max_length=2_048)]
+
+
+class ChunkRef(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """One chunk by name; `rows` is [first, end), `codec` its encoding in lower case.
+
+    `columns`: [first, end) of each row's elements, None for all of them. `origin`: which of the
+    manifest's origins has it, None for where the manifest came from.
+    """
+
+    id: Hex64
+    rows: tuple[Count, Count]
+    codec: Word
+    encoded_bytes: Count
+    changed: Count
+    columns: tuple[Count, Count] | None = None
+    origin: Count | None = None
+
+
+class TensorUpdate(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """One tensor; digests are 16 hex digits of `digest.digest_of`."""
+
+    name: Name
+    dtype: Word
+    shape: Shape
+    digest_before: Hex16
+    digest_after: Hex16
+    chunks: tuple[ChunkRef, ...]
+
+
+class OnUpdate(StrEnum):
+    """What becomes of turns in flight when a version is activated.
+
+    finish_old  they end under the old version first, within a bound; then recompute
+    recompute   they go on under the new one, all of their KV computed anew
+    keep        they go on under the new one with the KV that they have
+    """
+
+    FINISH_OLD = "finish_old"
+    RECOMPUTE = "recompute"
+    KEEP = "keep"
+
+
+class _Head(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    job: Name
+    version: Count
+    parent: Count
+    codec: Word
+    trainer: Name
+    created_s: float
+    expires_s: float
+    tensors: Annotated[int, Meta(ge=0, le=MOST_TENSORS)]
+    origins: Annotated[tuple[Url, ...], Meta(max_length=4_096)] = ()
+    on_update: OnUpdate = OnUpdate.RECOMPUTE
+
+
+_read_head = msgspec.json.Decoder(_Head).decode
+_read_tensor = msgspec.json.Decoder(TensorUpdate).decode
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """One published version; times are wall-clock seconds.
+
+    A base, all weights anew, is a version that names itself as its parent: its chunks build on
+    zeros. `origins`: addresses of the stores that hold chunks, where they are several.
+    `on_update`: what the job wants for its turns in flight. `signature`: of 64 bytes, or empty.
+    """
+
+    job: str
+    version: int
+    parent: int
+    codec: str
+    trainer: str
+    created_s: float
+    expires_s: float
+    tensors: tuple[TensorUpdate, ...]
+    signature: bytes = b""
+    origins: tuple[str, ...] = ()
+    on_update: OnUpdate = OnUpdate.RECOMPUTE
+
+    def __del__(self) -> None:
+        # A hundred thousand tensors that end with the last reference to their tuple hold the
+        # interpreter's lock until the last is gone.
+        tensors = list(self.tensors)
+        object.__setattr__(self, "tensors", ())
+        while tensors:
+            del tensors[-_FREED_AT_ONCE:]
+
+    @property
+    def chunks(self) -> tuple[ChunkRef, ...]:
+        """All chunks, in tensor order; the same id may occur more than once."""
+        return tuple(chunk for tensor in self.tensors for chunk in tensor.chunks)
+
+    @property
+    def is_base(self) -> bool:
+        """Whether it builds on nothing."""
+        return self.parent == self.version
+
+    @property
+    def wire_bytes(self) -> int:
+        """Encoded bytes that cross a link, each chunk once."""
+        return sum({chunk.id: chunk.encoded_bytes for chunk in self.chunks}.values())
+
+    @property
+    def changed(self) -> int:
+        """Elements that change."""
+        return sum(chunk.changed for chunk in self.chunks)
+
+    def signed(self, key: SigningKey) -> Manifest:
+        """Return this manifest with `key`'s signature.
+
+        Raises ManifestError for one that no reader would accept, since it is too large.
+        """
+        self._check_bounds()
+        return replace(self, signature=self._envelope().signed(key).signature)
+
+    def verify(self, key: VerifyKey) -> None:
+        """Raise SignatureError unless `key` signed exactly this."""
+        self._envelope().verify(key)
+
+    def says_as_much_as(self, other: Manifest) -> bool:
+        """Whether both are of the same weights, whenever they were signed."""
+        timeless = [
+            msgspec.structs.replace(each._head(), created_s=0.0, expires_s=0.0)
+            for each in (self, other)
+        ]
+        if timeless[0] != timeless[1]:
+            return False
+        # One after the other: two tuples compare under the interpreter's lock.
+        return all(a == b for a, b in zip(self.tensors, other.tensors, strict=True))
+
+    def to_bytes(self) -> bytes:
+        """Return the whole manifest, as it is stored and sent."""
+        return b"".join(self.parts())
+
+    def parts(self) -> Iterator[bytes]:
+        """Yield `to_bytes` in small parts: to join megabytes holds the interpreter's lock."""
+        yield Envelope(Kind.MANIFEST, b"", self.signature).to_bytes()
+        yield from self._lines()
+
+    @property
+    def size(self) -> int:
+        """How many bytes it takes, stored and sent."""
+        return sum(map(len, self.parts()))
+
+    @classmethod
+    def from_bytes(cls, raw: bytes | bytearray, verify_key: VerifyKey | None = None) -> Manifest:
+        """Read untrusted bytes; nothing of them is parsed before `verify_key` has vouched for them.
+
+        Raises ManifestError for anything but a manifest, SignatureError where another key, or none,
+        signed it. Without `verify_key` the signature is not asked for. Holds the interpreter's lock
+        for a line at a time, so it may run beside what must not wait: in a thread.
+        """
+        envelope = Envelope.of(raw, Kind.MANIFEST, MAX_MANIFEST_BYTES)
+        if verify_key is not None:
+            envelope.verify(verify_key)
+        lines = _lines(raw)
+        head = _head_of(next(lines, b""))
+        manifest = cls(
+            job=head.job,
+            version=head.version,
+            parent=head.parent,
+            codec=head.codec,
+            trainer=head.trainer,
+            created_s=head.created_s,
+            expires_s=head.expires_s,
+            tensors=_tensors(lines, head),
+            signature=envelope.signature,
+            origins=head.origins,
+            on_update=head.on_update,
+        )
+        if len({tensor.name for tensor in manifest.tensors}) != len(manifest.tensors):
+            raise ManifestError("a tensor is listed twice; fetch the manifest again")
+        return manifest
+
+    def _envelope(self) -> Envelope:
+        return Envelope(Kind.MANIFEST, b"".join(self._lines()), self.signature)
+
+    def _lines(self) -> Iterator[bytes]:
+        yield self._head_line() + b"\n"
+        for tensor in self.tensors:
+            yield msgspec.json.encode(tensor) + b"\n"
+
+    def _head_line(self) -> bytes:
+        return msgspec.json.encode(self._head())
+
+    def _head(self) -> _Head:
+        return _Head(
+            job=self.job,
+            version=self.version,
+            parent=self.parent,
+            codec=self.codec,
+            trainer=self.trainer,
+            created_s=self.created_s,
+            expires_s=self.expires_s,
+            tensors=len(self.tensors),
+            origins=self.origins,
+            on_update=self.on_update,
+        )
+
+    def _check_bounds(self) -> None:
+        chunks = sum(len(tensor.chunks) for tensor in self.tensors)
+        lengths = [len(line) for line in self._lines()]
+        for what, found, most in (
+            ("bytes", HEAD_BYTES + sum(lengths), MAX_MANIFEST_BYTES),
+            ("bytes in one line", max(lengths), MOST_LINE_BYTES),
+            ("tensors", len(self.tensors), MOST_TENSORS),
+            ("chunks", chunks, MOST_CHUNKS),
+        ):
+            if found > most:
+                raise ManifestError(
+                    f"version {self.version}: its manifest has {found} {what}, nodes take {most};"
+                    " publish in larger chunks"
+                )
+
+
+def expiry_of(raw: bytes | bytearray) -> float:
+    """When a manifest expires, read from its first line alone; raises ManifestError."""
+    first = raw[: HEAD_BYTES + MOST_LINE_BYTES + 1]
+    Envelope.of(first, Kind.MANIFEST, MAX_MANIFEST_BYTES)
+    return _head_of(next(_lines(first), b"")).expires_s
+
+
+def hex_digest(digest: int) -> str:
+    """Return a tensor digest as a manifest writes it."""
+    return f"{digest:016x}"
+
+
+def check_tiling(tensor: TensorUpdate) -> None:
+    """Raise ManifestError unless the chunks cover the tensor once, or say that nothing changed."""
+    if not tensor.chunks:
+        if tensor.digest_before != tensor.digest_after:
+            raise ManifestError(f"{tensor.name}: digests differ and no chunk says how")
+        return
+    rows, row_elements = (tensor.shape[0] if tensor.shape else 1), prod(tensor.shape[1:])
+    every = 0, row_elements
+    blocks: Iterator[tuple[Range, Range]] = (
+        (c.rows, every if c.columns is None else c.columns) for c in tensor.chunks
+    )
+    fault = tiling_fault(rows, row_elements, blocks)
+    if fault:
+        raise ManifestError(f"{tensor.name} {tensor.shape}: chunks do not tile it: {fault}")
+
+
+def _lines(raw: bytes | bytearray) -> Iterator[bytes | bytearray]:
+    """Lines of an envelope, without their ends, of bounded length each. Raises ManifestError."""
+    at = HEAD_BYTES
+    while at < len(raw):
+        end = raw.find(b"\n", at, at + MOST_LINE_BYTES + 1)
+        if end < 0:
+            raise ManifestError(
+                f"a line of a manifest does not end, or is longer than {MOST_LINE_BYTES} bytes"
+            )
+        yield raw[at:end]
+        at = end + 1
+
+
+def _head_of(line: bytes | bytearray) -> _Head:
+    try:
+        head = _read_head(line)
+    except MALFORMED as error:
+        raise ManifestError(f"not a manifest: {error!s:.200}; fetch it again") from error
+    if not (isfinite(head.created_s) and isfinite(head.expires_s)):
+        raise ManifestError("a manifest's times are no numbers of seconds; fetch it again")
+    return head
+
+
+def _tensors(lines: Iterator[bytes | bytearray], head: _Head) -> tuple[TensorUpdate, ...]:
+    tensors: list[TensorUpdate] = []
+    chunks = 0
+    for line in lines:
+        if len(tensors) == head.tensors:
+            raise ManifestError(f"more than the {head.tensors} tensors that its first line says")
+        try:
+            tensor = _read_tensor(line)
+        except MALFORMED as error:
+            raise ManifestError(f"not a tensor: {error!s:.200}; fetch it again") from error
+        chunks += len(tensor.chunks)
+        if chunks > MOST_CHUNKS:
+            raise ManifestError(f"a manifest of more than {MOST_CHUNKS} chunks")
+        _check_tensor(tensor, len(head.origins))
+        tensors.append(tensor)
+    if len(tensors) != head.tensors:
+        raise ManifestError(f"{len(tensors)} tensors, its first line says {head.tensors}; cut off?")
+    return tuple(tensors)
+
+
+def _check_tensor(tensor: TensorUpdate, origins: int) -> None:
+    check_tiling(tensor)
+    if any(c.origin is not None and c.origin >= origins for c in tensor.chunks):
+        raise ManifestError(f"{tensor.name}: a chunk has an origin that is not listed")

@@ -1,0 +1,156 @@
+"""Ed25519 keys: a manifest activates only when the trainer's key signed it.
+
+Envelope: the one form of what a publisher signs, a manifest or a catalog.
+
+magic "ROSS" | format u8 | kind u8 | 2 zeros | Ed25519 signature, 64 bytes (zeros: none) | payload
+The signature is of the domain, the format, the kind and the BLAKE3 of the payload. So it is checked
+over the bytes as they came, before anything reads them as more than bytes; and hashing, unlike a
+signature over megabytes, does not hold the interpreter's lock.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Final
+
+import blake3
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import (
+    Ed25519PrivateKey,
+    Ed25519PublicKey,
+)
+
+from weight_transfer.errors import ManifestError, SignatureError
+
+SIGNATURE_BYTES: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyKey:
+    """Public half: 64 hex digits, safe to hand around."""
+
+    hex: str
+
+    def verify(self, message: bytes, signature: bytes) -> None:
+        """Raise SignatureError unless `signature` signs `message`."""
+        try:
+            key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(self.hex))
+            key.verify(signature, message)
+        except (ValueError, InvalidSignature) as error:
+            raise SignatureError(
+                f"signature does not match key {self.hex[:16]}…; is this the job's trainer?"
+            ) from error
+
+
+class SigningKey:
+    """Private half; stays with the trainer."""
+
+    def __init__(self, key: Ed25519PrivateKey) -> None:
+        self._key = key
+
+    @classmethod
+    def generate(cls) -> SigningKey:
+        """Make a new key."""
+        return cls(Ed25519PrivateKey.generate())
+
+    @classmethod
+    def from_hex(cls, seed_hex: str) -> SigningKey:
+        """Make the key of a 32-byte seed."""
+        try:
+            return cls(Ed25519PrivateKey.from_private_bytes(bytes.fromhex(seed_hex.strip())))
+        except ValueError as error:
+            raise SignatureError("a signing key is 64 hex digits") from error
+
+    @classmethod
+    def load(cls, path: Path) -> SigningKey:
+        """Read a key that `save` wrote."""
+        return cls.from_hex(path.read_text(encoding="ascii"))
+
+    def save(self, path: Path) -> None:
+        """Write the key to a new file that only its owner can read."""
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w", encoding="ascii") as file:
+            file.write(self._key.private_bytes_raw().hex() + "\n")
+
+    @property
+    def verify_key(self) -> VerifyKey:
+        """Public half."""
+        return VerifyKey(self._key.public_key().public_bytes_raw().hex())
+
+    def sign(self, message: bytes) -> bytes:
+        """Return the signature of `message`."""
+        return self._key.sign(message)
+
+
+FORMAT: Final = 2
+_MAGIC: Final = b"ROSS"
+_DOMAIN: Final = b"rose/signed\n"
+"""Signed in front of the rest, so a signature never means anything elsewhere."""
+_UNSIGNED: Final = bytes(SIGNATURE_BYTES)
+_BLOCK_BYTES: Final = 1 << 20
+
+
+class Kind(IntEnum):
+    """What a payload is: a signature of one kind is none of another."""
+
+    MANIFEST = 1
+    CATALOG = 2
+
+
+def _head(kind: Kind) -> bytes:
+    return _MAGIC + bytes((FORMAT, kind, 0, 0))
+
+
+HEAD_BYTES: Final = len(_head(Kind.MANIFEST)) + SIGNATURE_BYTES
+"""What an envelope adds to its payload."""
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """A payload that nobody has read yet, and the signature that came with it (empty: none).
+
+    Of a payload that came there is no copy: to make one of megabytes holds the interpreter's lock.
+    """
+
+    kind: Kind
+    payload: bytes | memoryview
+    signature: bytes = b""
+
+    @classmethod
+    def of(cls, raw: bytes | bytearray, kind: Kind, most_bytes: int) -> Envelope:
+        """Split untrusted bytes, at most so many. Raises ManifestError for anything else."""
+        if len(raw) > most_bytes:
+            raise ManifestError(f"{len(raw)} bytes; {most_bytes} are allowed")
+        head = _head(kind)
+        if len(raw) < HEAD_BYTES or not raw.startswith(head):
+            raise ManifestError(
+                f"not a {kind.name.lower()} of format {FORMAT}; do publisher and node run the same"
+                " version of ROSE?"
+            )
+        signature = bytes(raw[len(head) : HEAD_BYTES])
+        payload = memoryview(raw)[HEAD_BYTES:]
+        return cls(kind, payload, b"" if signature == _UNSIGNED else signature)
+
+    def signed(self, key: SigningKey) -> Envelope:
+        """Return this payload with `key`'s signature."""
+        return Envelope(self.kind, self.payload, key.sign(self._message()))
+
+    def verify(self, key: VerifyKey) -> None:
+        """Raise SignatureError unless `key` signed exactly these bytes, as this kind."""
+        if not self.signature:
+            raise SignatureError("there is no signature; let the job's trainer publish it")
+        key.verify(self._message(), self.signature)
+
+    def to_bytes(self) -> bytes:
+        """As it is stored and sent."""
+        return b"".join((_head(self.kind), self.signature or _UNSIGNED, self.payload))
+
+    def _message(self) -> bytes:
+        digest = blake3.blake3()
+        payload = memoryview(self.payload)
+        for at in range(0, len(payload), _BLOCK_BYTES):
+            digest.update(payload[at : at + _BLOCK_BYTES])
+        return _DOMAIN + _head(self.kind) + digest.digest()

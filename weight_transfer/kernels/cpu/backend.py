@@ -1,0 +1,138 @@
+"""The processor of weights in host memory: numba's loops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weight_transfer.kernels.backend import (
+    CLASSES,
+    Bytes,
+    Difference,
+    Exchange,
+    Int64s,
+    Marks,
+    Processor,
+    RangeChange,
+    check_places,
+)
+from weight_transfer.kernels.cpu import changes, exponent_classes
+from weight_transfer.kernels.cpu import digest as mixing
+from weight_transfer.kernels.cpu.strided import exchange
+
+if TYPE_CHECKING:
+    from weight_transfer.format.tensors import Bits, WeightClass
+
+_MODULUS = 1 << 64
+
+
+@dataclass(frozen=True, slots=True)
+class CpuDifference:
+    """Changes as `kernels.changes` finds them."""
+
+    old: Bits
+    found: changes.Found
+
+    @property
+    def count(self) -> int:
+        """Changed weights."""
+        return self.found.changes.count
+
+    @property
+    def growth(self) -> int:
+        """What the digest of the tensor grows by, mod 2^64."""
+        return self.found.digest_change
+
+    @property
+    def gaps(self) -> NDArray[np.uint32]:
+        """Distance of each changed weight to the one before, less one."""
+        return self.found.changes.gaps
+
+    @property
+    def codes(self) -> Bits:
+        """Zigzag coded ulp delta of each."""
+        return self.found.changes.codes
+
+    def class_counts(self, kind: WeightClass) -> NDArray[np.int64]:
+        """Changed weights of each class, i64[CLASSES]."""
+        counts = np.zeros(CLASSES, np.int64)
+        exponent_classes.class_counts(self.old, self.gaps, kind.shift, kind.mask, counts)
+        return counts
+
+    def by_class(
+        self, kind: WeightClass, ends: Bytes, present: Bytes, starts: NDArray[np.int64]
+    ) -> tuple[NDArray[np.uint32], Bits]:
+        """Return (rank gaps, codes), sorted by class; `starts` is used up."""
+        gaps, codes = np.empty_like(self.gaps), np.empty_like(self.codes)
+        exponent_classes.by_class(
+            self.old,
+            self.gaps,
+            self.codes,
+            kind.shift,
+            kind.mask,
+            ends,
+            present,
+            starts,
+            gaps,
+            codes,
+        )
+        return gaps, codes
+
+
+@dataclass(frozen=True, slots=True)
+class CpuExchange:
+    """Changes of host memory: they are there already."""
+
+    changes: tuple[RangeChange[Bits], ...]
+
+    def run(self, *, back: bool = False) -> Int64s:
+        """Write all new values, or all old ones `back`; see `Exchange`."""
+        found = np.zeros((len(self.changes), 2), np.int64)
+        for row, change in enumerate(self.changes):
+            old, new = (change.new, change.old) if back else (change.old, change.new)
+            # Unsigned places spare the kernel the question whether they count from the end.
+            places = change.places.view(np.uint64)
+            found[row] = np.array(exchange(change.target, places, old, new)) != 0
+        return found
+
+
+class CpuProcessor:
+    """See `Processor`."""
+
+    def compare(self, old: Bits, new: Bits, room: int, first: int) -> Difference | None:
+        """Compare two ranges that begin at index `first`; None when over `room` weights changed."""
+        found = changes.find_changes(old, new, room, first)
+        return None if found is None else CpuDifference(old, found)
+
+    def mark(self, old: Bits, new: Bits, first: int) -> Marks:
+        """Compare two ranges however much changed."""
+        bitmap, codes = changes.mark_changes(old, new)
+        growth = (self.digest(new, first) - self.digest(old, first)) % _MODULUS
+        return Marks(bitmap, codes, growth)
+
+    def read(self, bits: Bits) -> Bits:
+        """The range itself."""
+        return bits
+
+    def digest(self, bits: Bits, first: int) -> int:
+        """What a range that begins at index `first` adds to the digest of its tensor."""
+        return int(mixing.sum_all(bits, first))
+
+    def expand(
+        self, old: Bits, gaps: NDArray[np.uint32], codes: Bits
+    ) -> tuple[NDArray[np.int64], Bits]:
+        """Return (flat indices, new values). Raises ValueError for changes that are none of old."""
+        return changes.apply_changes(old, changes.Changes(gaps, codes))
+
+    def stage(self, changes: Sequence[RangeChange[Bits]], resident_bytes: int) -> Exchange:
+        """Check changes. Raises IndexError for a place outside."""
+        del resident_bytes
+        check_places(changes, [change.target.size for change in changes])
+        return CpuExchange(tuple(changes))
+
+
+CPU: Processor[Bits] = CpuProcessor()

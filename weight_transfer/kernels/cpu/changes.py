@@ -1,0 +1,244 @@
+"""Which weights changed and by how much, and back: gaps and zigzag coded ulp deltas.
+
+gap    distance to the previous changed weight, less one
+code   new − old of the integer views, wrapped to their width and zigzag coded; never 0
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weight_transfer.kernels.cpu.digest import mix
+from weight_transfer.kernels.cpu.simd import (
+    AHEAD,
+    COMPARED,
+    compiled,
+    differing,
+    prefetch,
+    trailing_zeros,
+)
+
+Bits = NDArray[np.unsignedinteger[Any]]
+# Weights compared before what differs is looked at; meanwhile the next ones are fetched.
+_BLOCK = 4096
+_OUTSIDE, _NOTHING = -1, -2
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """Of one range: `gaps` u32[n], `codes` as wide as the weights[n]."""
+
+    gaps: NDArray[np.uint32]
+    codes: Bits
+
+    @property
+    def count(self) -> int:
+        """Changed weights."""
+        return int(self.codes.size)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """All that changed. `digest_change`: what the tensor's digest grows by, mod 2^64."""
+
+    changes: Changes
+    digest_change: int
+
+
+def find_changes(old: Bits, new: Bits, room: int, first: int = 0) -> Found | None:
+    """Compare two flat ranges of one width; None when more than `room` weights changed.
+
+    `first`: index of their first weight in its tensor, which the digest depends on.
+    """
+    room = min(room, old.size)
+    gaps = np.empty(room + _BLOCK, np.uint32)
+    codes = np.empty(room + _BLOCK, old.dtype)
+    count, growth = _scan(old, new, gaps, codes, room, first)
+    if not 0 <= count <= room:
+        return None
+    return Found(Changes(gaps[:count], codes[:count]), int(growth))
+
+
+def apply_changes(old: Bits, changes: Changes) -> tuple[NDArray[np.int64], Bits]:
+    """Return (flat indices, new values). Raises ValueError for changes that are none of `old`."""
+    indices = np.empty(changes.count, np.int64)
+    values = np.empty(changes.count, old.dtype)
+    state = _expand(old, changes.gaps, changes.codes, indices, values)
+    if state == _OUTSIDE:
+        raise ValueError("a changed index lies outside the chunk's rows")
+    if state == _NOTHING:
+        raise ValueError("a change of nothing is listed")
+    return indices, values
+
+
+def mark_changes(old: Bits, new: Bits) -> tuple[NDArray[np.uint8], Bits]:
+    """Return (a bit for each weight, least significant first; codes of the changed ones)."""
+    bitmap = np.zeros((old.size + 7) // 8, np.uint8)
+    codes = np.empty(old.size, old.dtype)
+    count = _mark(old, new, bitmap, codes)
+    return bitmap, codes[:count].copy()
+
+
+def gaps_of(bitmap: NDArray[np.uint8], size: int, count: int) -> NDArray[np.uint32] | None:
+    """Return the gaps that a bitmap over `size` weights stands for, unless it marks not `count`."""
+    gaps = np.empty(count, np.uint32)
+    return gaps if _gaps_of(bitmap, size, gaps) == count else None
+
+
+@compiled
+def _scan(
+    old: Bits, new: Bits, gaps: NDArray[np.uint32], codes: Bits, room: int, first: int
+) -> tuple[int, np.uint64]:
+    """Returns (found, growth of the digest); found is -1 when the room was too small.
+
+    Block by block: mark, list the marks that are not zero, list the weights, write what is kept of
+    them. Branches that depend on the data would be mispredicted for each change; there are none but
+    for weights that share a mark. All other loops are for the vector units.
+    """
+    marks = np.empty(_BLOCK // COMPARED + 1, np.uint64)
+    places = np.empty(_BLOCK + 1, np.int32)
+    pairs = np.empty((2, _BLOCK), np.uint64)
+    growth = np.uint64(0)
+    found = 0
+    last = -1
+    for start in range(0, old.size, _BLOCK):
+        places[0] = last - start
+        count = _places_of(old, new, start, marks, places)
+        before, after = old[start : start + _BLOCK], new[start : start + _BLOCK]
+        _take(places, count, before, after, pairs)
+        _write_gaps(places, count, gaps[found:])
+        _write_codes(pairs, count, codes[found:])
+        growth += _growth(places, count, pairs, first + start)
+        found += count
+        last = start + np.int64(places[count])
+        if found > room:
+            return -1, growth
+    return found, growth
+
+
+@compiled
+def _places_of(
+    old: Bits, new: Bits, start: int, marks: NDArray[np.uint64], places: NDArray[np.int32]
+) -> int:
+    """List the weights of a block that differ from `places[1]` on; returns how many there are.
+
+    A mark in the making: COMPARED bits, above them where they belong.
+    """
+    size = min(_BLOCK, old.size - start)
+    whole = size // COMPARED
+    marked = 0
+    for k in range(whole):
+        at = start + k * COMPARED
+        ahead = min(at + _BLOCK, old.size - 1)
+        prefetch(old, ahead)
+        prefetch(new, ahead)
+        mark = differing(old, new, at)
+        marks[marked] = mark | (np.uint64(k) << np.uint64(COMPARED))
+        marked += np.int64(mark != np.uint64(0))
+    count = 0
+    for k in range(marked):
+        first = np.int64(marks[k] >> np.uint64(COMPARED)) * COMPARED
+        left = marks[k] & np.uint64((1 << COMPARED) - 1)
+        while True:
+            count += 1
+            places[count] = first + trailing_zeros(left)
+            left &= left - np.uint64(1)
+            if left == np.uint64(0):
+                break
+    for at in range(whole * COMPARED, size):
+        if old[start + at] != new[start + at]:
+            count += 1
+            places[count] = at
+    return count
+
+
+@compiled
+def _write_gaps(places: NDArray[np.int32], count: int, gaps: NDArray[np.uint32]) -> None:
+    for k in range(count):
+        gaps[k] = places[k + 1] - places[k] - 1
+
+
+@compiled
+def _take(
+    places: NDArray[np.int32], count: int, before: Bits, after: Bits, pairs: NDArray[np.uint64]
+) -> None:
+    for k in range(count):
+        at = places[k + 1]
+        pairs[0, k] = before[at]
+        pairs[1, k] = after[at]
+
+
+@compiled
+def _write_codes(pairs: NDArray[np.uint64], count: int, codes: Bits) -> None:
+    bits = np.uint64(8 * codes.itemsize)
+    mask = np.uint64(0xFFFFFFFFFFFFFFFF) >> (np.uint64(64) - bits)
+    one = np.uint64(1)
+    for k in range(count):
+        delta = (pairs[1, k] - pairs[0, k]) & mask
+        codes[k] = (delta << one) ^ (np.uint64(0) - (delta >> (bits - one)))
+
+
+@compiled
+def _growth(
+    places: NDArray[np.int32], count: int, pairs: NDArray[np.uint64], first: int
+) -> np.uint64:
+    total = np.uint64(0)
+    for k in range(count):
+        index = np.uint64(first + np.int64(places[k + 1]))
+        total += mix(index, pairs[1, k]) - mix(index, pairs[0, k])
+    return total
+
+
+@compiled
+def _expand(
+    old: Bits, gaps: NDArray[np.uint32], codes: Bits, indices: NDArray[np.int64], values: Bits
+) -> int:
+    one = np.uint64(1)
+    index = -1
+    for k in range(gaps.size):
+        index += np.int64(gaps[k]) + 1
+        indices[k] = index
+    if index >= old.size:
+        return _OUTSIDE
+    nothing = 0
+    for k in range(gaps.size):
+        prefetch(old, indices[min(k + AHEAD, gaps.size - 1)])
+        code = np.uint64(codes[k])
+        delta = (code >> one) ^ (np.uint64(0) - (code & one))
+        values[k] = np.uint64(old[indices[k]]) + delta
+        nothing |= np.int64(code == np.uint64(0))
+    return _NOTHING if nothing else 0
+
+
+@compiled
+def _mark(old: Bits, new: Bits, bitmap: NDArray[np.uint8], codes: Bits) -> int:
+    bits = np.uint64(8 * codes.itemsize)
+    mask = np.uint64(0xFFFFFFFFFFFFFFFF) >> (np.uint64(64) - bits)
+    one = np.uint64(1)
+    found = 0
+    for index in range(old.size):
+        delta = (np.uint64(new[index]) - np.uint64(old[index])) & mask
+        sign = np.uint64(0) - (delta >> (bits - one))
+        codes[found] = ((delta << one) ^ sign) & mask
+        changed = np.int64(delta != np.uint64(0))
+        bitmap[index >> 3] |= np.uint8(changed << (index & 7))
+        found += changed
+    return found
+
+
+@compiled
+def _gaps_of(bitmap: NDArray[np.uint8], size: int, gaps: NDArray[np.uint32]) -> int:
+    found = 0
+    following = 0
+    for index in range(8 * bitmap.size):
+        if bitmap[index >> 3] >> np.uint8(index & 7) & np.uint8(1):
+            if found == gaps.size or index >= size:
+                return -1
+            gaps[found] = index - following
+            following = index + 1
+            found += 1
+    return found

@@ -1,0 +1,201 @@
+"""Numba, in the one way in which it is used here: compiled on first use, kept on disk, no GIL.
+
+What a processor does with many weights, or with many bits, in one instruction.
+
+LLVM makes of each whatever the machine has; none is tied to one kind of processor.
+
+Integers to byte planes and back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import llvmlite.binding.ffi
+import numba
+import numpy as np
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+
+Kernel = TypeVar("Kernel", bound=Callable[..., Any])
+
+
+def compiled(kernel: Kernel) -> Kernel:
+    """Return `kernel` as machine code; it is compiled anew for each combination of types."""
+    return cast("Kernel", numba.njit(nogil=True, cache=True)(kernel))
+
+
+def _mend_llvmlite() -> None:
+    """Let llvmlite's handle of its library have no `__dict__`.
+
+    It answers for every name with a function of the library, `__dict__` included (0.47). vLLM looks
+    into all objects of all modules when a CPU worker starts (0.32), and would die of it.
+    """
+    handle = type(llvmlite.binding.ffi.lib)
+    find = handle.__getattr__
+
+    def named(self: object, name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return find(self, name)
+
+    handle.__getattr__ = named
+
+
+_mend_llvmlite()
+
+
+AHEAD = 64
+"""Changes between asking for a weight's cache line and using it."""
+COMPARED = 32
+"""Weights in one call of `differing`."""
+MATCHED = 64
+"""Bytes in one call of `matching`."""
+_I1, _I8, _I32, _I64 = (ir.IntType(bits) for bits in (1, 8, 32, 64))
+
+
+@compiled
+def trailing_zeros(word: np.uint64) -> int:
+    """Number of the lowest bit of `word`, u64 and not 0, that is set."""
+    return np.int64(_trailing_zeros(np.uint64(word)))
+
+
+@compiled
+def leading_zeros(word: np.uint64) -> int:
+    """How many bits of `word`, u64 and not 0, are above the highest that is set."""
+    return np.int64(_leading_zeros(np.uint64(word)))
+
+
+@compiled
+def ones(word: np.uint64) -> int:
+    """How many bits of `word`, u64, are set."""
+    return np.int64(_ones(np.uint64(word)))
+
+
+@intrinsic
+def prefetch(_typing: Any, array: Any, index: Any) -> Any:  # noqa: ANN401 -- numba's own types
+    """Ask for the cache line of `array[index]`, int64 index; nothing happens when it is there.
+
+    Weights that changed lie too far from each other for the processor to see where the next is.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ANN401
+        pointer = _I8.as_pointer()
+        item = _item(context, builder, signature.args[0], args[0], args[1])
+        form = ir.FunctionType(ir.VoidType(), [pointer, _I32, _I32, _I32])
+        function = cgutils.get_or_insert_function(builder.module, form, "llvm.prefetch.p0")
+        read, all_caches, data = (ir.Constant(_I32, n) for n in (0, 3, 1))
+        builder.call(function, [builder.bitcast(item, pointer), read, all_caches, data])
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64), generate
+
+
+@intrinsic
+def differing(_typing: Any, old: Any, new: Any, at: Any) -> Any:  # noqa: ANN401
+    """u64: bit k says whether old[at + k] and new[at + k] differ, for COMPARED weights."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ANN401
+        pair = [
+            _vector(context, builder, kind, array, args[2], COMPARED)
+            for kind, array in zip(signature.args[:2], args[:2], strict=True)
+        ]
+        marks = builder.icmp_unsigned("!=", *pair)
+        return builder.zext(builder.bitcast(marks, ir.IntType(COMPARED)), _I64)
+
+    return types.uint64(old, new, types.int64), generate
+
+
+@intrinsic
+def matching(_typing: Any, array: Any, at: Any, byte: Any) -> Any:  # noqa: ANN401
+    """u64: bit k says whether array[at + k] is `byte`, for MATCHED bytes."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ANN401
+        vector = _vector(context, builder, signature.args[0], args[0], args[1], MATCHED)
+        one = builder.insert_element(
+            ir.Constant(vector.type, ir.Undefined), args[2], ir.Constant(_I32, 0)
+        )
+        nowhere = ir.Constant(ir.VectorType(_I32, MATCHED), None)
+        everywhere = builder.shuffle_vector(one, one, nowhere)
+        return builder.bitcast(builder.icmp_unsigned("==", vector, everywhere), _I64)
+
+    return types.uint64(array, types.int64, types.uint8), generate
+
+
+@intrinsic
+def _trailing_zeros(_typing: Any, _word: Any) -> Any:  # noqa: ANN401
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:  # noqa: ANN401
+        undefined_for_zero = ir.Constant(_I1, 1)
+        return builder.cttz(args[0], undefined_for_zero)
+
+    return types.uint64(types.uint64), generate
+
+
+@intrinsic
+def _leading_zeros(_typing: Any, _word: Any) -> Any:  # noqa: ANN401
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:  # noqa: ANN401
+        undefined_for_zero = ir.Constant(_I1, 1)
+        return builder.ctlz(args[0], undefined_for_zero)
+
+    return types.uint64(types.uint64), generate
+
+
+@intrinsic
+def _ones(_typing: Any, _word: Any) -> Any:  # noqa: ANN401
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:  # noqa: ANN401
+        return builder.ctpop(args[0])
+
+    return types.uint64(types.uint64), generate
+
+
+def _item(context: Any, builder: Any, kind: Any, array: Any, at: Any) -> Any:  # noqa: ANN401
+    made = context.make_array(kind)(context, builder, array)
+    return cgutils.get_item_pointer(context, builder, kind, made, [at])
+
+
+def _vector(
+    context: Any,  # noqa: ANN401
+    builder: Any,  # noqa: ANN401
+    kind: Any,  # noqa: ANN401
+    array: Any,  # noqa: ANN401
+    at: Any,  # noqa: ANN401
+    size: int,
+) -> Any:  # noqa: ANN401
+    """Load `size` items of a contiguous array from index `at` on."""
+    item = _item(context, builder, kind, array, at)
+    vector = ir.VectorType(context.get_value_type(kind.dtype), size)
+    return builder.load(builder.bitcast(item, vector.as_pointer()), align=kind.dtype.bitwidth // 8)
+
+
+@compiled
+def split_plane(
+    values: NDArray[np.unsignedinteger[Any]], plane: int, out: NDArray[np.uint8]
+) -> None:
+    """Write byte number `plane` of each value (0: least significant) to `out`, as long."""
+    shift = np.uint64(8 * plane)
+    for k in range(values.size):
+        out[k] = np.uint64(values[k]) >> shift
+
+
+@compiled
+def join_plane(plane: int, raw: NDArray[np.uint8], out: NDArray[np.unsignedinteger[Any]]) -> None:
+    """Add bytes number `plane` to values that have zeros there."""
+    shift = np.uint64(8 * plane)
+    for k in range(raw.size):
+        out[k] |= np.uint64(raw[k]) << shift
+
+
+@compiled
+def all_equal(values: NDArray[np.unsignedinteger[Any]], plane: int) -> int:
+    """The byte that all values have at `plane`, -1 when they differ or there are none."""
+    if not values.size:
+        return -1
+    shift = np.uint64(8 * plane)
+    first = np.uint8(np.uint64(values[0]) >> shift)
+    differing = 0
+    for k in range(values.size):
+        differing |= np.int64(np.uint8(np.uint64(values[k]) >> shift) != first)
+    return -1 if differing else np.int64(first)

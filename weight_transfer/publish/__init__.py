@@ -1,0 +1,1 @@
+"""Publishing: encode a new version's shards and join them into a manifest."""

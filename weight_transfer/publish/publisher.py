@@ -1,0 +1,154 @@
+"""Publisher: the trainer's side. Diffs, encodes, stores, signs; the manifest goes last."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from weight_transfer.errors import ManifestError
+from weight_transfer.format.chunk import DEFAULT_CHUNK_BYTES, EncodedChunk, encode_chunk, row_ranges
+from weight_transfer.format.codec import Level
+from weight_transfer.format.device_tensor import AnyTensor, zeros_like
+from weight_transfer.format.digest import MODULUS, digest_of
+from weight_transfer.format.manifest import (
+    CODEC,
+    ChunkRef,
+    Manifest,
+    OnUpdate,
+    TensorUpdate,
+    hex_digest,
+)
+from weight_transfer.format.signing import SigningKey
+from weight_transfer.store.chunk_store import ChunkStore
+
+DEFAULT_LIFETIME_S = 24 * 3600.0
+
+
+class Publisher:
+    """Publishes versions of one job into a store."""
+
+    def __init__(
+        self,
+        store: ChunkStore,
+        job: str,
+        trainer: str,
+        key: SigningKey,
+        chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+        lifetime_s: float = DEFAULT_LIFETIME_S,
+        clock: Callable[[], float] = time.time,
+        level: Level = Level.FAST,
+        on_update: OnUpdate = OnUpdate.RECOMPUTE,
+    ) -> None:
+        self._store = store
+        self._job = job
+        self._trainer = trainer
+        self._key = key
+        self._chunk_bytes = chunk_bytes
+        self._lifetime_s = lifetime_s
+        self._clock = clock
+        self._level = level
+        self._on_update = on_update
+        self._known: tuple[int | None, Mapping[str, int]] = None, {}
+
+    def publish(
+        self,
+        version: int,
+        parent: int,
+        old: Mapping[str, AnyTensor],
+        new: Mapping[str, AnyTensor],
+    ) -> Manifest:
+        """Publish the step from `old` (version `parent`) to `new` (version `version`).
+
+        Returns once every chunk and the manifest are durable: the caller's baseline may then
+        advance to `new`, whoever has pulled it yet.
+        """
+        if version <= parent:
+            raise ManifestError(f"version {version} does not follow its parent {parent}")
+        if old.keys() != new.keys():
+            raise ManifestError(f"tensors differ: {sorted(old.keys() ^ new.keys())[:4]}")
+        before = self._digests_of(parent, old)
+        tensors = tuple(self._tensor(old[name], new[name], before[name]) for name in sorted(old))
+        return self.publish_updates(version, parent, tensors)
+
+    def publish_base(self, version: int, tensors: Mapping[str, AnyTensor]) -> Manifest:
+        """Publish all weights of a version, for those who join: its delta may be published too."""
+        updates = []
+        for name in sorted(tensors):
+            zeros = zeros_like(tensors[name])
+            updates.append(self._tensor(zeros, tensors[name], digest_of(zeros.bits)))
+        return self.publish_updates(version, version, tuple(updates))
+
+    def publish_updates(
+        self,
+        version: int,
+        parent: int,
+        tensors: tuple[TensorUpdate, ...],
+        origins: tuple[str, ...] = (),
+    ) -> Manifest:
+        """Sign and publish what is encoded and durable, here or where `origins` say."""
+        now_s = self._clock()
+        manifest = Manifest(
+            job=self._job,
+            version=version,
+            parent=parent,
+            codec=CODEC,
+            trainer=self._trainer,
+            created_s=now_s,
+            expires_s=now_s + self._lifetime_s,
+            tensors=tensors,
+            origins=origins,
+            on_update=self._on_update,
+        ).signed(self._key)
+        self._store.put_manifest(manifest)
+        self._known = version, {t.name: int(t.digest_after, 16) for t in tensors}
+        return manifest
+
+    def renew(self) -> tuple[int, ...]:
+        """Sign the newest version anew where half of its life is over; returns what was renewed.
+
+        What expires is a signature: without this nobody who starts a day after the last version
+        would take it. Only what this key signed for this job is signed again. Raises
+        SignatureError for another's, StoreError.
+        """
+        newest = [(versions[-1], base) for versions, base in self._kinds() if versions]
+        return tuple(version for version, base in newest if self._renewed(version, base=base))
+
+    def _kinds(self) -> tuple[tuple[tuple[int, ...], bool], ...]:
+        return (self._store.versions(), False), (self._store.bases(), True)
+
+    def _renewed(self, version: int, *, base: bool) -> bool:
+        manifest = self._store.get_manifest(version, base=base)
+        now_s = self._clock()
+        if manifest.expires_s - now_s > 0.5 * self._lifetime_s:
+            return False
+        manifest.verify(self._key.verify_key)
+        if manifest.job != self._job:
+            raise ManifestError(f"version {version} is of {manifest.job}, not of {self._job}")
+        fresh = replace(manifest, created_s=now_s, expires_s=now_s + self._lifetime_s)
+        self._store.put_manifest(fresh.signed(self._key))
+        return True
+
+    def _digests_of(self, version: int, tensors: Mapping[str, AnyTensor]) -> Mapping[str, int]:
+        """Known of the version that was published last; any other is read once, all of it."""
+        known, digests = self._known
+        if known == version and digests.keys() == tensors.keys():
+            return digests
+        return {name: digest_of(tensor.bits) for name, tensor in tensors.items()}
+
+    def _tensor(self, old: AnyTensor, new: AnyTensor, before: int) -> TensorUpdate:
+        if (old.dtype, old.shape) != (new.dtype, new.shape):
+            raise ManifestError(f"{old.name}: dtype or shape changed; publish a new base instead")
+        made = [
+            encode_chunk(old, new, rows, before, self._level)
+            for rows in row_ranges(old, self._chunk_bytes)
+        ]
+        after = (before + sum(chunk.digest_change for chunk in made)) % MODULUS
+        changed = any(chunk.header.changed for chunk in made)
+        chunks = tuple(self._stored(chunk) for chunk in made) if changed else ()
+        return TensorUpdate(
+            old.name, old.dtype, old.shape, hex_digest(before), hex_digest(after), chunks
+        )
+
+    def _stored(self, chunk: EncodedChunk) -> ChunkRef:
+        return chunk.header.ref(self._store.put(chunk.encoded))

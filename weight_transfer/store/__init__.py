@@ -1,0 +1,1 @@
+"""Store of chunks and versions on disk, and its catalog."""

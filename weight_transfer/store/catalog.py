@@ -1,0 +1,157 @@
+"""What is published, the cheapest way to a version, and what nobody needs any more. Pure.
+
+    base 0 ──δ1──► 1 ──δ2──► 2 ─ … ─► 16 (= base 16) ──δ17──► 17
+A joiner takes a base and the deltas after it; whoever lags takes the deltas, or a base where that
+is fewer bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from weight_transfer.errors import CatalogError
+
+MOST_DELTAS = 16
+MOST_SHARE = 0.3
+MOST_LEASED = 64
+"""Deltas that leases keep, from the newest on: whoever is further behind is better off with a base.
+Nobody can have a publisher keep everything."""
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """One delta: bytes that cross a link to come from `parent` to `version`."""
+
+    version: int
+    parent: int
+    wire_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class FetchPlan:
+    """Load `base` (None: go on from what is held), then apply `deltas` in order."""
+
+    base: int | None
+    deltas: tuple[int, ...]
+    wire_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReaderPin:
+    """A reader that has `version` and may still ask for anything after it, until `expires_s`."""
+
+    reader: str
+    version: int
+    expires_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Catalog:
+    """`bases`: bytes by version. `deltas`: each version has one at most."""
+
+    bases: Mapping[int, int] = field(default_factory=dict)
+    deltas: tuple[Published, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len({delta.version for delta in self.deltas}) != len(self.deltas):
+            raise CatalogError("a version has two deltas; publish each version once")
+        for delta in self.deltas:
+            if delta.version <= delta.parent:
+                raise CatalogError(f"version {delta.version} does not follow {delta.parent}")
+
+    @property
+    def newest(self) -> int | None:
+        """The newest version that can be reached, None without any."""
+        return max(self._cheapest(None), default=None)
+
+    def plan(self, held: int | None, target: int) -> FetchPlan:
+        """The fewest bytes from what is held (None: nothing) to `target`.
+
+        Raises CatalogError when no base and no delta lead there. Of equal bytes the way without a
+        base is taken: it keeps what is there.
+        """
+        ways = self._cheapest(held)
+        if target not in ways:
+            raise CatalogError(
+                f"version {target} cannot be reached from {held}; publish a base of it or after it"
+            )
+        way, version, deltas = ways[target], target, []
+        while way.before is not None:
+            deltas.append(version)
+            version = way.before
+            way = ways[version]
+        base = version if way.from_base else None
+        return FetchPlan(base, tuple(reversed(deltas)), ways[target].wire_bytes)
+
+    def _cheapest(self, held: int | None) -> dict[int, _Way]:
+        """The last step of the cheapest way to each version: O(deltas) of memory, however long."""
+        best = {version: _Way(size, True) for version, size in self.bases.items()}
+        if held is not None:
+            best[held] = _Way(0, False)
+        for delta in sorted(self.deltas, key=lambda delta: delta.version):
+            before = best.get(delta.parent)
+            if before is None:
+                continue
+            size = before.wire_bytes + delta.wire_bytes
+            way = _Way(size, before.from_base, before.steps + 1, delta.parent)
+            known = best.get(delta.version)
+            if known is None or way.worth < known.worth:
+                best[delta.version] = way
+        return best
+
+    def base_due(self) -> bool:
+        """Whether the newest version deserves a base of its own: to join takes too much without.
+
+        Longer than MOST_DELTAS, or deltas of more than MOST_SHARE of the base before them.
+        """
+        newest = self.newest
+        if newest is None:
+            return False
+        plan = self.plan(None, newest)
+        assert plan.base is not None
+        size = self.bases[plan.base]
+        return len(plan.deltas) > MOST_DELTAS or plan.wire_bytes - size > MOST_SHARE * size
+
+    def needed(self, leases: Iterable[ReaderPin], now_s: float) -> Needed:
+        """What must stay: the way to the newest version for a joiner and for every leased reader.
+
+        Also of a reader whose way is a base now: its chain stays while its lease lives, since it
+        may be in the middle of it. But never more than the newest MOST_LEASED deltas for leases.
+        """
+        newest = self.newest
+        if newest is None:  # Without a base a joiner begins with the first delta.
+            return Needed(frozenset(self.bases), frozenset(d.version for d in self.deltas))
+        joiner = self.plan(None, newest)
+        bases = {joiner.base} if joiner.base is not None else set()
+        deltas = set(joiner.deltas)
+        held = min((lease.version for lease in leases if lease.expires_s > now_s), default=None)
+        if held is not None:
+            newer = sorted(d.version for d in self.deltas if d.version > held)[-MOST_LEASED:]
+            oldest = held if len(newer) < MOST_LEASED else max(held, newer[0] - 1)
+            bases |= {version for version in self.bases if version >= oldest}
+            deltas |= set(newer)
+        return Needed(frozenset(bases), frozenset(deltas))
+
+
+@dataclass(frozen=True, slots=True)
+class Needed:
+    """Versions whose base, and whose delta, must not be deleted."""
+
+    bases: frozenset[int]
+    deltas: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How a version is reached: by a delta from `before`, or as the base or what is held."""
+
+    wire_bytes: int
+    from_base: bool
+    steps: int = 0
+    before: int | None = None
+
+    @property
+    def worth(self) -> tuple[int, bool, int]:
+        """Of two ways the smaller is taken."""
+        return self.wire_bytes, self.from_base, self.steps

@@ -1,0 +1,276 @@
+"""Files and folders that appear whole or not at all, and those that are their owner's alone.
+
+Chunk store, durable and verified.
+
+root/chunks/<blake3>              encoded chunks
+root/parts/<blake3>               chunks that are on their way, from the first byte on
+root/manifests/<version>.manifest       how a version follows from its parent
+root/manifests/<version>.base.manifest  all of a version, where it was published so too
+All of it is its owner's alone: folders are 0700 and files 0600.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from weight_transfer.errors import ChunkDigestError, ChunkMissingError, StoreError
+from weight_transfer.format.chunk import check_id, chunk_id
+from weight_transfer.format.manifest import Manifest
+from weight_transfer.store.catalog import Catalog, Published, ReaderPin
+
+DRAFT = ".tmp-"
+
+
+@contextmanager
+def draft(out: Path, *, folder: bool = False) -> Iterator[Path]:
+    """A path to write a file or a folder to; it becomes `out` when the block ends well.
+
+    Raises StoreError when `out` exists or has no place. Nothing is left of a block that fails.
+    """
+    if out.exists():
+        raise StoreError(f"{out} exists; remove it or choose another name")
+    if not out.parent.is_dir():
+        raise StoreError(f"{out.parent} is no folder; make it first")
+    path = Path(tempfile.mkdtemp(dir=out.parent, prefix=DRAFT))
+    try:
+        made = path / out.name
+        if folder:
+            made.mkdir()
+        yield made
+        made.rename(out)
+        sync(out.parent)
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def sync(folder: Path) -> None:
+    """Make what was renamed in a folder survive a crash."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def private(path: str, flags: int) -> int:
+    """Open a file, as `open(..., opener=private)` asks for it; a new one is its owner's alone."""
+    return os.open(path, flags, 0o600)
+
+
+def private_folder(path: Path) -> None:
+    """Make a folder that only its owner may enter, whatever an older version made of it."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if path.stat().st_mode & 0o077:
+        path.chmod(0o700)
+
+
+_DELTA, _BASE = ".manifest", ".base.manifest"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A chunk (`name` is its own) or a manifest (`name` is its file's)."""
+
+    name: str
+    path: Path
+    size: int
+    written_ns: int
+
+
+class ChunkStore:
+    """Immutable chunks and manifests under one directory; safe for one writer per name."""
+
+    def __init__(self, root: Path) -> None:
+        self.chunks_dir = root / "chunks"
+        self.manifests_dir = root / "manifests"
+        self._parts_dir = root / "parts"
+        self._published: dict[str, tuple[int, Published]] = {}
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for folder in (self._parts_dir, self.chunks_dir, self.manifests_dir):
+            private_folder(folder)
+
+    def put(self, encoded: bytes) -> str:
+        """Store a chunk durably and return its name; storing it again costs nothing."""
+        name = chunk_id(encoded)
+        if not self.has(name):
+            _write_durably(self.chunks_dir / name, (encoded,))
+        return name
+
+    def part_path(self, name: str) -> Path:
+        """Where a chunk that is on its way is written to."""
+        return self._parts_dir / name
+
+    def open_part(self, name: str) -> BinaryIO:
+        """The file of a chunk that is on its way, to be read and appended to."""
+        return open(self.part_path(name), "a+b", opener=private)
+
+    def adopt(self, name: str, part: BinaryIO) -> None:
+        """Store the chunk whose part file, open here, the caller has proved whole."""
+        part.flush()
+        os.fsync(part.fileno())
+        self.part_path(name).replace(self.chunks_dir / name)
+        sync(self.chunks_dir)
+
+    def has(self, name: str) -> bool:
+        """Whether a chunk is here; a file appears under its name only when it is durable."""
+        return (self.chunks_dir / name).is_file()
+
+    def get(self, name: str) -> bytes:
+        """Return a chunk, verified against its name."""
+        return read_chunk(self.chunks_dir, name)
+
+    def sound(self, name: str) -> bool:
+        """Whether a chunk is here and is what its name says."""
+        try:
+            self.get(name)
+        except (ChunkMissingError, ChunkDigestError):
+            return False
+        return True
+
+    def mend(self, name: str) -> bool:
+        """Remove a chunk that is not what its name says, for it to be fetched again.
+
+        Returns whether it was so.
+        """
+        damaged = self.has(name) and not self.sound(name)
+        if damaged:
+            (self.chunks_dir / name).unlink(missing_ok=True)
+        return damaged
+
+    def put_manifest(self, manifest: Manifest, origin: int | None = None) -> Path:
+        """Publish a version: refused unless every chunk is durable, final once written.
+
+        The same version may come again, signed anew: the one that expires last is kept.
+        Chunks of other origins than this store's are vouched for by the ranks that put them there.
+        """
+        missing = [c.id for c in manifest.chunks if c.origin == origin and not self.has(c.id)]
+        if missing:
+            raise StoreError(
+                f"version {manifest.version}: {len(missing)} chunks are not stored, "
+                f"first {missing[0]}; put them first"
+            )
+        path = self.manifest_path(manifest.version, base=manifest.is_base)
+        if path.exists():
+            known = self.get_manifest(manifest.version, base=manifest.is_base)
+            if not known.says_as_much_as(manifest):
+                raise StoreError(f"version {manifest.version} is published already; take the next")
+            if known.expires_s >= manifest.expires_s:
+                return path
+        _write_durably(path, manifest.parts())
+        return path
+
+    def get_manifest(self, version: int, *, base: bool = False) -> Manifest:
+        """Return a published manifest; its signature is the reader's to check."""
+        path = self.manifest_path(version, base=base)
+        if not path.is_file():
+            raise StoreError(f"version {version} is not in this store")
+        return Manifest.from_bytes(path.read_bytes())
+
+    def manifest_path(self, version: int, *, base: bool = False) -> Path:
+        """Return where a version's manifest is, or would be."""
+        return self.manifests_dir / f"{version}{_BASE if base else _DELTA}"
+
+    def versions(self) -> tuple[int, ...]:
+        """Return the versions that follow a parent, ascending."""
+        names = (path.name for path in self.manifests_dir.glob(f"*{_DELTA}"))
+        return tuple(sorted(int(n.removesuffix(_DELTA)) for n in names if not n.endswith(_BASE)))
+
+    def bases(self) -> tuple[int, ...]:
+        """Return the versions that are here as a whole, ascending."""
+        names = (path.name for path in self.manifests_dir.glob(f"*{_BASE}"))
+        return tuple(sorted(int(name.removesuffix(_BASE)) for name in names))
+
+    def catalog(self) -> Catalog:
+        """What is published here; a manifest is read again only where its file changed."""
+        bases = {version: self._summary(version, base=True) for version in self.bases()}
+        deltas = tuple(self._summary(version, base=False) for version in self.versions())
+        return Catalog({version: base.wire_bytes for version, base in bases.items()}, deltas)
+
+    def _summary(self, version: int, *, base: bool) -> Published:
+        path = self.manifest_path(version, base=base)
+        written_ns = path.stat().st_mtime_ns
+        known_ns, known = self._published.get(path.name, (0, None))
+        if known is None or known_ns != written_ns:
+            manifest = self.get_manifest(version, base=base)
+            known = Published(manifest.version, manifest.parent, manifest.wire_bytes)
+            self._published[path.name] = written_ns, known
+        return known
+
+    def collect(self, leases: Iterable[ReaderPin], now_s: float) -> int:
+        """Remove what no joiner and no leased reader needs; returns the bytes that this freed.
+
+        Manifests go before their chunks, so that nobody is sent to a chunk that is gone. A chunk
+        that no manifest has named yet stays: its version is being published.
+        """
+        needed = self.catalog().needed(leases, now_s)
+        gone = [(v, True) for v in self.bases() if v not in needed.bases]
+        gone += [(v, False) for v in self.versions() if v not in needed.deltas]
+        manifests = [self.get_manifest(version, base=base) for version, base in gone]
+        suspects = {chunk.id for manifest in manifests for chunk in manifest.chunks}
+        freed = 0
+        for version, base in gone:
+            path = self.manifest_path(version, base=base)
+            freed += _remove(path)
+            self._published.pop(path.name, None)
+        kept = [self.get_manifest(version, base=True) for version in self.bases()]
+        kept += [self.get_manifest(version) for version in self.versions()]
+        suspects -= {chunk.id for manifest in kept for chunk in manifest.chunks}
+        return freed + sum(_remove(self.chunks_dir / name) for name in suspects if self.has(name))
+
+    def files(self) -> list[StoredFile]:
+        """Everything here that is whole."""
+        paths = [*self.chunks_dir.iterdir(), *self.manifests_dir.iterdir()]
+        return [_stored(path) for path in paths if not path.name.startswith(DRAFT)]
+
+    def discard(self, file: StoredFile) -> None:
+        """Remove one; whoever needs it again fetches it again."""
+        file.path.unlink(missing_ok=True)
+
+
+def _remove(path: Path) -> int:
+    size = path.stat().st_size
+    path.unlink()
+    return size
+
+
+def _stored(path: Path) -> StoredFile:
+    status = path.stat()
+    return StoredFile(path.name, path, status.st_size, status.st_mtime_ns)
+
+
+def read_chunk(chunks_dir: Path, name: str) -> bytes:
+    """Return `chunks_dir/name`, verified against its name."""
+    try:
+        encoded = (chunks_dir / name).read_bytes()
+    except FileNotFoundError as error:
+        raise ChunkMissingError(f"chunk {name} is not in {chunks_dir}; fetch it first") from error
+    check_id(name, encoded)
+    return encoded
+
+
+def _write_durably(path: Path, parts: Iterable[bytes]) -> None:
+    """Write a temporary file, sync it, rename it, sync the directory: all or nothing."""
+    temporary: Path | None = None
+    try:
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=DRAFT)
+        temporary = Path(name)
+        with os.fdopen(descriptor, "wb") as file:
+            file.writelines(parts)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        sync(path.parent)
+    except OSError as error:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
+        raise StoreError(
+            f"{path.parent} does not take {path.name}: {error.strerror}; make room and "
+            "publish again"
+        ) from error

@@ -1,0 +1,1 @@
+"""Map from a checkpoint's tensors to slices of vLLM's parameters."""

@@ -1,0 +1,1 @@
+"""Update of a running engine's weights: decode, load, commit."""
