@@ -1,6 +1,7 @@
 """Whatever way a turn ends, nothing of it is left for the cyclic collector.
 
-The gateway collects seldom and little (rose.gateway.event_loop): what a turn leaves in cycles stays.
+The gateway collects seldom and little (rose.gateway.event_loop): what a turn leaves in cycles
+stays.
 """
 
 import asyncio
