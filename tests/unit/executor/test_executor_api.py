@@ -18,10 +18,11 @@ print(sorted(heavy & {name.partition(".")[0] for name in sys.modules}))
 
 def test_public_names() -> None:
     assert set(executor.__all__) == {
-        "ControlPage", "Drained", "ExecutorError", "GateLimits", "Grant", "GrantMode",
-        "GuardConfig", "GuardCore", "GuestState", "HostSeat", "HostSight", "HostState",
-        "LatencyLane", "LatencyRecord", "LatencyRing", "PageError", "PageUnreadable",
-        "PressureLimits", "PressurePolicy", "Run", "SeatState", "Veto", "Yield", "decide",
+        "ControlPage", "DrainedRecords", "ExecutorError", "GateLimits", "Grant",
+        "GrantController", "GrantMode", "GuardConfig", "GuestState", "HostSeat",
+        "HostState", "HostView", "LatencyLane", "LatencyRecord", "LatencyRing", "PageError",
+        "PageUnreadable", "PressureLimits", "PressurePolicy", "Run", "SeatState", "Veto",
+        "Yield", "decide",
     }  # fmt: skip
     assert set(slo.__all__) == {
         "NO_DEADLINE", "PRESETS", "RELATIVE_ERROR", "RULES", "Attainment", "BurnAlert", "BurnRule",
