@@ -11,6 +11,7 @@ from wire_cases import VLLM, ask, stream, vllm_body
 
 from rose.gateway import Gateway
 from tests.fakes.replica import StandInReplica
+from tests.patience import PATIENCE_S
 
 
 async def test_waiting_turns_go_by_priority_then_by_arrival() -> None:
@@ -85,7 +86,7 @@ async def test_a_reader_that_takes_nothing_is_cut_off_and_holds_up_nobody() -> N
         try:
             status, _ = await stream(session, VLLM, vllm_body(5))
             stats = gw._server._stats
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(PATIENCE_S):
                 while stats.slow_readers < len(readers):  # noqa: ASYNC110
                     await asyncio.sleep(0.02)
             # Their turns are done and kept: nothing was generated for nothing.
@@ -105,7 +106,7 @@ async def test_what_the_gateway_holds_for_a_slow_reader_is_bounded() -> None:
     ):
         reader = await _slow_reader(gw, vllm_body(TOKENS, request_id="slow", stream=True))
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(PATIENCE_S):
                 while not gw._server._stats.turns:  # noqa: ASYNC110
                     await asyncio.sleep(0.02)
             (connection,) = gw._runner.server.connections
