@@ -22,8 +22,11 @@ from rose.bench.gateway.standin_engine import Pace
 from rose.bench.soak.caller import HUNG_UP, Caller
 from rose.bench.soak.engine import listen
 from rose.gateway import Gateway, ReplicaEntry, server
+from rose.gateway.backends import http_pool
 from rose.gateway.replicas import dispatcher
 from rose.gateway.turns import hedging
+from rose.gateway.turns.request import Sampling, TurnRequest
+from tests.patience import PATIENCE_S
 
 GENERATE = "/inference/v1/generate"
 TURNS = 8
@@ -305,6 +308,14 @@ async def session_finished(case: House, number: int) -> None:
 
 
 @way
+async def cancelled_before_it_began(case: House, number: int) -> None:
+    turns = case.gateway._server._turns
+    turns.open(TurnRequest(f"unbegun-{number}", [1, 100], Sampling(max_tokens=16)))
+    assert turns.cancel(f"unbegun-{number}")
+    await asyncio.sleep(0)
+
+
+@way
 async def resumed(case: House, number: int) -> None:
     asked = body("long", number, 64, stream=True)
     await case.ask(asked, HUNG_UP, hang_up_at=b"data: ")
@@ -389,6 +400,8 @@ async def left_by(way: Way) -> Counter[str]:
 @pytest.mark.parametrize("name", WAYS)
 def test_a_turn_leaves_no_cycles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "SWEEP_S", 0.01)
+    # A slow machine is no dead engine.
+    monkeypatch.setattr(http_pool, "CONNECT_S", PATIENCE_S)
     monkeypatch.setattr(dispatcher, "REST_S", dict.fromkeys(dispatcher.REST_S, 0.01))
     if name.startswith("hedged"):
         # Whoever may have a copy gets one, at once.
