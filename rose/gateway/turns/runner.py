@@ -217,6 +217,10 @@ class SharedTurns:
         self._running: dict[str, SharedTurn] = {}
         self._closing = False
 
+    def __len__(self) -> int:
+        """Turns that run."""
+        return len(self._running)
+
     def open(self, request: TurnRequest) -> SharedTurn:
         """The turn of an earlier request with this id and body, or a new one.
 

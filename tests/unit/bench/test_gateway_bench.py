@@ -62,7 +62,7 @@ async def test_roses_gateway_hands_the_stamps_through(wire: Wire, stock: bool) -
         rows = (StaticReplica("e0", ReplicaKind.DEDICATED, url, 64),)
         async with Gateway(GatewaySettings(0, replicas=rows)) as gateway:
             async with asyncio.timeout(PATIENCE_S):
-                while not gateway._dispatcher.usable:  # noqa: ASYNC110
+                while not gateway.status().usable:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
             times, took_s = await timed_run(f"http://127.0.0.1:{gateway.port}", wire)
     result: dict[str, Any] = times.result()

@@ -376,7 +376,7 @@ async def left_by(way: Way) -> Counter[str]:
 
         async def turns(first: int) -> None:
             await asyncio.gather(*(way(case, first + k) for k in range(TURNS)))
-            await until(lambda: not case.gateway._server._turns._running)
+            await until(lambda: not case.gateway.status().running)
             await asyncio.sleep(0.01)
 
         await turns(0)
@@ -422,7 +422,7 @@ async def left_by_closing() -> Counter[str]:
         for stream in (False, True):
             asked = [body(f"long_{stream}", k, 4_000, stream=stream) for k in range(TURNS)]
             turns = [asyncio.ensure_future(case.ask(each, 200, 503)) for each in asked]
-        await until(lambda: sum(case.gateway._dispatcher.live_turns().values()) == 2 * TURNS)
+        await until(lambda: sum(case.gateway.status().live_turns.values()) == 2 * TURNS)
         closing = asyncio.ensure_future(case.gateway._server.close())
         await asyncio.gather(closing, *turns)
         gc.set_debug(gc.DEBUG_SAVEALL)
