@@ -24,7 +24,7 @@ CLIENT = """
     StalenessBound StepPlan TailPlan TokenChunk TrainingGroup TrainingStep Turn
     TurnCancelled TurnProgress TurnStream TurnTimedOut VersionNotServed
 """
-GATEWAY = "Gateway GatewaySettings ReplicaEntry StaticReplica"
+GATEWAY = "Gateway GatewaySettings GatewayStatus ReplicaEntry StaticReplica"
 
 
 @pytest.mark.parametrize(
