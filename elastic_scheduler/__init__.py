@@ -5,7 +5,7 @@ from elastic_scheduler.leases.harvest_mode import HarvestMode, HarvestModes, Har
 from elastic_scheduler.leases.health import Health, HealthLimits, HealthReport, ReplicaHealth
 from elastic_scheduler.leases.lease import Lease, LeaseState, LeaseTable, Offer, ReplicaKind
 from elastic_scheduler.policies import Policy, make_policy, policy_names
-from elastic_scheduler.policies.drf import FairShares, max_min
+from elastic_scheduler.policies.drf import FairShares
 from elastic_scheduler.policies.situation import Decision, Holding, JobDemand, Move, Situation
 from elastic_scheduler.rollouts.admission import (
     StalenessAdmission,
@@ -111,7 +111,6 @@ __all__ = [
     "VersionSpan",
     "Won",
     "make_policy",
-    "max_min",
     "policy_names",
     "stamp",
 ]
