@@ -9,7 +9,7 @@ import rose.gateway
 SCHEDULER = """
     AnswerBook Attempt CancelRun Candidate Conflict Continue Decision Deliver DroppedGroup End
     FairShares FeedProgress GiveUp GroupFeed HarvestMode HarvestPlan HarvestPolicy Health
-    HealthLimits Hedge HedgedGroup Holding JobDemand JournalError Lease LeaseBook LeaseError
+    Hedge HedgedGroup Holding JobDemand JournalError Lease LeaseBook LeaseError
     LeaseHeld LeaseState MemberView Move Offer Outcome Placement Policy PromptQueue Quote
     RateMeter Reason ReasonLog ReplicaHealth ReplicaKind ReplicaView Report Round RoundDone
     Router RoutingDecision SampleRun SchedulerError Segment Situation StaleEpoch
