@@ -24,7 +24,7 @@ from rose.rpc.channel import make_channel, make_server
 from rose.rpc.rose_pb2_grpc import SchedulerStub, add_SchedulerServicer_to_server
 from rose.scheduler import LeaseTimes, SchedulerCore, SchedulerService
 from rose.scheduler.persistence import load
-from rose.store import InMemoryStore
+from tests.fakes.memory_store import InMemoryStore
 from tests.forked import Forked
 from tests.seated_host import SeatedHost
 from weight_transfer import SigningKey, TensorBits
