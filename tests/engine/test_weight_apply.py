@@ -73,8 +73,15 @@ class Served:
         return self.publisher.publish(self.version + 1, self.version, self.active, new)
 
     def stage(self, version: int) -> Any:
-        manifest = str(self.store.manifest_path(version))
-        return self.rpc("rose_weights_stage", [manifest], str(self.store.chunks_dir))
+        return self.stage_files([self.store.manifest_path(version)])
+
+    def stage_files(self, manifests: list[Path]) -> Any:
+        """To its end, without a step of the engine between."""
+        paths = [str(path) for path in manifests]
+        self.rpc("rose_weights_stage_begin", paths, str(self.store.chunks_dir))
+        while not (staged := self.rpc("rose_weights_stage_step", 1_000))["done"]:
+            pass
+        return staged
 
     def apply(self, new: dict[str, TensorBits]) -> dict[str, Any]:
         manifest = self.publish(new)
@@ -168,8 +175,22 @@ def flip(parameter: str, index: int, mask: int) -> Any:
 
 
 def prove(worker: Any) -> tuple[bool, bool, float]:
-    digest_ok, probe = worker._rose_weights.prove()
-    return digest_ok, probe.ok, probe.max_abs_diff
+    """Whether all live weights and what is computed with them are the active version's, anew."""
+    from weight_transfer.vllm.proof.audit import judge
+    from weight_transfer.vllm.proof.probe import compare
+    from weight_transfer.vllm.proof.reference import finish, reference_in_pieces
+
+    weights = worker._rose_weights
+    weights.settle()
+    engine, tensors = weights._engine, weights._receiver.tensors
+    pieces = reference_in_pieces(engine, tensors, None, (), weights._plan)
+    probe = compare(engine.prober.logits(engine.model), finish(pieces).logits)
+    found = judge(weights.audit().step(1 << 62), weights.digests, weights.elements)
+    return not found.flipped, probe.ok, probe.max_abs_diff
+
+
+def active_version(worker: Any) -> int:
+    return int(worker._rose_weights.version)
 
 
 def proofs_hold(report: dict[str, Any]) -> bool:
@@ -190,7 +211,7 @@ def test_versions_activate_with_proofs_while_a_request_runs(served: Served) -> N
     assert len(served.finish()) == 64
     served.llm.reset_prefix_cache()
     assert proofs_hold(report), report
-    assert report["version"] == 1 == served.rpc("rose_weights_version")
+    assert report["version"] == 1 == served.run(active_version)
     assert os.environ["ROSE_POLICY_VERSION"] == "1", "a guest's page is told"
     assert 0 < report["changed_elements"] == staged["changed_elements"] == manifest.changed
     assert report["wire_bytes"] == manifest.wire_bytes
@@ -236,7 +257,7 @@ def test_a_stale_packed_copy_is_caught_by_the_probe_alone(served: Served) -> Non
     assert report["digest_ok"], "parameters are right: only the computation shows it"
     assert not report["probe_ok"]
     served.version, served.active = report["version"], served.base
-    assert served.rpc("rose_weights_version") == report["version"] == 4, "went back"
+    assert served.run(active_version) == report["version"] == 4, "went back"
     assert served.run(prove) == (True, True, 0.0)
 
 
@@ -341,14 +362,13 @@ def test_a_chain_and_then_a_base_come_into_force_at_once(served: Served) -> None
     served.publisher.publish(first, held, served.active, one)
     served.publisher.publish(first + 1, first, one, two)
     served.publisher.publish_base(first + 2, three)
-    chunks = str(served.store.chunks_dir)
-    chain = [str(served.store.manifest_path(version)) for version in (first, first + 1)]
-    base = [str(served.store.manifest_path(first + 2, base=True))]
+    chain = [served.store.manifest_path(version) for version in (first, first + 1)]
+    base = [served.store.manifest_path(first + 2, base=True)]
     for manifests, version in ((chain, first + 1), (base, first + 2)):
-        served.rpc("rose_weights_stage", manifests, chunks)
+        served.stage_files(manifests)
         report = served.rpc("rose_weights_commit")
         assert proofs_hold(report), report
-        assert report["version"] == version == served.rpc("rose_weights_version")
+        assert report["version"] == version == served.run(active_version)
     served.version, served.active = first + 2, three
 
 

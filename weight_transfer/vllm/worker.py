@@ -3,7 +3,7 @@
 Worker extension: weight updates inside a vLLM worker, by `collective_rpc`, on every rank.
 
 init → (stage → commit → rollback?)*; audit at any time. See `replica_weights`.
-`stage` does at once what `stage_begin`, `stage_poll` and `stage_step` do between engine steps.
+An update is staged by `stage_begin`, `stage_poll` and `stage_step`, between the engine's steps.
 """
 
 from __future__ import annotations
@@ -75,13 +75,6 @@ class WeightWorker:
         }
 
     @names_errors
-    def rose_weights_stage(self, manifest_paths: list[str], chunks_dir: str) -> dict[str, Any]:
-        """Stage versions that follow each other, at once and as one update."""
-        self._rose_stage_began_s = time.perf_counter()
-        self._rose().stage([Path(path) for path in manifest_paths], Path(chunks_dir))
-        return self.rose_weights_stage_step(0)
-
-    @names_errors
     def rose_weights_stage_begin(self, manifest_paths: list[str], chunks_dir: str) -> None:
         """Begin to decode an update beside the engine's steps."""
         self._rose_stage_began_s = time.perf_counter()
@@ -137,11 +130,6 @@ class WeightWorker:
             "digests": dict(weights.digests),
             "elements": dict(weights.elements),
         }
-
-    @names_errors
-    def rose_weights_version(self) -> int:
-        """Return the active version, 0 before any update."""
-        return self._rose().version
 
     def _tell_version(self) -> None:
         """A guest's scheduler, which shares this process, publishes it on the control page."""

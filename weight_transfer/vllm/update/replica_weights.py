@@ -39,16 +39,10 @@ from weight_transfer.vllm import faults
 from weight_transfer.vllm.enclosed_files import Enclosed
 from weight_transfer.vllm.mapping.loader_map import LoaderMap
 from weight_transfer.vllm.mapping.trace_loader import trace_loader
-from weight_transfer.vllm.proof.audit import Audit, judge
+from weight_transfer.vllm.proof.audit import Audit
 from weight_transfer.vllm.proof.layered import LayerPlan
 from weight_transfer.vllm.proof.probe import ProbeResult, compare
-from weight_transfer.vllm.proof.reference import (
-    finish,
-    load_fresh,
-    overlay,
-    reference_in_pieces,
-    skeleton,
-)
+from weight_transfer.vllm.proof.reference import load_fresh, overlay, reference_in_pieces, skeleton
 from weight_transfer.vllm.update.applier import OpaqueCopy, place, write, write_back
 from weight_transfer.vllm.update.staging import Decoded, Prepared, Staging, warm_kernels
 
@@ -239,16 +233,6 @@ class ReplicaWeights:
     def audit(self) -> Audit:
         """A new pass over everything that is live; step it between the engine's steps."""
         return Audit(self.map)
-
-    def prove(self) -> tuple[bool, ProbeResult]:
-        """Return (every live digest is right, probe) for the active version, all made anew.
-
-        O(model), for one rank alone; only under a pause or between steps.
-        """
-        self.settle()
-        pieces = reference_in_pieces(self._engine, self._receiver.tensors, None, (), self._plan)
-        probe = compare(self._logits(), finish(pieces).logits)
-        return not judge(self.audit().rest(), self.digests, self.elements).flipped, probe
 
     def _decode(self, manifest_paths: Sequence[Path], chunks_dir: Path) -> Decoded:
         update = self._verified(manifest_paths, chunks_dir)
