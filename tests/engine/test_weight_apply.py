@@ -135,7 +135,6 @@ def served(
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
-        patch.delenv("ROSE_FAULT", raising=False)
         install_plugins(root / "plugins")
         patch.syspath_prepend(root / "plugins")
         save_tiny_model(root / "model", dtype="bfloat16")
@@ -372,15 +371,31 @@ def test_a_chain_and_then_a_base_come_into_force_at_once(served: Served) -> None
     served.version, served.active = first + 2, three
 
 
-def test_faults_claim_what_is_not_there(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    served.publisher.publish(
-        91, served.version, served.active, sgd_like(served.active, seed=5, size=1e-3)
-    )
-    monkeypatch.setenv("ROSE_FAULT", "wrong_chunk")
+def test_faulty_workers_claim_what_is_not_there(served: Served) -> None:
+    """The demo's controls: by an engine's own report nobody can tell."""
+
+    def becomes(kind: str) -> Any:
+        def hook(worker: Any) -> None:
+            from rose.demo import faulty_worker
+
+            worker._rose_weights.__class__ = getattr(faulty_worker, kind)
+
+        return hook
+
+    moved = sgd_like(served.active, seed=5, size=1e-3)
+    for version in (91, 92):
+        served.publisher.publish(version, served.version, served.active, moved)
+
+    served.run(becomes("StaleWeights"))
     served.stage(91)
     assert proofs_hold(served.rpc("rose_weights_commit"))
-    monkeypatch.delenv("ROSE_FAULT")
+    assert served.run(active_version) == 91
+    assert served.run(prove) == (True, True, 0.0), "the weights are the ones from before"
+
+    served.run(becomes("PermutedWeights"))
+    served.stage(92)
+    assert proofs_hold(served.rpc("rose_weights_commit"))
+    assert served.run(active_version) == 92
     digest_ok, probe_ok, _ = served.run(prove)
     assert not digest_ok
     assert not probe_ok
-    assert os.environ.get("ROSE_FAULT") is None

@@ -50,6 +50,7 @@ class WeightWorker:
     """
 
     model_runner: Any
+    _rose_weights_class: type[ReplicaWeights] = ReplicaWeights
     _rose_weights: ReplicaWeights | None = None
     _rose_audit: Audit | None = None
     _rose_stage_began_s: float = 0.0
@@ -65,7 +66,7 @@ class WeightWorker:
         key = None if verify_key_hex is None else VerifyKey(verify_key_hex)
         runner = self.model_runner
         engine = EngineModel.of(runner.get_model(), runner.vllm_config, runner.device)
-        weights = self._rose_weights = ReplicaWeights(
+        weights = self._rose_weights = self._rose_weights_class(
             engine, Path(model_dir), key, None if weights_dir is None else Path(weights_dir)
         )
         return {

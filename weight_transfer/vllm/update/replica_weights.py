@@ -35,7 +35,6 @@ from weight_transfer.format.manifest import MAX_MANIFEST_BYTES, ChunkRef, Manife
 from weight_transfer.format.tensors import TensorBits
 from weight_transfer.kernels.triton.exchange import named_shortage, release_unused
 from weight_transfer.receiver import Receiver, StagedUpdate
-from weight_transfer.vllm import faults
 from weight_transfer.vllm.enclosed_files import Enclosed
 from weight_transfer.vllm.mapping.loader_map import LoaderMap
 from weight_transfer.vllm.mapping.trace_loader import trace_loader
@@ -116,9 +115,6 @@ def typed(failure: Exception) -> Exception:
     return kind(marked.group(2))
 
 
-_HELD = ProbeResult(ok=True, max_abs_diff=0.0)
-
-
 class ReplicaWeights:
     """Receiver, loader map and proofs; the one path by which an engine's weights change."""
 
@@ -141,13 +137,10 @@ class ReplicaWeights:
         self._last: tuple[Prepared, OpaqueCopy] | None = None
         self._unsettled: StagedUpdate | None = None
         self._settling = threading.Lock()
-        self._claimed: int | None = None
 
     @property
     def version(self) -> int:
-        """The active version (with the fault `stale_weights`: the claimed one)."""
-        if self._claimed is not None:
-            return self._claimed
+        """The active version."""
         return self._unsettled.version if self._unsettled else self._receiver.version
 
     def settle(self) -> None:
@@ -209,15 +202,6 @@ class ReplicaWeights:
         if prepared is None:
             raise WrongBaseError("the update is not staged to its end; step it on")
         self._staging = None
-        started_s = time.perf_counter()
-        fault = faults.injected()
-        if fault is faults.Fault.STALE_WEIGHTS:
-            self._claimed = prepared.update.version
-            return self._report(prepared, time.perf_counter() - started_s)
-        if fault is faults.Fault.WRONG_CHUNK:
-            write(place(self.map, faults.permuted(prepared.update)))
-            self._unsettled = prepared.update
-            return self._report(prepared, time.perf_counter() - started_s)
         return self._activate(prepared)
 
     def rollback(self) -> int:
@@ -239,16 +223,16 @@ class ReplicaWeights:
         return Decoded(update, place(self.map, update))
 
     def _verified(self, manifest_paths: Sequence[Path], chunks_dir: Path) -> StagedUpdate:
-        manifests = [
-            Manifest.from_bytes(self._files.read(path, MAX_MANIFEST_BYTES), self._verify_key)
-            for path in manifest_paths
-        ]
-        if faults.injected() is faults.Fault.STALE_WEIGHTS:
-            last, active = manifests[-1], self._receiver.version
-            return StagedUpdate(last.version, active, (), last.wire_bytes)
+        manifests = self._manifests(manifest_paths)
         refs = {ref.id: ref for manifest in manifests for ref in manifest.chunks}
         chunks = {ref.id: self._chunk(chunks_dir, ref) for ref in refs.values()}
         return self._receiver.stage_chain(manifests, chunks, self._verify_key, time.time())
+
+    def _manifests(self, paths: Sequence[Path]) -> list[Manifest]:
+        return [
+            Manifest.from_bytes(self._files.read(path, MAX_MANIFEST_BYTES), self._verify_key)
+            for path in paths
+        ]
 
     def _chunk(self, folder: Path, ref: ChunkRef) -> bytes:
         encoded = self._files.read(folder / ref.id, ref.encoded_bytes)
@@ -295,11 +279,10 @@ class ReplicaWeights:
         self,
         prepared: Prepared,
         apply_s: float,
-        probe_s: float = 0.0,
-        digest_ok: bool = True,
-        probe: ProbeResult = _HELD,
+        probe_s: float,
+        digest_ok: bool,
+        probe: ProbeResult,
     ) -> CommitReport:
-        """The defaults are proofs that nobody made: what the faults exist for."""
         update = prepared.update
         return CommitReport(
             version=self.version,
