@@ -69,7 +69,6 @@ class Receiver:
 
     @property
     def version(self) -> int:
-        """The active version."""
         return self._version
 
     @property

@@ -184,7 +184,6 @@ class StalenessAdmission:
         return False
 
     def end_turn(self, group: int, turn: int) -> None:
-        """A turn is over."""
         self._groups[group].age.end_turn(turn)
 
     def forget(self, group: int, sample: int) -> None:

@@ -72,7 +72,6 @@ class RolloutBuffer(Generic[P, T]):
 
     @property
     def version(self) -> int:
-        """The newest version."""
         return self._admission.published
 
     @property

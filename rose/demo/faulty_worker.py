@@ -29,7 +29,6 @@ class StaleWeights(ReplicaWeights):
 
     @property
     def version(self) -> int:
-        """The claimed version."""
         return super().version if self._claimed is None else self._claimed
 
     def _verified(self, manifest_paths: Sequence[Path], chunks_dir: Path) -> StagedUpdate:

@@ -83,12 +83,10 @@ class Stack:
 
     @property
     def scheduler(self) -> str:
-        """Address of the scheduler."""
         return f"127.0.0.1:{self.ports.scheduler}"
 
     @property
     def gateway_url(self) -> str:
-        """Address of the gateway."""
         return f"http://127.0.0.1:{self.ports.gateway}"
 
     @property

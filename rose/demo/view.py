@@ -170,7 +170,6 @@ class LiveView:
         self._live = Live(console=console, refresh_per_second=REFRESHES_PER_S)
 
     def show(self, state: ViewState) -> None:
-        """Draw a state in place of the one before."""
         self._live.update(render(state))
 
     def __enter__(self) -> Self:

@@ -71,7 +71,7 @@ async def _listen(stdin: asyncio.StreamReader, trainer: Trainer) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point."""
+    """Train until told to finish; what goes wrong is an event, and exit code 2."""
     parser = argparse.ArgumentParser(prog="rose.demo.training.main", description=__doc__)
     parser.add_argument("--config", type=Path, required=True)
     args = parser.parse_args(argv)

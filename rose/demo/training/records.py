@@ -79,7 +79,6 @@ class TrainRecords:
                 self._turns.write(record)
 
     def close(self) -> None:
-        """Close the files."""
         for log in (self._turns, self._trajectories, self._steps):
             log.close()
 

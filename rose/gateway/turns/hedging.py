@@ -240,11 +240,9 @@ class HedgedTurn:
         self._group.racing[self._place] = race
 
     def finished(self, copy: int) -> Won | None:
-        """As `HedgedGroup.finished`."""
         return self._group.core.finished(self._place, copy)
 
     def failed(self, copy: int) -> bool:
-        """As `HedgedGroup.failed`."""
         return self._group.core.failed(self._place, copy)
 
 

@@ -140,7 +140,6 @@ class ReplicaWeights:
 
     @property
     def version(self) -> int:
-        """The active version."""
         return self._unsettled.version if self._unsettled else self._receiver.version
 
     def settle(self) -> None:

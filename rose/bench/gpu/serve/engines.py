@@ -56,7 +56,6 @@ class ServingEngines:
         return self.folder / "models" / model
 
     def url(self, name: str) -> str:
-        """Address of an engine."""
         return f"http://127.0.0.1:{self._ports[name]}"
 
     def headers(self, name: str) -> dict[str, str]:
@@ -64,7 +63,6 @@ class ServingEngines:
         return self.running[name].headers
 
     def pid(self, name: str) -> int | None:
-        """Its API process while it runs."""
         engine = self.running.get(name)
         return engine.process.pid if engine and engine.process.returncode is None else None
 
@@ -78,7 +76,6 @@ class ServingEngines:
         """Not here: the kernel's priorities say nothing about a card."""
 
     def check(self) -> None:
-        """Raise when an engine ended by itself."""
         for name, engine in self.running.items():
             if engine.process.returncode is not None:
                 raise EngineStartError(
@@ -86,7 +83,6 @@ class ServingEngines:
                 )
 
     async def stop(self) -> None:
-        """End all."""
         await asyncio.gather(*(engine.stop() for engine in self.running.values()))
         self.running.clear()
 
