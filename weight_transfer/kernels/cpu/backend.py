@@ -114,11 +114,6 @@ class CpuProcessor:
     def digest(self, bits: Bits, first: int) -> int:
         return int(mixing.sum_all(bits, first))
 
-    def expand(
-        self, old: Bits, gaps: NDArray[np.uint32], codes: Bits
-    ) -> tuple[NDArray[np.int64], Bits]:
-        return changes.apply_changes(old, changes.Changes(gaps, codes))
-
     def stage(self, changes: Sequence[RangeChange[Bits]], resident_bytes: int) -> Exchange:
         """Check changes. Raises IndexError for a place outside."""
         del resident_bytes

@@ -246,27 +246,9 @@ class DeviceProcessor:
     def digest(self, bits: DeviceBits, first: int) -> int:
         return sum_all(bits, first)
 
-    def expand(
-        self, old: DeviceBits, gaps: NDArray[np.uint32], codes: Bits
-    ) -> tuple[NDArray[np.int64], Bits]:
-        with torch.cuda.device_of(old.flat):  # type: ignore[no-untyped-call]
-            steps = to_device(gaps.astype(np.int64), old.flat) + 1
-            indices, changed_by = torch.cumsum(steps, 0) - 1, to_device(codes, old.flat)
-            if codes.size and int(indices[-1]) >= old.size:
-                raise ValueError("a changed index lies outside the chunk's rows")
-            if bool((changed_by == 0).any()):
-                raise ValueError("a change of nothing is listed")
-            values = torch.empty_like(changed_by)
-            if codes.size:
-                kernels.change[(-(-codes.size // _LIST_TILE),)](
-                    old.flat, indices, changed_by, values, codes.size,
-                    width_bits=8 * old.itemsize, tile_size=_LIST_TILE,
-                )  # fmt: skip
-            return to_host(indices).view(np.int64), to_host(values)
-
-    def stage(self, kernels: Sequence[RangeChange[DeviceBits]], resident_bytes: int) -> Exchange:
+    def stage(self, changes: Sequence[RangeChange[DeviceBits]], resident_bytes: int) -> Exchange:
         """Bring changes to the device, beside what it computes; see `Processor`."""
-        return stage(kernels, resident_bytes)
+        return stage(changes, resident_bytes)
 
 
 DEVICE: Processor[DeviceBits] = DeviceProcessor()

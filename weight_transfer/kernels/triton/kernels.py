@@ -255,26 +255,6 @@ def describe(
 
 
 @launched
-def change(
-    old: tl.tensor,
-    indices: tl.tensor,
-    codes: tl.tensor,
-    values: tl.tensor,
-    count: tl.tensor,
-    width_bits: tl.constexpr,
-    tile_size: tl.constexpr,
-) -> None:
-    """The way back: `values` are the weights of `old` at `indices`, changed by `codes`."""
-    at = tl.program_id(0).to(tl.int64) * tile_size + tl.arange(0, tile_size)
-    inside = at < count
-    index = tl.load(indices + at, mask=inside, other=0)
-    code = widened(tl.load(codes + at, mask=inside, other=0), width_bits)
-    before = widened(tl.load(old + index, mask=inside, other=0), width_bits)
-    after = before + ((code >> 1) ^ (0 - (code & 1)))
-    tl.store(values + at, after.to(values.dtype.element_ty), mask=inside)
-
-
-@launched
 def slot_of(
     old: tl.tensor,
     slots: tl.tensor,
