@@ -29,9 +29,9 @@ Triton: weights are overwritten where they changed, and read back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast, overload
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import triton
@@ -99,28 +99,13 @@ def to_device(values: NDArray[Any], like: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(signed).to(like.device)
 
 
-class Kernel(Protocol):
-    """A compiled function: `kernel[grid](...)` launches it, another kernel just calls it."""
+def launched(kernel: Callable[..., Any] | None = None, **options: Any) -> Any:  # noqa: ANN401
+    """Return `kernel` as device code, which is compiled anew for each combination of types.
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        """What runs as many programs."""
-
-    def __call__(self, *arguments: Any) -> Any:  # noqa: ANN401 -- what Triton makes of it
-        """Only inside of another kernel."""
-
-
-@overload
-def launched(kernel: Callable[..., Any]) -> Kernel: ...
-@overload
-def launched(*, do_not_specialize: Sequence[str]) -> Callable[[Callable[..., Any]], Kernel]: ...
-
-
-def launched(kernel: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """Return `kernel` as device code; it is compiled anew for each combination of types.
-
-    And of alignments, but for what `do_not_specialize` names.
+    And of alignments, but for what the option `do_not_specialize` names. `kernel[grid](...)`
+    launches it; inside of another kernel it is called.
     """
-    return cast("Kernel", triton.jit(kernel, **options))
+    return triton.jit(kernel, **options)
 
 
 @launched

@@ -9,7 +9,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
 
 from executor.step_log import STEP_LOG
 from rose.addresses import free_ports
@@ -151,15 +150,7 @@ class ServingEngines:
         )
 
 
-class Awaited(Protocol):
-    """An engine that starts."""
-
-    async def wait_healthy(self, timeout_s: float) -> None:
-        """Return once it serves. Raises EngineStartError when it ended instead."""
-        ...
-
-
-async def await_all(engines: Mapping[str, Awaited], timeout_s: float, logs: Path) -> None:
+async def await_all(engines: Mapping[str, EngineProcess], timeout_s: float, logs: Path) -> None:
     """Return once all serve. Raises EngineStartError as soon as one cannot, or when time is up."""
     waiting = {
         asyncio.create_task(engine.wait_healthy(timeout_s), name=name)
