@@ -2,7 +2,7 @@
 
 Worker extension: weight updates inside a vLLM worker, by `collective_rpc`, on every rank.
 
-init → (stage → commit → rollback?)*; audit at any time. See `replica_weights`.
+init → (stage → commit → settle)*; audit at any time. See `replica_weights`.
 An update is staged by `stage_begin`, `stage_poll` and `stage_step`, between the engine's steps.
 """
 
@@ -106,13 +106,6 @@ class WeightWorker:
     def rose_weights_settle(self) -> None:
         """After the pause: bring the checkpoint copy to the version that was activated."""
         self._rose().finish()
-
-    @names_errors
-    def rose_weights_rollback(self) -> dict[str, Any]:
-        """Take the last commit back under the same pause: another rank could not prove it."""
-        version = self._rose().rollback()
-        self._tell_version()
-        return {"version": version}
 
     @names_errors
     def rose_weights_audit(self, elements: int, again: bool) -> dict[str, Any]:

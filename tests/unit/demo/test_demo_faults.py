@@ -50,7 +50,7 @@ def test_without_such_a_control_the_guest_is_one_of_the_product(tmp_path: Path) 
 def test_permuted_values_are_those_of_the_most_changed_tensor_alone() -> None:
     def staged(name: str, count: int) -> StagedTensor:
         values = np.arange(count, dtype=np.uint16)
-        return StagedTensor(name, np.arange(count), values, values, 0, 0)
+        return StagedTensor(name, np.arange(count), values, values, 0)
 
     few, many = staged("few", 2), staged("many", 5)
     [kept, moved] = permuted(StagedUpdate(2, 1, (few, many), 10)).tensors

@@ -96,7 +96,7 @@ class CpuExchange:
 
 
 class CpuProcessor:
-    """See `Processor`."""
+    """Processor of weights in host memory."""
 
     def compare(self, old: Bits, new: Bits, room: int, first: int) -> Difference | None:
         found = changes.find_changes(old, new, room, first)

@@ -223,7 +223,7 @@ def describe(old: DeviceBits, new: DeviceBits, found: Marked, first: int) -> Des
 
 
 class DeviceProcessor:
-    """See `Processor`."""
+    """Processor of weights on a device."""
 
     def compare(self, old: DeviceBits, new: DeviceBits, room: int, first: int) -> Difference | None:
         with torch.cuda.device_of(old.flat):  # type: ignore[no-untyped-call]

@@ -134,7 +134,6 @@ class ReplicaWeights:
         self.map, self._plan = map_engine(engine, base)
         self._receiver = Receiver(base)
         self._staging: Staging | None = None
-        self._last: tuple[Prepared, OpaqueCopy] | None = None
         self._unsettled: StagedUpdate | None = None
         self._settling = threading.Lock()
 
@@ -150,8 +149,7 @@ class ReplicaWeights:
             self._unsettled = None
 
     def finish(self) -> None:
-        """After the pause: settle beside the engine's steps, and make a rollback's memory free."""
-        self._last = None
+        """After the pause: settle beside the engine's steps, and free what the update took."""
         # Should it fail, whoever settles next is told.
         threading.Thread(target=self.settle, name="rose-settle").start()
         release_unused(self._engine.device)
@@ -176,7 +174,6 @@ class ReplicaWeights:
             if not self._staging.decoded:
                 raise StoreError("an update is still being read and decoded; ask again later")
             self._staging.drop()
-        self._last = None
         self.settle()
         self._staging = Staging(lambda: self._decode(manifest_paths, chunks_dir), self._prepare)
         return self._staging
@@ -202,16 +199,6 @@ class ReplicaWeights:
             raise WrongBaseError("the update is not staged to its end; step it on")
         self._staging = None
         return self._activate(prepared)
-
-    def rollback(self) -> int:
-        """Take the last commit back, if it is active: another rank could not prove it.
-
-        Returns the active version.
-        """
-        last, self._last = self._last, None
-        if last is not None and self.version == last[0].update.version:
-            self._revert(*last)
-        return self.version
 
     def audit(self) -> Audit:
         """A new pass over everything that is live; step it between the engine's steps."""
@@ -260,8 +247,6 @@ class ReplicaWeights:
         probe_s = time.perf_counter() - applied_s
         if unproven or not probe.ok:
             self._revert(prepared, loose)
-        else:
-            self._last = prepared, loose
         return self._report(prepared, applied_s - started_s, probe_s, not unproven, probe)
 
     def _logits(self) -> torch.Tensor:
@@ -270,8 +255,6 @@ class ReplicaWeights:
     def _revert(self, prepared: Prepared, loose: OpaqueCopy) -> None:
         write_back(prepared.placement)
         loose.write_back()
-        if self._unsettled is None:
-            self._receiver.rollback(prepared.update)
         self._unsettled = None
 
     def _report(
