@@ -15,10 +15,10 @@ from loader_cases import (
 )
 from loader_cases import proved as prove
 
+from rose.demo.faulty_worker import permuted
 from weight_transfer.errors import LoaderMapError
 from weight_transfer.format.tensors import TensorBits, tensor_of
 from weight_transfer.receiver import Receiver, StagedUpdate
-from weight_transfer.vllm import faults
 from weight_transfer.vllm.mapping.loader_map import LoaderMap
 from weight_transfer.vllm.mapping.rectangle import UnmappableError, rectangles
 from weight_transfer.vllm.mapping.trace_loader import trace_loader
@@ -185,7 +185,7 @@ def test_permuted_values_fail_the_audit(base: dict[str, TensorBits], staged: Sta
     parts = []
     for rank in range(2):
         proved = prove(loaded(FakeEngineModel(rank), base), base)
-        write(place(proved, faults.permuted(staged)))
+        write(place(proved, permuted(staged)))
         parts += Audit(proved).step(1 << 62)
     digests = dict(Receiver(base).digests)
     digests |= {tensor.name: tensor.digest_after for tensor in staged.tensors}
