@@ -2,10 +2,10 @@
 
 from elastic_scheduler.errors import JournalError, LeaseError, LeaseHeld, SchedulerError, StaleEpoch
 from elastic_scheduler.leases.harvest_mode import HarvestMode, HarvestModes, HarvestPlan
-from elastic_scheduler.leases.health import Health, HealthLimits, HealthReport, ReplicaHealth
+from elastic_scheduler.leases.health import Health, HealthReport, ReplicaHealth
 from elastic_scheduler.leases.lease import Lease, LeaseState, LeaseTable, Offer, ReplicaKind
 from elastic_scheduler.policies import Policy, make_policy, policy_names
-from elastic_scheduler.policies.drf import FairShares, max_min
+from elastic_scheduler.policies.drf import FairShares
 from elastic_scheduler.policies.situation import Decision, Holding, JobDemand, Move, Situation
 from elastic_scheduler.rollouts.admission import (
     StalenessAdmission,
@@ -59,7 +59,6 @@ __all__ = [
     "HarvestModes",
     "HarvestPlan",
     "Health",
-    "HealthLimits",
     "HealthReport",
     "Hedge",
     "HedgedGroup",
@@ -111,7 +110,6 @@ __all__ = [
     "VersionSpan",
     "Won",
     "make_policy",
-    "max_min",
     "policy_names",
     "stamp",
 ]

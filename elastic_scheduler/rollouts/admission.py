@@ -44,10 +44,6 @@ class StalenessBound:
         """The oldest version whose tokens may still be trained on at `current`."""
         return max(0, current - self.max_versions)
 
-    def may_start(self, batch: int, published: int) -> bool:
-        """Whether trajectories of `batch` may start while `published` is the newest version."""
-        return published >= batch - self.max_versions
-
     def admits_token(self, token_version: int, current: int) -> bool:
         """Whether a token of `token_version` may be trained on at `current`."""
         return token_version >= self.oldest(current)
@@ -188,7 +184,6 @@ class StalenessAdmission:
         return False
 
     def end_turn(self, group: int, turn: int) -> None:
-        """A turn is over."""
         self._groups[group].age.end_turn(turn)
 
     def forget(self, group: int, sample: int) -> None:

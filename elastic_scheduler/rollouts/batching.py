@@ -75,19 +75,15 @@ class PromptQueue:
 
     @property
     def waiting(self) -> int:
-        """As in PromptLine."""
         return len(self._queue)
 
     def add(self, prompt: int) -> None:
-        """As in PromptLine."""
         self._queue.append(prompt)
 
     def put_back(self, prompt: int) -> None:
-        """As in PromptLine."""
         self._queue.appendleft(prompt)
 
     def wanted(self, room: int) -> int:
-        """As in PromptLine."""
         return max(0, room - len(self._queue))
 
     def begin(self, room: int, *, last: bool) -> Round | None:
@@ -137,7 +133,6 @@ class TailBatcher:
 
     @property
     def waiting(self) -> int:
-        """Prompts that have not started or must start anew."""
         return len(self._fresh) + len(self._deferred) + len(self._again)
 
     @property
@@ -146,7 +141,6 @@ class TailBatcher:
         return len(self._deferred)
 
     def add(self, prompt: int) -> None:
-        """A prompt to be trained on; numbers must not repeat."""
         self._fresh.append(prompt)
 
     def put_back(self, prompt: int) -> None:

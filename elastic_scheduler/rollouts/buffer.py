@@ -72,7 +72,6 @@ class RolloutBuffer(Generic[P, T]):
 
     @property
     def version(self) -> int:
-        """The newest version."""
         return self._admission.published
 
     @property
@@ -112,10 +111,6 @@ class RolloutBuffer(Generic[P, T]):
         """Whether anybody waits for the run; else it is void."""
         group = self._groups.get(run.prompt)
         return group is not None and group.is_live(run)
-
-    def is_running(self, run: SampleRun) -> bool:
-        """Whether the run was started and its end not yet reported."""
-        return run in self._running
 
     def begin_turn(self, run: SampleRun) -> TurnTicket | None:
         """A turn of the run is sent now; None: the run is void, send nothing."""

@@ -194,7 +194,6 @@ class HostState:
         return not (self.in_step or self.running or self.waiting)
 
     def pack(self) -> bytes:
-        """Binary form."""
         return self.LAYOUT.pack(
             self.step_seq,
             self.in_step,
@@ -240,7 +239,6 @@ class SeatState:
     LAYOUT: ClassVar[struct.Struct] = struct.Struct("=qqqqq")
 
     def pack(self) -> bytes:
-        """Binary form."""
         return self.LAYOUT.pack(
             self.pid, self.started, self.pid_namespace, self.taken_ns, self.beat_ns
         )

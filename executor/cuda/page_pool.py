@@ -119,15 +119,6 @@ class PagePool:
         self._spare += handles
         self._release_down_to(self._most_spare)
 
-    def trim(self) -> int:
-        """Release all that is kept; return by how many bytes the device's free memory grew.
-
-        That is measured, so it also has in it what others did meanwhile.
-        """
-        before = self._driver.free_bytes()
-        self._release_down_to(0)
-        return self._driver.free_bytes() - before
-
     def _release_down_to(self, spare: int) -> None:
         while len(self._spare) > spare:
             self._driver.release(self._spare[-1])

@@ -41,7 +41,6 @@ class Granules:
         return block // self.granule_blocks
 
     def blocks_of(self, granule: int) -> range:
-        """The blocks of a granule."""
         first = granule * self.granule_blocks
         return range(first, min(first + self.granule_blocks, self.blocks))
 

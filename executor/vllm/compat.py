@@ -24,6 +24,8 @@ class RequestSurface(Protocol):
     request_id: str
     arrival_time: float
     num_prompt_tokens: int
+    num_computed_tokens: int
+    num_output_placeholders: int
 
     @property
     def num_tokens(self) -> int:
@@ -35,14 +37,9 @@ class RequestSurface(Protocol):
         """Tokens generated so far."""
         ...
 
-
-class BlockPoolSurface(Protocol):
-    """vllm.v1.core.block_pool.BlockPool."""
-
-    num_gpu_blocks: int
-
-    def get_num_free_blocks(self) -> int:
-        """Blocks that can be allocated now."""
+    @property
+    def num_tokens_with_spec(self) -> int:
+        """Tokens of prompt and output so far, and drafted ones."""
         ...
 
 
@@ -69,12 +66,16 @@ class FreeQueueSurface(Protocol):
         ...
 
 
-class FullBlockPoolSurface(Protocol):
-    """vllm.v1.core.block_pool.BlockPool, as far as a balloon needs it."""
+class BlockPoolSurface(Protocol):
+    """vllm.v1.core.block_pool.BlockPool."""
 
     num_gpu_blocks: int
     blocks: list[BlockSurface]
     free_block_queue: FreeQueueSurface
+
+    def get_num_free_blocks(self) -> int:
+        """Blocks that can be allocated now."""
+        ...
 
     def evict_blocks(self, block_ids: set[int]) -> None:
         """Forget the cached content of these blocks."""

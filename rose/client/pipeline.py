@@ -39,6 +39,7 @@ from elastic_scheduler import (
     TurnTicket,
 )
 from rose.client.blocking import BlockingRolloutClient, LoopThread
+from rose.client.client import RolloutClient
 from rose.client.errors import (
     AnswerBroken,
     ClientClosed,
@@ -151,14 +152,6 @@ P_in = TypeVar("P_in", contravariant=True)
 T_out = TypeVar("T_out", covariant=True)
 
 
-class SessionSource(TurnSource, Protocol):
-    """The part of `RolloutClient` that a pipeline needs."""
-
-    def session(self, session_id: str = "") -> Session:
-        """A trajectory."""
-        ...
-
-
 class EpisodeFunction(Protocol[P_in, T_out]):
     """Plays one trajectory: any number of turns through `session`, and only through it."""
 
@@ -176,7 +169,7 @@ class RolloutPipeline(Generic[P, T]):
 
     def __init__(
         self,
-        client: SessionSource,
+        client: RolloutClient,
         episode: EpisodeFunction[P, T],
         prompts: Iterable[P] | AsyncIterable[P],
         plan: StepPlan,

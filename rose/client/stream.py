@@ -84,7 +84,6 @@ class Ledger:
             self.failed += 1
 
     def snapshot(self, now_s: float) -> Progress:
-        """As the caller may keep it."""
         rows = tuple(
             TurnProgress(
                 row.ask.request_id,

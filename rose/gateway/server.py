@@ -96,7 +96,6 @@ class GatewayServer:
         return lambda: Connection(server, self._connections)
 
     def application(self) -> web.Application:
-        """The routes."""
         # `Bodies` bounds what is read.
         app = web.Application(client_max_size=0)
         post, get = app.router.add_post, app.router.add_get

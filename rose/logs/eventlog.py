@@ -103,7 +103,6 @@ class EventLog:
         limits: LogLimits = BOUNDED,
         thread: LogThread | None = None,
     ) -> None:
-        """As `JsonlLog`."""
         path = folder / f"events-{source}.jsonl"
         self.log = JsonlLog(path, limits, thread, {"source": source})
         self._source = source
@@ -123,7 +122,6 @@ class EventLog:
                 _logger.exception("nobody could be told of %s", event)
 
     def close(self) -> None:
-        """Close the log."""
         self.log.close()
 
 

@@ -297,7 +297,6 @@ class LogConfig(Frozen):
 
     @property
     def limits(self) -> LogLimits:
-        """As logs take them."""
         return LogLimits(self.file_bytes, self.files)
 
 

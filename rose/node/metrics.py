@@ -44,7 +44,6 @@ class ReplicaPoller:
         self._is_up = is_up
 
     async def run(self) -> None:
-        """Until cancelled."""
         while True:
             self.reading = await self._read() if self._is_up() else Reading()
             await asyncio.sleep(INTERVAL_S)

@@ -44,7 +44,6 @@ class OpenGrant(threading.Thread):
         self._grant = Grant(GrantMode.RUN, token_budget, max_sequences, epoch=1, reason="profile")
 
     def run(self) -> None:
-        """Until stopped."""
         while not self._ended.wait(TICK_S):
             with self._lock:
                 self._write()

@@ -67,7 +67,6 @@ class LocalBarrier:
         self._here: dict[str, tuple[set[int], asyncio.Future[bool]]] = {}
 
     async def join(self, what: str, rank: int) -> bool:
-        """Part of `Barrier`."""
         if not 0 <= rank < self._size:
             return False
         if what not in self._here:
@@ -153,7 +152,6 @@ class Fanout:
 
     @property
     def size(self) -> int:
-        """Members."""
         return self._communicator.size
 
     def hand(self, name: str, body: bytes | None, root: int) -> bytes | None:
@@ -212,7 +210,6 @@ class NcclCommunicator:
         return got
 
     def abort(self) -> None:
-        """Part of `Communicator`."""
         self._group.abort()
 
 

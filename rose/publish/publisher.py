@@ -155,6 +155,8 @@ class WeightPublisher:
     The trainer's baseline may advance as soon as `publish` returns, whoever has pulled it yet.
     """
 
+    _server_class: type[VersionServer] = VersionServer
+
     def __init__(
         self,
         job: str,
@@ -163,7 +165,6 @@ class WeightPublisher:
         port: int,
         key: SigningKey,
         max_staleness: int = 1,
-        corrupt_every: int = 0,
         *,
         host: str = "127.0.0.1",
         credentials: Credentials = OPEN,
@@ -180,10 +181,9 @@ class WeightPublisher:
         self._job = job
         self._max_staleness = max_staleness
         self._publisher = Publisher(store, job, "rose-trainer", key, on_update=on_update)
-        self._server = VersionServer(
+        self._server = self._server_class(
             store,
             port,
-            corrupt_every,
             credentials=credentials,
             host=host,
             leases=leases,

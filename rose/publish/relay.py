@@ -89,7 +89,7 @@ class Relay:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; what cannot be done raises ConfigError, which the `rose` command says."""
+    """Run a relay; what cannot be done raises ConfigError, which `rose` says."""
     args = _parser().parse_args(argv)
     if not (args.verify_key or args.unsigned):
         raise ConfigError("--verify-key is missing: anybody's weights would be kept; or --unsigned")

@@ -37,7 +37,7 @@ from rose.publish.fetch import publisher_client
 from rose.publish.fetch.fetcher import ChunkFetcher
 from rose.publish.forwarding import ChunkForwarder
 from rose.publish.nccl import Lead
-from weight_transfer import ChunkMissingError, ChunkStore, SigningKey, WeightError
+from weight_transfer import ChunkStore, SigningKey, WeightError
 from weight_transfer.format.manifest import MALFORMED, Count, expiry_of
 from weight_transfer.store.catalog import ReaderPin
 
@@ -140,15 +140,12 @@ class VersionServer:
     hub: of a node that relays. credentials: what callers must show. host: the address to listen at.
     leases: of a publisher that collects. lead: of a node that leads a fixed group of GPUs.
     signer: of a publisher; nobody else has a catalog.
-    corrupt_every: a control for tests and drills. The first answer for every n-th chunk has one bit
-    flipped, which receivers must catch and heal by fetching again; 0 serves everything as it is.
     """
 
     def __init__(
         self,
         store: ChunkStore,
         port: int,
-        corrupt_every: int = 0,
         hub: ChunkFetcher | None = None,
         credentials: Credentials = OPEN,
         host: str = "127.0.0.1",
@@ -163,14 +160,12 @@ class VersionServer:
         self._host = host
         self._store = store
         self._port = port
-        self._corrupt_every = corrupt_every
         self._hub = hub
         self._passing = ChunkForwarder(store, hub) if hub else None
         self._credentials = credentials
         self._leases = leases
         self._lead = lead
         self._signer = signer
-        self._served: set[str] = set()
         self._runner: web.AppRunner | None = None
 
     @property
@@ -230,8 +225,9 @@ class VersionServer:
             if self._passing is None:
                 raise web.HTTPNotFound(text=f"chunk {name} is not here")
             return await self._passing.answer(request, name)
-        if self._corrupt_every:
-            return await self._perhaps_corrupted(name)
+        return await self._stored(name)
+
+    async def _stored(self, name: str) -> web.StreamResponse:
         return web.FileResponse(self._store.chunks_dir / name)
 
     async def _catalog(self, request: web.Request) -> web.Response:
@@ -282,26 +278,11 @@ class VersionServer:
         if token and not compare_digest(shown, f"Bearer {token}".encode()):
             raise web.HTTPUnauthorized(text="bear the token of this cluster")
 
-    async def _perhaps_corrupted(self, name: str) -> web.Response:
-        body = await asyncio.to_thread(self._body, name)
-        first = name not in self._served
-        self._served.add(name)
-        if first and len(self._served) % self._corrupt_every == 0:
-            middle = len(body) // 2
-            body = body[:middle] + bytes([body[middle] ^ 1]) + body[middle + 1 :]
-        return web.Response(body=body)
-
     async def _doubt(self, request: web.Request) -> web.Response:
         self._admit(request)
         if self._hub:  # A relay fetches it again; a publisher has nowhere to fetch it from.
             await asyncio.to_thread(self._store.mend, request.match_info["name"])
         return web.Response(status=204)
-
-    def _body(self, name: str) -> bytes:
-        try:
-            return self._store.get(name)
-        except ChunkMissingError as error:
-            raise web.HTTPNotFound(text=str(error)) from error
 
 
 def _bytes_of(path: Path) -> bytes | None:

@@ -49,7 +49,6 @@ class WarmUpSizes:
 
     @classmethod
     def of(cls, config: Any) -> Self:  # noqa: ANN401 - vLLM's VllmConfig
-        """As vLLM was configured."""
         return cls(
             config.scheduler_config.max_num_seqs,
             config.model_config.max_model_len,

@@ -142,7 +142,6 @@ class _Writer:
         self._level = settings.level or self._quicker()
 
     def write(self) -> None:
-        """All of it."""
         self._append(MAGIC)
         files = [self._shard(shard.path, shard.head, shard.size) for shard in self._new.shards]
         files += [self._other(path) for path in self._new.others]

@@ -145,7 +145,6 @@ class Envelope:
         key.verify(self._message(), self.signature)
 
     def to_bytes(self) -> bytes:
-        """As it is stored and sent."""
         return b"".join((_head(self.kind), self.signature or _UNSIGNED, self.payload))
 
     def _message(self) -> bytes:

@@ -83,7 +83,6 @@ class Layout:
 
     @property
     def row_elements(self) -> int:
-        """Elements of one row."""
         return math.prod(self.shape[1:])
 
     @property

@@ -8,7 +8,7 @@ run     under the engine's pause: compare with the old, write the new, read back
 Processor: where weights are is where they are compared, summed and overwritten.
 
 publisher  compare → a difference; too much has changed → mark, read
-receiver   expand → indices and values; stage, while serving → run, under the engine's pause
+receiver   stage, while serving → run, under the engine's pause; chunks are decoded on the host
 Ranges of weights stay where they are; what is about changed weights comes and goes in host memory.
 All processors give the same bits.
 """
@@ -128,11 +128,6 @@ class Processor(Protocol[Range]):
 
     def digest(self, bits: Range, first: int) -> int:
         """What a range that begins at index `first` adds to the digest of its tensor."""
-
-    def expand(
-        self, old: Range, gaps: NDArray[np.uint32], codes: Bits
-    ) -> tuple[NDArray[np.int64], Bits]:
-        """Return (flat indices, new values). Raises ValueError for changes that are none of old."""
 
     def stage(self, changes: Sequence[RangeChange[Any]], resident_bytes: int) -> Exchange:
         """Bring changes, at least one, to the memory of their targets; nothing is written.

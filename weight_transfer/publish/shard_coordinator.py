@@ -73,7 +73,6 @@ class ShardReport(Struct, frozen=True, forbid_unknown_fields=True):
     tensors: tuple[ShardTensor, ...]
 
     def to_json(self) -> bytes:
-        """As it is sent."""
         return msgspec.json.encode(self)
 
     @classmethod

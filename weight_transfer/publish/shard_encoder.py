@@ -133,7 +133,6 @@ class ShardEncoder:
 
     @property
     def version(self) -> int:
-        """The version that it holds."""
         if self._version is None:
             raise ShardError(f"rank {self._rank} lost its baseline; begin from a checkpoint")
         return self._version

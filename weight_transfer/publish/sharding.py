@@ -56,11 +56,9 @@ class LocalBits:
 
     @property
     def elements(self) -> int:
-        """Weights here."""
         return self.bits.size
 
     def read(self, offset: int, rows: int, width: int, stride: int) -> Bits:
-        """See LocalTensor."""
         if stride == width or rows == 1:
             return self.bits[offset : offset + rows * width]
         step = self.bits.itemsize

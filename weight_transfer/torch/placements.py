@@ -29,16 +29,13 @@ class TorchWeights:
 
     @property
     def dtype(self) -> str:
-        """As it is published."""
         return str(self._dtype).removeprefix("torch.")
 
     @property
     def elements(self) -> int:
-        """Weights here."""
         return self._flat.numel()
 
     def read(self, offset: int, rows: int, width: int, stride: int) -> Bits:
-        """See LocalTensor."""
         part = self._flat[offset : offset + (rows - 1) * stride + width]
         if stride != width:
             part = part.as_strided((rows, width), (stride, 1))

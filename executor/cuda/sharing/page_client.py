@@ -69,11 +69,6 @@ class PageClient:
         return max(0, self.borrowed - self._keep)
 
     @property
-    def connected(self) -> bool:
-        """Whether the lender is there."""
-        return self._connection is not None
-
-    @property
     def available(self) -> int:
         """Borrowed pages that nothing is mapped on, and what there is of its own."""
         return len(self._stock) + self._own.available

@@ -19,14 +19,14 @@ from typing import Final
 from executor.kv.backing import PageBackend
 from executor.kv.capacity_policy import KvFree
 from executor.kv.shrink_plan import Granules, plan_growth
-from executor.vllm.compat import BlockSurface, FullBlockPoolSurface
+from executor.vllm.compat import BlockPoolSurface, BlockSurface
 from executor.vllm.kv.block_pool import BalloonedPool, Block, GranuleQueue
 
 
 class LendingPool(BalloonedPool):
     """A ballooned pool whose held granules are lent."""
 
-    def __init__(self, pool: FullBlockPoolSurface, granules: Granules, pages: PageBackend) -> None:
+    def __init__(self, pool: BlockPoolSurface, granules: Granules, pages: PageBackend) -> None:
         self._stock = type(pool.free_block_queue)
         super().__init__(pool, granules, pages)
 
@@ -105,7 +105,7 @@ class HostMemoryLendingPool(LendingPool):
 
     _queue: LendingQueue[BlockSurface]
 
-    def __init__(self, pool: FullBlockPoolSurface, granules: Granules, pages: PageBackend) -> None:
+    def __init__(self, pool: BlockPoolSurface, granules: Granules, pages: PageBackend) -> None:
         # What went wrong in an allocation, where nothing may: the blocks came back, the memory
         # under them may be counted wrong.
         self._failure: Exception | None = None

@@ -17,31 +17,18 @@ nobody either. On a GPU pages come back when those who have them gave them back:
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 from executor.errors import DeviceError, LendingError, LoanError, MappingLost
 from executor.kv.backing import NoPages, PageBackend
 from executor.kv.capacity_policy import LendingCore, LendingLimits
 from executor.kv.shrink_plan import Granules
-from executor.vllm.compat import check_version
+from executor.vllm.compat import RequestSurface, check_version
 from executor.vllm.host.block_pools import CudaLendingPool, HostMemoryLendingPool, LendingPool
 from executor.vllm.kv.backing import kv_pages
 from executor.vllm.settings import AUTO
 
 HOLD_NS: Final = 250_000_000
-
-
-class RunningSurface(Protocol):
-    """vllm.v1.request.Request, as far as a step's blocks depend on it."""
-
-    request_id: str
-    num_computed_tokens: int
-    num_output_placeholders: int
-
-    @property
-    def num_tokens_with_spec(self) -> int:
-        """Tokens of prompt and output so far, and drafted ones."""
-        ...
 
 
 class SkipPolicy:
@@ -56,7 +43,7 @@ class SkipPolicy:
         self.short_blocks = 0
 
     def choose(
-        self, now_ns: int, running: Sequence[RunningSurface], free_blocks: int, lent: int
+        self, now_ns: int, running: Sequence[RequestSurface], free_blocks: int, lent: int
     ) -> frozenset[str]:
         """The ids of those that skip the next step, the last ones first; none holds for ever.
 
@@ -90,7 +77,7 @@ class SkipPolicy:
         each = 1 + -(-self._lookahead // self._block_tokens)
         return running * each + self._step_tokens // self._block_tokens
 
-    def _needs(self, request: RunningSurface) -> tuple[int, int]:
+    def _needs(self, request: RequestSurface) -> tuple[int, int]:
         """Blocks for the next step, and for all tokens that are there."""
         computed = request.num_computed_tokens
         tokens = request.num_tokens_with_spec + request.num_output_placeholders - computed
@@ -220,7 +207,7 @@ class HostLender:
         count = self._core.step(now_ns, free, demand, idle=False)
         self._take_back(max(0, -count))
 
-    def held_back(self, running: Sequence[RunningSurface]) -> frozenset[str]:
+    def held_back(self, running: Sequence[RequestSurface]) -> frozenset[str]:
         """The ids of running requests that are to skip the step that is scheduled now."""
         if self._hold is None:
             return frozenset()

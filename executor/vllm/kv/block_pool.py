@@ -21,7 +21,7 @@ from typing import Final, Generic, TypeVar
 
 from executor.kv.backing import PageBackend
 from executor.kv.shrink_plan import Granules, GranuleUse
-from executor.vllm.compat import BlockSurface, FullBlockPoolSurface
+from executor.vllm.compat import BlockPoolSurface, BlockSurface
 
 COLD_SHARE: Final = 1 / 8
 # Bounds the work of one allocation in a large pool.
@@ -178,7 +178,7 @@ class GranuleQueue(Generic[Block]):
 class BalloonedPool:
     """Takes the place of the pool's free queue; `fence` counts the engine's steps."""
 
-    def __init__(self, pool: FullBlockPoolSurface, granules: Granules, pages: PageBackend) -> None:
+    def __init__(self, pool: BlockPoolSurface, granules: Granules, pages: PageBackend) -> None:
         self._pool = pool
         self._queue = self._queue_of(granules, pool.free_block_queue.get_all_free_blocks())
         pool.free_block_queue = self._queue

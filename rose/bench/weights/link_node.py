@@ -91,7 +91,7 @@ def _say(**fields: object) -> None:
 
 
 def main(words: Sequence[str]) -> None:
-    """Entry point."""
+    """Run one node until its parent has heard all."""
     role, folder, url, *rest = words
     if role == "origin":
         asyncio.run(_origin(Path(folder), url))

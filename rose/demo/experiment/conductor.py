@@ -47,7 +47,6 @@ class LossyJournal:
         session_id: str,
         min_version: int | None = None,
     ) -> Turn:
-        """Generate one turn. Raises RolloutError when that is impossible."""
         turn = await self._source.generate(
             token_ids,
             sampling,

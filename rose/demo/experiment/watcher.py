@@ -52,7 +52,6 @@ class Watcher:
         return reply.epoch
 
     async def gateway(self) -> GatewayFigures:
-        """The gateway's counters."""
         try:
             async with self._http.get(f"{self._gateway_url}/rose/v1/stats") as response:
                 body: dict[str, Any] = await response.json()

@@ -171,7 +171,7 @@ def _recipe_hash() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point."""
+    """Make the models that the arguments name."""
     parser = argparse.ArgumentParser(prog="rose.demo.frozen_lake.models", description=__doc__)
     parser.add_argument("--cache", type=Path, required=True)
     parser.add_argument("--long-turns", action="store_true")

@@ -15,7 +15,7 @@ from rose.demo.training.rollouts import Trajectory
 from rose.errors import ConfigError
 from rose.logs.eventlog import KEEP_ALL, JsonlLog
 
-Control = Literal["none", "shuffled-advantage", "lr0", "drop-token"]
+Control = Literal["none", "shuffled-advantage", "lr0", "drop-token", "corrupt-chunk"]
 
 
 class TrainConfig(BaseModel):
@@ -41,7 +41,6 @@ class TrainConfig(BaseModel):
     max_staleness: int = Field(default=1, ge=0, le=2)
     held_out_maps: int = Field(default=512, ge=0, le=512)
     control: Control = "none"
-    corrupt_every: int = Field(default=0, ge=0)
     long_turns: bool = False
     torch_threads: int = Field(default=1, ge=1)
 
@@ -80,7 +79,6 @@ class TrainRecords:
                 self._turns.write(record)
 
     def close(self) -> None:
-        """Close the files."""
         for log in (self._turns, self._trajectories, self._steps):
             log.close()
 

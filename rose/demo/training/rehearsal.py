@@ -184,7 +184,7 @@ class _Decoder:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point."""
+    """Train on seeds and print how success rose."""
     parser = argparse.ArgumentParser(prog="rose.demo.training.rehearsal", description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cache", type=Path, default=Path("out/models"))

@@ -96,7 +96,6 @@ class ChatDialect:
         self._model = model
 
     async def read(self, body: bytes, headers: Mapping[str, str]) -> ApiRequest:
-        """The request. Raises TurnError."""
         asked = wire.read_json(_decoder, body)
         self._model.check_name(asked.model)
         _check(asked)
@@ -128,11 +127,9 @@ class ChatDialect:
         return ApiRequest(turns, bool(asked.stream), answer, start, event_ids)
 
     def error(self, error: TurnError) -> bytes:
-        """Body of an error answer."""
         return wire.vllm_error(error)
 
     def broken(self, error: TurnError) -> bytes:
-        """Event for an error in the middle of a stream."""
         return wire.event(wire.vllm_error(error)) + wire.DONE
 
     async def _prompt(self, asked: _Body) -> list[int]:
@@ -230,7 +227,6 @@ class ChatAnswer:
         self._usage_always = options.always
 
     def whole(self, feeds: Sequence[TokenStream]) -> bytes:
-        """Body of a 200."""
         choices = []
         for index, feed in enumerate(feeds):
             end = len(feed.tokens)
@@ -271,7 +267,6 @@ class ChatAnswer:
         return b"".join(events)
 
     def part(self, index: int, feed: TokenStream, start: int, end: int) -> bytes:
-        """Event with tokens [start, end)."""
         over = feed.finish_reason is not None and end == len(feed.tokens)
         choice: dict[str, object] = {
             "index": index,
@@ -286,7 +281,6 @@ class ChatAnswer:
         return wire.event(wire.encode(self._chunk(feed, [choice], self._usage(feed, end))))
 
     def close(self, feeds: Sequence[TokenStream]) -> bytes:
-        """Token counts where they were asked for, and the end mark."""
         if not self._usage_at_end:
             return wire.DONE
         usage = wire.ShortUsage(*wire.usage(feeds, [len(self._prompt)]))

@@ -111,7 +111,6 @@ class OpenAIBody(OriginFields, gc=False):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def sampling(self, max_tokens: int) -> Sampling:
-        """How to sample."""
         return Sampling(
             max_tokens,
             1.0 if self.temperature is None else self.temperature,
@@ -198,7 +197,6 @@ class CompletionDialect:
         self._model = model
 
     async def read(self, body: bytes, headers: Mapping[str, str]) -> ApiRequest:
-        """The request. Raises TurnError."""
         asked = wire.read_json(_decoder, body)
         self._model.check_name(asked.model)
         asked.check()
@@ -236,11 +234,9 @@ class CompletionDialect:
         return ApiRequest(turns, bool(asked.stream), answer, start, event_ids)
 
     def error(self, error: TurnError) -> bytes:
-        """Body of an error answer."""
         return wire.vllm_error(error)
 
     def broken(self, error: TurnError) -> bytes:
-        """Event for an error in the middle of a stream."""
         return wire.event(wire.vllm_error(error)) + wire.DONE
 
     async def _prompts(self, asked: _Body) -> list[list[int]]:
@@ -346,7 +342,6 @@ class CompletionAnswer:
         self._offsets: dict[int, int] = {}
 
     def whole(self, feeds: Sequence[TokenStream]) -> bytes:
-        """Body of a 200."""
         choices = []
         for index, feed in enumerate(feeds):
             end = len(feed.tokens)
@@ -370,12 +365,10 @@ class CompletionAnswer:
         )
 
     def begin(self, feeds: Sequence[TokenStream]) -> bytes:
-        """Nothing comes before the first tokens."""
         del feeds
         return b""
 
     def part(self, index: int, feed: TokenStream, start: int, end: int) -> bytes:
-        """Event with tokens [start, end)."""
         over = feed.finish_reason is not None and end == len(feed.tokens)
         choice = _ChunkChoice(
             index,
@@ -393,7 +386,6 @@ class CompletionAnswer:
         return wire.event(wire.encode(_Chunk(*self._head(feed), [choice])))
 
     def close(self, feeds: Sequence[TokenStream]) -> bytes:
-        """Token counts where they were asked for, and the end mark."""
         if not self._usage_at_end:
             return wire.DONE
         usage = wire.ShortUsage(*wire.usage(feeds, [len(prompt) for prompt in self._prompts]))

@@ -146,7 +146,6 @@ class SglangDialect:
         self._model = model
 
     async def read(self, body: bytes, headers: Mapping[str, str]) -> ApiRequest:
-        """The request. Raises TurnError."""
         asked = wire.read_json(_decoder, body)
         params = asked.sampling_params or _SamplingBody()
         refuse_unsupported(asked, NEUTRAL)
@@ -184,11 +183,9 @@ class SglangDialect:
         return ApiRequest(turns, bool(asked.stream), answer, start, event_ids)
 
     def error(self, error: TurnError) -> bytes:
-        """Body of an error answer."""
         return wire.encode({"error": {"message": wire.clean(str(error))}})
 
     def broken(self, error: TurnError) -> bytes:
-        """Event for an error in the middle of a stream."""
         fault = {
             "message": wire.clean(str(error)),
             "type": "invalid_request_error" if error.status < 500 else "server_error",
@@ -258,7 +255,6 @@ class SglangAnswer:
         return wire.encode(answers if self._batch else answers[0])
 
     def begin(self, feeds: Sequence[TokenStream]) -> bytes:
-        """Nothing comes before the first tokens."""
         del feeds
         return b""
 

@@ -137,7 +137,6 @@ class VllmDialect:
         self._model = model
 
     async def read(self, body: bytes, headers: Mapping[str, str]) -> ApiRequest:
-        """The request. Raises TurnError."""
         asked = wire.read_json(_decoder, body)
         self._model.check_name(asked.model)
         params = asked.sampling_params
@@ -171,11 +170,9 @@ class VllmDialect:
         return ApiRequest(turns, bool(asked.stream), answer, start, event_ids)
 
     def error(self, error: TurnError) -> bytes:
-        """Body of an error answer."""
         return wire.vllm_error(error)
 
     def broken(self, error: TurnError) -> bytes:
-        """Event for an error in the middle of a stream."""
         return wire.event(wire.vllm_error(error)) + wire.DONE
 
 
@@ -276,7 +273,6 @@ class VllmAnswer:
         self._usage_always = options.always
 
     def whole(self, feeds: Sequence[TokenStream]) -> bytes:
-        """Body of a 200."""
         choices = [
             self._choice(index, feed, 0, len(feed.tokens), _named_logprob)
             for index, feed in enumerate(feeds)
@@ -304,12 +300,10 @@ class VllmAnswer:
         )
 
     def begin(self, feeds: Sequence[TokenStream]) -> bytes:
-        """Nothing comes before the first tokens."""
         del feeds
         return b""
 
     def part(self, index: int, feed: TokenStream, start: int, end: int) -> bytes:
-        """Event with tokens [start, end)."""
         choice = self._choice(index, feed, start, end, _token_logprob)
         head = (self._request_id, self._usage(feed, end), "tokens", [choice])
         spans = wire.versions(feed.spans(start, end))
@@ -322,7 +316,6 @@ class VllmAnswer:
         return wire.event(wire.encode(_Chunk(*head, spans)))
 
     def close(self, feeds: Sequence[TokenStream]) -> bytes:
-        """Token counts where they were asked for, and the end mark."""
         if not self._usage_at_end:
             return wire.DONE
         counts = wire.ShortUsage(*wire.usage(feeds, [self._prompt_tokens]))

@@ -28,7 +28,6 @@ class RoseLink:
     path = "/rose/v1/generate"
 
     def encode(self, request: TurnRequest, attempt: Attempt) -> bytes:
-        """Body of a streamed request for the rest of the turn."""
         return _encode(
             _Body(
                 request.attempt_id(attempt.number),
@@ -40,7 +39,6 @@ class RoseLink:
         )
 
     def reader(self) -> "_Reader":
-        """A reader for one new stream."""
         return _Reader()
 
 

@@ -87,7 +87,6 @@ class SglangLink:
         return _encode(_Body(rid, attempt.token_ids, sampling))
 
     def reader(self) -> "_Reader":
-        """A reader for one new stream."""
         return _Reader()
 
 

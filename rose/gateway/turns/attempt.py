@@ -158,11 +158,9 @@ class AttemptReceiver:
         self._over.cancel()
 
     def status(self, code: int) -> None:
-        """Part of `Receiver`."""
         self._status = code
 
     def body(self, data: bytes) -> None:
-        """Part of `Receiver`."""
         if self._status != OK:
             self._fault += data[: MAX_FAULT_BYTES - len(self._fault)]
         elif not self._over.done():
@@ -175,7 +173,6 @@ class AttemptReceiver:
                 self._over.set_result(broken(error))
 
     def ended(self, error: Exception | None) -> None:
-        """Part of `Receiver`."""
         if self._over.done():
             return
         text = self._fault.decode("utf-8", "replace")

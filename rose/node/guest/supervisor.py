@@ -155,7 +155,6 @@ class Supervisor:
         return self._engine.headers if self._engine else {}
 
     async def run(self) -> None:
-        """Until stopped."""
         backoff_s = FIRST_BACKOFF_S
         adopted = await self._adopt()
         while not self._stopping.is_set():

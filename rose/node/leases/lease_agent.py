@@ -157,12 +157,10 @@ class LeaseAgent:
         self._wake.set()
 
     def engine_down(self) -> None:
-        """It is gone."""
         self.core.engine_down()
         self._wake.set()
 
     async def run(self) -> None:
-        """Until cancelled."""
         while True:
             self._wake.clear()
             step = self.core.next(time.monotonic(), self._aborted)

@@ -177,7 +177,6 @@ class SchedulerSession:
         self._changed.set()
 
     async def run(self) -> None:
-        """Until cancelled."""
         backoff_s = FIRST_BACKOFF_S
         async with make_channel(self._scheduler) as channel:
             stub = rose_pb2_grpc.SchedulerStub(channel)

@@ -132,12 +132,10 @@ class BoundedClaim:
     grows. Pure. Who takes that memory meanwhile makes the figure too large, which is safe."""
 
     def __init__(self, mapped_bytes: int, free_bytes: int) -> None:
-        """As they are at the beginning."""
         self._mapped_bytes = mapped_bytes
         self._free_bytes = free_bytes
 
     def held_bytes(self, mapped_bytes: int, free_bytes: int) -> int:
-        """As they are now."""
         claimed = self._mapped_bytes - mapped_bytes
         return self._mapped_bytes - max(0, min(claimed, free_bytes - self._free_bytes))
 

@@ -181,7 +181,6 @@ class Updates:
         self._wake.set()
 
     async def run(self) -> None:
-        """Until cancelled."""
         pause_s = FIRST_PAUSE_S
         while True:
             self._wake.clear()

@@ -146,13 +146,11 @@ class EngineStamps:
         self._engine = weakref.proxy(engine)
 
     def starts(self, collector: Any) -> Sequence[Start] | None:  # noqa: ANN401 -- see Stamps
-        """See Stamps."""
         state = self._engine.output_processor.request_states.get(collector.request_id)
         found: Sequence[Start] | None = None if state is None else state.weight_version_starts
         return found
 
     async def activate(self, version: int) -> None:
-        """See Stamps."""
         await self._engine.update_weight_version(str(version))
 
 
@@ -170,11 +168,9 @@ class CountedStamps:
         queue.put_nowait = self._count_and_put
 
     def starts(self, collector: Any) -> list[Start]:  # noqa: ANN401 -- see Stamps
-        """See Stamps."""
         return self._starts.setdefault(collector, [])
 
     async def activate(self, version: int) -> None:
-        """See Stamps."""
         self._version = str(version)
 
     def _count_and_put(self, outputs: Any) -> None:  # noqa: ANN401 -- EngineCoreOutputs or an error

@@ -350,7 +350,7 @@ class Leasing:
         lease = self._book.grant(move.job, offer.replica, now_s, seen_epoch=offer.epoch)
         self._stream_of[offer.replica] = view.stream
         self._holdings[offer.replica] = Holding(move.job, offer, now_s)
-        self._healths.leased(offer.replica, lease.epoch, now_s)
+        self._healths.leased(offer.replica, lease.epoch)
         self._note("lease", move, now_s)
         fields = {**_fields(lease), "node": view.node, "kind": offer.kind.value, "why": move.why}
         return [

@@ -73,14 +73,12 @@ class CudaOrder:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """What is begun inside runs beside the engine's steps, and has ended when this does."""
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         with torch.cuda.device(self._device), torch.cuda.stream(stream):
             yield
             stream.synchronize()
 
     def settle(self) -> None:
-        """Wait for all that this process has begun on the device."""
         torch.cuda.synchronize(self._device)
 
 

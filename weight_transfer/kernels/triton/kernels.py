@@ -29,38 +29,20 @@ Triton: weights are overwritten where they changed, and read back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, cast, overload
+from collections.abc import Callable
+from typing import Any
 
 import triton
 import triton.language as tl
 
-if TYPE_CHECKING:
-    pass
 
+def launched(kernel: Callable[..., Any] | None = None, **options: Any) -> Any:  # noqa: ANN401
+    """Return `kernel` as device code, which is compiled anew for each combination of types.
 
-class Kernel(Protocol):
-    """A compiled function: `kernel[grid](...)` launches it, another kernel just calls it."""
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        """What runs as many programs."""
-
-    def __call__(self, *arguments: Any) -> Any:  # noqa: ANN401 -- what Triton makes of it
-        """Only inside of another kernel."""
-
-
-@overload
-def launched(kernel: Callable[..., Any]) -> Kernel: ...
-@overload
-def launched(*, do_not_specialize: Sequence[str]) -> Callable[[Callable[..., Any]], Kernel]: ...
-
-
-def launched(kernel: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """Return `kernel` as device code; it is compiled anew for each combination of types.
-
-    And of alignments, but for what `do_not_specialize` names.
+    And of alignments, but for what the option `do_not_specialize` names. `kernel[grid](...)`
+    launches it; inside of another kernel it is called.
     """
-    return cast("Kernel", triton.jit(kernel, **options))
+    return triton.jit(kernel, **options)
 
 
 @launched
@@ -192,26 +174,6 @@ def describe(
     start = gamma_times((first + index).to(tl.uint64))
     grown = tl.where(inside, finalise(start + after) - finalise(start + before), 0)
     tl.store(sums + program, tl.sum(grown, 0).to(tl.int64, bitcast=True))
-
-
-@launched
-def change(
-    old: tl.tensor,
-    indices: tl.tensor,
-    codes: tl.tensor,
-    values: tl.tensor,
-    count: tl.tensor,
-    width_bits: tl.constexpr,
-    tile_size: tl.constexpr,
-) -> None:
-    """The way back: `values` are the weights of `old` at `indices`, changed by `codes`."""
-    at = tl.program_id(0).to(tl.int64) * tile_size + tl.arange(0, tile_size)
-    inside = at < count
-    index = tl.load(indices + at, mask=inside, other=0)
-    code = widened(tl.load(codes + at, mask=inside, other=0), width_bits)
-    before = widened(tl.load(old + index, mask=inside, other=0), width_bits)
-    after = before + ((code >> 1) ^ (0 - (code & 1)))
-    tl.store(values + at, after.to(values.dtype.element_ty), mask=inside)
 
 
 @launched

@@ -90,7 +90,6 @@ class LoaderMap:
         return tuple(self._rectangles)
 
     def parameter(self, name: str) -> torch.Tensor:
-        """A live parameter."""
         return self._live[name]
 
     def flat(self, name: str) -> torch.Tensor:

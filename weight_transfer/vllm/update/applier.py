@@ -86,7 +86,6 @@ class ParameterSlices:
 
     @property
     def parts(self) -> tuple[PlacedChange, ...]:
-        """All of them."""
         return tuple(part for parts, _ in self.groups for part in parts)
 
 
