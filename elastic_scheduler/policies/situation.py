@@ -1,9 +1,8 @@
-"""What a policy decides over, and what it decides.
+"""Input, output and interface of a leasing policy, and the policies by name.
 
-What every policy is, and their names.
-
-Operator's modes, lease epochs and expiry are not theirs: a policy sees only what may be leased, and
-what it says is carried out by whoever keeps the leases.
+A policy sees one `Situation` (offers that may be leased, leases that may be kept, jobs and their
+demand) and returns one `Decision`. Operator's modes, lease epochs and expiry are not its business:
+the scheduler filters the offers before and carries out the moves afterwards.
 """
 
 import importlib

@@ -1,10 +1,8 @@
-"""One try at one sample of one prompt, and the samples of a group.
+"""Types of the rollout buffer: samples, groups, the plan of a step, training steps and progress.
 
-What a trainer's steps are made of, and what may be spent on them.
-
-What a trainer is handed: complete groups, and those that were given up.
-
-What became of a feed's prompts and samples.
+`SampleRun` is one try at one sample of one prompt, `GroupSamples` the samples of a prompt.
+A trainer sets the `StepPlan` and receives a `TrainingStep`: complete groups, and the prompts that
+were given up.
 """
 
 from dataclasses import dataclass, field
