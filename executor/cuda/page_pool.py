@@ -1,6 +1,7 @@
-"""Where physical pages of a GPU come from, and where they go.
+"""Pool of a GPU's physical pages, and the use counts that say which of them can be released.
 
-Which pages the granules of a KV cache lie on, and which of them nobody needs.
+`PagePool` creates pages through the driver and keeps some spare. `PageRefcounts` maps the granules
+of a KV cache to the pages they lie on, and knows which pages no mapped granule needs.
 """
 
 from collections.abc import Collection, Sequence

@@ -1,12 +1,11 @@
-"""What backs KV blocks with physical memory, behind one interface for every kind of memory.
+"""Physical memory behind KV blocks: one interface for every kind, and host memory behind it.
 
-Memory of this process: give whole pages back to the machine, and count those that are there.
+`PageBackend` is the interface. `NoPages` is for memory that this process cannot reach.
 
-KV memory on the host: pages go by MADV_DONTNEED and come back, zeroed, when they are touched.
-
-A page that two blocks share is given back when both are held. What counts as returned is what was
-measured not to be resident, never what was asked for. What is held may not be part of a huge page,
-or a touch beside it would bring it back.
+`HostPages` gives whole pages back to the machine by MADV_DONTNEED; they come back, zeroed, when
+they are touched. A page that two blocks share is released once both blocks are held. Bytes count as
+returned when they were measured not to be resident, never because a call asked for it. Held memory
+may not be part of a huge page, or a touch beside it would bring it back.
 """
 
 import ctypes

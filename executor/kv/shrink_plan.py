@@ -1,11 +1,12 @@
-"""Granules: the runs of KV blocks that are taken from a guest, and given back to it, as a whole.
+"""Shrink plans of the KV balloon: which granules of KV blocks a guest gives back or gets back.
 
-Which rollouts to preempt so that granules of KV blocks become empty: the cheapest ones.
-
-The KV balloon's decisions: how many granules a guest may keep, and which ones go first.
+A granule is a run of KV blocks that is taken from a guest, and given back to it, as a whole.
 
     mapped ── take ──> held        pages go back once no step in flight can touch them
     held ── give back ──> mapped   pages are there again before the blocks re-enter the pool
+
+Free granules go first. Where these are too few, `empty_cheapest` picks the rollouts to preempt that
+cost least to recompute.
 
 Granule 0 holds vLLM's null block and is never taken, so the tightest cap is 1. A cap of 0 means
 that none is set: zeroed memory and a node without KV policy leave the guest as large as it started.

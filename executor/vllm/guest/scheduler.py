@@ -1,8 +1,9 @@
-"""`--scheduler-cls executor.vllm.guest.scheduler.GatedScheduler`: no step without the gate's leave.
+"""Guest scheduler of vLLM: every step needs the gate's leave, and oversized requests are aborted.
 
-Requests that outgrew what a guest may hold: ended at once, so that they go on elsewhere.
+Loaded by `--scheduler-cls executor.vllm.guest.scheduler.GatedScheduler`.
 
-vLLM would wait for blocks that do not come, and everything behind such a request with it.
+A request that outgrew the guest's KV cap is aborted at once, so that it goes on elsewhere. vLLM
+would wait for blocks that do not come, and block everything behind the request with it.
 """
 
 import logging

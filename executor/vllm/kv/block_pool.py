@@ -1,17 +1,17 @@
-"""A free queue for vLLM's BlockPool that fills and empties whole granules.
+"""vLLM's block pool with granules of blocks that can leave it and come back.
 
-Stock vLLM hands out free blocks in the order of their last use, wherever they lie: a pool that is
-half free then has hardly one granule without a block in use. Here blocks come
+`GranuleQueue` is the free queue. Stock vLLM hands out free blocks in the order of their last use,
+wherever they lie: a pool that is half free then has hardly one granule without a block in use. Here
+blocks come
 
     1. without cached content, from the granule with the fewest free blocks
     2. with cached content, from the fullest granule among the COLD_SHARE least recently freed ones
 
-so that prefixes are still forgotten roughly in the order of their last use.
+so that prefixes are still evicted roughly in the order of their last use.
 
-vLLM's block pool with granules that can leave it and come back.
-
-A held granule's blocks are in no queue and in no cache, and the pool counts itself smaller by
-them, so that vLLM's own accounting (usage, reset of the prefix cache) stays right.
+`BalloonedPool` takes granules out of the pool. A held granule's blocks are in no queue and in no
+cache, and the pool counts itself smaller by them, so that vLLM's own accounting (usage, reset of
+the prefix cache) stays right.
 """
 
 from collections import OrderedDict
