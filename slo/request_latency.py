@@ -1,7 +1,4 @@
-"""What one request experienced.
-
-How many requests met their targets.
-"""
+"""Latencies of one finished request, and attainment: how many requests met their targets."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
