@@ -1,16 +1,15 @@
-"""How one range of weights became another: what of it is coded, wherever the weights are.
-
-Exchanging weights where they are: old values for new ones, and back.
-
-stage   while serving: what is exchanged is brought to the weights' memory; nothing is written
-run     under the engine's pause: compare with the old, write the new, read back
-
-Processor: where weights are is where they are compared, summed and overwritten.
+"""Interface of a kernel backend: weights are compared, summed and overwritten where they are.
 
 publisher  compare → a difference; too much has changed → mark, read
 receiver   expand → indices and values; stage, while serving → run, under the engine's pause
-Ranges of weights stay where they are; what is about changed weights comes and goes in host memory.
-All processors give the same bits.
+
+An `Exchange` puts new values in the place of old ones, and back:
+
+stage   while serving: the changes are brought to the weights' memory; no weight is written
+run     under the engine's pause: compare with the old, write the new, read back
+
+Ranges of weights stay where they are; data about changed weights comes and goes in host memory.
+All backends give the same bits.
 """
 
 from __future__ import annotations

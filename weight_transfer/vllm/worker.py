@@ -1,9 +1,8 @@
-"""EngineModel: the few things of a running vLLM worker that weight updates need.
+"""Worker extension of vLLM: weight updates by `collective_rpc`, on every rank.
 
-Worker extension: weight updates inside a vLLM worker, by `collective_rpc`, on every rank.
-
-init → (stage → commit → rollback?)*; audit at any time. See `replica_weights`.
-`stage` does at once what `stage_begin`, `stage_poll` and `stage_step` do between engine steps.
+init → (stage → commit → rollback?)*; audit at any time. See `update/replica_weights.py`.
+`stage` does at once the work that `stage_begin`, `stage_poll` and `stage_step` spread between
+engine steps.
 """
 
 from __future__ import annotations
