@@ -1,8 +1,7 @@
-"""Text in and out, for the routes that have it: a tokenizer's folder, loaded once.
+"""Text codec: text in and out, for the routes that have it, with the tokenizer of the served model.
 
-Text is settled token by token: after token k exactly `ends[k]` characters are final, whoever asks.
-
-The one model that a gateway serves: its name, its length, its tokenizer.
+A tokenizer's folder is loaded once. Text is settled token by token: after token k exactly `ends[k]`
+characters are final, for every reader.
 """
 
 from array import array

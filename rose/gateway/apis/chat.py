@@ -1,9 +1,8 @@
-"""What a caller may say about the rendering of a conversation: the template's variables alone.
-
-OpenAI's `POST /v1/chat/completions`, as vLLM 0.32 reads and writes it; needs a tokenizer.
+"""OpenAI's `POST /v1/chat/completions`, as vLLM 0.32 reads and writes it; needs a tokenizer.
 
 Fields of ROSE: `min_version`, `exact_version`, `timeout_s`, `resume_from` in; `versions` in every
-choice out. Tools and structured output are engine features that rollout replicas do not have.
+choice out. Of the rendering options a caller may set the template's variables alone. Tools and
+structured output are engine features that rollout replicas do not have.
 """
 
 from collections.abc import Mapping, Sequence

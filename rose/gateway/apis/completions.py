@@ -1,6 +1,4 @@
-"""What OpenAI's two routes share, as vLLM 0.32 reads them: sampling fields and their checks.
-
-OpenAI's `POST /v1/completions`, as vLLM 0.32 reads and writes it.
+"""OpenAI's `POST /v1/completions`, as vLLM 0.32 reads and writes it; fields shared with chat.
 
 Prompts are texts (with a tokenizer) or token ids, one or many. Fields of ROSE: `min_version`,
 `exact_version`, `timeout_s`, `resume_from` in; `versions` in every choice out.
