@@ -1,7 +1,4 @@
-"""An engine in a node's file: the host that it guards, and the replicas that it runs.
-
-The file that a node daemon is started with.
-"""
+"""Configuration file of a node daemon: its host, its replicas, and how it fetches weights."""
 
 import json
 from collections.abc import Mapping

@@ -1,8 +1,7 @@
-"""What an engine without a control page says about itself, asked now and then.
+"""Metrics of a node: `/metrics` on a thread of its own, so that a stuck daemon still serves it.
 
-Gauges that are read from the node's own state at the moment of the scrape.
-
-`/metrics` of a node: served by a thread of its own, so that a stuck daemon still shows it.
+Gauges are read from the node's state at the moment of the scrape. `ReplicaPoller` asks an engine
+without a control page for its figures now and then.
 """
 
 import asyncio

@@ -1,6 +1,8 @@
-"""Where a process ended up below all others: read back from the kernel, not from what was asked.
+"""CPU placement of a guest: its low priority, read back, and a boost while it owes memory.
 
-What is done about a guest that keeps memory which its host took back.
+`CpuPlacement` is read back from the kernel, because a request to lower a priority can fail
+silently. `CpuBoost` gives a core to a guest that keeps KV memory which its host took back, so that
+it can return it.
 """
 
 import logging

@@ -1,8 +1,8 @@
-"""A guest that lives and does nothing any more: without a core, stopped, or stuck for too long.
+"""Supervisor of an engine: adopts or starts it, watches it, restarts it a bounded number of times.
 
-What stands against an engine, asked again and again while it runs.
-
-Keeps one engine running: adopt or start, watch, restart a bounded number of times, end.
+`HangWatch` finds a guest that lives and makes no progress: without a core, stopped, or stuck for
+too long. `SupervisorHooks` are the caller's objections to the engine, asked again and again while
+it runs.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
-"""What a guest holds, as whoever hands the memory out counts it.
+"""Memory gauges: how much memory a guest holds, by the kernel or by the GPU's driver.
 
-What a guest on a GPU holds of it.
+On a GPU:
 
     driver lists its processes, and with how much ──► that
     driver does not (a container, whose process numbers or memory it does not tell)
@@ -8,7 +8,7 @@ What a guest on a GPU holds of it.
 
 Which of the two is settled with the first figure: they do not compare with each other.
 
-The GPUs of a node's replicas: found before anything starts, asked when it matters.
+`Gpus` finds the cards of a node's replicas before anything starts.
 """
 
 import asyncio

@@ -1,9 +1,10 @@
-"""The versions a node knows of, and which one a replica needs next.
-
-The way of one replica to a version: planned, leased, fetched; the engine takes it at once.
+"""Fetch of one replica's next update: planned, leased, and fetched from the publisher or a relay.
 
 held ──δ──► … ──δ──► target       one folded update: versions between are never active here
-base ──δ──► … ──δ──► target       where that is fewer bytes, or what is held is not what it says
+base ──δ──► … ──δ──► target       where that is fewer bytes, or the held weights are not the version
+
+`AnnouncedVersions` are the versions that the node knows of; they say which one a replica needs
+next.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,8 @@
-"""The weights' side of a node's network: what it fetches with, and what it passes on.
+"""Weight updates of a node's engines: the newest version is fetched, applied and proven at once.
 
-Brings the newest policy version to one engine: at once, proven before it counts.
+`WeightNetwork` is the node's part of the weight plane: the fetcher for its own replicas and, where
+configured, the relay for its neighbours. `Updates` keeps one engine at the newest version; a
+version counts only when the engine has proven it.
 """
 
 import asyncio
