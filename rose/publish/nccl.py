@@ -1,24 +1,23 @@
-"""A fixed group brings a version together: each chunk comes once, to one member, and is handed on.
+"""NCCL fan-out of a version inside a fixed group of GPUs: one member has a chunk, all get it.
 
-    muster ─ all are here ─► chunk by chunk, in the manifest's order: its owner obtains it as any
-      │                      node does, and hands it to all ─► what is missing then: over HTTP
-      └─ one does not come: everybody over HTTP
-A member that dies on the way leaves the others waiting, so every call has a limit; after one that
-ran out the group is over, until its members are started anew together.
+    barrier ─ all are here ─► chunk by chunk, in the manifest's order: its owner fetches it as any
+      │                       node does, and broadcasts it ─► missing chunks afterwards: over HTTP
+      └─ a member is missing: everybody over HTTP
 
-Whether all members of a fixed group are about to bring the same version, now.
+Barrier. An NCCL broadcast can be given up only by giving up the group. So members first meet over
+HTTP, at their leader: a member that is down, or behind, does not come, and the broadcast is
+skipped.
 
-Handing around by NCCL can only be given up by giving up the group. So members meet before it, over
-HTTP, at their leader: a member that is down, or behind, just does not come.
+Rendezvous. The group's leader names it (`/group`), and all members join under that name.
 
-How a fixed group of GPUs comes together: its leader names it, all join under that name.
-
-Fan-out inside a fixed group of GPUs: one has a chunk, all get it over their own links.
+Broadcast. All members make the same calls in the same order, and each call waits for all of them:
 
 root   length (8 bytes) ──► bytes ──► everybody checks the name
 
-All members make the same calls in the same order, and each call waits for all of them: `group`
-sees to both. Not measured on a GPU yet.
+A member that dies on the way leaves the others waiting, so every call has a limit. After a call
+that ran out the group is over, until its members are started anew together.
+
+Not measured on a GPU yet.
 """
 
 from __future__ import annotations

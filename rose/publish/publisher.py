@@ -1,6 +1,7 @@
-"""WeightPublisher: what a trainer calls after each update of its policy.
+"""Weight publisher: called by a trainer after each update of its policy.
 
-Upkeep: what a publisher does behind the training: bases, collection, fresh signatures.
+A version is durable first, then announced. `RetentionTask` works behind the training: it makes base
+snapshots, collects garbage, and renews signatures.
 """
 
 import asyncio

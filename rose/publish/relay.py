@@ -1,6 +1,4 @@
-"""Relay: fetches weights for its neighbours and passes them on, with a scheduler or without.
-
-`rose relay`: pass the weights of one job on, without a scheduler.
+"""`rose relay`: fetch the weights of one job and pass them on to neighbours, without a scheduler.
 
 Serves until SIGTERM or SIGINT. Exit code 2 with one line for bad input.
 """

@@ -1,20 +1,19 @@
-"""Leases: which readers may still ask for what a publisher would collect. Pure.
-
-Who asks may be anybody, so there is a bound for each peer (an address) and one for all. Where one
-is reached the lease that was renewed longest ago gives way: of the peer itself, or of the peer that
-holds most. A reader renews every third of its lease, so whatever a flood took from it comes back,
-and no peer can take what another one needs.
-
-Serves manifests and chunks of one store: the trainer's, or a node's to its neighbours.
+"""HTTP server of manifests and chunks: the trainer's, or a node's for its neighbours.
 
 GET /manifests/{version}        a signed manifest; `{version}.base` for all of a version
 GET /chunks/{blake3}            encoded bytes, `Range: bytes=N-` goes on at byte N; 202: in line
 POST /chunks/{blake3}/doubt     it arrived corrupt: a relay drops a copy that is damaged
-GET /catalog                    what is published here, signed (`publisher_client`); of a publisher
+GET /catalog                    all published versions, signed (`publisher_client`); of a publisher
 POST /leases                    {reader, version, ttl_s}: nothing after `version` is collected
 GET /group                      of a fixed group's leader: NCCL's name of the group
 POST /group/{what}/{rank}       likewise: "all" once all members came for the same
-With a hub, what is on its way is served while it arrives (`passing`).
+
+With a fetcher, chunks that are still arriving are served on (`forwarding`).
+
+`ReadLeases` bounds the leases of readers. Anybody may ask, so there is a bound for each peer (an
+address) and one for all. Where one is reached the lease that was renewed longest ago gives way: of
+the peer itself, or of the peer that holds most. A reader renews every third of its lease, so a
+lease that a flood took comes back, and no peer can take the place of another.
 """
 
 import asyncio

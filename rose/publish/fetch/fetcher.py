@@ -1,11 +1,13 @@
-"""All that one node fetches: each object once, for its own replicas and for its neighbours.
+"""Chunk fetcher of a node: fetches each object once, for its own replicas and for its neighbours.
 
     origin ══slow link══► relay of the chunk ──► its neighbours
-Who relays what follows from the names alone (`rendezvous`). A member asks those before it in that
-order, and the origin when there are none or none of them answers: so each object crosses the slow
-link once, and what a dead relay had not finished crosses it through the next one.
 
-Fetches one version: manifest, signature, then every chunk that is not here yet, verified.
+Which member relays an object follows from the names alone (`peers.order`). A member asks the
+members before it in that order, and the origin when there are none or none of them answers: so each
+object crosses the slow link once, and the rest of an object that a dead relay began crosses it
+through the next one.
+
+`fetch_version` fetches a version: manifest, signature, then every missing chunk, verified.
 """
 
 import asyncio

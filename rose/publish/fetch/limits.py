@@ -1,8 +1,8 @@
-"""Shelf: the receiver's store within a cap; what nobody needs now goes first, the oldest first.
+"""Limits of a weight download: link bandwidth, disk and CPU of a machine that also serves.
 
-TokenBucket: so many bytes a second on the average, a bounded burst at once.
-
-What fetching weights may cost the machine that also serves: link, disk and CPU.
+`ChunkCache` bounds the disk: a chunk store with a cap. Chunks that no version needs now are
+evicted, the oldest first. `TokenBucket` bounds the link: so many bytes a second on the average, a
+bounded burst at once. `DownloadLimits` is all of it for one node.
 """
 
 import asyncio

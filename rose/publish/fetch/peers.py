@@ -1,17 +1,21 @@
-"""How well each source has served: who fails, lies or dawdles is asked later. Pure.
+"""Choice of the peer to fetch from: by hashing of names, and by each peer's scores. No IO.
 
-Which member of a cluster takes what over the slow link: rendezvous hashing.
+`order` is rendezvous hashing: which member of a cluster takes which object over the slow link.
+Every member computes the same order from the names alone. Without one of them the order of the
+others stays: objects that a dead member had not finished fall to the next one, and nothing else
+moves.
 
-Every member computes the same order from the names alone, and without one of them the order of the
-others stays: what a dead member had not finished falls to the next one, and nothing else moves.
-
-Route: whom a node asks for an object, and what it may ask of each. Pure.
+`Route` lists the peers that a node asks for an object, and which objects it may ask of each:
 
     before   members before this one in the object's order: they fetch it when asked
     holders  the next after it: they give what they have, or what comes to them from the origin
     origin   last
-A member that was away asks the holders, so that what crossed the slow link meanwhile does not cross
-it again. Whoever takes from a holder gives nothing of it to others, so no circle can form.
+
+A member that was away asks the holders, so that objects which crossed the slow link meanwhile do
+not cross it again. A member that takes an object from a holder gives nothing of it to others, so no
+circle can form.
+
+`PeerScores` ranks peers by failures, corrupt chunks and throughput: bad ones are asked later.
 """
 
 from collections import deque
