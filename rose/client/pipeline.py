@@ -1,15 +1,15 @@
-"""The turns of one episode of a pipeline: fenced by a version going out, stamped coming in.
+"""Rollout pipeline: plays episodes over prompts and hands complete groups to the trainer.
 
-One object between prompts and a trainer: complete groups, each token within the bound.
-
-    prompts ─► GroupFeed (what starts, what is void, what is a step) ─► take
+    prompts ─► RolloutBuffer (decides starts, voids and steps) ─► take
                   │ StartRun, CancelRun          ▲ finished, failed, stamps
                   └──► tasks: episode(Session) ──┘ ─► gateways
 
-Where staleness is enforced: every turn says the oldest version that is of use (`min_version`, the
-gateway's fence), and every answer's stamps are looked at here; `take` hands out nothing else.
+Every token of a group is within the staleness bound, which is enforced here: each turn carries the
+oldest acceptable version (`min_version`, the gateway's fence), each answer's version stamps are
+checked, and `take` hands out nothing else.
 
-The pipeline for trainers without an event loop: episodes run on the client's own thread.
+`BlockingRolloutPipeline` is for trainers without an event loop: episodes run on the client's own
+thread.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
-"""What a client is doing: the turns that run and counts of those that ended.
+"""Streamed turns, and the ledger of a client: its running turns and the counts of ended ones.
 
-One streamed turn as its reader sees it: an async iterator of chunks, then the whole turn.
+A `TurnStream` is an async iterator of chunks, and holds the whole turn afterwards.
 """
 
 import asyncio

@@ -1,8 +1,6 @@
-"""What a trainer can set of its client; plain values, so that clients travel between processes.
+"""Types of the client: settings, requests, sampling, and turns. Tokens in, tokens out.
 
-What a trainer asks for and what it gets: tokens in, tokens out.
-
-What may be said of a turn beside prompt and sampling.
+All are plain values, so that clients travel between processes.
 """
 
 import uuid
