@@ -1,8 +1,7 @@
-"""The health of every offered replica, as its node's offers tell it.
+"""Fleet: attached nodes with their latest reports, health of replicas, and relays of each cluster.
 
-Which nodes are attached, and what each of them last said.
-
-Which nodes of a cluster relay weights to each other now: each is told when that changes.
+A node's word is void once its stream is over. `HealthBook` follows the health of every offered
+replica. `Relays` tells each node, when that changes, which nodes of its cluster relay weights.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,6 +1,6 @@
-"""The tables that leave the scheduler: for gateways on every change, for operators on request.
+"""Leasing: decides leases from offers, modes and time, commands the nodes, and publishes the table.
 
-Leases as they follow from offers, modes and time, and the commands that tell the nodes.
+Gateways get the table on every change, operators a snapshot on request.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
