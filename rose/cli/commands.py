@@ -1,10 +1,7 @@
-"""`rose status`: a snapshot as tables.
+"""Operator's subcommands of `rose`: status, explain, harvest, revoke, kill, unkill.
 
-Calls to the scheduler, with their failures as errors that a person reads.
-
-`rose explain TRAJECTORY`: where its turns were placed, and why.
-
-The operator's subcommands: status, explain, harvest, revoke, kill, unkill.
+`rose status` prints a snapshot of the cluster as tables. `rose explain TRAJECTORY` prints where its
+turns were placed, and why. Failures of calls to the scheduler become errors that a person reads.
 """
 
 import argparse

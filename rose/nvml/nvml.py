@@ -1,19 +1,12 @@
-"""Which card is meant by an index or a UUID. Pure.
+"""Reader of NVIDIA cards through NVML, the driver's management library, called by ctypes.
 
-Whether ROSE can work on such a card and driver at all. Pure.
+The library comes with every driver; a Python package for it does not. Reads alone: no setting, no
+reset.
 
-What a card is and how busy it is, and who can tell: reads alone, no setting and no reset.
-
-Why a card cannot be used or asked.
+`card_of` finds a card by index or UUID, and `insist_usable` checks whether ROSE can work on it.
 
 RoseError
 └── CardError     no driver, no such card, or one that cannot be used now: nothing was touched
-
-NVIDIA's management library, called through ctypes.
-
-It comes with every driver; a Python package for it does not.
-
-The cards as NVIDIA's management library tells them.
 """
 
 import ctypes

@@ -1,8 +1,7 @@
-"""Which steps are run: batches of equal turns that cover what a lease may ask for.
+"""Plan and evaluation of a profile run: the batches to run, their samples, and the printed report.
 
-What a batch's steps say about the size of a step and its time.
-
-What a person reads of a profile: the fit, and predictions beside measurements.
+Batches of equal turns cover the step sizes that a lease may ask for. Each batch's steps give
+samples of step size and time. The report shows the fit, and predictions beside measurements.
 """
 
 from collections import defaultdict

@@ -1,7 +1,4 @@
-"""What every store of control state promises, whatever keeps it.
-
-A store that forgets everything with its process: for tests and simulations.
-"""
+"""Interface of a store of control state, and the store in memory for tests and simulations."""
 
 from dataclasses import dataclass
 from typing import Protocol
