@@ -179,8 +179,8 @@ def discard(pages: Range) -> None:
 def use_huge_pages(pages: Range) -> None:
     """Ask for huge pages under memory whose content is of no account; it reads as zeros then.
 
-    Giving back and touching again cost a tenth of what small pages do. A wish: a kernel that has
-    none leaves the pages small.
+    Giving back and touching again cost a tenth of what small pages do. Best effort: without free
+    huge pages, small ones remain.
     """
     if pages.size and not _libc.madvise(pages.start, pages.size, mmap.MADV_HUGEPAGE):
         _libc.madvise(pages.start, pages.size, mmap.MADV_DONTNEED)
@@ -190,7 +190,7 @@ def use_huge_pages(pages: Range) -> None:
 def allow_huge_pages(pages: Range, *, allowed: bool) -> None:
     """Whether these may become part of a huge page, of which a touch anywhere brings all.
 
-    A wish, as above.
+    Best effort, as above.
     """
     if pages.size:
         advice = mmap.MADV_HUGEPAGE if allowed else mmap.MADV_NOHUGEPAGE

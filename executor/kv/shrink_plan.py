@@ -65,14 +65,14 @@ def empty_cheapest(
     rollouts are cheapest to recompute together. So a cheap rollout that would free nothing is left
     alone, and one that has to go makes its other granules cheaper.
     """
-    tenants = _tenants(used, granules, rollouts)
+    members_of = _rollouts_of(used, granules, rollouts)
     homes: dict[int, list[int]] = {}
-    for granule, members in tenants.items():
+    for granule, members in members_of.items():
         for member in members:
             homes.setdefault(member, []).append(granule)
     cost = {
         granule: sum(rollouts[member].recompute_tokens for member in members)
-        for granule, members in tenants.items()
+        for granule, members in members_of.items()
     }
     # Of equals the highest granule goes first.
     heap = [(price, -granule) for granule, price in cost.items()]
@@ -85,7 +85,7 @@ def empty_cheapest(
             continue  # Chosen already, or an entry from before its price fell.
         del cost[-granule]
         emptied.append(-granule)
-        for member in sorted(tenants[-granule] - gone.keys()):
+        for member in sorted(members_of[-granule] - gone.keys()):
             gone[member] = None
             for home in homes[member]:
                 if home in cost:
@@ -94,21 +94,21 @@ def empty_cheapest(
     return tuple(emptied), tuple(rollouts[member].request_id for member in gone)
 
 
-def _tenants(
+def _rollouts_of(
     used: Mapping[int, int], granules: Granules, rollouts: Sequence[Rollout]
 ) -> dict[int, set[int]]:
     """The rollouts (by position) of each granule; granules with blocks of others are left out."""
-    tenants: dict[int, set[int]] = {}
+    members_of: dict[int, set[int]] = {}
     owned: dict[int, set[int]] = {}
     for member, rollout in enumerate(rollouts):
         for block in rollout.blocks:
             granule = granules.of(block)
             if granule in used:
-                tenants.setdefault(granule, set()).add(member)
+                members_of.setdefault(granule, set()).add(member)
                 owned.setdefault(granule, set()).add(block)
     return {
         granule: members
-        for granule, members in tenants.items()
+        for granule, members in members_of.items()
         if len(owned[granule]) == used[granule]
     }
 

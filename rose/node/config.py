@@ -83,7 +83,7 @@ class ReplicaConfig(Frozen):
     mps_priority, mps_thread_percentage: of a client of MPS, where a control daemon runs; see
     docs/node.md before using them.
     sleep_mode: its engine answers vLLM's sleep route, and may be asked to give up its weights.
-    reclaim_s: how long the reclaim ladder may take before its last rung has freed the memory.
+    reclaim_s: how long the reclaim ladder may take before its last level has freed the memory.
     orphan_s: how long a guest outlives its daemon, frozen: until then the next daemon may adopt it,
     afterwards its memory is the machine's again.
     """

@@ -258,14 +258,14 @@ class NodeMetrics:
             buckets=RECLAIM_BOUNDS_S,
             registry=self.registry,
         )
-        self._rungs = self._counter(
+        self._levels = self._counter(
             "rose_ladder_rungs",
-            "Rungs of the reclaim ladder that were taken.",
+            "Levels of the reclaim ladder that were taken.",
             ("replica", "rung", "outcome"),
         )
         self._ladder = Histogram(
             "rose_ladder_seconds",
-            "From the wish for memory to the end of the ladder; enough: all of it came.",
+            "From the request for memory to the end of the ladder; enough: all of it came.",
             ("replica", "enough"),
             buckets=RECLAIM_BOUNDS_S,
             registry=self.registry,
@@ -291,7 +291,7 @@ class NodeMetrics:
         elif event == "engine_reclaimed":
             self._reclaim.labels(engine).observe(float(str(fields["seconds"])))
         elif event == "reclaim_rung":
-            self._rungs.labels(fields["replica"], fields["rung"], fields["outcome"]).inc()
+            self._levels.labels(fields["replica"], fields["rung"], fields["outcome"]).inc()
         elif event == "reclaim_ended":
             enough = str(fields["enough"]).lower()
             self._ladder.labels(fields["replica"], enough).observe(float(str(fields["seconds"])))
