@@ -91,7 +91,7 @@ class Lead:
     """What a leader has for its group. `unique_id`: NCCL's name of it, a row of numbers."""
 
     unique_id: tuple[int, ...]
-    muster: LocalBarrier
+    barrier: LocalBarrier
 
 
 class RemoteBarrier:
@@ -111,7 +111,7 @@ class RemoteBarrier:
             ) as answer:
                 return answer.status == 200 and await answer.content.read(4) == b"all"
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            _log.info("%s does not muster its group: %s", self._leader, error)
+            _log.info("%s holds no barrier for its group: %s", self._leader, error)
             return False
 
 
@@ -237,9 +237,9 @@ Result = TypeVar("Result")
 class FixedGroup:
     """One member's view of its group. Its calls are made by one thread, in order."""
 
-    def __init__(self, fanout: Fanout, muster: Barrier, chunk_s: float = CHUNK_S) -> None:
+    def __init__(self, fanout: Fanout, barrier: Barrier, chunk_s: float = CHUNK_S) -> None:
         self._fanout = fanout
-        self._muster = muster
+        self._barrier = barrier
         self._chunk_s = chunk_s
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rose-group")
         self._lock = asyncio.Lock()
@@ -262,7 +262,7 @@ class FixedGroup:
             if self.broken:
                 return 0
             said = await receiving.read(partial(_named, manifest))
-            if not await self._muster.join(said, self._fanout.rank):
+            if not await self._barrier.join(said, self._fanout.rank):
                 return 0
             came: list[int] = []
 
@@ -392,16 +392,16 @@ async def join_group(
     make: MakeCommunicator = NcclCommunicator,
 ) -> FixedGroup:
     """Return once all members have joined; `leading` is the leader's own. Until then, no group."""
-    muster: Barrier
+    barrier: Barrier
     if leading is not None:
-        name, muster = leading.unique_id, leading.muster
+        name, barrier = leading.unique_id, leading.barrier
     else:
-        name, muster = (
+        name, barrier = (
             await _members_named(session, mine.leader),
             RemoteBarrier(session, mine.leader),
         )
     communicator = await asyncio.to_thread(make, mine.rank, mine.size, name, mine.device)
-    return FixedGroup(Fanout(communicator), muster)
+    return FixedGroup(Fanout(communicator), barrier)
 
 
 async def _members_named(session: aiohttp.ClientSession, leader: str) -> tuple[int, ...]:

@@ -107,9 +107,9 @@ class RetentionTask:
                     await asyncio.to_thread(make)
                 await self._collect()
             except (WeightError, OSError) as error:
-                self._on_trouble(f"upkeep after version {latest.version}: {error}")
+                self._on_trouble(f"retention after version {latest.version}: {error}")
             except Exception as error:  # noqa: BLE001 - it is told, and the next version is kept up
-                self._on_trouble(f"upkeep after version {latest.version}: {described(error)}")
+                self._on_trouble(f"retention after version {latest.version}: {described(error)}")
 
     def _base_due(self, latest: Latest) -> bool:
         found = self._store.catalog()
@@ -192,14 +192,14 @@ class WeightPublisher:
             insecure=insecure,
         )
         bases = Publisher(store, job, "rose-trainer", key, on_update=on_update)
-        self._upkeep = RetentionTask(store, bases, leases, _log.warning)
+        self._retention = RetentionTask(store, bases, leases, _log.warning)
         self._channel = make_channel(scheduler)
         self._scheduler = rose_pb2_grpc.SchedulerStub(self._channel)
 
     async def start(self) -> None:
         """Serve, and register the job with the scheduler."""
         await self._server.start()
-        self._upkeep.start()
+        self._retention.start()
         request = rose_pb2.RegisterJobRequest(job=self._job, max_staleness=self._max_staleness)
         try:
             await self._scheduler.RegisterJob(
@@ -223,9 +223,9 @@ class WeightPublisher:
         are not written to any more.
         """
         started_s = time.perf_counter()
-        async with self._upkeep.publishing:
+        async with self._retention.publishing:
             manifest = await asyncio.to_thread(self._publisher.publish, version, parent, old, new)
-        self._upkeep.published(Latest(version, parent, new))
+        self._retention.published(Latest(version, parent, new))
         request = rose_pb2.AnnounceVersionRequest(
             job=self._job, version=version, parent=parent, url=self._server.url
         )
@@ -248,11 +248,11 @@ class WeightPublisher:
 
     async def settle(self) -> None:
         """Return once the bases that are due are made and what nobody needs is gone."""
-        await self._upkeep.settle()
+        await self._retention.settle()
 
     async def close(self) -> None:
         """Stop serving; published files stay."""
-        await self._upkeep.close()
+        await self._retention.close()
         await self._server.close()
         await self._channel.close(None)
 

@@ -136,9 +136,9 @@ _read_asked = msgspec.json.Decoder(_Asked).decode
 class VersionServer:
     """HTTP face of a chunk store.
 
-    hub: of a node that relays. credentials: what callers must show. host: the address to listen at.
-    leases: of a publisher that collects. lead: of a node that leads a fixed group of GPUs.
-    signer: of a publisher; nobody else has a catalog.
+    fetcher: of a node that relays. credentials: what callers must show. host: the address to
+    listen at. leases: of a publisher that collects. lead: of a node that leads a fixed group of
+    GPUs. signer: of a publisher; nobody else has a catalog.
     corrupt_every: a control for tests and drills. The first answer for every n-th chunk has one bit
     flipped, which receivers must catch and heal by fetching again; 0 serves everything as it is.
     """
@@ -148,7 +148,7 @@ class VersionServer:
         store: ChunkStore,
         port: int,
         corrupt_every: int = 0,
-        hub: ChunkFetcher | None = None,
+        fetcher: ChunkFetcher | None = None,
         credentials: Credentials = OPEN,
         host: str = "127.0.0.1",
         leases: ReadLeases | None = None,
@@ -163,8 +163,8 @@ class VersionServer:
         self._store = store
         self._port = port
         self._corrupt_every = corrupt_every
-        self._hub = hub
-        self._passing = ChunkForwarder(store, hub) if hub else None
+        self._fetcher = fetcher
+        self._forwarder = ChunkForwarder(store, fetcher) if fetcher else None
         self._credentials = credentials
         self._leases = leases
         self._lead = lead
@@ -186,7 +186,7 @@ class VersionServer:
         app.router.add_get("/catalog", self._catalog)
         app.router.add_post("/leases", self._lease)
         app.router.add_get("/group", self._group)
-        app.router.add_post("/group/{what:[0-9a-f]{64}}/{rank:[0-9]{1,5}}", self._muster)
+        app.router.add_post("/group/{what:[0-9a-f]{64}}/{rank:[0-9]{1,5}}", self._barrier)
         context = self._credentials.server()
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, logger=_log)
         await self._runner.setup()
@@ -211,9 +211,9 @@ class VersionServer:
         version, _, base = request.match_info["version"].partition(".")
         path = self._store.manifest_path(int(version), base=bool(base))
         raw: bytes | bytearray | None = await asyncio.to_thread(_bytes_of, path)
-        if self._hub and (raw is None or _expired(raw)):
+        if self._fetcher and (raw is None or _expired(raw)):
             # One that expired may have been signed anew.
-            raw = await self._hub.known_manifest(request.path.lstrip("/")) or raw
+            raw = await self._fetcher.known_manifest(request.path.lstrip("/")) or raw
         if raw is None:
             raise web.HTTPNotFound(text=f"version {request.match_info['version']} is not here")
         answer = web.Response(
@@ -226,9 +226,9 @@ class VersionServer:
         self._admit(request)
         name = request.match_info["name"]
         if not self._store.has(name):
-            if self._passing is None:
+            if self._forwarder is None:
                 raise web.HTTPNotFound(text=f"chunk {name} is not here")
-            return await self._passing.answer(request, name)
+            return await self._forwarder.answer(request, name)
         if self._corrupt_every:
             return await self._perhaps_corrupted(name)
         return web.FileResponse(self._store.chunks_dir / name)
@@ -262,9 +262,9 @@ class VersionServer:
     async def _group(self, request: web.Request) -> web.Response:
         return web.json_response(self._leading(request).unique_id)
 
-    async def _muster(self, request: web.Request) -> web.Response:
+    async def _barrier(self, request: web.Request) -> web.Response:
         what, rank = request.match_info["what"], int(request.match_info["rank"])
-        came = await self._leading(request).muster.join(what, rank)
+        came = await self._leading(request).barrier.join(what, rank)
         return web.Response(text="all" if came else "not all")
 
     def _leading(self, request: web.Request) -> Lead:
@@ -292,7 +292,7 @@ class VersionServer:
 
     async def _doubt(self, request: web.Request) -> web.Response:
         self._admit(request)
-        if self._hub:  # A relay fetches it again; a publisher has nowhere to fetch it from.
+        if self._fetcher:  # A relay fetches it again; a publisher has nowhere to fetch it from.
             await asyncio.to_thread(self._store.mend, request.match_info["name"])
         return web.Response(status=204)
 

@@ -19,7 +19,7 @@ from rose.errors import RoseError
 from weight_transfer import ChunkStore, Manifest, StoredFile
 
 
-class ShelfFullError(RoseError):
+class CacheFullError(RoseError):
     """A version does not fit, with everything gone that may go."""
 
 
@@ -62,7 +62,7 @@ class ChunkCache:
                 names.pop()
 
     def make_room(self, manifest: Manifest) -> None:
-        """Make room for a version that is about to be fetched; ShelfFullError when it cannot be."""
+        """Make room for a version that is about to be fetched; CacheFullError when it cannot be."""
         if self._cap_bytes is None:
             return
         absent = {ref.id: ref.encoded_bytes for ref in manifest.chunks}
@@ -77,7 +77,7 @@ class ChunkCache:
             self.store.discard(file)
         staying = sum(f.size for f in files) - sum(f.size for f in leaving)
         if staying > room:
-            raise ShelfFullError(
+            raise CacheFullError(
                 f"version {manifest.version} needs {missing} bytes more than the cap of"
                 f" {self._cap_bytes} leaves; raise `receiver.disk_bytes`"
             )
@@ -133,7 +133,7 @@ class DownloadLimits:
 
     def __init__(self, store: ChunkStore, caps: Caps) -> None:
         self.store = store
-        self.shelf = ChunkCache(store, caps.disk_bytes)
+        self.cache = ChunkCache(store, caps.disk_bytes)
         self._bytes_per_s = caps.bytes_per_s
         self._bucket: TokenBucket | None = None
         if caps.bytes_per_s is not None:
