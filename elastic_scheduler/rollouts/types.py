@@ -126,7 +126,7 @@ class TrainingStep(Generic[P, T]):
 
 
 @dataclass(slots=True)
-class FeedCounts:
+class RolloutCounts:
     """Groups trained (handed out), dropped, aged out (begun anew because the policy moved on) and
     deferred (moved to a long round); samples retried. They only grow."""
 
@@ -138,8 +138,8 @@ class FeedCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class FeedProgress:
-    """A feed now; the last five are its `FeedCounts`."""
+class RolloutProgress:
+    """A rollout buffer now; the last five are its `RolloutCounts`."""
 
     version: int
     prompts_waiting: int

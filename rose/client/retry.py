@@ -6,7 +6,7 @@
             └─► the next gateway at once; a pause when all of them failed; an error after `tries`
 
 All tries carry the same request id: a gateway that knows it already hands out the same turn. Of
-a stream only what is missing is asked for elsewhere: see `received`.
+a stream only what is missing is asked for elsewhere: see `resume`.
 """
 
 import asyncio
