@@ -86,7 +86,7 @@ class _Body(OpenAIBody, gc=False, kw_only=True):
 _decoder = msgspec.json.Decoder(_Body)
 
 
-class ChatDialect:
+class ChatFrontend:
     """Reads and complains; `ChatAnswer` writes."""
 
     path = "/v1/chat/completions"

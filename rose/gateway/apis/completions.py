@@ -187,7 +187,7 @@ class _Body(OpenAIBody, gc=False, kw_only=True):
 _decoder = msgspec.json.Decoder(_Body)
 
 
-class CompletionDialect:
+class CompletionFrontend:
     """Reads and complains; `CompletionAnswer` writes."""
 
     path = "/v1/completions"

@@ -1,4 +1,4 @@
-"""What a request of any API comes down to: turns, and how their tokens are written back."""
+"""Interface of an API frontend: reads requests into turns, and writes their tokens back."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

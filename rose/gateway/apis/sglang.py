@@ -137,7 +137,7 @@ class _Body(OriginFields, gc=False):
 _decoder = msgspec.json.Decoder(_Body)
 
 
-class SglangDialect:
+class SglangFrontend:
     """Reads and complains; `SglangAnswer` writes."""
 
     path = "/generate"

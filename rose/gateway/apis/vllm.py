@@ -128,7 +128,7 @@ class _Body(OriginFields, gc=False, kw_only=True):
 _decoder = msgspec.json.Decoder(_Body)
 
 
-class VllmDialect:
+class VllmFrontend:
     """Reads and complains; `VllmAnswer` writes."""
 
     path = "/inference/v1/generate"

@@ -1,4 +1,4 @@
-"""What several dialects read and write: spans, usage, errors in vLLM's shape, events."""
+"""Wire forms that several API frontends share: spans, usage, errors in vLLM's shape, events."""
 
 import math
 import uuid
