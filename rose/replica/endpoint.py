@@ -87,8 +87,8 @@ _Handler = Callable[[bytes], Awaitable[Response]]
 
 
 class ReplicaEndpoint:
-    """Named in `VLLM_PLUGINS` as `rose_replica`, or mounted (see `mount`); inert unless `ROSE_ROLE`
-    makes a replica of it."""
+    """Named in `VLLM_PLUGINS` as `rose_replica`, or mounted (see `EndpointMount`); inert unless
+    `ROSE_ROLE` makes a replica of it."""
 
     name = "rose_replica"
     required_tasks = ("generate",)

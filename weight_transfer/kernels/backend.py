@@ -58,7 +58,7 @@ class Difference(Protocol):
     def by_class(
         self, kind: WeightClass, ends: Bytes, present: Bytes, starts: NDArray[np.int64]
     ) -> tuple[NDArray[np.uint32], Bits]:
-        """Return (rank gaps, codes), sorted by class, see `kernels.classes`.
+        """Return (rank gaps, codes), sorted by class, see `kernels.cpu.exponent_classes`.
 
         `ends` u8: lowest, first, last, highest class; those that lie between two of a side are one.
         `present` u8[k]: classes that hold all changes then, ascending; `starts`: where each begins,
