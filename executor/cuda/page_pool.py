@@ -17,7 +17,7 @@ from executor.kv.shrink_plan import Granules
 
 
 class PageSource(Protocol):
-    """Whoever has pages to give; a page taken is nobody else's until it is given."""
+    """Source of physical pages; a page taken belongs to its taker alone until it is given back."""
 
     @property
     def idle(self) -> int:

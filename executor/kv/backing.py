@@ -37,7 +37,7 @@ class PageBackend(Protocol):
 
     @property
     def bytes_returned(self) -> int:
-        """Bytes that were measured to be without pages when they were last released."""
+        """Bytes whose physical pages were confirmed freed at the last release."""
         ...
 
     @property
@@ -47,12 +47,12 @@ class PageBackend(Protocol):
 
     @property
     def kept(self) -> int:
-        """Granules' worth of pages that this process has and nothing is mapped on."""
+        """Pages that this process has without a mapping, in granules."""
         ...
 
     @property
     def owed(self) -> int:
-        """Granules to release, of those on pages of others, because these want them back."""
+        """How many borrowed granules the owners of their pages have asked back."""
         ...
 
     def borrowed(self, granule: int) -> bool:
@@ -76,11 +76,11 @@ class PageBackend(Protocol):
         ...
 
     def recall(self, granules: int) -> None:
-        """Ask whoever has pages of this process for so many granules; 0 ends that."""
+        """Ask the borrowers of this process's pages for so many granules; 0 ends that."""
         ...
 
     def poll(self) -> bool:
-        """Hear those with whom pages are shared, and lend them some; never waits.
+        """Exchange messages with the processes that share pages, and lend them some; never waits.
 
         Returns whether there is more to lend to somebody who is there. Raises LoanError or
         DeviceError.
@@ -89,7 +89,7 @@ class PageBackend(Protocol):
 
 
 class OwnPages:
-    """The part of a PageBackend that has to do with others, for memory that has nobody in it."""
+    """The sharing part of a PageBackend, for memory that is shared with no other process."""
 
     always_restores = True
     kept = 0

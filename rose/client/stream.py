@@ -43,7 +43,7 @@ class Progress:
 
 @dataclass(slots=True, eq=False)
 class RunningTurn:
-    """One turn's row; whoever works on it keeps it true."""
+    """One turn's row in the ledger, updated by the task that works on the turn."""
 
     ask: TurnRequest
     began_s: float

@@ -19,7 +19,7 @@ from weight_transfer import SigningKey
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """Who listens where."""
+    """Loopback ports of the demo's processes."""
 
     scheduler: int
     gateway: int

@@ -19,7 +19,7 @@ from rose.errors import RoseError
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """What stays as it is. None: the card does not tell.
+    """Fixed properties of a card. None: the card does not tell.
 
     cuda: highest CUDA version (major, minor) that the driver serves.
     """
@@ -40,7 +40,7 @@ class Card:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """One look at it. `slowed`: why its clocks are lower than they could be.
+    """Load of a card at one moment. `slowed`: why its clocks are lower than they could be.
 
     processes: ids of those that compute on it, as the driver counts them: in a container they may
     be another namespace's, or hidden.
@@ -69,7 +69,7 @@ class Client:
 
 
 class CardReader(Protocol):
-    """The driver, asked."""
+    """Reader of the cards of this machine, through their driver."""
 
     def cards(self) -> tuple[Card, ...]:
         """All cards of the machine. Raises CardError when there is no driver that answers."""

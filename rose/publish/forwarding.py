@@ -1,4 +1,4 @@
-"""A relay's answer for a chunk that is not here yet: what comes is passed on as it comes.
+"""Forwarding of a chunk that is still arriving: a relay passes each part on as it comes.
 
 The last bytes wait until the whole was proved, so that no neighbour ever ends up with a chunk that
 this node would refuse. While the chunk waits for its turn on the slow link the caller hears 202.

@@ -50,7 +50,7 @@ _log = logging.getLogger(__name__)
 
 
 class Barrier(Protocol):
-    """Where members meet."""
+    """Barrier at which the members of a group meet before a broadcast."""
 
     async def join(self, what: str, rank: int) -> bool:
         """Wait for the others; whether all came for the same, in time."""
@@ -58,7 +58,7 @@ class Barrier(Protocol):
 
 
 class LocalBarrier:
-    """At the leader itself."""
+    """The barrier in the leader's own process."""
 
     def __init__(self, size: int, wait_s: float = WAIT_S) -> None:
         self._size = size
@@ -88,14 +88,14 @@ class LocalBarrier:
 
 @dataclass(frozen=True, slots=True)
 class Lead:
-    """What a leader has for its group. `unique_id`: NCCL's name of it, a row of numbers."""
+    """The leader's part of a group. `unique_id`: NCCL's name of the group, a row of numbers."""
 
     unique_id: tuple[int, ...]
     barrier: LocalBarrier
 
 
 class RemoteBarrier:
-    """At a leader elsewhere: `POST {leader}/group/{what}/{rank}`."""
+    """The barrier of a leader elsewhere: `POST {leader}/group/{what}/{rank}`."""
 
     def __init__(self, session: aiohttp.ClientSession, leader: str, wait_s: float = WAIT_S) -> None:
         self._session = session
@@ -253,7 +253,7 @@ class FixedGroup:
         obtain: Callable[[ChunkRef], Awaitable[int]],
         on_reject: Callable[[str], None],
     ) -> int:
-        """Have as many of a version's chunks in the store as the group can bring.
+        """Have as many of a version's chunks in the store as the group can broadcast.
 
         Returns the bytes that came to this member from outside of the group. Raises StorageError
         after its part for the others is done.
@@ -353,7 +353,7 @@ def _named(manifest: Manifest) -> str:
 
 
 async def _got(coming: asyncio.Future[None], receiving: DownloadLimits, name: str) -> bytes | None:
-    """A chunk that this member was to bring; None when it could not."""
+    """A chunk that this member was to fetch; None when it could not."""
     try:
         await coming
         return await receiving.work(partial(receiving.store.get, name))

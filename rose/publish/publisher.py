@@ -38,7 +38,7 @@ class Latest:
 
 
 class RetentionTask:
-    """After each version: a base where one is due, then nothing stays that nobody needs.
+    """Retention after each version: makes a base where one is due, then collects unneeded files.
 
     publisher: one of its own, since it works beside the training. It keeps the newest weights for
     as long as it works on them.

@@ -10,7 +10,7 @@ from typing import Final
 
 
 class TurnGate:
-    """Whoever passes has begun before a change, or after it."""
+    """Gate for new turns: closed while weights change, so none starts in the middle of a switch."""
 
     def __init__(self) -> None:
         self._holders = 0

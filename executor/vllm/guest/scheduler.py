@@ -60,7 +60,7 @@ def too_large(
 
 
 class AbortQueue:
-    """Keeps who was ended until the engine core next sends something out."""
+    """Queue of aborted requests, reported to their clients with the engine core's next outputs."""
 
     def __init__(self) -> None:
         self._ended: list[tuple[int, str]] = []

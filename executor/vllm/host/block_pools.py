@@ -43,7 +43,7 @@ class LendingPool(BalloonedPool):
         """Have up to `count` lent granules again, and return how many came at once."""
 
     def check(self) -> None:
-        """Raise what went wrong where nobody could be told."""
+        """Raise an error recorded earlier in a place that could not report it."""
 
     def lendable(self, count: int) -> list[int]:
         """Up to `count` granules to lend: the highest, so that the lent ones stay together."""
@@ -99,7 +99,7 @@ class LendingQueue(GranuleQueue[Block]):
 
 
 class HostMemoryLendingPool(LendingPool):
-    """A pool that stays as large as it was."""
+    """A lending pool on host memory; to vLLM it stays as large as it was."""
 
     _queue: LendingQueue[BlockSurface]
 
@@ -158,7 +158,7 @@ MOST_BYTES_A_CALL: Final = 32 << 20
 
 
 class CudaLendingPool(LendingPool):
-    """A pool that shrinks by what is lent."""
+    """A lending pool on a GPU; to vLLM it shrinks by the lent blocks."""
 
     @property
     def free(self) -> KvFree:

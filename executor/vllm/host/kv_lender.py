@@ -43,7 +43,7 @@ class RunningSurface(Protocol):
 
 
 class SkipPolicy:
-    """Asked before each step; the clock is handed in."""
+    """Chooses the running requests that skip the next step; the clock is handed in."""
 
     def __init__(self, block_tokens: int, lookahead_tokens: int, step_tokens: int) -> None:
         """`step_tokens`: the most of one step."""

@@ -31,7 +31,7 @@ Block = TypeVar("Block", bound=BlockSurface)
 
 
 class GranuleQueue(Generic[Block]):
-    """Takes the place of vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue, with its methods."""
+    """Free queue by granules, in the place of vLLM's FreeKVCacheBlockQueue, with its methods."""
 
     def __init__(self, granules: Granules, blocks: Sequence[Block]) -> None:
         self._granules = granules
@@ -176,7 +176,7 @@ class GranuleQueue(Generic[Block]):
 
 
 class BalloonedPool:
-    """Takes the place of the pool's free queue; `fence` counts the engine's steps."""
+    """Balloon over vLLM's block pool, whose free queue it replaces; `fence` counts engine steps."""
 
     def __init__(self, pool: FullBlockPoolSurface, granules: Granules, pages: PageBackend) -> None:
         self._pool = pool
@@ -207,8 +207,8 @@ class BalloonedPool:
 
     @property
     def owed(self) -> int:
-        """Granules to take, of those on borrowed pages, beyond those whose pages are on their way
-        back: their owner wants them."""
+        """How many borrowed granules must still be taken: the number that the owner asked for,
+        minus those already being returned."""
         owed = self.pages.owed
         return owed and max(0, owed - sum(map(self.pages.borrowed, self._touchable)))
 

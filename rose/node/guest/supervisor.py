@@ -30,7 +30,7 @@ _NS = 1e9
 
 
 class HangWatch:
-    """Judges by the heartbeat that the guest's watchdog writes, and by what /proc says."""
+    """Detector of a hung guest, by /proc and by the heartbeat that the guest's watchdog writes."""
 
     def __init__(
         self, guest: Callable[[], GuestState | None], group: Callable[[], int | None]
@@ -74,7 +74,7 @@ def _fits() -> None:
 
 @dataclass(frozen=True, slots=True)
 class SupervisorHooks:
-    """Each answers with a reason, None when nothing stands against it.
+    """Hooks of a supervisor; each answers with a reason, None when it has no objection.
 
     must_end: it may not exist. must_wait: it may not be started, one that runs may stay.
     hangs: it lives but does nothing any more.

@@ -1,4 +1,4 @@
-"""One chunk on its way into the store: from whoever has it, going on where the last one stopped."""
+"""Download of one chunk into the store: from any source, resumed where the last one stopped."""
 
 import asyncio
 import contextlib

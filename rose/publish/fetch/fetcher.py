@@ -63,7 +63,7 @@ _log = logging.getLogger(__name__)
 
 
 def nobody_told(_: str) -> None:
-    """Nobody hears of chunks that arrived corrupt."""
+    """Ignore chunks that arrived corrupt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ def path_of(version: int, *, base: bool = False) -> str:
 
 
 class ChunkFetcher:
-    """Objects on their way to one node.
+    """Chunk fetcher of one node; each object is on its way at most once.
 
     `me`: how the other members know this one, empty for a node that relays nothing.
     """

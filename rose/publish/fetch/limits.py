@@ -20,7 +20,7 @@ from weight_transfer import ChunkStore, Manifest, StoredFile
 
 
 class CacheFullError(RoseError):
-    """A version does not fit, with everything gone that may go."""
+    """A version does not fit, even after everything evictable was evicted."""
 
 
 def evictions(
@@ -51,7 +51,7 @@ class ChunkCache:
 
     @contextmanager
     def hold(self) -> Iterator[set[str]]:
-        """Names in the set that is handed out are needed until the block ends."""
+        """Pin files: names put into the returned set are not evicted until the block ends."""
         names: set[str] = set()
         self._holds[id(names)] = names
         try:
@@ -84,7 +84,7 @@ class ChunkCache:
 
 
 class TokenBucket:
-    """Pays first and waits afterwards, so one piece larger than the burst still passes.
+    """Token bucket that pays first and waits afterwards, so a piece above the burst still passes.
 
     The clock is handed in: seconds of one monotonic clock.
     """
@@ -117,7 +117,9 @@ class StorageError(RoseError):
 
 @dataclass(frozen=True, slots=True)
 class Caps:
-    """None bounds nothing. `threads` and `nice`: who hashes, checks and writes what arrives.
+    """Caps of one receiver; None bounds nothing.
+
+    `threads` and `nice`: of the threads that hash, check and write what arrives.
 
     Decoding is done by the engine, under its own placement (a guest's is behind everybody else).
     """

@@ -43,13 +43,13 @@ class _Record:
 
 
 class PeerScores:
-    """Of all sources of one receiver; the clock is handed in."""
+    """Scores of all sources of one receiver; the clock is handed in."""
 
     def __init__(self) -> None:
         self._records: dict[str, _Record] = {}
 
     def ordered(self, sources: Sequence[str], now_s: float) -> list[str]:
-        """The same sources; those that are avoided now come last, the first to be free first."""
+        """The same sources; avoided ones come last, the one that is avoided least long first."""
         until = {source: self._of(source).until_s for source in sources}
         good = [source for source in sources if until[source] <= now_s]
         return good + sorted((s for s in sources if until[s] > now_s), key=lambda s: until[s])
@@ -105,7 +105,7 @@ MOST_HOLDERS = 2
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Addresses, each once."""
+    """Route of an object: the addresses to ask for it, each once."""
 
     before: tuple[str, ...]
     holders: tuple[str, ...]

@@ -14,7 +14,7 @@ from rose.scheduler.state.version_registry import VersionRegistry
 
 
 class HealthBook:
-    """A machine for each replica; one whose node attaches anew begins anew."""
+    """Health state machines by replica; a replica whose node attaches anew begins anew."""
 
     def __init__(self, limits: HealthLimits | None = None) -> None:
         self._limits = limits or HealthLimits()
@@ -170,7 +170,7 @@ LAPSED_S = 3.0
 
 
 class Relays:
-    """What each stream was told last."""
+    """Relays of each cluster, as each stream was told last."""
 
     def __init__(self) -> None:
         self._told: dict[int, tuple[str, ...]] = {}
