@@ -299,12 +299,12 @@ class GatewayServer:
 
 
 async def _delivered(
-    delivery: Delivery, frontend: ApiFrontend, ask: ApiRequest, feeds: list[TokenStream]
+    delivery: Delivery, frontend: ApiFrontend, ask: ApiRequest, streams: list[TokenStream]
 ) -> web.StreamResponse:
     if ask.stream:
-        return await delivery.stream(frontend, ask, feeds)
-    await all_finished(feeds)
-    return await delivery.whole(ask.answer.whole(feeds))
+        return await delivery.stream(frontend, ask, streams)
+    await all_finished(streams)
+    return await delivery.whole(ask.answer.whole(streams))
 
 
 def _refusal(error: TurnError, body: bytes) -> web.Response:

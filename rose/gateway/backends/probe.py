@@ -1,4 +1,4 @@
-"""What answers at a URL: a ROSE replica, a stock vLLM or a stock SGLang."""
+"""Probe of a URL: tells a ROSE replica, a stock vLLM and a stock SGLang apart."""
 
 from dataclasses import dataclass
 
