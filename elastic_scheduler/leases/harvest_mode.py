@@ -1,4 +1,4 @@
-"""What the operator allows to be lent, and what follows for leases.
+"""Harvest modes of an operator: which replicas may be lent, and the effect on their leases.
 
 | mode | new leases of guests | live leases of guests |
 | --- | --- | --- |

@@ -1,4 +1,4 @@
-"""Whether a replica may get turns.
+"""Health of a replica: decides whether it may get turns.
 
     STARTING --alive--> SYNCING --within the bound--> HEALTHY <--failed / served--> SUSPECT
                            ^-------- missed a version --+-------------------------------+

@@ -1,4 +1,4 @@
-"""Leases by net benefit."""
+"""ROSE's leasing policy: leases by net benefit."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What a trainer imports: turns from one or several gateways, with and without an event loop."""
+"""Client for trainers: turns from one or several gateways, with and without an event loop."""
 
 from elastic_scheduler import (
     DroppedGroup,

@@ -1,4 +1,4 @@
-"""Manifest: what a version consists of, as lines of JSON in a signed envelope.
+"""Manifest: the parts of a version, as lines of JSON in a signed envelope.
 
 line 1    {"job", "version", "parent", "codec", "trainer", "created_s", "expires_s", "tensors",
           "origins"?, "on_update"?}; `tensors` is how many lines follow

@@ -1,4 +1,4 @@
-"""The processor of weights in host memory: numba's loops."""
+"""Kernel backend for weights in host memory: numba's loops."""
 
 from __future__ import annotations
 

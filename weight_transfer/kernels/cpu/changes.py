@@ -1,4 +1,4 @@
-"""Which weights changed and by how much, and back: gaps and zigzag coded ulp deltas.
+"""Kernels of weight changes, forth and back: gaps and zigzag coded ulp deltas.
 
 gap    distance to the previous changed weight, less one
 code   new − old of the integer views, wrapped to their width and zigzag coded; never 0
