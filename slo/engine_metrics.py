@@ -189,7 +189,7 @@ _RANKS = ("tp_rank", "pp_rank", "moe_ep_rank")
 
 @dataclass(frozen=True, slots=True)
 class Scrape:
-    """What an engine said; None for what it does not export, or not before its first request.
+    """Figures of one scrape; None for what it does not export, or not before its first request.
 
     Histograms are in seconds, over all requests since the engine started, or since the earlier
     scrape in what `since` returns. `tpot` is each request's mean time per output token, `itl` each

@@ -8,7 +8,7 @@ from slo.targets import SloSpec
 
 
 class Met(NamedTuple):
-    """Which targets one request met; a target that nobody promised is met."""
+    """Targets that one request met; a target that nobody promised is met."""
 
     ttft: bool
     tpot: bool

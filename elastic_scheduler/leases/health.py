@@ -42,7 +42,7 @@ class HealthLimits:
 
 @dataclass(frozen=True, slots=True)
 class HealthReport:
-    """What is known of a replica at one moment; `epoch` is that of the lease it works under."""
+    """Report on a replica at one moment; `epoch` is that of the lease it works under."""
 
     alive: bool
     policy_version: int

@@ -33,7 +33,7 @@ MAX_URL_CHARS = 2_048
 
 
 class ReplicaKind(StrEnum):
-    """Where a rollout engine lives."""
+    """Kind of a replica: dedicated, or a guest beside a host."""
 
     GUEST = "guest"
     DEDICATED = "dedicated"
@@ -101,7 +101,7 @@ MAX_REPLICAS = 2**18
 
 
 class LeaseState(StrEnum):
-    """Whether turns may still be sent to the replica."""
+    """State of a lease: turns may still be sent to the replica, or no more."""
 
     ACTIVE = "active"
     RELEASING = "releasing"
@@ -124,7 +124,7 @@ class Lease:
 
 
 class LeaseTable:
-    """All live leases; times are seconds of one monotonic clock, handed in."""
+    """Table of all live leases; times are seconds of one monotonic clock, handed in."""
 
     def __init__(self, ttl_s: float, epochs: Mapping[str, int] | None = None) -> None:
         if ttl_s <= 0:

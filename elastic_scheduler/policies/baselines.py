@@ -117,7 +117,7 @@ WINDOW_S = 60.0
 
 
 class ServerlessPolicy:
-    """As many guests as the turns in flight need at 70% of their places; down to none when idle.
+    """Autoscaling: guests for the turns in flight at 70% of their places; none when idle.
 
     Source: Knative's pod autoscaler (target utilisation 70%, stable window 60 s), which serverless
     inference systems scale by. Grows at once; shrinks to the most that the last window needed, so

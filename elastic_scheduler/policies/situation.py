@@ -16,7 +16,7 @@ from elastic_scheduler.leases.lease import Offer
 
 @dataclass(frozen=True, slots=True)
 class JobDemand:
-    """What a job has to do now; infinite where nobody said, which means all that there is.
+    """Demand of a job now; infinite where it is unknown, which asks for everything.
 
     `turns` run or wait, `owed_tokens` are still to be made by them, `step` is the policy version
     that its trajectories work with, `weight` the operator's priority.
@@ -50,7 +50,7 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """One moment: offers that may be leased, leases that may be kept, and the jobs."""
+    """Input of a policy at one moment: offers to lease, leases that may be kept, and the jobs."""
 
     now_s: float
     free: tuple[Offer, ...]
@@ -70,7 +70,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What to change now; nothing is the usual case."""
+    """Output of a policy: the changes to make now, usually none."""
 
     take: tuple[Move, ...] = ()
     give_back: tuple[Move, ...] = ()

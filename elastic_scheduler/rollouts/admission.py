@@ -122,7 +122,7 @@ class _Group:
 
 
 class StalenessAdmission:
-    """One job's groups by number; `published` is the newest version of its policy."""
+    """Staleness admission of one job, its groups by number; `published` is its newest version."""
 
     def __init__(self, bound: StalenessBound, groups_per_step: int, published: int = 0) -> None:
         if groups_per_step < 1:

@@ -36,7 +36,7 @@ class RoundDone:
 
 
 class BatchPolicy(Protocol):
-    """Which prompts start together, and when those that finish may be trained on."""
+    """Policy of batches: which prompts start together, and when finished ones are trained on."""
 
     @property
     def waiting(self) -> int:

@@ -270,7 +270,7 @@ class TurnPlacement:
 
 @dataclass(frozen=True, slots=True)
 class Quote:
-    """Where a copy of a turn could run now, and the seconds that it would take there."""
+    """Offer for a copy of a turn: a replica, and the seconds that the copy would take there."""
 
     replica: str
     cost_s: float

@@ -27,7 +27,7 @@ class ReclaimLevel(IntEnum):
 
 
 class ReclaimOutcome(StrEnum):
-    """How a level ended. HELD: its engine claimed more than was measured to be gone."""
+    """Outcome of a level. HELD: its engine claimed more than was measured to be gone."""
 
     FREED = "freed"
     TOO_LITTLE = "too_little"
@@ -63,7 +63,7 @@ class Escalate:
 
 @dataclass(frozen=True, slots=True)
 class LevelReport:
-    """What became of one level; `why` where it was not to be had."""
+    """Report on one level; `why` where the engine does not have it."""
 
     level: ReclaimLevel
     outcome: ReclaimOutcome
@@ -110,7 +110,7 @@ class LadderLimits:
 
 
 class ReclaimCore:
-    """One reclaim, from the request to its end; clock, sizes and answers are handed in."""
+    """Core of one reclaim, from the request to its end; clock, sizes and answers are handed in."""
 
     def __init__(
         self,
@@ -237,7 +237,7 @@ class ReclaimCore:
 
 
 class OverdueTimer:
-    """How long a guest has owed memory that its host took back, and what that calls for.
+    """Timer of the memory that a guest owes its host, and the measures that follow.
 
     It is `pressed` from `press_ns` on until it owes nothing: it should do nothing else, and have
     a core to do it on. Every `patience_ns` without an end of it the ladder has to begin.

@@ -23,7 +23,7 @@ from executor.grants.step_gate import GateLimits, lapsed
 
 @dataclass(frozen=True, slots=True)
 class Granules:
-    """How `blocks` KV blocks fall into granules of `granule_blocks`; the last may be shorter."""
+    """Division of `blocks` KV blocks into granules of `granule_blocks`; the last may be shorter."""
 
     blocks: int
     granule_blocks: int
@@ -131,7 +131,7 @@ class GranuleUse:
 
 @dataclass(frozen=True, slots=True)
 class Shrink:
-    """What to do, in this order: preempt these requests, then take these granules."""
+    """Plan of a shrink, in this order: preempt these requests, then take these granules."""
 
     granules: tuple[int, ...]
     preempt: tuple[str, ...] = ()

@@ -149,7 +149,7 @@ Reply = TypeVar("Reply")
 
 
 class SchedulerClient:
-    """What an operator asks of a scheduler.
+    """Operator's client of a scheduler.
 
     Raises `UnavailableError` when it does not answer and `RefusedError` when it says no.
     """

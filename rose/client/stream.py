@@ -62,7 +62,7 @@ class RunningTurn:
 
 @dataclass(slots=True)
 class Ledger:
-    """All turns of a client by request id."""
+    """Ledger of a client's turns by request id."""
 
     running: dict[str, RunningTurn] = field(default_factory=dict)
     finished: int = 0

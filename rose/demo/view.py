@@ -239,13 +239,13 @@ ASK_INTERVAL_S = 0.5
 
 
 class Conducting(Protocol):
-    """What the board reads of the conductor."""
+    """The conductor's state as the board reads it."""
 
     arm: str
 
 
 class Drilling(Protocol):
-    """What the board reads of the drills."""
+    """The drills' state as the board reads it."""
 
     revocations: int
 

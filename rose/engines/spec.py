@@ -65,7 +65,7 @@ class EngineRole(StrEnum):
 
 
 class Device(StrEnum):
-    """What an engine computes on."""
+    """Device that an engine computes on."""
 
     CPU = "cpu"
     CUDA = "cuda"

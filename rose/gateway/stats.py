@@ -131,7 +131,7 @@ class GatewayStats:
 
 @dataclass(frozen=True, slots=True)
 class GatewayHealth:
-    """What the process itself lacks: troubles now, log records lost, restarts by task."""
+    """Health of the gateway's process: troubles now, log records lost, restarts by task."""
 
     troubles: Sequence[str] = ()
     log_dropped: int = 0

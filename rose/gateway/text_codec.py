@@ -34,7 +34,7 @@ TEXT_MEMORY_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class TextLimits:
-    """What one text may take: seconds of a worker, characters of a prompt."""
+    """Limits of one text: seconds of a worker, characters of a prompt."""
 
     time_s: float = 5.0
     max_chars: int = 4 << 20
@@ -43,7 +43,7 @@ class TextLimits:
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """How a conversation becomes a prompt; `variables` are the template's own."""
+    """Options for rendering a conversation; `variables` are the template's own."""
 
     variables: Mapping[str, Variable]
     add_generation_prompt: bool = True
@@ -184,7 +184,7 @@ def _special_of(tokenizer: Any) -> dict[str, str | list[str]]:  # noqa: ANN401 -
 
 @dataclass(frozen=True, slots=True)
 class TextPlan:
-    """How output becomes text: strings that end it, and what is shown."""
+    """Plan of output as text: strings that end it, and the parts that are shown."""
 
     codec: TextCodec
     stop: tuple[str, ...] = ()

@@ -41,7 +41,7 @@ _TAIL_BYTES = 2_048
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """How one request ended; `status` is `ok` or says what went wrong."""
+    """Result of one request; `status` is `ok` or says what went wrong."""
 
     status: str
     ttft_s: float | None
@@ -51,7 +51,7 @@ class Completion:
 
 
 class CompletionBody(msgspec.Struct, frozen=True):
-    """What is posted to `/v1/completions`."""
+    """Body posted to `/v1/completions`."""
 
     model: str
     prompt: list[int]

@@ -161,7 +161,7 @@ class Stats(msgspec.Struct, tag_field="event", tag="stats"):
 
 
 class Paced(msgspec.Struct, tag_field="event", tag="paced", frozen=True):
-    """What pacing found: seconds that a lone request takes, and the rate that follows."""
+    """Result of pacing: seconds that a lone request takes, and the rate that follows."""
 
     request_s: float
     mean_rate_per_s: float

@@ -35,7 +35,7 @@ OF_THE_NODE = frozenset(
 
 
 class Frozen(BaseModel):
-    """What is not known is refused."""
+    """Model that refuses unknown fields and changes."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -221,7 +221,7 @@ def _netloc(host: str) -> str:
 
 
 class ReceiverConfig(Frozen):
-    """What fetching weights may cost this machine. None bounds nothing.
+    """Caps on the cost of fetching weights. None bounds nothing.
 
     bytes_per_s: of the link, on the average. disk_bytes: of chunks and manifests kept; the oldest
     that no update needs goes first. threads, nice: who hashes and writes what arrives.
@@ -239,7 +239,7 @@ class ReceiverConfig(Frozen):
 
 
 class TransportConfig(Frozen):
-    """What this node shows when it fetches weights or serves them, and whom it believes.
+    """Credentials of this node for fetching and serving weights, and the origins it believes.
 
     token_file: what every caller of a cluster bears. ca, certificate, key: PEM files; with them
     both sides of a connection prove who they are. Give all three or none. origins: scheme, host

@@ -61,7 +61,7 @@ _NS = 1e9
 
 @dataclass(frozen=True, slots=True)
 class ReplicaFigures:
-    """What is known of one replica now; without a control page there is no grant, guest or host.
+    """Figures of one replica now; without a control page there is no grant, guest or host.
 
     `owed_bytes`: KV memory that its host took back and it still keeps. `held`: all that it holds.
     """
@@ -81,7 +81,7 @@ class ReplicaFigures:
 
 @dataclass(frozen=True, slots=True)
 class NodeHealth:
-    """What the daemon itself lacks: log records dropped; restarts, and whether it runs, by task."""
+    """Health of the daemon: log records dropped; restarts, and whether it runs, by task."""
 
     dropped: int = 0
     restarted: Mapping[str, int] = field(default_factory=dict)

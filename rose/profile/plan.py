@@ -36,7 +36,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the engine holds: sequences at once, tokens of one sequence, of a step, of its KV."""
+    """Limits of the engine: sequences at once, tokens of one sequence, of a step, of its KV."""
 
     max_num_seqs: int
     max_model_len: int

@@ -125,7 +125,7 @@ class GroupBrokenError(RoseError):
 
 
 class Communicator(Protocol):
-    """What a fan-out needs of a group."""
+    """Communicator of a group, as a fan-out uses it."""
 
     rank: int
     size: int

@@ -141,7 +141,7 @@ ANNOUNCE_TIMEOUT_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What a publication cost: bytes that cross a link once, and the share of elements changed."""
+    """Cost of a publication: bytes that cross a link once, and the share of elements changed."""
 
     version: int
     wire_bytes: int

@@ -81,7 +81,7 @@ class Detached:
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """All that a node offers now; earlier offers of it are void."""
+    """Offers of a node, all of them; earlier offers of it are void."""
 
     stream: int
     offers: tuple[Offer, ...]

@@ -209,7 +209,7 @@ _GAP_BYTES = 4
 
 
 class Encoding(IntEnum):
-    """How a chunk's payload is written."""
+    """Encoding of a chunk's payload."""
 
     EMPTY = 0
     SPARSE = 1
@@ -219,7 +219,7 @@ class Encoding(IntEnum):
 
 
 class Level(StrEnum):
-    """What a publisher spends on a sparse chunk: little time, or few bytes."""
+    """Codec level of a sparse chunk: little time, or few bytes."""
 
     FAST = "fast"
     COMPACT = "compact"

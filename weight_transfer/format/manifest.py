@@ -79,7 +79,7 @@ class TensorUpdate(Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
 
 class OnUpdate(StrEnum):
-    """What becomes of turns in flight when a version is activated.
+    """Treatment of turns in flight when a version is activated.
 
     finish_old  they end under the old version first, within a bound; then recompute
     recompute   they go on under the new one, all of their KV computed anew

@@ -95,7 +95,7 @@ _BLOCK_BYTES: Final = 1 << 20
 
 
 class Kind(IntEnum):
-    """What a payload is: a signature of one kind is none of another."""
+    """Kind of a payload: a signature of one kind is none of another."""
 
     MANIFEST = 1
     CATALOG = 2

@@ -111,7 +111,7 @@ RETRY_NS: Final = 100_000_000
 
 
 class KvLent(NamedTuple):
-    """What the host section says of lending; nothing from a host that does not lend."""
+    """Lending part of the host section; zeros from a host that does not lend."""
 
     granules_total: int = 0
     granules_lent: int = 0

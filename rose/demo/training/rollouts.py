@@ -102,7 +102,7 @@ logger = logging.getLogger(__name__)
 
 
 class TurnSource(Protocol):
-    """Where turns come from: `rose.client.RolloutClient`."""
+    """Source of turns: `rose.client.RolloutClient`."""
 
     async def generate(
         self,
@@ -156,7 +156,7 @@ async def play(
 
 @dataclass(frozen=True, slots=True)
 class RolloutPlan:
-    """What is to be played: `batches` of `groups` x `group_size` trajectories."""
+    """Plan of the rollouts: `batches` of `groups` x `group_size` trajectories."""
 
     batches: int
     groups: int

@@ -48,7 +48,7 @@ POLL_S = 0.01
 
 @dataclass(frozen=True, slots=True)
 class EndedGuest:
-    """How one guest's end came about; `seconds` from the order on."""
+    """Record of one guest's end; `seconds` from the order on."""
 
     name: str
     pid: int

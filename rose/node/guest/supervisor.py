@@ -95,7 +95,7 @@ POLL_S = 0.2
 
 
 class EngineState(StrEnum):
-    """Where an engine is in its life."""
+    """State of an engine's life."""
 
     STARTING = "starting"
     HEALTHY = "healthy"

@@ -33,7 +33,7 @@ UNSEEN = "what its weights hold cannot be measured here, so giving them up prove
 
 @dataclass(frozen=True, slots=True)
 class GuestMemory:
-    """What a reclaim needs of a guest; `hold` and `free` are the guard's.
+    """Interface of a guest to a reclaim; `hold` and `free` are the guard's.
 
     gauge: makes what measures it, anew for each reclaim.
     state: its section. hold: freeze it, with a cap of KV granules (NO_CAP for none). free: end

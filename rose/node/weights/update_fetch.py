@@ -61,7 +61,7 @@ class AnnouncedVersions:
 
 @dataclass(frozen=True, slots=True)
 class WeightSource:
-    """Where versions come from, shared by all replicas of a node."""
+    """Source of versions, shared by all replicas of a node."""
 
     session: aiohttp.ClientSession
     fetcher: ChunkFetcher
@@ -90,7 +90,7 @@ class FetchedUpdate:
 
 @dataclass(frozen=True, slots=True)
 class UpdateRequest:
-    """What a replica needs. `rebase`: it holds other weights than its version says."""
+    """Request for a replica's update. `rebase`: it holds other weights than its version says."""
 
     replica: str
     held: int

@@ -337,7 +337,7 @@ class ChunkFetcher:
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """Which manifest is asked for, and whose."""
+    """Request for a manifest: version, job and key."""
 
     job: str
     version: int

@@ -55,7 +55,7 @@ class _Promise:
 
 @dataclass(frozen=True, slots=True)
 class LeaseTimes:
-    """How long a lease lives unrenewed, how often it is renewed, and the pause after a revoke."""
+    """Times of a lease: life unrenewed, renewal period, and the pause after a revoke."""
 
     ttl_s: float = 5.0
     renew_s: float = 1.0

@@ -101,7 +101,7 @@ class CpuExchange:
 
 
 class CpuProcessor:
-    """See `Processor`."""
+    """Kernel backend of host memory; see `Processor`."""
 
     def compare(self, old: Bits, new: Bits, room: int, first: int) -> Difference | None:
         """Compare two ranges that begin at index `first`; None when over `room` weights changed."""

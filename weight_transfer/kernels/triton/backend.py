@@ -223,7 +223,7 @@ def describe(old: DeviceBits, new: DeviceBits, found: Marked, first: int) -> Des
 
 
 class DeviceProcessor:
-    """See `Processor`."""
+    """Kernel backend of a device; see `Processor`."""
 
     def compare(self, old: DeviceBits, new: DeviceBits, room: int, first: int) -> Difference | None:
         """Compare two ranges that begin at index `first`; None when over `room` weights changed."""

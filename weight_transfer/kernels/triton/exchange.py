@@ -54,7 +54,7 @@ def release_unused(device: torch.device) -> None:
 
 
 class Order(Protocol):
-    """Of one device, as one thread uses it."""
+    """Order of work on one device, as one thread uses it."""
 
     def aside(self) -> AbstractContextManager[None]:
         """What is begun inside runs beside the engine's steps, and has ended when this does."""
@@ -83,7 +83,7 @@ class CudaOrder:
 
 
 class HostOrder:
-    """Of host memory, in Triton's interpreter: everything has ended when it returns."""
+    """Order of work on host memory, in Triton's interpreter: all has ended when it returns."""
 
     def aside(self) -> AbstractContextManager[None]:
         """Nothing runs beside anything."""
