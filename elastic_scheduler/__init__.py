@@ -17,7 +17,7 @@ from elastic_scheduler.rollouts.batching import PromptQueue, Round, RoundDone, T
 from elastic_scheduler.rollouts.buffer import CancelRun, RolloutBuffer, StartRun
 from elastic_scheduler.rollouts.types import (
     DroppedGroup,
-    FeedProgress,
+    RolloutProgress,
     SampleRun,
     StepPlan,
     TrainingGroup,
@@ -53,7 +53,6 @@ __all__ = [
     "DroppedGroup",
     "End",
     "FairShares",
-    "FeedProgress",
     "GiveUp",
     "HarvestMode",
     "HarvestModes",
@@ -85,6 +84,7 @@ __all__ = [
     "ReplicaKind",
     "ReplicaView",
     "RolloutBuffer",
+    "RolloutProgress",
     "Round",
     "RoundDone",
     "Router",

@@ -1,4 +1,4 @@
-"""Whether a replica may get turns.
+"""Health of a replica: decides whether it may get turns.
 
     STARTING --alive--> SYNCING <--within the bound, missed a version--> HEALTHY
     any -- its node says so --> DEAD -- its node calls it alive --> SYNCING, HEALTHY
@@ -26,7 +26,7 @@ class Health(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class HealthReport:
-    """What is known of a replica at one moment; `epoch` is that of the lease it works under."""
+    """Report on a replica at one moment; `epoch` is that of the lease it works under."""
 
     alive: bool
     policy_version: int

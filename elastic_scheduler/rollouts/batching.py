@@ -1,11 +1,13 @@
-"""Prompts in the order in which they start: each one by itself, those that aged out first.
+"""Batch policies: the order in which prompts start, and the rounds in which they are trained on.
 
-Rounds that do not wait for their slowest: the long tail is moved to rounds of its own.
+`PromptQueue` starts prompts one by one, those that aged out first, and delivers all that finish.
 
-After RollPacker (arXiv 2509.21009): a short round starts more prompts, and more samples of each,
-than it needs, is complete with the first that are done, and puts the prompts that are not at the
-end of a queue. When the queue fills a round, a long round runs them without over-sampling, to
-their ends. So a prompt is trained on exactly once; only its round changes.
+`TailBatcher` moves the long tail of generation lengths to rounds of its own, after RollPacker
+(arXiv 2509.21009), so that a step does not wait for its slowest prompt. A short round starts more
+prompts, and more samples of each, than it needs. It is complete with the first that are done, and
+the other prompts go to the end of a queue. When the queue fills a round, a long round runs them
+without over-sampling, to their ends. So a prompt is trained on exactly once, in one round or the
+other.
 """
 
 import math
@@ -34,7 +36,7 @@ class RoundDone:
 
 
 class BatchPolicy(Protocol):
-    """Which prompts start together, and when those that finish may be trained on."""
+    """Policy of batches: which prompts start together, and when finished ones are trained on."""
 
     @property
     def waiting(self) -> int:

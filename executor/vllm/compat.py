@@ -1,13 +1,8 @@
-"""The few surfaces of vLLM that the plugins touch, and nothing else of it.
+"""vLLM's internals that the plugins use, as typing protocols, and the versions that ROSE supports.
 
-None of them is public in vLLM: they are pinned by the engine tests.
-
-The vLLM versions that ROSE is tested with, and where their schedulers differ.
-
-A difference is asked of the object at hand. The version says only whether anybody has tried: the
-surfaces under the plugins are not public, and another version may misbehave without an error.
-
-From vLLM's request ids back to the ids that clients sent.
+No surface here is public in vLLM: the engine tests pin them. Where versions differ, the object at
+hand is asked. The version number says only whether ROSE is tested with it: another one may
+misbehave without an error, so it is refused.
 """
 
 import re

@@ -1,7 +1,4 @@
-"""The loopback ports of one run, counted from a base.
-
-All processes of the demo: started together, ended together.
-"""
+"""The demo's processes and their loopback ports: started together, ended together."""
 
 import asyncio
 import json
@@ -22,7 +19,7 @@ from weight_transfer import SigningKey
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """Who listens where."""
+    """Loopback ports of the demo's processes."""
 
     scheduler: int
     gateway: int

@@ -1,8 +1,7 @@
-"""What a person sees while the demo runs: a live page on a terminal, plain lines elsewhere.
+"""Live view of a running demo: a page on a terminal, plain lines elsewhere.
 
-The run hands over a `ViewState` as often as it likes; a view draws it and decides nothing.
-
-Collects what the view shows: one place that knows stage, steps, rates and latencies.
+`Board` collects stage, steps, rates and latencies in one `ViewState`. A view draws it and decides
+nothing.
 """
 
 import asyncio

@@ -94,7 +94,7 @@ Listener = Callable[[str, Mapping[str, object]], None]
 
 
 class EventLog:
-    """What one process did: leases, revocations, restarts, faults (CLOCK_MONOTONIC seconds)."""
+    """Event log of one process: leases, revocations, restarts, faults (CLOCK_MONOTONIC seconds)."""
 
     def __init__(
         self,

@@ -40,7 +40,7 @@ class WarmUpError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class WarmUpSizes:
-    """What an engine may be asked for at once."""
+    """Largest batch that an engine may be asked for at once."""
 
     max_num_seqs: int
     max_model_len: int

@@ -65,7 +65,7 @@ MAX_NAMED = 4_096
 
 
 class SchedulerCore:
-    """All decisions of one scheduler. `step` raises `RefusedError` and then has changed nothing."""
+    """Core of a scheduler, with all its decisions. A `step` that is refused changes nothing."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What every store of control state promises, whatever keeps it."""
+"""Interface of a store of control state."""
 
 from dataclasses import dataclass
 from typing import Protocol

@@ -1,6 +1,7 @@
-"""Which level is done first on a link: tried on a sample, since both depend on what changed.
+"""Writer of delta files: compares two checkpoints on disk chunk by chunk, in all threads.
 
-Writing a delta: two checkpoints on disk are compared chunk by chunk, in all threads.
+`quicker_level` picks the codec level for a link by encoding a sample, since speed and size both
+depend on which weights changed.
 """
 
 from __future__ import annotations

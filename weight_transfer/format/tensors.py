@@ -70,7 +70,7 @@ def unsigned(width: int) -> np.dtype[np.unsignedinteger[Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What a checkpoint tensor is like, wherever its weights are."""
+    """Layout of a checkpoint tensor, wherever its weights are."""
 
     name: str
     dtype: str

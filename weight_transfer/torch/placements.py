@@ -1,6 +1,6 @@
-"""Torch tensors as `LocalTensor`: a chunk at a time crosses to the host and becomes bits.
+"""Reader of a rank's torch tensors, and the pieces of a state dict by its DTensors' placements.
 
-Pieces of a state dict of torch tensors: where DTensors say that their local weights belong.
+A chunk at a time crosses to the host and becomes bits.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""EngineModel: the few things of a running vLLM worker that weight updates need.
+"""Worker extension of vLLM: weight updates by `collective_rpc`, on every rank.
 
-Worker extension: weight updates inside a vLLM worker, by `collective_rpc`, on every rank.
-
-init → (stage → commit → settle)*; audit at any time. See `replica_weights`.
+init → (stage → commit → settle)*; audit at any time. See `update/replica_weights.py`.
 An update is staged by `stage_begin`, `stage_poll` and `stage_step`, between the engine's steps.
 """
 

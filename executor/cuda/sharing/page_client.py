@@ -1,4 +1,4 @@
-"""Pages of another process of the same GPU, for as long as it does not want them back."""
+"""Page client: borrows pages of another process of the same GPU, until it wants them back."""
 
 import os
 import socket

@@ -1,18 +1,16 @@
-"""Which running requests of a host skip a step, because the blocks that they need are lent.
+"""KV lending of a host: lends free granules, takes them back on demand, skips requests meanwhile.
 
-Stock vLLM preempts when a running request lacks a block: what was computed for a request is thrown
-away to be computed again. Where the block is lent and asked back, that would be for nothing, so the
-request keeps what it has and is left out of steps instead. HOLD_NS bounds a hold from its first
-step on, about what computing it again costs, whatever comes back meanwhile: a host waits for no
-guest. Only when nobody lacks a block any more may another hold begin.
-
-A host's KV memory that others may use: lent before it goes idle, taken back when it is needed.
-
-The host waits for nobody: neither guest nor node daemon has a part in this. On host memory it asks
-nobody either. On a GPU pages come back when those who have them gave them back:
+The host waits for nobody: neither guest nor node daemon has a part in this. On host memory it takes
+granules back without asking. On a GPU pages come back when their borrowers return them:
 
     lends ── stop, or a failure ──> retires ── the last page is back ──> over
     lends, retires ── addresses may be without memory ──> lost: nothing moves any more
+
+`SkipPolicy` chooses running requests that skip a step because the blocks they need are lent. Stock
+vLLM would preempt them, and compute all their tokens again; where the block is lent and already
+asked back, that would be wasted. HOLD_NS bounds a hold from its first step on, at about the cost
+of computing the request again, whatever comes back meanwhile. The next hold begins only when no
+request lacks a block any more.
 """
 
 import time
@@ -32,7 +30,7 @@ HOLD_NS: Final = 250_000_000
 
 
 class SkipPolicy:
-    """Asked before each step; the clock is handed in."""
+    """Chooses the running requests that skip the next step; the clock is handed in."""
 
     def __init__(self, block_tokens: int, lookahead_tokens: int, step_tokens: int) -> None:
         """`step_tokens`: the most of one step."""
@@ -100,7 +98,7 @@ RETRY_NS: Final = 100_000_000
 
 
 class KvLent(NamedTuple):
-    """What the host section says of lending; nothing from a host that does not lend."""
+    """Lending part of the host section; zeros from a host that does not lend."""
 
     granules_total: int = 0
     granules_lent: int = 0

@@ -1,4 +1,4 @@
-"""Turns what a vLLM scheduler does into the control page's host section."""
+"""Publisher of a vLLM host's state: the scheduler's work as the control page's host section."""
 
 import time
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What the control plane and the gateway say of the run right now."""
+"""Watcher of a run: reads the state of the control plane and of the gateway."""
 
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,8 +1,8 @@
-"""The policy network: a Qwen2 small enough to learn on one core, in a folder any engine serves.
-
-`python -m rose.demo.frozen_lake.models --cache DIR`: make the demo's models, once.
+"""`python -m rose.demo.frozen_lake.models --cache DIR`: make the demo's models, once.
 
 stdout  {"event":"progress","label","share"} …  {"event":"models","policy_dir","host_dir"}
+
+The policy is a Qwen2 small enough to learn on one core, in a folder that any engine serves.
 """
 
 import argparse

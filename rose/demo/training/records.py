@@ -1,7 +1,4 @@
-"""What the trainer is told: one JSON file.
-
-The trainer's raw records: turns, trajectories and steps.
-"""
+"""Configuration file of a training run, and the trainer's records: turns, trajectories, steps."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

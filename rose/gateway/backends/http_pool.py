@@ -29,7 +29,7 @@ class UpstreamError(ConnectionError):
 
 
 class ResponseReceiver(Protocol):
-    """What becomes of one answer. Its methods must not wait."""
+    """Receiver of one answer. Its methods must not wait."""
 
     def status(self, code: int) -> None:
         """The head of the answer came; once, before any body."""
@@ -46,7 +46,7 @@ class ResponseReceiver(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a URL leads: what a connection is kept by, and its requests' first lines."""
+    """Target of a URL: the key of its kept connections, and its requests' first lines."""
 
     host: str
     port: int

@@ -22,7 +22,7 @@ _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(ReplicaLine).decode
 
 
-class RoseLink:
+class RoseBackend:
     """Tokens in, stamped tokens out."""
 
     path = "/rose/v1/generate"

@@ -63,7 +63,7 @@ _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(_Event).decode
 
 
-class SglangLink:
+class SglangBackend:
     """Tokens in, tokens out."""
 
     path = "/generate"

@@ -62,7 +62,7 @@ _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(_Event).decode
 
 
-class VllmLink:
+class VllmBackend:
     """Tokens in, tokens out."""
 
     path = "/v1/completions"

@@ -1,9 +1,7 @@
-"""Where the tokens of one attempt go: text first (it may cut them), journal, feed.
+"""Attempt: one replica's answer to a turn, from its bytes to the turn's journal and token stream.
 
-One attempt's answer, from a replica's bytes to the turn's journal and feed.
-
-Everything happens in the step of the event loop in which the bytes came: decoded, journaled, handed
-to readers. Only how it ended is awaited.
+Everything happens in the step of the event loop in which the bytes came: decoded, cut where text
+stops, journaled, handed to readers. Only the attempt's ending is awaited.
 """
 
 import asyncio

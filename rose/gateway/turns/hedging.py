@@ -1,16 +1,16 @@
-"""The copies of one turn: each with a journal and a feed of its own, the first whole one wins.
+"""Hedged turns: second copies for the slowest members of groups; the first whole copy wins.
 
     first copy ──────────────────────────┬─ whole: its tokens are the turn's, the other is cancelled
        └─ fork: a copy on another replica ┤
                                           └─ fails: the other goes on alone; of the last: the turn's
 
-Nothing reaches the turn's readers before that, since tokens handed out cannot be taken back.
+Each copy has a journal and a token stream of its own. Nothing reaches the turn's readers before one
+copy is whole, since tokens handed out cannot be taken back.
 
-Second copies for the slowest members of groups, where their callers allow them.
-
-`HedgedGroup` decides; what a member still needs and what a copy would cost is known here only. A
-group is what its turns say: `group_id`, how many they are, how many copies they may have. Turns
-that come when all members are there already are nobody's members: they get no copies.
+Callers allow copies, and `HedgedGroup` decides when one is worth it; `Hedging` supplies a member's
+remaining need and the cost of a copy. Turns define their group: `group_id`, its size, how many
+copies it may have. Turns that come when all members are there already belong to no group and get no
+copies.
 """
 
 import asyncio

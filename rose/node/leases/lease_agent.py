@@ -1,8 +1,8 @@
-"""What the operator lets this node lend, as the scheduler last told it.
+"""Lease agent of a replica: carries out its lease state machine, and checks the scheduler's orders.
 
-What a node takes as an order: a scheduler, or whoever answers in its place, is not believed.
-
-Carries out what a replica's tenancy asks for: admission, drain, word to the scheduler.
+It opens and drains the engine's admission and reports to the scheduler. Orders of a scheduler, or
+of anything that answers in its place, are checked before they are obeyed. `HarvestSwitch` holds the
+operator's modes as the scheduler last told them.
 """
 
 import asyncio

@@ -1,8 +1,7 @@
-"""The health of every offered replica, as its node's offers tell it.
+"""Fleet: attached nodes with their latest reports, health of replicas, and relays of each cluster.
 
-Which nodes are attached, and what each of them last said.
-
-Which nodes of a cluster relay weights to each other now: each is told when that changes.
+A node's word is void once its stream is over. `HealthBook` follows the health of every offered
+replica. `Relays` tells each node, when that changes, which nodes of its cluster relay weights.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,7 +14,7 @@ from rose.scheduler.state.version_registry import VersionRegistry
 
 
 class HealthBook:
-    """A machine for each replica; one whose node attaches anew begins anew."""
+    """Health state machines by replica; a replica whose node attaches anew begins anew."""
 
     def __init__(self) -> None:
         self._replicas: dict[str, ReplicaHealth] = {}
@@ -167,7 +166,7 @@ LAPSED_S = 3.0
 
 
 class Relays:
-    """What each stream was told last."""
+    """Relays of each cluster, as each stream was told last."""
 
     def __init__(self) -> None:
         self._told: dict[int, tuple[str, ...]] = {}

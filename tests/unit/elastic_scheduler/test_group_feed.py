@@ -41,7 +41,7 @@ EVENTS = st.lists(
 
 
 class Driver:
-    """Carries out what the feed decides, and keeps books of its own beside it."""
+    """Carries out what the buffer decides, and keeps books of its own beside it."""
 
     def __init__(self, plan: StepPlan, prompts: int) -> None:
         self.plan, self.left = plan, prompts

@@ -1,4 +1,4 @@
-"""The processor of weights in host memory: numba's loops."""
+"""Kernel backend for weights in host memory: numba's loops."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class CpuExchange:
 
 
 class CpuProcessor:
-    """Processor of weights in host memory."""
+    """Kernel backend of host memory; see `Processor`."""
 
     def compare(self, old: Bits, new: Bits, room: int, first: int) -> Difference | None:
         found = changes.find_changes(old, new, room, first)

@@ -1,6 +1,7 @@
-"""The position-mixed sum of `weight_transfer.format.digest`, and writing what it is about.
+"""Kernels of the tensor digest of `weight_transfer.format.digest`, on the CPU.
 
-The position-mixed sum over a rectangle of a tensor: rows that lie `stride` weights apart.
+They sum whole ranges, single weights and rectangles whose rows lie `stride` weights apart, and they
+overwrite weights while they sum the change.
 """
 
 from __future__ import annotations

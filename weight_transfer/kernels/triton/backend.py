@@ -1,16 +1,11 @@
-"""Where a weight is counted, and how many are counted there before it.
+"""Kernel backend on a device: Triton's loops over all weights, then torch over the changed ones.
 
-Which weights of a range changed: a bit for each, and where each tile's are listed.
-
-The changes of a range on a device, found by Triton's loops and sorted by torch.
-
-Sums of digests on a device.
-
-The processor of weights on a device: Triton's loops, then torch for what they found.
+Triton marks which weights of a range changed, a bit for each, and counts them by tile. Their
+indices, codes, ranks by class and digest sums follow from the marks.
 
 Everything is launched on the device's current stream and waits only where a number or the changes
 come to the host. Temporary memory: an eighth of a byte for each weight and 8 for each changed one;
-classes of `compact` add 4 for each weight of the chunk.
+classes of the `compact` encoding add 4 for each weight of the chunk.
 """
 
 from __future__ import annotations
@@ -223,7 +218,7 @@ def describe(old: DeviceBits, new: DeviceBits, found: Marked, first: int) -> Des
 
 
 class DeviceProcessor:
-    """Processor of weights on a device."""
+    """Kernel backend of a device; see `Processor`."""
 
     def compare(self, old: DeviceBits, new: DeviceBits, room: int, first: int) -> Difference | None:
         with torch.cuda.device_of(old.flat):  # type: ignore[no-untyped-call]

@@ -1,30 +1,27 @@
-"""Weights on a device as bits: what a numpy array of unsigned integers is on the host.
+"""Triton kernels on weights as bits: digest sums, comparison, ranks by class, exchange.
 
-Triton, in the one way in which it is used here.
-
-Parameters of a kernel are annotated as `tl.tensor`, pointers to a tensor's first weight too: Triton
+A kernel's parameters are annotated as `tl.tensor`, pointers to a tensor's first weight too: Triton
 looks annotations up.
 
-Triton: the position-mixed sum of `weight_transfer.format.digest`, all of it in integers mod 2^64.
+Digest. The position-mixed sum of `weight_transfer.format.digest` is integer arithmetic mod 2^64.
+Each program leaves its own sum, and torch adds them: its int64 wraps too. Addition mod 2^64 has no
+order, so the result depends on no schedule.
 
-Each program leaves its own sum; adding them is left to torch, whose int64 wraps too. Addition mod
-2^64 has no order, so the result depends on no schedule.
-
-Triton: which weights changed, and by how much.
+Comparison, in three passes:
 
 mark      every weight, once: a bit for each and how many there are in each tile
 list      the bits: a tile's changed indices go behind those of the tiles before it
-describe  changed weights alone: gap, code, and what the digest grows by
+describe  changed weights alone: gap, code, and the digest's growth
+
 Codes are made in a pass of their own because nearly all lanes of the first would compute nothing.
 
-Triton: the rank of each changed weight among those of its class, see `kernels.classes`.
-
-A range is cut in blocks. The first pass counts each block's classes; their sums over the blocks
+Ranks. The rank of a changed weight among those of its class, see `kernels.cpu.exponent_classes`. A
+range is cut in blocks. The first pass counts each block's classes; their sums over the blocks
 before it are the ranks with which the second begins. In a block each tile of a few weights is
-compared with itself, whose time is the same whatever changed and however classes lie.
+compared with itself, which takes the same time whatever changed and however classes lie.
 Only a few classes hold changes: `slots` says where each is counted, all others together.
 
-Triton: weights are overwritten where they changed, and read back.
+Exchange. Weights are overwritten where they changed, and read back.
 """
 
 from __future__ import annotations

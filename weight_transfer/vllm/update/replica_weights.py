@@ -1,17 +1,14 @@
-"""CommitReport: what one rank, or all of them, say of an activation.
-
-Errors across `collective_rpc`: vLLM carries only an exception's text between its processes.
-
-The worker names the error inside its text, the API process makes the typed error again, so that
-an endpoint can tell a wrong base (409) from a failed proof (422).
-
-ReplicaWeights: the weights of one rank of an engine, and the proofs of each activation.
+"""Weights of one rank of an engine, with the proofs and the report of each activation.
 
 init    read the base, compile the kernels, trace and prove the loader map
 stage   while serving: see `staging`
 commit  under the engine's pause: scatter → read back → one probe forward
         all proofs hold: the new version is active; any fails: the old values go back
 audit   any time between steps: digests of everything that is live
+
+vLLM carries only an exception's text between its processes. So the worker names the error inside
+its text and the API process makes the typed error again, and an endpoint can tell a wrong base
+(409) from a failed proof (422).
 """
 
 from __future__ import annotations
