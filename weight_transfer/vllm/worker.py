@@ -2,8 +2,7 @@
 
 Worker extension: weight updates inside a vLLM worker, by `collective_rpc`, on every rank.
 
-init → (stage → commit → rollback?)*; audit at any time. See `replica_weights`.
-`stage` does at once what `stage_begin`, `stage_poll` and `stage_step` do between engine steps.
+init → (decode* → load* → commit → settle | rollback)*; audit at any time. See `replica_weights`.
 """
 
 from __future__ import annotations
@@ -52,22 +51,26 @@ class WeightWorker:
     model_runner: Any
     _rose_weights: ReplicaWeights | None = None
     _rose_audit: Audit | None = None
-    _rose_stage_began_s: float = 0.0
+    _rose_decode_began_s: float = 0.0
 
     @names_errors
     def rose_weights_init(
-        self, model_dir: str, verify_key_hex: str | None, weights_dir: str | None = None
+        self,
+        model_dir: str,
+        verify_key_hex: str | None,
+        weights_dir: str | None = None,
+        place: str | None = None,
     ) -> dict[str, Any]:
         """Take `model_dir` as version 0 and prove that it is what this engine serves.
 
-        Updates are read from below `weights_dir`; None lets the caller name any file.
+        Updates are read from below `weights_dir`; None lets the caller name any file. Ranks that
+        are told one `place`, a path on each node that is new at each init, share a copy of it.
         """
         key = None if verify_key_hex is None else VerifyKey(verify_key_hex)
         runner = self.model_runner
         engine = EngineModel.of(runner.get_model(), runner.vllm_config, runner.device)
-        weights = self._rose_weights = ReplicaWeights(
-            engine, Path(model_dir), key, None if weights_dir is None else Path(weights_dir)
-        )
+        folder, meeting = (None if p is None else Path(p) for p in (weights_dir, place))
+        weights = self._rose_weights = ReplicaWeights(engine, Path(model_dir), key, folder, meeting)
         return {
             "version": weights.version,
             "loose": list(weights.map.loose),
@@ -75,35 +78,32 @@ class WeightWorker:
         }
 
     @names_errors
-    def rose_weights_stage(self, manifest_paths: list[str], chunks_dir: str) -> dict[str, Any]:
-        """Stage versions that follow each other, at once and as one update."""
-        self._rose_stage_began_s = time.perf_counter()
-        self._rose().stage([Path(path) for path in manifest_paths], Path(chunks_dir))
-        return self.rose_weights_stage_step(0)
+    def rose_weights_decode(
+        self, manifest_paths: list[str], chunks_dir: str, attempt: str
+    ) -> dict[str, Any]:
+        """Decode versions that follow each other, as one update, beside the engine's steps.
+
+        The first call with a name of an attempt begins; it and every later one say in `done`
+        whether decoding has come to an end. `load` then tells how it went.
+        """
+        weights = self._rose()
+        if weights.attempt != attempt:
+            self._rose_decode_began_s = time.perf_counter()
+        paths = [Path(path) for path in manifest_paths]
+        return {"done": weights.decode(paths, Path(chunks_dir), attempt).decoded}
 
     @names_errors
-    def rose_weights_stage_begin(self, manifest_paths: list[str], chunks_dir: str) -> None:
-        """Begin to decode an update beside the engine's steps."""
-        self._rose_stage_began_s = time.perf_counter()
-        self._rose().begin_stage([Path(path) for path in manifest_paths], Path(chunks_dir))
-
-    @names_errors
-    def rose_weights_stage_poll(self) -> dict[str, Any]:
-        """Whether decoding has come to an end."""
-        return {"done": self._rose().staging.decoded}
-
-    @names_errors
-    def rose_weights_stage_step(self, pieces: int) -> dict[str, Any]:
-        """Do so many pieces of a decoded update; `done` tells whether it may be committed."""
+    def rose_weights_load(self, pieces: int | None = None) -> dict[str, Any]:
+        """Load so many pieces of a decoded update, or all; `done`: it may be committed."""
         staging = self._rose().staging
         if not staging.step(pieces):
             return {"done": False}
         assert staging.prepared is not None
-        return {"done": True, **_staged(staging.prepared, self._rose_stage_began_s)}
+        return {"done": True, **_loaded(staging.prepared, self._rose_decode_began_s)}
 
     @names_errors
     def rose_weights_commit(self) -> dict[str, Any]:
-        """Activate the staged update; only under the engine's pause. See `CommitReport`."""
+        """Activate the loaded update; only under the engine's pause. See `CommitReport`."""
         report = asdict(self._rose().commit())
         self._tell_version()
         return report
@@ -153,7 +153,7 @@ class WeightWorker:
         return self._rose_weights
 
 
-def _staged(prepared: Prepared, began_s: float) -> dict[str, Any]:
+def _loaded(prepared: Prepared, began_s: float) -> dict[str, Any]:
     update = prepared.update
     return {
         "version": update.version,
