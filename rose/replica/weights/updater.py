@@ -1,6 +1,8 @@
-"""Updater of a replica's policy version: stages, pauses, commits, proves, resumes.
+"""Updater of a replica's policy version: decodes, loads, pauses, commits, proves, resumes.
 
-stage    while serving: verify, decode, load and compute; nothing is written
+
+decode   while serving: verified and decoded once for all ranks of a node; nothing is written
+load     while serving: a fresh load computes what the new version has to compute
 pause    as the job wants it for turns in flight, see `OnUpdate`
 commit   scatter and prove on every rank; then stamp the engine with the version
 resume   only then, or when nothing was written
@@ -21,6 +23,7 @@ asks again later.
 import asyncio
 import logging
 import os
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -33,6 +36,7 @@ from rose.replica.turns import ENGINE_FAILURES, Turns
 from rose.replica.weights.audit import Audits
 from rose.replica.weights.token_versions import stamps_of
 from weight_transfer import OnUpdate, WeightError
+from weight_transfer.segment import ranks_folder
 from weight_transfer.vllm.update.replica_weights import merged, typed
 
 
@@ -104,23 +108,27 @@ Call = Callable[..., Awaitable[dict[str, Any]]]
 """Calls a worker method on all ranks; `done` of its answer means: on all of them."""
 
 
-async def stage(call: Call, manifests: list[str], chunks: str) -> dict[str, Any]:
-    """Have versions verified, decoded and computed while the engine serves; what it is like.
-
-    Raises what the workers raise, and HostBusyError; nothing is written then.
-    """
-    await call("rose_weights_stage_begin", manifests, chunks)
+async def decode(call: Call, manifests: list[str], chunks: str) -> None:
+    """Have versions verified and decoded beside the engine's steps. Raises what the ranks raise."""
+    attempt = secrets.token_hex(8)
     while True:
-        if (await call("rose_weights_stage_poll"))["done"]:
-            break
+        if (await call("rose_weights_decode", manifests, chunks, attempt))["done"]:
+            return
         await asyncio.sleep(STAGE_POLL_S)
+
+
+async def load(call: Call) -> dict[str, Any]:
+    """Have what was decoded loaded and computed between the engine's steps; what it is like.
+
+    Raises what the ranks raise, and HostBusyError; nothing is written then.
+    """
     patience = HostPatience(PATIENCE_S)
     while True:
         await patience.wait()
         began_s = time.perf_counter()
-        staged = await call("rose_weights_stage_step", 1)
-        if staged["done"]:
-            return staged
+        loaded = await call("rose_weights_load", 1)
+        if loaded["done"]:
+            return loaded
         # A piece holds up the engine's steps: they get as much time as it took.
         await asyncio.sleep(time.perf_counter() - began_s)
 
@@ -203,17 +211,18 @@ class WeightUpdater:
                     f" set {UNSIGNED}=1"
                 )
             await self._prepare()
-            staged = await stage(self._call, manifests, chunks)
+            await decode(self._call, manifests, chunks)
+            loaded = await load(self._call)
             with self._held(on_update):
                 finished = await self._finish_old(on_update)
                 await wait_host_idle(SWITCH_PATIENCE_S)
                 started_s = time.perf_counter()
-                report = await self._switch(int(staged["version"]), on_update)
+                report = await self._switch(int(loaded["version"]), on_update)
                 pause_s = time.perf_counter() - started_s
             await self._settle()
             return report | {
-                "wire_bytes": staged["wire_bytes"],
-                "stage_s": staged["stage_s"],
+                "wire_bytes": loaded["wire_bytes"],
+                "stage_s": loaded["stage_s"],
                 "pause_s": pause_s,
                 "on_update": str(on_update),
                 "finished_old": finished,
@@ -305,7 +314,8 @@ class WeightUpdater:
         if not self._ready:
             key = os.environ.get(VERIFY_KEY) or None
             folder = os.environ.get(WEIGHTS_DIR) or None
-            await self._call("rose_weights_init", self._model_dir, key, folder)
+            place = _meeting_place(self._engine.vllm_config)
+            await self._call("rose_weights_init", self._model_dir, key, folder, place)
             self._ready = True
 
     async def _call(self, method: str, *args: object) -> dict[str, Any]:
@@ -355,3 +365,14 @@ async def _bounded(call: Awaitable[_T]) -> _T:
 def _updatable(config: Any) -> bool:  # noqa: ANN401 - vLLM's VllmConfig
     parallel = getattr(config, "parallel_config", None)
     return bool(getattr(parallel, "worker_extension_cls", ""))
+
+
+def _meeting_place(config: Any) -> str | None:  # noqa: ANN401 - vLLM's VllmConfig
+    """Where an engine's ranks share a copy of the checkpoint; None for one rank.
+
+    Another one for every try: what an earlier one left there has another meaning.
+    """
+    parallel = getattr(config, "parallel_config", None)
+    if max(getattr(parallel, name, 1) for name in ("world_size", "world_size_across_dp")) == 1:
+        return None
+    return str(ranks_folder() / secrets.token_hex(8))

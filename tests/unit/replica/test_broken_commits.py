@@ -23,8 +23,8 @@ APPLY = {"manifests": ["/w/manifests/3.json"], "chunks": "/w/chunks"}
 # Where it breaks off, how, and whether the replica may serve on.
 SERVES_ON = [
     ("", ""),
-    ("stage_begin", "raises"),
-    ("stage_step", "raises"),
+    ("decode", "raises"),
+    ("load", "raises"),
     ("pause", "raises"),
     ("pause", "silent"),
     ("pause", "hangs"),
@@ -158,14 +158,14 @@ async def test_a_busy_host_gets_no_update_beside_it_and_an_idle_one_does(
 
     async def call(self: FakeWeightRanks, name: str, action: Any) -> None:
         await staged(self, name, action)
-        if name == "stage_step":
+        if name == "load":
             host.tell(running=1)
 
     monkeypatch.setattr(FakeWeightRanks, "_call", call)
     async with serving(engine) as (served, turn):
         status, answer = await served.ask("weights/apply", APPLY)
         assert (status, answer["error"]["type"]) == (503, "host_busy")
-        assert ("stage_step" in engine.calls) == (busy_from == "the switch")
+        assert ("load" in engine.calls) == (busy_from == "the switch")
         assert "pause" not in engine.calls
         await until_longer(turn)
         monkeypatch.setattr(FakeWeightRanks, "_call", staged)
@@ -175,7 +175,7 @@ async def test_a_busy_host_gets_no_update_beside_it_and_an_idle_one_does(
         assert check_stamps(engine, turn) == {0, NEXT}
 
 
-@pytest.mark.parametrize("where", ["stage_step", "pause", "commit", "stamp", "resume"])
+@pytest.mark.parametrize("where", ["load", "pause", "commit", "stamp", "resume"])
 async def test_a_caller_that_hangs_up_does_not_break_a_commit_off(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
