@@ -37,7 +37,7 @@ from executor.control_page.records import (
 from executor.errors import PageError
 
 MAGIC = b"ROSEPAGE"
-LAYOUT_VERSION = 4
+LAYOUT_VERSION = 5
 PAGE_GROUP: Final = "ROSE_PAGE_GROUP"
 """Names the group that shares the page, for host and guest; without it the owner alone does."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

@@ -54,6 +54,25 @@ Answer = EngineReport | Unsupported | None
 
 
 @dataclass(frozen=True, slots=True)
+class Measured:
+    """What the guest's process group holds, None where it could not be measured.
+
+    `answer`: the engine's, to the rung asked for last.
+    """
+
+    held_bytes: int | None
+    answer: Answer = None
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """What the reclaim is for is done otherwise, whatever was measured."""
+
+
+Event = Measured | Settled
+
+
+@dataclass(frozen=True, slots=True)
 class Escalate:
     """Take this rung now; `bytes_left` are still wanted."""
 
@@ -83,6 +102,18 @@ class Finished:
     in_time: bool
     took_ns: int
     rungs: tuple[LevelReport, ...]
+
+
+Action = Escalate | Finished
+
+
+@dataclass(frozen=True, slots=True)
+class ReclaimStatus:
+    """The rung taken last, what the guest holds, and what of that is still wanted."""
+
+    rung: ReclaimLevel | None
+    held_bytes: int
+    wanted_bytes: int
 
 
 _RUNG_NS: Final = MappingProxyType(
@@ -137,14 +168,21 @@ class ReclaimCore:
         self._moved_ns = now_ns
         self._reports: list[LevelReport] = []
 
-    def step(
-        self, now_ns: int, held_bytes: int | None, answer: Answer
-    ) -> Escalate | Finished | None:
-        """What to do now. `held_bytes`: as measured, None when it could not be.
+    def step(self, event: Event, now_ns: int) -> list[Action]:
+        """What to do now: the next rung, or nothing while one may still help. Finished ends it."""
+        if isinstance(event, Settled):
+            return [self._end(now_ns, enough=True)]
+        action = self._climb_or_end(event, now_ns)
+        return [] if action is None else [action]
 
-        `answer`: to the rung asked for last. Nothing more is to be done after Finished.
-        """
-        self._measured(now_ns, held_bytes)
+    def status(self) -> ReclaimStatus:
+        """Where it stands."""
+        left = max(0, self._held_bytes - self._goal_bytes)
+        return ReclaimStatus(self._rung, self._held_bytes, left)
+
+    def _climb_or_end(self, event: Measured, now_ns: int) -> Action | None:
+        answer = event.answer
+        self._measured(now_ns, event.held_bytes)
         if self._held_bytes <= self._goal_bytes:
             return self._finish(now_ns, ReclaimOutcome.FREED)
         if self._rung is None:
@@ -160,15 +198,6 @@ class ReclaimCore:
         self._report(now_ns, outcome, answer.why if isinstance(answer, Unsupported) else "")
         too_late = now_ns >= self._last_call_ns
         return self._climb(now_ns, ReclaimLevel.KILL if too_late else ReclaimLevel(self._rung + 1))
-
-    def settled(self, now_ns: int) -> Finished:
-        """The end of a reclaim whose purpose is fulfilled otherwise."""
-        freed = self._start_bytes - self._held_bytes
-        took_ns = now_ns - self._began_ns
-        return Finished(
-            self._wanted_bytes, freed, True, now_ns <= self._deadline_ns, took_ns,
-            tuple(self._reports),
-        )  # fmt: skip
 
     @property
     def _last_call_ns(self) -> int:
@@ -225,7 +254,9 @@ class ReclaimCore:
 
     def _finish(self, now_ns: int, outcome: ReclaimOutcome) -> Finished:
         self._report(now_ns, outcome)
-        enough = self._held_bytes <= self._goal_bytes
+        return self._end(now_ns, enough=self._held_bytes <= self._goal_bytes)
+
+    def _end(self, now_ns: int, *, enough: bool) -> Finished:
         return Finished(
             self._wanted_bytes,
             self._start_bytes - self._held_bytes,

@@ -25,6 +25,7 @@ from pathlib import Path
 from executor import ControlPage, PageError
 from executor.control_page.host_seat import BEAT_STALE_NS
 from executor.control_page.page import LAYOUT_VERSION
+from executor.freeze_reason import explained
 from rose.cli.commands import SchedulerClient
 from rose.engines.launch import MIN_FREE_BYTES_PER_ENGINE, check_memory, check_model, engine_bytes
 from rose.errors import RoseError
@@ -201,7 +202,7 @@ def _grant(host: HostConfig) -> Finding:
     if grant is None or age_s > GRANT_STALE_S:
         do = "is it stopped? `kill -CONT` it or start the node again; its guest is frozen meanwhile"
         return wrong("grant heartbeat", f"the daemon is silent for {age_s:.1f} s", do)
-    return ok("grant heartbeat", f"{grant.mode.name.lower()}, {grant.reason}")
+    return ok("grant heartbeat", f"{grant.mode.name.lower()}: {explained(grant.reason)}")
 
 
 def _clock(pid: int | None) -> Finding:

@@ -3,11 +3,6 @@
 That is 20 ms, so that a caller has seen the last outputs first. Versions do not depend on that:
 tokens are stamped by the engine, or counted where they come in (`stamps`).
 
-A guest takes weights while its host is idle: the engine's gate covers neither that nor a pause.
-
-A host that is never idle keeps its guest at the version that it has. The guest says so, and its
-node asks again later.
-
 Staging from the API process: the worker decodes beside its engine, then loads piece by piece.
 
 Policy versions on this replica.
@@ -30,9 +25,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final, TypeVar
 
-from executor import ControlPage, PageError
-from executor.control_page.page import PAGE_GROUP
 from rose.replica.admission import Admission
+from rose.replica.control import GuestControl, HostPatience
 from rose.replica.turns import ENGINE_FAILURES, Turns
 from rose.replica.weights.audit import Audits
 from rose.replica.weights.token_versions import stamps_of
@@ -47,68 +41,14 @@ async def pause(engine: Any, *, clear_cache: bool) -> None:  # noqa: ANN401 -- v
     await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
 
 
-HOST_POLL_S = 0.002
-_IDLE_LOG = logging.getLogger(__name__)
-
-
-class HostBusyError(WeightError):
-    """The host was not idle for as long as the guest waits. Nothing was written."""
-
-
-class HostPatience:
-    """Waits for an idle host, as often as asked, but no longer than `left_s` seconds in all."""
-
-    def __init__(self, left_s: float) -> None:
-        self._left_s = left_s
-
-    async def wait(self) -> None:
-        """Return once the host is idle. Raises HostBusyError when no patience is left."""
-        clock_s = asyncio.get_running_loop().time
-        began_s = clock_s()
-        await wait_host_idle(self._left_s)
-        self._left_s = max(0.0, self._left_s - (clock_s() - began_s))
-
-
-async def wait_host_idle(patience_s: float) -> None:
-    """Return once the host is idle. Raises HostBusyError when it is not within `patience_s`.
-
-    A replica without a host returns at once. The page is opened anew for each wait: a host that
-    was restarted may have brought another one. A page that cannot be read is no idle host.
-    """
-    path = os.environ.get("ROSE_CONTROL_PAGE")
-    if not path or os.environ.get("ROSE_ROLE") != "guest":
-        return
-    try:
-        with ControlPage.open(path, os.environ.get(PAGE_GROUP, "")) as page:
-            idle = await _poll(page, patience_s)
-    except PageError as error:
-        _IDLE_LOG.warning("the host's control page is unreadable: %s", error)
-        await asyncio.sleep(patience_s)
-        idle = False
-    if not idle:
-        raise HostBusyError("the host is too busy for new weights beside it; ask again later")
-
-
-async def _poll(page: ControlPage, limit_s: float) -> bool:
-    clock_s = asyncio.get_running_loop().time
-    deadline_s = clock_s() + limit_s
-    while True:
-        state = page.host_sight().believed(time.monotonic_ns())
-        if state is not None and state.idle:
-            return True
-        if clock_s() >= deadline_s:
-            return False
-        await asyncio.sleep(HOST_POLL_S)
-
-
 STAGE_POLL_S: Final = 0.01
-PATIENCE_S = 20.0
-"""With a busy host, over all pieces; a node waits for the whole update for a minute."""
 Call = Callable[..., Awaitable[dict[str, Any]]]
 """Calls a worker method on all ranks; `done` of its answer means: on all of them."""
 
 
-async def stage(call: Call, manifests: list[str], chunks: str) -> dict[str, Any]:
+async def stage(
+    call: Call, manifests: list[str], chunks: str, patience: HostPatience
+) -> dict[str, Any]:
     """Have versions verified, decoded and computed while the engine serves; what it is like.
 
     Raises what the workers raise, and HostBusyError; nothing is written then.
@@ -118,7 +58,6 @@ async def stage(call: Call, manifests: list[str], chunks: str) -> dict[str, Any]
         if (await call("rose_weights_stage_poll"))["done"]:
             break
         await asyncio.sleep(STAGE_POLL_S)
-    patience = HostPatience(PATIENCE_S)
     while True:
         await patience.wait()
         began_s = time.perf_counter()
@@ -133,6 +72,8 @@ WEIGHTS_DIR: Final = "ROSE_WEIGHTS_DIR"
 VERIFY_KEY: Final = "ROSE_VERIFY_KEY"
 UNSIGNED: Final = "ROSE_UNSIGNED"
 FINISH_OLD_S: Final = 20.0
+STAGE_PATIENCE_S = 20.0
+"""With a busy host, over all pieces; a node waits for the whole update for a minute."""
 SWITCH_PATIENCE_S = 5.0
 """With a busy host, when all is staged."""
 CALL_LIMIT_S: Final = 30.0
@@ -158,6 +99,7 @@ class WeightUpdater:
         model_dir: str,
         turns: Turns,
         admission: Admission,
+        control: GuestControl,
         finish_old_s: float = FINISH_OLD_S,
     ) -> None:
         """`admission` is closed for good once weights are in doubt."""
@@ -165,6 +107,7 @@ class WeightUpdater:
         self._model_dir = model_dir
         self._turns = turns
         self._admission = admission
+        self._control = control
         self._finish_old_s = finish_old_s
         self._lock = asyncio.Lock()
         self._ready = False
@@ -207,10 +150,12 @@ class WeightUpdater:
                     f" set {UNSIGNED}=1"
                 )
             await self._prepare()
-            staged = await stage(self._call, manifests, chunks)
+            staged = await stage(
+                self._call, manifests, chunks, HostPatience(self._control, STAGE_PATIENCE_S)
+            )
             with self._held(on_update):
                 finished = await self._finish_old(on_update)
-                await wait_host_idle(SWITCH_PATIENCE_S)
+                await self._control.wait_host_idle(SWITCH_PATIENCE_S)
                 started_s = time.perf_counter()
                 report = await self._switch(int(staged["version"]), on_update)
                 pause_s = time.perf_counter() - started_s

@@ -13,6 +13,7 @@ import executor.control_page.host_seat
 import executor.vllm.host.scheduler
 from executor import ControlPage, Grant, GrantController, GrantMode, GuardConfig, Yield, decide
 from executor.errors import ExecutorError
+from executor.grants.grant_controller import Seen, Write
 from executor.grants.step_gate import GateLimits, Run
 from executor.vllm.guest.gate_client import FIRST_MODEL
 from executor.vllm.host.state_publisher import HostLatencyLogger
@@ -34,7 +35,10 @@ def first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostRig]:
 def verdict(page: ControlPage) -> Run | Yield:
     """What guard and gate make of the page."""
     sight, now_ns = page.host_sight(), time.monotonic_ns()
-    grant = GrantController(GuardConfig(512, 64)).step(now_ns, sight, None, True, False)
+    seen = Seen(sight, lease_epoch=1)
+    granted, *_ = GrantController(GuardConfig(512, 64)).step(seen, now_ns)
+    assert isinstance(granted, Write)
+    grant = granted.grant
     allowed = Grant(GrantMode.RUN, 512, 64, expiry_ns=now_ns + SECOND // 2, heartbeat_ns=now_ns)
     gate = decide(sight, allowed, FIRST_MODEL, now_ns, GateLimits())
     assert isinstance(gate, Run) == (grant.mode is GrantMode.RUN), "guard and gate agree"
