@@ -1,6 +1,5 @@
 """Updater of a replica's policy version: decodes, loads, pauses, commits, proves, resumes.
 
-
 decode   while serving: verified and decoded once for all ranks of a node; nothing is written
 load     while serving: a fresh load computes what the new version has to compute
 pause    as the job wants it for turns in flight, see `OnUpdate`
@@ -29,9 +28,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final, TypeVar
 
-from executor import ControlPage, PageError
-from executor.control_page.page import PAGE_GROUP
 from rose.replica.admission import Admission
+from rose.replica.control import GuestControl, HostPatience
 from rose.replica.turns import ENGINE_FAILURES, Turns
 from rose.replica.weights.audit import Audits
 from rose.replica.weights.token_versions import stamps_of
@@ -47,63 +45,7 @@ async def pause(engine: Any, *, clear_cache: bool) -> None:  # noqa: ANN401 -- v
     await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
 
 
-HOST_POLL_S = 0.002
-_IDLE_LOG = logging.getLogger(__name__)
-
-
-class HostBusyError(WeightError):
-    """The host was not idle for as long as the guest waits. Nothing was written."""
-
-
-class HostPatience:
-    """Waits for an idle host, as often as asked, but no longer than `left_s` seconds in all."""
-
-    def __init__(self, left_s: float) -> None:
-        self._left_s = left_s
-
-    async def wait(self) -> None:
-        """Return once the host is idle. Raises HostBusyError when no patience is left."""
-        clock_s = asyncio.get_running_loop().time
-        began_s = clock_s()
-        await wait_host_idle(self._left_s)
-        self._left_s = max(0.0, self._left_s - (clock_s() - began_s))
-
-
-async def wait_host_idle(patience_s: float) -> None:
-    """Return once the host is idle. Raises HostBusyError when it is not within `patience_s`.
-
-    A replica without a host returns at once. The page is opened anew for each wait: a host that
-    was restarted may have brought another one. A page that cannot be read is no idle host.
-    """
-    path = os.environ.get("ROSE_CONTROL_PAGE")
-    if not path or os.environ.get("ROSE_ROLE") != "guest":
-        return
-    try:
-        with ControlPage.open(path, os.environ.get(PAGE_GROUP, "")) as page:
-            idle = await _poll(page, patience_s)
-    except PageError as error:
-        _IDLE_LOG.warning("the host's control page is unreadable: %s", error)
-        await asyncio.sleep(patience_s)
-        idle = False
-    if not idle:
-        raise HostBusyError("the host is too busy for new weights beside it; ask again later")
-
-
-async def _poll(page: ControlPage, limit_s: float) -> bool:
-    clock_s = asyncio.get_running_loop().time
-    deadline_s = clock_s() + limit_s
-    while True:
-        state = page.host_sight().believed(time.monotonic_ns())
-        if state is not None and state.idle:
-            return True
-        if clock_s() >= deadline_s:
-            return False
-        await asyncio.sleep(HOST_POLL_S)
-
-
 STAGE_POLL_S: Final = 0.01
-PATIENCE_S = 20.0
-"""With a busy host, over all pieces; a node waits for the whole update for a minute."""
 Call = Callable[..., Awaitable[dict[str, Any]]]
 """Calls a worker method on all ranks; `done` of its answer means: on all of them."""
 
@@ -117,12 +59,11 @@ async def decode(call: Call, manifests: list[str], chunks: str) -> None:
         await asyncio.sleep(STAGE_POLL_S)
 
 
-async def load(call: Call) -> dict[str, Any]:
+async def load(call: Call, patience: HostPatience) -> dict[str, Any]:
     """Have what was decoded loaded and computed between the engine's steps; what it is like.
 
     Raises what the ranks raise, and HostBusyError; nothing is written then.
     """
-    patience = HostPatience(PATIENCE_S)
     while True:
         await patience.wait()
         began_s = time.perf_counter()
@@ -137,6 +78,8 @@ WEIGHTS_DIR: Final = "ROSE_WEIGHTS_DIR"
 VERIFY_KEY: Final = "ROSE_VERIFY_KEY"
 UNSIGNED: Final = "ROSE_UNSIGNED"
 FINISH_OLD_S: Final = 20.0
+STAGE_PATIENCE_S = 20.0
+"""With a busy host, over all pieces; a node waits for the whole update for a minute."""
 SWITCH_PATIENCE_S = 5.0
 """With a busy host, when all is staged."""
 CALL_LIMIT_S: Final = 30.0
@@ -162,6 +105,7 @@ class WeightUpdater:
         model_dir: str,
         turns: Turns,
         admission: Admission,
+        control: GuestControl,
         finish_old_s: float = FINISH_OLD_S,
     ) -> None:
         """`admission` is closed for good once weights are in doubt."""
@@ -169,6 +113,7 @@ class WeightUpdater:
         self._model_dir = model_dir
         self._turns = turns
         self._admission = admission
+        self._control = control
         self._finish_old_s = finish_old_s
         self._lock = asyncio.Lock()
         self._ready = False
@@ -212,10 +157,10 @@ class WeightUpdater:
                 )
             await self._prepare()
             await decode(self._call, manifests, chunks)
-            loaded = await load(self._call)
+            loaded = await load(self._call, HostPatience(self._control, STAGE_PATIENCE_S))
             with self._held(on_update):
                 finished = await self._finish_old(on_update)
-                await wait_host_idle(SWITCH_PATIENCE_S)
+                await self._control.wait_host_idle(SWITCH_PATIENCE_S)
                 started_s = time.perf_counter()
                 report = await self._switch(int(loaded["version"]), on_update)
                 pause_s = time.perf_counter() - started_s

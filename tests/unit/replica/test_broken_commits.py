@@ -10,7 +10,6 @@ import pytest
 
 pytest.importorskip("vllm")
 
-import rose.replica.weights.updater as staging_module
 import rose.replica.weights.updater as weights_module
 from executor import ControlPage
 from tests.fakes.asgi_client import SECRET, AsgiExchange, settle
@@ -149,7 +148,7 @@ async def test_a_busy_host_gets_no_update_beside_it_and_an_idle_one_does(
 ) -> None:
     monkeypatch.setenv("ROSE_ROLE", "guest")
     monkeypatch.setenv("ROSE_CONTROL_PAGE", str(tmp_path / "page"))
-    monkeypatch.setattr(staging_module, "PATIENCE_S", 0.02)
+    monkeypatch.setattr(weights_module, "STAGE_PATIENCE_S", 0.02)
     monkeypatch.setattr(weights_module, "SWITCH_PATIENCE_S", 0.02)
     host = SeatedHost(ControlPage.create(tmp_path / "page"))
     host.tell(running=int(busy_from == "the start"))

@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from rose.replica.admission import Admission
+from rose.replica.control import GuestControl
 from rose.replica.turns import Turns
 from rose.replica.weights.updater import ActivationError, EngineCallError, WeightUpdater
 from tests.patience import PATIENCE_S
@@ -65,7 +66,7 @@ class FakeWeightEngine:
 
 
 def made(engine: FakeWeightEngine, finish_old_s: float = 20.0) -> WeightUpdater:
-    return WeightUpdater(engine, "model", Turns(engine), Admission(), finish_old_s)
+    return WeightUpdater(engine, "model", Turns(engine), Admission(), GuestControl(), finish_old_s)
 
 
 @pytest.fixture(autouse=True)
