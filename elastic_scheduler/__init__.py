@@ -39,7 +39,6 @@ from elastic_scheduler.turns.journal import (
     Segment,
     TurnJournal,
     VersionSpan,
-    stamp,
 )
 
 __all__ = [
@@ -113,5 +112,4 @@ __all__ = [
     "make_policy",
     "max_min",
     "policy_names",
-    "stamp",
 ]

@@ -1,6 +1,6 @@
 """How the gateway speaks with a replica: one file an API, bodies out and lines in, without IO."""
 
-from rose.gateway.backends.base import BackendError, ReplicaBackend, ReplicaLine
+from rose.gateway.backends.base import BackendError, ReplicaBackend
 from rose.gateway.backends.rose import RoseLink
 from rose.gateway.backends.sglang import SglangLink
 from rose.gateway.backends.vllm import VllmLink
@@ -12,4 +12,4 @@ LINKS: dict[ReplicaApi, ReplicaBackend] = {
     ReplicaApi.SGLANG: SglangLink(),
 }
 
-__all__ = ["LINKS", "BackendError", "ReplicaBackend", "ReplicaLine"]
+__all__ = ["LINKS", "BackendError", "ReplicaBackend"]

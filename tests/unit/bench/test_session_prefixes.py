@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Self
 
+import msgspec
 import pytest
 from aiohttp import web
 
@@ -24,6 +25,7 @@ from rose.bench.gateway.sessions import (
     replay,
 )
 from rose.client import RolloutClient, Sampling
+from rose.contract.replica import ReplicaState
 from rose.errors import ConfigError
 from rose.gateway import Gateway, GatewaySettings, StaticReplica
 
@@ -74,7 +76,16 @@ class CachingReplica:
         await self._runner.cleanup()
 
     async def _state(self, http: web.Request) -> web.Response:
-        return web.json_response({"policy_version": 0, "admitting": True, "kv_tokens": 0})
+        state = ReplicaState(
+            policy_version=0,
+            proven=True,
+            admitting=True,
+            epoch=0,
+            running=0,
+            waiting=0,
+            tokens_total=0,
+        )
+        return web.Response(body=msgspec.json.encode(state))
 
     async def _generate(self, http: web.Request) -> web.Response:
         asked = await http.json()

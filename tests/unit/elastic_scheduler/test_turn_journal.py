@@ -53,13 +53,13 @@ def test_no_journaled_token_is_lost_or_doubled(
             continue
         if isinstance(outcome, Deliver):
             delivered += 1
-            assert list(outcome.token_ids) == sent
-            spans = outcome.versions
+            assert list(journal.tokens) == sent
+            spans = journal.versions
             stamped = [(s.version, s.oldest_version) for s in spans for _ in range(s.start, s.end)]
             assert stamped == stamps
             told = [(s.version, s.oldest_version) for s in spans]
             assert all(one != other for one, other in pairwise(told))
-            assert sum(s.end - s.start for s in outcome.segments) == len(sent)
+            assert sum(s.end - s.start for s in journal.segments) == len(sent)
         break
     assert delivered <= 1
     if not isinstance(outcome, Continue):
@@ -82,8 +82,8 @@ def test_a_turn_that_stopped_before_its_stream_broke_is_delivered() -> None:
     journal = TurnJournal([1], 9, max_attempts=2, stop_token_ids=(7,))
     journal.append(journal.begin("r", "guest").number, [5, 7], [0.0, 0.0], 0)
     outcome = journal.end(1, End.BROKEN)
-    assert isinstance(outcome, Deliver)
-    assert outcome.finish_reason == "stop"
+    assert outcome == Deliver("stop")
+    assert journal.finish_reason == "stop"
 
 
 def test_attempts_are_bounded() -> None:

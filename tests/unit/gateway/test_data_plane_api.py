@@ -15,7 +15,7 @@ SCHEDULER = """
     Router RoutingDecision SampleRun SchedulerError Segment Situation StaleEpoch
     StalenessAdmission StalenessBound StartRun StepPlan TailBatcher TailPlan TakenGroup
     TrainingGroup TrainingStep TurnJournal TurnNeed TurnTicket VersionSpan Won
-    make_policy max_min policy_names stamp
+    make_policy max_min policy_names
 """
 CLIENT = """
     AnswerBroken BlockingRolloutClient BlockingRolloutPipeline BlockingSession ClientClosed
