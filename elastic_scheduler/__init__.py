@@ -52,7 +52,6 @@ from elastic_scheduler.turns.journal import (
     Segment,
     TurnJournal,
     VersionSpan,
-    stamp,
 )
 
 __all__ = [
@@ -124,5 +123,4 @@ __all__ = [
     "Won",
     "make_policy",
     "policy_names",
-    "stamp",
 ]

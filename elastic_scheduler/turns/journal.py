@@ -10,9 +10,13 @@
 
 Only the current attempt can add tokens, so whatever an old stream still sends is neither lost nor
 doubled: its tokens up to the end were journaled, those after it are generated again elsewhere.
+
+The journal is the one record of a turn's output: whoever delivers it reads it here. It may be kept
+for long after the turn is over, so it holds arrays, and lets go of the prompt.
 """
 
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -61,7 +65,7 @@ class VersionSpan(NamedTuple):
     oldest_version: int | None = None
 
 
-def stamp(
+def _stamp(
     spans: list[VersionSpan], version: int, start: int, end: int, oldest_version: int | None
 ) -> None:
     """Add a span at the end; one that says the same of the tokens just before grows instead."""
@@ -87,25 +91,23 @@ class GiveUp:
 
 @dataclass(frozen=True, slots=True)
 class Deliver:
-    """The whole turn; spans and segments cover all tokens in order, without gaps."""
+    """The journal holds the whole turn; `finish_reason` as there."""
 
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    versions: tuple[VersionSpan, ...]
-    segments: tuple[Segment, ...]
     finish_reason: str
-    attempts: int
 
 
 Outcome = Continue | Deliver | GiveUp
 
 
 class TurnJournal:
-    """State of one turn. Attempts are numbered; messages of any but the current one are dropped."""
+    """State of one turn. Attempts are numbered; messages of any but the current one are dropped.
+
+    `tokens`, `logprobs`, `versions`: of the output so far, to be read only. Spans and segments
+    cover all tokens in order, without gaps. `finish_reason` is None until the turn was delivered.
+    """
 
     __slots__ = (
         "_current",
-        "_logprobs",
         "_max_attempts",
         "_max_tokens",
         "_number",
@@ -114,8 +116,11 @@ class TurnJournal:
         "_segment_of",
         "_segments",
         "_stop",
-        "_tokens",
-        "_versions",
+        "finish_reason",
+        "logprobs",
+        "prompt_tokens",
+        "tokens",
+        "versions",
     )
 
     def __init__(
@@ -124,7 +129,7 @@ class TurnJournal:
         max_tokens: int,
         *,
         max_attempts: int,
-        stop_token_ids: Sequence[int] = (),
+        stop_token_ids: Collection[int] = (),
     ) -> None:
         if max_tokens < 1 or max_attempts < 1:
             raise ValueError("a turn needs max_tokens and max_attempts of at least 1")
@@ -132,15 +137,17 @@ class TurnJournal:
         self._max_tokens = max_tokens
         self._max_attempts = max_attempts
         self._stop = frozenset(stop_token_ids)
-        self._tokens: list[int] = []
-        self._logprobs: list[float] = []
-        self._versions: list[VersionSpan] = []
         # Replica, kind and first token; a segment ends where the next one begins.
         self._segments: list[tuple[str, str, int]] = []
         self._number = 0
         self._segment_of = 0
         self._current: tuple[str, str] | None = None
         self._over = False
+        self.prompt_tokens = len(prompt)
+        self.tokens = array("q")
+        self.logprobs = array("d")
+        self.versions: list[VersionSpan] = []
+        self.finish_reason: str | None = None
 
     @property
     def attempts(self) -> int:
@@ -150,23 +157,31 @@ class TurnJournal:
     @property
     def remaining(self) -> int:
         """Tokens that may still be generated."""
-        return self._max_tokens - len(self._tokens)
+        return self._max_tokens - len(self.tokens)
 
     @property
     def generated(self) -> int:
         """Tokens journaled so far."""
-        return len(self._tokens)
+        return len(self.tokens)
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """Which replica each token came from."""
+        ends = [*(start for _, _, start in self._segments[1:]), len(self.tokens)]
+        return tuple(
+            Segment(replica, kind, start, end)
+            for (replica, kind, start), end in zip(self._segments, ends, strict=False)
+        )
 
     @property
     def length(self) -> int:
         """Tokens of prompt and journal together: what the next attempt has to prefill."""
-        return len(self._prompt) + len(self._tokens)
+        return self.prompt_tokens + len(self.tokens)
 
     @property
     def whole(self) -> bool:
         """Whether no token is missing, be it only the word that none is."""
-        ended = bool(self._tokens) and self._tokens[-1] in self._stop
-        return self._over or ended or self.remaining == 0
+        return self._over or self._stopped or self.remaining == 0
 
     @property
     def can_begin(self) -> bool:
@@ -184,11 +199,11 @@ class TurnJournal:
             self._prompt,
             self._max_tokens,
             max_attempts=self._max_attempts,
-            stop_token_ids=tuple(self._stop),
+            stop_token_ids=self._stop,
         )
-        copy._tokens = [*self._tokens]
-        copy._logprobs = [*self._logprobs]
-        copy._versions = [*self._versions]
+        copy.tokens = self.tokens[:]
+        copy.logprobs = self.logprobs[:]
+        copy.versions = [*self.versions]
         copy._segments = [*self._segments]
         copy._number = self._number
         return copy
@@ -202,7 +217,7 @@ class TurnJournal:
             raise JournalError("the turn is over: send it again under a new request id")
         self._number += 1
         self._current = (replica, kind)
-        return Attempt(self._number, [*self._prompt, *self._tokens], self.remaining)
+        return Attempt(self._number, [*self._prompt, *self.tokens], self.remaining)
 
     def append(
         self,
@@ -223,15 +238,15 @@ class TurnJournal:
             return False
         if len(token_ids) != len(logprobs):
             raise JournalError(f"{len(token_ids)} tokens came with {len(logprobs)} logprobs")
-        start = len(self._tokens)
+        start = len(self.tokens)
         end = start + len(token_ids)
         if end > self._max_tokens:
             raise JournalError(f"{end} tokens came where {self._max_tokens} were asked for")
         if end == start:
             return True
-        self._tokens += token_ids
-        self._logprobs += logprobs
-        stamp(self._versions, version, start, end, oldest_version)
+        self.tokens.extend(token_ids)
+        self.logprobs.extend(logprobs)
+        _stamp(self.versions, version, start, end, oldest_version)
         if self._segment_of != attempt:
             self._segments.append((*self._current, start))
             self._segment_of = attempt
@@ -247,7 +262,7 @@ class TurnJournal:
         self._current = None
         if end is End.FINISHED:
             return self._deliver(finish_reason)
-        if self._tokens and self._tokens[-1] in self._stop:
+        if self._stopped:
             return self._deliver("stop")
         if self.remaining == 0:
             return self._deliver("length")
@@ -256,18 +271,12 @@ class TurnJournal:
             return GiveUp(end.value)
         return Continue()
 
+    @property
+    def _stopped(self) -> bool:
+        return bool(self.tokens) and self.tokens[-1] in self._stop
+
     def _deliver(self, finish_reason: str) -> Deliver:
         self._over = True
-        return Deliver(
-            tuple(self._tokens),
-            tuple(self._logprobs),
-            tuple(self._versions),
-            tuple(self._whole_segments()),
-            finish_reason,
-            self._number,
-        )
-
-    def _whole_segments(self) -> Iterator[Segment]:
-        ends = [*(start for _, _, start in self._segments[1:]), len(self._tokens)]
-        for (replica, kind, start), end in zip(self._segments, ends, strict=False):
-            yield Segment(replica, kind, start, end)
+        self._prompt, self._stop = (), frozenset()
+        self.finish_reason = finish_reason
+        return Deliver(finish_reason)

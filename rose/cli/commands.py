@@ -6,22 +6,24 @@ turns were placed, and why. Failures of calls to the scheduler become errors tha
 
 import argparse
 import http.client
-import json
 import sys
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import grpc
+import msgspec
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from executor import explained
+from rose.contract.gateway import EXPLAIN, Choosing, Explanation
+from rose.decoding import BAD_BYTES
 from rose.errors import ConfigError, RefusedError, RoseError, UnavailableError
 from rose.rpc import rose_pb2 as pb
 from rose.rpc.channel import channel_options
@@ -217,30 +219,26 @@ def explain(gateway: str, subject: str) -> int:
     return 0
 
 
-def line_of(decision: Mapping[str, object]) -> str:
+def line_of(decision: Choosing) -> str:
     """`12.0 s ago  q1  -> guest-0: cheapest; 9 tokens expected (guest-0 0.41 s, own-1 0.5 s)`."""
-    age_s, expected = decision["age_s"], decision["expected_tokens"]
-    weighed = decision["weighed"]
-    assert isinstance(weighed, list)
-    assert isinstance(age_s, float | int)
-    cheapest = sorted(weighed, key=lambda pair: float(pair[1]))[:SHOWN]
+    cheapest = sorted(decision.weighed, key=lambda pair: pair[1])[:SHOWN]
     costs = ", ".join(f"{name} {cost_s:.3g} s" for name, cost_s in cheapest)
-    long = ", likely among the longest" if decision["is_long"] else ""
+    long = ", likely among the longest" if decision.is_long else ""
     return (
-        f"{age_s:8.1f} s ago  {decision['request_id'] or '-'}  -> {decision['replica'] or 'wait'}:"
-        f" {decision['why']}; {expected} tokens expected{long} ({costs or 'nobody'})"
+        f"{decision.age_s:8.1f} s ago  {decision.request_id or '-'}"
+        f"  -> {decision.replica or 'wait'}: {decision.why};"
+        f" {decision.expected_tokens} tokens expected{long} ({costs or 'nobody'})"
     )
 
 
-def _ask(gateway: str, subject: str) -> list[dict[str, object]]:
+def _ask(gateway: str, subject: str) -> list[Choosing]:
     base = gateway.rstrip("/")
     if urllib.parse.urlsplit(base).scheme not in ("http", "https"):
         raise ConfigError(f"--gateway {gateway} is no URL; write http://HOST:PORT")
-    url = f"{base}/rose/v1/explain/{urllib.parse.quote(subject, safe='')}"
+    url = f"{base}{EXPLAIN}{urllib.parse.quote(subject, safe='')}"
     try:
         with urllib.request.urlopen(url, timeout=EXPLAIN_TIMEOUT_S) as reply:  # noqa: S310 - checked
-            decisions: list[dict[str, object]] = json.load(reply)["decisions"]
-            return decisions
+            return msgspec.json.decode(reply.read(), type=Explanation).decisions
     except urllib.error.HTTPError as error:
         if error.code == http.client.NOT_FOUND:
             raise RefusedError(
@@ -248,7 +246,7 @@ def _ask(gateway: str, subject: str) -> list[dict[str, object]]:
                 " of one of its latest turns"
             ) from error
         raise RefusedError(f"{base} answers HTTP {error.code}; is it a rose gateway?") from error
-    except (OSError, ValueError, KeyError, http.client.HTTPException) as error:
+    except (OSError, *BAD_BYTES, http.client.HTTPException) as error:
         raise ConfigError(
             f"no gateway answers at {base} ({error}); start one, or give --gateway"
         ) from error

@@ -25,7 +25,8 @@ from rose.client.errors import (
 from rose.client.pipeline import BlockingRolloutPipeline, RolloutPipeline
 from rose.client.session import Group, Member, Session
 from rose.client.stream import Progress, TurnProgress, TurnStream
-from rose.client.types import Retry, Sampling, TokenChunk, Turn
+from rose.client.types import Retry, TokenChunk, Turn
+from rose.contract.replica import Sampling
 
 __all__ = [
     "AnswerBroken",

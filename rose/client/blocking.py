@@ -16,15 +16,8 @@ from rose.client.client import RolloutClient
 from rose.client.errors import ClientClosed
 from rose.client.session import Member, Session
 from rose.client.stream import Progress
-from rose.client.types import (
-    GroupOptions,
-    Retry,
-    Sampling,
-    SessionOptions,
-    TokenChunk,
-    Turn,
-    TurnOptions,
-)
+from rose.client.types import GroupOptions, Retry, SessionOptions, TokenChunk, Turn, TurnOptions
+from rose.contract.replica import Sampling
 
 T = TypeVar("T")
 

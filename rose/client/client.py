@@ -4,11 +4,11 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
 from types import TracebackType
 from typing import Self, Unpack
 
 import aiohttp
+from msgspec import structs
 
 from rose.client import wire
 from rose.client.errors import ClientClosed, RequestRefused, TurnCancelled, TurnTimedOut
@@ -20,13 +20,14 @@ from rose.client.types import (
     ClientSettings,
     GroupOptions,
     Retry,
-    Sampling,
     Turn,
     TurnOptions,
     TurnRequest,
     ask_for,
     gateway_urls,
 )
+from rose.contract.gateway import FINISH_SESSION, SESSION_HEADER, NamesBody
+from rose.contract.replica import Sampling
 
 FINISH_SESSION_S = 5.0
 _log = logging.getLogger(__name__)
@@ -130,7 +131,7 @@ class RolloutClient:
             name = f"{group}/{index}"
             names: TurnOptions = {"request_id": name, "session_id": name}
             mine: TurnOptions = {**options, **belongs, **names}
-            return await self.generate(token_ids, replace(sampling, seed=seed), **mine)
+            return await self.generate(token_ids, structs.replace(sampling, seed=seed), **mine)
 
         return Group(start, members, need or members)
 
@@ -186,13 +187,13 @@ class RolloutClient:
         """Tell every gateway, once: one that does not hear it forgets idle sessions by itself."""
         if self._http is None:
             return
-        body = wire.encode({"session_id": session_id})
-        headers = {"Content-Type": "application/json", "X-Session-ID": session_id}
+        body = wire.encode(NamesBody(session_id=session_id))
+        headers = {"Content-Type": "application/json", SESSION_HEADER: session_id}
         timeout = aiohttp.ClientTimeout(total=FINISH_SESSION_S)
         for url in self._settings.urls:
             try:
                 async with self._http.post(
-                    f"{url}{wire.FINISH_SESSION}", data=body, headers=headers, timeout=timeout
+                    f"{url}{FINISH_SESSION}", data=body, headers=headers, timeout=timeout
                 ):
                     pass
             except (aiohttp.ClientError, OSError) as error:

@@ -49,7 +49,8 @@ from rose.client.errors import (
 )
 from rose.client.session import Session, TurnSource
 from rose.client.stream import ChunkSink, TurnStream
-from rose.client.types import Sampling, TokenChunk, Turn, TurnOptions
+from rose.client.types import TokenChunk, Turn, TurnOptions
+from rose.contract.replica import Sampling
 
 P = TypeVar("P")
 T = TypeVar("T")

@@ -15,14 +15,14 @@ from itertools import groupby
 from rose.client import wire
 from rose.client.errors import AnswerBroken
 from rose.client.types import TokenChunk, Turn, TurnRequest
-from rose.client.wire import StreamEvent
+from rose.contract.fields import UNVERSIONED
+from rose.contract.gateway import StreamEvent
 
-UNKNOWN_VERSION = -1
 UNKNOWN = "unknown"
 
 # Of a token: its policy version, and the oldest version of the KV where that may be older.
 Stamp = tuple[int, int | None]
-UNKNOWN_STAMP: Stamp = (UNKNOWN_VERSION, None)
+UNKNOWN_STAMP: Stamp = (UNVERSIONED, None)
 
 
 class AnotherTurnError(Exception):
@@ -58,7 +58,7 @@ class Received:
         """Whether nothing is missing, be it only the word that nothing is."""
         asked = self._ask.sampling
         if self.finish_reason is None and self._tokens:
-            if self._tokens[-1] in asked.stop_token_ids:
+            if self._tokens[-1] in (asked.stop_token_ids or ()):
                 self.finish_reason = "stop"
             elif len(self._tokens) >= asked.max_tokens:
                 self.finish_reason = "length"
@@ -74,11 +74,7 @@ class Received:
                 self._ask,
                 request_id=f"{self._ask.request_id}+{self._base}",
                 token_ids=(*self._ask.token_ids, *self._tokens),
-                sampling=replace(
-                    asked,
-                    max_tokens=asked.max_tokens - self._base,
-                    min_tokens=max(0, asked.min_tokens - self._base),
-                ),
+                sampling=asked.rest(asked.max_tokens - self._base),
             )
         return self._asked
 
@@ -94,7 +90,7 @@ class Received:
         """
         start = len(self._tokens)
         for choice in event.choices:
-            tokens = choice.token_ids or []
+            tokens = choice.token_ids
             logprobs = choice.logprobs.content if choice.logprobs is not None else []
             if len(tokens) != len(logprobs):
                 raise AnswerBroken(f"{len(tokens)} tokens came with {len(logprobs)} logprobs")
@@ -132,7 +128,7 @@ class Received:
 
     def _stamp(self, event: StreamEvent, start: int) -> None:
         end = len(self._tokens)
-        for span in event.versions or ():
+        for span in event.versions:
             for at in range(max(start, self._base + span.start), min(self._base + span.end, end)):
                 self._stamps[at] = (span.version, span.oldest_version)
         if event.segments is not None:

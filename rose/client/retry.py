@@ -22,6 +22,7 @@ from rose.client.resume import AnotherTurnError, Received
 from rose.client.stream import RunningTurn
 from rose.client.types import ClientSettings, TokenChunk, Turn, TurnRequest
 from rose.client.wire import events
+from rose.contract.gateway import GENERATE, RETRIED
 
 T = TypeVar("T")
 ChunkSink = Callable[[TokenChunk], Awaitable[None]]
@@ -99,14 +100,14 @@ class Tries:
                 row.tokens = received.tokens
                 await sink(chunk)
             if event.error is not None:
-                if event.error.code in wire.RETRIED:
+                if event.error.code in RETRIED:
                     raise _TryAgainError(event.error.message)
                 raise wire.refusal(event.error.code, event.error.message)
 
     def _post(
         self, url: str, body: bytes, ask: TurnRequest
     ) -> "aiohttp.client._RequestContextManager":
-        return self._http.post(f"{url}{wire.GENERATE}", data=body, headers=wire.headers(ask))
+        return self._http.post(f"{url}{GENERATE}", data=body, headers=wire.headers(ask))
 
     async def _until_done(
         self, row: RunningTurn, ask: Callable[[str], Awaitable[T]], got: Callable[[], int]
@@ -144,7 +145,7 @@ async def _check(response: aiohttp.ClientResponse) -> None:
     if response.status == 200:
         return
     text = wire.message(response.status, await response.read())
-    if response.status in wire.RETRIED:
+    if response.status in RETRIED:
         after = response.headers.get("Retry-After", "")
         raise _TryAgainError(text, float(after) if after.isdigit() else 0.0)
     raise wire.refusal(response.status, text)

@@ -12,7 +12,8 @@ from typing import Any, Protocol, Self, Unpack
 
 from rose.client.errors import ClientClosed, RolloutError
 from rose.client.stream import TurnStream
-from rose.client.types import Sampling, SessionOptions, Turn, TurnOptions
+from rose.client.types import SessionOptions, Turn, TurnOptions
+from rose.contract.replica import Sampling
 
 
 @dataclass(frozen=True, slots=True)

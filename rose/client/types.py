@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TypedDict, Unpack
 from urllib.parse import urlsplit
 
+from rose.contract.replica import Sampling
 from rose.errors import ConfigError
 
 
@@ -61,23 +62,6 @@ def gateway_urls(urls: str | Sequence[str]) -> tuple[str, ...]:
     """One address or several, without slashes at the end."""
     several = [urls] if isinstance(urls, str) else urls
     return tuple([url.rstrip("/") for url in several])
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """Sampling parameters. The defaults leave the policy's distribution as it is, as RL needs it.
-
-    `top_k` 0 is off. `allowed_token_ids` None allows all. Before `min_tokens` no stop is sampled.
-    """
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    max_tokens: int = 16
-    min_tokens: int = 0
-    stop_token_ids: tuple[int, ...] = ()
-    allowed_token_ids: tuple[int, ...] | None = None
-    seed: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,112 +11,45 @@ import msgspec
 
 from rose.client.errors import AnswerBroken, RequestRefused, RolloutError, VersionNotServed
 from rose.client.types import Turn, TurnRequest
+from rose.contract.gateway import (
+    MAX_EVENT_BYTES,
+    SESSION_HEADER,
+    Answer,
+    GatewayRefusal,
+    GenerateBody,
+    SamplingParams,
+    StreamEvent,
+)
 from rose.decoding import decoded
 
-GENERATE = "/inference/v1/generate"
-FINISH_SESSION = "/finish_session"
-RETRIED = frozenset({429, 502, 503, 504})
-
-
-class TokenLogprob(msgspec.Struct, gc=False):
-    """Logprob of one output token; the token's name beside it is not needed."""
-
-    logprob: float
-
-
-class Logprobs(msgspec.Struct, gc=False):
-    """One entry a token."""
-
-    content: list[TokenLogprob]
-
-
-class Version(msgspec.Struct, gc=False):
-    """Output tokens [start, end) of one policy version, on KV that may be older."""
-
-    version: int
-    start: int
-    end: int
-    oldest_version: int | None = None
-
-
-class AnswerSegment(msgspec.Struct, gc=False):
-    """Output tokens [start, end) from one replica."""
-
-    replica: str
-    kind: str
-    start: int
-    end: int
-
-
-class _Choice(msgspec.Struct, gc=False):
-    token_ids: tuple[int, ...]
-    logprobs: Logprobs
-    finish_reason: str
-
-
-class _Answer(msgspec.Struct, gc=False):
-    request_id: str
-    choices: list[_Choice]
-    versions: list[Version]
-    segments: list[AnswerSegment]
-    attempts: int
-
-
-class StreamChoice(msgspec.Struct, gc=False):
-    """New tokens of a stream, or how it ends."""
-
-    token_ids: list[int] | None = None
-    logprobs: Logprobs | None = None
-    finish_reason: str | None = None
-
-
-class StreamError(msgspec.Struct, gc=False):
-    """Why a stream ends early; `code` is the HTTP status it would have had."""
-
-    message: str = "no reason given"
-    code: int = 503
-
-
-class StreamEvent(msgspec.Struct, gc=False):
-    """One `data:` of a stream. Spans count from the first token of this answer."""
-
-    choices: list[StreamChoice] = []
-    versions: list[Version] | None = None
-    segments: list[AnswerSegment] | None = None
-    attempts: int | None = None
-    error: StreamError | None = None
-
-
 encode = msgspec.json.Encoder().encode
-_ANSWER = msgspec.json.Decoder(_Answer)
+_ANSWER = msgspec.json.Decoder(Answer)
 _EVENT = msgspec.json.Decoder(StreamEvent)
-_ANY = msgspec.json.Decoder()
+_REFUSAL = msgspec.json.Decoder(GatewayRefusal)
 
 
 def encode_ask(ask: TurnRequest, *, stream: bool = False) -> bytes:
     """Body of a generate request."""
-    body: dict[str, object] = {
-        "request_id": ask.request_id,
-        "token_ids": ask.token_ids,
-        # In vLLM's words: the sampled token's logprob and no other's.
-        "sampling_params": {**msgspec.to_builtins(ask.sampling), "logprobs": 0},
-        "min_version": ask.min_version,
-        "exact_version": ask.exact_version,
-        "priority": ask.priority,
-    }
-    origin = {
-        "group_id": ask.group_id,
-        "group_size": ask.group_size,
-        "hedges": ask.hedges,
-        "job": ask.job,
-    }
-    body |= {name: value for name, value in origin.items() if value}
-    return encode({**body, "stream": True} if stream else body)
+    return encode(
+        GenerateBody(
+            request_id=ask.request_id,
+            token_ids=ask.token_ids,
+            sampling_params=SamplingParams.of(ask.sampling),
+            priority=ask.priority,
+            min_version=ask.min_version,
+            exact_version=ask.exact_version,
+            group_id=ask.group_id or None,
+            group_size=ask.group_size or None,
+            hedges=ask.hedges or None,
+            job=ask.job or None,
+            stream=stream,
+        )
+    )
 
 
 def headers(ask: TurnRequest) -> dict[str, str]:
     """Headers of a generate request."""
-    return {"Content-Type": "application/json", "X-Session-ID": ask.session_id}
+    return {"Content-Type": "application/json", SESSION_HEADER: ask.session_id}
 
 
 def decode_turn(body: bytes) -> Turn:
@@ -165,8 +98,8 @@ def decode_event(data: bytes) -> StreamEvent:
 def message(status: int, body: bytes) -> str:
     """What an error's body says."""
     try:
-        return str(decoded(_ANY, body)["error"]["message"])
-    except (msgspec.MsgspecError, KeyError, TypeError):
+        return decoded(_REFUSAL, body).error.message
+    except msgspec.MsgspecError:
         return f"HTTP {status}"
 
 
@@ -177,8 +110,6 @@ def refusal(status: int, text: str) -> RolloutError:
     return RequestRefused(f"HTTP {status}: {text}")
 
 
-# An event holds one step's tokens; anything near this is not one.
-MAX_EVENT_BYTES = 1 << 20
 DONE = b"[DONE]"
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Protocol, Self, TextIO
+from typing import TYPE_CHECKING, Protocol, Self, TextIO
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -19,12 +19,14 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rose.demo.experiment.conductor import Conductor, Drills
 from rose.demo.experiment.watcher import GatewayFigures, Watcher
 from rose.demo.stack import GUEST
 from rose.errors import UnavailableError
 from rose.node.guest.supervisor import EngineState
 from rose.rpc import rose_pb2
+
+if TYPE_CHECKING:
+    from rose.demo.experiment.conductor import Conductor, Drills
 
 BARS = "▁▂▃▄▅▆▇█"
 SPARKLINE_WIDTH = 48
@@ -257,10 +259,10 @@ class Board:
     _host: HostFigures = field(default_factory=HostFigures)
     _guest_mode: str = ""
     _guest_reason: str = ""
-    _conductor: Conductor | None = None
-    _drills: Drills | None = None
+    _conductor: "Conductor | None" = None
+    _drills: "Drills | None" = None
 
-    def attach(self, conductor: Conductor, drills: Drills) -> None:
+    def attach(self, conductor: "Conductor", drills: "Drills") -> None:
         """From now on the arm and the number of revocations are known."""
         self._conductor = conductor
         self._drills = drills

@@ -13,11 +13,13 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import aiohttp
+import msgspec
 import psutil
 
+from rose.contract.replica import STATE, ReplicaState
+from rose.decoding import BAD_BYTES
 from rose.engines.spec import Device, EngineSpec
 from rose.engines.vllm import process_spec
 from rose.errors import ConfigError, EngineStartError
@@ -149,6 +151,7 @@ POLL_TIMEOUT_S = 2.0
 MISSED_STATES = 30
 LOG_TAIL_BYTES = 64 << 10
 SECRET = "ROSE_REPLICA_SECRET"  # noqa: S105 -- the name of a variable
+_STATE = msgspec.json.Decoder(ReplicaState)
 _SECRET_BYTES = 32
 _PREFIX = re.compile(r"^\(\w+ pid=\d+\)\s*(?:ERROR \S+ \S+ \[\S+\]\s*)?")
 _MEANINGFUL = re.compile(r"^(?:\w+\.)*\w*(Error|Exception)\b.*: .+")
@@ -219,7 +222,7 @@ class EngineProcess:
         timeout = aiohttp.ClientTimeout(total=POLL_TIMEOUT_S)
         async with aiohttp.ClientSession(timeout=timeout) as session:
             state = await _state(session, self.spec.url) if self.spec.role.is_replica else None
-        return state is not None and not state.get("warm")
+        return state is not None and not state.warm
 
     def _check_alive(self) -> None:
         if self.process.returncode is not None:
@@ -238,12 +241,11 @@ class EngineProcess:
         while missed < MISSED_STATES:
             self._check_alive()
             state = await _state(session, self.spec.url)
-            if state is not None and state.get("warm"):
+            if state is not None and state.warm:
                 return
-            warm_up = (state or {}).get("warm_up", {})
-            if warm_up.get("failed"):
+            if state is not None and state.warm_up.failed:
                 raise EngineStartError(
-                    f"engine {self.spec.name} is not warm: {warm_up.get('said')};"
+                    f"engine {self.spec.name} is not warm: {state.warm_up.said};"
                     f" see {self.spec.log}"
                 )
             missed = missed + 1 if state is None else 0
@@ -276,10 +278,10 @@ async def _answers(session: aiohttp.ClientSession, url: str) -> bool:
         return False
 
 
-async def _state(session: aiohttp.ClientSession, url: str) -> dict[str, Any] | None:
+async def _state(session: aiohttp.ClientSession, url: str) -> ReplicaState | None:
     """A replica's account of itself, None where there is none."""
     try:
-        async with session.get(f"{url}/rose/v1/state") as response:
-            return await response.json(content_type=None) if response.status == 200 else None
-    except (aiohttp.ClientError, TimeoutError, ValueError):
+        async with session.get(url + STATE) as response:
+            return _STATE.decode(await response.read()) if response.status == 200 else None
+    except (aiohttp.ClientError, TimeoutError, *BAD_BYTES):
         return None

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
+from rose.contract.gateway import EVENT_ID_HEADER, TIMEOUT_HEADER
 from rose.gateway.errors import BadRequest, BodyEncoded, BodyTooLarge, BodyTooSlow
 
 QUIET_S = 10.0
@@ -55,9 +56,6 @@ class LimitLog:
                 self._say("limit_over", limit=limit, times=bout.times)
 
 
-TIMEOUT_HEADER = "X-Request-Timeout"
-REQUEST_ID_HEADER = "X-Request-Id"
-EVENT_ID_HEADER = "Last-Event-ID"
 MAX_DIGITS = 15
 
 

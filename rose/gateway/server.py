@@ -8,6 +8,21 @@ from contextlib import ExitStack, asynccontextmanager
 import msgspec
 from aiohttp import web
 
+from rose.contract.gateway import (
+    ABORT,
+    EXPLAIN,
+    FINISH_SESSION,
+    SESSION_HEADER,
+    STATS,
+    Aborted,
+    Choosing,
+    Explanation,
+    GatewayFault,
+    GatewayRefusal,
+    HealthReport,
+    NamesBody,
+    SessionFinished,
+)
 from rose.gateway import stats as metrics
 from rose.gateway.apis import ChatFrontend, CompletionFrontend, SglangFrontend, VllmFrontend
 from rose.gateway.apis import tokenize as tokens
@@ -23,7 +38,6 @@ from rose.gateway.sse import Delivery
 from rose.gateway.stats import GatewayHealth, GatewayStats, GatewayStatus
 from rose.gateway.text_codec import ServedModel
 from rose.gateway.turns.hedging import Hedging
-from rose.gateway.turns.request import SESSION_HEADER
 from rose.gateway.turns.runner import SharedTurn, SharedTurns, TurnRunner
 from rose.gateway.turns.token_stream import TokenStream, all_finished
 
@@ -34,15 +48,7 @@ JSON = "application/json"
 CONTINUE = "100-continue"
 
 
-class _Names(msgspec.Struct):
-    """Bodies of the routes that abort turns or finish sessions."""
-
-    request_ids: list[str] = []
-    rid: str | None = None
-    session_id: str | None = None
-
-
-_decode_names = msgspec.json.Decoder(_Names)
+_decode_names = msgspec.json.Decoder(NamesBody)
 
 
 class GatewayServer:
@@ -109,14 +115,14 @@ class GatewayServer:
             post(frontend.path, self._handler(frontend))
         post("/tokenize", self._tokenize)
         post("/detokenize", self._detokenize)
-        post("/inference/v1/abort_requests", self._abort)
+        post(ABORT, self._abort)
         post("/abort_request", self._abort)
-        post("/finish_session", self._finish_session)
+        post(FINISH_SESSION, self._finish_session)
         get("/v1/models", self._models)
         get("/health", self._health)
         get("/metrics", self._metrics)
-        get("/rose/v1/stats", self._show_stats)
-        get("/rose/v1/explain/{subject:.+}", self._explain)
+        get(STATS, self._show_stats)
+        get(EXPLAIN + "{subject:.+}", self._explain)
         return app
 
     def status(self) -> GatewayStatus:
@@ -198,14 +204,9 @@ class GatewayServer:
         except TurnError as error:
             return _refusal(error, vllm_error(error))
         except web.HTTPException as error:
-            fault = {
-                "message": clean(f"{http.method} {http.path}: {error.reason}"),
-                "type": error.reason,
-                "param": None,
-                "code": error.status,
-            }
-            body = encode({"error": fault})
-            return web.Response(status=error.status, body=body, content_type=JSON)
+            said = clean(f"{http.method} {http.path}: {error.reason}")
+            fault = GatewayFault(said, error.reason, None, error.status)
+            return _json(GatewayRefusal(fault), error.status)
         except ConnectionError:
             raise
         except Exception as error:  # noqa: BLE001 - a fault of this program ends one request only
@@ -226,19 +227,19 @@ class GatewayServer:
         names = read_json(_decode_names, await self._bodies.read(http))
         wanted = names.request_ids if names.rid is None else [*names.request_ids, names.rid]
         aborted = [name for name in wanted if self._turns.cancel(name)]
-        return web.json_response({"aborted": aborted})
+        return _json(Aborted(aborted))
 
     async def _finish_session(self, http: web.Request) -> web.Response:
         """A trajectory is over: nothing of it may go on running."""
         body = await self._bodies.read(http)
-        names = read_json(_decode_names, body) if body else _Names()
+        names = read_json(_decode_names, body) if body else NamesBody()
         session = header_of(http.headers, SESSION_HEADER) or names.session_id
         if not session:
             raise BadRequest(f"name the session: header {SESSION_HEADER} or session_id")
         aborted = self._turns.finish_session(session)
         # A turn that was aborted leaves nothing behind, so whatever is known is forgotten here.
         self._dispatcher.forget(session)
-        return web.json_response({"session_id": session, "aborted": aborted})
+        return _json(SessionFinished(session, aborted))
 
     async def _explain(self, http: web.Request) -> web.Response:
         """Where the turns of a request or trajectory were placed, and why."""
@@ -246,10 +247,9 @@ class GatewayServer:
         decisions = self._dispatcher.explained(subject)
         if not decisions:
             raise web.HTTPNotFound(reason=f"no choice is remembered for {subject[:200]!r}")
-        # Ages, not times: the clock is this process's own.
         now_s = asyncio.get_running_loop().time()
-        rows = [{**each._asdict(), "age_s": now_s - each.at_s} for each in decisions]
-        return web.json_response({"subject": subject, "decisions": rows})
+        rows = [Choosing(now_s - each.at_s, *each[1:]) for each in decisions]
+        return _json(Explanation(subject, rows))
 
     async def _models(self, http: web.Request) -> web.Response:
         name = self._model.name
@@ -266,20 +266,11 @@ class GatewayServer:
         return web.json_response({"object": "list", "data": [card]})
 
     async def _health(self, http: web.Request) -> web.Response:
-        """The process answers; `replicas` says whether turns would be placed.
-
-        `status` is `degraded` while `troubles` says what the process lacks.
-        `unversioned` are stock engines: they stamp no versions and no gate holds them.
-        """
-        health = self._health_now()
-        return web.json_response(
-            {
-                "status": health.status,
-                "troubles": list(health.troubles),
-                "log_dropped": health.log_dropped,
-                "replicas": self._dispatcher.usable,
-                "unversioned": self._dispatcher.attached,
-            }
+        now, turns = self._health_now(), self._dispatcher
+        return _json(
+            HealthReport(
+                now.status, tuple(now.troubles), now.log_dropped, turns.usable, turns.attached
+            )
         )
 
     async def _metrics(self, http: web.Request) -> web.Response:
@@ -292,7 +283,7 @@ class GatewayServer:
         return web.Response(text=text, content_type="text/plain", charset="utf-8")
 
     async def _show_stats(self, http: web.Request) -> web.Response:
-        return web.json_response(
+        return _json(
             metrics.snapshot(self._stats, self._dispatcher.live_turns(), self._dispatcher.waiting)
         )
 
@@ -309,3 +300,7 @@ async def _delivered(
 def _refusal(error: TurnError, body: bytes) -> web.Response:
     headers = {"Retry-After": str(error.retry_after_s)} if error.retry_after_s else {}
     return web.Response(status=error.status, body=body, content_type=JSON, headers=headers)
+
+
+def _json(answer: msgspec.Struct, status: int = 200) -> web.Response:
+    return web.Response(status=status, body=encode(answer), content_type=JSON)

@@ -1,15 +1,21 @@
-"""Delivery of turns to connections: whole answers, or server-sent events.
+"""Delivery of turns to connections: whole answers, or server-sent events of tokens as they come.
 
 step by step ── the reader keeps up ──► pushed: written in the step in which the tokens came
      ▲                                     │ the reader is behind, or the turn is over
      └─────────────────────────────────────┘
+
+Pushed events are written below aiohttp, as raw frames of HTTP's chunked encoding (`write_now`): an
+event through `StreamResponse.write` is a coroutine, so each token of each turn would need a task
+to be woken for it, a step of the event loop later. Everything else goes through aiohttp, which
+frames the head, events that may have to wait, and the end.
 
 A slow reader costs its connection's buffer and the turn's own tokens, nothing more: the turn runs
 on, and the connection is closed when it takes nothing for `slow_reader_s`.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 from aiohttp import HttpVersion11, web
 
@@ -18,36 +24,60 @@ from rose.gateway.errors import TurnError, fresh
 from rose.gateway.stats import GatewayStats
 from rose.gateway.turns.token_stream import TokenStream
 
+EVENT_STREAM = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
 # With less than this unsent no connection is paused, so a write cannot wait and needs no clock.
 UNWATCHED_BYTES = 16 << 10
+# Bounds what one event holds, and so what a slow reader can make the gateway encode at once.
+MAX_EVENT_TOKENS = 512
 
 
-class EventWriter:
-    """One response, from its head to its end. Raises ConnectionError when its reader is gone."""
+class Delivery:
+    """Writes one request's answer to its connection."""
 
-    def __init__(
-        self,
-        http: web.Request,
-        response: web.StreamResponse,
-        slow_reader_s: float,
-        stats: GatewayStats,
-    ) -> None:
+    def __init__(self, http: web.Request, slow_reader_s: float, stats: GatewayStats) -> None:
         self._http = http
-        self._response = response
         self._slow_reader_s = slow_reader_s
         self._stats = stats
+        self._response = web.StreamResponse(headers=EVENT_STREAM)
         # Without chunks, to readers that speak HTTP/1.0, all writing is left to the framework.
         self._chunked = http.version >= HttpVersion11
         self._begun = False
 
-    async def begin(self) -> None:
-        """Write the head, or keep it for the first event."""
-        if self._chunked:
-            self._response.enable_chunked_encoding()
-        await self._response.prepare(self._http)
+    async def whole(self, body: bytes) -> web.Response:
+        """Answer with a whole body."""
+        response = web.Response(body=body, content_type="application/json")
+        if len(body) > UNWATCHED_BYTES:
+            try:
+                async with self._patience():
+                    await response.prepare(self._http)
+                    await response.write_eof()
+            except ConnectionError:
+                # The reader is gone, or was too slow: nobody is left to tell.
+                return response
+        return response
+
+    async def stream(
+        self, dialect: ApiFrontend, ask: ApiRequest, feeds: list[TokenStream]
+    ) -> web.StreamResponse:
+        """Stream all turns to their ends. Raises a turn's TurnError before the first byte only."""
+        seen = [min(ask.resume_from, len(feed.tokens)) for feed in feeds]
+        await _any_news(feeds, seen)
+        for feed in feeds:
+            if feed.error is not None and not feed.tokens:
+                raise feed.error
+        try:
+            if self._chunked:
+                self._response.enable_chunked_encoding()
+            await self._response.prepare(self._http)
+            await self._write_all(dialect, ask, feeds)
+            await self._response.write_eof()
+        except ConnectionError:
+            # The reader is gone, or was too slow: nobody is left to tell.
+            return self._response
+        return self._response
 
     async def write(self, data: bytes) -> None:
-        """Write, waiting for a reader that is behind."""
+        """Write, waiting for a reader that is behind. Raises ConnectionError when it is gone."""
         transport = self._transport()
         if not data:
             return
@@ -55,11 +85,14 @@ class EventWriter:
         if transport.get_write_buffer_size() + len(data) < UNWATCHED_BYTES:
             await self._response.write(data)
             return
-        async with Patience(self._http, self._slow_reader_s, self._stats):
+        async with self._patience():
             await self._response.write(data)
 
     def write_now(self, data: bytes) -> bool:
-        """Write without waiting; False, having written nothing, where that cannot be."""
+        """Write without waiting; False, having written nothing, where that cannot be.
+
+        Raises ConnectionError when the reader is gone.
+        """
         transport = self._transport()
         unsent = transport.get_write_buffer_size() + len(data)
         if not (self._begun and self._chunked and data) or unsent >= UNWATCHED_BYTES:
@@ -67,9 +100,18 @@ class EventWriter:
         transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         return True
 
-    async def end(self) -> None:
-        """Write what ends a response."""
-        await self._response.write_eof()
+    async def _write_all(
+        self, dialect: ApiFrontend, ask: ApiRequest, feeds: list[TokenStream]
+    ) -> None:
+        await self.write(ask.answer.begin(feeds))
+        try:
+            if len(feeds) == 1:
+                await _Follower(self, ask, 0, feeds[0]).run()
+            else:
+                await _follow_all([_Follower(self, ask, k, feed) for k, feed in enumerate(feeds)])
+            await self.write(ask.answer.close(feeds))
+        except TurnError as error:
+            await self.write(dialect.broken(error))
 
     def _transport(self) -> asyncio.Transport:
         transport = self._http.transport
@@ -77,21 +119,12 @@ class EventWriter:
             raise ConnectionResetError("the reader is gone")
         return transport
 
-
-class Patience:
-    """Closes the connection of a reader that takes nothing for too long."""
-
-    def __init__(self, http: web.Request, limit_s: float, stats: GatewayStats) -> None:
-        self._http = http
-        self._timeout = asyncio.timeout(limit_s)
-        self._stats = stats
-
-    async def __aenter__(self) -> None:
-        await self._timeout.__aenter__()
-
-    async def __aexit__(self, kind: object, error: object, trace: object) -> None:
+    @asynccontextmanager
+    async def _patience(self) -> AsyncIterator[None]:
+        """Close the connection of a reader that takes nothing for too long."""
         try:
-            await self._timeout.__aexit__(kind, error, trace)  # type: ignore[arg-type]
+            async with asyncio.timeout(self._slow_reader_s):
+                yield
         except TimeoutError as expired:
             self._stats.slow_readers += 1
             if self._http.transport is not None:
@@ -99,15 +132,11 @@ class Patience:
             raise ConnectionResetError("the reader took nothing for too long") from expired
 
 
-# Bounds what one event holds, and so what a slow reader can make the gateway encode at once.
-MAX_EVENT_TOKENS = 512
-
-
-class Follower:
+class _Follower:
     """Follows turn `index` of a request to its end."""
 
-    def __init__(self, writer: EventWriter, ask: ApiRequest, index: int, feed: TokenStream) -> None:
-        self._writer = writer
+    def __init__(self, delivery: Delivery, ask: ApiRequest, index: int, feed: TokenStream) -> None:
+        self._delivery = delivery
         self._ask = ask
         self._index = index
         self._feed = feed
@@ -121,7 +150,7 @@ class Follower:
             await feed.beyond(self._at)
             end = min(len(feed.tokens), self._at + MAX_EVENT_TOKENS)
             if feed.error is None or end > self._at:
-                await self._writer.write(self._event(end))
+                await self._delivery.write(self._event(end))
             self._at = end
             if len(feed.tokens) > end:
                 continue
@@ -153,7 +182,7 @@ class Follower:
             if feed.over or end - self._at > MAX_EVENT_TOKENS:
                 stopped.set_result(None)
             elif end > self._at:
-                if self._writer.write_now(self._event(end)):
+                if self._delivery.write_now(self._event(end)):
                     self._at = end
                 else:
                     stopped.set_result(None)
@@ -165,7 +194,22 @@ class Follower:
         return b"id: %d\n%b" % (end, event) if self._ask.event_ids else event
 
 
-async def follow_all(followers: Sequence[Follower]) -> None:
+async def _any_news(feeds: list[TokenStream], seen: list[int]) -> None:
+    """Return when any of the turns has something to write, or has failed."""
+    if len(feeds) == 1:
+        await feeds[0].beyond(seen[0])
+        return
+    waits = [
+        asyncio.ensure_future(feed.beyond(start)) for feed, start in zip(feeds, seen, strict=True)
+    ]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+
+
+async def _follow_all(followers: Sequence[_Follower]) -> None:
     """Run followers of one request side by side. Raises the first error, having ended the rest.
 
     A TaskGroup would tie tasks, errors and frames into knots that only the collector undoes.
@@ -182,76 +226,3 @@ async def follow_all(followers: Sequence[Follower]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
     if failed is not None:
         raise fresh(failed)
-
-
-EVENT_STREAM = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
-
-
-class Delivery:
-    """Writes to one connection."""
-
-    def __init__(self, http: web.Request, slow_reader_s: float, stats: GatewayStats) -> None:
-        self._http = http
-        self._slow_reader_s = slow_reader_s
-        self._stats = stats
-
-    async def whole(self, body: bytes) -> web.Response:
-        """Answer with a whole body."""
-        response = web.Response(body=body, content_type="application/json")
-        if len(body) > UNWATCHED_BYTES:
-            try:
-                async with Patience(self._http, self._slow_reader_s, self._stats):
-                    await response.prepare(self._http)
-                    await response.write_eof()
-            except ConnectionError:
-                # The reader is gone, or was too slow: nobody is left to tell.
-                return response
-        return response
-
-    async def stream(
-        self, dialect: ApiFrontend, ask: ApiRequest, feeds: list[TokenStream]
-    ) -> web.StreamResponse:
-        """Stream all turns to their ends. Raises a turn's TurnError before the first byte only."""
-        seen = [min(ask.resume_from, len(feed.tokens)) for feed in feeds]
-        await _any_news(feeds, seen)
-        for feed in feeds:
-            if feed.error is not None and not feed.tokens:
-                raise feed.error
-        response = web.StreamResponse(headers=EVENT_STREAM)
-        writer = EventWriter(self._http, response, self._slow_reader_s, self._stats)
-        try:
-            await writer.begin()
-            await self._write_all(writer, dialect, ask, feeds)
-        except ConnectionError:
-            # The reader is gone, or was too slow: nobody is left to tell.
-            return response
-        return response
-
-    async def _write_all(
-        self, writer: EventWriter, dialect: ApiFrontend, ask: ApiRequest, feeds: list[TokenStream]
-    ) -> None:
-        await writer.write(ask.answer.begin(feeds))
-        try:
-            if len(feeds) == 1:
-                await Follower(writer, ask, 0, feeds[0]).run()
-            else:
-                await follow_all([Follower(writer, ask, k, feed) for k, feed in enumerate(feeds)])
-            await writer.write(ask.answer.close(feeds))
-        except TurnError as error:
-            await writer.write(dialect.broken(error))
-        await writer.end()
-
-
-async def _any_news(feeds: list[TokenStream], seen: list[int]) -> None:
-    """Return when any of the turns has something to write, or has failed."""
-    if len(feeds) == 1:
-        await feeds[0].beyond(seen[0])
-        return
-    waits = [
-        asyncio.ensure_future(feed.beyond(start)) for feed, start in zip(feeds, seen, strict=True)
-    ]
-    try:
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for wait in waits:
-            wait.cancel()

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from rose.contract.gateway import Stats
 from rose.gateway.event_loop import LoopLag
 from rose.gateway.replicas.table import ReplicaEntry
 
@@ -159,23 +160,23 @@ class GatewayStatus:
     hedged_groups: int
 
 
-def snapshot(stats: GatewayStats, live: dict[str, int], waiting: int) -> dict[str, object]:
+def snapshot(stats: GatewayStats, live: dict[str, int], waiting: int) -> Stats:
     """Body of `/rose/v1/stats`."""
-    return {
-        "tokens": dict(stats.tokens),
-        "live_turns": live,
-        "turns": stats.turns,
-        "failed": stats.failed,
-        "continuations": stats.continuations,
-        "attempts": stats.attempts,
-        "repeated": stats.repeated,
-        "slow_readers": stats.slow_readers,
-        "hedges": stats.hedges,
-        "hedge_wins": stats.hedge_wins,
-        "waiting": waiting,
-        "loop_lag_max_s": stats.loop_lag.max_s,
-        "loop_busy_max_s": stats.loop_lag.busy_max_s,
-    }
+    return Stats(
+        tokens=dict(stats.tokens),
+        live_turns=live,
+        turns=stats.turns,
+        failed=stats.failed,
+        continuations=stats.continuations,
+        attempts=stats.attempts,
+        repeated=stats.repeated,
+        slow_readers=stats.slow_readers,
+        hedges=stats.hedges,
+        hedge_wins=stats.hedge_wins,
+        waiting=waiting,
+        loop_lag_max_s=stats.loop_lag.max_s,
+        loop_busy_max_s=stats.loop_lag.busy_max_s,
+    )
 
 
 def exposition(

@@ -19,10 +19,21 @@ from itertools import count
 from pathlib import Path
 
 import aiohttp
+import msgspec
 
 from executor import ControlPage, Grant, GrantMode, GuestState, HostState
 from executor.step_log import HEADER, STEP, STEP_LOG, StepRecord, read_step_log, used_bytes
 from rose.addresses import free_port
+from rose.contract.replica import (
+    ADMIT,
+    GENERATE,
+    STATE,
+    EpochBody,
+    GenerateBody,
+    ReplicaState,
+    Sampling,
+)
+from rose.decoding import BAD_BYTES
 from rose.engines import Device, EngineProcess, EngineRole, EngineSpec
 from rose.errors import EngineStartError
 from rose.node.memory.gauges import Gpus, card_environment
@@ -168,13 +179,13 @@ class ProfileDriver:
         """Open the replica for turns; returns how many tokens of KV it holds."""
         url, headers = self._engine.spec.url, self._engine.headers
         try:
-            async with self._http.post(
-                f"{url}/rose/v1/admit", json={"epoch": 1}, headers=headers
-            ) as answer:
+            body = msgspec.json.encode(EpochBody(1))
+            async with self._http.post(url + ADMIT, data=body, headers=headers) as answer:
                 answer.raise_for_status()
-            async with self._http.get(f"{url}/rose/v1/state") as answer:
-                return int((await answer.json())["kv_tokens"])
-        except (aiohttp.ClientError, TimeoutError, KeyError, ValueError) as error:
+            async with self._http.get(url + STATE) as answer:
+                state = msgspec.json.decode(await answer.read(), type=ReplicaState)
+                return state.kv_tokens
+        except (aiohttp.ClientError, TimeoutError, *BAD_BYTES) as error:
             raise await self._failed(error) from error
 
     async def runs(self, batch: Batch) -> list[list[LoggedStep]]:
@@ -210,13 +221,9 @@ class ProfileDriver:
 
     async def _turn(self, batch: Batch) -> None:
         tokens = [self._rng.randrange(self._vocabulary) for _ in range(batch.prompt_tokens)]
-        body = {
-            "request_id": f"profile-{next(self._names)}",
-            "token_ids": tokens,
-            "sampling": {"temperature": 1.0, "max_tokens": DECODE_STEPS},
-        }
-        url = f"{self._engine.spec.url}/rose/v1/generate"
-        async with self._http.post(url, json=body) as answer:
+        name, sampling = f"profile-{next(self._names)}", Sampling(max_tokens=DECODE_STEPS)
+        body = msgspec.json.encode(GenerateBody(name, tokens, sampling))
+        async with self._http.post(self._engine.spec.url + GENERATE, data=body) as answer:
             lines = (await answer.read()).splitlines()
             if answer.status != 200 or not lines or b'"length"' not in lines[-1]:
                 said = lines[-1].decode(errors="replace") if lines else f"HTTP {answer.status}"

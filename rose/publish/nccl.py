@@ -29,14 +29,14 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import aiohttp
 import msgspec
 import numpy as np
-from msgspec import Meta
 from numpy.typing import NDArray
 
+from rose.contract.weights import GROUP, MOST_NAME_BYTES, GroupName
 from rose.errors import ConfigError, RoseError
 from rose.publish.fetch.download import FetchError
 from rose.publish.fetch.limits import DownloadLimits, StorageError
@@ -359,10 +359,8 @@ async def _got(coming: asyncio.Future[None], receiving: DownloadLimits, name: st
 
 
 ASK_S = 1.0
-MOST_NUMBERS = 1_024
-MOST_NAME_BYTES = 8 << 10
 
-_read_name = msgspec.json.Decoder(Annotated[tuple[int, ...], Meta(max_length=MOST_NUMBERS)]).decode
+_read_name = msgspec.json.Decoder(GroupName).decode
 
 MakeCommunicator = Callable[[int, int, tuple[int, ...], int], Communicator]
 
@@ -407,7 +405,7 @@ async def _members_named(session: aiohttp.ClientSession, leader: str) -> tuple[i
     while True:
         try:
             async with session.get(
-                f"{leader}/group", timeout=timeout, allow_redirects=False
+                f"{leader}{GROUP}", timeout=timeout, allow_redirects=False
             ) as answer:
                 if answer.status == 200:
                     name: tuple[int, ...] = _read_name(await _at_most(answer, MOST_NAME_BYTES))

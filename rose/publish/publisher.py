@@ -15,11 +15,12 @@ from typing import Self
 
 import grpc.aio
 
+from rose.contract.weights import LONGEST_TTL_S
 from rose.errors import RefusedError, UnavailableError
 from rose.process.background_tasks import described
 from rose.publish.credentials import OPEN, Credentials
 from rose.publish.level import AUTO, LevelChoice, level_for
-from rose.publish.version_server import LONGEST_TTL_S, ReadLeases, Signer, VersionServer
+from rose.publish.version_server import ReadLeases, Signer, VersionServer
 from rose.rpc import rose_pb2, rose_pb2_grpc
 from rose.rpc.channel import make_channel
 from weight_transfer import ChunkStore, OnUpdate, Publisher, SigningKey, TensorBits, WeightError

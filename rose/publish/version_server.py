@@ -29,8 +29,17 @@ import msgspec
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 from aiohttp.http import HttpProcessingError
-from msgspec import Struct
 
+from rose.contract.weights import (
+    CATALOG,
+    GROUP,
+    LEASES,
+    LONGEST_TTL_S,
+    MOST_BODY_BYTES,
+    MOST_READER_CHARS,
+    LeaseBody,
+    LeaseGranted,
+)
 from rose.errors import ConfigError, RefusedError
 from rose.publish.credentials import OPEN, Credentials
 from rose.publish.fetch import publisher_client
@@ -39,13 +48,11 @@ from rose.publish.forwarding import ChunkForwarder
 from rose.publish.link_meter import LinkMeter
 from rose.publish.nccl import Lead
 from weight_transfer import ChunkStore, SigningKey, WeightError
-from weight_transfer.format.manifest import MALFORMED, Count, expiry_of
+from weight_transfer.format.manifest import MALFORMED, expiry_of
 from weight_transfer.store.catalog import ReaderPin
 
-LONGEST_TTL_S = 120.0
 MOST_READERS = 4_096
 MOST_OF_A_PEER = 256
-MOST_NAME_CHARS = 512
 _SWEEP_EVERY_S = 1.0
 OWN = ""
 """The publisher itself: nobody takes from it."""
@@ -71,7 +78,7 @@ class ReadLeases:
         self, reader: str, version: int, ttl_s: float, now_s: float, peer: str = OWN
     ) -> ReaderPin:
         """Take or renew; a reader of a peer has one lease. Raises RefusedError."""
-        named = 0 < len(reader) <= MOST_NAME_CHARS
+        named = 0 < len(reader) <= MOST_READER_CHARS
         if not named or version < 0 or not isfinite(ttl_s) or ttl_s <= 0:
             raise RefusedError("a lease needs a reader, a version and a ttl_s above 0")
         if peer != OWN and reader not in self._by_peer.get(peer, ()):
@@ -107,8 +114,6 @@ class ReadLeases:
         return sum(len(held) for peer, held in self._by_peer.items() if peer != OWN)
 
 
-MOST_BODY_BYTES = 4_096
-
 _log = logging.getLogger(__name__)
 # Answered with 400. A traceback for each would let strangers fill the log.
 _log.addFilter(
@@ -124,15 +129,7 @@ class Signer:
     key: SigningKey
 
 
-class _Asked(Struct, frozen=True):
-    """A lease that is asked for."""
-
-    reader: str
-    version: Count
-    ttl_s: float
-
-
-_read_asked = msgspec.json.Decoder(_Asked).decode
+_read_asked = msgspec.json.Decoder(LeaseBody).decode
 
 
 class VersionServer:
@@ -186,9 +183,9 @@ class VersionServer:
         app.router.add_get(r"/manifests/{version:\d{1,18}(\.base)?}", self._manifest)
         app.router.add_get("/chunks/{name:[0-9a-f]{64}}", self._chunk)
         app.router.add_post("/chunks/{name:[0-9a-f]{64}}/doubt", self._doubt)
-        app.router.add_get("/catalog", self._catalog)
-        app.router.add_post("/leases", self._lease)
-        app.router.add_get("/group", self._group)
+        app.router.add_get(CATALOG, self._catalog)
+        app.router.add_post(LEASES, self._lease)
+        app.router.add_get(GROUP, self._group)
         app.router.add_post("/group/{what:[0-9a-f]{64}}/{rank:[0-9]{1,5}}", self._barrier)
         context = self._credentials.server()
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, logger=_log)
@@ -261,7 +258,8 @@ class VersionServer:
             lease = self._leases.take(asked.reader, asked.version, asked.ttl_s, now_s, peer)
         except (*MALFORMED, RefusedError) as error:
             raise web.HTTPBadRequest(text=f"no lease: {error!s:.200}") from error
-        return web.json_response({"ttl_s": lease.expires_s - now_s})
+        granted = msgspec.json.encode(LeaseGranted(lease.expires_s - now_s))
+        return web.Response(body=granted, content_type="application/json")
 
     async def _group(self, request: web.Request) -> web.Response:
         return web.json_response(self._leading(request).unique_id)

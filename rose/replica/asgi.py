@@ -23,6 +23,9 @@ from typing import Final
 import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from rose.contract.replica import ADMIT, DRAIN, GENERATE, STATE, Fault, Refusal
+from rose.contract.weights import APPLY, AUDIT
+
 _encode = msgspec.json.Encoder().encode
 _JSON = (b"content-type", b"application/json")
 
@@ -66,22 +69,21 @@ async def reply(send: Send, status: int, answer: object) -> None:
 
 async def refuse(send: Send, status: int, kind: str, message: str) -> None:
     """Answer with an error of the contract's shape."""
-    await reply(send, status, {"error": {"type": kind, "message": message}})
+    await reply(send, status, Refusal(Fault(kind, message)))
 
 
-GENERATE_PATH = "/rose/v1/generate"
 STATE_NAME = "rose_generate"
 
 
 class GenerateShortcut:
-    """Serves `GENERATE_PATH` by the application that the endpoint left in the server's state."""
+    """Serves `GENERATE` by the application that the endpoint left in the server's state."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a turn at once; hand everything else on."""
-        if scope["type"] != "http" or scope["path"] != GENERATE_PATH or scope["method"] != "POST":
+        if scope["type"] != "http" or scope["path"] != GENERATE or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
         generate: ASGIApp | None = getattr(scope["app"].state, STATE_NAME, None)
@@ -96,16 +98,16 @@ _OPEN = frozenset(
         ("GET", "/metrics"),
         ("GET", "/metrics/"),
         ("GET", "/v1/models"),
-        ("GET", "/rose/v1/state"),
-        ("POST", GENERATE_PATH),
+        ("GET", STATE),
+        ("POST", GENERATE),
     }
 )
 _WITH_SECRET = frozenset(
     {
-        ("POST", "/rose/v1/admit"),
-        ("POST", "/rose/v1/drain"),
-        ("POST", "/rose/v1/weights/apply"),
-        ("POST", "/rose/v1/weights/audit"),
+        ("POST", ADMIT),
+        ("POST", DRAIN),
+        ("POST", APPLY),
+        ("POST", AUDIT),
         ("POST", "/sleep"),
         ("POST", "/v1/completions"),
     }

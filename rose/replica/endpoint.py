@@ -24,15 +24,17 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, Request
 from starlette.datastructures import State
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from executor.vllm.compat import check_version
+from rose.contract import replica as contract
+from rose.contract import weights
+from rose.contract.replica import MAX_BODY_BYTES, GenerateBody
 from rose.decoding import decoded
 from rose.replica.admission import Admission, AdmissionError, EpochAheadError, StaleEpochError
 from rose.replica.asgi import (
-    GENERATE_PATH,
     ROLES,
     STATE_NAME,
     BodyTooLargeError,
@@ -47,7 +49,6 @@ from rose.replica.turns import Turns
 from rose.replica.warm_up import WarmUp
 from rose.replica.weights.token_versions import stamps_of
 from rose.replica.weights.updater import ActivationError, WeightUpdater
-from rose.replica.wire import MAX_BODY_BYTES, MAX_CONTROL_BYTES, ApplyBody, EpochBody, GenerateBody
 from weight_transfer import WeightError, WrongBaseError
 
 _BODY = msgspec.json.Decoder(GenerateBody)
@@ -81,8 +82,8 @@ class GenerateApp:
         await self.turns.serve(self.turns.open(body), receive, send)
 
 
-_EPOCH = msgspec.json.Decoder(EpochBody)
-_APPLY = msgspec.json.Decoder(ApplyBody)
+_EPOCH = msgspec.json.Decoder(contract.EpochBody)
+_APPLY = msgspec.json.Decoder(weights.ApplyBody)
 _Handler = Callable[[bytes], Awaitable[Response]]
 
 
@@ -113,12 +114,12 @@ class ReplicaEndpoint:
         check_version()
         app.router.routes[:0] = [
             # An ASGI application as endpoint is called as it is, without a Request around it.
-            Route(GENERATE_PATH, self._generate, methods=["POST"]),
-            Route("/rose/v1/drain", _Control(self._drain), methods=["POST"]),
-            Route("/rose/v1/admit", _Control(self._admit), methods=["POST"]),
-            Route("/rose/v1/weights/apply", _Control(self._apply), methods=["POST"]),
-            Route("/rose/v1/weights/audit", _Control(self._audit), methods=["POST"]),
-            Route("/rose/v1/state", self._state, methods=["GET"]),
+            Route(contract.GENERATE, self._generate, methods=["POST"]),
+            Route(contract.DRAIN, _Control(self._drain), methods=["POST"]),
+            Route(contract.ADMIT, _Control(self._admit), methods=["POST"]),
+            Route(weights.APPLY, _Control(self._apply), methods=["POST"]),
+            Route(weights.AUDIT, _Control(self._audit), methods=["POST"]),
+            Route(contract.STATE, self._state, methods=["GET"]),
         ]
 
     async def init_state(
@@ -150,14 +151,14 @@ class ReplicaEndpoint:
         except (msgspec.MsgspecError, AdmissionError) as error:
             return _refused(error)
         assert self._turns is not None
-        return JSONResponse({"aborted": await self._turns.revoke_all()})
+        return _json(contract.Drained(await self._turns.revoke_all()))
 
     async def _admit(self, raw: bytes) -> Response:
         try:
             self._admission.admit(decoded(_EPOCH, raw).epoch)
         except (msgspec.MsgspecError, AdmissionError) as error:
             return _refused(error)
-        return JSONResponse({"admitting": True})
+        return _json(contract.Admitted())
 
     async def _apply(self, raw: bytes) -> Response:
         assert self._weights is not None
@@ -171,44 +172,44 @@ class ReplicaEndpoint:
         except HostBusyError as error:
             return _refusal(503, "host_busy", str(error))
         except ActivationError as error:
-            return _unproven(str(error))
+            return _json(weights.Unproven(contract.Fault("unproven", str(error))), 422)
         except WeightError as error:
             # Nothing was written: the replica serves on with what it has.
             return _refusal(422, "bad_version", str(error))
-        return JSONResponse(report)
+        return _json(msgspec.convert(report, weights.Applied))
 
     async def _audit(self, raw: bytes) -> Response:
         del raw
         assert self._weights is not None
         try:
-            report = await self._weights.audit()
+            report = msgspec.convert(await self._weights.audit(), weights.Audited)
         except WeightError as error:
             return _refusal(503, "no_audit", str(error))
-        if report["flipped"]:
-            await self._weights.distrust(f"live weights of {report['flipped'][0]} are wrong")
-            return JSONResponse(report, status_code=422)
-        return JSONResponse(report)
+        if report.flipped:
+            await self._weights.distrust(f"live weights of {report.flipped[0]} are wrong")
+            return _json(report, 422)
+        return _json(report)
 
     async def _state(self, request: Request) -> Response:
         del request
         assert self._turns is not None
         assert self._weights is not None
         assert self._warm_up is not None
-        return JSONResponse(
-            {
-                "replica_id": os.environ.get("ROSE_REPLICA_ID", ""),
-                "role": os.environ.get("ROSE_ROLE", ""),
-                "policy_version": self._weights.version,
-                "proven": not self._admission.quarantined,
-                "admitting": self._admission.open,
-                "epoch": self._admission.epoch,
-                "running": self._turns.running,
-                "waiting": self._turns.waiting,
-                "tokens_total": self._turns.tokens_total,
-                "kv_tokens": self._kv_tokens,
-                "warm": self._warm_up.warm,
-                "warm_up": {"failed": self._warm_up.failed, "said": self._warm_up.said},
-            }
+        return _json(
+            contract.ReplicaState(
+                replica_id=os.environ.get("ROSE_REPLICA_ID", ""),
+                role=os.environ.get("ROSE_ROLE", ""),
+                policy_version=self._weights.version,
+                proven=not self._admission.quarantined,
+                admitting=self._admission.open,
+                epoch=self._admission.epoch,
+                running=self._turns.running,
+                waiting=self._turns.waiting,
+                tokens_total=self._turns.tokens_total,
+                kv_tokens=self._kv_tokens,
+                warm=self._warm_up.warm,
+                warm_up=contract.WarmUpState(self._warm_up.failed, self._warm_up.said),
+            )
         )
 
 
@@ -226,7 +227,7 @@ class _Control:
             await refuse_stranger(send)
             return
         try:
-            body = await read_body(receive, MAX_CONTROL_BYTES)
+            body = await read_body(receive, contract.MAX_CONTROL_BYTES)
         except BodyTooLargeError as error:
             await refuse(send, 413, "too_large", str(error))
         except ClientGoneError:
@@ -236,11 +237,8 @@ class _Control:
             await (await self._handler(body))(scope, receive, send)
 
 
-def _unproven(message: str) -> Response:
-    """Nobody knows which version the engine runs, and it runs no turns any more."""
-    error = {"type": "unproven", "message": message}
-    doubt = {"version": None, "digest_ok": False, "probe_ok": False}
-    return JSONResponse({"error": error} | doubt, status_code=422)
+def _json(answer: msgspec.Struct, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(answer), status, media_type="application/json")
 
 
 def _refused(error: Exception) -> Response:
@@ -254,7 +252,7 @@ def _refused(error: Exception) -> Response:
 
 
 def _refusal(status: int, kind: str, message: str) -> Response:
-    return JSONResponse({"error": {"type": kind, "message": message}}, status_code=status)
+    return _json(contract.Refusal(contract.Fault(kind, message)), status)
 
 
 _LOG = logging.getLogger("vllm.rose.replica")

@@ -18,12 +18,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+import msgspec
 from starlette.types import Message, Receive, Send
 from vllm import SamplingParams, exceptions
 from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+from rose.contract.replica import GenerateBody, Sampling, StreamLine
 from rose.replica.admission import TurnGate
 from rose.replica.asgi import ClientGoneError, refuse, until_gone
 from rose.replica.weights.token_versions import (
@@ -33,7 +35,6 @@ from rose.replica.weights.token_versions import (
     split_spans,
     stamps_of,
 )
-from rose.replica.wire import Chunk, Finish, GenerateBody, Record, Sampling, encode_lines
 
 
 class _NeverRaisedError(Exception):
@@ -67,7 +68,7 @@ class RequestRefusedError(Exception):
 class OutputDelta:
     """What is new since the last look; `finish_reason` is the engine's, None while it runs."""
 
-    chunks: list[Chunk]
+    chunks: list[StreamLine]
     finish_reason: str | None
 
 
@@ -129,7 +130,7 @@ class EngineRequest:
         """Make `next` raise at once."""
         self._collector.put(error)
 
-    def _chunks(self, completion: Any) -> list[Chunk]:  # noqa: ANN401 - vLLM's CompletionOutput
+    def _chunks(self, completion: Any) -> list[StreamLine]:  # noqa: ANN401 - vLLM's CompletionOutput
         tokens, logprobs = completion.token_ids, _sampled_logprobs(completion.logprobs)
         so_far = self.tokens + len(tokens)
         if completion.finish_reason is not None and len(logprobs) == len(tokens) + so_far:
@@ -141,9 +142,9 @@ class EngineRequest:
         spans = split_spans(self._version_starts(completion), first, len(tokens))
         if len(spans) == 1:
             version = spans[0][0]
-            return [Chunk(tokens, logprobs, version, self._older(version))]
+            return [StreamLine(tokens, logprobs, version, self._older(version))]
         return [
-            Chunk(tokens[a:b], logprobs[a:b], version, self._older(version))
+            StreamLine(tokens[a:b], logprobs[a:b], version, self._older(version))
             for version, a, b in spans
         ]
 
@@ -199,8 +200,8 @@ def _parameters(sampling: Sampling) -> SamplingParams:
         top_k=sampling.top_k,
         max_tokens=sampling.max_tokens,
         min_tokens=sampling.min_tokens,
-        stop_token_ids=sampling.stop_token_ids,
-        allowed_token_ids=sampling.allowed_token_ids,
+        stop_token_ids=_listed(sampling.stop_token_ids),
+        allowed_token_ids=_listed(sampling.allowed_token_ids),
         seed=sampling.seed,
         logprobs=0,
         flat_logprobs=True,
@@ -211,6 +212,13 @@ def _parameters(sampling: Sampling) -> SamplingParams:
     # These parameters are this request's own: no deep copy of them is needed.
     parameters.skip_clone = True
     return parameters
+
+
+def _listed(ids: tuple[int, ...] | None) -> list[int] | None:
+    return None if ids is None else [*ids]
+
+
+_encode_lines = msgspec.json.Encoder().encode_lines
 
 
 class ReplicaTurn:
@@ -274,12 +282,12 @@ class ReplicaTurn:
         except (*ENGINE_FAILURES, UnknownVersionError) as error:
             self.ended = True
             await abort(self._engine, [self.request])
-            return encode_lines([Finish("error", f"{type(error).__name__}: {error}")])
-        lines: list[Record] = [*delta.chunks]
+            return _line_of("error", f"{type(error).__name__}: {error}")
+        lines = _encode_lines(delta.chunks)
         if delta.finish_reason is not None:
             self.ended = True
-            lines.append(Finish(self._reason(delta.finish_reason)))
-        return encode_lines(lines)
+            lines += _line_of(self._reason(delta.finish_reason))
+        return lines
 
     def client_left(self, watch: "asyncio.Task[None]") -> None:
         """Done callback of the task that watches the client's connection."""
@@ -297,6 +305,10 @@ class ReplicaTurn:
 
     def _reason(self, reason: str) -> str:
         return "revoked" if self.revoked and reason == "abort" else reason
+
+
+def _line_of(finish_reason: str, message: str | None = None) -> bytes:
+    return _encode_lines([StreamLine(finish_reason=finish_reason, message=message)])
 
 
 def _start() -> Message:

@@ -62,6 +62,7 @@ class StandInReplica:
                 "replica_id": "x",
                 "role": "guest",
                 "policy_version": self.version,
+                "proven": True,
                 "admitting": not self.draining,
                 "epoch": 0,
                 "running": self.live,

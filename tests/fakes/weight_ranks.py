@@ -14,6 +14,7 @@ from tests.fakes.async_llm import FakeAsyncLLM
 NEXT = 3
 REPORT = {
     "version": NEXT,
+    "changed_elements": 1,
     "apply_s": 0.1,
     "probe_s": 0.2,
     "probe_max_abs_diff": 0.0,

@@ -68,7 +68,7 @@ class Drills:
             ok=applied.ok,
             pause_s=applied.pause_s,
             apply_s=applied.apply_s,
-            changed=applied.changed,
+            changed=applied.changed_elements,
             wire_bytes=applied.wire_bytes,
         )
 

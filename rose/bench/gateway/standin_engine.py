@@ -19,8 +19,8 @@ _CHUNKED = re.compile(rb"transfer-encoding: *chunked", re.IGNORECASE)
 LAST_CHUNK = b"0\r\n\r\n"
 _BUDGET = re.compile(rb'"max_(?:new_)?tokens": ?(\d+)')
 STATE = (
-    b'{"replica_id":"standin","role":"dedicated","policy_version":0,"admitting":true,"epoch":0,'
-    b'"running":0,"waiting":0,"tokens_total":0,"kv_tokens":0,"warm":true,"warm_up":null}'
+    b'{"replica_id":"standin","role":"dedicated","policy_version":0,"proven":true,"admitting":true,'
+    b'"epoch":0,"running":0,"waiting":0,"tokens_total":0,"kv_tokens":0,"warm":true}'
 )
 MODELS = b'{"object":"list","data":[{"id":"policy","object":"model","max_model_len":65536}]}'
 VERSION = b'{"version":"0.32.0"}'

@@ -9,13 +9,14 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from rose.contract.gateway import Version, versions_of
 from rose.gateway.apis import wire
 from rose.gateway.apis.completions import OpenAIBody, check_top_logprobs, text_between, token_text
 from rose.gateway.apis.frontend import ApiRequest
 from rose.gateway.errors import BadRequest, TurnError
 from rose.gateway.request_limits import resume_of, timeout_of
 from rose.gateway.text_codec import ChatOptions, ServedModel
-from rose.gateway.turns.request import NOTHING, TurnRequest, origin_of, unread
+from rose.gateway.turns.request import NOTHING, TurnRequest, origin_of, sample_of, unread
 from rose.gateway.turns.token_stream import TokenStream
 from rose.texts import Variable
 
@@ -109,7 +110,7 @@ class ChatFrontend:
             TurnRequest(
                 request_id=name if asked.samples == 1 else f"{name}-{index}",
                 token_ids=prompt,
-                sampling=sampling.child(index),
+                sampling=sample_of(sampling, index),
                 origin=origin,
                 min_version=asked.min_version,
                 exact_version=asked.exact_version,
@@ -187,7 +188,7 @@ class _Choice(msgspec.Struct, gc=False):
     stop_reason: int | str | None
     token_ids: list[int] | None
     routed_experts: None
-    versions: list[wire.Version]
+    versions: list[Version]
 
 
 class _Whole(msgspec.Struct, gc=False):
@@ -238,7 +239,7 @@ class ChatAnswer:
                     stream.stop_reason,
                     stream.tokens.tolist() if self._ids else None,
                     None,
-                    wire.versions(stream.versions),
+                    versions_of(stream.versions),
                 )
             )
         usage = wire.TokenUsage(*wire.usage(streams, [len(self._prompt)]))
@@ -276,7 +277,7 @@ class ChatAnswer:
         if over:
             choice["stop_reason"] = stream.stop_reason
         choice["token_ids"] = stream.tokens[start:end].tolist() if self._ids else None
-        choice["versions"] = wire.versions(stream.spans(start, end))
+        choice["versions"] = versions_of(stream.spans(start, end))
         return wire.event(wire.encode(self._chunk(stream, [choice], self._usage(stream, end))))
 
     def close(self, streams: Sequence[TokenStream]) -> bytes:

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from rose.contract.gateway import TurnFields, Version, versions_of
+from rose.contract.replica import Sampling
 from rose.gateway.apis import wire
 from rose.gateway.apis.frontend import ApiRequest
 from rose.gateway.apis.wire import StreamOptions
@@ -16,11 +18,10 @@ from rose.gateway.request_limits import resume_of, timeout_of
 from rose.gateway.text_codec import ServedModel, TextPlan, TextTrack
 from rose.gateway.turns.request import (
     NOTHING,
-    OriginFields,
-    Sampling,
     TurnRequest,
     origin_of,
     refuse_unsupported,
+    sample_of,
 )
 from rose.gateway.turns.token_stream import TokenStream
 
@@ -48,7 +49,7 @@ class _Format(msgspec.Struct, gc=False):
     type: str | None = None
 
 
-class OpenAIBody(OriginFields, gc=False):
+class OpenAIBody(TurnFields, gc=False):
     """Fields of both routes; others are ignored, as OpenAI's own clients expect."""
 
     model: str | None = None
@@ -60,8 +61,8 @@ class OpenAIBody(OriginFields, gc=False):
     n: int | None = 1
     seed: int | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    allowed_token_ids: list[int] | None = None
+    stop_token_ids: tuple[int, ...] | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
     include_stop_str_in_output: bool | None = False
     skip_special_tokens: bool | None = True
     stream_options: StreamOptions | None = None
@@ -84,10 +85,6 @@ class OpenAIBody(OriginFields, gc=False):
     bad_words: list[str] | None = None
     truncate_prompt_tokens: int | None = None
     echo: bool | None = False
-    min_version: int | None = None
-    exact_version: int | None = None
-    timeout_s: float | None = None
-    resume_from: int | None = None
 
     def check(self) -> None:
         """Raise BadRequest for what rollout replicas cannot do."""
@@ -110,10 +107,10 @@ class OpenAIBody(OriginFields, gc=False):
 
     def sampling(self, max_tokens: int) -> Sampling:
         return Sampling(
-            max_tokens,
             1.0 if self.temperature is None else self.temperature,
             1.0 if self.top_p is None else self.top_p,
             self.top_k or 0,
+            max_tokens,
             self.min_tokens or 0,
             self.stop_token_ids or None,
             self.allowed_token_ids,
@@ -216,7 +213,7 @@ class CompletionFrontend:
                 turn = TurnRequest(
                     request_id=name if single else f"{name}-{k * samples + index}",
                     token_ids=prompt,
-                    sampling=sampling.child(index),
+                    sampling=sample_of(sampling, index),
                     origin=origin,
                     min_version=asked.min_version,
                     exact_version=asked.exact_version,
@@ -278,7 +275,7 @@ class _ChunkChoice(msgspec.Struct, gc=False):
     stop_reason: int | str | None
     prompt_token_ids: list[int] | None
     token_ids: list[int] | None
-    versions: list[wire.Version]
+    versions: list[Version]
 
 
 class _Choice(msgspec.Struct, gc=False):
@@ -291,7 +288,7 @@ class _Choice(msgspec.Struct, gc=False):
     prompt_logprobs: None
     prompt_token_ids: list[int] | None
     routed_experts: None
-    versions: list[wire.Version]
+    versions: list[Version]
 
 
 class _Chunk(msgspec.Struct, gc=False):
@@ -354,7 +351,7 @@ class CompletionAnswer:
                     None,
                     self._prompts[index // self._samples] if self._ids else None,
                     None,
-                    wire.versions(stream.versions),
+                    versions_of(stream.versions),
                 )
             )
         usage = wire.TokenUsage(*wire.usage(streams, [len(prompt) for prompt in self._prompts]))
@@ -376,7 +373,7 @@ class CompletionAnswer:
             stream.stop_reason if over else None,
             self._prompts[index // self._samples] if self._ids and start == 0 else None,
             stream.tokens[start:end].tolist() if self._ids else None,
-            wire.versions(stream.spans(start, end)),
+            versions_of(stream.spans(start, end)),
         )
         if self._usage_always:
             usage = wire.ShortUsage(stream.prompt_tokens, stream.prompt_tokens + end, end)

@@ -10,20 +10,15 @@ from typing import TypeVar
 
 import msgspec
 
+from rose.contract.gateway import TurnFields, versions_of
+from rose.contract.replica import Sampling
 from rose.gateway.apis import wire
 from rose.gateway.apis.completions import check_stops, text_between
 from rose.gateway.apis.frontend import ApiRequest
 from rose.gateway.errors import BadRequest, TurnError
 from rose.gateway.request_limits import resume_of, timeout_of
 from rose.gateway.text_codec import ServedModel, TextPlan
-from rose.gateway.turns.request import (
-    NOTHING,
-    OriginFields,
-    Sampling,
-    TurnRequest,
-    origin_of,
-    refuse_unsupported,
-)
+from rose.gateway.turns.request import NOTHING, TurnRequest, origin_of, refuse_unsupported
 from rose.gateway.turns.token_stream import TokenStream
 
 T = TypeVar("T")
@@ -69,7 +64,7 @@ class _SamplingBody(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     top_p: float | None = 1.0
     top_k: int | None = -1
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: tuple[int, ...] | None = None
     sampling_seed: int | None = None
     skip_special_tokens: bool | None = True
     no_stop_trim: bool | None = False
@@ -98,10 +93,10 @@ class _SamplingBody(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     def sampling(self) -> Sampling:
         temperature = 1.0 if self.temperature is None else self.temperature
         return Sampling(
-            DEFAULT_MAX_NEW_TOKENS if self.max_new_tokens is None else self.max_new_tokens,
             0.0 if 0 <= temperature < GREEDY_BELOW else temperature,
             1.0 if self.top_p is None else self.top_p,
             0 if self.top_k is None else max(0, self.top_k),
+            DEFAULT_MAX_NEW_TOKENS if self.max_new_tokens is None else self.max_new_tokens,
             self.min_new_tokens or 0,
             self.stop_token_ids or None,
             None,
@@ -109,7 +104,7 @@ class _SamplingBody(msgspec.Struct, forbid_unknown_fields=True, gc=False):
         )
 
 
-class _Body(OriginFields, gc=False):
+class _Body(TurnFields, gc=False):
     text: str | list[str] | None = None
     input_ids: list[int | list[int]] | None = None
     sampling_params: _SamplingBody | None = None
@@ -128,10 +123,6 @@ class _Body(OriginFields, gc=False):
     return_sampling_mask: msgspec.Raw = NOTHING
     lora_path: msgspec.Raw = NOTHING
     custom_logit_processor: msgspec.Raw = NOTHING
-    min_version: int | None = None
-    exact_version: int | None = None
-    timeout_s: float | None = None
-    resume_from: int | None = None
 
 
 _decoder = msgspec.json.Decoder(_Body)
@@ -301,9 +292,9 @@ class SglangAnswer:
             output["text"] = text_between(stream.text, 0, end, over)
         output["output_ids"] = tokens
         output["meta_info"] = meta
-        output["versions"] = wire.versions(spans)
+        output["versions"] = versions_of(spans)
         if over:
-            output["segments"] = wire.segments(stream)
+            output["segments"] = stream.segments
         return output
 
 

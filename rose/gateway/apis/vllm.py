@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
+from rose.contract.gateway import GENERATE, AnswerFields, TurnFields, Version, versions_of
+from rose.contract.replica import Sampling
 from rose.gateway.apis import wire
 from rose.gateway.apis.frontend import ApiRequest
 from rose.gateway.errors import BadRequest, TurnError
@@ -15,11 +17,10 @@ from rose.gateway.request_limits import resume_of, timeout_of
 from rose.gateway.text_codec import ServedModel
 from rose.gateway.turns.request import (
     NOTHING,
-    OriginFields,
-    Sampling,
     TurnRequest,
     origin_of,
     refuse_unsupported,
+    sample_of,
 )
 from rose.gateway.turns.token_stream import TokenStream
 
@@ -57,8 +58,8 @@ class _SamplingBody(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     top_k: int | None = 0
     max_tokens: int | None = None
     min_tokens: int | None = 0
-    stop_token_ids: list[int] | None = None
-    allowed_token_ids: list[int] | None = None
+    stop_token_ids: tuple[int, ...] | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
     seed: int | None = None
     logprobs: int | None = None
     n: int | None = 1
@@ -94,10 +95,10 @@ class _SamplingBody(msgspec.Struct, forbid_unknown_fields=True, gc=False):
 
     def sampling(self, max_tokens: int) -> Sampling:
         return Sampling(
-            max_tokens,
             1.0 if self.temperature is None else self.temperature,
             1.0 if self.top_p is None else self.top_p,
             self.top_k or 0,
+            max_tokens,
             self.min_tokens or 0,
             self.stop_token_ids,
             self.allowed_token_ids,
@@ -105,7 +106,7 @@ class _SamplingBody(msgspec.Struct, forbid_unknown_fields=True, gc=False):
         )
 
 
-class _Body(OriginFields, gc=False, kw_only=True):
+class _Body(TurnFields, gc=False, kw_only=True):
     token_ids: list[int]
     sampling_params: _SamplingBody = msgspec.field(default_factory=_SamplingBody)
     request_id: str | None = None
@@ -119,10 +120,6 @@ class _Body(OriginFields, gc=False, kw_only=True):
     kv_transfer_params: msgspec.Raw = NOTHING
     ec_transfer_params: msgspec.Raw = NOTHING
     output_mode: str = "tokens"
-    min_version: int | None = None
-    exact_version: int | None = None
-    timeout_s: float | None = None
-    resume_from: int | None = None
 
 
 _decoder = msgspec.json.Decoder(_Body)
@@ -131,7 +128,7 @@ _decoder = msgspec.json.Decoder(_Body)
 class VllmFrontend:
     """Reads and complains; `VllmAnswer` writes."""
 
-    path = "/inference/v1/generate"
+    path = GENERATE
 
     def __init__(self, model: ServedModel) -> None:
         self._model = model
@@ -154,7 +151,7 @@ class VllmFrontend:
             TurnRequest(
                 request_id=name if samples == 1 else f"{name}-{index}",
                 token_ids=asked.token_ids,
-                sampling=sampling.child(index),
+                sampling=sample_of(sampling, index),
                 origin=origin,
                 min_version=asked.min_version,
                 exact_version=asked.exact_version,
@@ -215,7 +212,7 @@ class _Choice(msgspec.Struct, gc=False):
     logprobs: _Logprobs | None
 
 
-class _Whole(msgspec.Struct, gc=False):
+class _Whole(AnswerFields, gc=False):
     request_id: str
     model: str
     created: int
@@ -229,9 +226,6 @@ class _Whole(msgspec.Struct, gc=False):
     ec_transfer_params: None
     output_mode: str
     choices: list[_Choice]
-    versions: list[wire.Version]
-    segments: list[wire.Segment]
-    attempts: int
 
 
 class _Chunk(msgspec.Struct, gc=False):
@@ -239,16 +233,18 @@ class _Chunk(msgspec.Struct, gc=False):
     usage: wire.TokenUsage | None
     output_mode: str
     choices: list[_Choice]
-    versions: list[wire.Version]
+    versions: list[Version]
 
 
 class _FirstChunk(_Chunk, gc=False, kw_only=True):
     prompt_token_ids: list[int]
 
 
-class _LastChunk(_Chunk, gc=False, kw_only=True):
-    segments: list[wire.Segment]
-    attempts: int
+class _LastChunk(AnswerFields, gc=False):
+    request_id: str
+    usage: wire.TokenUsage | None
+    output_mode: str
+    choices: list[_Choice]
 
 
 class _UsageChunk(msgspec.Struct, gc=False):
@@ -293,9 +289,9 @@ class VllmAnswer:
                 None,
                 "tokens",
                 choices,
-                wire.versions(first.versions),
-                wire.segments(first),
-                sum(stream.attempts for stream in streams),
+                versions=versions_of(first.versions),
+                segments=first.segments,
+                attempts=sum(stream.attempts for stream in streams),
             )
         )
 
@@ -306,10 +302,10 @@ class VllmAnswer:
     def part(self, index: int, stream: TokenStream, start: int, end: int) -> bytes:
         choice = self._choice(index, stream, start, end, _token_logprob)
         head = (self._request_id, self._usage(stream, end), "tokens", [choice])
-        spans = wire.versions(stream.spans(start, end))
+        spans = versions_of(stream.spans(start, end))
         if choice.finish_reason is not None:
             last = _LastChunk(
-                *head, spans, segments=wire.segments(stream), attempts=stream.attempts
+                *head, versions=spans, segments=stream.segments, attempts=stream.attempts
             )
             return wire.event(wire.encode(last))
         if self._prompt is not None and start == 0:

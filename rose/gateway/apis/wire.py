@@ -7,10 +7,10 @@ from typing import TypeVar
 
 import msgspec
 
-from elastic_scheduler import VersionSpan
+from rose.contract.gateway import REQUEST_ID_HEADER, GatewayFault, GatewayRefusal
 from rose.decoding import decoded
 from rose.gateway.errors import BadRequest, TurnError
-from rose.gateway.request_limits import REQUEST_ID_HEADER, header_of
+from rose.gateway.request_limits import header_of
 from rose.gateway.turns.token_stream import TokenStream
 
 T = TypeVar("T")
@@ -19,24 +19,6 @@ encode = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
 # Both APIs write -inf and NaN like this.
 LOWEST_LOGPROB = -9999.0
-
-
-class Version(msgspec.Struct, gc=False, omit_defaults=True):
-    """Output tokens [start, end) of one policy version; `oldest_version` as in `VersionSpan`."""
-
-    version: int
-    start: int
-    end: int
-    oldest_version: int | None = None
-
-
-class Segment(msgspec.Struct, gc=False):
-    """Output tokens [start, end) from one replica."""
-
-    replica: str
-    kind: str
-    start: int
-    end: int
 
 
 class TokenUsage(msgspec.Struct, gc=False):
@@ -74,13 +56,6 @@ class StreamOptions(msgspec.Struct, gc=False):
         return bool(self.include_usage and self.continuous_usage_stats)
 
 
-class _ErrorInfo(msgspec.Struct):
-    message: str
-    type: str
-    param: str | None
-    code: int
-
-
 def read_json(decoder: "msgspec.json.Decoder[T]", body: bytes) -> T:
     """The decoded body. Raises BadRequest that says what is wrong with it."""
     try:
@@ -102,7 +77,8 @@ def clean(text: str) -> str:
 
 def vllm_error(error: TurnError) -> bytes:
     """Body of an error answer as vLLM writes it."""
-    return encode({"error": _ErrorInfo(clean(str(error)), error.kind, error.param, error.status)})
+    fault = GatewayFault(clean(str(error)), error.kind, error.param, error.status)
+    return encode(GatewayRefusal(fault))
 
 
 def event(payload: bytes) -> bytes:
@@ -116,16 +92,6 @@ def finite(logprobs: Sequence[float]) -> Sequence[float]:
     if not logprobs or (min(logprobs) >= LOWEST_LOGPROB and not math.isnan(sum(logprobs))):
         return logprobs
     return [LOWEST_LOGPROB if math.isnan(each) else max(each, LOWEST_LOGPROB) for each in logprobs]
-
-
-def versions(spans: Sequence[VersionSpan]) -> list[Version]:
-    """Spans as answers carry them."""
-    return [Version(s.version, s.start, s.end, s.oldest_version) for s in spans]
-
-
-def segments(stream: TokenStream) -> list[Segment]:
-    """Which replica each token of a finished turn came from."""
-    return [Segment(s.replica, s.kind, s.start, s.end) for s in stream.segments]
 
 
 def usage(streams: Sequence[TokenStream], prompts: Sequence[int]) -> tuple[int, int, int]:

@@ -3,7 +3,7 @@
 The backends do no IO; `http_pool` and `probe` hold the connections.
 """
 
-from rose.gateway.backends.base import BackendError, ReplicaBackend, ReplicaLine
+from rose.gateway.backends.base import BackendError, ReplicaBackend
 from rose.gateway.backends.rose import RoseBackend
 from rose.gateway.backends.sglang import SglangBackend
 from rose.gateway.backends.vllm import VllmBackend
@@ -15,4 +15,4 @@ LINKS: dict[ReplicaApi, ReplicaBackend] = {
     ReplicaApi.SGLANG: SglangBackend(),
 }
 
-__all__ = ["LINKS", "BackendError", "ReplicaBackend", "ReplicaLine"]
+__all__ = ["LINKS", "BackendError", "ReplicaBackend"]

@@ -1,44 +1,23 @@
 """Interface of a replica backend: encodes an attempt's request and reads its stream. No IO."""
 
-from typing import Annotated, Protocol
+from typing import Protocol
 
 import msgspec
-from msgspec import Meta
 
 from elastic_scheduler import Attempt
+from rose.contract.replica import StreamLine
 from rose.errors import RoseError
 from rose.gateway.turns.request import TurnRequest
-
-# What a replica can have sampled, checked as it is decoded. No vocabulary is near 2**31, though
-# prompts may have ids up to 2**32, as engines take them; a logprob is at most that of 1, rounded in
-# half precision.
-TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
-Logprob = Annotated[float, Meta(le=1e-2)]
-Version = Annotated[int, Meta(le=(1 << 63) - 1)]
 
 
 class BackendError(RoseError):
     """A replica's stream is not in its API's shape."""
 
 
-class ReplicaLine(msgspec.Struct, gc=False):
-    """Tokens of one version (below 0: unknown), or how the stream ends, or both.
-
-    `oldest_version` of the KV behind the tokens, where it may be older than `version`.
-    """
-
-    token_ids: list[TokenId] = []
-    logprobs: list[Logprob] = []
-    version: Version = -1
-    finish_reason: str | None = None
-    message: str | None = None
-    oldest_version: Version | None = None
-
-
 class Reader(Protocol):
     """Reads one stream."""
 
-    def feed(self, data: bytes) -> list[ReplicaLine]:
+    def feed(self, data: bytes) -> list[StreamLine]:
         """Lines completed by `data`. Raises BackendError or msgspec.MsgspecError."""
         ...
 

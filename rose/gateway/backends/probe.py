@@ -5,18 +5,11 @@ from dataclasses import dataclass
 import aiohttp
 import msgspec
 
+from rose.contract.replica import STATE, ReplicaState
 from rose.decoding import Decoder, decoded
 from rose.gateway.replicas.table import ReplicaApi
 
 PROBE_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
-
-
-class ReplicaState(msgspec.Struct, gc=False):
-    """Answer of a replica's `GET /rose/v1/state`; unknown fields are left alone."""
-
-    policy_version: int
-    admitting: bool
-    kv_tokens: int = 0
 
 
 class _ModelInfo(msgspec.Struct, gc=False):
@@ -35,7 +28,7 @@ class _Cards(msgspec.Struct, gc=False):
     data: list[_Card] = []
 
 
-STATE = msgspec.json.Decoder(ReplicaState)
+REPLICA_STATE = msgspec.json.Decoder(ReplicaState)
 _INFO = msgspec.json.Decoder(_ModelInfo)
 _VERSION = msgspec.json.Decoder(_Version)
 _CARDS = msgspec.json.Decoder(_Cards)
@@ -56,7 +49,7 @@ async def probe(session: aiohttp.ClientSession, url: str) -> Probed | None:
 
 
 async def _api(session: aiohttp.ClientSession, url: str) -> ReplicaApi | None:
-    if _reads(STATE, await _get(session, f"{url}/rose/v1/state")):
+    if _reads(REPLICA_STATE, await _get(session, url + STATE)):
         return ReplicaApi.ROSE
     for path in ("model_info", "get_model_info"):
         if _reads(_INFO, await _get(session, f"{url}/{path}")):

@@ -3,33 +3,22 @@
 import msgspec
 
 from elastic_scheduler import Attempt
-from rose.gateway.backends.base import Lines, ReplicaLine
-from rose.gateway.turns.request import Sampling, TurnRequest
-
-# A line holds one step's tokens; anything near this is not one.
-MAX_LINE_BYTES = 1 << 20
-
-
-class _Body(msgspec.Struct, gc=False):
-    request_id: str
-    token_ids: list[int]
-    sampling: Sampling
-    cache_salt: str | None
-    priority: int
-
+from rose.contract.replica import GENERATE, MAX_LINE_BYTES, GenerateBody, StreamLine
+from rose.gateway.backends.base import Lines
+from rose.gateway.turns.request import TurnRequest
 
 _encode = msgspec.json.Encoder().encode
-_decode = msgspec.json.Decoder(ReplicaLine).decode
+_decode = msgspec.json.Decoder(StreamLine).decode
 
 
 class RoseBackend:
     """Tokens in, stamped tokens out."""
 
-    path = "/rose/v1/generate"
+    path = GENERATE
 
     def encode(self, request: TurnRequest, attempt: Attempt) -> bytes:
         return _encode(
-            _Body(
+            GenerateBody(
                 request.attempt_id(attempt.number),
                 attempt.token_ids,
                 request.sampling.rest(attempt.max_tokens),
@@ -48,5 +37,5 @@ class _Reader:
     def __init__(self) -> None:
         self._lines = Lines(MAX_LINE_BYTES)
 
-    def feed(self, data: bytes) -> list[ReplicaLine]:
+    def feed(self, data: bytes) -> list[StreamLine]:
         return [_decode(line) for line in self._lines.split(data) if line]

@@ -7,14 +7,9 @@ only what is new: `completion_tokens` tells the two apart.
 import msgspec
 
 from elastic_scheduler import Attempt
-from rose.gateway.backends.base import (
-    BackendError,
-    Lines,
-    Logprob,
-    ReplicaLine,
-    TokenId,
-    fault_text,
-)
+from rose.contract.fields import Logprob, SampledId
+from rose.contract.replica import StreamLine
+from rose.gateway.backends.base import BackendError, Lines, fault_text
 from rose.gateway.errors import BadRequest
 from rose.gateway.turns.request import TurnRequest
 
@@ -28,7 +23,7 @@ class _SamplingBody(msgspec.Struct, gc=False, omit_defaults=True):
     top_p: float
     top_k: int
     min_new_tokens: int = 0
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: tuple[int, ...] | None = None
     sampling_seed: int | None = None
     no_stop_trim: bool = False
 
@@ -54,7 +49,7 @@ class _Meta(msgspec.Struct, gc=False):
 
 
 class _Event(msgspec.Struct, gc=False):
-    output_ids: list[TokenId] = []
+    output_ids: list[SampledId] = []
     meta_info: _Meta = msgspec.field(default_factory=_Meta)
     error: msgspec.Raw = msgspec.Raw(b"")
 
@@ -97,12 +92,12 @@ class _Reader:
         self._lines = Lines(MAX_EVENT_BYTES)
         self._seen = 0
 
-    def feed(self, data: bytes) -> list[ReplicaLine]:
+    def feed(self, data: bytes) -> list[StreamLine]:
         return [self._line(_decode(event)) for event in self._lines.events(data)]
 
-    def _line(self, event: _Event) -> ReplicaLine:
+    def _line(self, event: _Event) -> StreamLine:
         if bytes(event.error):
-            return ReplicaLine(finish_reason="error", message=fault_text(event.error))
+            return StreamLine(finish_reason="error", message=fault_text(event.error))
         meta = event.meta_info
         new = meta.completion_tokens - self._seen
         if not 0 <= new <= min(len(event.output_ids), len(meta.output_token_logprobs)):
@@ -113,10 +108,9 @@ class _Reader:
         if [row[1] for row in rows] != tokens:
             raise BackendError("its logprobs are of other tokens than its output")
         finish = meta.finish_reason
-        return ReplicaLine(
+        return StreamLine(
             tokens,
             [float("nan") if row[0] is None else row[0] for row in rows],
-            -1,
-            None if finish is None else finish.type,
-            None if finish is None else finish.message,
+            finish_reason=None if finish is None else finish.type,
+            message=None if finish is None else finish.message,
         )

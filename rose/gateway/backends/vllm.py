@@ -8,14 +8,9 @@ does not have on, so none is sent. What is left out would come from the model's 
 import msgspec
 
 from elastic_scheduler import Attempt
-from rose.gateway.backends.base import (
-    BackendError,
-    Lines,
-    Logprob,
-    ReplicaLine,
-    TokenId,
-    fault_text,
-)
+from rose.contract.fields import Logprob, SampledId
+from rose.contract.replica import StreamLine
+from rose.gateway.backends.base import BackendError, Lines, fault_text
 from rose.gateway.turns.request import TurnRequest
 
 MAX_EVENT_BYTES = 1 << 20
@@ -29,8 +24,8 @@ class _Body(msgspec.Struct, gc=False):
     top_p: float
     top_k: int
     min_tokens: int
-    stop_token_ids: list[int]
-    allowed_token_ids: list[int] | None
+    stop_token_ids: tuple[int, ...]
+    allowed_token_ids: tuple[int, ...] | None
     seed: int | None
     cache_salt: str | None
     min_p: float = 0.0
@@ -48,7 +43,7 @@ class _Logprobs(msgspec.Struct, gc=False):
 
 
 class _Choice(msgspec.Struct, gc=False):
-    token_ids: list[TokenId] | None = None
+    token_ids: list[SampledId] | None = None
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
 
@@ -78,7 +73,7 @@ class VllmBackend:
                 rest.top_p,
                 rest.top_k,
                 rest.min_tokens,
-                rest.stop_token_ids or [],
+                rest.stop_token_ids or (),
                 rest.allowed_token_ids,
                 rest.seed,
                 request.cache_salt,
@@ -95,15 +90,15 @@ class _Reader:
     def __init__(self) -> None:
         self._lines = Lines(MAX_EVENT_BYTES)
 
-    def feed(self, data: bytes) -> list[ReplicaLine]:
+    def feed(self, data: bytes) -> list[StreamLine]:
         return [_line(_decode(event)) for event in self._lines.events(data)]
 
 
-def _line(event: _Event) -> ReplicaLine:
+def _line(event: _Event) -> StreamLine:
     if bytes(event.error):
-        return ReplicaLine(finish_reason="error", message=fault_text(event.error))
+        return StreamLine(finish_reason="error", message=fault_text(event.error))
     if not event.choices:
-        return ReplicaLine()
+        return StreamLine()
     choice = event.choices[0]
     tokens = choice.token_ids or []
     given = choice.logprobs.token_logprobs if choice.logprobs is not None else []
@@ -113,4 +108,4 @@ def _line(event: _Event) -> ReplicaLine:
             f"{len(tokens)} token ids came with {len(logprobs)} logprobs; "
             "vLLM sends both since version 0.10.2"
         )
-    return ReplicaLine(tokens, logprobs, -1, choice.finish_reason)
+    return StreamLine(tokens, logprobs, finish_reason=choice.finish_reason)

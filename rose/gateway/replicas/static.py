@@ -9,9 +9,11 @@ from collections.abc import Callable
 import aiohttp
 import msgspec
 
+from rose.contract.fields import UNVERSIONED
+from rose.contract.replica import STATE, ReplicaState
 from rose.decoding import decoded
-from rose.gateway.backends.probe import STATE, Probed, ReplicaState, probe
-from rose.gateway.replicas.table import UNVERSIONED, ReplicaApi, ReplicaEntry, TableSink
+from rose.gateway.backends.probe import REPLICA_STATE, Probed, probe
+from rose.gateway.replicas.table import ReplicaApi, ReplicaEntry, TableSink
 from rose.gateway.settings import StaticReplica
 
 POLL_S = 0.5
@@ -66,10 +68,13 @@ class StaticTable:
         return _entry(replica, api, await self._healthy(replica), UNVERSIONED, 0)
 
     async def _state(self, replica: StaticReplica) -> ReplicaState | None:
-        url = f"{replica.url}/rose/v1/state"
         try:
-            async with self._session.get(url, timeout=POLL_TIMEOUT) as response:
-                return decoded(STATE, await response.read()) if response.status == 200 else None
+            async with self._session.get(replica.url + STATE, timeout=POLL_TIMEOUT) as response:
+                return (
+                    decoded(REPLICA_STATE, await response.read())
+                    if response.status == 200
+                    else None
+                )
         except (aiohttp.ClientError, OSError, msgspec.MsgspecError):
             return None
 

@@ -15,10 +15,6 @@ class ReplicaApi(StrEnum):
     SGLANG = "sglang"
 
 
-# Of a replica that does not say which weights it runs: no constraint on versions accepts it.
-UNVERSIONED = -1
-
-
 @dataclass(frozen=True, slots=True)
 class ReplicaEntry:
     """One row of the replica table; `policy_version` is UNVERSIONED where nobody knows it."""

@@ -1,4 +1,4 @@
-"""Attempt: one replica's answer to a turn, from its bytes to the turn's journal and token stream.
+"""Attempt: one replica's answer to a copy of a turn, from its bytes to the turn's journal.
 
 Everything happens in the step of the event loop in which the bytes came: decoded, cut where text
 stops, journaled, handed to readers. Only the attempt's ending is awaited.
@@ -9,97 +9,15 @@ import re
 
 import msgspec
 
-from elastic_scheduler import Attempt, Deliver, End, JournalError, Outcome
-from rose.gateway.backends import BackendError, ReplicaLine
-from rose.gateway.backends.base import Reader
-from rose.gateway.backends.http_pool import OK
+from elastic_scheduler import Deliver, End, JournalError, Outcome
+from rose.contract.replica import StreamLine
+from rose.gateway.backends import LINKS, BackendError
+from rose.gateway.backends.http_pool import OK, Upstream
 from rose.gateway.errors import BadRequest, fresh
 from rose.gateway.replicas.dispatcher import Dispatcher, LiveAttempt
-from rose.gateway.stats import GatewayStats
-from rose.gateway.turns.hedging import TurnCopy
-from rose.gateway.turns.request import TurnRequest
-from rose.gateway.turns.token_stream import TokenStream
+from rose.gateway.turns.hedging import Race, TurnCopy
 
-
-class AttemptWriter:
-    """One attempt at one copy of a turn."""
-
-    __slots__ = ("_copy", "_feed", "_journal", "_outcome", "_stats", "attempt")
-
-    def __init__(self, copy: TurnCopy, attempt: Attempt, stats: GatewayStats) -> None:
-        self._stats = stats
-        self._copy = copy
-        self._journal = copy.journal
-        self._feed = copy.feed
-        self._outcome: Outcome | None = None
-        self.attempt = attempt
-
-    @property
-    def delivered(self) -> bool:
-        """Whether the attempt completed its turn."""
-        return self._outcome is not None
-
-    def end(self, end: End, reason: str) -> Outcome | None:
-        """End the attempt, once; a complete turn goes to its readers at that moment."""
-        if self._outcome is None:
-            outcome = self._journal.end(self.attempt.number, end, reason)
-            if isinstance(outcome, Deliver):
-                stop_reason = _stop_reason(self._copy.request, self._feed, outcome)
-                self._feed.deliver(outcome, stop_reason)
-                if self._copy.race is None:
-                    self._stats.turns += 1
-                else:
-                    self._copy.race.delivered(self._copy)
-            self._outcome = outcome
-        return self._outcome
-
-    @property
-    def stopped(self) -> bool:
-        """Whether a stop string ended the turn."""
-        return self._feed.text is not None and self._feed.text.matched is not None
-
-    def tell(self) -> None:
-        """Readers may have what was taken."""
-        self._feed.tell()
-
-    def take(self, line: ReplicaLine) -> int:
-        """Journal a line's tokens, up to a stop string; how many.
-
-        Raises LinkError, having taken nothing, for what no replica can have sampled.
-        """
-        check_line(line, self._journal.remaining)
-        tokens, logprobs = line.token_ids, line.logprobs
-        if self._feed.text is not None:
-            kept = self._feed.text.add(tokens)
-            if kept < len(tokens):
-                tokens, logprobs = tokens[:kept], logprobs[:kept]
-        stamp = (line.version, line.oldest_version)
-        self._journal.append(self.attempt.number, tokens, logprobs, *stamp)
-        self._feed.add(tokens, logprobs, *stamp)
-        return len(tokens)
-
-
-def check_line(line: ReplicaLine, budget: int) -> None:
-    """Raise LinkError for a line whose parts do not go together."""
-    count, oldest = len(line.token_ids), line.oldest_version
-    if count > budget:
-        raise BackendError(f"{count} tokens came where {budget} were left")
-    if count != len(line.logprobs):
-        raise BackendError(f"{count} tokens came with {len(line.logprobs)} logprobs")
-    if oldest is not None and not 0 <= oldest <= line.version:
-        raise BackendError(f"tokens of version {line.version} on KV of version {oldest}")
-
-
-def _stop_reason(request: TurnRequest, feed: TokenStream, turn: Deliver) -> int | str | None:
-    """As vLLM has it: the stop string or stop token that ended the turn, None for anything else."""
-    if turn.finish_reason != "stop":
-        return None
-    if feed.text is not None and feed.text.matched is not None:
-        return feed.text.matched
-    last = turn.token_ids[-1] if turn.token_ids else None
-    return last if last in (request.sampling.stop_token_ids or ()) else None
-
-
+REST_OF_ANSWER_S = 1.0
 # What a replica says about the request itself: another replica would say the same.
 REQUEST_FAULTS = frozenset({400, 404, 413, 422})
 UNAVAILABLE = 503
@@ -121,39 +39,67 @@ ATTEMPT_FAILURES = (
 Ending = tuple[End, str]
 
 
-def broken(error: BaseException) -> Ending:
-    """The end of an attempt by one of `ATTEMPT_FAILURES`."""
-    return End.BROKEN, f"{type(error).__name__}: {error}"
+class AttemptStream:
+    """One streamed request and its `Receiver`; `outcome` is what follows, once it has ended."""
 
-
-class AttemptReceiver:
-    """Receives one answer, whose ending is awaited."""
+    __slots__ = (
+        "_asked",
+        "_copy",
+        "_dispatcher",
+        "_fault",
+        "_live",
+        "_over",
+        "_race",
+        "_reader",
+        "_status",
+        "outcome",
+    )
 
     def __init__(
-        self, reader: Reader, live: LiveAttempt, sink: AttemptWriter, dispatcher: Dispatcher
+        self, race: Race, copy: TurnCopy, live: LiveAttempt, dispatcher: Dispatcher
     ) -> None:
-        self._reader = reader
+        self._race = race
+        self._copy = copy
         self._live = live
-        self._sink = sink
         self._dispatcher = dispatcher
+        self._asked = copy.journal.begin(live.entry.id, live.entry.kind.value)
+        self._reader = LINKS[live.entry.api].reader()
         self._status = 0
         self._fault = b""
-        # Never an error to be raised from here: its frames would hold this exchange, and it them.
+        # Never an error to be raised from here: its frames would hold this attempt, and it them.
         self._over: asyncio.Future[Ending | Exception] = asyncio.get_running_loop().create_future()
+        self.outcome: Outcome | None = None
 
-    async def ending(self) -> Ending:
-        """Return when the attempt is over.
+    async def run(self, upstream: Upstream) -> Ending:
+        """Stream the answer into the journal; how it ended and, in words, why.
 
         Raises BadRequest for what no other replica would do either, or what is wrong in here.
         """
-        ending = await self._over
-        if isinstance(ending, Exception):
-            raise fresh(ending)
-        return ending
+        live = self._live
+        end: End | None = None
+        reason = ""
+        live.task = asyncio.current_task()
+        try:
+            if live.interrupted is not None:
+                end, reason = live.interrupted, "lease lost"
+            else:
+                end, reason = await self._stream(upstream)
+        except ATTEMPT_FAILURES as error:
+            end, reason = _broken(error)
+        except asyncio.CancelledError:
+            # Ours (interrupt), or the client is gone as well: only ours alone goes on.
+            if live.interrupted is None or live.task is None or live.task.uncancel() > 0:
+                raise
+            end, reason = live.interrupted, live.interrupted.value
+        finally:
+            live.task = None
+            if self.outcome is None:
+                self._dispatcher.finish(live, end)
+        if self.outcome is None:
+            self._end(end, reason)
+        return end, reason
 
-    def cancel(self) -> None:
-        """Take nothing more of the answer."""
-        self._over.cancel()
+    # ---- `Receiver` ----
 
     def status(self, code: int) -> None:
         self._status = code
@@ -165,10 +111,10 @@ class AttemptReceiver:
             try:
                 for line in self._reader.feed(data):
                     if self._take(line):
-                        return
-                self._sink.tell()
+                        break
             except ATTEMPT_FAILURES as error:
-                self._over.set_result(broken(error))
+                self._over.set_result(_broken(error))
+            self._race.feed.tell()
 
     def ended(self, error: Exception | None) -> None:
         if self._over.done():
@@ -180,21 +126,44 @@ class AttemptReceiver:
             end = End.REFUSED if self._status == UNAVAILABLE else End.BROKEN
             self._over.set_result((end, f"HTTP {self._status}"))
         elif isinstance(error, ATTEMPT_FAILURES):
-            self._over.set_result(broken(error))
+            self._over.set_result(_broken(error))
         elif error is not None:
             self._over.set_result(fresh(error))
         else:
             self._over.set_result((End.BROKEN, "the stream ended without a finish reason"))
 
-    def _take(self, line: ReplicaLine) -> bool:
-        """One line of the answer; whether it was the last one that counts."""
-        live, sink = self._live, self._sink
+    # ----
+
+    async def _stream(self, upstream: Upstream) -> Ending:
+        entry = self._live.entry
+        link = LINKS[entry.api]
+        body = link.encode(self._copy.request, self._asked)
+        connection = await upstream.post(entry.url + link.path, body, self)
+        rest_s = 0.0
+        try:
+            ending = await self._over
+            if isinstance(ending, Exception):
+                raise fresh(ending)
+            # A few bytes end the answer, and the connection can be used again. Of a stop string
+            # the engine knows nothing: hanging up ends its work.
+            hung_up = ending[0] is End.BROKEN or self._copy.matched is not None
+            rest_s = 0.0 if hung_up else REST_OF_ANSWER_S
+            return ending
+        finally:
+            self._over.cancel()
+            connection.leave(self, rest_s)
+
+    def _take(self, line: StreamLine) -> bool:
+        """One line of the answer; whether it was the last one that counts.
+
+        Raises BackendError, having taken nothing, for what no replica can have sampled.
+        """
         if line.token_ids:
-            if not live.need.accepts(line.version):
+            if not self._live.need.accepts(line.version):
                 self._over.set_result((End.BROKEN, f"tokens of version {line.version}"))
                 return True
-            self._dispatcher.journaled(live, sink.take(line))
-            if sink.stopped:
+            self._journal(line)
+            if self._copy.matched is not None:
                 return self._finish("stop")
         if line.finish_reason is None:
             return False
@@ -204,13 +173,47 @@ class AttemptReceiver:
         self._over.set_result((end, line.message or line.finish_reason))
         return True
 
+    def _journal(self, line: StreamLine) -> None:
+        """Journal a line's tokens, up to a stop string."""
+        journal, text = self._copy.journal, self._copy.text
+        check_line(line, journal.remaining)
+        tokens, logprobs = line.token_ids, line.logprobs
+        if text is not None:
+            kept = text.add(tokens)
+            if kept < len(tokens):
+                tokens, logprobs = tokens[:kept], logprobs[:kept]
+        journal.append(self._asked.number, tokens, logprobs, line.version, line.oldest_version)
+        self._dispatcher.journaled(self._live, len(tokens))
+
     def _finish(self, reason: str) -> bool:
         """The turn is complete: hand it over and free its place before anything else.
 
         From here on nothing may interrupt it.
         """
         self._live.task = None
-        self._sink.end(End.FINISHED, reason)
+        self._end(End.FINISHED, reason)
         self._dispatcher.finish(self._live, End.FINISHED)
         self._over.set_result((End.FINISHED, reason))
         return True
+
+    def _end(self, end: End, reason: str) -> None:
+        """End the attempt, once; a complete turn goes to its readers at that moment."""
+        self.outcome = self._copy.journal.end(self._asked.number, end, reason)
+        if isinstance(self.outcome, Deliver):
+            self._race.delivered(self._copy)
+
+
+def check_line(line: StreamLine, budget: int) -> None:
+    """Raise BackendError for a line whose parts do not go together."""
+    count, oldest = len(line.token_ids), line.oldest_version
+    if count > budget:
+        raise BackendError(f"{count} tokens came where {budget} were left")
+    if count != len(line.logprobs):
+        raise BackendError(f"{count} tokens came with {len(line.logprobs)} logprobs")
+    if oldest is not None and not 0 <= oldest <= line.version:
+        raise BackendError(f"tokens of version {line.version} on KV of version {oldest}")
+
+
+def _broken(error: BaseException) -> Ending:
+    """The end of an attempt by one of `ATTEMPT_FAILURES`."""
+    return End.BROKEN, f"{type(error).__name__}: {error}"

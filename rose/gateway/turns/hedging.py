@@ -1,11 +1,13 @@
-"""Hedged turns: second copies for the slowest members of groups; the first whole copy wins.
+"""Copies of one turn, and hedging: second copies for the slowest members of groups.
 
-    first copy ──────────────────────────┬─ whole: its tokens are the turn's, the other is cancelled
+
+    first copy ──────────────────────────┬─ whole: its journal is the turn's, the other is cancelled
        └─ fork: a copy on another replica ┤
                                           └─ fails: the other goes on alone; of the last: the turn's
 
-Each copy has a journal and a token stream of its own. Nothing reaches the turn's readers before one
-copy is whole, since tokens handed out cannot be taken back.
+Each copy has a journal and text of its own, and the first whole one wins. A turn that may have no
+other copy is a race of one: readers see its journal as it grows. Of other turns they see nothing
+before one copy is whole, since tokens handed out cannot be taken back.
 
 Callers allow copies, and `HedgedGroup` decides when one is worth it; `Hedging` supplies a member's
 remaining need and the cost of a copy. Turns define their group: `group_id`, its size, how many
@@ -18,11 +20,13 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from elastic_scheduler import HedgedGroup, MemberView, Quote, TurnJournal, TurnNeed, Won
 from rose.gateway.errors import BadRequest, TurnError
 from rose.gateway.replicas.dispatcher import Dispatcher, EventSink, LiveAttempt
 from rose.gateway.stats import GatewayStats
+from rose.gateway.text_codec import TextTrack
 from rose.gateway.turns.request import Origin, TurnRequest
 from rose.gateway.turns.token_stream import TokenStream
 from rose.process.background_tasks import described
@@ -32,18 +36,30 @@ from rose.process.background_tasks import described
 class TurnCopy:
     """Attempts after attempts at one turn. `live` is the one that runs; `avoid` failed last.
 
-    `place` was taken before the copy began. A turn without a race has one copy.
+    `place` was taken before the copy began.
     """
 
     request: TurnRequest
     journal: TurnJournal
-    feed: TokenStream
+    text: TextTrack | None
     need: TurnNeed
     avoid: str = ""
     place: LiveAttempt | None = None
     live: LiveAttempt | None = None
     number: int = 0
-    race: "Race | None" = None
+
+    @property
+    def matched(self) -> str | None:
+        """The stop string that ended the turn."""
+        return None if self.text is None else self.text.matched
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        """As vLLM has it: the stop string or stop token that ended the turn, None for all else."""
+        if self.journal.finish_reason != "stop" or self.matched is not None:
+            return self.matched
+        last = self.journal.tokens[-1] if self.journal.tokens else None
+        return last if last in (self.request.sampling.stop_token_ids or ()) else None
 
     def need_now(self) -> TurnNeed:
         """What the rest of the turn asks of a replica."""
@@ -56,28 +72,60 @@ class TurnCopy:
         )
 
 
+class Judge(Protocol):
+    """Whose answer it is: a member of a hedged group."""
+
+    def entered(self, race: "Race") -> None:
+        """The turn runs from now on, and may be forked."""
+        ...
+
+    def finished(self, copy: int) -> Won | None:
+        """The copy has its whole answer; None: another had it before."""
+        ...
+
+    def failed(self, copy: int) -> bool:
+        """The copy came to an end without one; whether it was the last."""
+        ...
+
+
+class _Alone:
+    """Judge of a turn that may have no other copy."""
+
+    def entered(self, race: "Race") -> None:
+        """Nobody forks it."""
+
+    def finished(self, copy: int) -> Won:
+        return Won("", copy, ())
+
+    def failed(self, copy: int) -> bool:
+        del copy
+        return True
+
+
+ALONE = _Alone()
+
+
 class Race:
-    """`run` it; `fork` it while it runs."""
+    """All copies of one turn, and the one owner of its end. `run` it; `fork` it while it runs."""
 
     def __init__(
         self,
-        first: TurnCopy,
-        member: "HedgedTurn",
-        work: Callable[[TurnCopy], Awaitable[None]],
+        request: TurnRequest,
+        feed: TokenStream,
+        judge: Judge,
+        work: Callable[["Race", TurnCopy], Awaitable[None]],
         give_back: Callable[[LiveAttempt], None],
         stats: GatewayStats,
     ) -> None:
-        self._feed = first.feed
-        self._member = member
+        self._judge = judge
         self._work = work
         self._give_back = give_back
         self._stats = stats
         self._won = False
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._ended: asyncio.Queue[int] = asyncio.Queue()
-        first.feed = _own_feed(first.request, first.feed)
-        first.race = self
-        self.copies = [first]
+        self.feed = feed
+        self.copies = [TurnCopy(request, feed.journal, feed.text, request.need())]
 
     @property
     def live(self) -> list[tuple[TurnCopy, LiveAttempt]]:
@@ -86,7 +134,22 @@ class Race:
 
     async def run(self) -> None:
         """Return when a copy was whole. Raises the TurnError of the last one that failed."""
-        self._start(self.copies[0])
+        self._judge.entered(self)
+        try:
+            if self._judge is ALONE:
+                # It needs no task but the turn's own.
+                await self._work(self, self.copies[0])
+            else:
+                await self._run_copies()
+        finally:
+            # They hold each other and this race.
+            self.copies.clear()
+            self._tasks.clear()
+
+    async def _run_copies(self) -> None:
+        first = self.copies[0]
+        first.journal, first.text = _forked(first)
+        self._start(first)
         try:
             while not self._won:
                 number = await self._ended.get()
@@ -104,39 +167,30 @@ class Race:
                 task.cancel()
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
             if not self._won:
-                furthest = max(self.copies, key=lambda copy: len(copy.feed.tokens))
-                self._feed.adopt(furthest.feed)
-            self._end()
-
-    def _end(self) -> None:
-        """Let go of copies and tasks, which hold each other and this race."""
-        for copy in self.copies:
-            copy.race = None
-        self.copies.clear()
-        self._tasks.clear()
+                furthest = max(self.copies, key=lambda copy: copy.journal.generated)
+                self.feed.show(furthest.journal, furthest.text)
 
     def fork(self, number: int, copy: TurnCopy, place: LiveAttempt) -> None:
         """Start copy `number`, which goes on from what `copy` has by now, on a place of its own."""
         name = f"{copy.request.request_id}.copy{number}"
         forked = TurnCopy(
             replace(copy.request, request_id=name),
-            copy.journal.fork(),
-            _own_feed(copy.request, copy.feed),
+            *_forked(copy),
             copy.need_now(),
             place=place,
             number=number,
-            race=self,
         )
         self.copies.append(forked)
         self._start(forked)
 
     def delivered(self, copy: TurnCopy) -> None:
         """A copy is whole: if it is the first one, the turn is over at this moment."""
-        won = self._member.finished(copy.number)
+        won = self._judge.finished(copy.number)
         if won is None:
             return
         self._won = True
-        self._feed.adopt(copy.feed)
+        self.feed.show(copy.journal, copy.text)
+        self.feed.end(copy.stop_reason)
         self._stats.turns += 1
         self._stats.hedge_wins += copy.number > 0
         for number in won.cancel:
@@ -144,10 +198,10 @@ class Race:
 
     def goes_on(self, copy: TurnCopy) -> bool:
         """Whether a copy whose attempt failed tries again: not while another one runs."""
-        return self._member.failed(copy.number)
+        return self._judge.failed(copy.number)
 
     def _start(self, copy: TurnCopy) -> None:
-        task = asyncio.ensure_future(self._work(copy))
+        task = asyncio.ensure_future(self._work(self, copy))
         self._tasks[copy.number] = task
         task.add_done_callback(lambda _: self._over(copy))
 
@@ -166,19 +220,17 @@ class Race:
         if task.cancelled():
             return asyncio.CancelledError()
         error = task.exception()
-        if isinstance(error, TurnError) and not self._member.failed(number):
+        if isinstance(error, TurnError) and not self._judge.failed(number):
             return None
         return error
 
 
-def _own_feed(request: TurnRequest, feed: TokenStream) -> TokenStream:
-    """Another feed with the tokens of `feed`; their text is settled again, from the tokens."""
-    own = TokenStream(feed.prompt_tokens)
-    own.adopt(feed)
-    own.text = None if request.text is None else request.text.track()
-    if own.text is not None:
-        own.text.add(feed.tokens)
-    return own
+def _forked(copy: TurnCopy) -> tuple[TurnJournal, TextTrack | None]:
+    """A journal that goes on from this copy's, and its text, settled again from the tokens."""
+    text = None if copy.request.text is None else copy.request.text.track()
+    if text is not None:
+        text.add(copy.journal.tokens)
+    return copy.journal.fork(), text
 
 
 # Groups of which no member runs now; those idle for longest are forgotten first.
@@ -223,7 +275,7 @@ class HedgedTurn:
         self._place = place
 
     def entered(self, race: Race) -> None:
-        """The turn runs from now on."""
+        """The turn runs from now on, and may get a copy."""
         self._group.racing[self._place] = race
 
     def finished(self, copy: int) -> Won | None:
@@ -250,15 +302,15 @@ class Hedging:
         return len(self._groups)
 
     @contextmanager
-    def member(self, origin: Origin) -> Iterator[HedgedTurn | None]:
-        """A turn's membership for as long as it runs; None where it may have no copies.
+    def judge(self, origin: Origin) -> Iterator[Judge]:
+        """A turn's place in its group for as long as it runs; ALONE where it may have no copies.
 
         Raises BadRequest for a turn that contradicts the running others of its group.
         """
         group = self._group(origin) if origin.hedges else None
         place = None if group is None else group.take()
         if group is None or place is None:
-            yield None
+            yield ALONE
             return
         group.running += 1
         self._idle.pop((origin.job, origin.group), None)

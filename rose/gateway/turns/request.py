@@ -9,68 +9,53 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import msgspec
+from msgspec import structs
 
-from elastic_scheduler import TurnNeed
+from elastic_scheduler import TurnJournal, TurnNeed
+from rose.contract.fields import TOKEN_IDS
+from rose.contract.gateway import (
+    GROUP_HEADER,
+    JOB_HEADER,
+    MAX_GROUP_SIZE,
+    MAX_NAME_CHARS,
+    MAX_REQUEST_ID_CHARS,
+    SESSION_HEADER,
+    TurnFields,
+)
+from rose.contract.replica import Sampling
 from rose.gateway.errors import BadRequest
 from rose.gateway.text_codec import TextPlan
 
-MAX_TOKEN_ID = 1 << 32
 # Fields that must say nothing are not decoded: millions of small objects would hold up the loop.
 NOTHING = msgspec.Raw(b"null")
 MAX_NOTHING_BYTES = 64
 
 
-class Sampling(msgspec.Struct, gc=False):
-    """What every replica can do; also the `sampling` of a ROSE replica's body. `top_k` 0 is off."""
+def check_sampling(sampling: Sampling) -> None:
+    """Raise BadRequest for values that no engine takes."""
+    most, least = sampling.max_tokens, sampling.min_tokens
+    if most < 1:
+        raise BadRequest(f"max_tokens must be at least 1, got {most}", "max_tokens")
+    if not 0 <= least <= most:
+        raise BadRequest("min_tokens must be between 0 and max_tokens", "min_tokens")
+    if not 0 <= sampling.temperature < float("inf"):
+        raise BadRequest("temperature must be non-negative", "temperature")
+    if not 0 < sampling.top_p <= 1:
+        raise BadRequest(f"top_p must be in (0, 1], got {sampling.top_p}", "top_p")
+    if sampling.top_k < -1:
+        raise BadRequest(f"top_k must be 0 or -1 (off), or at least 1, got {sampling.top_k}")
+    if sampling.allowed_token_ids is not None and not sampling.allowed_token_ids:
+        raise BadRequest("allowed_token_ids is empty: no token could be sampled")
+    ids = [*(sampling.stop_token_ids or ()), *(sampling.allowed_token_ids or ())]
+    if ids and not 0 <= min(ids) <= max(ids) < TOKEN_IDS:
+        raise BadRequest("stop_token_ids and allowed_token_ids are ids of at least 0")
 
-    max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_tokens: int = 0
-    stop_token_ids: list[int] | None = None
-    allowed_token_ids: list[int] | None = None
-    seed: int | None = None
 
-    def check(self) -> None:
-        """Raise BadRequest for values that no engine takes."""
-        if self.max_tokens < 1:
-            raise BadRequest(f"max_tokens must be at least 1, got {self.max_tokens}", "max_tokens")
-        if not 0 <= self.min_tokens <= self.max_tokens:
-            raise BadRequest("min_tokens must be between 0 and max_tokens", "min_tokens")
-        if not 0 <= self.temperature < float("inf"):
-            raise BadRequest("temperature must be non-negative", "temperature")
-        if not 0 < self.top_p <= 1:
-            raise BadRequest(f"top_p must be in (0, 1], got {self.top_p}", "top_p")
-        if self.top_k < -1:
-            raise BadRequest(f"top_k must be 0 or -1 (off), or at least 1, got {self.top_k}")
-        if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise BadRequest("allowed_token_ids is empty: no token could be sampled")
-        ids = [*(self.stop_token_ids or ()), *(self.allowed_token_ids or ())]
-        if ids and not 0 <= min(ids) <= max(ids) < MAX_TOKEN_ID:
-            raise BadRequest("stop_token_ids and allowed_token_ids are ids of at least 0")
-
-    def rest(self, max_tokens: int) -> "Sampling":
-        """The same sampling for a turn of which only `max_tokens` are still to be generated."""
-        done = self.max_tokens - max_tokens
-        return Sampling(
-            max_tokens,
-            self.temperature,
-            self.top_p,
-            self.top_k,
-            max(0, self.min_tokens - done),
-            self.stop_token_ids,
-            self.allowed_token_ids,
-            self.seed,
-        )
-
-    def child(self, index: int) -> "Sampling":
-        """Sampling of sample `index` of several: a given seed must not make them all equal."""
-        if self.seed is None or index == 0:
-            return self
-        other = self.rest(self.max_tokens)
-        other.seed = self.seed + index
-        return other
+def sample_of(sampling: Sampling, index: int) -> Sampling:
+    """Sampling of sample `index` of several: a given seed must not make them all equal."""
+    if sampling.seed is None or index == 0:
+        return sampling
+    return structs.replace(sampling, seed=sampling.seed + index)
 
 
 def unread(value: object) -> object:
@@ -102,25 +87,6 @@ def refuse_unsupported(asked: object, neutral: Mapping[str, object]) -> None:
         raise BadRequest(f"rollout replicas do not know {name}: leave it out", name)
 
 
-SESSION_HEADER = "X-Session-ID"
-GROUP_HEADER = "X-Group-ID"
-JOB_HEADER = "X-Job"
-# Names are kept for each of very many trajectories.
-MAX_NAME_CHARS = 512
-MAX_GROUP_SIZE = 4_096
-
-
-class OriginFields(msgspec.Struct, gc=False):
-    """What the body of every generating route may say; a header wins over its field."""
-
-    session_id: str | None = None
-    group_id: str | None = None
-    job: str | None = None
-    group_size: int | None = None
-    hedges: int | None = None
-    stream: bool | None = False
-
-
 @dataclass(frozen=True, slots=True)
 class Origin:
     """Empty where the caller says nothing. Turns of a group are samples of one prompt.
@@ -138,7 +104,7 @@ class Origin:
 ANONYMOUS = Origin()
 
 
-def origin_of(headers: Mapping[str, str], body: OriginFields) -> Origin:
+def origin_of(headers: Mapping[str, str], body: TurnFields) -> Origin:
     """Raises BadRequest for what is no name, and for copies that cannot be."""
     size, hedges = body.group_size or 0, body.hedges or 0
     origin = Origin(
@@ -170,7 +136,6 @@ def _name(given: str | None, field: str) -> str:
 
 
 MAX_NUMBER = 1 << 63
-MAX_REQUEST_ID_CHARS = 1_024
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -219,7 +184,7 @@ class TurnRequest:
             )
         if not self.token_ids:
             raise BadRequest("the prompt is empty (token_ids is empty): send at least one token")
-        if min(self.token_ids) < 0 or max(self.token_ids) >= MAX_TOKEN_ID:
+        if min(self.token_ids) < 0 or max(self.token_ids) >= TOKEN_IDS:
             raise BadRequest("a prompt has token ids of at least 0 and below 2**32", "token_ids")
         if not -MAX_NUMBER <= self.priority < MAX_NUMBER:
             raise BadRequest("priority is a number of 64 bits", "priority")
@@ -230,7 +195,16 @@ class TurnRequest:
             raise BadRequest("min_version and exact_version exclude each other: send one")
         if self.timeout_s is not None and not 0 < self.timeout_s < float("inf"):
             raise BadRequest("a timeout is a number of seconds above 0")
-        self.sampling.check()
+        check_sampling(self.sampling)
+
+    def journal(self, max_attempts: int) -> TurnJournal:
+        """An empty record of the turn's output."""
+        return TurnJournal(
+            self.token_ids,
+            self.sampling.max_tokens,
+            max_attempts=max_attempts,
+            stop_token_ids=self.sampling.stop_token_ids or (),
+        )
 
     def need(self) -> TurnNeed:
         """What the router has to know of a new turn."""

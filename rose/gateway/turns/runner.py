@@ -21,24 +21,15 @@ from elastic_scheduler import (
     IdempotencyCache,
     TurnJournal,
 )
-from rose.gateway.backends import LINKS
 from rose.gateway.backends.http_pool import Upstream
 from rose.gateway.errors import BadRequest, DeadlinePassed, NoReplica, TurnAborted, TurnError
 from rose.gateway.replicas.dispatcher import Dispatcher, EventSink, LiveAttempt
 from rose.gateway.settings import GatewaySettings
 from rose.gateway.stats import GatewayStats
-from rose.gateway.turns.attempt import (
-    ATTEMPT_FAILURES,
-    AttemptReceiver,
-    AttemptWriter,
-    Ending,
-    broken,
-)
+from rose.gateway.turns.attempt import AttemptStream
 from rose.gateway.turns.hedging import Hedging, Race, TurnCopy
 from rose.gateway.turns.request import TurnRequest
 from rose.gateway.turns.token_stream import TokenStream
-
-REST_OF_ANSWER_S = 1.0
 
 
 class TurnRunner:
@@ -61,13 +52,12 @@ class TurnRunner:
         self._hedging = hedging
 
     async def run(self, request: TurnRequest, feed: TokenStream) -> None:
-        """Fill the feed to its end. Raises TurnError when the turn cannot be finished."""
-        if request.timeout_s is None:
-            await self._run(request, feed)
-            return
+        """Fill the feed's journal to its end. Raises TurnError when the turn cannot be finished."""
         try:
             async with asyncio.timeout(request.timeout_s):
-                await self._run(request, feed)
+                with self._hedging.judge(request.origin) as judge:
+                    give_back, stats = self._give_back, self._stats
+                    await Race(request, feed, judge, self._work, give_back, stats).run()
         except TimeoutError as error:
             if feed.over:
                 return
@@ -76,47 +66,26 @@ class TurnRunner:
                 f"{len(feed.tokens)} tokens so far; allow it more time"
             ) from error
 
-    async def _run(self, request: TurnRequest, feed: TokenStream) -> None:
-        sampling = request.sampling
-        journal = TurnJournal(
-            request.token_ids,
-            sampling.max_tokens,
-            max_attempts=self._settings.max_attempts,
-            stop_token_ids=sampling.stop_token_ids or (),
-        )
-        copy = TurnCopy(request, journal, feed, request.need())
-        with self._hedging.member(request.origin) as member:
-            if member is None:
-                await self._work(copy)
-                return
-            race = Race(copy, member, self._work, self._give_back, self._stats)
-            member.entered(race)
-            await race.run()
-
-    async def _work(self, copy: TurnCopy) -> None:
+    async def _work(self, race: Race, copy: TurnCopy) -> None:
         """Attempt after attempt, until the copy is whole, or another one goes on without it."""
-        request, journal = copy.request, copy.journal
+        journal = copy.journal
         while True:
             live = await self._place_of(copy)
-            attempt = journal.begin(live.entry.id, live.entry.kind.value)
-            live.may_move = attempt.number < self._settings.max_attempts
-            sink = AttemptWriter(copy, attempt, self._stats)
+            attempt = AttemptStream(race, copy, live, self._dispatcher)
+            live.may_move = journal.attempts < self._settings.max_attempts
             copy.live = live
             try:
-                end, reason = await self._attempt(request, live, sink)
+                end, reason = await attempt.run(self._upstream)
             finally:
                 copy.live = None
-            outcome = sink.end(end, reason)
-            if isinstance(outcome, Deliver):
+            if isinstance(attempt.outcome, Deliver) or not race.goes_on(copy):
                 return
-            if copy.race is not None and not copy.race.goes_on(copy):
-                return
-            if isinstance(outcome, GiveUp):
+            if isinstance(attempt.outcome, GiveUp):
                 raise NoReplica(f"{journal.attempts} replicas failed the turn, the last: {reason}")
-            assert isinstance(outcome, Continue)
+            assert isinstance(attempt.outcome, Continue)
             copy.avoid = live.entry.id
             copy.need = copy.need_now()
-            self._note_continuation(request.request_id, live, end, reason, journal)
+            self._note_continuation(copy.request.request_id, live, end, reason, journal)
 
     async def _place_of(self, copy: TurnCopy) -> LiveAttempt:
         """The place that the copy was given, or one that it has to wait for."""
@@ -127,47 +96,6 @@ class TurnRunner:
 
     def _give_back(self, live: LiveAttempt) -> None:
         self._dispatcher.finish(live, None)
-
-    async def _attempt(
-        self, request: TurnRequest, live: LiveAttempt, sink: AttemptWriter
-    ) -> Ending:
-        """Stream one attempt into the journal; how it ended and, in words, why."""
-        end: End | None = None
-        reason = ""
-        live.task = asyncio.current_task()
-        try:
-            if live.interrupted is not None:
-                end, reason = live.interrupted, "lease lost"
-            else:
-                end, reason = await self._stream(request, live, sink)
-        except ATTEMPT_FAILURES as error:
-            end, reason = broken(error)
-        except asyncio.CancelledError:
-            # Ours (interrupt), or the client is gone as well: only ours alone goes on.
-            if live.interrupted is None or live.task is None or live.task.uncancel() > 0:
-                raise
-            end, reason = live.interrupted, live.interrupted.value
-        finally:
-            live.task = None
-            if not sink.delivered:
-                self._dispatcher.finish(live, end)
-        return end, reason
-
-    async def _stream(self, request: TurnRequest, live: LiveAttempt, sink: AttemptWriter) -> Ending:
-        link = LINKS[live.entry.api]
-        body = link.encode(request, sink.attempt)
-        exchange = AttemptReceiver(link.reader(), live, sink, self._dispatcher)
-        connection = await self._upstream.post(live.entry.url + link.path, body, exchange)
-        rest_s = 0.0
-        try:
-            end, reason = await exchange.ending()
-            # A few bytes end the answer, and the connection can be used again. Of a stop string
-            # the engine knows nothing: hanging up ends its work.
-            rest_s = 0.0 if end is End.BROKEN or sink.stopped else REST_OF_ANSWER_S
-            return end, reason
-        finally:
-            exchange.cancel()
-            connection.leave(exchange, rest_s)
 
     def _note_continuation(
         self, request_id: str, live: LiveAttempt, end: End, reason: str, journal: TurnJournal
@@ -238,7 +166,7 @@ class SharedTurns:
             raise NoReplica("the gateway is shutting down; send the turn again later")
         self._dispatcher.check_admission(request.need())
         text = None if request.text is None else request.text.track()
-        feed = TokenStream(len(request.token_ids), text)
+        feed = TokenStream(request.journal(self._settings.max_attempts), text)
         shared = SharedTurn(request.request_id, request.origin.session, request.named, feed)
         shared.task = asyncio.create_task(self._run(request, shared))
         self._answers.open(request.request_id, fingerprint, shared)

@@ -1,9 +1,9 @@
-"""The tokens of one turn as its readers follow them.
+"""What the readers of one turn see: a view of its journal, and who waits for more.
 
-add* ── deliver   over: `finish_reason` says how
-     └─ fail      over: `error` says why
+tell* ── end      over: the journal's `finish_reason` says how
+      └─ fail     over: `error` says why
 
-It is kept for repeated requests after the turn is over, so it holds arrays, not lists of objects.
+It is kept for repeated requests after the turn is over.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from elastic_scheduler import Deliver, Segment, VersionSpan, stamp
+from elastic_scheduler import Segment, TurnJournal, VersionSpan
 from rose.gateway.errors import TurnError, fresh
 from rose.gateway.text_codec import TextTrack
 
@@ -30,37 +30,60 @@ class TokenStream:
         "_error",
         "_listeners",
         "_waiters",
-        "attempts",
         "created",
-        "finish_reason",
-        "logprobs",
-        "prompt_tokens",
-        "segments",
+        "journal",
         "stop_reason",
         "text",
-        "tokens",
         "took_s",
-        "versions",
     )
 
-    def __init__(self, prompt_tokens: int, text: TextTrack | None = None) -> None:
+    def __init__(self, journal: TurnJournal, text: TextTrack | None = None) -> None:
         # Every answer of this turn says the same, however often it is asked for.
         self.created = int(time.time())
         self._began_s = time.monotonic()
         self.took_s = 0.0
-        self.prompt_tokens = prompt_tokens
+        self.journal = journal
         self.text = text
-        self.tokens = array("q")
-        self.logprobs = array("d")
-        self.versions: list[VersionSpan] = []
-        self.segments: tuple[Segment, ...] = ()
-        self.attempts = 0
-        self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self._error: TurnError | None = None
         self._waiters: list[asyncio.Future[None]] = []
         self._ended: list[asyncio.Future[None]] = []
         self._listeners: list[Callable[[], None]] = []
+
+    @property
+    def prompt_tokens(self) -> int:
+        """How many the prompt has."""
+        return self.journal.prompt_tokens
+
+    @property
+    def tokens(self) -> "array[int]":
+        """Output so far."""
+        return self.journal.tokens
+
+    @property
+    def logprobs(self) -> "array[float]":
+        """One for each token."""
+        return self.journal.logprobs
+
+    @property
+    def versions(self) -> list[VersionSpan]:
+        """Policy versions of the tokens, where they are known."""
+        return [span for span in self.journal.versions if span.version >= 0]
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """Which replica each token came from."""
+        return self.journal.segments
+
+    @property
+    def attempts(self) -> int:
+        """Attempts so far."""
+        return self.journal.attempts
+
+    @property
+    def finish_reason(self) -> str | None:
+        """How a whole turn ended."""
+        return self.journal.finish_reason
 
     @property
     def over(self) -> bool:
@@ -75,31 +98,21 @@ class TokenStream:
     @property
     def size_bytes(self) -> int:
         """What is kept of the turn, about: its tokens, their stamps and text."""
-        held = FEED_BYTES + self.tokens.itemsize * len(self.tokens)
-        held += self.logprobs.itemsize * len(self.logprobs)
-        held += SPAN_BYTES * (len(self.versions) + len(self.segments))
+        journal = self.journal
+        held = FEED_BYTES + journal.tokens.itemsize * len(journal.tokens)
+        held += journal.logprobs.itemsize * len(journal.logprobs)
+        held += SPAN_BYTES * (len(journal.versions) + len(journal.segments))
         return held if self.text is None else held + self.text.size_bytes
 
-    def add(
-        self,
-        token_ids: Sequence[int],
-        logprobs: Sequence[float],
-        version: int,
-        oldest_version: int | None = None,
-    ) -> None:
-        """Tokens of one policy version; a negative version means that nobody knows it.
-
-        `oldest_version` as in `VersionSpan`.
-        """
-        start = len(self.tokens)
-        self.tokens.extend(token_ids)
-        self.logprobs.extend(logprobs)
-        if version >= 0:
-            stamp(self.versions, version, start, len(self.tokens), oldest_version)
-        self._wake()
-
     def tell(self) -> None:
-        """What was added may go on: called when no more comes in this step of the event loop."""
+        """The journal may have grown: called when no more comes in this step of the event loop."""
+        waiters, self._waiters = self._waiters, []
+        if self._ended and self.over:
+            waiters += self._ended
+            self._ended = []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
         for listener in tuple(self._listeners):
             listener()
 
@@ -112,36 +125,25 @@ class TokenStream:
         """Call it no more."""
         self._listeners.remove(listener)
 
-    def deliver(self, turn: Deliver, stop_reason: int | str | None) -> None:
-        """The turn is complete: all its tokens were added."""
-        assert len(turn.token_ids) == len(self.tokens), "the feed and the journal differ"
-        self.took_s = time.monotonic() - self._began_s
-        self.finish_reason = turn.finish_reason
-        self.stop_reason = stop_reason
-        self.segments = turn.segments
-        self.attempts = turn.attempts
-        self._wake()
+    def show(self, journal: TurnJournal, text: TextTrack | None) -> None:
+        """Show a journal of this turn that began as far as readers saw the one before it."""
+        self.journal, self.text = journal, text
 
-    def adopt(self, other: "TokenStream") -> None:
-        """Become as far as another feed of the same turn is; nobody read other tokens here."""
-        self.tokens = other.tokens[:]
-        self.logprobs = other.logprobs[:]
-        self.versions = [*other.versions]
-        self.segments, self.attempts = other.segments, other.attempts
-        self.text = other.text
-        self.finish_reason, self.stop_reason = other.finish_reason, other.stop_reason
+    def end(self, stop_reason: int | str | None) -> None:
+        """The journal is whole."""
         self.took_s = time.monotonic() - self._began_s
-        self._wake()
+        self.stop_reason = stop_reason
+        self.tell()
 
     def fail(self, error: TurnError) -> None:
         """The turn ends without an answer; what came so far stays readable."""
         if not self.over:
             self._error = fresh(error)
-            self._wake()
+            self.tell()
 
     async def beyond(self, seen: int) -> None:
         """Return when there are more than `seen` tokens, or the turn is over."""
-        while len(self.tokens) <= seen and not self.over:
+        while len(self.journal.tokens) <= seen and not self.over:
             waiter = asyncio.get_running_loop().create_future()
             self._waiters.append(waiter)
             await waiter
@@ -163,20 +165,9 @@ class TokenStream:
         """Known versions of tokens [start, end), cut to that range."""
         return [
             VersionSpan(s.version, max(start, s.start), min(end, s.end), s.oldest_version)
-            for s in self.versions
-            if s.start < end and s.end > start
+            for s in self.journal.versions
+            if s.start < end and s.end > start and s.version >= 0
         ]
-
-    def _wake(self) -> None:
-        waiters, self._waiters = self._waiters, []
-        if self.over:
-            waiters += self._ended
-            self._ended = []
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_result(None)
-        if self.over:
-            self.tell()
 
 
 async def all_finished(feeds: Sequence[TokenStream]) -> None:

@@ -13,15 +13,11 @@ from collections.abc import Callable, Sequence
 
 import aiohttp
 
+from rose.contract.weights import Applied
 from rose.errors import RefusedError, RoseError, UnavailableError
 from rose.logs.eventlog import EventLog, JsonlLog
 from rose.node.config import NodeConfig
-from rose.node.replica_client import (
-    AppliedUpdate,
-    ReplicaClient,
-    ReplicaHostBusyError,
-    UnprovenError,
-)
+from rose.node.replica_client import ReplicaClient, ReplicaHostBusyError, UnprovenError
 from rose.node.weights.update_fetch import (
     AnnouncedVersions,
     KnownVersion,
@@ -265,7 +261,7 @@ class Updates:
             self.version = account.policy_version
             self._on_active(self.version)
 
-    def _settle(self, version: int, applied: AppliedUpdate) -> None:
+    def _settle(self, version: int, applied: Applied) -> None:
         if applied.ok and applied.version == version:
             self._refusals = 0
             self._rebase = False
@@ -295,7 +291,7 @@ class Updates:
         self.engine_down()
         self._on_unproven(version, why)
 
-    def _record(self, version: int, applied: AppliedUpdate, wire_bytes: int) -> None:
+    def _record(self, version: int, applied: Applied, wire_bytes: int) -> None:
         self._activations.write(
             {
                 "t_s": time.monotonic(),
@@ -308,7 +304,7 @@ class Updates:
                 "pause_s": applied.pause_s,
                 "apply_s": applied.apply_s,
                 "wire_bytes": wire_bytes,
-                "changed": applied.changed,
+                "changed": applied.changed_elements,
             }
         )
 

@@ -13,24 +13,28 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from math import isfinite
-from typing import Annotated, Final
+from typing import Final
 
 import aiohttp
 import msgspec
-from msgspec import Meta, Struct
 
+from rose.contract.weights import (
+    CATALOG,
+    LEASES,
+    MAX_CATALOG_BYTES,
+    MOST_BASES,
+    MOST_DELTAS,
+    LeaseBody,
+    Listing,
+)
 from rose.errors import RoseError
 from rose.publish.fetch import publisher_client
 from rose.publish.fetch.download import ATTEMPT_FAILURES, FetchError
 from weight_transfer import SigningKey, VerifyKey, WeightError
-from weight_transfer.format.manifest import MALFORMED, Count, Name
+from weight_transfer.format.manifest import MALFORMED
 from weight_transfer.format.signing import Envelope, Kind
 from weight_transfer.store.catalog import Catalog, Published
 
-MOST_DELTAS: Final = 3_072
-MOST_BASES: Final = 256
-# The longest entry, three numbers of 19 digits, takes 64 bytes.
-MAX_CATALOG_BYTES: Final = 256 << 10
 # It is written for whoever asks: long enough for clocks that differ, and for relays of tomorrow.
 LIFETIME_S: Final = 3_600.0
 
@@ -39,21 +43,14 @@ class IndexFormatError(RoseError):
     """What was sent is no catalog of this job."""
 
 
-class _Listed(Struct, frozen=True, forbid_unknown_fields=True):
-    job: Name
-    expires_s: float
-    bases: Annotated[tuple[tuple[Count, Count], ...], Meta(max_length=MOST_BASES)]
-    deltas: Annotated[tuple[tuple[Count, Count, Count], ...], Meta(max_length=MOST_DELTAS)]
-
-
-_read = msgspec.json.Decoder(_Listed).decode
+_read = msgspec.json.Decoder(Listing).decode
 
 
 def written(catalog: Catalog, job: str, key: SigningKey | None, now_s: float) -> bytes:
     """As it is sent: the newest versions, where there are too many; unsigned without a key."""
     bases = sorted(catalog.bases.items())[-MOST_BASES:]
     deltas = sorted((d.version, d.parent, d.wire_bytes) for d in catalog.deltas)[-MOST_DELTAS:]
-    listed = _Listed(job, now_s + LIFETIME_S, tuple(bases), tuple(deltas))
+    listed = Listing(job, now_s + LIFETIME_S, tuple(bases), tuple(deltas))
     envelope = Envelope(Kind.CATALOG, msgspec.json.encode(listed))
     return (envelope.signed(key) if key else envelope).to_bytes()
 
@@ -96,9 +93,9 @@ class PublisherClient:
     async def catalog(self, url: str, job: str) -> Catalog:
         """What is published of a job; raises FetchError, IndexFormatError."""
         try:
-            raw = await self._raw(f"{url}/catalog")
+            raw = await self._raw(f"{url}{CATALOG}")
         except ATTEMPT_FAILURES as error:
-            raise FetchError(f"{url}/catalog cannot be fetched: {error!r:.200}") from error
+            raise FetchError(f"{url}{CATALOG} cannot be fetched: {error!r:.200}") from error
         return publisher_client.read(raw, job, self._verify_key, time.time())
 
     async def _raw(self, url: str) -> bytes:
@@ -108,10 +105,8 @@ class PublisherClient:
                 raise FetchError(f"{url}: HTTP {response.status}")
             async for part in response.content.iter_any():
                 raw += part
-                if len(raw) > publisher_client.MAX_CATALOG_BYTES:
-                    raise FetchError(
-                        f"{url} is longer than {publisher_client.MAX_CATALOG_BYTES} bytes"
-                    )
+                if len(raw) > MAX_CATALOG_BYTES:
+                    raise FetchError(f"{url} is longer than {MAX_CATALOG_BYTES} bytes")
         return bytes(raw)
 
     @asynccontextmanager
@@ -119,7 +114,7 @@ class PublisherClient:
         """Within the block nothing after `version` is collected there, where the publisher knows
         leases and can be reached. `part`: which of this node's replicas reads.
         """
-        asked = {"reader": f"{self._name}/{part}", "version": version, "ttl_s": LEASE_TTL_S}
+        asked = LeaseBody(f"{self._name}/{part}", version, LEASE_TTL_S)
         await self._take(url, asked)
         renewing = asyncio.create_task(self._renew(url, asked))
         try:
@@ -127,16 +122,19 @@ class PublisherClient:
         finally:
             renewing.cancel()
 
-    async def _renew(self, url: str, asked: dict[str, object]) -> None:
+    async def _renew(self, url: str, asked: LeaseBody) -> None:
         while True:
             await asyncio.sleep(LEASE_TTL_S / 3)
             await self._take(url, asked)
 
-    async def _take(self, url: str, asked: dict[str, object]) -> None:
+    async def _take(self, url: str, asked: LeaseBody) -> None:
         """Ask once. Without a lease nothing is wrong yet: what is gone is said by the fetch."""
         try:
             async with self._session.post(
-                f"{url}/leases", json=asked, timeout=_CALL, allow_redirects=False
+                f"{url}{LEASES}",
+                data=msgspec.json.encode(asked),
+                timeout=_CALL,
+                allow_redirects=False,
             ):
                 pass
         except ATTEMPT_FAILURES:

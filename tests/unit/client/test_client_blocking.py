@@ -3,7 +3,7 @@
 import asyncio
 import multiprocessing
 import pickle
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 
 import pytest
 
@@ -17,6 +17,7 @@ from rose.client import (
     TurnCancelled,
 )
 from tests.fakes.gateway import StandInGateway
+from tests.patience import PATIENCE_S
 
 TEN = Sampling(max_tokens=10)
 PROMPT = [1, 100]
@@ -103,14 +104,19 @@ def _turn_of(client: BlockingRolloutClient) -> tuple[int, ...]:
         client.close()
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork"])
-@pytest.mark.filterwarnings("ignore")
-def test_an_open_client_works_in_another_process(gateway: StandInGateway, method: str) -> None:
-    with BlockingRolloutClient(gateway.url) as client:
+def _used_here_and_in_a_child(url: str, method: str) -> None:
+    with BlockingRolloutClient(url) as client:
         assert client.generate(PROMPT, TEN).token_ids == COUNT
         with multiprocessing.get_context(method).Pool(1) as pool:
             assert pool.apply(_turn_of, (client,)) == COUNT
         assert client.generate(PROMPT, TEN).token_ids == COUNT
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_an_open_client_works_in_another_process(gateway: StandInGateway, method: str) -> None:
+    # From a process of its own: one that has run other tests has threads that no fork survives.
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
+        fresh.submit(_used_here_and_in_a_child, gateway.url, method).result(PATIENCE_S)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -9,10 +9,8 @@ from elastic_scheduler import Deliver, End, JournalError, TurnJournal
 STEP = st.tuples(st.booleans(), st.integers(1, 3), st.integers(0, 2))
 
 
-def delivered(journal: TurnJournal, attempt: int) -> Deliver:
-    outcome = journal.end(attempt, End.FINISHED, "length")
-    assert isinstance(outcome, Deliver)
-    return outcome
+def deliver(journal: TurnJournal, attempt: int) -> None:
+    assert journal.end(attempt, End.FINISHED, "length") == Deliver("length")
 
 
 @given(st.integers(0, 5), st.lists(STEP, max_size=12))
@@ -33,12 +31,12 @@ def test_both_journals_have_the_common_tokens_and_then_only_their_own(
         assert journal.append(attempt.number, tokens, [-1.0] * count, version)
         made[journal] += tokens
     for journal, attempt, replica in ((first, begun, "a"), (second, other, "b")):
-        turn = delivered(journal, attempt.number)
-        assert [*turn.token_ids] == made[journal]
-        assert len(turn.logprobs) == len(turn.token_ids)
-        for spans in (turn.versions, turn.segments):
+        deliver(journal, attempt.number)
+        assert [*journal.tokens] == made[journal]
+        assert len(journal.logprobs) == len(journal.tokens)
+        for spans in (journal.versions, journal.segments):
             assert [n for s in spans for n in range(s.start, s.end)] == [*range(len(made[journal]))]
-        own = {segment.replica for segment in turn.segments if segment.end > common}
+        own = {segment.replica for segment in journal.segments if segment.end > common}
         assert own <= {replica}
 
 
@@ -56,6 +54,6 @@ def test_a_turn_without_anything_to_do_is_not_begun_twice() -> None:
     over = TurnJournal([1], 1, max_attempts=2)
     number = over.begin("a", "guest").number
     over.append(number, [5], [-1.0], 0)
-    delivered(over, number)
+    deliver(over, number)
     with pytest.raises(JournalError, match="is over"):
         over.fork()

@@ -54,13 +54,13 @@ def test_no_journaled_token_is_lost_or_doubled(
             continue
         if isinstance(outcome, Deliver):
             delivered += 1
-            assert list(outcome.token_ids) == sent
-            spans = outcome.versions
+            assert list(journal.tokens) == sent
+            spans = journal.versions
             stamped = [(s.version, s.oldest_version) for s in spans for _ in range(s.start, s.end)]
             assert stamped == stamps
             told = [(s.version, s.oldest_version) for s in spans]
             assert all(one != other for one, other in pairwise(told))
-            assert sum(s.end - s.start for s in outcome.segments) == len(sent)
+            assert sum(s.end - s.start for s in journal.segments) == len(sent)
         break
     assert delivered <= 1
     if not isinstance(outcome, Continue):

@@ -125,7 +125,12 @@ async def house(**settings: Any) -> AsyncIterator[House]:
 Way = Callable[[House, int], Awaitable[None]]
 WAYS: dict[str, Way] = {}
 # By the first word of a way's name.
-SETTINGS: dict[str, dict[str, Any]] = {"hedged": {"stall_s": 9.0}, "no": {"queue_wait_s": 0.1}}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "hedged": {"stall_s": 9.0},
+    # A renewal ends all turns' leases, and each turn renews three times.
+    "lease": {"max_attempts": 3 * TURNS + 1},
+    "no": {"queue_wait_s": 0.1},
+}
 
 
 def way(made: Way) -> Way:

@@ -47,7 +47,7 @@ def apply(body: dict[str, Any]) -> tuple[int, dict[str, object]]:
         return 422, {"error": error, "version": None, "digest_ok": False, "probe_ok": False}
     report = {"version": version, "digest_ok": True, "probe_ok": True, "wire_bytes": 1}
     zeros = dict.fromkeys(("probe_max_abs_diff", "pause_s", "apply_s", "changed_elements"), 0)
-    steps, on_update = [each["version"] for each in manifests], body["on_update"]
+    steps, on_update = [each["version"] for each in manifests], body.get("on_update", "recompute")
     note("apply", version=version, steps=steps, based=based, on_update=on_update)
     SAID["policy_version"] = version
     return 200, {**report, **zeros}

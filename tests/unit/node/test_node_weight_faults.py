@@ -13,9 +13,10 @@ import aiohttp.web
 import numpy as np
 import pytest
 
+from rose.contract.weights import Applied
 from rose.errors import RefusedError
 from rose.logs.eventlog import EventLog, JsonlLog
-from rose.node.replica_client import AppliedUpdate, ReplicaClient
+from rose.node.replica_client import ReplicaClient
 from rose.node.weights import updater
 from rose.node.weights.update_fetch import AnnouncedVersions, KnownVersion, WeightSource
 from rose.node.weights.updater import Updates
@@ -51,9 +52,7 @@ class Engine:
     def __init__(self) -> None:
         self.receiver = Receiver(tensors(0))
 
-    async def apply(
-        self, manifests: list[Path], chunks: Path, on_update: OnUpdate
-    ) -> AppliedUpdate:
+    async def apply(self, manifests: list[Path], chunks: Path, on_update: OnUpdate) -> Applied:
         read = [Manifest.from_bytes(path.read_bytes()) for path in manifests]
         assert on_update is read[-1].on_update
         store = ChunkStore(chunks.parent)
@@ -65,7 +64,16 @@ class Engine:
         except WeightError as error:
             raise RefusedError(str(error)) from error
         self.receiver.commit(staged)
-        return AppliedUpdate(staged.version, True, True, 0.0, 0.0, 0.0, staged.wire_bytes, 1)
+        return Applied(
+            version=staged.version,
+            changed_elements=1,
+            wire_bytes=staged.wire_bytes,
+            pause_s=0.0,
+            apply_s=0.0,
+            digest_ok=True,
+            probe_ok=True,
+            probe_max_abs_diff=0.0,
+        )
 
 
 class Case:
@@ -429,7 +437,7 @@ async def test_an_update_that_breaks_in_a_way_nobody_thought_of_is_tried_again(
 ) -> None:
     apply, broken = case.engine.apply, [ValueError("unheard of"), KeyError("x")]
 
-    async def breaks(*args: Any) -> AppliedUpdate:
+    async def breaks(*args: Any) -> Applied:
         if broken:
             raise broken.pop()
         return await apply(*args)

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from rose.contract.weights import LONGEST_TTL_S
 from rose.errors import RefusedError
 from rose.node.weights.update_fetch import (
     AnnouncedVersions,
@@ -31,7 +32,7 @@ from rose.publish import (
 )
 from rose.publish.fetch import publisher_client
 from rose.publish.publisher import Latest, RetentionTask
-from rose.publish.version_server import LONGEST_TTL_S, MOST_OF_A_PEER, MOST_READERS, ReadLeases
+from rose.publish.version_server import MOST_OF_A_PEER, MOST_READERS, ReadLeases
 from tests.patience import PATIENCE_S
 from weight_transfer import (
     CatalogError,

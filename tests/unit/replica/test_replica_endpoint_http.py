@@ -14,7 +14,17 @@ from tests.fakes.weight_ranks import Served
 from weight_transfer import WeightError, WrongBaseError
 
 TURN = {"request_id": "r", "token_ids": [1], "sampling": {"max_tokens": 8}}
-REPORT = {"version": 4, "digest_ok": True, "probe_ok": True}
+REPORT = {
+    "version": 4,
+    "changed_elements": 1,
+    "wire_bytes": 9,
+    "pause_s": 0.1,
+    "apply_s": 0.1,
+    "digest_ok": True,
+    "probe_ok": True,
+    "probe_max_abs_diff": 0.0,
+}
+AUDIT = {"version": 4, "flipped": [], "unjudged": [], "weights": 2, "audit_s": 0.1}
 
 
 @pytest.fixture
@@ -104,8 +114,8 @@ async def test_a_version_that_is_refused_leaves_the_replica_open(
 @pytest.mark.parametrize(
     ("outcome", "status", "still_admitting"),
     [
-        ({"flipped": []}, 200, True),
-        ({"flipped": ["lm_head.weight"]}, 422, False),
+        (AUDIT, 200, True),
+        (AUDIT | {"flipped": ["lm_head.weight"]}, 422, False),
         (WeightError("versions change too fast"), 503, True),
     ],
 )

@@ -11,10 +11,10 @@ from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from rose.contract.replica import MAX_BODY_BYTES
 from rose.replica.admission import Admission
 from rose.replica.endpoint import GenerateApp
 from rose.replica.turns import Turns
-from rose.replica.wire import MAX_BODY_BYTES
 from tests.fakes.asgi_client import AsgiExchange, exchange, settle
 from tests.fakes.async_llm import FakeAsyncLLM, logprob_of
 

@@ -68,11 +68,11 @@ class Turn:
             yield "nothing: it was over" if outcome is None else shown(outcome)
             return
         yield f"Deliver finish_reason={outcome.finish_reason}"
-        yield f"  tokens {','.join(map(str, outcome.token_ids))}"
-        for span in outcome.versions:
+        yield f"  tokens {','.join(map(str, journal.tokens))}"
+        for span in journal.versions:
             older = "" if span.oldest_version is None else f" on KV of {span.oldest_version}"
             yield f"  [{span.start}, {span.end}) version {span.version}{older}"
-        for segment in outcome.segments:
+        for segment in journal.segments:
             yield f"  [{segment.start}, {segment.end}) from {segment.replica}"
 
 

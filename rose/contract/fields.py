@@ -1,0 +1,23 @@
+"""Types of fields with their limits, which are checked where a message is decoded."""
+
+from typing import Annotated, Final
+
+from msgspec import Meta
+
+TOKEN_IDS: Final = 1 << 32
+"""Prompts may have ids below this, as engines take them."""
+
+UNVERSIONED: Final = -1
+"""The policy version of tokens that nobody knows it of: a stock engine's."""
+
+TokenId = Annotated[int, Meta(ge=0, lt=TOKEN_IDS)]
+# What a replica can have sampled: no vocabulary is near 2**31, and a logprob is at most that of 1,
+# rounded in half precision.
+SampledId = Annotated[int, Meta(ge=0, lt=1 << 31)]
+Logprob = Annotated[float, Meta(le=1e-2)]
+PolicyVersion = Annotated[int, Meta(le=(1 << 63) - 1)]
+Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
+Int32 = Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)]
+Int64 = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+Epoch = Annotated[int, Meta(ge=0, le=1 << 53)]
+Name = Annotated[str, Meta(max_length=4_096)]

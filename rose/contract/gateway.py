@@ -1,0 +1,249 @@
+"""The gateway, as ROSE's client speaks to it, and what every API of it has of ROSE.
+
+generate   GenerateBody ──► Answer, or with `stream` events: StreamEvent, at last `[DONE]`
+           GatewayRefusal with any other status; in a stream it is the last event
+abort      NamesBody ──► Aborted
+finish     NamesBody ──► SessionFinished
+stats      ──► Stats
+explain    ──► Explanation, of a request or a session
+health     ──► HealthReport
+
+Request and answer of `generate` are vLLM's, of which these are the parts that the client uses; all
+fields, and the other APIs, are in `rose/gateway/apis`, built on the same structs.
+"""
+
+from collections.abc import Iterable
+from typing import Final
+
+from msgspec import Struct, field, structs
+
+from elastic_scheduler import Segment, VersionSpan
+from rose.contract.fields import TokenId
+from rose.contract.replica import Sampling
+
+GENERATE: Final = "/inference/v1/generate"
+ABORT: Final = "/inference/v1/abort_requests"
+FINISH_SESSION: Final = "/finish_session"
+STATS: Final = "/rose/v1/stats"
+EXPLAIN: Final = "/rose/v1/explain/"
+
+# A header wins over the body's field, a body's `timeout_s` and `resume_from` over the header.
+SESSION_HEADER: Final = "X-Session-ID"
+GROUP_HEADER: Final = "X-Group-ID"
+JOB_HEADER: Final = "X-Job"
+REQUEST_ID_HEADER: Final = "X-Request-Id"
+TIMEOUT_HEADER: Final = "X-Request-Timeout"
+EVENT_ID_HEADER: Final = "Last-Event-ID"
+
+# Names are kept for each of very many trajectories.
+MAX_NAME_CHARS: Final = 512
+MAX_REQUEST_ID_CHARS: Final = 1_024
+MAX_GROUP_SIZE: Final = 4_096
+# An event holds one step's tokens; anything near this is not one.
+MAX_EVENT_BYTES: Final = 1 << 20
+# Statuses of a gateway that cannot now: the same turn may be asked of another, or later.
+RETRIED: Final = frozenset({429, 502, 503, 504})
+
+
+class TurnFields(Struct, gc=False, kw_only=True, omit_defaults=True):
+    """What the body of every generating route may say besides its API's own fields.
+
+    Turns of a group are samples of one prompt; `hedges`: so many second copies may all `group_size`
+    of them have together. `min_version` and `exact_version` exclude each other. `timeout_s` counts
+    from arrival. `resume_from`: tokens of a broken stream that the caller has already.
+    """
+
+    session_id: str | None = None
+    group_id: str | None = None
+    job: str | None = None
+    group_size: int | None = None
+    hedges: int | None = None
+    stream: bool | None = False
+    min_version: int | None = None
+    exact_version: int | None = None
+    timeout_s: float | None = None
+    resume_from: int | None = None
+
+
+class SamplingParams(Sampling, frozen=True, gc=False):
+    """`Sampling` in vLLM's words; `logprobs` 0: the sampled token's and no other's."""
+
+    logprobs: int = 0
+
+    @classmethod
+    def of(cls, sampling: Sampling) -> "SamplingParams":
+        """This sampling."""
+        return cls(*structs.astuple(sampling))
+
+
+class GenerateBody(TurnFields, gc=False, kw_only=True, omit_defaults=True):
+    """Tokens in. The same request id with the same body is the same turn."""
+
+    request_id: str
+    token_ids: tuple[TokenId, ...]
+    sampling_params: SamplingParams
+    priority: int = 0
+
+
+class Version(Struct, gc=False, omit_defaults=True):
+    """Output tokens [start, end) of one policy version, on KV that may be older."""
+
+    version: int
+    start: int
+    end: int
+    oldest_version: int | None = None
+
+
+def versions_of(spans: Iterable[VersionSpan]) -> list[Version]:
+    """Spans as answers carry them."""
+    return [Version(*span) for span in spans]
+
+
+class AnswerFields(Struct, gc=False, kw_only=True):
+    """What a whole answer, and the last event of a stream, say besides their API's own fields.
+
+    Spans and segments are of output tokens [start, end).
+    """
+
+    versions: list[Version]
+    segments: tuple[Segment, ...]
+    attempts: int
+
+
+class TokenLogprob(Struct, gc=False):
+    """Logprob of one output token; the token's name beside it is not needed."""
+
+    logprob: float
+
+
+class Logprobs(Struct, gc=False):
+    """One entry a token."""
+
+    content: list[TokenLogprob]
+
+
+class Choice(Struct, gc=False):
+    """The whole output."""
+
+    token_ids: tuple[int, ...]
+    logprobs: Logprobs
+    finish_reason: str
+
+
+class Answer(AnswerFields, gc=False, kw_only=True):
+    """A whole turn."""
+
+    request_id: str
+    choices: list[Choice]
+
+
+class StreamChoice(Struct, gc=False):
+    """New tokens of a stream, or how it ends."""
+
+    token_ids: list[int] = []
+    logprobs: Logprobs | None = None
+    finish_reason: str | None = None
+
+
+class GatewayFault(Struct, frozen=True):
+    """Why there is no answer; `code` is the HTTP status, also where a stream has begun with 200."""
+
+    message: str = "no reason given"
+    type: str = ""
+    param: str | None = None
+    code: int = 503
+
+
+class GatewayRefusal(Struct, frozen=True):
+    """Body of every answer of vLLM's and OpenAI's routes that is no 200."""
+
+    error: GatewayFault
+
+
+class StreamEvent(Struct, gc=False):
+    """One `data:` of a stream. Spans count from the first token of this answer."""
+
+    choices: list[StreamChoice] = []
+    versions: list[Version] = []
+    segments: tuple[Segment, ...] | None = None
+    attempts: int = 0
+    error: GatewayFault | None = None
+
+
+class NamesBody(Struct, omit_defaults=True):
+    """Which turns, or whose: `rid` is SGLang's word for one of `request_ids`."""
+
+    request_ids: list[str] = field(default_factory=list)
+    rid: str | None = None
+    session_id: str | None = None
+
+
+class Aborted(Struct):
+    """Request ids of the turns that were ended."""
+
+    aborted: list[str]
+
+
+class SessionFinished(Struct):
+    """How many turns of the session still ran."""
+
+    session_id: str
+    aborted: int
+
+
+class Stats(Struct):
+    """Counters of one gateway; all but `live_turns`, `waiting` and the last two only grow.
+
+    `tokens` and `live_turns` are by replica. `loop_lag_max_s`: by how much the event loop was late
+    at worst lately; `loop_busy_max_s`: the same where it had the processor all the while.
+    """
+
+    tokens: dict[str, int]
+    live_turns: dict[str, int]
+    turns: int
+    failed: int
+    continuations: int
+    attempts: int
+    repeated: int
+    slow_readers: int
+    hedges: int
+    hedge_wins: int
+    waiting: int
+    loop_lag_max_s: float
+    loop_busy_max_s: float
+
+
+class Choosing(Struct):
+    """One placement: `replica` is None where the turn was told to wait; `weighed` is (id, cost_s).
+
+    `age_s`, not a time: the clock is the gateway's own.
+    """
+
+    age_s: float
+    request_id: str
+    replica: str | None
+    why: str
+    expected_tokens: int
+    is_long: bool
+    weighed: tuple[tuple[str, float], ...]
+
+
+class Explanation(Struct):
+    """Where the turns of `subject` were placed lately, oldest first."""
+
+    subject: str
+    decisions: list[Choosing]
+
+
+class HealthReport(Struct):
+    """The process answers; `replicas` says whether turns would be placed.
+
+    `status` is `degraded` while `troubles` says what the process lacks. `unversioned` are stock
+    engines, and what they are: they stamp no versions and no gate holds them.
+    """
+
+    status: str
+    troubles: tuple[str, ...]
+    log_dropped: int
+    replicas: int
+    unversioned: dict[str, str]
