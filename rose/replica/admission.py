@@ -1,7 +1,4 @@
-"""Hold: turns that would begin while a version changes wait for its end.
-
-Who may start a turn on this replica: decided by the newest lease epoch.
-"""
+"""Admission of turns to a replica: by the newest lease epoch, and not while a version changes."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -10,7 +7,10 @@ from typing import Final
 
 
 class TurnGate:
-    """Whoever passes has begun before a change, or after it."""
+    """Gate for new turns: closed while weights change, so no turn starts in the middle of a switch.
+
+    Turns that come meanwhile wait for its end.
+    """
 
     def __init__(self) -> None:
         self._holders = 0

@@ -207,8 +207,10 @@ class BalloonedPool:
 
     @property
     def owed(self) -> int:
-        """Granules to take, of those on borrowed pages, beyond those whose pages are on their way
-        back: their owner wants them."""
+        """How many borrowed granules must still be chosen for release.
+
+        What their owner asked for, minus those that are being returned already.
+        """
         owed = self.pages.owed
         return owed and max(0, owed - sum(map(self.pages.borrowed, self._touchable)))
 
