@@ -20,7 +20,8 @@ export ROSE_HOST_LEVEL=observe
 export VLLM_PLUGINS=rose_host
 
 # vLLM takes nine tenths of a GPU unless told otherwise: leave room for the guest's weights and KV.
-exec vllm serve "$model" \
+exec python -m vllm.entrypoints.openai.api_server \
+  --model "$model" \
   --served-model-name host \
   --host 127.0.0.1 --port 8001 \
   --scheduler-cls executor.vllm.host.scheduler.ObservedScheduler \

@@ -47,8 +47,9 @@ def node() -> NodeConfig:
 
 
 def test_the_host_gets_an_environment_that_its_plugin_takes(tmp_path: Path) -> None:
-    [(argv, environ)] = called(tmp_path, "host.sh", "vllm", "models/host", "--port", "8002")
-    assert argv[:2] == ["serve", "models/host"]
+    [(argv, environ)] = called(tmp_path, "host.sh", "python", "models/host", "--port", "8002")
+    assert argv[:2] == ["-m", "vllm.entrypoints.openai.api_server"]
+    assert argv[argv.index("--model") + 1] == "models/host"
     assert argv[-2:] == ["--port", "8002"], "options of the caller come last"
     settings = EngineSettings.from_environ(environ)
     assert settings.role == "host"
