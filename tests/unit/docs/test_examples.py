@@ -16,19 +16,25 @@ from rose.node.config import NodeConfig
 from weight_transfer import TensorBits
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
-# A command of that name which says with what it was called.
+# A command which notes how it was called, and ends when all calls of it are noted.
 SAYS = f"""#!{sys.executable}
-import json, os, sys
-with open("called", "a") as file:
+import json, os, pathlib, sys, time
+called = pathlib.Path("called")
+with called.open("a") as file:
     file.write(json.dumps([sys.argv, dict(os.environ)]) + "\\n")
+late_s = time.monotonic() + 20
+while called.read_text().count("\\n") < CALLS and time.monotonic() < late_s:
+    time.sleep(0.01)
 """
 
 
-def called(folder: Path, script: str, command: str, *args: str) -> list[tuple[list[str], dict]]:
+def called(
+    folder: Path, script: str, command: str, *args: str, calls: int = 1
+) -> list[tuple[list[str], dict[str, str]]]:
     """Run a script with `command` replaced; return the arguments and environment of each call."""
     stand_in = folder / "bin" / command
     stand_in.parent.mkdir()
-    stand_in.write_text(SAYS)
+    stand_in.write_text(SAYS.replace("CALLS", str(calls)))
     stand_in.chmod(0o755)
     path = f"{stand_in.parent}{os.pathsep}{os.environ['PATH']}"
     subprocess.run(
@@ -72,7 +78,7 @@ def test_scheduler_and_gateway_take_their_options(
 ) -> None:
     from rose.cli.main import main
 
-    calls = {argv[0]: argv for argv, _ in called(tmp_path, "gateway.sh", "rose")}
+    calls = {argv[0]: argv for argv, _ in called(tmp_path, "gateway.sh", "rose", calls=2)}
     assert set(calls) == {"scheduler", "gateway"}
     for argv in calls.values():
         with pytest.raises(SystemExit) as ended:
