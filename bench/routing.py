@@ -8,6 +8,9 @@ the least of three more decisions of the same turn, which is what the decision i
 `constant_cpu` is a loop that does the same each time: where its p99 is far above its p50, so is
 everything's. `table_ms` is what a table of the whole fleet takes in which nothing changed.
 `regret` is the cost of the choice over that of the cheapest replica of the whole fleet.
+
+Exit code 1 when a decision takes longer than `MOST_AGAIN_P99_US`: a tenth of what it takes to weigh
+3,000 replicas, which leaves room for a slow machine.
 """
 
 import argparse
@@ -30,6 +33,7 @@ SENDING = 32
 CHUNKS_PER_S = 25
 AGAIN = 3
 CONSTANT_STEPS = 900
+MOST_AGAIN_P99_US = 500.0
 
 
 def make_view(number: int, cap: int, rng: random.Random) -> ReplicaView:
@@ -192,7 +196,7 @@ def measure(replicas: int, trajectories: int, decisions: int, judged: int) -> di
     }
 
 
-def main() -> None:
+def main() -> int:
     """Measure, print, and keep where asked."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -210,7 +214,10 @@ def main() -> None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(text + "\n", encoding="utf-8")
     sys.stdout.write(text + "\n")
+    again_us = row["again_p99_us"]
+    assert isinstance(again_us, float)
+    return int(again_us >= MOST_AGAIN_P99_US)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

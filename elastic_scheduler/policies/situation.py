@@ -93,11 +93,11 @@ class Policy(Protocol):
 
 
 _CLASSES = {
-    "fixed": "FixedPolicy",
-    "spot": "SpotPolicy",
-    "serverless": "ServerlessPolicy",
-    "paper": "PaperPolicy",
-    "rose": "RosePolicy",
+    "fixed": ("baselines", "FixedPolicy"),
+    "spot": ("baselines", "SpotPolicy"),
+    "serverless": ("baselines", "ServerlessPolicy"),
+    "paper": ("baselines", "PaperPolicy"),
+    "rose": ("rose", "RosePolicy"),
 }
 
 
@@ -110,6 +110,8 @@ def make_policy(name: str) -> Policy:
     """A policy with its defaults. Raises ValueError for an unknown name."""
     if name not in _CLASSES:
         raise ValueError(f"there is no policy {name!r}; choose from {', '.join(_CLASSES)}")
-    module = importlib.import_module(f"elastic_scheduler.policies.{name}")
-    policy: Policy = getattr(module, _CLASSES[name])()
+    module, policy_class = _CLASSES[name]
+    policy: Policy = getattr(
+        importlib.import_module(f"elastic_scheduler.policies.{module}"), policy_class
+    )()
     return policy

@@ -2,9 +2,9 @@
 
 The grant loop's decision: what a guest may use for the next half second.
 
-The node daemon calls `GrantController.step` at 20 Hz or more and writes what it returns. Whatever it does
-not know counts against the guest, and a daemon that stops calling revokes by silence: the last
-grant expires.
+The node daemon calls `GrantController.step` at 20 Hz or more and writes what it returns. Whatever
+it does not know counts against the guest, and a daemon that stops calling revokes by silence: the
+last grant expires.
 """
 
 from dataclasses import dataclass, field

@@ -126,17 +126,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except ModuleNotFoundError as error:
-        return _complain(
-            f"{error.name} is not installed; install rose-rollout with the extra that"
-            " this command needs (control, trainer or demo)",
-            EXIT_BAD_INPUT,
-        )
+        return _complain(_what_to_install(error.name), EXIT_BAD_INPUT)
     except Exception as error:  # noqa: BLE001 -- the last resort: no traceback reaches a user
         return _complain(
             f"unexpected {type(error).__name__}: {_first_line(error)}; the traceback is in"
             f" {_keep_traceback(error)}, please report it",
             EXIT_UNEXPECTED,
         )
+
+
+def _what_to_install(module: str | None) -> str:
+    if module is not None and module.startswith(("rose.demo", "rose.bench")):
+        return "the demo is not part of the package: clone the repository and run `make demo` in it"
+    return (
+        f"{module} is not installed; install rose-rollout with the extra that this command needs"
+        " (control, replica, trainer, cuda or nccl)"
+    )
 
 
 def _run(words: Sequence[str]) -> int:

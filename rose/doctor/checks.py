@@ -179,7 +179,10 @@ def _heartbeat(host: HostConfig) -> Finding:
     with _open(host) as page:
         state, seat = page.host.read(), page.seat.read()
     if state is None or seat is None:
-        do = "start it with --scheduler-cls executor.vllm.host.scheduler.ObservedScheduler, ROSE_ROLE=host"
+        do = (
+            "start it with ROSE_ROLE=host and "
+            "--scheduler-cls executor.vllm.host.scheduler.ObservedScheduler"
+        )
         return wrong(subject, "the host has never written to its page", do)
     now_ns = time.monotonic_ns()
     beat_s = (now_ns - seat.beat_ns) / _NS

@@ -22,7 +22,7 @@ from rose.gateway.replicas.table import ReplicaApi, ReplicaEntry
 from rose.gateway.replicas.watch import WatchedTable
 from rose.gateway.server import GatewayServer
 from rose.gateway.settings import GatewaySettings, StaticReplica
-from rose.gateway.stats import GatewayHealth, GatewayStats
+from rose.gateway.stats import GatewayHealth, GatewayStats, GatewayStatus
 from rose.gateway.text_codec import ServedModel, TextCodec, TextLimits
 from rose.logs.eventlog import Logs
 from rose.process.background_tasks import Background
@@ -95,6 +95,10 @@ class Gateway:
     def set_table(self, entries: tuple[ReplicaEntry, ...]) -> None:
         """Take a new replica table."""
         self._dispatcher.set_table(entries)
+
+    def status(self) -> GatewayStatus:
+        """Turns, replicas and trajectories now."""
+        return self._server.status()
 
     def _note_aloud(self, event: str, **fields: object) -> None:
         """As `note`; of a limit that bites the operator hears without a log too."""

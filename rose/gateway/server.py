@@ -20,7 +20,7 @@ from rose.gateway.replicas.dispatcher import Dispatcher, EventSink
 from rose.gateway.request_limits import Bodies, LimitLog, header_of
 from rose.gateway.settings import GatewaySettings
 from rose.gateway.sse import Delivery
-from rose.gateway.stats import GatewayHealth, GatewayStats
+from rose.gateway.stats import GatewayHealth, GatewayStats, GatewayStatus
 from rose.gateway.text_codec import ServedModel
 from rose.gateway.turns.hedging import Hedging
 from rose.gateway.turns.request import SESSION_HEADER
@@ -119,6 +119,18 @@ class GatewayServer:
         get("/rose/v1/stats", self._show_stats)
         get("/rose/v1/explain/{subject:.+}", self._explain)
         return app
+
+    def status(self) -> GatewayStatus:
+        """Turns, replicas and trajectories now."""
+        dispatcher = self._dispatcher
+        return GatewayStatus(
+            usable=dispatcher.usable,
+            live_turns=dispatcher.live_turns(),
+            running=len(self._turns),
+            waiting=dispatcher.waiting,
+            sessions_known=dispatcher.sessions_known,
+            hedged_groups=len(self._hedging),
+        )
 
     async def close(self) -> None:
         """Refuse new turns, let running ones finish for `shutdown_s`, then cancel them."""

@@ -143,6 +143,22 @@ class GatewayHealth:
         return "degraded" if self.troubles else "ok"
 
 
+@dataclass(frozen=True, slots=True)
+class GatewayStatus:
+    """The state of a gateway at one moment: what an embedding program or a test may ask about.
+
+    `usable` counts replicas that get turns, `live_turns` turns by replica; `running` turns have a
+    request id that is not over, `waiting` ones no place yet; `hedged_groups` may still have copies.
+    """
+
+    usable: int
+    live_turns: Mapping[str, int]
+    running: int
+    waiting: int
+    sessions_known: int
+    hedged_groups: int
+
+
 def snapshot(stats: GatewayStats, live: dict[str, int], waiting: int) -> dict[str, object]:
     """Body of `/rose/v1/stats`."""
     return {

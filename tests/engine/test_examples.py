@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from tiny_model import save_tiny_model
+from tiny_model import VOCABULARY, save_tiny_model
 
 from rose.addresses import free_ports
 from tests.awaited import until
@@ -37,12 +37,23 @@ def without_gpu(path: Path) -> None:
     path.write_text(json.dumps(config))
 
 
+def save_model(folder: Path) -> None:
+    """Write a model with a tokenizer, as those that users have."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    save_tiny_model(folder, dtype="bfloat16")
+    words = Tokenizer(WordLevel({f"<{n}>": n for n in range(VOCABULARY)}, unk_token="<0>"))
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<0>").save_pretrained(folder)
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder as the README's reader has it, with ports that are free here."""
     shutil.copytree(EXAMPLES, tmp_path / "examples")
     for model in ("host", "policy"):
-        save_tiny_model(tmp_path / "models" / model, dtype="bfloat16")
+        save_model(tmp_path / "models" / model)
     (tmp_path / "run").mkdir()
     SigningKey.generate().save(tmp_path / "run/trainer.key")
     ports = ("7400", "7500", "8000", "8001", "8100", "9100")

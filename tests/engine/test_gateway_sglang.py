@@ -138,7 +138,7 @@ async def stage(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stage
             async with Gateway(parse_settings(argv)) as gateway:
                 stage = Stage(urls, processes, gateway, http)
                 async with asyncio.timeout(30):
-                    while gateway._dispatcher.usable < 2:  # noqa: ASYNC110
+                    while gateway.status().usable < 2:  # noqa: ASYNC110
                         await asyncio.sleep(0.05)
                 for url in urls:
                     await stage.post(url, BODY)

@@ -100,7 +100,7 @@ async def stage(engines: list[Started]) -> AsyncIterator[Stage]:
         Gateway(parse_settings(argv)) as gateway,
     ):
         stage = Stage(engines, gateway, http)
-        await until_async(lambda: gateway._dispatcher.usable == 2, 30, "both are found", 0.05)
+        await until_async(lambda: gateway.status().usable == 2, 30, "both are found", 0.05)
         # The first step of an engine takes seconds.
         for engine in engines:
             await stage.post(engine.url, COMPLETIONS, BODIES[COMPLETIONS])

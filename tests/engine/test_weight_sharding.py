@@ -155,7 +155,7 @@ def test_what_a_device_is_given_makes_the_same_of_every_rank(
     import torch
 
     from weight_transfer.kernels.triton import exchange
-    from weight_transfer.kernels.triton.kernels import DeviceBits
+    from weight_transfer.kernels.triton.device_bits import DeviceBits
     from weight_transfer.vllm.mapping import loader_map as maps
     from weight_transfer.vllm.mapping.rectangle import flat_view
     from weight_transfer.vllm.mapping.trace_loader import trace_loader

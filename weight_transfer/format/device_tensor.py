@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from weight_transfer.errors import TensorFormatError
 from weight_transfer.format import tensors
 from weight_transfer.format.tensors import WIDTHS, Layout, TensorBits
-from weight_transfer.kernels.triton.kernels import DeviceBits
+from weight_transfer.kernels.triton.device_bits import DeviceBits
 
 if TYPE_CHECKING:
     import torch

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from weight_transfer.errors import TensorFormatError
 from weight_transfer.format.tensors import Bits
-from weight_transfer.kernels.triton.kernels import DeviceBits
+from weight_transfer.kernels.triton.device_bits import DeviceBits
 
 if TYPE_CHECKING:
     from weight_transfer.format.tensors import Bits, WeightClass

@@ -161,12 +161,12 @@ def _make(target: Path, write: Callable[[Path], None]) -> None:
 
 def _recipe_hash() -> str:
     """Changes with any file that the models are made by."""
+    demo = Path(__file__).parents[1]
     sources = (
-        *("vocab", "task", "demonstrations", "model", "sequences", "forward", "warmstart"),
-        *("heldout", "local_policy", "rollouts"),
+        *("frozen_lake/vocab", "frozen_lake/task", "frozen_lake/data", "frozen_lake/models"),
+        *("training/forward", "training/warm_start", "training/rehearsal", "training/rollouts"),
     )
-    here = Path(__file__).parent
-    content = b"".join((here / f"{name}.py").read_bytes() for name in sources)
+    content = b"".join((demo / f"{name}.py").read_bytes() for name in sources)
     return hashlib.sha256(content).hexdigest()[:12]
 
 

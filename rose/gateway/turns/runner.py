@@ -217,6 +217,10 @@ class SharedTurns:
         self._running: dict[str, SharedTurn] = {}
         self._closing = False
 
+    def __len__(self) -> int:
+        """Turns that run."""
+        return len(self._running)
+
     def open(self, request: TurnRequest) -> SharedTurn:
         """The turn of an earlier request with this id and body, or a new one.
 
@@ -303,8 +307,10 @@ class SharedTurns:
         self._answers.forget(shared.request_id, shared)
         if shared.last_call is not None:
             shared.last_call.cancel()
-        if shared.task is not None:
-            shared.task.cancel()
+        # One that never began would keep its task, and the task this turn.
+        task, shared.task = shared.task, None
+        if task is not None:
+            task.cancel()
 
     async def _run(self, request: TurnRequest, shared: SharedTurn) -> None:
         try:

@@ -45,9 +45,11 @@ _MEANING = {
     grant_controller.OPERATOR_HOLD: "the operator holds it",
     grant_controller.DRAIN: "its turns are being handed back",
     grant_controller.DRAINED: "its turns were handed back",
-    grant_controller.STALLED: "this daemon stood still for longer than a grant lives; its leases are void",
+    grant_controller.STALLED: "this daemon stood still for longer than a grant lives; "
+    "its leases are void",
     grant_controller.RECLAIM: "its memory is being taken back",
-    grant_controller.OWING: "it gives back KV memory that its host took back, and does nothing else",
+    grant_controller.OWING: "it gives back KV memory that its host took back, "
+    "and does nothing else",
     grant_controller.PRESSURE: "the host needs its KV cache",
 }
 

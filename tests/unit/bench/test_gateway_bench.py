@@ -18,6 +18,7 @@ from rose.bench.gateway.table import table
 from rose.bench.gateway.wires import COMPLETIONS, REPLICA, SGLANG, TOKEN_STREAM, TOKENS, Wire
 from rose.errors import ConfigError
 from rose.gateway import Gateway, GatewaySettings, StaticReplica
+from tests.patience import PATIENCE_S
 
 LOAD = Load(streams=3, seconds=0.4, prompt_tokens=8, chunks=4, chunk_tokens=4, full_gap_s=0.5)
 
@@ -33,15 +34,22 @@ async def engine(stock: bool = False, slow_s: float = 0.0) -> AsyncIterator[str]
         server.close()
 
 
+async def timed_run(url: str, wire: Wire) -> tuple[Any, float]:
+    """What was measured, and the seconds of all of it: nothing in it took longer."""
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    return await run([url], wire, LOAD), loop.time() - began_s
+
+
 @pytest.mark.parametrize("wire", [REPLICA, COMPLETIONS, SGLANG], ids=lambda wire: wire.name)
 async def test_the_engine_asked_directly_answers_at_its_pace(wire: Wire) -> None:
     async with engine(stock=wire is not REPLICA) as url:
-        times = await run([url], wire, LOAD)
+        times, took_s = await timed_run(url, wire)
     result: dict[str, Any] = times.result()
     assert (result["errors"], result["said"]) == (0, [])
     assert result["turns"] >= LOAD.streams
     for what in ("first_s", "later_s"):
-        assert 0 < result[what]["p50"] <= result[what]["p99"] <= result[what]["max"] < 0.3
+        assert 0 < result[what]["p50"] <= result[what]["p99"] <= result[what]["max"] < took_s
 
 
 @pytest.mark.parametrize(
@@ -53,14 +61,14 @@ async def test_roses_gateway_hands_the_stamps_through(wire: Wire, stock: bool) -
     async with engine(stock) as url:
         rows = (StaticReplica("e0", ReplicaKind.DEDICATED, url, 64),)
         async with Gateway(GatewaySettings(0, replicas=rows)) as gateway:
-            async with asyncio.timeout(10):
-                while not gateway._dispatcher.usable:  # noqa: ASYNC110
+            async with asyncio.timeout(PATIENCE_S):
+                while not gateway.status().usable:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
-            times = await run([f"http://127.0.0.1:{gateway.port}"], wire, LOAD)
+            times, took_s = await timed_run(f"http://127.0.0.1:{gateway.port}", wire)
     result: dict[str, Any] = times.result()
     assert (result["errors"], result["said"]) == (0, [])
     assert result["turns"] >= LOAD.streams
-    assert 0 < result["first_s"]["p50"] < 0.3
+    assert 0 < result["first_s"]["p50"] < took_s
     assert (result["later_s"]["p50"] is None) == wire.whole
 
 

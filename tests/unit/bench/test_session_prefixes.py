@@ -1,19 +1,14 @@
 """Routed sessions find their prefixes nearly as often as sessions that never move."""
 
 import asyncio
-import json
 import os
 from collections import OrderedDict
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Self
 
 import pytest
-from aiohttp import web
 
-from elastic_scheduler import ReplicaKind
+from elastic_scheduler import End, ReplicaKind
 from rose.bench.gateway.limits import OF_ORACLE
 from rose.bench.gateway.sessions import (
     OUTPUT_TOKENS,
@@ -23,9 +18,12 @@ from rose.bench.gateway.sessions import (
     read_sessions,
     replay,
 )
-from rose.client import RolloutClient, Sampling
 from rose.errors import ConfigError
-from rose.gateway import Gateway, GatewaySettings, StaticReplica
+from rose.gateway import GatewaySettings, ReplicaEntry
+from rose.gateway.replicas.dispatcher import Dispatcher
+from rose.gateway.stats import GatewayStats
+from rose.gateway.turns.request import Origin, Sampling, TurnRequest
+from tests.unit.client.virtual_time import run_virtually
 
 BLOCK = 16
 REPLICAS = 3
@@ -54,54 +52,48 @@ class PrefixCache:
                 self._blocks.popitem(last=False)
 
 
-class CachingReplica:
-    """A replica without an engine that takes longer for what it has not cached."""
+async def _serve(cache: PrefixCache, prompt: list[int]) -> None:
+    """A turn on a replica without an engine that takes longer for what it has not cached."""
+    before = cache.found
+    cache.take(prompt)
+    uncached = len(prompt) - (cache.found - before)
+    await asyncio.sleep(0.03 + uncached * 1e-4)
+
+
+class Fleet:
+    """Replicas behind the gateway's dispatcher: its queue and its routing, without sockets."""
 
     def __init__(self, blocks: int) -> None:
-        self.cache = PrefixCache(blocks)
-
-    async def __aenter__(self) -> Self:
-        app = web.Application()
-        app.router.add_post("/rose/v1/generate", self._generate)
-        app.router.add_get("/rose/v1/state", self._state)
-        self._runner = web.AppRunner(app, access_log=None)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0, shutdown_timeout=0.1).start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self._runner.cleanup()
-
-    async def _state(self, http: web.Request) -> web.Response:
-        return web.json_response({"policy_version": 0, "admitting": True, "kv_tokens": 0})
-
-    async def _generate(self, http: web.Request) -> web.Response:
-        asked = await http.json()
-        before = self.cache.found
-        self.cache.take(asked["token_ids"])
-        uncached = len(asked["token_ids"]) - (self.cache.found - before)
-        # Long beside what a busy machine needs for a turn: or one replica is always free.
-        await asyncio.sleep(0.03 + uncached * 1e-4)
-        count = asked["sampling"]["max_tokens"]
-        line = {"token_ids": [1] * count, "logprobs": [-1.0] * count, "version": 0}
-        body = f"{json.dumps(line)}\n{json.dumps({'finish_reason': 'length'})}\n"
-        return web.Response(text=body, content_type="application/x-ndjson")
-
-
-@asynccontextmanager
-async def _routed(blocks: int) -> AsyncIterator[tuple[list[CachingReplica], RolloutClient]]:
-    async with AsyncExitStack() as stack:
-        replicas = [
-            await stack.enter_async_context(CachingReplica(blocks)) for _ in range(REPLICAS)
-        ]
-        rows = tuple(
-            StaticReplica(f"r{k}", ReplicaKind.DEDICATED, replica.url, 64)
-            for k, replica in enumerate(replicas)
+        self.caches = {f"r{number}": PrefixCache(blocks) for number in range(REPLICAS)}
+        self._dispatcher = Dispatcher(
+            GatewaySettings(0, scheduler="127.0.0.1:1"),
+            GatewayStats(),
+            asyncio.get_running_loop().time,
+            lambda kind, **fields: None,
         )
-        gateway = await stack.enter_async_context(Gateway(GatewaySettings(0, replicas=rows)))
-        url = f"http://127.0.0.1:{gateway.port}"
-        yield replicas, await stack.enter_async_context(RolloutClient(url))
+        self._dispatcher.set_table(tuple(map(_row, self.caches)))
+
+    async def ask(self, session: str, turn: int, prompt: list[int]) -> None:
+        """One turn as the gateway has it: placed, answered, over."""
+        sampling = Sampling(max_tokens=OUTPUT_TOKENS)
+        request = TurnRequest(f"{session}.{turn}", prompt, sampling, Origin(session))
+        place = await self._dispatcher.acquire(request.need())
+        await _serve(self.caches[place.entry.id], prompt)
+        self._dispatcher.journaled(place, OUTPUT_TOKENS)
+        self._dispatcher.finish(place, End.FINISHED)
+
+    async def ask_anonymously(self, session: str, turn: int, prompt: list[int]) -> None:
+        """The same turn of a caller that does not say whose it is."""
+        await self.ask("", turn, prompt)
+
+    def hit_rate(self) -> float:
+        """Cached tokens among those of all prompts."""
+        caches = self.caches.values()
+        return sum(cache.found for cache in caches) / sum(cache.asked for cache in caches)
+
+
+def _row(name: str) -> ReplicaEntry:
+    return ReplicaEntry(name, ReplicaKind.DEDICATED, "", True, 0, True, 0, 64)
 
 
 def _oracle(sessions: list[AgentSession], blocks: int) -> float:
@@ -118,17 +110,18 @@ def _oracle(sessions: list[AgentSession], blocks: int) -> float:
     return sum(cache.found for cache in caches) / sum(cache.asked for cache in caches)
 
 
-async def _hit_rate(sessions: list[AgentSession], blocks: int) -> float:
-    async with _routed(blocks) as (replicas, client):
+def _hit_rate(sessions: list[AgentSession], blocks: int) -> float:
+    """Of sessions that are replayed side by side, by a clock that no busy machine holds up."""
 
-        async def ask(session: str, turn: int, prompt: list[int]) -> None:
-            await client.generate(prompt, Sampling(max_tokens=OUTPUT_TOKENS), session_id=session)
-
-        turns = await replay(sessions, ask)
+    async def replayed() -> float:
+        fleet = Fleet(blocks)
+        turns = await replay(sessions, fleet.ask)
         assert turns == sum(len(session.turns) for session in sessions)
-    asked = sum(replica.cache.asked for replica in replicas)
-    assert all(replica.cache.asked > asked / 10 for replica in replicas), "all share the work"
-    return sum(replica.cache.found for replica in replicas) / asked
+        asked = [cache.asked for cache in fleet.caches.values()]
+        assert min(asked) > sum(asked) / 10, "all share the work"
+        return fleet.hit_rate()
+
+    return run_virtually(replayed())
 
 
 def _blocks(sessions: list[AgentSession]) -> int:
@@ -138,35 +131,33 @@ def _blocks(sessions: list[AgentSession]) -> int:
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_made_up_sessions_keep_their_prefixes(seed: int) -> None:
+def test_made_up_sessions_keep_their_prefixes(seed: int) -> None:
     sessions = made_up_sessions(SCALE, seed)
     oracle = _oracle(sessions, _blocks(sessions))
     assert oracle > 0.5, "or there was nothing to keep"
-    assert await _hit_rate(sessions, _blocks(sessions)) >= OF_ORACLE * oracle
+    assert _hit_rate(sessions, _blocks(sessions)) >= OF_ORACLE * oracle
 
 
 @pytest.mark.skipif(
     not RECORDED.exists(), reason="no recorded sessions: name a file in ROSE_AGENTIC_SESSIONS"
 )
-async def test_recorded_sessions_keep_their_prefixes() -> None:
+def test_recorded_sessions_keep_their_prefixes() -> None:
     sessions = read_sessions(RECORDED, SCALE)
     oracle = _oracle(sessions, _blocks(sessions))
     assert oracle > 0.5
-    assert await _hit_rate(sessions, _blocks(sessions)) >= OF_ORACLE * oracle
+    assert _hit_rate(sessions, _blocks(sessions)) >= OF_ORACLE * oracle
 
 
-async def test_turns_without_a_session_show_that_the_test_can_fail() -> None:
+def test_turns_without_a_session_show_that_the_test_can_fail() -> None:
     sessions = made_up_sessions(SCALE)
     blocks = _blocks(sessions)
-    async with _routed(blocks) as (replicas, client):
 
-        async def ask(session: str, turn: int, prompt: list[int]) -> None:
-            await client.generate(prompt, Sampling(max_tokens=OUTPUT_TOKENS))
+    async def replayed() -> float:
+        fleet = Fleet(blocks)
+        await replay(sessions, fleet.ask_anonymously)
+        return fleet.hit_rate()
 
-        await replay(sessions, ask)
-    asked = sum(replica.cache.asked for replica in replicas)
-    found = sum(replica.cache.found for replica in replicas)
-    assert found / asked < OF_ORACLE * _oracle(sessions, blocks)
+    assert run_virtually(replayed()) < OF_ORACLE * _oracle(sessions, blocks)
 
 
 def test_prompts_grow_by_their_own_tokens_and_scales_hold(tmp_path: Path) -> None:

@@ -91,9 +91,7 @@ async def running(bench: Bench) -> AsyncIterator[Bench]:
 
 
 async def shows(bench: Bench, wanted: Callable[[pb.SnapshotReply], bool]) -> None:
-    """Until a snapshot is like that, for at most ten seconds."""
-    for _ in range(500):
-        if wanted(await bench.stub.Snapshot(pb.SnapshotRequest())):
-            return
-        await asyncio.sleep(0.02)
-    raise AssertionError("never shown")
+    """Until a snapshot is like that."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not wanted(await bench.stub.Snapshot(pb.SnapshotRequest())):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)

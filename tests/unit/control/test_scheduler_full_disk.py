@@ -16,9 +16,8 @@ from rose.rpc.channel import make_channel
 from rose.rpc.rose_pb2_grpc import SchedulerStub
 from rose.scheduler import SchedulerService
 from rose.scheduler.main import SchedulerSettings, serve
+from tests.patience import PATIENCE_S
 from tests.unit.control.test_scheduler_service import FakeNode
-
-PATIENCE_S = 20.0
 
 
 class Serving:
@@ -71,12 +70,9 @@ async def test_leases_are_granted_and_revoked_though_no_event_can_be_written(
     await late.hears("harvest")
     await late.leave()
     await node.leave()
-    troubles: list[str] = []
-    for _ in range(500):
-        troubles = list((await serving.snapshot()).troubles)
-        if troubles:
-            break
-        await asyncio.sleep(0.01)
+    async with asyncio.timeout(PATIENCE_S):
+        while not (troubles := list((await serving.snapshot()).troubles)):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
     assert troubles == ["log events-scheduler.jsonl: No space left on device"]
     serving.stop.set()
     await serving.task

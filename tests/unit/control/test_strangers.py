@@ -18,6 +18,7 @@ from rose.rpc.channel import make_channel
 from rose.rpc.rose_pb2_grpc import SchedulerStub
 from rose.scheduler.state.version_registry import MAX_VERSION_LEAD
 from rose.store import InMemoryStore
+from tests.patience import PATIENCE_S
 
 JOB, OWNED, OWN_URL, FOREIGN_URL = "grpo", "d0", "http://127.0.0.1:9001", "http://127.0.0.1:9666"
 REFUSED = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED}
@@ -85,7 +86,7 @@ async def _turned_away(stranger: FakeNode) -> bool:
 
 async def test_a_dedicated_replica_of_an_unknown_node_is_sent_no_prompts(case: Case) -> None:
     stranger = FakeNode(case.stranger, "stranger")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while not await _turned_away(stranger):
             stranger.offer(replica="theirs", kind=2, url=FOREIGN_URL, policy_version=1)
             row = await case.row("theirs")
@@ -115,7 +116,7 @@ async def test_a_node_keeps_its_stream_and_replicas_when_a_stranger_takes_its_na
 ) -> None:
     stranger = FakeNode(case.stranger, "serving-0")
     stranger.offer(replica=OWNED, kind=2, url=FOREIGN_URL, policy_version=1)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while not await _turned_away(stranger):
             if case.owner.call.done():
                 raise ObeyedError("a stranger threw a node out by its name")

@@ -7,6 +7,7 @@ import pytest
 
 from rose.errors import RoseError
 from rose.process.child import JsonlProcess, ProcessSpec
+from tests.patience import PATIENCE_S
 
 
 @pytest.mark.parametrize("said", ["no event", "[" * 100_000, "x" * (5 << 20)])
@@ -15,7 +16,7 @@ async def test_a_child_that_says_no_event_is_an_error_and_no_silence(said: str) 
     spec = ProcessSpec("child", (sys.executable, "-S", "-c", code), piped=True)
     talker = await JsonlProcess.start(spec)
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             with pytest.raises(RoseError, match="child: said what is no event"):
                 await talker.next()
     finally:

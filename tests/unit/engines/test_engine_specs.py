@@ -97,7 +97,7 @@ def test_a_source_tree_is_a_distribution_with_plugins(tmp_path: Path) -> None:
     assert (
         "vllm.stat_logger_plugins",
         "rose_host",
-        "executor.vllm.host.state_publisher:HostLatencyLogger",
+        "executor.vllm.host.latency_logger:HostLatencyLogger",
     ) in (points)
 
 

@@ -8,7 +8,8 @@ import slo
 
 LIGHT = """
 import sys
-import executor.vllm.host.state_publisher, executor.vllm.guest.gate_client, executor.vllm.guest.gate_client, executor.grants.grant_controller
+import executor.vllm.host.state_publisher, executor.vllm.guest.gate_client
+import executor.grants.grant_controller
 import executor.vllm.guest.kv_balloon, executor.kv.backing
 heavy = {"grpc", "fastapi", "aiohttp", "pydantic", "etcd3", "kubernetes", "torch", "vllm"}
 print(sorted(heavy & {name.partition(".")[0] for name in sys.modules}))
@@ -17,10 +18,11 @@ print(sorted(heavy & {name.partition(".")[0] for name in sys.modules}))
 
 def test_public_names() -> None:
     assert set(executor.__all__) == {
-        "ControlPage", "Drained", "ExecutorError", "GateLimits", "Grant", "GrantMode",
-        "GuardConfig", "GuardCore", "GuestState", "HostSeat", "HostSight", "HostState",
-        "LatencyLane", "LatencyRecord", "LatencyRing", "PageError", "PageUnreadable",
-        "PressureLimits", "PressurePolicy", "Run", "SeatState", "Veto", "Yield", "decide",
+        "ControlPage", "DrainedRecords", "ExecutorError", "GateLimits", "Grant",
+        "GrantController", "GrantMode", "GuardConfig", "GuestState", "HostSeat",
+        "HostState", "HostView", "LatencyLane", "LatencyRecord", "LatencyRing", "PageError",
+        "PageUnreadable", "PressureLimits", "PressurePolicy", "Run", "SeatState", "Veto",
+        "Yield", "decide",
     }  # fmt: skip
     assert set(slo.__all__) == {
         "NO_DEADLINE", "PRESETS", "RELATIVE_ERROR", "RULES", "Attainment", "BurnAlert", "BurnRule",

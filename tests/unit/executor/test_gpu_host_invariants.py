@@ -72,7 +72,7 @@ class World:
     def grow(self, most: int) -> None:
         if self.guest is None and not self.dead:
             if self._by_handle and not isinstance(
-                self._source, executor.cuda.sharing.page_server.PageLender
+                self._source, executor.cuda.sharing.page_server.PageServer
             ):
                 return
             kind = HandleGuest if self._by_handle else DriverGuest

@@ -15,7 +15,7 @@ from executor import ControlPage, Grant, GrantController, GrantMode, GuardConfig
 from executor.errors import ExecutorError
 from executor.grants.step_gate import GateLimits, Run
 from executor.vllm.guest.gate_client import FIRST_MODEL
-from executor.vllm.host.state_publisher import HostLatencyLogger
+from executor.vllm.host.latency_logger import HostLatencyLogger
 
 SECOND = 10**9
 

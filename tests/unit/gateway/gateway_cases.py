@@ -7,7 +7,9 @@ from dataclasses import replace
 
 from elastic_scheduler import ReplicaKind
 from rose.gateway import Gateway, GatewaySettings, ReplicaEntry
+from tests.awaited import until_async
 from tests.fakes.replica import StandInReplica
+from tests.patience import PATIENCE_S
 
 
 class TestSource:
@@ -73,9 +75,5 @@ class Ticks:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Let the loop run until `condition` holds, for at most two seconds."""
-    for _ in range(400):
-        if condition():
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError("the condition never held")
+    """Let the loop run until `condition` holds."""
+    await until_async(condition, PATIENCE_S, "the condition", every_s=0.005)

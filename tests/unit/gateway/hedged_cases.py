@@ -84,5 +84,5 @@ async def hedged_case(**settings: Any) -> AsyncIterator[Case]:
         aiohttp.ClientSession(base_url(gateway)) as http,
     ):
         yield Case(gateway, http, slow, fast)
-        assert not any(gateway._dispatcher.live_turns().values())
-        assert gateway._dispatcher.waiting == 0
+        assert not any(gateway.status().live_turns.values())
+        assert gateway.status().waiting == 0

@@ -16,6 +16,7 @@ from rose.scheduler import LeaseTimes, SchedulerCore, SchedulerService
 from rose.scheduler.persistence import load
 from rose.store import InMemoryStore
 from tests.fakes.replica import StandInReplica
+from tests.patience import PATIENCE_S
 
 GUEST, JOB = "guest-0", "grpo"
 
@@ -55,8 +56,8 @@ class RunningScheduler:
         return await self.stub.Snapshot(pb.SnapshotRequest())
 
     async def until_job(self, **wanted: object) -> None:
-        """Until its job looks like that, for at most five seconds."""
-        async with asyncio.timeout(5):
+        """Until its job looks like that."""
+        async with asyncio.timeout(PATIENCE_S):
             while True:
                 job = await self.job()
                 if all(getattr(job, name) == value for name, value in wanted.items()):

@@ -31,7 +31,7 @@ async def attached(*urls: str, more: tuple[str, ...] = ()) -> AsyncIterator[Gate
     patch.setattr(static, "POLL_S", 0.02)
     try:
         async with Gateway(parse_settings(argv)) as gateway:
-            await until(lambda: gateway._dispatcher.usable == len(urls))
+            await until(lambda: gateway.status().usable == len(urls))
             yield gateway
     finally:
         patch.undo()
@@ -82,7 +82,7 @@ async def test_an_engine_that_does_not_answer_is_said_to_be_missing_once(
         url = engine.url
     async with Gateway(parse_settings(["--port", "0", "--replica", url])) as gateway:
         await asyncio.sleep(0.2)
-        assert gateway._dispatcher.usable == 0
+        assert gateway.status().usable == 0
     out = capsys.readouterr().out
     assert out.count(f"{url} does not answer yet: it is asked until it does\n") == 1
 
@@ -128,7 +128,7 @@ async def test_a_turn_goes_on_at_another_kind_of_engine_when_one_dies() -> None:
 async def test_an_unhealthy_engine_gets_no_turns() -> None:
     async with StandInVllm() as one, StandInVllm() as two, attached(one.url, two.url) as gw:
         one.healthy = False
-        await until(lambda: gw._dispatcher.usable == 1)
+        await until(lambda: gw.status().usable == 1)
         async with aiohttp.ClientSession(base_url(gw)) as session:
             await asyncio.gather(*(ask(session, VLLM, vllm_body(2)) for _ in range(5)))
     assert (len(one.requests), len(two.requests)) == (0, 5)
@@ -167,12 +167,12 @@ async def test_an_engine_gets_no_turns_while_its_account_of_itself_cannot_be_rea
 
     async with Mad() as one, StandInReplica() as two, attached(one.url, two.url) as gw:
         one.mad = True
-        await until(lambda: gw._dispatcher.usable == 1)
+        await until(lambda: gw.status().usable == 1)
         one.mad = False
-        await until(lambda: gw._dispatcher.usable == 2)
+        await until(lambda: gw.status().usable == 2)
         # A replica that cannot be read from the first word on is asked again as well.
         one.mad = True
         async with attached(two.url, more=("--replica", one.url)) as other:
-            assert other._dispatcher.usable == 1
+            assert other.status().usable == 1
             one.mad = False
-            await until(lambda: other._dispatcher.usable == 2)
+            await until(lambda: other.status().usable == 2)

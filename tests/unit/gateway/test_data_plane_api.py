@@ -7,15 +7,15 @@ import rose.client
 import rose.gateway
 
 SCHEDULER = """
-    AnswerBook Attempt CancelRun Candidate Conflict Continue Decision Deliver DroppedGroup End
-    FairShares FeedProgress GiveUp GroupFeed HarvestMode HarvestPlan HarvestPolicy Health
-    HealthLimits Hedge HedgedGroup Holding JobDemand JournalError Lease LeaseBook LeaseError
-    LeaseHeld LeaseState MemberView Move Offer Outcome Placement Policy PromptQueue Quote
-    RateMeter Reason ReasonLog ReplicaHealth ReplicaKind ReplicaView Report Round RoundDone
-    Router RoutingDecision SampleRun SchedulerError Segment Situation StaleEpoch
-    StalenessAdmission StalenessBound StartRun StepPlan TailBatcher TailPlan TakenGroup
-    TrainingGroup TrainingStep TurnJournal TurnNeed TurnTicket VersionSpan Won
-    make_policy max_min policy_names stamp
+    Attempt CancelRun Candidate Conflict Continue Decision Deliver DroppedGroup End
+    FairShares FeedProgress GiveUp HarvestMode HarvestModes HarvestPlan Health HealthLimits
+    HealthReport Hedge HedgedGroup Holding IdempotencyCache JobDemand JournalError Lease
+    LeaseError LeaseHeld LeaseState LeaseTable MemberView Move Offer Outcome Policy
+    PromptQueue Quote RateMeter Reason ReasonLog ReplicaHealth ReplicaKind ReplicaView
+    RolloutBuffer Round RoundDone Router RoutingDecision SampleRun SchedulerError Segment
+    Situation StaleEpoch StalenessAdmission StalenessBound StartRun StepPlan TailBatcher
+    TailPlan TakenGroup TrainingGroup TrainingStep TurnJournal TurnNeed TurnPlacement
+    TurnTicket VersionSpan Won make_policy max_min policy_names stamp
 """
 CLIENT = """
     AnswerBroken BlockingRolloutClient BlockingRolloutPipeline BlockingSession ClientClosed
@@ -24,7 +24,7 @@ CLIENT = """
     StalenessBound StepPlan TailPlan TokenChunk TrainingGroup TrainingStep Turn
     TurnCancelled TurnProgress TurnStream TurnTimedOut VersionNotServed
 """
-GATEWAY = "Gateway GatewaySettings ReplicaEntry StaticReplica"
+GATEWAY = "Gateway GatewaySettings GatewayStatus ReplicaEntry StaticReplica"
 
 
 @pytest.mark.parametrize(

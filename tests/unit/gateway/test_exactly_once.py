@@ -90,7 +90,7 @@ async def test_an_anonymous_stream_is_cancelled_at_once() -> None:
         ):
             await read_some(session, 1, vllm_body(20))
             await until(lambda: replica.cancelled == 1)
-            assert gw._dispatcher.live_turns() == {"guest-0": 0}
+            assert gw.status().live_turns == {"guest-0": 0}
 
 
 async def test_many_readers_of_one_turn_get_the_same_tokens() -> None:

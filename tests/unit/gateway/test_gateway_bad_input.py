@@ -102,8 +102,8 @@ async def test_mutated_requests_are_answered_and_honest_ones_beside_them_too(see
             assert status == 200 or json.loads(body)["error"]["message"], (path, data, body)
             if dice.random() < 0.2:
                 assert (await ask(session, VLLM, vllm_body(2)))[0] == 200
-        assert not any(gw._dispatcher.live_turns().values())
-        assert gw._dispatcher.waiting == 0
+        assert not any(gw.status().live_turns.values())
+        assert gw.status().waiting == 0
 
 
 @pytest.mark.parametrize("path", ROUTES)
@@ -143,6 +143,6 @@ async def test_half_closed_and_half_sent_requests_cost_nothing() -> None:
             garbage.write(b"\x16\x03\x01 not HTTP\r\n\r\n")
             replica.hang_after = None
             assert (await ask(session, VLLM, vllm_body(2)))[0] == 200
-            assert gw._dispatcher.live_turns() == {"guest-0": 0}
+            assert gw.status().live_turns == {"guest-0": 0}
             for writer in (whole, half, garbage):
                 writer.close()

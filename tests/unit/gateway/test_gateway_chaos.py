@@ -79,10 +79,10 @@ async def test_whatever_happens_each_turn_is_whole_and_no_place_is_leaked(
             for spans in (turn.versions, turn.segments):
                 assert (spans[0][-2], spans[-1][-1]) == (0, TOKENS)
                 assert all(a[-1] == b[-2] for a, b in pairwise(spans))
-        assert not any(gateway._dispatcher.live_turns().values())
-        assert gateway._dispatcher.waiting == 0
+        assert not any(gateway.status().live_turns.values())
+        assert gateway.status().waiting == 0
         stats = gateway._server._stats
         assert stats.turns == TURNS
-        await until(lambda: not len(gateway._server._hedging))
+        await until(lambda: not gateway.status().hedged_groups)
         assert stats.hedge_wins <= stats.hedges <= 4 * hedges
         assert hedges or not stats.hedges

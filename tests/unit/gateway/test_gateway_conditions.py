@@ -11,6 +11,7 @@ from wire_cases import VLLM, ask, stream, vllm_body
 
 from rose.gateway import Gateway
 from tests.fakes.replica import StandInReplica
+from tests.patience import PATIENCE_S
 
 
 async def test_waiting_turns_go_by_priority_then_by_arrival() -> None:
@@ -25,7 +26,7 @@ async def test_waiting_turns_go_by_priority_then_by_arrival() -> None:
         for name, priority in (("late", 5), ("early-a", -1), ("middle", 0), ("early-b", -1)):
             body = vllm_body(1, request_id=name, priority=priority)
             turns.append(asyncio.create_task(ask(session, VLLM, body)))
-            await until(lambda: gw._dispatcher.waiting == len(turns))
+            await until(lambda: gw.status().waiting == len(turns))
         await asyncio.gather(first, *turns)
     order = [asked["request_id"].split(".")[0] for asked in replica.requests]
     assert order == ["first", "early-a", "early-b", "middle", "late"]
@@ -45,7 +46,7 @@ async def test_a_deadline_ends_waiting_and_running_turns_with_504() -> None:
             status, partial, _ = await running
             bad, _, _ = await ask(session, VLLM, vllm_body(5), headers={"X-Request-Timeout": "x"})
             await until(lambda: replica.cancelled == 1)
-            assert gw._dispatcher.waiting == 0
+            assert gw.status().waiting == 0
     assert (waiting, status, bad) == (504, 504, 400)
     assert answer["error"]["type"] == "GatewayTimeoutError"
     assert "2 tokens so far" in partial["error"]["message"]
@@ -85,7 +86,7 @@ async def test_a_reader_that_takes_nothing_is_cut_off_and_holds_up_nobody() -> N
         try:
             status, _ = await stream(session, VLLM, vllm_body(5))
             stats = gw._server._stats
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(PATIENCE_S):
                 while stats.slow_readers < len(readers):  # noqa: ASYNC110
                     await asyncio.sleep(0.02)
             # Their turns are done and kept: nothing was generated for nothing.
@@ -105,7 +106,7 @@ async def test_what_the_gateway_holds_for_a_slow_reader_is_bounded() -> None:
     ):
         reader = await _slow_reader(gw, vllm_body(TOKENS, request_id="slow", stream=True))
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(PATIENCE_S):
                 while not gw._server._stats.turns:  # noqa: ASYNC110
                     await asyncio.sleep(0.02)
             (connection,) = gw._runner.server.connections
@@ -126,8 +127,8 @@ async def test_every_sample_of_a_request_counts_as_a_turn_that_waits() -> None:
         ):
             status, answer, headers = await ask(session, VLLM, vllm_body(2, sampling={"n": 256}))
             assert (status, "Retry-After" in headers) == (429, True), answer
-            await until(lambda: not any(gw._dispatcher.live_turns().values()))
-            assert gw._dispatcher.waiting == 0
+            await until(lambda: not any(gw.status().live_turns.values()))
+            assert gw.status().waiting == 0
             replica.hang_after = None
             # Two run and ten wait.
             status, answer, _ = await ask(session, VLLM, vllm_body(2, sampling={"n": 12}))

@@ -43,7 +43,7 @@ async def test_the_first_turn_brings_the_lease_that_it_waits_for(
             await until(lambda: bool(gateway._dispatcher._entries))
             await asyncio.sleep(0.3)
             assert not (await scheduler.snapshot()).leases
-            assert gateway._dispatcher.usable == 0
+            assert gateway.status().usable == 0
             status, answer, _ = await ask(session, VLLM, vllm_body(4))
             assert status == 200
             assert answer["segments"][0]["replica"] == GUEST
@@ -102,7 +102,7 @@ async def test_a_report_counts_running_and_waiting_turns_and_expected_tokens() -
         meter = DemandMeter(gateway._dispatcher, "gw", 0.0)
         assert meter.report(1.0) == pb.DemandReport(gateway="gw")
         turns = [asyncio.create_task(ask(session, VLLM, vllm_body(50))) for _ in range(5)]
-        await until(lambda: gateway._dispatcher.waiting == 3)
+        await until(lambda: gateway.status().waiting == 3)
         [job] = meter.report(2.0).jobs
         assert (job.job, job.turns) == ("", 5)
         assert 150 < job.owed_tokens <= 250

@@ -151,6 +151,6 @@ async def test_two_gateways_share_replicas_and_nothing_else() -> None:
                     )
                 )
             left.set_table(())
-            assert right._dispatcher.usable == 2
+            assert right.status().usable == 2
     assert all(answer["choices"][0]["token_ids"][-1] == 105 for _, answer, _ in answers)
     assert len(one.requests) + len(two.requests) == 40

@@ -96,7 +96,7 @@ async def test_a_sweep_that_breaks_once_is_taken_up_again(monkeypatch: pytest.Mo
         gateway_with(entry(replica, "ded-0"), version_wait_s=0.05) as gateway,
         aiohttp.ClientSession(base_url(gateway)) as session,
     ):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             status, _, _ = await ask(session, VLLM, vllm_body(2, min_version=5))
         assert status in (409, 503)
         said = await health(session)
@@ -121,7 +121,7 @@ async def test_turns_that_cannot_be_judged_hold_up_no_others(
         gateway_with(entry(replica, "ded-0"), version_wait_s=0.05) as gateway,
         aiohttp.ClientSession(base_url(gateway)) as session,
     ):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             bad, good = await asyncio.gather(
                 ask(session, VLLM, vllm_body(2, exact_version=4)),
                 ask(session, VLLM, vllm_body(2, min_version=5)),
@@ -146,7 +146,7 @@ async def test_a_group_whose_copies_cannot_be_judged_holds_up_no_others(
         slow = await case.first()
         await case.second()
         await until(lambda: bool(judged))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             other = await ask(case.http, VLLM, vllm_body(2, min_version=5))
         status, answer, _ = await slow
     assert (status, tokens_of(answer)) == (200, COUNT)
@@ -195,7 +195,7 @@ async def test_a_source_that_never_lives_ends_the_gateway_with_a_line() -> None:
 
     async with (
         TestGateway(GatewaySettings(port=0, scheduler="127.0.0.1:1")) as gateway,
-        asyncio.timeout(10),
+        asyncio.timeout(PATIENCE_S),
     ):
         with pytest.raises(RoseError, match=r"^table ended .*start the process again$"):
             await gateway.failed()

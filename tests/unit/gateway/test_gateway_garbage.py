@@ -9,6 +9,7 @@ import pytest
 
 from rose.gateway import event_loop
 from rose.gateway.event_loop import collect_in_small_steps, look_through_old
+from tests.patience import PATIENCE_S
 
 
 class _Cycle:
@@ -54,7 +55,7 @@ async def test_what_is_new_is_looked_through_by_the_clock_where_nothing_grows() 
     live = [_Cycle() for _ in range(100)]
     new = set(map(id, gc.get_objects(generation=0)))
     assert id(live[0]) in new
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while id(live[0]) in map(id, gc.get_objects(generation=0)):  # noqa: ASYNC110
             await asyncio.sleep(event_loop.NEW_S)
     collecting.cancel()
@@ -70,7 +71,7 @@ async def test_cycles_that_grew_old_go_at_the_next_look() -> None:
     gc.collect(1)
     assert left() is not None
     del old
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while left() is not None:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     collecting.cancel()

@@ -110,7 +110,7 @@ async def test_a_prompt_that_no_replica_can_hold_is_refused_at_once() -> None:
 async def test_a_full_queue_is_429_with_retry_after() -> None:
     async with gateway_with(max_waiting=1) as gw, aiohttp.ClientSession() as session:
         first = asyncio.create_task(post(session, gw, BODY))
-        await until(lambda: gw._dispatcher.waiting > 0)
+        await until(lambda: gw.status().waiting > 0)
         status, _, headers = await post(session, gw, {**BODY, "request_id": "r2"})
         first.cancel()
     assert (status, headers["Retry-After"]) == (429, "1")
@@ -145,7 +145,7 @@ async def test_a_client_that_leaves_cancels_the_replica_and_frees_the_place() ->
             await until(lambda: replica.live > 0)
             turn.cancel()
             await until(lambda: replica.cancelled > 0)
-            assert gw._dispatcher.live_turns() == {"guest-0": 0}
+            assert gw.status().live_turns == {"guest-0": 0}
             replica.hang_after = None
             assert (await post(session, gw, BODY))[0] == 200
 

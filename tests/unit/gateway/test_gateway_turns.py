@@ -126,7 +126,7 @@ async def test_a_lost_lease_ends_the_stream_at_once() -> None:
             gw.set_table((entry(guest, "guest-0", lease_epoch=2, healthy=False), rows[1]))
             assert_whole(await turn)
             assert guest.cancelled == 1
-            assert gw._dispatcher.live_turns() == {"guest-0": 0, "ded-0": 0}
+            assert gw.status().live_turns == {"guest-0": 0, "ded-0": 0}
 
 
 async def test_a_turn_complete_but_for_its_last_line_is_not_generated_again() -> None:
@@ -148,9 +148,9 @@ async def test_a_turn_complete_but_for_its_last_line_is_not_generated_again() ->
 async def test_turns_wait_while_nobody_is_leased() -> None:
     async with StandInReplica() as guest, gateway_with() as gw:
         turn = asyncio.create_task(one_turn(gw))
-        await until(lambda: gw._dispatcher.waiting > 0)
+        await until(lambda: gw.status().waiting > 0)
         gw.set_table((entry(guest, "guest-0", leased=False),))
-        assert gw._dispatcher.waiting == 1
+        assert gw.status().waiting == 1
         gw.set_table((entry(guest, "guest-0"),))
         assert_whole(await turn)
 
@@ -172,7 +172,7 @@ async def test_a_replica_never_has_more_turns_than_its_cap() -> None:
 async def test_min_version_waits_for_the_version_to_arrive() -> None:
     async with StandInReplica(version=1) as guest, gateway_with(entry(guest, "guest-0")) as gw:
         turn = asyncio.create_task(one_turn(gw, min_version=2))
-        await until(lambda: gw._dispatcher.waiting > 0)
+        await until(lambda: gw.status().waiting > 0)
         guest.version = 2
         gw.set_table((entry(guest, "guest-0"),))
         assert (await turn).versions == ((2, 0, 10),)

@@ -51,7 +51,7 @@ async def test_the_slowest_member_is_copied_and_the_group_ends_sooner() -> None:
     assert why[0][0] == "own-slow"
     assert why[-1][0] == "own-fast"
     assert why[-1][1].startswith("a copy that is expected to save its group ")
-    assert len(case.gateway._server._hedging) == 0, "a group that is complete is forgotten"
+    assert case.gateway.status().hedged_groups == 0, "a group that is complete is forgotten"
 
 
 async def test_the_original_may_win_and_then_nothing_of_the_copy_is_left() -> None:
@@ -63,7 +63,7 @@ async def test_the_original_may_win_and_then_nothing_of_the_copy_is_left() -> No
         case.slow.delay_s = 0.005
         status, answer, _ = await first
         await until(lambda: case.fast.cancelled == 1)
-        await until(lambda: not any(case.gateway._dispatcher.live_turns().values()))
+        await until(lambda: not any(case.gateway.status().live_turns.values()))
     assert (status, tokens_of(answer)) == (200, COUNT)
     assert segments_of(answer) == [("own-slow", 0, TOKENS)]
     assert answer["versions"] == [{"version": 1, "start": 0, "end": TOKENS}]
@@ -170,15 +170,22 @@ async def test_a_group_never_has_more_copies_than_it_may(hedges: int) -> None:
         await until(lambda: case.slow.live == 4)
         case.table(slow=None, fast=None)
         quick = [
-            ask(case.http, VLLM, {**member(f"q{k}", **sizes), "sampling_params": tokens(120)})
+            asyncio.create_task(
+                ask(case.http, VLLM, {**member(f"q{k}", **sizes), "sampling_params": tokens(120)})
+            )
             for k in range(4)
         ]
+        # However busy the machine is, the two that are left are not done before the quick ones.
+        await asyncio.gather(*slow[:2])
+        case.slow.delay_s = 0.5
+        await until(lambda: case.stats.hedges == hedges)
+        case.slow.delay_s = 0.05
         answers = [*await asyncio.gather(*quick), *await asyncio.gather(*slow)]
         lengths = [len(tokens_of(answer)) for _, answer, _ in answers]
         assert lengths == [120] * 4 + [4, 8, 40, 120]
         assert case.stats.hedges == hedges
         assert len(case.fast.requests) == 4 + hedges
-        await until(lambda: len(case.gateway._server._hedging) == 0)
+        await until(lambda: case.gateway.status().hedged_groups == 0)
 
 
 async def test_copies_take_no_place_that_a_turn_waits_for() -> None:
@@ -188,10 +195,10 @@ async def test_copies_take_no_place_that_a_turn_waits_for() -> None:
         await case.second()
         waiting = vllm_body(1, exact_version=9)
         line = asyncio.create_task(ask(case.http, VLLM, waiting))
-        await until(lambda: case.gateway._dispatcher.waiting == 1)
+        await until(lambda: case.gateway.status().waiting == 1)
         status, answer, _ = await first
         line.cancel()
-        await until(lambda: case.gateway._dispatcher.waiting == 0)
+        await until(lambda: case.gateway.status().waiting == 0)
     assert (status, segments_of(answer)) == (200, [("own-slow", 0, TOKENS)])
     assert case.stats.hedges == 0
 
@@ -204,8 +211,8 @@ async def test_a_caller_that_leaves_ends_both_copies() -> None:
         await until(lambda: case.fast.live == 1)
         first.cancel()
         await until(lambda: case.slow.cancelled == case.fast.cancelled == 1)
-        await until(lambda: not any(case.gateway._dispatcher.live_turns().values()))
-        assert not case.gateway._server._turns._running
+        await until(lambda: not any(case.gateway.status().live_turns.values()))
+        assert not case.gateway.status().running
 
 
 async def test_a_deadline_ends_both_copies_and_says_how_far_the_turn_was() -> None:
@@ -215,7 +222,7 @@ async def test_a_deadline_ends_both_copies_and_says_how_far_the_turn_was() -> No
         case.slow.hang_after, case.fast.hang_after = 8, 8
         status, answer, _ = await first
         await until(lambda: case.slow.cancelled == case.fast.cancelled == 1)
-        await until(lambda: not any(case.gateway._dispatcher.live_turns().values()))
+        await until(lambda: not any(case.gateway.status().live_turns.values()))
         made = case.stats.tokens["own-slow"]
     assert status == 504
     far = int(answer["error"]["message"].split(" tokens so far")[0].split()[-1])
@@ -300,7 +307,7 @@ async def test_samples_of_one_request_are_a_group_too() -> None:
         assert status == 200
         assert [choice["token_ids"] for choice in answer["choices"]] == [COUNT] * 4
         assert (case.stats.hedges, case.stats.turns) == (1, 4)
-        await until(lambda: not any(case.gateway._dispatcher.live_turns().values()))
+        await until(lambda: not any(case.gateway.status().live_turns.values()))
 
 
 async def test_a_turn_beyond_the_groups_size_is_answered_without_a_copy() -> None:
@@ -310,9 +317,9 @@ async def test_a_turn_beyond_the_groups_size_is_answered_without_a_copy() -> Non
         await until(lambda: case.stats.attempts == 2)
         status, answer, _ = await ask(case.http, VLLM, member("c"))
         assert (status, tokens_of(answer)) == (200, COUNT)
-        assert len(case.gateway._server._hedging) == 1
+        assert case.gateway.status().hedged_groups == 1
         await asyncio.gather(first, other)
-        await until(lambda: len(case.gateway._server._hedging) == 0)
+        await until(lambda: case.gateway.status().hedged_groups == 0)
 
 
 async def test_groups_that_never_become_complete_are_bounded(
@@ -326,11 +333,10 @@ async def test_groups_that_never_become_complete_are_bounded(
                 case.http, VLLM, member("a" * (1 + number), group_id=f"g{number}")
             )
             assert status == 200
-        groups = case.gateway._server._hedging
-        await until(lambda: len(groups) == 3)
+        await until(lambda: case.gateway.status().hedged_groups == 3)
         # The second half of one that is still known completes it.
         assert (await ask(case.http, VLLM, member("b", group_id="g9")))[0] == 200
-        await until(lambda: len(groups) == 2)
+        await until(lambda: case.gateway.status().hedged_groups == 2)
 
 
 async def _get(http: aiohttp.ClientSession, path: str) -> tuple[int, Any, Any]:

@@ -24,9 +24,9 @@ async def test_the_routers_books_do_not_grow_with_sessions_that_finish() -> None
         for number in range(30):
             body = vllm_body(3, session_id=f"t{number}")
             assert (await ask(session, VLLM, body))[0] == 200
-            assert gw._dispatcher.sessions_known == 1
+            assert gw.status().sessions_known == 1
             assert await finish(session, f"t{number}") == 0
-            assert gw._dispatcher.sessions_known == 0
+            assert gw.status().sessions_known == 0
 
 
 async def test_a_session_that_is_finished_in_the_middle_of_a_turn_is_forgotten_too() -> None:
@@ -45,9 +45,9 @@ async def test_a_session_that_is_finished_in_the_middle_of_a_turn_is_forgotten_t
                 assert await finish(session, f"t{number}") == 1
             assert [status for status, _, _ in await asyncio.gather(*turns)] == [409] * 5
             await until(lambda: replica.cancelled == 5)
-            assert gw._dispatcher.live_turns() == {"guest-0": 0}
-            assert gw._dispatcher.sessions_known == 0
-            assert not gw._server._turns._running
+            assert gw.status().live_turns == {"guest-0": 0}
+            assert gw.status().sessions_known == 0
+            assert not gw.status().running
 
 
 async def test_callers_that_vanish_leave_no_session_behind() -> None:
@@ -59,5 +59,5 @@ async def test_callers_that_vanish_leave_no_session_behind() -> None:
                 await until(lambda: gw._server._stats.tokens["guest-0"] == 3)
                 turn.cancel()
                 await until(lambda: replica.cancelled == 1)
-            await until(lambda: not gw._server._turns._running)
-            assert gw._dispatcher.sessions_known == 0
+            await until(lambda: not gw.status().running)
+            assert gw.status().sessions_known == 0

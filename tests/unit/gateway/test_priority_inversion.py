@@ -29,14 +29,14 @@ async def test_a_flood_of_low_priority_turns_does_not_hold_up_one_of_high_priori
         aiohttp.ClientSession(base_url(gw)) as http,
     ):
         turns = [begin(http, f"low-{k}", LOW) for k in range(20)]
-        await until(lambda: replica.live == CAP and gw._dispatcher.waiting == 18)
+        await until(lambda: replica.live == CAP and gw.status().waiting == 18)
         began = len(replica.requests)
         turns.append(begin(http, "high", HIGH))
-        await until(lambda: gw._dispatcher.waiting == 19)
+        await until(lambda: gw.status().waiting == 19)
         # More of them keep coming while a place becomes free: they stand behind it too.
         turns += [begin(http, f"late-{k}", LOW) for k in range(20)]
         answers = await asyncio.gather(*turns)
-        assert gw._dispatcher.waiting == 0
+        assert gw.status().waiting == 0
     assert [status for status, _, _ in answers] == [200] * 41
     assert order_of(replica)[began] == "high"
     assert replica.max_live == CAP
@@ -59,9 +59,9 @@ async def test_turns_of_a_revoked_replica_do_not_pass_one_of_higher_priority() -
             await until(lambda: lost.live == 3)
             turns.append(begin(http, "high", HIGH))
             turns.append(begin(http, "new", LOW))
-            await until(lambda: gw._dispatcher.waiting == 2)
+            await until(lambda: gw.status().waiting == 2)
             gw.set_table(())
-            await until(lambda: gw._dispatcher.waiting == 5)
+            await until(lambda: gw.status().waiting == 5)
             gw.set_table(rows[1:])
             answers = await asyncio.gather(*turns)
     assert [status for status, _, _ in answers] == [200] * 5
@@ -82,7 +82,7 @@ async def test_what_is_urgent_and_cannot_run_here_holds_up_nobody_and_is_not_pas
             await until(lambda: new.live == 1)
             turns += [begin(http, f"low-{k}", LOW) for k in range(6)]
             turns.append(begin(http, "high", HIGH, exact_version=2))
-            await until(lambda: gw._dispatcher.waiting == 7)
+            await until(lambda: gw.status().waiting == 7)
             gw.set_table(rows)
             await asyncio.gather(*turns)
     assert "high" not in order_of(old)

@@ -1,6 +1,7 @@
 """Whatever way a turn ends, nothing of it is left for the cyclic collector.
 
-The gateway collects seldom and little (rose.gateway.event_loop): what a turn leaves in cycles stays.
+The gateway collects seldom and little (rose.gateway.event_loop): what a turn leaves in cycles
+stays.
 """
 
 import asyncio
@@ -22,8 +23,11 @@ from rose.bench.gateway.standin_engine import Pace
 from rose.bench.soak.caller import HUNG_UP, Caller
 from rose.bench.soak.engine import listen
 from rose.gateway import Gateway, ReplicaEntry, server
+from rose.gateway.backends import http_pool
 from rose.gateway.replicas import dispatcher
 from rose.gateway.turns import hedging
+from rose.gateway.turns.request import Sampling, TurnRequest
+from tests.patience import PATIENCE_S
 
 GENERATE = "/inference/v1/generate"
 TURNS = 8
@@ -305,6 +309,14 @@ async def session_finished(case: House, number: int) -> None:
 
 
 @way
+async def cancelled_before_it_began(case: House, number: int) -> None:
+    turns = case.gateway._server._turns
+    turns.open(TurnRequest(f"unbegun-{number}", [1, 100], Sampling(max_tokens=16)))
+    assert turns.cancel(f"unbegun-{number}")
+    await asyncio.sleep(0)
+
+
+@way
 async def resumed(case: House, number: int) -> None:
     asked = body("long", number, 64, stream=True)
     await case.ask(asked, HUNG_UP, hang_up_at=b"data: ")
@@ -365,7 +377,7 @@ async def left_by(way: Way) -> Counter[str]:
 
         async def turns(first: int) -> None:
             await asyncio.gather(*(way(case, first + k) for k in range(TURNS)))
-            await until(lambda: not case.gateway._server._turns._running)
+            await until(lambda: not case.gateway.status().running)
             await asyncio.sleep(0.01)
 
         await turns(0)
@@ -389,6 +401,8 @@ async def left_by(way: Way) -> Counter[str]:
 @pytest.mark.parametrize("name", WAYS)
 def test_a_turn_leaves_no_cycles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "SWEEP_S", 0.01)
+    # A slow machine is no dead engine.
+    monkeypatch.setattr(http_pool, "CONNECT_S", PATIENCE_S)
     monkeypatch.setattr(dispatcher, "REST_S", dict.fromkeys(dispatcher.REST_S, 0.01))
     if name.startswith("hedged"):
         # Whoever may have a copy gets one, at once.
@@ -409,7 +423,7 @@ async def left_by_closing() -> Counter[str]:
         for stream in (False, True):
             asked = [body(f"long_{stream}", k, 4_000, stream=stream) for k in range(TURNS)]
             turns = [asyncio.ensure_future(case.ask(each, 200, 503)) for each in asked]
-        await until(lambda: sum(case.gateway._dispatcher.live_turns().values()) == 2 * TURNS)
+        await until(lambda: sum(case.gateway.status().live_turns.values()) == 2 * TURNS)
         closing = asyncio.ensure_future(case.gateway._server.close())
         await asyncio.gather(closing, *turns)
         gc.set_debug(gc.DEBUG_SAVEALL)

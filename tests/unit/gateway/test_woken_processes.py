@@ -67,7 +67,7 @@ async def test_what_a_woken_replica_says_under_its_old_lease_reaches_nobody(
         gw.set_table((entry(other, "guest-0", url=url, lease_epoch=2, healthy=False),))
         await asyncio.sleep(0.2)
         assert stats.tokens["guest-0"] == had
-        assert gw._dispatcher.live_turns() == {"guest-0": 0}
+        assert gw.status().live_turns == {"guest-0": 0}
     assert (status, answer["choices"][0]["token_ids"]) == (200, [*range(101, 141)])
     versions = [(span["version"], span["start"], span["end"]) for span in answer["versions"]]
     assert versions == [(1, 0, had), (2, had, 40)]

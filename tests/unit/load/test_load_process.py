@@ -10,6 +10,8 @@ from aiohttp import web
 
 from rose.load.arrivals import generate_segment
 from rose.load.protocol import LoadCommand, LoadConfig, make_prompt
+from tests.awaited import until_async
+from tests.patience import PATIENCE_S
 
 StartHost = Callable[..., Awaitable["StandInHost"]]
 
@@ -76,8 +78,13 @@ class LoadProcess:
         self.config = folder / "load.json"
         self.config.write_text(json.dumps(config))
 
-    async def run(self, *commands: dict[str, Any] | float) -> tuple[int, list[dict[str, Any]]]:
-        """Send commands, sleeping where a number stands; returns exit code and messages."""
+    async def run(
+        self, *commands: dict[str, Any] | float | Callable[[], bool]
+    ) -> tuple[int, list[dict[str, Any]]]:
+        """Send commands, sleeping where a number stands, and until what stands there holds.
+
+        Returns exit code and messages.
+        """
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "rose.load.main", "--config", str(self.config)),
             stdin=asyncio.subprocess.PIPE,
@@ -90,6 +97,8 @@ class LoadProcess:
             if isinstance(command, dict):
                 process.stdin.write(json.dumps(command).encode() + b"\n")
                 await process.stdin.drain()
+            elif callable(command):
+                await until_async(command, PATIENCE_S, "the load did as the test waits for")
             else:
                 await asyncio.sleep(command)
         process.stdin.close()
@@ -177,8 +186,11 @@ async def test_the_loop_is_open_and_what_exceeds_its_bound_is_recorded(
 
 
 async def test_a_segment_that_is_over_starts_over(start_host: StartHost, tmp_path: Path) -> None:
-    load = LoadProcess(await start_host(), tmp_path, segment_s=0.05)
-    await load.run(segment(2, 1), 0.2, {"cmd": "quit"})
+    host = await start_host()
+    load = LoadProcess(host, tmp_path, segment_s=0.05)
+    shape = LoadConfig.model_validate_json(load.config.read_text()).shape()
+    lap = len(generate_segment(shape, 0, 2))
+    await load.run(segment(2, 1), lambda: len(host.seen) > 2 * lap, {"cmd": "quit"})
     offsets = sorted(record["offset_s"] for record in load.records())
     laps = [[round(x % 0.05, 5) for x in offsets if int(x / 0.05) == lap] for lap in (0, 1)]
     assert laps[0]

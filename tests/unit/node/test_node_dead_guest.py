@@ -15,6 +15,7 @@ from executor import GuestState
 from rose.node.guest.supervisor import POLL_S
 from rose.process.child import group_alive
 from tests.awaited import until_async
+from tests.patience import PATIENCE_S
 
 LOOKS = 20
 
@@ -57,7 +58,7 @@ async def test_a_stopped_guest_is_ended(bench: Bench, beats: Beats) -> None:
     os.killpg(started["pid"], signal.SIGSTOP)
     beats.ended.set()
     assert "SIGSTOP" in (await bench.until_noted("engine_reclaimed"))["reason"]
-    await until_async(lambda: not group_alive(started["pid"]), 10, "all of it is gone")
+    await until_async(lambda: not group_alive(started["pid"]), PATIENCE_S, "all of it is gone")
 
 
 async def test_a_guest_without_its_core_gets_no_turns_and_another_one_comes(
@@ -69,7 +70,7 @@ async def test_a_guest_without_its_core_gets_no_turns_and_another_one_comes(
     await asyncio.sleep(LOOKS * POLL_S)
     os.kill(core["core"], signal.SIGKILL)
     assert (await bench.until_noted("engine_reclaimed"))["reason"] == "its engine core is dead"
-    await until_async(lambda: not group_alive(core["pid"]), 10, "the rest of it is gone")
+    await until_async(lambda: not group_alive(core["pid"]), PATIENCE_S, "the rest of it is gone")
     await bench.until(
         "leased anew", lambda row: row.leased and row.lease_epoch > before.lease_epoch
     )

@@ -12,6 +12,7 @@ from node_bench import Bench
 from executor import GuestState
 from executor.grants.grant_controller import WARM_UP
 from rose.node.wiring import HOST_BUSY
+from tests.patience import PATIENCE_S
 
 
 @pytest.fixture
@@ -79,7 +80,7 @@ async def test_a_guest_that_starts_has_a_grant_to_do_so_in_host_idle_time(bench:
     (bench.folder / "mute").touch()
     bench.spawn()
     await bench.until_noted("engine_started")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while (grant := bench.page.grant.peek()) is None or grant.reason != WARM_UP:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
     assert grant.slack_share == 0.0

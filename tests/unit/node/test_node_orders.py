@@ -21,6 +21,7 @@ from rose.rpc import rose_pb2 as pb
 from rose.rpc.channel import make_server
 from rose.rpc.rose_pb2_grpc import SchedulerServicer, add_SchedulerServicer_to_server
 from rose.scheduler.messages import JobRegistered, VersionAnnounced
+from tests.patience import PATIENCE_S
 
 GOOD = [
     pb.NodeCommand(lease=pb.Lease(replica="g0", epoch=7, ttl_s=5.0)),
@@ -81,7 +82,7 @@ async def test_orders_that_cannot_be_obeyed_are_noted_and_the_next_ones_count(
     events = EventLog(tmp_path, "n0")
     session = SchedulerSession(f"127.0.0.1:{port}", "n0", list, obey, events)
     running = asyncio.create_task(session.run())
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         told = [await obeyed.get() for _ in GOOD]
     assert told == ["lease", "version", "relays", "harvest", None]
     assert not running.done()

@@ -22,6 +22,7 @@ from rose.node.memory.gauges import KERNEL, HostMemory
 from rose.node.memory.reclaimer import NO_SLEEP, UNSEEN, GuestMemory, Reclaimer
 from rose.node.replica_client import ReplicaAnswer, ReplicaClient
 from rose.process.procfs import group_bytes
+from tests.awaited import until_async
 from tests.patience import PATIENCE_S
 
 MIB = 1 << 20
@@ -117,14 +118,8 @@ async def test_what_the_kernel_counts_is_what_a_group_holds(rig: Rig) -> None:
     assert before is not None
     assert SIZE * MIB < before < (SIZE + 64) * MIB
     rig.say("free", 100)
-    for _ in range(100):
-        after = rig.memory
-        assert after is not None
-        if abs(before - after - 100 * MIB) < MIB:
-            break
-        await asyncio.sleep(0.05)
-    else:
-        raise AssertionError(f"{before - after} bytes are gone, not 100 MiB")
+    wanted = before - 100 * MIB
+    await until_async(lambda: abs((rig.memory or 0) - wanted) < MIB, PATIENCE_S, "100 MiB are gone")
     rig.kill("")
     assert rig.memory == 0
 

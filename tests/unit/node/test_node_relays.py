@@ -15,6 +15,8 @@ from rose.node import NodeConfig, NodeDaemon
 from rose.node.guest import supervisor
 from rose.publish import Caps, ChunkFetcher, DownloadLimits, fetch_version
 from rose.rpc import rose_pb2 as pb
+from tests.awaited import until_async
+from tests.patience import PATIENCE_S
 from weight_transfer import ChunkStore
 
 NEIGHBOUR = "http://10.0.0.9:1"
@@ -41,7 +43,7 @@ class Neighbour:
                 self.told = list(command.relays.urls)
 
     async def until_told(self, urls: list[str]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             while self.told != urls:  # noqa: ASYNC110 -- it has nobody to tell
                 await asyncio.sleep(0.02)
 
@@ -83,10 +85,7 @@ async def test_a_nodes_relay_is_known_to_its_neighbours_and_serves_them(bench: B
         return {*route.before, *route.holders}
 
     # It is told in the same step, over a stream of its own.
-    for _ in range(500):
-        if neighbours():
-            break
-        await asyncio.sleep(0.02)
+    await until_async(neighbours, PATIENCE_S, "it knows of a neighbour")
     assert neighbours() == {NEIGHBOUR}, "and it knows of its neighbour"
     await neighbour.leave()
 

@@ -22,6 +22,7 @@ from rose.node.weights.updater import Updates
 from rose.publish import Caps, ChunkFetcher, DownloadLimits, PublisherClient, Signer, VersionServer
 from rose.publish.fetch import download as download_module
 from rose.publish.fetch import fetcher as hub_module
+from tests.patience import PATIENCE_S
 from weight_transfer import (
     ChunkStore,
     Manifest,
@@ -106,14 +107,14 @@ class Case:
         self.updates.wake()
 
     async def active(self, version: int) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             while self.updates.version != version:  # noqa: ASYNC110 -- it has nobody to tell
                 await asyncio.sleep(0.01)
         held = self.engine.receiver.tensors["w"].bits
         assert np.array_equal(held, tensors(version)["w"].bits)
 
     async def noted(self, event: str) -> str:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             while True:
                 lines = (self.folder / "events-n0.jsonl").read_text().splitlines()
                 found = [each for line in lines if (each := json.loads(line))["event"] == event]
@@ -381,7 +382,7 @@ async def test_a_busy_host_is_no_refusal(case: Case, replica: Any) -> None:
     case.publish(2)
     case.announce(2)
     assert "ask again" in await case.noted("host_busy")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while len(asked) < 2 * updater.MAX_APPLY_FAILURES:  # noqa: ASYNC110 -- it has nobody to tell
             await asyncio.sleep(0.01)
     assert case.unproven == []
@@ -396,7 +397,7 @@ async def test_an_update_whose_end_nobody_heard_is_asked_after(
     case.publish(2)
     case.announce(2)
     if proven and held == 2:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             while case.updates.version != 2:  # noqa: ASYNC110 -- it has nobody to tell
                 await asyncio.sleep(0.01)
         assert asked == ["apply", "state"]
@@ -415,7 +416,7 @@ async def test_an_address_that_no_client_can_connect_to_costs_one_update(
     case.publish(2)
     case.chain.add(KnownVersion("job", 2, 1, url))
     case.updates.wake()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while "message" not in (case.folder / "events-n0.jsonl").read_text():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert case.updates.version == 1

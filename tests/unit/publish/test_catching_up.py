@@ -237,7 +237,7 @@ async def test_a_lease_is_renewed_after_whatever_one_try_raised(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(publisher_client, "LEASE_TTL_S", 0.03)
-    async with aiohttp.ClientSession() as session, asyncio.timeout(5.0):
+    async with aiohttp.ClientSession() as session, asyncio.timeout(PATIENCE_S):
         moody: Any = MoodySession(session)
         async with PublisherClient(moody, "node").lease(trainer.server.url, "r0", 1):
             await moody.went_on.wait()

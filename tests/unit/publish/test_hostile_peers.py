@@ -23,6 +23,7 @@ from rose.publish import (
 )
 from rose.publish.fetch import fetcher as hub_module
 from rose.publish.version_server import ReadLeases, Signer
+from tests.patience import PATIENCE_S
 from weight_transfer import (
     ChunkRef,
     ChunkStore,
@@ -236,7 +237,7 @@ async def answer_to(port: int, request: bytes) -> bytes:
     """The first line of what a server answers to these bytes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(request)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         line = await reader.readline()
     writer.close()
     return line

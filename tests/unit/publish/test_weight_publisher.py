@@ -14,6 +14,8 @@ from rose.publish import WeightPublisher, publisher
 from rose.rpc import rose_pb2 as pb
 from rose.rpc.channel import make_server
 from rose.rpc.rose_pb2_grpc import SchedulerServicer, add_SchedulerServicer_to_server
+from tests.awaited import until_async
+from tests.patience import PATIENCE_S
 from weight_transfer import ChunkStore, Publisher, SigningKey, TensorBits
 
 
@@ -100,9 +102,8 @@ async def test_a_publisher_signs_its_newest_version_anew_before_that_expires(
     port = free_port()
     server = await _serve(StandInScheduler(), port)
     async with WeightPublisher("job", f"127.0.0.1:{port}", tmp_path, free_port(), key):
-        for _ in range(500):
-            if store.get_manifest(1).expires_s > soon_s:
-                break
-            await asyncio.sleep(0.01)
+        await until_async(
+            lambda: store.get_manifest(1).expires_s > soon_s, PATIENCE_S, "it is signed anew"
+        )
     await server.stop(0)
     assert store.get_manifest(1).expires_s >= began_s + 80_000.0

@@ -15,6 +15,7 @@ import rose.replica.weights.updater as weights_module
 from executor import ControlPage
 from tests.fakes.asgi_client import SECRET, AsgiExchange, settle
 from tests.fakes.weight_ranks import NEXT, FakeWeightRanks, Served
+from tests.patience import PATIENCE_S
 from tests.seated_host import SeatedHost
 
 TURN = {"request_id": "r", "token_ids": [1], "sampling": {"max_tokens": 80}}
@@ -192,7 +193,7 @@ async def test_a_caller_that_hangs_up_does_not_break_a_commit_off(
     monkeypatch.setattr(FakeWeightRanks, "_call", call)
     async with serving(engine) as (served, turn):
         caller = served.begin("weights/apply", APPLY)
-        await asyncio.wait_for(engine.broke.wait(), 2)
+        await asyncio.wait_for(engine.broke.wait(), PATIENCE_S)
         caller.task.cancel()
         await asyncio.gather(caller.task, return_exceptions=True)
         go_on.set()
@@ -206,7 +207,7 @@ async def test_a_process_that_ends_in_a_commit_delivers_nothing_more() -> None:
     async with serving(engine) as (served, turn):
         before = asyncio.all_tasks()
         caller = served.begin("weights/apply", APPLY)
-        await asyncio.wait_for(engine.broke.wait(), 2)
+        await asyncio.wait_for(engine.broke.wait(), PATIENCE_S)
         for task in asyncio.all_tasks() - before:
             task.cancel()
         await asyncio.gather(caller.task, return_exceptions=True)

@@ -7,6 +7,7 @@ import pytest
 
 from executor import ControlPage, Grant, GuestState, HostState
 from rose.replica.kv_wake import KvWaker, owes_memory, wanted_back
+from tests.patience import PATIENCE_S
 
 
 class Core:
@@ -110,7 +111,7 @@ async def test_whatever_a_core_raises_the_next_look_wakes_it(
         page.grant.write(Grant(kv_granule_cap=4))
         waker = KvWaker(Moody())
         waker.start()
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(PATIENCE_S):
             await recovered.wait()
         waker.stop()
     assert "unheard of" in caplog.text

@@ -14,6 +14,7 @@ from executor import ControlPage, GuestState
 from executor.vllm.settings import WARM_UP
 from rose.replica.warm_up import WarmUp, WarmUpSizes
 from tests.fakes.async_llm import FakeAsyncLLM
+from tests.patience import PATIENCE_S
 
 
 class Rig:
@@ -82,7 +83,7 @@ async def test_a_warm_up_runs_every_size_and_leaves_nothing() -> None:
 @pytest.mark.usefixtures("asked")
 async def test_a_warm_up_that_takes_too_long_ends_and_says_so_in_one_line() -> None:
     rig = Rig()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while not rig.warm_up.failed:
             rig.now_s += 2.0
             await asyncio.sleep(0.005)

@@ -9,6 +9,7 @@ pytest.importorskip("vllm")
 from rose.replica.admission import Admission
 from rose.replica.turns import Turns
 from rose.replica.weights.updater import ActivationError, EngineCallError, WeightUpdater
+from tests.patience import PATIENCE_S
 from weight_transfer import OnUpdate, WeightError, WrongBaseError
 
 PROOFS = {"digest_ok": True, "probe_ok": True}
@@ -168,10 +169,10 @@ async def test_finish_old_waits_for_turns_in_flight_within_its_bound(ends: bool)
     if ends:
         turn.ended = True
         weights._turns._left.set()
-    report = await asyncio.wait_for(applying, 2)
+    report = await asyncio.wait_for(applying, PATIENCE_S)
     assert report["finished_old"] is ends
     assert engine.cleared == [True]
-    await asyncio.wait_for(held, 1)
+    await asyncio.wait_for(held, PATIENCE_S)
 
 
 async def test_preparing_early_is_for_engines_that_can_and_may_fail() -> None:

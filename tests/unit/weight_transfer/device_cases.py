@@ -26,8 +26,8 @@ from weight_transfer.kernels.backend import RangeChange
 from weight_transfer.kernels.cpu.backend import CPU
 from weight_transfer.kernels.triton import exchange as packed
 from weight_transfer.kernels.triton.backend import DEVICE
+from weight_transfer.kernels.triton.device_bits import DeviceBits, to_device
 from weight_transfer.kernels.triton.exchange import PIECE_BYTES
-from weight_transfer.kernels.triton.kernels import DeviceBits, to_device
 from weight_transfer.publish.publisher import Publisher
 from weight_transfer.store.chunk_store import ChunkStore
 from weight_transfer.vllm.mapping import loader_map, rectangle

@@ -33,13 +33,13 @@ from weight_transfer.kernels.backend import (
     RangeChange,
 )
 from weight_transfer.kernels.triton import kernels
+from weight_transfer.kernels.triton.device_bits import DeviceBits, to_device, to_host
 from weight_transfer.kernels.triton.exchange import stage
-from weight_transfer.kernels.triton.kernels import DeviceBits, to_device, to_host
 
 if TYPE_CHECKING:
     from weight_transfer.format.tensors import Bits, WeightClass
     from weight_transfer.kernels.backend import Bytes
-    from weight_transfer.kernels.triton.kernels import DeviceBits
+    from weight_transfer.kernels.triton.device_bits import DeviceBits
 
 
 _BLOCK, _TILE = 4096, 128

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from weight_transfer.errors import DeviceMemoryError
 from weight_transfer.kernels.backend import Int64s, RangeChange, check_places
 from weight_transfer.kernels.triton import kernels
-from weight_transfer.kernels.triton.kernels import DeviceBits
+from weight_transfer.kernels.triton.device_bits import DeviceBits
 
 if TYPE_CHECKING:
     import torch

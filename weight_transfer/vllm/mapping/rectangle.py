@@ -15,7 +15,7 @@ import numpy as np
 
 from weight_transfer.format.tensors import Bits, unsigned
 from weight_transfer.kernels.cpu.strided import Int64s, locate, sum_rectangle
-from weight_transfer.kernels.triton.kernels import DeviceBits
+from weight_transfer.kernels.triton.device_bits import DeviceBits
 
 if TYPE_CHECKING:
     import torch

@@ -33,7 +33,7 @@ def compare(place: str, width: int, size: int, density: float) -> int:
 def _held(bits: Bits, place: str) -> Any:  # noqa: ANN401 -- a type of the package under test
     import torch
 
-    from weight_transfer.kernels.triton.kernels import DeviceBits
+    from weight_transfer.kernels.triton.device_bits import DeviceBits
 
     return DeviceBits(torch.from_numpy(bits.view(f"<i{bits.itemsize}").copy()).to(place))
 

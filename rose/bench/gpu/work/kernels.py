@@ -68,7 +68,7 @@ def _works(sizes: Sizes, place: str) -> list[Work]:
 
     allow_kernels_alone()
     from weight_transfer.kernels.triton.backend import DEVICE
-    from weight_transfer.kernels.triton.kernels import DeviceBits
+    from weight_transfer.kernels.triton.device_bits import DeviceBits
 
     size, nbytes = sizes.tensor_bytes // 2, sizes.tensor_bytes
     torch.manual_seed(0)
@@ -121,7 +121,7 @@ def _overwriting(old: Any, new: Any) -> Work:  # noqa: ANN401
 
     from weight_transfer.kernels.backend import RangeChange
     from weight_transfer.kernels.triton.backend import DEVICE
-    from weight_transfer.kernels.triton.kernels import DeviceBits
+    from weight_transfer.kernels.triton.device_bits import DeviceBits
 
     places, values = [], []
     # Torch has counted the elements of a `nonzero` in 32 bits.

@@ -61,7 +61,7 @@ def _changes(live: dict[str, Any], density: float) -> Iterator[Any]:
 
     allow_kernels_alone()
     from weight_transfer.kernels.backend import RangeChange
-    from weight_transfer.kernels.triton.kernels import DeviceBits, to_host
+    from weight_transfer.kernels.triton.device_bits import DeviceBits, to_host
 
     for tensor in live.values():
         bits = DeviceBits(tensor.view(torch.int16))
@@ -80,7 +80,7 @@ def _insist_written(changes: list[Any], odd: int, *, back: bool) -> None:
     """Look again with torch, outside of what is timed."""
     import torch
 
-    from weight_transfer.kernels.triton.kernels import to_device
+    from weight_transfer.kernels.triton.device_bits import to_device
 
     for change in changes:
         live = change.target.flat
