@@ -3,7 +3,7 @@
 #
 #   examples/host.sh MODEL [vLLM's options]      here: examples/host.sh models/host
 #
-# ROSE has to be installed in vLLM's environment: pip install rose-rollout (it needs nothing but numpy).
+# ROSE has to be importable in vLLM's environment: pip install --no-deps . (the plugin needs only numpy).
 set -euo pipefail
 
 model=$1
