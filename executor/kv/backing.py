@@ -38,7 +38,7 @@ class PageBackend(Protocol):
 
     @property
     def bytes_returned(self) -> int:
-        """Bytes whose physical pages were confirmed freed at the last release."""
+        """Bytes that were measured to be without pages when they were last released."""
         ...
 
     @property
@@ -53,7 +53,7 @@ class PageBackend(Protocol):
 
     @property
     def owed(self) -> int:
-        """How many borrowed granules the owners have asked to have back."""
+        """Granules to release, of those on pages of others, because these want them back."""
         ...
 
     def borrowed(self, granule: int) -> bool:
@@ -180,8 +180,8 @@ def discard(pages: Range) -> None:
 def use_huge_pages(pages: Range) -> None:
     """Ask for huge pages under memory whose content is of no account; it reads as zeros then.
 
-    Giving back and touching again cost a tenth of what small pages do. Best effort: where the
-    kernel has no huge pages free, 4 KiB pages remain.
+    Giving back and touching again cost a tenth of what small pages do. A wish: a kernel that has
+    none leaves the pages small.
     """
     if pages.size and not _libc.madvise(pages.start, pages.size, mmap.MADV_HUGEPAGE):
         _libc.madvise(pages.start, pages.size, mmap.MADV_DONTNEED)

@@ -1,6 +1,4 @@
-"""KV capacity policies: the cap of a guest under pressure, and how much an idle host lends.
-
-Two policies for a guest's cap while the host fills its own KV memory:
+"""What a guest's KV cap does when the host fills its own KV memory: two policies, side by side.
 
     paper      above the high watermark: halve once; grow again with the next policy version
     adaptive   above it: halve, and again while it lasts; below the low one, unless the forecast
@@ -9,14 +7,14 @@ Two policies for a guest's cap while the host fills its own KV memory:
 Both halve at once. `paper` is ROSE as published (it aborts what no longer fits and sends it
 elsewhere, as the guest's balloon does): a version long in coming leaves a small guest small.
 
-A host lends idle KV memory above a reserve:
+What a host lends of its idle KV memory, and what of that its guest may keep.
 
     free ── idle, or calm for a while ──> lent     only what lies above the reserve
     lent ── the reserve is half eaten, or requests will eat it ──> free     until it is whole
 
-The reserve is counted in blocks that hold no cached prefix. To lend, the host evicts only blocks of
-prefixes that were not hit for a long time (`cold_ns`). While lent granules return, it serves new
-requests from its reserve.
+The reserve is counted in blocks that hold no cached prefix. The host forgets none in order to lend
+but those that nobody asked for in a long time, and serves what comes from its reserve while lent
+granules return.
 """
 
 import math

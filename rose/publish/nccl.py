@@ -1,19 +1,24 @@
-"""Fan-out of a version inside a fixed group of GPUs, over NCCL. Not measured on a GPU yet.
+"""A fixed group brings a version together: each chunk comes once, to one member, and is handed on.
 
-Each chunk comes once, to one member, which broadcasts it to the others.
-
-    barrier ─ all are here ─► chunk by chunk, in the manifest's order: its owner obtains it as any
+    muster ─ all are here ─► chunk by chunk, in the manifest's order: its owner obtains it as any
       │                      node does, and hands it to all ─► what is missing then: over HTTP
       └─ one does not come: everybody over HTTP
+A member that dies on the way leaves the others waiting, so every call has a limit; after one that
+ran out the group is over, until its members are started anew together.
 
-An NCCL broadcast cannot be cancelled. So members first hold a barrier over HTTP, at their leader;
-if one is missing or fetches another version, the broadcast is skipped. A member that dies on the
-way leaves the others waiting, so every call has a limit; after one that ran out the group is over,
-until its members are started anew together. The leader names a group, and all join by that name.
+Whether all members of a fixed group are about to bring the same version, now.
 
-    root   length (8 bytes) ──► bytes ──► everybody checks the chunk's name
+Handing around by NCCL can only be given up by giving up the group. So members meet before it, over
+HTTP, at their leader: a member that is down, or behind, just does not come.
 
-All members make the same calls in the same order, and each call waits for all of them.
+How a fixed group of GPUs comes together: its leader names it, all join under that name.
+
+Fan-out inside a fixed group of GPUs: one has a chunk, all get it over their own links.
+
+root   length (8 bytes) ──► bytes ──► everybody checks the name
+
+All members make the same calls in the same order, and each call waits for all of them: `group`
+sees to both. Not measured on a GPU yet.
 """
 
 from __future__ import annotations
@@ -46,7 +51,7 @@ _log = logging.getLogger(__name__)
 
 
 class Barrier(Protocol):
-    """Barrier of a group before a broadcast."""
+    """Where members meet."""
 
     async def join(self, what: str, rank: int) -> bool:
         """Wait for the others; whether all came for the same, in time."""
@@ -54,7 +59,7 @@ class Barrier(Protocol):
 
 
 class LocalBarrier:
-    """Barrier at the leader itself."""
+    """At the leader itself."""
 
     def __init__(self, size: int, wait_s: float = WAIT_S) -> None:
         self._size = size

@@ -1,4 +1,7 @@
-"""Admission of turns to a replica: by the newest lease epoch, and not while a version changes."""
+"""Hold: turns that would begin while a version changes wait for its end.
+
+Who may start a turn on this replica: decided by the newest lease epoch.
+"""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -7,10 +10,7 @@ from typing import Final
 
 
 class TurnGate:
-    """Gate for new turns: closed while weights change, so no turn starts in the middle of a switch.
-
-    Turns that come meanwhile wait for its end.
-    """
+    """Whoever passes has begun before a change, or after it."""
 
     def __init__(self) -> None:
         self._holders = 0

@@ -45,7 +45,7 @@ class LendingPool(BalloonedPool):
         """Have up to `count` lent granules again, and return how many came at once."""
 
     def check(self) -> None:
-        """Raise an error that occurred earlier, where it could not be reported."""
+        """Raise what went wrong where nobody could be told."""
 
     def lendable(self, count: int) -> list[int]:
         """Up to `count` granules to lend: the highest, so that the lent ones stay together."""

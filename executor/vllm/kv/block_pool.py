@@ -207,10 +207,8 @@ class BalloonedPool:
 
     @property
     def owed(self) -> int:
-        """How many borrowed granules must still be chosen for release.
-
-        What their owner asked for, minus those that are being returned already.
-        """
+        """Granules to take, of those on borrowed pages, beyond those whose pages are on their way
+        back: their owner wants them."""
         owed = self.pages.owed
         return owed and max(0, owed - sum(map(self.pages.borrowed, self._touchable)))
 

@@ -1,7 +1,6 @@
-"""CPU placement of a guest: read back from the kernel, and raised while the guest owes memory.
+"""Where a process ended up below all others: read back from the kernel, not from what was asked.
 
-`/proc` says which scheduling policy, cgroup and OOM score a process really has; what was asked for
-may have been refused.
+What is done about a guest that keeps memory which its host took back.
 """
 
 import logging
@@ -90,11 +89,9 @@ def _nothing(_: int) -> None:
 
 
 class CpuBoost:
-    """CPU priority of a guest that owes KV memory: raised so that it can return the memory.
+    """First it gets a core: behind a busy host it may wait for seconds before it can give at all.
 
-    At its usual priority the guest may wait for seconds behind a busy host. When the return takes
-    too long the reclaim ladder begins. The caller keeps the guest frozen meanwhile, so that it uses
-    the core for nothing else.
+    That it gets the core for nothing else is up to the caller, who keeps it frozen meanwhile.
     """
 
     def __init__(

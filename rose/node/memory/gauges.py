@@ -1,13 +1,14 @@
-"""Memory that a guest holds, as the kernel or the GPU's driver reports it.
+"""What a guest holds, as whoever hands the memory out counts it.
 
-On the CPU it is the proportional set size of the guest's processes. On a GPU:
+What a guest on a GPU holds of it.
 
-    the driver lists the guest's processes with their memory ──► that
-    it does not (in a container it may tell neither)
+    driver lists its processes, and with how much ──► that
+    driver does not (a container, whose process numbers or memory it does not tell)
         ──► KV pages that the guest says it has, believed as far as the card's free memory grew
 
-The first figure settles which of the two is used, since they do not compare with each other.
-The GPUs of a node's replicas are found here too, before anything starts.
+Which of the two is settled with the first figure: they do not compare with each other.
+
+The GPUs of a node's replicas: found before anything starts, asked when it matters.
 """
 
 import asyncio

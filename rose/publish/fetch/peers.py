@@ -1,10 +1,11 @@
-"""Peers of a node: which of them it asks for an object, and in which order. No IO.
+"""How well each source has served: who fails, lies or dawdles is asked later. Pure.
 
-Peers are ranked by failures, corrupt chunks and throughput. Rendezvous hashing says which member of
-a cluster fetches an object over the slow link: every member computes the same order from the names
-alone, and when one dies its unfinished objects fall to the next and nothing else moves.
+Which member of a cluster takes what over the slow link: rendezvous hashing.
 
-A route is the order in which a node asks for one object:
+Every member computes the same order from the names alone, and without one of them the order of the
+others stays: what a dead member had not finished falls to the next one, and nothing else moves.
+
+Route: whom a node asks for an object, and what it may ask of each. Pure.
 
     before   members before this one in the object's order: they fetch it when asked
     holders  the next after it: they give what they have, or what comes to them from the origin
@@ -38,7 +39,7 @@ class _Record:
 
 
 class PeerScores:
-    """Scores of all sources of one receiver; the clock is handed in."""
+    """Of all sources of one receiver; the clock is handed in."""
 
     def __init__(self) -> None:
         self._records: dict[str, _Record] = {}

@@ -1,10 +1,15 @@
-"""Versions of output tokens: which policy version sampled each, and how old its KV was.
+"""How old the KV is that a token was sampled on, in policy versions.
 
-Parses version names and splits output tokens into spans of one version each. A version that clears
-the caches leaves no older KV. One that keeps them leaves what running turns have; turns that begin
-under it share no cached prefix with earlier ones, because their cache salt differs.
+A version that clears the caches leaves no older KV. One that keeps them leaves whatever running
+turns have; what began under it shares no cached prefix with what began before, by its salt.
 
-vLLM 0.32 names the version with every batch of outputs. 0.25 does not; there this process counts:
+Which policy version sampled which token: cuts a run of output tokens where the version changes.
+
+A version has a name, and at which output token each began is noted; see `stamps`.
+
+Under which policy version each output token was sampled.
+
+vLLM 0.32 says so with every batch of outputs. 0.25 does not; there this process counts itself:
 
     engine core   tokens of a │ paused │ commit, `activate(v)` │ resumed │ tokens of v
     output queue  ────── a ───┤                                          ├────── v ──────
