@@ -48,6 +48,8 @@ OTHERS_NAMES = {
     "request_memory",
     "reshape_and_cache_flash",
     "step_with_batch_queue",
+    "rose_host_tpot_seconds",  # put together from a target's name
+    "rose_host_ttft_seconds",
     "sum_abs",  # a place in a list
     "tpot_p99_s",  # put together by a benchmark
     "ttft_p99_s",
