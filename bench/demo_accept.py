@@ -60,7 +60,7 @@ class Row:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point."""
+    """Run all seeds; 0 when the acceptance holds."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=12, help="acceptance runs (default 12)")
     parser.add_argument("--controls", type=int, default=3, help="seeds a control (default 3)")

@@ -2,10 +2,10 @@
 
 from elastic_scheduler.errors import JournalError, LeaseError, LeaseHeld, SchedulerError, StaleEpoch
 from elastic_scheduler.leases.harvest_mode import HarvestMode, HarvestModes, HarvestPlan
-from elastic_scheduler.leases.health import Health, HealthLimits, HealthReport, ReplicaHealth
+from elastic_scheduler.leases.health import Health, HealthReport, ReplicaHealth
 from elastic_scheduler.leases.lease import Lease, LeaseState, LeaseTable, Offer, ReplicaKind
 from elastic_scheduler.policies import Policy, make_policy, policy_names
-from elastic_scheduler.policies.drf import FairShares, max_min
+from elastic_scheduler.policies.drf import FairShares
 from elastic_scheduler.policies.situation import Decision, Holding, JobDemand, Move, Situation
 from elastic_scheduler.rollouts.admission import (
     StalenessAdmission,
@@ -17,7 +17,7 @@ from elastic_scheduler.rollouts.batching import PromptQueue, Round, RoundDone, T
 from elastic_scheduler.rollouts.buffer import CancelRun, RolloutBuffer, StartRun
 from elastic_scheduler.rollouts.types import (
     DroppedGroup,
-    FeedProgress,
+    RolloutProgress,
     SampleRun,
     StepPlan,
     TrainingGroup,
@@ -53,13 +53,11 @@ __all__ = [
     "DroppedGroup",
     "End",
     "FairShares",
-    "FeedProgress",
     "GiveUp",
     "HarvestMode",
     "HarvestModes",
     "HarvestPlan",
     "Health",
-    "HealthLimits",
     "HealthReport",
     "Hedge",
     "HedgedGroup",
@@ -86,6 +84,7 @@ __all__ = [
     "ReplicaKind",
     "ReplicaView",
     "RolloutBuffer",
+    "RolloutProgress",
     "Round",
     "RoundDone",
     "Router",
@@ -111,7 +110,6 @@ __all__ = [
     "VersionSpan",
     "Won",
     "make_policy",
-    "max_min",
     "policy_names",
     "stamp",
 ]

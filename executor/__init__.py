@@ -1,4 +1,4 @@
-"""SLO-safe co-serving: control page, gate, guard; plugins in `executor.vllm`."""
+"""SLO-safe co-serving: control page, grants, KV memory; plugins in `executor.vllm`."""
 
 from executor.control_page.host_seat import HostSeat, HostView, Veto
 from executor.control_page.latency_ring import DrainedRecords, LatencyLane, LatencyRing

@@ -1,12 +1,12 @@
-"""Ports that nobody listens on now.
+"""Network addresses: free ports, checks of URLs from outside, guard against accidental exposure.
 
-Addresses that come from outside: announced, offered, said by a neighbour, read from a file.
+Addresses come from outside: announced, offered, sent by a neighbour, read from a file. Everything
+that connects (aiohttp, the gateway's own client, idna, the resolver) has its own errors for a host
+or a port that cannot be one, and few of its callers expect them. So an address is checked once
+where it enters, and may be connected to later without another check.
 
-Everything that connects (aiohttp, the gateway's own client, idna, the resolver) has its own errors
-for a host or a port that cannot be one, and few of its callers expect them. So an address is
-checked once where it enters, and whoever holds one later may connect to it without looking.
-
-Refuses to serve the network by mistake what asks nobody who he is.
+`check_exposure` refuses to serve the network, unless the operator said so, on a port that asks its
+callers for no credentials.
 """
 
 import ipaddress

@@ -1,4 +1,4 @@
-"""Field by field: what was reported against what its raw records give."""
+"""Comparison of a report with the figures that its raw records give, field by field."""
 
 import math
 from collections.abc import Iterator

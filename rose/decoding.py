@@ -1,4 +1,4 @@
-"""Bytes that others wrote, read as what they should be: one error for all that is wrong with them.
+"""Decoding of bytes from outside: one error for all that is wrong with them.
 
 msgspec has errors of its own for bytes that are not what they should be, but raises
 UnicodeDecodeError for text that is no UTF-8, and RecursionError for brackets nested too deep.

@@ -1,4 +1,4 @@
-"""What latency was promised, what it is, and how much of the difference may be lent.
+"""Latency targets, measured latencies, and the slack between them that may be lent.
 
 Targets, per-request latencies, sketches, slack, step-time prediction, error budgets and load
 forecasts. All of it pure: clocks are handed in, nothing is read or written. Imports nothing of ROSE

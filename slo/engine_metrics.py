@@ -1,17 +1,15 @@
-"""What engines call the same thing in their `/metrics`, newest name first.
+"""Metrics of an engine, read from its `/metrics` text: vLLM and SGLang, whichever version.
 
-vLLM: `vllm/v1/metrics/loggers.py`. Until 0.10 its `time_per_output_token_seconds` held the gaps
-between tokens, not each request's mean; 0.11 renamed it to `inter_token_latency_seconds`, and the
-per-request mean came as `request_time_per_output_token_seconds`. SGLang:
-`sglang/srt/observability/metrics_collector.py`, before that `sglang/srt/metrics/collector.py`;
-its gaps were `time_per_output_token_seconds` until 0.4.2, and it has no per-request mean yet.
+This is the fallback for hosts without the plugin. Two histograms cannot say which requests met both
+targets, and their buckets miss usual targets; where the host plugin runs, its per-request records
+are used instead. Fetching the text is the caller's.
 
-Prometheus text to the series of known names: the parsing half of a scrape.
-
-One engine's `/metrics`, whichever engine and version: the fallback for hosts without the plugin.
-
-Two histograms cannot say which requests met both targets, and their buckets miss usual targets;
-where the host plugin runs, its per-request records are used instead. Fetching is the caller's.
+`EngineNames` lists each quantity's names, newest first. vLLM: `vllm/v1/metrics/loggers.py`. Until
+0.10 its `time_per_output_token_seconds` held the gaps between tokens, not each request's mean; 0.11
+renamed it to `inter_token_latency_seconds`, and the per-request mean came as
+`request_time_per_output_token_seconds`. SGLang: `sglang/srt/observability/metrics_collector.py`,
+before that `sglang/srt/metrics/collector.py`; its gaps were `time_per_output_token_seconds` until
+0.4.2, and it has no per-request mean yet.
 """
 
 import math
@@ -191,7 +189,7 @@ _RANKS = ("tp_rank", "pp_rank", "moe_ep_rank")
 
 @dataclass(frozen=True, slots=True)
 class Scrape:
-    """What an engine said; None for what it does not export, or not before its first request.
+    """Figures of one scrape; None for what it does not export, or not before its first request.
 
     Histograms are in seconds, over all requests since the engine started, or since the earlier
     scrape in what `since` returns. `tpot` is each request's mean time per output token, `itl` each

@@ -1,4 +1,4 @@
-"""What can be wrong with what `slo` is given. Each message is one line and says what to do next.
+"""Errors of the input of `slo`. Each message is one line and says what to do next.
 
 ValueError
 └── SloError

@@ -1,6 +1,7 @@
-"""Exact percentiles by nearest rank, the definition that every estimate here is held against.
+"""Exact percentiles and classic Prometheus histograms of latencies.
 
-Classic Prometheus histograms: what engines export, and what ROSE exports for its targets.
+Nearest rank is the definition of a percentile that every estimate in this package is tested
+against. Histograms are the form that engines export, and that ROSE exports for its targets.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""How much load a host will get, for provisioning: level, damped trend, and room for bursts."""
+"""Load forecast of a host, for provisioning: level, damped trend, and room for bursts."""
 
 import math
 from collections import deque

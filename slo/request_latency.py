@@ -1,7 +1,4 @@
-"""What one request experienced.
-
-How many requests met their targets.
-"""
+"""Latencies of one finished request, and attainment: how many requests met their targets."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,7 +8,7 @@ from slo.targets import SloSpec
 
 
 class Met(NamedTuple):
-    """Which targets one request met; a target that nobody promised is met."""
+    """Targets that one request met; a target that nobody promised is met."""
 
     ttft: bool
     tpot: bool

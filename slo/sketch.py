@@ -1,12 +1,12 @@
-"""A ring of time slices: what happened lately, in bounded memory, on a clock that is handed in.
+"""Latency sketches: quantiles of bounded relative error, and quantiles of the last minutes.
 
-Latencies of the last minutes: a sketch for each slice of time.
+`Sketch` is a histogram whose buckets are equally wide in log2: 36 to each doubling, from about a
+microsecond to four and a half hours (the idea of DDSketch, Masson et al., VLDB 2019, with a fixed
+range instead of collapsing buckets). The counts are the whole state, so sketches merge by addition;
+count, sum and quantiles are computed when asked for.
 
-A histogram of latencies with a bounded relative error, as small as it is mergeable.
-
-Buckets are equally wide in log2 (the idea of DDSketch, Masson et al., VLDB 2019, with a fixed range
-instead of collapsing buckets): 36 to each doubling, from about a microsecond to four and a half
-hours. The counts are the whole state: count, sum and quantiles are worked out when asked for.
+`TimeBuckets` is a ring of time slices in bounded memory, and `SlidingSketch` keeps one sketch for
+each slice. The clock is handed in.
 """
 
 import math

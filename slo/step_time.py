@@ -1,8 +1,7 @@
-"""Least squares with coefficients that are not negative, for a handful of columns.
+"""Step-time model: predicts the duration of an engine's next step.
 
-How long one engine's steps took when it was profiled, as four coefficients.
-
-How long an engine's next step will take: profiled offline, corrected online, floored.
+`StepProfile` is fitted offline, from profiled steps, by least squares with coefficients that are
+not negative. `StepModel` corrects its predictions online and keeps them above a reactive floor.
 """
 
 import json

@@ -1,7 +1,4 @@
-"""Latency targets of one model.
-
-Targets that people quote, by name.
-"""
+"""Latency targets of a model, and presets of them by name."""
 
 import math
 from dataclasses import dataclass, replace

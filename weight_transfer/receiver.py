@@ -3,7 +3,6 @@
 stage   manifests + chunks → StagedUpdate, nothing written: signature, expiry, base, every chunk,
         and every tensor's digest after each version are checked first
 commit  overwrite with absolute values, then move the version: rerunning it is harmless
-rollback  the same with the old values
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ class StagedTensor:
     indices: NDArray[np.int64]
     values: Bits
     old_values: Bits
-    digest_before: int
     digest_after: int
 
 
@@ -69,7 +67,6 @@ class Receiver:
 
     @property
     def version(self) -> int:
-        """The active version."""
         return self._version
 
     @property
@@ -143,15 +140,6 @@ class Receiver:
             self._digests[tensor.name] = tensor.digest_after
         self._version = staged.version
 
-    def rollback(self, staged: StagedUpdate) -> None:
-        """Take back a committed or half-committed `staged`; its parent is active again."""
-        if self._version not in (staged.version, staged.parent):
-            raise WrongBaseError(f"cannot take version {staged.version} back from {self._version}")
-        for tensor in staged.tensors:
-            scatter(self._tensors[tensor.name].bits, tensor.indices, tensor.old_values)
-            self._digests[tensor.name] = tensor.digest_before
-        self._version = staged.parent
-
     def _check(self, manifest: Manifest, verify_key: VerifyKey | None) -> None:
         if verify_key is not None:
             manifest.verify(verify_key)
@@ -188,7 +176,7 @@ class Receiver:
             assert found is not None
             indices, values = apply_changes(active.bits, found.changes)
         old_values = active.bits[indices]
-        return StagedTensor(active.name, indices, values, old_values, digest, after)
+        return StagedTensor(active.name, indices, values, old_values, after)
 
     def _replayed(
         self,

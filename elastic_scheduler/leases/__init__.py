@@ -1,1 +1,1 @@
-"""Leases: who may use which replica, for how long, at what cost."""
+"""Leases: which job may use which replica, for how long, at what cost."""

@@ -1,17 +1,17 @@
-"""How many guests a job may lease: grows by one, halves when hosts take them back.
+"""How many guests a job may lease, and whether one more replica is worth its switch.
 
-Hosts share their load: where one takes its guest back, others are about to. As in TCP (Chiu and
-Jain 1989), additive increase and multiplicative decrease let all jobs find the level without
-anybody telling it. Nothing that is held is given back for it; only growth waits.
+`AimdLimit` bounds a job's guests: plus one while nothing happens, half when hosts revoke some.
+Hosts share their load: where one revokes its guest, others are about to. As in TCP (Chiu and Jain
+1989), additive increase and multiplicative decrease let all jobs find the level that hosts can
+carry, without being told it. The limit ends no lease; it only stops growth.
 
-What a job gains by another replica, against what it costs to bring it there.
-
-A job with W tokens to make at rate R needs W / R seconds; with a replica of rate r W / (R + r).
-Turns decode one sequence each, so fewer turns than places use only that share of a replica's rate:
+`saved_s` compares the gain from another replica with the cost of starting it. A job with W tokens
+to make at rate R needs W / R seconds; with a replica of rate r, W / (R + r). Each turn decodes one
+sequence, so fewer turns than places use only that share of a replica's rate:
 
     rate(replicas) = sum of decode rates * min(1, turns / places)
 
-The gain counts only while the replica is likely to be there: up to the mean time between its
+The gain counts only while the replica is likely to stay: up to the mean time between its
 revocations. The cost is the measured time from the lease to the first token: weights and warm-up.
 """
 

@@ -1,4 +1,4 @@
-"""What the operator allows to be lent, and what follows for leases.
+"""Harvest modes of an operator: which replicas may be lent, and the effect on their leases.
 
 | mode | new leases of guests | live leases of guests |
 | --- | --- | --- |
@@ -19,7 +19,7 @@ from elastic_scheduler.leases.lease import Lease, LeaseState, Offer, ReplicaKind
 
 
 class HarvestMode(StrEnum):
-    """How much may be lent, from nothing to all offers."""
+    """Mode of lending, from nothing to all offers."""
 
     OFF = "off"
     HOLD_AND_DRAIN = "hold_and_drain"
@@ -32,7 +32,10 @@ _STRICTEST_FIRST = tuple(HarvestMode)
 
 @dataclass(frozen=True, slots=True)
 class HarvestPlan:
-    """What to do now. A lease in no field is being released, or has no live offer and runs out."""
+    """Changes that follow from the modes now.
+
+    A lease in no field is being released, or has no live offer and runs out.
+    """
 
     lease: tuple[Offer, ...]
     renew: tuple[Lease, ...]

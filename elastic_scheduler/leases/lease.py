@@ -1,14 +1,14 @@
-"""What a node offers: a replica's capacity, for a short time.
+"""Offers of nodes and the table of leases: which job may use which replica, until when.
 
-Who may use which replica, until when.
+An offer is one replica's capacity, and it goes stale soon unless the node repeats it.
 
     (none) --grant--> ACTIVE --begin_release--> RELEASING --released--> (none)
                         |  renew: same epoch        |
                         +------- revoke, expire ----+-----------------> (none)
 
 A replica has one lease at a time. Every grant has a greater epoch than all before it, across
-restarts: an epoch is `proposed`, persisted, `reserve`d, and only then granted under; the next book
-is given the persisted ones.
+restarts: an epoch is `proposed`, persisted, `reserve`d, and only then granted under. After a
+restart the next table is given the persisted epochs.
 Messages that carry another epoch than the live lease's are refused, so a late release or revocation
 can never end a younger lease.
 """
@@ -33,7 +33,7 @@ MAX_URL_CHARS = 2_048
 
 
 class ReplicaKind(StrEnum):
-    """Where a rollout engine lives."""
+    """Kind of a replica: dedicated, or a guest beside a host."""
 
     GUEST = "guest"
     DEDICATED = "dedicated"
@@ -101,7 +101,7 @@ MAX_REPLICAS = 2**18
 
 
 class LeaseState(StrEnum):
-    """Whether turns may still be sent to the replica."""
+    """State of a lease: turns may still be sent to the replica, or no more."""
 
     ACTIVE = "active"
     RELEASING = "releasing"
@@ -124,7 +124,7 @@ class Lease:
 
 
 class LeaseTable:
-    """All live leases; times are seconds of one monotonic clock, handed in."""
+    """Table of all live leases; times are seconds of one monotonic clock, handed in."""
 
     def __init__(self, ttl_s: float, epochs: Mapping[str, int] | None = None) -> None:
         if ttl_s <= 0:

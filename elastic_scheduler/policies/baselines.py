@@ -1,12 +1,8 @@
-"""Dedicated replicas only.
+"""Leasing policies to compare with: fixed pool, spot, ROSE as published, serverless.
 
-Everything that can be preempted is used while it is there.
-
-Giving replicas to jobs where a policy has no opinion of its own about which.
-
-ROSE as published.
-
-Capacity follows concurrency.
+They decide over the same `Situation` as ROSE's own policy, so all of them can be run on one trace.
+Where a policy does not care which job gets a replica, `spread` gives it to the job that has the
+fewest for its weight.
 """
 
 import math
@@ -121,7 +117,7 @@ WINDOW_S = 60.0
 
 
 class ServerlessPolicy:
-    """As many guests as the turns in flight need at 70% of their places; down to none when idle.
+    """Autoscaling: guests for the turns in flight at 70% of their places; none when idle.
 
     Source: Knative's pod autoscaler (target utilisation 70%, stable window 60 s), which serverless
     inference systems scale by. Grows at once; shrinks to the most that the last window needed, so

@@ -15,27 +15,6 @@ from elastic_scheduler.policies.situation import Holding, JobDemand
 HOLD_S = 120.0
 
 
-def max_min(capacity: float, wants: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-    """Weighted max-min shares of `capacity` for jobs of {name: (weight, most it can use)}."""
-    shares = dict.fromkeys(wants, 0.0)
-    left = capacity
-    open_jobs = {name for name, (_, most) in wants.items() if most > 0}
-    while open_jobs and left > 0:
-        weights = sum(wants[name][0] for name in open_jobs)
-        level = min(
-            left / weights,
-            *((wants[name][1] - shares[name]) / wants[name][0] for name in open_jobs),
-        )
-        for name in open_jobs:
-            shares[name] += level * wants[name][0]
-        left -= level * weights
-        full = {n for n in open_jobs if wants[n][1] - shares[n] <= 1e-9 * max(1.0, shares[n])}
-        if not full:
-            break
-        open_jobs -= full
-    return shares
-
-
 class FairShares:
     """Service of each job so far, per unit of weight, and who is next. Times are handed in."""
 

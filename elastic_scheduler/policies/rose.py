@@ -1,4 +1,4 @@
-"""Leases by net benefit."""
+"""ROSE's leasing policy: leases by net benefit."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -35,12 +35,14 @@ class _Past:
 class RosePolicy:
     """Takes a guest when the time that it saves exceeds what bringing it up costs.
 
-    `net_benefit` is the measure, `allowance` the limit after hosts pushed back, `fair` the order of
-    jobs. Against oscillation: what is taken is given back only when it saves a quarter of what
-    taking asked for, for `LINGER_S` and no less than a switch takes (so idling costs at most what
-    taking it again would), and for twice as long each time that it was wanted again soon after. One
-    replica a job is given back at a time, since the next one's worth follows from what is left; it
-    rests for `COOLDOWN_S`. Dedicated replicas are always leased.
+    `cost_model.saved_s` is the measure, `AimdLimit` the limit after hosts revoked guests, and
+    `FairShares` the order of jobs. Dedicated replicas are always leased.
+
+    Against oscillation a guest is given back only when it saves less than a quarter of the gain
+    that taking it asked for. That must hold for `LINGER_S` and no less than a switch takes, so
+    idling costs at most as much as taking it again would; and for twice as long each time that it
+    was wanted again soon after. One replica a job is given back at a time, since the next one's
+    worth follows from the rest; it then rests for `COOLDOWN_S`.
     """
 
     name = "rose"

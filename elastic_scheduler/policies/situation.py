@@ -1,9 +1,8 @@
-"""What a policy decides over, and what it decides.
+"""Input, output and interface of a leasing policy, and the policies by name.
 
-What every policy is, and their names.
-
-Operator's modes, lease epochs and expiry are not theirs: a policy sees only what may be leased, and
-what it says is carried out by whoever keeps the leases.
+A policy sees one `Situation` (offers that may be leased, leases that may be kept, jobs and their
+demand) and returns one `Decision`. Operator's modes, lease epochs and expiry are not its business:
+the scheduler filters the offers before and carries out the moves afterwards.
 """
 
 import importlib
@@ -17,7 +16,7 @@ from elastic_scheduler.leases.lease import Offer
 
 @dataclass(frozen=True, slots=True)
 class JobDemand:
-    """What a job has to do now; infinite where nobody said, which means all that there is.
+    """Demand of a job now; infinite where it is unknown, which asks for everything.
 
     `turns` run or wait, `owed_tokens` are still to be made by them, `step` is the policy version
     that its trajectories work with, `weight` the operator's priority.
@@ -51,7 +50,7 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """One moment: offers that may be leased, leases that may be kept, and the jobs."""
+    """Input of a policy at one moment: offers to lease, leases that may be kept, and the jobs."""
 
     now_s: float
     free: tuple[Offer, ...]
@@ -71,7 +70,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What to change now; nothing is the usual case."""
+    """Output of a policy: the changes to make now, usually none."""
 
     take: tuple[Move, ...] = ()
     give_back: tuple[Move, ...] = ()

@@ -1,25 +1,22 @@
-"""How old the policy behind a token may be.
-
-How old the tokens of a group are: those that came, and those of turns that still run.
-
-A turn that was sent and has not answered is presumed to be sampled by some version, most likely the
-newest one at that time; its first stamp replaces the presumption.
-
-Which groups a job may start, so that none is too old when it is trained on.
+"""Staleness admission: which groups of samples may start, so that none is too old to train on.
 
     start --> running --finish--> ready --take--> (trained on)
                  |                  |
                  +---- aged out ----+--> (void, all members together: the prompt starts anew)
 
-Each training step takes `groups_per_step` groups and turns version v into v + 1. With n groups not
-yet trained on ahead of it, a group begun now is trained on at version v + n // groups_per_step at
-the earliest, so it may start only while n < (max_versions + 1) * groups_per_step (the capacity rule
-of AReaL, arXiv 2505.24298). A step that was taken is ahead until its version is out, or until the
-next `take` shows that the version stays. Groups that took longer age out: every stamp and every
-new version looks at the oldest token of the whole group, so whatever `take` finds is in time.
+The capacity rule is AReaL's (arXiv 2505.24298). Each training step takes `groups_per_step` groups
+and turns version v into v + 1. With n groups not yet trained on ahead of it, a group begun now is
+trained on at version v + n // groups_per_step at the earliest, so it may start only while
+n < (max_versions + 1) * groups_per_step. A step that was taken counts as ahead until its version is
+published, or until the next `take` shows that the version stays.
+
+`GroupAge` follows the oldest version behind a group's tokens. A turn that was sent and has not
+answered is presumed to be sampled by the newest version of that time; its first version stamp
+replaces the presumption. Every stamp and every new version checks the whole group, and a group
+beyond the bound ages out, so whatever `take` finds is within it.
 
 A group may be `kept`: its prompt aged out before. It is taken first, and a step waits for it when
-it could not be in time for a later one: capacity is a whole number of steps, so there is always
+it could not be in time for a later one. Capacity is a whole number of steps, so there is always
 room for all kept groups as long as each step publishes one version.
 """
 
@@ -43,10 +40,6 @@ class StalenessBound:
     def oldest(self, current: int) -> int:
         """The oldest version whose tokens may still be trained on at `current`."""
         return max(0, current - self.max_versions)
-
-    def may_start(self, batch: int, published: int) -> bool:
-        """Whether trajectories of `batch` may start while `published` is the newest version."""
-        return published >= batch - self.max_versions
 
     def admits_token(self, token_version: int, current: int) -> bool:
         """Whether a token of `token_version` may be trained on at `current`."""
@@ -125,7 +118,7 @@ class _Group:
 
 
 class StalenessAdmission:
-    """One job's groups by number; `published` is the newest version of its policy."""
+    """Staleness admission of one job, its groups by number; `published` is its newest version."""
 
     def __init__(self, bound: StalenessBound, groups_per_step: int, published: int = 0) -> None:
         if groups_per_step < 1:
@@ -188,7 +181,6 @@ class StalenessAdmission:
         return False
 
     def end_turn(self, group: int, turn: int) -> None:
-        """A turn is over."""
         self._groups[group].age.end_turn(turn)
 
     def forget(self, group: int, sample: int) -> None:

@@ -1,11 +1,13 @@
-"""Prompts in the order in which they start: each one by itself, those that aged out first.
+"""Batch policies: the order in which prompts start, and the rounds in which they are trained on.
 
-Rounds that do not wait for their slowest: the long tail is moved to rounds of its own.
+`PromptQueue` starts prompts one by one, those that aged out first, and delivers all that finish.
 
-After RollPacker (arXiv 2509.21009): a short round starts more prompts, and more samples of each,
-than it needs, is complete with the first that are done, and puts the prompts that are not at the
-end of a queue. When the queue fills a round, a long round runs them without over-sampling, to
-their ends. So a prompt is trained on exactly once; only its round changes.
+`TailBatcher` moves the long tail of generation lengths to rounds of its own, after RollPacker
+(arXiv 2509.21009), so that a step does not wait for its slowest prompt. A short round starts more
+prompts, and more samples of each, than it needs. It is complete with the first that are done, and
+the other prompts go to the end of a queue. When the queue fills a round, a long round runs them
+without over-sampling, to their ends. So a prompt is trained on exactly once, in one round or the
+other.
 """
 
 import math
@@ -34,7 +36,7 @@ class RoundDone:
 
 
 class BatchPolicy(Protocol):
-    """Which prompts start together, and when those that finish may be trained on."""
+    """Policy of batches: which prompts start together, and when finished ones are trained on."""
 
     @property
     def waiting(self) -> int:
@@ -75,19 +77,15 @@ class PromptQueue:
 
     @property
     def waiting(self) -> int:
-        """As in PromptLine."""
         return len(self._queue)
 
     def add(self, prompt: int) -> None:
-        """As in PromptLine."""
         self._queue.append(prompt)
 
     def put_back(self, prompt: int) -> None:
-        """As in PromptLine."""
         self._queue.appendleft(prompt)
 
     def wanted(self, room: int) -> int:
-        """As in PromptLine."""
         return max(0, room - len(self._queue))
 
     def begin(self, room: int, *, last: bool) -> Round | None:
@@ -137,7 +135,6 @@ class TailBatcher:
 
     @property
     def waiting(self) -> int:
-        """Prompts that have not started or must start anew."""
         return len(self._fresh) + len(self._deferred) + len(self._again)
 
     @property
@@ -146,7 +143,6 @@ class TailBatcher:
         return len(self._deferred)
 
     def add(self, prompt: int) -> None:
-        """A prompt to be trained on; numbers must not repeat."""
         self._fresh.append(prompt)
 
     def put_back(self, prompt: int) -> None:

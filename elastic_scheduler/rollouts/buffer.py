@@ -1,4 +1,4 @@
-"""Feeds a trainer with groups under a staleness bound: what starts, what is void, what is a step.
+"""Rollout buffer: decides which groups start, which are void, and which make a training step.
 
     add ─► waiting ──begin──► running ──all samples──► ready ──take──► trained on, once
               ▲                  │ │                     │
@@ -18,9 +18,9 @@ from elastic_scheduler.rollouts.admission import StalenessAdmission, TakenGroup,
 from elastic_scheduler.rollouts.batching import RoundDone
 from elastic_scheduler.rollouts.types import (
     DroppedGroup,
-    FeedCounts,
-    FeedProgress,
     GroupSamples,
+    RolloutCounts,
+    RolloutProgress,
     SampleRun,
     StepPlan,
     TrainingGroup,
@@ -53,7 +53,7 @@ class _Prompt(Generic[P]):
 
 
 class RolloutBuffer(Generic[P, T]):
-    """One trainer's feed. `P` is a prompt, `T` what an episode makes of it."""
+    """One trainer's rollout buffer. `P` is a prompt, `T` what an episode makes of it."""
 
     def __init__(self, plan: StepPlan, version: int = 0) -> None:
         """`version`: the newest one at the start."""
@@ -68,11 +68,10 @@ class RolloutBuffer(Generic[P, T]):
         self._dropped: list[DroppedGroup[P]] = []
         self._unseen = self._added = 0
         self._ended = False
-        self._counts = FeedCounts()
+        self._counts = RolloutCounts()
 
     @property
     def version(self) -> int:
-        """The newest version."""
         return self._admission.published
 
     @property
@@ -112,10 +111,6 @@ class RolloutBuffer(Generic[P, T]):
         """Whether anybody waits for the run; else it is void."""
         group = self._groups.get(run.prompt)
         return group is not None and group.is_live(run)
-
-    def is_running(self, run: SampleRun) -> bool:
-        """Whether the run was started and its end not yet reported."""
-        return run in self._running
 
     def begin_turn(self, run: SampleRun) -> TurnTicket | None:
         """A turn of the run is sent now; None: the run is void, send nothing."""
@@ -176,7 +171,7 @@ class RolloutBuffer(Generic[P, T]):
         self._fill()
 
     def take(self) -> TrainingStep[P, T] | None:
-        """The groups of a step; None while it must wait, and when the feed is exhausted."""
+        """The groups of a step; None while it must wait, and when the buffer is exhausted."""
         rest = self._ended and not self._line.waiting and len(self._groups) == self._admission.ready
         taken = self._admission.take(rest=rest)
         if not taken and not (rest and self._dropped):
@@ -200,10 +195,10 @@ class RolloutBuffer(Generic[P, T]):
         self._fill()
         return self._dropped[-1]
 
-    def progress(self) -> FeedProgress:
+    def progress(self) -> RolloutProgress:
         """Where everything is."""
         ready = self._admission.ready
-        return FeedProgress(
+        return RolloutProgress(
             version=self.version,
             prompts_waiting=self._line.waiting,
             groups_running=len(self._groups) - ready,

@@ -1,10 +1,8 @@
-"""One try at one sample of one prompt, and the samples of a group.
+"""Types of the rollout buffer: samples, groups, the plan of a step, training steps and progress.
 
-What a trainer's steps are made of, and what may be spent on them.
-
-What a trainer is handed: complete groups, and those that were given up.
-
-What became of a feed's prompts and samples.
+`SampleRun` is one try at one sample of one prompt, `GroupSamples` the samples of a prompt.
+A trainer sets the `StepPlan` and receives a `TrainingStep`: complete groups, and the prompts that
+were given up.
 """
 
 from dataclasses import dataclass, field
@@ -128,7 +126,7 @@ class TrainingStep(Generic[P, T]):
 
 
 @dataclass(slots=True)
-class FeedCounts:
+class RolloutCounts:
     """Groups trained (handed out), dropped, aged out (begun anew because the policy moved on) and
     deferred (moved to a long round); samples retried. They only grow."""
 
@@ -140,8 +138,8 @@ class FeedCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class FeedProgress:
-    """A feed now; the last five are its `FeedCounts`."""
+class RolloutProgress:
+    """A rollout buffer now; the last five are its `RolloutCounts`."""
 
     version: int
     prompts_waiting: int

@@ -1,25 +1,18 @@
-"""One replica as the router sees it, and the turns that it was given.
-
-What a turn asks of a replica.
-
-What a turn would cost on a replica.
+"""Cost model of the router: the seconds that a turn would take on each replica.
 
     cost_s = (tokens owed to running turns + this turn's expected tokens) / live decode rate
            + silence: seconds since a replica with turns sent its last token
            + uncached prompt tokens / prefill rate
            + P(revoked before the end) * seconds to prefill the turn's tokens again elsewhere
 
-Journaled tokens survive a revocation, so what is computed again is their prefill, on average of
+Journaled tokens survive a revocation, so only their prefill is computed again: on average that of
 the prompt and half the output. A turn that is likely to be long costs `LONG_ON_GUEST` times as much
-on a guest: it would be there when the host's next burst comes, and dedicated places are for such.
+on a guest: it would still run when the host's next burst comes, and belongs on a dedicated replica.
 
-A turn on a replica, and what it would be on another.
-
-How fast single turns are: by their own pace, else by that of others on the replica, or anywhere.
-
+`TurnSpeeds` measures single turns, for the rest of a running turn and for a copy of it elsewhere.
 A replica's rate says little about one turn, which never has all of it: an idle replica that offers
-a thousand tokens per second to a full batch gives a single turn thirty. So what a turn still takes,
-and what a copy of it would take elsewhere, go by what turns really had.
+a thousand tokens per second to a full batch gives a single turn thirty. A turn's own speed is used
+where it is known, else that of turns on the same replica, else that of all turns.
 """
 
 import math
@@ -277,7 +270,7 @@ class TurnPlacement:
 
 @dataclass(frozen=True, slots=True)
 class Quote:
-    """Where a copy of a turn could run now, and the seconds that it would take there."""
+    """Offer for a copy of a turn: a replica, and the seconds that the copy would take there."""
 
     replica: str
     cost_s: float

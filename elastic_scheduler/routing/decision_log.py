@@ -1,6 +1,7 @@
-"""Why was this decided? The last decisions about every subject, in bounded memory.
+"""Log of decisions and their reasons, in bounded memory, so that operators can ask why.
 
-Choices of replicas, as they can be asked about: by trajectory, or by one request of it.
+`ReasonLog` keeps the last decisions about each subject. `RoutingLog` keeps choices of replicas, to
+be asked for by trajectory or by request.
 """
 
 from collections import OrderedDict, deque

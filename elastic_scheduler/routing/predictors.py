@@ -1,11 +1,12 @@
-"""Which replica holds a trajectory's prefix in its cache.
+"""Predictors of the router: prefix affinity, output length and decode rate.
 
-How long a turn will be, from what was seen of its trajectory, its prompt and its job.
+`PrefixAffinity` remembers which replica caches a trajectory's prefix.
 
-A budget is a limit, not a forecast: most turns end far below it. The most specific history that has
-enough in it speaks: the trajectory's last turns, the prompt's other samples, the job's quantile.
+`LengthPredictor` predicts output lengths. A token budget is a limit, not a forecast: most turns end
+far below it. The most specific history that has enough samples decides: the trajectory's last
+turns, then the prompt's other samples, then the job's quantile.
 
-How fast a replica really decodes: measured from tokens as they arrive.
+`RateMeter` measures a replica's decode rate from tokens as they arrive.
 """
 
 import math

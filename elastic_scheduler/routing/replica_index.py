@@ -72,7 +72,7 @@ class ReplicaClass:
 
 
 class ReplicaIndex:
-    """Where every usable replica stands. The caller tells it of changes with `place`."""
+    """Index of the usable replicas by class and wait. The caller reports changes with `place`."""
 
     def __init__(self, seed: int = 0) -> None:
         self._groups: dict[tuple[bool, ReplicaKind], dict[ClassKey, ReplicaClass]] = {

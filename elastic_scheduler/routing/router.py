@@ -1,6 +1,6 @@
-"""Which replica generates the next turn: the cheapest, or the prefix's holder if nearly as cheap.
+"""Router: picks the cheapest replica for a turn, or its prefix's holder if nearly as cheap.
 
-`routing_cost` says what a turn costs on a replica. In a small fleet every replica is weighed, in a
+`cost.cost_s` is the cost of a turn on a replica. In a small fleet every replica is weighed, in a
 large one a few of the cheapest by `replica_index`; always the holder of the trajectory's prefix.
 The holder is kept unless another is cheaper by a margin. A turn waits rather than go to a replica
 `PATIENCE` times dearer than one that is full.

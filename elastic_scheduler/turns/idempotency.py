@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class Conflict(Enum):
-    """What stands against using a request id."""
+    """Reason against using a request id."""
 
     OTHER_BODY = "the request id was used with another body"
 

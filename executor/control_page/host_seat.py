@@ -1,20 +1,19 @@
-"""The writing end of a host: the seat on its page, its heartbeat, and the veto of one that failed.
+"""Host's seat on the control page (exclusive writer, heartbeat, veto), and a guest's view of it.
 
     takes the seat ──► busy on the page ──► publishes, beats ──► publishes no more: busy, vetoes
     cannot publish ────────────────────────────────────────────────────────────────► vetoes
 
-The engine core's thread writes the host section, the beating thread the seat section: each has one
-writer. A beat says that the process lives and nothing of its work, so it cannot make a busy host
-idle, and the host never waits for it.
+The engine core's thread writes the host section, the heartbeat thread the seat section: each has
+one writer. A beat says that the process lives and nothing about its work, so it cannot make a busy
+host look idle, and the host never waits for it.
 
-What guard and guest may believe of the host: one look at its page, and what speaks against it.
-
-A state counts when all of this holds, and the host counts as busy otherwise:
+`HostView` is one look at the page by a guard or guest. The host's state counts when all of this
+holds, and the host counts as busy otherwise:
 
     the file at the page's path is the one that is mapped
     a living process holds the seat, for SETTLE_NS at least, and beat within BEAT_STALE_NS
     nobody holds the veto: no engine serves here that cannot publish
-    the host section is whole and was written by who holds the seat
+    the host section is whole and was written by the holder of the seat
 """
 
 import logging

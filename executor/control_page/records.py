@@ -1,14 +1,14 @@
-"""One single-writer record in shared memory, guarded by a sequence lock and a CRC.
+"""Records of the control page, their binary forms, and the sequence lock that guards each section.
+
+A section in shared memory holds one record and has one writer:
 
     word 0  sequence: 0 never written, odd while a write is under way, even when whole
     word 1  CRC-32 of the payload, seeded with the sequence
     then    payload
 
-The CRC catches what the sequence cannot: a store order other than the one written here, a second
-writer by mistake, a payload of another generation. A writer that died leaves an odd sequence; the
-next write, by whoever holds the section then, moves on to a fresh even one.
-
-The records of the control page and their fixed binary forms.
+The CRC catches faults that the sequence cannot: a store order other than the one written here, a
+second writer by mistake, a payload of another generation. A writer that died leaves an odd
+sequence; the next write, by whichever process holds the section then, moves on to a fresh even one.
 
 Times are CLOCK_MONOTONIC nanoseconds, so the processes of one machine can compare them. Zeroed
 memory decodes to the harmless value of every record (grant: FREEZE, expired).
@@ -194,7 +194,6 @@ class HostState:
         return not (self.in_step or self.running or self.waiting)
 
     def pack(self) -> bytes:
-        """Binary form."""
         return self.LAYOUT.pack(
             self.step_seq,
             self.in_step,
@@ -240,7 +239,6 @@ class SeatState:
     LAYOUT: ClassVar[struct.Struct] = struct.Struct("=qqqqq")
 
     def pack(self) -> bytes:
-        """Binary form."""
         return self.LAYOUT.pack(
             self.pid, self.started, self.pid_namespace, self.taken_ns, self.beat_ns
         )

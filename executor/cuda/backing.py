@@ -1,11 +1,12 @@
-"""A run of addresses in which every page has memory at any time: its own, or the alias page.
+"""Backing of KV memory by GPU pages: a virtual-memory mapping whose every address is readable.
 
-One physical page backs all addresses that have none of their own. A kernel that reads one of them
-by mistake gets the alias page's content and does not fault, which would end every process of an MPS
-server. Only between `unmap` and `map` of one page nothing is behind it: no step that could touch
-it may be in flight.
+One physical page, the alias page, backs all addresses that have no page of their own. A kernel that
+reads one of them by mistake gets the alias page's content instead of a fault, which would end every
+process of an MPS server. Only between `unmap` and `map` of one page nothing is mapped there, so no
+step that could touch it may be in flight.
 
-KV memory on a GPU: pages go back to where they came from, and are zeroed when they return.
+`CudaPages` is the page backend over such a mapping. Released pages go back to their source, and
+pages that return are zeroed first.
 """
 
 from collections.abc import Collection, Iterable, Sequence

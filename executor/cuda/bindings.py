@@ -37,7 +37,6 @@ class CudaDriver:
         self.device = bytes(self._call("cuDeviceGetUuid", self._ordinal).bytes)
 
     def reserve(self, size: int) -> int:
-        """Reserve addresses."""
         return int(self._call("cuMemAddressReserve", size, self.granularity, 0, _ZERO_FLAGS))
 
     def unreserve(self, address: int, size: int) -> None:

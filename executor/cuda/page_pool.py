@@ -1,6 +1,7 @@
-"""Where physical pages of a GPU come from, and where they go.
+"""Pool of a GPU's physical pages, and the use counts that say which of them can be released.
 
-Which pages the granules of a KV cache lie on, and which of them nobody needs.
+`PagePool` creates pages through the driver and keeps some spare. `PageRefcounts` maps the granules
+of a KV cache to the pages they lie on, and knows which pages no mapped granule needs.
 """
 
 from collections.abc import Collection, Sequence
@@ -16,7 +17,7 @@ from executor.kv.shrink_plan import Granules
 
 
 class PageSource(Protocol):
-    """Whoever has pages to give; a page taken is nobody else's until it is given."""
+    """Source of physical pages; a page taken belongs to its taker alone until it is given back."""
 
     @property
     def idle(self) -> int:
@@ -118,15 +119,6 @@ class PagePool:
         """Keep what fits, release the rest."""
         self._spare += handles
         self._release_down_to(self._most_spare)
-
-    def trim(self) -> int:
-        """Release all that is kept; return by how many bytes the device's free memory grew.
-
-        That is measured, so it also has in it what others did meanwhile.
-        """
-        before = self._driver.free_bytes()
-        self._release_down_to(0)
-        return self._driver.free_bytes() - before
 
     def _release_down_to(self, spare: int) -> None:
         while len(self._spare) > spare:

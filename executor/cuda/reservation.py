@@ -1,9 +1,8 @@
-"""KV memory of this engine that ROSE reserved, and how its address leads back to it.
+"""KV memory that ROSE reserved in this engine, found by its address, and seen as a torch tensor.
 
-Whoever allocates the KV cache makes one reservation; whoever balloons it finds it by the address
-of the tensor. Both are in one process: pages are mapped nowhere else.
-
-Device memory as a tensor of torch, without a copy: through `__cuda_array_interface__`.
+The KV cache's allocator makes one reservation; the KV balloon finds it by the address of the
+tensor. Both are in one process: pages are mapped nowhere else. The memory becomes a tensor without
+a copy, through `__cuda_array_interface__`.
 """
 
 from __future__ import annotations

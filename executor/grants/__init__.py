@@ -1,1 +1,1 @@
-"""Grants of compute: who decides that a guest may run a step, and for how long."""
+"""Grants of compute: whether a guest may run a step, and for how long."""

@@ -1,10 +1,11 @@
-"""When a guest must end itself: killed by its grant, or left alone by its node daemon.
+"""Grant controller: how much compute and KV memory a guest may use for the next half second.
 
-The grant loop's decision: what a guest may use for the next half second.
+The node daemon calls `GrantController.step` at 20 Hz or more and writes the grant that it returns.
+Whatever the controller does not know counts against the guest. A daemon that stops calling revokes
+by silence: the last grant expires.
 
-The node daemon calls `GrantController.step` at 20 Hz or more and writes what it returns. Whatever
-it does not know counts against the guest, and a daemon that stops calling revokes by silence: the
-last grant expires.
+`GrantLiveness` is the guest's side: it decides when a guest must end itself, either because its
+grant says so or because the grant is so old that the node daemon must be gone.
 """
 
 from dataclasses import dataclass, field

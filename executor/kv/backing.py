@@ -1,12 +1,11 @@
-"""What backs KV blocks with physical memory, behind one interface for every kind of memory.
+"""Physical memory behind KV blocks: one interface for every kind, and host memory behind it.
 
-Memory of this process: give whole pages back to the machine, and count those that are there.
+`PageBackend` is the interface. `NoPages` is for memory that this process cannot reach.
 
-KV memory on the host: pages go by MADV_DONTNEED and come back, zeroed, when they are touched.
-
-A page that two blocks share is given back when both are held. What counts as returned is what was
-measured not to be resident, never what was asked for. What is held may not be part of a huge page,
-or a touch beside it would bring it back.
+`HostPages` gives whole pages back to the machine by MADV_DONTNEED; they come back, zeroed, when
+they are touched. A page that two blocks share is released once both blocks are held. Bytes count as
+returned when they were measured not to be resident, never because a call asked for it. Held memory
+may not be part of a huge page, or a touch beside it would bring it back.
 """
 
 import ctypes
@@ -38,7 +37,7 @@ class PageBackend(Protocol):
 
     @property
     def bytes_returned(self) -> int:
-        """Bytes that were measured to be without pages when they were last released."""
+        """Bytes whose physical pages were confirmed freed at the last release."""
         ...
 
     @property
@@ -48,12 +47,12 @@ class PageBackend(Protocol):
 
     @property
     def kept(self) -> int:
-        """Granules' worth of pages that this process has and nothing is mapped on."""
+        """Pages that this process has without a mapping, in granules."""
         ...
 
     @property
     def owed(self) -> int:
-        """Granules to release, of those on pages of others, because these want them back."""
+        """How many borrowed granules the owners of their pages have asked back."""
         ...
 
     def borrowed(self, granule: int) -> bool:
@@ -77,11 +76,11 @@ class PageBackend(Protocol):
         ...
 
     def recall(self, granules: int) -> None:
-        """Ask whoever has pages of this process for so many granules; 0 ends that."""
+        """Ask the borrowers of this process's pages for so many granules; 0 ends that."""
         ...
 
     def poll(self) -> bool:
-        """Hear those with whom pages are shared, and lend them some; never waits.
+        """Exchange messages with the processes that share pages, and lend them some; never waits.
 
         Returns whether there is more to lend to somebody who is there. Raises LoanError or
         DeviceError.
@@ -90,7 +89,7 @@ class PageBackend(Protocol):
 
 
 class OwnPages:
-    """The part of a PageBackend that has to do with others, for memory that has nobody in it."""
+    """The sharing part of a PageBackend, for memory that is shared with no other process."""
 
     always_restores = True
     kept = 0
@@ -180,8 +179,8 @@ def discard(pages: Range) -> None:
 def use_huge_pages(pages: Range) -> None:
     """Ask for huge pages under memory whose content is of no account; it reads as zeros then.
 
-    Giving back and touching again cost a tenth of what small pages do. A wish: a kernel that has
-    none leaves the pages small.
+    Giving back and touching again cost a tenth of what small pages do. Best effort: without free
+    huge pages, small ones remain.
     """
     if pages.size and not _libc.madvise(pages.start, pages.size, mmap.MADV_HUGEPAGE):
         _libc.madvise(pages.start, pages.size, mmap.MADV_DONTNEED)
@@ -191,7 +190,7 @@ def use_huge_pages(pages: Range) -> None:
 def allow_huge_pages(pages: Range, *, allowed: bool) -> None:
     """Whether these may become part of a huge page, of which a touch anywhere brings all.
 
-    A wish, as above.
+    Best effort, as above.
     """
     if pages.size:
         advice = mmap.MADV_HUGEPAGE if allowed else mmap.MADV_NOHUGEPAGE

@@ -1,20 +1,22 @@
-"""What a guest's KV cap does when the host fills its own KV memory: two policies, side by side.
+"""Capacity policies of KV memory: how much a host lends, and how large a guest's cap is.
+
+`LendingCore` decides how much of its idle KV memory a host lends.
+
+    free ── idle, or calm for a while ──> lent     only what lies above the reserve
+    lent ── the reserve is half eaten, or requests will eat it ──> free     until it is whole
+
+The reserve is counted in blocks that hold no cached prefix. To lend, the host evicts only cached
+prefixes that had no hit for `cold_ns`. New requests are served from the reserve while lent granules
+return.
+
+`PressureCore` sets a guest's cap when the host fills its own KV memory, by one of two policies:
 
     paper      above the high watermark: halve once; grow again with the next policy version
     adaptive   above it: halve, and again while it lasts; below the low one, unless the forecast
                goes beyond: grow by an eighth of the whole a second
 
-Both halve at once. `paper` is ROSE as published (it aborts what no longer fits and sends it
-elsewhere, as the guest's balloon does): a version long in coming leaves a small guest small.
-
-What a host lends of its idle KV memory, and what of that its guest may keep.
-
-    free ── idle, or calm for a while ──> lent     only what lies above the reserve
-    lent ── the reserve is half eaten, or requests will eat it ──> free     until it is whole
-
-The reserve is counted in blocks that hold no cached prefix. The host forgets none in order to lend
-but those that nobody asked for in a long time, and serves what comes from its reserve while lent
-granules return.
+Both halve at once. `paper` is ROSE as published (it aborts requests that no longer fit, and they go
+on elsewhere, as with the guest's balloon): a version long in coming leaves a small guest small.
 """
 
 import math

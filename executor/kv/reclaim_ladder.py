@@ -1,10 +1,10 @@
-"""The reclaim ladder: how memory comes back from a guest, each rung harder than the one before.
+"""The reclaim ladder: how memory comes back from a guest, each level harder than the one before.
 
     L0 freeze ─> L1 balloon to a cap ─> L2 release all KV ─> L3 sleep the weights ─> L4 kill
 
-Only measured bytes of the guest's process group end a rung early. What its engine claims only
+Only measured bytes of the guest's process group end a level early. What its engine claims only
 starts a short wait for these bytes to be gone: an engine that says it sleeps and keeps its memory
-costs one rung, and one that returns before its pages did is waited for.
+costs one level, and one that returns before its pages did is waited for.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ class ReclaimLevel(IntEnum):
 
 
 class ReclaimOutcome(StrEnum):
-    """How a rung ended. HELD: its engine claimed more than was measured to be gone."""
+    """Outcome of a level. HELD: its engine claimed more than was measured to be gone."""
 
     FREED = "freed"
     TOO_LITTLE = "too_little"
@@ -38,14 +38,14 @@ class ReclaimOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class EngineReport:
-    """The engine says that it is done with the rung, and that it gave so many bytes back."""
+    """The engine says that it is done with the level, and that it gave so many bytes back."""
 
     freed_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Unsupported:
-    """This engine has no such rung."""
+    """This engine has no such level."""
 
     why: str
 
@@ -55,17 +55,17 @@ Answer = EngineReport | Unsupported | None
 
 @dataclass(frozen=True, slots=True)
 class Escalate:
-    """Take this rung now; `bytes_left` are still wanted."""
+    """Take this level now; `bytes_left` are still wanted."""
 
-    rung: ReclaimLevel
+    level: ReclaimLevel
     bytes_left: int
 
 
 @dataclass(frozen=True, slots=True)
 class LevelReport:
-    """What became of one rung; `why` where it was not to be had."""
+    """Report on one level; `why` where the engine does not have it."""
 
-    rung: ReclaimLevel
+    level: ReclaimLevel
     outcome: ReclaimOutcome
     freed_bytes: int
     claimed_bytes: int
@@ -82,10 +82,10 @@ class Finished:
     enough: bool
     in_time: bool
     took_ns: int
-    rungs: tuple[LevelReport, ...]
+    levels: tuple[LevelReport, ...]
 
 
-_RUNG_NS: Final = MappingProxyType(
+_LEVEL_NS: Final = MappingProxyType(
     {
         ReclaimLevel.FREEZE: 100 * _MS,
         ReclaimLevel.BALLOON: 1_000 * _MS,
@@ -98,19 +98,19 @@ _RUNG_NS: Final = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class LadderLimits:
-    """`rung_ns`: the most that each rung may take; that of KILL is kept free before the deadline.
+    """`level_ns`: the most that each level may take; that of KILL is kept free before the deadline.
 
     `settle_ns`: how long after a claim, and after the last byte that went, nothing has to move for
     the claim to be false. `noise_bytes`: what a process's size changes by without any reason.
     """
 
-    rung_ns: Mapping[ReclaimLevel, int] = field(default_factory=lambda: _RUNG_NS)
+    level_ns: Mapping[ReclaimLevel, int] = field(default_factory=lambda: _LEVEL_NS)
     settle_ns: int = 150 * _MS
     noise_bytes: int = 1 << 20
 
 
 class ReclaimCore:
-    """One reclaim, from the wish to its end; clock, sizes and answers are handed in."""
+    """Core of one reclaim, from the request to its end; clock, sizes and answers are handed in."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class ReclaimCore:
         limits: LadderLimits | None = None,
     ) -> None:
         """`held_bytes`: the guest's process group now, None when it cannot be measured; all of it
-        may be wanted. Without a first measurement nothing but the last rung is believed to help.
+        may be wanted. Without a first measurement nothing but the last level is believed to help.
         """
         self._limits = limits or LadderLimits()
         self._began_ns = now_ns
@@ -130,9 +130,9 @@ class ReclaimCore:
         known = self._wanted_bytes if held_bytes is None else held_bytes
         self._start_bytes = self._held_bytes = known
         self._goal_bytes = max(0, known - self._wanted_bytes)
-        self._rung: ReclaimLevel | None = None
-        self._rung_began_ns = now_ns
-        self._rung_bytes = known
+        self._level: ReclaimLevel | None = None
+        self._level_began_ns = now_ns
+        self._level_bytes = known
         self._claim: EngineReport | None = None
         self._moved_ns = now_ns
         self._reports: list[LevelReport] = []
@@ -142,12 +142,12 @@ class ReclaimCore:
     ) -> Escalate | Finished | None:
         """What to do now. `held_bytes`: as measured, None when it could not be.
 
-        `answer`: to the rung asked for last. Nothing more is to be done after Finished.
+        `answer`: to the level asked for last. Nothing more is to be done after Finished.
         """
         self._measured(now_ns, held_bytes)
         if self._held_bytes <= self._goal_bytes:
             return self._finish(now_ns, ReclaimOutcome.FREED)
-        if self._rung is None:
+        if self._level is None:
             return self._climb(now_ns, ReclaimLevel.FREEZE)
         if isinstance(answer, EngineReport) and self._claim is None:
             self._claim = answer
@@ -155,11 +155,11 @@ class ReclaimCore:
         outcome = self._outcome(now_ns, answer)
         if outcome is None:
             return None
-        if self._rung is ReclaimLevel.KILL:
+        if self._level is ReclaimLevel.KILL:
             return self._finish(now_ns, outcome)
         self._report(now_ns, outcome, answer.why if isinstance(answer, Unsupported) else "")
         too_late = now_ns >= self._last_call_ns
-        return self._climb(now_ns, ReclaimLevel.KILL if too_late else ReclaimLevel(self._rung + 1))
+        return self._climb(now_ns, ReclaimLevel.KILL if too_late else ReclaimLevel(self._level + 1))
 
     def settled(self, now_ns: int) -> Finished:
         """The end of a reclaim whose purpose is fulfilled otherwise."""
@@ -172,7 +172,7 @@ class ReclaimCore:
 
     @property
     def _last_call_ns(self) -> int:
-        return self._deadline_ns - self._limits.rung_ns[ReclaimLevel.KILL]
+        return self._deadline_ns - self._limits.level_ns[ReclaimLevel.KILL]
 
     def _measured(self, now_ns: int, held_bytes: int | None) -> None:
         if held_bytes is None:
@@ -182,43 +182,43 @@ class ReclaimCore:
         self._held_bytes = held_bytes
 
     def _outcome(self, now_ns: int, answer: Answer) -> ReclaimOutcome | None:
-        """How the rung ended, None while it may still free what is wanted."""
-        assert self._rung is not None
-        if self._rung is not ReclaimLevel.KILL:
+        """How the level ended, None while it may still free what is wanted."""
+        assert self._level is not None
+        if self._level is not ReclaimLevel.KILL:
             if isinstance(answer, Unsupported):
                 return ReclaimOutcome.UNSUPPORTED
             if now_ns >= self._last_call_ns:
                 return ReclaimOutcome.LATE
-            if self._claim and self._rung is ReclaimLevel.FREEZE:
+            if self._claim and self._level is ReclaimLevel.FREEZE:
                 return ReclaimOutcome.TOO_LITTLE  # It frees nothing, and takes nothing more.
             if self._claim and now_ns - self._moved_ns >= self._limits.settle_ns:
                 return self._judge(self._claim)
-        late = now_ns - self._rung_began_ns >= self._limits.rung_ns[self._rung]
+        late = now_ns - self._level_began_ns >= self._limits.level_ns[self._level]
         return ReclaimOutcome.LATE if late else None
 
     def _judge(self, claim: EngineReport) -> ReclaimOutcome:
-        missing = claim.freed_bytes - (self._rung_bytes - self._held_bytes)
+        missing = claim.freed_bytes - (self._level_bytes - self._held_bytes)
         return (
             ReclaimOutcome.HELD if missing > self._limits.noise_bytes else ReclaimOutcome.TOO_LITTLE
         )
 
-    def _climb(self, now_ns: int, rung: ReclaimLevel) -> Escalate:
-        assert self._rung is None or rung > self._rung
-        self._rung = rung
-        self._rung_began_ns = self._moved_ns = now_ns
-        self._rung_bytes = self._held_bytes
+    def _climb(self, now_ns: int, level: ReclaimLevel) -> Escalate:
+        assert self._level is None or level > self._level
+        self._level = level
+        self._level_began_ns = self._moved_ns = now_ns
+        self._level_bytes = self._held_bytes
         self._claim = None
-        return Escalate(rung, self._held_bytes - self._goal_bytes)
+        return Escalate(level, self._held_bytes - self._goal_bytes)
 
     def _report(self, now_ns: int, outcome: ReclaimOutcome, why: str = "") -> None:
-        if self._rung is not None:
+        if self._level is not None:
             self._reports.append(
                 LevelReport(
-                    self._rung,
+                    self._level,
                     outcome,
-                    self._rung_bytes - self._held_bytes,
+                    self._level_bytes - self._held_bytes,
                     self._claim.freed_bytes if self._claim else 0,
-                    now_ns - self._rung_began_ns,
+                    now_ns - self._level_began_ns,
                     why,
                 )
             )
@@ -237,7 +237,7 @@ class ReclaimCore:
 
 
 class OverdueTimer:
-    """How long a guest has owed memory that its host took back, and what that calls for.
+    """Timer of the memory that a guest owes its host, and the measures that follow.
 
     It is `pressed` from `press_ns` on until it owes nothing: it should do nothing else, and have
     a core to do it on. Every `patience_ns` without an end of it the ladder has to begin.

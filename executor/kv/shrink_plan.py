@@ -1,11 +1,12 @@
-"""Granules: the runs of KV blocks that are taken from a guest, and given back to it, as a whole.
+"""Shrink plans of the KV balloon: which granules of KV blocks a guest gives back or gets back.
 
-Which rollouts to preempt so that granules of KV blocks become empty: the cheapest ones.
-
-The KV balloon's decisions: how many granules a guest may keep, and which ones go first.
+A granule is a run of KV blocks that is taken from a guest, and given back to it, as a whole.
 
     mapped ── take ──> held        pages go back once no step in flight can touch them
     held ── give back ──> mapped   pages are there again before the blocks re-enter the pool
+
+Free granules go first. Where these are too few, `empty_cheapest` picks the rollouts to preempt that
+cost least to recompute.
 
 Granule 0 holds vLLM's null block and is never taken, so the tightest cap is 1. A cap of 0 means
 that none is set: zeroed memory and a node without KV policy leave the guest as large as it started.
@@ -22,7 +23,7 @@ from executor.grants.step_gate import GateLimits, lapsed
 
 @dataclass(frozen=True, slots=True)
 class Granules:
-    """How `blocks` KV blocks fall into granules of `granule_blocks`; the last may be shorter."""
+    """Division of `blocks` KV blocks into granules of `granule_blocks`; the last may be shorter."""
 
     blocks: int
     granule_blocks: int
@@ -41,7 +42,6 @@ class Granules:
         return block // self.granule_blocks
 
     def blocks_of(self, granule: int) -> range:
-        """The blocks of a granule."""
         first = granule * self.granule_blocks
         return range(first, min(first + self.granule_blocks, self.blocks))
 
@@ -64,14 +64,14 @@ def empty_cheapest(
     rollouts are cheapest to recompute together. So a cheap rollout that would free nothing is left
     alone, and one that has to go makes its other granules cheaper.
     """
-    tenants = _tenants(used, granules, rollouts)
+    members_of = _rollouts_of(used, granules, rollouts)
     homes: dict[int, list[int]] = {}
-    for granule, members in tenants.items():
+    for granule, members in members_of.items():
         for member in members:
             homes.setdefault(member, []).append(granule)
     cost = {
         granule: sum(rollouts[member].recompute_tokens for member in members)
-        for granule, members in tenants.items()
+        for granule, members in members_of.items()
     }
     # Of equals the highest granule goes first.
     heap = [(price, -granule) for granule, price in cost.items()]
@@ -84,7 +84,7 @@ def empty_cheapest(
             continue  # Chosen already, or an entry from before its price fell.
         del cost[-granule]
         emptied.append(-granule)
-        for member in sorted(tenants[-granule] - gone.keys()):
+        for member in sorted(members_of[-granule] - gone.keys()):
             gone[member] = None
             for home in homes[member]:
                 if home in cost:
@@ -93,21 +93,21 @@ def empty_cheapest(
     return tuple(emptied), tuple(rollouts[member].request_id for member in gone)
 
 
-def _tenants(
+def _rollouts_of(
     used: Mapping[int, int], granules: Granules, rollouts: Sequence[Rollout]
 ) -> dict[int, set[int]]:
     """The rollouts (by position) of each granule; granules with blocks of others are left out."""
-    tenants: dict[int, set[int]] = {}
+    members_of: dict[int, set[int]] = {}
     owned: dict[int, set[int]] = {}
     for member, rollout in enumerate(rollouts):
         for block in rollout.blocks:
             granule = granules.of(block)
             if granule in used:
-                tenants.setdefault(granule, set()).add(member)
+                members_of.setdefault(granule, set()).add(member)
                 owned.setdefault(granule, set()).add(block)
     return {
         granule: members
-        for granule, members in tenants.items()
+        for granule, members in members_of.items()
         if len(owned[granule]) == used[granule]
     }
 
@@ -130,7 +130,7 @@ class GranuleUse:
 
 @dataclass(frozen=True, slots=True)
 class Shrink:
-    """What to do, in this order: preempt these requests, then take these granules."""
+    """Plan of a shrink, in this order: preempt these requests, then take these granules."""
 
     granules: tuple[int, ...]
     preempt: tuple[str, ...] = ()

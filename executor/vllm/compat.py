@@ -1,13 +1,8 @@
-"""The few surfaces of vLLM that the plugins touch, and nothing else of it.
+"""vLLM's internals that the plugins use, as typing protocols, and the versions that ROSE supports.
 
-None of them is public in vLLM: they are pinned by the engine tests.
-
-The vLLM versions that ROSE is tested with, and where their schedulers differ.
-
-A difference is asked of the object at hand. The version says only whether anybody has tried: the
-surfaces under the plugins are not public, and another version may misbehave without an error.
-
-From vLLM's request ids back to the ids that clients sent.
+No surface here is public in vLLM: the engine tests pin them. Where versions differ, the object at
+hand is asked. The version number says only whether ROSE is tested with it: another one may
+misbehave without an error, so it is refused.
 """
 
 import re
@@ -24,6 +19,8 @@ class RequestSurface(Protocol):
     request_id: str
     arrival_time: float
     num_prompt_tokens: int
+    num_computed_tokens: int
+    num_output_placeholders: int
 
     @property
     def num_tokens(self) -> int:
@@ -35,14 +32,9 @@ class RequestSurface(Protocol):
         """Tokens generated so far."""
         ...
 
-
-class BlockPoolSurface(Protocol):
-    """vllm.v1.core.block_pool.BlockPool."""
-
-    num_gpu_blocks: int
-
-    def get_num_free_blocks(self) -> int:
-        """Blocks that can be allocated now."""
+    @property
+    def num_tokens_with_spec(self) -> int:
+        """Tokens of prompt and output so far, and drafted ones."""
         ...
 
 
@@ -69,12 +61,16 @@ class FreeQueueSurface(Protocol):
         ...
 
 
-class FullBlockPoolSurface(Protocol):
-    """vllm.v1.core.block_pool.BlockPool, as far as a balloon needs it."""
+class BlockPoolSurface(Protocol):
+    """vllm.v1.core.block_pool.BlockPool."""
 
     num_gpu_blocks: int
     blocks: list[BlockSurface]
     free_block_queue: FreeQueueSurface
+
+    def get_num_free_blocks(self) -> int:
+        """Blocks that can be allocated now."""
+        ...
 
     def evict_blocks(self, block_ids: set[int]) -> None:
         """Forget the cached content of these blocks."""

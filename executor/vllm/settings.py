@@ -1,4 +1,4 @@
-"""What an engine process learns from its environment."""
+"""Settings of an engine process, read from its environment."""
 
 import math
 from collections.abc import Mapping

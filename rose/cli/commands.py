@@ -1,10 +1,7 @@
-"""`rose status`: a snapshot as tables.
+"""Operator's subcommands of `rose`: status, explain, harvest, revoke, kill, unkill.
 
-Calls to the scheduler, with their failures as errors that a person reads.
-
-`rose explain TRAJECTORY`: where its turns were placed, and why.
-
-The operator's subcommands: status, explain, harvest, revoke, kill, unkill.
+`rose status` prints a snapshot of the cluster as tables. `rose explain TRAJECTORY` prints where its
+turns were placed, and why. Failures of calls to the scheduler become errors that a person reads.
 """
 
 import argparse
@@ -152,7 +149,7 @@ Reply = TypeVar("Reply")
 
 
 class SchedulerClient:
-    """What an operator asks of a scheduler.
+    """Operator's client of a scheduler.
 
     Raises `UnavailableError` when it does not answer and `RefusedError` when it says no.
     """

@@ -1,9 +1,9 @@
-"""The command line's grammar: errors are one line, and a typo gets the nearest word.
+"""The `rose` command and its parser: a person gets one line, a script an exit code.
 
-The `rose` command: whatever happens, a person gets one line and a script an exit code.
+0 done, 1 failed unexpectedly (or a claim of the demo failed), 2 bad input or an unreachable
+service, 130 interrupted.
 
-0 done, 1 failed unexpectedly (or a claim of the demo failed), 2 bad input or nobody answers,
-130 interrupted.
+Errors are one line, and for a typo the nearest known word is suggested.
 """
 
 import argparse

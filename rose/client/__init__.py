@@ -1,8 +1,8 @@
-"""What a trainer imports: turns from one or several gateways, with and without an event loop."""
+"""Client for trainers: turns from one or several gateways, with and without an event loop."""
 
 from elastic_scheduler import (
     DroppedGroup,
-    FeedProgress,
+    RolloutProgress,
     StalenessBound,
     StepPlan,
     TailPlan,
@@ -34,7 +34,6 @@ __all__ = [
     "BlockingSession",
     "ClientClosed",
     "DroppedGroup",
-    "FeedProgress",
     "GatewayUnavailable",
     "Group",
     "GroupsDropped",
@@ -45,6 +44,7 @@ __all__ = [
     "RolloutClient",
     "RolloutError",
     "RolloutPipeline",
+    "RolloutProgress",
     "Sampling",
     "Session",
     "StalenessBound",

@@ -1,6 +1,6 @@
-"""An event loop on a thread of its own, for callers that have none.
+"""Client for code without an event loop: plain threads, Ray actors, notebooks.
 
-The client for code without an event loop: plain threads, Ray actors, notebooks.
+An event loop on a thread of its own runs the asynchronous client for them.
 """
 
 import asyncio

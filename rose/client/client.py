@@ -61,9 +61,9 @@ class RolloutClient:
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=120.0),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=settings.connect_s),
         )
-        self._pulse = GatewayMonitor(settings, self._http)
+        self._monitor = GatewayMonitor(settings, self._http)
         self._ring = GatewayRing(settings.urls)
-        self._tries = Tries(settings, self._http, self._ring, self._pulse)
+        self._tries = Tries(settings, self._http, self._ring, self._monitor)
         return self
 
     async def __aexit__(
@@ -75,7 +75,7 @@ class RolloutClient:
         for row in [*self._ledger.running.values()]:
             row.cancel()
         if self._http is not None:
-            await self._pulse.close()
+            await self._monitor.close()
             await self._http.close()
             self._http = None
 

@@ -1,13 +1,12 @@
-"""Which gateway a session talks to: the same one as long as it answers, so prefixes stay known.
+"""Choice of a session's gateway, and detection of gateways that stopped answering.
 
-Rendezvous hashing: every process computes the same order from addresses and session alone, and
-the sessions of a dead gateway spread over all others.
-
-Notices a gateway that stopped answering while turns wait for it.
+A session stays with one gateway as long as it answers, so that its prefixes stay known there.
+`GatewayRing` uses rendezvous hashing: every process computes the same order from addresses and
+session alone, and the sessions of a dead gateway spread over all others.
 
 A dead process closes its connections; a frozen one, or a machine that is gone, only falls silent.
-Turns wait for minutes, so each gateway with waiting turns is asked for its health meanwhile, and
-one that misses `probes` of them in a row ends the waiting.
+Turns wait for minutes, so `GatewayMonitor` asks each gateway with waiting turns for its health
+meanwhile. One that misses `probes` of them in a row is dead, and its turns wait no longer.
 """
 
 import asyncio

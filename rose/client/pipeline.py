@@ -1,15 +1,15 @@
-"""The turns of one episode of a pipeline: fenced by a version going out, stamped coming in.
+"""Rollout pipeline: plays episodes over prompts and hands complete groups to the trainer.
 
-One object between prompts and a trainer: complete groups, each token within the bound.
-
-    prompts ─► GroupFeed (what starts, what is void, what is a step) ─► take
+    prompts ─► RolloutBuffer (decides starts, voids and steps) ─► take
                   │ StartRun, CancelRun          ▲ finished, failed, stamps
                   └──► tasks: episode(Session) ──┘ ─► gateways
 
-Where staleness is enforced: every turn says the oldest version that is of use (`min_version`, the
-gateway's fence), and every answer's stamps are looked at here; `take` hands out nothing else.
+Every token of a group is within the staleness bound, which is enforced here: each turn carries the
+oldest acceptable version (`min_version`, the gateway's fence), each answer's version stamps are
+checked, and `take` hands out nothing else.
 
-The pipeline for trainers without an event loop: episodes run on the client's own thread.
+`BlockingRolloutPipeline` is for trainers without an event loop: episodes run on the client's own
+thread.
 """
 
 import asyncio
@@ -31,14 +31,15 @@ from typing import Generic, Protocol, Self, TypeVar, Unpack
 
 from elastic_scheduler import (
     CancelRun,
-    FeedProgress,
     RolloutBuffer,
+    RolloutProgress,
     SampleRun,
     StepPlan,
     TrainingStep,
     TurnTicket,
 )
 from rose.client.blocking import BlockingRolloutClient, LoopThread
+from rose.client.client import RolloutClient
 from rose.client.errors import (
     AnswerBroken,
     ClientClosed,
@@ -60,14 +61,14 @@ class PipelineTurns(Generic[P, T]):
     def __init__(
         self,
         source: TurnSource,
-        feed: RolloutBuffer[P, T],
+        buffer: RolloutBuffer[P, T],
         run: SampleRun,
         every: TurnOptions,
         changed: Callable[[], None],
     ) -> None:
         """`every` turn has these options; `changed` is called when a stamp made groups void."""
         self._source = source
-        self._feed = feed
+        self._buffer = buffer
         self._run = run
         self._every = every
         self._changed = changed
@@ -83,7 +84,7 @@ class PipelineTurns(Generic[P, T]):
             if turn.token_ids:
                 self._stamp(ticket, _oldest_version(turn))
         finally:
-            self._feed.end_turn(self._run, ticket.number)
+            self._buffer.end_turn(self._run, ticket.number)
         return turn
 
     def stream(
@@ -104,12 +105,12 @@ class PipelineTurns(Generic[P, T]):
                 fenced = self._fenced(options, ticket)
                 return await self._source.stream(token_ids, sampling, **fenced).into(stamped)
             finally:
-                self._feed.end_turn(self._run, ticket.number)
+                self._buffer.end_turn(self._run, ticket.number)
 
         return TurnStream(run)
 
     def _begin(self) -> TurnTicket:
-        ticket = self._feed.begin_turn(self._run)
+        ticket = self._buffer.begin_turn(self._run)
         if ticket is None:
             raise TurnCancelled(f"the group of {self._run.name} is void: it starts anew")
         return ticket
@@ -134,7 +135,7 @@ class PipelineTurns(Generic[P, T]):
                 f"tokens of {said} came though {ticket.min_version} or newer was asked for:"
                 " use gateways and replicas of ROSE where staleness is bounded"
             )
-        alive = self._feed.stamp(self._run, ticket.number, version)
+        alive = self._buffer.stamp(self._run, ticket.number, version)
         if not alive:
             self._changed()
             raise TurnCancelled(f"the group of {self._run.name} aged out: it starts anew")
@@ -149,14 +150,6 @@ def _oldest_version(turn: Turn) -> int:
 
 P_in = TypeVar("P_in", contravariant=True)
 T_out = TypeVar("T_out", covariant=True)
-
-
-class SessionSource(TurnSource, Protocol):
-    """The part of `RolloutClient` that a pipeline needs."""
-
-    def session(self, session_id: str = "") -> Session:
-        """A trajectory."""
-        ...
 
 
 class EpisodeFunction(Protocol[P_in, T_out]):
@@ -176,7 +169,7 @@ class RolloutPipeline(Generic[P, T]):
 
     def __init__(
         self,
-        client: SessionSource,
+        client: RolloutClient,
         episode: EpisodeFunction[P, T],
         prompts: Iterable[P] | AsyncIterable[P],
         plan: StepPlan,
@@ -187,7 +180,7 @@ class RolloutPipeline(Generic[P, T]):
         self._client = client
         self._episode = episode
         self._prompts = prompts
-        self._feed = RolloutBuffer[P, T](plan, version)
+        self._buffer = RolloutBuffer[P, T](plan, version)
         # Gateways remember request ids: another run of the same trainer must not meet its answers.
         self._name = uuid.uuid4().hex[:12]
         self._news = asyncio.Event()
@@ -235,12 +228,12 @@ class RolloutPipeline(Generic[P, T]):
         while True:
             if not self._open:
                 raise ClientClosed("use `async with RolloutPipeline(...)`: it is not open now")
-            step = self._feed.take()
-            trouble = None if step is not None else self._feed.trouble()
+            step = self._buffer.take()
+            trouble = None if step is not None else self._buffer.trouble()
             self._act()
             if step is not None:
                 return step
-            if self._feed.exhausted and self._drawing is not None:
+            if self._buffer.exhausted and self._drawing is not None:
                 await self._drawing
                 return None
             if trouble is not None:
@@ -266,12 +259,12 @@ class RolloutPipeline(Generic[P, T]):
 
         Raises ValueError for one older than the last.
         """
-        self._feed.publish(version)
+        self._buffer.publish(version)
         self._act()
 
-    def progress(self) -> FeedProgress:
+    def progress(self) -> RolloutProgress:
         """Where everything is, and counts since the start."""
-        return self._feed.progress()
+        return self._buffer.progress()
 
     async def _draw(self) -> None:
         """Take prompts one by one, when they can start."""
@@ -279,22 +272,22 @@ class RolloutPipeline(Generic[P, T]):
             async with aclosing(_as_async(self._prompts)) as source:
                 await self._wanted()
                 async for prompt in source:
-                    self._feed.add(prompt)
+                    self._buffer.add(prompt)
                     self._act()
                     await self._wanted()
         finally:
-            self._feed.end()
+            self._buffer.end()
             self._act()
 
     async def _wanted(self) -> None:
         """Until another prompt could start."""
-        while self._feed.wanted < 1:
+        while self._buffer.wanted < 1:
             self._news.clear()
             await self._news.wait()
 
     def _act(self) -> None:
-        """Carry out what the feed decided, and let everybody who waits look again."""
-        for action in self._feed.actions() if self._open else ():
+        """Carry out what the buffer decided, and let everybody who waits look again."""
+        for action in self._buffer.actions() if self._open else ():
             if isinstance(action, CancelRun):
                 self._tasks[action.run].cancel()
             else:
@@ -306,9 +299,9 @@ class RolloutPipeline(Generic[P, T]):
 
     async def _play(self, run: SampleRun, told: Session) -> T:
         every: TurnOptions = {"group_id": f"{self._name}/{run.group}"}
-        turns = PipelineTurns(self._client, self._feed, run, every, self._act)
+        turns = PipelineTurns(self._client, self._buffer, run, every, self._act)
         session = Session(turns, told.id, _told_outside)
-        return await self._episode(session, self._feed.prompt_of(run), run.sample)
+        return await self._episode(session, self._buffer.prompt_of(run), run.sample)
 
     def _over(self, run: SampleRun, told: Session, task: asyncio.Task[T]) -> None:
         """An episode ended. Its session is finished apart from it: nothing cancels that."""
@@ -317,11 +310,11 @@ class RolloutPipeline(Generic[P, T]):
         self._finishing.add(finishing)
         finishing.add_done_callback(self._finishing.discard)
         if task.cancelled():
-            self._feed.failed(run, TurnCancelled(f"episode {run.name} was cancelled"))
+            self._buffer.failed(run, TurnCancelled(f"episode {run.name} was cancelled"))
         elif (error := task.exception()) is not None:
-            self._feed.failed(run, error)
+            self._buffer.failed(run, error)
         else:
-            self._feed.finished(run, task.result())
+            self._buffer.finished(run, task.result())
         self._act()
 
 
@@ -391,10 +384,10 @@ class BlockingRolloutPipeline(Generic[P, T]):
 
         self._opened().call(publish())
 
-    def progress(self) -> FeedProgress:
+    def progress(self) -> RolloutProgress:
         """As `RolloutPipeline.progress`."""
 
-        async def progress() -> FeedProgress:
+        async def progress() -> RolloutProgress:
             return self._pipeline.progress()
 
         return self._opened().call(progress())

@@ -6,7 +6,7 @@
             └─► the next gateway at once; a pause when all of them failed; an error after `tries`
 
 All tries carry the same request id: a gateway that knows it already hands out the same turn. Of
-a stream only what is missing is asked for elsewhere: see `received`.
+a stream only what is missing is asked for elsewhere: see `resume`.
 """
 
 import asyncio
@@ -44,12 +44,12 @@ class Tries:
         settings: ClientSettings,
         http: aiohttp.ClientSession,
         ring: GatewayRing,
-        pulse: GatewayMonitor,
+        monitor: GatewayMonitor,
     ) -> None:
         self._settings = settings
         self._http = http
         self._ring = ring
-        self._pulse = pulse
+        self._monitor = monitor
 
     async def whole(self, row: RunningTurn) -> Turn:
         """The turn as one answer."""
@@ -119,7 +119,7 @@ class Tries:
             for url in self._ring.order(row.ask.key, loop.time()):
                 row.gateway, row.tries = url, row.tries + 1
                 try:
-                    async with self._pulse.watching(url):
+                    async with self._monitor.watching(url):
                         done = await ask(url)
                 except AnotherTurnError as error:
                     trouble = f"{url}: {error}"

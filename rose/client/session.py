@@ -1,6 +1,7 @@
-"""A group: n samples of one prompt, handed out as they finish; what nobody waits for is ended.
+"""Groups and sessions: n samples of one prompt, and the turns of one trajectory.
 
-One trajectory: turns that share a prefix, and the word that there are no more of them.
+A group hands out samples as they finish and cancels those that its reader no longer waits for. A
+session's turns share a prefix; its end tells the gateways that no more of them come.
 """
 
 import asyncio

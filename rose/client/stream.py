@@ -1,6 +1,6 @@
-"""What a client is doing: the turns that run and counts of those that ended.
+"""Streamed turns, and the ledger of a client: its running turns and the counts of ended ones.
 
-One streamed turn as its reader sees it: an async iterator of chunks, then the whole turn.
+A `TurnStream` is an async iterator of chunks, and holds the whole turn afterwards.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ class Progress:
 
 @dataclass(slots=True, eq=False)
 class RunningTurn:
-    """One turn's row; whoever works on it keeps it true."""
+    """One turn's row in the ledger, updated by the task that works on the turn."""
 
     ask: TurnRequest
     began_s: float
@@ -62,7 +62,7 @@ class RunningTurn:
 
 @dataclass(slots=True)
 class Ledger:
-    """All turns of a client by request id."""
+    """Ledger of a client's turns by request id."""
 
     running: dict[str, RunningTurn] = field(default_factory=dict)
     finished: int = 0
@@ -84,7 +84,6 @@ class Ledger:
             self.failed += 1
 
     def snapshot(self, now_s: float) -> Progress:
-        """As the caller may keep it."""
         rows = tuple(
             TurnProgress(
                 row.ask.request_id,

@@ -1,8 +1,6 @@
-"""What a trainer can set of its client; plain values, so that clients travel between processes.
+"""Types of the client: settings, requests, sampling, and turns. Tokens in, tokens out.
 
-What a trainer asks for and what it gets: tokens in, tokens out.
-
-What may be said of a turn beside prompt and sampling.
+All are plain values, so that clients travel between processes.
 """
 
 import uuid
@@ -16,7 +14,7 @@ from rose.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """How often and how fast a turn is tried again. A try asks every gateway once.
+    """Retry policy of a turn. A try asks every gateway once.
 
     tries: in a row without a new token. first_s, max_s: the pause after the first try, doubled
     after each, and its bound: 12 tries last 17 s, enough for a gateway to be started anew.
@@ -67,7 +65,7 @@ def gateway_urls(urls: str | Sequence[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to sample. The defaults leave the policy's distribution as it is, as RL needs it.
+    """Sampling parameters. The defaults leave the policy's distribution as it is, as RL needs it.
 
     `top_k` 0 is off. `allowed_token_ids` None allows all. Before `min_tokens` no stop is sampled.
     """

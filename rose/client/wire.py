@@ -1,6 +1,7 @@
-"""What the client writes and reads: docs/architecture.md, "gateway HTTP".
+"""Wire form of the client: requests to a gateway, its answers and its event streams.
 
-Events of an answer in `text/event-stream`, as vLLM writes it: `data: {…}`, at last `[DONE]`.
+Answers in `text/event-stream` are as vLLM writes them: `data: {…}`, at last `[DONE]`. The contract
+stands in docs/architecture.md, "gateway HTTP".
 """
 
 from collections.abc import AsyncIterator, Iterable

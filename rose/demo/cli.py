@@ -1,7 +1,4 @@
-"""What a person asked the demo to do.
-
-`rose demo` and `rose demo verify DIR`.
-"""
+"""`rose demo` and `rose demo verify DIR`: options, settings and dispatch."""
 
 import argparse
 import sys

@@ -1,7 +1,4 @@
-"""The loopback ports of one run, counted from a base.
-
-All processes of the demo: started together, ended together.
-"""
+"""The demo's processes and their loopback ports: started together, ended together."""
 
 import asyncio
 import json
@@ -22,7 +19,7 @@ from weight_transfer import SigningKey
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """Who listens where."""
+    """Loopback ports of the demo's processes."""
 
     scheduler: int
     gateway: int
@@ -59,7 +56,10 @@ START_TIMEOUT_S = 480.0
 # What either replica decodes alone on its core; live rates take over with the first tokens.
 DECODE_TOK_S = 2_500.0
 TTFT_TARGET_S, TPOT_TARGET_S = 0.5, 0.15
-_FAULTS = {"stale-guest": "stale_weights", "wrong-chunk": "wrong_chunk"}
+_FAULTY_WORKERS = {
+    "stale-guest": "rose.demo.faulty_worker.StaleWorker",
+    "wrong-chunk": "rose.demo.faulty_worker.WrongChunkWorker",
+}
 # Targets that no host misses: its slack is endless, so the gate never stops the guest.
 NO_TARGET_S = 600.0
 
@@ -80,12 +80,10 @@ class Stack:
 
     @property
     def scheduler(self) -> str:
-        """Address of the scheduler."""
         return f"127.0.0.1:{self.ports.scheduler}"
 
     @property
     def gateway_url(self) -> str:
-        """Address of the gateway."""
         return f"http://127.0.0.1:{self.ports.gateway}"
 
     @property
@@ -114,7 +112,9 @@ class Stack:
         }
         for name, (core, config) in nodes.items():
             path = self._write_config(name, config)
-            await self._module(name, "rose.node.main", ["--config", str(path)], core)
+            faulty = name == SERVING_NODE and self.settings.control in _FAULTY_WORKERS
+            module = "rose.demo.faulty_node" if faulty else "rose.node.main"
+            await self._module(name, module, ["--config", str(path)], core)
         self.trainer = await self._talker(
             "trainer", "rose.demo.training.main", self._trainer(key_path)
         )
@@ -211,9 +211,9 @@ class Stack:
         ]
 
     def _serving_node(self, page: Path, verify_key: str) -> dict[str, object]:
-        fault = _FAULTS.get(self.settings.control or "")
         guest = self._replica(GUEST, self.ports.guest, SERVING_CORE)
-        guest["extra_env"] = {"ROSE_FAULT": fault} if fault else {}
+        if worker := _FAULTY_WORKERS.get(self.settings.control or ""):
+            guest["worker"] = worker
         guest["slack_share"] = 1.0 if self.settings.control == "naive" else 0.0
         host = {
             "page": str(page),
@@ -267,7 +267,6 @@ class Stack:
             "held_out_maps": self.settings.held_out_maps,
             "decay_steps": self.settings.steps,
             "control": control if control in get_args(TrainControl) else "none",
-            "corrupt_every": 7 if control == "corrupt-chunk" else 0,
             "long_turns": self.settings.long_turns,
             "torch_threads": 1,
             "key": str(key_path),

@@ -1,8 +1,7 @@
-"""What a person sees while the demo runs: a live page on a terminal, plain lines elsewhere.
+"""Live view of a running demo: a page on a terminal, plain lines elsewhere.
 
-The run hands over a `ViewState` as often as it likes; a view draws it and decides nothing.
-
-Collects what the view shows: one place that knows stage, steps, rates and latencies.
+`Board` collects stage, steps, rates and latencies in one `ViewState`. A view draws it and decides
+nothing.
 """
 
 import asyncio
@@ -20,6 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from rose.demo.experiment.conductor import Conductor, Drills
 from rose.demo.experiment.watcher import GatewayFigures, Watcher
 from rose.demo.stack import GUEST
 from rose.errors import UnavailableError
@@ -170,7 +170,6 @@ class LiveView:
         self._live = Live(console=console, refresh_per_second=REFRESHES_PER_S)
 
     def show(self, state: ViewState) -> None:
-        """Draw a state in place of the one before."""
         self._live.update(render(state))
 
     def __enter__(self) -> Self:
@@ -239,18 +238,6 @@ DRAW_INTERVAL_S = 0.25
 ASK_INTERVAL_S = 0.5
 
 
-class Conducting(Protocol):
-    """What the board reads of the conductor."""
-
-    arm: str
-
-
-class Drilling(Protocol):
-    """What the board reads of the drills."""
-
-    revocations: int
-
-
 @dataclass(slots=True)
 class Board:
     """The state of a run as a person sees it. Whoever knows better writes into it."""
@@ -270,10 +257,10 @@ class Board:
     _host: HostFigures = field(default_factory=HostFigures)
     _guest_mode: str = ""
     _guest_reason: str = ""
-    _conductor: Conducting | None = None
-    _drills: Drilling | None = None
+    _conductor: Conductor | None = None
+    _drills: Drills | None = None
 
-    def attach(self, conductor: Conducting, drills: Drilling) -> None:
+    def attach(self, conductor: Conductor, drills: Drills) -> None:
         """From now on the arm and the number of revocations are known."""
         self._conductor = conductor
         self._drills = drills

@@ -1,4 +1,4 @@
-"""`rose doctor`: what stands in the way of a node, in plain lines with what to do next."""
+"""`rose doctor`: finds what keeps a node from working, in plain lines with what to do next."""
 
 from rose.doctor.checks import Finding, Severity
 from rose.doctor.main import diagnose

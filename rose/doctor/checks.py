@@ -1,10 +1,8 @@
-"""What one check found.
+"""Checks of `rose doctor` on a node: the host, the node itself and its GPUs.
 
-The host's side: its page, who publishes there, its process, its clock.
-
-The node's side: daemon, scheduler, guests, kill switch, placement, ports, disk.
-
-The GPUs of a node: driver, card, who else is on it, MPS, and what a guest needs to give back.
+Host: its page, its publisher, its process, its clock. Node: daemon, scheduler, guests, kill switch,
+placement, ports, disk. GPUs: driver, card, other users, MPS, and the parts that a guest needs to
+return memory.
 """
 
 import grp

@@ -12,7 +12,7 @@ from rose.node.memory.gauges import Gpus
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; a file that cannot be used raises ConfigError, which the `rose` command says."""
+    """Check a machine; a file that cannot be used raises ConfigError, which `rose` says."""
     parser = Parser(
         prog="rose doctor",
         description=__doc__,

@@ -1,4 +1,4 @@
-"""Engines as processes: what to start, how vLLM is told, and how a start ends."""
+"""Engines as processes: their specification, vLLM's command line, their start and their end."""
 
 from rose.engines.launch import EngineProcess, check_host, check_profile, check_spec, weight_bytes
 from rose.engines.spec import Device, EngineRole, EngineSpec, module_path

@@ -1,6 +1,6 @@
-"""What can be known to be wrong before an engine is started, said in one line each.
+"""Launch of an engine: checks before the start, each failure in one line, and the process itself.
 
-An engine as a process: started, awaited until it answers, and ended whole.
+The process is started, awaited until it answers, and ended whole.
 """
 
 import asyncio

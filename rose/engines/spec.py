@@ -1,11 +1,10 @@
-"""ROSE's source tree for an interpreter that has vLLM but not ROSE installed.
+"""Specification of an engine: one frozen record, from which its command line follows.
 
-vLLM finds plugins by the entry points of installed distributions. Metadata in a folder of the
-module path counts as one, so nothing has to be installed: `PYTHONPATH` names the tree and a folder
-with the metadata that the tree's pyproject.toml asks for. The interpreter needs ROSE's own
+`module_path` makes ROSE's source tree usable for an interpreter that has vLLM but not ROSE
+installed. vLLM finds plugins by the entry points of installed distributions. Metadata in a folder
+of the module path counts as one, so nothing has to be installed: `PYTHONPATH` names the tree and a
+folder with the metadata that the tree's pyproject.toml asks for. The interpreter needs ROSE's own
 dependencies (the extra `replica`) all the same.
-
-What an engine is to be: one frozen record, from which its command line follows.
 """
 
 import sys
@@ -66,7 +65,7 @@ class EngineRole(StrEnum):
 
 
 class Device(StrEnum):
-    """What an engine computes on."""
+    """Device that an engine computes on."""
 
     CPU = "cpu"
     CUDA = "cuda"

@@ -99,7 +99,6 @@ class Connections:
             self._idle[connection] = self._clock()
 
     def lost(self, connection: "Connection") -> None:
-        """It is closed."""
         self._all.discard(connection)
         self._heads.pop(connection, None)
         self._idle.pop(connection, None)
@@ -159,7 +158,6 @@ class Connection(web.RequestHandler):
         self._socket: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Part of asyncio's protocol."""
         self._socket = cast(asyncio.Transport, transport)
         if self._book.admit(self):
             super().connection_made(transport)
@@ -169,13 +167,11 @@ class Connection(web.RequestHandler):
         self._socket.close()
 
     def data_received(self, data: bytes) -> None:
-        """Part of asyncio's protocol."""
         if not self._refused:
             self._book.heard(self)
             super().data_received(data)
 
     def connection_lost(self, error: BaseException | None) -> None:
-        """Part of asyncio's protocol."""
         self._book.lost(self)
         if not self._refused:
             super().connection_lost(error)
@@ -185,7 +181,6 @@ class Connection(web.RequestHandler):
         self._book.began(self)
 
     def answered(self) -> None:
-        """It is handled."""
         self._book.answered(self)
 
     def hang_up(self) -> None:

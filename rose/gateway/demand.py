@@ -1,9 +1,8 @@
-"""What this gateway's turns need: the figures of a report, from what the dispatcher knows now.
+"""Demand reports of a gateway: its turns' needs, told to the scheduler.
 
-Tells the scheduler what turns need: each second, and at once when the first turn comes.
-
-The scheduler forgets a gateway that is silent for a few seconds, and the next report says all there
-is, so one that is lost is not repeated. Measured switches are sent until they are taken.
+A report leaves each second, and at once when the first turn comes. The scheduler forgets a gateway
+that is silent for a few seconds, and each report holds all the demand, so a lost one is not
+repeated. Measured lease latencies are sent until they are taken.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Why a turn is not answered with tokens: each maps to one HTTP status.
+"""Errors of a turn that is not answered with tokens: each maps to one HTTP status.
 
 RefusedError
 └── TurnError

@@ -1,20 +1,19 @@
-"""How cyclic garbage is looked for: what is new, often, and what is old, while it is little.
+"""Health of the gateway's event loop: garbage collection in small steps, and a measure of its lag.
 
-Looking at an object takes a quarter of a microsecond or more, and a live stream is some two hundred
-of them. The collector's own thresholds look through the young generation once it has *grown* by so
-many: where turns end as fast as they begin it does not grow, and holds all live turns when it is
-looked through at last, 40 ms at 2,000 streams. So the clock decides: what is new is looked through
-every NEW_S, a millisecond or two, and does not count as new again.
+What blocks the loop blocks every token of every stream, and nothing else shows it. `LoopLag` is a
+task that measures how late it is woken.
 
-A turn leaves no cycles behind, whatever way it ends; its objects go by their counts. What is old is
-looked through for cycles that nobody knows of, every OLD_S, while that is little. Where it is much,
-that is live turns, or cycles after all: those are let grow to TOO_MANY before everybody waits.
+Looking at an object takes the collector a quarter of a microsecond or more, and a live stream is
+some two hundred of them. The collector's own thresholds look through the young generation once it
+has *grown* by so many: where turns end as fast as they begin it does not grow, and holds all live
+turns when it is looked through at last, 40 ms at 2,000 streams. So the clock decides: new objects
+are looked through every NEW_S, a millisecond or two, and do not count as new again.
+
+A turn leaves no cycles behind, however it ends; its objects go by their reference counts. Old
+objects are looked through for unexpected cycles every OLD_S, while they are few. Many old objects
+are live turns, or cycles after all: those may grow to TOO_MANY before everybody waits.
 
 The heap of the start is frozen: never looked at.
-
-How long the event loop lets everybody wait: a task that sees how much too late it is woken.
-
-What holds the loop up holds up every token of every stream, and nothing else shows it.
 """
 
 import asyncio

@@ -1,10 +1,11 @@
-"""Says that a limit bites when it begins to, and when it is over; nothing for each time between.
+"""Limits of a request: bounded bodies, headers of every generating route, and the limit log.
 
-quiet ── bites ──► said once ── nothing for `QUIET_S` ──► said how often, quiet again
+Bodies are bounded in size and in time, and never compressed. A field of the body wins over most
+headers.
 
-What every generating route reads from headers; a field of the body wins over most.
+`LimitLog` reports a limit when it begins to bite and when it is over, not each time between:
 
-Bodies of requests: bounded in size, in time, and never compressed.
+quiet ── bites ──► logged once ── nothing for `QUIET_S` ──► logged how often, quiet again
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""The HTTP surface: docs/gateway.md. Each API's dialect reads and writes; the rest is common."""
+"""HTTP server of the gateway (docs/gateway.md): each API has a frontend, the rest is common."""
 
 import asyncio
 import time
@@ -9,7 +9,7 @@ import msgspec
 from aiohttp import web
 
 from rose.gateway import stats as metrics
-from rose.gateway.apis import ChatDialect, CompletionDialect, SglangDialect, VllmDialect
+from rose.gateway.apis import ChatFrontend, CompletionFrontend, SglangFrontend, VllmFrontend
 from rose.gateway.apis import tokenize as tokens
 from rose.gateway.apis.frontend import ApiFrontend, ApiRequest
 from rose.gateway.apis.wire import clean, encode, read_json, vllm_error
@@ -96,18 +96,17 @@ class GatewayServer:
         return lambda: Connection(server, self._connections)
 
     def application(self) -> web.Application:
-        """The routes."""
         # `Bodies` bounds what is read.
         app = web.Application(client_max_size=0)
         post, get = app.router.add_post, app.router.add_get
-        dialects: list[ApiFrontend] = [
-            VllmDialect(self._model),
-            SglangDialect(self._model),
-            CompletionDialect(self._model),
-            ChatDialect(self._model),
+        frontends: list[ApiFrontend] = [
+            VllmFrontend(self._model),
+            SglangFrontend(self._model),
+            CompletionFrontend(self._model),
+            ChatFrontend(self._model),
         ]
-        for dialect in dialects:
-            post(dialect.path, self._handler(dialect))
+        for frontend in frontends:
+            post(frontend.path, self._handler(frontend))
         post("/tokenize", self._tokenize)
         post("/detokenize", self._detokenize)
         post("/inference/v1/abort_requests", self._abort)
@@ -146,25 +145,25 @@ class GatewayServer:
             self._limits.sweep()
 
     def _handler(
-        self, dialect: ApiFrontend
+        self, frontend: ApiFrontend
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handle(http: web.Request) -> web.StreamResponse:
             try:
-                return await self._serve(dialect, http)
+                return await self._serve(frontend, http)
             except TurnError as error:
-                return _refusal(error, dialect.error(error))
+                return _refusal(error, frontend.error(error))
 
         return handle
 
-    async def _serve(self, dialect: ApiFrontend, http: web.Request) -> web.StreamResponse:
-        ask = await dialect.read(await self._bodies.read(http), http.headers)
+    async def _serve(self, frontend: ApiFrontend, http: web.Request) -> web.StreamResponse:
+        ask = await frontend.read(await self._bodies.read(http), http.headers)
         delivery = Delivery(http, self._settings.slow_reader_s, self._stats)
         if len(ask.turns) == 1:
             turn = self._turns.open(ask.turns[0])
             with self._turns.reading((turn,), ask.stream):
-                return await _delivered(delivery, dialect, ask, [turn.feed])
+                return await _delivered(delivery, frontend, ask, [turn.feed])
         async with self._reading(ask) as turns:
-            return await _delivered(delivery, dialect, ask, [turn.feed for turn in turns])
+            return await _delivered(delivery, frontend, ask, [turn.feed for turn in turns])
 
     @asynccontextmanager
     async def _reading(self, ask: ApiRequest) -> AsyncIterator[list[SharedTurn]]:
@@ -299,12 +298,12 @@ class GatewayServer:
 
 
 async def _delivered(
-    delivery: Delivery, dialect: ApiFrontend, ask: ApiRequest, feeds: list[TokenStream]
+    delivery: Delivery, frontend: ApiFrontend, ask: ApiRequest, streams: list[TokenStream]
 ) -> web.StreamResponse:
     if ask.stream:
-        return await delivery.stream(dialect, ask, feeds)
-    await all_finished(feeds)
-    return await delivery.whole(ask.answer.whole(feeds))
+        return await delivery.stream(frontend, ask, streams)
+    await all_finished(streams)
+    return await delivery.whole(ask.answer.whole(streams))
 
 
 def _refusal(error: TurnError, body: bytes) -> web.Response:

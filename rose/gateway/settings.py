@@ -1,4 +1,4 @@
-"""What an operator can set of a gateway."""
+"""Settings of a gateway, as its operator gives them."""
 
 import argparse
 from dataclasses import dataclass

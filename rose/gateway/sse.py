@@ -1,15 +1,11 @@
-"""Writes events to one connection: at once where the reader keeps up, else waiting, with patience.
-
-A reader that is slow costs its connection's buffer and the turn's own tokens, nothing more: the
-turn runs on, and the connection is closed when it takes nothing for `slow_reader_s`.
-
-One turn's tokens on their way to one reader, as events.
+"""Delivery of turns to connections: whole answers, or server-sent events.
 
 step by step ── the reader keeps up ──► pushed: written in the step in which the tokens came
      ▲                                     │ the reader is behind, or the turn is over
      └─────────────────────────────────────┘
 
-Answers on their way to connections: whole, or as server-sent events.
+A slow reader costs its connection's buffer and the turn's own tokens, nothing more: the turn runs
+on, and the connection is closed when it takes nothing for `slow_reader_s`.
 """
 
 import asyncio

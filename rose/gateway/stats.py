@@ -1,11 +1,11 @@
-"""How long a newly leased replica takes to its first token, as turns feel it.
+"""Statistics of one gateway for `/rose/v1/stats` and `/metrics`, with the latency of leases.
+
+A lease's latency runs from the grant to the replica's first token:
 
     leased -- catches up -- usable -- no turn is sent there -- first attempt -- first token
       |------ counts ---------|             does not             |------ counts ------|
 
 Attempts that are refused until the node has opened the replica count, with the short rests between.
-
-Counters of one gateway, for `/rose/v1/stats` and `/metrics`.
 """
 
 from collections import Counter
@@ -131,7 +131,7 @@ class GatewayStats:
 
 @dataclass(frozen=True, slots=True)
 class GatewayHealth:
-    """What the process itself lacks: troubles now, log records lost, restarts by task."""
+    """Health of the gateway's process: troubles now, log records lost, restarts by task."""
 
     troubles: Sequence[str] = ()
     log_dropped: int = 0

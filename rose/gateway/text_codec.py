@@ -1,8 +1,7 @@
-"""Text in and out, for the routes that have it: a tokenizer's folder, loaded once.
+"""Text codec: text in and out, for the routes that have it, with the tokenizer of the served model.
 
-Text is settled token by token: after token k exactly `ends[k]` characters are final, whoever asks.
-
-The one model that a gateway serves: its name, its length, its tokenizer.
+A tokenizer's folder is loaded once. Text is settled token by token: after token k exactly `ends[k]`
+characters are final, for every reader.
 """
 
 from array import array
@@ -35,7 +34,7 @@ TEXT_MEMORY_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class TextLimits:
-    """What one text may take: seconds of a worker, characters of a prompt."""
+    """Limits of one text: seconds of a worker, characters of a prompt."""
 
     time_s: float = 5.0
     max_chars: int = 4 << 20
@@ -44,7 +43,7 @@ class TextLimits:
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """How a conversation becomes a prompt; `variables` are the template's own."""
+    """Options for rendering a conversation; `variables` are the template's own."""
 
     variables: Mapping[str, Variable]
     add_generation_prompt: bool = True
@@ -185,7 +184,7 @@ def _special_of(tokenizer: Any) -> dict[str, str | list[str]]:  # noqa: ANN401 -
 
 @dataclass(frozen=True, slots=True)
 class TextPlan:
-    """How output becomes text: strings that end it, and what is shown."""
+    """Plan of output as text: strings that end it, and the parts that are shown."""
 
     codec: TextCodec
     stop: tuple[str, ...] = ()

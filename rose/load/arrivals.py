@@ -1,9 +1,8 @@
-"""Request traces in the Azure format: `TIMESTAMP,ContextTokens,GeneratedTokens`.
+"""Arrivals of host requests: seeded bursts, or a rescaled trace in the Azure format.
 
-When host requests arrive and how long they are: generated bursts, or a rescaled trace.
-
-Pure and seeded: the same segment gives the same arrivals each time it is replayed, which is what
-lets two arms of an experiment be compared request by request.
+The format is `TIMESTAMP,ContextTokens,GeneratedTokens`. Pure and seeded: the same segment gives the
+same arrivals each time it is replayed, which lets two arms of an experiment be compared request by
+request.
 """
 
 import csv

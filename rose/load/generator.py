@@ -1,12 +1,11 @@
-"""One streamed completion from the host, timed with as little work per token as possible.
+"""Load generator: plays segments of arrivals against one host, in an open loop.
 
-The load generator shares a core with the trainer, so chunks are not parsed on the way: the clock is
-read at the first one, and the token count comes from the usage message that ends the stream.
+Open loop: a request leaves when it is due, whatever became of the ones before. Requests beyond the
+bound on outstanding ones are recorded as `dropped`, an error.
 
-Plays segments of arrivals against one host, in an open loop.
-
-Open loop: a request leaves when it is due, whatever became of the ones before. What exceeds the
-bound on outstanding requests is recorded as `dropped`, an error.
+The generator shares a core with the trainer, so it does as little work per token as possible and
+does not parse chunks on the way: the clock is read at the first one, and the token count comes from
+the usage message that ends the stream.
 """
 
 import asyncio
@@ -42,7 +41,7 @@ _TAIL_BYTES = 2_048
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """How one request ended; `status` is `ok` or says what went wrong."""
+    """Result of one request; `status` is `ok` or says what went wrong."""
 
     status: str
     ttft_s: float | None
@@ -52,7 +51,7 @@ class Completion:
 
 
 class CompletionBody(msgspec.Struct, frozen=True):
-    """What is posted to `/v1/completions`."""
+    """Body posted to `/v1/completions`."""
 
     model: str
     prompt: list[int]

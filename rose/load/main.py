@@ -83,7 +83,7 @@ async def serve(config: LoadConfig) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of `python -m rose.load.main`; 2 when the configuration or a command is bad."""
+    """Play load until standard input ends; 2 when the configuration or a command is bad."""
     parser = argparse.ArgumentParser(prog="rose.load.main", description="Load the host in bursts.")
     parser.add_argument("--config", type=Path, required=True)
     path: Path = parser.parse_args(argv).config

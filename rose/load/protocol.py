@@ -1,6 +1,4 @@
-"""What is recorded of a host request: by its sender, by the host's plugin, and both joined.
-
-How the load generator is configured, told what to play, and what it answers.
+"""Protocol of the load generator: its configuration, commands and events, and its records.
 
 stdin   {"cmd":"pace","busy":0.4}                         measure the host, set the rate
         {"cmd":"segment","segment":k,"block":b,"arm":a}   play segment k from its start
@@ -9,6 +7,8 @@ stdin   {"cmd":"pace","busy":0.4}                         measure the host, set 
         {"cmd":"quit"}, or end of input                   finish and exit
 stdout  {"event":"ready"}  {"event":"paced","request_s","mean_rate_per_s"}
         {"event":"stats","sent","done","errors"}  {"event":"error","message"}
+
+A host request is recorded by its sender and by the host's plugin; `join_requests` joins both.
 """
 
 import random
@@ -161,7 +161,7 @@ class Stats(msgspec.Struct, tag_field="event", tag="stats"):
 
 
 class Paced(msgspec.Struct, tag_field="event", tag="paced", frozen=True):
-    """What pacing found: seconds that a lone request takes, and the rate that follows."""
+    """Result of pacing: seconds that a lone request takes, and the rate that follows."""
 
     request_s: float
     mean_rate_per_s: float

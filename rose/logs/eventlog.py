@@ -94,7 +94,7 @@ Listener = Callable[[str, Mapping[str, object]], None]
 
 
 class EventLog:
-    """What one process did: leases, revocations, restarts, faults (CLOCK_MONOTONIC seconds)."""
+    """Event log of one process: leases, revocations, restarts, faults (CLOCK_MONOTONIC seconds)."""
 
     def __init__(
         self,
@@ -103,7 +103,6 @@ class EventLog:
         limits: LogLimits = BOUNDED,
         thread: LogThread | None = None,
     ) -> None:
-        """As `JsonlLog`."""
         path = folder / f"events-{source}.jsonl"
         self.log = JsonlLog(path, limits, thread, {"source": source})
         self._source = source
@@ -123,7 +122,6 @@ class EventLog:
                 _logger.exception("nobody could be told of %s", event)
 
     def close(self) -> None:
-        """Close the log."""
         self.log.close()
 
 

@@ -1,6 +1,6 @@
-"""A thread that waits for disks, so that nobody else has to.
+"""Rotating log files of JSON lines: bounded in size, written by a thread, no error to the caller.
 
-A log file of JSON objects, a line each: bounded in size, and no error to whoever writes.
+The thread waits for slow disks and pipes, so that no other thread has to.
 
 A record that cannot be written (disk full, I/O error, folder gone) is dropped and counted. The file
 is tried again every RETRY_S, and its first line after that says how many records are missing:

@@ -1,4 +1,4 @@
-"""The node daemon: guards its host, runs its replicas, and brings them each policy version."""
+"""The node daemon: guards its host, runs its replicas, and updates them to each policy version."""
 
 from rose.node.config import HostConfig, NodeConfig, ReplicaConfig
 from rose.node.daemon import NodeDaemon

@@ -1,7 +1,4 @@
-"""An engine in a node's file: the host that it guards, and the replicas that it runs.
-
-The file that a node daemon is started with.
-"""
+"""Configuration file of a node daemon: its host, its replicas, and how it fetches weights."""
 
 import json
 from collections.abc import Mapping
@@ -38,7 +35,7 @@ OF_THE_NODE = frozenset(
 
 
 class Frozen(BaseModel):
-    """What is not known is refused."""
+    """Model that refuses unknown fields and changes."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -86,7 +83,7 @@ class ReplicaConfig(Frozen):
     mps_priority, mps_thread_percentage: of a client of MPS, where a control daemon runs; see
     docs/node.md before using them.
     sleep_mode: its engine answers vLLM's sleep route, and may be asked to give up its weights.
-    reclaim_s: how long the reclaim ladder may take before its last rung has freed the memory.
+    reclaim_s: how long the reclaim ladder may take before its last level has freed the memory.
     orphan_s: how long a guest outlives its daemon, frozen: until then the next daemon may adopt it,
     afterwards its memory is the machine's again.
     """
@@ -224,7 +221,7 @@ def _netloc(host: str) -> str:
 
 
 class ReceiverConfig(Frozen):
-    """What fetching weights may cost this machine. None bounds nothing.
+    """Caps on the cost of fetching weights. None bounds nothing.
 
     bytes_per_s: of the link, on the average. disk_bytes: of chunks and manifests kept; the oldest
     that no update needs goes first. threads, nice: who hashes and writes what arrives.
@@ -242,7 +239,7 @@ class ReceiverConfig(Frozen):
 
 
 class TransportConfig(Frozen):
-    """What this node shows when it fetches weights or serves them, and whom it believes.
+    """Credentials of this node for fetching and serving weights, and the origins it believes.
 
     token_file: what every caller of a cluster bears. ca, certificate, key: PEM files; with them
     both sides of a connection prove who they are. Give all three or none. origins: scheme, host
@@ -297,7 +294,6 @@ class LogConfig(Frozen):
 
     @property
     def limits(self) -> LogLimits:
-        """As logs take them."""
         return LogLimits(self.file_bytes, self.files)
 
 

@@ -28,8 +28,8 @@ EXIT_BAD_INPUT, EXIT_INTERRUPTED = 2, 130
 _logger = logging.getLogger("rose.node")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; exit code 2 with one line on bad input."""
+def main(argv: Sequence[str] | None = None, config: type[NodeConfig] = NodeConfig) -> int:
+    """Run a node whose file is read as `config`; exit code 2 with one line on bad input."""
     parser = argparse.ArgumentParser(
         prog="rose node", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     log_to_stderr(logging.INFO)
     try:
         # No peer that keeps the loop busy may keep the guard's thread waiting.
-        run_fairly(_run(NodeConfig.load(args.config), standby=args.standby))
+        run_fairly(_run(config.load(args.config), standby=args.standby))
     except (RoseError, PageError) as error:
         sys.stderr.write(f"rose node: {error}\n")
         return EXIT_BAD_INPUT

@@ -1,8 +1,7 @@
-"""What an engine without a control page says about itself, asked now and then.
+"""Metrics of a node: `/metrics` on a thread of its own, so that a stuck daemon still serves it.
 
-Gauges that are read from the node's own state at the moment of the scrape.
-
-`/metrics` of a node: served by a thread of its own, so that a stuck daemon still shows it.
+Gauges are read from the node's state at the moment of the scrape. `ReplicaPoller` asks an engine
+without a control page for its figures now and then.
 """
 
 import asyncio
@@ -44,7 +43,6 @@ class ReplicaPoller:
         self._is_up = is_up
 
     async def run(self) -> None:
-        """Until cancelled."""
         while True:
             self.reading = await self._read() if self._is_up() else Reading()
             await asyncio.sleep(INTERVAL_S)
@@ -62,7 +60,7 @@ _NS = 1e9
 
 @dataclass(frozen=True, slots=True)
 class ReplicaFigures:
-    """What is known of one replica now; without a control page there is no grant, guest or host.
+    """Figures of one replica now; without a control page there is no grant, guest or host.
 
     `owed_bytes`: KV memory that its host took back and it still keeps. `held`: all that it holds.
     """
@@ -82,7 +80,7 @@ class ReplicaFigures:
 
 @dataclass(frozen=True, slots=True)
 class NodeHealth:
-    """What the daemon itself lacks: log records dropped; restarts, and whether it runs, by task."""
+    """Health of the daemon: log records dropped; restarts, and whether it runs, by task."""
 
     dropped: int = 0
     restarted: Mapping[str, int] = field(default_factory=dict)
@@ -259,14 +257,14 @@ class NodeMetrics:
             buckets=RECLAIM_BOUNDS_S,
             registry=self.registry,
         )
-        self._rungs = self._counter(
+        self._levels = self._counter(
             "rose_ladder_rungs",
-            "Rungs of the reclaim ladder that were taken.",
+            "Levels of the reclaim ladder that were taken.",
             ("replica", "rung", "outcome"),
         )
         self._ladder = Histogram(
             "rose_ladder_seconds",
-            "From the wish for memory to the end of the ladder; enough: all of it came.",
+            "From the request for memory to the end of the ladder; enough: all of it came.",
             ("replica", "enough"),
             buckets=RECLAIM_BOUNDS_S,
             registry=self.registry,
@@ -292,7 +290,7 @@ class NodeMetrics:
         elif event == "engine_reclaimed":
             self._reclaim.labels(engine).observe(float(str(fields["seconds"])))
         elif event == "reclaim_rung":
-            self._rungs.labels(fields["replica"], fields["rung"], fields["outcome"]).inc()
+            self._levels.labels(fields["replica"], fields["rung"], fields["outcome"]).inc()
         elif event == "reclaim_ended":
             enough = str(fields["enough"]).lower()
             self._ladder.labels(fields["replica"], enough).observe(float(str(fields["seconds"])))

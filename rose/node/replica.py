@@ -1,4 +1,4 @@
-"""One replica of a node: its engine, its tenant and its policy version."""
+"""One replica of a node: its engine, its lease agent and its policy version."""
 
 from collections.abc import Callable
 
@@ -18,7 +18,7 @@ DRAIN_PATIENCE_S = 2.0
 
 
 class Replica:
-    """Joins supervisor, tenant and updates.
+    """Replica of a node: joins supervisor, lease agent and weight updates.
 
     report: takes what the scheduler must hear. changed: called when offers say something new.
     """
@@ -71,7 +71,7 @@ class Replica:
         name = self.config.id
         # What it started may still run: a second supervisor would start another one beside it.
         background.start(f"{name}: supervisor", self.supervisor.run, restarts=0)
-        background.start(f"{name}: tenant", self.tenant.run)
+        background.start(f"{name}: lease", self.tenant.run)
         # Without these two a replica gets stale, or its load is not known: nothing worse.
         background.start(f"{name}: updates", self.updates.run, restarts=None)
         if self.config.kind != "guest":

@@ -1,4 +1,4 @@
-"""Puts one node together: which parts a replica gets, and what stands against its engine."""
+"""Wiring of a node: assembles the parts of each replica, and the objections to its engine."""
 
 import asyncio
 from collections.abc import Callable

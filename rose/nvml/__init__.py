@@ -1,4 +1,4 @@
-"""What NVIDIA's driver says about the cards of this machine: reads alone, no setting, no reset."""
+"""NVIDIA cards of this machine, as their driver reports them: reads alone, no setting, no reset."""
 
 from rose.nvml.nvml import (
     Card,

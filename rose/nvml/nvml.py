@@ -1,19 +1,12 @@
-"""Which card is meant by an index or a UUID. Pure.
+"""Reader of NVIDIA cards through NVML, the driver's management library, called by ctypes.
 
-Whether ROSE can work on such a card and driver at all. Pure.
+The library comes with every driver; a Python package for it does not. Reads alone: no setting, no
+reset.
 
-What a card is and how busy it is, and who can tell: reads alone, no setting and no reset.
-
-Why a card cannot be used or asked.
+`card_of` finds a card by index or UUID, and `insist_usable` checks whether ROSE can work on it.
 
 RoseError
 └── CardError     no driver, no such card, or one that cannot be used now: nothing was touched
-
-NVIDIA's management library, called through ctypes.
-
-It comes with every driver; a Python package for it does not.
-
-The cards as NVIDIA's management library tells them.
 """
 
 import ctypes
@@ -26,7 +19,7 @@ from rose.errors import RoseError
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """What stays as it is. None: the card does not tell.
+    """Fixed properties of a card. None: the card does not tell.
 
     cuda: highest CUDA version (major, minor) that the driver serves.
     """
@@ -47,7 +40,7 @@ class Card:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """One look at it. `slowed`: why its clocks are lower than they could be.
+    """Load of a card at one moment. `slowed`: why its clocks are lower than they could be.
 
     processes: ids of those that compute on it, as the driver counts them: in a container they may
     be another namespace's, or hidden.
@@ -76,7 +69,7 @@ class Client:
 
 
 class CardReader(Protocol):
-    """The driver, asked."""
+    """Reader of the cards of this machine, through their driver."""
 
     def cards(self) -> tuple[Card, ...]:
         """All cards of the machine. Raises CardError when there is no driver that answers."""

@@ -1,14 +1,13 @@
-"""An event loop that lets the other threads of its process run.
-
-A loop with much to do asks for ready sockets without waiting, over and over. Each time it gives up
-the interpreter's lock for about a microsecond, too short for a thread that sleeps until the lock is
-free, and CPython counts it as given up: it makes no one hand over what was free a moment ago. So a
-peer that keeps a loop busy could keep another thread from the lock for half a second.
-
-Background tasks of one process: none dies unnoticed.
+"""Background tasks of a process, none of which dies unnoticed, and an event loop fair to threads.
 
 start ── runs ── ended or raised: event `task_died`, a pause ── runs again
                     └─ more often than allowed: `failed` raises, and the process ends
+
+The fair loop lets the other threads of its process run. A loop with much to do asks for ready
+sockets without waiting, over and over. Each time it gives up the interpreter's lock for about a
+microsecond, too short for a thread that sleeps until the lock is free, and CPython counts it as
+given up: it does not force a hand-over of a lock that was free a moment ago. So a peer that keeps a
+loop busy could keep another thread from the lock for half a second.
 """
 
 import asyncio

@@ -1,11 +1,10 @@
-"""A child that speaks JSON lines: commands go down its stdin, events come up its stdout.
-
-A process and all that it started: one group, ended as a whole.
-
-Child processes: a group each, which ends with its parent or is kept for the next one to adopt.
+"""Child processes: each leads a group, which ends as a whole or is kept for a next parent.
 
 A group and not a session: Linux schedules sessions against each other as equals (autogroups), and
 inside its own session a guest's SCHED_IDLE would mean nothing to the host.
+
+`JsonlProcess` is a child that speaks JSON lines: commands go down its stdin, events come up its
+stdout.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """Places the process it runs in, then becomes the program it is given.
 
-    placement.py [OPTION=VALUE…] -- PROGRAM [ARGUMENT…]
+    launcher.py [OPTION=VALUE…] -- PROGRAM [ARGUMENT…]
 
     parent=PID        parent dies ──SIGKILL──► program
     family=yes        program dies ──SIGUSR1──► keeper ──SIGKILL──► the whole group

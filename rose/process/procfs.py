@@ -1,7 +1,4 @@
-"""What a process group really holds, as the kernel counts it.
-
-What /proc says about processes, and how one is known again after its number was reused.
-"""
+"""Processes in /proc: identity across reused numbers, groups, and the memory of a group."""
 
 import mmap
 import os

@@ -1,4 +1,4 @@
-"""`rose profile`: how long an engine's steps take, measured before anybody depends on it."""
+"""`rose profile`: measures how long an engine's steps take, before it serves."""
 
 from rose.profile.plan import Batch, LoggedStep, plan, samples_of
 

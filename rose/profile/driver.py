@@ -1,10 +1,10 @@
-"""The sections that a host and a node write, where there is neither: an idle host and one grant.
+"""Driver of a profile run: runs batches of turns on an engine and returns its logged step times.
 
-The engine to profile: started as a node would start a guest of the same sizes.
-
-Runs batches of turns on a guest and hands back what its step log says of each.
+The engine is started as a node would start a guest of the same sizes. There is neither host nor
+node, so `OpenGrant` writes their sections: an idle host and one grant.
 
 freeze ──► turns posted ──► all are seen waiting ──► allow ──► every turn ends ──► new records read
+
 Without the freeze the first turns of a batch would be steps ahead of the last.
 """
 
@@ -44,7 +44,6 @@ class OpenGrant(threading.Thread):
         self._grant = Grant(GrantMode.RUN, token_budget, max_sequences, epoch=1, reason="profile")
 
     def run(self) -> None:
-        """Until stopped."""
         while not self._ended.wait(TICK_S):
             with self._lock:
                 self._write()

@@ -48,7 +48,7 @@ class MeasuredSteps:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; what cannot be done raises RoseError, which the `rose` command says."""
+    """Profile an engine; what cannot be done raises RoseError, which `rose` says."""
     args = _arguments(argv)
     out: Path = args.out
     if not out.parent.is_dir():

@@ -1,8 +1,7 @@
-"""Which steps are run: batches of equal turns that cover what a lease may ask for.
+"""Plan and evaluation of a profile run: the batches to run, their samples, and the printed report.
 
-What a batch's steps say about the size of a step and its time.
-
-What a person reads of a profile: the fit, and predictions beside measurements.
+Batches of equal turns cover the step sizes that a lease may ask for. Each batch's steps give
+samples of step size and time. The report shows the fit, and predictions beside measurements.
 """
 
 from collections import defaultdict
@@ -37,7 +36,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the engine holds: sequences at once, tokens of one sequence, of a step, of its KV."""
+    """Limits of the engine: sequences at once, tokens of one sequence, of a step, of its KV."""
 
     max_num_seqs: int
     max_model_len: int

@@ -1,4 +1,4 @@
-"""Who may fetch weights, and from whom: a token of the cluster, certificates of both sides.
+"""Credentials of the weight plane: a token of the cluster, certificates of both sides.
 
 Addresses are announced by others, so the token goes with a request only where its owner meant it:
 with certificates   to whoever proves by one that it belongs to the cluster, and only over TLS

@@ -1,4 +1,4 @@
-"""A relay's answer for a chunk that is not here yet: what comes is passed on as it comes.
+"""Forwarding of a chunk that is still arriving: a relay passes each part on as it comes.
 
 The last bytes wait until the whole was proved, so that no neighbour ever ends up with a chunk that
 this node would refuse. While the chunk waits for its turn on the slow link the caller hears 202.
@@ -24,19 +24,19 @@ IN_LINE_S = 2.0
 class ChunkForwarder:
     """Chunks on their way into `store`, for callers of a server."""
 
-    def __init__(self, store: ChunkStore, hub: ChunkFetcher) -> None:
+    def __init__(self, store: ChunkStore, fetcher: ChunkFetcher) -> None:
         self._store = store
-        self._hub = hub
+        self._fetcher = fetcher
 
     async def answer(self, request: web.Request, name: str) -> web.StreamResponse:
         """What is not here yet, while it comes."""
-        download = self._hub.download(name)
+        download = self._fetcher.download(name)
         if HELD in request.headers and not (download and download.from_origin):
             raise web.HTTPConflict(text=f"chunk {name} is not held here")
-        ref = await self._hub.known(name, request.headers.get(MANIFEST, ""))
+        ref = await self._fetcher.known(name, request.headers.get(MANIFEST, ""))
         if ref is None:
             raise web.HTTPNotFound(text=f"chunk {name} is not here")
-        wanted = asyncio.create_task(self._hub.obtain(ref))
+        wanted = asyncio.create_task(self._fetcher.obtain(ref))
         try:
             download = await self._begun(ref, wanted)
             if wanted.done():
@@ -56,7 +56,7 @@ class ChunkForwarder:
         """A download with something to pass on, waited for shortly: the caller shall see life."""
         until_s = time.monotonic() + IN_LINE_S
         while not wanted.done() and (left_s := until_s - time.monotonic()) > 0:
-            download = self._hub.download(ref.id)
+            download = self._fetcher.download(ref.id)
             if download and download.here and ref.encoded_bytes > HELD_BACK_BYTES:
                 return download
             moved = asyncio.ensure_future(download.moved.wait() if download else asyncio.sleep(0))

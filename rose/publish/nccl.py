@@ -1,24 +1,23 @@
-"""A fixed group brings a version together: each chunk comes once, to one member, and is handed on.
+"""NCCL fan-out of a version inside a fixed group of GPUs: one member has a chunk, all get it.
 
-    muster ─ all are here ─► chunk by chunk, in the manifest's order: its owner obtains it as any
-      │                      node does, and hands it to all ─► what is missing then: over HTTP
-      └─ one does not come: everybody over HTTP
-A member that dies on the way leaves the others waiting, so every call has a limit; after one that
-ran out the group is over, until its members are started anew together.
+    barrier ─ all are here ─► chunk by chunk, in the manifest's order: its owner fetches it as any
+      │                       node does, and broadcasts it ─► missing chunks afterwards: over HTTP
+      └─ a member is missing: everybody over HTTP
 
-Whether all members of a fixed group are about to bring the same version, now.
+Barrier. An NCCL broadcast can be given up only by giving up the group. So members first meet over
+HTTP, at their leader: a member that is down, or behind, does not come, and the broadcast is
+skipped.
 
-Handing around by NCCL can only be given up by giving up the group. So members meet before it, over
-HTTP, at their leader: a member that is down, or behind, just does not come.
+Rendezvous. The group's leader names it (`/group`), and all members join under that name.
 
-How a fixed group of GPUs comes together: its leader names it, all join under that name.
-
-Fan-out inside a fixed group of GPUs: one has a chunk, all get it over their own links.
+Broadcast. All members make the same calls in the same order, and each call waits for all of them:
 
 root   length (8 bytes) ──► bytes ──► everybody checks the name
 
-All members make the same calls in the same order, and each call waits for all of them: `group`
-sees to both. Not measured on a GPU yet.
+A member that dies on the way leaves the others waiting, so every call has a limit. After a call
+that ran out the group is over, until its members are started anew together.
+
+Not measured on a GPU yet.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ _log = logging.getLogger(__name__)
 
 
 class Barrier(Protocol):
-    """Where members meet."""
+    """Barrier at which the members of a group meet before a broadcast."""
 
     async def join(self, what: str, rank: int) -> bool:
         """Wait for the others; whether all came for the same, in time."""
@@ -59,7 +58,7 @@ class Barrier(Protocol):
 
 
 class LocalBarrier:
-    """At the leader itself."""
+    """The barrier in the leader's own process."""
 
     def __init__(self, size: int, wait_s: float = WAIT_S) -> None:
         self._size = size
@@ -67,7 +66,6 @@ class LocalBarrier:
         self._here: dict[str, tuple[set[int], asyncio.Future[bool]]] = {}
 
     async def join(self, what: str, rank: int) -> bool:
-        """Part of `Barrier`."""
         if not 0 <= rank < self._size:
             return False
         if what not in self._here:
@@ -89,14 +87,14 @@ class LocalBarrier:
 
 @dataclass(frozen=True, slots=True)
 class Lead:
-    """What a leader has for its group. `unique_id`: NCCL's name of it, a row of numbers."""
+    """The leader's part of a group. `unique_id`: NCCL's name of the group, a row of numbers."""
 
     unique_id: tuple[int, ...]
-    muster: LocalBarrier
+    barrier: LocalBarrier
 
 
 class RemoteBarrier:
-    """At a leader elsewhere: `POST {leader}/group/{what}/{rank}`."""
+    """The barrier of a leader elsewhere: `POST {leader}/group/{what}/{rank}`."""
 
     def __init__(self, session: aiohttp.ClientSession, leader: str, wait_s: float = WAIT_S) -> None:
         self._session = session
@@ -112,7 +110,7 @@ class RemoteBarrier:
             ) as answer:
                 return answer.status == 200 and await answer.content.read(4) == b"all"
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            _log.info("%s does not muster its group: %s", self._leader, error)
+            _log.info("%s holds no barrier for its group: %s", self._leader, error)
             return False
 
 
@@ -126,7 +124,7 @@ class GroupBrokenError(RoseError):
 
 
 class Communicator(Protocol):
-    """What a fan-out needs of a group."""
+    """Communicator of a group, as a fan-out uses it."""
 
     rank: int
     size: int
@@ -153,7 +151,6 @@ class Fanout:
 
     @property
     def size(self) -> int:
-        """Members."""
         return self._communicator.size
 
     def hand(self, name: str, body: bytes | None, root: int) -> bytes | None:
@@ -212,7 +209,6 @@ class NcclCommunicator:
         return got
 
     def abort(self) -> None:
-        """Part of `Communicator`."""
         self._group.abort()
 
 
@@ -238,9 +234,9 @@ Result = TypeVar("Result")
 class FixedGroup:
     """One member's view of its group. Its calls are made by one thread, in order."""
 
-    def __init__(self, fanout: Fanout, muster: Barrier, chunk_s: float = CHUNK_S) -> None:
+    def __init__(self, fanout: Fanout, barrier: Barrier, chunk_s: float = CHUNK_S) -> None:
         self._fanout = fanout
-        self._muster = muster
+        self._barrier = barrier
         self._chunk_s = chunk_s
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rose-group")
         self._lock = asyncio.Lock()
@@ -254,7 +250,7 @@ class FixedGroup:
         obtain: Callable[[ChunkRef], Awaitable[int]],
         on_reject: Callable[[str], None],
     ) -> int:
-        """Have as many of a version's chunks in the store as the group can bring.
+        """Have as many of a version's chunks in the store as the group can broadcast.
 
         Returns the bytes that came to this member from outside of the group. Raises StorageError
         after its part for the others is done.
@@ -263,7 +259,7 @@ class FixedGroup:
             if self.broken:
                 return 0
             said = await receiving.read(partial(_named, manifest))
-            if not await self._muster.join(said, self._fanout.rank):
+            if not await self._barrier.join(said, self._fanout.rank):
                 return 0
             came: list[int] = []
 
@@ -354,7 +350,7 @@ def _named(manifest: Manifest) -> str:
 
 
 async def _got(coming: asyncio.Future[None], receiving: DownloadLimits, name: str) -> bytes | None:
-    """A chunk that this member was to bring; None when it could not."""
+    """A chunk that this member was to fetch; None when it could not."""
     try:
         await coming
         return await receiving.work(partial(receiving.store.get, name))
@@ -393,16 +389,16 @@ async def join_group(
     make: MakeCommunicator = NcclCommunicator,
 ) -> FixedGroup:
     """Return once all members have joined; `leading` is the leader's own. Until then, no group."""
-    muster: Barrier
+    barrier: Barrier
     if leading is not None:
-        name, muster = leading.unique_id, leading.muster
+        name, barrier = leading.unique_id, leading.barrier
     else:
-        name, muster = (
+        name, barrier = (
             await _members_named(session, mine.leader),
             RemoteBarrier(session, mine.leader),
         )
     communicator = await asyncio.to_thread(make, mine.rank, mine.size, name, mine.device)
-    return FixedGroup(Fanout(communicator), muster)
+    return FixedGroup(Fanout(communicator), barrier)
 
 
 async def _members_named(session: aiohttp.ClientSession, leader: str) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
-"""WeightPublisher: what a trainer calls after each update of its policy.
+"""Weight publisher: called by a trainer after each update of its policy.
 
-Upkeep: what a publisher does behind the training: bases, collection, fresh signatures.
+A version is durable first, then announced. `RetentionTask` works behind the training: it makes base
+snapshots, collects garbage, and renews signatures.
 """
 
 import asyncio
@@ -37,7 +38,7 @@ class Latest:
 
 
 class RetentionTask:
-    """After each version: a base where one is due, then nothing stays that nobody needs.
+    """Retention after each version: makes a base where one is due, then collects unneeded files.
 
     publisher: one of its own, since it works beside the training. It keeps the newest weights for
     as long as it works on them.
@@ -106,9 +107,9 @@ class RetentionTask:
                     await asyncio.to_thread(make)
                 await self._collect()
             except (WeightError, OSError) as error:
-                self._on_trouble(f"upkeep after version {latest.version}: {error}")
+                self._on_trouble(f"retention after version {latest.version}: {error}")
             except Exception as error:  # noqa: BLE001 - it is told, and the next version is kept up
-                self._on_trouble(f"upkeep after version {latest.version}: {described(error)}")
+                self._on_trouble(f"retention after version {latest.version}: {described(error)}")
 
     def _base_due(self, latest: Latest) -> bool:
         found = self._store.catalog()
@@ -140,7 +141,7 @@ ANNOUNCE_TIMEOUT_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What a publication cost: bytes that cross a link once, and the share of elements changed."""
+    """Cost of a publication: bytes that cross a link once, and the share of elements changed."""
 
     version: int
     wire_bytes: int
@@ -155,6 +156,8 @@ class WeightPublisher:
     The trainer's baseline may advance as soon as `publish` returns, whoever has pulled it yet.
     """
 
+    _server_class: type[VersionServer] = VersionServer
+
     def __init__(
         self,
         job: str,
@@ -163,7 +166,6 @@ class WeightPublisher:
         port: int,
         key: SigningKey,
         max_staleness: int = 1,
-        corrupt_every: int = 0,
         *,
         host: str = "127.0.0.1",
         credentials: Credentials = OPEN,
@@ -180,10 +182,9 @@ class WeightPublisher:
         self._job = job
         self._max_staleness = max_staleness
         self._publisher = Publisher(store, job, "rose-trainer", key, on_update=on_update)
-        self._server = VersionServer(
+        self._server = self._server_class(
             store,
             port,
-            corrupt_every,
             credentials=credentials,
             host=host,
             leases=leases,
@@ -191,14 +192,14 @@ class WeightPublisher:
             insecure=insecure,
         )
         bases = Publisher(store, job, "rose-trainer", key, on_update=on_update)
-        self._upkeep = RetentionTask(store, bases, leases, _log.warning)
+        self._retention = RetentionTask(store, bases, leases, _log.warning)
         self._channel = make_channel(scheduler)
         self._scheduler = rose_pb2_grpc.SchedulerStub(self._channel)
 
     async def start(self) -> None:
         """Serve, and register the job with the scheduler."""
         await self._server.start()
-        self._upkeep.start()
+        self._retention.start()
         request = rose_pb2.RegisterJobRequest(job=self._job, max_staleness=self._max_staleness)
         try:
             await self._scheduler.RegisterJob(
@@ -222,9 +223,9 @@ class WeightPublisher:
         are not written to any more.
         """
         started_s = time.perf_counter()
-        async with self._upkeep.publishing:
+        async with self._retention.publishing:
             manifest = await asyncio.to_thread(self._publisher.publish, version, parent, old, new)
-        self._upkeep.published(Latest(version, parent, new))
+        self._retention.published(Latest(version, parent, new))
         request = rose_pb2.AnnounceVersionRequest(
             job=self._job, version=version, parent=parent, url=self._server.url
         )
@@ -247,11 +248,11 @@ class WeightPublisher:
 
     async def settle(self) -> None:
         """Return once the bases that are due are made and what nobody needs is gone."""
-        await self._upkeep.settle()
+        await self._retention.settle()
 
     async def close(self) -> None:
         """Stop serving; published files stay."""
-        await self._upkeep.close()
+        await self._retention.close()
         await self._server.close()
         await self._channel.close(None)
 

@@ -1,6 +1,4 @@
-"""Relay: fetches weights for its neighbours and passes them on, with a scheduler or without.
-
-`rose relay`: pass the weights of one job on, without a scheduler.
+"""`rose relay`: fetch the weights of one job and pass them on to neighbours, without a scheduler.
 
 Serves until SIGTERM or SIGINT. Exit code 2 with one line for bad input.
 """
@@ -23,7 +21,7 @@ from weight_transfer import ChunkStore, VerifyKey
 
 
 class Relay:
-    """Store, hub and server of one member of a cluster.
+    """Store, fetcher and server of one member of a cluster.
 
     It fetches what the first neighbour asks for, and keeps it. `members`: addresses of all members,
     this one among them.
@@ -54,11 +52,13 @@ class Relay:
         self._session = credentials.session()
         store = ChunkStore(root)
         me = f"{credentials.scheme}://{host}:{port}"
-        self.hub = ChunkFetcher(self._session, DownloadLimits(store, caps or Caps()), me, members)
-        self._server = VersionServer(
-            store, port, hub=self.hub, credentials=credentials, host=host, insecure=insecure
+        self.fetcher = ChunkFetcher(
+            self._session, DownloadLimits(store, caps or Caps()), me, members
         )
-        self.hub.follow(job, origin, verify_key)
+        self._server = VersionServer(
+            store, port, fetcher=self.fetcher, credentials=credentials, host=host, insecure=insecure
+        )
+        self.fetcher.follow(job, origin, verify_key)
 
     @property
     def url(self) -> str:
@@ -67,7 +67,7 @@ class Relay:
 
     def enrol(self, members: Iterable[str]) -> None:
         """From now on these are the members."""
-        self.hub.enrol(members)
+        self.fetcher.enrol(members)
 
     async def start(self) -> None:
         """Serve. ConfigError when it cannot."""
@@ -75,9 +75,9 @@ class Relay:
 
     async def close(self) -> None:
         """Stop; what came stays on disk."""
-        await self.hub.close()
+        await self.fetcher.close()
         await self._server.close()
-        self.hub.receiving.close()
+        self.fetcher.receiving.close()
         await self._session.close()
 
     async def __aenter__(self) -> Self:
@@ -89,7 +89,7 @@ class Relay:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; what cannot be done raises ConfigError, which the `rose` command says."""
+    """Run a relay; what cannot be done raises ConfigError, which `rose` says."""
     args = _parser().parse_args(argv)
     if not (args.verify_key or args.unsigned):
         raise ConfigError("--verify-key is missing: anybody's weights would be kept; or --unsigned")

@@ -1,20 +1,19 @@
-"""Leases: which readers may still ask for what a publisher would collect. Pure.
-
-Who asks may be anybody, so there is a bound for each peer (an address) and one for all. Where one
-is reached the lease that was renewed longest ago gives way: of the peer itself, or of the peer that
-holds most. A reader renews every third of its lease, so whatever a flood took from it comes back,
-and no peer can take what another one needs.
-
-Serves manifests and chunks of one store: the trainer's, or a node's to its neighbours.
+"""HTTP server of manifests and chunks: the trainer's, or a node's for its neighbours.
 
 GET /manifests/{version}        a signed manifest; `{version}.base` for all of a version
 GET /chunks/{blake3}            encoded bytes, `Range: bytes=N-` goes on at byte N; 202: in line
 POST /chunks/{blake3}/doubt     it arrived corrupt: a relay drops a copy that is damaged
-GET /catalog                    what is published here, signed (`publisher_client`); of a publisher
+GET /catalog                    all published versions, signed (`publisher_client`); of a publisher
 POST /leases                    {reader, version, ttl_s}: nothing after `version` is collected
 GET /group                      of a fixed group's leader: NCCL's name of the group
 POST /group/{what}/{rank}       likewise: "all" once all members came for the same
-With a hub, what is on its way is served while it arrives (`passing`).
+
+With a fetcher, chunks that are still arriving are served on (`forwarding`).
+
+`ReadLeases` bounds the leases of readers. Anybody may ask, so there is a bound for each peer (an
+address) and one for all. Where one is reached the lease that was renewed longest ago gives way: of
+the peer itself, or of the peer that holds most. A reader renews every third of its lease, so a
+lease that a flood took comes back, and no peer can take the place of another.
 """
 
 import asyncio
@@ -37,7 +36,7 @@ from rose.publish.fetch import publisher_client
 from rose.publish.fetch.fetcher import ChunkFetcher
 from rose.publish.forwarding import ChunkForwarder
 from rose.publish.nccl import Lead
-from weight_transfer import ChunkMissingError, ChunkStore, SigningKey, WeightError
+from weight_transfer import ChunkStore, SigningKey, WeightError
 from weight_transfer.format.manifest import MALFORMED, Count, expiry_of
 from weight_transfer.store.catalog import ReaderPin
 
@@ -137,19 +136,16 @@ _read_asked = msgspec.json.Decoder(_Asked).decode
 class VersionServer:
     """HTTP face of a chunk store.
 
-    hub: of a node that relays. credentials: what callers must show. host: the address to listen at.
-    leases: of a publisher that collects. lead: of a node that leads a fixed group of GPUs.
-    signer: of a publisher; nobody else has a catalog.
-    corrupt_every: a control for tests and drills. The first answer for every n-th chunk has one bit
-    flipped, which receivers must catch and heal by fetching again; 0 serves everything as it is.
+    fetcher: of a node that relays. credentials: what callers must show. host: the address to
+    listen at. leases: of a publisher that collects. lead: of a node that leads a fixed group of
+    GPUs. signer: of a publisher; nobody else has a catalog.
     """
 
     def __init__(
         self,
         store: ChunkStore,
         port: int,
-        corrupt_every: int = 0,
-        hub: ChunkFetcher | None = None,
+        fetcher: ChunkFetcher | None = None,
         credentials: Credentials = OPEN,
         host: str = "127.0.0.1",
         leases: ReadLeases | None = None,
@@ -163,14 +159,12 @@ class VersionServer:
         self._host = host
         self._store = store
         self._port = port
-        self._corrupt_every = corrupt_every
-        self._hub = hub
-        self._passing = ChunkForwarder(store, hub) if hub else None
+        self._fetcher = fetcher
+        self._forwarder = ChunkForwarder(store, fetcher) if fetcher else None
         self._credentials = credentials
         self._leases = leases
         self._lead = lead
         self._signer = signer
-        self._served: set[str] = set()
         self._runner: web.AppRunner | None = None
 
     @property
@@ -187,7 +181,7 @@ class VersionServer:
         app.router.add_get("/catalog", self._catalog)
         app.router.add_post("/leases", self._lease)
         app.router.add_get("/group", self._group)
-        app.router.add_post("/group/{what:[0-9a-f]{64}}/{rank:[0-9]{1,5}}", self._muster)
+        app.router.add_post("/group/{what:[0-9a-f]{64}}/{rank:[0-9]{1,5}}", self._barrier)
         context = self._credentials.server()
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, logger=_log)
         await self._runner.setup()
@@ -212,9 +206,9 @@ class VersionServer:
         version, _, base = request.match_info["version"].partition(".")
         path = self._store.manifest_path(int(version), base=bool(base))
         raw: bytes | bytearray | None = await asyncio.to_thread(_bytes_of, path)
-        if self._hub and (raw is None or _expired(raw)):
+        if self._fetcher and (raw is None or _expired(raw)):
             # One that expired may have been signed anew.
-            raw = await self._hub.known_manifest(request.path.lstrip("/")) or raw
+            raw = await self._fetcher.known_manifest(request.path.lstrip("/")) or raw
         if raw is None:
             raise web.HTTPNotFound(text=f"version {request.match_info['version']} is not here")
         answer = web.Response(
@@ -227,11 +221,12 @@ class VersionServer:
         self._admit(request)
         name = request.match_info["name"]
         if not self._store.has(name):
-            if self._passing is None:
+            if self._forwarder is None:
                 raise web.HTTPNotFound(text=f"chunk {name} is not here")
-            return await self._passing.answer(request, name)
-        if self._corrupt_every:
-            return await self._perhaps_corrupted(name)
+            return await self._forwarder.answer(request, name)
+        return await self._stored(name)
+
+    async def _stored(self, name: str) -> web.StreamResponse:
         return web.FileResponse(self._store.chunks_dir / name)
 
     async def _catalog(self, request: web.Request) -> web.Response:
@@ -263,9 +258,9 @@ class VersionServer:
     async def _group(self, request: web.Request) -> web.Response:
         return web.json_response(self._leading(request).unique_id)
 
-    async def _muster(self, request: web.Request) -> web.Response:
+    async def _barrier(self, request: web.Request) -> web.Response:
         what, rank = request.match_info["what"], int(request.match_info["rank"])
-        came = await self._leading(request).muster.join(what, rank)
+        came = await self._leading(request).barrier.join(what, rank)
         return web.Response(text="all" if came else "not all")
 
     def _leading(self, request: web.Request) -> Lead:
@@ -282,26 +277,11 @@ class VersionServer:
         if token and not compare_digest(shown, f"Bearer {token}".encode()):
             raise web.HTTPUnauthorized(text="bear the token of this cluster")
 
-    async def _perhaps_corrupted(self, name: str) -> web.Response:
-        body = await asyncio.to_thread(self._body, name)
-        first = name not in self._served
-        self._served.add(name)
-        if first and len(self._served) % self._corrupt_every == 0:
-            middle = len(body) // 2
-            body = body[:middle] + bytes([body[middle] ^ 1]) + body[middle + 1 :]
-        return web.Response(body=body)
-
     async def _doubt(self, request: web.Request) -> web.Response:
         self._admit(request)
-        if self._hub:  # A relay fetches it again; a publisher has nowhere to fetch it from.
+        if self._fetcher:  # A relay fetches it again; a publisher has nowhere to fetch it from.
             await asyncio.to_thread(self._store.mend, request.match_info["name"])
         return web.Response(status=204)
-
-    def _body(self, name: str) -> bytes:
-        try:
-            return self._store.get(name)
-        except ChunkMissingError as error:
-            raise web.HTTPNotFound(text=str(error)) from error
 
 
 def _bytes_of(path: Path) -> bytes | None:

@@ -1,6 +1,6 @@
-"""Hold: turns that would begin while a version changes wait for its end.
+"""Admission of turns to a replica: by the newest lease epoch, and not while a version changes.
 
-Who may start a turn on this replica: decided by the newest lease epoch.
+`TurnGate` makes turns wait for the end of a weight update, so that none starts in the middle of it.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ from typing import Final
 
 
 class TurnGate:
-    """Whoever passes has begun before a change, or after it."""
+    """Gate for new turns: closed while weights change, so none starts in the middle of a switch."""
 
     def __init__(self) -> None:
         self._holders = 0

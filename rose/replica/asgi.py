@@ -1,12 +1,11 @@
-"""The little of ASGI that the endpoint speaks itself: read a body, answer with JSON.
+"""ASGI parts of a replica: body and answer helpers, the fast path of turns, the access filter.
 
-ASGI middleware that takes turns past the server's other middleware.
+`GenerateShortcut` takes turns past the server's other middleware. vLLM wraps every route in
+metrics, CORS and scaling checks; each costs a call for every chunk that is sent. Loaded by vLLM's
+own option, `--middleware=rose.replica.asgi.GenerateShortcut`; without it the endpoint's routes work
+all the same.
 
-vLLM wraps every route in metrics, CORS and scaling checks; each costs a call for every chunk that
-is sent. Loaded by vLLM's own option, `--middleware=rose.replica.asgi.GenerateShortcut`; without
-it the endpoint's routes work all the same.
-
-Who may ask an engine's API process for what, told by method and exact path.
+`AccessFilter` says which caller may use which route, by method and exact path:
 
 open     liveness, metrics, the model's name, a replica's state, turns of a lease
 secret   control of the replica, and the few of vLLM's own routes that its node or a bench uses

@@ -1,6 +1,4 @@
-"""`POST /rose/v1/generate` as a bare ASGI application: this is the path of every turn.
-
-ReplicaEndpoint: vLLM endpoint plugin that serves the replica HTTP contract.
+"""Replica endpoint: vLLM endpoint plugin that serves the replica HTTP contract.
 
 POST /rose/v1/generate        tokens in, stamped tokens out
 POST /rose/v1/drain | admit   lease epochs open and close admission
@@ -8,11 +6,12 @@ POST /rose/v1/weights/apply   the next policy version
 POST /rose/v1/weights/audit   digests of everything that is live
 GET  /rose/v1/state
 
-ASGI middleware that gives an engine ROSE's routes where its vLLM has no endpoint plugins.
+`generate` is the path of every turn, so it is a bare ASGI application.
 
-The server sends `lifespan` through its middleware once, when the engine is there and before the
-first request. A vLLM that has loaded the endpoint as a plugin has left its mark in the server's
-state by then, and nothing is done. Loaded by vLLM's own option,
+`EndpointMount` is ASGI middleware that mounts these routes where vLLM has no endpoint plugins. The
+server sends `lifespan` through its middleware once, when the engine is there and before the first
+request. A vLLM that has loaded the endpoint as a plugin has left its mark in the server's state by
+then, and nothing is done. Loaded by vLLM's own option,
 `--middleware=rose.replica.endpoint.EndpointMount`.
 """
 
@@ -88,8 +87,8 @@ _Handler = Callable[[bytes], Awaitable[Response]]
 
 
 class ReplicaEndpoint:
-    """Named in `VLLM_PLUGINS` as `rose_replica`, or mounted (see `mount`); inert unless `ROSE_ROLE`
-    makes a replica of it."""
+    """Named in `VLLM_PLUGINS` as `rose_replica`, or mounted (see `EndpointMount`); inert unless
+    `ROSE_ROLE` makes a replica of it."""
 
     name = "rose_replica"
     required_tasks = ("generate",)

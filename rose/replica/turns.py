@@ -1,20 +1,16 @@
-"""What vLLM raises at a request, by the names that this version has for it.
-
-0.25 has neither a common base nor errors that carry an HTTP status.
-
-One request inside vLLM's AsyncLLM: with `stamps` and `engine_errors` all that knows its inside.
-
-`AsyncLLM.generate` hides what a replica needs: the moment a request is registered (a drain has to
-find it), its internal id, and the list of weight versions that grows while it runs. vLLM shows that
-list at most when a request ends, and a request that is killed never ends. So this file does what
-`generate` does, with the same calls: `add_request`, then its collector, then `abort`.
-
-One turn, from admission to its last line.
+"""Turns of a replica: each from its admission to its last line, over one request inside vLLM.
 
 opened ── start ──> running ── next_lines ... ──> ended (stop, length, revoked, abort, error)
    └── revoked before it started: the engine's request is aborted as soon as there is one
 
-The turns of this replica: each is known from its admission to its last line.
+`EngineRequest` is the request inside vLLM's AsyncLLM. `AsyncLLM.generate` hides what a replica
+needs: the moment a request is registered (a drain has to find it), its internal id, and the list of
+weight versions that grows while it runs. vLLM shows that list at most when a request ends, and a
+request that is killed never ends. So it does what `generate` does, with the same calls:
+`add_request`, then its collector, then `abort`.
+
+Errors of vLLM at a request are caught by the names that the installed version has: 0.25 has neither
+a common base nor errors that carry an HTTP status.
 """
 
 import asyncio

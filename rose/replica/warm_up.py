@@ -40,7 +40,7 @@ class WarmUpError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class WarmUpSizes:
-    """What an engine may be asked for at once."""
+    """Largest batch that an engine may be asked for at once."""
 
     max_num_seqs: int
     max_model_len: int
@@ -49,7 +49,6 @@ class WarmUpSizes:
 
     @classmethod
     def of(cls, config: Any) -> Self:  # noqa: ANN401 - vLLM's VllmConfig
-        """As vLLM was configured."""
         return cls(
             config.scheduler_config.max_num_seqs,
             config.model_config.max_model_len,

@@ -1,4 +1,4 @@
-"""The scheduler: leases what nodes offer to the job, and tells everybody who may use what."""
+"""The scheduler: leases the nodes' offers to the job, and publishes which replica may be used."""
 
 from rose.scheduler.core import SchedulerCore
 from rose.scheduler.service import SchedulerService

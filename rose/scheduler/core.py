@@ -65,7 +65,7 @@ MAX_NAMED = 4_096
 
 
 class SchedulerCore:
-    """All decisions of one scheduler. `step` raises `RefusedError` and then has changed nothing."""
+    """Core of a scheduler, with all its decisions. A `step` that is refused changes nothing."""
 
     def __init__(
         self,
@@ -191,7 +191,7 @@ class SchedulerCore:
             case Drained():
                 return self._leasing.drained(event.stream, event.replica, event.epoch)
             case Activated():
-                return self._activated(event, view, now_s)
+                return self._activated(event, view)
 
     def _offered(self, event: Offered, view: NodeView, now_s: float) -> list[Action]:
         if len(view.named.union(each.replica for each in event.offers)) > MAX_NAMED:
@@ -202,7 +202,7 @@ class SchedulerCore:
         lapsed = self._leasing.lapsed(silent) + self._healths.lapsed(silent)
         believed = tuple(each for each in event.offers if self._leasing.believes(each))
         taken = self._fleet.replace_offers(view, believed, now_s)
-        heard = self._healths.hear(view.offers.values(), self._chain, now_s)
+        heard = self._healths.hear(view.offers.values(), self._chain)
         reasons = [
             *event.refused,
             *(f"{replica} is offered by another node already" for replica in taken),
@@ -241,10 +241,10 @@ class SchedulerCore:
         self._healths.forget(view.named)
         return [LogRecord("node_lost", {"node": view.node}), *self._leasing.lost(stream)]
 
-    def _activated(self, event: Activated, view: NodeView, now_s: float) -> list[Action]:
+    def _activated(self, event: Activated, view: NodeView) -> list[Action]:
         if event.ok:
             self._fleet.set_version(view, event.replica, event.version)
-            return self._healths.hear(view.offers.values(), self._chain, now_s)
+            return self._healths.hear(view.offers.values(), self._chain)
         fields = {"replica": event.replica, "version": event.version, "message": event.message}
         return [LogRecord("activation_failed", {"node": view.node, **fields})]
 
@@ -263,7 +263,7 @@ class SchedulerCore:
 
     def _rejudge(self, now_s: float) -> list[Action]:
         """A newer version or another bound: whoever is behind gets no turns from now on."""
-        return self._healths.hear(self._fleet.live_offers(now_s), self._chain, now_s)
+        return self._healths.hear(self._fleet.live_offers(now_s), self._chain)
 
     def _revoke(self, event: RevokeAsked, now_s: float) -> list[Action]:
         revoked = self._leasing.revoke(event.replica, event.reason, now_s)

@@ -1,9 +1,9 @@
-"""What peers got wrong, for the event log: each thing once, and never faster than disks grow.
+"""Limits on input from peers: names, figures and counts are checked, complaints logged once.
 
-Bounds of what peers may say: no name, figure or number of things from outside is believed.
-
-Names are refused and never cut, since two long ones could become one. Texts that only people read
-are cut. Every refusal is a `ConfigError`, the line that its peer gets.
+No name, figure or number of things from outside is believed. Names are refused and never cut, since
+two long ones could become one; texts that only people read are cut. Every refusal is a
+`ConfigError`, the line that its peer gets. `Complaints` keeps the event log from growing as fast as
+a peer errs.
 """
 
 import math

@@ -35,7 +35,7 @@ STOP_GRACE_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class SchedulerSettings:
-    """What one scheduler process is told."""
+    """Settings of one scheduler process."""
 
     host: str
     port: int

@@ -1,7 +1,4 @@
-"""Bounded hand-over between the core and the streams that it speaks on.
-
-What reaches the scheduler's core, and what the core asks its shell to do.
-"""
+"""Messages of the scheduler's core: its events and actions, and bounded queues to the streams."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -84,7 +81,7 @@ class Detached:
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """All that a node offers now; earlier offers of it are void."""
+    """Offers of a node, all of them; earlier offers of it are void."""
 
     stream: int
     offers: tuple[Offer, ...]

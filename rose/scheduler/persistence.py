@@ -1,4 +1,4 @@
-"""What survives a restart of the scheduler, and under which keys.
+"""Persistent state of the scheduler, and the writer that makes it durable.
 
 | key | value (JSON) |
 | --- | --- |
@@ -7,14 +7,14 @@
 | `job` | {"job", "max_staleness"} |
 | `versions/{version, 20 digits}` | {"version", "parent", "url"} |
 
-Makes writes durable without holding the event loop: one at a time, tried until they are.
+`StoreWriter` does not block the event loop: one write at a time, tried until it is durable.
 
-    write --> in a thread --> durable --> whoever waited goes on
+    write --> in a thread --> durable --> waiting callers go on
                   ^  |
                   +--+ the store is locked, full or gone: again, after a pause
 
-Somebody who looks into the file with another program locks it for as long as he likes. Meanwhile
-live leases are renewed and tables are sent; what needs the store waits, and `stalled_s` says so.
+Another program that opens the file can lock it for any time. Meanwhile live leases are renewed and
+tables are sent; changes that need the store wait, and `stalled_s` says so.
 """
 
 import asyncio

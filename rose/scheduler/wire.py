@@ -1,4 +1,4 @@
-"""Between protobuf messages and the core's own types: whatever passes here is within its bounds.
+"""Conversion between protobuf messages and the core's types, which checks their bounds.
 
 Each function raises `ConfigError`, a line for the peer, for a message that means nothing. An offer
 that means nothing is left out, and the others of its report count.

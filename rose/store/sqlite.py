@@ -61,7 +61,6 @@ class SqliteStore:
         self._db.execute(f"PRAGMA busy_timeout = {int(BUSY_TIMEOUT_S * 1e3)}")
 
     def get(self, key: str) -> StoreEntry | None:
-        """The entry of the key, None when there is none."""
         with self._reached():
             row = self._db.execute(
                 "SELECT key, value, revision FROM entries WHERE key = ?", (key,)
@@ -69,7 +68,6 @@ class SqliteStore:
         return StoreEntry(*row) if row else None
 
     def put(self, key: str, value: bytes) -> int:
-        """Write whatever is there now; returns the new revision."""
         with self._transaction():
             return self._write(key, value)
 
@@ -82,7 +80,6 @@ class SqliteStore:
             return self._write(key, value)
 
     def list(self, prefix: str) -> "list[StoreEntry]":
-        """All entries whose key starts with the prefix, in the order of their keys."""
         with self._reached():
             rows = self._db.execute(
                 "SELECT key, value, revision FROM entries WHERE substr(key, 1, ?) = ? ORDER BY key",
@@ -91,12 +88,10 @@ class SqliteStore:
         return [StoreEntry(*row) for row in rows]
 
     def delete(self, key: str) -> bool:
-        """Remove the key; False when it was not there."""
         with self._transaction():
             return self._db.execute("DELETE FROM entries WHERE key = ?", (key,)).rowcount > 0
 
     def close(self) -> None:
-        """Close the file."""
         self._db.close()
 
     def _write(self, key: str, value: bytes) -> int:

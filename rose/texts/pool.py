@@ -1,4 +1,4 @@
-"""The worker processes as the gateway's event loop sees them.
+"""Pool of the worker processes, as the gateway's event loop uses them.
 
 run ── a worker is free ──► sent ──► answered: the worker is free again
  │                            └──► late, or the worker died: killed, a new one is begun

@@ -1,6 +1,6 @@
-"""What goes over a worker's pipes: frames of four bytes of length and a msgpack struct.
+"""`python -m rose.texts.worker`: worker process that tokenizes, one job at a time over its pipes.
 
-A worker process: `python -m rose.texts.worker`, one job at a time over its standard streams.
+A frame on its standard streams is four bytes of length and a msgpack struct.
 """
 
 import os

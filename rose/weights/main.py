@@ -30,7 +30,7 @@ AUTO = "auto"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; what cannot be done raises ConfigError, which the `rose` command says."""
+    """Run one verb on weight files; what cannot be done raises ConfigError, which `rose` says."""
     args = _arguments(argv)
     try:
         code, (plain, lines) = args.work(args)

@@ -1,4 +1,4 @@
-"""What `rose weights` says, for people and for programs."""
+"""Output of `rose weights`, for people and for programs."""
 
 from collections import Counter
 from pathlib import Path

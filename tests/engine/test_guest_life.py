@@ -1,7 +1,7 @@
 """One real guest from its start to its end, with the profile that `rose profile` made for it.
 
 It computes nothing of its start beside a busy host, is warm before it takes turns, returns memory
-rung by rung, and is killed for what is left. The tests build on one another; they leave no guest.
+level by level, and is killed for what is left. The tests build on one another; they leave no guest.
 """
 
 import asyncio
@@ -266,17 +266,17 @@ async def test_a_warm_up_counts_no_tokens_and_leaves_no_prefix(life: Life) -> No
 
 
 def told(finished: Finished) -> dict[ReclaimLevel, ReclaimOutcome]:
-    for rung in finished.rungs:
+    for report in finished.levels:
         log.info(
             "%s: %s, %d MiB gone, %d MiB claimed, %.0f ms %s",
-            *(rung.rung.name, rung.outcome.value, rung.freed_bytes // MIB),
-            *(rung.claimed_bytes // MIB, rung.took_ns / 1e6, rung.why),
+            *(report.level.name, report.outcome.value, report.freed_bytes // MIB),
+            *(report.claimed_bytes // MIB, report.took_ns / 1e6, report.why),
         )
     log.info(
         "%d MiB wanted, %d MiB gone after %.0f ms",
         *(finished.wanted_bytes // MIB, finished.freed_bytes // MIB, finished.took_ns / 1e6),
     )
-    return {rung.rung: rung.outcome for rung in finished.rungs}
+    return {report.level: report.outcome for report in finished.levels}
 
 
 async def test_a_part_of_its_kv_comes_back_and_the_guest_lives_on(life: Life) -> None:

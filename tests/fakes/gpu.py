@@ -37,7 +37,6 @@ MEASURED: dict[str, Any] = {
                 "diff": 0.65,
                 "encode_to_host": 0.1,
                 "compact_ranks_of_a_chunk": 0.02,
-                "decode_a_chunk": 0.01,
                 "overwrite_and_read_back": 0.62,
             }.items()
         },

@@ -16,7 +16,7 @@ from aiohttp import web
 
 from elastic_scheduler import TurnNeed
 from rose.gateway import GatewaySettings
-from rose.gateway.apis import ChatDialect, CompletionDialect, SglangDialect, VllmDialect
+from rose.gateway.apis import ChatFrontend, CompletionFrontend, SglangFrontend, VllmFrontend
 from rose.gateway.backends import LINKS
 from rose.gateway.backends.http_pool import Upstream
 from rose.gateway.connections import Connection
@@ -30,9 +30,14 @@ from rose.texts.worker import Chat, Done, Refused, Setup, TextService
 
 DOCUMENTED = frozenset({200, 400, 404, 405, 408, 409, 413, 415, 417, 429, 503, 504})
 MODEL = ServedModel("rose-policy", 4_096)
-DIALECTS = (VllmDialect(MODEL), SglangDialect(MODEL), CompletionDialect(MODEL), ChatDialect(MODEL))
+FRONTENDS = (
+    VllmFrontend(MODEL),
+    SglangFrontend(MODEL),
+    CompletionFrontend(MODEL),
+    ChatFrontend(MODEL),
+)
 POSTS = (
-    *(dialect.path for dialect in DIALECTS),
+    *(frontend.path for frontend in FRONTENDS),
     "/tokenize",
     "/detokenize",
     "/inference/v1/abort_requests",
@@ -58,9 +63,9 @@ BUDGET = 64
 
 def run_generate(data: bytes) -> None:
     """The body of each generating route."""
-    for dialect in DIALECTS:
+    for frontend in FRONTENDS:
         try:
-            ask = _at_once(dialect.read(data, {}))
+            ask = _at_once(frontend.read(data, {}))
             for turn in ask.turns:
                 turn.check()
                 turn.fingerprint()
@@ -70,14 +75,16 @@ def run_generate(data: bytes) -> None:
         else:
             continue
         assert 400 <= refusal.status < 500, refusal
-        json.loads(dialect.error(refusal))
+        json.loads(frontend.error(refusal))
 
 
 def run_headers(data: bytes) -> None:
     """A header of a good request: the first byte says which."""
     name = HEADERS[data[0] % len(HEADERS)] if data else HEADERS[0]
     value = data[1:4_096].translate(None, b"\r\n\0")
-    head = f"POST {VllmDialect.path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(GOOD)}\r\n{name}: "
+    head = (
+        f"POST {VllmFrontend.path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(GOOD)}\r\n{name}: "
+    )
     _answered(head.encode() + value + b"\r\n\r\n" + GOOD)
 
 
@@ -290,7 +297,7 @@ SEEDS: Final[dict[str, tuple[bytes, ...]]] = {
     "run_headers": tuple(bytes([at]) + value for at, value in enumerate(_VALUES)),
     "run_http": (
         b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
-        % (VllmDialect.path.encode(), len(GOOD))
+        % (VllmFrontend.path.encode(), len(GOOD))
         + GOOD,
         b"POST /finish_session HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
         b'12\r\n{"session_id": "s"}\r\n0\r\n\r\nGET /health HTTP/1.1\r\nHost: x\r\n\r\n',

@@ -24,7 +24,7 @@ from rose.scheduler.messages import (
     VersionAnnounced,
 )
 from rose.scheduler.persistence import load
-from rose.store import InMemoryStore
+from tests.fakes.memory_store import InMemoryStore
 
 MAX_FRAMES = 64
 STEP_S = 0.25

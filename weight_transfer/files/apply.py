@@ -37,7 +37,7 @@ _COPY_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """What was done: weights overwritten by each delta, and the size of the result."""
+    """Result of applying deltas: weights overwritten by each delta, and the size of the result."""
 
     changed: tuple[int, ...]
     nbytes: int

@@ -88,7 +88,6 @@ class DeltaIndex:
         return sum(chunk.changed for tensor in self.tensors for chunk in tensor.chunks)
 
     def to_bytes(self) -> bytes:
-        """As it is stored."""
         index = _Index(
             format=FORMAT,
             level=self.level,

@@ -1,6 +1,7 @@
-"""Which level is done first on a link: tried on a sample, since both depend on what changed.
+"""Writer of delta files: compares two checkpoints on disk chunk by chunk, in all threads.
 
-Writing a delta: two checkpoints on disk are compared chunk by chunk, in all threads.
+`quicker_level` picks the codec level for a link by encoding a sample, since speed and size both
+depend on which weights changed.
 """
 
 from __future__ import annotations
@@ -142,7 +143,6 @@ class _Writer:
         self._level = settings.level or self._quicker()
 
     def write(self) -> None:
-        """All of it."""
         self._append(MAGIC)
         files = [self._shard(shard.path, shard.head, shard.size) for shard in self._new.shards]
         files += [self._other(path) for path in self._new.others]

@@ -160,7 +160,7 @@ def encode_block(
 
 
 def encode_nothing(shape: tuple[int, ...], ref: ChunkRef, width: int, base_digest: int) -> bytes:
-    """Return the chunk that says of a reference's block that nothing changed there."""
+    """Return an empty delta for one block of the reference."""
     header = ChunkHeader(
         encoding=Encoding.EMPTY,
         width=width,

@@ -1,23 +1,21 @@
-"""Byte planes: integers split by significance, each plane compressed on its own.
-
-plane := tag u8 (0 raw, 1 zstd, 2 one byte, many times) | length u32 | bytes
-A plane that zstd cannot shrink is stored raw, so nothing ever grows by more than its 5 bytes.
-
-Ranges of which many weights changed: a map of them, or all of them anew.
-
-Which is the shorter is seen on a sample; what is longer than the weights themselves is never kept.
-Weights are looked at a stretch at a time, and planes are made one after the other, so that hardly
-more memory is held than what comes out.
-
-Codec of one row range: (old bits, new bits) → payload → (indices, absolute new bits).
+"""Codec of one row range of weights: (old bits, new bits) → payload → (indices, absolute new bits).
 
 empty    nothing changed                 payload: nothing
 sparse   index gaps + ulp deltas         payload: gap plane count u8 | gap planes | delta planes
 bitmap   changed map + ulp deltas        payload: bitmap plane | delta planes
 dense    new bits                        payload: value planes
-compact  changes by class of old weight  payload: see `compact`
+compact  changes by class of old weight  payload: see `format/entropy.py`
+
 A gap is the distance to the previous changed index, less one. An ulp delta is new − old of the
 integer views, wrapped to the element's width, zigzag coded: exact for every bit pattern.
+
+Byte planes are integers split by significance, each plane compressed on its own:
+plane := tag u8 (0 raw, 1 zstd, 2 one byte, many times) | length u32 | bytes
+A plane that zstd cannot shrink is stored raw, so nothing ever grows by more than its 5 bytes.
+
+Of a crowded range many weights changed. A sample shows whether its bitmap or its dense form is
+shorter, and a form longer than the weights themselves is never kept. Weights are read a stretch at
+a time, and planes are made one after the other, so hardly more memory is held than the payload.
 """
 
 from __future__ import annotations
@@ -211,7 +209,7 @@ _GAP_BYTES = 4
 
 
 class Encoding(IntEnum):
-    """How a chunk's payload is written."""
+    """Encoding of a chunk's payload."""
 
     EMPTY = 0
     SPARSE = 1
@@ -221,7 +219,7 @@ class Encoding(IntEnum):
 
 
 class Level(StrEnum):
-    """What a publisher spends on a sparse chunk: little time, or few bytes."""
+    """Codec level of a sparse chunk: little time, or few bytes."""
 
     FAST = "fast"
     COMPACT = "compact"

@@ -1,11 +1,12 @@
-"""Block: a rectangle of a tensor seen as rows x row elements; pure.
-
-Per-tensor digest: a position-mixed 64-bit sum, updatable in O(changed).
+"""Digest of a tensor: a position-mixed 64-bit sum, updatable in O(changed).
 
 digest(t) = Σ_i mix(i, bits[i]) mod 2^64, with mix(i, v) = finalise((i + 1)·γ + v) and SplitMix64's
 finaliser (Steele, Lea, Flood: "Fast Splittable Pseudorandom Number Generators", 2014).
 The position is inside the mix, so a permutation of the same values has another digest, which an
 XOR or a plain sum would miss. It guards against mistakes; signatures guard against enemies.
+
+A `Block` is a rectangle of a tensor, seen as rows x row elements; the digest is the sum over blocks
+that cover the tensor once. No IO.
 """
 
 from __future__ import annotations

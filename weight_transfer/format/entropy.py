@@ -7,8 +7,8 @@ class    number u8 | Rice parameter u8 | changed weights u32; the first class ho
          lowest on, the last one all up to highest
 coded    range coder: the unary part of each rank gap, how long each change is, its second bit
 raw      bits, least significant first: low part of each rank gap, sign, low part of each change
-Changes come class by class. What is likely depends on the class alone, see `kernels.classes`; the
-receiver has the old weights and thereby the classes.
+Changes come class by class. How likely a change is depends on the class alone, see
+`kernels.cpu.exponent_classes`; the receiver has the old weights and thereby the classes.
 """
 
 from __future__ import annotations

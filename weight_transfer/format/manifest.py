@@ -1,4 +1,4 @@
-"""Manifest: what a version consists of, as lines of JSON in a signed envelope.
+"""Manifest: the parts of a version, as lines of JSON in a signed envelope.
 
 line 1    {"job", "version", "parent", "codec", "trainer", "created_s", "expires_s", "tensors",
           "origins"?, "on_update"?}; `tensors` is how many lines follow
@@ -79,7 +79,7 @@ class TensorUpdate(Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
 
 class OnUpdate(StrEnum):
-    """What becomes of turns in flight when a version is activated.
+    """Treatment of turns in flight when a version is activated.
 
     finish_old  they end under the old version first, within a bound; then recompute
     recompute   they go on under the new one, all of their KV computed anew

@@ -1,11 +1,12 @@
-"""Ed25519 keys: a manifest activates only when the trainer's key signed it.
+"""Ed25519 signatures of manifests and catalogs: keys, and the envelope of a signed payload.
 
-Envelope: the one form of what a publisher signs, a manifest or a catalog.
+A manifest activates only when the trainer's key signed it.
 
 magic "ROSS" | format u8 | kind u8 | 2 zeros | Ed25519 signature, 64 bytes (zeros: none) | payload
+
 The signature is of the domain, the format, the kind and the BLAKE3 of the payload. So it is checked
-over the bytes as they came, before anything reads them as more than bytes; and hashing, unlike a
-signature over megabytes, does not hold the interpreter's lock.
+over the bytes as they came, before anything parses them. Hashing, unlike a signature over
+megabytes, does not hold the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ _BLOCK_BYTES: Final = 1 << 20
 
 
 class Kind(IntEnum):
-    """What a payload is: a signature of one kind is none of another."""
+    """Kind of a payload: a signature of one kind is none of another."""
 
     MANIFEST = 1
     CATALOG = 2
@@ -145,7 +146,6 @@ class Envelope:
         key.verify(self._message(), self.signature)
 
     def to_bytes(self) -> bytes:
-        """As it is stored and sent."""
         return b"".join((_head(self.kind), self.signature or _UNSIGNED, self.payload))
 
     def _message(self) -> bytes:

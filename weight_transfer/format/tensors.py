@@ -70,7 +70,7 @@ def unsigned(width: int) -> np.dtype[np.unsignedinteger[Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What a checkpoint tensor is like, wherever its weights are."""
+    """Layout of a checkpoint tensor, wherever its weights are."""
 
     name: str
     dtype: str
@@ -83,7 +83,6 @@ class Layout:
 
     @property
     def row_elements(self) -> int:
-        """Elements of one row."""
         return math.prod(self.shape[1:])
 
     @property

@@ -1,16 +1,15 @@
-"""How one range of weights became another: what of it is coded, wherever the weights are.
-
-Exchanging weights where they are: old values for new ones, and back.
-
-stage   while serving: what is exchanged is brought to the weights' memory; nothing is written
-run     under the engine's pause: compare with the old, write the new, read back
-
-Processor: where weights are is where they are compared, summed and overwritten.
+"""Interface of a kernel backend: weights are compared, summed and overwritten where they are.
 
 publisher  compare → a difference; too much has changed → mark, read
-receiver   expand → indices and values; stage, while serving → run, under the engine's pause
-Ranges of weights stay where they are; what is about changed weights comes and goes in host memory.
-All processors give the same bits.
+receiver   stage, while serving → run, under the engine's pause; chunks are decoded on the host
+
+An `Exchange` puts new values in the place of old ones, and back:
+
+stage   while serving: the changes are brought to the weights' memory; no weight is written
+run     under the engine's pause: compare with the old, write the new, read back
+
+Ranges of weights stay where they are; data about changed weights comes and goes in host memory.
+All backends give the same bits.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class Difference(Protocol):
     def by_class(
         self, kind: WeightClass, ends: Bytes, present: Bytes, starts: NDArray[np.int64]
     ) -> tuple[NDArray[np.uint32], Bits]:
-        """Return (rank gaps, codes), sorted by class, see `kernels.classes`.
+        """Return (rank gaps, codes), sorted by class, see `kernels.cpu.exponent_classes`.
 
         `ends` u8: lowest, first, last, highest class; those that lie between two of a side are one.
         `present` u8[k]: classes that hold all changes then, ascending; `starts`: where each begins,
@@ -128,11 +127,6 @@ class Processor(Protocol[Range]):
 
     def digest(self, bits: Range, first: int) -> int:
         """What a range that begins at index `first` adds to the digest of its tensor."""
-
-    def expand(
-        self, old: Range, gaps: NDArray[np.uint32], codes: Bits
-    ) -> tuple[NDArray[np.int64], Bits]:
-        """Return (flat indices, new values). Raises ValueError for changes that are none of old."""
 
     def stage(self, changes: Sequence[RangeChange[Any]], resident_bytes: int) -> Exchange:
         """Bring changes, at least one, to the memory of their targets; nothing is written.

@@ -1,11 +1,12 @@
-"""What a rank tells the coordinator: JSON of a few hundred bytes for each chunk, no weights.
+"""Coordinator of a sharded publication: makes one signed version from the reports of all ranks.
 
-ShardCoordinator: makes one signed version of all ranks' reports; it sees no weights.
+It sees no weights: a rank's report is JSON of a few hundred bytes for each chunk.
 
 parts of all ranks   → digest of each tensor, which the ranks put into their chunks
 chunks of all ranks  → do they cover every tensor exactly once? → manifest, published
+
 A report that is missing or of another version publishes nothing: the version before stays the
-newest, and the ranks' next reports are as good as any.
+newest, and the ranks can report again.
 """
 
 from __future__ import annotations
@@ -73,7 +74,6 @@ class ShardReport(Struct, frozen=True, forbid_unknown_fields=True):
     tensors: tuple[ShardTensor, ...]
 
     def to_json(self) -> bytes:
-        """As it is sent."""
         return msgspec.json.encode(self)
 
     @classmethod

@@ -1,13 +1,13 @@
-"""What a rank holds of the version that was published last, cut into what becomes chunks.
+"""Encoder of one rank's shard: turns the changes since the last published version into chunks.
 
-ShardEncoder: a rank's side of a publication. It reads and keeps its own pieces, nothing more.
+A rank reads and keeps its own pieces of the weights, nothing more.
 
-parts    what its pieces add to each tensor's digest           → coordinator, before version one
-encode   what changed in them, as chunks in the rank's store   → coordinator
+parts    the rank's share of each tensor's digest              → coordinator, before version one
+encode   changes since the baseline, as chunks in its store    → coordinator
 advance  the version is published: its bits are the baseline
 
-The baseline advances by decoding the rank's own chunks: what is held is what was published,
-whatever the trainer has done to its weights since. Until then nothing has changed here.
+The baseline advances by decoding the rank's own chunks: it is exactly the published version,
+whatever the trainer has done to its weights since. A publication that fails changes nothing here.
 """
 
 from __future__ import annotations
@@ -133,7 +133,6 @@ class ShardEncoder:
 
     @property
     def version(self) -> int:
-        """The version that it holds."""
         if self._version is None:
             raise ShardError(f"rank {self._rank} lost its baseline; begin from a checkpoint")
         return self._version

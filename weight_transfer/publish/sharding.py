@@ -1,11 +1,4 @@
-"""Pieces of Megatron's fused and padded parameters, for tensor-parallel rank `rank` of `ranks`.
-
-Its plain layers need nothing of their own: column-parallel ones are `row_shard`, row-parallel ones
-`column_shard`, norms `whole` with the rank as the replica's number.
-
-The weights that a rank holds, read a rectangle at a time.
-
-Shards: where the weights that a trainer's rank holds belong in the checkpoint; pure.
+"""Shard maps: which block of which checkpoint tensor each part of a rank's parameters holds. No IO.
 
 A rank's local parameter is seen flat. A piece of it is a rectangle: it fills a block of a
 checkpoint tensor, whose rows lie `stride` weights apart in the parameter, the first at `offset`.
@@ -13,6 +6,11 @@ checkpoint tensor, whose rows lie `stride` weights apart in the parameter, the f
     local [q0 q1 k0 v0 | q2 q3 k1 v1]  ──►  q_proj rows 0..2 and 2..4, k_proj rows 0..1 and …
 
 The pieces of all ranks cover each checkpoint tensor exactly once: of replicas, one publishes.
+
+`gate_up`, `grouped_qkv` and `vocabulary` are Megatron's fused and padded parameters, for
+tensor-parallel rank `rank` of `ranks`. Its plain layers are the general cases: column-parallel ones
+are `row_shard`, row-parallel ones `column_shard`, norms `whole` with the rank as the replica's
+number.
 """
 
 from __future__ import annotations
@@ -56,11 +54,9 @@ class LocalBits:
 
     @property
     def elements(self) -> int:
-        """Weights here."""
         return self.bits.size
 
     def read(self, offset: int, rows: int, width: int, stride: int) -> Bits:
-        """See LocalTensor."""
         if stride == width or rows == 1:
             return self.bits[offset : offset + rows * width]
         step = self.bits.itemsize

@@ -1,4 +1,4 @@
-"""What is published, the cheapest way to a version, and what nobody needs any more. Pure.
+"""Catalog of published versions: the cheapest way to a version, and the files to collect. No IO.
 
     base 0 ──δ1──► 1 ──δ2──► 2 ─ … ─► 16 (= base 16) ──δ17──► 17
 A joiner takes a base and the deltas after it; whoever lags takes the deltas, or a base where that

@@ -1,12 +1,12 @@
-"""Files and folders that appear whole or not at all, and those that are their owner's alone.
-
-Chunk store, durable and verified.
+"""Chunk store: immutable chunks and manifests in one folder, durable and verified.
 
 root/chunks/<blake3>              encoded chunks
 root/parts/<blake3>               chunks that are on their way, from the first byte on
 root/manifests/<version>.manifest       how a version follows from its parent
 root/manifests/<version>.base.manifest  all of a version, where it was published so too
-All of it is its owner's alone: folders are 0700 and files 0600.
+
+All of it is its owner's alone: folders are 0700 and files 0600. Files and folders appear whole or
+not at all.
 """
 
 from __future__ import annotations

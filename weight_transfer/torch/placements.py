@@ -1,6 +1,6 @@
-"""Torch tensors as `LocalTensor`: a chunk at a time crosses to the host and becomes bits.
+"""Reader of a rank's torch tensors, and the pieces of a state dict by its DTensors' placements.
 
-Pieces of a state dict of torch tensors: where DTensors say that their local weights belong.
+A chunk at a time crosses to the host and becomes bits.
 """
 
 from __future__ import annotations
@@ -29,16 +29,13 @@ class TorchWeights:
 
     @property
     def dtype(self) -> str:
-        """As it is published."""
         return str(self._dtype).removeprefix("torch.")
 
     @property
     def elements(self) -> int:
-        """Weights here."""
         return self._flat.numel()
 
     def read(self, offset: int, rows: int, width: int, stride: int) -> Bits:
-        """See LocalTensor."""
         part = self._flat[offset : offset + (rows - 1) * stride + width]
         if stride != width:
             part = part.as_strided((rows, width), (stride, 1))

@@ -1,15 +1,16 @@
-"""Bytes between ranks: all to the first, the first to all. No pickle.
-
-every rank works ── + bytes or − what went wrong ──► the first merges
-all return or raise ◄── + bytes or − what went wrong ──┘
-
-ShardedPublisher: what every rank of a trainer calls, all together.
+"""Publisher for a trainer with several ranks: every rank calls it, all together.
 
 begin    rank: its blocks → first rank: which of the replicas publishes → all
          rank: parts of digests → first rank: digests → all
 publish  rank encodes, reports → first rank: manifest, durable → all: baselines advance
-Where a rank fails all raise it, nothing is published, every baseline stays, and the next publish is
-as good as any.
+
+Where a rank fails, all raise its error, nothing is published and every baseline stays, so the next
+publication can succeed.
+
+`Ranks` moves bytes between ranks, all to the first and the first to all, without pickle:
+
+every rank works ── + bytes or − an error ──► the first merges
+all return or raise ◄── + bytes or − an error ──┘
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Weights inside vLLM: unpacked Linear layers, loader map, scatter, probe, worker extension."""
+"""Weights inside vLLM: map of its parameters, updates of a running engine, and their proofs."""

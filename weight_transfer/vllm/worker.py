@@ -1,9 +1,7 @@
-"""EngineModel: the few things of a running vLLM worker that weight updates need.
+"""Worker extension of vLLM: weight updates by `collective_rpc`, on every rank.
 
-Worker extension: weight updates inside a vLLM worker, by `collective_rpc`, on every rank.
-
-init → (stage → commit → rollback?)*; audit at any time. See `replica_weights`.
-`stage` does at once what `stage_begin`, `stage_poll` and `stage_step` do between engine steps.
+init → (stage → commit → settle)*; audit at any time. See `update/replica_weights.py`.
+An update is staged by `stage_begin`, `stage_poll` and `stage_step`, between the engine's steps.
 """
 
 from __future__ import annotations
@@ -50,6 +48,7 @@ class WeightWorker:
     """
 
     model_runner: Any
+    _rose_weights_class: type[ReplicaWeights] = ReplicaWeights
     _rose_weights: ReplicaWeights | None = None
     _rose_audit: Audit | None = None
     _rose_stage_began_s: float = 0.0
@@ -65,7 +64,7 @@ class WeightWorker:
         key = None if verify_key_hex is None else VerifyKey(verify_key_hex)
         runner = self.model_runner
         engine = EngineModel.of(runner.get_model(), runner.vllm_config, runner.device)
-        weights = self._rose_weights = ReplicaWeights(
+        weights = self._rose_weights = self._rose_weights_class(
             engine, Path(model_dir), key, None if weights_dir is None else Path(weights_dir)
         )
         return {
@@ -73,13 +72,6 @@ class WeightWorker:
             "loose": list(weights.map.loose),
             "transformed": dict(weights.map.transformed),
         }
-
-    @names_errors
-    def rose_weights_stage(self, manifest_paths: list[str], chunks_dir: str) -> dict[str, Any]:
-        """Stage versions that follow each other, at once and as one update."""
-        self._rose_stage_began_s = time.perf_counter()
-        self._rose().stage([Path(path) for path in manifest_paths], Path(chunks_dir))
-        return self.rose_weights_stage_step(0)
 
     @names_errors
     def rose_weights_stage_begin(self, manifest_paths: list[str], chunks_dir: str) -> None:
@@ -114,13 +106,6 @@ class WeightWorker:
         self._rose().finish()
 
     @names_errors
-    def rose_weights_rollback(self) -> dict[str, Any]:
-        """Take the last commit back under the same pause: another rank could not prove it."""
-        version = self._rose().rollback()
-        self._tell_version()
-        return {"version": version}
-
-    @names_errors
     def rose_weights_audit(self, elements: int, again: bool) -> dict[str, Any]:
         """Sum over the next `elements` live weights; `again` begins anew. See `audit`."""
         if again or self._rose_audit is None:
@@ -137,11 +122,6 @@ class WeightWorker:
             "digests": dict(weights.digests),
             "elements": dict(weights.elements),
         }
-
-    @names_errors
-    def rose_weights_version(self) -> int:
-        """Return the active version, 0 before any update."""
-        return self._rose().version
 
     def _tell_version(self) -> None:
         """A guest's scheduler, which shares this process, publishes it on the control page."""

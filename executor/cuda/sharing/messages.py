@@ -1,15 +1,14 @@
-"""What lender and borrower of a GPU's pages say to each other, on a Unix socket of whole messages.
+"""Messages between lender and borrower of GPU pages, on a Unix socket that keeps messages whole.
 
     borrower ── Hello(device, page_bytes) ──> lender
-    borrower ── Ask(pages): so many more may be sent ──> lender
+    borrower ── RequestPages(pages): so many more may be sent ──> lender
     borrower <── Lend(numbers) + a descriptor for each ── lender
     borrower <── Revoke(keep): no more than so many may be kept ── lender
     borrower ── Return(numbers): nothing of this process is on them any more ──> lender
 
 A message is a header (magic, kind, count) and `count` unsigned 64-bit numbers; MOST_BYTES bounds
-it. Pages have numbers of the lender's, and each comes with its descriptor in the same order.
-
-Frames with file descriptors over a Unix socket that keeps messages whole; nothing here waits.
+it. The lender numbers its pages, and each page comes with its descriptor in the same order.
+Sending and receiving never wait.
 """
 
 import array

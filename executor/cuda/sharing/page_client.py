@@ -1,4 +1,4 @@
-"""Pages of another process of the same GPU, for as long as it does not want them back."""
+"""Page client: borrows pages of another process of the same GPU, until it wants them back."""
 
 import os
 import socket
@@ -67,11 +67,6 @@ class PageClient:
     def wanted(self) -> int:
         """Borrowed pages that have to be given back now, whichever."""
         return max(0, self.borrowed - self._keep)
-
-    @property
-    def connected(self) -> bool:
-        """Whether the lender is there."""
-        return self._connection is not None
 
     @property
     def available(self) -> int:

@@ -1,17 +1,17 @@
-"""Which pages are in stock, which are lent to whom, and how many are wanted back: a core.
+"""Page server: lends pages that their owner does not need now to other processes of the same GPU.
+
+The owner keeps a handle of every page that it lent, so taking one back costs no allocation.
+The price is trust: a driver has no call that takes a page away from another process, so a borrower
+is believed when it says that it unmapped one. Everything else that a borrower says is checked. One
+that breaks a rule gets nothing more, and its pages wait until its process has ended.
+
+`LoanLedger` is the core: pages in stock, pages lent and to whom, and how many are wanted back.
 
     stock ── lend ──> out ── returned ──> stock
     out ── its borrower broke the rules, or hung up ──> stranded ── its process ended ──> stock
 
 Until a borrower says that it unmapped a page, or its process is known to have ended, the page may
 be written to at any time: nobody else gets it.
-
-Pages that their owner does not need now, lent to other processes of the same GPU.
-
-The owner keeps a handle of every page that it lent, so that taking one back costs no allocation.
-The price is trust: a driver has no call that takes a page away from another process, so a borrower
-is believed when it says that it unmapped one. What a borrower says otherwise is checked, and one
-that breaks a rule gets nothing more; its pages wait until its process has ended.
 """
 
 import logging

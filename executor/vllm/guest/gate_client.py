@@ -1,11 +1,11 @@
-"""The thread that ends an orphaned guest: an idle engine core runs no scheduler code at all.
+"""Guest's client of the control page: asks the gate, publishes its state, runs the watchdog.
 
-What a guest's gate knows before its first step: profiles of its own steps and of its host's.
+The watchdog is a thread of its own, because an idle engine core runs no scheduler code at all and
+an orphaned guest must still end itself.
 
-A file that was named and cannot be used ends the engine's start. With a guess in its place the gate
-would lend other slack than the operator measured, and nobody would notice.
-
-A guest engine's own end of the control page: asks the gate, tells what it does.
+The gate starts with profiles of the guest's and of the host's steps. A profile that was named and
+cannot be used ends the engine's start: with a guess in its place the gate would lend other slack
+than the operator measured, and nobody would notice.
 """
 
 import math

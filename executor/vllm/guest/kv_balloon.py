@@ -51,7 +51,8 @@ class GuestKv:
 
     @property
     def mapped(self) -> KvMapped:
-        """What is mapped now, and what is kept to be: its owner may want that, too."""
+        """KV memory of this guest: mapped granules, and pages that it keeps without a mapping. The
+        host may ask for both."""
         pages, granules = self._pool.pages, self._pool.granules
         return KvMapped(
             pages.bytes_total - pages.bytes_returned,

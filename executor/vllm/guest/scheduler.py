@@ -1,8 +1,9 @@
-"""`--scheduler-cls executor.vllm.guest.scheduler.GatedScheduler`: no step without the gate's leave.
+"""Guest scheduler of vLLM: every step needs the gate's leave, and oversized requests are aborted.
 
-Requests that outgrew what a guest may hold: ended at once, so that they go on elsewhere.
+Loaded by `--scheduler-cls executor.vllm.guest.scheduler.GatedScheduler`.
 
-vLLM would wait for blocks that do not come, and everything behind such a request with it.
+A request that outgrew the guest's KV cap is aborted at once, so that it goes on elsewhere. vLLM
+would wait for blocks that do not come, and block everything behind the request with it.
 """
 
 import logging
@@ -59,7 +60,7 @@ def too_large(
 
 
 class AbortQueue:
-    """Keeps who was ended until the engine core next sends something out."""
+    """Queue of aborted requests, reported to their clients with the engine core's next outputs."""
 
     def __init__(self) -> None:
         self._ended: list[tuple[int, str]] = []
@@ -91,7 +92,7 @@ class GatedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types are n
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
-        self._station: GateClient | None = None
+        self._gate_client: GateClient | None = None
         settings = EngineSettings.from_environ(os.environ)
         if settings.role != GUEST:
             logger.warning("ROSE_ROLE is not %s: this engine runs without a gate", GUEST)
@@ -103,29 +104,29 @@ class GatedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types are n
         pool = BalloonedPool(self.kv_cache_manager.block_pool, granules, pages)
         self._kv = GuestKv(pool, self._rollouts, self._preempt)
         self._hand_back = AbortQueue()
-        self._station = GateClient(page, self._kv.mapped, limits, model, self.block_size)
+        self._gate_client = GateClient(page, self._kv.mapped, limits, model, self.block_size)
         orphan = GrantLiveness(time.monotonic_ns(), round(settings.orphan_s * 1e9))
-        Watchdog(page, orphan, self._station.beat).start()
+        Watchdog(page, orphan, self._gate_client.beat).start()
 
     def schedule(self, *args: object, **kwargs: object) -> StepSurface:
         """Schedule within what the gate allows, which may be nothing."""
-        station = self._station
-        if station is None:
+        gate_client = self._gate_client
+        if gate_client is None:
             return self._stock_schedule(*args, **kwargs)
         load = self._load()
         tokens = sequences = 0
         if load.running or load.waiting:
-            verdict = station.ask(load)
+            verdict = gate_client.ask(load)
             if isinstance(verdict, Run):
                 tokens, sequences = verdict.token_budget, verdict.max_sequences
         else:
-            station.idle(load)
-        if not self._fit_kv(station):
+            gate_client.idle(load)
+        if not self._fit_kv(gate_client):
             tokens = sequences = 0
         output = self._schedule_within(tokens, sequences, args, kwargs)
         if output.total_num_scheduled_tokens:
             self._kv.step_begun()
-        station.scheduled(self._load(), output.total_num_scheduled_tokens)
+        gate_client.scheduled(self._load(), output.total_num_scheduled_tokens)
         return output
 
     def update_from_output(
@@ -133,11 +134,11 @@ class GatedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types are n
     ) -> dict[int, Any]:
         """Process a step's output as vLLM does, then publish it."""
         result: dict[int, Any] = super().update_from_output(scheduler_output, model_runner_output)
-        if self._station is not None:
+        if self._gate_client is not None:
             if scheduler_output.total_num_scheduled_tokens:
                 self._kv.step_done()
             self._hand_back.tell(result)
-            self._station.stepped(
+            self._gate_client.stepped(
                 self._load(),
                 scheduler_output.total_num_scheduled_tokens,
                 len(scheduler_output.num_scheduled_tokens),
@@ -152,13 +153,13 @@ class GatedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types are n
         """
         if super().has_requests():
             return True
-        station = self._station
-        return station is not None and self._kv.must_shrink(station.grant())
+        gate_client = self._gate_client
+        return gate_client is not None and self._kv.must_shrink(gate_client.grant())
 
-    def _fit_kv(self, station: GateClient) -> bool:
+    def _fit_kv(self, gate_client: GateClient) -> bool:
         """Bring KV memory to what the grant allows; True when a step may begin."""
-        fits = self._kv.fit(station.grant())
-        station.mapped(self._kv.mapped, self._load())
+        fits = self._kv.fit(gate_client.grant())
+        gate_client.mapped(self._kv.mapped, self._load())
         if self._kv.ballooned:
             lost = too_large(
                 waiting_requests(self),

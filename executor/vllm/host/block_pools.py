@@ -1,15 +1,13 @@
-"""vLLM's block pool of which a host lends free granules: what all kinds of memory share.
+"""Block pools of a lending host: on host memory and on a GPU.
 
-A host's block pool over host memory, of which free granules are lent.
+`LendingPool` is the part that both share: a ballooned pool whose held granules are lent.
 
-To vLLM lent blocks are free ones: what it admits, preempts and reports is what it would without
-lending. An allocation that plain blocks do not cover takes lent granules back by itself, before any
-prefix is forgotten; on host memory their pages come with the first touch.
+On host memory lent blocks stay free blocks to vLLM: it admits, preempts and reports as it would
+without lending. An allocation that plain blocks do not cover takes lent granules back by itself,
+before any prefix is evicted. Their pages come with the first touch.
 
-A host's block pool over memory of a GPU, of which free granules are lent.
-
-A lent block is no free one: its pages may be in other hands when it is needed, so it is not in the
-queue, and vLLM counts it neither as free nor as used. What is free has its pages.
+On a GPU a lent block is not free: another process may still use its pages when it is needed. So it
+is not in the queue, and vLLM counts it neither as free nor as used. Free blocks have their pages.
 """
 
 from abc import abstractmethod
@@ -19,14 +17,14 @@ from typing import Final
 from executor.kv.backing import PageBackend
 from executor.kv.capacity_policy import KvFree
 from executor.kv.shrink_plan import Granules, plan_growth
-from executor.vllm.compat import BlockSurface, FullBlockPoolSurface
+from executor.vllm.compat import BlockPoolSurface, BlockSurface
 from executor.vllm.kv.block_pool import BalloonedPool, Block, GranuleQueue
 
 
 class LendingPool(BalloonedPool):
     """A ballooned pool whose held granules are lent."""
 
-    def __init__(self, pool: FullBlockPoolSurface, granules: Granules, pages: PageBackend) -> None:
+    def __init__(self, pool: BlockPoolSurface, granules: Granules, pages: PageBackend) -> None:
         self._stock = type(pool.free_block_queue)
         super().__init__(pool, granules, pages)
 
@@ -45,7 +43,7 @@ class LendingPool(BalloonedPool):
         """Have up to `count` lent granules again, and return how many came at once."""
 
     def check(self) -> None:
-        """Raise what went wrong where nobody could be told."""
+        """Raise an error recorded earlier in a place that could not report it."""
 
     def lendable(self, count: int) -> list[int]:
         """Up to `count` granules to lend: the highest, so that the lent ones stay together."""
@@ -101,11 +99,11 @@ class LendingQueue(GranuleQueue[Block]):
 
 
 class HostMemoryLendingPool(LendingPool):
-    """A pool that stays as large as it was."""
+    """A lending pool on host memory; to vLLM it stays as large as it was."""
 
     _queue: LendingQueue[BlockSurface]
 
-    def __init__(self, pool: FullBlockPoolSurface, granules: Granules, pages: PageBackend) -> None:
+    def __init__(self, pool: BlockPoolSurface, granules: Granules, pages: PageBackend) -> None:
         # What went wrong in an allocation, where nothing may: the blocks came back, the memory
         # under them may be counted wrong.
         self._failure: Exception | None = None
@@ -160,7 +158,7 @@ MOST_BYTES_A_CALL: Final = 32 << 20
 
 
 class CudaLendingPool(LendingPool):
-    """A pool that shrinks by what is lent."""
+    """A lending pool on a GPU; to vLLM it shrinks by the lent blocks."""
 
     @property
     def free(self) -> KvFree:

@@ -1,29 +1,27 @@
-"""Which running requests of a host skip a step, because the blocks that they need are lent.
+"""KV lending of a host: lends free granules, takes them back on demand, skips requests meanwhile.
 
-Stock vLLM preempts when a running request lacks a block: what was computed for a request is thrown
-away to be computed again. Where the block is lent and asked back, that would be for nothing, so the
-request keeps what it has and is left out of steps instead. HOLD_NS bounds a hold from its first
-step on, about what computing it again costs, whatever comes back meanwhile: a host waits for no
-guest. Only when nobody lacks a block any more may another hold begin.
-
-A host's KV memory that others may use: lent before it goes idle, taken back when it is needed.
-
-The host waits for nobody: neither guest nor node daemon has a part in this. On host memory it asks
-nobody either. On a GPU pages come back when those who have them gave them back:
+The host waits for nobody: neither guest nor node daemon has a part in this. On host memory it takes
+granules back without asking. On a GPU pages come back when their borrowers return them:
 
     lends ── stop, or a failure ──> retires ── the last page is back ──> over
     lends, retires ── addresses may be without memory ──> lost: nothing moves any more
+
+`SkipPolicy` chooses running requests that skip a step because the blocks they need are lent. Stock
+vLLM would preempt them, and compute all their tokens again; where the block is lent and already
+asked back, that would be wasted. HOLD_NS bounds a hold from its first step on, at about the cost
+of computing the request again, whatever comes back meanwhile. The next hold begins only when no
+request lacks a block any more.
 """
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 from executor.errors import DeviceError, LendingError, LoanError, MappingLost
 from executor.kv.backing import NoPages, PageBackend
 from executor.kv.capacity_policy import LendingCore, LendingLimits
 from executor.kv.shrink_plan import Granules
-from executor.vllm.compat import check_version
+from executor.vllm.compat import RequestSurface, check_version
 from executor.vllm.host.block_pools import CudaLendingPool, HostMemoryLendingPool, LendingPool
 from executor.vllm.kv.backing import kv_pages
 from executor.vllm.settings import AUTO
@@ -31,21 +29,8 @@ from executor.vllm.settings import AUTO
 HOLD_NS: Final = 250_000_000
 
 
-class RunningSurface(Protocol):
-    """vllm.v1.request.Request, as far as a step's blocks depend on it."""
-
-    request_id: str
-    num_computed_tokens: int
-    num_output_placeholders: int
-
-    @property
-    def num_tokens_with_spec(self) -> int:
-        """Tokens of prompt and output so far, and drafted ones."""
-        ...
-
-
 class SkipPolicy:
-    """Asked before each step; the clock is handed in."""
+    """Chooses the running requests that skip the next step; the clock is handed in."""
 
     def __init__(self, block_tokens: int, lookahead_tokens: int, step_tokens: int) -> None:
         """`step_tokens`: the most of one step."""
@@ -56,7 +41,7 @@ class SkipPolicy:
         self.short_blocks = 0
 
     def choose(
-        self, now_ns: int, running: Sequence[RunningSurface], free_blocks: int, lent: int
+        self, now_ns: int, running: Sequence[RequestSurface], free_blocks: int, lent: int
     ) -> frozenset[str]:
         """The ids of those that skip the next step, the last ones first; none holds for ever.
 
@@ -90,7 +75,7 @@ class SkipPolicy:
         each = 1 + -(-self._lookahead // self._block_tokens)
         return running * each + self._step_tokens // self._block_tokens
 
-    def _needs(self, request: RunningSurface) -> tuple[int, int]:
+    def _needs(self, request: RequestSurface) -> tuple[int, int]:
         """Blocks for the next step, and for all tokens that are there."""
         computed = request.num_computed_tokens
         tokens = request.num_tokens_with_spec + request.num_output_placeholders - computed
@@ -113,7 +98,7 @@ RETRY_NS: Final = 100_000_000
 
 
 class KvLent(NamedTuple):
-    """What the host section says of lending; nothing from a host that does not lend."""
+    """Lending part of the host section; zeros from a host that does not lend."""
 
     granules_total: int = 0
     granules_lent: int = 0
@@ -220,7 +205,7 @@ class HostLender:
         count = self._core.step(now_ns, free, demand, idle=False)
         self._take_back(max(0, -count))
 
-    def held_back(self, running: Sequence[RunningSurface]) -> frozenset[str]:
+    def held_back(self, running: Sequence[RequestSurface]) -> frozenset[str]:
         """The ids of running requests that are to skip the step that is scheduled now."""
         if self._hold is None:
             return frozenset()

@@ -1,4 +1,4 @@
-"""Turns what a vLLM scheduler does into the control page's host section."""
+"""Publisher of a vLLM host's state: the scheduler's work as the control page's host section."""
 
 import time
 from collections.abc import Callable
@@ -38,7 +38,6 @@ class HostStatePublisher:
     ) -> None:
         """`lent`: what the host lends of its KV memory now; `blocks_away`: the part of it in blocks
         that vLLM's pool does not count."""
-        self._seat = seat
         self._write = seat.write_packed
         self._pack = HostState.LAYOUT.pack
         self._step_log = step_log
@@ -128,10 +127,6 @@ class HostStatePublisher:
         """Requests were finished from outside (aborted)."""
         self._book.finished(scheduler.finished_req_ids)
         self._publish(scheduler, self._clock_ns())
-
-    def ceased(self) -> None:
-        """Nothing will be published any more: busy for good, and lending nothing."""
-        self._seat.cease()
 
     def _publish(self, scheduler: SchedulerSurface, now_ns: int) -> None:
         running, waiting = scheduler.get_request_counts()

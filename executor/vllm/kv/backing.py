@@ -1,26 +1,20 @@
-"""Where the KV blocks of an engine lie in memory, read from what its vLLM allocated.
+"""KV cache memory of a vLLM engine: where its blocks lie, and the pages and granules under them.
 
-0.32 has one allocation, and its configuration says where layer l of block b begins in it. 0.25
-allocates for each layer, or once with a stride (`reserved_worker.py` asks for that), and a layer's
-tensor says where its blocks are: they come first in every layout that 0.25 has on CPU and NVIDIA.
+Layout. vLLM 0.32 has one allocation, and its configuration says where layer l of block b begins in
+it. 0.25 allocates for each layer, or once with a stride (`reserved_worker.py` asks for that), and a
+layer's tensor says where its blocks are: they come first in every layout that 0.25 has on CPU and
+NVIDIA. The tensors belong to the attention layers, which the configuration names. A worker inside
+the engine core (UniProcExecutor) shares them with the scheduler; those of a worker elsewhere cannot
+be found from here.
 
-The tensors belong to the attention layers, which the configuration names: a worker inside the
-engine core (UniProcExecutor) shares these with the scheduler. A worker elsewhere leaves nothing
-here to find.
+Granules. Layer after layer, a page of 2 MiB holds one layer's part of many blocks, and a granule
+is at least these: 32 blocks of 16 tokens, 64 MiB, for an 8B model in bf16. Block after block, it is
+one block, 2 MiB. vLLM 0.32 has such layouts to choose from. 0.25 plans one for other models; its
+model runners take such a plan for any model whose attention backend puts blocks first.
 
-KV memory in which all layers of a block are neighbours, so that a granule can be small.
-
-Layer after layer, a page of 2 MiB holds one layer's part of many blocks, and a granule is at least
-these: 32 blocks of 16 tokens, 64 MiB, for an 8B model in bf16. Block after block, it is one block,
-2 MiB. vLLM 0.32 has such layouts to choose from. 0.25 plans one for other models; its model runners
-take such a plan for any model whose attention backend puts blocks first.
-
-What backs the KV blocks of an engine in this process, and in granules of which size.
-
-Pages that are out of reach (`kv_layout.py` says when) are not returned; nor is memory of a GPU that
-ROSE did not reserve (`reserved_worker.py` does).
-
-Where the pages of an engine's KV cache on a GPU come from, by what its environment says.
+Pages. Pages that `kv_layout` finds out of reach are not returned; nor is GPU memory that ROSE did
+not reserve (`reserved_worker.py` does). The environment says whether a GPU's pages come from the
+driver or are lent.
 """
 
 import logging

@@ -1,17 +1,17 @@
-"""A free queue for vLLM's BlockPool that fills and empties whole granules.
+"""vLLM's block pool with granules of blocks that can leave it and come back.
 
-Stock vLLM hands out free blocks in the order of their last use, wherever they lie: a pool that is
-half free then has hardly one granule without a block in use. Here blocks come
+`GranuleQueue` is the free queue. Stock vLLM hands out free blocks in the order of their last use,
+wherever they lie: a pool that is half free then has hardly one granule without a block in use. Here
+blocks come
 
     1. without cached content, from the granule with the fewest free blocks
     2. with cached content, from the fullest granule among the COLD_SHARE least recently freed ones
 
-so that prefixes are still forgotten roughly in the order of their last use.
+so that prefixes are still evicted roughly in the order of their last use.
 
-vLLM's block pool with granules that can leave it and come back.
-
-A held granule's blocks are in no queue and in no cache, and the pool counts itself smaller by
-them, so that vLLM's own accounting (usage, reset of the prefix cache) stays right.
+`BalloonedPool` takes granules out of the pool. A held granule's blocks are in no queue and in no
+cache, and the pool counts itself smaller by them, so that vLLM's own accounting (usage, reset of
+the prefix cache) stays right.
 """
 
 from collections import OrderedDict
@@ -21,7 +21,7 @@ from typing import Final, Generic, TypeVar
 
 from executor.kv.backing import PageBackend
 from executor.kv.shrink_plan import Granules, GranuleUse
-from executor.vllm.compat import BlockSurface, FullBlockPoolSurface
+from executor.vllm.compat import BlockPoolSurface, BlockSurface
 
 COLD_SHARE: Final = 1 / 8
 # Bounds the work of one allocation in a large pool.
@@ -31,7 +31,7 @@ Block = TypeVar("Block", bound=BlockSurface)
 
 
 class GranuleQueue(Generic[Block]):
-    """Takes the place of vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue, with its methods."""
+    """Free queue by granules, in the place of vLLM's FreeKVCacheBlockQueue, with its methods."""
 
     def __init__(self, granules: Granules, blocks: Sequence[Block]) -> None:
         self._granules = granules
@@ -176,9 +176,9 @@ class GranuleQueue(Generic[Block]):
 
 
 class BalloonedPool:
-    """Takes the place of the pool's free queue; `fence` counts the engine's steps."""
+    """Balloon over vLLM's block pool, whose free queue it replaces; `fence` counts engine steps."""
 
-    def __init__(self, pool: FullBlockPoolSurface, granules: Granules, pages: PageBackend) -> None:
+    def __init__(self, pool: BlockPoolSurface, granules: Granules, pages: PageBackend) -> None:
         self._pool = pool
         self._queue = self._queue_of(granules, pool.free_block_queue.get_all_free_blocks())
         pool.free_block_queue = self._queue
@@ -207,8 +207,8 @@ class BalloonedPool:
 
     @property
     def owed(self) -> int:
-        """Granules to take, of those on borrowed pages, beyond those whose pages are on their way
-        back: their owner wants them."""
+        """How many borrowed granules must still be taken: the number that the owner asked for,
+        minus those already being returned."""
         owed = self.pages.owed
         return owed and max(0, owed - sum(map(self.pages.borrowed, self._touchable)))
 

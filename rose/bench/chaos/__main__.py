@@ -16,7 +16,6 @@ from rose.errors import RoseError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point."""
     args = _parser().parse_args(argv)
     folder = args.out / "chaos"
     folder.mkdir(parents=True, exist_ok=True)

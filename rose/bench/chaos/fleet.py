@@ -66,7 +66,6 @@ class Replica:
         await self.stop()
 
     async def stop(self) -> None:
-        """End it."""
         if self.engine is not None:
             self.signal(signal.SIGCONT)
             await self.engine.stop()
@@ -92,7 +91,6 @@ class GatewayProcess:
 
     @property
     def url(self) -> str:
-        """Its address."""
         return f"http://127.0.0.1:{self.port}"
 
     async def start(self, http: aiohttp.ClientSession) -> None:
@@ -110,7 +108,6 @@ class GatewayProcess:
         raise EngineStartError(f"the gateway does not answer; see {self.log}")
 
     def kill(self) -> None:
-        """SIGKILL."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()

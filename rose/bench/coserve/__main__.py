@@ -18,7 +18,6 @@ DEFAULT_OUT = Path("out/bench")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point."""
     args = _parser().parse_args(argv)
     try:
         if args.command == "verify":

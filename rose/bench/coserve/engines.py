@@ -44,7 +44,6 @@ class Engines:
         return self.settings.out / "models"
 
     def url(self, name: str) -> str:
-        """Address of an engine."""
         return f"http://127.0.0.1:{self._port(name)}"
 
     def headers(self, name: str) -> dict[str, str]:
@@ -52,7 +51,6 @@ class Engines:
         return self.running[name].headers
 
     def pid(self, name: str) -> int | None:
-        """Its API process while it runs."""
         engine = self.running.get(name)
         return engine.process.pid if engine and engine.process.returncode is None else None
 
@@ -108,13 +106,11 @@ class Engines:
                 make_foreground(pid)
 
     def check(self) -> None:
-        """Raise when an engine ended by itself."""
         for name, engine in self.running.items():
             if engine.process.returncode is not None:
                 raise EngineStartError(f"engine {name} ended: {engine.last_words()}")
 
     async def stop(self) -> None:
-        """End all."""
         await asyncio.gather(*(engine.stop() for engine in self.running.values()))
         self.running.clear()
 

@@ -27,7 +27,6 @@ QUICK_STREAMS = (1, 100, 2000)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point."""
     try:
         args = _parser().parse_args(argv)
         args.out.mkdir(parents=True, exist_ok=True)

@@ -28,7 +28,6 @@ class Load:
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of a turn."""
         return self.chunks * self.chunk_tokens
 
     @property

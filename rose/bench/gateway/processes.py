@@ -120,7 +120,6 @@ class Measured:
         raise EngineStartError(f"{url} of {self.name} does not answer; see {self._log}")
 
     def end(self) -> None:
-        """End it and its group."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, 15)
         try:

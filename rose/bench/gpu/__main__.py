@@ -34,7 +34,7 @@ def main(
     open_reader: Callable[[], CardReader] = Nvml,
     measure: Measure = measure_apart,
 ) -> int:
-    """Entry point; tests give a stand-in for the driver, or for the pieces' processes."""
+    """Run the pieces; tests give a stand-in for the driver, or for the pieces' processes."""
     args = _parser().parse_args(argv)
     try:
         if args.list:

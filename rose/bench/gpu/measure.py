@@ -25,7 +25,7 @@ GRACE_S = 30
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point. Exit code 1 when a piece could not be measured."""
+    """Measure pieces; exit code 1 when one could not be measured."""
     args = _parser().parse_args(argv)
     pieces = pieces_of(tuple(args.pieces))
     # A runner that was killed cannot end this process, and the card is not ours for longer.

@@ -52,7 +52,6 @@ class ModelShape:
 
     @property
     def weights(self) -> int:
-        """How many."""
         return sum(prod(shape) for shape in self.tensors().values())
 
 

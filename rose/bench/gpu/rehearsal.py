@@ -45,7 +45,6 @@ class StandInCard:
         return tuple(Client(pid, None) for pid in self.usage(card).processes)
 
     def free_bytes(self, card: Card) -> int:
-        """As `usage` has it."""
         return self.usage(card).free_bytes
 
     def usage(self, card: Card) -> Usage:

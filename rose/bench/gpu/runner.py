@@ -142,7 +142,6 @@ class Runner:
 
     @property
     def _left_s(self) -> float:
-        """Of the budget."""
         budget_s = self._request.budget_s
         return math.inf if budget_s is None else self._began_s + budget_s - time.monotonic()
 

@@ -20,7 +20,6 @@ from rose.errors import ConfigError, RoseError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point."""
     args = _parser().parse_args(argv)
     try:
         if args.turns < 1 or args.in_flight < 1 or args.storm_s < 0:

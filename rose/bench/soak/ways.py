@@ -41,7 +41,6 @@ class Asker:
         return await self.turns.ask(GENERATE, asked, **how)
 
     def close(self) -> None:
-        """Leave."""
         self.turns.hang_up()
         self.other.hang_up()
 

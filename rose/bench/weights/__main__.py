@@ -30,7 +30,6 @@ SIZE_ROWS, SIZE_COLUMNS = 4096, 4096
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point."""
     args = _parser().parse_args(argv)
     try:
         result = measure(args.models, args.seed)

@@ -39,22 +39,22 @@ async def _receive(folder: Path, url: str, origin: str, members: Sequence[str]) 
     store, port = ChunkStore(folder), urlsplit(url).port
     assert port
     async with aiohttp.ClientSession() as session:
-        hub = ChunkFetcher(session, DownloadLimits(store, Caps()), url, members)
-        hub.follow(JOB, origin, None)
-        server = VersionServer(store, port, hub=hub)
+        fetcher = ChunkFetcher(session, DownloadLimits(store, Caps()), url, members)
+        fetcher.follow(JOB, origin, None)
+        server = VersionServer(store, port, fetcher=fetcher)
         await server.start()
         await asyncio.to_thread(_warm_up)
         _say(event="up")
         await asyncio.to_thread(sys.stdin.readline)
         began_s = time.monotonic()
-        manifest, size = await hub.manifest(JOB, 1, origin, None, base=True)
-        received = await asyncio.gather(*(hub.obtain(ref) for ref in manifest.chunks))
+        manifest, size = await fetcher.manifest(JOB, 1, origin, None, base=True)
+        received = await asyncio.gather(*(fetcher.obtain(ref) for ref in manifest.chunks))
         fetched_s = time.monotonic() - began_s
         await asyncio.to_thread(_load, store, manifest)
         ready_s = time.monotonic() - began_s
         _say(event="ready", received=size + sum(received), fetched_s=fetched_s, ready_s=ready_s)
         await asyncio.to_thread(sys.stdin.read)
-        await hub.close()
+        await fetcher.close()
         await server.close()
 
 
@@ -91,7 +91,7 @@ def _say(**fields: object) -> None:
 
 
 def main(words: Sequence[str]) -> None:
-    """Entry point."""
+    """Run one node until its parent has heard all."""
     role, folder, url, *rest = words
     if role == "origin":
         asyncio.run(_origin(Path(folder), url))

@@ -1,8 +1,8 @@
-"""Plays the plan: sets arm and host load block by block as the trainer's steps complete.
+"""Conductor of the experiment: sets arm and host load block by block, and drills the faults.
 
-The control `drop-token`: a journal that loses a token where a turn moved to another replica.
-
-The faults that every run must survive: revocations in mid-turn and a killed guest.
+It moves through the plan as the trainer's steps complete. `Drills` are the faults that every run
+must survive: revocations in mid-turn and a killed guest. `LossyJournal` is the control
+`drop-token`: a journal that loses a token where a turn moved to another replica.
 """
 
 import asyncio
@@ -47,7 +47,6 @@ class LossyJournal:
         session_id: str,
         min_version: int | None = None,
     ) -> Turn:
-        """Generate one turn. Raises RolloutError when that is impossible."""
         turn = await self._source.generate(
             token_ids,
             sampling,

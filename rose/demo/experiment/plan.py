@@ -1,4 +1,4 @@
-"""The order of the experiment: what the guest and the host's load do, for how long.
+"""Plan of the experiment: the blocks of guest arm and host load, and their lengths.
 
 Measured blocks last so many seconds, whatever the machine: both arms of a pair then see the same
 arrivals to the end, and a run takes as long on a slow machine as on a fast one.

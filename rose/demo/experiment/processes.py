@@ -1,8 +1,4 @@
-"""CPU and memory of every process of the run, by the name a person knows it by.
-
-Memory of the run, sampled while it runs.
-
-Who goes first on the training core.
+"""Processes of a run: CPU time, memory and priority, by the names that a person knows.
 
 Trainer, gateway and the dedicated engine share one core here, where each would have its own. An
 engine that steps as often as it can makes small, wasteful batches and keeps the trainer from

@@ -1,4 +1,4 @@
-"""What the control plane and the gateway say of the run right now."""
+"""Watcher of a run: reads the state of the control plane and of the gateway."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,7 +52,6 @@ class Watcher:
         return reply.epoch
 
     async def gateway(self) -> GatewayFigures:
-        """The gateway's counters."""
         try:
             async with self._http.get(f"{self._gateway_url}/rose/v1/stats") as response:
                 body: dict[str, Any] = await response.json()

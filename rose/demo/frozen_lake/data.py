@@ -1,8 +1,8 @@
-"""What the warm start imitates: half of the turns careful, half careless.
+"""Demonstrations for the warm start, and the evaluation on held-out lakes.
 
-The careless half walks straight for the goal and looks at nothing: it leaves something to learn.
-
-Greedy success on lakes that neither demonstrations nor training ever show.
+Half of the demonstrated turns are careful, half careless. The careless half walks straight for the
+goal and looks at nothing: it leaves something to learn. The evaluation is greedy success on lakes
+that neither demonstrations nor training ever show.
 """
 
 import asyncio

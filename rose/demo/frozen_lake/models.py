@@ -1,8 +1,8 @@
-"""The policy network: a Qwen2 small enough to learn on one core, in a folder any engine serves.
-
-`python -m rose.demo.frozen_lake.models --cache DIR`: make the demo's models, once.
+"""`python -m rose.demo.frozen_lake.models --cache DIR`: make the demo's models, once.
 
 stdout  {"event":"progress","label","share"} …  {"event":"models","policy_dir","host_dir"}
+
+The policy is a Qwen2 small enough to learn on one core, in a folder that any engine serves.
 """
 
 import argparse
@@ -171,7 +171,7 @@ def _recipe_hash() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point."""
+    """Make the models that the arguments name."""
     parser = argparse.ArgumentParser(prog="rose.demo.frozen_lake.models", description=__doc__)
     parser.add_argument("--cache", type=Path, required=True)
     parser.add_argument("--long-turns", action="store_true")

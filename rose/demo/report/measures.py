@@ -1,11 +1,11 @@
-"""What the host's users felt: the same replayed arrivals, leased against frozen.
+"""Measures of a run: training, harvest and host impact, computed from the raw records.
 
-Figures of the training side: reward, trajectories, tokens, logprob gap, weights, faults.
+Training: reward, trajectories, tokens, logprob gap, weights, faults. Harvest: throughput that the
+borrowed capacity gave, leased against frozen blocks, and its ceiling. Host impact: latencies of the
+same replayed arrivals, leased against frozen.
 
 Each function is pure: records in, one frozen figure out. A figure that the records cannot give is
 None, never a guess.
-
-What the borrowed capacity gave: leased against frozen blocks, and the ceiling.
 """
 
 import math

@@ -1,10 +1,6 @@
-"""Where a run keeps its files.
-
-The raw records of a run: one schema for each file.
+"""Raw records of a run: one schema for each file, their folders, and how they are read.
 
 Everything a report says is computed from these files. Times are CLOCK_MONOTONIC seconds.
-
-Reading the raw records of a run from its folder.
 """
 
 import shutil

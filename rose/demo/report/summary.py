@@ -1,6 +1,7 @@
-"""The last thing a run prints: what happened, and every claim with its measurement and verdict.
+"""Summary of a finished run, and `rose demo verify DIR`.
 
-`rose demo verify DIR`: recompute a report from its raw records and compare it field by field.
+The summary prints what happened and every claim with its measurement and verdict. `verify`
+recomputes a report from its raw records and compares it field by field.
 """
 
 from collections.abc import Iterator, Sequence

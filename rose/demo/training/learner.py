@@ -1,9 +1,7 @@
-"""Group-relative policy optimisation: advantages within a group, and the clipped objective.
+"""Learner: group-relative policy optimisation, one clipped update for each batch of trajectories.
 
-Shao et al., "DeepSeekMath" (2024); asymmetric clipping and the token mean of Yu et al., "DAPO"
-(2025).
-
-The learner: one clipped policy-gradient update for each batch of trajectories.
+Advantages are taken within a group (Shao et al., "DeepSeekMath", 2024). Asymmetric clipping and the
+token mean are those of Yu et al., "DAPO" (2025).
 
 The forward pass runs on the published (bf16-rounded) values and the gradient moves the fp32 master
 copy: the policy that is trained is exactly the one that engines sample from.

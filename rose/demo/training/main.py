@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from rose.client import RolloutClient, RolloutError
+from rose.demo.corrupt_publisher import CorruptPublisher
 from rose.demo.experiment.conductor import LossyJournal
 from rose.demo.training.records import TrainConfig
 from rose.demo.training.trainer import Trainer
@@ -42,13 +43,13 @@ async def train(config: TrainConfig) -> None:
     """The whole process."""
     torch.set_num_threads(config.torch_threads)
     stdin = await commands()
-    publisher = WeightPublisher(
+    corrupt = config.control == "corrupt-chunk"
+    publisher = (CorruptPublisher if corrupt else WeightPublisher)(
         config.job,
         config.scheduler,
         config.publish_root,
         config.publish_port,
         SigningKey.load(config.key),
-        corrupt_every=config.corrupt_every,
     )
     async with RolloutClient(config.gateway_url) as client, publisher:
         source = LossyJournal(client) if config.control == "drop-token" else client
@@ -70,7 +71,7 @@ async def _listen(stdin: asyncio.StreamReader, trainer: Trainer) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point."""
+    """Train until told to finish; what goes wrong is an event, and exit code 2."""
     parser = argparse.ArgumentParser(prog="rose.demo.training.main", description=__doc__)
     parser.add_argument("--config", type=Path, required=True)
     args = parser.parse_args(argv)

@@ -1,7 +1,4 @@
-"""What the trainer is told: one JSON file.
-
-The trainer's raw records: turns, trajectories and steps.
-"""
+"""Configuration file of a training run, and the trainer's records: turns, trajectories, steps."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +12,7 @@ from rose.demo.training.rollouts import Trajectory
 from rose.errors import ConfigError
 from rose.logs.eventlog import KEEP_ALL, JsonlLog
 
-Control = Literal["none", "shuffled-advantage", "lr0", "drop-token"]
+Control = Literal["none", "shuffled-advantage", "lr0", "drop-token", "corrupt-chunk"]
 
 
 class TrainConfig(BaseModel):
@@ -41,7 +38,6 @@ class TrainConfig(BaseModel):
     max_staleness: int = Field(default=1, ge=0, le=2)
     held_out_maps: int = Field(default=512, ge=0, le=512)
     control: Control = "none"
-    corrupt_every: int = Field(default=0, ge=0)
     long_turns: bool = False
     torch_threads: int = Field(default=1, ge=1)
 
@@ -80,7 +76,6 @@ class TrainRecords:
                 self._turns.write(record)
 
     def close(self) -> None:
-        """Close the files."""
         for log in (self._turns, self._trajectories, self._steps):
             log.close()
 

@@ -1,8 +1,7 @@
-"""LocalPolicy: turns sampled with torch in this process, to rehearse learning without engines.
+"""`python -m rose.demo.training.rehearsal --out DIR`: does the recipe learn? Without engines.
 
-`python -m rose.demo.training.rehearsal --out DIR`: does the recipe learn? Without engines.
-
-The trainer is the demo's own, staleness included; only turns come from `LocalPolicy`.
+The trainer is the demo's own, staleness included. Only turns come from `LocalPolicy`, which samples
+them with torch in this process.
 """
 
 import argparse
@@ -184,7 +183,7 @@ class _Decoder:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point."""
+    """Train on seeds and print how success rose."""
     parser = argparse.ArgumentParser(prog="rose.demo.training.rehearsal", description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cache", type=Path, default=Path("out/models"))

@@ -1,10 +1,10 @@
-"""Agent loops: trajectories in strict order of groups, as many at a time as there are streams.
+"""Rollouts of the demo's trainer: agent loops that play trajectories in strict order of groups.
 
-Update t trains on batch t, the groups [t x groups, (t + 1) x groups). A group of batch t may start
-once version t - max_staleness is published, so the next batch runs while the trainer works and
-versions change in mid-trajectory.
+As many run at a time as there are streams. Update t trains on batch t, the groups
+[t x groups, (t + 1) x groups). A group of batch t may start once version t - max_staleness is
+published, so the next batch runs while the trainer works and versions change in mid-trajectory.
 
-One delivered episode, with the origin of every token: what training, gap and records read.
+Each delivered `Trajectory` carries the origin of every token, which training, gap and records read.
 """
 
 import asyncio
@@ -102,7 +102,7 @@ logger = logging.getLogger(__name__)
 
 
 class TurnSource(Protocol):
-    """Where turns come from: `rose.client.RolloutClient`."""
+    """Source of turns: `rose.client.RolloutClient`."""
 
     async def generate(
         self,
@@ -156,7 +156,7 @@ async def play(
 
 @dataclass(frozen=True, slots=True)
 class RolloutPlan:
-    """What is to be played: `batches` of `groups` x `group_size` trajectories."""
+    """Plan of the rollouts: `batches` of `groups` x `group_size` trajectories."""
 
     batches: int
     groups: int

@@ -26,7 +26,7 @@ from weight_transfer import TensorBits
 
 
 class Publisher(Protocol):
-    """Where versions go: `rose.publish.WeightPublisher`."""
+    """Publisher of versions: `rose.publish.WeightPublisher`."""
 
     async def publish(
         self,

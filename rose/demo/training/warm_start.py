@@ -40,7 +40,7 @@ HALVINGS = 4
 
 @dataclass(frozen=True, slots=True)
 class WarmStart:
-    """Where the warm start ended; `success`: greedy, on the validation lakes."""
+    """Result of the warm start; `success`: greedy, on the validation lakes."""
 
     success: float
     steps: int

@@ -1,8 +1,8 @@
-"""The APIs that trainers and clients speak: one file a dialect, wire to turn requests and back."""
+"""API frontends: one file for each API that trainers speak, wire to turn requests and back."""
 
-from rose.gateway.apis.chat import ChatDialect
-from rose.gateway.apis.completions import CompletionDialect
-from rose.gateway.apis.sglang import SglangDialect
-from rose.gateway.apis.vllm import VllmDialect
+from rose.gateway.apis.chat import ChatFrontend
+from rose.gateway.apis.completions import CompletionFrontend
+from rose.gateway.apis.sglang import SglangFrontend
+from rose.gateway.apis.vllm import VllmFrontend
 
-__all__ = ["ChatDialect", "CompletionDialect", "SglangDialect", "VllmDialect"]
+__all__ = ["ChatFrontend", "CompletionFrontend", "SglangFrontend", "VllmFrontend"]

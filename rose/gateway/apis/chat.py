@@ -1,9 +1,8 @@
-"""What a caller may say about the rendering of a conversation: the template's variables alone.
-
-OpenAI's `POST /v1/chat/completions`, as vLLM 0.32 reads and writes it; needs a tokenizer.
+"""OpenAI's `POST /v1/chat/completions`, as vLLM 0.32 reads and writes it; needs a tokenizer.
 
 Fields of ROSE: `min_version`, `exact_version`, `timeout_s`, `resume_from` in; `versions` in every
-choice out. Tools and structured output are engine features that rollout replicas do not have.
+choice out. Of the rendering options a caller may set the template's variables alone. Tools and
+structured output are engine features that rollout replicas do not have.
 """
 
 from collections.abc import Mapping, Sequence
@@ -87,7 +86,7 @@ class _Body(OpenAIBody, gc=False, kw_only=True):
 _decoder = msgspec.json.Decoder(_Body)
 
 
-class ChatDialect:
+class ChatFrontend:
     """Reads and complains; `ChatAnswer` writes."""
 
     path = "/v1/chat/completions"
@@ -96,7 +95,6 @@ class ChatDialect:
         self._model = model
 
     async def read(self, body: bytes, headers: Mapping[str, str]) -> ApiRequest:
-        """The request. Raises TurnError."""
         asked = wire.read_json(_decoder, body)
         self._model.check_name(asked.model)
         _check(asked)
@@ -128,11 +126,9 @@ class ChatDialect:
         return ApiRequest(turns, bool(asked.stream), answer, start, event_ids)
 
     def error(self, error: TurnError) -> bytes:
-        """Body of an error answer."""
         return wire.vllm_error(error)
 
     def broken(self, error: TurnError) -> bytes:
-        """Event for an error in the middle of a stream."""
         return wire.event(wire.vllm_error(error)) + wire.DONE
 
     async def _prompt(self, asked: _Body) -> list[int]:
@@ -229,76 +225,73 @@ class ChatAnswer:
         self._usage_at_end = options.at_end
         self._usage_always = options.always
 
-    def whole(self, feeds: Sequence[TokenStream]) -> bytes:
-        """Body of a 200."""
+    def whole(self, streams: Sequence[TokenStream]) -> bytes:
         choices = []
-        for index, feed in enumerate(feeds):
-            end = len(feed.tokens)
+        for index, stream in enumerate(streams):
+            end = len(stream.tokens)
             choices.append(
                 _Choice(
                     index,
-                    _Message("assistant", text_between(feed.text, 0, end, True)),
-                    self._logprobs_of(feed, 0, end),
-                    feed.finish_reason,
-                    feed.stop_reason,
-                    feed.tokens.tolist() if self._ids else None,
+                    _Message("assistant", text_between(stream.text, 0, end, True)),
+                    self._logprobs_of(stream, 0, end),
+                    stream.finish_reason,
+                    stream.stop_reason,
+                    stream.tokens.tolist() if self._ids else None,
                     None,
-                    wire.versions(feed.versions),
+                    wire.versions(stream.versions),
                 )
             )
-        usage = wire.TokenUsage(*wire.usage(feeds, [len(self._prompt)]))
+        usage = wire.TokenUsage(*wire.usage(streams, [len(self._prompt)]))
         prompt = self._prompt if self._ids else None
-        head = (self._name, "chat.completion", feeds[0].created, self._model.name)
+        head = (self._name, "chat.completion", streams[0].created, self._model.name)
         none = (None, None, None, None)
         return wire.encode(_Whole(*head, choices, None, None, usage, None, prompt, *none))
 
-    def begin(self, feeds: Sequence[TokenStream]) -> bytes:
+    def begin(self, streams: Sequence[TokenStream]) -> bytes:
         """An event with the role for each choice; a reader that comes back had them."""
         if self._resumed:
             return b""
         events = []
-        for index, feed in enumerate(feeds):
+        for index, stream in enumerate(streams):
             choice: dict[str, object] = {
                 "index": index,
                 "delta": {"role": "assistant", "content": ""},
                 "logprobs": None,
                 "finish_reason": None,
             }
-            chunk = self._chunk(feed, [choice], self._usage(feed, 0))
+            chunk = self._chunk(stream, [choice], self._usage(stream, 0))
             chunk["prompt_token_ids"] = self._prompt if self._ids else None
             chunk["prompt_text"] = None
             events.append(wire.event(wire.encode(chunk)))
         return b"".join(events)
 
-    def part(self, index: int, feed: TokenStream, start: int, end: int) -> bytes:
-        """Event with tokens [start, end)."""
-        over = feed.finish_reason is not None and end == len(feed.tokens)
+    def part(self, index: int, stream: TokenStream, start: int, end: int) -> bytes:
+        over = stream.finish_reason is not None and end == len(stream.tokens)
         choice: dict[str, object] = {
             "index": index,
-            "delta": {"content": text_between(feed.text, start, end, over)},
-            "logprobs": self._logprobs_of(feed, start, end),
-            "finish_reason": feed.finish_reason if over else None,
+            "delta": {"content": text_between(stream.text, start, end, over)},
+            "logprobs": self._logprobs_of(stream, start, end),
+            "finish_reason": stream.finish_reason if over else None,
         }
         if over:
-            choice["stop_reason"] = feed.stop_reason
-        choice["token_ids"] = feed.tokens[start:end].tolist() if self._ids else None
-        choice["versions"] = wire.versions(feed.spans(start, end))
-        return wire.event(wire.encode(self._chunk(feed, [choice], self._usage(feed, end))))
+            choice["stop_reason"] = stream.stop_reason
+        choice["token_ids"] = stream.tokens[start:end].tolist() if self._ids else None
+        choice["versions"] = wire.versions(stream.spans(start, end))
+        return wire.event(wire.encode(self._chunk(stream, [choice], self._usage(stream, end))))
 
-    def close(self, feeds: Sequence[TokenStream]) -> bytes:
-        """Token counts where they were asked for, and the end mark."""
+    def close(self, streams: Sequence[TokenStream]) -> bytes:
         if not self._usage_at_end:
             return wire.DONE
-        usage = wire.ShortUsage(*wire.usage(feeds, [len(self._prompt)]))
-        return wire.event(wire.encode(self._chunk(feeds[0], [], usage))) + wire.DONE
+        usage = wire.ShortUsage(*wire.usage(streams, [len(self._prompt)]))
+        return wire.event(wire.encode(self._chunk(streams[0], [], usage))) + wire.DONE
 
     def _chunk(
-        self, feed: TokenStream, choices: list[dict[str, object]], usage: object
+        self, stream: TokenStream, choices: list[dict[str, object]], usage: object
     ) -> dict[str, object]:
         chunk: dict[str, object] = {
             "id": self._name,
             "object": "chat.completion.chunk",
-            "created": feed.created,
+            "created": stream.created,
             "model": self._model.name,
             "choices": choices,
         }
@@ -306,17 +299,17 @@ class ChatAnswer:
             chunk["usage"] = usage
         return chunk
 
-    def _usage(self, feed: TokenStream, end: int) -> wire.ShortUsage | None:
+    def _usage(self, stream: TokenStream, end: int) -> wire.ShortUsage | None:
         if not self._usage_always:
             return None
-        return wire.ShortUsage(feed.prompt_tokens, feed.prompt_tokens + end, end)
+        return wire.ShortUsage(stream.prompt_tokens, stream.prompt_tokens + end, end)
 
-    def _logprobs_of(self, feed: TokenStream, start: int, end: int) -> _Logprobs | None:
+    def _logprobs_of(self, stream: TokenStream, start: int, end: int) -> _Logprobs | None:
         if not self._logprobs:
             return None
         content = []
-        logprobs = wire.finite(feed.logprobs[start:end])
-        for token, logprob in zip(feed.tokens[start:end], logprobs, strict=True):
+        logprobs = wire.finite(stream.logprobs[start:end])
+        for token, logprob in zip(stream.tokens[start:end], logprobs, strict=True):
             text = token_text(self._model, token, self._as_ids)
             raw = list(text.encode("utf-8", "replace"))
             top = [_TopLogprob(text, logprob, raw)] if self._top else []

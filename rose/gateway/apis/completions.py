@@ -1,6 +1,4 @@
-"""What OpenAI's two routes share, as vLLM 0.32 reads them: sampling fields and their checks.
-
-OpenAI's `POST /v1/completions`, as vLLM 0.32 reads and writes it.
+"""OpenAI's `POST /v1/completions`, as vLLM 0.32 reads and writes it; fields shared with chat.
 
 Prompts are texts (with a tokenizer) or token ids, one or many. Fields of ROSE: `min_version`,
 `exact_version`, `timeout_s`, `resume_from` in; `versions` in every choice out.
@@ -111,7 +109,6 @@ class OpenAIBody(OriginFields, gc=False):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def sampling(self, max_tokens: int) -> Sampling:
-        """How to sample."""
         return Sampling(
             max_tokens,
             1.0 if self.temperature is None else self.temperature,
@@ -189,7 +186,7 @@ class _Body(OpenAIBody, gc=False, kw_only=True):
 _decoder = msgspec.json.Decoder(_Body)
 
 
-class CompletionDialect:
+class CompletionFrontend:
     """Reads and complains; `CompletionAnswer` writes."""
 
     path = "/v1/completions"
@@ -198,7 +195,6 @@ class CompletionDialect:
         self._model = model
 
     async def read(self, body: bytes, headers: Mapping[str, str]) -> ApiRequest:
-        """The request. Raises TurnError."""
         asked = wire.read_json(_decoder, body)
         self._model.check_name(asked.model)
         asked.check()
@@ -236,11 +232,9 @@ class CompletionDialect:
         return ApiRequest(turns, bool(asked.stream), answer, start, event_ids)
 
     def error(self, error: TurnError) -> bytes:
-        """Body of an error answer."""
         return wire.vllm_error(error)
 
     def broken(self, error: TurnError) -> bytes:
-        """Event for an error in the middle of a stream."""
         return wire.event(wire.vllm_error(error)) + wire.DONE
 
     async def _prompts(self, asked: _Body) -> list[list[int]]:
@@ -345,72 +339,71 @@ class CompletionAnswer:
         self._usage_always = options.always
         self._offsets: dict[int, int] = {}
 
-    def whole(self, feeds: Sequence[TokenStream]) -> bytes:
-        """Body of a 200."""
+    def whole(self, streams: Sequence[TokenStream]) -> bytes:
         choices = []
-        for index, feed in enumerate(feeds):
-            end = len(feed.tokens)
+        for index, stream in enumerate(streams):
+            end = len(stream.tokens)
             choices.append(
                 _Choice(
                     index,
-                    text_between(feed.text, 0, end, True),
-                    self._logprobs_of(index, feed, 0, end),
-                    feed.finish_reason,
-                    feed.stop_reason,
-                    feed.tokens.tolist() if self._ids else None,
+                    text_between(stream.text, 0, end, True),
+                    self._logprobs_of(index, stream, 0, end),
+                    stream.finish_reason,
+                    stream.stop_reason,
+                    stream.tokens.tolist() if self._ids else None,
                     None,
                     self._prompts[index // self._samples] if self._ids else None,
                     None,
-                    wire.versions(feed.versions),
+                    wire.versions(stream.versions),
                 )
             )
-        usage = wire.TokenUsage(*wire.usage(feeds, [len(prompt) for prompt in self._prompts]))
+        usage = wire.TokenUsage(*wire.usage(streams, [len(prompt) for prompt in self._prompts]))
         return wire.encode(
-            _Whole(*self._head(feeds[0]), choices, None, None, usage, None, None, None)
+            _Whole(*self._head(streams[0]), choices, None, None, usage, None, None, None)
         )
 
-    def begin(self, feeds: Sequence[TokenStream]) -> bytes:
-        """Nothing comes before the first tokens."""
-        del feeds
+    def begin(self, streams: Sequence[TokenStream]) -> bytes:
+        del streams
         return b""
 
-    def part(self, index: int, feed: TokenStream, start: int, end: int) -> bytes:
-        """Event with tokens [start, end)."""
-        over = feed.finish_reason is not None and end == len(feed.tokens)
+    def part(self, index: int, stream: TokenStream, start: int, end: int) -> bytes:
+        over = stream.finish_reason is not None and end == len(stream.tokens)
         choice = _ChunkChoice(
             index,
-            text_between(feed.text, start, end, over),
-            self._logprobs_of(index, feed, start, end),
-            feed.finish_reason if over else None,
-            feed.stop_reason if over else None,
+            text_between(stream.text, start, end, over),
+            self._logprobs_of(index, stream, start, end),
+            stream.finish_reason if over else None,
+            stream.stop_reason if over else None,
             self._prompts[index // self._samples] if self._ids and start == 0 else None,
-            feed.tokens[start:end].tolist() if self._ids else None,
-            wire.versions(feed.spans(start, end)),
+            stream.tokens[start:end].tolist() if self._ids else None,
+            wire.versions(stream.spans(start, end)),
         )
         if self._usage_always:
-            usage = wire.ShortUsage(feed.prompt_tokens, feed.prompt_tokens + end, end)
-            return wire.event(wire.encode(_UsageChunk(*self._head(feed), [choice], usage=usage)))
-        return wire.event(wire.encode(_Chunk(*self._head(feed), [choice])))
+            usage = wire.ShortUsage(stream.prompt_tokens, stream.prompt_tokens + end, end)
+            return wire.event(wire.encode(_UsageChunk(*self._head(stream), [choice], usage=usage)))
+        return wire.event(wire.encode(_Chunk(*self._head(stream), [choice])))
 
-    def close(self, feeds: Sequence[TokenStream]) -> bytes:
-        """Token counts where they were asked for, and the end mark."""
+    def close(self, streams: Sequence[TokenStream]) -> bytes:
         if not self._usage_at_end:
             return wire.DONE
-        usage = wire.ShortUsage(*wire.usage(feeds, [len(prompt) for prompt in self._prompts]))
+        usage = wire.ShortUsage(*wire.usage(streams, [len(prompt) for prompt in self._prompts]))
         return (
-            wire.event(wire.encode(_UsageChunk(*self._head(feeds[0]), [], usage=usage))) + wire.DONE
+            wire.event(wire.encode(_UsageChunk(*self._head(streams[0]), [], usage=usage)))
+            + wire.DONE
         )
 
-    def _head(self, feed: TokenStream) -> tuple[str, str, int, str]:
-        return self._name, "text_completion", feed.created, self._model.name
+    def _head(self, stream: TokenStream) -> tuple[str, str, int, str]:
+        return self._name, "text_completion", stream.created, self._model.name
 
-    def _logprobs_of(self, index: int, feed: TokenStream, start: int, end: int) -> _Logprobs | None:
+    def _logprobs_of(
+        self, index: int, stream: TokenStream, start: int, end: int
+    ) -> _Logprobs | None:
         if not self._logprobs:
             return None
         found = _Logprobs([], [], [], [])
         offset = self._offsets.get(index, 0)
-        logprobs = wire.finite(feed.logprobs[start:end])
-        for token, logprob in zip(feed.tokens[start:end], logprobs, strict=True):
+        logprobs = wire.finite(stream.logprobs[start:end])
+        for token, logprob in zip(stream.tokens[start:end], logprobs, strict=True):
             text = token_text(self._model, token, self._as_ids)
             found.text_offset.append(offset)
             found.token_logprobs.append(logprob)

@@ -1,4 +1,4 @@
-"""What a request of any API comes down to: turns, and how their tokens are written back."""
+"""Interface of an API frontend: reads requests into turns, and writes their tokens back."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,19 +12,19 @@ from rose.gateway.turns.token_stream import TokenStream
 class ApiResponse(Protocol):
     """Writes the turns of one request in the words of one API."""
 
-    def whole(self, feeds: Sequence[TokenStream]) -> bytes:
+    def whole(self, streams: Sequence[TokenStream]) -> bytes:
         """Body of a 200, all turns being over."""
         ...
 
-    def begin(self, feeds: Sequence[TokenStream]) -> bytes:
+    def begin(self, streams: Sequence[TokenStream]) -> bytes:
         """What a stream starts with; may be empty."""
         ...
 
-    def part(self, index: int, feed: TokenStream, start: int, end: int) -> bytes:
+    def part(self, index: int, stream: TokenStream, start: int, end: int) -> bytes:
         """Event with tokens [start, end) of turn `index`; the last one when the turn is over."""
         ...
 
-    def close(self, feeds: Sequence[TokenStream]) -> bytes:
+    def close(self, streams: Sequence[TokenStream]) -> bytes:
         """What a stream ends with."""
         ...
 

@@ -137,7 +137,7 @@ class _Body(OriginFields, gc=False):
 _decoder = msgspec.json.Decoder(_Body)
 
 
-class SglangDialect:
+class SglangFrontend:
     """Reads and complains; `SglangAnswer` writes."""
 
     path = "/generate"
@@ -146,7 +146,6 @@ class SglangDialect:
         self._model = model
 
     async def read(self, body: bytes, headers: Mapping[str, str]) -> ApiRequest:
-        """The request. Raises TurnError."""
         asked = wire.read_json(_decoder, body)
         params = asked.sampling_params or _SamplingBody()
         refuse_unsupported(asked, NEUTRAL)
@@ -184,11 +183,9 @@ class SglangDialect:
         return ApiRequest(turns, bool(asked.stream), answer, start, event_ids)
 
     def error(self, error: TurnError) -> bytes:
-        """Body of an error answer."""
         return wire.encode({"error": {"message": wire.clean(str(error))}})
 
     def broken(self, error: TurnError) -> bytes:
-        """Event for an error in the middle of a stream."""
         fault = {
             "message": wire.clean(str(error)),
             "type": "invalid_request_error" if error.status < 500 else "server_error",
@@ -252,39 +249,38 @@ class SglangAnswer:
         self._logprobs = logprobs
         self._batch = batch
 
-    def whole(self, feeds: Sequence[TokenStream]) -> bytes:
+    def whole(self, streams: Sequence[TokenStream]) -> bytes:
         """Body of a 200: an object, or a list of them for a list of prompts."""
-        answers = [self._output(k, feed, len(feed.tokens)) for k, feed in enumerate(feeds)]
+        answers = [self._output(k, stream, len(stream.tokens)) for k, stream in enumerate(streams)]
         return wire.encode(answers if self._batch else answers[0])
 
-    def begin(self, feeds: Sequence[TokenStream]) -> bytes:
-        """Nothing comes before the first tokens."""
-        del feeds
+    def begin(self, streams: Sequence[TokenStream]) -> bytes:
+        del streams
         return b""
 
-    def part(self, index: int, feed: TokenStream, start: int, end: int) -> bytes:
+    def part(self, index: int, stream: TokenStream, start: int, end: int) -> bytes:
         """Event with the output so far."""
         del start
-        return wire.event(wire.encode(self._output(index, feed, end)))
+        return wire.event(wire.encode(self._output(index, stream, end)))
 
-    def close(self, feeds: Sequence[TokenStream]) -> bytes:
+    def close(self, streams: Sequence[TokenStream]) -> bytes:
         """The end mark."""
-        del feeds
+        del streams
         return wire.DONE
 
-    def _output(self, index: int, feed: TokenStream, end: int) -> dict[str, object]:
-        over = feed.finish_reason is not None and end == len(feed.tokens)
-        spans = feed.spans(0, end)
-        tokens = feed.tokens[:end].tolist()
+    def _output(self, index: int, stream: TokenStream, end: int) -> dict[str, object]:
+        over = stream.finish_reason is not None and end == len(stream.tokens)
+        spans = stream.spans(0, end)
+        tokens = stream.tokens[:end].tolist()
         meta: dict[str, object] = {
             "id": self._names[index],
-            "finish_reason": _finish(feed) if over else None,
-            "prompt_tokens": feed.prompt_tokens,
+            "finish_reason": _finish(stream) if over else None,
+            "prompt_tokens": stream.prompt_tokens,
             "weight_version": str(spans[-1].version) if spans else "default",
-            "num_retractions": max(0, feed.attempts - 1),
+            "num_retractions": max(0, stream.attempts - 1),
         }
         if self._logprobs:
-            logprobs = wire.finite(feed.logprobs[:end])
+            logprobs = wire.finite(stream.logprobs[:end])
             meta["input_token_logprobs"] = []
             meta["output_token_logprobs"] = [
                 (logprob, token, None) for logprob, token in zip(logprobs, tokens, strict=True)
@@ -299,23 +295,23 @@ class SglangAnswer:
                 for span in spans
             ]
         if over:
-            meta["e2e_latency"] = feed.took_s
+            meta["e2e_latency"] = stream.took_s
         output: dict[str, object] = {}
-        if feed.text is not None:
-            output["text"] = text_between(feed.text, 0, end, over)
+        if stream.text is not None:
+            output["text"] = text_between(stream.text, 0, end, over)
         output["output_ids"] = tokens
         output["meta_info"] = meta
         output["versions"] = wire.versions(spans)
         if over:
-            output["segments"] = wire.segments(feed)
+            output["segments"] = wire.segments(stream)
         return output
 
 
-def _finish(feed: TokenStream) -> dict[str, object]:
-    if feed.finish_reason == "length":
-        return {"type": "length", "length": len(feed.tokens)}
+def _finish(stream: TokenStream) -> dict[str, object]:
+    if stream.finish_reason == "length":
+        return {"type": "length", "length": len(stream.tokens)}
     # SGLang names the end-of-sequence token here too: it is the last one.
-    matched = feed.stop_reason
-    if matched is None and feed.tokens:
-        matched = feed.tokens[-1]
+    matched = stream.stop_reason
+    if matched is None and stream.tokens:
+        matched = stream.tokens[-1]
     return {"type": "stop", "matched": matched}

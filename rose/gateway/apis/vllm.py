@@ -128,7 +128,7 @@ class _Body(OriginFields, gc=False, kw_only=True):
 _decoder = msgspec.json.Decoder(_Body)
 
 
-class VllmDialect:
+class VllmFrontend:
     """Reads and complains; `VllmAnswer` writes."""
 
     path = "/inference/v1/generate"
@@ -137,7 +137,6 @@ class VllmDialect:
         self._model = model
 
     async def read(self, body: bytes, headers: Mapping[str, str]) -> ApiRequest:
-        """The request. Raises TurnError."""
         asked = wire.read_json(_decoder, body)
         self._model.check_name(asked.model)
         params = asked.sampling_params
@@ -171,11 +170,9 @@ class VllmDialect:
         return ApiRequest(turns, bool(asked.stream), answer, start, event_ids)
 
     def error(self, error: TurnError) -> bytes:
-        """Body of an error answer."""
         return wire.vllm_error(error)
 
     def broken(self, error: TurnError) -> bytes:
-        """Event for an error in the middle of a stream."""
         return wire.event(wire.vllm_error(error)) + wire.DONE
 
 
@@ -275,19 +272,18 @@ class VllmAnswer:
         self._usage_at_end = options.at_end
         self._usage_always = options.always
 
-    def whole(self, feeds: Sequence[TokenStream]) -> bytes:
-        """Body of a 200."""
+    def whole(self, streams: Sequence[TokenStream]) -> bytes:
         choices = [
-            self._choice(index, feed, 0, len(feed.tokens), _named_logprob)
-            for index, feed in enumerate(feeds)
+            self._choice(index, stream, 0, len(stream.tokens), _named_logprob)
+            for index, stream in enumerate(streams)
         ]
-        first = feeds[0]
+        first = streams[0]
         return wire.encode(
             _Whole(
                 self._request_id,
                 self._model,
                 first.created,
-                wire.TokenUsage(*wire.usage(feeds, [self._prompt_tokens])),
+                wire.TokenUsage(*wire.usage(streams, [self._prompt_tokens])),
                 None,
                 None,
                 self._prompt,
@@ -299,63 +295,62 @@ class VllmAnswer:
                 choices,
                 wire.versions(first.versions),
                 wire.segments(first),
-                sum(feed.attempts for feed in feeds),
+                sum(stream.attempts for stream in streams),
             )
         )
 
-    def begin(self, feeds: Sequence[TokenStream]) -> bytes:
-        """Nothing comes before the first tokens."""
-        del feeds
+    def begin(self, streams: Sequence[TokenStream]) -> bytes:
+        del streams
         return b""
 
-    def part(self, index: int, feed: TokenStream, start: int, end: int) -> bytes:
-        """Event with tokens [start, end)."""
-        choice = self._choice(index, feed, start, end, _token_logprob)
-        head = (self._request_id, self._usage(feed, end), "tokens", [choice])
-        spans = wire.versions(feed.spans(start, end))
+    def part(self, index: int, stream: TokenStream, start: int, end: int) -> bytes:
+        choice = self._choice(index, stream, start, end, _token_logprob)
+        head = (self._request_id, self._usage(stream, end), "tokens", [choice])
+        spans = wire.versions(stream.spans(start, end))
         if choice.finish_reason is not None:
-            last = _LastChunk(*head, spans, segments=wire.segments(feed), attempts=feed.attempts)
+            last = _LastChunk(
+                *head, spans, segments=wire.segments(stream), attempts=stream.attempts
+            )
             return wire.event(wire.encode(last))
         if self._prompt is not None and start == 0:
             prompt = self._prompt
             return wire.event(wire.encode(_FirstChunk(*head, spans, prompt_token_ids=prompt)))
         return wire.event(wire.encode(_Chunk(*head, spans)))
 
-    def close(self, feeds: Sequence[TokenStream]) -> bytes:
-        """Token counts where they were asked for, and the end mark."""
+    def close(self, streams: Sequence[TokenStream]) -> bytes:
         if not self._usage_at_end:
             return wire.DONE
-        counts = wire.ShortUsage(*wire.usage(feeds, [self._prompt_tokens]))
+        counts = wire.ShortUsage(*wire.usage(streams, [self._prompt_tokens]))
         chunk = _UsageChunk(self._request_id, counts, "tokens", [])
         return wire.event(wire.encode(chunk)) + wire.DONE
 
-    def _usage(self, feed: TokenStream, end: int) -> wire.TokenUsage | None:
+    def _usage(self, stream: TokenStream, end: int) -> wire.TokenUsage | None:
         if not self._usage_always:
             return None
-        return wire.TokenUsage(feed.prompt_tokens, feed.prompt_tokens + end, end)
+        return wire.TokenUsage(stream.prompt_tokens, stream.prompt_tokens + end, end)
 
     def _choice(
         self,
         index: int,
-        feed: TokenStream,
+        stream: TokenStream,
         start: int,
         end: int,
         logprob_of: Callable[[int, float], _TokenLogprob],
     ) -> _Choice:
-        tokens = feed.tokens[start:end].tolist()
-        over = feed.finish_reason is not None and end == len(feed.tokens)
+        tokens = stream.tokens[start:end].tolist()
+        over = stream.finish_reason is not None and end == len(stream.tokens)
         logprobs = None
         if self._logprobs:
-            values = wire.finite(feed.logprobs[start:end])
+            values = wire.finite(stream.logprobs[start:end])
             logprobs = _Logprobs([*map(logprob_of, tokens, values)])
         return _Choice(
             index,
-            feed.finish_reason if over else None,
-            feed.stop_reason if over else None,
+            stream.finish_reason if over else None,
+            stream.stop_reason if over else None,
             tokens,
             None,
             None,
-            _weight_versions(feed) if over else None,
+            _weight_versions(stream) if over else None,
             logprobs,
         )
 
@@ -369,8 +364,8 @@ def _named_logprob(token: int, logprob: float) -> _TokenLogprob:
     return _NamedLogprob(token, logprob, None, top, token=f"token_id:{token}")
 
 
-def _weight_versions(feed: TokenStream) -> list[_WeightVersion] | None:
-    spans = [_WeightVersion(str(span.version), span.start, span.end) for span in feed.versions]
+def _weight_versions(stream: TokenStream) -> list[_WeightVersion] | None:
+    spans = [_WeightVersion(str(span.version), span.start, span.end) for span in stream.versions]
     return spans or None
 
 

@@ -1,4 +1,4 @@
-"""What several dialects read and write: spans, usage, errors in vLLM's shape, events."""
+"""Wire forms that several API frontends share: spans, usage, errors in vLLM's shape, events."""
 
 import math
 import uuid
@@ -123,12 +123,12 @@ def versions(spans: Sequence[VersionSpan]) -> list[Version]:
     return [Version(s.version, s.start, s.end, s.oldest_version) for s in spans]
 
 
-def segments(feed: TokenStream) -> list[Segment]:
+def segments(stream: TokenStream) -> list[Segment]:
     """Which replica each token of a finished turn came from."""
-    return [Segment(s.replica, s.kind, s.start, s.end) for s in feed.segments]
+    return [Segment(s.replica, s.kind, s.start, s.end) for s in stream.segments]
 
 
-def usage(feeds: Sequence[TokenStream], prompts: Sequence[int]) -> tuple[int, int, int]:
+def usage(streams: Sequence[TokenStream], prompts: Sequence[int]) -> tuple[int, int, int]:
     """Prompt, total and completion tokens; `prompts` has each prompt once."""
-    prompt, completion = sum(prompts), sum(len(feed.tokens) for feed in feeds)
+    prompt, completion = sum(prompts), sum(len(stream.tokens) for stream in streams)
     return prompt, prompt + completion, completion

@@ -1,15 +1,18 @@
-"""How the gateway speaks with a replica: one file an API, bodies out and lines in, without IO."""
+"""Replica backends: one file for each API of a replica, bodies out and lines in.
+
+The backends do no IO; `http_pool` and `probe` hold the connections.
+"""
 
 from rose.gateway.backends.base import BackendError, ReplicaBackend, ReplicaLine
-from rose.gateway.backends.rose import RoseLink
-from rose.gateway.backends.sglang import SglangLink
-from rose.gateway.backends.vllm import VllmLink
+from rose.gateway.backends.rose import RoseBackend
+from rose.gateway.backends.sglang import SglangBackend
+from rose.gateway.backends.vllm import VllmBackend
 from rose.gateway.replicas.table import ReplicaApi
 
 LINKS: dict[ReplicaApi, ReplicaBackend] = {
-    ReplicaApi.ROSE: RoseLink(),
-    ReplicaApi.VLLM: VllmLink(),
-    ReplicaApi.SGLANG: SglangLink(),
+    ReplicaApi.ROSE: RoseBackend(),
+    ReplicaApi.VLLM: VllmBackend(),
+    ReplicaApi.SGLANG: SglangBackend(),
 }
 
 __all__ = ["LINKS", "BackendError", "ReplicaBackend", "ReplicaLine"]

@@ -1,4 +1,4 @@
-"""What every link does: encode an attempt, read its stream."""
+"""Interface of a replica backend: encodes an attempt's request and reads its stream. No IO."""
 
 from typing import Annotated, Protocol
 
@@ -39,7 +39,7 @@ class Reader(Protocol):
     """Reads one stream."""
 
     def feed(self, data: bytes) -> list[ReplicaLine]:
-        """Lines completed by `data`. Raises LinkError or msgspec.MsgspecError."""
+        """Lines completed by `data`. Raises BackendError or msgspec.MsgspecError."""
         ...
 
 
@@ -72,7 +72,7 @@ class Lines:
         self._rest = b""
 
     def split(self, data: bytes) -> list[bytes]:
-        """Whole lines without their ends. Raises LinkError."""
+        """Whole lines without their ends. Raises BackendError."""
         lines = (self._rest + data if self._rest else data).split(b"\n")
         self._rest = lines.pop()
         if len(self._rest) > self._max_bytes:

@@ -29,7 +29,7 @@ class UpstreamError(ConnectionError):
 
 
 class ResponseReceiver(Protocol):
-    """What becomes of one answer. Its methods must not wait."""
+    """Receiver of one answer. Its methods must not wait."""
 
     def status(self, code: int) -> None:
         """The head of the answer came; once, before any body."""
@@ -46,7 +46,7 @@ class ResponseReceiver(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a URL leads: what a connection is kept by, and its requests' first lines."""
+    """Target of a URL: the key of its kept connections, and its requests' first lines."""
 
     host: str
     port: int
@@ -153,13 +153,11 @@ class UpstreamConnection(asyncio.Protocol):
     # ---- asyncio's protocol ----
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Part of asyncio's protocol."""
         self._transport = cast(asyncio.Transport, transport)
         if self._given_up:
             self.give_up()
 
     def data_received(self, data: bytes) -> None:
-        """Part of asyncio's protocol."""
         if self._receiver is None or self._parser is None:
             # An answer to nothing: whatever speaks there, it is not to be asked again.
             self.close()
@@ -172,24 +170,20 @@ class UpstreamConnection(asyncio.Protocol):
             self._fail(UpstreamError(f"what the replica sends is no HTTP: {error}"))
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Part of asyncio's protocol."""
         self._fail(UpstreamError("the replica closed the connection before the answer's end"))
 
     # ---- the parser's callbacks ----
 
     def on_headers_complete(self) -> None:
-        """Part of httptools' protocol."""
         assert self._receiver is not None
         assert self._parser is not None
         self._receiver.status(self._parser.get_status_code())
 
     def on_body(self, data: bytes) -> None:
-        """Part of httptools' protocol."""
         if self._receiver is not None:
             self._receiver.body(data)
 
     def on_message_complete(self) -> None:
-        """Part of httptools' protocol."""
         receiver, self._receiver = self._receiver, None
         if receiver is None:
             return

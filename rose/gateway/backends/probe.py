@@ -1,4 +1,4 @@
-"""What answers at a URL: a ROSE replica, a stock vLLM or a stock SGLang."""
+"""Probe of a URL: tells a ROSE replica, a stock vLLM and a stock SGLang apart."""
 
 from dataclasses import dataclass
 
@@ -43,7 +43,7 @@ _CARDS = msgspec.json.Decoder(_Cards)
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """What was found; `max_model_len` in tokens, None where it does not say."""
+    """Result of a probe; `max_model_len` in tokens, None where it does not say."""
 
     api: ReplicaApi
     max_model_len: int | None

@@ -22,13 +22,12 @@ _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(ReplicaLine).decode
 
 
-class RoseLink:
+class RoseBackend:
     """Tokens in, stamped tokens out."""
 
     path = "/rose/v1/generate"
 
     def encode(self, request: TurnRequest, attempt: Attempt) -> bytes:
-        """Body of a streamed request for the rest of the turn."""
         return _encode(
             _Body(
                 request.attempt_id(attempt.number),
@@ -40,7 +39,6 @@ class RoseLink:
         )
 
     def reader(self) -> "_Reader":
-        """A reader for one new stream."""
         return _Reader()
 
 

@@ -63,7 +63,7 @@ _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(_Event).decode
 
 
-class SglangLink:
+class SglangBackend:
     """Tokens in, tokens out."""
 
     path = "/generate"
@@ -87,7 +87,6 @@ class SglangLink:
         return _encode(_Body(rid, attempt.token_ids, sampling))
 
     def reader(self) -> "_Reader":
-        """A reader for one new stream."""
         return _Reader()
 
 

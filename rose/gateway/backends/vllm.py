@@ -62,13 +62,12 @@ _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(_Event).decode
 
 
-class VllmLink:
+class VllmBackend:
     """Tokens in, tokens out."""
 
     path = "/v1/completions"
 
     def encode(self, request: TurnRequest, attempt: Attempt) -> bytes:
-        """Body of a streamed request for the rest of the turn."""
         rest = request.sampling.rest(attempt.max_tokens)
         return _encode(
             _Body(
@@ -87,7 +86,6 @@ class VllmLink:
         )
 
     def reader(self) -> "_Reader":
-        """A reader for one new stream."""
         return _Reader()
 
 

@@ -1,4 +1,4 @@
-"""Which turn works on which replica right now, and which turns wait.
+"""Dispatcher: assigns turns to replicas, and queues turns that have to wait.
 
 acquire --> waiting --pump--> live --finish--> (gone)
                |               |  lease lost, replica gone: interrupted as REVOKED, at once

@@ -8,7 +8,7 @@ from elastic_scheduler import ReplicaKind, ReplicaView
 
 
 class ReplicaApi(StrEnum):
-    """What a replica speaks. Only ROSE's own endpoint stamps versions and obeys leases."""
+    """API of a replica. Only ROSE's own endpoint stamps versions and obeys leases."""
 
     ROSE = "rose"
     VLLM = "vllm"

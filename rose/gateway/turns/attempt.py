@@ -1,9 +1,7 @@
-"""Where the tokens of one attempt go: text first (it may cut them), journal, feed.
+"""Attempt: one replica's answer to a turn, from its bytes to the turn's journal and token stream.
 
-One attempt's answer, from a replica's bytes to the turn's journal and feed.
-
-Everything happens in the step of the event loop in which the bytes came: decoded, journaled, handed
-to readers. Only how it ended is awaited.
+Everything happens in the step of the event loop in which the bytes came: decoded, cut where text
+stops, journaled, handed to readers. Only the attempt's ending is awaited.
 """
 
 import asyncio
@@ -158,11 +156,9 @@ class AttemptReceiver:
         self._over.cancel()
 
     def status(self, code: int) -> None:
-        """Part of `Receiver`."""
         self._status = code
 
     def body(self, data: bytes) -> None:
-        """Part of `Receiver`."""
         if self._status != OK:
             self._fault += data[: MAX_FAULT_BYTES - len(self._fault)]
         elif not self._over.done():
@@ -175,7 +171,6 @@ class AttemptReceiver:
                 self._over.set_result(broken(error))
 
     def ended(self, error: Exception | None) -> None:
-        """Part of `Receiver`."""
         if self._over.done():
             return
         text = self._fault.decode("utf-8", "replace")

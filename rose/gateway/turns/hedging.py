@@ -1,16 +1,16 @@
-"""The copies of one turn: each with a journal and a feed of its own, the first whole one wins.
+"""Hedged turns: second copies for the slowest members of groups; the first whole copy wins.
 
     first copy ──────────────────────────┬─ whole: its tokens are the turn's, the other is cancelled
        └─ fork: a copy on another replica ┤
                                           └─ fails: the other goes on alone; of the last: the turn's
 
-Nothing reaches the turn's readers before that, since tokens handed out cannot be taken back.
+Each copy has a journal and a token stream of its own. Nothing reaches the turn's readers before one
+copy is whole, since tokens handed out cannot be taken back.
 
-Second copies for the slowest members of groups, where their callers allow them.
-
-`HedgedGroup` decides; what a member still needs and what a copy would cost is known here only. A
-group is what its turns say: `group_id`, how many they are, how many copies they may have. Turns
-that come when all members are there already are nobody's members: they get no copies.
+Callers allow copies, and `HedgedGroup` decides when one is worth it; `Hedging` supplies a member's
+remaining need and the cost of a copy. Turns define their group: `group_id`, its size, how many
+copies it may have. Turns that come when all members are there already belong to no group and get no
+copies.
 """
 
 import asyncio
@@ -18,7 +18,6 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from elastic_scheduler import HedgedGroup, MemberView, Quote, TurnJournal, TurnNeed, Won
 from rose.gateway.errors import BadRequest, TurnError
@@ -57,31 +56,19 @@ class TurnCopy:
         )
 
 
-class Judge(Protocol):
-    """Whose answer it is: a member of a hedged group."""
-
-    def finished(self, copy: int) -> Won | None:
-        """The copy has its whole answer; None: another had it before."""
-        ...
-
-    def failed(self, copy: int) -> bool:
-        """The copy came to an end without one; whether it was the last."""
-        ...
-
-
 class Race:
     """`run` it; `fork` it while it runs."""
 
     def __init__(
         self,
         first: TurnCopy,
-        judge: Judge,
+        member: "HedgedTurn",
         work: Callable[[TurnCopy], Awaitable[None]],
         give_back: Callable[[LiveAttempt], None],
         stats: GatewayStats,
     ) -> None:
         self._feed = first.feed
-        self._judge = judge
+        self._member = member
         self._work = work
         self._give_back = give_back
         self._stats = stats
@@ -145,7 +132,7 @@ class Race:
 
     def delivered(self, copy: TurnCopy) -> None:
         """A copy is whole: if it is the first one, the turn is over at this moment."""
-        won = self._judge.finished(copy.number)
+        won = self._member.finished(copy.number)
         if won is None:
             return
         self._won = True
@@ -157,7 +144,7 @@ class Race:
 
     def goes_on(self, copy: TurnCopy) -> bool:
         """Whether a copy whose attempt failed tries again: not while another one runs."""
-        return self._judge.failed(copy.number)
+        return self._member.failed(copy.number)
 
     def _start(self, copy: TurnCopy) -> None:
         task = asyncio.ensure_future(self._work(copy))
@@ -179,7 +166,7 @@ class Race:
         if task.cancelled():
             return asyncio.CancelledError()
         error = task.exception()
-        if isinstance(error, TurnError) and not self._judge.failed(number):
+        if isinstance(error, TurnError) and not self._member.failed(number):
             return None
         return error
 
@@ -240,11 +227,11 @@ class HedgedTurn:
         self._group.racing[self._place] = race
 
     def finished(self, copy: int) -> Won | None:
-        """As `HedgedGroup.finished`."""
+        """The copy has its whole answer; None: another had it before."""
         return self._group.core.finished(self._place, copy)
 
     def failed(self, copy: int) -> bool:
-        """As `HedgedGroup.failed`."""
+        """The copy came to an end without one; whether it was the last."""
         return self._group.core.failed(self._place, copy)
 
 

@@ -1,8 +1,7 @@
-"""How a turn is sampled, in the one form that the gateway knows inside.
+"""Turn request: one turn in the form that the gateway uses inside, whichever API it came by.
 
-Where a turn comes from: its trajectory, its group and its job, as its caller names them.
-
-One turn as the gateway works on it, whatever API it came through.
+It holds the tokens, the sampling, and the turn's origin: trajectory, group and job, as the caller
+names them.
 """
 
 import secrets

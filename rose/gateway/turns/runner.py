@@ -1,10 +1,10 @@
-"""Turns by request id: whoever asks again for the same turn follows the one that there is.
+"""Turn runner: one turn from its first attempt to its last token, shared by all its callers.
+
+`SharedTurns` keeps turns by request id: a second call with the same id follows the running turn.
 
 open ── running ── over: kept among the newest answers, replayed to whoever asks again
            │  its last reader left: cancelled, at once or after a grace in which it may come back
            └─ failed or cancelled: forgotten, the id may be used anew
-
-One turn, from the first attempt to its last token.
 """
 
 import asyncio

@@ -1,12 +1,10 @@
-"""Why a guest is frozen, in words for the log.
+"""Guard thread: the grant loop of one guest, and its record of host and guest in `guest.jsonl`.
 
-How much of the time a guest was let run.
+It is a thread of its own, so that nothing the daemon does can delay a freeze. When the thread dies
+the last grant expires and the guest freezes: silence is a revocation.
 
-`guest.jsonl`: what host and guest were doing, ten times a second.
-
-The grant loop: a thread of its own, so that nothing the daemon does can delay a freeze.
-
-When the thread dies the last grant expires and the guest freezes: silence is a revocation.
+Ten times a second it records what host and guest do. `sentence` gives the reason of a freeze in
+words for the log, `DutyMeter` the share of time in which the guest ran.
 """
 
 import logging

@@ -1,6 +1,7 @@
-"""Whether the process that writes as the host is one that runs, and the one that was meant.
+"""Watch over the host: the identity of its process, and the latencies of its requests.
 
-What the host's users experience: each request's latencies, kept and summed up.
+`HostProcess` checks that the publisher on the page is the process that the node means, and that it
+still runs. `HostWatch` keeps each request's latencies and sums up the last of them.
 """
 
 import logging

@@ -1,6 +1,8 @@
-"""Where a process ended up below all others: read back from the kernel, not from what was asked.
+"""CPU placement of a guest: its low priority, read back, and a boost while it owes memory.
 
-What is done about a guest that keeps memory which its host took back.
+`CpuPlacement` is read back from the kernel, because a request to lower a priority can fail
+silently. `CpuBoost` gives a core to a guest that keeps KV memory which its host took back, so that
+it can return it.
 """
 
 import logging
@@ -22,7 +24,10 @@ class CgroupRefusedError(RoseError):
 
 @dataclass(frozen=True, slots=True)
 class CpuPlacement:
-    """`share`: IDLE, NICE or PLAIN. `cgroup`: its cgroup v2 path, empty where there is none."""
+    """CPU placement of a process, as the kernel has it. `share`: IDLE, NICE or PLAIN.
+
+    `cgroup`: its cgroup v2 path, empty where there is none.
+    """
 
     share: str
     cgroup: str
@@ -30,7 +35,7 @@ class CpuPlacement:
 
     @classmethod
     def of(cls, pid: int) -> "CpuPlacement | None":
-        """None when the process is gone."""
+        """Read it from /proc; None when the process is gone."""
         try:
             idle = os.sched_getscheduler(pid) == os.SCHED_IDLE
             nice = os.getpriority(os.PRIO_PROCESS, pid) > 0
@@ -47,7 +52,7 @@ _WEIGHTS: Mapping[Share | None, str] = {"background": "1", "aside": "10", None: 
 
 
 def weigh(group: Path, share: Share | None) -> None:
-    """Its place in line for the CPU, None that of any group. Raises OSError where it may not."""
+    """Set a cgroup's CPU weight; None is that of any group. Raises OSError where it may not."""
     idle = share == "background"
     if (group / "cpu.idle").exists():
         (group / "cpu.idle").write_text("1" if idle else "0")
@@ -89,9 +94,10 @@ def _nothing(_: int) -> None:
 
 
 class CpuBoost:
-    """First it gets a core: behind a busy host it may wait for seconds before it can give at all.
+    """Priority boost of a guest that owes KV memory, and the call for the reclaim ladder.
 
-    That it gets the core for nothing else is up to the caller, who keeps it frozen meanwhile.
+    Behind a busy host a guest may wait seconds for a core before it can return anything. The caller
+    keeps it frozen meanwhile, so that it uses the core for nothing else.
     """
 
     def __init__(

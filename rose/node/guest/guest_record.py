@@ -1,4 +1,4 @@
-"""Which process runs as a guest, and which daemon answers for it.
+"""Record and lock of a running guest: its process, and the daemon that answers for it.
 
     run_dir/guests/ID.json   who runs; locked by the daemon that answers for it
 

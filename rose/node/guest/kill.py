@@ -1,8 +1,8 @@
-"""The node's own kill switch: a file, so that it holds across restarts and with all else dead.
-
-Ends a node's guests from outside, with the daemon alive, stopped or dead.
+"""Kill switch of a node: a file, so that it holds across restarts and without a daemon.
 
 kill file ──► keepers and the daemon end the guests ──► still there after a while? SIGKILL
+
+`end_guests` ends a node's guests from outside, with the daemon alive, stopped or dead.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ POLL_S = 0.01
 
 @dataclass(frozen=True, slots=True)
 class EndedGuest:
-    """How one guest's end came about; `seconds` from the order on."""
+    """Record of one guest's end; `seconds` from the order on."""
 
     name: str
     pid: int

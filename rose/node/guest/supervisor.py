@@ -1,8 +1,8 @@
-"""A guest that lives and does nothing any more: without a core, stopped, or stuck for too long.
+"""Supervisor of an engine: adopts or starts it, watches it, restarts it a bounded number of times.
 
-What stands against an engine, asked again and again while it runs.
-
-Keeps one engine running: adopt or start, watch, restart a bounded number of times, end.
+`HangWatch` finds a guest that lives and makes no progress: without a core, stopped, or stuck for
+too long. `SupervisorHooks` are the caller's objections to the engine, asked again and again while
+it runs.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ _NS = 1e9
 
 
 class HangWatch:
-    """Judges by the heartbeat that the guest's watchdog writes, and by what /proc says."""
+    """Detector of a hung guest, by /proc and by the heartbeat that the guest's watchdog writes."""
 
     def __init__(
         self, guest: Callable[[], GuestState | None], group: Callable[[], int | None]
@@ -74,7 +74,7 @@ def _fits() -> None:
 
 @dataclass(frozen=True, slots=True)
 class SupervisorHooks:
-    """Each answers with a reason, None when nothing stands against it.
+    """Hooks of a supervisor; each answers with a reason, None when it has no objection.
 
     must_end: it may not exist. must_wait: it may not be started, one that runs may stay.
     hangs: it lives but does nothing any more.
@@ -95,7 +95,7 @@ POLL_S = 0.2
 
 
 class EngineState(StrEnum):
-    """Where an engine is in its life."""
+    """State of an engine's life."""
 
     STARTING = "starting"
     HEALTHY = "healthy"
@@ -155,7 +155,6 @@ class Supervisor:
         return self._engine.headers if self._engine else {}
 
     async def run(self) -> None:
-        """Until stopped."""
         backoff_s = FIRST_BACKOFF_S
         adopted = await self._adopt()
         while not self._stopping.is_set():

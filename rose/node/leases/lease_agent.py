@@ -1,8 +1,8 @@
-"""What the operator lets this node lend, as the scheduler last told it.
+"""Lease agent of a replica: carries out its lease state machine, and checks the scheduler's orders.
 
-What a node takes as an order: a scheduler, or whoever answers in its place, is not believed.
-
-Carries out what a replica's tenancy asks for: admission, drain, word to the scheduler.
+It opens and drains the engine's admission and reports to the scheduler. Orders of a scheduler, or
+of anything that answers in its place, are checked before they are obeyed. `HarvestSwitch` holds the
+operator's modes as the scheduler last told them.
 """
 
 import asyncio
@@ -157,12 +157,10 @@ class LeaseAgent:
         self._wake.set()
 
     def engine_down(self) -> None:
-        """It is gone."""
         self.core.engine_down()
         self._wake.set()
 
     async def run(self) -> None:
-        """Until cancelled."""
         while True:
             self._wake.clear()
             step = self.core.next(time.monotonic(), self._aborted)

@@ -1,11 +1,9 @@
-"""What a node believes about the lease of one replica.
-
-Who may use a replica now, as decisions: lease and engine on one side, what to do on the other.
+"""Lease state machine of one replica: decides by lease and engine when to admit and to drain.
 
     grant ──► Admit ──► (turns run) ──► release, expiry, node's own revocation ──► Drain ──► Ended
 
-An engine that is new admits nobody, so a lease never outlives the engine that it was granted for:
-the node takes it back, and the scheduler grants another one when the next engine is healthy.
+A new engine admits no turn, so a lease never outlives the engine that it was granted for: the node
+revokes it, and the scheduler grants another one when the next engine is healthy. No IO.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,7 @@
-"""What a node tells the scheduler: offers and telemetry, built from what it knows now.
+"""Session with the scheduler: reports go up, commands come down, reconnected for ever.
 
-The node's stream to the scheduler: reports up, commands down, reconnected for ever.
-
-A broken stream changes nothing here: leases run out by themselves and the guests freeze.
+A report is the node's offers and telemetry at that moment. A broken stream changes nothing here:
+leases run out by themselves and the guests freeze.
 """
 
 import asyncio
@@ -177,7 +176,6 @@ class SchedulerSession:
         self._changed.set()
 
     async def run(self) -> None:
-        """Until cancelled."""
         backoff_s = FIRST_BACKOFF_S
         async with make_channel(self._scheduler) as channel:
             stub = rose_pb2_grpc.SchedulerStub(channel)

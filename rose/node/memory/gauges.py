@@ -1,6 +1,6 @@
-"""What a guest holds, as whoever hands the memory out counts it.
+"""Memory gauges: how much memory a guest holds, by the kernel or by the GPU's driver.
 
-What a guest on a GPU holds of it.
+On a GPU:
 
     driver lists its processes, and with how much ──► that
     driver does not (a container, whose process numbers or memory it does not tell)
@@ -8,7 +8,7 @@ What a guest on a GPU holds of it.
 
 Which of the two is settled with the first figure: they do not compare with each other.
 
-The GPUs of a node's replicas: found before anything starts, asked when it matters.
+`Gpus` finds the cards of a node's replicas before anything starts.
 """
 
 import asyncio
@@ -107,7 +107,7 @@ PAGE = "the guest's page, bounded by the card's free memory"
 
 
 class ListedMemory:
-    """The driver's list, read as one guest's. Pure.
+    """One guest's memory by the driver's list of processes. Pure.
 
     A process is counted until the list no longer has it: a driver takes memory back after the
     process has ended. One that lives and vanished from the list makes the figure unknown.
@@ -128,16 +128,14 @@ class ListedMemory:
 
 
 class BoundedClaim:
-    """KV pages as the guest publishes them, never falling faster than the card's free memory
+    """KV pages that the guest claims, never falling faster than the card's free memory
     grows. Pure. Who takes that memory meanwhile makes the figure too large, which is safe."""
 
     def __init__(self, mapped_bytes: int, free_bytes: int) -> None:
-        """As they are at the beginning."""
         self._mapped_bytes = mapped_bytes
         self._free_bytes = free_bytes
 
     def held_bytes(self, mapped_bytes: int, free_bytes: int) -> int:
-        """As they are now."""
         claimed = self._mapped_bytes - mapped_bytes
         return self._mapped_bytes - max(0, min(claimed, free_bytes - self._free_bytes))
 
@@ -224,7 +222,7 @@ LOW_PRIORITY = "1"
 
 
 class Gpus:
-    """What the driver says, opened with the first question: a node without a GPU has no driver."""
+    """GPUs by their driver, opened with the first question: a node without a GPU has no driver."""
 
     def __init__(self, open_reader: Callable[[], CardReader] = Nvml) -> None:
         self._open = open_reader

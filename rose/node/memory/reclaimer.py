@@ -1,4 +1,4 @@
-"""Takes memory back from a guest, rung by rung, and goes by what is measured (`MemoryGauge`).
+"""Takes memory back from a guest, level by level, and goes by what is measured (`MemoryGauge`).
 
 L0 to L2 go through the grant: freeze, then a cap of KV granules, then the tightest cap. L3 asks the
 engine, L4 its supervisor. While a reclaim lasts the guest stays frozen, and a killed one away.
@@ -33,7 +33,7 @@ UNSEEN = "what its weights hold cannot be measured here, so giving them up prove
 
 @dataclass(frozen=True, slots=True)
 class GuestMemory:
-    """What a reclaim needs of a guest; `hold` and `free` are the guard's.
+    """Interface of a guest to a reclaim; `hold` and `free` are the guard's.
 
     gauge: makes what measures it, anew for each reclaim.
     state: its section. hold: freeze it, with a cap of KV granules (NO_CAP for none). free: end
@@ -137,15 +137,15 @@ class Reclaimer:
             guest.free()
 
     def _told(self, finished: Finished) -> None:
-        for rung in finished.rungs:
+        for report in finished.levels:
             self._log(
                 "reclaim_rung",
-                rung=rung.rung.name.lower(),
-                outcome=rung.outcome.value,
-                freed_bytes=rung.freed_bytes,
-                claimed_bytes=rung.claimed_bytes,
-                seconds=rung.took_ns / 1e9,
-                why=rung.why,
+                rung=report.level.name.lower(),
+                outcome=report.outcome.value,
+                freed_bytes=report.freed_bytes,
+                claimed_bytes=report.claimed_bytes,
+                seconds=report.took_ns / 1e9,
+                why=report.why,
             )
         self._log(
             "reclaim_ended",
@@ -161,45 +161,45 @@ class Reclaimer:
 
 
 class _Climb:
-    """Carries the rungs out, and says what the engine answers to the one taken last."""
+    """Carries the levels out, and says what the engine answers to the one taken last."""
 
     def __init__(self, guest: GuestMemory, gauge: MemoryGauge, reason: str) -> None:
         self._guest = guest
         self._gauge = gauge
         self._reason = reason
-        self._rung: ReclaimLevel | None = None
+        self._level: ReclaimLevel | None = None
         self._cap = NO_CAP
         self._mapped_bytes = 0
         self._sleeping: asyncio.Task[Answer] | None = None
         self._asleep = False
 
     def take(self, ask: Escalate) -> None:
-        """Begin a rung."""
-        self._rung = ask.rung
+        """Begin a level."""
+        self._level = ask.level
         state = self._guest.state() or GuestState()
         self._mapped_bytes = state.bytes_mapped
-        if ask.rung is ReclaimLevel.FREEZE:
+        if ask.level is ReclaimLevel.FREEZE:
             self._guest.hold(NO_CAP)
-        elif ask.rung in (ReclaimLevel.BALLOON, ReclaimLevel.RELEASE_KV):
+        elif ask.level in (ReclaimLevel.BALLOON, ReclaimLevel.RELEASE_KV):
             self._cap = LEAST_CAP
-            if ask.rung is ReclaimLevel.BALLOON and state.granule_bytes:
+            if ask.level is ReclaimLevel.BALLOON and state.granule_bytes:
                 left = max(0, state.bytes_mapped - ask.bytes_left)
                 self._cap = max(LEAST_CAP, left // state.granule_bytes)
             self._guest.hold(self._cap)
-        elif ask.rung is ReclaimLevel.SLEEP and self._no_sleep is None:
+        elif ask.level is ReclaimLevel.SLEEP and self._no_sleep is None:
             self._sleeping = asyncio.create_task(self._sleep(ask.bytes_left))
-        elif ask.rung is ReclaimLevel.KILL:
+        elif ask.level is ReclaimLevel.KILL:
             self._guest.kill(self._reason)
             self._asleep = False
 
     def answer(self) -> Answer:
-        """What the engine says of the rung."""
-        if self._rung is ReclaimLevel.FREEZE:
+        """What the engine says of the level."""
+        if self._level is ReclaimLevel.FREEZE:
             state = self._guest.state()
             return EngineReport(0) if state is None or not state.in_step else None
-        if self._rung in (ReclaimLevel.BALLOON, ReclaimLevel.RELEASE_KV):
+        if self._level in (ReclaimLevel.BALLOON, ReclaimLevel.RELEASE_KV):
             return self._ballooned(self._guest.state())
-        if self._rung is ReclaimLevel.SLEEP:
+        if self._level is ReclaimLevel.SLEEP:
             if self._no_sleep is not None or self._sleeping is None:
                 return Unsupported(self._no_sleep or NO_SLEEP)
             return self._sleeping.result() if self._sleeping.done() else None
@@ -235,6 +235,6 @@ class _Climb:
             self._asleep = False
             return Unsupported(str(error))
         except UnavailableError:
-            return None  # It may hang: its time, and then the next rung.
+            return None  # It may hang: its time, and then the next level.
         able = self._guest.sleep_bytes
         return EngineReport(bytes_left if able is None else min(bytes_left, able))

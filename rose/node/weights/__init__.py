@@ -1,1 +1,1 @@
-"""Weights of a node: which version its replicas need, and bringing it to them."""
+"""Weights of a node: fetches the versions that its replicas need, and applies them."""

@@ -1,9 +1,10 @@
-"""The versions a node knows of, and which one a replica needs next.
-
-The way of one replica to a version: planned, leased, fetched; the engine takes it at once.
+"""Fetch of one replica's next update: planned, leased, and fetched from the publisher or a relay.
 
 held ──δ──► … ──δ──► target       one folded update: versions between are never active here
-base ──δ──► … ──δ──► target       where that is fewer bytes, or what is held is not what it says
+base ──δ──► … ──δ──► target       where that is fewer bytes, or the held weights are not the version
+
+`AnnouncedVersions` are the versions that the node knows of; they say which one a replica needs
+next.
 """
 
 from collections.abc import Callable
@@ -60,10 +61,10 @@ class AnnouncedVersions:
 
 @dataclass(frozen=True, slots=True)
 class WeightSource:
-    """Where versions come from, shared by all replicas of a node."""
+    """Source of versions, shared by all replicas of a node."""
 
     session: aiohttp.ClientSession
-    hub: ChunkFetcher
+    fetcher: ChunkFetcher
     chain: AnnouncedVersions
     verify_key: VerifyKey | None
     reader: PublisherClient
@@ -71,7 +72,7 @@ class WeightSource:
     @property
     def receiving(self) -> DownloadLimits:
         """Where they are stored."""
-        return self.hub.receiving
+        return self.fetcher.receiving
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ class FetchedUpdate:
 
 @dataclass(frozen=True, slots=True)
 class UpdateRequest:
-    """What a replica needs. `rebase`: it holds other weights than its version says."""
+    """Request for a replica's update. `rebase`: it holds other weights than its version says."""
 
     replica: str
     held: int
@@ -97,26 +98,26 @@ class UpdateRequest:
     rebase: bool = False
 
 
-async def bring(
-    source: WeightSource, wish: UpdateRequest, on_reject: Callable[[str], None], hold: set[str]
+async def fetch_update(
+    source: WeightSource, request: UpdateRequest, on_reject: Callable[[str], None], hold: set[str]
 ) -> FetchedUpdate:
     """Have all that the engine needs in the store; `hold` takes the names of the files.
 
     Raises RoseError or WeightError that says what is in the way; CatalogError only when a base is
     needed and there is none.
     """
-    url = wish.target.url
-    async with source.reader.lease(url, wish.replica, wish.held):
-        plan = await _plan(source, wish)
+    url = request.target.url
+    async with source.reader.lease(url, request.replica, request.held):
+        plan = await _plan(source, request)
         steps = [(version, False) for version in plan.deltas]
         if plan.base is not None:
             steps.insert(0, (plan.base, True))
         paths, wire_bytes, on_update = [], 0, OnUpdate.RECOMPUTE
         for version, base in steps:
             fetched = await fetch_version(
-                source.hub,
+                source.fetcher,
                 url,
-                wish.target.job,
+                request.target.job,
                 version,
                 source.verify_key,
                 on_reject,
@@ -130,20 +131,20 @@ async def bring(
     return FetchedUpdate(steps[-1][0], tuple(paths), wire_bytes, on_update)
 
 
-async def _plan(source: WeightSource, wish: UpdateRequest) -> FetchPlan:
-    target = wish.target
-    if wish.rebase:
+async def _plan(source: WeightSource, request: UpdateRequest) -> FetchPlan:
+    target = request.target
+    if request.rebase:
         return rebased(
-            await source.reader.catalog(target.url, target.job), wish.held, target.version
+            await source.reader.catalog(target.url, target.job), request.held, target.version
         )
-    if target.parent == wish.held:
+    if target.parent == request.held:
         return FetchPlan(None, (target.version,), 0)
     try:
         catalog = await source.reader.catalog(target.url, target.job)
-        return catalog.plan(wish.held, target.version)
+        return catalog.plan(request.held, target.version)
     except (FetchError, IndexFormatError, CatalogError):
         # What was announced is known without a catalog, one step after the other.
-        step = source.chain.after(wish.held)
+        step = source.chain.after(request.held)
         if step is None:
             raise
         return FetchPlan(None, (step.version,), 0)

@@ -1,6 +1,8 @@
-"""The weights' side of a node's network: what it fetches with, and what it passes on.
+"""Weight updates of a node's engines: the newest version is fetched, applied and proven at once.
 
-Brings the newest policy version to one engine: at once, proven before it counts.
+`WeightNetwork` is the node's part of the weight plane: the fetcher for its own replicas and, where
+configured, the relay for its neighbours. `Updates` keeps one engine at the newest version; a
+version counts only when the engine has proven it.
 """
 
 import asyncio
@@ -25,7 +27,7 @@ from rose.node.weights.update_fetch import (
     KnownVersion,
     UpdateRequest,
     WeightSource,
-    bring,
+    fetch_update,
 )
 from rose.publish import ChunkFetcher, Credentials, DownloadLimits, PublisherClient, VersionServer
 from rose.publish.nccl import Lead, Membership, join_group, lead
@@ -64,7 +66,7 @@ class WeightNetwork:
         config = self._config
         self._session = self._credentials.session()
         store = ChunkStore(config.run_dir / "weights")
-        hub = ChunkFetcher(
+        fetcher = ChunkFetcher(
             self._session, DownloadLimits(store, config.receiver.caps), self.relay_url
         )
         group = config.fanout
@@ -73,7 +75,7 @@ class WeightNetwork:
             self._server = VersionServer(
                 store,
                 config.relay.port,
-                hub=hub,
+                fetcher=fetcher,
                 credentials=self._credentials,
                 host=config.relay.host,
                 lead=leading,
@@ -82,28 +84,28 @@ class WeightNetwork:
             await self._server.start()
         if group:
             mine = Membership(group.rank, group.size, group.leader, group.device)
-            self._joining = asyncio.create_task(self._join(hub, mine, leading))
+            self._joining = asyncio.create_task(self._join(fetcher, mine, leading))
         key = VerifyKey(config.verify_key) if config.verify_key else None
         self._source = WeightSource(
-            replicas, hub, chain, key, PublisherClient(self._session, config.node, key)
+            replicas, fetcher, chain, key, PublisherClient(self._session, config.node, key)
         )
         return self._source
 
     def enrol(self, members: Sequence[str]) -> None:
         """Who relays in this cluster now."""
         if self._source:
-            self._source.hub.enrol(members)
+            self._source.fetcher.enrol(members)
 
     def follow(self, known: KnownVersion) -> None:
         """Neighbours may ask for any part of a version, whether or not an engine here needs it."""
         if self._source:
-            self._source.hub.follow(known.job, known.url, self._source.verify_key)
+            self._source.fetcher.follow(known.job, known.url, self._source.verify_key)
 
-    async def _join(self, hub: ChunkFetcher, mine: Membership, leading: Lead | None) -> None:
+    async def _join(self, fetcher: ChunkFetcher, mine: Membership, leading: Lead | None) -> None:
         """Weights come over HTTP until all members are there."""
         assert self._session is not None
         try:
-            hub.group = await join_group(self._session, mine, leading)
+            fetcher.group = await join_group(self._session, mine, leading)
         except Exception as error:  # noqa: BLE001 - whatever NCCL or a driver says: there is no group
             _log.warning("joins no group of GPUs, weights come over HTTP: %s", error)
 
@@ -113,7 +115,7 @@ class WeightNetwork:
             self._joining.cancel()
             await asyncio.gather(self._joining, return_exceptions=True)
         if self._source:
-            await self._source.hub.close()
+            await self._source.fetcher.close()
             self._source.receiving.close()
         if self._server:
             await self._server.close()
@@ -181,7 +183,6 @@ class Updates:
         self._wake.set()
 
     async def run(self) -> None:
-        """Until cancelled."""
         pause_s = FIRST_PAUSE_S
         while True:
             self._wake.clear()
@@ -200,7 +201,7 @@ class Updates:
         """One update, which ends by whatever goes wrong in it: neither this task nor the node."""
         try:
             # Until the engine has read them, the files of this version are not to be evicted.
-            with self._source.receiving.shelf.hold() as hold:
+            with self._source.receiving.cache.hold() as hold:
                 return await self._bring(known, hold)
         except Exception as error:  # noqa: BLE001 - recorded, and tried again after a pause
             self._log("update_broken", version=known.version, message=repr(error)[:300])
@@ -208,33 +209,33 @@ class Updates:
 
     async def _bring(self, known: KnownVersion, hold: set[str]) -> bool:
         source, life = self._source, self._life
-        wish = UpdateRequest(self._replica, self.version, known, self._rebase)
+        request = UpdateRequest(self._replica, self.version, known, self._rebase)
         try:
-            brought = await bring(source, wish, self._rejected, hold)
+            fetched = await fetch_update(source, request, self._rejected, hold)
         except (RoseError, WeightError) as error:
             self._log("version_not_fetched", version=known.version, message=str(error))
-            if isinstance(error, CatalogError) and wish.rebase:
+            if isinstance(error, CatalogError) and request.rebase:
                 self._refused(known.version, str(error), life)
             return False
         if life != self._life:
             return True
         try:
             applied = await self._client.apply(
-                brought.manifests, source.receiving.store.chunks_dir, brought.on_update
+                fetched.manifests, source.receiving.store.chunks_dir, fetched.on_update
             )
         except WrongBaseError as error:
-            self._wrong_base(brought.version, str(error), life)
+            self._wrong_base(fetched.version, str(error), life)
             return False
         except UnprovenError as error:
             if life == self._life:
-                self._unproven(brought.version, str(error))
+                self._unproven(fetched.version, str(error))
             return False
         except (RefusedError, UnavailableError) as error:
-            await self._not_taken(brought.version, error, life)
+            await self._not_taken(fetched.version, error, life)
             return False
-        self._record(brought.version, applied, brought.wire_bytes)
+        self._record(fetched.version, applied, fetched.wire_bytes)
         if life == self._life:
-            self._settle(brought.version, applied)
+            self._settle(fetched.version, applied)
         return True
 
     async def _not_taken(

@@ -1,4 +1,4 @@
-"""One chunk on its way into the store: from whoever has it, going on where the last one stopped."""
+"""Download of one chunk into the store: from any source, resumed where the last one stopped."""
 
 import asyncio
 import contextlib
@@ -72,7 +72,7 @@ class Download:
         self,
         ref: ChunkRef,
         receiving: DownloadLimits,
-        standing: PeerScores,
+        scores: PeerScores,
         on_reject: Callable[[str], None],
         manifest: str,
     ) -> None:
@@ -85,7 +85,7 @@ class Download:
         self.ended = False
         self.path = receiving.store.part_path(ref.id)
         self._receiving = receiving
-        self._standing = standing
+        self._scores = scores
         self._on_reject = on_reject
         self._hash = blake3.blake3()
         self._file: BinaryIO | None = None
@@ -133,7 +133,7 @@ class Download:
     async def _bring(self, session: aiohttp.ClientSession, route: Route, gate_of: GateOf) -> None:
         failure: Exception | None = None
         for attempt in range(ATTEMPTS_PER_SOURCE):
-            for source in self._standing.ordered(route.sources, time.monotonic()):
+            for source in self._scores.ordered(route.sources, time.monotonic()):
                 alone = self.here == 0
                 self._route = route
                 # From its place in line for the slow link on: others need not stand there too.
@@ -145,14 +145,14 @@ class Download:
                     failure = failure or error
                     continue
                 except ATTEMPT_FAILURES as error:
-                    self._standing.failed(source, time.monotonic())
+                    self._scores.failed(source, time.monotonic())
                     failure = error
                     continue
                 if await self._receiving.work(self._finish):
                     return
                 self._on_reject(self.ref.id)
                 if alone:  # Of several sources it is not known who lied.
-                    self._standing.corrupt(source, time.monotonic())
+                    self._scores.corrupt(source, time.monotonic())
                     await self._doubt(session, source)
                 failure = SourceError("it arrived corrupt")
                 await self._receiving.work(self._restart)
@@ -222,14 +222,14 @@ class Download:
         finally:
             await self._take(block)  # A connection that broke: the next one goes on here.
         now_s = time.monotonic()
-        self._standing.served(source, self.here - first, now_s - asked_s, now_s)
+        self._scores.served(source, self.here - first, now_s - asked_s, now_s)
 
     def _judge(self, source: str, origin: str, size: int, began_s: float) -> None:
         """Leave a relay that keeps us from the origin's own speed; SourceError then."""
         seconds = time.monotonic() - began_s
         if seconds < PATIENCE_S or self._receiving.seconds_for(size) > 0.5 * seconds:
             return
-        if self._standing.dawdles(source, size / seconds, origin, began_s):
+        if self._scores.dawdles(source, size / seconds, origin, began_s):
             raise SourceError(f"{source} is slow: {size / seconds:.0f} B/s")
 
     async def _take(self, block: bytearray) -> None:

@@ -1,11 +1,13 @@
-"""All that one node fetches: each object once, for its own replicas and for its neighbours.
+"""Chunk fetcher of a node: fetches each object once, for its own replicas and for its neighbours.
 
     origin ══slow link══► relay of the chunk ──► its neighbours
-Who relays what follows from the names alone (`rendezvous`). A member asks those before it in that
-order, and the origin when there are none or none of them answers: so each object crosses the slow
-link once, and what a dead relay had not finished crosses it through the next one.
 
-Fetches one version: manifest, signature, then every chunk that is not here yet, verified.
+Which member relays an object follows from the names alone (`peers.order`). A member asks the
+members before it in that order, and the origin when there are none or none of them answers: so each
+object crosses the slow link once, and the rest of an object that a dead relay began crosses it
+through the next one.
+
+`fetch_version` fetches a version: manifest, signature, then every missing chunk, verified.
 """
 
 import asyncio
@@ -61,7 +63,7 @@ _log = logging.getLogger(__name__)
 
 
 def nobody_told(_: str) -> None:
-    """Nobody hears of chunks that arrived corrupt."""
+    """Ignore chunks that arrived corrupt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,7 @@ def path_of(version: int, *, base: bool = False) -> str:
 
 
 class ChunkFetcher:
-    """Objects on their way to one node.
+    """Chunk fetcher of one node; each object is on its way at most once.
 
     `me`: how the other members know this one, empty for a node that relays nothing.
     """
@@ -112,7 +114,7 @@ class ChunkFetcher:
         self._receiving = receiving
         self._me = me
         self._members = frozenset(members)
-        self._standing = PeerScores()
+        self._scores = PeerScores()
         self._gate = asyncio.Semaphore(PARALLEL_CHUNKS)
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._tasks: dict[str, asyncio.Task[Any]] = {}
@@ -245,7 +247,7 @@ class ChunkFetcher:
         ref, store = where.ref, self._receiving.store
         if await self._receiving.work(partial(store.has, ref.id)):
             return 0
-        download = Download(ref, self._receiving, self._standing, on_reject, where.path)
+        download = Download(ref, self._receiving, self._scores, on_reject, where.path)
         self._downloads[ref.id] = download
         try:
             route = self.route(ref.id, where.origin)
@@ -268,7 +270,7 @@ class ChunkFetcher:
         failure: Exception | None = None
         timeout = aiohttp.ClientTimeout(None, sock_connect=3.0, sock_read=SILENCE_TIMEOUT_S)
         for attempt in range(ATTEMPTS_PER_SOURCE):
-            for source in self._standing.ordered(sources, time.monotonic()):
+            for source in self._scores.ordered(sources, time.monotonic()):
                 try:
                     raw = await self._whole(f"{source}/{path}", timeout)
                     read = partial(wanted.read, raw, relayed=source != sources[-1])
@@ -277,10 +279,10 @@ class ChunkFetcher:
                     if source == sources[-1]:  # Nobody has another one than its publisher.
                         raise
                     failure = error
-                    self._standing.corrupt(source, time.monotonic())
+                    self._scores.corrupt(source, time.monotonic())
                 except ATTEMPT_FAILURES as error:
                     failure = error
-                    self._standing.failed(source, time.monotonic())
+                    self._scores.failed(source, time.monotonic())
                 except RoseError:
                     raise
                 except Exception as error:
@@ -335,7 +337,7 @@ class ChunkFetcher:
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """Which manifest is asked for, and whose."""
+    """Request for a manifest: version, job and key."""
 
     job: str
     version: int
@@ -378,7 +380,7 @@ class Fetched:
 
 
 async def fetch_version(
-    hub: ChunkFetcher,
+    fetcher: ChunkFetcher,
     url: str,
     job: str,
     version: int,
@@ -398,34 +400,36 @@ async def fetch_version(
     Raises FetchError after a bounded number of attempts, WeightError for a wrong manifest,
     StorageError when the disk refuses.
     """
-    with hub.keeping(version, base=base):
-        manifest, size = await hub.manifest(job, version, url, verify_key, base=base)
+    with fetcher.keeping(version, base=base):
+        manifest, size = await fetcher.manifest(job, version, url, verify_key, base=base)
         if not on_the_way and time.time() >= manifest.expires_s:
             raise ManifestExpired(
                 f"version {version} of {job} expired; publish a newer one, or check this clock"
             )
         hold.update(ref.id for ref in manifest.chunks)
-        hold.add(hub.receiving.store.manifest_path(version, base=base).name)
-        received = await _chunks(hub, manifest, on_reject)
-    path = await hub.receiving.work(partial(hub.receiving.store.put_manifest, manifest))
+        hold.add(fetcher.receiving.store.manifest_path(version, base=base).name)
+        received = await _chunks(fetcher, manifest, on_reject)
+    path = await fetcher.receiving.work(partial(fetcher.receiving.store.put_manifest, manifest))
     return Fetched(manifest, path, size + received)
 
 
-async def _chunks(hub: ChunkFetcher, manifest: Manifest, on_reject: Callable[[str], None]) -> int:
+async def _chunks(
+    fetcher: ChunkFetcher, manifest: Manifest, on_reject: Callable[[str], None]
+) -> int:
     """Have all chunks of a kept manifest; returns the bytes that came for them."""
-    receiving = hub.receiving
-    await receiving.work(partial(receiving.shelf.make_room, manifest))
+    receiving = fetcher.receiving
+    await receiving.work(partial(receiving.cache.make_room, manifest))
     size = 0
-    if hub.group is not None:
+    if fetcher.group is not None:
         # One that has all chunks comes too: the group can only go together.
-        shared = partial(hub.obtain, on_reject=on_reject)
-        size = await hub.group.bring(manifest, receiving, shared, on_reject)
+        shared = partial(fetcher.obtain, on_reject=on_reject)
+        size = await fetcher.group.bring(manifest, receiving, shared, on_reject)
     missing = await receiving.work(partial(_missing, receiving.store, manifest, on_reject))
-    return size + await _obtained(hub, missing.values(), on_reject)
+    return size + await _obtained(fetcher, missing.values(), on_reject)
 
 
 async def _obtained(
-    hub: ChunkFetcher, refs: Iterable[ChunkRef], on_reject: Callable[[str], None]
+    fetcher: ChunkFetcher, refs: Iterable[ChunkRef], on_reject: Callable[[str], None]
 ) -> int:
     """Have chunks, a few at once; returns the bytes that came for them.
 
@@ -437,7 +441,7 @@ async def _obtained(
     async def some() -> int:
         size = 0
         for ref in left:
-            size += await hub.obtain(ref, on_reject)
+            size += await fetcher.obtain(ref, on_reject)
         return size
 
     tasks = [asyncio.create_task(some()) for _ in range(CHUNKS_AT_ONCE)]

@@ -1,8 +1,8 @@
-"""Shelf: the receiver's store within a cap; what nobody needs now goes first, the oldest first.
+"""Limits of a weight download: link bandwidth, disk and CPU of a machine that also serves.
 
-TokenBucket: so many bytes a second on the average, a bounded burst at once.
-
-What fetching weights may cost the machine that also serves: link, disk and CPU.
+`ChunkCache` bounds the disk: a chunk store with a cap. Chunks that no version needs now are
+evicted, the oldest first. `TokenBucket` bounds the link: so many bytes a second on the average, a
+bounded burst at once. `DownloadLimits` is all of it for one node.
 """
 
 import asyncio
@@ -19,8 +19,8 @@ from rose.errors import RoseError
 from weight_transfer import ChunkStore, Manifest, StoredFile
 
 
-class ShelfFullError(RoseError):
-    """A version does not fit, with everything gone that may go."""
+class CacheFullError(RoseError):
+    """A version does not fit, even after everything evictable was evicted."""
 
 
 def evictions(
@@ -51,7 +51,7 @@ class ChunkCache:
 
     @contextmanager
     def hold(self) -> Iterator[set[str]]:
-        """Names in the set that is handed out are needed until the block ends."""
+        """Pin files: names put into the returned set are not evicted until the block ends."""
         names: set[str] = set()
         self._holds[id(names)] = names
         try:
@@ -62,7 +62,7 @@ class ChunkCache:
                 names.pop()
 
     def make_room(self, manifest: Manifest) -> None:
-        """Make room for a version that is about to be fetched; ShelfFullError when it cannot be."""
+        """Make room for a version that is about to be fetched; CacheFullError when it cannot be."""
         if self._cap_bytes is None:
             return
         absent = {ref.id: ref.encoded_bytes for ref in manifest.chunks}
@@ -77,14 +77,14 @@ class ChunkCache:
             self.store.discard(file)
         staying = sum(f.size for f in files) - sum(f.size for f in leaving)
         if staying > room:
-            raise ShelfFullError(
+            raise CacheFullError(
                 f"version {manifest.version} needs {missing} bytes more than the cap of"
                 f" {self._cap_bytes} leaves; raise `receiver.disk_bytes`"
             )
 
 
 class TokenBucket:
-    """Pays first and waits afterwards, so one piece larger than the burst still passes.
+    """Token bucket that pays first and waits afterwards, so a piece above the burst still passes.
 
     The clock is handed in: seconds of one monotonic clock.
     """
@@ -117,7 +117,9 @@ class StorageError(RoseError):
 
 @dataclass(frozen=True, slots=True)
 class Caps:
-    """None bounds nothing. `threads` and `nice`: who hashes, checks and writes what arrives.
+    """Caps of one receiver; None bounds nothing.
+
+    `threads` and `nice`: of the threads that hash, check and write what arrives.
 
     Decoding is done by the engine, under its own placement (a guest's is behind everybody else).
     """
@@ -133,7 +135,7 @@ class DownloadLimits:
 
     def __init__(self, store: ChunkStore, caps: Caps) -> None:
         self.store = store
-        self.shelf = ChunkCache(store, caps.disk_bytes)
+        self.cache = ChunkCache(store, caps.disk_bytes)
         self._bytes_per_s = caps.bytes_per_s
         self._bucket: TokenBucket | None = None
         if caps.bytes_per_s is not None:

@@ -1,17 +1,21 @@
-"""How well each source has served: who fails, lies or dawdles is asked later. Pure.
+"""Choice of the peer to fetch from: by hashing of names, and by each peer's scores. No IO.
 
-Which member of a cluster takes what over the slow link: rendezvous hashing.
+`order` is rendezvous hashing: which member of a cluster takes which object over the slow link.
+Every member computes the same order from the names alone. Without one of them the order of the
+others stays: objects that a dead member had not finished fall to the next one, and nothing else
+moves.
 
-Every member computes the same order from the names alone, and without one of them the order of the
-others stays: what a dead member had not finished falls to the next one, and nothing else moves.
-
-Route: whom a node asks for an object, and what it may ask of each. Pure.
+`Route` lists the peers that a node asks for an object, and which objects it may ask of each:
 
     before   members before this one in the object's order: they fetch it when asked
     holders  the next after it: they give what they have, or what comes to them from the origin
     origin   last
-A member that was away asks the holders, so that what crossed the slow link meanwhile does not cross
-it again. Whoever takes from a holder gives nothing of it to others, so no circle can form.
+
+A member that was away asks the holders, so that objects which crossed the slow link meanwhile do
+not cross it again. A member that takes an object from a holder gives nothing of it to others, so no
+circle can form.
+
+`PeerScores` ranks peers by failures, corrupt chunks and throughput: bad ones are asked later.
 """
 
 from collections import deque
@@ -39,13 +43,13 @@ class _Record:
 
 
 class PeerScores:
-    """Of all sources of one receiver; the clock is handed in."""
+    """Scores of all sources of one receiver; the clock is handed in."""
 
     def __init__(self) -> None:
         self._records: dict[str, _Record] = {}
 
     def ordered(self, sources: Sequence[str], now_s: float) -> list[str]:
-        """The same sources; those that are avoided now come last, the first to be free first."""
+        """The same sources; avoided ones come last, the one that is avoided least long first."""
         until = {source: self._of(source).until_s for source in sources}
         good = [source for source in sources if until[source] <= now_s]
         return good + sorted((s for s in sources if until[s] > now_s), key=lambda s: until[s])
@@ -101,7 +105,7 @@ MOST_HOLDERS = 2
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Addresses, each once."""
+    """Route of an object: the addresses to ask for it, each once."""
 
     before: tuple[str, ...]
     holders: tuple[str, ...]

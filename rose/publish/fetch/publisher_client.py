@@ -1,10 +1,10 @@
-"""A catalog, between a publisher and whoever catches up: JSON in the envelope of a manifest.
+"""Client of a publisher: reads its signed catalog, and leases the versions that it still needs.
 
 {"job", "expires_s", "bases": [[version, bytes], …], "deltas": [[version, parent, bytes], …]}
-It is signed by the key of the job's manifests, and bounded: who is sent somewhere else by it, or
-kept busy with it, would be a replica that does not get its version.
 
-What a reader says to a publisher: what is there, and that it may still ask for it.
+The catalog is JSON in the envelope of a manifest, signed by the key of the job's manifests, and
+bounded: a forged one could keep a replica from its version, by sending it elsewhere or keeping it
+busy.
 """
 
 import asyncio

@@ -1,23 +1,20 @@
-"""How old the KV is that a token was sampled on, in policy versions.
+"""Policy versions of output tokens: which version sampled each token, on KV of which age.
 
-A version that clears the caches leaves no older KV. One that keeps them leaves whatever running
-turns have; what began under it shares no cached prefix with what began before, by its salt.
-
-Which policy version sampled which token: cuts a run of output tokens where the version changes.
-
-A version has a name, and at which output token each began is noted; see `stamps`.
-
-Under which policy version each output token was sampled.
-
-vLLM 0.32 says so with every batch of outputs. 0.25 does not; there this process counts itself:
+`Stamps` notes at which output token each version began; `split_spans` cuts a run of output tokens
+there. vLLM 0.32 gives the version with every batch of outputs. 0.25 does not; there this process
+counts itself:
 
     engine core   tokens of a │ paused │ commit, `activate(v)` │ resumed │ tokens of v
     output queue  ────── a ───┤                                          ├────── v ──────
 
 Outputs and answers come through one socket in order, and the engine answers a pause once no step
-is in flight: what is put into the queue before `activate` was sampled under the old version, what
-comes later under the new one. When an output is taken out of the queue and handed on is another
-matter, so tokens are counted where they are put in.
+is in flight: outputs put into the queue before `activate` were sampled under the old version, later
+ones under the new one. The time at which an output is taken out of the queue says nothing about it,
+so tokens are counted where they are put in.
+
+`KvStaleness` is the age of the KV in policy versions. A version that clears the caches leaves no
+older KV. One that keeps them leaves the KV of running turns; a turn that began under it shares no
+cached prefix with turns that began before, by its salt.
 """
 
 import weakref
@@ -146,13 +143,11 @@ class EngineStamps:
         self._engine = weakref.proxy(engine)
 
     def starts(self, collector: Any) -> Sequence[Start] | None:  # noqa: ANN401 -- see Stamps
-        """See Stamps."""
         state = self._engine.output_processor.request_states.get(collector.request_id)
         found: Sequence[Start] | None = None if state is None else state.weight_version_starts
         return found
 
     async def activate(self, version: int) -> None:
-        """See Stamps."""
         await self._engine.update_weight_version(str(version))
 
 
@@ -170,11 +165,9 @@ class CountedStamps:
         queue.put_nowait = self._count_and_put
 
     def starts(self, collector: Any) -> list[Start]:  # noqa: ANN401 -- see Stamps
-        """See Stamps."""
         return self._starts.setdefault(collector, [])
 
     async def activate(self, version: int) -> None:
-        """See Stamps."""
         self._version = str(version)
 
     def _count_and_put(self, outputs: Any) -> None:  # noqa: ANN401 -- EngineCoreOutputs or an error

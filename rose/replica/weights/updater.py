@@ -1,25 +1,21 @@
-"""The engine's pause, as `AsyncLLM.pause_generation` asks for it, without the sleep at its end.
-
-That is 20 ms, so that a caller has seen the last outputs first. Versions do not depend on that:
-tokens are stamped by the engine, or counted where they come in (`stamps`).
-
-A guest takes weights while its host is idle: the engine's gate covers neither that nor a pause.
-
-A host that is never idle keeps its guest at the version that it has. The guest says so, and its
-node asks again later.
-
-Staging from the API process: the worker decodes beside its engine, then loads piece by piece.
-
-Policy versions on this replica.
+"""Updater of a replica's policy version: stages, pauses, commits, proves, resumes.
 
 stage    while serving: verify, decode, load and compute; nothing is written
 pause    as the job wants it for turns in flight, see `OnUpdate`
 commit   scatter and prove on every rank; then stamp the engine with the version
 resume   only then, or when nothing was written
 
-What breaks off from the commit on leaves weights that nobody has proven: admission closes, all
-turns are revoked, and the engine stays paused. It samples no token any more; only a new life of
-the engine, which starts from its base and proves it, serves again.
+An update that breaks off from the commit on leaves unproven weights: admission closes, all turns
+are revoked, and the engine stays paused. It samples no token any more; only a new life of the
+engine, which starts from its base and proves it, serves again.
+
+The pause is that of `AsyncLLM.pause_generation` without the 20 ms sleep at its end, which is there
+for callers that must have seen the last outputs. Versions do not depend on that: tokens are stamped
+by the engine, or counted where they come in (`token_versions`).
+
+A guest takes weights while its host is idle: the engine's gate covers neither the update nor a
+pause. A host that is never idle keeps its guest at its old version. The guest says so, and its node
+asks again later.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""What the jobs have to do, as the gateways report it.
+"""Demand of the jobs, as the gateways report it.
 
 Gateways say what is: turns, the tokens that these turns still owe, and how fast tokens come. An
 agent's next turn begins when the last one ended, so what turns in flight owe is a small part of a

@@ -1,38 +1,36 @@
-"""The health of every offered replica, as its node's offers tell it.
+"""Fleet: attached nodes with their latest reports, health of replicas, and relays of each cluster.
 
-Which nodes are attached, and what each of them last said.
-
-Which nodes of a cluster relay weights to each other now: each is told when that changes.
+A node's word is void once its stream is over. `HealthBook` follows the health of every offered
+replica. `Relays` tells each node, when that changes, which nodes of its cluster relay weights.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from elastic_scheduler import Health, HealthLimits, HealthReport, Offer, ReplicaHealth
+from elastic_scheduler import Health, HealthReport, Offer, ReplicaHealth
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler.messages import Action, Command, LogRecord
 from rose.scheduler.state.version_registry import VersionRegistry
 
 
 class HealthBook:
-    """A machine for each replica; one whose node attaches anew begins anew."""
+    """Health state machines by replica; a replica whose node attaches anew begins anew."""
 
-    def __init__(self, limits: HealthLimits | None = None) -> None:
-        self._limits = limits or HealthLimits()
+    def __init__(self) -> None:
         self._replicas: dict[str, ReplicaHealth] = {}
 
-    def hear(self, offers: Iterable[Offer], chain: VersionRegistry, now_s: float) -> list[Action]:
+    def hear(self, offers: Iterable[Offer], chain: VersionRegistry) -> list[Action]:
         """A node's offers arrived; the changes, for the event log."""
         changes: list[Action] = []
         for offer in offers:
             health = self._replicas.get(offer.replica)
             if health is None:
-                health = ReplicaHealth(chain.bound, now_s, self._limits)
+                health = ReplicaHealth(chain.bound)
                 self._replicas[offer.replica] = health
             before = health.state
             health.set_bound(chain.bound)
             health.heard(
-                HealthReport(offer.healthy, offer.policy_version, chain.latest, offer.epoch), now_s
+                HealthReport(offer.healthy, offer.policy_version, chain.latest, offer.epoch)
             )
             changes += self._changed(offer.replica, before, health.state)
         return changes
@@ -48,17 +46,14 @@ class HealthBook:
                 changes += self._changed(replica, before, health.state)
         return changes
 
-    def leased(self, replica: str, epoch: int, now_s: float) -> None:
-        """A new lease was granted: one that had fallen silent is believed again under its epoch.
-
-        How long is too long is what the node said of its offers: limits of seconds are not used.
-        """
+    def leased(self, replica: str, epoch: int) -> None:
+        """A new lease was granted: one that had fallen silent is believed again under its epoch."""
         health = self._replicas.get(replica)
         if health is None:
             return
         health.leased(epoch)
         if health.state is Health.DEAD:
-            health.restarted(epoch, now_s)
+            health.restarted(epoch)
 
     def forget(self, replicas: Iterable[str]) -> None:
         """Their node is lost: what it says when it is back is all there is to know."""
@@ -171,7 +166,7 @@ LAPSED_S = 3.0
 
 
 class Relays:
-    """What each stream was told last."""
+    """Relays of each cluster, as each stream was told last."""
 
     def __init__(self) -> None:
         self._told: dict[int, tuple[str, ...]] = {}

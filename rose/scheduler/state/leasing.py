@@ -1,6 +1,6 @@
-"""The tables that leave the scheduler: for gateways on every change, for operators on request.
+"""Leasing: decides leases from offers, modes and time, commands the nodes, and publishes the table.
 
-Leases as they follow from offers, modes and time, and the commands that tell the nodes.
+Gateways get the table on every change, operators a snapshot on request.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -55,7 +55,7 @@ class _Promise:
 
 @dataclass(frozen=True, slots=True)
 class LeaseTimes:
-    """How long a lease lives unrenewed, how often it is renewed, and the pause after a revoke."""
+    """Times of a lease: life unrenewed, renewal period, and the pause after a revoke."""
 
     ttl_s: float = 5.0
     renew_s: float = 1.0
@@ -350,7 +350,7 @@ class Leasing:
         lease = self._book.grant(move.job, offer.replica, now_s, seen_epoch=offer.epoch)
         self._stream_of[offer.replica] = view.stream
         self._holdings[offer.replica] = Holding(move.job, offer, now_s)
-        self._healths.leased(offer.replica, lease.epoch, now_s)
+        self._healths.leased(offer.replica, lease.epoch)
         self._note("lease", move, now_s)
         fields = {**_fields(lease), "node": view.node, "kind": offer.kind.value, "why": move.why}
         return [

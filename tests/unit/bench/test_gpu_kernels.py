@@ -67,7 +67,7 @@ def found() -> dict[str, Any]:
 
 
 def test_every_kernel_is_compared_with_numpy_in_every_width(found: dict[str, Any]) -> None:
-    assert found["counts"] == [15, 15, 15, 15]
+    assert found["counts"] == [13, 13, 13, 13]
 
 
 def test_one_bit_that_differs_is_told(found: dict[str, Any]) -> None:
@@ -83,7 +83,6 @@ def test_each_kernel_is_timed_beside_the_copy_of_the_same_run(found: dict[str, A
         "diff",
         "encode_to_host",
         "compact_ranks_of_a_chunk",
-        "decode_a_chunk",
         "overwrite_and_read_back",
     ]
     for row in speed.values():

@@ -14,9 +14,9 @@ from standin_fleet import StandInFleet
 from virtual_time import run_virtually
 
 from rose.client import (
-    FeedProgress,
     GroupsDropped,
     RolloutPipeline,
+    RolloutProgress,
     Sampling,
     Session,
     StalenessBound,
@@ -152,7 +152,7 @@ class Trainer:
         self.fleet.publish(self.fleet.version + by)
         pipeline.publish(self.fleet.version)
 
-    async def run(self) -> FeedProgress:
+    async def run(self) -> RolloutProgress:
         pipeline = RolloutPipeline(self.fleet, self.episode, self.source(), self.plan)
         async with pipeline:
             hurry = asyncio.create_task(self.hasten(pipeline))

@@ -21,7 +21,7 @@ from rose.scheduler.messages import (
 )
 from rose.scheduler.persistence import load
 from rose.scheduler.state.leasing import LeaseTimes
-from rose.store import InMemoryStore
+from tests.fakes.memory_store import InMemoryStore
 
 JOB = "grpo"
 

@@ -38,7 +38,7 @@ from rose.scheduler.state.demand import (
 )
 from rose.scheduler.state.leasing import BROKEN_PAUSE_S, LeaseTimes
 from rose.scheduler.state.version_registry import MAX_VERSION_LEAD, TOLD_VERSIONS
-from rose.store import InMemoryStore
+from tests.fakes.memory_store import InMemoryStore
 from tests.patience import PATIENCE_S
 
 WHOLE = {"replica": "g0", "kind": 1, "url": "http://g0", "ttl_s": 3.0, "healthy": True}

@@ -5,7 +5,7 @@ from rose.scheduler import SchedulerCore
 from rose.scheduler.messages import Attached, Command, Detached, Measured, Tick
 from rose.scheduler.persistence import load
 from rose.scheduler.state.fleet import LAPSED_S
-from rose.store import InMemoryStore
+from tests.fakes.memory_store import InMemoryStore
 
 
 class Told:

@@ -8,7 +8,7 @@ from rose.rpc import rose_pb2 as pb
 from rose.scheduler.messages import Activated, JobRegistered, VersionAnnounced
 from rose.scheduler.persistence import load
 from rose.scheduler.wire import event_of, mode_of, offer_of
-from rose.store import InMemoryStore
+from tests.fakes.memory_store import InMemoryStore
 
 
 def test_a_version_is_told_to_all_nodes_at_once() -> None:

@@ -9,7 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rose.errors import ConfigError, UnavailableError
-from rose.store import ABSENT, InMemoryStore, SqliteStore, Store
+from rose.store import ABSENT, SqliteStore, Store
+from tests.fakes.memory_store import InMemoryStore
 
 IMPLEMENTATIONS: dict[str, Callable[[Path], Store]] = {
     "memory": lambda folder: InMemoryStore(),

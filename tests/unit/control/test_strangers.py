@@ -17,7 +17,7 @@ from rose.rpc import rose_pb2 as pb
 from rose.rpc.channel import make_channel
 from rose.rpc.rose_pb2_grpc import SchedulerStub
 from rose.scheduler.state.version_registry import MAX_VERSION_LEAD
-from rose.store import InMemoryStore
+from tests.fakes.memory_store import InMemoryStore
 from tests.patience import PATIENCE_S
 
 JOB, OWNED, OWN_URL, FOREIGN_URL = "grpo", "d0", "http://127.0.0.1:9001", "http://127.0.0.1:9666"

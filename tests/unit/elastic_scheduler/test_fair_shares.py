@@ -14,13 +14,8 @@ from elastic_scheduler import (
     ReplicaKind,
     Situation,
     make_policy,
-    max_min,
 )
 from elastic_scheduler.policies.rose import RosePolicy
-
-WANTS = st.dictionaries(
-    st.text("abcde", min_size=1, max_size=1), st.tuples(st.floats(0.1, 5), st.floats(0, 50))
-)
 
 
 def offer(name: str, decode_tok_s: float = 100.0, kv_tokens: int = 1000) -> Offer:
@@ -49,21 +44,6 @@ def play(
         for each in held.values():
             had_s[each.job] += 1.0
     return had_s, list(held.values())
-
-
-@given(st.floats(0, 100), WANTS)
-def test_max_min_shares_are_feasible_conserving_and_level(
-    capacity: float, wants: dict[str, tuple[float, float]]
-) -> None:
-    shares = max_min(capacity, wants)
-    wanted = sum(most for _, most in wants.values())
-    assert sum(shares.values()) == pytest.approx(min(capacity, wanted), abs=1e-6)
-    for name, share in shares.items():
-        weight, most = wants[name]
-        assert share <= most + 1e-6
-        if share < most - 1e-6:
-            # A job that is short has no less, for its weight, than any other.
-            assert all(share / weight >= shares[n] / wants[n][0] - 1e-6 for n in shares)
 
 
 @given(

@@ -1,13 +1,6 @@
 import pytest
 
-from elastic_scheduler import (
-    HarvestMode,
-    HarvestModes,
-    LeaseTable,
-    Offer,
-    ReplicaKind,
-    StalenessBound,
-)
+from elastic_scheduler import HarvestMode, HarvestModes, LeaseTable, Offer, ReplicaKind
 
 
 def offer(replica: str, kind: ReplicaKind = ReplicaKind.GUEST, healthy: bool = True) -> Offer:
@@ -58,9 +51,3 @@ def test_a_lease_without_a_live_offer_is_left_to_expire() -> None:
     book.grant("job", "gone", 0.0)
     plan = HarvestModes().plan([], book.leases())
     assert plan.renew == plan.release == ()
-
-
-def test_batches_start_within_the_staleness_bound() -> None:
-    assert StalenessBound(1).may_start(batch=3, published=2)
-    assert not StalenessBound(0).may_start(batch=3, published=2)
-    assert not StalenessBound(1).may_start(batch=4, published=2)

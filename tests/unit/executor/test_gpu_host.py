@@ -146,7 +146,7 @@ def test_a_guest_that_keeps_what_was_asked_back_owes_it_until_the_ladder_ends_it
         pair.turns(1)
         climbs.append(debt.step(rig.now_ns, owed_bytes(0, rig.published, has)))
     assert debt.pressed
-    assert max(climbs) > 0, "the next rung is called for"
+    assert max(climbs) > 0, "the next level is called for"
     assert not rig.ends
     kill(pair, monkeypatch)
     pair.turns(60)

@@ -21,7 +21,7 @@ class Rig:
         self.now_ns = 10_000 * MS
         self.sleeps: list[float] = []
         self.environ = {"ROSE_POLICY_VERSION": "3"}
-        self.station = GateClient(
+        self.client = GateClient(
             page,
             kv=KvMapped(4096),
             clock_ns=lambda: self.now_ns,
@@ -55,19 +55,19 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 
 
 def test_a_guest_without_a_grant_yields_and_does_not_spin(rig: Rig) -> None:
-    assert rig.station.ask(LOAD) == Yield("page_unreadable")
+    assert rig.client.ask(LOAD) == Yield("page_unreadable")
     assert rig.sleeps == [YIELD_SLEEP_S]
     assert rig.state().gate_reason == "page_unreadable"
 
 
 def test_a_granted_step_is_published_from_begin_to_end(rig: Rig) -> None:
     rig.grant()
-    assert rig.station.ask(LOAD) == Run(64, 4)
+    assert rig.client.ask(LOAD) == Run(64, 4)
     assert rig.sleeps == []
-    rig.station.scheduled(LOAD, 12)
+    rig.client.scheduled(LOAD, 12)
     assert rig.state().in_step
     rig.now_ns += 8 * MS
-    rig.station.stepped(EngineLoad(2, 0, 6), tokens=12, sequences=2, sampled=2)
+    rig.client.stepped(EngineLoad(2, 0, 6), tokens=12, sequences=2, sampled=2)
     assert rig.state() == GuestState(
         step_seq=1,
         in_step=False,
@@ -87,48 +87,48 @@ def test_yielded_time_adds_up_and_is_published_every_50_ms(rig: Rig) -> None:
     rig.grant(GrantMode.FREEZE)
     published = set()
     for _ in range(100):
-        assert rig.station.ask(LOAD) == Yield("frozen")
+        assert rig.client.ask(LOAD) == Yield("frozen")
         published.add(rig.state().heartbeat_ns)
         rig.now_ns += 2 * MS
     assert 4 <= len(published) <= 5
     rig.grant()
-    rig.station.ask(LOAD)
-    rig.station.scheduled(LOAD, 1)
+    rig.client.ask(LOAD)
+    rig.client.scheduled(LOAD, 1)
     assert rig.state().yielded_ns == 200 * MS
 
 
 def test_time_without_requests_is_not_yielded(rig: Rig) -> None:
     rig.grant(GrantMode.FREEZE)
-    rig.station.ask(LOAD)
-    rig.station.idle(EngineLoad(0, 0, 0))
+    rig.client.ask(LOAD)
+    rig.client.idle(EngineLoad(0, 0, 0))
     rig.now_ns += 1_000 * MS
     rig.grant()
-    rig.station.ask(LOAD)
-    rig.station.scheduled(LOAD, 1)
+    rig.client.ask(LOAD)
+    rig.client.scheduled(LOAD, 1)
     assert rig.state().yielded_ns == 0
 
 
 def test_an_idle_guest_beats_through_the_watchdog(rig: Rig) -> None:
     first_ns = rig.state().heartbeat_ns
-    rig.station.beat(first_ns + 10 * MS)
+    rig.client.beat(first_ns + 10 * MS)
     assert rig.state().heartbeat_ns == first_ns
     rig.environ["ROSE_POLICY_VERSION"] = "4"
-    rig.station.beat(first_ns + 60 * MS)
+    rig.client.beat(first_ns + 60 * MS)
     assert (rig.state().heartbeat_ns, rig.state().policy_version) == (first_ns + 60 * MS, 4)
 
 
 def test_measured_steps_correct_the_model(rig: Rig) -> None:
     rig.grant()
     for _ in range(60):
-        rig.station.scheduled(LOAD, 10)
+        rig.client.scheduled(LOAD, 10)
         rig.now_ns += 40 * MS
-        rig.station.stepped(LOAD, 10, 2, 2)
-    assert rig.station.model.seconds(10, 2) == pytest.approx(0.04, rel=0.01)
+        rig.client.stepped(LOAD, 10, 2, 2)
+    assert rig.client.model.seconds(10, 2) == pytest.approx(0.04, rel=0.01)
 
 
 def test_a_guest_takes_smaller_steps_when_its_context_makes_them_long(rig: Rig) -> None:
     model = StepModel(StepProfile(0.001, 1e-4, per_context_token_s=1e-6))
-    station = GateClient(
+    client = GateClient(
         rig.page, KvMapped(4096), model=model, block_tokens=32, clock_ns=lambda: rig.now_ns
     )
     rig.grant()
@@ -137,17 +137,17 @@ def test_a_guest_takes_smaller_steps_when_its_context_makes_them_long(rig: Rig) 
     rig.page.grant.write(replace(granted, slack_share=1.0))
     due_ns = rig.now_ns + 9 * MS
     rig.host.tell(running=1, earliest_decode_deadline_ns=due_ns)
-    assert station.ask(EngineLoad(2, 0, kv_used=0)) == Run(60, 4)
-    assert station.ask(EngineLoad(2, 0, kv_used=100)) == Run(28, 4)
+    assert client.ask(EngineLoad(2, 0, kv_used=0)) == Run(60, 4)
+    assert client.ask(EngineLoad(2, 0, kv_used=100)) == Run(28, 4)
 
 
 def test_a_change_of_mapped_memory_is_published_at_once(rig: Rig) -> None:
     rig.now_ns += 1 * MS
-    rig.station.mapped(KvMapped(1024, granules_mapped=1, granules_total=4), LOAD)
+    rig.client.mapped(KvMapped(1024, granules_mapped=1, granules_total=4), LOAD)
     state = rig.state()
     assert (state.bytes_mapped, state.granules_mapped, state.granules_total) == (1024, 1, 4)
     assert (state.running, state.waiting, state.kv_used) == LOAD, "preemption is seen with it"
     assert state.heartbeat_ns == rig.now_ns
     rig.now_ns += 1 * MS
-    rig.station.mapped(KvMapped(1024, granules_mapped=1, granules_total=4), LOAD)
+    rig.client.mapped(KvMapped(1024, granules_mapped=1, granules_total=4), LOAD)
     assert rig.state().heartbeat_ns == rig.now_ns - 1 * MS, "nothing changed, nothing is written"

@@ -5,13 +5,14 @@ from types import SimpleNamespace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from executor.vllm.host.kv_lender import HOLD_NS, RunningSurface, SkipPolicy
+from executor.vllm.compat import RequestSurface
+from executor.vllm.host.kv_lender import HOLD_NS, SkipPolicy
 
 BLOCK = 16
 STEP_TOKENS = 64
 
 
-def running(*requests: tuple[int, int]) -> list[RunningSurface]:
+def running(*requests: tuple[int, int]) -> list[RequestSurface]:
     """Requests with so many tokens, of which so many are computed."""
     return [
         SimpleNamespace(

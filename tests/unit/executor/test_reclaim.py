@@ -26,7 +26,7 @@ HELD = 1_000 * MIB
 
 @dataclass
 class Engine:
-    """Answers each rung after `after_ns` with what it claims; its memory falls as `frees` says."""
+    """Answers each level after `after_ns` with what it claims; its memory falls as `frees` says."""
 
     claims: dict[ReclaimLevel, int]
     frees: dict[ReclaimLevel, int]
@@ -42,26 +42,26 @@ class Engine:
         answer: Answer = None
         for now_ns in range(0, 60_000 * MS, TICK_NS):
             if asked:
-                rung, since_ns = asked[-1]
+                level, since_ns = asked[-1]
                 if now_ns - since_ns >= self.falls_after_ns:
-                    self.held -= self.frees.pop(rung, 0)
+                    self.held -= self.frees.pop(level, 0)
                 answer = None
-                if rung in self.unsupported:
+                if level in self.unsupported:
                     answer = Unsupported("no such thing here")
-                elif rung in self.claims and now_ns - since_ns >= self.after_ns:
-                    answer = EngineReport(self.claims[rung])
+                elif level in self.claims and now_ns - since_ns >= self.after_ns:
+                    answer = EngineReport(self.claims[level])
             action = core.step(now_ns, self.held, answer)
             if isinstance(action, Finished):
-                return action, [rung for rung, _ in asked]
+                return action, [level for level, _ in asked]
             if isinstance(action, Escalate):
                 assert action.bytes_left > 0
-                asked.append((action.rung, now_ns))
-                self.asked_at_ns[action.rung] = now_ns
+                asked.append((action.level, now_ns))
+                self.asked_at_ns[action.level] = now_ns
         raise AssertionError("no end")
 
 
 def outcomes(finished: Finished) -> dict[ReclaimLevel, ReclaimOutcome]:
-    return {report.rung: report.outcome for report in finished.rungs}
+    return {report.level: report.outcome for report in finished.levels}
 
 
 def test_a_balloon_that_gives_what_is_wanted_is_the_end_of_it() -> None:
@@ -76,7 +76,7 @@ def test_a_balloon_that_gives_what_is_wanted_is_the_end_of_it() -> None:
     assert outcomes(finished)[ReclaimLevel.BALLOON] is ReclaimOutcome.FREED
 
 
-def test_each_rung_frees_what_it_can_until_it_is_enough() -> None:
+def test_each_level_frees_what_it_can_until_it_is_enough() -> None:
     frees = {
         ReclaimLevel.BALLOON: 100 * MIB,
         ReclaimLevel.RELEASE_KV: 200 * MIB,
@@ -108,7 +108,7 @@ def test_sleep_reported_success_but_memory_stayed_held() -> None:
     finished, asked = engine.play(600 * MIB, 10_000 * MS)
     assert asked[-2:] == [ReclaimLevel.SLEEP, ReclaimLevel.KILL]
     assert outcomes(finished)[ReclaimLevel.SLEEP] is ReclaimOutcome.HELD
-    (slept,) = [report for report in finished.rungs if report.rung is ReclaimLevel.SLEEP]
+    (slept,) = [report for report in finished.levels if report.level is ReclaimLevel.SLEEP]
     assert (slept.claimed_bytes, slept.freed_bytes) == (800 * MIB, 0)
     assert slept.took_ns <= 40 * MS + 150 * MS + 2 * TICK_NS, "it is not waited for to the end"
     assert finished.enough
@@ -126,11 +126,11 @@ def test_release_returned_early() -> None:
     finished, asked = engine.play(400 * MIB, 5_000 * MS)
     assert asked == [ReclaimLevel.FREEZE, ReclaimLevel.BALLOON], "it is waited for, not killed"
     assert finished.enough
-    (balloon,) = [report for report in finished.rungs if report.rung is ReclaimLevel.BALLOON]
+    (balloon,) = [report for report in finished.levels if report.level is ReclaimLevel.BALLOON]
     assert balloon.took_ns >= 120 * MS, "and not believed before"
 
 
-def test_a_rung_the_engine_does_not_have_is_skipped_and_said() -> None:
+def test_a_level_the_engine_does_not_have_is_skipped_and_said() -> None:
     engine = Engine(
         {ReclaimLevel.FREEZE: 0, ReclaimLevel.BALLOON: 0, ReclaimLevel.RELEASE_KV: 0},
         {ReclaimLevel.KILL: HELD},
@@ -138,10 +138,10 @@ def test_a_rung_the_engine_does_not_have_is_skipped_and_said() -> None:
     )
     finished, _ = engine.play(HELD, 10_000 * MS)
     assert outcomes(finished)[ReclaimLevel.SLEEP] is ReclaimOutcome.UNSUPPORTED
-    (skipped,) = [report for report in finished.rungs if report.rung is ReclaimLevel.SLEEP]
+    (skipped,) = [report for report in finished.levels if report.level is ReclaimLevel.SLEEP]
     assert skipped.why == "no such thing here"
     assert skipped.took_ns <= TICK_NS
-    assert finished.rungs[-1].rung is ReclaimLevel.KILL
+    assert finished.levels[-1].level is ReclaimLevel.KILL
 
 
 def test_what_cannot_be_measured_is_not_freed() -> None:
@@ -150,7 +150,7 @@ def test_what_cannot_be_measured_is_not_freed() -> None:
     for now_ns in range(0, 20_000 * MS, TICK_NS):
         action = core.step(now_ns, None, EngineReport(HELD))
         if isinstance(action, Escalate):
-            asked.append(action.rung)
+            asked.append(action.level)
         if isinstance(action, Finished):
             finished = action
             break
@@ -161,7 +161,7 @@ def test_what_cannot_be_measured_is_not_freed() -> None:
 
 def test_nothing_wanted_is_nothing_done() -> None:
     finished, asked = Engine({}, {}).play(0, 0)
-    assert (finished.enough, asked, finished.rungs) == (True, [], ())
+    assert (finished.enough, asked, finished.levels) == (True, [], ())
 
 
 RUNGS = st.sampled_from(list(ReclaimLevel))
@@ -194,10 +194,12 @@ def test_it_climbs_only_and_ends_in_time_with_what_was_measured(
     assert finished.freed_bytes == HELD - engine.held, "what was measured, whatever was claimed"
     assert finished.enough == (HELD - engine.held >= wanted)
     assert finished.enough or asked[-1] is ReclaimLevel.KILL
-    kill_ns = LadderLimits().rung_ns[ReclaimLevel.KILL]
+    kill_ns = LadderLimits().level_ns[ReclaimLevel.KILL]
     assert finished.took_ns <= max(within_ns, kill_ns) + 3 * TICK_NS
     assert finished.in_time == (finished.enough and finished.took_ns <= within_ns)
-    others = [at_ns for rung, at_ns in engine.asked_at_ns.items() if rung is not ReclaimLevel.KILL]
+    others = [
+        at_ns for level, at_ns in engine.asked_at_ns.items() if level is not ReclaimLevel.KILL
+    ]
     assert all(at_ns <= max(0, within_ns - kill_ns) for at_ns in others)
     if ReclaimLevel.KILL in asked:
         assert engine.asked_at_ns[ReclaimLevel.KILL] <= max(0, within_ns - kill_ns) + 2 * TICK_NS

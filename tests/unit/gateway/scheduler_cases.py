@@ -14,7 +14,7 @@ from rose.rpc.channel import make_channel, make_server
 from rose.rpc.rose_pb2_grpc import SchedulerStub, add_SchedulerServicer_to_server
 from rose.scheduler import LeaseTimes, SchedulerCore, SchedulerService
 from rose.scheduler.persistence import load
-from rose.store import InMemoryStore
+from tests.fakes.memory_store import InMemoryStore
 from tests.fakes.replica import StandInReplica
 from tests.patience import PATIENCE_S
 

@@ -8,19 +8,19 @@ import rose.gateway
 
 SCHEDULER = """
     Attempt CancelRun Candidate Conflict Continue Decision Deliver DroppedGroup End
-    FairShares FeedProgress GiveUp HarvestMode HarvestModes HarvestPlan Health HealthLimits
-    HealthReport Hedge HedgedGroup Holding IdempotencyCache JobDemand JournalError Lease
-    LeaseError LeaseHeld LeaseState LeaseTable MemberView Move Offer Outcome Policy
-    PromptQueue Quote RateMeter Reason ReasonLog ReplicaHealth ReplicaKind ReplicaView
-    RolloutBuffer Round RoundDone Router RoutingDecision SampleRun SchedulerError Segment
-    Situation StaleEpoch StalenessAdmission StalenessBound StartRun StepPlan TailBatcher
-    TailPlan TakenGroup TrainingGroup TrainingStep TurnJournal TurnNeed TurnPlacement
-    TurnTicket VersionSpan Won make_policy max_min policy_names stamp
+    FairShares GiveUp HarvestMode HarvestModes HarvestPlan Health HealthReport Hedge
+    HedgedGroup Holding IdempotencyCache JobDemand JournalError Lease LeaseError LeaseHeld
+    LeaseState LeaseTable MemberView Move Offer Outcome Policy PromptQueue Quote RateMeter
+    Reason ReasonLog ReplicaHealth ReplicaKind ReplicaView RolloutBuffer RolloutProgress
+    Round RoundDone Router RoutingDecision SampleRun SchedulerError Segment Situation
+    StaleEpoch StalenessAdmission StalenessBound StartRun StepPlan TailBatcher TailPlan
+    TakenGroup TrainingGroup TrainingStep TurnJournal TurnNeed TurnPlacement TurnTicket
+    VersionSpan Won make_policy policy_names stamp
 """
 CLIENT = """
     AnswerBroken BlockingRolloutClient BlockingRolloutPipeline BlockingSession ClientClosed
-    DroppedGroup FeedProgress GatewayUnavailable Group GroupsDropped Member Progress
-    RequestRefused Retry RolloutClient RolloutError RolloutPipeline Sampling Session
+    DroppedGroup GatewayUnavailable Group GroupsDropped Member Progress RequestRefused Retry
+    RolloutClient RolloutError RolloutPipeline RolloutProgress Sampling Session
     StalenessBound StepPlan TailPlan TokenChunk TrainingGroup TrainingStep Turn
     TurnCancelled TurnProgress TurnStream TurnTimedOut VersionNotServed
 """

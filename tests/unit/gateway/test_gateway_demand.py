@@ -18,7 +18,7 @@ from rose.gateway.stats import LeaseLatencyClock
 from rose.process import background_tasks
 from rose.process.background_tasks import TaskDiedError
 from rose.rpc import rose_pb2 as pb
-from rose.store import InMemoryStore
+from tests.fakes.memory_store import InMemoryStore
 from tests.fakes.replica import StandInReplica
 from tests.patience import PATIENCE_S
 

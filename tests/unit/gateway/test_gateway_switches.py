@@ -13,7 +13,7 @@ from wire_cases import VLLM, ask, vllm_body
 from elastic_scheduler import ReplicaKind
 from rose.gateway import Gateway, GatewaySettings, ReplicaEntry
 from rose.gateway.stats import LeaseLatency, LeaseLatencyClock
-from rose.store import InMemoryStore
+from tests.fakes.memory_store import InMemoryStore
 from tests.fakes.replica import StandInReplica
 
 FREE = ReplicaEntry("g", ReplicaKind.GUEST, "http://g", False, 0, True, 0, 8)

@@ -14,17 +14,17 @@ import numpy as np
 from elastic_scheduler import HarvestMode
 from executor import ControlPage
 from rose.addresses import free_port
+from rose.demo.corrupt_publisher import CorruptPublisher, CorruptServer
 from rose.engines import EngineSpec
 from rose.logs.eventlog import EventLog
 from rose.node import NodeConfig
 from rose.process.child import ProcessSpec, group_alive
-from rose.publish import WeightPublisher
 from rose.rpc import rose_pb2 as pb
 from rose.rpc.channel import make_channel, make_server
 from rose.rpc.rose_pb2_grpc import SchedulerStub, add_SchedulerServicer_to_server
 from rose.scheduler import LeaseTimes, SchedulerCore, SchedulerService
 from rose.scheduler.persistence import load
-from rose.store import InMemoryStore
+from tests.fakes.memory_store import InMemoryStore
 from tests.forked import Forked
 from tests.seated_host import SeatedHost
 from weight_transfer import SigningKey, TensorBits
@@ -49,6 +49,14 @@ def _tensors(step: int) -> dict[str, TensorBits]:
     return {"w": TensorBits("w", "bfloat16", (64, 64), bits)}
 
 
+class AllCorruptServer(CorruptServer):
+    every = 1
+
+
+class AllCorruptPublisher(CorruptPublisher):
+    _server_class = AllCorruptServer
+
+
 class Bench:
     """All but the node; `config` is what a node is to be started with."""
 
@@ -66,8 +74,8 @@ class Bench:
         self.address = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
         self.channel = make_channel(self.address)
         self.stub = SchedulerStub(self.channel)
-        self.publisher = WeightPublisher(
-            "job", self.address, folder / "published", free_port(), self.key, corrupt_every=1
+        self.publisher = AllCorruptPublisher(
+            "job", self.address, folder / "published", free_port(), self.key
         )
         self.settings = self._settings(kind) | {"replicas": [self._replica(kind) | replica]}
         self.daemons: list[Forked] = []

@@ -1,4 +1,4 @@
-"""The ladder over a guest on a GPU: rungs end by the driver's bytes, told by a stand-in for it."""
+"""The ladder over a guest on a GPU: levels end by the driver's bytes, told by a stand-in for it."""
 
 import json
 import subprocess
@@ -114,7 +114,7 @@ def namespace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def outcomes(finished: Finished) -> dict[str, ReclaimOutcome]:
-    return {report.rung.name: report.outcome for report in finished.rungs}
+    return {report.level.name: report.outcome for report in finished.levels}
 
 
 def noted(tmp_path: Path) -> Any:
@@ -142,13 +142,13 @@ async def test_a_balloon_that_only_says_so_is_found_out(guest: CardGuest) -> Non
     finished = await guest.reclaim(3 * GIB)
     assert outcomes(finished)["BALLOON"] is ReclaimOutcome.HELD
     assert outcomes(finished)["SLEEP"] is ReclaimOutcome.HELD
-    assert finished.rungs[-1].rung is ReclaimLevel.KILL
+    assert finished.levels[-1].level is ReclaimLevel.KILL
     assert finished.freed_bytes == CONTEXT + WEIGHTS + KV
 
 
 async def test_sleep_gives_up_weights_and_no_more_is_expected_of_it(guest: CardGuest) -> None:
     finished = await guest.reclaim(KV + WEIGHTS + CONTEXT)
-    slept = next(report for report in finished.rungs if report.rung is ReclaimLevel.SLEEP)
+    slept = next(report for report in finished.levels if report.level is ReclaimLevel.SLEEP)
     assert (slept.outcome, slept.claimed_bytes) == (ReclaimOutcome.TOO_LITTLE, WEIGHTS)
     assert slept.freed_bytes == WEIGHTS
     assert outcomes(finished)["KILL"] is ReclaimOutcome.FREED
@@ -183,7 +183,7 @@ async def test_there_more_than_kv_takes_the_end_of_the_guest(guest: CardGuest) -
     guest.listed = False
     guest.tell()
     finished = await guest.reclaim(KV + GIB)
-    slept = next(report for report in finished.rungs if report.rung is ReclaimLevel.SLEEP)
+    slept = next(report for report in finished.levels if report.level is ReclaimLevel.SLEEP)
     assert (slept.outcome, slept.why) == (ReclaimOutcome.UNSUPPORTED, UNSEEN)
     assert outcomes(finished)["KILL"] is ReclaimOutcome.FREED
     assert guest.weights == WEIGHTS, "it was asked for what nobody could confirm"
@@ -197,4 +197,4 @@ async def test_there_pages_that_the_card_did_not_get_back_are_not_freed(
     guest.tell()
     finished = await guest.reclaim(3 * GIB)
     assert outcomes(finished)["BALLOON"] is ReclaimOutcome.HELD
-    assert finished.rungs[-1].rung is ReclaimLevel.KILL
+    assert finished.levels[-1].level is ReclaimLevel.KILL

@@ -113,7 +113,7 @@ def test_a_node_whose_host_says_nothing_shows_nothing_of_it() -> None:
     metrics.close()
 
 
-def test_the_ladder_is_counted_by_rung_and_outcome(metrics: NodeMetrics) -> None:
+def test_the_ladder_is_counted_by_level_and_outcome(metrics: NodeMetrics) -> None:
     rung = {"replica": "g0", "rung": "sleep", "outcome": "held"}
     metrics.heard("reclaim_rung", rung)
     metrics.heard("reclaim_ended", {"replica": "g0", "enough": True, "seconds": 0.3})

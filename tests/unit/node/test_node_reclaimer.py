@@ -110,7 +110,7 @@ def rig(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Rig]:
 
 
 def outcomes(finished: Finished) -> dict[ReclaimLevel, ReclaimOutcome]:
-    return {report.rung: report.outcome for report in finished.rungs}
+    return {report.level: report.outcome for report in finished.levels}
 
 
 async def test_what_the_kernel_counts_is_what_a_group_holds(rig: Rig) -> None:
@@ -152,17 +152,17 @@ async def test_sleep_reported_success_but_memory_stayed_held(rig: Rig) -> None:
     assert outcomes(finished)[ReclaimLevel.SLEEP] is ReclaimOutcome.HELD
     assert outcomes(finished)[ReclaimLevel.KILL] is ReclaimOutcome.FREED
     assert (finished.enough, finished.in_time, rig.memory) == (True, True, 0)
-    rungs = {e["rung"]: e for e in rig.noted() if e["event"] == "reclaim_rung"}
-    assert rungs["sleep"]["outcome"] == "held"
-    assert rungs["sleep"]["claimed_bytes"] > 0
-    assert abs(rungs["sleep"]["freed_bytes"]) < 2 * MIB
+    levels = {e["rung"]: e for e in rig.noted() if e["event"] == "reclaim_rung"}
+    assert levels["sleep"]["outcome"] == "held"
+    assert levels["sleep"]["claimed_bytes"] > 0
+    assert abs(levels["sleep"]["freed_bytes"]) < 2 * MIB
 
 
 async def test_a_balloon_that_only_says_so_is_found_out(rig: Rig) -> None:
     rig.kv_word = "lie"
     finished = await rig.reclaimer().reclaim(30 * MIB, 8.0, "test")
     assert outcomes(finished)[ReclaimLevel.BALLOON] is ReclaimOutcome.HELD
-    assert finished.rungs[-1].rung is ReclaimLevel.KILL
+    assert finished.levels[-1].level is ReclaimLevel.KILL
     assert rig.memory == 0
 
 
@@ -192,7 +192,7 @@ async def test_what_cannot_be_measured_is_not_taken_for_reclaimed(rig: Rig) -> N
     reclaimer = rig.reclaimer()
     reclaimer._guest = replace(reclaimer._guest, gauge=Unknown)
     finished = await reclaimer.reclaim(30 * MIB, 2.0, "test")
-    assert finished.rungs[-1].rung is ReclaimLevel.KILL
+    assert finished.levels[-1].level is ReclaimLevel.KILL
     assert not finished.enough
     assert rig.process.poll() is not None
 
@@ -225,7 +225,7 @@ async def refused() -> None:
 
 
 @pytest.mark.parametrize(("sleep", "why"), [(None, NO_SLEEP), (refused, "HTTP 404")])
-async def test_a_rung_the_engine_does_not_have_is_skipped_and_said(
+async def test_a_level_the_engine_does_not_have_is_skipped_and_said(
     rig: Rig, sleep: Any, why: str
 ) -> None:
     finished = await rig.reclaimer(sleep).reclaim(SIZE * MIB, 8.0, "test")
@@ -257,7 +257,7 @@ async def test_a_driver_that_hangs_delays_no_kill(rig: Rig) -> None:
         assert not task.done()
     gauge.answers.set()
     finished = await task
-    assert finished.rungs[-1].rung is ReclaimLevel.KILL
+    assert finished.levels[-1].level is ReclaimLevel.KILL
 
 
 class KvAlone(HostMemory):
@@ -274,7 +274,7 @@ async def test_an_engine_is_not_asked_to_sleep_where_its_weights_are_not_seen(ri
     gauge = KvAlone(lambda: rig.process.pid)
     reclaimer._guest = replace(reclaimer._guest, gauge=lambda: gauge)
     finished = await reclaimer.reclaim(SIZE * MIB, 8.0, "test")
-    (slept,) = (report for report in finished.rungs if report.rung is ReclaimLevel.SLEEP)
+    (slept,) = (report for report in finished.levels if report.level is ReclaimLevel.SLEEP)
     assert (slept.outcome, slept.why) == (ReclaimOutcome.UNSUPPORTED, UNSEEN)
     assert finished.enough
 
@@ -288,9 +288,9 @@ async def test_sleep_is_not_held_for_a_liar_over_kv_that_it_does_not_reach(rig: 
     reclaimer = rig.reclaimer(sleep)
     reclaimer._guest = replace(reclaimer._guest, sleep_bytes=40 * MIB)
     finished = await reclaimer.reclaim(SIZE * MIB, 8.0, "test")
-    (slept,) = (report for report in finished.rungs if report.rung is ReclaimLevel.SLEEP)
+    (slept,) = (report for report in finished.levels if report.level is ReclaimLevel.SLEEP)
     assert (slept.outcome, slept.claimed_bytes) == (ReclaimOutcome.TOO_LITTLE, 40 * MIB)
-    assert finished.rungs[-1].rung is ReclaimLevel.KILL
+    assert finished.levels[-1].level is ReclaimLevel.KILL
     assert finished.enough
 
 

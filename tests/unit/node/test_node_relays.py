@@ -81,7 +81,7 @@ async def test_a_nodes_relay_is_known_to_its_neighbours_and_serves_them(bench: B
 
     def neighbours() -> set[str]:
         assert network._source
-        route = network._source.hub.route("chunk", "http://origin")
+        route = network._source.fetcher.route("chunk", "http://origin")
         return {*route.before, *route.holders}
 
     # It is told in the same step, over a stream of its own.
@@ -93,10 +93,10 @@ async def test_a_nodes_relay_is_known_to_its_neighbours_and_serves_them(bench: B
     await bench.until("up to date", lambda row: row.policy_version == 1)
     async with aiohttp.ClientSession(headers={"Authorization": "Bearer secret"}) as session:
         receiving = DownloadLimits(ChunkStore(bench.folder / "other"), Caps())
-        hub = ChunkFetcher(session, receiving, "", [url])
+        fetcher = ChunkFetcher(session, receiving, "", [url])
         # Nobody is there but the relay.
         fetched = await fetch_version(
-            hub, "http://127.0.0.1:9", "job", 1, bench.key.verify_key, lambda _: None, set()
+            fetcher, "http://127.0.0.1:9", "job", 1, bench.key.verify_key, lambda _: None, set()
         )
         assert fetched.wire_bytes
         receiving.close()
@@ -116,9 +116,9 @@ async def test_a_relay_serves_a_version_that_its_own_engine_does_not_take(bench:
     url = f"http://127.0.0.1:{bench.settings['relay']['port']}"
     async with aiohttp.ClientSession() as session:
         receiving = DownloadLimits(ChunkStore(bench.folder / "other"), Caps())
-        hub = ChunkFetcher(session, receiving, "", [url])
+        fetcher = ChunkFetcher(session, receiving, "", [url])
         await fetch_version(
-            hub, "http://127.0.0.1:9", "job", 1, bench.key.verify_key, lambda _: None, set()
+            fetcher, "http://127.0.0.1:9", "job", 1, bench.key.verify_key, lambda _: None, set()
         )
         receiving.close()
     node.stop()

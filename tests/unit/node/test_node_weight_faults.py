@@ -21,7 +21,7 @@ from rose.node.weights.update_fetch import AnnouncedVersions, KnownVersion, Weig
 from rose.node.weights.updater import Updates
 from rose.publish import Caps, ChunkFetcher, DownloadLimits, PublisherClient, Signer, VersionServer
 from rose.publish.fetch import download as download_module
-from rose.publish.fetch import fetcher as hub_module
+from rose.publish.fetch import fetcher as fetcher_module
 from tests.patience import PATIENCE_S
 from weight_transfer import (
     ChunkStore,
@@ -129,7 +129,7 @@ async def case(
 ) -> AsyncIterator[Case]:
     monkeypatch.setattr(updater, "FIRST_PAUSE_S", 0.02)
     monkeypatch.setattr(updater, "MAX_PAUSE_S", 0.05)
-    for module in (hub_module, download_module):
+    for module in (fetcher_module, download_module):
         monkeypatch.setattr(module, "RETRY_PAUSE_S", 0.01)
     async with aiohttp.ClientSession() as session:
         case = Case(tmp_path, unused_tcp_port, session)
@@ -267,12 +267,12 @@ async def test_a_bit_that_flips_in_a_relay_is_named_and_dropped_there_too(
         port = unused_tcp_port_factory()
         receiving = DownloadLimits(ChunkStore(case.folder / "relay"), Caps())
         url = f"http://127.0.0.1:{port}"
-        hub = ChunkFetcher(session, receiving, url, [url])
-        server = VersionServer(receiving.store, port, hub=hub)
+        fetcher = ChunkFetcher(session, receiving, url, [url])
+        server = VersionServer(receiving.store, port, fetcher=fetcher)
         await server.start()
-        await hub.manifest("job", 2, case.server.url, KEY.verify_key)
+        await fetcher.manifest("job", 2, case.server.url, KEY.verify_key)
         damaged = refs[0]
-        await asyncio.gather(*(hub.obtain(ref) for ref in refs))
+        await asyncio.gather(*(fetcher.obtain(ref) for ref in refs))
         _flip(receiving.store.chunks_dir / damaged.id)
         node = ChunkFetcher(session, case.receiving, "", [url])
         await node.manifest("job", 2, case.server.url, KEY.verify_key)
@@ -282,9 +282,9 @@ async def test_a_bit_that_flips_in_a_relay_is_named_and_dropped_there_too(
         assert rejected == [damaged.id]
         assert all(case.receiving.store.sound(ref.id) for ref in refs)
         assert not receiving.store.has(damaged.id)
-        await hub.obtain(damaged)
+        await fetcher.obtain(damaged)
         assert receiving.store.sound(damaged.id)
-        await hub.close()
+        await fetcher.close()
         await server.close()
         receiving.close()
 

@@ -103,10 +103,10 @@ class Member:
     async def live(self, members: list[str]) -> None:
         self._members = members
         self._session = aiohttp.ClientSession()
-        self.hub = ChunkFetcher(
+        self.fetcher = ChunkFetcher(
             self._session, DownloadLimits(self.store, Caps()), self.url, members
         )
-        self._server = VersionServer(self.store, self._port, hub=self.hub)
+        self._server = VersionServer(self.store, self._port, fetcher=self.fetcher)
         await self._server.start()
 
     def fetch(self) -> None:
@@ -120,7 +120,7 @@ class Member:
         for _ in range(TRIES):
             try:
                 await fetch_version(
-                    self.hub,
+                    self.fetcher,
                     self._origin.url,
                     "job",
                     1,
@@ -140,11 +140,11 @@ class Member:
         if self._fetching:
             self._fetching.cancel()
         await self._session.close()
-        await asyncio.gather(self.hub.close(), abort(runner))
+        await asyncio.gather(self.fetcher.close(), abort(runner))
 
     async def end(self) -> None:
         await self.kill()
-        self.hub.receiving.close()
+        self.fetcher.receiving.close()
 
     def landed(self, name: str) -> int:
         """Bytes of a chunk that are on its disk."""

@@ -33,13 +33,13 @@ async def origin(folder: Path, url: str) -> None:
 async def member(folder: Path, url: str, at: str, members: list[str]) -> None:
     async with aiohttp.ClientSession() as session:
         receiving = DownloadLimits(ChunkStore(folder), Caps(bytes_per_s=LINK_BYTES_PER_S))
-        hub = ChunkFetcher(session, receiving, url, members)
-        server = VersionServer(receiving.store, urlsplit(url).port or 0, hub=hub)
+        fetcher = ChunkFetcher(session, receiving, url, members)
+        server = VersionServer(receiving.store, urlsplit(url).port or 0, fetcher=fetcher)
         await server.start()
         say("up")
         while True:
             try:
-                await fetch_version(hub, at, "job", 1, KEY.verify_key, lambda _: None, set())
+                await fetch_version(fetcher, at, "job", 1, KEY.verify_key, lambda _: None, set())
             except RoseError:
                 await asyncio.sleep(0.05)
             else:

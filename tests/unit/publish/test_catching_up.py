@@ -17,7 +17,7 @@ from rose.node.weights.update_fetch import (
     KnownVersion,
     UpdateRequest,
     WeightSource,
-    bring,
+    fetch_update,
     rebased,
 )
 from rose.publish import (
@@ -66,11 +66,13 @@ class Trainer:
         self.publisher = Publisher(self.store, "job", "trainer", KEY, chunk_bytes=2_048)
         self.server = VersionServer(self.store, port, leases=self.leases, signer=Signer("job", KEY))
         self.troubles: list[str] = []
-        self.upkeep = RetentionTask(self.store, self.publisher, self.leases, self.troubles.append)
+        self.retention = RetentionTask(
+            self.store, self.publisher, self.leases, self.troubles.append
+        )
 
     def publish(self, version: int) -> None:
         self.publisher.publish(version, version - 1, tensors(version - 1), tensors(version))
-        self.upkeep.published(Latest(version, version - 1, tensors(version)))
+        self.retention.published(Latest(version, version - 1, tensors(version)))
 
 
 @pytest.fixture
@@ -78,7 +80,7 @@ async def trainer(tmp_path: Path, unused_tcp_port: int) -> AsyncIterator[Trainer
     trainer = Trainer(tmp_path / "origin", unused_tcp_port)
     await trainer.server.start()
     yield trainer
-    await trainer.upkeep.close()
+    await trainer.retention.close()
     await trainer.server.close()
 
 
@@ -99,7 +101,7 @@ async def joined(
             PublisherClient(session, "node", KEY.verify_key),
         )
         wish = UpdateRequest("r0", receiver.version, known, rebase)
-        brought = await bring(source, wish, lambda _: None, set())
+        brought = await fetch_update(source, wish, lambda _: None, set())
         receiving.close()
     manifests = [Manifest.from_bytes(path.read_bytes()) for path in brought.manifests]
     chunks = {ref.id: receiving.store.get(ref.id) for m in manifests for ref in m.chunks}
@@ -150,16 +152,16 @@ async def test_a_base_follows_a_long_chain_and_only_leased_versions_outlive_it(
 ) -> None:
     monkeypatch.setattr("weight_transfer.store.catalog.MOST_DELTAS", 3)
     trainer.publish(1)
-    await trainer.upkeep.settle()
+    await trainer.retention.settle()
     async with aiohttp.ClientSession() as session:
         publisher_client = PublisherClient(session, "slow")
         async with publisher_client.lease(trainer.server.url, "r0", 1):
             for version in range(2, 6):
                 trainer.publish(version)
-            await trainer.upkeep.settle()
+            await trainer.retention.settle()
             monkeypatch.setattr(trainer.leases, "live", _without_announced(trainer.leases))
             trainer.publish(6)
-            await trainer.upkeep.settle()
+            await trainer.retention.settle()
             assert trainer.store.bases(), "it was due"
             assert trainer.store.versions() == (2, 3, 4, 5, 6)
             receiver = Receiver(tensors(1), 1)
@@ -167,7 +169,7 @@ async def test_a_base_follows_a_long_chain_and_only_leased_versions_outlive_it(
             assert equal(receiver, 6)
     trainer.leases._by_peer.clear()
     trainer.publish(7)
-    await trainer.upkeep.settle()
+    await trainer.retention.settle()
     base = trainer.store.bases()[-1]
     assert trainer.store.versions() == tuple(range(base + 1, 8))
     assert trainer.troubles == []
@@ -197,11 +199,11 @@ async def test_a_base_in_the_making_does_not_hold_a_version_up(
     trainer.publish(1)
     trainer.publish(2)
     await begun.wait()
-    async with asyncio.timeout(PATIENCE_S), trainer.upkeep.publishing:
+    async with asyncio.timeout(PATIENCE_S), trainer.retention.publishing:
         trainer.publish(3)
     assert trainer.store.bases() == ()
     made.set()
-    await trainer.upkeep.settle()
+    await trainer.retention.settle()
     assert trainer.store.bases()
 
 
@@ -211,7 +213,7 @@ async def test_what_was_just_announced_waits_for_readers_to_lease_it(
     monkeypatch.setattr("weight_transfer.store.catalog.MOST_DELTAS", 1)
     for version in (1, 2, 3):
         trainer.publish(version)
-        await trainer.upkeep.settle()
+        await trainer.retention.settle()
     assert trainer.store.bases()
     assert trainer.store.versions() == (1, 2, 3)
 
@@ -358,7 +360,7 @@ def test_the_longest_catalog_is_readable_and_more_is_left_to_older_ones() -> Non
     assert len(read.deltas) == publisher_client.MOST_DELTAS
 
 
-async def test_upkeep_that_breaks_is_told_and_taken_up_with_the_next_version(
+async def test_retention_that_breaks_is_told_and_taken_up_with_the_next_version(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     catalog, broke = trainer.store.catalog, []
@@ -371,11 +373,11 @@ async def test_upkeep_that_breaks_is_told_and_taken_up_with_the_next_version(
 
     monkeypatch.setattr(trainer.store, "catalog", once)
     trainer.publish(1)
-    await trainer.upkeep.settle()
+    await trainer.retention.settle()
     trainer.publish(2)
-    await trainer.upkeep.settle()
+    await trainer.retention.settle()
     assert len(trainer.troubles) == 1
-    assert trainer.troubles[0].startswith("upkeep after version 1: KeyError")
+    assert trainer.troubles[0].startswith("retention after version 1: KeyError")
 
 
 @pytest.mark.parametrize(

@@ -44,28 +44,28 @@ def _tensors(step: int) -> dict[str, TensorBits]:
 
 @dataclass
 class Member:
-    """One node: its store, its hub, its place in the group."""
+    """One node: its store, its fetcher, its place in the group."""
 
-    hub: ChunkFetcher
+    fetcher: ChunkFetcher
     communicator: StandInCommunicator
     rejected: list[str] = field(default_factory=list)
 
     @property
     def group(self) -> FixedGroup:
-        assert self.hub.group is not None
-        return self.hub.group
+        assert self.fetcher.group is not None
+        return self.fetcher.group
 
     async def fetch(self, url: str, version: int) -> int:
         """Bytes of chunks that came over HTTP."""
         fetched = await fetch_version(
-            self.hub, url, "job", version, None, self.rejected.append, set()
+            self.fetcher, url, "job", version, None, self.rejected.append, set()
         )
-        _, size = await self.hub.manifest("job", version, url, None)
+        _, size = await self.fetcher.manifest("job", version, url, None)
         assert size == 0, "it is known by now"
         return fetched.wire_bytes - len(fetched.manifest.to_bytes())
 
     def has(self, manifest: Manifest) -> bool:
-        return all(self.hub.receiving.store.sound(ref.id) for ref in manifest.chunks)
+        return all(self.fetcher.receiving.store.sound(ref.id) for ref in manifest.chunks)
 
 
 @dataclass
@@ -95,13 +95,13 @@ async def cluster(
         members = []
         for communicator in stand_in_group(SIZE, flip=flip):
             receiving = DownloadLimits(ChunkStore(root / str(communicator.rank)), Caps())
-            hub = ChunkFetcher(session, receiving)
-            muster: Any = RemoteBarrier(session, server.url)
-            muster = leading.muster if communicator.rank == 0 else muster
-            hub.group = FixedGroup(Fanout(communicator), muster, chunk_s)
+            fetcher = ChunkFetcher(session, receiving)
+            barrier: Any = RemoteBarrier(session, server.url)
+            barrier = leading.barrier if communicator.rank == 0 else barrier
+            fetcher.group = FixedGroup(Fanout(communicator), barrier, chunk_s)
             stack.callback(receiving.close)
-            stack.push_async_callback(hub.close)
-            members.append(Member(hub, communicator))
+            stack.push_async_callback(fetcher.close)
+            members.append(Member(fetcher, communicator))
         publisher = Publisher(store, "job", "trainer", SigningKey.generate(), chunk_bytes=1_024)
         yield Cluster(server.url, publisher, members)
 
@@ -153,7 +153,7 @@ async def test_what_its_owner_cannot_get_the_others_get_themselves(tmp_path: Pat
         manifest = here.publish(1)
         poor = here.members[2]
         failed: list[str] = []
-        obtain = poor.hub.obtain
+        obtain = poor.fetcher.obtain
 
         async def failing(ref: Any, on_reject: Any) -> int:
             if len(failed) < 3 and ref.id not in failed:
@@ -161,7 +161,7 @@ async def test_what_its_owner_cannot_get_the_others_get_themselves(tmp_path: Pat
                 raise FetchError("nobody has it")
             return await obtain(ref, on_reject)
 
-        poor.hub.obtain = failing  # type: ignore[method-assign]
+        poor.fetcher.obtain = failing  # type: ignore[method-assign]
         came = await asyncio.gather(*(m.fetch(here.url, 1) for m in here.members))
         assert len(failed) == 3
         assert all(member.has(manifest) for member in here.members)

@@ -75,7 +75,7 @@ class Filling(ChunkStore):
 
 
 class Instant(ChunkFetcher):
-    """A hub to which each chunk comes at once."""
+    """A fetcher to which each chunk comes at once."""
 
     async def obtain(self, ref: ChunkRef, on_reject: Callable[[str], None] = str) -> int:
         await asyncio.sleep(0)
@@ -162,20 +162,20 @@ async def longest_hold(raws: dict[str, bytes], folder: Path) -> float:
     runner, url = await serve(raws)
     probe = Probe()
     async with aiohttp.ClientSession() as session:
-        hub = Instant(session, DownloadLimits(Filling(folder), Caps(disk_bytes=1 << 40)))
+        fetcher = Instant(session, DownloadLimits(Filling(folder), Caps(disk_bytes=1 << 40)))
         with probe.watching():
             for _ in range(2):
-                with hub.receiving.shelf.hold() as hold:
+                with fetcher.receiving.cache.hold() as hold:
                     fetched = await fetch_version(
-                        hub, url, "job", VERSION, KEY.verify_key, str, hold
+                        fetcher, url, "job", VERSION, KEY.verify_key, str, hold
                     )
                     assert len(hold) > 1 << 16
                 assert fetched.manifest_path.stat().st_size > MAX_MANIFEST_BYTES // 2
             catalog = await PublisherClient(session, "node", KEY.verify_key).catalog(url, "job")
             assert catalog.newest == (1 << 63) - 1
             del fetched, catalog
-            await hub.close()
-        hub.receiving.close()
+            await fetcher.close()
+        fetcher.receiving.close()
     await runner.cleanup()
     return probe.longest_s
 

@@ -21,7 +21,7 @@ from rose.publish import (
     VersionServer,
     fetch_version,
 )
-from rose.publish.fetch import fetcher as hub_module
+from rose.publish.fetch import fetcher as fetcher_module
 from rose.publish.version_server import ReadLeases, Signer
 from tests.patience import PATIENCE_S
 from weight_transfer import (
@@ -75,9 +75,9 @@ class Publishing:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_module, "RETRY_PAUSE_S", 0.001)
+    monkeypatch.setattr(fetcher_module, "RETRY_PAUSE_S", 0.001)
     monkeypatch.setattr("rose.publish.fetch.download.RETRY_PAUSE_S", 0.001)
-    monkeypatch.setattr(hub_module, "KNOWN_WITHIN_S", 0.2)
+    monkeypatch.setattr(fetcher_module, "KNOWN_WITHIN_S", 0.2)
 
 
 @pytest.fixture
@@ -89,25 +89,25 @@ async def publishing(tmp_path: Path) -> AsyncIterator[Publishing]:
 
 
 @contextlib.asynccontextmanager
-async def hub_at(folder: Path) -> AsyncIterator[ChunkFetcher]:
+async def fetcher_at(folder: Path) -> AsyncIterator[ChunkFetcher]:
     async with aiohttp.ClientSession() as session:
-        hub = ChunkFetcher(session, DownloadLimits(ChunkStore(folder), Caps()))
-        yield hub
-        await hub.close()
-        hub.receiving.close()
+        fetcher = ChunkFetcher(session, DownloadLimits(ChunkStore(folder), Caps()))
+        yield fetcher
+        await fetcher.close()
+        fetcher.receiving.close()
 
 
 @pytest.mark.parametrize("url", NO_ADDRESSES)
 async def test_an_address_that_nobody_can_reach_fails_one_fetch(url: str, tmp_path: Path) -> None:
-    async with hub_at(tmp_path) as hub:
+    async with fetcher_at(tmp_path) as fetcher:
         key = KEY.verify_key
         with pytest.raises(FetchError, match="cannot be fetched") as said:
-            await hub.manifest("job", 1, url, key)
+            await fetcher.manifest("job", 1, url, key)
         assert "\n" not in str(said.value)
-        hub.enrol([url])
+        fetcher.enrol([url])
         with pytest.raises(FetchError, match="cannot be fetched"):
-            await hub.manifest("job", 1, "http://127.0.0.1:9", key)
-        reader = PublisherClient(hub._session, "node", key)
+            await fetcher.manifest("job", 1, "http://127.0.0.1:9", key)
+        reader = PublisherClient(fetcher._session, "node", key)
         with pytest.raises(FetchError):
             await reader.catalog(url, "job")
         async with reader.lease(url, "r0", 1):
@@ -118,51 +118,51 @@ async def test_chunks_of_a_version_come_however_many_others_are_asked_for(
     publishing: Publishing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A base over a slow link, while neighbours ask a relay for more versions than it keeps."""
-    monkeypatch.setattr(hub_module, "KNOWN_VERSIONS", 3)
+    monkeypatch.setattr(fetcher_module, "KNOWN_VERSIONS", 3)
     for version in range(2, 9):
         publishing.publisher.publish(version, version - 1, tensors(version - 1), tensors(version))
     url = publishing.server.url
-    async with hub_at(tmp_path / "node") as hub:
-        hub.follow("job", url, KEY.verify_key)
-        with hub.keeping(1, base=True):
-            manifest, _ = await hub.manifest("job", 1, url, KEY.verify_key, base=True)
+    async with fetcher_at(tmp_path / "node") as fetcher:
+        fetcher.follow("job", url, KEY.verify_key)
+        with fetcher.keeping(1, base=True):
+            manifest, _ = await fetcher.manifest("job", 1, url, KEY.verify_key, base=True)
             first, *rest = manifest.chunks
-            await hub.obtain(first)
+            await fetcher.obtain(first)
             for version in range(2, 9):
-                assert await hub.known_manifest(f"manifests/{version}")
+                assert await fetcher.known_manifest(f"manifests/{version}")
             for ref in rest:
-                await hub.obtain(ref)
-        assert await hub.known_manifest("manifests/8")
-        store = hub.receiving.store
+                await fetcher.obtain(ref)
+        assert await fetcher.known_manifest("manifests/8")
+        store = fetcher.receiving.store
         for ref in manifest.chunks:
             (store.chunks_dir / ref.id).unlink()
         for version in range(2, 9):
-            assert await hub.known_manifest(f"manifests/{version}")
+            assert await fetcher.known_manifest(f"manifests/{version}")
         with pytest.raises(FetchError, match="no manifest that is known here"):
-            await hub.obtain(first)
+            await fetcher.obtain(first)
 
 
 async def test_a_version_that_is_fetched_stays_known_until_it_is_here(
     publishing: Publishing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hub_module, "KNOWN_VERSIONS", 3)
+    monkeypatch.setattr(fetcher_module, "KNOWN_VERSIONS", 3)
     for version in range(2, 9):
         publishing.publisher.publish(version, version - 1, tensors(version - 1), tensors(version))
     url = publishing.server.url
-    async with hub_at(tmp_path / "node") as hub:
-        hub.follow("job", url, KEY.verify_key)
-        obtain, asked = hub.obtain, iter([range(2, 9)])
+    async with fetcher_at(tmp_path / "node") as fetcher:
+        fetcher.follow("job", url, KEY.verify_key)
+        obtain, asked = fetcher.obtain, iter([range(2, 9)])
 
         async def crowded(ref: ChunkRef, on_reject: Callable[[str], None]) -> int:
             for version in next(asked, ()):
-                assert await hub.known_manifest(f"manifests/{version}")
+                assert await fetcher.known_manifest(f"manifests/{version}")
             return await obtain(ref, on_reject)
 
-        monkeypatch.setattr(hub, "obtain", crowded)
+        monkeypatch.setattr(fetcher, "obtain", crowded)
         fetched = await fetch_version(
-            hub, url, "job", 1, KEY.verify_key, lambda _: None, set(), base=True
+            fetcher, url, "job", 1, KEY.verify_key, lambda _: None, set(), base=True
         )
-        store = hub.receiving.store
+        store = fetcher.receiving.store
         assert all(store.has(ref.id) for ref in fetched.manifest.chunks)
 
 
@@ -175,20 +175,20 @@ async def test_a_neighbour_that_sends_another_manifest_is_passed_over(
     manifest = forged.store.get_manifest(1, base=True).signed(stranger)
     forged.store.manifest_path(1, base=True).write_bytes(manifest.to_bytes())
     await forged.server.start()
-    async with hub_at(tmp_path / "node") as hub:
-        hub.enrol([forged.server.url])
+    async with fetcher_at(tmp_path / "node") as fetcher:
+        fetcher.enrol([forged.server.url])
         url = publishing.server.url
-        found, _ = await hub.manifest("job", 1, url, KEY.verify_key, base=True)
+        found, _ = await fetcher.manifest("job", 1, url, KEY.verify_key, base=True)
         assert found == publishing.store.get_manifest(1, base=True)
         with pytest.raises(SignatureError):
-            await hub.manifest("job", 1, forged.server.url, KEY.verify_key, base=True)
+            await fetcher.manifest("job", 1, forged.server.url, KEY.verify_key, base=True)
     await forged.server.close()
 
 
 async def test_what_nobody_expected_of_a_peer_ends_one_fetch(
     publishing: Publishing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with hub_at(tmp_path) as hub:
+    async with fetcher_at(tmp_path) as fetcher:
         url, key = publishing.server.url, KEY.verify_key
 
         def broken(raw: bytes, verify_key: VerifyKey | None = None) -> Manifest:
@@ -197,8 +197,8 @@ async def test_what_nobody_expected_of_a_peer_ends_one_fetch(
         with monkeypatch.context() as patch:
             patch.setattr(Manifest, "from_bytes", broken)
             with pytest.raises(FetchError, match="RuntimeError"):
-                await hub.manifest("job", 1, url, key, base=True)
-        assert await hub.manifest("job", 1, url, key, base=True), "and the next one goes well"
+                await fetcher.manifest("job", 1, url, key, base=True)
+        assert await fetcher.manifest("job", 1, url, key, base=True), "and the next one goes well"
 
 
 async def test_a_version_that_was_signed_anew_reaches_a_node_through_a_relay(
@@ -208,9 +208,9 @@ async def test_a_version_that_was_signed_anew_reaches_a_node_through_a_relay(
     publishing.now_s -= 3 * 24 * 3600.0
     publishing.publisher.publish(2, 1, tensors(1), tensors(2))
     url, key = publishing.server.url, KEY.verify_key
-    async with hub_at(tmp_path / "relay") as relay:
+    async with fetcher_at(tmp_path / "relay") as relay:
         relay.follow("job", url, key)
-        server = VersionServer(relay.receiving.store, free_port(), hub=relay)
+        server = VersionServer(relay.receiving.store, free_port(), fetcher=relay)
         await server.start()
         held = await fetch_version(
             relay, url, "job", 2, key, lambda _: None, set(), on_the_way=True
@@ -218,7 +218,7 @@ async def test_a_version_that_was_signed_anew_reaches_a_node_through_a_relay(
         assert time.time() > held.manifest.expires_s
         publishing.now_s = time.time()
         assert publishing.publisher.renew() == (2,)
-        async with hub_at(tmp_path / "node") as node:
+        async with fetcher_at(tmp_path / "node") as node:
             node.enrol([server.url])
             fetched = await fetch_version(node, url, "job", 2, key, lambda _: None, set())
             assert fetched.manifest.expires_s > time.time()

@@ -23,7 +23,7 @@ from rose.publish import (
 )
 from rose.publish.credentials import Credentials
 from rose.publish.fetch import download as download_module
-from rose.publish.fetch import fetcher as hub_module
+from rose.publish.fetch import fetcher as fetcher_module
 from rose.publish.fetch.peers import order
 from weight_transfer import ChunkStore, Manifest, Publisher, SigningKey, TensorBits
 
@@ -95,25 +95,25 @@ class Origin:
 
 
 class Node:
-    """One member: store, hub and server."""
+    """One member: store, fetcher and server."""
 
     def __init__(self, folder: Path, session: aiohttp.ClientSession, port: int) -> None:
         self.store = ChunkStore(folder)
         self.url = f"http://127.0.0.1:{port}"
-        self.hub = ChunkFetcher(session, DownloadLimits(self.store, Caps(threads=2)), self.url)
-        self.server = VersionServer(self.store, port, hub=self.hub)
+        self.fetcher = ChunkFetcher(session, DownloadLimits(self.store, Caps(threads=2)), self.url)
+        self.server = VersionServer(self.store, port, fetcher=self.fetcher)
         self.rejected: list[str] = []
 
     async def fetch(self, origin: Origin) -> int:
         fetched = await fetch_version(
-            self.hub, origin.url, "job", 1, KEY.verify_key, self.rejected.append, set()
+            self.fetcher, origin.url, "job", 1, KEY.verify_key, self.rejected.append, set()
         )
         for ref in origin.manifest.chunks:
             self.store.get(ref.id)
         return fetched.wire_bytes
 
     async def die(self) -> None:
-        await self.hub.close()
+        await self.fetcher.close()
         await self.server.close()
 
 
@@ -122,7 +122,7 @@ class Cluster:
         self.origin = origin
         self.nodes = nodes
         for node in nodes:
-            node.hub.enrol(each.url for each in nodes)
+            node.fetcher.enrol(each.url for each in nodes)
 
     def relay_of(self, name: str) -> Node:
         first = order([node.url for node in self.nodes], name)[0]
@@ -136,7 +136,7 @@ class Cluster:
 async def cluster(
     tmp_path: Path, unused_tcp_port_factory: object, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Cluster]:
-    monkeypatch.setattr(hub_module, "KNOWN_WITHIN_S", 0.3)
+    monkeypatch.setattr(fetcher_module, "KNOWN_WITHIN_S", 0.3)
     port = unused_tcp_port_factory
     assert callable(port)
     async with AsyncExitStack() as stack:
@@ -172,11 +172,11 @@ async def test_a_relay_sends_on_what_it_has_not_whole(
     relay = cluster.relay_of(ref.id)
     other = next(node for node in cluster.nodes if node is not relay)
     for node in (relay, other):
-        await node.hub.manifest("job", 1, origin.url, KEY.verify_key)
+        await node.fetcher.manifest("job", 1, origin.url, KEY.verify_key)
     origin.go_on = asyncio.Event()
-    coming = asyncio.create_task(other.hub.obtain(ref))
+    coming = asyncio.create_task(other.fetcher.obtain(ref))
     for _ in range(1_000):
-        part = other.hub.download(ref.id)
+        part = other.fetcher.download(ref.id)
         if part is not None and part.here:
             break
         await asyncio.sleep(0.01)
@@ -251,7 +251,7 @@ async def test_a_chunk_that_arrives_corrupt_at_its_relay_goes_to_nobody(cluster:
 
 async def test_a_part_file_of_an_earlier_life_is_gone_on_with(cluster: Cluster) -> None:
     node, ref = cluster.nodes[0], cluster.origin.manifest.chunks[0]
-    node.hub.enrol([node.url])
+    node.fetcher.enrol([node.url])
     body = cluster.origin.store.get(ref.id)
     node.store.part_path(ref.id).write_bytes(body[: len(body) // 2])
     await node.fetch(cluster.origin)
@@ -272,7 +272,7 @@ async def test_chunks_come_from_the_ranks_that_published_them(cluster: Cluster) 
     ).signed(KEY)
     origin.store.manifest_path(1).write_bytes(manifest.to_bytes())
     node = cluster.nodes[0]
-    node.hub.enrol([node.url])
+    node.fetcher.enrol([node.url])
     await node.fetch(origin)
     assert moved not in origin.sent
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from rose.addresses import free_port
+from rose.demo.corrupt_publisher import CorruptServer
 from rose.publish import (
     Caps,
     ChunkFetcher,
@@ -39,7 +40,8 @@ def _lengthen(root: Path) -> None:
 async def test_a_corrupted_chunk_is_noticed_and_fetched_again(tmp_path: Path) -> None:
     key = SigningKey.generate()
     manifest = _publish(tmp_path / "from", key)
-    server = VersionServer(ChunkStore(tmp_path / "from"), free_port(), corrupt_every=2)
+    server = CorruptServer(ChunkStore(tmp_path / "from"), free_port())
+    server.every = 2
     rejected: list[str] = []
     await server.start()
     try:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rose.publish import Caps, ChunkFetcher, DownloadLimits, VersionServer, fetch_version
-from rose.publish.fetch.limits import ChunkCache, ShelfFullError, TokenBucket, evictions
+from rose.publish.fetch.limits import CacheFullError, ChunkCache, TokenBucket, evictions
 from weight_transfer import ChunkStore, Manifest, Publisher, SigningKey, StoredFile, TensorBits
 
 ELEMENTS = 64_000
@@ -122,10 +122,10 @@ async def test_the_store_stays_within_its_cap_and_keeps_what_is_in_use(
     store = ChunkStore(tmp_path / "to")
     cap = int(2.5 * size)
     receiving = DownloadLimits(store, Caps(disk_bytes=cap))
-    with receiving.shelf.hold() as kept:
+    with receiving.cache.hold() as kept:
         await fetch(trainer, receiving, 1, kept)
         for version in range(2, 6):
-            with receiving.shelf.hold() as hold:
+            with receiving.cache.hold() as hold:
                 await fetch(trainer, receiving, version, hold)
                 assert all(store.has(ref.id) for ref in trainer.manifests[version - 1].chunks)
             assert sum(file.size for file in store.files()) <= cap
@@ -140,17 +140,17 @@ async def test_a_version_that_cannot_fit_is_refused_before_it_is_fetched(
     trainer.publish()
     store = ChunkStore(tmp_path / "to")
     receiving = DownloadLimits(store, Caps(disk_bytes=1_000))
-    with pytest.raises(ShelfFullError, match=r"receiver\.disk_bytes"):
+    with pytest.raises(CacheFullError, match=r"receiver\.disk_bytes"):
         await fetch(trainer, receiving, 1, set())
     assert store.files() == []
 
 
 def test_a_hold_ends_with_its_block(tmp_path: Path) -> None:
-    shelf = ChunkCache(ChunkStore(tmp_path), 1)
-    with shelf.hold() as first, shelf.hold() as second:
+    cache = ChunkCache(ChunkStore(tmp_path), 1)
+    with cache.hold() as first, cache.hold() as second:
         first.add("a")
         second.add("a")
-    assert not shelf._holds
+    assert not cache._holds
 
 
 async def test_what_arrives_is_worked_on_by_nice_threads(tmp_path: Path) -> None:

@@ -58,16 +58,16 @@ async def test_relays_with_fixed_members_share_the_origin(
     ]
     async with relays[0], relays[1], aiohttp.ClientSession() as session:
         assert [relay.url for relay in relays] == members
-        hub = ChunkFetcher(
+        fetcher = ChunkFetcher(
             session, DownloadLimits(ChunkStore(tmp_path / "node"), Caps()), "", members
         )
         fetched = await fetch_version(
-            hub, origin.url, "job", 1, KEY.verify_key, lambda _: None, set()
+            fetcher, origin.url, "job", 1, KEY.verify_key, lambda _: None, set()
         )
         assert fetched.wire_bytes == manifest.wire_bytes + len(manifest.to_bytes())
         for relay in relays:
             mine = {r.id for r in manifest.chunks if order(members, r.id)[0] == relay.url}
-            held = {path.name for path in relay.hub.receiving.store.chunks_dir.iterdir()}
+            held = {path.name for path in relay.fetcher.receiving.store.chunks_dir.iterdir()}
             assert held == mine, "each fetched its share, and nothing else"
     await origin.close()
 
@@ -87,7 +87,7 @@ async def test_who_waits_in_line_is_neither_refused_nor_sent_to_the_origin(
         relay = ChunkFetcher(
             session, DownloadLimits(ChunkStore(tmp_path / "relay"), Caps()), url, [url]
         )
-        server = VersionServer(relay.receiving.store, port, hub=relay)
+        server = VersionServer(relay.receiving.store, port, fetcher=relay)
         await server.start()
         await relay.manifest("job", 1, origin.url, None)
         node = ChunkFetcher(
@@ -103,9 +103,9 @@ async def test_who_waits_in_line_is_neither_refused_nor_sent_to_the_origin(
         for _ in range(4):
             relay._gate.release()
         assert await waiting == ref.encoded_bytes
-        for hub in (relay, node):
-            await hub.close()
-            hub.receiving.close()
+        for fetcher in (relay, node):
+            await fetcher.close()
+            fetcher.receiving.close()
         await server.close()
     await origin.close()
 

@@ -25,35 +25,35 @@ def test_objects_spread_evenly() -> None:
 
 
 def test_who_failed_is_asked_last_for_a_while_and_longer_each_time() -> None:
-    standing = PeerScores()
-    standing.failed("a", 10.0)
-    assert standing.ordered(["a", "b"], 10.1) == ["b", "a"]
-    assert standing.ordered(["a", "b"], 10.6) == ["a", "b"]
-    standing.failed("a", 10.6)
-    assert standing.ordered(["a", "b"], 11.5) == ["b", "a"]
-    standing.served("a", 100, 1.0, 10.6)
-    standing.failed("a", 20.0)
-    assert standing.ordered(["a", "b"], 20.6) == ["a", "b"], "forgiven once it served"
+    scores = PeerScores()
+    scores.failed("a", 10.0)
+    assert scores.ordered(["a", "b"], 10.1) == ["b", "a"]
+    assert scores.ordered(["a", "b"], 10.6) == ["a", "b"]
+    scores.failed("a", 10.6)
+    assert scores.ordered(["a", "b"], 11.5) == ["b", "a"]
+    scores.served("a", 100, 1.0, 10.6)
+    scores.failed("a", 20.0)
+    assert scores.ordered(["a", "b"], 20.6) == ["a", "b"], "forgiven once it served"
 
 
 def test_who_sent_wrong_bytes_is_avoided_for_minutes() -> None:
-    standing = PeerScores()
-    standing.corrupt("a", 0.0)
-    assert standing.ordered(["a", "b"], CORRUPT_PAUSE_S - 1) == ["b", "a"]
-    assert standing.ordered(["a"], 1.0) == ["a"], "better than nobody"
+    scores = PeerScores()
+    scores.corrupt("a", 0.0)
+    assert scores.ordered(["a", "b"], CORRUPT_PAUSE_S - 1) == ["b", "a"]
+    assert scores.ordered(["a"], 1.0) == ["a"], "better than nobody"
 
 
 def test_slow_is_said_only_beside_an_origin_that_is_fast_meanwhile() -> None:
-    standing = PeerScores()
-    assert not standing.dawdles("a", 1.0, "origin", 0.0)
-    standing.served("b", 1_000_000, 1.0, 1.0)
-    assert not standing.dawdles("a", 1.0, "origin", 0.0), "b may have had what a waits for"
-    standing.served("origin", 1_000_000, 1.0, 2.0)
-    assert standing.dawdles("a", 50_000, "origin", 1.0)
-    assert not standing.dawdles("a", 500_000, "origin", 1.0)
-    assert not standing.dawdles("a", 50_000, "origin", 2.0), "then nobody else was on the link"
-    standing.served("origin", 1_000_000, 10.0, 3.0)
-    assert not standing.dawdles("a", 50_000, "origin", 1.0), "many share it now"
-    assert not standing.dawdles("origin", 1.0, "origin", 1.0), "nobody is behind it"
-    standing.served("origin", 1_000, 1e-6, 9.0)
-    assert not standing.dawdles("a", 50_000, "origin", 8.0), "a buffer on the way took that"
+    scores = PeerScores()
+    assert not scores.dawdles("a", 1.0, "origin", 0.0)
+    scores.served("b", 1_000_000, 1.0, 1.0)
+    assert not scores.dawdles("a", 1.0, "origin", 0.0), "b may have had what a waits for"
+    scores.served("origin", 1_000_000, 1.0, 2.0)
+    assert scores.dawdles("a", 50_000, "origin", 1.0)
+    assert not scores.dawdles("a", 500_000, "origin", 1.0)
+    assert not scores.dawdles("a", 50_000, "origin", 2.0), "then nobody else was on the link"
+    scores.served("origin", 1_000_000, 10.0, 3.0)
+    assert not scores.dawdles("a", 50_000, "origin", 1.0), "many share it now"
+    assert not scores.dawdles("origin", 1.0, "origin", 1.0), "nobody is behind it"
+    scores.served("origin", 1_000, 1e-6, 9.0)
+    assert not scores.dawdles("a", 50_000, "origin", 8.0), "a buffer on the way took that"

@@ -23,7 +23,7 @@ from rose.publish import (
     VersionServer,
     fetch_version,
 )
-from rose.publish.fetch import fetcher as hub_module
+from rose.publish.fetch import fetcher as fetcher_module
 from weight_transfer import ChunkStore, Publisher, SigningKey, TensorBits
 
 KEY = SigningKey.generate()
@@ -86,7 +86,7 @@ class Authority:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_module, "RETRY_PAUSE_S", 0.01)
+    monkeypatch.setattr(fetcher_module, "RETRY_PAUSE_S", 0.01)
 
 
 @pytest.fixture
@@ -104,8 +104,8 @@ def published(root: Path) -> ChunkStore:
 
 async def fetch(root: Path, url: str, credentials: Credentials) -> int:
     async with credentials.session() as session:
-        hub = ChunkFetcher(session, DownloadLimits(ChunkStore(root), Caps()))
-        fetched = await fetch_version(hub, url, "job", 1, KEY.verify_key, lambda _: None, set())
+        fetcher = ChunkFetcher(session, DownloadLimits(ChunkStore(root), Caps()))
+        fetched = await fetch_version(fetcher, url, "job", 1, KEY.verify_key, lambda _: None, set())
     return fetched.wire_bytes
 
 
@@ -130,14 +130,14 @@ async def test_weights_pass_from_publisher_to_relay_to_node_between_known_sides_
         node = authority.issue("node")
         assert relay.url.startswith("https://")
         async with node.session() as session:
-            hub = ChunkFetcher(
+            fetcher = ChunkFetcher(
                 session, DownloadLimits(ChunkStore(tmp_path / "node"), Caps()), "", [relay.url]
             )
             fetched = await fetch_version(
-                hub, server.url, "job", 1, KEY.verify_key, lambda _: None, set()
+                fetcher, server.url, "job", 1, KEY.verify_key, lambda _: None, set()
             )
         assert fetched.wire_bytes
-        assert any(relay.hub.receiving.store.chunks_dir.iterdir()), "it came through the relay"
+        assert any(relay.fetcher.receiving.store.chunks_dir.iterdir()), "it came through the relay"
         stranger = Authority(tmp_path / "theirs")
         for bad in (
             Credentials(),

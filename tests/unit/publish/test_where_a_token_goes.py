@@ -69,16 +69,16 @@ async def listeners(
 async def ask_everything(folder: Path, credentials: Credentials, url: str, relay: str) -> None:
     """All that a node asks of an announced publisher and of a relay that was named to it."""
     async with credentials.session() as session:
-        hub = ChunkFetcher(session, DownloadLimits(ChunkStore(folder), Caps()), "", [relay])
+        fetcher = ChunkFetcher(session, DownloadLimits(ChunkStore(folder), Caps()), "", [relay])
         reader = PublisherClient(session, "node")
         async with reader.lease(url, "r0", 1):
             calls = (
                 reader.catalog(url, "job"),
-                fetch_version(hub, url, "job", 1, None, lambda _: None, set()),
+                fetch_version(fetcher, url, "job", 1, None, lambda _: None, set()),
                 session.get(f"{relay}/chunks/{'ab' * 32}"),
             )
             await asyncio.gather(*calls, return_exceptions=True)
-        hub.receiving.close()
+        fetcher.receiving.close()
 
 
 async def test_an_announced_address_is_shown_no_token(

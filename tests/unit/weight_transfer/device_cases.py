@@ -116,39 +116,6 @@ def test_a_digest_of_many_tiles_wraps_as_the_cpus_does() -> None:
     assert DEVICE.digest(held(bits), 0) == CPU.digest(bits, 0)
 
 
-@FEW
-@given(ranges())
-def test_what_is_expanded_is_what_was_compared(step: tuple[Bits, Bits]) -> None:
-    old, new = step
-    found = CPU.compare(old, new, old.size, 0)
-    assert found is not None
-    indices, values = DEVICE.expand(held(old), found.gaps, found.codes)
-    assert indices.dtype == np.int64
-    np.testing.assert_array_equal(indices, np.flatnonzero(old != new))
-    np.testing.assert_array_equal(values, new[indices])
-
-
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize(
-    ("gaps", "codes", "what"),
-    [
-        ([0, 98, 0], [1, 1, 1], "outside"),
-        ([0xFFFFFFFF], [1], "outside"),
-        ([3, 4], [1, 0], "nothing"),
-        ([0, 99, 0], [1, 0, 0], "outside"),
-        ([0, 5, 99], [1, 0, 1], "outside"),
-    ],
-)
-def test_what_no_encoder_lists_is_refused_alike(
-    width: int, gaps: list[int], codes: list[int], what: str
-) -> None:
-    old = np.zeros(100, f"<u{width}")
-    listed = np.array(gaps, "<u4"), np.array(codes, old.dtype)
-    for processor, hold in ((CPU, np.asarray), (DEVICE, held)):
-        with pytest.raises(ValueError, match=what):
-            processor.expand(hold(old), *listed)
-
-
 def classed(width: int, size: int) -> tuple[Bits, Bits]:
     """Weights of classes 2 to 12, of which those of 4 to 10 change: all of 4, then half as many."""
     rng = np.random.default_rng(width)

@@ -44,7 +44,6 @@ KERNELS = (
     kernels.mark,
     kernels.list_marked,
     kernels.describe,
-    kernels.change,
     kernels.count_classes,
     kernels.rank_changed,
     kernels.exchange,

@@ -8,6 +8,7 @@ from weight_transfer.format.chunk import HEADER, decode_chunk, encode_chunk, row
 from weight_transfer.format.codec import PLANE_HEADER, Encoding, Level
 from weight_transfer.format.digest import digest_of
 from weight_transfer.format.tensors import Bits, TensorBits
+from weight_transfer.kernels.cpu.changes import Changes, apply_changes
 
 
 def carried(old: TensorBits, new: TensorBits, chunk_bytes: int, level: Level = Level.FAST) -> Bits:
@@ -86,3 +87,23 @@ def test_ranges_are_row_aligned_and_bounded() -> None:
     assert list(row_ranges(old, 601)) == [(0, 3), (3, 6), (6, 9), (9, 10)]
     assert list(row_ranges(old, 1)) == [(row, row + 1) for row in range(10)]
     assert list(row_ranges(tensor("s", (), seed=1), 1)) == [(0, 1)]
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    ("gaps", "codes", "what"),
+    [
+        ([0, 98, 0], [1, 1, 1], "outside"),
+        ([0xFFFFFFFF], [1], "outside"),
+        ([3, 4], [1, 0], "nothing"),
+        ([0, 99, 0], [1, 0, 0], "outside"),
+        ([0, 5, 99], [1, 0, 1], "outside"),
+    ],
+)
+def test_changes_that_no_encoder_lists_are_refused(
+    width: int, gaps: list[int], codes: list[int], what: str
+) -> None:
+    old = np.zeros(100, f"<u{width}")
+    listed = Changes(np.array(gaps, "<u4"), np.array(codes, old.dtype))
+    with pytest.raises(ValueError, match=what):
+        apply_changes(old, listed)

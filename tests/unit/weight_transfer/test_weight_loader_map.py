@@ -15,10 +15,10 @@ from loader_cases import (
 )
 from loader_cases import proved as prove
 
+from rose.demo.faulty_worker import permuted
 from weight_transfer.errors import LoaderMapError
 from weight_transfer.format.tensors import TensorBits, tensor_of
 from weight_transfer.receiver import Receiver, StagedUpdate
-from weight_transfer.vllm import faults
 from weight_transfer.vllm.mapping.loader_map import LoaderMap
 from weight_transfer.vllm.mapping.rectangle import UnmappableError, rectangles
 from weight_transfer.vllm.mapping.trace_loader import trace_loader
@@ -95,7 +95,7 @@ def test_writes_that_went_elsewhere_are_found_by_the_audit(
     monkeypatch.setattr(LoaderMap, "parameter", lambda self, name: real(self, name).clone())
     placed = place(proved, staged)
     assert write(placed) == ()
-    parts = Audit(proved).rest()
+    parts = Audit(proved).step(1 << 62)
     after = dict(Receiver(base).digests)
     after |= {tensor.name: tensor.digest_after for tensor in staged.tensors}
     assert "attn.k_proj.weight" in judge(parts, after, sizes(base)).flipped
@@ -107,7 +107,7 @@ def test_both_ranks_together_find_any_flipped_weight(base: dict[str, TensorBits]
     digests = Receiver(base).digests
 
     def judged(ranks: tuple[int, ...] = (0, 1)) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        parts = [part for rank in ranks for part in Audit(maps[rank]).rest()]
+        parts = [part for rank in ranks for part in Audit(maps[rank]).step(1 << 62)]
         found = judge(parts, digests, sizes(base))
         return found.flipped, found.unjudged
 
@@ -185,8 +185,8 @@ def test_permuted_values_fail_the_audit(base: dict[str, TensorBits], staged: Sta
     parts = []
     for rank in range(2):
         proved = prove(loaded(FakeEngineModel(rank), base), base)
-        write(place(proved, faults.permuted(staged)))
-        parts += Audit(proved).rest()
+        write(place(proved, permuted(staged)))
+        parts += Audit(proved).step(1 << 62)
     digests = dict(Receiver(base).digests)
     digests |= {tensor.name: tensor.digest_after for tensor in staged.tensors}
     assert len(judge(parts, digests, sizes(base)).flipped) == 1

@@ -4,22 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from weight_transfer.vllm import faults
 from weight_transfer.vllm.disable_cpu_packing import plain_linear, register
 from weight_transfer.vllm.proof.probe import compare, probe_prompt
 from weight_transfer.vllm.proof.reference import layers
 from weight_transfer.vllm.update.replica_weights import merged
-
-
-def test_faults_are_off_unless_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for value, fault in (
-        ("", faults.Fault.NONE),
-        ("wrong_chunk", faults.Fault.WRONG_CHUNK),
-        ("stale_weights", faults.Fault.STALE_WEIGHTS),
-        ("fault_of_another_part", faults.Fault.NONE),
-    ):
-        monkeypatch.setenv("ROSE_FAULT", value)
-        assert faults.injected() is fault
 
 
 def test_the_plugin_is_inert_in_hosts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The processor of weights in host memory: numba's loops."""
+"""Kernel backend for weights in host memory: numba's loops."""
 
 from __future__ import annotations
 
@@ -39,26 +39,21 @@ class CpuDifference:
 
     @property
     def count(self) -> int:
-        """Changed weights."""
         return self.found.changes.count
 
     @property
     def growth(self) -> int:
-        """What the digest of the tensor grows by, mod 2^64."""
         return self.found.digest_change
 
     @property
     def gaps(self) -> NDArray[np.uint32]:
-        """Distance of each changed weight to the one before, less one."""
         return self.found.changes.gaps
 
     @property
     def codes(self) -> Bits:
-        """Zigzag coded ulp delta of each."""
         return self.found.changes.codes
 
     def class_counts(self, kind: WeightClass) -> NDArray[np.int64]:
-        """Changed weights of each class, i64[CLASSES]."""
         counts = np.zeros(CLASSES, np.int64)
         exponent_classes.class_counts(self.old, self.gaps, kind.shift, kind.mask, counts)
         return counts
@@ -101,15 +96,13 @@ class CpuExchange:
 
 
 class CpuProcessor:
-    """See `Processor`."""
+    """Kernel backend of host memory; see `Processor`."""
 
     def compare(self, old: Bits, new: Bits, room: int, first: int) -> Difference | None:
-        """Compare two ranges that begin at index `first`; None when over `room` weights changed."""
         found = changes.find_changes(old, new, room, first)
         return None if found is None else CpuDifference(old, found)
 
     def mark(self, old: Bits, new: Bits, first: int) -> Marks:
-        """Compare two ranges however much changed."""
         bitmap, codes = changes.mark_changes(old, new)
         growth = (self.digest(new, first) - self.digest(old, first)) % _MODULUS
         return Marks(bitmap, codes, growth)
@@ -119,14 +112,7 @@ class CpuProcessor:
         return bits
 
     def digest(self, bits: Bits, first: int) -> int:
-        """What a range that begins at index `first` adds to the digest of its tensor."""
         return int(mixing.sum_all(bits, first))
-
-    def expand(
-        self, old: Bits, gaps: NDArray[np.uint32], codes: Bits
-    ) -> tuple[NDArray[np.int64], Bits]:
-        """Return (flat indices, new values). Raises ValueError for changes that are none of old."""
-        return changes.apply_changes(old, changes.Changes(gaps, codes))
 
     def stage(self, changes: Sequence[RangeChange[Bits]], resident_bytes: int) -> Exchange:
         """Check changes. Raises IndexError for a place outside."""

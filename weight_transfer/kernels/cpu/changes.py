@@ -1,4 +1,4 @@
-"""Which weights changed and by how much, and back: gaps and zigzag coded ulp deltas.
+"""Kernels of weight changes, forth and back: gaps and zigzag coded ulp deltas.
 
 gap    distance to the previous changed weight, less one
 code   new − old of the integer views, wrapped to their width and zigzag coded; never 0
@@ -30,7 +30,7 @@ _OUTSIDE, _NOTHING = -1, -2
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """Of one range: `gaps` u32[n], `codes` as wide as the weights[n]."""
+    """Changes of one range: `gaps` u32[n], `codes` as wide as the weights[n]."""
 
     gaps: NDArray[np.uint32]
     codes: Bits
@@ -43,7 +43,7 @@ class Changes:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """All that changed. `digest_change`: what the tensor's digest grows by, mod 2^64."""
+    """Changes that were found. `digest_change`: what the tensor's digest grows by, mod 2^64."""
 
     changes: Changes
     digest_change: int

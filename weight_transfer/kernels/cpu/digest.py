@@ -1,6 +1,7 @@
-"""The position-mixed sum of `weight_transfer.format.digest`, and writing what it is about.
+"""Kernels of the tensor digest of `weight_transfer.format.digest`, on the CPU.
 
-The position-mixed sum over a rectangle of a tensor: rows that lie `stride` weights apart.
+They sum whole ranges, single weights and rectangles whose rows lie `stride` weights apart, and they
+overwrite weights while they sum the change.
 """
 
 from __future__ import annotations
@@ -38,38 +39,12 @@ def sum_all(bits: Bits, first: int) -> np.uint64:
 
 
 @compiled
-def sum_at(indices: NDArray[np.int64], values: Bits) -> np.uint64:
-    """Sum over weights that lie at `indices`."""
-    total = np.uint64(0)
-    for k in range(indices.size):
-        total += mix(np.uint64(indices[k]), np.uint64(values[k]))
-    return total
-
-
-@compiled
 def sum_difference(indices: NDArray[np.int64], old: Bits, new: Bits) -> np.uint64:
     """What the sum grows by when the weights at `indices` go from `old` to `new`."""
     total = np.uint64(0)
     for k in range(indices.size):
         index = np.uint64(indices[k])
         total += mix(index, np.uint64(new[k])) - mix(index, np.uint64(old[k]))
-    return total
-
-
-@compiled
-def sum_changes(old: Bits, gaps: NDArray[np.uint32], codes: Bits, first: int) -> np.uint64:
-    """The same for changes as `kernels.changes` has them, in a range that begins at `first`."""
-    one = np.uint64(1)
-    mask = np.uint64(0xFFFFFFFFFFFFFFFF) >> np.uint64(64 - 8 * codes.itemsize)
-    total = np.uint64(0)
-    at = -1
-    for k in range(gaps.size):
-        at += np.int64(gaps[k]) + 1
-        before = np.uint64(old[at])
-        code = np.uint64(codes[k])
-        after = (before + ((code >> one) ^ (np.uint64(0) - (code & one)))) & mask
-        index = np.uint64(first + at)
-        total += mix(index, after) - mix(index, before)
     return total
 
 

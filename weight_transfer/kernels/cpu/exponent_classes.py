@@ -1,17 +1,16 @@
-"""Adaptive binary range coder (after G. N. N. Martin, 1979; carries as in LZMA's).
-
-Of a state, low (or code) and range are scalars, which stay in registers from decision to decision;
-the rest is an i64 array: encoder [low, range, cache, cached, position], decoder [code, range,
-position], with the scalars put back between calls.
-A context is a probability of 0 in 1/65536 and how often it was asked, which says how
-fast it learns: as the mean of what was seen at first, by 1/256 at last.
-
-Changes by class of the old weight: where the receiver knows how likely a change is.
+"""Coder of the `compact` encoding: changes sorted by the exponent of the old weight, range coded.
 
 A weight w flips in a step with probability about |Δw| / ulp(w), and ulp(w) depends on its exponent
-alone. So changed weights are counted among those of equal exponent: `rank gap` is the number of
-unchanged weights of the class between one changed weight and the next. Ranks are counted MATCHED
-weights at a time: those of a class are the set bits of one word.
+alone, which the receiver knows. So changed weights are counted among those of equal exponent, a
+class: `rank gap` is the number of unchanged weights of the class between one changed weight and the
+next. Ranks are counted MATCHED weights at a time: those of a class are the set bits of one word.
+
+The range coder is binary and adaptive (after G. N. N. Martin, 1979; carries as in LZMA's). Of its
+state, low (or code) and range are scalars, which stay in registers from decision to decision; the
+rest is an i64 array: encoder [low, range, cache, cached, position], decoder [code, range,
+position], with the scalars put back between calls. A context is a probability of 0 in 1/65536 and
+how often it was asked, which sets how fast it learns: as the mean of its decisions at first, by
+1/256 at last.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""Numba, in the one way in which it is used here: compiled on first use, kept on disk, no GIL.
+"""SIMD helpers for CPU kernels: numba's compiler settings, bit counts, comparisons, byte planes.
 
-What a processor does with many weights, or with many bits, in one instruction.
-
-LLVM makes of each whatever the machine has; none is tied to one kind of processor.
-
-Integers to byte planes and back.
+Kernels are compiled on first use, kept on disk, and run without the GIL. LLVM turns each helper
+into whatever instruction the machine has; none is tied to one kind of processor.
 """
 
 from __future__ import annotations

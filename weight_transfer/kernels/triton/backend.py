@@ -1,16 +1,11 @@
-"""Where a weight is counted, and how many are counted there before it.
+"""Kernel backend on a device: Triton's loops over all weights, then torch over the changed ones.
 
-Which weights of a range changed: a bit for each, and where each tile's are listed.
-
-The changes of a range on a device, found by Triton's loops and sorted by torch.
-
-Sums of digests on a device.
-
-The processor of weights on a device: Triton's loops, then torch for what they found.
+Triton marks which weights of a range changed, a bit for each, and counts them by tile. Their
+indices, codes, ranks by class and digest sums follow from the marks.
 
 Everything is launched on the device's current stream and waits only where a number or the changes
 come to the host. Temporary memory: an eighth of a byte for each weight and 8 for each changed one;
-classes of `compact` add 4 for each weight of the chunk.
+classes of the `compact` encoding add 4 for each weight of the chunk.
 """
 
 from __future__ import annotations
@@ -166,26 +161,21 @@ class DeviceDifference:
 
     @property
     def count(self) -> int:
-        """Changed weights."""
         return self.marked.count
 
     @property
     def growth(self) -> int:
-        """What the digest of the tensor grows by, mod 2^64."""
         return self.described.growth
 
     @functools.cached_property
     def gaps(self) -> NDArray[np.uint32]:
-        """Distance of each changed weight to the one before, less one."""
         return to_host(self.described.gaps).view(np.uint32)
 
     @functools.cached_property
     def codes(self) -> Bits:
-        """Zigzag coded ulp delta of each."""
         return to_host(self.described.codes)
 
     def class_counts(self, kind: WeightClass) -> NDArray[np.int64]:
-        """Changed weights of each class, i64[CLASSES]."""
         counts: NDArray[np.int64] = (
             torch.bincount(self._classes(kind), minlength=CLASSES).cpu().numpy()
         )
@@ -228,10 +218,9 @@ def describe(old: DeviceBits, new: DeviceBits, found: Marked, first: int) -> Des
 
 
 class DeviceProcessor:
-    """See `Processor`."""
+    """Kernel backend of a device; see `Processor`."""
 
     def compare(self, old: DeviceBits, new: DeviceBits, room: int, first: int) -> Difference | None:
-        """Compare two ranges that begin at index `first`; None when over `room` weights changed."""
         with torch.cuda.device_of(old.flat):  # type: ignore[no-untyped-call]
             found = mark(old, new)
             if found.count > room:
@@ -239,7 +228,6 @@ class DeviceProcessor:
             return DeviceDifference(old, found, describe(old, new, found, first))
 
     def mark(self, old: DeviceBits, new: DeviceBits, first: int) -> Marks:
-        """Compare two ranges however much changed."""
         with torch.cuda.device_of(old.flat):  # type: ignore[no-untyped-call]
             found = mark(old, new)
             described = describe(old, new, found, first)
@@ -251,31 +239,11 @@ class DeviceProcessor:
         return to_host(bits.flat)
 
     def digest(self, bits: DeviceBits, first: int) -> int:
-        """What a range that begins at index `first` adds to the digest of its tensor."""
         return sum_all(bits, first)
 
-    def expand(
-        self, old: DeviceBits, gaps: NDArray[np.uint32], codes: Bits
-    ) -> tuple[NDArray[np.int64], Bits]:
-        """Return (flat indices, new values). Raises ValueError for changes that are none of old."""
-        with torch.cuda.device_of(old.flat):  # type: ignore[no-untyped-call]
-            steps = to_device(gaps.astype(np.int64), old.flat) + 1
-            indices, changed_by = torch.cumsum(steps, 0) - 1, to_device(codes, old.flat)
-            if codes.size and int(indices[-1]) >= old.size:
-                raise ValueError("a changed index lies outside the chunk's rows")
-            if bool((changed_by == 0).any()):
-                raise ValueError("a change of nothing is listed")
-            values = torch.empty_like(changed_by)
-            if codes.size:
-                kernels.change[(-(-codes.size // _LIST_TILE),)](
-                    old.flat, indices, changed_by, values, codes.size,
-                    width_bits=8 * old.itemsize, tile_size=_LIST_TILE,
-                )  # fmt: skip
-            return to_host(indices).view(np.int64), to_host(values)
-
-    def stage(self, kernels: Sequence[RangeChange[DeviceBits]], resident_bytes: int) -> Exchange:
+    def stage(self, changes: Sequence[RangeChange[DeviceBits]], resident_bytes: int) -> Exchange:
         """Bring changes to the device, beside what it computes; see `Processor`."""
-        return stage(kernels, resident_bytes)
+        return stage(changes, resident_bytes)
 
 
 DEVICE: Processor[DeviceBits] = DeviceProcessor()

@@ -25,7 +25,6 @@ class DeviceBits:
 
     @property
     def size(self) -> int:
-        """Weights."""
         return self.flat.numel()
 
     @property

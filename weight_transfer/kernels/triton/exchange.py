@@ -1,14 +1,12 @@
-"""Memory of a device that an update takes for a while: how it is refused, and given back.
-
-What happens on a device beside its engine's work, and what only when that has ended.
-
-Changes as they travel to a device: one run of bytes for a part of a tensor's changes.
-
-What is exchanged on a device: brought there beforehand as far as memory is granted for it.
+"""Exchange of weights on a device: changes are staged there, as far as memory is granted for them.
 
 resident   pieces that wait on the device; under the pause nothing of them is copied
 streamed   pieces beyond that wait in pinned memory and pass one after the other through a slot
-Under the pause nothing is allocated, and the host waits once, for the counts.
+
+A piece is one run of bytes: places, old and new values of a part of a tensor's changes. `Order`
+says which work runs beside the engine's steps, and which only after they have ended.
+Under the pause nothing is allocated, and the host waits once, for the counts. Where the device has
+no room, one error names the shortage, and nothing was written.
 """
 
 from __future__ import annotations
@@ -56,7 +54,7 @@ def release_unused(device: torch.device) -> None:
 
 
 class Order(Protocol):
-    """Of one device, as one thread uses it."""
+    """Order of work on one device, as one thread uses it."""
 
     def aside(self) -> AbstractContextManager[None]:
         """What is begun inside runs beside the engine's steps, and has ended when this does."""
@@ -73,19 +71,17 @@ class CudaOrder:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """What is begun inside runs beside the engine's steps, and has ended when this does."""
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         with torch.cuda.device(self._device), torch.cuda.stream(stream):
             yield
             stream.synchronize()
 
     def settle(self) -> None:
-        """Wait for all that this process has begun on the device."""
         torch.cuda.synchronize(self._device)
 
 
 class HostOrder:
-    """Of host memory, in Triton's interpreter: everything has ended when it returns."""
+    """Order of work on host memory, in Triton's interpreter: all has ended when it returns."""
 
     def aside(self) -> AbstractContextManager[None]:
         """Nothing runs beside anything."""

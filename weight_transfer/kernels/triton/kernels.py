@@ -1,66 +1,45 @@
-"""Weights on a device as bits: what a numpy array of unsigned integers is on the host.
+"""Triton kernels on weights as bits: digest sums, comparison, ranks by class, exchange.
 
-Triton, in the one way in which it is used here.
-
-Parameters of a kernel are annotated as `tl.tensor`, pointers to a tensor's first weight too: Triton
+A kernel's parameters are annotated as `tl.tensor`, pointers to a tensor's first weight too: Triton
 looks annotations up.
 
-Triton: the position-mixed sum of `weight_transfer.format.digest`, all of it in integers mod 2^64.
+Digest. The position-mixed sum of `weight_transfer.format.digest` is integer arithmetic mod 2^64.
+Each program leaves its own sum, and torch adds them: its int64 wraps too. Addition mod 2^64 has no
+order, so the result depends on no schedule.
 
-Each program leaves its own sum; adding them is left to torch, whose int64 wraps too. Addition mod
-2^64 has no order, so the result depends on no schedule.
-
-Triton: which weights changed, and by how much.
+Comparison, in three passes:
 
 mark      every weight, once: a bit for each and how many there are in each tile
 list      the bits: a tile's changed indices go behind those of the tiles before it
-describe  changed weights alone: gap, code, and what the digest grows by
+describe  changed weights alone: gap, code, and the digest's growth
+
 Codes are made in a pass of their own because nearly all lanes of the first would compute nothing.
 
-Triton: the rank of each changed weight among those of its class, see `kernels.classes`.
-
-A range is cut in blocks. The first pass counts each block's classes; their sums over the blocks
+Ranks. The rank of a changed weight among those of its class, see `kernels.cpu.exponent_classes`. A
+range is cut in blocks. The first pass counts each block's classes; their sums over the blocks
 before it are the ranks with which the second begins. In a block each tile of a few weights is
-compared with itself, whose time is the same whatever changed and however classes lie.
+compared with itself, which takes the same time whatever changed and however classes lie.
 Only a few classes hold changes: `slots` says where each is counted, all others together.
 
-Triton: weights are overwritten where they changed, and read back.
+Exchange. Weights are overwritten where they changed, and read back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, cast, overload
+from collections.abc import Callable
+from typing import Any
 
 import triton
 import triton.language as tl
 
-if TYPE_CHECKING:
-    pass
 
+def launched(kernel: Callable[..., Any] | None = None, **options: Any) -> Any:  # noqa: ANN401
+    """Return `kernel` as device code, which is compiled anew for each combination of types.
 
-class Kernel(Protocol):
-    """A compiled function: `kernel[grid](...)` launches it, another kernel just calls it."""
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        """What runs as many programs."""
-
-    def __call__(self, *arguments: Any) -> Any:  # noqa: ANN401 -- what Triton makes of it
-        """Only inside of another kernel."""
-
-
-@overload
-def launched(kernel: Callable[..., Any]) -> Kernel: ...
-@overload
-def launched(*, do_not_specialize: Sequence[str]) -> Callable[[Callable[..., Any]], Kernel]: ...
-
-
-def launched(kernel: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """Return `kernel` as device code; it is compiled anew for each combination of types.
-
-    And of alignments, but for what `do_not_specialize` names.
+    And of alignments, but for what the option `do_not_specialize` names. `kernel[grid](...)`
+    launches it; inside of another kernel it is called.
     """
-    return cast("Kernel", triton.jit(kernel, **options))
+    return triton.jit(kernel, **options)
 
 
 @launched
@@ -192,26 +171,6 @@ def describe(
     start = gamma_times((first + index).to(tl.uint64))
     grown = tl.where(inside, finalise(start + after) - finalise(start + before), 0)
     tl.store(sums + program, tl.sum(grown, 0).to(tl.int64, bitcast=True))
-
-
-@launched
-def change(
-    old: tl.tensor,
-    indices: tl.tensor,
-    codes: tl.tensor,
-    values: tl.tensor,
-    count: tl.tensor,
-    width_bits: tl.constexpr,
-    tile_size: tl.constexpr,
-) -> None:
-    """The way back: `values` are the weights of `old` at `indices`, changed by `codes`."""
-    at = tl.program_id(0).to(tl.int64) * tile_size + tl.arange(0, tile_size)
-    inside = at < count
-    index = tl.load(indices + at, mask=inside, other=0)
-    code = widened(tl.load(codes + at, mask=inside, other=0), width_bits)
-    before = widened(tl.load(old + index, mask=inside, other=0), width_bits)
-    after = before + ((code >> 1) ^ (0 - (code & 1)))
-    tl.store(values + at, after.to(values.dtype.element_ty), mask=inside)
 
 
 @launched

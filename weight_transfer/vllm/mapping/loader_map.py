@@ -1,6 +1,6 @@
 """Loader map: where each checkpoint weight lives in this rank's parameters, proved at start.
 
-trace    the model's own loader, without data: rectangles (see `tracing`)
+trace    the model's own loader, without data: rectangles (see `trace_loader`)
 prove    replay the base through them; every byte of every parameter must be what the engine
          really loaded
 loose    parameters that differ: their loader transforms weights. They must equal, byte for byte,
@@ -90,7 +90,6 @@ class LoaderMap:
         return tuple(self._rectangles)
 
     def parameter(self, name: str) -> torch.Tensor:
-        """A live parameter."""
         return self._live[name]
 
     def flat(self, name: str) -> torch.Tensor:

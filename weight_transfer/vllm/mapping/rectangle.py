@@ -1,6 +1,7 @@
-"""A parameter as flat memory: from its first element to its last, gaps of its strides included.
+"""Rectangles: affine maps from positions of a checkpoint tensor to positions of a vLLM parameter.
 
-Rectangle: an affine map from positions of a checkpoint tensor to positions of a parameter.
+A parameter is seen as flat memory: from its first element to its last, gaps of its strides
+included.
 """
 
 from __future__ import annotations

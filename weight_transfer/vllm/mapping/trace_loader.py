@@ -1,11 +1,10 @@
-"""TracedTensor: a weight without data that remembers which part of its checkpoint tensor it is.
+"""Tracer of a model's own `load_weights`: runs it without data and notes where each weight goes.
 
-A loader slices, transposes, splits and reshapes what it is given and then copies it into a
-parameter. All of that reaches PyTorch's dispatcher as few view operations and one `copy_`. A view
-is told by (offset, shape, strides) alone, which a tensor on the meta device carries for free: so
-each traced tensor holds one, views are taken of that, and `copy_` notes both sides.
-
-Tracing: run a model's own `load_weights` without data and note where each weight goes.
+A loader slices, transposes, splits and reshapes checkpoint tensors and then copies them into
+parameters. All of that reaches PyTorch's dispatcher as few view operations and one `copy_`. A view
+is defined by (offset, shape, strides) alone, which a tensor on the meta device carries for free. So
+each `TracedTensor`, a weight without data, holds one, views are taken of that, and `copy_` notes
+both sides.
 """
 
 from __future__ import annotations

@@ -53,10 +53,6 @@ class Audit:
             elements -= piece.elements
         return parts
 
-    def rest(self) -> list[Part]:
-        """Everything that is left, at once."""
-        return self.step(1 << 62)
-
     def _part(self, piece: Rectangle) -> Part:
         flat = self._map.parameter(piece.target)
         if flat.device.type == "cpu":

@@ -141,7 +141,6 @@ class Slot:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """What is there."""
         found: torch.Tensor = self.holder[self.key]
         return found
 

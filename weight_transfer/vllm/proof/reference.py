@@ -1,8 +1,8 @@
-"""A fresh dense load: the engine's own loader, run anew on checkpoint-coordinate weights.
+"""Reference of a version: its probe logits and opaque parameters by a fresh dense load.
 
-It is made in pieces, layer by layer, so that an engine can serve between them.
-
-Reference: what a version computes, and what its loader makes of it, known before the pause.
+The engine's own loader runs anew on the version's checkpoint tensors, so the reference depends on
+none of the code that updates weights in place. It is made before the engine's pause, layer by
+layer, so that the engine can serve between the pieces.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Loose parameters: those whose loader transforms weights are copied from a fresh load, whole.
+"""Applier of an update: exchanges changed values in live parameters in O(changed), on any device.
 
-Applier: O(changed) exchange of staged absolute values in live parameters, wherever they are.
-
-place   while serving: which of the changes live on this rank, and where; brought to their device
+place   while serving: find the changes that live on this rank, bring them to their device
 write   under the pause: compare with the old, write the new, read back
+
+Opaque parameters, whose loader transforms weights, are copied from a fresh load, whole.
 """
 
 from __future__ import annotations
@@ -86,7 +86,6 @@ class ParameterSlices:
 
     @property
     def parts(self) -> tuple[PlacedChange, ...]:
-        """All of them."""
         return tuple(part for parts, _ in self.groups for part in parts)
 
 

@@ -1,17 +1,14 @@
-"""CommitReport: what one rank, or all of them, say of an activation.
-
-Errors across `collective_rpc`: vLLM carries only an exception's text between its processes.
-
-The worker names the error inside its text, the API process makes the typed error again, so that
-an endpoint can tell a wrong base (409) from a failed proof (422).
-
-ReplicaWeights: the weights of one rank of an engine, and the proofs of each activation.
+"""Weights of one rank of an engine, with the proofs and the report of each activation.
 
 init    read the base, compile the kernels, trace and prove the loader map
 stage   while serving: see `staging`
 commit  under the engine's pause: scatter → read back → one probe forward
         all proofs hold: the new version is active; any fails: the old values go back
 audit   any time between steps: digests of everything that is live
+
+vLLM carries only an exception's text between its processes. So the worker names the error inside
+its text and the API process makes the typed error again, and an endpoint can tell a wrong base
+(409) from a failed proof (422).
 """
 
 from __future__ import annotations
@@ -35,20 +32,13 @@ from weight_transfer.format.manifest import MAX_MANIFEST_BYTES, ChunkRef, Manife
 from weight_transfer.format.tensors import TensorBits
 from weight_transfer.kernels.triton.exchange import named_shortage, release_unused
 from weight_transfer.receiver import Receiver, StagedUpdate
-from weight_transfer.vllm import faults
 from weight_transfer.vllm.enclosed_files import Enclosed
 from weight_transfer.vllm.mapping.loader_map import LoaderMap
 from weight_transfer.vllm.mapping.trace_loader import trace_loader
-from weight_transfer.vllm.proof.audit import Audit, judge
+from weight_transfer.vllm.proof.audit import Audit
 from weight_transfer.vllm.proof.layered import LayerPlan
 from weight_transfer.vllm.proof.probe import ProbeResult, compare
-from weight_transfer.vllm.proof.reference import (
-    finish,
-    load_fresh,
-    overlay,
-    reference_in_pieces,
-    skeleton,
-)
+from weight_transfer.vllm.proof.reference import load_fresh, overlay, reference_in_pieces, skeleton
 from weight_transfer.vllm.update.applier import OpaqueCopy, place, write, write_back
 from weight_transfer.vllm.update.staging import Decoded, Prepared, Staging, warm_kernels
 
@@ -122,9 +112,6 @@ def typed(failure: Exception) -> Exception:
     return kind(marked.group(2))
 
 
-_HELD = ProbeResult(ok=True, max_abs_diff=0.0)
-
-
 class ReplicaWeights:
     """Receiver, loader map and proofs; the one path by which an engine's weights change."""
 
@@ -144,16 +131,11 @@ class ReplicaWeights:
         self.map, self._plan = map_engine(engine, base)
         self._receiver = Receiver(base)
         self._staging: Staging | None = None
-        self._last: tuple[Prepared, OpaqueCopy] | None = None
         self._unsettled: StagedUpdate | None = None
         self._settling = threading.Lock()
-        self._claimed: int | None = None
 
     @property
     def version(self) -> int:
-        """The active version (with the fault `stale_weights`: the claimed one)."""
-        if self._claimed is not None:
-            return self._claimed
         return self._unsettled.version if self._unsettled else self._receiver.version
 
     def settle(self) -> None:
@@ -164,8 +146,7 @@ class ReplicaWeights:
             self._unsettled = None
 
     def finish(self) -> None:
-        """After the pause: settle beside the engine's steps, and make a rollback's memory free."""
-        self._last = None
+        """After the pause: settle beside the engine's steps, and free what the update took."""
         # Should it fail, whoever settles next is told.
         threading.Thread(target=self.settle, name="rose-settle").start()
         release_unused(self._engine.device)
@@ -190,7 +171,6 @@ class ReplicaWeights:
             if not self._staging.decoded:
                 raise StoreError("an update is still being read and decoded; ask again later")
             self._staging.drop()
-        self._last = None
         self.settle()
         self._staging = Staging(lambda: self._decode(manifest_paths, chunks_dir), self._prepare)
         return self._staging
@@ -215,56 +195,27 @@ class ReplicaWeights:
         if prepared is None:
             raise WrongBaseError("the update is not staged to its end; step it on")
         self._staging = None
-        started_s = time.perf_counter()
-        fault = faults.injected()
-        if fault is faults.Fault.STALE_WEIGHTS:
-            self._claimed = prepared.update.version
-            return self._report(prepared, time.perf_counter() - started_s)
-        if fault is faults.Fault.WRONG_CHUNK:
-            write(place(self.map, faults.permuted(prepared.update)))
-            self._unsettled = prepared.update
-            return self._report(prepared, time.perf_counter() - started_s)
         return self._activate(prepared)
-
-    def rollback(self) -> int:
-        """Take the last commit back, if it is active: another rank could not prove it.
-
-        Returns the active version.
-        """
-        last, self._last = self._last, None
-        if last is not None and self.version == last[0].update.version:
-            self._revert(*last)
-        return self.version
 
     def audit(self) -> Audit:
         """A new pass over everything that is live; step it between the engine's steps."""
         return Audit(self.map)
-
-    def prove(self) -> tuple[bool, ProbeResult]:
-        """Return (every live digest is right, probe) for the active version, all made anew.
-
-        O(model), for one rank alone; only under a pause or between steps.
-        """
-        self.settle()
-        pieces = reference_in_pieces(self._engine, self._receiver.tensors, None, (), self._plan)
-        probe = compare(self._logits(), finish(pieces).logits)
-        return not judge(self.audit().rest(), self.digests, self.elements).flipped, probe
 
     def _decode(self, manifest_paths: Sequence[Path], chunks_dir: Path) -> Decoded:
         update = self._verified(manifest_paths, chunks_dir)
         return Decoded(update, place(self.map, update))
 
     def _verified(self, manifest_paths: Sequence[Path], chunks_dir: Path) -> StagedUpdate:
-        manifests = [
-            Manifest.from_bytes(self._files.read(path, MAX_MANIFEST_BYTES), self._verify_key)
-            for path in manifest_paths
-        ]
-        if faults.injected() is faults.Fault.STALE_WEIGHTS:
-            last, active = manifests[-1], self._receiver.version
-            return StagedUpdate(last.version, active, (), last.wire_bytes)
+        manifests = self._manifests(manifest_paths)
         refs = {ref.id: ref for manifest in manifests for ref in manifest.chunks}
         chunks = {ref.id: self._chunk(chunks_dir, ref) for ref in refs.values()}
         return self._receiver.stage_chain(manifests, chunks, self._verify_key, time.time())
+
+    def _manifests(self, paths: Sequence[Path]) -> list[Manifest]:
+        return [
+            Manifest.from_bytes(self._files.read(path, MAX_MANIFEST_BYTES), self._verify_key)
+            for path in paths
+        ]
 
     def _chunk(self, folder: Path, ref: ChunkRef) -> bytes:
         encoded = self._files.read(folder / ref.id, ref.encoded_bytes)
@@ -293,8 +244,6 @@ class ReplicaWeights:
         probe_s = time.perf_counter() - applied_s
         if unproven or not probe.ok:
             self._revert(prepared, loose)
-        else:
-            self._last = prepared, loose
         return self._report(prepared, applied_s - started_s, probe_s, not unproven, probe)
 
     def _logits(self) -> torch.Tensor:
@@ -303,19 +252,16 @@ class ReplicaWeights:
     def _revert(self, prepared: Prepared, loose: OpaqueCopy) -> None:
         write_back(prepared.placement)
         loose.write_back()
-        if self._unsettled is None:
-            self._receiver.rollback(prepared.update)
         self._unsettled = None
 
     def _report(
         self,
         prepared: Prepared,
         apply_s: float,
-        probe_s: float = 0.0,
-        digest_ok: bool = True,
-        probe: ProbeResult = _HELD,
+        probe_s: float,
+        digest_ok: bool,
+        probe: ProbeResult,
     ) -> CommitReport:
-        """The defaults are proofs that nobody made: what the faults exist for."""
         update = prepared.update
         return CommitReport(
             version=self.version,

@@ -1,12 +1,13 @@
-"""Warm kernels: numba compiles on first use, for seconds; better at start than while serving.
-
-Staging: an update is verified, placed and computed while its engine serves.
+"""Staging of an update: it is verified, placed and computed while its engine serves.
 
 decode      a thread: signature, chunks, digests of the new weights; then this rank's part of the
             changes is brought to the memory of its parameters, beside the engine's steps
 reference   between steps, piece by piece: a fresh dense load of the new version runs the probe
 
 Pieces are counted, not timed: a probe is a collective, so all ranks have to come to it in one step.
+
+`warm_kernels` compiles the kernels at start: numba takes seconds at first use, which would
+otherwise fall into serving.
 """
 
 from __future__ import annotations

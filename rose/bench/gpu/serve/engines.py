@@ -9,7 +9,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
 
 from executor.step_log import STEP_LOG
 from rose.addresses import free_ports
@@ -56,7 +55,6 @@ class ServingEngines:
         return self.folder / "models" / model
 
     def url(self, name: str) -> str:
-        """Address of an engine."""
         return f"http://127.0.0.1:{self._ports[name]}"
 
     def headers(self, name: str) -> dict[str, str]:
@@ -64,7 +62,6 @@ class ServingEngines:
         return self.running[name].headers
 
     def pid(self, name: str) -> int | None:
-        """Its API process while it runs."""
         engine = self.running.get(name)
         return engine.process.pid if engine and engine.process.returncode is None else None
 
@@ -78,7 +75,6 @@ class ServingEngines:
         """Not here: the kernel's priorities say nothing about a card."""
 
     def check(self) -> None:
-        """Raise when an engine ended by itself."""
         for name, engine in self.running.items():
             if engine.process.returncode is not None:
                 raise EngineStartError(
@@ -86,7 +82,6 @@ class ServingEngines:
                 )
 
     async def stop(self) -> None:
-        """End all."""
         await asyncio.gather(*(engine.stop() for engine in self.running.values()))
         self.running.clear()
 
@@ -155,15 +150,7 @@ class ServingEngines:
         )
 
 
-class Awaited(Protocol):
-    """An engine that starts."""
-
-    async def wait_healthy(self, timeout_s: float) -> None:
-        """Return once it serves. Raises EngineStartError when it ended instead."""
-        ...
-
-
-async def await_all(engines: Mapping[str, Awaited], timeout_s: float, logs: Path) -> None:
+async def await_all(engines: Mapping[str, EngineProcess], timeout_s: float, logs: Path) -> None:
     """Return once all serve. Raises EngineStartError as soon as one cannot, or when time is up."""
     waiting = {
         asyncio.create_task(engine.wait_healthy(timeout_s), name=name)

@@ -57,7 +57,6 @@ def _differences(place: str, old: Bits, new: Bits) -> Found:
     wanted = ranked(old, changed)
     rank_gaps, codes = difference.by_class(kind, *ends_of(wanted.counts))
     marks = DEVICE.mark(before, after, _FIRST)
-    indices, values = DEVICE.expand(before, difference.gaps, difference.codes)
     coded = zigzag(old[changed], new[changed])
     return {
         "digest": (DEVICE.digest(before, _FIRST), summed(np.arange(old.size) + _FIRST, old)),
@@ -69,8 +68,6 @@ def _differences(place: str, old: Bits, new: Bits) -> Found:
         "rank gaps": (rank_gaps, wanted.gaps),
         "sorted codes": (codes, coded[wanted.order]),
         "bitmap": (marks.bitmap, np.packbits(old != new, bitorder="little")),
-        "indices": (indices, changed),
-        "values": (values, new[changed]),
         "too many": (DEVICE.compare(before, after, changed.size - 1, 0) is None, True),
     }
 

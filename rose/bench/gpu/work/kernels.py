@@ -81,7 +81,7 @@ def _works(sizes: Sizes, place: str) -> list[Work]:
         Work("digest", nbytes, lambda: DEVICE.digest(old, 0)),
         Work("diff", 2 * nbytes, lambda: DEVICE.compare(old, new, size, 0)),
         Work("encode_to_host", 2 * nbytes, lambda: _encoded(old, new)),
-        *_chunk_works(old, new),
+        _ranking(old, new),
         _overwriting(old, new),
     ]
 
@@ -93,8 +93,8 @@ def _encoded(old: Any, new: Any) -> None:  # noqa: ANN401 -- a type of the packa
     _ = found and (found.gaps, found.codes)
 
 
-def _chunk_works(old: Any, new: Any) -> list[Work]:  # noqa: ANN401
-    """What is done a chunk at a time: ranks of `compact`, and the decoding of what was encoded."""
+def _ranking(old: Any, new: Any) -> Work:  # noqa: ANN401
+    """Ranks of `compact`, which are made a chunk at a time."""
     from weight_transfer.format.tensors import WeightClass
     from weight_transfer.kernels.triton.backend import DEVICE
 
@@ -103,17 +103,11 @@ def _chunk_works(old: Any, new: Any) -> list[Work]:  # noqa: ANN401
     part = DEVICE.compare(old[chunk], new[chunk], chunk.stop, 0)
     if part is None or not part.count:
         raise ValueError("the first chunk has no changes; raise --density")
-    gaps, codes = part.gaps, part.codes
-    # Up: gaps and codes. There: a weight. Down: an index and a value.
-    decoded = codes.size * (4 + 2 + 2 + 8 + 2)
 
     def ranks() -> None:
         part.by_class(kind, *ends_of(part.class_counts(kind)))
 
-    return [
-        Work("compact_ranks_of_a_chunk", 2 * 2 * chunk.stop, ranks),
-        Work("decode_a_chunk", decoded, lambda: DEVICE.expand(old[chunk], gaps, codes)),
-    ]
+    return Work("compact_ranks_of_a_chunk", 2 * 2 * chunk.stop, ranks)
 
 
 def _overwriting(old: Any, new: Any) -> Work:  # noqa: ANN401

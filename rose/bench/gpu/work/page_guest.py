@@ -11,7 +11,8 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 
-from rose.bench.gpu.work.page_driver import PageDriver, opened
+from executor.cuda.driver import Driver
+from rose.bench.gpu.work.page_driver import opened
 from rose.bench.gpu.work.page_range import Handles, PageRange
 
 FREE, FILL, SHARE, UNMAP, MAP, DONE = "free", "fill", "share", "unmap", "map", "done"
@@ -22,7 +23,7 @@ BATCH = 64
 class Guest:
     """A process's pages, mapped from the start on."""
 
-    def __init__(self, driver: PageDriver, pages: int, to: socket.socket) -> None:
+    def __init__(self, driver: Driver, pages: int, to: socket.socket) -> None:
         self._driver = driver
         self._to = to
         self._range = PageRange(driver, pages)
@@ -73,7 +74,7 @@ class Guest:
         self._range.close()
 
 
-def received(driver: PageDriver, pages: int, source: socket.socket) -> Handles:
+def received(driver: Driver, pages: int, source: socket.socket) -> Handles:
     """Handles of all pages that a guest shares."""
     handles: Handles = []
     while len(handles) < pages:

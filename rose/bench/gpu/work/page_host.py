@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO
 
+from executor.cuda.driver import Driver
 from rose.bench.gpu.errors import PieceError
 from rose.bench.gpu.work import page_guest as words
-from rose.bench.gpu.work.page_driver import PageDriver
 from rose.bench.gpu.work.page_guest import received
 from rose.bench.gpu.work.page_range import PageRange
 
@@ -77,7 +77,7 @@ def guest_process(opener: str, pages: int) -> Iterator[GuestProcess]:
                 process.kill()
 
 
-def through_driver(driver: PageDriver, guest: GuestProcess, pages: int, rounds: int) -> Times:
+def through_driver(driver: Driver, guest: GuestProcess, pages: int, rounds: int) -> Times:
     """The guest frees its memory and the host allocates: the driver's own pool is between them."""
     times: Times = {"given_s": [], "taken_s": [], "moved_s": []}
     memory = PageRange(driver, pages)
@@ -95,7 +95,7 @@ def through_driver(driver: PageDriver, guest: GuestProcess, pages: int, rounds: 
     return times
 
 
-def by_handle(driver: PageDriver, guest: GuestProcess, pages: int, rounds: int) -> Times:
+def by_handle(driver: Driver, guest: GuestProcess, pages: int, rounds: int) -> Times:
     """The host has a handle of each page from before: the guest unmaps it, the host maps it."""
     times: Times = {"shared_s": [], "given_s": [], "taken_s": [], "moved_s": []}
     memory = PageRange(driver, pages)

@@ -2,29 +2,29 @@
 
 from collections.abc import Sequence
 
-from rose.bench.gpu.work.page_driver import PageDriver
+from executor.cuda.driver import Driver, Handle
 
-Handles = list[int]
+Handles = list[Handle]
 
 
 class PageRange:
     """`pages` pages of the driver's own size, numbered from the range's start."""
 
-    def __init__(self, driver: PageDriver, pages: int) -> None:
+    def __init__(self, driver: Driver, pages: int) -> None:
         self._driver = driver
         self.pages = pages
         self.page_bytes = driver.granularity
         self._base = driver.reserve(pages * self.page_bytes)
 
-    def create(self) -> int:
+    def create(self) -> Handle:
         """Take a page from the card."""
         return self._driver.create(self.page_bytes)
 
-    def release(self, handle: int) -> None:
+    def release(self, handle: Handle) -> None:
         """Give a page back to the card, once nothing is mapped on it."""
         self._driver.release(handle)
 
-    def map(self, page: int, handle: int) -> None:
+    def map(self, page: int, handle: Handle) -> None:
         """Put a page under an address."""
         self._driver.map(self._address(page), self.page_bytes, handle)
 
@@ -45,7 +45,7 @@ class PageRange:
         """A page for each address."""
         return [self.create() for _ in range(self.pages)]
 
-    def map_all(self, handles: Sequence[int]) -> None:
+    def map_all(self, handles: Sequence[Handle]) -> None:
         """Put zeroed pages under all of it, ready for use."""
         for page, handle in enumerate(handles):
             self.map(page, handle)
@@ -57,7 +57,7 @@ class PageRange:
         for page in range(self.pages):
             self.unmap(page)
 
-    def release_all(self, handles: Sequence[int]) -> None:
+    def release_all(self, handles: Sequence[Handle]) -> None:
         """Give them back to the card."""
         for handle in handles:
             self.release(handle)
