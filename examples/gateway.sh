@@ -19,8 +19,10 @@ trap 'kill "$scheduler" 2>/dev/null; wait' EXIT
 trap 'exit 0' INT TERM
 
 # For prompts that are text add --tokenizer models/policy; prompts of token ids need none.
+# A guest takes minutes to start, on a busy machine: turns wait for it, and for each version.
 rose gateway \
   --port 8000 \
   --scheduler 127.0.0.1:7400 \
+  --queue-wait-s 600 --version-wait-s 600 \
   --log-dir run/logs &
 wait -n

@@ -18,13 +18,14 @@ from rose.addresses import free_ports
 from tests.awaited import until
 from weight_transfer import SigningKey
 
-pytestmark = [pytest.mark.engine, pytest.mark.nightly, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.nightly, pytest.mark.timeout(1_200)]
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 # What makes an engine small, and leaves the GPU out.
 SMALL = ("--enforce-eager", "--kv-cache-memory-bytes=67108864", "--max-model-len=512")
 BIN = Path(sys.executable).parent
-READY_S = 240.0
+# A guest yields to all other work of the machine, its start included.
+READY_S = 480.0
 
 
 def without_gpu(path: Path) -> None:
