@@ -14,8 +14,7 @@ rose scheduler \
   --store run/scheduler.sqlite \
   --log-dir run/logs \
   --harvest ACTIVE &
-scheduler=$!
-trap 'kill "$scheduler" 2>/dev/null; wait' EXIT
+trap 'kill $(jobs -p) 2>/dev/null; wait' EXIT
 trap 'exit 0' INT TERM
 
 # For prompts that are text add --tokenizer models/policy; prompts of token ids need none.
