@@ -7,13 +7,16 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import create_autospec
 
 import numpy as np
 import pytest
 
 from executor.vllm.settings import EngineSettings
+from rose.client import RolloutClient
 from rose.node.config import NodeConfig
-from weight_transfer import TensorBits
+from rose.publish import WeightPublisher
+from weight_transfer import SigningKey, TensorBits
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 # A command which notes how it was called, and ends when all calls of it are noted.
@@ -105,3 +108,27 @@ def test_the_trainers_step_changes_weights_and_leaves_the_old_ones_alone() -> No
     new = step(old)
     assert old["w"].bits.sum() == 0
     assert new["w"].bits.sum() == 100
+
+
+async def test_the_trainer_asks_for_each_version_that_it_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = runpy.run_path(str(EXAMPLES / "trainer.py"), run_name="example")["train"]
+    # They take no arguments that the real ones do not.
+    client, publisher = create_autospec(RolloutClient), create_autospec(WeightPublisher)
+    weights = {"w": TensorBits("w", "bfloat16", (20, 10), np.zeros(200, np.uint16))}
+    for name, stand_in in {
+        "RolloutClient": client,
+        "WeightPublisher": publisher,
+        "read_model_dir": lambda _: weights,
+    }.items():
+        monkeypatch.setitem(train.__globals__, name, stand_in)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    SigningKey.generate().save(tmp_path / "run/trainer.key")
+    await train(Path("models/policy"))
+    turns = client.return_value.__aenter__.return_value.generate.await_args_list
+    published = publisher.return_value.publish.await_args_list
+    assert [turn.kwargs["min_version"] for turn in turns] == [0, 1, 2]
+    assert [call.args[:2] for call in published] == [(1, 0), (2, 1), (3, 2)]
+    assert published[0].args[3] is published[1].args[2], "each step begins where the last ended"
