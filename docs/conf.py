@@ -1,6 +1,7 @@
 """Sphinx's configuration for the site of these pages, which `make docs` builds.
 
 The pages are plain Markdown and are read without the site as well: tables of contents are here.
+Sphinx, because MkDocs 1 is without releases and Material for MkDocs ends in May 2027.
 """
 
 import re
