@@ -28,10 +28,10 @@ async def train(model: Path, steps: int = 3) -> None:
     weights = read_model_dir(model)
     key = SigningKey.load(Path("run/trainer.key"))
     publisher = WeightPublisher("job", "127.0.0.1:7400", Path("run/published"), 7500, key)
-    async with RolloutClient("http://127.0.0.1:8000") as client, publisher:
+    async with RolloutClient("http://127.0.0.1:8000", timeout_s=600) as client, publisher:
         for version in range(steps):
             sampling = Sampling(max_tokens=8, seed=version)
-            turn = await client.generate([1, 2, 3], sampling, min_version=version, timeout_s=600)
+            turn = await client.generate([1, 2, 3], sampling, min_version=version)
             print(turn.token_ids, turn.logprobs, turn.versions, turn.segments)  # noqa: T201
             old, weights = weights, optimizer_step(weights)
             receipt = await publisher.publish(version + 1, version, old, weights)
