@@ -107,13 +107,13 @@ class Bench:
         new = moved(self._active, share, version)
         self._publisher.publish(version, self._version, self._active, new)
         paths = [str(self._store.manifest_path(version))], str(self._store.chunks_dir)
-        self._call("rose_weights_stage_begin", *paths)
+        self._call("rose_weights_decode", *paths, f"version {version}")
         began_s = time.perf_counter()
         pieces = []
         done = False
         while not done:
             began_piece_s = time.perf_counter()
-            done = self._call("rose_weights_stage_step", 1)["done"]
+            done = self._call("rose_weights_load", 1)["done"]
             pieces.append(time.perf_counter() - began_piece_s)
         stage_s = time.perf_counter() - began_s
         began_s = time.perf_counter()

@@ -1,4 +1,17 @@
-"""Cores that lease capacity, route turns and keep every token: no clock, socket or file in here."""
+"""Cores that lease capacity, route turns and keep every token: no clock, socket or file in here.
+
+The loop of a turn, of which the gateway's is the real one; its stories are in tests/traces/journal:
+
+    journal = TurnJournal(prompt, max_tokens, max_attempts=8)
+    while True:
+        attempt = journal.begin(replica, kind)
+        async for chunk in ask(replica, attempt.token_ids, attempt.max_tokens):
+            journal.append(attempt.number, chunk.token_ids, chunk.logprobs, chunk.version)
+        match journal.end(attempt.number, how_it_ended, chunk.finish_reason):
+            case Continue():        replica, kind = another()
+            case Deliver():         return deliver()
+            case GiveUp(reason):    return fail(reason)
+"""
 
 from elastic_scheduler.errors import JournalError, LeaseError, LeaseHeld, SchedulerError, StaleEpoch
 from elastic_scheduler.leases.harvest_mode import HarvestMode, HarvestModes, HarvestPlan

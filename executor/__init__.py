@@ -1,4 +1,28 @@
-"""SLO-safe co-serving: control page, grants, KV memory; plugins in `executor.vllm`."""
+"""SLO-safe co-serving: control page, grants, KV memory; plugins in `executor.vllm`.
+
+Its cores decide and do nothing: clock, page and memory are the caller's. A core is asked by
+`step(event, now_ns) -> list[Action]` and says where it stands by `status()`. The loop of a guest's
+grants (`rose.node.grants.guard_thread` is the real one), with a reclaim when it owes for too long:
+
+    controller = GrantController(config, previous=page.grant.peek())
+    while True:  # 50 times a second
+        seen = Seen(page.host_view(), page.guest.peek(), lease_epoch=held())
+        for action in controller.step(seen, monotonic_ns()):
+            match action:
+                case Write(grant):          page.grant.write(grant)
+                case VoidLeases():          end_leases()
+                case Boost(on):             raise_or_lower(on)
+                case Reclaim(owed_bytes):   begin_ladder(owed_bytes)
+
+    ladder = ReclaimCore(monotonic_ns(), held_bytes(), wanted_bytes, deadline_ns)
+    while not finished:
+        for action in ladder.step(Measured(held_bytes(), engine_says()), monotonic_ns()):
+            match action:
+                case Escalate(level, bytes_left): take(level, bytes_left)
+                case Finished():                  finished = action
+
+Their stories are in tests/traces/{guard,reclaim}.
+"""
 
 from executor.control_page.host_seat import HostSeat, HostView, Veto
 from executor.control_page.latency_ring import DrainedRecords, LatencyLane, LatencyRing
@@ -12,6 +36,7 @@ from executor.control_page.records import (
     SeatState,
 )
 from executor.errors import ExecutorError, PageError, PageUnreadable
+from executor.freeze_reason import FreezeReason, explained
 from executor.grants.grant_controller import GrantController, GuardConfig
 from executor.grants.step_gate import GateLimits, Run, Yield, decide
 from executor.kv.capacity_policy import PressureLimits, PressurePolicy
@@ -20,6 +45,7 @@ __all__ = [
     "ControlPage",
     "DrainedRecords",
     "ExecutorError",
+    "FreezeReason",
     "GateLimits",
     "Grant",
     "GrantController",
@@ -41,4 +67,5 @@ __all__ = [
     "Veto",
     "Yield",
     "decide",
+    "explained",
 ]

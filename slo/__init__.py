@@ -1,6 +1,6 @@
 """Latency targets, measured latencies, and the slack between them that may be lent.
 
-Targets, per-request latencies, sketches, slack, step-time prediction, error budgets and load
+Targets, per-request latencies, sketches, step-time prediction, error budgets and load
 forecasts. All of it pure: clocks are handed in, nothing is read or written. Imports nothing of ROSE
 and nothing but the standard library, so that it may live inside a production engine; parsing a
 scrape alone needs prometheus_client, and imports it when first called.
@@ -20,19 +20,10 @@ from slo.histogram import Histogram, latency_bounds_s, percentile
 from slo.load_forecast import LoadForecast
 from slo.request_latency import Attainment, Met, RequestLatency, attainment, goodput_rps
 from slo.sketch import RELATIVE_ERROR, Sketch, SlidingSketch
-from slo.slack import (
-    NO_DEADLINE,
-    Slack,
-    decode_deadline_ns,
-    dual_slack,
-    prefill_deadline_ns,
-    slack_until,
-)
 from slo.step_time import StepModel, StepProfile, StepSample, fit_profile
 from slo.targets import PRESETS, SloSpec, preset
 
 __all__ = [
-    "NO_DEADLINE",
     "PRESETS",
     "RELATIVE_ERROR",
     "RULES",
@@ -49,7 +40,6 @@ __all__ = [
     "ScrapeError",
     "Sketch",
     "SketchError",
-    "Slack",
     "SlidingSketch",
     "SloError",
     "SloSpec",
@@ -59,14 +49,10 @@ __all__ = [
     "TargetError",
     "UnknownPresetError",
     "attainment",
-    "decode_deadline_ns",
-    "dual_slack",
     "fit_profile",
     "goodput_rps",
     "latency_bounds_s",
     "parse_scrape",
     "percentile",
-    "prefill_deadline_ns",
     "preset",
-    "slack_until",
 ]

@@ -1,14 +1,15 @@
 """Receiver: the sans-IO core of a replica's side.
 
-stage   manifests + chunks → StagedUpdate, nothing written: signature, expiry, base, every chunk,
+decode  manifests + chunks → StagedUpdate, nothing written: signature, expiry, base, every chunk,
         and every tensor's digest after each version are checked first
 commit  overwrite with absolute values, then move the version: rerunning it is harmless
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from msgspec.structs import replace
@@ -57,29 +58,104 @@ class StagedUpdate:
         return sum(tensor.indices.size for tensor in self.tensors)
 
 
-class Receiver:
-    """Checkpoint-coordinate copy of the active version of one job."""
+@dataclass(frozen=True, slots=True)
+class UpdatePlan:
+    """Versions that were checked to follow each other, perhaps from a base on; nothing decoded.
 
-    def __init__(self, tensors: Mapping[str, TensorBits], version: int = 0) -> None:
-        self._tensors = copy_tensors(tensors)
-        self._digests = {name: digest_of(t.bits) for name, t in self._tensors.items()}
-        self._version = version
+    `tensors`: of each, what the versions say, in their order; by name, sorted.
+    """
+
+    version: int
+    parent: int
+    based: bool
+    wire_bytes: int
+    tensors: Mapping[str, tuple[TensorUpdate, ...]]
+
+    def most_changed(self, name: str, elements: int) -> int:
+        """No more weights of a tensor of `elements` weights change than these."""
+        listed = sum(chunk.changed for update in self.tensors[name] for chunk in update.chunks)
+        return elements if self.based else min(elements, listed)
+
+    def update(self, tensors: Iterable[StagedTensor]) -> StagedUpdate:
+        """The update that its decoded tensors make."""
+        changed = tuple(tensor for tensor in tensors if tensor.indices.size)
+        return StagedUpdate(self.version, self.parent, changed, self.wire_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Overwrite:
+    """Values that belong at `indices` of a tensor, and the digest of all of it afterwards."""
+
+    name: str
+    indices: NDArray[np.int64]
+    values: Bits
+    digest: int
+
+
+class WeightCopy(Protocol):
+    """The checkpoint as it is at one version, and the one way in which it becomes another."""
 
     @property
     def version(self) -> int:
-        return self._version
+        """The version that it is at."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorBits]:
+        """The weights, to be read only."""
+
+    @property
+    def digests(self) -> Mapping[str, int]:
+        """Digest of each tensor."""
+
+    def write(self, overwrites: Iterable[Overwrite], version: int) -> None:
+        """Come to `version`; doing it again is harmless."""
+
+
+class PrivateCopy:
+    """A copy of this process's own."""
+
+    def __init__(self, tensors: Mapping[str, TensorBits], version: int) -> None:
+        self.tensors = copy_tensors(tensors)
+        self.digests = {name: digest_of(t.bits) for name, t in self.tensors.items()}
+        self.version = version
+
+    def write(self, overwrites: Iterable[Overwrite], version: int) -> None:
+        """See WeightCopy."""
+        for each in overwrites:
+            scatter(self.tensors[each.name].bits, each.indices, each.values)
+            self.digests[each.name] = each.digest
+        self.version = version
+
+
+class Receiver:
+    """The active version of one job in checkpoint coordinates, and the way to the next."""
+
+    def __init__(self, tensors: Mapping[str, TensorBits], version: int = 0) -> None:
+        """Receive on a private copy of `tensors`."""
+        self._copy: WeightCopy = PrivateCopy(tensors, version)
+
+    @classmethod
+    def over(cls, copy: WeightCopy) -> Receiver:
+        """Receive on weights that are somewhere else."""
+        receiver = cls.__new__(cls)
+        receiver._copy = copy
+        return receiver
+
+    @property
+    def version(self) -> int:
+        return self._copy.version
 
     @property
     def tensors(self) -> Mapping[str, TensorBits]:
         """The active weights, to be read only."""
-        return self._tensors
+        return self._copy.tensors
 
     @property
     def digests(self) -> Mapping[str, int]:
         """Digest of each active tensor."""
-        return self._digests
+        return self._copy.digests
 
-    def stage(
+    def decode(
         self,
         manifest: Manifest,
         chunks: Mapping[str, bytes],
@@ -91,9 +167,9 @@ class Receiver:
         `chunks` maps ids to encoded bytes; `now_s` is wall-clock. Without `verify_key` the
         signature is not asked for. Raises the WeightError that names what is wrong.
         """
-        return self.stage_chain([manifest], chunks, verify_key, now_s)
+        return self.decode_chain([manifest], chunks, verify_key, now_s)
 
-    def stage_chain(
+    def decode_chain(
         self,
         manifests: Sequence[Manifest],
         chunks: Mapping[str, bytes],
@@ -106,8 +182,15 @@ class Receiver:
         to what it was is not touched. Only the last manifest must not have expired: those before
         it are on the way.
         """
+        plan = self.plan(manifests, verify_key, now_s)
+        return plan.update(self.decode_tensor(plan, name, chunks) for name in plan.tensors)
+
+    def plan(
+        self, manifests: Sequence[Manifest], verify_key: VerifyKey | None, now_s: float
+    ) -> UpdatePlan:
+        """Check all that manifests say: signatures, expiry, order, tensors. No chunk is needed."""
         if not manifests:
-            raise ManifestError("no version to stage; give at least one manifest")
+            raise ManifestError("no version to decode; give at least one manifest")
         for manifest in manifests:
             self._check(manifest, verify_key)
         last = manifests[-1]
@@ -115,30 +198,32 @@ class Receiver:
             raise ManifestExpired(f"version {last.version} expired; fetch the newest manifest")
         self._check_order(manifests)
         updates = [{tensor.name: tensor for tensor in m.tensors} for m in manifests]
-        based = manifests[0].is_base
-        staged = [
-            self._stage_tensor([update[name] for update in updates], chunks, based=based)
-            for name in sorted(self._tensors)
-        ]
-        return StagedUpdate(
+        return UpdatePlan(
             version=last.version,
-            parent=self._version,
-            tensors=tuple(tensor for tensor in staged if tensor.indices.size),
+            parent=self.version,
+            based=manifests[0].is_base,
             wire_bytes=sum(manifest.wire_bytes for manifest in manifests),
+            tensors={
+                name: tuple(update[name] for update in updates) for name in sorted(self.tensors)
+            },
         )
+
+    def decode_tensor(
+        self, plan: UpdatePlan, name: str, chunks: Mapping[str, bytes]
+    ) -> StagedTensor:
+        """Decode one tensor of a plan and prove it; a chunk is asked for when it is its turn."""
+        return self._decode_tensor(plan.tensors[name], chunks, based=plan.based)
 
     def commit(self, staged: StagedUpdate) -> None:
         """Make `staged` the active version; committing the active version again is a no-op."""
-        if staged.version == self._version:
+        if staged.version == self.version:
             return
-        if staged.parent != self._version:
+        if staged.parent != self.version:
             raise WrongBaseError(
-                f"staged on version {staged.parent}, active is {self._version}; stage it again"
+                f"decoded on version {staged.parent}, active is {self.version}; decode it again"
             )
-        for tensor in staged.tensors:
-            scatter(self._tensors[tensor.name].bits, tensor.indices, tensor.values)
-            self._digests[tensor.name] = tensor.digest_after
-        self._version = staged.version
+        new = (Overwrite(t.name, t.indices, t.values, t.digest_after) for t in staged.tensors)
+        self._copy.write(new, staged.version)
 
     def _check(self, manifest: Manifest, verify_key: VerifyKey | None) -> None:
         if verify_key is not None:
@@ -146,12 +231,12 @@ class Receiver:
         if manifest.codec != CODEC:
             raise ManifestError(f"codec {manifest.codec} is unknown here; {CODEC} is known")
         listed = {tensor.name for tensor in manifest.tensors}
-        if listed != self._tensors.keys():
-            odd = sorted(listed ^ self._tensors.keys())
+        if listed != self.tensors.keys():
+            odd = sorted(listed ^ self.tensors.keys())
             raise ManifestError(f"manifest and model differ in {len(odd)} tensors: {odd[:4]}")
 
     def _check_order(self, manifests: Sequence[Manifest]) -> None:
-        active = self._version
+        active = self.version
         for at, manifest in enumerate(manifests):
             if manifest.is_base and at == 0 and manifest.version > active:
                 pass
@@ -162,11 +247,11 @@ class Receiver:
                 )
             active = manifest.version
 
-    def _stage_tensor(
+    def _decode_tensor(
         self, updates: Sequence[TensorUpdate], chunks: Mapping[str, bytes], *, based: bool
     ) -> StagedTensor:
-        active = self._tensors[updates[0].name]
-        digest = self._digests[active.name]
+        active = self.tensors[updates[0].name]
+        digest = self.digests[active.name]
         if len(updates) == 1 and not based:
             change = _changed(active, digest, updates[0], chunks)
             indices, values, after = change.indices, change.values, change.digest_after
@@ -189,7 +274,7 @@ class Receiver:
         """The tensor as the chain leaves it, and its digest; the active one stays as it is."""
         bits = np.zeros_like(active.bits) if based else active.bits.copy()
         scratch = TensorBits(active.name, active.dtype, active.shape, bits)
-        digest = digest_of(bits) if based else self._digests[active.name]
+        digest = digest_of(bits) if based else self.digests[active.name]
         for update in updates:
             digest = _overwritten(scratch, digest, update, chunks)
         return bits, digest

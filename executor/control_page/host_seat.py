@@ -27,6 +27,7 @@ from typing import Final
 
 from executor.control_page.byte_locks import VETO, HeldLock, inode_of
 from executor.control_page.records import HostState, SeatState, Section
+from executor.freeze_reason import FreezeReason
 
 BEAT_S: Final = 0.25
 BUSY: Final = HostState(in_step=True, running=1)
@@ -175,13 +176,6 @@ SETTLE_NS: Final = 1_000_000_000
 CLOCK_TOLERANCE_NS: Final = 1_000_000
 """Two processes read one clock, yet one may have stamped a little after the other looked."""
 
-PAGE_REPLACED: Final = "page_replaced"
-NO_HOST: Final = "no_host"
-HOST_VETO: Final = "host_veto"
-HOST_STARTING: Final = "host_starting"
-HOST_SILENT: Final = "host_silent"
-HOST_UNREADABLE: Final = "host_unreadable"
-
 
 @dataclass(frozen=True, slots=True)
 class HostView:
@@ -196,22 +190,22 @@ class HostView:
     vetoed: bool = True
     replaced: bool = True
 
-    def doubt(self, now_ns: int) -> str | None:
-        """Why the state counts for nothing, one of this module's words; None when it counts."""
+    def doubt(self, now_ns: int) -> FreezeReason | None:
+        """Why the state counts for nothing; None when it counts."""
         state, seat = self.state, self.seat
         if self.replaced:
-            return PAGE_REPLACED
+            return FreezeReason.PAGE_REPLACED
         if not self.seated:
-            return NO_HOST
+            return FreezeReason.NO_HOST
         if self.vetoed:
-            return HOST_VETO
+            return FreezeReason.HOST_VETO
         if seat is None or state is None:
-            return HOST_UNREADABLE
+            return FreezeReason.HOST_UNREADABLE
         if now_ns - seat.taken_ns < SETTLE_NS or state.heartbeat_ns < seat.taken_ns:
-            return HOST_STARTING
+            return FreezeReason.HOST_STARTING
         # A heartbeat from the future proves nothing about the present.
         if not -CLOCK_TOLERANCE_NS <= now_ns - seat.beat_ns <= BEAT_STALE_NS:
-            return HOST_SILENT
+            return FreezeReason.HOST_SILENT
         return None
 
     def believed(self, now_ns: int) -> HostState | None:

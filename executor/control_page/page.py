@@ -9,7 +9,7 @@
 
 The file belongs to one user and has mode 0600, or 0660 where the operator names a group. Nothing
 ever waits on it: writers never block, readers retry a bounded number of times. Who lives is told by
-locks (`executor.control_page.byte_locks`), what of the host may be believed by `host_sight`.
+locks (`executor.control_page.byte_locks`), what of the host may be believed by `host_view`.
 """
 
 import grp
@@ -37,7 +37,7 @@ from executor.control_page.records import (
 from executor.errors import PageError
 
 MAGIC = b"ROSEPAGE"
-LAYOUT_VERSION = 4
+LAYOUT_VERSION = 5
 PAGE_GROUP: Final = "ROSE_PAGE_GROUP"
 """Names the group that shares the page, for host and guest; without it the owner alone does."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -53,7 +53,7 @@ PAGE_BYTES = _LATENCY_AT + RING_BYTES
 class ControlPage:
     """A mapped control page; its sections are `host`, `grant`, `guest`, `seat` and `latency`.
 
-    Any reader may look at `host`; who lets a guest run by it asks `host_sight`.
+    Any reader may look at `host`; who lets a guest run by it asks `host_view`.
     """
 
     def __init__(self, path: Path, mapping: mmap.mmap, descriptor: int) -> None:
@@ -147,7 +147,7 @@ class ControlPage:
         except OSError:
             return True
 
-    def host_sight(self) -> HostView:
+    def host_view(self) -> HostView:
         """What can be seen of the host now; the locks last, which vouch for what was read."""
         state, seat = self.host.peek(), self.seat.peek()
         try:

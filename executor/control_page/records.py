@@ -1,29 +1,270 @@
-"""Records of the control page, their binary forms, and the sequence lock that guards each section.
+"""Records of the control page and their fixed binary forms, and the sections that hold them.
 
-A section in shared memory holds one record and has one writer:
+A section is one single-writer record in shared memory, guarded by a sequence lock and a CRC:
 
     word 0  sequence: 0 never written, odd while a write is under way, even when whole
     word 1  CRC-32 of the payload, seeded with the sequence
     then    payload
 
-The CRC catches faults that the sequence cannot: a store order other than the one written here, a
-second writer by mistake, a payload of another generation. A writer that died leaves an odd
-sequence; the next write, by whichever process holds the section then, moves on to a fresh even one.
+The CRC catches what the sequence cannot: a store order other than the one written here, a second
+writer by mistake, a payload of another generation. A writer that died leaves an odd sequence; the
+next write, by whoever holds the section then, moves on to a fresh even one.
 
-Times are CLOCK_MONOTONIC nanoseconds, so the processes of one machine can compare them. Zeroed
-memory decodes to the harmless value of every record (grant: FREEZE, expired).
+A record is a dataclass whose fields, in their order, are its binary form: `record` reads the table
+off them once. Text stands last and is cut to its room. Times are CLOCK_MONOTONIC nanoseconds, so
+the processes of one machine can compare them. Zeroed memory decodes to the harmless value of every
+record (grant: FREEZE, expired).
 """
 
 import struct
 import time
 import zlib
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from enum import IntEnum
 from math import isfinite
-from typing import ClassVar, Generic, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Final, Generic, Self, TypeVar, dataclass_transform
 
 from executor.errors import PageUnreadable
+
+REQUEST_ID_BYTES = 80
+REASON_BYTES = 32
+MOST_INT = 1 << 62
+"""Bound of every number on the page: sums of a few of them still fit the page."""
+NO_DEADLINE = 0
+"""Value of a deadline when no request waits for that kind of token."""
+
+
+class GrantMode(IntEnum):
+    """What a guest may do; FREEZE is 0 so that empty memory freezes."""
+
+    FREEZE = 0
+    RUN = 1
+    THROTTLE = 2
+    DRAIN = 3
+    KILL = 4
+
+
+_FORMATS: Final[dict[Any, str]] = {int: "q", bool: "?", float: "d", GrantMode: "q"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """What pack and unpack go by: of `names`, the first `numbers` are no text.
+
+    `floats`: positions of those that have a fraction. `readers`: how the values that the struct
+    does not give as they are become fields.
+    """
+
+    names: tuple[str, ...]
+    numbers: int
+    floats: tuple[int, ...]
+    readers: tuple[tuple[int, Callable[[Any], object]], ...]
+
+
+class Record:
+    """Base of the page's records: `pack` and `unpack` by the table that `record` made."""
+
+    __slots__ = ()
+
+    LAYOUT: ClassVar[struct.Struct]
+    TABLE: ClassVar[_Table]
+
+    def pack(self) -> bytes:
+        """Binary form of LAYOUT.size bytes; `record` puts each class's own in this place."""
+        raise NotImplementedError
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> Self:
+        """Inverse of pack. Raises ValueError for numbers that no writer of the page ever means."""
+        table = cls.TABLE
+        values: Sequence[Any] = cls.LAYOUT.unpack(raw)
+        numbers = values[: table.numbers]
+        for at in table.floats:
+            if not isfinite(numbers[at]):
+                raise ValueError(f"{numbers[at]} is no number")
+        if min(numbers) < 0 or max(numbers) >= MOST_INT:
+            raise ValueError("a number is out of range")
+        if table.readers:
+            values = list(values)
+            for at, read in table.readers:
+                values[at] = read(values[at])
+        return cls(*values)
+
+    @classmethod
+    def packer(cls, *names: str) -> Callable[..., bytes]:
+        """A `pack` of bare numbers in the order of `names`, without making a record of them first.
+
+        Raises TypeError unless these are all of the record's fields. In the record's own order it
+        is the bare struct's `pack`: who writes at every step pays for nothing else.
+        """
+        own = cls.TABLE.names
+        if sorted(names) != sorted(own):
+            raise TypeError(f"{cls.__name__} has the fields {', '.join(own)}")
+        if names == own:
+            return cls.LAYOUT.pack
+        order = [names.index(name) for name in own]
+        return lambda *values: cls.LAYOUT.pack(*[values[at] for at in order])
+
+
+R = TypeVar("R", bound=Record)
+
+
+@dataclass_transform(frozen_default=True)
+def record(text_bytes: int = 0) -> Callable[[type[R]], type[R]]:
+    """Make a class a record: a frozen dataclass with the table of its fields.
+
+    `text_bytes`: room of its last field, where that is text. Raises TypeError for a field without a
+    binary form.
+    """
+
+    def tabled(plain: type[R]) -> type[R]:
+        made: type[R] = dataclass(frozen=True, slots=True)(plain)
+        names = [field.name for field in fields(made)]  # type: ignore[arg-type]
+        kinds = [field.type for field in fields(made)]  # type: ignore[arg-type]
+        if text_bytes and kinds[-1] is not str:
+            raise TypeError(f"{made.__name__}.{names[-1]} is no text; text stands last")
+        readers: list[tuple[int, Callable[[Any], object]]] = []
+        layout = "="
+        for at, (name, kind) in enumerate(zip(names, kinds, strict=True)):
+            if text_bytes and at == len(names) - 1:
+                layout += f"{text_bytes}s"
+                readers.append((at, _decode_text))
+            elif kind in _FORMATS:
+                layout += _FORMATS[kind]
+                if kind is GrantMode:
+                    readers.append((at, GrantMode))
+            else:
+                raise TypeError(f"{made.__name__}.{name} has no binary form; text stands last")
+        made.LAYOUT = struct.Struct(layout)
+        made.pack = _packing(made.LAYOUT, names, text=bool(text_bytes))  # type: ignore[method-assign,assignment]
+        made.TABLE = _Table(
+            tuple(names),
+            kinds.index(str) if str in kinds else len(kinds),
+            tuple(at for at, kind in enumerate(kinds) if kind is float),
+            tuple(readers),
+        )
+        return made
+
+    return tabled
+
+
+def _packing(
+    layout: struct.Struct, names: Sequence[str], *, text: bool
+) -> Callable[[object], bytes]:
+    # Made from source, as dataclasses makes its methods: attributes that stand in the code are
+    # found twice as fast as by name.
+    values = ", ".join(f"record.{name}" for name in names) + ".encode()" * text
+    made: Callable[[object], bytes] = eval(f"lambda record: pack({values})", {"pack": layout.pack})  # noqa: S307
+    return made
+
+
+def _decode_text(raw: bytes) -> str:
+    # Cutting at a byte limit may split a character: dropping the rest of it loses nothing readable.
+    return raw.rstrip(b"\0").decode("utf-8", errors="ignore")
+
+
+@record()
+class HostState(Record):
+    """The host's queue and deadlines, NO_DEADLINE for one that nothing waits for.
+
+    A host that lends has `granules_total` KV granules, keeps no pages under `granules_lent` of them
+    (`bytes_lent`: measured), and lacks `reserve_missing` granules of its reserve: it needs more.
+    """
+
+    step_seq: int = 0
+    in_step: bool = False
+    running: int = 0
+    waiting: int = 0
+    queued_prefill_tokens: int = 0
+    earliest_prefill_deadline_ns: int = NO_DEADLINE
+    earliest_decode_deadline_ns: int = NO_DEADLINE
+    kv_used: int = 0
+    kv_total: int = 0
+    busy_ns: int = 0
+    last_step_ns: int = 0
+    heartbeat_ns: int = 0
+    granules_total: int = 0
+    granules_lent: int = 0
+    bytes_lent: int = 0
+    reserve_missing: int = 0
+
+    @property
+    def idle(self) -> bool:
+        """No request and no step, at the moment of `heartbeat_ns` and until the next write."""
+        return not (self.in_step or self.running or self.waiting)
+
+
+@record()
+class SeatState(Record):
+    """Who holds the host's seat since `taken_ns`, and when he last said that he lives.
+
+    `pid`, `started` (clock ticks since boot) and `pid_namespace` (its inode) are hints for people
+    and for a guard in the same namespace; what counts is the lock.
+    """
+
+    pid: int = 0
+    started: int = 0
+    pid_namespace: int = 0
+    taken_ns: int = 0
+    beat_ns: int = 0
+
+
+@record(text_bytes=REASON_BYTES)
+class Grant(Record):
+    """What the guest may use until `expiry_ns`; `slack_share` in 0..1, 0 = host-idle time only.
+
+    `kv_granule_cap`: KV granules it may keep pages under; 0 sets no cap. One granule always stays.
+    """
+
+    mode: GrantMode = GrantMode.FREEZE
+    token_budget: int = 0
+    max_sequences: int = 0
+    kv_granule_cap: int = 0
+    slack_share: float = 0.0
+    epoch: int = 0
+    expiry_ns: int = 0
+    heartbeat_ns: int = 0
+    reason: str = ""
+
+
+@record(text_bytes=REASON_BYTES)
+class GuestState(Record):
+    """What the guest did and holds; `heartbeat_ns` tells that its process lives.
+
+    `bytes_mapped`: KV memory that is not known to have been given back. Of its `granules_total`
+    KV granules of `granule_bytes` each the guest keeps pages under `granules_mapped`.
+    """
+
+    step_seq: int = 0
+    in_step: bool = False
+    last_step_ns: int = 0
+    tokens_total: int = 0
+    running: int = 0
+    waiting: int = 0
+    kv_used: int = 0
+    bytes_mapped: int = 0
+    policy_version: int = 0
+    yielded_ns: int = 0
+    heartbeat_ns: int = 0
+    granules_total: int = 0
+    granules_mapped: int = 0
+    granule_bytes: int = 0
+    gate_reason: str = ""
+
+
+@record(text_bytes=REQUEST_ID_BYTES)
+class LatencyRecord(Record):
+    """Latencies of one finished host request; `tpot_ns` is 0 with fewer than two output tokens."""
+
+    finished_ns: int
+    ttft_ns: int
+    tpot_ns: int
+    e2e_ns: int
+    prompt_tokens: int
+    output_tokens: int
+    request_id: str
+
 
 WORD = 8
 HEADER_BYTES = 2 * WORD
@@ -31,24 +272,6 @@ SPINS = 8
 NAPS = 4
 NAP_S = 50e-6
 _SEED = 0xFFFFFFFF
-
-
-class Record(Protocol):
-    """A fixed-size record; the dataclasses of `executor.control_page.records` are such."""
-
-    LAYOUT: ClassVar[struct.Struct]
-
-    def pack(self) -> bytes:
-        """Binary form of LAYOUT.size bytes."""
-        ...
-
-    @classmethod
-    def unpack(cls, raw: bytes) -> Self:
-        """Inverse of pack."""
-        ...
-
-
-R = TypeVar("R", bound=Record)
 
 
 def section_bytes(record: type[Record]) -> int:
@@ -125,265 +348,3 @@ class Section(Generic[R]):
             return self._record.unpack(payload)
         except (ValueError, struct.error) as error:
             raise PageUnreadable(f"{self._record.__name__} section: {error}") from error
-
-
-REQUEST_ID_BYTES = 80
-REASON_BYTES = 32
-MOST_INT = 1 << 62
-"""Bound of every number on the page: sums of a few of them still fit the page."""
-
-
-class GrantMode(IntEnum):
-    """What a guest may do; FREEZE is 0 so that empty memory freezes."""
-
-    FREEZE = 0
-    RUN = 1
-    THROTTLE = 2
-    DRAIN = 3
-    KILL = 4
-
-
-def _encode_text(text: str, size: int) -> bytes:
-    return text.encode("utf-8")[:size]
-
-
-def _decode_text(raw: bytes) -> str:
-    # Cutting at a byte limit may split a character: dropping the rest of it loses nothing readable.
-    return raw.rstrip(b"\0").decode("utf-8", errors="ignore")
-
-
-def _plausible(values: Iterable[object]) -> None:
-    """Raise ValueError for numbers that no writer of the page ever means."""
-    for value in values:
-        if isinstance(value, int) and not 0 <= value < MOST_INT:
-            raise ValueError(f"{value} is out of range")
-        if isinstance(value, float) and not isfinite(value):
-            raise ValueError(f"{value} is no number")
-
-
-@dataclass(frozen=True, slots=True)
-class HostState:
-    """The host's queue and deadlines; a deadline of 0 means that nothing waits for it.
-
-    A host that lends has `granules_total` KV granules, keeps no pages under `granules_lent` of them
-    (`bytes_lent`: measured), and lacks `reserve_missing` granules of its reserve: it needs more.
-    """
-
-    step_seq: int = 0
-    in_step: bool = False
-    running: int = 0
-    waiting: int = 0
-    queued_prefill_tokens: int = 0
-    earliest_prefill_deadline_ns: int = 0
-    earliest_decode_deadline_ns: int = 0
-    kv_used: int = 0
-    kv_total: int = 0
-    busy_ns: int = 0
-    last_step_ns: int = 0
-    heartbeat_ns: int = 0
-    granules_total: int = 0
-    granules_lent: int = 0
-    bytes_lent: int = 0
-    reserve_missing: int = 0
-
-    LAYOUT: ClassVar[struct.Struct] = struct.Struct("=q?qqqqqqqqqqqqqq")
-
-    @property
-    def idle(self) -> bool:
-        """No request and no step, at the moment of `heartbeat_ns` and until the next write."""
-        return not (self.in_step or self.running or self.waiting)
-
-    def pack(self) -> bytes:
-        return self.LAYOUT.pack(
-            self.step_seq,
-            self.in_step,
-            self.running,
-            self.waiting,
-            self.queued_prefill_tokens,
-            self.earliest_prefill_deadline_ns,
-            self.earliest_decode_deadline_ns,
-            self.kv_used,
-            self.kv_total,
-            self.busy_ns,
-            self.last_step_ns,
-            self.heartbeat_ns,
-            self.granules_total,
-            self.granules_lent,
-            self.bytes_lent,
-            self.reserve_missing,
-        )
-
-    @classmethod
-    def unpack(cls, raw: bytes) -> Self:
-        """Inverse of pack. Raises ValueError for numbers out of range."""
-        values = cls.LAYOUT.unpack(raw)
-        if min(values) < 0 or max(values) >= MOST_INT:
-            raise ValueError("a number is out of range")
-        return cls(*values)
-
-
-@dataclass(frozen=True, slots=True)
-class SeatState:
-    """Who holds the host's seat since `taken_ns`, and when he last said that he lives.
-
-    `pid`, `started` (clock ticks since boot) and `pid_namespace` (its inode) are hints for people
-    and for a guard in the same namespace; what counts is the lock.
-    """
-
-    pid: int = 0
-    started: int = 0
-    pid_namespace: int = 0
-    taken_ns: int = 0
-    beat_ns: int = 0
-
-    LAYOUT: ClassVar[struct.Struct] = struct.Struct("=qqqqq")
-
-    def pack(self) -> bytes:
-        return self.LAYOUT.pack(
-            self.pid, self.started, self.pid_namespace, self.taken_ns, self.beat_ns
-        )
-
-    @classmethod
-    def unpack(cls, raw: bytes) -> Self:
-        """Inverse of pack. Raises ValueError for numbers out of range."""
-        values = cls.LAYOUT.unpack(raw)
-        _plausible(values)
-        return cls(*values)
-
-
-@dataclass(frozen=True, slots=True)
-class Grant:
-    """What the guest may use until `expiry_ns`; `slack_share` in 0..1, 0 = host-idle time only.
-
-    `kv_granule_cap`: KV granules it may keep pages under; 0 sets no cap. One granule always stays.
-    """
-
-    mode: GrantMode = GrantMode.FREEZE
-    token_budget: int = 0
-    max_sequences: int = 0
-    kv_granule_cap: int = 0
-    slack_share: float = 0.0
-    epoch: int = 0
-    expiry_ns: int = 0
-    heartbeat_ns: int = 0
-    reason: str = ""
-
-    LAYOUT: ClassVar[struct.Struct] = struct.Struct(f"=qqqqdqqq{REASON_BYTES}s")
-
-    def pack(self) -> bytes:
-        """Binary form; `reason` is cut to REASON_BYTES."""
-        return self.LAYOUT.pack(
-            self.mode,
-            self.token_budget,
-            self.max_sequences,
-            self.kv_granule_cap,
-            self.slack_share,
-            self.epoch,
-            self.expiry_ns,
-            self.heartbeat_ns,
-            _encode_text(self.reason, REASON_BYTES),
-        )
-
-    @classmethod
-    def unpack(cls, raw: bytes) -> Self:
-        """Inverse of pack; raises ValueError for an unknown mode and numbers out of range."""
-        values = cls.LAYOUT.unpack(raw)
-        _plausible(values)
-        grant = cls(GrantMode(values[0]), *values[1:8])
-        return replace(grant, reason=_decode_text(values[8]))
-
-
-@dataclass(frozen=True, slots=True)
-class GuestState:
-    """What the guest did and holds; `heartbeat_ns` tells that its process lives.
-
-    `bytes_mapped`: KV memory that is not known to have been given back. Of its `granules_total`
-    KV granules of `granule_bytes` each the guest keeps pages under `granules_mapped`.
-    """
-
-    step_seq: int = 0
-    in_step: bool = False
-    last_step_ns: int = 0
-    tokens_total: int = 0
-    running: int = 0
-    waiting: int = 0
-    kv_used: int = 0
-    bytes_mapped: int = 0
-    policy_version: int = 0
-    yielded_ns: int = 0
-    gate_reason: str = ""
-    heartbeat_ns: int = 0
-    granules_total: int = 0
-    granules_mapped: int = 0
-    granule_bytes: int = 0
-
-    LAYOUT: ClassVar[struct.Struct] = struct.Struct(f"=q?qqqqqqqqqqqq{REASON_BYTES}s")
-
-    def pack(self) -> bytes:
-        """Binary form; `gate_reason` is cut to REASON_BYTES."""
-        return self.LAYOUT.pack(
-            self.step_seq,
-            self.in_step,
-            self.last_step_ns,
-            self.tokens_total,
-            self.running,
-            self.waiting,
-            self.kv_used,
-            self.bytes_mapped,
-            self.policy_version,
-            self.yielded_ns,
-            self.heartbeat_ns,
-            self.granules_total,
-            self.granules_mapped,
-            self.granule_bytes,
-            _encode_text(self.gate_reason, REASON_BYTES),
-        )
-
-    @classmethod
-    def unpack(cls, raw: bytes) -> Self:
-        """Inverse of pack. Raises ValueError for numbers out of range."""
-        values = cls.LAYOUT.unpack(raw)
-        _plausible(values)
-        state = cls(*values[:10])
-        return replace(
-            state,
-            gate_reason=_decode_text(values[14]),
-            heartbeat_ns=values[10],
-            granules_total=values[11],
-            granules_mapped=values[12],
-            granule_bytes=values[13],
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class LatencyRecord:
-    """Latencies of one finished host request; `tpot_ns` is 0 with fewer than two output tokens."""
-
-    request_id: str
-    finished_ns: int
-    ttft_ns: int
-    tpot_ns: int
-    e2e_ns: int
-    prompt_tokens: int
-    output_tokens: int
-
-    LAYOUT: ClassVar[struct.Struct] = struct.Struct(f"={REQUEST_ID_BYTES}sqqqqqq")
-
-    def pack(self) -> bytes:
-        """Binary form; `request_id` is cut to REQUEST_ID_BYTES."""
-        return self.LAYOUT.pack(
-            _encode_text(self.request_id, REQUEST_ID_BYTES),
-            self.finished_ns,
-            self.ttft_ns,
-            self.tpot_ns,
-            self.e2e_ns,
-            self.prompt_tokens,
-            self.output_tokens,
-        )
-
-    @classmethod
-    def unpack(cls, raw: bytes) -> Self:
-        """Inverse of pack. Raises ValueError for numbers out of range."""
-        request_id, *numbers = cls.LAYOUT.unpack(raw)
-        _plausible(numbers)
-        return cls(_decode_text(request_id), *numbers)

@@ -14,7 +14,7 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 
-from slo import NO_DEADLINE, decode_deadline_ns, prefill_deadline_ns
+from executor.control_page.records import NO_DEADLINE
 
 
 class DeadlineTracker:
@@ -108,7 +108,7 @@ class DeadlineTracker:
         if not (self._ttft_ns and waiting):
             return NO_DEADLINE
         oldest_ns = min(first[0][0] for first in (queue, heap) if first) if heap else queue[0][0]
-        return prefill_deadline_ns(oldest_ns, self._ttft_ns)
+        return oldest_ns + self._ttft_ns
 
     @property
     def earliest_decode_ns(self) -> int:
@@ -116,7 +116,7 @@ class DeadlineTracker:
         if not (self._decoding and self._tpot_ns):
             return NO_DEADLINE
         last_ns = next(iter(self._left_out.values())) if self._left_out else self._last_token_ns
-        return decode_deadline_ns(last_ns, self._tpot_ns)
+        return last_ns + self._tpot_ns
 
     def _gone_of(self, scheduled: Mapping[str, int]) -> int:
         """How many of a step ended while it was in flight."""

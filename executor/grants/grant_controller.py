@@ -1,6 +1,10 @@
 """Grant controller: how much compute and KV memory a guest may use for the next half second.
 
-The node daemon calls `GrantController.step` at 20 Hz or more and writes the grant that it returns.
+    Seen, 50 times a second ──► Write      the grant, in every step
+                                VoidLeases the process stood still: what it knows of leases is old
+                                Boost      the guest owes memory and needs a core to return it on
+                                Reclaim    it still owes it: `executor.kv.reclaim_ladder` begins
+
 Whatever the controller does not know counts against the guest. A daemon that stops calling revokes
 by silence: the last grant expires.
 
@@ -9,9 +13,11 @@ grant says so or because the grant is so old that the node daemon must be gone.
 """
 
 from dataclasses import dataclass, field
+from typing import Final
 
 from executor.control_page.host_seat import HostView
 from executor.control_page.records import Grant, GrantMode, GuestState, HostState
+from executor.freeze_reason import FreezeReason
 from executor.kv.capacity_policy import (
     LEAST_CAP,
     NO_CAP,
@@ -21,9 +27,7 @@ from executor.kv.capacity_policy import (
     lent_bytes,
     owed_bytes,
 )
-
-ORPHANED = "orphaned"
-KILLED = "killed"
+from executor.kv.reclaim_ladder import OverdueTimer
 
 
 class GrantLiveness:
@@ -36,30 +40,20 @@ class GrantLiveness:
         self._last_sign_ns = started_ns
         self._orphan_ns = orphan_ns
 
-    def step(self, now_ns: int, grant: Grant | None) -> str | None:
+    def step(self, now_ns: int, grant: Grant | None) -> FreezeReason | None:
         """Why to end now, None to live on; `grant` is None when it cannot be read."""
         if grant is not None:
             if grant.mode is GrantMode.KILL:
-                return KILLED
+                return FreezeReason.KILLED
             # A heartbeat from the future is no sign of life.
             if grant.heartbeat_ns <= now_ns:
                 self._last_sign_ns = max(self._last_sign_ns, grant.heartbeat_ns)
-        return ORPHANED if now_ns - self._last_sign_ns > self._orphan_ns else None
+        return FreezeReason.ORPHANED if now_ns - self._last_sign_ns > self._orphan_ns else None
 
 
-NO_LEASE = "no_lease"
-LEASED = "leased"
-WARM_UP = "warm_up"
-KILL_SWITCH = "kill_switch"
-HOST_DEAD = "host_dead"
-HOST_FOREIGN = "host_foreign"
-OPERATOR_HOLD = "operator_hold"
-DRAIN = "drain"
-DRAINED = "drained"
-STALLED = "daemon_stalled"
-PRESSURE = "kv_pressure"
-RECLAIM = "reclaim"
-OWING = "owing"
+# What a guest that has a core needs to give back what its host wants.
+PRESS_NS: Final = 250_000_000
+OVERDUE_NS: Final = 2_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +64,8 @@ class GuardConfig:
     `slack_share` 0..1 (0: host-idle time only). While the host fills its own KV memory, as
     `pressure` says, the guest's steps have half the tokens and its cap follows the policy.
     `kv_base_bytes`: KV memory of its own, beyond which it has only what the host lends just now;
-    0 does not bind it to that.
+    0 does not bind it to that. A guest that keeps more is frozen after `press_ns`, so that it does
+    nothing else but return it, and reclaimed from after every `overdue_ns`.
     """
 
     token_budget: int
@@ -80,6 +75,8 @@ class GuardConfig:
     ttl_ns: int = 500_000_000
     pressure: PressureLimits = field(default_factory=PressureLimits)
     kv_base_bytes: int = 0
+    press_ns: int = PRESS_NS
+    overdue_ns: int = OVERDUE_NS
 
     def __post_init__(self) -> None:
         if self.token_budget <= 0 or self.max_sequences <= 0 or self.ttl_ns <= 0:
@@ -88,6 +85,72 @@ class GuardConfig:
             raise ValueError("kv_base_bytes must not be negative")
         if not 0.0 <= self.slack_share <= 1.0:
             raise ValueError(f"slack_share is {self.slack_share}; give a share in 0..1")
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """All that is known at one moment.
+
+    `host_doubt`: what speaks against the host beside its page, HOST_DEAD, HOST_FOREIGN or None.
+    `guest`: None when unreadable (an absent guest is no reason to freeze: it reads its grant when
+    it starts). `lease_epoch`: of the lease that holds now, None without one. `reclaim_cap`: KV
+    granules that a reclaim leaves the guest (0: all of them), None without. `warming`: its engine
+    starts and takes no turns yet; it may run in host-idle time.
+    """
+
+    view: HostView
+    guest: GuestState | None = None
+    lease_epoch: int | None = None
+    kill_switch: bool = False
+    host_doubt: FreezeReason | None = None
+    draining: bool = False
+    operator_hold: bool = False
+    reclaim_cap: int | None = None
+    warming: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Write this grant."""
+
+    grant: Grant
+
+
+@dataclass(frozen=True, slots=True)
+class VoidLeases:
+    """End all leases of the time before: nobody answered for them while this process stood."""
+
+
+@dataclass(frozen=True, slots=True)
+class Boost:
+    """Put the guest's processes among the normal ones, or back behind all others."""
+
+    on: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Reclaim:
+    """Begin the ladder for so many bytes."""
+
+    owed_bytes: int
+
+
+Action = Write | VoidLeases | Boost | Reclaim
+
+
+@dataclass(frozen=True, slots=True)
+class GuardStatus:
+    """The last grant's mode and epoch, what the guest owes, and up to which epoch leases are void.
+
+    `boosted`: it has a core of its host's. `squeezed`: its host needs its KV memory.
+    """
+
+    mode: GrantMode
+    epoch: int
+    owed_bytes: int
+    boosted: bool
+    squeezed: bool
+    void_epoch: int
 
 
 class GrantController:
@@ -99,72 +162,87 @@ class GrantController:
         self._mode: GrantMode | None = None
         self._epoch = previous.epoch if previous is not None else 0
         self._last_step_ns: int | None = None
+        self._newest_lease = self._void_epoch = 0
         self._owed_bytes = 0
+        self._debt = OverdueTimer(config.press_ns, config.overdue_ns)
+        self._boosted = False
         left = previous.kv_granule_cap if previous is not None else NO_CAP
         self._pressure = PressureCore(
             config.pressure, NO_CAP if left == config.kv_granule_cap else left
         )
 
-    @property
-    def epoch(self) -> int:
-        """Epoch of the last grant."""
-        return self._epoch
-
-    @property
-    def owed_bytes(self) -> int:
-        """KV memory of its host that the guest still kept at the last step."""
-        return self._owed_bytes
-
-    def step(
-        self,
-        now_ns: int,
-        sight: HostView,
-        guest: GuestState | None,
-        lease_active: bool,
-        kill_switch: bool,
-        *,
-        host_doubt: str | None = None,
-        draining: bool = False,
-        operator_hold: bool = False,
-        reclaim_cap: int | None = None,
-        pressed: bool = False,
-        warming: bool = False,
-    ) -> Grant:
-        """The grant to write now.
-
-        `sight`: what is seen of the host; `host_doubt`: what else speaks against its writer, one of
-        HOST_DEAD, HOST_FOREIGN and None. `guest`: None when unreadable (an absent guest is no
-        reason to freeze: it reads its grant when it starts).
-        `reclaim_cap`: KV granules that a reclaim leaves the guest (0: all of them), None without.
-        `pressed`: it owes memory and shall do nothing but give it back. `warming`: its engine
-        starts and takes no turns yet; it may run in host-idle time.
-        """
-        drained = draining and guest is not None and not (guest.running or guest.waiting)
-        doubt = host_doubt or sight.doubt(now_ns)
-        host = None if doubt else sight.state
-        cap = self._cap(now_ns, host, guest, self._limit(host, guest))
-        cap = min((n for n in (cap, reclaim_cap or NO_CAP) if n > NO_CAP), default=NO_CAP)
-        ladder = (
-            (kill_switch, GrantMode.KILL, KILL_SWITCH),
-            # After a stop longer than a grant lives, what the caller knows of leases is old news.
-            (self._was_stalled(now_ns), GrantMode.FREEZE, STALLED),
-            (doubt is not None, GrantMode.FREEZE, doubt or ""),
-            (reclaim_cap is not None, GrantMode.FREEZE, RECLAIM),
-            (pressed, GrantMode.FREEZE, OWING),
-            (drained, GrantMode.FREEZE, DRAINED),
-            (draining, GrantMode.DRAIN, DRAIN),
-            (operator_hold, GrantMode.FREEZE, OPERATOR_HOLD),
-            (not (lease_active or warming), GrantMode.FREEZE, NO_LEASE),
-            (self._pressure.pressed, GrantMode.THROTTLE, PRESSURE),
-            (lease_active, GrantMode.RUN, LEASED),
-            (True, GrantMode.RUN, WARM_UP),
-        )
-        mode, reason = next((mode, reason) for applies, mode, reason in ladder if applies)
+    def step(self, event: Seen, now_ns: int) -> list[Action]:
+        """What to do now; the first action is the grant."""
+        stalled = self._was_stalled(now_ns)
+        self._newest_lease = max(self._newest_lease, event.lease_epoch or 0)
+        leased = event.lease_epoch is not None and event.lease_epoch > self._void_epoch
+        doubt = event.host_doubt or event.view.doubt(now_ns)
+        host = None if doubt else event.view.state
+        cap = self._cap(now_ns, host, event.guest, self._limit(host, event.guest))
+        cap = min((n for n in (cap, event.reclaim_cap or NO_CAP) if n > NO_CAP), default=NO_CAP)
+        mode, reason = self._judge(event, doubt, stalled=stalled, leased=leased)
         self._last_step_ns = now_ns
         if mode is not self._mode:
             self._mode = mode
             self._epoch += 1
-        return self._grant(now_ns, mode, reason, cap, lease_active=lease_active)
+        grant = self._grant(now_ns, mode, reason, cap, leased=leased)
+        actions: list[Action] = [Write(grant)]
+        if stalled:
+            self._void_epoch = self._newest_lease
+            actions.append(VoidLeases())
+        return actions + self._collect(now_ns, mode)
+
+    def status(self) -> GuardStatus:
+        """Where it stands after the last step."""
+        return GuardStatus(
+            self._mode or GrantMode.FREEZE,
+            self._epoch,
+            self._owed_bytes,
+            self._boosted,
+            self._pressure.pressed,
+            self._void_epoch,
+        )
+
+    def _judge(
+        self, event: Seen, doubt: FreezeReason | None, *, stalled: bool, leased: bool
+    ) -> tuple[GrantMode, FreezeReason]:
+        """The first of the ladder that applies."""
+        guest = event.guest
+        drained = event.draining and guest is not None and not (guest.running or guest.waiting)
+        applies = (
+            event.kill_switch,
+            # After a stop longer than a grant lives, what the caller knows of leases is old news.
+            stalled,
+            doubt is not None,
+            event.reclaim_cap is not None,
+            self._debt.pressed,
+            drained,
+            event.draining,
+            event.operator_hold,
+            not (leased or event.warming),
+            self._pressure.pressed,
+            leased,
+            True,
+        )
+        mode, reason = _LADDER[applies.index(True)]
+        if reason is None:
+            assert doubt is not None
+            reason = doubt
+        return mode, reason
+
+    def _collect(self, now_ns: int, mode: GrantMode) -> list[Action]:
+        """What the guest's debt calls for."""
+        actions: list[Action] = []
+        overdue = self._debt.step(now_ns, self._owed_bytes)
+        # Only a frozen guest gets a core of its host's: it gives memory back on it, nothing else.
+        boosted = self._debt.pressed and mode is GrantMode.FREEZE
+        # Again in every step, for it may have other processes by now.
+        if boosted or self._boosted:
+            actions.append(Boost(boosted))
+        self._boosted = boosted
+        if overdue:
+            actions.append(Reclaim(overdue))
+        return actions
 
     def _was_stalled(self, now_ns: int) -> bool:
         last_ns = self._last_step_ns
@@ -193,22 +271,40 @@ class GrantController:
         return min((n for n in (limit, cap) if n > NO_CAP), default=NO_CAP)
 
     def _grant(
-        self, now_ns: int, mode: GrantMode, reason: str, cap: int, *, lease_active: bool
+        self, now_ns: int, mode: GrantMode, reason: FreezeReason, cap: int, *, leased: bool
     ) -> Grant:
         config = self._config
-        budget = {
-            GrantMode.RUN: config.token_budget,
-            GrantMode.THROTTLE: max(1, config.token_budget // 2),
-        }.get(mode, 0)
+        budget = 0
+        if mode is GrantMode.RUN:
+            budget = config.token_budget
+        elif mode is GrantMode.THROTTLE:
+            budget = max(1, config.token_budget // 2)
         return Grant(
             mode=mode,
             token_budget=budget,
             max_sequences=config.max_sequences if budget else 0,
             # In every mode: no cap would let a frozen guest grow back.
             kv_granule_cap=cap,
-            slack_share=config.slack_share if lease_active else 0.0,
+            slack_share=config.slack_share if leased else 0.0,
             epoch=self._epoch,
             expiry_ns=now_ns + config.ttl_ns,
             heartbeat_ns=now_ns,
             reason=reason,
         )
+
+
+# None: whatever speaks against the host.
+_LADDER: Final[tuple[tuple[GrantMode, FreezeReason | None], ...]] = (
+    (GrantMode.KILL, FreezeReason.KILL_SWITCH),
+    (GrantMode.FREEZE, FreezeReason.STALLED),
+    (GrantMode.FREEZE, None),
+    (GrantMode.FREEZE, FreezeReason.RECLAIM),
+    (GrantMode.FREEZE, FreezeReason.OWING),
+    (GrantMode.FREEZE, FreezeReason.DRAINED),
+    (GrantMode.DRAIN, FreezeReason.DRAINING),
+    (GrantMode.FREEZE, FreezeReason.OPERATOR_HOLD),
+    (GrantMode.FREEZE, FreezeReason.NO_LEASE),
+    (GrantMode.THROTTLE, FreezeReason.PRESSURE),
+    (GrantMode.RUN, FreezeReason.LEASED),
+    (GrantMode.RUN, FreezeReason.WARM_UP),
+)

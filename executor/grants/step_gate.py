@@ -6,22 +6,15 @@ every step (`executor.control_page.host_seat`).
 """
 
 from dataclasses import dataclass
-from typing import Final
 
 from executor.control_page.host_seat import CLOCK_TOLERANCE_NS, HostView
-from executor.control_page.records import Grant, GrantMode, HostState
-from slo import StepModel, dual_slack
+from executor.control_page.records import NO_DEADLINE, Grant, GrantMode, HostState
+from executor.freeze_reason import FreezeReason
+from slo import StepModel
 
-OK: Final = "ok"
-HOST_BUSY: Final = "host_busy"
-NO_SLACK: Final = "no_slack"
-GRANT_EXPIRED: Final = "grant_expired"
-HEARTBEAT_STALE: Final = "heartbeat_stale"
-PAGE_UNREADABLE: Final = "page_unreadable"
-FROZEN: Final = "frozen"
-DRAINING: Final = "draining"
-KILLED: Final = "killed"
-THROTTLED: Final = "throttled"
+# An attribute of an enumeration is looked up in a dictionary each time.
+_OK, _THROTTLED = FreezeReason.OK, FreezeReason.THROTTLED
+_HOST_BUSY, _NO_SLACK = FreezeReason.HOST_BUSY, FreezeReason.NO_SLACK
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +23,14 @@ class Run:
 
     token_budget: int
     max_sequences: int
-    reason: str = OK
+    reason: FreezeReason = FreezeReason.OK
 
 
 @dataclass(frozen=True, slots=True)
 class Yield:
-    """Run nothing; `reason` is a word of this module or of `executor.control_page.host_seat`."""
+    """Run nothing."""
 
-    reason: str
+    reason: FreezeReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +49,7 @@ class GateLimits:
 
 
 def decide(
-    sight: HostView,
+    view: HostView,
     grant: Grant | None,
     model: StepModel,
     now_ns: int,
@@ -70,51 +63,51 @@ def decide(
     fits share × the tighter slack.
     """
     if grant is None:
-        return Yield(PAGE_UNREADABLE)
-    refusal = _refusal(grant, now_ns, limits) or sight.doubt(now_ns)
-    host = sight.state
+        return Yield(FreezeReason.PAGE_UNREADABLE)
+    refusal = _refusal(grant, now_ns, limits) or view.doubt(now_ns)
+    host = view.state
     if refusal is not None or host is None:
-        return Yield(refusal or PAGE_UNREADABLE)
-    reason = THROTTLED if grant.mode is GrantMode.THROTTLE else OK
+        return Yield(refusal or FreezeReason.PAGE_UNREADABLE)
+    reason = _THROTTLED if grant.mode is GrantMode.THROTTLE else _OK
     if host.idle:
         return Run(grant.token_budget, grant.max_sequences, reason)
     if not grant.slack_share > 0:
-        return Yield(HOST_BUSY)
+        return Yield(_HOST_BUSY)
     if _stale(host.heartbeat_ns, now_ns, limits.host_stale_ns):
-        return Yield(HEARTBEAT_STALE)
+        return Yield(FreezeReason.HEARTBEAT_STALE)
     available_ns = _lendable_ns(host, min(grant.slack_share, 1.0), now_ns, limits)
     budget = model.largest_budget(
         available_ns / 1e9, grant.token_budget, grant.max_sequences, context_tokens
     )
-    return Run(budget, grant.max_sequences, reason) if budget > 0 else Yield(NO_SLACK)
+    return Run(budget, grant.max_sequences, reason) if budget > 0 else Yield(_NO_SLACK)
 
 
 _STOPPING = {
-    GrantMode.KILL: KILLED,
-    GrantMode.FREEZE: FROZEN,
-    GrantMode.DRAIN: DRAINING,
+    GrantMode.KILL: FreezeReason.KILLED,
+    GrantMode.FREEZE: FreezeReason.FROZEN,
+    GrantMode.DRAIN: FreezeReason.DRAINING,
 }
 
 
-def lapsed(grant: Grant, now_ns: int, limits: GateLimits) -> str | None:
+def lapsed(grant: Grant, now_ns: int, limits: GateLimits) -> FreezeReason | None:
     """Why a grant no longer counts, whatever its mode; None while it is live."""
     if not now_ns < grant.expiry_ns <= now_ns + limits.max_grant_ns:
-        return GRANT_EXPIRED
+        return FreezeReason.GRANT_EXPIRED
     if _stale(grant.heartbeat_ns, now_ns, limits.grant_stale_ns):
-        return HEARTBEAT_STALE
+        return FreezeReason.HEARTBEAT_STALE
     return None
 
 
-def _refusal(grant: Grant, now_ns: int, limits: GateLimits) -> str | None:
+def _refusal(grant: Grant, now_ns: int, limits: GateLimits) -> FreezeReason | None:
     if grant.mode is GrantMode.KILL:
-        return KILLED
+        return FreezeReason.KILLED
     reason = lapsed(grant, now_ns, limits)
     if reason is not None:
         return reason
     if grant.mode in _STOPPING:
         return _STOPPING[grant.mode]
     if grant.token_budget <= 0 or grant.max_sequences <= 0:
-        return THROTTLED
+        return FreezeReason.THROTTLED
     return None
 
 
@@ -124,14 +117,19 @@ def _stale(heartbeat_ns: int, now_ns: int, limit_ns: int) -> bool:
 
 
 def _lendable_ns(host: HostState, share: float, now_ns: int, limits: GateLimits) -> float:
+    """What a step may take of the tighter slack.
+
+    prefill slack = arrival + TTFT target − now − predicted prefill
+    decode slack  = last token + TPOT target − now − predicted decode
+    (ROSE paper, 2026.) The deadlines on the page are the first two terms of each.
+    """
     # The host's last step is the reactive floor of what its next one will take.
-    prefill_ns = host.queued_prefill_tokens * limits.host_prefill_ns_per_token
-    slack_ns = dual_slack(
-        prefill_deadline_ns=host.earliest_prefill_deadline_ns,
-        decode_deadline_ns=host.earliest_decode_deadline_ns,
-        now_ns=now_ns,
-        predicted_prefill_ns=max(host.last_step_ns, prefill_ns),
-        predicted_decode_ns=host.last_step_ns,
-    ).tightest_ns
+    slacks_ns = []
+    if host.earliest_prefill_deadline_ns != NO_DEADLINE:
+        queued_ns = host.queued_prefill_tokens * limits.host_prefill_ns_per_token
+        prefill_ns = max(host.last_step_ns, queued_ns)
+        slacks_ns.append(host.earliest_prefill_deadline_ns - now_ns - prefill_ns)
+    if host.earliest_decode_deadline_ns != NO_DEADLINE:
+        slacks_ns.append(host.earliest_decode_deadline_ns - now_ns - host.last_step_ns)
     # Work without any deadline: the host has no targets, so its slack is unknown, not endless.
-    return 0.0 if slack_ns is None else share * (slack_ns - limits.safety_margin_ns)
+    return share * (min(slacks_ns) - limits.safety_margin_ns) if slacks_ns else 0.0

@@ -27,7 +27,7 @@ class ReclaimLevel(IntEnum):
 
 
 class ReclaimOutcome(StrEnum):
-    """Outcome of a level. HELD: its engine claimed more than was measured to be gone."""
+    """How a level ended. HELD: its engine claimed more than was measured to be gone."""
 
     FREED = "freed"
     TOO_LITTLE = "too_little"
@@ -54,6 +54,25 @@ Answer = EngineReport | Unsupported | None
 
 
 @dataclass(frozen=True, slots=True)
+class Measured:
+    """What the guest's process group holds, None where it could not be measured.
+
+    `answer`: the engine's, to the level asked for last.
+    """
+
+    held_bytes: int | None
+    answer: Answer = None
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """What the reclaim is for is done otherwise, whatever was measured."""
+
+
+Event = Measured | Settled
+
+
+@dataclass(frozen=True, slots=True)
 class Escalate:
     """Take this level now; `bytes_left` are still wanted."""
 
@@ -63,7 +82,7 @@ class Escalate:
 
 @dataclass(frozen=True, slots=True)
 class LevelReport:
-    """Report on one level; `why` where the engine does not have it."""
+    """What became of one level; `why` where it was not to be had."""
 
     level: ReclaimLevel
     outcome: ReclaimOutcome
@@ -83,6 +102,18 @@ class Finished:
     in_time: bool
     took_ns: int
     levels: tuple[LevelReport, ...]
+
+
+Action = Escalate | Finished
+
+
+@dataclass(frozen=True, slots=True)
+class ReclaimStatus:
+    """The level taken last, what the guest holds, and what of that is still wanted."""
+
+    level: ReclaimLevel | None
+    held_bytes: int
+    wanted_bytes: int
 
 
 _LEVEL_NS: Final = MappingProxyType(
@@ -110,7 +141,7 @@ class LadderLimits:
 
 
 class ReclaimCore:
-    """Core of one reclaim, from the request to its end; clock, sizes and answers are handed in."""
+    """One reclaim, from the wish to its end; clock, sizes and answers are handed in."""
 
     def __init__(
         self,
@@ -137,14 +168,21 @@ class ReclaimCore:
         self._moved_ns = now_ns
         self._reports: list[LevelReport] = []
 
-    def step(
-        self, now_ns: int, held_bytes: int | None, answer: Answer
-    ) -> Escalate | Finished | None:
-        """What to do now. `held_bytes`: as measured, None when it could not be.
+    def step(self, event: Event, now_ns: int) -> list[Action]:
+        """What to do now: the next level, or nothing while one may still help. Finished ends it."""
+        if isinstance(event, Settled):
+            return [self._end(now_ns, enough=True)]
+        action = self._climb_or_end(event, now_ns)
+        return [] if action is None else [action]
 
-        `answer`: to the level asked for last. Nothing more is to be done after Finished.
-        """
-        self._measured(now_ns, held_bytes)
+    def status(self) -> ReclaimStatus:
+        """Where it stands."""
+        left = max(0, self._held_bytes - self._goal_bytes)
+        return ReclaimStatus(self._level, self._held_bytes, left)
+
+    def _climb_or_end(self, event: Measured, now_ns: int) -> Action | None:
+        answer = event.answer
+        self._measured(now_ns, event.held_bytes)
         if self._held_bytes <= self._goal_bytes:
             return self._finish(now_ns, ReclaimOutcome.FREED)
         if self._level is None:
@@ -160,15 +198,6 @@ class ReclaimCore:
         self._report(now_ns, outcome, answer.why if isinstance(answer, Unsupported) else "")
         too_late = now_ns >= self._last_call_ns
         return self._climb(now_ns, ReclaimLevel.KILL if too_late else ReclaimLevel(self._level + 1))
-
-    def settled(self, now_ns: int) -> Finished:
-        """The end of a reclaim whose purpose is fulfilled otherwise."""
-        freed = self._start_bytes - self._held_bytes
-        took_ns = now_ns - self._began_ns
-        return Finished(
-            self._wanted_bytes, freed, True, now_ns <= self._deadline_ns, took_ns,
-            tuple(self._reports),
-        )  # fmt: skip
 
     @property
     def _last_call_ns(self) -> int:
@@ -225,7 +254,9 @@ class ReclaimCore:
 
     def _finish(self, now_ns: int, outcome: ReclaimOutcome) -> Finished:
         self._report(now_ns, outcome)
-        enough = self._held_bytes <= self._goal_bytes
+        return self._end(now_ns, enough=self._held_bytes <= self._goal_bytes)
+
+    def _end(self, now_ns: int, *, enough: bool) -> Finished:
         return Finished(
             self._wanted_bytes,
             self._start_bytes - self._held_bytes,
@@ -237,7 +268,7 @@ class ReclaimCore:
 
 
 class OverdueTimer:
-    """Timer of the memory that a guest owes its host, and the measures that follow.
+    """How long a guest has owed memory that its host took back, and what that calls for.
 
     It is `pressed` from `press_ns` on until it owes nothing: it should do nothing else, and have
     a core to do it on. Every `patience_ns` without an end of it the ladder has to begin.

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from executor import explained
 from rose.errors import ConfigError, RefusedError, RoseError, UnavailableError
 from rose.rpc import rose_pb2 as pb
 from rose.rpc.channel import channel_options
@@ -75,7 +76,7 @@ def _mode(mode: "pb.HarvestMode.ValueType") -> str:
 
 
 def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", caption_justify="left")
     for column in columns:
         table.add_column(column, no_wrap=True)
     return table
@@ -139,6 +140,8 @@ def _guests(snapshot: pb.SnapshotReply) -> Table:
             str(guest.tokens_total),
             f"{guest.duty:.0%}",
         )
+    whys = sorted({guest.reason for guest in snapshot.guests if guest.reason})
+    table.caption = escape("\n".join(explained(why) for why in whys))
     return table
 
 

@@ -31,7 +31,9 @@ class StaleWeights(ReplicaWeights):
     def version(self) -> int:
         return super().version if self._claimed is None else self._claimed
 
-    def _verified(self, manifest_paths: Sequence[Path], chunks_dir: Path) -> StagedUpdate:
+    def _verified(
+        self, manifest_paths: Sequence[Path], chunks_dir: Path, attempt: str
+    ) -> StagedUpdate:
         last = self._manifests(manifest_paths)[-1]
         return StagedUpdate(last.version, self._receiver.version, (), last.wire_bytes)
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from executor import ControlPage, PageError
 from executor.control_page.host_seat import BEAT_STALE_NS
 from executor.control_page.page import LAYOUT_VERSION
+from executor.freeze_reason import explained
 from rose.cli.commands import SchedulerClient
 from rose.engines.launch import MIN_FREE_BYTES_PER_ENGINE, check_memory, check_model, engine_bytes
 from rose.errors import RoseError
@@ -150,22 +151,22 @@ def _alive(host: HostConfig) -> Finding:
 def _seat(host: HostConfig) -> Finding:
     """Whether a process that lives publishes here, and no other serves unseen."""
     with _open(host) as page:
-        sight = page.host_sight()
-    if sight.vetoed:
+        view = page.host_view()
+    if view.vetoed:
         what = "an engine serves on this page that cannot publish there; guests are frozen"
         do = (
             "look at the host's log: an untested vLLM, a ROSE_ variable it cannot read,"
             " data_parallel_size above 1, or a second engine core"
         )
         return wrong("host seat", what, do)
-    if not sight.seated:
+    if not view.seated:
         what = "no process publishes on this page; guests are frozen"
         do = (
             "start the host with --scheduler-cls executor.vllm.host.scheduler.ObservedScheduler and"
             " ROSE_ROLE=host; start it again if the page was deleted since"
         )
         return wrong("host seat", what, do)
-    seat = sight.seat
+    seat = view.seat
     if doubt := HostProcess(host.pid).doubt(seat):
         do = "write to host.pid the process that started the host, and start the node again"
         return wrong("host seat", f"who publishes is not the host ({doubt})", do)
@@ -202,7 +203,7 @@ def _grant(host: HostConfig) -> Finding:
     if grant is None or age_s > GRANT_STALE_S:
         do = "is it stopped? `kill -CONT` it or start the node again; its guest is frozen meanwhile"
         return wrong("grant heartbeat", f"the daemon is silent for {age_s:.1f} s", do)
-    return ok("grant heartbeat", f"{grant.mode.name.lower()}, {grant.reason}")
+    return ok("grant heartbeat", f"{grant.mode.name.lower()}: {explained(grant.reason)}")
 
 
 def _clock(pid: int | None) -> Finding:

@@ -1,4 +1,19 @@
-"""The node daemon: guards its host, runs its replicas, and updates them to each policy version."""
+"""The node daemon: guards its host, runs its replicas, and updates them to each policy version.
+
+Who may use a replica is decided by a core without IO (`rose.node.leases.lease_fsm`). Its loop, of
+which `rose.node.leases.lease_agent` is the real one: every event is stepped where it happens, one
+task calls the engine, one call at a time, and sends the answer or, after a failure, a Tick.
+
+    core = LeaseStateMachine()
+    async for event in happenings:  # Granted, Released, EngineUp, …, and Tick when until_s is over
+        for action in core.step(event, monotonic_s()):
+            match action:
+                case TakenBack() | Ended():       scheduler.tell(action)
+                case Admit(epoch, life):          engine.admit(epoch)  # then Admitted(epoch, life)
+                case Drain(epoch, reason, life):  engine.drain(epoch)  # then Drained(life, aborted)
+
+The loop of its grants is in `executor`; stories of a lease are in tests/traces/lease.
+"""
 
 from rose.node.config import HostConfig, NodeConfig, ReplicaConfig
 from rose.node.daemon import NodeDaemon

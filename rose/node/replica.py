@@ -6,7 +6,7 @@ from rose.logs.eventlog import EventLog, JsonlLog
 from rose.node.config import ReplicaConfig
 from rose.node.guest.supervisor import EngineState, Supervisor
 from rose.node.leases.lease_agent import LeaseAgent
-from rose.node.leases.lease_fsm import Ended, Revoked
+from rose.node.leases.lease_fsm import Ended, TakenBack
 from rose.node.metrics import ReplicaPoller
 from rose.node.replica_client import ReplicaClient
 from rose.node.weights.update_fetch import WeightSource
@@ -104,8 +104,8 @@ class Replica:
         self._log("engine_state", state=state.value)
         self._changed()
 
-    def _lease_told(self, step: Revoked | Ended) -> None:
-        if isinstance(step, Revoked):
+    def _lease_told(self, step: TakenBack | Ended) -> None:
+        if isinstance(step, TakenBack):
             self._report(
                 rose_pb2.NodeReport(
                     revocation=rose_pb2.Revocation(

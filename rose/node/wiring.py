@@ -210,5 +210,5 @@ class Wiring:
         if self.kill_switch.engaged:
             return KILLED
         # Without a right to exist it still may finish handing its turns back.
-        off = self.harvest.off(guest.config.id) and guest.tenant.core.vacant
+        off = self.harvest.off(guest.config.id) and guest.tenant.core.status().vacant
         return OFF if off else None

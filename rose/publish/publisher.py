@@ -18,10 +18,12 @@ import grpc.aio
 from rose.errors import RefusedError, UnavailableError
 from rose.process.background_tasks import described
 from rose.publish.credentials import OPEN, Credentials
+from rose.publish.level import AUTO, LevelChoice, level_for
 from rose.publish.version_server import LONGEST_TTL_S, ReadLeases, Signer, VersionServer
 from rose.rpc import rose_pb2, rose_pb2_grpc
 from rose.rpc.channel import make_channel
 from weight_transfer import ChunkStore, OnUpdate, Publisher, SigningKey, TensorBits, WeightError
+from weight_transfer.format.codec import Level
 from weight_transfer.store.catalog import Catalog
 
 # Signatures live for a day and are renewed from half of that on.
@@ -141,13 +143,17 @@ ANNOUNCE_TIMEOUT_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """Cost of a publication: bytes that cross a link once, and the share of elements changed."""
+    """Cost of a publication: bytes that cross a link once, and the share of elements changed.
+
+    `level`: how it was encoded.
+    """
 
     version: int
     wire_bytes: int
     full_bytes: int
     density: float
     publish_s: float
+    level: Level = Level.FAST
 
 
 class WeightPublisher:
@@ -171,14 +177,17 @@ class WeightPublisher:
         credentials: Credentials = OPEN,
         on_update: OnUpdate = OnUpdate.RECOMPUTE,
         insecure: bool = False,
+        level: LevelChoice = AUTO,
     ) -> None:
         """`host`: an address that all nodes reach. `credentials`: what they must show.
 
         `insecure`: other machines may reach it without certificates. ConfigError without.
         `on_update`: what becomes of turns in flight when a replica takes a version.
+        `level`: `fast`, `compact` (fewer bytes, more work), or by the speed that readers show.
         """
         store = ChunkStore(root)
         leases = ReadLeases(time.monotonic())
+        self._level = level
         self._job = job
         self._max_staleness = max_staleness
         self._publisher = Publisher(store, job, "rose-trainer", key, on_update=on_update)
@@ -224,7 +233,11 @@ class WeightPublisher:
         """
         started_s = time.perf_counter()
         async with self._retention.publishing:
-            manifest = await asyncio.to_thread(self._publisher.publish, version, parent, old, new)
+            level = await asyncio.to_thread(
+                level_for, self._level, self._server.link_bytes_s, old, new
+            )
+            publish = partial(self._publisher.publish, level=level)
+            manifest = await asyncio.to_thread(publish, version, parent, old, new)
         self._retention.published(Latest(version, parent, new))
         request = rose_pb2.AnnounceVersionRequest(
             job=self._job, version=version, parent=parent, url=self._server.url
@@ -244,6 +257,7 @@ class WeightPublisher:
             full_bytes=sum(tensor.bits.nbytes for tensor in new.values()),
             density=manifest.changed / elements,
             publish_s=time.perf_counter() - started_s,
+            level=level,
         )
 
     async def settle(self) -> None:

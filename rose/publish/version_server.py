@@ -27,6 +27,7 @@ from pathlib import Path
 
 import msgspec
 from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
 from aiohttp.http import HttpProcessingError
 from msgspec import Struct
 
@@ -35,6 +36,7 @@ from rose.publish.credentials import OPEN, Credentials
 from rose.publish.fetch import publisher_client
 from rose.publish.fetch.fetcher import ChunkFetcher
 from rose.publish.forwarding import ChunkForwarder
+from rose.publish.link_meter import LinkMeter
 from rose.publish.nccl import Lead
 from weight_transfer import ChunkStore, SigningKey, WeightError
 from weight_transfer.format.manifest import MALFORMED, Count, expiry_of
@@ -165,12 +167,18 @@ class VersionServer:
         self._leases = leases
         self._lead = lead
         self._signer = signer
+        self._meter = LinkMeter()
         self._runner: web.AppRunner | None = None
 
     @property
     def url(self) -> str:
         """Base address."""
         return f"{self._credentials.scheme}://{self._host}:{self._port}"
+
+    @property
+    def link_bytes_s(self) -> float | None:
+        """How fast readers take chunks that are here; None as long as it is not known."""
+        return self._meter.bytes_per_s(time.monotonic())
 
     async def start(self) -> None:
         """Bind the port; ConfigError when it is taken or a certificate cannot be used."""
@@ -227,7 +235,7 @@ class VersionServer:
         return await self._stored(name)
 
     async def _stored(self, name: str) -> web.StreamResponse:
-        return web.FileResponse(self._store.chunks_dir / name)
+        return _MeteredFile(self._store.chunks_dir / name, self._meter)
 
     async def _catalog(self, request: web.Request) -> web.Response:
         self._admit(request)
@@ -282,6 +290,24 @@ class VersionServer:
         if self._fetcher:  # A relay fetches it again; a publisher has nowhere to fetch it from.
             await asyncio.to_thread(self._store.mend, request.match_info["name"])
         return web.Response(status=204)
+
+
+class _MeteredFile(web.FileResponse):
+    """A file whose way to its reader is measured: it is sent while the answer is prepared."""
+
+    def __init__(self, path: Path, meter: LinkMeter) -> None:
+        super().__init__(path)
+        self._meter = meter
+
+    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
+        peer, size = request.remote or "unknown", 0
+        self._meter.began(peer, time.monotonic())
+        try:
+            writer = await super().prepare(request)
+            size = self.content_length or 0
+            return writer
+        finally:
+            self._meter.ended(peer, size, time.monotonic())
 
 
 def _bytes_of(path: Path) -> bytes | None:

@@ -42,11 +42,11 @@ from rose.replica.asgi import (
     refuse,
     refuse_stranger,
 )
-from rose.replica.kv_wake import KvWaker
+from rose.replica.control import GuestControl, HostBusyError
 from rose.replica.turns import Turns
 from rose.replica.warm_up import WarmUp
 from rose.replica.weights.token_versions import stamps_of
-from rose.replica.weights.updater import ActivationError, HostBusyError, WeightUpdater
+from rose.replica.weights.updater import ActivationError, WeightUpdater
 from rose.replica.wire import MAX_BODY_BYTES, MAX_CONTROL_BYTES, ApplyBody, EpochBody, GenerateBody
 from weight_transfer import WeightError, WrongBaseError
 
@@ -100,7 +100,7 @@ class ReplicaEndpoint:
         self._turns: Turns | None = None
         self._weights: WeightUpdater | None = None
         self._kv_tokens = 0
-        self._kv_waker: KvWaker | None = None
+        self._control = GuestControl()
         self._warm_up: WarmUp | None = None
 
     def attach_router(self, app: FastAPI) -> None:
@@ -133,12 +133,13 @@ class ReplicaEndpoint:
         setattr(state, STATE_NAME, self._generate)
         stamps_of(engine_client)  # It counts from the first token on.
         self._turns = self._generate.turns = Turns(engine_client)
-        self._weights = WeightUpdater(engine_client, str(args.model), self._turns, self._admission)
+        self._weights = WeightUpdater(
+            engine_client, str(args.model), self._turns, self._admission, self._control
+        )
         cache = engine_client.vllm_config.cache_config
         self._kv_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
-        self._kv_waker = KvWaker(engine_client)
-        self._kv_waker.start()
-        self._warm_up = WarmUp(engine_client)
+        self._control.start_waking(engine_client)
+        self._warm_up = WarmUp(engine_client, self._control)
         self._warm_up.start()
         self._weights.start()
 

@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
-from executor import ControlPage, PageError
-from executor.control_page.page import PAGE_GROUP
+from executor import PageError
 from executor.vllm.settings import WARM_UP
+from rose.replica.control import GuestControl
 from rose.replica.turns import ENGINE_FAILURES, EngineRequest, RequestRefusedError, abort
 from rose.replica.weights.token_versions import KvStaleness, UnknownVersionError
 from rose.replica.wire import GenerateBody, Sampling
@@ -71,13 +71,14 @@ class WarmUp:
     def __init__(
         self,
         engine: Any,  # noqa: ANN401 - vLLM's AsyncLLM
+        control: GuestControl,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
+        self._control = control
         self._clock_s = clock_s
         self._limit_s = _limit_s(os.environ.get(SECONDS, ""))
         self._rng = random.Random(0)  # noqa: S311 -- prompts, not secrets
-        self._page: ControlPage | None = None
         self._task: asyncio.Task[None] | None = None
         self._vocabulary = 0
         self._began_s = 0.0
@@ -94,7 +95,6 @@ class WarmUp:
 
     async def _run(self) -> None:
         try:
-            self._page = _page()
             self._began_s, self._yielded_before_s = self._clock_s(), self._yielded_s()
             sizes = WarmUpSizes.of(self._engine.vllm_config)
             self._vocabulary, batches = sizes.vocabulary, list(sizes.batches())
@@ -113,10 +113,6 @@ class WarmUp:
         except Exception as error:  # or it would be neither warm nor failed for ever
             self._end(f"{type(error).__name__}: {error}")
             raise
-        finally:
-            if self._page is not None:
-                self._page.close()
-                self._page = None
 
     def _end(self, why: str) -> None:
         self.failed = True
@@ -171,23 +167,14 @@ class WarmUp:
         return self._clock_s() - self._began_s - held_back_s
 
     def _yielded_s(self) -> float:
-        guest = self._page.guest.peek() if self._page is not None else None
-        if guest is not None:
-            self._last_yielded_s = guest.yielded_ns / 1e9
+        if (yielded_s := self._control.yielded_s()) is not None:
+            self._last_yielded_s = yielded_s
         return self._last_yielded_s
 
 
 async def _finish(request: EngineRequest) -> None:
     while (await request.next()).finish_reason is None:
         continue
-
-
-def _page() -> ControlPage | None:
-    """The control page of a guest; a dedicated replica has none, and no gate."""
-    path = os.environ.get("ROSE_CONTROL_PAGE")
-    if not path or os.environ.get("ROSE_ROLE") != "guest":
-        return None
-    return ControlPage.open(path, os.environ.get(PAGE_GROUP, ""))
 
 
 def _doublings(most: int) -> list[int]:

@@ -125,10 +125,13 @@ class SchedulerCore:
                 return (save_mode(event.mode, event.replica),)
 
     def complain(self, event: str, peer: str, reason: str, now_s: float) -> list[LogRecord]:
-        """What to record of a peer's mistake: each once, and so many a minute."""
+        """What to record of a peer's mistake: each once, and so many a minute.
+
+        Not an event of `step`, whose own failure is complained of.
+        """
         return self._complaints.about(event, peer, reason, now_s)
 
-    def snapshot(self, now_s: float) -> pb.SnapshotReply:
+    def status(self, now_s: float) -> pb.SnapshotReply:
         """Everything an operator may ask about."""
         views = (self._fleet, self._leasing, self._healths, self._chain, self._policy)
         return snapshot(*views, self._demand, now_s)

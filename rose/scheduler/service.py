@@ -270,7 +270,7 @@ class SchedulerService(SchedulerServicer):
         self, request: pb.SnapshotRequest, context: "Context[object, object]"
     ) -> pb.SnapshotReply:
         """Everything an operator may ask about."""
-        reply = self._core.snapshot(time.monotonic())
+        reply = self._core.status(time.monotonic())
         reply.store_stalled_s = self._writer.stalled_s
         reply.troubles.extend(self._troubles())
         return reply

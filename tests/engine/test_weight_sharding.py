@@ -82,7 +82,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     store, key = ChunkStore(root / "store"), SigningKey.generate()
     manifest = Publisher(store, job="test", trainer="test", key=key).publish(1, 0, base, new)
     chunks = {chunk.id: store.get(chunk.id) for chunk in manifest.chunks}
-    staged = Receiver(base).stage(manifest, chunks, key.verify_key, manifest.created_s)
+    staged = Receiver(base).decode(manifest, chunks, key.verify_key, manifest.created_s)
     return Case(engine_config(root / "model"), base, new, staged)
 
 

@@ -8,7 +8,7 @@ import struct
 import tempfile
 import zlib
 from contextlib import suppress
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
@@ -40,7 +40,7 @@ _SEED: Final = 0xFFFFFFFF
 _RECORDS: Final[list[type[Record]]] = [
     kind
     for kind in vars(sections).values()
-    if isinstance(kind, type) and is_dataclass(kind) and hasattr(kind, "LAYOUT")
+    if isinstance(kind, type) and issubclass(kind, Record) and kind is not Record
 ]
 _WORDS: Final = struct.Struct("=QQ")
 

@@ -71,7 +71,7 @@ class Scheduler:
 
     def look(self) -> None:
         """An operator looks, and what is stored can be read again."""
-        self.core.snapshot(self.now_s).SerializeToString()
+        self.core.status(self.now_s).SerializeToString()
         load(self.store)
 
     def _write(self, key: str, value: bytes | None) -> None:

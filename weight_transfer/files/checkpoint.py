@@ -77,6 +77,13 @@ class Checkpoint:
         shards = tuple(parse_shard(path / name, name) for name in own)
         return cls(path, shards, tuple(name for name in names if name not in own))
 
+    @classmethod
+    def of_model(cls, model_dir: Path) -> Checkpoint:
+        """Open a Hugging Face model directory. Raises TensorFormatError."""
+        if not model_dir.is_dir():
+            raise TensorFormatError(f"{model_dir}: no such folder; give a model's folder")
+        return cls.open(model_dir)
+
     @property
     def single(self) -> bool:
         """Whether it is one file and no folder."""
@@ -161,9 +168,7 @@ def read_safetensors(path: Path) -> dict[str, TensorBits]:
 
 def read_model_dir(model_dir: Path) -> dict[str, TensorBits]:
     """Read all `*.safetensors` of a Hugging Face model directory into memory."""
-    if not model_dir.is_dir():
-        raise TensorFormatError(f"{model_dir}: no such folder; give a model's folder")
-    return _loaded(Checkpoint.open(model_dir))
+    return _loaded(Checkpoint.of_model(model_dir))
 
 
 def _loaded(checkpoint: Checkpoint) -> dict[str, TensorBits]:

@@ -57,8 +57,11 @@ class Publisher:
         parent: int,
         old: Mapping[str, AnyTensor],
         new: Mapping[str, AnyTensor],
+        level: Level | None = None,
     ) -> Manifest:
         """Publish the step from `old` (version `parent`) to `new` (version `version`).
+
+        `level`: of this version, None for the publisher's own.
 
         Returns once every chunk and the manifest are durable: the caller's baseline may then
         advance to `new`, whoever has pulled it yet.
@@ -68,7 +71,10 @@ class Publisher:
         if old.keys() != new.keys():
             raise ManifestError(f"tensors differ: {sorted(old.keys() ^ new.keys())[:4]}")
         before = self._digests_of(parent, old)
-        tensors = tuple(self._tensor(old[name], new[name], before[name]) for name in sorted(old))
+        level = level or self._level
+        tensors = tuple(
+            self._tensor(old[name], new[name], before[name], level) for name in sorted(old)
+        )
         return self.publish_updates(version, parent, tensors)
 
     def publish_base(self, version: int, tensors: Mapping[str, AnyTensor]) -> Manifest:
@@ -76,7 +82,8 @@ class Publisher:
         updates = []
         for name in sorted(tensors):
             zeros = zeros_like(tensors[name])
-            updates.append(self._tensor(zeros, tensors[name], digest_of(zeros.bits)))
+            digest = digest_of(zeros.bits)
+            updates.append(self._tensor(zeros, tensors[name], digest, self._level))
         return self.publish_updates(version, version, tuple(updates))
 
     def publish_updates(
@@ -136,11 +143,11 @@ class Publisher:
             return digests
         return {name: digest_of(tensor.bits) for name, tensor in tensors.items()}
 
-    def _tensor(self, old: AnyTensor, new: AnyTensor, before: int) -> TensorUpdate:
+    def _tensor(self, old: AnyTensor, new: AnyTensor, before: int, level: Level) -> TensorUpdate:
         if (old.dtype, old.shape) != (new.dtype, new.shape):
             raise ManifestError(f"{old.name}: dtype or shape changed; publish a new base instead")
         made = [
-            encode_chunk(old, new, rows, before, self._level)
+            encode_chunk(old, new, rows, before, level)
             for rows in row_ranges(old, self._chunk_bytes)
         ]
         after = (before + sum(chunk.digest_change for chunk in made)) % MODULUS

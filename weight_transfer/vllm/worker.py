@@ -1,7 +1,6 @@
 """Worker extension of vLLM: weight updates by `collective_rpc`, on every rank.
 
-init → (stage → commit → settle)*; audit at any time. See `update/replica_weights.py`.
-An update is staged by `stage_begin`, `stage_poll` and `stage_step`, between the engine's steps.
+init → (decode* → load* → commit → settle)*; audit at any time. See `update/replica_weights.py`.
 """
 
 from __future__ import annotations
@@ -51,21 +50,27 @@ class WeightWorker:
     _rose_weights_class: type[ReplicaWeights] = ReplicaWeights
     _rose_weights: ReplicaWeights | None = None
     _rose_audit: Audit | None = None
-    _rose_stage_began_s: float = 0.0
+    _rose_decode_began_s: float = 0.0
 
     @names_errors
     def rose_weights_init(
-        self, model_dir: str, verify_key_hex: str | None, weights_dir: str | None = None
+        self,
+        model_dir: str,
+        verify_key_hex: str | None,
+        weights_dir: str | None = None,
+        place: str | None = None,
     ) -> dict[str, Any]:
         """Take `model_dir` as version 0 and prove that it is what this engine serves.
 
-        Updates are read from below `weights_dir`; None lets the caller name any file.
+        Updates are read from below `weights_dir`; None lets the caller name any file. Ranks that
+        are told one `place`, a path on each node that is new at each init, share a copy of it.
         """
         key = None if verify_key_hex is None else VerifyKey(verify_key_hex)
         runner = self.model_runner
         engine = EngineModel.of(runner.get_model(), runner.vllm_config, runner.device)
+        folder, meeting = (None if p is None else Path(p) for p in (weights_dir, place))
         weights = self._rose_weights = self._rose_weights_class(
-            engine, Path(model_dir), key, None if weights_dir is None else Path(weights_dir)
+            engine, Path(model_dir), key, folder, meeting
         )
         return {
             "version": weights.version,
@@ -74,28 +79,32 @@ class WeightWorker:
         }
 
     @names_errors
-    def rose_weights_stage_begin(self, manifest_paths: list[str], chunks_dir: str) -> None:
-        """Begin to decode an update beside the engine's steps."""
-        self._rose_stage_began_s = time.perf_counter()
-        self._rose().begin_stage([Path(path) for path in manifest_paths], Path(chunks_dir))
+    def rose_weights_decode(
+        self, manifest_paths: list[str], chunks_dir: str, attempt: str
+    ) -> dict[str, Any]:
+        """Decode versions that follow each other, as one update, beside the engine's steps.
+
+        The first call with a name of an attempt begins; it and every later one say in `done`
+        whether decoding has come to an end. `load` then tells how it went.
+        """
+        weights = self._rose()
+        if weights.attempt != attempt:
+            self._rose_decode_began_s = time.perf_counter()
+        paths = [Path(path) for path in manifest_paths]
+        return {"done": weights.decode(paths, Path(chunks_dir), attempt).decoded}
 
     @names_errors
-    def rose_weights_stage_poll(self) -> dict[str, Any]:
-        """Whether decoding has come to an end."""
-        return {"done": self._rose().staging.decoded}
-
-    @names_errors
-    def rose_weights_stage_step(self, pieces: int) -> dict[str, Any]:
-        """Do so many pieces of a decoded update; `done` tells whether it may be committed."""
+    def rose_weights_load(self, pieces: int | None = None) -> dict[str, Any]:
+        """Load so many pieces of a decoded update, or all; `done`: it may be committed."""
         staging = self._rose().staging
         if not staging.step(pieces):
             return {"done": False}
         assert staging.prepared is not None
-        return {"done": True, **_staged(staging.prepared, self._rose_stage_began_s)}
+        return {"done": True, **_loaded(staging.prepared, self._rose_decode_began_s)}
 
     @names_errors
     def rose_weights_commit(self) -> dict[str, Any]:
-        """Activate the staged update; only under the engine's pause. See `CommitReport`."""
+        """Activate the loaded update; only under the engine's pause. See `CommitReport`."""
         report = asdict(self._rose().commit())
         self._tell_version()
         return report
@@ -133,7 +142,7 @@ class WeightWorker:
         return self._rose_weights
 
 
-def _staged(prepared: Prepared, began_s: float) -> dict[str, Any]:
+def _loaded(prepared: Prepared, began_s: float) -> dict[str, Any]:
     update = prepared.update
     return {
         "version": update.version,

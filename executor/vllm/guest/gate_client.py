@@ -21,7 +21,8 @@ from typing import Final, NamedTuple
 from executor.control_page.page import ControlPage
 from executor.control_page.records import Grant, GuestState
 from executor.errors import ExecutorError
-from executor.grants.grant_controller import KILLED, GrantLiveness
+from executor.freeze_reason import FreezeReason
+from executor.grants.grant_controller import GrantLiveness
 from executor.grants.step_gate import GateLimits, Run, Yield, decide
 from executor.step_log import StepLog
 from executor.vllm.settings import GUEST, POLICY_VERSION, EngineSettings
@@ -67,7 +68,7 @@ class Watchdog(threading.Thread):
             if why is not None:
                 # os._exit flushes nothing, and a frozen engine may hold every lock of logging.
                 os.write(sys.stderr.fileno(), f"rose: guest ends itself: {why}\n".encode())
-                return EXIT_KILLED if why == KILLED else EXIT_ORPHANED
+                return EXIT_KILLED if why is FreezeReason.KILLED else EXIT_ORPHANED
             self._beat(now_ns)
             time.sleep(self._tick_s)
 
@@ -167,10 +168,10 @@ class GateClient:
         A refusal sleeps for YIELD_SLEEP_S: without it the engine's loop would spin.
         """
         # Looked at before the clock: what was written meanwhile is not from the future.
-        sight = self._page.host_sight()
+        view = self._page.host_view()
         now_ns = self._clock_ns()
         verdict = decide(
-            sight,
+            view,
             self._page.grant.peek(),
             self._model,
             now_ns,

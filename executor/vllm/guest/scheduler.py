@@ -149,7 +149,7 @@ class GatedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types are n
     def has_requests(self) -> bool:
         """Also True while KV memory is owed: only in a step can an idle engine give it back.
 
-        An idle core looks here when something wakes it, as `rose.replica.kv_wake` does.
+        An idle core looks here when something wakes it, as `rose.replica.control` does.
         """
         if super().has_requests():
             return True

@@ -65,8 +65,8 @@ class StartGate:
         grant = self._page.grant.peek()
         # Whatever is lent: slack is for passes of which one knows how long they take.
         idle_time_only = None if grant is None else replace(grant, slack_share=0.0)
-        sight, now_ns = self._page.host_sight(), self._clock_ns()
-        return isinstance(decide(sight, idle_time_only, FIRST_MODEL, now_ns, self._limits), Run)
+        view, now_ns = self._page.host_view(), self._clock_ns()
+        return isinstance(decide(view, idle_time_only, FIRST_MODEL, now_ns, self._limits), Run)
 
 
 class GatedStart:

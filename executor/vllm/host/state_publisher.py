@@ -39,7 +39,23 @@ class HostStatePublisher:
         """`lent`: what the host lends of its KV memory now; `blocks_away`: the part of it in blocks
         that vLLM's pool does not count."""
         self._write = seat.write_packed
-        self._pack = HostState.LAYOUT.pack
+        # In the order of `_publish`, which packs as it stands: making a HostState first would cost
+        # as much again.
+        self._pack = HostState.packer(
+            "step_seq",
+            "in_step",
+            "running",
+            "waiting",
+            "queued_prefill_tokens",
+            "earliest_prefill_deadline_ns",
+            "earliest_decode_deadline_ns",
+            "kv_used",
+            "kv_total",
+            "busy_ns",
+            "last_step_ns",
+            "heartbeat_ns",
+            *KvLent._fields,
+        )
         self._step_log = step_log
         self._lent = lent
         self._blocks_away = blocks_away
@@ -135,7 +151,6 @@ class HostStatePublisher:
         book = self._book
         self._told_idle = not (self._steps_in_flight or running or waiting)
         self._untold = False
-        # Packed as it stands: making a HostState first would cost as much again.
         self._write(
             self._pack(
                 self._step_seq,

@@ -1,6 +1,7 @@
 """`python -m rose.bench.weights`: sizes and speeds of weight updates, beside others' schemes.
 
-Writes weights.json and weights.txt. Exit code 0, 1 when a limit fails, 2 for bad input.
+Writes weights.json and weights.txt, with `--only ranks` weights-ranks.json and .txt.
+Exit code 0, 1 when a limit fails, 2 for bad input.
 """
 
 import argparse
@@ -11,14 +12,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rose.bench.weights.limits import checks
+from rose.bench.weights.limits import checks, rank_checks
 from rose.bench.weights.link import link_figures
 from rose.bench.weights.memory import peaks
 from rose.bench.weights.paper import on_paper
+from rose.bench.weights.ranks import rank_memory
 from rose.bench.weights.sizes import sizes
 from rose.bench.weights.speed import speeds
 from rose.bench.weights.synthetic import adam_step, rate_for
-from rose.bench.weights.table import table
+from rose.bench.weights.table import rank_table, table
 from rose.errors import RoseError
 
 DENSITIES = (0.001, 0.01, 0.019, 0.02, 0.046, 0.05, 0.119, 0.2, 0.5)
@@ -31,15 +33,16 @@ SIZE_ROWS, SIZE_COLUMNS = 4096, 4096
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
+    name = "weights" if args.only is None else f"weights-{args.only}"
     try:
-        result = measure(args.models, args.seed)
+        result = ranks_alone(args.seed) if args.only else measure(args.models, args.seed)
     except RoseError as error:
         sys.stderr.write(f"bench: {error}\n")
         return 2
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "weights.json").write_text(json.dumps(result, indent=1) + "\n")
-    text = table(result)
-    (args.out / "weights.txt").write_text(text)
+    (args.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    text = rank_table(result) if args.only else table(result)
+    (args.out / f"{name}.txt").write_text(text)
     sys.stdout.write(text)
     return int(any(check["verdict"] == "FAILS" for check in result["checks"]))  # type: ignore[attr-defined]
 
@@ -78,8 +81,20 @@ def measure(models: Path, seed: int) -> dict[str, object]:
     }
     _say("a base across a shaped link")
     result["link"] = link_figures(seed)
+    result["ranks"] = _ranks(seed)
     result["checks"] = checks(result)
     return result
+
+
+def ranks_alone(seed: int) -> dict[str, object]:
+    """The memory of ranks that share a checkpoint, and nothing else."""
+    rows = _ranks(seed)
+    return {"ranks": rows, "checks": rank_checks(rows)}
+
+
+def _ranks(seed: int) -> list[dict[str, object]]:
+    _say("ranks that share a checkpoint")
+    return rank_memory(seed)
 
 
 def _say(what: str) -> None:
@@ -91,6 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, default=Path("out/bench"), metavar="DIR")
     parser.add_argument("--models", type=Path, default=Path("out/models"), metavar="DIR")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", choices=["ranks"], help="one part alone")
     return parser
 
 

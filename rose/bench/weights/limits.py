@@ -1,6 +1,6 @@
 """What the figures have to be."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 # Bytes for each changed weight at these shares, container and manifest included.
@@ -12,6 +12,7 @@ SPEEDS = {"encode_fast": 8.0, "decode_fast": 20.0, "encode_compact": 1.0, "decod
 DIFF_OF_READ = 0.7
 MEMORY_CHUNKS = 2.0
 SCATTER = {"plain_m_s": 140.0, "with_digest_m_s": 100.0}
+RANKS_OF_CHECKPOINT = 1.1
 LINK_BYTES, GOODPUT, READY = 1.02, 0.85, 1.3
 # Ethernet, IP and TCP, of which the interface counts every packet: 66 of 1514 bytes.
 PACKET_HEADERS = 66 / 1448
@@ -49,6 +50,18 @@ def checks(result: Mapping[str, Any]) -> list[dict[str, object]]:
         found.append(_most(f"link bytes over encoded {label}", over, LINK_BYTES + PACKET_HEADERS))
         found.append(_least(f"goodput of the link {label}", row["goodput_of_link"], GOODPUT))
         found.append(_most(f"ready over link time {label}", row["ready_over_link"], READY))
+    return found + rank_checks(result["ranks"])
+
+
+def rank_checks(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, object]]:
+    """Of the memory of ranks that share a checkpoint; an update on its way is not counted."""
+    found = []
+    for row in rows:
+        label = f"at tensor parallel size {row['ranks']}"
+        for when in ("read", "active"):
+            name = f"ranks' memory over the checkpoint {label}, {when}"
+            found.append(_most(name, row[when], RANKS_OF_CHECKPOINT))
+        found.append(_most(f"decodes of an update {label}", row["decodes"], 1))
     return found
 
 

@@ -78,7 +78,7 @@ def _load(store: ChunkStore, manifest: Manifest) -> None:
     }
     receiver = Receiver(blank)
     chunks = {ref.id: store.get(ref.id) for ref in manifest.chunks}
-    receiver.commit(receiver.stage(manifest, chunks, None, time.time()))
+    receiver.commit(receiver.decode(manifest, chunks, None, time.time()))
 
 
 def _size(shape: Sequence[int]) -> int:

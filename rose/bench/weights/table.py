@@ -57,21 +57,46 @@ def table(result: Mapping[str, Any]) -> str:
             [_paper(result, model, schemes) for model in ("8B", "32B", "235B", "1T")],
         ),
         _link(result["link"]),
-        _block(
-            "Checks",
-            ["check", "value", "limit", "verdict"],
-            [
-                [
-                    check["check"],
-                    f"{check['value']:.3f}",
-                    f"<= {check['at_most']}" if "at_most" in check else f">= {check['at_least']}",
-                    check["verdict"],
-                ]
-                for check in result["checks"]
-            ],
-        ),
+        _ranks(result["ranks"]),
+        _checks(result["checks"]),
     ]
     return "\n".join(blocks)
+
+
+def rank_table(result: Mapping[str, Any]) -> str:
+    """The memory of ranks alone."""
+    return "\n".join([_ranks(result["ranks"]), _checks(result["checks"])])
+
+
+def _ranks(rows: Sequence[Mapping[str, Any]]) -> str:
+    return _block(
+        "Host memory of all ranks over the checkpoint: read, an update decoded, it active",
+        ["ranks", "read", "decoded", "active", "decodes"],
+        [
+            [
+                str(row["ranks"]),
+                *(f"{row[when]:.3f}" for when in ("read", "decoded", "active")),
+                str(row["decodes"]),
+            ]
+            for row in rows
+        ],
+    )
+
+
+def _checks(checks: Sequence[Mapping[str, Any]]) -> str:
+    return _block(
+        "Checks",
+        ["check", "value", "limit", "verdict"],
+        [
+            [
+                check["check"],
+                f"{check['value']:.3f}",
+                f"<= {check['at_most']}" if "at_most" in check else f">= {check['at_least']}",
+                check["verdict"],
+            ]
+            for check in checks
+        ],
+    )
 
 
 def _link(found: Mapping[str, Any]) -> str:

@@ -16,47 +16,14 @@ from typing import Final
 
 import msgspec
 
-from executor import ControlPage, Grant, GrantController, GrantMode, GuestState, HostState
-from executor.control_page import host_seat
-from executor.control_page.host_seat import HOST_UNREADABLE
-from executor.grants import grant_controller
-from executor.grants.grant_controller import STALLED
-from executor.kv.reclaim_ladder import OverdueTimer
+from executor import ControlPage, Grant, GrantController, GuestState, HostState
+from executor.freeze_reason import FreezeReason, explained
+from executor.grants.grant_controller import Boost, Reclaim, Seen, VoidLeases, Write
 from rose.logs.eventlog import EventLog, JsonlLog
 from rose.node.grants.host_watch import HostProcess, HostWatch
 from rose.node.guest.cpu_placement import CpuBoost
 from rose.node.guest.kill import KillSwitch
 from rose.process.background_tasks import described
-
-_MEANING = {
-    grant_controller.NO_LEASE: "no job has leased it",
-    grant_controller.WARM_UP: "its engine warms up while the host is idle",
-    grant_controller.KILL_SWITCH: "the kill switch is set; take it back with `rose unkill RUN_DIR`",
-    grant_controller.HOST_DEAD: "the host's process is gone",
-    grant_controller.HOST_FOREIGN: "the process that publishes is not host.pid, nor a child of it",
-    host_seat.PAGE_REPLACED: "the page's file was deleted or made anew: start the node again",
-    host_seat.NO_HOST: "no process publishes on the page: start the host, with its plugin, on it",
-    host_seat.HOST_VETO: "an engine serves that cannot publish on the page: see the host's log",
-    host_seat.HOST_STARTING: "the host took the page just now",
-    host_seat.HOST_SILENT: "the host's process has not said for a second that it lives",
-    host_seat.HOST_UNREADABLE: "the host publishes half a record",
-    grant_controller.OPERATOR_HOLD: "the operator holds it",
-    grant_controller.DRAIN: "its turns are being handed back",
-    grant_controller.DRAINED: "its turns were handed back",
-    grant_controller.STALLED: "this daemon stood still for longer than a grant lives; "
-    "its leases are void",
-    grant_controller.RECLAIM: "its memory is being taken back",
-    grant_controller.OWING: "it gives back KV memory that its host took back, "
-    "and does nothing else",
-    grant_controller.PRESSURE: "the host needs its KV cache",
-}
-
-
-def sentence(guest: str, mode: str, reason: str) -> str:
-    """One line: `guest-0 freeze: no_lease (no job has leased it)`."""
-    meaning = _MEANING.get(reason)
-    return f"{guest} {mode}: {reason}" + (f" ({meaning})" if meaning else "")
-
 
 WINDOW_NS = 1_000_000_000
 
@@ -110,9 +77,6 @@ class GuestSample(msgspec.Struct, frozen=True):
 
 TICK_S = 0.02
 SAMPLE_EVERY_TICKS = 5
-# What a guest that has a core needs to give back what its host wants.
-PRESS_S = 0.25
-OVERDUE_S = 2.0
 _NS = 1e9
 
 logger = logging.getLogger("rose.node")
@@ -144,13 +108,12 @@ class GuardThread:
         So are both others called: when the loop ends unasked, when the process stood still. After
         a stop longer than a grant lives the lease of that time grants nothing any more.
         `events` and `samples` must not wait for a disk.
-        `debtor` hears when the guest keeps bytes of the host for PRESS_S, and for OVERDUE_S.
+        `debtor` hears when the guest keeps bytes of the host for too long.
         """
         self._name = name
         self._page = page
         self._core = core
         self._lease_epoch = lease_epoch
-        self._newest_epoch = 0
         self._kill_switch = kill_switch
         self._process = HostProcess(host_pid)
         self._clock_ns = clock_ns
@@ -160,10 +123,8 @@ class GuardThread:
         self._on_broken = on_broken
         self._on_stall = on_stall
         self._debtor = debtor or CpuBoost()
-        self._debt = OverdueTimer(round(PRESS_S * 1e9), round(OVERDUE_S * 1e9))
         self._reclaim_cap: int | None = None
         self._warming = warming
-        self._void_epoch = 0
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rose-guard", daemon=True)
         self._duty = DutyMeter()
@@ -196,7 +157,7 @@ class GuardThread:
     @property
     def owed_bytes(self) -> int:
         """KV memory that its host took back and the guest still keeps."""
-        return self._core.owed_bytes
+        return self._core.status().owed_bytes
 
     def _run(self) -> None:
         try:
@@ -228,43 +189,42 @@ class GuardThread:
     def _changed(self, grant: Grant) -> None:
         mode = grant.mode.name.lower()
         self._events.write("grant", replica=self._name, mode=mode, reason=grant.reason)
-        logger.info(sentence(self._name, mode, grant.reason))
+        logger.info("%s %s: %s", self._name, mode, explained(grant.reason))
 
     def _grant(self) -> Grant:
-        sight = self._page.host_sight()
-        if sight.doubt(self._clock_ns()) == HOST_UNREADABLE:
+        view = self._page.host_view()
+        if view.doubt(self._clock_ns()) is FreezeReason.HOST_UNREADABLE:
             # A host that is written at this moment is read again; without it the guest freezes.
-            sight = self._page.host_sight()
+            view = self._page.host_view()
         now_ns = self._clock_ns()
-        doubt = self._process.doubt(sight.seat)
-        self.host = sight.state
-        believed = None if doubt else sight.believed(now_ns)
+        doubt = self._process.doubt(view.seat)
+        self.host = view.state
+        believed = None if doubt else view.believed(now_ns)
         self.host_idle = believed is not None and believed.idle
         # A guest that lost its core in the middle of a write is as it was before.
         self.guest = self._page.guest.peek() or self.guest
-        epoch = self._lease_epoch()
-        self._newest_epoch = max(self._newest_epoch, epoch or 0)
-        self.grant = self._core.step(
-            now_ns,
-            sight,
+        seen = Seen(
+            view,
             self.guest,
-            lease_active=epoch is not None and epoch > self._void_epoch,
+            lease_epoch=self._lease_epoch(),
             kill_switch=self._kill_switch.engaged,
             host_doubt=doubt,
             reclaim_cap=self._reclaim_cap,
-            pressed=self._debt.pressed,
             warming=self._warming(),
         )
-        if self.grant.reason == STALLED:
-            self._void_epoch = self._newest_epoch
-            self._on_stall(STALLED)
-        self._page.grant.write(self.grant)
-        self.granted += 1
-        overdue = self._debt.step(self.grant.heartbeat_ns, self._core.owed_bytes)
-        # Only a frozen guest gets a core of its host's: it gives memory back on it, nothing else.
-        self._debtor.press(self._debt.pressed and self.grant.mode is GrantMode.FREEZE)
-        if overdue:
-            self._debtor.overdue(overdue)
+        for action in self._core.step(seen, now_ns):
+            match action:
+                case Write():
+                    self._page.grant.write(action.grant)
+                    self.grant = action.grant
+                    self.granted += 1
+                case VoidLeases():
+                    self._on_stall(FreezeReason.STALLED)
+                case Boost():
+                    self._debtor.press(action.on)
+                case Reclaim():
+                    self._debtor.overdue(action.owed_bytes)
+        assert self.grant is not None
         return self.grant
 
     def _sample(self, grant: Grant) -> None:

@@ -13,7 +13,7 @@ from typing import Final
 
 from executor import ControlPage, LatencyRecord, SeatState
 from executor.control_page.latency_ring import START, Cursor
-from executor.grants.grant_controller import HOST_DEAD, HOST_FOREIGN
+from executor.freeze_reason import FreezeReason
 from rose.logs.eventlog import JsonlLog
 from rose.process.procfs import ProcessIdentity, ProcessStat, pid_namespace
 from slo import percentile
@@ -41,20 +41,20 @@ class HostProcess:
         """Whether a process was named and is gone; a reused number does not bring it back."""
         return self._pid is not None and (self._identity is None or not self._identity.running)
 
-    def doubt(self, seat: SeatState | None) -> str | None:
+    def doubt(self, seat: SeatState | None) -> FreezeReason | None:
         """HOST_DEAD, HOST_FOREIGN, or None where nothing speaks against who holds the seat."""
         if self.ended:
-            return HOST_DEAD
+            return FreezeReason.HOST_DEAD
         if seat is None or not seat.started or seat.pid_namespace != self._own_namespace:
             return None
         stat = ProcessStat.of(seat.pid)
         if stat is None or stat.ended or stat.started != seat.started:
             # A child of a dead host may hold on to its lock.
-            return HOST_DEAD
+            return FreezeReason.HOST_DEAD
         writer = seat.pid, seat.started
         if writer != self._judged:
             self._judged, self._foreign = writer, not self._begot(seat.pid)
-        return HOST_FOREIGN if self._foreign else None
+        return FreezeReason.HOST_FOREIGN if self._foreign else None
 
     def _begot(self, pid: int) -> bool:
         """Whether the process is the named one, or came from it: an engine core has a parent."""

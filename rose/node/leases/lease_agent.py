@@ -14,7 +14,22 @@ from collections.abc import Callable
 from rose.addresses import checked_url
 from rose.errors import ConfigError, RefusedError, UnavailableError
 from rose.logs.eventlog import EventLog
-from rose.node.leases.lease_fsm import Admit, Drain, Ended, LeaseStateMachine, Revoked, Step
+from rose.node.leases.lease_fsm import (
+    Admit,
+    Admitted,
+    Drain,
+    Drained,
+    Ended,
+    EngineDown,
+    EngineUp,
+    Event,
+    Granted,
+    LeaseStateMachine,
+    Released,
+    Revoked,
+    TakenBack,
+    Tick,
+)
 from rose.node.replica_client import ReplicaClient
 from rose.rpc import rose_pb2
 
@@ -104,7 +119,7 @@ UNANSWERED = "engine does not admit"
 class LeaseAgent:
     """The shell of one `LeaseStateMachine`.
 
-    tell: takes what the scheduler must hear (`Revoked`, `Ended`).
+    tell: takes what the scheduler must hear (`TakenBack`, `Ended`).
     on_broken: called with a reason when the engine is healthy but obeys no more.
     """
 
@@ -113,7 +128,7 @@ class LeaseAgent:
         replica: str,
         client: ReplicaClient,
         events: EventLog,
-        tell: Callable[[Revoked | Ended], None],
+        tell: Callable[[TakenBack | Ended], None],
         on_broken: Callable[[str], None],
     ) -> None:
         self.core = LeaseStateMachine()
@@ -125,53 +140,41 @@ class LeaseAgent:
         self._wake = asyncio.Event()
         self._quiet = asyncio.Event()
         self._failures = 0
-        self._aborted = 0
 
     def lease_epoch(self) -> int | None:
         """Under which lease turns may run now; safe to ask from another thread."""
-        held = self.core.held
-        epoch = held.epoch
-        return epoch if held.active(time.monotonic()) else None
+        status = self.core.status()
+        return status.epoch if status.active(time.monotonic()) else None
 
     def grant(self, epoch: int, ttl_s: float) -> None:
         """Take a lease or its renewal."""
-        self.core.grant(epoch, ttl_s, time.monotonic())
-        self._wake.set()
+        self._happened(Granted(epoch, ttl_s))
 
     def release(self, epoch: int, reason: str) -> None:
         """End the lease and its turns."""
-        self.core.release(epoch, reason)
-        self._wake.set()
+        self._happened(Released(epoch, reason))
 
     def take_back(self, reason: str) -> None:
         """End the lease for a reason of the node's own."""
-        taken = self.core.take_back(reason)
-        if taken is not None:
-            self._quiet.clear()
-            self._told(taken)
-        self._wake.set()
+        self._happened(Revoked(reason))
 
     def engine_up(self, epoch: int, admitting: bool) -> None:
         """A healthy engine is there, new or adopted."""
-        self.core.engine_up(epoch, admitting)
-        self._wake.set()
+        self._happened(EngineUp(epoch, admitting))
 
     def engine_down(self) -> None:
-        self.core.engine_down()
-        self._wake.set()
+        self._happened(EngineDown())
 
     async def run(self) -> None:
         while True:
             self._wake.clear()
-            step = self.core.next(time.monotonic(), self._aborted)
-            if step is None and self.core.vacant:
-                self._quiet.set()
-            else:
-                self._quiet.clear()
-            if step is None:
-                await self._sleep()
-            else:
-                await self._carry_out(step)
+            match self._step(Tick()):
+                case Admit() as call:
+                    await self._admit(call)
+                case Drain() as call:
+                    await self._drain(call)
+                case None:
+                    await self._sleep()
 
     async def settle(self, patience_s: float) -> None:
         """Return once nobody's turns run here, or patience is at its end."""
@@ -180,51 +183,59 @@ class LeaseAgent:
                 await self._quiet.wait()
 
     async def _sleep(self) -> None:
-        held = self.core.held
-        patience_s = max(0.0, held.until_s - time.monotonic()) if held.open else None
+        until_s = self.core.status().until_s
+        patience_s = max(0.0, until_s - time.monotonic()) if until_s else None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience_s):
                 await self._wake.wait()
 
-    async def _carry_out(self, step: Step) -> None:
-        match step:
-            case Admit():
-                await self._admit(step)
-            case Drain():
-                await self._drain(step)
-            case Revoked() | Ended():
-                self._told(step)
+    def _happened(self, event: Event) -> None:
+        """What the engine has to do for it is done by the task that calls the engine."""
+        self._step(event)
+        self._wake.set()
 
-    def _told(self, step: Revoked | Ended) -> None:
-        if isinstance(step, Revoked):
-            self._log("lease_taken_back", epoch=step.epoch, reason=step.reason)
+    def _step(self, event: Event) -> Admit | Drain | None:
+        """Tell what there is to tell; returns the call that the engine is to get."""
+        call: Admit | Drain | None = None
+        for action in self.core.step(event, time.monotonic()):
+            match action:
+                case TakenBack() | Ended():
+                    self._told(action)
+                case Admit() | Drain():
+                    call = action
+        if call is None and self.core.status().vacant:
+            self._quiet.set()
         else:
-            self._aborted = 0
-            self._log("lease_ended", epoch=step.epoch, reason=step.reason, aborted=step.aborted)
-        self._tell(step)
+            self._quiet.clear()
+        return call
 
-    async def _admit(self, step: Admit) -> None:
-        life = self.core.life
+    def _told(self, word: TakenBack | Ended) -> None:
+        if isinstance(word, TakenBack):
+            self._log("lease_taken_back", epoch=word.epoch, reason=word.reason)
+        else:
+            self._log("lease_ended", epoch=word.epoch, reason=word.reason, aborted=word.aborted)
+        self._tell(word)
+
+    async def _admit(self, call: Admit) -> None:
         try:
-            await self._client.admit(step.epoch)
+            await self._client.admit(call.epoch)
         except (RefusedError, UnavailableError) as error:
-            self._log("admit_failed", epoch=step.epoch, message=str(error))
+            self._log("admit_failed", epoch=call.epoch, message=str(error))
             await self._failed(MAX_ADMIT_FAILURES)
             return
         self._failures = 0
-        self.core.admitted(step.epoch, life)
-        self._log("lease_taken", epoch=step.epoch)
+        self._step(Admitted(call.epoch, call.life))
+        self._log("lease_taken", epoch=call.epoch)
 
-    async def _drain(self, step: Drain) -> None:
-        life = self.core.life
+    async def _drain(self, call: Drain) -> None:
         try:
-            self._aborted = await self._client.drain(step.epoch, step.reason)
+            aborted = await self._client.drain(call.epoch, call.reason)
         except (RefusedError, UnavailableError) as error:
-            self._log("drain_failed", epoch=step.epoch, message=str(error))
+            self._log("drain_failed", epoch=call.epoch, message=str(error))
             await self._failed(MAX_DRAIN_FAILURES)
             return
         self._failures = 0
-        self.core.drained(life)
+        self._step(Drained(call.life, aborted))
 
     async def _failed(self, limit: int) -> None:
         """An engine that does not obey is ended: nothing else takes its turns from it."""
@@ -233,7 +244,7 @@ class LeaseAgent:
             await asyncio.sleep(RETRY_PAUSE_S)
             return
         self._failures = 0
-        self.core.engine_down()
+        self._step(EngineDown())
         self._on_broken(UNANSWERED)
 
     def _log(self, event: str, **fields: object) -> None:

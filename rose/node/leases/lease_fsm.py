@@ -4,6 +4,11 @@
 
 A new engine admits no turn, so a lease never outlives the engine that it was granted for: the node
 revokes it, and the scheduler grants another one when the next engine is healthy. No IO.
+
+Every event returns all that is to be done now. Words to the scheduler (TakenBack, Ended) come once.
+Admit and Drain are calls of the engine: they are asked for again by every step until the answer is
+in (Admitted, Drained), so a caller that is calling already may leave them, and one that failed
+sends a Tick.
 """
 
 from dataclasses import dataclass
@@ -46,17 +51,37 @@ EXPIRED = "expired"
 ENGINE_DOWN = "engine is not running"
 ADOPTED = "its node daemon was started anew"
 
+# ---- events ----
+
 
 @dataclass(frozen=True, slots=True)
-class Admit:
-    """Open the engine's admission for the lease `epoch`."""
+class EngineUp:
+    """An engine answers. `epoch`: the newest lease that it knows of, 0 when it is new.
+
+    One that admits already does so for a lease of an earlier daemon's, which is over: streams that
+    a lease is renewed on end with the daemon.
+    """
+
+    epoch: int = 0
+    admitting: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EngineDown:
+    """The engine ended, and its turns with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """The scheduler granted or renewed the lease."""
 
     epoch: int
+    ttl_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class Drain:
-    """Close admission and end all turns of the lease `epoch`."""
+class Released:
+    """The scheduler wants the lease to end."""
 
     epoch: int
     reason: str
@@ -64,6 +89,56 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class Revoked:
+    """The node wants the lease to end."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """The engine of that `life` opened its admission."""
+
+    epoch: int
+    life: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """The engine of that `life` closed its admission and ended so many turns."""
+
+    life: int
+    aborted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed."""
+
+
+Event = EngineUp | EngineDown | Granted | Released | Revoked | Admitted | Drained | Tick
+
+# ---- actions, carried out in order ----
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """Open the engine's admission for the lease `epoch`; the answer names the `life`."""
+
+    epoch: int
+    life: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Close admission and end all turns of the lease `epoch`; the answer names the `life`."""
+
+    epoch: int
+    reason: str
+    life: int
+
+
+@dataclass(frozen=True, slots=True)
+class TakenBack:
     """Tell the scheduler that the node ended the lease by itself."""
 
     epoch: int
@@ -80,7 +155,7 @@ class Ended:
     asked: bool
 
 
-Step = Admit | Drain | Revoked | Ended
+Action = Admit | Drain | TakenBack | Ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,82 +165,113 @@ class _Ending:
     asked: bool
 
 
-class LeaseStateMachine:
-    """One replica's lease and what its engine knows of it. `next` says what to do, one at a time.
+@dataclass(frozen=True, slots=True)
+class TenancyStatus:
+    """The newest lease seen, until when it holds (0.0 when it was ended), and what the engine does.
 
-    `life` counts the engine's lives: an answer of an earlier life says nothing about this one.
+    `vacant`: it runs nobody's turns, nor was it asked to. `life` counts its lives. `ending`: which
+    lease is being ended.
+    """
+
+    epoch: int
+    until_s: float
+    vacant: bool
+    life: int
+    engine_up: bool
+    ending: int | None
+
+    def active(self, now_s: float) -> bool:
+        """Whether turns may run now."""
+        return now_s < self.until_s
+
+
+class LeaseStateMachine:
+    """One replica's lease and what its engine knows of it.
+
+    Answers of an earlier life of the engine say nothing about this one.
     """
 
     def __init__(self) -> None:
-        self.held = HeldLease()
-        self.life = 0
+        self._held = HeldLease()
+        self._life = 0
         self._engine_up = False
-        self._admitted: int | None = None
+        # The lease whose turns the engine may run: from the call on, for its answer may be lost.
+        self._admits: int | None = None
+        self._answered = False
         self._ending: _Ending | None = None
+        self._aborted = 0
 
-    @property
-    def vacant(self) -> bool:
-        """Whether the engine runs nobody's turns."""
-        return self._admitted is None
-
-    def engine_up(self, epoch: int = 0, admitting: bool = False) -> None:
-        """An engine answers. `epoch`: the newest lease that it knows of, 0 when it is new.
-
-        One that admits already does so for a lease of an earlier daemon's, which is over: streams
-        that a lease is renewed on end with the daemon.
-        """
-        self.life += 1
-        self._engine_up = True
-        self._admitted = epoch if admitting else None
-        self.held.end(epoch)
-        if admitting:
-            self._ending = _Ending(epoch, ADOPTED, asked=False)
-
-    def engine_down(self) -> None:
-        """The engine ended, and its turns with it."""
-        self._engine_up = False
-        self._admitted = None
-
-    def grant(self, epoch: int, ttl_s: float, now_s: float) -> None:
-        """The scheduler granted or renewed the lease."""
-        self.held.grant(epoch, ttl_s, now_s)
-
-    def release(self, epoch: int, reason: str) -> None:
-        """The scheduler wants the lease to end."""
-        if self.held.end(epoch):
-            self._ending = _Ending(epoch, reason, asked=True)
-
-    def take_back(self, reason: str) -> Revoked | None:
-        """The node wants the lease to end; what to tell the scheduler, None without a lease."""
-        if not self.held.open:
-            return None
-        epoch = self.held.epoch
-        self.held.end(epoch)
-        self._ending = _Ending(epoch, reason, asked=False)
-        return Revoked(epoch, reason)
-
-    def admitted(self, epoch: int, life: int) -> None:
-        """The engine opened its admission."""
-        if life == self.life and self._engine_up:
-            self._admitted = epoch
-
-    def drained(self, life: int) -> None:
-        """The engine closed its admission, or is past answering and frozen."""
-        if life == self.life:
-            self._admitted = None
-
-    def next(self, now_s: float, aborted: int = 0) -> Step | None:
-        """What to do now; None when all is as it should be. `aborted`: turns ended by a drain."""
-        if self.held.open and not self._engine_up:
-            return self.take_back(ENGINE_DOWN)
-        if self.held.open and not self.held.active(now_s):
-            return self.take_back(EXPIRED)
+    def step(self, event: Event, now_s: float) -> list[Action]:
+        """What to do now; a call of the engine, Admit or Drain, comes last."""
+        actions: list[Action] = []
+        self._take(event, now_s, actions)
+        if self._held.open and not self._engine_up:
+            self._take_back(ENGINE_DOWN, actions)
+        if self._held.open and not self._held.active(now_s):
+            self._take_back(EXPIRED, actions)
         if self._ending is not None:
             ending = self._ending
-            if self._admitted is not None:
-                return Drain(ending.epoch, ending.reason)
-            self._ending = None
-            return Ended(ending.epoch, ending.reason, aborted, ending.asked)
-        if self.held.open and self._admitted != self.held.epoch:
-            return Admit(self.held.epoch)
-        return None
+            if self._admits is not None:
+                return [*actions, Drain(ending.epoch, ending.reason, self._life)]
+            actions.append(Ended(ending.epoch, ending.reason, self._aborted, ending.asked))
+            self._ending, self._aborted = None, 0
+        epoch = self._held.epoch
+        if self._held.open and not (self._answered and self._admits == epoch):
+            self._admits, self._answered = epoch, False
+            actions.append(Admit(epoch, self._life))
+        return actions
+
+    def status(self) -> TenancyStatus:
+        """Where it stands; any thread may ask."""
+        held, ending = self._held, self._ending
+        return TenancyStatus(
+            # In this order: seen halfway through a change, an epoch is too old, never too new.
+            epoch=held.epoch,
+            until_s=held.until_s,
+            vacant=self._admits is None,
+            life=self._life,
+            engine_up=self._engine_up,
+            ending=None if ending is None else ending.epoch,
+        )
+
+    def _take(self, event: Event, now_s: float, actions: list[Action]) -> None:
+        match event:
+            case Granted():
+                self._held.grant(event.epoch, event.ttl_s, now_s)
+            case Released():
+                if self._held.end(event.epoch):
+                    self._ending = _Ending(event.epoch, event.reason, asked=True)
+            case Revoked():
+                self._take_back(event.reason, actions)
+            case EngineUp() | EngineDown() | Admitted() | Drained():
+                self._hear(event)
+            case Tick():
+                pass
+
+    def _hear(self, event: EngineUp | EngineDown | Admitted | Drained) -> None:
+        """What becomes of the engine."""
+        match event:
+            case EngineUp():
+                self._life += 1
+                self._engine_up = True
+                self._admits = event.epoch if event.admitting else None
+                self._held.end(event.epoch)
+                if event.admitting:
+                    self._ending = _Ending(event.epoch, ADOPTED, asked=False)
+            case EngineDown():
+                self._engine_up = False
+                self._admits = None
+            case Admitted():
+                if event.life == self._life and self._engine_up:
+                    self._admits, self._answered = event.epoch, True
+            case Drained():
+                if event.life == self._life:
+                    self._admits = None
+                    self._aborted = event.aborted
+
+    def _take_back(self, reason: str, actions: list[Action]) -> None:
+        if self._held.open:
+            epoch = self._held.epoch
+            self._held.end(epoch)
+            self._ending = _Ending(epoch, reason, asked=False)
+            actions.append(TakenBack(epoch, reason))

@@ -15,10 +15,13 @@ from executor.kv.reclaim_ladder import (
     Answer,
     EngineReport,
     Escalate,
+    Event,
     Finished,
     LadderLimits,
+    Measured,
     ReclaimCore,
     ReclaimLevel,
+    Settled,
     Unsupported,
 )
 from rose.errors import RefusedError, UnavailableError
@@ -118,12 +121,14 @@ class Reclaimer:
             while True:
                 if settled():
                     self._log("reclaim_settled", wanted_bytes=wanted_bytes)
-                    return core.settled(time.monotonic_ns())
-                action = core.step(time.monotonic_ns(), measured, climb.answer())
-                if isinstance(action, Finished):
-                    self._told(action)
-                    return action
-                if isinstance(action, Escalate):
+                    event: Event = Settled()
+                else:
+                    event = Measured(measured, climb.answer())
+                for action in core.step(event, time.monotonic_ns()):
+                    if isinstance(action, Finished):
+                        if isinstance(event, Measured):
+                            self._told(action)
+                        return action
                     climb.take(action)
                 await asyncio.sleep(POLL_S)
                 measured = await measuring.held_bytes()

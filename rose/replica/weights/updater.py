@@ -1,6 +1,7 @@
-"""Updater of a replica's policy version: stages, pauses, commits, proves, resumes.
+"""Updater of a replica's policy version: decodes, loads, pauses, commits, proves, resumes.
 
-stage    while serving: verify, decode, load and compute; nothing is written
+decode   while serving: verified and decoded once for all ranks of a node; nothing is written
+load     while serving: a fresh load computes what the new version has to compute
 pause    as the job wants it for turns in flight, see `OnUpdate`
 commit   scatter and prove on every rank; then stamp the engine with the version
 resume   only then, or when nothing was written
@@ -21,18 +22,19 @@ asks again later.
 import asyncio
 import logging
 import os
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final, TypeVar
 
-from executor import ControlPage, PageError
-from executor.control_page.page import PAGE_GROUP
 from rose.replica.admission import Admission
+from rose.replica.control import GuestControl, HostPatience
 from rose.replica.turns import ENGINE_FAILURES, Turns
 from rose.replica.weights.audit import Audits
 from rose.replica.weights.token_versions import stamps_of
 from weight_transfer import OnUpdate, WeightError
+from weight_transfer.segment import ranks_folder
 from weight_transfer.vllm.update.replica_weights import merged, typed
 
 
@@ -43,84 +45,31 @@ async def pause(engine: Any, *, clear_cache: bool) -> None:  # noqa: ANN401 -- v
     await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
 
 
-HOST_POLL_S = 0.002
-_IDLE_LOG = logging.getLogger(__name__)
-
-
-class HostBusyError(WeightError):
-    """The host was not idle for as long as the guest waits. Nothing was written."""
-
-
-class HostPatience:
-    """Waits for an idle host, as often as asked, but no longer than `left_s` seconds in all."""
-
-    def __init__(self, left_s: float) -> None:
-        self._left_s = left_s
-
-    async def wait(self) -> None:
-        """Return once the host is idle. Raises HostBusyError when no patience is left."""
-        clock_s = asyncio.get_running_loop().time
-        began_s = clock_s()
-        await wait_host_idle(self._left_s)
-        self._left_s = max(0.0, self._left_s - (clock_s() - began_s))
-
-
-async def wait_host_idle(patience_s: float) -> None:
-    """Return once the host is idle. Raises HostBusyError when it is not within `patience_s`.
-
-    A replica without a host returns at once. The page is opened anew for each wait: a host that
-    was restarted may have brought another one. A page that cannot be read is no idle host.
-    """
-    path = os.environ.get("ROSE_CONTROL_PAGE")
-    if not path or os.environ.get("ROSE_ROLE") != "guest":
-        return
-    try:
-        with ControlPage.open(path, os.environ.get(PAGE_GROUP, "")) as page:
-            idle = await _poll(page, patience_s)
-    except PageError as error:
-        _IDLE_LOG.warning("the host's control page is unreadable: %s", error)
-        await asyncio.sleep(patience_s)
-        idle = False
-    if not idle:
-        raise HostBusyError("the host is too busy for new weights beside it; ask again later")
-
-
-async def _poll(page: ControlPage, limit_s: float) -> bool:
-    clock_s = asyncio.get_running_loop().time
-    deadline_s = clock_s() + limit_s
-    while True:
-        state = page.host_sight().believed(time.monotonic_ns())
-        if state is not None and state.idle:
-            return True
-        if clock_s() >= deadline_s:
-            return False
-        await asyncio.sleep(HOST_POLL_S)
-
-
 STAGE_POLL_S: Final = 0.01
-PATIENCE_S = 20.0
-"""With a busy host, over all pieces; a node waits for the whole update for a minute."""
 Call = Callable[..., Awaitable[dict[str, Any]]]
 """Calls a worker method on all ranks; `done` of its answer means: on all of them."""
 
 
-async def stage(call: Call, manifests: list[str], chunks: str) -> dict[str, Any]:
-    """Have versions verified, decoded and computed while the engine serves; what it is like.
-
-    Raises what the workers raise, and HostBusyError; nothing is written then.
-    """
-    await call("rose_weights_stage_begin", manifests, chunks)
+async def decode(call: Call, manifests: list[str], chunks: str) -> None:
+    """Have versions verified and decoded beside the engine's steps. Raises what the ranks raise."""
+    attempt = secrets.token_hex(8)
     while True:
-        if (await call("rose_weights_stage_poll"))["done"]:
-            break
+        if (await call("rose_weights_decode", manifests, chunks, attempt))["done"]:
+            return
         await asyncio.sleep(STAGE_POLL_S)
-    patience = HostPatience(PATIENCE_S)
+
+
+async def load(call: Call, patience: HostPatience) -> dict[str, Any]:
+    """Have what was decoded loaded and computed between the engine's steps; what it is like.
+
+    Raises what the ranks raise, and HostBusyError; nothing is written then.
+    """
     while True:
         await patience.wait()
         began_s = time.perf_counter()
-        staged = await call("rose_weights_stage_step", 1)
-        if staged["done"]:
-            return staged
+        loaded = await call("rose_weights_load", 1)
+        if loaded["done"]:
+            return loaded
         # A piece holds up the engine's steps: they get as much time as it took.
         await asyncio.sleep(time.perf_counter() - began_s)
 
@@ -129,6 +78,8 @@ WEIGHTS_DIR: Final = "ROSE_WEIGHTS_DIR"
 VERIFY_KEY: Final = "ROSE_VERIFY_KEY"
 UNSIGNED: Final = "ROSE_UNSIGNED"
 FINISH_OLD_S: Final = 20.0
+STAGE_PATIENCE_S = 20.0
+"""With a busy host, over all pieces; a node waits for the whole update for a minute."""
 SWITCH_PATIENCE_S = 5.0
 """With a busy host, when all is staged."""
 CALL_LIMIT_S: Final = 30.0
@@ -154,6 +105,7 @@ class WeightUpdater:
         model_dir: str,
         turns: Turns,
         admission: Admission,
+        control: GuestControl,
         finish_old_s: float = FINISH_OLD_S,
     ) -> None:
         """`admission` is closed for good once weights are in doubt."""
@@ -161,6 +113,7 @@ class WeightUpdater:
         self._model_dir = model_dir
         self._turns = turns
         self._admission = admission
+        self._control = control
         self._finish_old_s = finish_old_s
         self._lock = asyncio.Lock()
         self._ready = False
@@ -203,17 +156,18 @@ class WeightUpdater:
                     f" set {UNSIGNED}=1"
                 )
             await self._prepare()
-            staged = await stage(self._call, manifests, chunks)
+            await decode(self._call, manifests, chunks)
+            loaded = await load(self._call, HostPatience(self._control, STAGE_PATIENCE_S))
             with self._held(on_update):
                 finished = await self._finish_old(on_update)
-                await wait_host_idle(SWITCH_PATIENCE_S)
+                await self._control.wait_host_idle(SWITCH_PATIENCE_S)
                 started_s = time.perf_counter()
-                report = await self._switch(int(staged["version"]), on_update)
+                report = await self._switch(int(loaded["version"]), on_update)
                 pause_s = time.perf_counter() - started_s
             await self._settle()
             return report | {
-                "wire_bytes": staged["wire_bytes"],
-                "stage_s": staged["stage_s"],
+                "wire_bytes": loaded["wire_bytes"],
+                "stage_s": loaded["stage_s"],
                 "pause_s": pause_s,
                 "on_update": str(on_update),
                 "finished_old": finished,
@@ -305,7 +259,8 @@ class WeightUpdater:
         if not self._ready:
             key = os.environ.get(VERIFY_KEY) or None
             folder = os.environ.get(WEIGHTS_DIR) or None
-            await self._call("rose_weights_init", self._model_dir, key, folder)
+            place = _meeting_place(self._engine.vllm_config)
+            await self._call("rose_weights_init", self._model_dir, key, folder, place)
             self._ready = True
 
     async def _call(self, method: str, *args: object) -> dict[str, Any]:
@@ -355,3 +310,14 @@ async def _bounded(call: Awaitable[_T]) -> _T:
 def _updatable(config: Any) -> bool:  # noqa: ANN401 - vLLM's VllmConfig
     parallel = getattr(config, "parallel_config", None)
     return bool(getattr(parallel, "worker_extension_cls", ""))
+
+
+def _meeting_place(config: Any) -> str | None:  # noqa: ANN401 - vLLM's VllmConfig
+    """Where an engine's ranks share a copy of the checkpoint; None for one rank.
+
+    Another one for every try: what an earlier one left there has another meaning.
+    """
+    parallel = getattr(config, "parallel_config", None)
+    if max(getattr(parallel, name, 1) for name in ("world_size", "world_size_across_dp")) == 1:
+        return None
+    return str(ranks_folder() / secrets.token_hex(8))

@@ -53,7 +53,7 @@ class StandInGuest:
     def _staged(self, path: Path, folder: Path) -> StagedUpdate:
         manifest = Manifest.from_bytes(path.read_bytes())
         chunks = {ref.id: read_chunk(folder, ref.id) for ref in manifest.chunks}
-        return self.receiver.stage(manifest, chunks, self._key, time.time())
+        return self.receiver.decode(manifest, chunks, self._key, time.time())
 
     async def _apply(self, request: web.Request) -> web.Response:
         body: dict[str, Any] = await request.json()

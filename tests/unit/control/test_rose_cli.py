@@ -33,7 +33,9 @@ class AnsweringScheduler(SchedulerServicer):  # type: ignore[misc]
             replicas=[pb.Replica(id="guest-0[x]", kind=1, node="serving-0", healthy=True)],
             leases=[pb.LeaseView(replica="guest-0[x]", epoch=7, state="active", expires_in_s=4.2)],
             hosts=[pb.HostTelemetry(node="serving-0", ttft_p95_s=0.12, ttft_target_s=2.0)],
-            guests=[pb.GuestTelemetry(replica="guest-0[x]", mode="run", duty=0.5)],
+            guests=[
+                pb.GuestTelemetry(replica="guest-0[x]", mode="run", duty=0.5, reason="host_busy")
+            ],
             harvest=pb.HARVEST_MODE_ACTIVE,
             jobs=[
                 pb.JobView(
@@ -127,6 +129,7 @@ def test_status_shows_every_part(
         "96 turns, 41200 tokens owed",
         "guest-0[x]",
         "epoch 7",
+        "host_busy (the host works, and only its idle time is lent)",
         "120 / 2000",
     ):
         assert cell in out

@@ -127,7 +127,7 @@ def test_a_rate_that_is_no_number_gives_no_guest_back() -> None:
         for command in bench.commands():
             epochs[command.lease.replica] = command.lease.epoch
         bench.now_s += 0.5
-    assert len(bench.core.snapshot(bench.now_s).leases) == 3
+    assert len(bench.core.status(bench.now_s).leases) == 3
 
 
 def test_no_switch_can_have_taken_longer_than_its_lease_lives() -> None:
@@ -366,5 +366,5 @@ def test_whatever_is_said_is_taken_or_refused_and_the_next_tick_comes(
         bench.now_s += 0.25
         taken(bench, name, message)
         bench.at(bench.now_s + 0.25)
-        bench.core.snapshot(bench.now_s)
+        bench.core.status(bench.now_s)
     assert bench.offered(offer("d0", kind=ReplicaKind.DEDICATED), stream=1) is not None

@@ -35,7 +35,7 @@ def report(bench: CoreBench, *jobs: JobFigures, gateway: str = "gw") -> None:
 
 
 def leased(bench: CoreBench) -> list[str]:
-    return sorted(lease.replica for lease in bench.core.snapshot(bench.now_s).leases)
+    return sorted(lease.replica for lease in bench.core.status(bench.now_s).leases)
 
 
 class Player:
@@ -69,7 +69,7 @@ class Player:
 def test_a_fleet_whose_gateways_never_reported_is_leased_as_it_is_offered() -> None:
     bench = bench_with(offer("g0"), offer("g1"))
     assert leased(bench) == ["g0", "g1"]
-    [job] = bench.core.snapshot(bench.now_s).jobs
+    [job] = bench.core.status(bench.now_s).jobs
     assert not job.demand_known
 
 
@@ -200,7 +200,7 @@ def test_a_restarted_gateway_is_counted_twice_for_a_moment_only() -> None:
     report(bench, JobFigures("", 2, 20.0), gateway="host:1/b")
     bench.now_s += REPORT_TTL_S - 1.0
     report(bench, JobFigures("", 2, 20.0), gateway="host:1/b")
-    [job] = bench.core.snapshot(bench.now_s).jobs
+    [job] = bench.core.status(bench.now_s).jobs
     assert (job.demand_known, job.turns, job.owed_tokens) == (True, 2, 20.0)
 
 

@@ -1,4 +1,7 @@
-"""Leases follow offers, time and the operator's word."""
+"""Leases follow offers, time and the operator's word.
+
+The stories are in tests/traces/scheduler.
+"""
 
 import pytest
 from core_cases import JOB, CoreBench, offer
@@ -9,16 +12,12 @@ from elastic_scheduler import HarvestMode, ReplicaKind
 from rose.errors import RefusedError
 from rose.scheduler.messages import (
     Attached,
-    CloseStream,
-    Command,
     Detached,
     Drained,
     Event,
     HarvestSet,
     JobRegistered,
     Offered,
-    PublishTable,
-    Reserve,
     RevokeAsked,
     TakenBack,
     Tick,
@@ -30,22 +29,6 @@ def bench() -> CoreBench:
     bench = CoreBench().with_job()
     bench.attach()
     return bench
-
-
-def test_an_offer_is_leased_to_the_job(bench: CoreBench) -> None:
-    bench.offered()
-    lease = bench.lease()
-    assert (lease.job, lease.replica, lease.epoch, lease.ttl_s) == (JOB, "g0", 1, 5.0)
-    assert bench.row().leased
-    assert bench.row().lease_epoch == 1
-    assert "lease_granted" in bench.records()
-
-
-def test_an_epoch_is_stored_before_the_node_hears_of_it(bench: CoreBench) -> None:
-    bench.offered()
-    kinds = [type(action) for action in bench.actions]
-    last_table = len(kinds) - 1 - kinds[::-1].index(PublishTable)
-    assert kinds.index(Reserve) < kinds.index(Command) < last_table
 
 
 def test_while_the_store_is_locked_nothing_new_is_leased_and_what_lives_is_renewed(
@@ -65,20 +48,6 @@ def test_while_the_store_is_locked_nothing_new_is_leased_and_what_lives_is_renew
     assert bench.row("g1").leased
 
 
-def test_a_lease_that_was_decided_is_not_granted_once_the_harvest_is_closed(
-    bench: CoreBench,
-) -> None:
-    bench.locked = True
-    bench.offered(offer("g0"))
-    bench.step(HarvestSet(HarvestMode.OFF, None))
-    bench.unlock()
-    assert bench.kinds() == []
-    assert not bench.row("g0").leased
-    bench.step(HarvestSet(HarvestMode.ACTIVE, None))
-    assert bench.lease().epoch == 1
-    assert not [action for action in bench.actions if isinstance(action, Reserve)]
-
-
 def test_an_epoch_that_was_reserved_by_a_scheduler_that_died_is_not_used_again() -> None:
     first = CoreBench().with_job()
     first.attach()
@@ -92,40 +61,9 @@ def test_an_epoch_that_was_reserved_by_a_scheduler_that_died_is_not_used_again()
     assert second.lease().epoch == 2
 
 
-def test_nothing_is_leased_before_a_job_registered() -> None:
-    bench = CoreBench()
-    bench.attach()
-    assert bench.offered() == []
-    bench.with_job()
-    assert bench.lease().epoch == 1
-
-
 def test_an_unhealthy_offer_is_not_leased(bench: CoreBench) -> None:
     assert bench.offered(offer(healthy=False)) == []
     assert not bench.row().leased
-
-
-def test_a_lease_is_renewed_each_second_under_its_epoch(bench: CoreBench) -> None:
-    bench.offered()
-    bench.at(100.9)
-    assert bench.kinds() == []
-    bench.at(101.0)
-    assert bench.lease().epoch == 1
-    bench.at(101.5)
-    assert bench.kinds() == []
-    assert bench.core.snapshot(bench.now_s).leases[0].expires_in_s == pytest.approx(4.5)
-
-
-def test_a_lease_without_a_live_offer_runs_out(bench: CoreBench) -> None:
-    bench.offered(offer(ttl_s=3.0))
-    bench.at(102.0)
-    for now_s in (103.5, 105.0, 106.9):
-        bench.at(now_s)
-        assert bench.kinds() == []
-        assert not bench.table.replicas
-    bench.at(107.0)
-    assert bench.records() == ["lease_expired"]
-    assert not bench.core.snapshot(bench.now_s).leases
 
 
 def test_a_paused_scheduler_renews_nothing_that_ran_out(bench: CoreBench) -> None:
@@ -199,18 +137,6 @@ def test_a_lost_node_takes_its_leases_along(bench: CoreBench) -> None:
     assert bench.lease(3).epoch == 2
 
 
-def test_a_node_that_comes_back_early_replaces_its_old_stream(bench: CoreBench) -> None:
-    bench.offered()
-    bench.step(Attached("n0", 2))
-    assert CloseStream(1, "node n0 attached anew") in bench.actions
-    assert not bench.table.replicas
-    bench.offered(stream=2)
-    assert bench.lease(2).epoch == 2
-    bench.step(Detached(1))
-    bench.step(TakenBack(1, "g0", 2, "ghost"))
-    assert bench.row().leased
-
-
 def test_a_replica_of_two_nodes_stays_with_the_first(bench: CoreBench) -> None:
     bench.attach(stream=2, node="n1")
     bench.offered()
@@ -219,14 +145,6 @@ def test_a_replica_of_two_nodes_stays_with_the_first(bench: CoreBench) -> None:
     bench.offered(offer(node="n1"), stream=2)
     assert bench.records() == []
     assert bench.row().node == "n0"
-
-
-def test_epochs_grow_across_a_restart(bench: CoreBench) -> None:
-    bench.offered()
-    again = CoreBench(store=bench.store)
-    again.attach()
-    again.offered()
-    assert again.lease().epoch == 2
 
 
 @pytest.mark.parametrize("mode", [HarvestMode.OFF, HarvestMode.HOLD, HarvestMode.HOLD_AND_DRAIN])
@@ -249,22 +167,7 @@ def test_a_stop_releases_guests_at_once(bench: CoreBench, mode: HarvestMode) -> 
     bench.step(Drained(1, "g0", 1, 3))
     assert bench.records() == ["lease_released"]
     bench.at(130.0)
-    assert "g0" not in [lease.replica for lease in bench.core.snapshot(130.0).leases]
-
-
-def test_hold_keeps_what_lives(bench: CoreBench) -> None:
-    bench.offered()
-    bench.step(HarvestSet(HarvestMode.HOLD, None))
-    assert bench.answer() == 0
-    bench.at(101.0)
-    assert bench.lease().epoch == 1
-
-
-def test_one_replica_may_be_stopped_alone(bench: CoreBench) -> None:
-    bench.offered(offer("g0"), offer("g1"))
-    bench.step(HarvestSet(HarvestMode.OFF, "g1"))
-    assert bench.answer() == 1
-    assert (bench.row("g0").leased, bench.row("g1").leased) == (True, False)
+    assert "g0" not in [lease.replica for lease in bench.core.status(130.0).leases]
 
 
 def test_modes_survive_a_restart_and_are_told_on_attach(bench: CoreBench) -> None:
@@ -274,7 +177,7 @@ def test_modes_survive_a_restart_and_are_told_on_attach(bench: CoreBench) -> Non
     told = [(command.harvest.mode, command.harvest.replica) for command in again.attach()]
     assert told == [(2, ""), (1, "g1")]
     again.step(HarvestSet(HarvestMode.ACTIVE, "g1"))
-    assert not CoreBench(store=bench.store).core.snapshot(0.0).overrides
+    assert not CoreBench(store=bench.store).core.status(0.0).overrides
 
 
 def test_a_silent_table_is_told_each_second_and_a_change_at_once(bench: CoreBench) -> None:
@@ -321,9 +224,9 @@ def test_whatever_happens_epochs_grow_and_only_active_modes_lend(
                 continue
             streams.add(event.stream)
         bench.now_s += pause_s
-        before = {lease.id for lease in bench.core.snapshot(bench.now_s).leases}
+        before = {lease.id for lease in bench.core.status(bench.now_s).leases}
         bench.step(event)
-        snapshot = bench.core.snapshot(bench.now_s)
+        snapshot = bench.core.status(bench.now_s)
         for lease in snapshot.leases:
             if lease.id not in before:
                 assert lease.epoch > newest

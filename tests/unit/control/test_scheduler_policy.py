@@ -23,7 +23,7 @@ def bench_with(policy: str) -> CoreBench:
 def test_fixed_leases_dedicated_replicas_only() -> None:
     bench = bench_with("fixed")
     bench.offered(offer("g0"), offer("d0", kind=ReplicaKind.DEDICATED))
-    assert [lease.replica for lease in bench.core.snapshot(100.0).leases] == ["d0"]
+    assert [lease.replica for lease in bench.core.status(100.0).leases] == ["d0"]
 
 
 def test_a_revocation_slows_the_growth_of_guests() -> None:
@@ -36,14 +36,14 @@ def test_a_revocation_slows_the_growth_of_guests() -> None:
     for now_s in (102.0, 106.0, 111.0):
         bench.now_s = now_s
         bench.step(Offered(1, offers))
-        held_at[now_s] = len(bench.core.snapshot(now_s).leases)
+        held_at[now_s] = len(bench.core.status(now_s).leases)
     assert held_at == {102.0: 2, 106.0: 3, 111.0: 4}
 
 
 def test_leases_and_revocations_say_why() -> None:
     bench = bench_with("rose")
     bench.offered()
-    [lease] = bench.core.snapshot(100.0).leases
+    [lease] = bench.core.status(100.0).leases
     assert (lease.job, lease.why) == (JOB, "saves more than the switch costs")
     granted = [a for a in bench.actions if isinstance(a, LogRecord) and a.event == "lease_granted"]
     assert granted[0].fields["why"] == lease.why

@@ -80,7 +80,7 @@ def test_what_a_switch_took_decides_over_the_next_one(took_s: float, is_taken: b
     bench.step(Demanded("gw", (JobFigures("", 1, 1.0),), (Switched("g0", 1, took_s),)))
     bench.step(Demanded("gw", work))
     bench.offered(offer("g0", epoch=1), offer("g1"))
-    leases = [lease.replica for lease in bench.core.snapshot(bench.now_s).leases]
+    leases = [lease.replica for lease in bench.core.status(bench.now_s).leases]
     assert leases == (["g0", "g1"] if is_taken else ["g0"])
 
 

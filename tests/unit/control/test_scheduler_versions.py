@@ -5,7 +5,7 @@ from core_cases import JOB, CoreBench, offer
 
 from rose.errors import ConfigError, RefusedError
 from rose.rpc import rose_pb2 as pb
-from rose.scheduler.messages import Activated, JobRegistered, VersionAnnounced
+from rose.scheduler.messages import JobRegistered, VersionAnnounced
 from rose.scheduler.persistence import load
 from rose.scheduler.wire import event_of, mode_of, offer_of
 from tests.fakes.memory_store import InMemoryStore
@@ -34,22 +34,6 @@ def test_a_late_node_gets_the_chain_in_order_also_after_a_restart() -> None:
         assert told == list(range(1, 13))
 
 
-def test_a_replica_too_far_behind_is_not_healthy_until_it_caught_up() -> None:
-    bench = CoreBench().with_job(max_staleness=1)
-    bench.attach()
-    bench.offered()
-    bench.announce(1)
-    assert bench.row().healthy
-    bench.announce(2)
-    assert not bench.row().healthy
-    bench.step(Activated(1, "g0", 1, ok=False, message="digest"))
-    assert bench.records() == ["activation_failed"]
-    assert not bench.row().healthy
-    bench.step(Activated(1, "g0", 2, ok=True, message=""))
-    assert bench.row().healthy
-    assert bench.row().policy_version == 2
-
-
 def test_a_replica_ahead_of_the_chain_runs_foreign_weights() -> None:
     bench = CoreBench().with_job()
     bench.attach()
@@ -65,7 +49,7 @@ def test_versions_only_grow() -> None:
         bench.announce(1, url="http://other")
     with pytest.raises(RefusedError, match="parent"):
         bench.announce(5, parent=4)
-    assert bench.core.snapshot(0.0).latest_version == 2
+    assert bench.core.status(0.0).latest_version == 2
 
 
 def test_the_newest_may_be_announced_again_and_moved() -> None:
@@ -86,7 +70,7 @@ def test_a_job_registers_first_and_alone() -> None:
     bench.announce(1)
     bench.step(JobRegistered(JOB, 2))
     assert bench.answer() == 1
-    assert bench.core.snapshot(0.0).jobs[0].max_staleness == 2
+    assert bench.core.status(0.0).jobs[0].max_staleness == 2
     with pytest.raises(RefusedError, match="--store"):
         bench.step(JobRegistered("other", 0))
     with pytest.raises(RefusedError):

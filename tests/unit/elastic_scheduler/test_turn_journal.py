@@ -1,3 +1,5 @@
+"""Turn journal and answer book; the journal's stories are in tests/traces/journal."""
+
 from itertools import pairwise
 
 import pytest
@@ -9,7 +11,6 @@ from elastic_scheduler import (
     Continue,
     Deliver,
     End,
-    GiveUp,
     IdempotencyCache,
     JournalError,
     TurnJournal,
@@ -66,30 +67,6 @@ def test_no_journaled_token_is_lost_or_doubled(
         assert journal.end(attempt.number, End.FINISHED, "stop") is None
         with pytest.raises(JournalError):
             journal.begin("again", "guest")
-
-
-def test_a_chunk_beyond_the_budget_is_refused_whole() -> None:
-    journal = TurnJournal([1], 2, max_attempts=2)
-    attempt = journal.begin("r", "guest")
-    with pytest.raises(JournalError, match="asked for"):
-        journal.append(attempt.number, [1, 2, 3], [0.0] * 3, 0)
-    with pytest.raises(JournalError, match="logprobs"):
-        journal.append(attempt.number, [1], [], 0)
-    assert journal.generated == 0
-
-
-def test_a_turn_that_stopped_before_its_stream_broke_is_delivered() -> None:
-    journal = TurnJournal([1], 9, max_attempts=2, stop_token_ids=(7,))
-    journal.append(journal.begin("r", "guest").number, [5, 7], [0.0, 0.0], 0)
-    outcome = journal.end(1, End.BROKEN)
-    assert isinstance(outcome, Deliver)
-    assert outcome.finish_reason == "stop"
-
-
-def test_attempts_are_bounded() -> None:
-    journal = TurnJournal([1], 9, max_attempts=1)
-    journal.begin("r", "guest")
-    assert journal.end(1, End.STALLED) == GiveUp("stalled")
 
 
 def test_the_answer_book_keeps_running_requests_and_the_newest_answers() -> None:

@@ -38,7 +38,7 @@ def tear_host(page: ControlPage) -> None:
 
 
 def record(number: int) -> LatencyRecord:
-    return LatencyRecord(f"r{number}", number, 2, 3, 4, 5, 6)
+    return LatencyRecord(number, 2, 3, 4, 5, 6, f"r{number}")
 
 
 def test_a_page_is_private_and_starts_unwritten(page: ControlPage) -> None:
@@ -218,7 +218,7 @@ def test_several_api_processes_write_into_lanes_of_their_own(page: ControlPage) 
 
 
 @pytest.mark.parametrize(
-    ("offset", "raw"), [(20, b"zzz"), (8, b"\0\0\0\0"), (16 + 80, struct.pack("=q", -1))]
+    ("offset", "raw"), [(20, b"zzz"), (8, b"\0\0\0\0"), (16 + 8, struct.pack("=q", -1))]
 )
 def test_a_record_that_is_not_whole_is_skipped_and_counted(
     page: ControlPage, offset: int, raw: bytes

@@ -18,20 +18,18 @@ print(sorted(heavy & {name.partition(".")[0] for name in sys.modules}))
 
 def test_public_names() -> None:
     assert set(executor.__all__) == {
-        "ControlPage", "DrainedRecords", "ExecutorError", "GateLimits", "Grant",
-        "GrantController", "GrantMode", "GuardConfig", "GuestState", "HostSeat",
+        "ControlPage", "DrainedRecords", "ExecutorError", "FreezeReason", "GateLimits",
+        "Grant", "GrantController", "GrantMode", "GuardConfig", "GuestState", "HostSeat",
         "HostState", "HostView", "LatencyLane", "LatencyRecord", "LatencyRing", "PageError",
         "PageUnreadable", "PressureLimits", "PressurePolicy", "Run", "SeatState", "Veto",
-        "Yield", "decide",
+        "Yield", "decide", "explained",
     }  # fmt: skip
     assert set(slo.__all__) == {
-        "NO_DEADLINE", "PRESETS", "RELATIVE_ERROR", "RULES", "Attainment", "BurnAlert", "BurnRule",
-        "ErrorBudget", "Histogram", "LoadForecast", "Met", "ProfileError", "RequestLatency",
-        "Scrape", "ScrapeError", "Sketch", "SketchError", "Slack", "SlidingSketch", "SloError",
-        "SloSpec", "StepModel", "StepProfile", "StepSample", "TargetError", "UnknownPresetError",
-        "attainment", "decode_deadline_ns", "dual_slack", "fit_profile", "goodput_rps",
-        "latency_bounds_s", "parse_scrape", "percentile", "prefill_deadline_ns", "preset",
-        "slack_until",
+        "PRESETS", "RELATIVE_ERROR", "RULES", "Attainment", "BurnAlert", "BurnRule", "ErrorBudget",
+        "Histogram", "LoadForecast", "Met", "ProfileError", "RequestLatency", "Scrape",
+        "ScrapeError", "Sketch", "SketchError", "SlidingSketch", "SloError", "SloSpec", "StepModel",
+        "StepProfile", "StepSample", "TargetError", "UnknownPresetError", "attainment",
+        "fit_profile", "goodput_rps", "latency_bounds_s", "parse_scrape", "percentile", "preset",
     }  # fmt: skip
 
 

@@ -50,35 +50,35 @@ def test_an_unreadable_section_yields(host: HostState | None, grant: Grant | Non
     assert ask(host, grant) == (expected if grant else Yield("page_unreadable"))
 
 
-SIGHT = believed(IDLE, NOW)
+VIEW = believed(IDLE, NOW)
 SEAT = SeatState(taken_ns=0, beat_ns=NOW)
 
 
 @pytest.mark.parametrize(
-    ("sight", "reason"),
+    ("view", "reason"),
     [
         (HostView(), "page_replaced"),
-        (replace(SIGHT, replaced=True), "page_replaced"),
-        (replace(SIGHT, seated=False), "no_host"),
-        (replace(SIGHT, vetoed=True), "host_veto"),
-        (replace(SIGHT, seat=None), "host_unreadable"),
-        (replace(SIGHT, seat=replace(SEAT, beat_ns=NOW - 1001 * MS)), "host_silent"),
-        (replace(SIGHT, seat=replace(SEAT, beat_ns=NOW + 2 * MS)), "host_silent"),
-        (replace(SIGHT, seat=replace(SEAT, taken_ns=NOW - 999 * MS)), "host_starting"),
-        (replace(SIGHT, seat=replace(SEAT, taken_ns=IDLE.heartbeat_ns + 1)), "host_starting"),
+        (replace(VIEW, replaced=True), "page_replaced"),
+        (replace(VIEW, seated=False), "no_host"),
+        (replace(VIEW, vetoed=True), "host_veto"),
+        (replace(VIEW, seat=None), "host_unreadable"),
+        (replace(VIEW, seat=replace(SEAT, beat_ns=NOW - 1001 * MS)), "host_silent"),
+        (replace(VIEW, seat=replace(SEAT, beat_ns=NOW + 2 * MS)), "host_silent"),
+        (replace(VIEW, seat=replace(SEAT, taken_ns=NOW - 999 * MS)), "host_starting"),
+        (replace(VIEW, seat=replace(SEAT, taken_ns=IDLE.heartbeat_ns + 1)), "host_starting"),
     ],
 )
 @pytest.mark.parametrize("grant", [GRANT, SHARING])
 def test_an_idle_state_that_nobody_vouches_for_yields(
-    sight: HostView, grant: Grant, reason: str
+    view: HostView, grant: Grant, reason: str
 ) -> None:
-    assert decide(sight, grant, MODEL, NOW, LIMITS) == Yield(reason)
+    assert decide(view, grant, MODEL, NOW, LIMITS) == Yield(reason)
 
 
 def test_a_busy_host_that_nobody_vouches_for_lends_no_slack_either() -> None:
-    sight = replace(SIGHT, state=BUSY)
-    assert isinstance(decide(sight, SHARING, MODEL, NOW, LIMITS), Run)
-    assert decide(replace(sight, vetoed=True), SHARING, MODEL, NOW, LIMITS) == Yield("host_veto")
+    view = replace(VIEW, state=BUSY)
+    assert isinstance(decide(view, SHARING, MODEL, NOW, LIMITS), Run)
+    assert decide(replace(view, vetoed=True), SHARING, MODEL, NOW, LIMITS) == Yield("host_veto")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import executor.control_page.host_seat
 import executor.vllm.host.scheduler
 from executor import ControlPage, Grant, GrantController, GrantMode, GuardConfig, Yield, decide
 from executor.errors import ExecutorError
+from executor.grants.grant_controller import Seen, Write
 from executor.grants.step_gate import GateLimits, Run
 from executor.vllm.guest.gate_client import FIRST_MODEL
 from executor.vllm.host.latency_logger import HostLatencyLogger
@@ -33,10 +34,13 @@ def first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostRig]:
 
 def verdict(page: ControlPage) -> Run | Yield:
     """What guard and gate make of the page."""
-    sight, now_ns = page.host_sight(), time.monotonic_ns()
-    grant = GrantController(GuardConfig(512, 64)).step(now_ns, sight, None, True, False)
+    view, now_ns = page.host_view(), time.monotonic_ns()
+    seen = Seen(view, lease_epoch=1)
+    granted, *_ = GrantController(GuardConfig(512, 64)).step(seen, now_ns)
+    assert isinstance(granted, Write)
+    grant = granted.grant
     allowed = Grant(GrantMode.RUN, 512, 64, expiry_ns=now_ns + SECOND // 2, heartbeat_ns=now_ns)
-    gate = decide(sight, allowed, FIRST_MODEL, now_ns, GateLimits())
+    gate = decide(view, allowed, FIRST_MODEL, now_ns, GateLimits())
     assert isinstance(gate, Run) == (grant.mode is GrantMode.RUN), "guard and gate agree"
     return gate
 
@@ -120,7 +124,7 @@ def test_an_engine_core_of_several_in_parallel_is_refused(
     first.scheduler._quietly(first.scheduler._attach)
     assert "data_parallel_size 2" in caplog.text
     assert verdict(first.page) == Yield("no_host")
-    assert first.page.host_sight().vetoed
+    assert first.page.host_view().vetoed
 
 
 def test_a_plugin_that_breaks_later_leaves_a_busy_host(

@@ -41,7 +41,7 @@ def page(tmp_path: Path) -> Iterator[ControlPage]:
 
 
 def doubt(page: ControlPage) -> str | None:
-    return page.host_sight().doubt(time.monotonic_ns())
+    return page.host_view().doubt(time.monotonic_ns())
 
 
 def started(page: ControlPage, program: str) -> "subprocess.Popen[str]":
@@ -67,17 +67,17 @@ def test_an_idle_host_is_believed_for_as_long_as_it_beats(page: ControlPage) -> 
     now_ns = 100 * SECOND
     host = SeatedHost(page, lambda: now_ns)
     host.tell()
-    sight = page.host_sight()
-    assert sight.doubt(now_ns) is None
-    state = sight.believed(now_ns + SECOND)
+    view = page.host_view()
+    assert view.doubt(now_ns) is None
+    state = view.believed(now_ns + SECOND)
     assert state is not None
     assert state.idle
-    assert sight.doubt(now_ns + SECOND + 1) == "host_silent"
+    assert view.doubt(now_ns + SECOND + 1) == "host_silent"
     now_ns += 3600 * SECOND
     host.beat()
-    assert page.host_sight().doubt(now_ns) is None, "an hour without a request is no silence"
+    assert page.host_view().doubt(now_ns) is None, "an hour without a request is no silence"
     host.close()
-    assert page.host_sight().doubt(now_ns) == "no_host"
+    assert page.host_view().doubt(now_ns) == "no_host"
 
 
 def test_nothing_of_an_earlier_life_is_believed(page: ControlPage) -> None:
@@ -181,16 +181,16 @@ def test_a_page_that_was_replaced_is_noticed_and_vetoed_by_its_host(page: Contro
     assert doubt(page) == "page_replaced"
     with ControlPage.create(page.path) as fresh:
         assert doubt(page) == "page_replaced"
-        assert fresh.host_sight().doubt(time.monotonic_ns()) == "no_host"
+        assert fresh.host_view().doubt(time.monotonic_ns()) == "no_host"
         with pytest.raises(PageError, match="another file"):
             page.take_host()
         other = SeatedHost(fresh)
         other.tell()
-        assert fresh.host_sight().doubt(time.monotonic_ns()) is None
+        assert fresh.host_view().doubt(time.monotonic_ns()) is None
         host.beat()
-        assert fresh.host_sight().doubt(time.monotonic_ns()) == "host_veto"
+        assert fresh.host_view().doubt(time.monotonic_ns()) == "host_veto"
         host.close()
-        assert fresh.host_sight().doubt(time.monotonic_ns()) is None
+        assert fresh.host_view().doubt(time.monotonic_ns()) is None
         other.close()
 
 

@@ -38,8 +38,8 @@ while True:
     n += 1
     page.host.write(HostState(*[n] * 12))
     page.grant.write(Grant(1, n, n, n, float(n), n, n, n, str(n)))
-    page.guest.write(GuestState(*[n] * 10, str(n), n))
-    lane.append(LatencyRecord(str(n), n, n, n, n, n, n))
+    page.guest.write(GuestState(*[n] * 14, str(n)))
+    lane.append(LatencyRecord(n, n, n, n, n, n, str(n)))
 """
 
 
@@ -83,7 +83,7 @@ class Checker:
         guest = self.page.guest.read()
         if guest is not None:
             n = guest.step_seq
-            assert guest == GuestState(n, bool(n), *[n] * 8, str(n), n)
+            assert guest == GuestState(n, bool(n), *[n] * 12, str(n))
 
 
 def torn_sections(page: ControlPage) -> int:
@@ -167,7 +167,7 @@ def test_a_ring_slot_cut_off_is_lost_and_nothing_else(page: ControlPage) -> None
 
     lane = page.take_lane()
     for n in range(CAPACITY + 3):
-        lane.append(LatencyRecord(str(n), n, n, n, n, n, n))
+        lane.append(LatencyRecord(n, n, n, n, n, n, str(n)))
     with page.path.open("r+b") as file:
         file.seek(SLOT_AT + 5 * SLOT_BYTES)
         file.write(struct.pack("=Q", 2 * (CAPACITY + 5) + 1) + b"\xff" * 40)

@@ -1,4 +1,7 @@
-"""The reclaim ladder believes what is measured, and ends in time whatever its engine says."""
+"""The reclaim ladder believes what is measured, and ends in time whatever its engine says.
+
+The stories are in tests/traces/reclaim.
+"""
 
 from dataclasses import dataclass, field
 
@@ -8,13 +11,12 @@ from hypothesis import strategies as st
 from executor.kv.reclaim_ladder import (
     Answer,
     EngineReport,
-    Escalate,
     Finished,
     LadderLimits,
+    Measured,
     OverdueTimer,
     ReclaimCore,
     ReclaimLevel,
-    ReclaimOutcome,
     Unsupported,
 )
 
@@ -50,118 +52,13 @@ class Engine:
                     answer = Unsupported("no such thing here")
                 elif level in self.claims and now_ns - since_ns >= self.after_ns:
                     answer = EngineReport(self.claims[level])
-            action = core.step(now_ns, self.held, answer)
-            if isinstance(action, Finished):
-                return action, [level for level, _ in asked]
-            if isinstance(action, Escalate):
+            for action in core.step(Measured(self.held, answer), now_ns):
+                if isinstance(action, Finished):
+                    return action, [level for level, _ in asked]
                 assert action.bytes_left > 0
                 asked.append((action.level, now_ns))
                 self.asked_at_ns[action.level] = now_ns
         raise AssertionError("no end")
-
-
-def outcomes(finished: Finished) -> dict[ReclaimLevel, ReclaimOutcome]:
-    return {report.level: report.outcome for report in finished.levels}
-
-
-def test_a_balloon_that_gives_what_is_wanted_is_the_end_of_it() -> None:
-    engine = Engine(
-        {ReclaimLevel.FREEZE: 0, ReclaimLevel.BALLOON: 300 * MIB}, {ReclaimLevel.BALLOON: 300 * MIB}
-    )
-    finished, asked = engine.play(300 * MIB, 5_000 * MS)
-    assert asked == [ReclaimLevel.FREEZE, ReclaimLevel.BALLOON]
-    assert finished.enough
-    assert finished.in_time
-    assert finished.freed_bytes == 300 * MIB
-    assert outcomes(finished)[ReclaimLevel.BALLOON] is ReclaimOutcome.FREED
-
-
-def test_each_level_frees_what_it_can_until_it_is_enough() -> None:
-    frees = {
-        ReclaimLevel.BALLOON: 100 * MIB,
-        ReclaimLevel.RELEASE_KV: 200 * MIB,
-        ReclaimLevel.SLEEP: 500 * MIB,
-    }
-    finished, asked = Engine({ReclaimLevel.FREEZE: 0, **frees}, dict(frees)).play(
-        700 * MIB, 9_000 * MS
-    )
-    assert asked == [
-        ReclaimLevel.FREEZE,
-        ReclaimLevel.BALLOON,
-        ReclaimLevel.RELEASE_KV,
-        ReclaimLevel.SLEEP,
-    ]
-    assert finished.enough
-    assert outcomes(finished)[ReclaimLevel.BALLOON] is ReclaimOutcome.TOO_LITTLE
-
-
-def test_sleep_reported_success_but_memory_stayed_held() -> None:
-    engine = Engine(
-        {
-            ReclaimLevel.FREEZE: 0,
-            ReclaimLevel.BALLOON: 0,
-            ReclaimLevel.RELEASE_KV: 0,
-            ReclaimLevel.SLEEP: 800 * MIB,
-        },
-        {ReclaimLevel.KILL: HELD},
-    )
-    finished, asked = engine.play(600 * MIB, 10_000 * MS)
-    assert asked[-2:] == [ReclaimLevel.SLEEP, ReclaimLevel.KILL]
-    assert outcomes(finished)[ReclaimLevel.SLEEP] is ReclaimOutcome.HELD
-    (slept,) = [report for report in finished.levels if report.level is ReclaimLevel.SLEEP]
-    assert (slept.claimed_bytes, slept.freed_bytes) == (800 * MIB, 0)
-    assert slept.took_ns <= 40 * MS + 150 * MS + 2 * TICK_NS, "it is not waited for to the end"
-    assert finished.enough
-    assert finished.freed_bytes == HELD
-
-
-def test_release_returned_early() -> None:
-    """The answer comes at once, the pages go 120 ms later: done is when they are gone."""
-    engine = Engine(
-        {ReclaimLevel.FREEZE: 0, ReclaimLevel.BALLOON: 400 * MIB},
-        {ReclaimLevel.BALLOON: 400 * MIB},
-        after_ns=0,
-        falls_after_ns=120 * MS,
-    )
-    finished, asked = engine.play(400 * MIB, 5_000 * MS)
-    assert asked == [ReclaimLevel.FREEZE, ReclaimLevel.BALLOON], "it is waited for, not killed"
-    assert finished.enough
-    (balloon,) = [report for report in finished.levels if report.level is ReclaimLevel.BALLOON]
-    assert balloon.took_ns >= 120 * MS, "and not believed before"
-
-
-def test_a_level_the_engine_does_not_have_is_skipped_and_said() -> None:
-    engine = Engine(
-        {ReclaimLevel.FREEZE: 0, ReclaimLevel.BALLOON: 0, ReclaimLevel.RELEASE_KV: 0},
-        {ReclaimLevel.KILL: HELD},
-        unsupported={ReclaimLevel.SLEEP},
-    )
-    finished, _ = engine.play(HELD, 10_000 * MS)
-    assert outcomes(finished)[ReclaimLevel.SLEEP] is ReclaimOutcome.UNSUPPORTED
-    (skipped,) = [report for report in finished.levels if report.level is ReclaimLevel.SLEEP]
-    assert skipped.why == "no such thing here"
-    assert skipped.took_ns <= TICK_NS
-    assert finished.levels[-1].level is ReclaimLevel.KILL
-
-
-def test_what_cannot_be_measured_is_not_freed() -> None:
-    core = ReclaimCore(0, HELD, MIB, 3_000 * MS)
-    asked, finished = [], None
-    for now_ns in range(0, 20_000 * MS, TICK_NS):
-        action = core.step(now_ns, None, EngineReport(HELD))
-        if isinstance(action, Escalate):
-            asked.append(action.level)
-        if isinstance(action, Finished):
-            finished = action
-            break
-    assert asked[-1] is ReclaimLevel.KILL
-    assert finished is not None
-    assert not finished.enough
-
-
-def test_nothing_wanted_is_nothing_done() -> None:
-    finished, asked = Engine({}, {}).play(0, 0)
-    assert (finished.enough, asked, finished.levels) == (True, [], ())
 
 
 RUNGS = st.sampled_from(list(ReclaimLevel))

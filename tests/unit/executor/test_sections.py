@@ -8,19 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from executor import Grant, GrantMode, GuestState, HostState, LatencyRecord, SeatState
-from executor.control_page.records import MOST_INT
+from executor.control_page.page import LAYOUT_VERSION
+from executor.control_page.records import MOST_INT, Record, record
 
 number = st.integers(0, MOST_INT - 1)
 word = st.text("abcdefghijklmnopqrstuvwxyz_", max_size=32)
 RECORDS = st.one_of(
-    st.builds(HostState, *[number, st.booleans(), *[number] * 10]),
+    st.builds(HostState, *[number, st.booleans(), *[number] * 14]),
     st.builds(
         Grant, st.sampled_from(GrantMode), number, number, number, st.floats(0, 1), number, number,
         number, word,
     ),
-    st.builds(GuestState, number, st.booleans(), *[number] * 8, word, number),
+    st.builds(GuestState, number, st.booleans(), *[number] * 12, word),
     st.builds(SeatState, *[number] * 5),
-    st.builds(LatencyRecord, st.text("abc-0123", max_size=80), *[number] * 6),
+    st.builds(LatencyRecord, *[number] * 6, st.text("abc-0123", max_size=80)),
 )  # fmt: skip
 
 
@@ -29,6 +30,75 @@ def test_every_record_comes_back_as_it_was(record: Any) -> None:
     raw = record.pack()
     assert len(raw) == record.LAYOUT.size
     assert type(record).unpack(raw) == record
+
+
+GOLDEN: dict[Record, str] = {
+    HostState(1, True, *range(3, 17)): (
+        "0100000000000000 0103000000000000 0004000000000000 0005000000000000 "
+        "0006000000000000 0007000000000000 0008000000000000 0009000000000000 "
+        "000a000000000000 000b000000000000 000c000000000000 000d000000000000 "
+        "000e000000000000 000f000000000000 0010000000000000 00 "
+    ),
+    SeatState(1, 2, 3, 4, 5): (
+        "0100000000000000 0200000000000000 0300000000000000 0400000000000000 0500000000000000 "
+    ),
+    Grant(GrantMode.THROTTLE, 2, 3, 4, 0.5, 6, 7, 8, "kv_pressure"): (
+        "0200000000000000 0200000000000000 0300000000000000 0400000000000000 "
+        "000000000000e03f 0600000000000000 0700000000000000 0800000000000000 "
+        "6b765f7072657373 7572650000000000 0000000000000000 0000000000000000 "
+    ),
+    GuestState(1, True, *range(3, 15), "no_slack"): (
+        "0100000000000000 0103000000000000 0004000000000000 0005000000000000 "
+        "0006000000000000 0007000000000000 0008000000000000 0009000000000000 "
+        "000a000000000000 000b000000000000 000c000000000000 000d000000000000 "
+        "000e000000000000 006e6f5f736c6163 6b00000000000000 0000000000000000 "
+        "0000000000000000 00 "
+    ),
+    LatencyRecord(1, 2, 3, 4, 5, 6, "chatcmpl-7"): (
+        "0100000000000000 0200000000000000 0300000000000000 0400000000000000 "
+        "0500000000000000 0600000000000000 63686174636d706c 2d37000000000000 "
+        "0000000000000000 0000000000000000 0000000000000000 0000000000000000 "
+        "0000000000000000 0000000000000000 0000000000000000 0000000000000000 "
+    ),
+}
+
+
+@pytest.mark.parametrize(("written", "golden"), GOLDEN.items(), ids=lambda x: type(x).__name__)
+def test_the_bytes_on_the_page_change_only_with_its_version(written: Record, golden: str) -> None:
+    assert LAYOUT_VERSION == 5
+    assert written.pack() == bytes.fromhex(golden)
+
+
+def test_bare_values_are_packed_in_the_order_in_which_they_are_named() -> None:
+    seat = SeatState(1, 2, 3, 4, 5)
+    own = SeatState.packer("pid", "started", "pid_namespace", "taken_ns", "beat_ns")
+    other = SeatState.packer("beat_ns", "pid", "taken_ns", "started", "pid_namespace")
+    assert own(1, 2, 3, 4, 5) == other(5, 1, 4, 2, 3) == seat.pack()
+    with pytest.raises(TypeError, match="SeatState has the fields pid, started"):
+        SeatState.packer("pid", "started", "pid_namespace", "taken_ns")
+    with pytest.raises(TypeError, match="SeatState has the fields pid, started"):
+        SeatState.packer("pid", "pid", "pid_namespace", "taken_ns", "beat_ns")
+
+
+def test_a_field_without_a_binary_form_is_refused_where_the_record_is_made() -> None:
+    with pytest.raises(TypeError, match=r"TextFirst\.name has no binary form; text stands last"):
+
+        @record(text_bytes=4)
+        class TextFirst(Record):
+            name: str
+            reason: str
+
+    with pytest.raises(TypeError, match=r"NoText\.pid is no text; text stands last"):
+
+        @record(text_bytes=4)
+        class NoText(Record):
+            pid: int
+
+    with pytest.raises(TypeError, match=r"Fraction\.share has no binary form"):
+
+        @record()
+        class Fraction(Record):
+            share: complex
 
 
 def test_empty_memory_decodes_to_a_frozen_and_expired_grant() -> None:
@@ -44,7 +114,7 @@ def test_empty_memory_decodes_to_a_frozen_and_expired_grant() -> None:
         Grant(token_budget=7),
         GuestState(step_seq=7),
         SeatState(pid=7),
-        LatencyRecord("", 7, 0, 0, 0, 0, 0),
+        LatencyRecord(7, 0, 0, 0, 0, 0, ""),
     ],
     ids=lambda record: type(record).__name__,
 )

@@ -54,7 +54,7 @@ async def test_a_node_at_work_is_well(bench: Bench) -> None:
     await bench.until_noted("lease_taken")
     assert await wrongs(bench) == {}
     found = await findings(bench)
-    assert found["grant heartbeat"].what == "run, leased"
+    assert found["grant heartbeat"].what == "run: leased (a job has leased it)"
     assert found["r0"].what.startswith("runs on port")
 
 

@@ -10,7 +10,7 @@ import pytest
 from node_bench import Bench
 
 from executor import GuestState
-from executor.grants.grant_controller import WARM_UP
+from executor.freeze_reason import FreezeReason
 from rose.node.wiring import HOST_BUSY
 from tests.patience import PATIENCE_S
 
@@ -81,7 +81,7 @@ async def test_a_guest_that_starts_has_a_grant_to_do_so_in_host_idle_time(bench:
     bench.spawn()
     await bench.until_noted("engine_started")
     async with asyncio.timeout(PATIENCE_S):
-        while (grant := bench.page.grant.peek()) is None or grant.reason != WARM_UP:  # noqa: ASYNC110
+        while (grant := bench.page.grant.peek()) is None or grant.reason != FreezeReason.WARM_UP:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
     assert grant.slack_share == 0.0
 

@@ -244,8 +244,8 @@ def test_each_check_is_what_keeps_the_guest_from_a_step(
     assert not played(script).violated
     check = HostView.doubt
 
-    def blind(sight: HostView, now_ns: int) -> str | None:
-        found = check(sight, now_ns)
+    def blind(view: HostView, now_ns: int) -> str | None:
+        found = check(view, now_ns)
         return None if found == doubt else found
 
     monkeypatch.setattr(HostView, "doubt", blind)

@@ -144,7 +144,7 @@ def test_whole_latencies_of_any_numbers_end_no_guard(
     rig.reset()
     number = total - 1 if total else 0
     sequence = (2 * number + 2) % 2**64
-    payload = struct.pack("=80s6q", name, *numbers)
+    payload = struct.pack("=6q80s", *numbers, name)
     record = struct.pack("=QQ", sequence, zlib.crc32(payload, sequence & 0xFFFFFFFF)) + payload
     rig.scribble(RING_AT, struct.pack("=Q", total))
     rig.scribble(RING_AT + 64 + number % 512 * SLOT_BYTES, record)

@@ -13,7 +13,6 @@ from executor import Grant, GrantMode, GuestState, HostState, LatencyRecord
 from rose.addresses import free_port
 from rose.errors import ConfigError
 from rose.node.config import HostConfig
-from rose.node.grants.guard_thread import sentence
 from rose.node.memory.gauges import Held
 from rose.node.metrics import NodeMetrics, ReplicaFigures
 
@@ -50,7 +49,7 @@ def samples(metrics: NodeMetrics) -> dict[str, float]:
 
 def test_the_targets_are_bounds_of_the_latency_histograms(metrics: NodeMetrics) -> None:
     for ttft_s, tpot_s in ((0.2, 0.03), (0.45, 0.05), (0.6, 0.0)):
-        metrics.served(LatencyRecord("r", 1, round(ttft_s * 1e9), round(tpot_s * 1e9), 1, 1, 1))
+        metrics.served(LatencyRecord(1, round(ttft_s * 1e9), round(tpot_s * 1e9), 1, 1, 1, "r"))
     found = samples(metrics)
     assert found["rose_host_ttft_seconds_bucket,0.45"] == 2
     assert found["rose_host_tpot_seconds_bucket,0.04"] == 1
@@ -134,10 +133,3 @@ def test_a_scrape_costs_the_daemon_little(metrics: NodeMetrics) -> None:
     for _ in range(20):
         list(metrics.registry.collect())
     assert time.thread_time() - began_s < 1.0
-
-
-def test_the_reason_of_a_freeze_is_a_sentence() -> None:
-    assert sentence("g0", "freeze", "host_dead") == (
-        "g0 freeze: host_dead (the host's process is gone)"
-    )
-    assert sentence("g0", "run", "leased") == "g0 run: leased"

@@ -59,7 +59,7 @@ class Engine:
         store = ChunkStore(chunks.parent)
         bodies = {ref.id: store.get(ref.id) for each in read for ref in each.chunks}
         try:
-            staged = self.receiver.stage_chain(read, bodies, KEY.verify_key, 0.0)
+            staged = self.receiver.decode_chain(read, bodies, KEY.verify_key, 0.0)
         except WrongBaseError:
             raise
         except WeightError as error:

@@ -158,7 +158,7 @@ class Member:
         manifest = self.store.get_manifest(1)
         receiver = Receiver(tensors(0))
         chunks = {ref.id: self.store.get(ref.id) for ref in manifest.chunks}
-        receiver.commit(receiver.stage(manifest, chunks, KEY.verify_key, manifest.created_s))
+        receiver.commit(receiver.decode(manifest, chunks, KEY.verify_key, manifest.created_s))
         return dict(receiver.tensors)
 
 

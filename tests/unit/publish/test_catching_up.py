@@ -105,7 +105,7 @@ async def joined(
         receiving.close()
     manifests = [Manifest.from_bytes(path.read_bytes()) for path in brought.manifests]
     chunks = {ref.id: receiving.store.get(ref.id) for m in manifests for ref in m.chunks}
-    receiver.commit(receiver.stage_chain(manifests, chunks, KEY.verify_key, time.time()))
+    receiver.commit(receiver.decode_chain(manifests, chunks, KEY.verify_key, time.time()))
     assert receiver.version == brought.version == target
     return len(manifests)
 

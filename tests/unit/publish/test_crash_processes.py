@@ -89,5 +89,5 @@ def test_killed_in_turn_all_end_bit_exact(processes: Processes) -> None:
         assert len(manifest.chunks) == CHUNKS
         chunks = {ref.id: store.get(ref.id) for ref in manifest.chunks}
         receiver_of = Receiver(tensors(0))
-        receiver_of.commit(receiver_of.stage(manifest, chunks, KEY.verify_key, 0.0))
+        receiver_of.commit(receiver_of.decode(manifest, chunks, KEY.verify_key, 0.0))
         assert np.array_equal(receiver_of.tensors["w"].bits, tensors(1)["w"].bits)

@@ -10,7 +10,6 @@ import pytest
 
 pytest.importorskip("vllm")
 
-import rose.replica.weights.updater as staging_module
 import rose.replica.weights.updater as weights_module
 from executor import ControlPage
 from tests.fakes.asgi_client import SECRET, AsgiExchange, settle
@@ -23,8 +22,8 @@ APPLY = {"manifests": ["/w/manifests/3.json"], "chunks": "/w/chunks"}
 # Where it breaks off, how, and whether the replica may serve on.
 SERVES_ON = [
     ("", ""),
-    ("stage_begin", "raises"),
-    ("stage_step", "raises"),
+    ("decode", "raises"),
+    ("load", "raises"),
     ("pause", "raises"),
     ("pause", "silent"),
     ("pause", "hangs"),
@@ -149,7 +148,7 @@ async def test_a_busy_host_gets_no_update_beside_it_and_an_idle_one_does(
 ) -> None:
     monkeypatch.setenv("ROSE_ROLE", "guest")
     monkeypatch.setenv("ROSE_CONTROL_PAGE", str(tmp_path / "page"))
-    monkeypatch.setattr(staging_module, "PATIENCE_S", 0.02)
+    monkeypatch.setattr(weights_module, "STAGE_PATIENCE_S", 0.02)
     monkeypatch.setattr(weights_module, "SWITCH_PATIENCE_S", 0.02)
     host = SeatedHost(ControlPage.create(tmp_path / "page"))
     host.tell(running=int(busy_from == "the start"))
@@ -158,14 +157,14 @@ async def test_a_busy_host_gets_no_update_beside_it_and_an_idle_one_does(
 
     async def call(self: FakeWeightRanks, name: str, action: Any) -> None:
         await staged(self, name, action)
-        if name == "stage_step":
+        if name == "load":
             host.tell(running=1)
 
     monkeypatch.setattr(FakeWeightRanks, "_call", call)
     async with serving(engine) as (served, turn):
         status, answer = await served.ask("weights/apply", APPLY)
         assert (status, answer["error"]["type"]) == (503, "host_busy")
-        assert ("stage_step" in engine.calls) == (busy_from == "the switch")
+        assert ("load" in engine.calls) == (busy_from == "the switch")
         assert "pause" not in engine.calls
         await until_longer(turn)
         monkeypatch.setattr(FakeWeightRanks, "_call", staged)
@@ -175,7 +174,7 @@ async def test_a_busy_host_gets_no_update_beside_it_and_an_idle_one_does(
         assert check_stamps(engine, turn) == {0, NEXT}
 
 
-@pytest.mark.parametrize("where", ["stage_step", "pause", "commit", "stamp", "resume"])
+@pytest.mark.parametrize("where", ["load", "pause", "commit", "stamp", "resume"])
 async def test_a_caller_that_hangs_up_does_not_break_a_commit_off(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from executor import ControlPage
-from rose.replica.weights.updater import HostBusyError, HostPatience, wait_host_idle
+from rose.replica.control import GuestControl, HostBusyError, HostPatience
 from tests.seated_host import SeatedHost
 
 PATIENCE_S = 0.02
@@ -21,19 +21,19 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ControlPage:
 
 async def test_an_idle_host_lets_the_switch_begin_at_once(page: ControlPage) -> None:
     SeatedHost(page).tell()
-    await wait_host_idle(PATIENCE_S)
+    await GuestControl().wait_host_idle(PATIENCE_S)
 
 
 async def test_a_busy_host_gets_no_new_weights_beside_it(page: ControlPage) -> None:
     SeatedHost(page).tell(running=1)
     with pytest.raises(HostBusyError, match="ask again later"):
-        await wait_host_idle(PATIENCE_S)
+        await GuestControl().wait_host_idle(PATIENCE_S)
 
 
 async def test_a_host_that_becomes_idle_lets_them_begin(page: ControlPage) -> None:
     host = SeatedHost(page)
     host.tell(running=1)
-    waiting = asyncio.create_task(wait_host_idle(5.0))
+    waiting = asyncio.create_task(GuestControl().wait_host_idle(5.0))
     await asyncio.sleep(PATIENCE_S)
     assert not waiting.done()
     host.tell()
@@ -45,7 +45,7 @@ async def test_an_idle_state_without_a_host_counts_as_busy(page: ControlPage) ->
     gone.tell()
     gone.close()
     with pytest.raises(HostBusyError):
-        await wait_host_idle(PATIENCE_S)
+        await GuestControl().wait_host_idle(PATIENCE_S)
 
 
 async def test_a_missing_page_is_told_and_taken_for_a_busy_host(
@@ -54,7 +54,7 @@ async def test_a_missing_page_is_told_and_taken_for_a_busy_host(
     monkeypatch.setenv("ROSE_CONTROL_PAGE", f"{page.path}.gone")
     began_s = asyncio.get_running_loop().time()
     with pytest.raises(HostBusyError):
-        await wait_host_idle(PATIENCE_S)
+        await GuestControl().wait_host_idle(PATIENCE_S)
     assert asyncio.get_running_loop().time() - began_s >= PATIENCE_S
     assert "cannot open" in caplog.text
 
@@ -64,13 +64,13 @@ async def test_a_replica_without_host_does_not_wait(
 ) -> None:
     SeatedHost(page).tell(running=1)
     monkeypatch.setenv("ROSE_ROLE", "dedicated")
-    await wait_host_idle(PATIENCE_S)
+    await GuestControl().wait_host_idle(PATIENCE_S)
 
 
 async def test_patience_is_spent_over_all_waits(page: ControlPage) -> None:
     host = SeatedHost(page)
     host.tell()
-    patience = HostPatience(PATIENCE_S)
+    patience = HostPatience(GuestControl(), PATIENCE_S)
     for _ in range(50):
         await patience.wait()
     host.tell(running=1)

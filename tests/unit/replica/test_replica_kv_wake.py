@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from executor import ControlPage, Grant, GuestState, HostState
-from rose.replica.kv_wake import KvWaker, owes_memory, wanted_back
+from rose.replica.control import GuestControl, HostBusyError, owes_memory
 from tests.patience import PATIENCE_S
 
 
@@ -39,8 +39,8 @@ async def test_the_core_is_woken_until_the_memory_is_back(
     with ControlPage.create(tmp_path / "page") as page:
         page.guest.write(GuestState(granules_total=9, granules_mapped=9))
         core = Core()
-        waker = KvWaker(core)
-        waker.start()
+        control = GuestControl()
+        control.start_waking(core)
         await asyncio.sleep(0.1)
         assert core.woken == 0
         page.grant.write(Grant(kv_granule_cap=4))
@@ -51,34 +51,52 @@ async def test_the_core_is_woken_until_the_memory_is_back(
         woken = core.woken
         await asyncio.sleep(0.1)
         assert core.woken == woken
-        waker.stop()
+        control.stop_waking()
 
 
 @pytest.mark.parametrize(
     ("socket", "missing", "wanted"), [("", 3, False), ("/pages", 0, False), ("/pages", 3, True)]
 )
-def test_a_host_that_lends_by_handle_is_heard_when_it_misses_memory(
-    monkeypatch: pytest.MonkeyPatch, socket: str, missing: int, wanted: bool
-) -> None:
-    monkeypatch.setenv("ROSE_PAGE_SOCKET", socket)
-    assert wanted_back(HostState(granules_total=9, reserve_missing=missing)) is wanted
-    assert not wanted_back(None)
-
-
-async def test_an_idle_core_is_woken_while_its_host_misses_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_an_idle_core_is_woken_while_a_host_that_lends_by_handle_misses_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, socket: str, missing: int, wanted: bool
 ) -> None:
     monkeypatch.setenv("ROSE_ROLE", "guest")
     monkeypatch.setenv("ROSE_CONTROL_PAGE", str(tmp_path / "page"))
-    monkeypatch.setenv("ROSE_PAGE_SOCKET", str(tmp_path / "pages"))
+    monkeypatch.setenv("ROSE_PAGE_SOCKET", socket)
     with ControlPage.create(tmp_path / "page") as page:
         core = Core()
-        waker = KvWaker(core)
-        waker.start()
-        page.host.write(HostState(granules_total=9, granules_lent=3, reserve_missing=1))
+        control = GuestControl()
+        control.start_waking(core)
+        page.host.write(HostState(granules_total=9, granules_lent=3, reserve_missing=missing))
         await asyncio.sleep(0.2)
-        waker.stop()
-        assert core.woken > 2
+        control.stop_waking()
+        assert (core.woken > 2) is wanted
+
+
+async def test_memory_is_returned_by_the_page_that_the_engine_has_though_its_file_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    woken = asyncio.Event()
+
+    class Core:
+        async def is_paused(self) -> bool:
+            woken.set()
+            return False
+
+    monkeypatch.setenv("ROSE_ROLE", "guest")
+    monkeypatch.setenv("ROSE_CONTROL_PAGE", str(tmp_path / "page"))
+    with ControlPage.create(tmp_path / "page") as page:
+        control = GuestControl()
+        assert control.page is control.page
+        page.path.unlink()
+        control.start_waking(Core())
+        page.guest.write(GuestState(granules_total=9, granules_mapped=9))
+        page.grant.write(Grant(kv_granule_cap=4))
+        async with asyncio.timeout(5.0):
+            await woken.wait()
+        control.stop_waking()
+        with pytest.raises(HostBusyError):
+            await control.wait_host_idle(0.01)
 
 
 @pytest.mark.parametrize("role", ["dedicated", ""])
@@ -87,9 +105,9 @@ async def test_a_replica_without_a_host_is_left_alone(
 ) -> None:
     monkeypatch.setenv("ROSE_ROLE", role)
     monkeypatch.setenv("ROSE_CONTROL_PAGE", str(tmp_path / "none"))
-    waker = KvWaker(Core())
-    waker.start()
-    waker.stop()
+    control = GuestControl()
+    control.start_waking(Core())
+    control.stop_waking()
 
 
 async def test_whatever_a_core_raises_the_next_look_wakes_it(
@@ -109,9 +127,9 @@ async def test_whatever_a_core_raises_the_next_look_wakes_it(
     with ControlPage.create(tmp_path / "page") as page:
         page.guest.write(GuestState(granules_total=9, granules_mapped=9))
         page.grant.write(Grant(kv_granule_cap=4))
-        waker = KvWaker(Moody())
-        waker.start()
+        control = GuestControl()
+        control.start_waking(Moody())
         async with asyncio.timeout(PATIENCE_S):
             await recovered.wait()
-        waker.stop()
+        control.stop_waking()
     assert "unheard of" in caplog.text

@@ -12,6 +12,7 @@ from vllm.v1.engine import FinishReason
 
 from executor import ControlPage, GuestState
 from executor.vllm.settings import WARM_UP
+from rose.replica.control import GuestControl
 from rose.replica.warm_up import WarmUp, WarmUpSizes
 from tests.fakes.async_llm import FakeAsyncLLM
 from tests.patience import PATIENCE_S
@@ -21,7 +22,7 @@ class Rig:
     def __init__(self) -> None:
         self.engine = FakeAsyncLLM()
         self.now_s = 0.0
-        self.warm_up = WarmUp(self.engine, clock_s=lambda: self.now_s)
+        self.warm_up = WarmUp(self.engine, GuestControl(), clock_s=lambda: self.now_s)
         self.warm_up.start()
 
     async def run(self, steps: int) -> None:

@@ -1,4 +1,5 @@
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,14 +8,16 @@ import pytest
 pytest.importorskip("vllm")
 
 from rose.replica.admission import Admission
+from rose.replica.control import GuestControl
 from rose.replica.turns import Turns
 from rose.replica.weights.updater import ActivationError, EngineCallError, WeightUpdater
 from tests.patience import PATIENCE_S
 from weight_transfer import OnUpdate, WeightError, WrongBaseError
+from weight_transfer.segment import ranks_folder
 
 PROOFS = {"digest_ok": True, "probe_ok": True}
 REPORT = {"version": 3, "apply_s": 0.1, "probe_s": 0.2, "probe_max_abs_diff": 0.0}
-STAGED = ["stage_begin", "stage_poll", "stage_step"]
+LOADED = ["decode", "load"]
 
 
 class FakeWeightEngine:
@@ -24,6 +27,7 @@ class FakeWeightEngine:
         self, fail: dict[str, Exception] | None = None, ranks: int = 1, **proofs: bool
     ) -> None:
         self.calls: list[str] = []
+        self.arguments: list[tuple[str, tuple[Any, ...]]] = []
         self.cleared: list[bool] = []
         self.answers: dict[str, list[dict[str, Any]]] = {}
         self.vllm_config = SimpleNamespace()
@@ -39,6 +43,7 @@ class FakeWeightEngine:
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
         name = method.removeprefix("rose_weights_")
+        self.arguments.append((name, args))
         self._note(name)
         if self.answers.get(name):
             return [self.answers[name].pop(0)]
@@ -61,7 +66,7 @@ class FakeWeightEngine:
 
 
 def made(engine: FakeWeightEngine, finish_old_s: float = 20.0) -> WeightUpdater:
-    return WeightUpdater(engine, "model", Turns(engine), Admission(), finish_old_s)
+    return WeightUpdater(engine, "model", Turns(engine), Admission(), GuestControl(), finish_old_s)
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +102,7 @@ async def test_a_version_is_staged_while_serving_and_stamped_under_the_pause() -
     engine = FakeWeightEngine()
     weights = made(engine)
     report = await weights.apply(["m"], "c")
-    assert engine.calls == ["init", *STAGED, "pause", "commit", "stamp 3", "resume", "settle"]
+    assert engine.calls == ["init", *LOADED, "pause", "commit", "stamp 3", "resume", "settle"]
     assert weights.version == report["version"] == 3
     assert report["pause_s"] >= 0
     await weights.apply(["m"], "c")
@@ -113,34 +118,58 @@ async def test_an_unproven_version_is_neither_stamped_nor_reported_as_active(
     weights = made(engine)
     with pytest.raises(ActivationError, match=f"'{proof}': False"):
         await weights.apply(["m"], "c")
-    assert engine.calls == ["init", *STAGED, "pause", "commit"]
+    assert engine.calls == ["init", *LOADED, "pause", "commit"]
     assert weights.version == 0
     assert weights._turns.ages.current == 0
 
 
-@pytest.mark.parametrize("step", STAGED)
+@pytest.mark.parametrize("step", LOADED)
 async def test_what_fails_before_the_pause_keeps_its_type_and_pauses_nothing(step: str) -> None:
     failure = RuntimeError("Call to collective_rpc failed: [rose:WrongBaseError] based on 7")
     engine = FakeWeightEngine({step: failure})
     with pytest.raises(WrongBaseError, match="based on 7"):
         await made(engine).apply(["m"], "c")
-    assert engine.calls == ["init", *STAGED[: STAGED.index(step) + 1]]
+    assert engine.calls == ["init", *LOADED[: LOADED.index(step) + 1]]
 
 
 async def test_a_pause_that_fails_is_resumed_and_writes_nothing() -> None:
     engine = FakeWeightEngine({"pause": RuntimeError("Failed to reset KV cache")})
     with pytest.raises(WeightError, match="could not be paused") as caught:
         await made(engine).apply(["m"], "c")
-    assert engine.calls == ["init", *STAGED, "pause", "resume"]
+    assert engine.calls == ["init", *LOADED, "pause", "resume"]
     assert not isinstance(caught.value, ActivationError)
 
 
-async def test_staging_goes_on_piece_by_piece_until_all_of_it_is_done() -> None:
+async def test_several_ranks_are_told_where_to_meet_anew_at_every_try() -> None:
+    places = []
+    for ranks in (1, 2, 2):
+        engine = FakeWeightEngine(ranks=ranks)
+        engine.vllm_config.parallel_config = SimpleNamespace(world_size=ranks)
+        await made(engine).apply(["m"], "c")
+        (_, arguments), *_ = engine.arguments
+        places.append(arguments[3])
+    assert places[0] is None, "a rank without others has nobody to meet"
+    assert len(set(places)) == 3
+    assert Path(places[1]).parent == Path(places[2]).parent == ranks_folder()
+
+
+async def test_every_decode_is_an_attempt_of_its_own_and_is_asked_for_by_its_name() -> None:
     engine = FakeWeightEngine()
-    engine.answers["stage_poll"] = [{"done": False}, {"done": True}]
-    engine.answers["stage_step"] = [{"done": False}, {"done": False}]
+    weights = made(engine)
+    for _ in range(2):
+        engine.answers["decode"] = [{"done": False}]
+        await weights.apply(["m"], "c")
+    asked = [arguments for name, arguments in engine.arguments if name == "decode"]
+    assert asked[0] == asked[1] != asked[2] == asked[3]
+    assert [manifests for manifests, _, _ in asked] == [["m"]] * 4
+
+
+async def test_decoding_and_loading_go_on_until_all_of_it_is_done() -> None:
+    engine = FakeWeightEngine()
+    engine.answers["decode"] = [{"done": False}, {"done": True}]
+    engine.answers["load"] = [{"done": False}, {"done": False}]
     await made(engine).apply(["m"], "c")
-    assert engine.calls[1:7] == ["stage_begin", *["stage_poll"] * 2, *["stage_step"] * 3]
+    assert engine.calls[1:7] == [*["decode"] * 2, *["load"] * 3, "pause"]
 
 
 @pytest.mark.parametrize("how", OnUpdate)

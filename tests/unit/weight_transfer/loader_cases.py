@@ -115,4 +115,4 @@ def staged(base: dict[str, TensorBits], new: dict[str, TensorBits], folder: Path
     store, key = ChunkStore(folder), SigningKey.generate()
     manifest = Publisher(store, "job", "trainer", key, clock=lambda: 0.0).publish(1, 0, base, new)
     chunks = {chunk.id: store.get(chunk.id) for chunk in manifest.chunks}
-    return Receiver(base).stage(manifest, chunks, key.verify_key, 0.0)
+    return Receiver(base).decode(manifest, chunks, key.verify_key, 0.0)

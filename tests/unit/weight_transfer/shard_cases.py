@@ -189,5 +189,5 @@ class Trainer:
 
     def receive(self, manifest: Manifest) -> None:
         received = Manifest.from_bytes(manifest.to_bytes())
-        staged = self.receiver.stage(received, self.chunks(received), KEY.verify_key, 0.0)
+        staged = self.receiver.decode(received, self.chunks(received), KEY.verify_key, 0.0)
         self.receiver.commit(staged)

@@ -74,7 +74,7 @@ def test_any_tiling_carries_every_bit(
     manifest = manifest_of(update)
     assert Manifest.from_bytes(manifest.to_bytes()) == manifest
     receiver = Receiver({old.name: old})
-    staged = receiver.stage(manifest, chunks, KEY.verify_key, 0.0)
+    staged = receiver.decode(manifest, chunks, KEY.verify_key, 0.0)
     for staged_tensor in staged.tensors:
         assert (np.diff(staged_tensor.indices) > 0).all(), "ascending, each once"
     receiver.commit(staged)
@@ -185,7 +185,7 @@ def test_a_manifest_that_swaps_two_blocks_is_refused() -> None:
     manifest = manifest_of(structs.replace(update, chunks=swapped))
     receiver = Receiver({"w": OLD})
     with pytest.raises(ChunkFormatError, match="its manifest says otherwise"):
-        receiver.stage(manifest, chunks, KEY.verify_key, 0.0)
+        receiver.decode(manifest, chunks, KEY.verify_key, 0.0)
     np.testing.assert_array_equal(receiver.tensors["w"].bits, OLD.bits)
 
 
@@ -222,7 +222,7 @@ def test_origins_travel_and_are_checked() -> None:
     manifest = manifest_of(structs.replace(update, chunks=refs))
     told = replace(manifest, origins=("http://a:1", "http://b:1")).signed(KEY)
     assert Manifest.from_bytes(told.to_bytes()) == told
-    Receiver({"w": OLD}).stage(told, chunks, KEY.verify_key, 0.0)
+    Receiver({"w": OLD}).decode(told, chunks, KEY.verify_key, 0.0)
     with pytest.raises(ManifestError, match="origin that is not listed"):
         Manifest.from_bytes(manifest.to_bytes())
     with pytest.raises(ManifestError):

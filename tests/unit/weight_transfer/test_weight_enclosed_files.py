@@ -103,5 +103,5 @@ def test_an_update_that_is_still_read_does_not_hold_the_engine_up(store: Path) -
     weights = ReplicaWeights.__new__(ReplicaWeights)
     weights._staging = Staging(slow, lambda _: iter(()))  # type: ignore[arg-type, return-value]
     with pytest.raises(StoreError, match="still being read"):
-        weights.begin_stage([store / "manifests" / "1.json"], store)
+        weights.decode([store / "manifests" / "1.json"], store, "another")
     go_on.set()

@@ -71,7 +71,7 @@ def test_a_base_of_shards_takes_a_joiner_in(tmp_path: Path) -> None:
     base = trainer.coordinator.publish_base(zeros, reports)
     assert base.is_base
     joiner = Receiver(dense(SHAPE, 9))
-    joiner.commit(joiner.stage(base, trainer.chunks(base), KEY.verify_key, 0.0))
+    joiner.commit(joiner.decode(base, trainer.chunks(base), KEY.verify_key, 0.0))
     assert_holds(joiner, new, 1)
     trainer.encoders[0]._held[0].bits[:] ^= 1  # A bit flipped in a rank's memory.
     reports = [encoder.encode_base(zeros) for encoder in trainer.encoders]
@@ -321,7 +321,7 @@ def test_stores_of_ranks_delete_what_nobody_needs_and_nothing_else(tmp_path: Pat
     manifests = [trainer.stores[2].get_manifest(2, base=True), trainer.stores[3].get_manifest(3)]
     chunks = trainer.chunks(manifests[0]) | trainer.chunks(manifests[1])
     joiner = Receiver(dense(SHAPE, 9))
-    joiner.commit(joiner.stage_chain(manifests, chunks, KEY.verify_key, 0.0))
+    joiner.commit(joiner.decode_chain(manifests, chunks, KEY.verify_key, 0.0))
     assert_holds(joiner, model, 3)
     own = next(c for c in manifests[1].chunks if c.origin == 0)
     (trainer.stores[1].chunks_dir / own.id).unlink()

@@ -53,7 +53,7 @@ class Link:
     def stage(
         self, manifest: Manifest, chunks: dict[str, bytes], now_s: float = NOW_S
     ) -> StagedUpdate:
-        return self.receiver.stage(manifest, chunks, KEY.verify_key, now_s)
+        return self.receiver.decode(manifest, chunks, KEY.verify_key, now_s)
 
 
 @pytest.fixture
@@ -235,7 +235,9 @@ def test_whoever_joins_or_lags_ends_bit_exactly_in_one_fold(
         manifests += [link.store.get_manifest(v) for v in range(at + 1, newest + 1)]
     else:
         manifests = [link.store.get_manifest(v) for v in range(1, newest + 1)]
-    staged = link.receiver.stage_chain(manifests, chunks_of(link, manifests), KEY.verify_key, NOW_S)
+    staged = link.receiver.decode_chain(
+        manifests, chunks_of(link, manifests), KEY.verify_key, NOW_S
+    )
     assert_holds(link.receiver, link.base, 0)
     names = [tensor.name for tensor in staged.tensors]
     assert len(set(names)) == len(names), "each tensor once"
@@ -248,14 +250,16 @@ def test_a_pruned_chain_is_not_replayed_on_the_wrong_base(link: Link) -> None:
     publish_all(link, [0.1, 0.1])
     second = link.store.get_manifest(2)
     with pytest.raises(WrongBaseError, match="builds on 1, active is 0"):
-        link.receiver.stage_chain([second], chunks_of(link, [second]), KEY.verify_key, NOW_S)
+        link.receiver.decode_chain([second], chunks_of(link, [second]), KEY.verify_key, NOW_S)
     assert_holds(link.receiver, link.base, 0)
 
 
 def test_a_base_does_not_take_a_receiver_back(link: Link) -> None:
     models = publish_all(link, [0.1, 0.1])
     manifests = [link.store.get_manifest(v) for v in (1, 2)]
-    staged = link.receiver.stage_chain(manifests, chunks_of(link, manifests), KEY.verify_key, NOW_S)
+    staged = link.receiver.decode_chain(
+        manifests, chunks_of(link, manifests), KEY.verify_key, NOW_S
+    )
     link.receiver.commit(staged)
     base = link.publisher.publish_base(1, models[1])
     with pytest.raises(WrongBaseError):
@@ -267,7 +271,7 @@ def test_a_trainer_that_resumed_with_other_weights_than_it_published_is_found(li
     models = publish_all(link, [0.1])
     manifests = [link.store.get_manifest(1)]
     link.receiver.commit(
-        link.receiver.stage_chain(manifests, chunks_of(link, manifests), KEY.verify_key, NOW_S)
+        link.receiver.decode_chain(manifests, chunks_of(link, manifests), KEY.verify_key, NOW_S)
     )
     strayed = next_model(models[1], 77, 0.1)
     manifest, chunks = link.publish(2, 1, strayed, next_model(strayed, 78, 0.1))

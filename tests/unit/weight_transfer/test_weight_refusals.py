@@ -113,10 +113,10 @@ def test_what_does_not_fit_is_one_line_and_the_old_version_stays(tmp_path: Path,
     manifest = publisher(store).publish(1, 0, old, next_model(old, 5))
     chunks = {chunk.id: store.get(chunk.id) for chunk in manifest.chunks}
     with pytest.raises(kind, match=words) as caught:
-        receiver.stage(spoil(manifest), chunks, KEY.verify_key, now_s)
+        receiver.decode(spoil(manifest), chunks, KEY.verify_key, now_s)
     assert "\n" not in str(caught.value)
     assert_whole(receiver, old, 0)
-    receiver.commit(receiver.stage(manifest, chunks, KEY.verify_key, NOW_S))
+    receiver.commit(receiver.decode(manifest, chunks, KEY.verify_key, NOW_S))
     assert receiver.version == 1
 
 
@@ -145,7 +145,7 @@ def test_an_update_of_nearly_everything_is_carried(tmp_path: Path, kind: str) ->
         if kind == "half":
             assert 0.45 < manifest.changed / (300 * 70 + 70) < 0.55
         chunks = {chunk.id: store.get(chunk.id) for chunk in manifest.chunks}
-        receiver.commit(receiver.stage(manifest, chunks, KEY.verify_key, NOW_S))
+        receiver.commit(receiver.decode(manifest, chunks, KEY.verify_key, NOW_S))
         assert_whole(receiver, after, version)
         dense = sum(one.bits.nbytes for one in old.values())
         assert manifest.wire_bytes <= dense + len(manifest.chunks) * (64 + 2 * 5)
@@ -195,7 +195,7 @@ def test_a_full_disk_leaves_no_half_file_and_no_version(
     second = publishing.publish(2, 1, new, newer)
     for manifest, wanted in ((first, new), (second, newer)):
         chunks = {chunk.id: store.get(chunk.id) for chunk in manifest.chunks}
-        receiver.commit(receiver.stage(manifest, chunks, KEY.verify_key, NOW_S))
+        receiver.commit(receiver.decode(manifest, chunks, KEY.verify_key, NOW_S))
         assert_whole(receiver, wanted, manifest.version)
 
 

@@ -73,11 +73,11 @@ def received(folder: Path, versions: int, *, stores: int = 0) -> list[Manifest]:
         return found
 
     for manifest in manifests:
-        receiver.commit(receiver.stage(manifest, chunks(manifest), KEY.verify_key, 1.0))
+        receiver.commit(receiver.decode(manifest, chunks(manifest), KEY.verify_key, 1.0))
         assert_equal(receiver, folder / f"{manifest.version}.safetensors")
     for base in bases:
         joiner = Receiver(read_safetensors(folder / "0.safetensors"))
-        joiner.commit(joiner.stage(base, chunks(base), KEY.verify_key, 1.0))
+        joiner.commit(joiner.decode(base, chunks(base), KEY.verify_key, 1.0))
         assert_equal(joiner, folder / f"{base.version}.safetensors")
     assert len(manifests) == versions
     return manifests
@@ -145,7 +145,7 @@ def test_a_plain_module_is_one_rank_that_owns_all(tmp_path: Path) -> None:
         parameter.data.mul_(1.5)
     manifest = publisher.publish(1, model.state_dict())
     chunks = {chunk.id: store.get(chunk.id) for chunk in manifest.chunks}
-    receiver.commit(receiver.stage(manifest, chunks, KEY.verify_key, 1.0))
+    receiver.commit(receiver.decode(manifest, chunks, KEY.verify_key, 1.0))
     for name, tensor in model.state_dict().items():
         np.testing.assert_array_equal(receiver.tensors[name].bits, tensor_bits(name, tensor).bits)
     with pytest.raises(ShardError, match="does not follow 1"):

@@ -1,7 +1,9 @@
 """Weights of one rank of an engine, with the proofs and the report of each activation.
 
-init    read the base, compile the kernels, trace and prove the loader map
-stage   while serving: see `staging`
+init    map the base, one copy for all ranks of the node; compile the kernels, trace and prove the
+        loader map
+decode  while serving, a thread: settle what was committed before, then the update, once a node
+load    while serving, between steps: a fresh load of the new version, piece by piece
 commit  under the engine's pause: scatter → read back → one probe forward
         all proofs hold: the new version is active; any fails: the old values go back
 audit   any time between steps: digests of everything that is live
@@ -17,7 +19,7 @@ import functools
 import re
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -26,11 +28,11 @@ import torch
 
 from weight_transfer import errors
 from weight_transfer.errors import StoreError, WeightError, WrongBaseError
-from weight_transfer.files.checkpoint import read_model_dir
-from weight_transfer.format.chunk import check_id
+from weight_transfer.files.checkpoint import Checkpoint
 from weight_transfer.format.manifest import MAX_MANIFEST_BYTES, ChunkRef, Manifest
 from weight_transfer.format.tensors import TensorBits
 from weight_transfer.kernels.triton.exchange import named_shortage, release_unused
+from weight_transfer.node_copy import NodeCopy
 from weight_transfer.receiver import Receiver, StagedUpdate
 from weight_transfer.vllm.enclosed_files import Enclosed
 from weight_transfer.vllm.mapping.loader_map import LoaderMap
@@ -121,15 +123,20 @@ class ReplicaWeights:
         model_dir: Path,
         verify_key: VerifyKey | None,
         weights_dir: Path | None = None,
+        place: Path | None = None,
     ) -> None:
-        """`weights_dir`: where updates are read from, None for anywhere."""
+        """`weights_dir`: where updates are read from, None for anywhere.
+
+        `place`: where this engine's ranks on this node meet, None for a rank without others.
+        """
         self._files = Enclosed(weights_dir)
         self._engine = engine
         self._verify_key = verify_key
-        base = read_model_dir(model_dir)
+        self._copy = NodeCopy(Checkpoint.of_model(model_dir), place)
+        base = self._copy.tensors
         warm_kernels(base, engine.device)
         self.map, self._plan = map_engine(engine, base)
-        self._receiver = Receiver(base)
+        self._receiver = Receiver.over(self._copy)
         self._staging: Staging | None = None
         self._unsettled: StagedUpdate | None = None
         self._settling = threading.Lock()
@@ -162,38 +169,39 @@ class ReplicaWeights:
         """How many weights each checkpoint tensor has."""
         return {name: tensor.bits.size for name, tensor in self._receiver.tensors.items()}
 
-    def begin_stage(self, manifest_paths: Sequence[Path], chunks_dir: Path) -> Staging:
-        """Begin to stage versions that follow each other; what was staged before is forgotten.
+    def decode(self, manifest_paths: Sequence[Path], chunks_dir: Path, attempt: str) -> Staging:
+        """Begin to decode versions that follow each other, or return how far this attempt is.
 
-        Raises StoreError while an earlier one is still read: this is the engine's own thread.
+        `attempt`: its name, which all ranks are told; another one forgets what was on its way.
+        Raises StoreError while that is still read: this is the engine's own thread.
         """
         if self._staging is not None:
+            if self._staging.attempt == attempt:
+                return self._staging
             if not self._staging.decoded:
                 raise StoreError("an update is still being read and decoded; ask again later")
             self._staging.drop()
-        self.settle()
-        self._staging = Staging(lambda: self._decode(manifest_paths, chunks_dir), self._prepare)
+        decode = lambda: self._decode(manifest_paths, chunks_dir, attempt)  # noqa: E731
+        self._staging = Staging(decode, self._prepare, attempt)
         return self._staging
+
+    @property
+    def attempt(self) -> str | None:
+        """The name of the attempt that is on its way, None when there is none."""
+        return self._staging.attempt if self._staging else None
 
     @property
     def staging(self) -> Staging:
         """The update on its way. Raises WrongBaseError when there is none."""
         if self._staging is None:
-            raise WrongBaseError("nothing is staged; stage an update before committing it")
+            raise WrongBaseError("no update is on its way; decode one first")
         return self._staging
-
-    def stage(self, manifest_paths: Sequence[Path], chunks_dir: Path) -> Prepared:
-        """Stage them at once."""
-        staging = self.begin_stage(manifest_paths, chunks_dir)
-        staging.step()
-        assert staging.prepared is not None
-        return staging.prepared
 
     def commit(self) -> CommitReport:
         """Activate what is staged, or take it back when a proof fails."""
         prepared = self.staging.prepared
         if prepared is None:
-            raise WrongBaseError("the update is not staged to its end; step it on")
+            raise WrongBaseError("the update is not loaded to its end; go on loading it")
         self._staging = None
         return self._activate(prepared)
 
@@ -201,26 +209,26 @@ class ReplicaWeights:
         """A new pass over everything that is live; step it between the engine's steps."""
         return Audit(self.map)
 
-    def _decode(self, manifest_paths: Sequence[Path], chunks_dir: Path) -> Decoded:
-        update = self._verified(manifest_paths, chunks_dir)
+    def _decode(self, manifest_paths: Sequence[Path], chunks_dir: Path, attempt: str) -> Decoded:
+        self.settle()
+        update = self._verified(manifest_paths, chunks_dir, attempt)
         return Decoded(update, place(self.map, update))
 
-    def _verified(self, manifest_paths: Sequence[Path], chunks_dir: Path) -> StagedUpdate:
+    def _verified(
+        self, manifest_paths: Sequence[Path], chunks_dir: Path, attempt: str
+    ) -> StagedUpdate:
         manifests = self._manifests(manifest_paths)
-        refs = {ref.id: ref for manifest in manifests for ref in manifest.chunks}
-        chunks = {ref.id: self._chunk(chunks_dir, ref) for ref in refs.values()}
-        return self._receiver.stage_chain(manifests, chunks, self._verify_key, time.time())
+        plan = self._receiver.plan(manifests, self._verify_key, time.time())
+        chunks = _ChunkFiles(self._files, chunks_dir, manifests)
+        return self._copy.decode(
+            plan, lambda name: self._receiver.decode_tensor(plan, name, chunks), attempt
+        )
 
     def _manifests(self, paths: Sequence[Path]) -> list[Manifest]:
         return [
             Manifest.from_bytes(self._files.read(path, MAX_MANIFEST_BYTES), self._verify_key)
             for path in paths
         ]
-
-    def _chunk(self, folder: Path, ref: ChunkRef) -> bytes:
-        encoded = self._files.read(folder / ref.id, ref.encoded_bytes)
-        check_id(ref.id, encoded)
-        return encoded
 
     def _prepare(self, decoded: Decoded) -> Generator[None, None, Prepared]:
         tensors, loose = self._receiver.tensors, self.map.loose
@@ -275,6 +283,23 @@ class ReplicaWeights:
             probe_ok=probe.ok,
             probe_max_abs_diff=probe.max_abs_diff,
         )
+
+
+class _ChunkFiles(Mapping[str, bytes]):
+    """Chunks of manifests in a folder, each read when it is asked for; its reader checks it."""
+
+    def __init__(self, files: Enclosed, folder: Path, manifests: Sequence[Manifest]) -> None:
+        self._files, self._folder = files, folder
+        self._refs: dict[str, ChunkRef] = {r.id: r for m in manifests for r in m.chunks}
+
+    def __getitem__(self, name: str) -> bytes:
+        return self._files.read(self._folder / name, self._refs[name].encoded_bytes)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._refs)
+
+    def __len__(self) -> int:
+        return len(self._refs)
 
 
 def map_engine(

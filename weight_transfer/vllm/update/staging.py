@@ -1,8 +1,8 @@
-"""Staging of an update: it is verified, placed and computed while its engine serves.
+"""Staging of an update: it is decoded and loaded while its engine serves.
 
 decode      a thread: signature, chunks, digests of the new weights; then this rank's part of the
             changes is brought to the memory of its parameters, beside the engine's steps
-reference   between steps, piece by piece: a fresh dense load of the new version runs the probe
+load        between steps, piece by piece: a fresh dense load of the new version runs the probe
 
 Pieces are counted, not timed: a probe is a collective, so all ranks have to come to it in one step.
 
@@ -22,7 +22,7 @@ import numpy as np
 
 from weight_transfer.format.chunk import decode_chunk, encode_chunk
 from weight_transfer.format.codec import Level
-from weight_transfer.format.digest import digest_of, updated
+from weight_transfer.format.digest import after_write, digest_of, updated
 from weight_transfer.format.tensors import Bits, TensorBits, unsigned
 from weight_transfer.kernels.backend import Int64s, RangeChange, processor_of
 from weight_transfer.kernels.cpu.digest import scatter
@@ -57,6 +57,7 @@ def warm_kernels(base: Mapping[str, TensorBits], device: torch.device) -> None:
                 chunk = encode_chunk(old, changed, (0, _ROWS), digest, level)
                 change = decode_chunk(chunk.encoded, old, digest)
                 updated(digest, change.indices, bits[change.indices], change.values)
+                after_write(digest, bits, change.indices, change.values)
         scatter(bits.copy(), change.indices, change.values)
         _scatter(bits.copy(), change.indices, change.values, device)
 
@@ -97,7 +98,8 @@ Work = Callable[[Decoded], Generator[None, None, Prepared]]
 class Staging:
     """One update on its way. Its methods belong to the engine's thread."""
 
-    def __init__(self, decode: Callable[[], Decoded], work: Work) -> None:
+    def __init__(self, decode: Callable[[], Decoded], work: Work, attempt: str = "") -> None:
+        self.attempt = attempt
         pool = ThreadPoolExecutor(1, thread_name_prefix="rose-stage")
         self._decoded: Future[Decoded] = pool.submit(decode)
         pool.shutdown(wait=False)

@@ -1,0 +1,63 @@
+"""LinkMeter: how fast readers take what a publisher sends. Pure: the clock is handed in.
+
+A reader asks for its next chunk when it has one, several at once: so a burst, from its first
+request on to its last answer, lasts as long as the link needs for it. Short bursts fit into the
+kernel's buffers and say nothing.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from statistics import median
+
+BURST_BYTES = 8 << 20
+PAUSE_S = 0.25
+"""After so long without an answer on its way the next request begins a burst."""
+FRESH_S = 3_600.0
+MOST_PEERS = 256
+
+
+@dataclass(slots=True)
+class _Peer:
+    """`open`: answers on their way. `bytes_per_s`: of its newest burst that was long enough."""
+
+    began_s: float
+    ended_s: float
+    open: int = 0
+    size: int = 0
+    bytes_per_s: float | None = None
+
+
+class LinkMeter:
+    """Bursts by peer; of many peers the ones that came last."""
+
+    def __init__(self) -> None:
+        self._peers: OrderedDict[str, _Peer] = OrderedDict()
+
+    def began(self, peer: str, now_s: float) -> None:
+        """An answer to a peer is on its way."""
+        known = self._peers.setdefault(peer, _Peer(now_s, now_s))
+        self._peers.move_to_end(peer)
+        if not known.open and now_s - known.ended_s > PAUSE_S:
+            known.began_s, known.size = now_s, 0
+        known.open += 1
+        while len(self._peers) > MOST_PEERS:
+            self._peers.popitem(last=False)
+
+    def ended(self, peer: str, size: int, now_s: float) -> None:
+        """All of it is sent, `size` bytes; 0 for one that broke off."""
+        known = self._peers.get(peer)
+        if known is None or not known.open:
+            return
+        known.open -= 1
+        known.size += size
+        known.ended_s = now_s
+        if known.size >= BURST_BYTES and now_s > known.began_s:
+            known.bytes_per_s = known.size / (now_s - known.began_s)
+
+    def bytes_per_s(self, now_s: float) -> float | None:
+        """What the peers of the last hour take, the median; None as long as it is not known."""
+        fresh = (peer for peer in self._peers.values() if now_s - peer.ended_s <= FRESH_S)
+        known = [peer.bytes_per_s for peer in fresh if peer.bytes_per_s is not None]
+        return median(known) if known else None

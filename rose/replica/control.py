@@ -1,0 +1,157 @@
+"""A guest's API process at the control page, beside the gate in its engine process.
+
+    wait_host_idle   new weights are loaded and written while the host is idle: no gate covers that
+    keep_waking      an idle engine core whose KV memory is owed to the host has to be woken for it
+    yielded_s        a warm-up does not count the time in which the gate lets nothing run
+
+The one place that says whether this replica is a guest, and the one page that its API process has
+open. Without a host nobody is waited for and nobody is woken.
+
+An idle engine core blocks on its input queue, and only its own thread may touch the block pool. Any
+utility call ends that wait; the core then asks its scheduler whether there is work, and
+`GatedScheduler.has_requests` says yes until the memory is back.
+"""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Mapping
+from typing import Any, Final
+
+from executor import ControlPage, Grant, GuestState, HostState, PageError
+from executor.control_page.page import PAGE_GROUP
+from weight_transfer import WeightError
+
+IDLE_POLL_S: Final = 0.002
+WAKE_POLL_S: Final = 0.01
+WAKE_AGAIN_S: Final = 0.1
+_LOG = logging.getLogger("vllm.rose.replica")
+
+
+class HostBusyError(WeightError):
+    """The host was not idle for as long as the guest waits. Nothing was written."""
+
+
+class GuestControl:
+    """What an API process learns and waits for at its guest's page (in its event loop)."""
+
+    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
+        """Opens nothing yet: a page that cannot be read is told where it is wanted."""
+        self._path = environ.get("ROSE_CONTROL_PAGE", "")
+        self._group = environ.get(PAGE_GROUP, "")
+        self._by_handle = bool(environ.get("ROSE_PAGE_SOCKET"))
+        self._page: ControlPage | None = None
+        self._waking: asyncio.Task[None] | None = None
+        self.is_guest = bool(self._path) and environ.get("ROSE_ROLE") == "guest"
+
+    @property
+    def page(self) -> ControlPage:
+        """The page, opened when first wanted. Raises PageError where there is none to be read.
+
+        It stays the one that the engine's gate has: nobody is believed on one that was replaced,
+        and memory is still returned by it.
+        """
+        if self._page is None:
+            self._page = ControlPage.open(self._path, self._group)
+        return self._page
+
+    async def wait_host_idle(self, patience_s: float) -> None:
+        """Return once the host is idle. Raises HostBusyError when it is not within `patience_s`.
+
+        A host that is never idle keeps its guest at the version that it has: the guest says so, and
+        its node asks again later. A page that cannot be read is no idle host.
+        """
+        if not self.is_guest:
+            return
+        clock_s = asyncio.get_running_loop().time
+        deadline_s = clock_s() + patience_s
+        told = ""
+        while True:
+            try:
+                state = self.page.host_view().believed(time.monotonic_ns())
+            except PageError as error:
+                if told != str(error):
+                    told = str(error)
+                    _LOG.warning("the host's control page is unreadable: %s", error)
+                state = None
+            if state is not None and state.idle:
+                return
+            if clock_s() >= deadline_s:
+                raise HostBusyError(
+                    "the host is too busy for new weights beside it; ask again later"
+                )
+            await asyncio.sleep(IDLE_POLL_S)
+
+    def yielded_s(self) -> float | None:
+        """How long the gate has let nothing run in this life of the engine; None while unknown.
+
+        Raises PageError.
+        """
+        guest = self.page.guest.peek() if self.is_guest else None
+        return None if guest is None else guest.yielded_ns / 1e9
+
+    def start_waking(self, engine: Any) -> None:  # noqa: ANN401 - vLLM's AsyncLLM
+        """Keep waking an idle guest's engine for as long as this process lives."""
+        if self.is_guest:
+            self._waking = asyncio.get_running_loop().create_task(self.keep_waking(engine))
+
+    def stop_waking(self) -> None:
+        """End that, if it runs."""
+        if self._waking is not None:
+            self._waking.cancel()
+
+    async def keep_waking(self, engine: Any) -> None:  # noqa: ANN401 - vLLM's AsyncLLM
+        """Wake the core while its memory is wanted; ends with the loop, or with the engine."""
+        # Here, for nothing else of this module needs vLLM.
+        from rose.replica.turns import ENGINE_FAILURES
+
+        while True:
+            await asyncio.sleep(WAKE_POLL_S)
+            try:
+                if self._memory_is_wanted():
+                    await engine.is_paused()
+            except ENGINE_FAILURES as error:
+                _LOG.warning("the engine is gone, and its memory with it: %s", error)
+                return
+            except PageError as error:
+                _LOG.warning("an idle guest will not return memory: %s", error)
+                return
+            except Exception:  # noqa: BLE001 - whatever an engine raises: said, and a pause
+                # A guest that is woken no more would keep its host's memory while it idles.
+                _LOG.exception("an idle guest was not woken; it is looked at again")
+                await asyncio.sleep(WAKE_AGAIN_S)
+
+    def _memory_is_wanted(self) -> bool:
+        page = self.page
+        if owes_memory(page.grant.peek(), page.guest.peek()):
+            return True
+        # A host that lends by handle asks on a socket, which an idle engine does not hear.
+        return self._by_handle and misses_memory(page.host.peek())
+
+
+class HostPatience:
+    """Waits for an idle host, as often as asked, but no longer than `left_s` seconds in all."""
+
+    def __init__(self, control: GuestControl, left_s: float) -> None:
+        self._control = control
+        self._left_s = left_s
+
+    async def wait(self) -> None:
+        """Return once the host is idle. Raises HostBusyError when no patience is left."""
+        clock_s = asyncio.get_running_loop().time
+        began_s = clock_s()
+        await self._control.wait_host_idle(self._left_s)
+        self._left_s = max(0.0, self._left_s - (clock_s() - began_s))
+
+
+def owes_memory(grant: Grant | None, guest: GuestState | None) -> bool:
+    """Whether a grant allows fewer granules than the guest keeps. One granule always stays."""
+    if grant is None or guest is None or grant.kv_granule_cap <= 0:
+        return False
+    return guest.granules_mapped > grant.kv_granule_cap
+
+
+def misses_memory(host: HostState | None) -> bool:
+    """Whether a host that lends misses granules of its reserve."""
+    return host is not None and host.reserve_missing > 0

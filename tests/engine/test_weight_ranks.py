@@ -1,0 +1,120 @@
+"""Real vLLM at tensor parallel size 2: two processes, one copy of the checkpoint, one decode."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from engine_starts import EngineStarts
+from test_weight_apply import ENVIRONMENT, Served, install_plugins, proofs_hold, sgd_like
+from tiny_model import save_tiny_model
+
+from weight_transfer.files.checkpoint import read_model_dir
+from weight_transfer.format.signing import SigningKey
+from weight_transfer.publish.publisher import Publisher
+from weight_transfer.store.chunk_store import ChunkStore
+from weight_transfer.vllm.update.replica_weights import merged
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.nightly,
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+
+@pytest.fixture(scope="module")
+def served(
+    tmp_path_factory: pytest.TempPathFactory, engine_starts: EngineStarts
+) -> Iterator[Served]:
+    root = tmp_path_factory.mktemp("ranks")
+    engine_starts.note()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        install_plugins(root / "plugins")
+        patch.syspath_prepend(root / "plugins")
+        paths = [str(root / "plugins"), os.environ.get("PYTHONPATH", "")]
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+        save_tiny_model(root / "model", dtype="bfloat16")
+        base = read_model_dir(root / "model")
+        from vllm import LLM
+
+        llm = LLM(
+            model=str(root / "model"),
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            dtype="bfloat16",
+            kv_cache_memory_bytes=67108864,
+            max_model_len=512,
+            tensor_parallel_size=2,
+            distributed_executor_backend="mp",
+            worker_extension_cls="weight_transfer.vllm.worker.WeightWorker",
+        )
+        store, key = ChunkStore(root / "store"), SigningKey.generate()
+        publisher = Publisher(store, job="test", trainer="test", key=key)
+        served = Served(llm, publisher, store, root / "model", base, base)
+        place = str(root / "place" / "engine")
+        served.rpc("rose_weights_init", str(root / "model"), key.verify_key.hex, None, place)
+        yield served
+        llm.llm_engine.engine_core.shutdown()
+
+
+def on_all(served: Served, method: str, *args: object) -> list[Any]:
+    return list(served.llm.collective_rpc(method, args=args))
+
+
+def apply(served: Served, version: int) -> dict[str, Any]:
+    manifest = str(served.store.manifest_path(version))
+    chunks, attempt = str(served.store.chunks_dir), secrets.token_hex(8)
+    on_all(served, "rose_weights_decode", [manifest], chunks, attempt)
+    assert all(answer["done"] for answer in on_all(served, "rose_weights_load"))
+    report = merged(on_all(served, "rose_weights_commit"))
+    on_all(served, "rose_weights_settle")
+    served.llm.reset_prefix_cache()
+    return report
+
+
+def segments(label: str) -> list[set[str]]:
+    """Of each process that has any: which segments of this label it maps."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        maps = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+        mine = {line.split()[4] for line in maps if f"memfd:{label}" in line}
+        if mine:
+            found.append(mine)
+    return found
+
+
+def test_two_ranks_follow_versions_on_one_copy(served: Served) -> None:
+    before = served.greedy()
+    new = sgd_like(served.base, seed=1, size=1e-3)
+    served.publisher.publish(1, 0, served.base, new)
+    served.publisher.publish(2, 1, new, served.base)
+    report = apply(served, 1)
+    assert proofs_hold(report), report
+    changed = served.greedy()
+    report = apply(served, 2)
+    assert proofs_hold(report), report
+    assert changed != before == served.greedy()
+    maps = segments("rose-weights")
+    assert len(maps) == 2
+    assert maps[0] == maps[1]
+    assert len(maps[0]) == 1, "one memory, and both ranks have it"
+
+
+def test_after_it_all_live_weights_are_the_published_ones(served: Served) -> None:
+    from weight_transfer.vllm.proof.audit import Part, judge
+
+    answers = on_all(served, "rose_weights_audit", 1 << 40, True)
+    parts = [Part(t, tuple(key), n, total) for a in answers for t, key, n, total in a["parts"]]
+    known = on_all(served, "rose_weights_digests")
+    assert known[0] == known[1]
+    assert segments("rose-update") == [], "what was decoded is gone once it is settled"
+    found = judge(parts, known[0]["digests"], known[0]["elements"])
+    assert (found.flipped, found.unjudged) == ((), ())

@@ -1,0 +1,52 @@
+"""Stories of a replica's lease state machine: tests/traces/lease."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+from datadriven import nanoseconds, shown, status, stories, tell
+
+from rose.node.leases.lease_fsm import (
+    Admitted,
+    Drained,
+    EngineDown,
+    EngineUp,
+    Event,
+    Granted,
+    LeaseStateMachine,
+    Released,
+    Revoked,
+    Tick,
+)
+
+Values = dict[str, str]
+EVENTS: Final[dict[str, Callable[[Values], Event]]] = {
+    "engine-up": lambda v: EngineUp(int(v.get("epoch", "0")), "admitting" in v),
+    "engine-down": lambda _: EngineDown(),
+    "granted": lambda v: Granted(int(v["epoch"]), nanoseconds(v["for"]) / 1e9),
+    "released": lambda v: Released(int(v["epoch"]), v["reason"]),
+    "revoked": lambda v: Revoked(v["reason"]),
+    "admitted": lambda v: Admitted(int(v["epoch"]), int(v["life"])),
+    "drained": lambda v: Drained(int(v["life"]), int(v.get("aborted", "0"))),
+    "tick": lambda _: Tick(),
+}
+
+
+class Lease:
+    """`TIME EVENT`, an event of `rose.node.leases.lease_fsm` with its fields."""
+
+    def __init__(self) -> None:
+        self.core = LeaseStateMachine()
+
+    def step(self, verb: str, values: Values) -> Iterator[str]:
+        event = EVENTS[next(iter(values))](values)
+        yield from map(shown, self.core.step(event, nanoseconds(verb) / 1e9))
+
+    def status(self) -> str:
+        return status(self.core.status())
+
+
+@pytest.mark.parametrize("story", stories("lease"))
+def test_a_lease_comes_and_ends_as_the_story_says(story: Path) -> None:
+    tell(story, Lease())

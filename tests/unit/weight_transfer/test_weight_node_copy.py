@@ -1,0 +1,371 @@
+"""One copy for the ranks of a node: what followers believe, and what they refuse."""
+
+import json
+import mmap
+import os
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec import structs
+from weight_cases import model, next_model
+
+from rose.bench.weights.ranks import write_safetensors
+from weight_transfer import (
+    ChunkStore,
+    DigestMismatchError,
+    Publisher,
+    Receiver,
+    SigningKey,
+    StagedTensor,
+    StagedUpdate,
+    StoreError,
+    TensorBits,
+    WrongBaseError,
+)
+from weight_transfer.files.checkpoint import Checkpoint
+from weight_transfer.node_copy import SILENT_S, NodeCopy
+from weight_transfer.receiver import UpdatePlan
+from weight_transfer.segment import Address, Segment, elect
+
+KEY = SigningKey.from_hex("04" * 32)
+
+
+class Clock:
+    """Time passes where somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.on_sleep: Callable[[], None] = lambda: None
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.on_sleep()
+
+
+class Node:
+    """Ranks of one node, all in this process."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.clock = root, Clock()
+        self.base = {n: t for n, t in model(1).items() if t.dtype == "bfloat16"}
+        (root / "model").mkdir()
+        write_safetensors(root / "model" / "model.safetensors", self.base)
+        self.store = ChunkStore(root / "store")
+        self.publisher = Publisher(self.store, "job", "test", KEY, clock=lambda: 0.0)
+        self.place = root / "ranks" / "engine"
+
+    def rank(self, place: Path | None = None) -> "Rank":
+        checkpoint = Checkpoint.open(self.root / "model")
+        copy = NodeCopy(checkpoint, place or self.place, self.clock, self.clock.sleep)
+        return Rank(self, copy)
+
+
+class Rank:
+    def __init__(self, node: Node, copy: NodeCopy) -> None:
+        self._node, self.copy = node, copy
+        self.receiver = Receiver.over(copy)
+
+    def plan(self, *versions: int, base: int | None = None) -> UpdatePlan:
+        found = [self._node.store.get_manifest(version) for version in versions]
+        if base is not None:
+            found.insert(0, self._node.store.get_manifest(base, base=True))
+        return self.receiver.plan(found, KEY.verify_key, 0.0)
+
+    def decode(self, plan: UpdatePlan, attempt: str = "first") -> StagedUpdate:
+        def one(name: str) -> StagedTensor:
+            refs = [ref for update in plan.tensors[name] for ref in update.chunks]
+            chunks = {ref.id: self._node.store.get(ref.id) for ref in refs}
+            return self.receiver.decode_tensor(plan, name, chunks)
+
+        return self.copy.decode(plan, one, attempt)
+
+    def holds(self, tensors: dict[str, TensorBits], version: int) -> None:
+        assert self.receiver.version == version
+        for name, tensor in tensors.items():
+            np.testing.assert_array_equal(self.receiver.tensors[name].bits, tensor.bits, name)
+        assert self.receiver.digests == Receiver(tensors).digests
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    return Node(tmp_path)
+
+
+def test_a_chain_and_a_base_arrive_on_all_ranks(node: Node) -> None:
+    models = [node.base]
+    for version, density in enumerate((0.1, 0.0, 1.0), start=1):
+        models.append(next_model(models[-1], version, density))
+        node.publisher.publish(version, version - 1, models[-2], models[-1])
+    joined = next_model(models[-1], 9, 1.0)
+    node.publisher.publish_base(4, joined)
+    ranks = [node.rank() for _ in range(3)]
+    assert [rank.copy.leads for rank in ranks] == [True, False, False]
+    for attempt, (versions, base, wanted) in enumerate(
+        [((1,), None, models[1]), ((2, 3), None, models[3]), ((), 4, joined)]
+    ):
+        updates = [rank.decode(rank.plan(*versions, base=base), str(attempt)) for rank in ranks]
+        for rank, update in zip(ranks, updates, strict=True):
+            rank.receiver.commit(update)
+            rank.receiver.commit(update)
+            rank.holds(wanted, update.version)
+
+
+def test_a_rank_alone_needs_no_place(node: Node) -> None:
+    new = next_model(node.base, 1, 0.3)
+    node.publisher.publish(1, 0, node.base, new)
+    rank = Rank(node, NodeCopy(Checkpoint.open(node.root / "model")))
+    rank.receiver.commit(rank.decode(rank.plan(1), ""))
+    rank.holds(new, 1)
+
+
+def test_weights_that_no_version_changed_stay_in_the_checkpoints_files(node: Node) -> None:
+    name = "proj"
+    new = node.base | {name: next_model(node.base, 1, 0.3)[name]}
+    node.publisher.publish(1, 0, node.base, new)
+    rank = node.rank()
+    rank.receiver.commit(rank.decode(rank.plan(1)))
+    rank.holds(new, 1)
+    begin = rank.copy._segment.data.ctypes.data
+    end = begin + rank.copy._segment.data.nbytes
+    inside = {n for n, t in rank.copy.tensors.items() if begin <= t.bits.ctypes.data < end}
+    assert inside == {name}
+
+
+def test_the_leaders_failure_is_everybodys(node: Node) -> None:
+    node.publisher.publish(1, 0, node.base, next_model(node.base, 1, 0.3))
+    leader, follower = node.rank(), node.rank()
+    plan = leader.plan(1)
+
+    def broken(name: str) -> StagedTensor:
+        raise WrongBaseError(f"{name}: made for other weights")
+
+    with pytest.raises(WrongBaseError):
+        leader.copy.decode(plan, broken, "first")
+    with pytest.raises(WrongBaseError, match="made for other weights"):
+        follower.decode(plan, "first")
+    leader.decode(plan, "second")
+    update = follower.decode(follower.plan(1), "second")
+    assert update.changed
+
+
+def test_an_earlier_attempt_is_not_taken_for_this_one(node: Node) -> None:
+    node.publisher.publish(1, 0, node.base, next_model(node.base, 1, 0.3))
+    leader, follower = node.rank(), node.rank()
+    leader.decode(leader.plan(1), "first")
+    with pytest.raises(StoreError, match="did not begin"):
+        follower.decode(follower.plan(1), "second")
+    assert node.clock.now_s > SILENT_S
+    with pytest.raises(StoreError, match="name of each attempt"):
+        follower.decode(follower.plan(1), "")
+
+
+def test_a_leader_that_stands_still_is_not_waited_for(node: Node) -> None:
+    node.publisher.publish(1, 0, node.base, next_model(node.base, 1, 0.3))
+    leader, follower = node.rank(), node.rank()
+    plan = leader.plan(1)
+    decode, names = leader.receiver.decode_tensor, list(plan.tensors)
+
+    def stands_still(name: str) -> StagedTensor:
+        """At the second tensor the others give up; they had a minute for each."""
+        if name == names[1]:
+            with pytest.raises(StoreError, match="stood still for 60 s"):
+                follower.decode(follower.plan(1), "first")
+            raise StoreError("never mind")
+        refs = [ref for update in plan.tensors[name] for ref in update.chunks]
+        return decode(plan, name, {ref.id: node.store.get(ref.id) for ref in refs})
+
+    with pytest.raises(StoreError, match="never mind"):
+        leader.copy.decode(plan, stands_still, "first")
+    follower.holds(node.base, 0)
+
+
+def test_weights_that_are_damaged_on_the_way_activate_on_no_follower(node: Node) -> None:
+    node.publisher.publish(1, 0, node.base, next_model(node.base, 1, 0.3))
+    leader, follower = node.rank(), node.rank()
+    update = leader.decode(leader.plan(1))
+    for values in (update.tensors[0].values, update.tensors[0].old_values):
+        values[0] ^= 1
+        with pytest.raises(DigestMismatchError):
+            follower.decode(follower.plan(1))
+        values[0] ^= 1
+    indices = update.tensors[0].indices
+    real, indices[-1] = int(indices[-1]), 1 << 40
+    with pytest.raises(DigestMismatchError):
+        follower.decode(follower.plan(1))
+    indices[-1] = real
+    assert follower.decode(follower.plan(1)).changed == update.changed
+
+
+def test_a_leader_that_decoded_another_version_is_not_believed(node: Node) -> None:
+    """The same bytes on the wire and the same attempt, and the manifest says something else."""
+    new = next_model(node.base, 1, 0.3)
+    node.publisher.publish(1, 0, node.base, new)
+    leader, follower = node.rank(), node.rank()
+    leader.decode(leader.plan(1))
+    plan = follower.plan(1)
+    other = structs.replace(plan.tensors["proj"][-1], digest_after="0" * 16)
+    wrong = replace(plan, tensors={**plan.tensors, "proj": (other,)})
+    with pytest.raises(DigestMismatchError, match="not the published ones"):
+        follower.decode(wrong)
+
+
+def test_ranks_that_read_other_files_are_no_crew(node: Node, tmp_path: Path) -> None:
+    leader = node.rank()
+    other = {n: t for n, t in next_model(node.base, 5).items() if n != "bias"}
+    write_safetensors(tmp_path / "new", other)
+    (tmp_path / "new").rename(tmp_path / "model" / "model.safetensors")
+    with pytest.raises(StoreError, match="different checkpoints"):
+        node.rank()
+    leader.holds(node.base, 0)
+
+
+def test_a_follower_whose_version_is_another_is_told(node: Node) -> None:
+    models = [node.base, next_model(node.base, 1, 0.3)]
+    models.append(next_model(models[1], 2, 0.3))
+    node.publisher.publish(1, 0, *models[:2])
+    node.publisher.publish(2, 1, *models[1:])
+    leader, follower = node.rank(), node.rank()
+    one = leader.decode(leader.plan(1))
+    behind = follower.decode(follower.plan(1))
+    leader.receiver.commit(one)
+    leader.receiver.commit(leader.decode(leader.plan(2), "second"))
+    with pytest.raises(WrongBaseError, match="at version 2, not at 1"):
+        follower.receiver.commit(behind)
+
+
+def test_a_follower_commits_once_the_leader_has(node: Node) -> None:
+    new = next_model(node.base, 1, 0.3)
+    node.publisher.publish(1, 0, node.base, new)
+    leader, follower = node.rank(), node.rank()
+    update, own = leader.decode(leader.plan(1)), follower.decode(follower.plan(1))
+    with pytest.raises(StoreError, match="stood still"):
+        follower.receiver.commit(own)
+    follower.holds(node.base, 0)
+    node.clock.on_sleep = lambda: leader.receiver.commit(update)
+    follower.receiver.commit(own)
+    follower.holds(new, 1)
+
+
+def test_a_rank_that_comes_when_versions_were_applied_is_refused(node: Node) -> None:
+    node.publisher.publish(1, 0, node.base, next_model(node.base, 1, 0.3))
+    leader = node.rank()
+    leader.receiver.commit(leader.decode(leader.plan(1)))
+    with pytest.raises(StoreError, match="at version 1 already"):
+        node.rank()
+
+
+def record(node: Node, **changes: Any) -> Path:
+    """A place that names some segment of this process, its fields changed."""
+    node.place.parent.mkdir(mode=0o700)
+    node.place.write_text(json.dumps(asdict(Segment.make("gone", 4096).address) | changes))
+    node.place.chmod(0o600)
+    return node.place
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"pid": "x"}', "{" * 900])
+def test_a_torn_record_is_refused(node: Node, text: str) -> None:
+    record(node).write_text(text)
+    with pytest.raises(StoreError, match="names no segment"):
+        node.rank()
+
+
+def test_a_record_of_somebody_else_is_refused(node: Node) -> None:
+    record(node).chmod(0o644)
+    with pytest.raises(StoreError, match="not this user's alone"):
+        node.rank()
+
+
+def test_a_link_in_the_place_of_a_record_is_refused(node: Node, tmp_path: Path) -> None:
+    path = record(node)
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StoreError, match="cannot be read"):
+        node.rank()
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o770, 0o711])
+def test_a_folder_that_others_may_enter_is_refused(node: Node, mode: int) -> None:
+    node.place.parent.mkdir()
+    node.place.parent.chmod(mode)
+    with pytest.raises(StoreError, match="not this user's alone"):
+        node.rank()
+
+
+def test_what_dead_ranks_left_is_removed(node: Node) -> None:
+    left = record(node, pid=2**22 + 1)
+    node.rank(node.place.with_name("next"))
+    assert not left.exists()
+    kept = node.place.with_name("kept")
+    kept.write_text(json.dumps(asdict(Segment.make("gone", 4096).address) | {"namespace": 1}))
+    kept.chmod(0o600)
+    node.rank(node.place.with_name("third"))
+    assert kept.exists(), "of another container: nobody here knows whether it lives"
+
+
+def test_ranks_that_cannot_see_each_other_say_so(node: Node) -> None:
+    segment = Segment.make("other", 4096)
+    address = replace(segment.address, namespace=1)
+    with pytest.raises(StoreError, match="one namespace of process ids"):
+        Segment.open(address)
+
+
+def test_only_the_sealed_memory_that_was_named_is_opened(tmp_path: Path) -> None:
+    segment = Segment.make("mine", 4096)
+    assert Segment.open(segment.address).data.size == 4096
+    other = Segment.make("other", 4096)
+    with pytest.raises(StoreError, match="not the segment"):
+        Segment.open(replace(segment.address, descriptor=other.address.descriptor))
+    with pytest.raises(StoreError, match="not the segment"):
+        Segment.open(replace(segment.address, nbytes=8192))
+    with (tmp_path / "file").open("wb") as file:
+        file.write(bytes(4096))
+        file.flush()
+        (tmp_path / "file").chmod(0o600)
+        status = os.fstat(file.fileno())
+        named = replace(segment.address, descriptor=file.fileno())
+        named = replace(named, device=status.st_dev, inode=status.st_ino)
+        with pytest.raises(StoreError, match="no sealed memory"):
+            Segment.open(named)
+    loose = os.memfd_create("loose", os.MFD_ALLOW_SEALING)
+    os.fchmod(loose, 0o600)
+    os.ftruncate(loose, 4096)
+    status = os.fstat(loose)
+    named = replace(segment.address, descriptor=loose, device=status.st_dev, inode=status.st_ino)
+    with pytest.raises(StoreError, match="changed by others"):
+        Segment.open(named)
+    os.close(loose)
+    segment.withdraw()
+    with pytest.raises(StoreError):
+        Segment.open(segment.address)
+
+
+def test_nobody_but_its_maker_writes_to_a_segment() -> None:
+    segment = Segment.make("mine", 4096)
+    reader = Segment.open(segment.address)
+    segment.data[0] = 7
+    assert reader.data[0] == 7
+    reader.data[1] = 9
+    assert segment.data[1] == 0, "a reader's changes are its own"
+    again = os.open(segment.address.path, os.O_RDWR)
+    with pytest.raises(OSError, match="not permitted"):
+        mmap.mmap(again, 4096)
+    with pytest.raises(OSError, match="not permitted"):
+        os.write(again, b"x")
+    with pytest.raises(OSError, match="not permitted"):
+        os.ftruncate(again, 0)
+    assert os.fstat(again).st_mode & 0o777 == 0o600
+    os.close(again)
+
+
+def test_of_many_one_is_elected(tmp_path: Path) -> None:
+    segments = [Segment.make("one", 4096) for _ in range(3)]
+    found = {elect(tmp_path / "ranks" / "engine", segment.address) for segment in segments}
+    assert found == {segments[0].address}
+    assert isinstance(found.pop(), Address)
