@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install check test nightly unit unit-light engine demo demo-accept bench-demo bench-coserve bench-kv bench-host-overhead bench-weights bench-gateway bench-routing chaos soak fuzz gpu protos lock clean
+.PHONY: install check test nightly unit unit-light engine demo demo-accept bench-demo bench-coserve bench-kv bench-host-overhead bench-weights bench-gateway bench-routing chaos soak fuzz gpu docs protos lock clean
 
 install: $(STAMP)
 
@@ -81,8 +81,14 @@ gpu:
 protos: install
 	scripts/protos
 
+# The documentation site, in out/docs. A link that leads nowhere fails.
+DOCS_VENV := .venv-docs
+docs:
+	scripts/docs $(PYTHON) $(DOCS_VENV)
+
 lock:
 	scripts/lock $(VENV)
+	if [ -x $(DOCS_VENV)/bin/pip ]; then scripts/lock $(DOCS_VENV) requirements/docs.txt; fi
 
 clean:
 	rm -rf out build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,4 +1,4 @@
-"""The node's calls to a replica's own endpoint (docs/architecture.md, replica HTTP)."""
+"""The node's calls to a replica's own endpoint (docs/contracts/replica-http.md)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -40,7 +40,7 @@ class Publisher(Protocol):
 
 
 class Trainer:
-    """One run. `emit` is told every event of the protocol in docs/architecture.md."""
+    """One run. `emit` is told every event of the protocol in docs/contracts/demo-processes.md."""
 
     def __init__(
         self,

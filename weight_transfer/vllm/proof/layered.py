@@ -1,9 +1,9 @@
 """A fresh dense load that is never in memory as a whole: it computes layer by layer.
 
 outside   embeddings, last norm, head: loaded first and kept to the end
-layer     loaded when the forward first comes to it; the next forward computes it, keeps what it
-          said and forgets its weights
-again     each forward begins anew: layers that have computed say what they said
+layer     loaded when the forward first comes to it; the next forward runs it, keeps what it
+          computed and frees its weights
+again     on a later forward, finished layers return their cached output
 A forward that comes to a layer without weights ends there; the engine may serve in between.
 """
 

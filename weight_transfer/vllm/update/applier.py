@@ -107,9 +107,9 @@ def place(
 def write(placement: ParameterSlices) -> tuple[str, ...]:
     """Write the new values.
 
-    Returns the parameters that are not proven: what was overwritten was not the old version, or
-    what can be read there now is not the new one. When both hold for all of them, and the digests
-    were right before, they are right now: the staged update's were checked against its manifest.
+    Returns the parameters whose old bytes or new bytes are not the expected ones. If there are
+    none and the digests were right before, they are right now, since those of the staged update
+    were checked against its manifest.
     """
     unproven = []
     for parts, exchange in placement.groups:

@@ -141,5 +141,5 @@ class Staging:
     def _forget(self, failure: BaseException) -> None:
         """Keep nothing but the failure: what was decoded may take memory of a device."""
         self._decoded = Future()
-        # One of its own: the traceback of this one leads to all that it was about.
+        # A copy: the traceback of the exception itself keeps the decoded tensors alive.
         self._decoded.set_exception(copy.copy(failure))

@@ -1,0 +1,134 @@
+"""The examples are what the product takes, and fit each other."""
+
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from unittest.mock import create_autospec
+
+import numpy as np
+import pytest
+
+from executor.vllm.settings import EngineSettings
+from rose.client import RolloutClient
+from rose.node.config import NodeConfig
+from rose.publish import WeightPublisher
+from weight_transfer import SigningKey, TensorBits
+
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+# A command which notes how it was called, and ends when all calls of it are noted.
+SAYS = f"""#!{sys.executable}
+import json, os, pathlib, sys, time
+called = pathlib.Path("called")
+with called.open("a") as file:
+    file.write(json.dumps([sys.argv, dict(os.environ)]) + "\\n")
+late_s = time.monotonic() + 20
+while called.read_text().count("\\n") < CALLS and time.monotonic() < late_s:
+    time.sleep(0.01)
+"""
+
+
+def called(
+    folder: Path, script: str, command: str, *args: str, calls: int = 1
+) -> list[tuple[list[str], dict[str, str]]]:
+    """Run a script with `command` replaced; return the arguments and environment of each call."""
+    stand_in = folder / "bin" / command
+    stand_in.parent.mkdir()
+    stand_in.write_text(SAYS.replace("CALLS", str(calls)))
+    stand_in.chmod(0o755)
+    path = f"{stand_in.parent}{os.pathsep}{os.environ['PATH']}"
+    subprocess.run(
+        [EXAMPLES / script, *args],
+        cwd=folder,
+        env=os.environ | {"PATH": path},
+        check=False,
+        timeout=30,
+    )
+    lines = (folder / "called").read_text().splitlines()
+    return [(argv[1:], env) for argv, env in map(json.loads, lines)]
+
+
+def node() -> NodeConfig:
+    return NodeConfig.load(EXAMPLES / "node.json")
+
+
+def test_the_host_gets_an_environment_that_its_plugin_takes(tmp_path: Path) -> None:
+    [(argv, environ)] = called(tmp_path, "host.sh", "python", "models/host", "--port", "8002")
+    assert argv[:2] == ["-m", "vllm.entrypoints.openai.api_server"]
+    assert argv[argv.index("--model") + 1] == "models/host"
+    assert argv[-2:] == ["--port", "8002"], "options of the caller come last"
+    settings = EngineSettings.from_environ(environ)
+    assert settings.role == "host"
+    assert Path(settings.page_path) == tmp_path / node().host.page
+    assert (settings.ttft_s, settings.tpot_s) == (
+        node().host.ttft_target_s,
+        node().host.tpot_target_s,
+    )
+
+
+def test_a_node_takes_its_file() -> None:
+    config = node()
+    [guest] = config.replicas
+    assert guest.kind == "guest"
+    assert guest.device == config.host.device, "they share a GPU"
+
+
+def test_scheduler_and_gateway_take_their_options(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from rose.cli.main import main
+
+    calls = {argv[0]: argv for argv, _ in called(tmp_path, "gateway.sh", "rose", calls=2)}
+    assert set(calls) == {"scheduler", "gateway"}
+    for argv in calls.values():
+        with pytest.raises(SystemExit) as ended:
+            main([argv[0], "--help"])
+        assert ended.value.code == 0
+        offered = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
+        assert {word for word in argv if word.startswith("--")} <= offered
+
+
+def test_all_of_them_mean_the_same_scheduler_and_gateway() -> None:
+    gateway = (EXAMPLES / "gateway.sh").read_text()
+    trainer = (EXAMPLES / "trainer.py").read_text()
+    scheduler_port = node().scheduler.rpartition(":")[2]
+    assert f"--port {scheduler_port}" in gateway
+    assert f"--scheduler {node().scheduler}" in gateway
+    assert f'"{node().scheduler}"' in trainer
+    [gateway_port] = re.findall(r"http://127\.0\.0\.1:(\d+)", trainer)
+    assert f"--port {gateway_port}" in gateway
+
+
+def test_the_trainers_step_changes_weights_and_leaves_the_old_ones_alone() -> None:
+    step = runpy.run_path(str(EXAMPLES / "trainer.py"), run_name="example")["optimizer_step"]
+    old = {"w": TensorBits("w", "bfloat16", (20, 10), np.zeros(200, np.uint16))}
+    new = step(old)
+    assert old["w"].bits.sum() == 0
+    assert new["w"].bits.sum() == 100
+
+
+async def test_the_trainer_asks_for_each_version_that_it_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = runpy.run_path(str(EXAMPLES / "trainer.py"), run_name="example")["train"]
+    # They take no arguments that the real ones do not.
+    client, publisher = create_autospec(RolloutClient), create_autospec(WeightPublisher)
+    weights = {"w": TensorBits("w", "bfloat16", (20, 10), np.zeros(200, np.uint16))}
+    for name, stand_in in {
+        "RolloutClient": client,
+        "WeightPublisher": publisher,
+        "read_model_dir": lambda _: weights,
+    }.items():
+        monkeypatch.setitem(train.__globals__, name, stand_in)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    SigningKey.generate().save(tmp_path / "run/trainer.key")
+    await train(Path("models/policy"))
+    turns = client.return_value.__aenter__.return_value.generate.await_args_list
+    published = publisher.return_value.publish.await_args_list
+    assert [turn.kwargs["min_version"] for turn in turns] == [0, 1, 2]
+    assert [call.args[:2] for call in published] == [(1, 0), (2, 1), (3, 2)]
+    assert published[0].args[3] is published[1].args[2], "each step begins where the last ended"
