@@ -10,7 +10,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from rose.compare import FieldDifference, compare
+from rose.bench.common.recompute import Difference, compare
 from rose.decoding import BAD_BYTES
 from rose.demo.report import plots
 from rose.demo.report.claims import Claim
@@ -82,7 +82,7 @@ def _times(count: int) -> str:
     return "once" if count == 1 else f"{count} times"
 
 
-def verify(folder: Path) -> list[FieldDifference]:
+def verify(folder: Path) -> list[Difference]:
     """What differs between the report in `folder` and its raw records; empty when nothing does.
 
     Raises `RoseError` when a record or the report is missing or malformed.
@@ -98,5 +98,5 @@ def verify(folder: Path) -> list[FieldDifference]:
         raise RoseError(f"{folder / 'report.json'}: {error}") from error
     differences = list(compare(reported, recomputed))
     if page != render_report(report, list(plots.PICTURES)):
-        differences.append(FieldDifference("report.md", "its text", "another text"))
+        differences.append(Difference("report.md", "its text", "another text"))
     return differences

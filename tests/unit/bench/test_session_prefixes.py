@@ -14,8 +14,7 @@ import pytest
 from aiohttp import web
 
 from elastic_scheduler import ReplicaKind
-from rose.bench.gateway.limits import OF_ORACLE
-from rose.bench.gateway.sessions import (
+from rose.bench.gateway.real import (
     OUTPUT_TOKENS,
     AgentSession,
     Scale,
@@ -23,6 +22,7 @@ from rose.bench.gateway.sessions import (
     read_sessions,
     replay,
 )
+from rose.bench.gateway.report import OF_ORACLE
 from rose.client import RolloutClient, Sampling
 from rose.errors import ConfigError
 from rose.gateway import Gateway, GatewaySettings, StaticReplica
