@@ -42,22 +42,22 @@ demo-accept: install
 	$(BIN)/rose demo --accept $(ARGS)
 
 bench-demo: install
-	$(BIN)/python bench/demo_accept.py $(ARGS)
+	$(BIN)/python -m rose.bench.micro.demo_accept $(ARGS)
 
 bench-coserve: install
 	$(BIN)/python -m rose.bench.coserve run $(if $(QUICK),--quick) $(ARGS)
 
 bench-kv: install
-	$(BIN)/python bench/kv_return.py $(ARGS)
+	$(BIN)/python -m rose.bench.micro.kv_return $(ARGS)
 
 bench-host-overhead: install
-	$(BIN)/python bench/host_overhead.py $(ARGS)
+	$(BIN)/python -m rose.bench.micro.host_overhead $(ARGS)
 
 bench-weights: install
 	$(BIN)/python -m rose.bench.weights $(ARGS)
 
 bench-routing: install
-	$(BIN)/python bench/routing.py --out out/bench/routing.json $(ARGS)
+	$(BIN)/python -m rose.bench.micro.routing --out out/bench/routing.json $(ARGS)
 
 bench-gateway: install
 	$(BIN)/python -m rose.bench.gateway $(if $(QUICK),--quick) $(ARGS)

@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 from rose.bench.coserve.__main__ import main
-from rose.bench.coserve.plan import ARMS
+from rose.bench.coserve.plan import ARMS, quick_settings
 from rose.bench.coserve.rows import arm_of
 from rose.bench.coserve.run import run_bench
-from rose.bench.coserve.settings import quick_settings
 from tests.ports import first_of
 
 # The rehearsal of the GPU benchmark drives the same player and the same analysis in every run.

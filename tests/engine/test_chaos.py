@@ -15,9 +15,8 @@ from live_fleet import fleet_of
 from pool import Started
 
 from rose.bench.chaos.fleet import Fleet
-from rose.bench.chaos.model import save_model
-from rose.bench.chaos.run import chaos
-from rose.bench.chaos.trainer import prompts
+from rose.bench.chaos.run import chaos, prompts
+from rose.bench.common.tiny_models import FLEET_MODEL
 from rose.client import RolloutClient, Sampling, Turn
 
 pytestmark = [
@@ -98,7 +97,7 @@ async def test_greedy_output_after_k_revocations_is_the_uninterrupted_output(fle
 @pytest.mark.nightly
 async def test_no_turn_is_lost_doubled_or_unstamped_whatever_is_killed(tmp_path: Path) -> None:
     """With engines of its own: they are killed, and started anew."""
-    save_model(tmp_path / "model")
+    FLEET_MODEL.save(tmp_path / "model")
     async with Fleet(tmp_path, tmp_path / "model", 2) as fleet:
         await _usable(fleet, 2)
         found: dict[str, Any] = await chaos(fleet, SECONDS, IN_FLIGHT, seed=0)

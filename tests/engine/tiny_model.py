@@ -1,11 +1,12 @@
 """The smallest Qwen2 that the engines of these tests serve: random, yet its layers matter."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from rose.bench.chaos.model import VOCABULARY, make_model
+from rose.bench.common.tiny_models import FLEET_MODEL
 
-__all__ = ["VOCABULARY", "save_tiny_model"]
+VOCABULARY = FLEET_MODEL.vocabulary
 
 
 def save_tiny_model(
@@ -16,7 +17,5 @@ def save_tiny_model(
     eos_token_id: int | None = None,
 ) -> None:
     """Write a checkpoint. Turns are token ids, so the tokenizer only has to be found."""
-    import torch
-
-    make_model(seed, eos_token_id).to(getattr(torch, dtype)).save_pretrained(folder)
-    (folder / "tokenizer.json").write_text("{}")
+    model = replace(FLEET_MODEL, dtype=dtype, eos_token_id=eos_token_id)
+    model.save(folder, seed, words=False)

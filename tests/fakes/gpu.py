@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from rose.bench.coserve.plan import ALONE, ALONE_AGAIN, NAIVE, ROSE_ARMS, Arm
+from rose.bench.coserve.plan import ALONE, ALONE_AGAIN, NAIVE_ARM, ROSE_ARMS, Arm
 from rose.bench.gpu.process import Answered, Order
 from tests.fakes.nvml import CARD, IDLE, StandInLibrary, StandInReader, card, usage
 
@@ -95,7 +95,7 @@ def served(traffic: dict[str, Any]) -> dict[str, Any]:
         "rows": [
             served_row(ALONE, 1.0, 0.0, "REFERENCE"),
             served_row(ALONE_AGAIN, 1.0, 0.0, "INCONCLUSIVE"),
-            served_row(NAIVE, 2.4, 3_000.0, "FAILS"),
+            served_row(NAIVE_ARM, 2.4, 3_000.0, "FAILS"),
             *arms,
         ],
         "traffic": traffic,

@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from rose.stats import (
+from rose.bench.common.stats import (
     Floats,
     PairedWindow,
     estimate_of_sums,

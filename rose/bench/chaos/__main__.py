@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rose.bench.chaos.model import save_model
 from rose.bench.chaos.run import start_and_run
+from rose.bench.common.tiny_models import FLEET_MODEL
 from rose.errors import RoseError
 
 
@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     folder = args.out / "chaos"
     folder.mkdir(parents=True, exist_ok=True)
-    save_model(folder / "model")
+    FLEET_MODEL.save(folder / "model")
     try:
         found = asyncio.run(
             start_and_run(folder, args.seconds, args.in_flight, args.seed, args.replicas)

@@ -15,7 +15,7 @@ from typing import Any, Self
 import aiohttp
 
 from rose.addresses import free_port
-from rose.bench.chaos.model import MAX_POSITIONS
+from rose.bench.common.tiny_models import FLEET_MODEL
 from rose.engines import EngineRole, EngineSpec
 from rose.engines.launch import EngineProcess
 from rose.errors import EngineStartError
@@ -173,7 +173,7 @@ class Fleet:
             port=free_port(),
             log=self.folder / f"{name}.log",
             dtype="float32",
-            max_model_len=MAX_POSITIONS,
+            max_model_len=FLEET_MODEL.max_positions,
             max_num_seqs=SEQUENCES,
             stream_interval=4,
             extra_args=REPLICA_ARGS if self.role.is_replica else STOCK_ARGS,

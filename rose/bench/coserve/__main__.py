@@ -8,10 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rose.bench.coserve.result import write_result
-from rose.bench.coserve.settings import BenchSettings, quick_settings
-from rose.bench.coserve.text import render
-from rose.bench.coserve.verify import verify
+from rose.bench.coserve.plan import BenchSettings, quick_settings
+from rose.bench.coserve.result import render, verify, write_result
 from rose.errors import RoseError
 
 DEFAULT_OUT = Path("out/bench")

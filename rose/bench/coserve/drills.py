@@ -9,7 +9,7 @@ import aiohttp
 import numpy as np
 
 from rose.bench.coserve.engines import Engines
-from rose.bench.coserve.names import GUEST
+from rose.bench.coserve.plan import GUEST
 from rose.bench.coserve.player import Drill
 from rose.errors import RefusedError, UnavailableError
 from rose.logs.eventlog import JsonlLog

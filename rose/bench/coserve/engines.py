@@ -1,29 +1,39 @@
 """Host, ROSE guest and stock guest: engine cores on one core, everything else on the other."""
 
-import asyncio
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
 from executor.step_log import STEP_LOG
-from rose.bench.coserve import models
-from rose.bench.coserve.names import GUEST, HOST, NAIVE
-from rose.bench.coserve.priority import family, make_background, make_foreground, pin
-from rose.bench.coserve.settings import BenchSettings
+from rose.bench.common.cpu_sched import family, make_background, make_foreground, pin
+from rose.bench.common.engines import EngineSet
+from rose.bench.common.tiny_models import TinyModel
+from rose.bench.coserve.plan import GUEST, HOST, NAIVE, BenchSettings
 from rose.engines import EngineProcess, EngineRole, EngineSpec
 from rose.errors import EngineStartError
 from weight_transfer import SigningKey
 
 START_TIMEOUT_S = 300.0
 HOST_SEQUENCES = 64
+NAMES = (HOST, GUEST, NAIVE)
+# The host's step takes long enough that computing outweighs bookkeeping, and short enough that a
+# thousand requests an arm fit into the run; in fp32 a request has the same tokens in any batch.
+HOST_MODEL, GUEST_MODEL = "bench-host", "bench-guest"
+MODELS = {
+    HOST_MODEL: TinyModel(hidden=384, layers=6, heads=6, mlp=1056, vocabulary=320),
+    GUEST_MODEL: TinyModel(
+        hidden=256, layers=4, heads=4, mlp=704, vocabulary=320, dtype="bfloat16"
+    ),
+}
 # While nobody knows better: the host is started again once its own latencies are measured.
 FIRST_TTFT_S, FIRST_TPOT_S = 0.5, 0.15
 
 
-@dataclass(slots=True)
-class Engines:
+@dataclass(slots=True, kw_only=True)
+class Engines(EngineSet):
     """The three engines of a run; `start_*` fill it, `stop` ends them."""
 
     settings: BenchSettings
@@ -31,36 +41,24 @@ class Engines:
     logs: Path
     key: SigningKey
     store: Path
-    running: dict[str, EngineProcess] = field(default_factory=dict)
+    ports: Mapping[str, int] = field(init=False)
     cores: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
         available = sorted(os.sched_getaffinity(0))
         self.cores = (available[0], available[-1])
+        self.ports = {name: self.settings.port_base + at for at, name in enumerate(NAMES)}
 
     @property
     def model_root(self) -> Path:
         """Where the models are kept between runs."""
         return self.settings.out / "models"
 
-    def url(self, name: str) -> str:
-        return f"http://127.0.0.1:{self._port(name)}"
-
-    def headers(self, name: str) -> dict[str, str]:
-        """What it asks for of whoever controls it."""
-        return self.running[name].headers
-
-    def pid(self, name: str) -> int | None:
-        engine = self.running.get(name)
-        return engine.process.pid if engine and engine.process.returncode is None else None
-
     async def start_all(self) -> None:
         """Start the three in parallel, on all cores; then pin them."""
         first = self.settings.ttft_target_s or FIRST_TTFT_S, self.settings.tpot_target_s
-        for spec in (self._host(first[0], first[1] or FIRST_TPOT_S), self._guest(), self._naive()):
-            self.running[spec.name] = await EngineProcess.start(spec)
-        engines = list(self.running.values())
-        await asyncio.gather(*(engine.wait_healthy(START_TIMEOUT_S) for engine in engines))
+        specs = (self._host(first[0], first[1] or FIRST_TPOT_S), self._guest(), self._naive())
+        await self.start_together(specs, START_TIMEOUT_S, self.logs)
         for name in self.running:
             self.place(name)
         os.sched_setaffinity(0, {self.cores[1]})
@@ -105,18 +103,6 @@ class Engines:
             else:
                 make_foreground(pid)
 
-    def check(self) -> None:
-        for name, engine in self.running.items():
-            if engine.process.returncode is not None:
-                raise EngineStartError(f"engine {name} ended: {engine.last_words()}")
-
-    async def stop(self) -> None:
-        await asyncio.gather(*(engine.stop() for engine in self.running.values()))
-        self.running.clear()
-
-    def _port(self, name: str) -> int:
-        return self.settings.port_base + (HOST, GUEST, NAIVE).index(name)
-
     def _log(self, name: str) -> Path:
         return self.logs / f"engine-{name}.log"
 
@@ -124,10 +110,10 @@ class Engines:
         return EngineSpec(
             name=HOST,
             role=EngineRole.HOST,
-            model_dir=self.model_root / models.HOST.name,
-            port=self._port(HOST),
+            model_dir=self.model_root / HOST_MODEL,
+            port=self.ports[HOST],
             log=self._log(HOST),
-            dtype=models.HOST.dtype,
+            dtype=MODELS[HOST_MODEL].dtype,
             # A few times what it uses alone; beside a naive guest its queue needs ten times that.
             kv_bytes=64 << 20,
             max_model_len=256,
@@ -144,11 +130,11 @@ class Engines:
         return EngineSpec(
             name=GUEST,
             role=EngineRole.GUEST,
-            model_dir=self.model_root / models.GUEST.name,
-            port=self._port(GUEST),
+            model_dir=self.model_root / GUEST_MODEL,
+            port=self.ports[GUEST],
             log=self._log(GUEST),
             core=core,
-            dtype=models.GUEST.dtype,
+            dtype=MODELS[GUEST_MODEL].dtype,
             # Two to three times what its streams need: a halved cap is felt, a whole one is not.
             kv_bytes=16 << 20,
             max_model_len=256,
@@ -164,10 +150,10 @@ class Engines:
         return EngineSpec(
             name=NAIVE,
             role=EngineRole.STOCK,
-            model_dir=self.model_root / models.GUEST.name,
-            port=self._port(NAIVE),
+            model_dir=self.model_root / GUEST_MODEL,
+            port=self.ports[NAIVE],
             log=self._log(NAIVE),
-            dtype=models.GUEST.dtype,
+            dtype=MODELS[GUEST_MODEL].dtype,
             max_model_len=256,
             max_num_seqs=self.settings.guest_streams,
             stream_interval=16,

@@ -1,30 +1,219 @@
-"""Plays one block: grants, guest load, host load, counters at its edges."""
+"""Plays one block: grants, guest load, host load, engines' counters at its edges."""
 
 import asyncio
 import itertools
+import random
+import re
+import sys
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
 from typing import Literal, NamedTuple, Protocol
 
 import aiohttp
 import msgspec
 
-from executor import ControlPage
-from rose.bench.coserve.closed_loop import ClosedLoop
-from rose.bench.coserve.counters import metric, read_counters, scrape
-from rose.bench.coserve.granting import Granting
-from rose.bench.coserve.guest_load import GuestLoad
-from rose.bench.coserve.names import GUEST, HOST, NAIVE
-from rose.bench.coserve.plan import Arm, Block
+from executor import (
+    ControlPage,
+    Grant,
+    GrantController,
+    GuardConfig,
+    PressureLimits,
+    PressurePolicy,
+)
+from rose.bench.coserve.plan import GUEST, HOST, NAIVE, Arm, Block, GuestLoad
 from rose.bench.coserve.records import BlockRecord, Counters
-from rose.errors import RoseError
-from rose.logs.eventlog import JsonlLog
-from rose.process.child import JsonlProcess
+from rose.errors import RoseError, UnavailableError
+from rose.load.generator import CompletionBody, complete
+from rose.load.protocol import LoadConfig
+from rose.logs.eventlog import KEEP_ALL, EventLog, JsonlLog
+from rose.node.grants.guard_thread import GUEST_SAMPLES, GuardThread
+from rose.node.grants.host_watch import HOST_LATENCY, HostWatch
+from rose.node.guest.kill import KillSwitch
+from rose.process.child import JsonlProcess, ProcessSpec
+
+_SAMPLE = r"^vllm:{name}(?:\{{[^}}]*\}})? ([0-9.eE+]+)$"
+
+
+def metric(text: str, name: str) -> float:
+    """Sum over a counter's or gauge's samples in Prometheus' text format; 0 without any."""
+    pattern = re.compile(_SAMPLE.format(name=re.escape(name)), re.MULTILINE)
+    return sum(float(value) for value in pattern.findall(text))
+
+
+async def scrape(session: aiohttp.ClientSession, url: str) -> str:
+    """The text of an engine's /metrics; UnavailableError when it does not answer."""
+    try:
+        async with session.get(f"{url}/metrics") as response:
+            return await response.text()
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise UnavailableError(f"{url}/metrics does not answer: {error!r}") from error
+
+
+async def read_counters(
+    session: aiohttp.ClientSession, page: ControlPage, host_url: str, naive_url: str
+) -> Counters:
+    """All of them. The page last: it costs nothing, so it is read closest to the moment."""
+    naive = await scrape(session, naive_url)
+    host = await scrape(session, host_url)
+    host_state, guest_state = page.host.peek(), page.guest.peek()
+    return Counters(
+        host_busy_ns=host_state.busy_ns if host_state else 0,
+        host_preemptions=round(metric(host, "num_preemptions_total")),
+        guest_tokens=guest_state.tokens_total if guest_state else 0,
+        naive_tokens=round(metric(naive, "generation_tokens_total")),
+    )
+
+
+TOKEN_IDS = (3, 250)
+RETRY_S = 0.2
+
+
+class ClosedLoop:
+    """Streams of greedy completions with lengths taken from `lengths` (prompt, output)."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        url: str,
+        model: str,
+        streams: int,
+        lengths: Iterator[tuple[int, int]],
+        seed: str,
+        secret: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        self.done = 0
+        self.failed = 0
+        self._session = session
+        self._secret = secret
+        self._url = f"{url}/v1/completions"
+        self._model = model
+        self._streams = streams
+        self._lengths = lengths
+        self._rng = random.Random(f"closed/{seed}")  # noqa: S311 - a load, not a secret
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Start all streams."""
+        self._tasks = [asyncio.create_task(self._stream(k)) for k in range(self._streams)]
+
+    async def stop(self) -> None:
+        """Hang up: an engine aborts what nobody waits for."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        self._tasks = []
+
+    async def _stream(self, index: int) -> None:
+        # First answers are cut to different lengths, or all streams would end in the same step.
+        share = (index + 1) / self._streams
+        number = 0
+        while True:
+            prompt_tokens, output_tokens = next(self._lengths)
+            output_tokens = max(2, round(output_tokens * share))
+            share = 1.0
+            prompt = self._rng.choices(range(*TOKEN_IDS), k=prompt_tokens)
+            body = CompletionBody(self._model, prompt, output_tokens)
+            name = f"closed{index}n{number}"
+            result = await complete(
+                self._session, self._url, body, name, time.monotonic(), self._secret
+            )
+            number += 1
+            if result.status == "ok":
+                self.done += 1
+            else:
+                self.failed += 1
+                await asyncio.sleep(RETRY_S)
+
+
+# Shares of the host's KV memory that a loaded bench host crosses again and again, so that the two
+# policies differ.
+KV_HIGH, KV_LOW = 0.12, 0.08
+
+
+def guard_config(arm: Arm, token_budget: int, max_sequences: int) -> GuardConfig:
+    """The arm's limits."""
+    policy = PressurePolicy(arm.policy or PressurePolicy.ADAPTIVE)
+    pressure = PressureLimits(policy, high=KV_HIGH, low=KV_LOW)
+    return GuardConfig(
+        token_budget, max_sequences, slack_share=arm.slack_share or 0.0, pressure=pressure
+    )
+
+
+class Granting:
+    """Runs one guard at a time; without a ROSE guest in the arm it grants nothing."""
+
+    def __init__(self, page: ControlPage, out: Path, logs: Path) -> None:
+        self._page = page
+        self._logs = logs
+        # Figures are computed from every record; and nobody's host waits for this disk.
+        self._watch = HostWatch(JsonlLog(out / HOST_LATENCY, KEEP_ALL))
+        self._samples = JsonlLog(out / GUEST_SAMPLES, KEEP_ALL)
+        self._events = EventLog(logs, "guard", KEEP_ALL)
+        self._guard: GuardThread | None = None
+        self._broken = False
+        self._arm = 0
+
+    def rule(self, arm: Arm, host_pid: int | None, token_budget: int, max_sequences: int) -> None:
+        """Grant by the arm's rules from now on."""
+        self._end()
+        config = guard_config(arm, token_budget, max_sequences)
+        self._arm += 1
+        self._guard = GuardThread(
+            name=arm.name,
+            page=self._page,
+            core=GrantController(config, self._uncapped()),
+            lease_epoch=lambda: self._arm if arm.guest == "rose" else None,
+            kill_switch=KillSwitch(self._logs / "KILL"),
+            host_pid=host_pid,
+            watch=self._watch,
+            samples=self._samples,
+            events=self._events,
+            on_broken=self._break,
+            on_stall=self._stall,
+        )
+        self._guard.start()
+
+    def check(self) -> None:
+        """Raise when the guard ended by itself: what was measured since says nothing."""
+        if self._broken:
+            raise RoseError(f"the guard broke; see {self._logs}")
+
+    def drain_latencies(self) -> None:
+        """Write the host's latencies that are still in the ring; call it after `stop`."""
+        self._watch.drain(self._page)
+
+    def stop(self) -> None:
+        """Grant nothing more."""
+        self._end()
+
+    def _end(self) -> None:
+        if self._guard is not None:
+            self._guard.stop()
+            self._guard = None
+
+    def _uncapped(self) -> Grant | None:
+        """The last grant, whose epoch goes on; no arm begins with what another one took."""
+        last = self._page.grant.peek()
+        return None if last is None else replace(last, kv_granule_cap=0)
+
+    def _stall(self, reason: str) -> None:
+        # A bench that stood still knows no more than a node: the arm goes on under a new lease.
+        self._events.write("stalled", reason=reason)
+        self._arm += 1
+
+    def _break(self) -> None:
+        self._broken = True
+
 
 # Streams fill the guest's batch before the host's load begins.
 FILL_S = 0.7
 POLL_S = 0.02
+HTTP_TIMEOUT_S = 60.0
+READY_TIMEOUT_S = 60.0
 EMPTY_PATIENCE_S = 5.0
 NONE, NORMAL, SCHED_IDLE = "none", "normal", "SCHED_IDLE"
 
@@ -209,3 +398,25 @@ class Player:
         deadline_s = time.monotonic() + self.empty_patience_s
         while not done() and time.monotonic() < deadline_s:  # noqa: ASYNC110 - polls memory
             await asyncio.sleep(POLL_S)
+
+
+async def start_load(
+    config: LoadConfig, log: Path, scratch: Path, core: int | None = None
+) -> JsonlProcess:
+    """Start the load generator of the host's clients; returns once it is ready."""
+    path = scratch / "load.json"
+    path.write_text(config.model_dump_json())
+    argv = (sys.executable, "-m", "rose.load.main", "--config", str(path))
+    load = await JsonlProcess.start(
+        ProcessSpec(name="load", argv=argv, log=log, core=core, piped=True)
+    )
+    await load.expect("ready", READY_TIMEOUT_S)
+    return load
+
+
+def engine_http() -> aiohttp.ClientSession:
+    """Open what engines are asked by: any number of requests at once, each with a timeout."""
+    return aiohttp.ClientSession(
+        timeout=aiohttp.ClientTimeout(total=HTTP_TIMEOUT_S),
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),
+    )

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from rose.bench.coserve.plan import ALONE
 from rose.bench.coserve.rows import arm_of
-from rose.bench.coserve.verdict import MIN_IDLE_EFFICIENCY, MIN_SPARE_EFFICIENCY, RATIO_LIMIT
+from rose.bench.coserve.rules import MIN_IDLE_EFFICIENCY, MIN_SPARE_EFFICIENCY, RATIO_LIMIT
 
 Row = dict[str, Any]
 Result = dict[str, Any]

@@ -10,13 +10,130 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
-from rose.bench.coserve.steps import StepTimes, read_steps
-from rose.decoding import BAD_BYTES
+from executor.step_log import ARRIVAL, HEADER, STEP, checked_records, used_bytes
+from rose.bench.common.recompute import read_json
 from rose.errors import RoseError
 from rose.load.protocol import ClientRequest, HostLatency, Request, join_requests
 from rose.logs.eventlog import read_lines
 from rose.node.grants.guard_thread import GUEST_SAMPLES, GuestSample
+
+Ints = NDArray[np.int64]
+Span = tuple[float, float]
+_KIND, _BEGIN, _END, _CPU, _SAMPLED = 0, 1, 2, 3, 6
+_NS = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Steps of one role in order of time, and when its engine saw arrivals; all in ns.
+
+    pickups: how long each arrival was on its way from the API process to the engine.
+    """
+
+    begin: Ints
+    end: Ints
+    cpu: Ints
+    sampled: Ints
+    arrivals: Ints
+    pickups: Ints
+
+    @classmethod
+    def of(cls, records: Ints) -> "StepTimes":
+        """From records of shape [n, 7] (executor.step_log)."""
+        records = records[np.argsort(records[:, _BEGIN], kind="stable")]
+        steps = records[records[:, _KIND] == STEP]
+        arrivals = records[records[:, _KIND] == ARRIVAL]
+        arrivals = arrivals[np.argsort(arrivals[:, _END], kind="stable")]
+        return cls(
+            begin=steps[:, _BEGIN],
+            end=steps[:, _END],
+            cpu=steps[:, _CPU],
+            sampled=steps[:, _SAMPLED],
+            arrivals=arrivals[:, _END],
+            pickups=arrivals[:, _END] - arrivals[:, _BEGIN],
+        )
+
+    def busy_s(self, span: Span) -> float:
+        """Time inside a step during `span` (seconds)."""
+        start, end = _ns(span)
+        overlap = np.minimum(self.end, end) - np.maximum(self.begin, start)
+        return float(np.clip(overlap, 0, None).sum()) / _NS
+
+    def sampled_in(self, span: Span) -> int:
+        """Tokens of the steps that ended in `span`."""
+        start, end = _ns(span)
+        return int(self.sampled[(self.end > start) & (self.end <= end)].sum())
+
+    def durations_s(self, span: Span) -> tuple[list[float], list[float]]:
+        """(wall, cpu) seconds of each step that began in `span`."""
+        start, end = _ns(span)
+        inside = (self.begin >= start) & (self.begin < end)
+        wall = (self.end[inside] - self.begin[inside]) / _NS
+        return wall.tolist(), (self.cpu[inside] / _NS).tolist()
+
+    def arrivals_in(self, span: Span) -> Ints:
+        """When requests that came in `span` were seen."""
+        start, end = _ns(span)
+        return self.arrivals[(self.arrivals >= start) & (self.arrivals < end)]
+
+    def pickups_s(self, span: Span) -> list[float]:
+        """Seconds from the API process to the engine, of requests seen in `span`."""
+        start, end = _ns(span)
+        inside = (self.arrivals >= start) & (self.arrivals < end)
+        return [float(ns) / _NS for ns in self.pickups[inside]]
+
+
+def yields_s(guest: StepTimes, arrivals: Ints) -> list[float]:
+    """For each arrival that found the guest in a step: seconds until its last step ended.
+
+    With asynchronous scheduling two are in flight, of which the log lets the second begin in the
+    nanosecond in which the first ends; both are waited for, as the device has to do both.
+    """
+    if not len(guest.begin):
+        return []
+    last = np.searchsorted(guest.begin, arrivals, side="right") - 1
+    known = last >= 0
+    last, arrivals = last[known], arrivals[known]
+    following = np.minimum(last + 1, len(guest.begin) - 1)
+    inside = guest.end[last] > arrivals
+    last = np.where(inside & (guest.begin[following] == guest.end[last]), following, last)
+    return [float(ns) / _NS for ns in (guest.end[last] - arrivals)[inside]]
+
+
+def starts_s(host: StepTimes, arrivals: Ints) -> list[float]:
+    """For each arrival: seconds until the host's next step began."""
+    following = np.searchsorted(host.begin, arrivals, side="left")
+    known = following < len(host.begin)
+    return [float(ns) / _NS for ns in host.begin[following[known]] - arrivals[known]]
+
+
+def read_steps(folder: Path, role: str) -> StepTimes:
+    """Steps of every process that had this role; RoseError for a file that is no step log."""
+    found = [np.empty((0, 7), dtype=np.int64)]
+    for path in sorted(folder.glob(f"steps-{role}-*.bin")):
+        try:
+            body = checked_records(_written(path))
+        except ValueError as error:
+            raise RoseError(f"{path}: {error}") from error
+        found.append(np.frombuffer(body, dtype=np.int64).reshape(-1, 7))
+    return StepTimes.of(np.concatenate(found))
+
+
+def _written(path: Path) -> bytes:
+    """Of a log that may still grow: it is as large as it can get, and mostly a hole."""
+    with path.open("rb") as file:
+        header = file.read(HEADER.size)
+        if len(header) < HEADER.size:
+            return header
+        return header + file.read(max(0, used_bytes(header) - HEADER.size))
+
+
+def _ns(span: Span) -> tuple[int, int]:
+    return round(span[0] * _NS), round(span[1] * _NS)
+
 
 RUN, BLOCKS, EVENTS = "run.json", "blocks.jsonl", "events.jsonl"
 CLIENT_REQUESTS, HOST_LATENCY = "client_requests.jsonl", "host_latency.jsonl"
@@ -114,7 +231,7 @@ class Records:
 def read_run(folder: Path) -> Records:
     """All raw records of the run in `folder`; RoseError when one is missing or malformed."""
     return Records(
-        run=_run_info(folder / RUN),
+        run=read_json(folder / RUN, RunInfo, "name the folder of a finished run"),
         blocks=read_lines(folder / BLOCKS, BlockRecord),
         requests=join_requests(
             read_lines(folder / CLIENT_REQUESTS, ClientRequest),
@@ -124,12 +241,3 @@ def read_run(folder: Path) -> Records:
         steps={role: read_steps(folder, role) for role in ("host", "guest")},
         guest=read_lines(folder / GUEST_SAMPLES, GuestSample),
     )
-
-
-def _run_info(path: Path) -> RunInfo:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=RunInfo)
-    except OSError as error:
-        raise RoseError(f"{path}: cannot be read; name the folder of a finished run") from error
-    except BAD_BYTES as error:
-        raise RoseError(f"{path}: {error}") from error

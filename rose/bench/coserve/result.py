@@ -1,16 +1,79 @@
-"""`coserve.json`: built from the raw records, and built again to verify it."""
+"""`coserve.json` and its page of text: made of the raw records, and again to verify them."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from rose.bench.coserve import verdict as limits
+from rose.bench.common.checks import FAILS, HOLDS, INCONCLUSIVE, Verdict, worst
+from rose.bench.common.recompute import FieldDifference, compare, read_json
+from rose.bench.common.tables import number, text_table
 from rose.bench.coserve.plan import ROSE_ARMS
 from rose.bench.coserve.records import Event, Records, read_run
 from rose.bench.coserve.rows import Analysis, Row, arm_of
-from rose.bench.coserve.verdict import Verdict
+
+HEAD = (
+    *("busy", "traffic", "mode", "share", "n", "ttft p90", "× alone", "tpot p90", "× alone"),
+    *("attain", "guest/s", "idle eff", "spare eff", "pressed", "kv MiB", "verdict"),
+)
+
+
+def render(result: dict[str, Any]) -> str:
+    """One line a row, then what the run says as a whole."""
+    lines = [text_table("", HEAD, [_cells(row) for row in result["rows"]])]
+    for row in result["rows"]:
+        failed = [c for c in row["checks"] if c["decisive"] and c["verdict"] == "FAILS"]
+        lines += [
+            f"{row['mode']} {row['slack_share']} at {row['busy_target']} {row['traffic']}:"
+            f" {c['name']} {number(c['value'], 3)} against {number(c['limit'], 3)}"
+            for c in failed
+        ]
+    run = result["run"]
+    lines += [
+        "",
+        f"targets TTFT {run['ttft_target_s']:.3f} s, TPOT {run['tpot_target_s']:.4f} s"
+        f" ({run['targets_from']})",
+        f"capacity {run['capacity_rps']:.1f} requests/s; all engines on one CPU core",
+        "naive co-location harms the host: "
+        + ("yes" if result["danger"] == "FAILS" else "not shown, so nothing is proved"),
+        f"verdict of all rows with a ROSE guest: {result['verdict']}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    host, ci95, ratio = row["host"], row["ratio_to_alone_ci95"], row["ratio_to_alone"]
+    return (
+        f"{row['busy']:.2f}",
+        row["traffic"],
+        row["mode"],
+        "" if row["slack_share"] is None else f"{row['slack_share']:.1f}",
+        str(host["requests"]),
+        number(host["ttft_p90_s"], 4),
+        _ratio(ratio["ttft_p90"], ci95["ttft_p90"]),
+        number(host["tpot_p90_s"], 4),
+        _ratio(ratio["tpot_p90"], ci95["tpot_p90"]),
+        f"{host['attainment']:.4f}",
+        f"{row['guest_tok_s']:.1f}",
+        number(row["idle_efficiency"], 2),
+        number(row["spare_efficiency"], 2),
+        number(row["host_kv_pressed"], 2),
+        number(_mib(row["guest_kv_bytes"]), 1),
+        row["verdict"],
+    )
+
+
+def _mib(size: float | None) -> float | None:
+    return None if size is None else size / 2**20
+
+
+def _ratio(value: float | None, ci95: Sequence[float | None] | None) -> str:
+    if ci95 is None:
+        return number(value, 2)
+    return f"{number(value, 2)} [{number(ci95[0], 2)}, {number(ci95[1], 2)}]"
+
 
 RESULT = "coserve.json"
 
@@ -32,14 +95,14 @@ def build_result(records: Records) -> dict[str, Any]:
 def danger(rows: list[Row]) -> Verdict:
     """FAILS where naive co-location harms the host: what ROSE is measured against is real then."""
     naive = [row["verdict"] for row in rows if row["mode"] == "naive"]
-    return limits.FAILS if limits.FAILS in naive else limits.INCONCLUSIVE
+    return FAILS if FAILS in naive else INCONCLUSIVE
 
 
 def overall(rows: list[Row]) -> Verdict:
     """Of all rows with a ROSE guest; nothing is shown to hold where nothing was in danger."""
-    found = limits.worst(row["verdict"] for row in rows if arm_of(row).guest == "rose")
-    if found == limits.HOLDS and danger(rows) != limits.FAILS:
-        return limits.INCONCLUSIVE
+    found = worst(row["verdict"] for row in rows if arm_of(row).guest == "rose")
+    if found == HOLDS and danger(rows) != FAILS:
+        return INCONCLUSIVE
     return found
 
 
@@ -63,3 +126,10 @@ def _counts(rows: list[Row]) -> dict[str, dict[str, int]]:
 
 def _told(event: Event) -> bool:
     return event.source == "bench"
+
+
+def verify(folder: Path) -> list[FieldDifference]:
+    """What differs; empty when nothing does. RoseError when a file is missing or malformed."""
+    reported = read_json(folder / RESULT, dict[str, Any], "was the run ended?")
+    recomputed = json.loads(json.dumps(build_result(read_run(folder))))
+    return list(compare(reported, recomputed))

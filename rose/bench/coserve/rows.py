@@ -6,18 +6,22 @@ from dataclasses import asdict
 from typing import Any
 
 from executor import GrantMode
-from rose.bench.coserve import verdict as limits
-from rose.bench.coserve.evidence import PERCENTS, Evidence, Group, Ratios, mismatches
-from rose.bench.coserve.harvested import harvest
-from rose.bench.coserve.pairs import METRICS, RequestIndex, Window, latency_s, percentile_ratio
-from rose.bench.coserve.pairs import slo_latency as as_slo
+from rose.bench.common.checks import REFERENCE, Check, row_verdict
+from rose.bench.common.pairing import METRICS, RequestIndex, Window, latency_s, percentile_ratio
+from rose.bench.common.pairing import slo_latency as as_slo
+from rose.bench.common.stats import Estimate
 from rose.bench.coserve.plan import ALL_ARMS, ALONE, ARMS, EVENT_ALONE, EVENT_ARMS, Arm
-from rose.bench.coserve.records import BlockRecord, Records
-from rose.bench.coserve.rules import core_rules
-from rose.bench.coserve.steps import starts_s, yields_s
-from rose.bench.coserve.verdict import Check
+from rose.bench.coserve.records import BlockRecord, Records, starts_s, yields_s
+from rose.bench.coserve.rules import (
+    PERCENTS,
+    Evidence,
+    Group,
+    Ratios,
+    core_rules,
+    harvest,
+    mismatches,
+)
 from rose.load.protocol import Request
-from rose.stats import Estimate
 from slo import SloSpec, attainment, goodput_rps, percentile
 
 Row = dict[str, Any]
@@ -94,7 +98,7 @@ class Analysis:
             "host_preemptions": _preemptions(group, alone=False),
             "token_mismatches": mismatches(windows),
             "checks": [] if reference else [_plain(asdict(check)) for check in checks],
-            "verdict": limits.REFERENCE if reference else limits.row_verdict(checks),
+            "verdict": REFERENCE if reference else row_verdict(checks),
         }
 
     def _load(self, group: Group) -> Row:

@@ -14,12 +14,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import msgspec
 
 from executor import ControlPage
 from executor.step_log import HEADER, used_bytes
-from rose.bench.coserve import models
+from rose.bench.common import tiny_models
 from rose.bench.coserve.calibration import (
     TARGETS_FROM,
     choose_targets,
@@ -27,23 +26,24 @@ from rose.bench.coserve.calibration import (
     measure_capacity,
 )
 from rose.bench.coserve.drills import Drills
-from rose.bench.coserve.engines import HOST_SEQUENCES, Engines
-from rose.bench.coserve.granting import Granting
-from rose.bench.coserve.guest_load import GuestLoad
-from rose.bench.coserve.names import HOST
+from rose.bench.coserve.engines import GUEST_MODEL, HOST_MODEL, HOST_SEQUENCES, MODELS, Engines
 from rose.bench.coserve.plan import (
     CALIBRATION,
     EVENT_ALONE,
+    EVENT_BUSY,
+    HOST,
     WARM_UP,
+    BenchSettings,
     Block,
     Cell,
+    GuestLoad,
     fit_rounds,
     make_events,
     make_rounds,
     round_s,
     rounds_wanted,
 )
-from rose.bench.coserve.player import Player
+from rose.bench.coserve.player import Granting, Player, engine_http, start_load
 from rose.bench.coserve.records import (
     BLOCKS,
     CLIENT_REQUESTS,
@@ -54,7 +54,6 @@ from rose.bench.coserve.records import (
     RunInfo,
 )
 from rose.bench.coserve.result import RESULT
-from rose.bench.coserve.settings import EVENT_BUSY, BenchSettings
 from rose.engines import check_host
 from rose.errors import ConfigError, RoseError
 from rose.load.arrivals import read_trace
@@ -64,13 +63,11 @@ from rose.process.child import JsonlProcess, ManagedProcess, ProcessSpec
 from weight_transfer import SigningKey
 
 ENGINES = 3
-READY_TIMEOUT_S = 60.0
-HTTP_TIMEOUT_S = 60.0
 FLUSH_S = 0.5
 WARM_UP_S = 3.0
 MODELS_TIMEOUT_S = 300.0
-MODELS, LOGS = "models", "logs"
-WRITTEN = (MODELS, LOGS, RUN, RESULT, "*.jsonl", "steps-*.bin", "*.png")
+MODEL_ROOT, LOGS = "models", "logs"
+WRITTEN = (MODEL_ROOT, LOGS, RUN, RESULT, "*.jsonl", "steps-*.bin", "*.png")
 
 
 def run_bench(settings: BenchSettings) -> None:
@@ -91,7 +88,7 @@ def _prepare(out: Path) -> None:
     for path in out.iterdir():
         if path.name == LOGS:
             shutil.rmtree(path)
-        elif path.name != MODELS:
+        elif path.name != MODEL_ROOT:
             path.unlink()
     (out / LOGS).mkdir()
 
@@ -120,27 +117,33 @@ class _Run:
         key = SigningKey.generate()
         page = ControlPage.create(scratch / "page")
         granting = Granting(page, self._out, self._logs)
-        engines = Engines(settings, scratch / "page", self._logs, key, scratch / "store")
-        timeout = aiohttp.ClientTimeout(total=HTTP_TIMEOUT_S)
+        engines = Engines(
+            settings=settings,
+            page=scratch / "page",
+            logs=self._logs,
+            key=key,
+            store=scratch / "store",
+        )
         load: JsonlProcess | None = None
         blocks, events = (
             JsonlLog(self._out / BLOCKS, KEEP_ALL),
             JsonlLog(self._out / EVENTS, KEEP_ALL),
         )
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
-        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+        async with engine_http() as session:
             try:
                 # A guest that never sees a grant ends itself.
                 granting.rule(EVENT_ALONE, None, 1, 1)
                 self._say("engines start")
                 await engines.start_all()
-                load = await self._load(engines, scratch)
+                load = await start_load(
+                    self._load_config(engines), self._logs / "load.log", scratch, engines.cores[1]
+                )
                 player = Player(
                     settings.seed, _guest_load(settings), engines, page, granting, load, session,
                     blocks, lent_priority=settings.lent_priority,
                 )  # fmt: skip
                 drills = Drills(engines, session, scratch / "store", events, settings.event_s)
-                drills.publish(key, engines.model_root / models.GUEST.name, settings.seed)
+                drills.publish(key, engines.model_root / GUEST_MODEL, settings.seed)
                 yield player, drills
             finally:
                 if load:
@@ -219,8 +222,8 @@ class _Run:
                 "processor": platform.machine(),
                 "accelerator": None,
                 "python": platform.python_version(),
-                "host_model": asdict(models.HOST),
-                "guest_model": asdict(models.GUEST),
+                "host_model": {"name": HOST_MODEL, **asdict(MODELS[HOST_MODEL])},
+                "guest_model": {"name": GUEST_MODEL, **asdict(MODELS[GUEST_MODEL])},
             },
             capacity_rps=capacity_rps,
             calibrations=rates,
@@ -243,21 +246,6 @@ class _Run:
             digest=True,
         )
 
-    async def _load(self, engines: Engines, scratch: Path) -> JsonlProcess:
-        path = scratch / "load.json"
-        path.write_text(self._load_config(engines).model_dump_json())
-        talker = await JsonlProcess.start(
-            ProcessSpec(
-                name="load",
-                argv=(sys.executable, "-m", "rose.load.main", "--config", str(path)),
-                log=self._logs / "load.log",
-                core=engines.cores[1],
-                piped=True,
-            )
-        )
-        await talker.expect("ready", READY_TIMEOUT_S)
-        return talker
-
     def _say(self, what: str) -> None:
         sys.stdout.write(f"{time.monotonic() - self._began_s:7.1f} s  {what}\n")
         sys.stdout.flush()
@@ -274,11 +262,15 @@ def _guest_load(settings: BenchSettings) -> GuestLoad:
 
 async def _make_models(out: Path) -> None:
     """In a process of its own, which alone loads torch; kept for the next run."""
-    root = out / "models"
-    if all((root / m.name / "tokenizer.json").is_file() for m in (models.HOST, models.GUEST)):
+    root = out / MODEL_ROOT
+    if all((root / name / "tokenizer.json").is_file() for name in MODELS):
         return
     log = out / "logs" / "models.log"
-    argv = (sys.executable, "-m", "rose.bench.coserve.models", str(root))
+    wanted = {
+        name: {"model": asdict(model), "seed": seed}
+        for seed, (name, model) in enumerate(MODELS.items())
+    }
+    argv = (sys.executable, "-m", tiny_models.__name__, str(root), json.dumps(wanted))
     process = await ManagedProcess.start(ProcessSpec(name="models", argv=argv, log=log))
     try:
         async with asyncio.timeout(MODELS_TIMEOUT_S):

@@ -12,15 +12,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rose.bench.common.tiny_models import FLEET_MODEL
 from rose.bench.gateway.arms import peers
-from rose.bench.gateway.limits import checks
-from rose.bench.gateway.load import STREAMS
+from rose.bench.gateway.generator import STREAMS
 from rose.bench.gateway.processes import cores
-from rose.bench.gateway.real import over_real_engines
-from rose.bench.gateway.rows import rows
+from rose.bench.gateway.real import Scale, made_up_sessions, over_real_engines, read_sessions
+from rose.bench.gateway.report import checks, rows, table
 from rose.bench.gateway.run import StandInBench, write
-from rose.bench.gateway.sessions import Scale, made_up_sessions, read_sessions
-from rose.bench.gateway.table import table
 from rose.errors import ConfigError, RoseError
 
 QUICK_STREAMS = (1, 100, 2000)
@@ -70,13 +68,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 async def _over_real(
     args: argparse.Namespace, places: dict[str, list[int]]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    from rose.bench.chaos.model import save_model
-
     scale, folder = Scale(), args.out / "gateway-real"
     sessions = {"made up": made_up_sessions(scale)}
     if args.sessions is not None:
         sessions["recorded"] = read_sessions(args.sessions, scale)
-    await asyncio.to_thread(save_model, folder / "model")
+    await asyncio.to_thread(FLEET_MODEL.save, folder / "model")
     rounds = 1 if args.quick else args.rounds
     return await over_real_engines(folder, sessions, rounds, args.seconds, places, _say)
 

@@ -10,15 +10,127 @@ import itertools
 import random
 import sys
 import time
+from array import array
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, cast
 from urllib.parse import urlsplit
 
 import msgspec
+import numpy as np
 
-from rose.bench.gateway.load import Load
-from rose.bench.gateway.times import Times
-from rose.bench.gateway.wires import WIRES, Wire
+from rose.bench.gateway.arms import WIRES, Wire
+
+STREAMS = (1, 10, 100, 500, 1000, 2000)
+# From this many streams on each goes at its full pace; fewer go faster, or there were few turns.
+PACED_STREAMS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A turn has `chunks` chunks of `chunk_tokens` tokens, `gap_s` apart, the first after
+    `first_s`; its prompt has `prompt_tokens`. Turns begin for `seconds`, after a ramp of one turn.
+    """
+
+    streams: int
+    seconds: float = 8.0
+    prompt_tokens: int = 128
+    chunks: int = 16
+    chunk_tokens: int = 8
+    first_s: float = 0.02
+    full_gap_s: float = 0.5
+
+    @property
+    def gap_s(self) -> float:
+        """Seconds between a turn's chunks."""
+        return self.full_gap_s * min(1.0, self.streams / PACED_STREAMS)
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of a turn."""
+        return self.chunks * self.chunk_tokens
+
+    @property
+    def turn_s(self) -> float:
+        """What a turn takes without any router."""
+        return self.first_s + (self.chunks - 1) * self.gap_s
+
+    def as_json(self) -> dict[str, object]:
+        """For the record."""
+        return {**asdict(self), "gap_s": self.gap_s, "turn_s": self.turn_s}
+
+
+ERRORS_KEPT = 5
+QUANTILES = {"p50": 0.5, "p99": 0.99, "max": 1.0}
+
+
+class Times:
+    """Times of turns and tokens in seconds; counted only between `start` and `stop`."""
+
+    def __init__(self) -> None:
+        self._on = False
+        self._began_s = self._seconds = 0.0
+        self._cpu = time.process_time()
+        self._first, self._later = array("d"), array("d")
+        self._turns = self._errors = 0
+        self._said: list[str] = []
+
+    @property
+    def turns(self) -> int:
+        """Turns that ended as they should."""
+        return self._turns
+
+    @turns.setter
+    def turns(self, value: int) -> None:
+        if self._on:
+            self._turns = value
+
+    def start(self) -> None:
+        """From here on it counts."""
+        self._on, self._began_s, self._cpu = True, time.monotonic(), time.process_time()
+
+    def stop(self) -> None:
+        """It counts no more."""
+        self._on = False
+        self._seconds = time.monotonic() - self._began_s
+        self._cpu = time.process_time() - self._cpu
+
+    def first(self, under_way_s: float) -> None:
+        """A turn's first chunk: its request's way to the engine and the chunk's way back."""
+        if self._on:
+            self._first.append(under_way_s)
+
+    def later(self, under_way_s: float) -> None:
+        """The way of any later chunk."""
+        if self._on:
+            self._later.append(under_way_s)
+
+    def error(self, said: str) -> None:
+        """A turn that did not end as it should, whenever it was."""
+        self._errors += 1
+        if len(self._said) < ERRORS_KEPT:
+            self._said.append(said)
+
+    def result(self) -> dict[str, object]:
+        """Quantiles in seconds, counts, and how busy this process was."""
+        return {
+            "first_s": _quantiles(self._first),
+            "later_s": _quantiles(self._later),
+            "samples": len(self._first),
+            "turns": self._turns,
+            "turns_per_s": self._turns / self._seconds if self._seconds else 0.0,
+            "errors": self._errors,
+            "said": self._said,
+            "generator_busy": self._cpu / self._seconds if self._seconds else 0.0,
+        }
+
+
+def _quantiles(values: "array[float]") -> dict[str, float | None]:
+    if not values:
+        return dict.fromkeys(QUANTILES)
+    found = np.quantile(np.frombuffer(values), [*QUANTILES.values()])
+    return {name: float(value) for name, value in zip(QUANTILES, found, strict=True)}
+
 
 # Stamps are seconds since boot; anything below is a token's real logprob, zero here.
 SMALLEST_STAMP_S = 1.0

@@ -11,7 +11,7 @@ from typing import Any
 
 from rose.addresses import free_ports
 from rose.bench.gateway.arms import DIRECT, ROSE, Arm, arms_over_standin, peer_command, rose_command
-from rose.bench.gateway.load import Load
+from rose.bench.gateway.generator import Load
 from rose.bench.gateway.processes import Generator, Measured, StandInEngine
 from rose.errors import EngineStartError
 

@@ -12,7 +12,7 @@ import time
 from functools import partial
 from typing import cast
 
-from rose.bench.gateway.wires import as_logprob
+from rose.bench.gateway.arms import as_logprob
 
 _LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
 _CHUNKED = re.compile(rb"transfer-encoding: *chunked", re.IGNORECASE)

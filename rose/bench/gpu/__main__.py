@@ -14,15 +14,20 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from rose.bench.gpu.piece import Piece
-from rose.bench.gpu.preflight import chosen, insist_alone, remarks
+from rose.bench.gpu.machine import (
+    REHEARSAL_LOGS,
+    REHEARSAL_OUT,
+    REHEARSAL_PLACE,
+    StandInCard,
+    chosen,
+    insist_alone,
+    remarks,
+    revision_of,
+)
+from rose.bench.gpu.pieces import Piece, pieces_of
 from rose.bench.gpu.process import ROOT, Measure, measure_apart
-from rose.bench.gpu.records import folder_of
-from rose.bench.gpu.registry import pieces_of
-from rose.bench.gpu.revision import revision_of
-from rose.bench.gpu.runner import NO_CLAIM, Request, Runner, summary
-from rose.bench.gpu.serve.sizes import REHEARSAL, ServingSizes
-from rose.bench.gpu.sizes import Sizes
+from rose.bench.gpu.runner import NO_CLAIM, Request, Runner, folder_of, summary
+from rose.bench.gpu.sizes import REHEARSAL, ServingSizes, Sizes
 from rose.errors import ConfigError, RoseError
 from rose.nvml import CardReader, Nvml, insist_usable
 
@@ -65,14 +70,12 @@ def _list(args: argparse.Namespace) -> int:
 
 def _rehearse(args: argparse.Namespace) -> int:
     """The same on CPUs: never among results, and said wherever its figures are."""
-    from rose.bench.gpu.rehearsal import LOGS, OUT, PLACE, StandInCard
-
-    args.out = OUT if args.out == DEFAULT_OUT else args.out
-    args.logs = LOGS if args.logs == DEFAULT_LOGS else args.logs
+    args.out = REHEARSAL_OUT if args.out == DEFAULT_OUT else args.out
+    args.logs = REHEARSAL_LOGS if args.logs == DEFAULT_LOGS else args.logs
     if args.out.resolve().is_relative_to(DEFAULT_OUT.resolve()):
         raise ConfigError(f"a rehearsal is no result; name a folder outside {DEFAULT_OUT}")
     _say(f"note: {NO_CLAIM}")
-    return _run(args, StandInCard(), partial(measure_apart, place=PLACE))
+    return _run(args, StandInCard(), partial(measure_apart, place=REHEARSAL_PLACE))
 
 
 def _run(args: argparse.Namespace, reader: CardReader, measure: Measure) -> int:

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, TypedDict
 
+from rose.bench.common.checks import Bound, verdict_of
+
 SHARE_OF_COPY = 0.6
 GIB_MOVED_S = 0.050
 UPDATE_S = 0.050
@@ -24,14 +26,21 @@ class Check(TypedDict):
 def kernel_checks(measured: Mapping[str, Any]) -> list[Check]:
     """Diff and scatter against the copy of the same run."""
     return [
-        _least(f"{name}: share of copy", measured["speed"][name]["share_of_copy"], SHARE_OF_COPY)
+        _judged(
+            f"{name}: share of copy",
+            measured["speed"][name]["share_of_copy"],
+            "at least",
+            SHARE_OF_COPY,
+        )
         for name in AGAINST_COPY
     ]
 
 
 def update_checks(measured: Mapping[str, Any]) -> list[Check]:
     """Overwriting is a part of the pause: too long it fails, short it does not prove the whole."""
-    found = _most("overwrite within the pause: s", measured["overwrite_s"]["p50"], UPDATE_S)
+    found = _judged(
+        "overwrite within the pause: s", measured["overwrite_s"]["p50"], "at most", UPDATE_S
+    )
     return [found if found["verdict"] == "FAILS" else {**found, "verdict": "INCONCLUSIVE"}]
 
 
@@ -42,14 +51,16 @@ def updating_checks(measured: Mapping[str, Any]) -> list[Check]:
     """
     pause = measured["pause_s"]
     found = [
-        _most("pause p50: s", pause["p50"], UPDATE_S),
-        _most("pause most: s", pause["most"], UPDATE_S),
+        _judged("pause p50: s", pause["p50"], "at most", UPDATE_S),
+        _judged("pause most: s", pause["most"], "at most", UPDATE_S),
     ]
     host = measured["host"]
     few = min(host[name]["requests"] for name in ("during", "control")) < REQUESTS_FOR_P90
     for name in ("ttft_p90_s", "tpot_p90_s"):
         if name in host["ratio"]:
-            check = _most(f"host {name[:-2]} over control", host["ratio"][name], UPDATE_RATIO)
+            check = _judged(
+                f"host {name[:-2]} over control", host["ratio"][name], "at most", UPDATE_RATIO
+            )
             fails = check["verdict"] == "FAILS"
             found.append({**check, "verdict": "INCONCLUSIVE"} if fails and few else check)
     return found
@@ -74,16 +85,8 @@ def served_checks(measured: Mapping[str, Any]) -> list[Check]:
 def page_checks(measured: Mapping[str, Any]) -> list[Check]:
     """One gibibyte from a guest's process to a host's, by handles; the driver's way is told."""
     moved_s = measured["by_handle"]["moved_s"]["p50"]
-    return [_most("1 GiB from guest to host: s", moved_s, GIB_MOVED_S)]
+    return [_judged("1 GiB from guest to host: s", moved_s, "at most", GIB_MOVED_S)]
 
 
-def _least(name: str, value: float, limit: float) -> Check:
-    return Check(
-        check=name, value=value, limit=limit, verdict="HOLDS" if value >= limit else "FAILS"
-    )
-
-
-def _most(name: str, value: float, limit: float) -> Check:
-    return Check(
-        check=name, value=value, limit=limit, verdict="HOLDS" if value <= limit else "FAILS"
-    )
+def _judged(name: str, value: float, bound: Bound, limit: float) -> Check:
+    return Check(check=name, value=value, limit=limit, verdict=verdict_of(value, bound, limit))

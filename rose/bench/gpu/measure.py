@@ -15,10 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rose.bench.gpu.piece import MOST_S, Measured, Piece
-from rose.bench.gpu.registry import pieces_of
+from rose.bench.gpu.pieces import MOST_S, Measured, Piece, pieces_of
 from rose.bench.gpu.sizes import Sizes
-from rose.bench.gpu.work.cuda import insist_device
+from rose.bench.gpu.work.timing import insist_device
 from rose.errors import RoseError
 
 GRACE_S = 30

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rose.bench.gpu.piece import Measured, Piece
+from rose.bench.gpu.pieces import Measured, Piece
 from rose.bench.gpu.sizes import Sizes
 from rose.nvml import Card
 

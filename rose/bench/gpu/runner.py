@@ -1,25 +1,31 @@
-"""The pieces in order: each is measured, kept, left for later, or says why not."""
+"""The pieces in order: each is measured, kept, left for later, or says why not.
 
+PIECE.json          what was measured last, whole or not there
+PIECE.failed.json   why it could not be, until it can
+"""
+
+import json
 import math
+import os
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from rose.bench.gpu.environment import environment
-from rose.bench.gpu.errors import PieceError
-from rose.bench.gpu.limits import Check
-from rose.bench.gpu.piece import MOST_S, Piece
-from rose.bench.gpu.preflight import insist_alone, insist_room
-from rose.bench.gpu.process import Measure, Order
-from rose.bench.gpu.records import Record, folder_of, read_done, write_done, write_failed
+from rose.bench.gpu.machine import Watch, environment, insist_alone, insist_room
+from rose.bench.gpu.pieces import MOST_S, Piece
+from rose.bench.gpu.process import Answered, Measure, Order
 from rose.bench.gpu.sizes import Sizes
-from rose.bench.gpu.watch import Watch
+from rose.errors import ConfigError
 from rose.nvml import Card, CardError, CardReader, Usage
 
+Record = dict[str, Any]
 State = Literal["done", "kept", "failed", "lacking", "left"]
 Say = Callable[[str], None]
+KEYS = {"piece", "sizes", "environment", "measured", "checks"}
 # A driver takes memory back a moment after its process has ended.
 SETTLED_S, SETTLED_BYTES, POLL_S = 10.0, 64 << 20, 0.1
 MIB = 1 << 20
@@ -76,9 +82,7 @@ class Runner:
     def insist_room(self, usage: Usage) -> None:
         """Raise CardError when a piece that is going to run would not fit."""
         waiting = [piece for piece in self._request.pieces if self._settled(piece) is None]
-        largest = max(waiting, key=self._bytes, default=None)
-        if largest is not None:
-            insist_room(self._card, usage, self._bytes(largest), largest.name)
+        self._insist_room(usage, sorted(waiting, key=self._bytes, reverse=True)[:1])
 
     def run(self, say: Say) -> list[Outcome]:
         """Go through all pieces."""
@@ -89,42 +93,33 @@ class Runner:
         return outcomes
 
     def _outcomes(self, say: Say) -> Iterator[Outcome]:
-        over = False
+        sizes, over = self._request.sizes, False
         waiting = list(self._request.pieces)
         while waiting:
             piece = waiting[0]
-            settled = self._settled(piece)
-            if settled is not None:
-                yield settled
+            outcome = self._settled(piece)
+            if outcome is None and (over := over or piece.takes_s(sizes) > self._left_s):
+                outcome = Outcome(piece.name, "left", "does not fit in what is left of the budget")
+            if outcome is not None:
+                yield outcome
                 waiting.remove(piece)
                 continue
-            over = over or piece.takes_s(self._request.sizes) > self._left_s
-            if over:
-                yield Outcome(piece.name, "left", "does not fit in what is left of the budget")
-                waiting.remove(piece)
-                continue
-            together = self._together(waiting)
+            together = [one for one in waiting if self._goes_with(piece, one)]
             for one in together:
-                say(f"{one.name:<8} {one.what}: about {one.takes_s(self._request.sizes):.0f} s")
+                say(f"{one.name:<8} {one.what}: about {one.takes_s(sizes):.0f} s")
             for outcome in self._measured(together):
                 yield outcome
                 waiting = [other for other in waiting if other.name != outcome.piece]
 
-    def _together(self, waiting: list[Piece]) -> tuple[Piece, ...]:
-        """The first, and all others that can share its process, while it lasts."""
-        first = waiting[0]
-        if not first.group:
-            return (first,)
-        return tuple(
-            piece
-            for piece in waiting
-            if self._goes_with(first, piece) and self._settled(piece) is None
-        )
-
     def _goes_with(self, first: Piece, piece: Piece) -> bool:
-        """Whether the same engines do for both; tiny weights are made in no time."""
+        """Whether it can share the first one's process: it is that one, or has the same engines.
+
+        Tiny weights, of a rehearsal, are made in no time.
+        """
+        if piece is first or not first.group:
+            return piece is first
         alike = self._request.rehearsal or piece.known_weights == first.known_weights
-        return piece.group == first.group and alike
+        return piece.group == first.group and alike and self._settled(piece) is None
 
     def _settled(self, piece: Piece) -> Outcome | None:
         """What is known without the card, None when the piece is to be measured."""
@@ -132,13 +127,13 @@ class Runner:
         if missing := piece.missing():
             return Outcome(piece.name, "failed" if request.named else "lacking", missing)
         record = read_done(self._folder, piece.name) if request.resume else None
-        if record is not None and self._same(piece, record):
+        if (
+            record is not None
+            and record["environment"]["commit"] == request.revision
+            and record["sizes"] == piece.told(request.sizes)
+        ):
             return Outcome(piece.name, "kept", "measured before with this commit", record)
         return None
-
-    def _same(self, piece: Piece, record: Record) -> bool:
-        same_code = record["environment"]["commit"] == self._request.revision
-        return bool(same_code and record["sizes"] == piece.told(self._request.sizes))
 
     @property
     def _left_s(self) -> float:
@@ -148,7 +143,11 @@ class Runner:
     def _bytes(self, piece: Piece) -> int:
         return piece.memory(self._request.sizes)
 
-    def _measured(self, pieces: tuple[Piece, ...]) -> Iterator[Outcome]:
+    def _insist_room(self, usage: Usage, pieces: Iterable[Piece]) -> None:
+        for piece in pieces:
+            insist_room(self._card, usage, self._bytes(piece), piece.name)
+
+    def _measured(self, pieces: list[Piece]) -> Iterator[Outcome]:
         """What became of each piece that the process began, at least of the first.
 
         Several share what their engines did, so each is kept as soon as it is known: a process that
@@ -158,77 +157,111 @@ class Runner:
             before = self._reader.usage(self._card)
             facts = environment(self._card, before, self._request.revision)
             insist_alone(self._card, before)
-            for piece in pieces:
-                insist_room(self._card, before, self._bytes(piece), piece.name)
+            self._insist_room(before, pieces)
         except CardError as error:
-            yield self._failed(pieces[0], {}, str(error))
+            yield self._kept(Answered(pieces[0], failed=str(error)), {})
             return
-        found: list[tuple[Piece, Record]] = []
+        found: list[tuple[Answered, Record]] = []
         with Watch(self._reader, self._card) as watch:
             began_s = time.monotonic()
             for answer in self._measure(self._order(pieces)):
                 record: Record = {"took_s": time.monotonic() - began_s, "environment": facts}
-                record |= {"measured": answer.measured, "failed": answer.failed}
-                found.append((answer.piece, record))
-                if len(pieces) > 1 and answer.measured is not None:
-                    self._done(answer.piece, record | {"during": watch.summary()})
-        left = self._left_as_found(before)
-        during = {"during": watch.summary()}
-        for piece, record in found:
-            yield self._outcome(piece, record | during, left)
+                found.append((answer, record))
+                if len(pieces) > 1 and not answer.failed:
+                    self._kept(answer, record | {"during": watch.summary()})
+        left = self._left_on_card(before)
+        for answer, record in found:
+            yield self._kept(answer, record | {"during": watch.summary()}, left)
 
-    def _order(self, pieces: tuple[Piece, ...]) -> Order:
+    def _order(self, pieces: list[Piece]) -> Order:
         request, first = self._request, pieces[0]
-        seconds = first.limit_s
-        if first.group:
-            seconds = min(MOST_S, self._left_s)
-        return Order(pieces, request.sizes, self._card, seconds, request.logs, self._folder)
+        seconds = min(MOST_S, self._left_s) if first.group else first.limit_s
+        return Order(tuple(pieces), request.sizes, self._card, seconds, request.logs, self._folder)
 
-    def _outcome(self, piece: Piece, record: Record, left: str) -> Outcome:
-        said = "; then ".join(filter(None, [record.pop("failed"), left]))
-        if said:
-            del record["measured"]
-            return self._failed(piece, record, said)
-        return self._done(piece, record)
+    def _kept(self, answer: Answered, record: Record, left: str = "") -> Outcome:
+        """Write what a piece measured, or why it did not; `left` says what it left on the card."""
+        piece, request = answer.piece, self._request
+        described: Record = {
+            "piece": piece.name,
+            "what": piece.what,
+            "sizes": piece.told(request.sizes),
+        }
+        record = described | ({"rehearsal": NO_CLAIM} if request.rehearsal else {}) | record
+        if failed := "; then ".join(filter(None, [answer.failed, left])):
+            _write(_failed(self._folder, piece.name), record | {"failed": failed})
+            return Outcome(piece.name, "failed", failed)
+        assert answer.measured is not None
+        record |= {"measured": answer.measured, "checks": piece.checks(answer.measured)}
+        path = write_done(self._folder, record)
+        return Outcome(piece.name, "done", f"{record['took_s']:.0f} s, {path}", record)
 
-    def _done(self, piece: Piece, record: Record) -> Outcome:
-        kept = self._described(piece) | record
-        kept.pop("failed", None)
-        kept["checks"] = piece.checks(kept["measured"])
-        path = write_done(self._folder, kept)
-        return Outcome(piece.name, "done", f"{kept['took_s']:.0f} s, {path}", kept)
-
-    def _failed(self, piece: Piece, record: Record, said: str) -> Outcome:
-        write_failed(self._folder, self._described(piece) | record | {"failed": said})
-        return Outcome(piece.name, "failed", said)
-
-    def _described(self, piece: Piece) -> Record:
-        record: Record = {
-            "piece": piece.name, "what": piece.what, "sizes": piece.told(self._request.sizes),
-        }  # fmt: skip
-        return record | ({"rehearsal": NO_CLAIM} if self._request.rehearsal else {})
-
-    def _left_as_found(self, before: Usage) -> str:
-        """Wait until nothing of a process is left on the card; what is, or nothing."""
-        try:
-            self._insist_left_as_found(before)
-        except (PieceError, CardError) as error:
-            return str(error)
-        return ""
-
-    def _insist_left_as_found(self, before: Usage) -> None:
+    def _left_on_card(self, before: Usage) -> str:
+        """Wait until the card is as it was found; what is left on it, or nothing."""
         deadline_s = time.monotonic() + SETTLED_S
         while True:
-            now = self._reader.usage(self._card)
+            try:
+                now = self._reader.usage(self._card)
+            except CardError as error:
+                return str(error)
             kept_bytes = now.used_bytes - before.used_bytes
             if not now.processes and kept_bytes <= SETTLED_BYTES:
-                return
+                return ""
             if time.monotonic() >= deadline_s:
-                raise PieceError(
+                return (
                     f"the card is not as it was found: {max(0, kept_bytes) // MIB} MiB more in use,"
                     f" processes {list(now.processes)}; end what is left of the piece"
                 )
             time.sleep(POLL_S)
+
+
+def folder_of(out: Path, card_name: str) -> Path:
+    """Where a card's results are: `NVIDIA H200` is `nvidia-h200`."""
+    return out / (re.sub(r"[^a-z0-9]+", "-", card_name.lower()).strip("-") or "gpu")
+
+
+def write_done(folder: Path, record: Record) -> Path:
+    """Replace what was measured before."""
+    path = folder / f"{record['piece']}.json"
+    _write(path, record)
+    _failed(folder, record["piece"]).unlink(missing_ok=True)
+    return path
+
+
+def read_done(folder: Path, piece: str) -> Record | None:
+    """The last measured record, None without one. Raises ConfigError when damaged."""
+    path = folder / f"{piece}.json"
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}); see --out") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is damaged ({error}); delete it") from error
+    if not isinstance(record, dict) or not record.keys() >= KEYS or record["piece"] != piece:
+        raise ConfigError(f"{path} is no record of {piece}; delete it")
+    return record
+
+
+def _failed(folder: Path, piece: str) -> Path:
+    return folder / f"{piece}.failed.json"
+
+
+def _write(path: Path, record: Record) -> None:
+    """Replace the file as a whole: a machine that is taken away leaves the last one."""
+    text = json.dumps(record, indent=1, allow_nan=False) + "\n"
+    beside = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with beside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            beside.unlink()
+        raise ConfigError(f"{path} cannot be written ({error.strerror}); see --out") from error
 
 
 def line_of(outcome: Outcome) -> str:
@@ -243,11 +276,6 @@ def line_of(outcome: Outcome) -> str:
         failed = [line for line, kind in zip(told, verdicts, strict=True) if kind == "FAILS"]
         told = [", ".join(counts), *failed]
     return "; ".join([f"{outcome.piece:<8} {outcome.state}: {outcome.said}", *told])
-
-
-def _told(check: Check) -> str:
-    value = _shown(check["value"])
-    return f"{check['check']} {value} (limit {check['limit']:g}) {check['verdict']}"
 
 
 def _shown(value: float | None) -> str:

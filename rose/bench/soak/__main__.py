@@ -13,9 +13,8 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from rose.bench.soak.bounds import Check, checks
-from rose.bench.soak.run import RENEW_S, Seen, soaking
-from rose.bench.soak.ways import LATE, WAYS
+from rose.bench.soak.callers import LATE, WAYS
+from rose.bench.soak.run import RENEW_S, Check, Seen, checks, soaking
 from rose.errors import ConfigError, RoseError
 
 

@@ -12,15 +12,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rose.bench.weights.limits import checks, rank_checks
+from rose.bench.weights.codec import peaks, sizes, speeds
 from rose.bench.weights.link import link_figures
-from rose.bench.weights.memory import peaks
-from rose.bench.weights.paper import on_paper
 from rose.bench.weights.ranks import rank_memory
-from rose.bench.weights.sizes import sizes
-from rose.bench.weights.speed import speeds
-from rose.bench.weights.synthetic import adam_step, rate_for
-from rose.bench.weights.table import rank_table, table
+from rose.bench.weights.report import checks, on_paper, rank_checks, rank_table, table
+from rose.bench.weights.steps import adam_step, rate_for
 from rose.errors import RoseError
 
 DENSITIES = (0.001, 0.01, 0.019, 0.02, 0.046, 0.05, 0.119, 0.2, 0.5)
@@ -49,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def measure(models: Path, seed: int) -> dict[str, object]:
     """Everything."""
-    from rose.bench.weights.training import training_steps
+    from rose.bench.weights.steps import training_steps
     from rose.demo.frozen_lake.models import ensure_models
 
     synthetic = []

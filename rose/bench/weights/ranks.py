@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rose.bench.weights.synthetic import adam_step, rate_for
+from rose.bench.weights.steps import adam_step, rate_for
 from weight_transfer import ChunkStore, Publisher, Receiver, SigningKey, StagedTensor, TensorBits
 from weight_transfer.files.checkpoint import Checkpoint
 from weight_transfer.node_copy import NodeCopy

@@ -6,7 +6,6 @@ publishing, so it yields to both: it loses no work, it makes larger batches.
 """
 
 import asyncio
-import contextlib
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+from rose.bench.common.cpu_sched import make_foreground, make_nicer
 from rose.demo.report.records import RunLayout
 from rose.demo.stack import Stack
 from rose.demo.view import Board
@@ -106,9 +106,8 @@ DEDICATED_NICE = 10
 
 def yield_to_trainer(roots: Mapping[str, int], engine: str) -> None:
     """Lower the priority of every thread of `engine`."""
-    for thread in _threads_of(roots, engine):
-        with contextlib.suppress(ProcessLookupError):
-            os.setpriority(os.PRIO_PROCESS, thread, DEDICATED_NICE)
+    for pid in _processes_of(roots, engine):
+        make_nicer(pid, DEDICATED_NICE)
 
 
 def level_with_host(roots: Mapping[str, int], engine: str) -> None:
@@ -116,26 +115,14 @@ def level_with_host(roots: Mapping[str, int], engine: str) -> None:
 
     Raises RoseError when the machine does not allow it.
     """
-    for thread in _threads_of(roots, engine):
-        try:
-            os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
-            os.setpriority(os.PRIO_PROCESS, thread, 0)
-        except ProcessLookupError:
-            continue
-        except PermissionError as error:
-            raise RoseError(
-                "--control naive raises the guest's priority to the host's, which needs root"
-            ) from error
-
-
-def _threads_of(roots: Mapping[str, int], engine: str) -> Iterator[int]:
-    for name, process in trees(roots):
-        if name == engine:
-            yield from _threads(process)
-
-
-def _threads(process: psutil.Process) -> list[int]:
     try:
-        return [thread.id for thread in process.threads()]
-    except psutil.Error:
-        return []
+        for pid in _processes_of(roots, engine):
+            make_foreground(pid)
+    except PermissionError as error:
+        raise RoseError(
+            "--control naive raises the guest's priority to the host's, which needs root"
+        ) from error
+
+
+def _processes_of(roots: Mapping[str, int], engine: str) -> list[int]:
+    return [process.pid for name, process in trees(roots) if name == engine]

@@ -13,8 +13,9 @@ be none), the whole interval has to meet the limit.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
+from rose.bench.common.checks import Bound, Verdict, meets, verdict_of
+from rose.bench.common.stats import Estimate, Interval, mean_difference, paired_difference
 from rose.demo.report.measures import (
     KINDS,
     HarvestMeasures,
@@ -32,10 +33,6 @@ from rose.demo.report.measures import (
     weights,
 )
 from rose.demo.report.records import Records
-from rose.stats import Estimate, Interval, mean_difference, paired_difference
-
-Verdict = Literal["HOLDS", "FAILS", "INCONCLUSIVE"]
-Bound = Literal["at least", "at most", "above"]
 
 MIN_REWARD_RISE = 0.10
 MIN_HELD_OUT_RISE = 0.10
@@ -86,19 +83,13 @@ class Claim:
     exact: bool
 
 
-def _meets(value: float, bound: Bound, limit: float) -> bool:
-    if bound == "at least":
-        return value >= limit
-    return value <= limit if bound == "at most" else value > limit
-
-
 def exact(
     name: str, value: float | None, bound: Bound, limit: float, why: str, missing: str = ""
 ) -> Claim:
     """A claim decided by its value alone; `missing` says what a None value lacked."""
     if value is None:
         return Claim(name, value, None, bound, limit, "INCONCLUSIVE", missing, exact=True)
-    verdict: Verdict = "HOLDS" if _meets(value, bound, limit) else "FAILS"
+    verdict = verdict_of(value, bound, limit)
     return Claim(name, value, None, bound, limit, verdict, why, exact=True)
 
 
@@ -119,9 +110,9 @@ def measured(
     if found is None or found.ci95 is None:
         value = found.value if found else None
         return Claim(name, value, None, bound, limit, "INCONCLUSIVE", missing, exact=False)
-    met = [_meets(end, bound, limit) for end in found.ci95]
+    met = [meets(end, bound, limit) for end in found.ci95]
     verdict: Verdict = "INCONCLUSIVE"
-    if all(met) if throughout else _meets(found.value, bound, limit):
+    if all(met) if throughout else meets(found.value, bound, limit):
         verdict = "HOLDS"
     elif not any(met):
         verdict = "FAILS"

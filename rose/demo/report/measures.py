@@ -8,13 +8,21 @@ Each function is pure: records in, one frozen figure out. A figure that the reco
 None, never a guess.
 """
 
-import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from rose.bench.common.pairing import METRICS, Pair, RequestIndex, Window, latency_s, paired_window
+from rose.bench.common.stats import (
+    Estimate,
+    Floats,
+    estimate_of_sums,
+    percentile,
+    ratio_of_percentiles,
+    ratio_of_rates,
+)
 from rose.demo.report.records import (
     CHUNK_REJECTED,
     EVALUATION,
@@ -27,15 +35,6 @@ from rose.demo.report.records import (
 )
 from rose.load.protocol import Request, join_requests
 from rose.node.grants.guard_thread import GuestSample
-from rose.stats import (
-    Estimate,
-    Floats,
-    PairedWindow,
-    estimate_of_sums,
-    percentile,
-    ratio_of_percentiles,
-    ratio_of_rates,
-)
 
 KINDS = ("guest", "dedicated", "continued")
 # A revocation takes this long to travel from its order to the streams it ends.
@@ -414,10 +413,6 @@ EDGE_S = 0.5
 # Arrivals this close together share bursts and batches, so they are resampled together.
 WINDOW_S = 2.0
 
-METRICS: dict[str, Callable[[Request], float | None]] = {
-    "ttft": lambda request: request.ttft_s,
-    "tpot": lambda request: request.tpot_s,
-}
 PERCENTS = (50, 95)
 
 
@@ -444,48 +439,25 @@ class HostImpact:
     samples: dict[str, int]
 
 
-RequestPair = tuple[Request, Request]
-
-
-def _comparable(leased: Request, frozen: Request) -> bool:
+def _comparable(pair: Pair) -> bool:
     """Whether both were measured by the same instrument, as far as they were served at all."""
-    served = leased.status == frozen.status == "ok"
-    return not served or leased.source == frozen.source
+    served = pair.arm.status == pair.alone.status == "ok"
+    return not served or pair.arm.source == pair.alone.source
 
 
-def paired_requests(records: Records, joined: Sequence[Request]) -> list[list[RequestPair]]:
+def paired_requests(records: Records, joined: Sequence[Request]) -> list[Window]:
     """(leased, frozen) requests of the common prefix, one list for each window of each pair."""
-    by_block: dict[int, dict[float, Request]] = defaultdict(dict)
-    for request in joined:
-        by_block[request.block][request.offset_s] = request
-    windows: dict[tuple[int, int], list[RequestPair]] = defaultdict(list)
+    index = RequestIndex(joined)
+    found = []
     for leased, frozen in block_pairs(records):
-        prefix_s = _prefix_s(leased, frozen)
-        others = by_block[frozen.block]
-        for offset_s, request in sorted(by_block[leased.block].items()):
-            other = others.get(offset_s)
-            if offset_s <= prefix_s and other is not None and _comparable(request, other):
-                windows[leased.block, int(offset_s / WINDOW_S)].append((request, other))
-    return list(windows.values())
-
-
-def _prefix_s(leased: BlockRecord, frozen: BlockRecord) -> float:
-    return min(leased.duration_s, frozen.duration_s) - EDGE_S
-
-
-def _latency_s(request: Request, metric: str) -> float | None:
-    return METRICS[metric](request) if request.status == "ok" else math.inf
-
-
-def _window(pairs: Sequence[RequestPair], metric: str) -> PairedWindow:
-    """Latencies of the pairs in which both sides have one."""
-    both = [(_latency_s(above, metric), _latency_s(below, metric)) for above, below in pairs]
-    kept = [(above, below) for above, below in both if above is not None and below is not None]
-    return PairedWindow([above for above, _ in kept], [below for _, below in kept])
+        prefix_s = min(leased.duration_s, frozen.duration_s) - EDGE_S
+        for window in index.windows(leased, frozen, WINDOW_S):
+            found.append([p for p in window if p.arm.offset_s <= prefix_s and _comparable(p)])
+    return [window for window in found if window]
 
 
 def _known(requests: Sequence[Request], metric: str) -> list[float]:
-    found = (_latency_s(request, metric) for request in requests)
+    found = (latency_s(request, metric) for request in requests)
     return [latency_s for latency_s in found if latency_s is not None]
 
 
@@ -509,7 +481,7 @@ def host_impact(records: Records, seed: int) -> HostImpact:
     joined = join_requests(records.client_requests, records.host_latency)
     pairs = paired_requests(records, joined)
     windows = {
-        metric: [w for w in (_window(pair, metric) for pair in pairs) if w.above]
+        metric: [w for w in (paired_window(window, metric) for window in pairs) if w.above]
         for metric in METRICS
     }
     ratios = {
@@ -520,11 +492,11 @@ def host_impact(records: Records, seed: int) -> HostImpact:
     }
     return HostImpact(
         frozen=_arm(
-            [frozen for window in pairs for _, frozen in window],
+            [pair.alone for window in pairs for pair in window],
             {metric: [w.below for w in found] for metric, found in windows.items()},
         ),
         leased=_arm(
-            [leased for window in pairs for leased, _ in window],
+            [pair.arm for window in pairs for pair in window],
             {metric: [w.above for w in found] for metric, found in windows.items()},
         ),
         all=_arm(joined, {metric: [_known(joined, metric)] for metric in METRICS}),

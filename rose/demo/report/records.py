@@ -10,8 +10,8 @@ from typing import Literal
 
 import msgspec
 
-from rose.decoding import BAD_BYTES
-from rose.errors import ConfigError, RoseError
+from rose.bench.common.recompute import read_json
+from rose.errors import ConfigError
 from rose.load.protocol import ClientRequest, HostLatency
 from rose.logs.eventlog import log_parts, read_lines
 from rose.node.grants.guard_thread import GUEST_SAMPLES, GuestSample
@@ -261,15 +261,6 @@ class Records:
         return sorted((e for e in self.events if e.event == name), key=lambda event: event.t_s)
 
 
-def _read_run(path: Path) -> RunInfo:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=RunInfo)
-    except OSError as error:
-        raise RoseError(f"{path}: cannot be read; name the folder of a demo run") from error
-    except BAD_BYTES as error:
-        raise RoseError(f"{path}: {error}") from error
-
-
 def read_records(folder: Path) -> Records:
     """All raw records of the run in `folder`.
 
@@ -277,7 +268,7 @@ def read_records(folder: Path) -> Records:
     """
     memory = folder / "memory.jsonl"
     return Records(
-        run=_read_run(folder / "run.json"),
+        run=read_json(folder / "run.json", RunInfo, "name the folder of a demo run"),
         client_requests=read_lines(folder / "client_requests.jsonl", ClientRequest),
         host_latency=read_lines(folder / "host_latency.jsonl", HostLatency),
         turns=read_lines(folder / "turns.jsonl", TurnRecord),

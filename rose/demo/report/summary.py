@@ -11,7 +11,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from rose.compare import FieldDifference, compare
+from rose.bench.common.recompute import FieldDifference, compare
 from rose.decoding import BAD_BYTES
 from rose.demo.report import plots
 from rose.demo.report.claims import Claim

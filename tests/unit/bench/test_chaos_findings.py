@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rose.bench.chaos.trainer import Findings
+from rose.bench.chaos.run import Findings
 from rose.client import Turn
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rose.bench.coserve.granting import guard_config
+from rose.bench.coserve.calibration import RateSearch
 from rose.bench.coserve.plan import (
     ARMS,
     EVENT_ARMS,
@@ -14,11 +14,11 @@ from rose.bench.coserve.plan import (
     fit_rounds,
     make_events,
     make_rounds,
+    quick_settings,
     rounds_wanted,
 )
-from rose.bench.coserve.rate_search import RateSearch
+from rose.bench.coserve.player import guard_config
 from rose.bench.coserve.run import _prepare
-from rose.bench.coserve.settings import quick_settings
 from rose.errors import ConfigError
 
 CELLS = [Cell(0.3, "poisson", 5.0), Cell(0.9, "bursty", 30.0)]

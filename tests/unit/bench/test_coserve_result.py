@@ -5,13 +5,12 @@ from typing import Any
 
 import pytest
 
-from rose import stats
+from rose.bench.common import stats
 from rose.bench.coserve.__main__ import main
 from rose.bench.coserve.plan import ARMS, EVENT_ARMS
 from rose.bench.coserve.records import read_run
-from rose.bench.coserve.result import RESULT, build_result, write_result
+from rose.bench.coserve.result import RESULT, build_result, verify, write_result
 from rose.bench.coserve.rows import arm_of
-from rose.bench.coserve.verify import verify
 from rose.errors import RoseError
 from tests.fakes.coserve_run import StandInBench
 

@@ -1,9 +1,7 @@
 import numpy as np
 
 from executor.step_log import ARRIVAL, STEP
-from rose.bench.coserve.counters import metric
-from rose.bench.coserve.steps import StepTimes, starts_s, yields_s
-from rose.bench.coserve.verdict import (
+from rose.bench.common.checks import (
     FAILS,
     HOLDS,
     INCONCLUSIVE,
@@ -12,7 +10,9 @@ from rose.bench.coserve.verdict import (
     exactly_none,
     row_verdict,
 )
-from rose.stats import Estimate, paired_difference
+from rose.bench.common.stats import Estimate, paired_difference
+from rose.bench.coserve.player import metric
+from rose.bench.coserve.records import StepTimes, starts_s, yields_s
 
 MS = 1_000_000
 

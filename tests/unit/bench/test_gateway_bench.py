@@ -8,14 +8,20 @@ import pytest
 
 from elastic_scheduler import ReplicaKind
 from rose.bench.gateway.__main__ import main
-from rose.bench.gateway.arms import arms_over_standin, peer_command, peers
-from rose.bench.gateway.generator import run
-from rose.bench.gateway.limits import ADDED_P50_S, AT_STREAMS, checks
-from rose.bench.gateway.load import STREAMS, Load
-from rose.bench.gateway.rows import rows
+from rose.bench.gateway.arms import (
+    COMPLETIONS,
+    REPLICA,
+    SGLANG,
+    TOKEN_STREAM,
+    TOKENS,
+    Wire,
+    arms_over_standin,
+    peer_command,
+    peers,
+)
+from rose.bench.gateway.generator import STREAMS, Load, run
+from rose.bench.gateway.report import ADDED_P50_S, AT_STREAMS, checks, rows, table
 from rose.bench.gateway.standin_engine import Connection, Pace
-from rose.bench.gateway.table import table
-from rose.bench.gateway.wires import COMPLETIONS, REPLICA, SGLANG, TOKEN_STREAM, TOKENS, Wire
 from rose.errors import ConfigError
 from rose.gateway import Gateway, GatewaySettings, StaticReplica
 from tests.patience import PATIENCE_S

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rose.bench.gpu.errors import PieceError
+from rose.bench.gpu.pieces import PieceError
 from rose.bench.gpu.work.device_tests import GROUPS, Group, run_files, run_groups
 
 

@@ -7,11 +7,9 @@ from itertools import islice
 from pathlib import Path
 
 from rose.bench.gpu import runner as running
-from rose.bench.gpu.piece import MOST_S
+from rose.bench.gpu.pieces import MOST_S, pieces_of
 from rose.bench.gpu.process import Answered, Order
-from rose.bench.gpu.registry import pieces_of
-from rose.bench.gpu.serve.sizes import ServingSizes
-from rose.bench.gpu.sizes import Sizes
+from rose.bench.gpu.sizes import ServingSizes, Sizes
 from tests.fakes.gpu import MEASURED
 from tests.fakes.gpu_runs import COPY, Measuring, files, request, run, states
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rose.bench.gpu.models import SHAPES
-from rose.bench.gpu.work.bare import ROOT
+from rose.bench.gpu.work.timing import ROOT
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed"
@@ -20,9 +20,9 @@ PROGRAM = """
 import json, sys
 for absent in ("numba", "zstandard", "blake3", "cryptography"):
     sys.modules[absent] = None
-from rose.bench.gpu.errors import PieceError
+from rose.bench.gpu.pieces import PieceError
 from rose.bench.gpu.sizes import Sizes
-from rose.bench.gpu.work import comparing, copying, kernels, updating
+from rose.bench.gpu.work import kernels, reference, updating
 
 def told(work, *arguments):
     try:
@@ -34,15 +34,15 @@ small = Sizes(model="tiny", gib=2**-15, rounds=3, density=0.02)
 kernels._NONZERO_WEIGHTS = 5000
 found = {
     "counts": [
-        comparing.compare("cpu", width, size, 0.05)
-        for width, size in zip(comparing.WIDTHS, (600, 4100, 600, 600), strict=True)
+        reference.compare("cpu", width, size, 0.05)
+        for width, size in zip(reference.WIDTHS, (600, 4100, 600, 600), strict=True)
     ],
     "speed": kernels.speed(small, "cpu"),
     "update": updating.run(small, "cpu"),
-    "copy": copying.run(Sizes(gib=2**-10, rounds=3), "cpu"),
+    "copy": kernels.copy_speeds(Sizes(gib=2**-10, rounds=3), "cpu"),
 }
-comparing.zigzag = lambda old, new: (new - old) ^ 1
-found["wrong code"] = told(comparing.compare, "cpu", 2, 600, 0.05)
+reference.zigzag = lambda old, new: (new - old) ^ 1
+found["wrong code"] = told(reference.compare, "cpu", 2, 600, 0.05)
 import numpy as np
 from weight_transfer.kernels.triton import exchange
 exchange.DeviceExchange.run = lambda self, back=False: np.zeros((1, 2), np.int64)

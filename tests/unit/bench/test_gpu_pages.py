@@ -8,10 +8,8 @@ import pytest
 import standin_pages
 from standin_pages import PAGE_BYTES
 
-from rose.bench.gpu.errors import PieceError
 from rose.bench.gpu.limits import page_checks
-from rose.bench.gpu.work import page_driver
-from rose.bench.gpu.work.page_driver import lacking
+from rose.bench.gpu.pieces import PieceError
 from rose.bench.gpu.work.pages import measure
 
 PAGES, ROUNDS = 130, 3
@@ -61,11 +59,3 @@ def test_nothing_is_left_and_by_handle_no_page_is_created() -> None:
 def test_a_guest_that_cannot_start_ends_the_piece_in_one_line() -> None:
     with pytest.raises(PieceError, match=r"^the guest's process ended in the middle; see the log$"):
         measure("standin_pages:open_only_for_the_host", ROUNDS, PAGES * PAGE_BYTES)
-
-
-def test_without_a_backend_the_piece_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    for opener in ("executor.no_such:open", "no_such.module:open"):
-        monkeypatch.setattr(page_driver, "OPENER", opener)
-        assert lacking() == "needs the CUDA memory backend"
-    monkeypatch.setattr(page_driver, "OPENER", "json:loads")
-    assert lacking() == ""

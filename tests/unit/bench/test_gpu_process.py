@@ -9,13 +9,11 @@ from pathlib import Path
 import pytest
 
 from rose.bench.gpu.__main__ import main
-from rose.bench.gpu.errors import PieceError
+from rose.bench.gpu.machine import REHEARSAL_PLACE, StandInCard
 from rose.bench.gpu.measure import reason
+from rose.bench.gpu.pieces import PieceError, pieces_of
 from rose.bench.gpu.process import MARK, Answered, Order, measure_apart
-from rose.bench.gpu.registry import pieces_of
-from rose.bench.gpu.rehearsal import PLACE, StandInCard
-from rose.bench.gpu.serve.sizes import REHEARSAL
-from rose.bench.gpu.sizes import Sizes
+from rose.bench.gpu.sizes import REHEARSAL, Sizes
 from tests.fakes.gpu import CARD, StandInReader
 from tests.left_behind import left_behind
 
@@ -114,7 +112,7 @@ def test_an_engine_without_room_is_one_line_and_the_others_are_ended(
     (card,) = StandInCard().cards()
     sizes = Sizes(serving=replace(REHEARSAL, guest_kv_bytes=1 << 50))
     order = Order(pieces_of(("serve60",)), sizes, card, 120.0, tmp_path, tmp_path)
-    (answer,) = measure_apart(order, module="standin_serving_measure", place=PLACE)
+    (answer,) = measure_apart(order, module="standin_serving_measure", place=REHEARSAL_PLACE)
     assert answer.failed.startswith("engine guest: processes, weights and KV need ")
     assert "\n" not in answer.failed
     assert not left_behind(MARK, str(os.getpid()))

@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 
 from rose.bench.gpu import runner as running
-from rose.bench.gpu.piece import MOST_S
+from rose.bench.gpu.machine import revision_of
+from rose.bench.gpu.pieces import MOST_S, PIECES
 from rose.bench.gpu.process import Answered, Order
-from rose.bench.gpu.records import folder_of, read_done
-from rose.bench.gpu.registry import PIECES
-from rose.bench.gpu.revision import revision_of
-from rose.bench.gpu.runner import Runner
+from rose.bench.gpu.runner import Runner, folder_of, read_done
 from rose.bench.gpu.sizes import Sizes
 from rose.errors import ConfigError
 from tests.fakes.gpu import IDLE, MEASURED, StandInReader, card, usage

@@ -18,14 +18,13 @@ from standin_guest import StandInGuest
 
 from rose.bench.coserve.plan import Block, Cell
 from rose.bench.coserve.records import BlockRecord, Counters
-from rose.bench.gpu.errors import PieceError
+from rose.bench.gpu import models
 from rose.bench.gpu.limits import REQUESTS_FOR_P90, updating_checks
-from rose.bench.gpu.models import SHAPES
-from rose.bench.gpu.serve import stamped, updating, weights_file
-from rose.bench.gpu.serve.sizes import REHEARSAL
-from rose.bench.gpu.serve.stamped import StampedTurns
-from rose.bench.gpu.serve.versions import CHANGED, GuestVersions, stepped
-from rose.bench.gpu.serve.weights_file import checkpoint_name, write_weights
+from rose.bench.gpu.models import SHAPES, checkpoint_name, write_weights
+from rose.bench.gpu.pieces import PieceError
+from rose.bench.gpu.serve import updating
+from rose.bench.gpu.serve.updating import CHANGED, GuestVersions, StampedTurns, stepped
+from rose.bench.gpu.sizes import REHEARSAL
 from rose.load.protocol import Request
 from weight_transfer import Receiver, SigningKey, read_chunk, read_safetensors
 from weight_transfer.format.manifest import Manifest
@@ -54,7 +53,7 @@ def test_a_file_that_is_there_is_kept_and_half_a_one_is_not(
     path = write_weights(TINY, tmp_path, seed=1)
     digest = hashlib.sha256(path.read_bytes()).digest()
     with monkeypatch.context() as patch:
-        patch.setattr(weights_file, "_weights", None)
+        patch.setattr(models, "_weights", None)
         assert write_weights(TINY, tmp_path, seed=1) == path
     path.write_bytes(path.read_bytes()[:-2])
     write_weights(TINY, tmp_path, seed=1)
@@ -224,7 +223,7 @@ async def test_a_guest_that_stamps_the_old_version_fails_the_piece(tmp_path: Pat
 async def test_a_guest_that_died_fails_the_piece_though_its_server_never_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stamped, "REFUSED_MOST_S", 0.5)
+    monkeypatch.setattr(updating, "REFUSED_MOST_S", 0.5)
     async with session(tmp_path) as (made, guest):
         guest.dead = True
         with pytest.raises(PieceError, match=r"the guest refused a turn: 503"):

@@ -3,7 +3,7 @@
 import time
 from typing import Any
 
-from rose.bench.gpu.watch import Watch
+from rose.bench.gpu.machine import Watch
 from rose.nvml import CardError
 from tests.fakes.gpu import StandInReader, card, usage
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from rose.bench.weights.limits import rank_checks
 from rose.bench.weights.ranks import SIZES, rank_memory
+from rose.bench.weights.report import rank_checks
 
 
 @pytest.mark.parametrize(

@@ -11,16 +11,12 @@ import pytest
 
 from rose.bench.coserve.plan import ARMS, IDLE_NAIVE, IDLE_ROSE, Cell
 from rose.bench.coserve.records import Calibration
-from rose.bench.gpu.errors import PieceError
-from rose.bench.gpu.models import shape_of
-from rose.bench.gpu.piece import Piece
-from rose.bench.gpu.registry import pieces_of
+from rose.bench.gpu.models import shape_of, write_model
+from rose.bench.gpu.pieces import Piece, PieceError, pieces_of
 from rose.bench.gpu.serve import group
-from rose.bench.gpu.serve.model_dir import write_model
-from rose.bench.gpu.serve.rates import KeptRates
-from rose.bench.gpu.serve.rounds import play_rounds, round_of
-from rose.bench.gpu.serve.sizes import ServingSizes
-from rose.bench.gpu.sizes import Sizes
+from rose.bench.gpu.serve.loads import play_rounds, round_of
+from rose.bench.gpu.serve.session import KeptRates
+from rose.bench.gpu.sizes import ServingSizes, Sizes
 from rose.errors import ConfigError, EngineStartError
 
 SERVED = pieces_of(("serve60", "bursts", "serve30", "serve90"))
@@ -108,7 +104,7 @@ def test_rounds_go_on_while_the_longest_so_far_would_still_end_in_time(
 ) -> None:
     now_s = [0.0]
     monkeypatch.setattr(
-        "rose.bench.gpu.serve.rounds.time", SimpleNamespace(monotonic=lambda: now_s[0])
+        "rose.bench.gpu.serve.loads.time", SimpleNamespace(monotonic=lambda: now_s[0])
     )
     session: Any = TimedSession(0.0)
 
@@ -162,7 +158,7 @@ def test_shapes_have_as_many_weights_as_their_models() -> None:
 
 
 def test_an_engine_that_does_not_come_up_ends_the_wait_of_all(tmp_path: Path) -> None:
-    from rose.bench.gpu.serve.engines import await_all
+    from rose.bench.common.engines import await_all
 
     class Engine:
         def __init__(self, seconds: float, error: str = "") -> None:

@@ -9,7 +9,7 @@ import pytest
 from rose.bench.coserve.records import Records, read_run
 from rose.bench.coserve.rows import Analysis, arm_of
 from rose.bench.gpu.limits import served_checks
-from rose.bench.gpu.serve.rules import card_rules, requests_wanted
+from rose.bench.gpu.serve.loads import card_rules, requests_wanted
 from tests.fakes.coserve_run import StandInBench
 
 Row = dict[str, Any]

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from elastic_scheduler import End, ReplicaKind
-from rose.bench.gateway.limits import OF_ORACLE
-from rose.bench.gateway.sessions import (
+from rose.bench.gateway.real import (
     OUTPUT_TOKENS,
     AgentSession,
     Scale,
@@ -18,6 +17,7 @@ from rose.bench.gateway.sessions import (
     read_sessions,
     replay,
 )
+from rose.bench.gateway.report import OF_ORACLE
 from rose.errors import ConfigError
 from rose.gateway import GatewaySettings, ReplicaEntry
 from rose.gateway.replicas.dispatcher import Dispatcher

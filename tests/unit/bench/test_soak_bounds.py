@@ -1,7 +1,6 @@
 """A soak's verdict: what it fails for, and what it does not blame the gateway for."""
 
-from rose.bench.soak.bounds import checks, growth
-from rose.bench.soak.run import Seen
+from rose.bench.soak.run import Seen, checks, growth
 
 
 def phase(**seen: object) -> Seen:

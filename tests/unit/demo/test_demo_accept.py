@@ -1,27 +1,14 @@
 """The table over many seeds: what meets the bar, what misses it, and that runs are kept."""
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).parents[3] / "bench" / "demo_accept.py"
+from rose.bench.micro import demo_accept as bench
+
 SEEDS = 10
-
-
-@pytest.fixture(scope="module")
-def bench() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("demo_accept", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["demo_accept"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def claim(name: str, verdict: str, *, exact: bool = False) -> dict[str, Any]:
@@ -51,17 +38,16 @@ def seeds(out: Path, measured: dict[int, str], exact: dict[int, str]) -> None:
         )
 
 
-def ended(bench: ModuleType, out: Path, *more: str) -> int:
+def ended(out: Path, *more: str) -> int:
     """The exit code over the runs in `out`; none of them is run again."""
-    code: int = bench.main([f"--seeds={SEEDS}", "--controls=0", f"--out={out}", *more])
-    return code
+    return bench.main([f"--seeds={SEEDS}", "--controls=0", f"--out={out}", *more])
 
 
 def test_runs_that_are_there_are_told_and_not_run_again(
-    bench: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seeds(tmp_path, {105: "INCONCLUSIVE"}, {})
-    assert ended(bench, tmp_path) == 0
+    assert ended(tmp_path) == 0
     page = (tmp_path / "accept.md").read_text()
     assert "| gain | 9 | 1 | 0 |" in page
     assert "| lost (exact) | 10 | 0 | 0 |" in page
@@ -80,10 +66,10 @@ def test_runs_that_are_there_are_told_and_not_run_again(
     ],
 )
 def test_what_misses_the_bar_is_said_and_ends_with_one(
-    bench: ModuleType, tmp_path: Path, measured: dict[int, str], exact: dict[int, str], why: str
+    tmp_path: Path, measured: dict[int, str], exact: dict[int, str], why: str
 ) -> None:
     seeds(tmp_path, measured, exact)
-    assert ended(bench, tmp_path) == 1
+    assert ended(tmp_path) == 1
     assert why in (tmp_path / "accept.md").read_text()
 
 
@@ -91,19 +77,17 @@ def test_what_misses_the_bar_is_said_and_ends_with_one(
     ("verdict", "rc", "code"), [("FAILS", 0, 0), ("INCONCLUSIVE", 1, 1), ("FAILS", 2, 1)]
 )
 def test_a_control_must_be_noticed_by_its_own_claim(
-    bench: ModuleType, tmp_path: Path, verdict: str, rc: int, code: int
+    tmp_path: Path, verdict: str, rc: int, code: int
 ) -> None:
     seeds(tmp_path, {}, {})
     must = claim("learns: held-out success", verdict)
     keep(tmp_path, 101, [must], "lr0", rc)
-    assert ended(bench, tmp_path, "--controls=1", "--only=lr0") == code
+    assert ended(tmp_path, "--controls=1", "--only=lr0") == code
     missed = "lr0 seed 101: not noticed" in (tmp_path / "accept.md").read_text()
     assert missed == bool(code)
 
 
-def test_a_claim_that_fails_beside_the_control_is_not_its_notice(
-    bench: ModuleType, tmp_path: Path
-) -> None:
+def test_a_claim_that_fails_beside_the_control_is_not_its_notice(tmp_path: Path) -> None:
     seeds(tmp_path, {}, {})
     keep(tmp_path, 101, [claim("gain", "FAILS")], "lr0")
-    assert ended(bench, tmp_path, "--controls=1", "--only=lr0") == 1
+    assert ended(tmp_path, "--controls=1", "--only=lr0") == 1

@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rose.compare import compare
+from rose.bench.common.recompute import compare
 from rose.demo.report.report import write_report
 from rose.demo.report.summary import verify
 from rose.errors import RoseError

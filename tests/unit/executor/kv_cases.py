@@ -34,6 +34,7 @@ from executor.kv.backing import Range, resident_bytes
 from executor.vllm.guest.scheduler import GatedScheduler
 from executor.vllm.host.scheduler import ObservedScheduler
 from executor.vllm.kv.backing import packed
+from rose.bench.common.tiny_models import TinyModel
 from tests.seated_host import SeatedHost
 
 VOCABULARY = 96
@@ -50,18 +51,8 @@ NARROW = FullAttentionSpec(
 
 
 def save_config(folder: Path) -> Path:
-    from transformers import Qwen2Config
-
-    Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        intermediate_size=64,
-        max_position_embeddings=512,
-        architectures=["Qwen2ForCausalLM"],
-    ).save_pretrained(folder)
+    model = TinyModel(hidden=64, layers=2, heads=1, mlp=64, vocabulary=VOCABULARY, tied=False)
+    model.config().save_pretrained(folder)
     return folder
 
 

@@ -20,7 +20,7 @@ from elastic_scheduler import ReplicaKind
 from elastic_scheduler.routing import cost
 from elastic_scheduler.turns import hedge
 from rose.bench.gateway.standin_engine import Pace
-from rose.bench.soak.caller import HUNG_UP, Caller
+from rose.bench.soak.callers import HUNG_UP, Caller
 from rose.bench.soak.engine import listen
 from rose.gateway import Gateway, ReplicaEntry, server
 from rose.gateway.backends import http_pool

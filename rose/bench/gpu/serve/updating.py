@@ -6,22 +6,151 @@ control  the same blocks with the same arrivals, and no update
 
 import asyncio
 import contextlib
+import json
 import math
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from rose.bench.coserve.names import GUEST
-from rose.bench.coserve.pairs import METRICS, latency_s
-from rose.bench.coserve.plan import ROSE_ARMS, Block, Cell
+import aiohttp
+import numpy as np
+
+from rose.bench.common.pairing import METRICS, latency_s
+from rose.bench.common.stats import percentile
+from rose.bench.coserve.plan import GUEST, ROSE_ARMS, Block, Cell
 from rose.bench.coserve.records import BlockRecord
-from rose.bench.gpu.errors import PieceError
-from rose.bench.gpu.piece import Measured
+from rose.bench.gpu.pieces import Measured, PieceError
 from rose.bench.gpu.serve.session import ServingSession
-from rose.bench.gpu.serve.stamped import StampedTurns
-from rose.bench.gpu.serve.versions import GuestVersions
 from rose.load.protocol import Request
-from rose.stats import percentile
+from weight_transfer import ChunkStore, Publisher, SigningKey, TensorBits, read_safetensors
+
+PROMPT = tuple(range(3, 35))
+TURN_TIMEOUT_S = 120.0
+RETRY_S = 0.2
+# A guest refuses turns while a version is activated; no longer than that.
+REFUSED_MOST_S = 30.0
+_UNAVAILABLE = 503
+
+
+@dataclass(slots=True)
+class StampedTurns:
+    """One turn after another until it is stopped; what their tokens said."""
+
+    http: aiohttp.ClientSession
+    url: str
+    output_tokens: int
+    headers: Mapping[str, str] = field(default_factory=dict)
+    tokens: Counter[int] = field(default_factory=Counter)
+    across: int = 0
+    turns: int = 0
+
+    async def run(self) -> None:
+        """Play turns for as long as it is let."""
+        await self._post("admit", {"epoch": 1})
+        while True:
+            await self.turn()
+
+    async def turn(self) -> list[int]:
+        """Play one; the versions of its chunks. Raises PieceError for what is not stamped."""
+        versions: list[int] = []
+        for line in await self._lines():
+            if "finish_reason" in line:
+                break
+            if not isinstance(line.get("version"), int) or versions[-1:] > [line["version"]]:
+                raise PieceError(f"a chunk after version {versions[-1:]} is stamped {line}")
+            versions.append(line["version"])
+            self.tokens[line["version"]] += len(line["token_ids"])
+        self.turns += 1
+        self.across += len(set(versions)) > 1
+        return versions
+
+    async def _lines(self) -> list[dict[str, Any]]:
+        body = {
+            "request_id": f"stamped-{self.turns}",
+            "token_ids": PROMPT,
+            "sampling": {"max_tokens": self.output_tokens, "temperature": 1.0},
+        }
+        until_s = time.monotonic() + REFUSED_MOST_S
+        while True:
+            status, text = await self._post("generate", body)
+            if status != _UNAVAILABLE or time.monotonic() > until_s:
+                break
+            await asyncio.sleep(RETRY_S)
+        if status != 200:
+            raise PieceError(f"the guest refused a turn: {status} {text[:200]}")
+        return [json.loads(line) for line in text.splitlines() if line]
+
+    async def _post(self, path: str, body: object) -> tuple[int, str]:
+        timeout = aiohttp.ClientTimeout(total=TURN_TIMEOUT_S)
+        url = f"{self.url}/rose/v1/{path}"
+        async with self.http.post(url, json=body, timeout=timeout, headers=self.headers) as answer:
+            return answer.status, await answer.text()
+
+
+CHANGED = 0.02
+APPLY_TIMEOUT_S = 240.0
+
+
+class GuestVersions:
+    """Publishes steps there and back between two sets of weights, and has a guest apply them."""
+
+    def __init__(self, weights: Path, folder: Path, key: SigningKey, seed: int) -> None:
+        """`weights`: version 0, a safetensors file. Reads all of it."""
+        self._store = ChunkStore(folder)
+        self._publisher = Publisher(self._store, job="gpu", trainer="bench", key=key)
+        base = read_safetensors(weights)
+        self._sets = base, stepped(base, seed)
+        self.published = 0
+
+    def publish(self) -> dict[str, Any]:
+        """Publish the next version; what that took."""
+        version = self.published + 1
+        began_s = time.perf_counter()
+        old, new = self._sets[self.published % 2], self._sets[version % 2]
+        manifest = self._publisher.publish(version, self.published, old, new)
+        self.published = version
+        return {
+            "publish_s": time.perf_counter() - began_s,
+            "changed_share": manifest.changed / sum(t.bits.size for t in old.values()),
+            "wire_bytes": manifest.wire_bytes,
+        }
+
+    async def apply(
+        self, http: aiohttp.ClientSession, url: str, headers: Mapping[str, str]
+    ) -> dict[str, Any]:
+        """Have the guest apply the newest one; its report. Raises PieceError in one line."""
+        body = {
+            "manifest": str(self._store.manifest_path(self.published)),
+            "chunks": str(self._store.chunks_dir),
+        }
+        timeout = aiohttp.ClientTimeout(total=APPLY_TIMEOUT_S)
+        began_s = time.monotonic()
+        try:
+            async with http.post(
+                f"{url}/rose/v1/weights/apply", json=body, timeout=timeout, headers=headers
+            ) as answer:
+                report: dict[str, Any] = await answer.json()
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            raise PieceError(f"the guest did not answer an update: {error!r}") from error
+        if answer.status != 200 or report.get("version") != self.published:
+            raise PieceError(f"version {self.published} is not active: {answer.status} {report}")
+        return report | {"applied_s": time.monotonic() - began_s}
+
+
+def stepped(base: Mapping[str, TensorBits], seed: int) -> dict[str, TensorBits]:
+    """The same weights after a step that moves about CHANGED of them by one unit."""
+    rng = np.random.default_rng(seed)
+    new = {}
+    for name, tensor in base.items():
+        bits = tensor.bits.copy()
+        moved = rng.integers(0, bits.size, max(1, int(CHANGED * bits.size)))
+        bits[moved] = tensor.bits[moved] ^ 1
+        new[name] = TensorBits(name, tensor.dtype, tensor.shape, bits)
+    return new
+
 
 BUSY = 0.6
 # adaptive, invisible: the host's latencies are to stay as they are.

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from rose.bench.gpu.errors import PieceError
-from rose.bench.gpu.modules import absent
+from rose.bench.gpu.pieces import PieceError, absent
 from rose.bench.gpu.sizes import Sizes
-from rose.bench.gpu.work.bare import ROOT
+from rose.bench.gpu.work.timing import ROOT
 
 NEVER_PASSED_ON = ("TRITON_INTERPRET",)
 

@@ -1,10 +1,47 @@
-"""Times of work that a device does while the host waits for it."""
+"""Work on a device: what torch says of it, and times that the host waits for."""
 
 import math
 import statistics
+import sys
 import time
+import types
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
+
+from rose.bench.gpu.pieces import PieceError, absent
+
+
+def insist_device(place: str) -> None:
+    """Raise PieceError when torch cannot use it."""
+    import torch
+
+    if place.startswith("cuda") and not torch.cuda.is_available():
+        built = torch.version.cuda
+        why = f"is built for CUDA {built}" if built else "is built without CUDA"
+        raise PieceError(
+            f"torch {torch.__version__} {why} and sees no GPU; use a Python whose torch does"
+        )
+
+
+def told(place: str) -> dict[str, Any]:
+    """Name, capability and CUDA of a torch device."""
+    import torch
+
+    if not place.startswith("cuda"):
+        return {"device": {"name": place}}
+    properties = torch.cuda.get_device_properties(place)
+    return {
+        "device": {
+            "name": properties.name,
+            "capability": f"{properties.major}.{properties.minor}",
+            "multiprocessors": properties.multi_processor_count,
+            "l2_bytes": getattr(properties, "L2_cache_size", None),
+            "torch_cuda": torch.version.cuda,
+            "most_bytes_allocated": torch.cuda.max_memory_allocated(place),
+        }
+    }
+
 
 WARM_UP_ROUNDS = 2
 
@@ -48,3 +85,15 @@ def rate(moved_bytes: int, spent_s: Sequence[float]) -> dict[str, float]:
         "gb_s": moved_bytes / found["p50"] / 1e9,
         **{f"{k}_s": found[k] for k in ("p50", "most")},
     }
+
+
+ROOT = Path(__file__).resolve().parents[4]
+NEEDED_BY_THE_PACKAGE = ("blake3", "cryptography", "numba", "zstandard")
+
+
+def allow_kernels_alone() -> None:
+    """Let modules of `weight_transfer` be imported where the package itself cannot be."""
+    if absent(NEEDED_BY_THE_PACKAGE) and "weight_transfer" not in sys.modules:
+        package = types.ModuleType("weight_transfer")
+        package.__path__ = [str(ROOT / "weight_transfer")]
+        sys.modules["weight_transfer"] = package

@@ -8,12 +8,16 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any
 
-from rose.bench.gpu.errors import PieceError
 from rose.bench.gpu.models import shape_of
+from rose.bench.gpu.pieces import PieceError
 from rose.bench.gpu.sizes import Sizes
-from rose.bench.gpu.work.bare import allow_kernels_alone
-from rose.bench.gpu.work.cuda import told
-from rose.bench.gpu.work.timing import WARM_UP_ROUNDS, spread, synchronise
+from rose.bench.gpu.work.timing import (
+    WARM_UP_ROUNDS,
+    allow_kernels_alone,
+    spread,
+    synchronise,
+    told,
+)
 
 RESIDENT_BYTES = 2 << 30
 _LOWEST_BIT = 1

@@ -1,0 +1,1 @@
+"""What the benchmarks and the demo share: checks, intervals, records, tables, models, engines."""
