@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rose import stats
+from rose.bench.common import stats
 from rose.demo.report.report import write_report
 from tests.fakes.demo_run import StandInRun
 
