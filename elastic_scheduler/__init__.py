@@ -14,12 +14,14 @@ The loop of a turn, of which the gateway's is the real one; its stories are in t
 """
 
 from elastic_scheduler.errors import JournalError, LeaseError, LeaseHeld, SchedulerError, StaleEpoch
+from elastic_scheduler.hedging import Hedge, HedgedGroup, MemberView, Won
+from elastic_scheduler.idempotency import Conflict, IdempotencyCache
 from elastic_scheduler.leases.harvest_mode import HarvestMode, HarvestModes, HarvestPlan
 from elastic_scheduler.leases.health import Health, HealthReport, ReplicaHealth
 from elastic_scheduler.leases.lease import Lease, LeaseState, LeaseTable, Offer, ReplicaKind
 from elastic_scheduler.policies import Policy, make_policy, policy_names
 from elastic_scheduler.policies.drf import FairShares
-from elastic_scheduler.policies.situation import Decision, Holding, JobDemand, Move, Situation
+from elastic_scheduler.policies.types import Decision, Holding, JobDemand, Move, Situation
 from elastic_scheduler.rollouts.admission import (
     StalenessAdmission,
     StalenessBound,
@@ -40,9 +42,7 @@ from elastic_scheduler.routing.cost import Candidate, Quote, ReplicaView, TurnNe
 from elastic_scheduler.routing.decision_log import Reason, ReasonLog, RoutingDecision
 from elastic_scheduler.routing.predictors import RateMeter
 from elastic_scheduler.routing.router import Router
-from elastic_scheduler.turns.hedge import Hedge, HedgedGroup, MemberView, Won
-from elastic_scheduler.turns.idempotency import Conflict, IdempotencyCache
-from elastic_scheduler.turns.journal import (
+from elastic_scheduler.turn_journal import (
     Attempt,
     Continue,
     Deliver,

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rose.client import RolloutClient, Sampling
-from rose.publish import WeightPublisher
+from rose.weight_distribution import WeightPublisher
 from weight_transfer import SigningKey, TensorBits, read_model_dir
 
 Weights = dict[str, TensorBits]

@@ -37,9 +37,9 @@ from executor.control_page.records import (
 )
 from executor.errors import ExecutorError, PageError, PageUnreadable
 from executor.freeze_reason import FreezeReason, explained
-from executor.grants.grant_controller import GrantController, GuardConfig
-from executor.grants.step_gate import GateLimits, Run, Yield, decide
+from executor.grant_controller import GrantController, GuardConfig
 from executor.kv.capacity_policy import PressureLimits, PressurePolicy
+from executor.step_gate import GateLimits, Run, Yield, decide
 
 __all__ = [
     "ControlPage",

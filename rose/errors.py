@@ -1,4 +1,9 @@
-"""Errors that a person reads: one line that says what is wrong and what to do next.
+"""Decoding of bytes from outside: one error for all that is wrong with them.
+
+msgspec has errors of its own for bytes that are not what they should be, but raises
+UnicodeDecodeError for text that is no UTF-8, and RecursionError for brackets nested too deep.
+
+Errors that a person reads: one line that says what is wrong and what to do next.
 
 RoseError
 ├── ConfigError          a setting, option or file is wrong
@@ -6,6 +11,31 @@ RoseError
 ├── UnavailableError     a process of ROSE does not answer
 └── RefusedError         a request breaks a rule (stale epoch, wrong version, no room)
 """
+
+from typing import Final, Protocol, TypeVar
+
+import msgspec
+
+BAD_BYTES: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+T_co = TypeVar("T_co", covariant=True)
+T = TypeVar("T")
+
+
+class Decoder(Protocol[T_co]):
+    """A decoder of msgspec's, of JSON or MessagePack."""
+
+    def decode(self, buf: bytes, /) -> T_co:
+        """The value in these bytes."""
+
+
+def decoded(decoder: Decoder[T], data: bytes) -> T:
+    """What the bytes say. Raises `msgspec.DecodeError` for bytes that say anything else."""
+    try:
+        return decoder.decode(data)
+    except UnicodeDecodeError as error:
+        raise msgspec.DecodeError("it is no UTF-8") from error
+    except RecursionError as error:
+        raise msgspec.DecodeError("it is nested too deep") from error
 
 
 class RoseError(Exception):

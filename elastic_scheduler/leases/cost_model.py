@@ -19,7 +19,7 @@ import math
 from collections.abc import Iterable
 
 from elastic_scheduler.leases.lease import Offer, ReplicaKind
-from elastic_scheduler.policies.situation import JobDemand
+from elastic_scheduler.policies.types import JobDemand
 from elastic_scheduler.routing.cost import UNKNOWN_DECODE_TOK_S
 
 GROW_S = 5.0

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from elastic_scheduler.leases.lease import Offer, ReplicaKind
-from elastic_scheduler.policies.situation import Decision, Holding, Move, Situation
+from elastic_scheduler.policies.types import Decision, Holding, Move, Situation
 
 
 def spread(offers: Iterable[Offer], situation: Situation, why: str) -> tuple[Move, ...]:

@@ -9,7 +9,7 @@ where there are fewer replicas than jobs they take turns, by the service that ea
 from collections.abc import Iterable, Mapping, Sequence
 
 from elastic_scheduler.leases.lease import Offer
-from elastic_scheduler.policies.situation import Holding, JobDemand
+from elastic_scheduler.policies.types import Holding, JobDemand
 
 # A replica stays with a job at least this long: moving it costs a switch.
 HOLD_S = 120.0

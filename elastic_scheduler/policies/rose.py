@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from elastic_scheduler.leases.cost_model import AimdLimit, SwitchCosts, saved_s
 from elastic_scheduler.leases.lease import Offer, ReplicaKind
 from elastic_scheduler.policies.drf import HOLD_S, FairShares, dominant_shares
-from elastic_scheduler.policies.situation import Decision, Holding, JobDemand, Move, Situation
+from elastic_scheduler.policies.types import Decision, Holding, JobDemand, Move, Situation
 
 # Taken when it saves more than a switch costs, given back when it saves less than a quarter.
 TAKE_ABOVE = 1.0

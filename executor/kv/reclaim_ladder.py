@@ -54,7 +54,7 @@ Answer = EngineReport | Unsupported | None
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class GuestMeasured:
     """What the guest's process group holds, None where it could not be measured.
 
     `answer`: the engine's, to the level asked for last.
@@ -69,7 +69,7 @@ class Settled:
     """What the reclaim is for is done otherwise, whatever was measured."""
 
 
-Event = Measured | Settled
+Event = GuestMeasured | Settled
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +180,7 @@ class ReclaimCore:
         left = max(0, self._held_bytes - self._goal_bytes)
         return ReclaimStatus(self._level, self._held_bytes, left)
 
-    def _climb_or_end(self, event: Measured, now_ns: int) -> Action | None:
+    def _climb_or_end(self, event: GuestMeasured, now_ns: int) -> Action | None:
         answer = event.answer
         self._measured(now_ns, event.held_bytes)
         if self._held_bytes <= self._goal_bytes:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from executor.control_page.records import Grant
-from executor.grants.step_gate import GateLimits, lapsed
+from executor.step_gate import GateLimits, lapsed
 
 
 @dataclass(frozen=True, slots=True)

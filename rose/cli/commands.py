@@ -23,8 +23,7 @@ from rich.table import Table
 
 from executor import explained
 from rose.contract.gateway import EXPLAIN, Choosing, Explanation
-from rose.decoding import BAD_BYTES
-from rose.errors import ConfigError, RefusedError, RoseError, UnavailableError
+from rose.errors import BAD_BYTES, ConfigError, RefusedError, RoseError, UnavailableError
 from rose.rpc import rose_pb2 as pb
 from rose.rpc.channel import channel_options
 from rose.rpc.rose_pb2_grpc import SchedulerStub

@@ -106,9 +106,12 @@ PROCESSES = {
     "gateway": ("rose.gateway.main", "route rollout turns to leased replicas"),
     "node": ("rose.node.main", "guard the hosts of this machine and run its guests"),
     "profile": ("rose.profile.main", "measure how long an engine's steps take"),
-    "relay": ("rose.publish.relay", "pass weights on inside a cluster, without a scheduler"),
-    "weights": ("rose.weights.main", "write, apply and check what changed between checkpoints"),
-    "doctor": ("rose.doctor.main", "say what stands in a node's way, and what to do"),
+    "relay": (
+        "rose.weight_distribution.relay",
+        "pass weights on inside a cluster, without a scheduler",
+    ),
+    "weights": ("rose.cli.weights", "write, apply and check what changed between checkpoints"),
+    "doctor": ("rose.cli.doctor", "say what stands in a node's way, and what to do"),
 }
 
 

@@ -12,17 +12,16 @@ from msgspec import structs
 
 from rose.client import wire
 from rose.client.errors import ClientClosed, RequestRefused, TurnCancelled, TurnTimedOut
-from rose.client.gateways import GatewayMonitor, GatewayRing
-from rose.client.retry import Tries
+from rose.client.retry import GatewayMonitor, GatewayRing, Tries
 from rose.client.session import Group, Session
 from rose.client.stream import ChunkSink, Ledger, Progress, RunningTurn, TurnStream
 from rose.client.types import (
     ClientSettings,
+    ClientTurn,
     GroupOptions,
     Retry,
     Turn,
     TurnOptions,
-    TurnRequest,
     ask_for,
     gateway_urls,
 )
@@ -159,7 +158,7 @@ class RolloutClient:
             raise ClientClosed("use `async with RolloutClient(...)`: it is not open now")
         return self._tries
 
-    async def _run(self, ask: TurnRequest, work: Callable[[RunningTurn], Awaitable[Turn]]) -> Turn:
+    async def _run(self, ask: ClientTurn, work: Callable[[RunningTurn], Awaitable[Turn]]) -> Turn:
         """Work on a turn in a task of its own, so that `cancel` ends the turn, not its waiter."""
         running = self._ledger.running
         if ask.request_id in running:

@@ -14,7 +14,7 @@ from itertools import groupby
 
 from rose.client import wire
 from rose.client.errors import AnswerBroken
-from rose.client.types import TokenChunk, Turn, TurnRequest
+from rose.client.types import ClientTurn, TokenChunk, Turn
 from rose.contract.fields import UNVERSIONED
 from rose.contract.gateway import StreamEvent
 
@@ -32,7 +32,7 @@ class AnotherTurnError(Exception):
 class Received:
     """Tokens of one turn in order, each with logprob and version."""
 
-    def __init__(self, ask: TurnRequest) -> None:
+    def __init__(self, ask: ClientTurn) -> None:
         self._ask = self._asked = ask
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
@@ -64,7 +64,7 @@ class Received:
                 self.finish_reason = "length"
         return self.finish_reason is not None
 
-    def rest(self) -> TurnRequest:
+    def rest(self) -> ClientTurn:
         """What to ask of any gateway: to go on after the last token that came."""
         asked = self._ask.sampling
         self._keep_spans()
@@ -78,7 +78,7 @@ class Received:
             )
         return self._asked
 
-    def again(self) -> TurnRequest:
+    def again(self) -> ClientTurn:
         """What to ask of the gateway that was asked last: the same, for it may know the turn."""
         self._seen = self._base
         return self._asked

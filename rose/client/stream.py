@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Self
 
 from rose.client.errors import ClientClosed
-from rose.client.types import TokenChunk, Turn, TurnRequest
+from rose.client.types import ClientTurn, TokenChunk, Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Progress:
 class RunningTurn:
     """One turn's row in the ledger, updated by the task that works on the turn."""
 
-    ask: TurnRequest
+    ask: ClientTurn
     began_s: float
     task: "asyncio.Task[object] | None" = None
     gateway: str = ""

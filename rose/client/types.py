@@ -105,7 +105,7 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class TurnRequest:
+class ClientTurn:
     """One turn as the trainer wants it; `request_id` stays the same in all tries."""
 
     request_id: str
@@ -159,9 +159,9 @@ class TurnOptions(SessionOptions, total=False):
 
 def ask_for(
     token_ids: Sequence[int], sampling: Sampling, **options: Unpack[TurnOptions]
-) -> TurnRequest:
+) -> ClientTurn:
     """The turn in full."""
-    return TurnRequest(
+    return ClientTurn(
         options.get("request_id") or uuid.uuid4().hex,
         options.get("session_id", ""),
         tuple(token_ids),

@@ -10,28 +10,28 @@ import aiohttp
 import msgspec
 
 from rose.client.errors import AnswerBroken, RequestRefused, RolloutError, VersionNotServed
-from rose.client.types import Turn, TurnRequest
+from rose.client.types import ClientTurn, Turn
 from rose.contract.gateway import (
     MAX_EVENT_BYTES,
     SESSION_HEADER,
-    Answer,
+    GatewayGenerateBody,
     GatewayRefusal,
-    GenerateBody,
     SamplingParams,
     StreamEvent,
+    TurnAnswer,
 )
-from rose.decoding import decoded
+from rose.errors import decoded
 
 encode = msgspec.json.Encoder().encode
-_ANSWER = msgspec.json.Decoder(Answer)
+_ANSWER = msgspec.json.Decoder(TurnAnswer)
 _EVENT = msgspec.json.Decoder(StreamEvent)
 _REFUSAL = msgspec.json.Decoder(GatewayRefusal)
 
 
-def encode_ask(ask: TurnRequest, *, stream: bool = False) -> bytes:
+def encode_ask(ask: ClientTurn, *, stream: bool = False) -> bytes:
     """Body of a generate request."""
     return encode(
-        GenerateBody(
+        GatewayGenerateBody(
             request_id=ask.request_id,
             token_ids=ask.token_ids,
             sampling_params=SamplingParams.of(ask.sampling),
@@ -47,7 +47,7 @@ def encode_ask(ask: TurnRequest, *, stream: bool = False) -> bytes:
     )
 
 
-def headers(ask: TurnRequest) -> dict[str, str]:
+def headers(ask: ClientTurn) -> dict[str, str]:
     """Headers of a generate request."""
     return {"Content-Type": "application/json", SESSION_HEADER: ask.session_id}
 

@@ -76,7 +76,7 @@ class SamplingParams(Sampling, frozen=True, gc=False):
         return cls(*structs.astuple(sampling))
 
 
-class GenerateBody(TurnFields, gc=False, kw_only=True, omit_defaults=True):
+class GatewayGenerateBody(TurnFields, gc=False, kw_only=True, omit_defaults=True):
     """Tokens in. The same request id with the same body is the same turn."""
 
     request_id: str
@@ -130,7 +130,7 @@ class Choice(Struct, gc=False):
     finish_reason: str
 
 
-class Answer(AnswerFields, gc=False, kw_only=True):
+class TurnAnswer(AnswerFields, gc=False, kw_only=True):
     """A whole turn."""
 
     request_id: str
@@ -191,7 +191,7 @@ class SessionFinished(Struct):
     aborted: int
 
 
-class Stats(Struct):
+class GatewayCounters(Struct):
     """Counters of one gateway; all but `live_turns`, `waiting` and the last two only grow.
 
     `tokens` and `live_turns` are by replica. `loop_lag_max_s`: by how much the event loop was late
@@ -235,7 +235,7 @@ class Explanation(Struct):
     decisions: list[Choosing]
 
 
-class HealthReport(Struct):
+class GatewayHealthReport(Struct):
     """The process answers; `replicas` says whether turns would be placed.
 
     `status` is `degraded` while `troubles` says what the process lacks. `unversioned` are stock

@@ -79,7 +79,7 @@ class ApplyBody(Struct, frozen=True, omit_defaults=True):
         return self.manifests or ([self.manifest] if self.manifest else [])
 
 
-class Applied(Struct, frozen=True, kw_only=True):
+class UpdateApplied(Struct, frozen=True, kw_only=True):
     """Report of an activation; `ok` only when digest and probe both agree.
 
     Times are of the whole replica: `stage_s` while it served, `pause_s` while it did not.

@@ -181,7 +181,7 @@ def settings_of(args: argparse.Namespace) -> DemoSettings:
 def _verify(folder: Path) -> int:
     """0 when the report is what the records give, 1 with the differing fields otherwise."""
     # Imported here: the pictures' library is slow to load, and `rose --help` must not be.
-    from rose.demo.report.summary import verify
+    from rose.demo.report.report import verify
 
     differences = verify(folder)
     for difference in differences:
@@ -203,7 +203,7 @@ def run(args: argparse.Namespace) -> int:
     from rose.demo.run import run_demo
 
     if settings.compare:
-        from rose.demo.experiment.compare import run_compare
+        from rose.demo.experiment.plan import run_compare
 
         return run_compare(settings, run_demo)
     return run_demo(settings)

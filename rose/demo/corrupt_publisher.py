@@ -5,7 +5,7 @@ from typing import Any
 
 from aiohttp import web
 
-from rose.publish import VersionServer, WeightPublisher
+from rose.weight_distribution import VersionServer, WeightPublisher
 
 
 class CorruptServer(VersionServer):

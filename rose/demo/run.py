@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
+from rose.bench.load.arrivals import read_trace
 from rose.demo.cli import DemoSettings
 from rose.demo.experiment.conductor import Conductor, Drills
 from rose.demo.experiment.plan import ExperimentPlan, plan_of
@@ -18,14 +19,12 @@ from rose.demo.frozen_lake.model_cache import prepare_models
 from rose.demo.readiness import wait_ready
 from rose.demo.report.claims import exit_code
 from rose.demo.report.records import RunLayout
-from rose.demo.report.report import write_report
-from rose.demo.report.summary import print_quickstart, print_summary
+from rose.demo.report.report import print_quickstart, print_summary, write_report
 from rose.demo.stack import DEDICATED, GUEST, Ports, Stack
 from rose.demo.view import Board, open_view
 from rose.engines import check_host
 from rose.engines.launch import check_model
 from rose.errors import RoseError
-from rose.load.arrivals import read_trace
 from rose.logs.eventlog import KEEP_ALL, EventLog
 from rose.rpc import rose_pb2
 

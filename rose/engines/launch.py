@@ -19,10 +19,8 @@ import msgspec
 import psutil
 
 from rose.contract.replica import STATE, ReplicaState
-from rose.decoding import BAD_BYTES
-from rose.engines.spec import Device, EngineSpec
-from rose.engines.vllm import process_spec
-from rose.errors import ConfigError, EngineStartError
+from rose.engines.spec import Device, EngineSpec, process_spec
+from rose.errors import BAD_BYTES, ConfigError, EngineStartError
 from rose.process.child import AdoptedProcess, Keep, ManagedProcess, ProcessGroup
 from rose.process.procfs import ProcessIdentity
 from slo import ProfileError, StepProfile

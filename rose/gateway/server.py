@@ -18,8 +18,8 @@ from rose.contract.gateway import (
     Choosing,
     Explanation,
     GatewayFault,
+    GatewayHealthReport,
     GatewayRefusal,
-    HealthReport,
     NamesBody,
     SessionFinished,
 )
@@ -30,10 +30,9 @@ from rose.gateway.apis.frontend import ApiFrontend, ApiRequest
 from rose.gateway.apis.wire import clean, encode, read_json, vllm_error
 from rose.gateway.backends.http_pool import Upstream
 from rose.gateway.connections import Connection, Connections, connections_allowed
-from rose.gateway.errors import BadRequest, TurnError
 from rose.gateway.replicas.dispatcher import Dispatcher, EventSink
 from rose.gateway.request_limits import Bodies, LimitLog, header_of
-from rose.gateway.settings import GatewaySettings
+from rose.gateway.settings import BadRequest, GatewaySettings, TurnError
 from rose.gateway.sse import Delivery
 from rose.gateway.stats import GatewayHealth, GatewayStats, GatewayStatus
 from rose.gateway.text_codec import ServedModel
@@ -268,7 +267,7 @@ class GatewayServer:
     async def _health(self, http: web.Request) -> web.Response:
         now, turns = self._health_now(), self._dispatcher
         return _json(
-            HealthReport(
+            GatewayHealthReport(
                 now.status, tuple(now.troubles), now.log_dropped, turns.usable, turns.attached
             )
         )

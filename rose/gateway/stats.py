@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rose.contract.gateway import Stats
+from rose.contract.gateway import GatewayCounters
 from rose.gateway.event_loop import LoopLag
 from rose.gateway.replicas.table import ReplicaEntry
 
@@ -160,9 +160,9 @@ class GatewayStatus:
     hedged_groups: int
 
 
-def snapshot(stats: GatewayStats, live: dict[str, int], waiting: int) -> Stats:
+def snapshot(stats: GatewayStats, live: dict[str, int], waiting: int) -> GatewayCounters:
     """Body of `/rose/v1/stats`."""
-    return Stats(
+    return GatewayCounters(
         tokens=dict(stats.tokens),
         live_turns=live,
         turns=stats.turns,

@@ -11,20 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from rose.errors import ConfigError
-from rose.gateway.errors import BadRequest, QueueFull, UnknownModel
-from rose.texts import (
-    Chat,
-    Decode,
-    Done,
-    Encode,
-    Setup,
-    TextBusy,
-    TextPool,
-    TextRefused,
-    Variable,
-    packed,
-    unpacked,
-)
+from rose.gateway.settings import BadRequest, QueueFull, UnknownModel
+from rose.tokenizer_pool.pool import TextBusy, TextPool, TextRefused
+from rose.tokenizer_pool.worker import Chat, Decode, Done, Encode, Setup, Variable, packed, unpacked
 
 # What is shorter takes less than a millisecond: a step of the event loop.
 SHORT_CHARS = 4_096

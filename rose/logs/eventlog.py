@@ -15,8 +15,7 @@ from typing import Self, TypeVar
 
 import msgspec
 
-from rose.decoding import decoded
-from rose.errors import ConfigError, RoseError
+from rose.errors import ConfigError, RoseError, decoded
 from rose.logs.rotating_jsonl import (
     BOUNDED,
     DROPPED,

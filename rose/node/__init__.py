@@ -1,7 +1,7 @@
 """The node daemon: guards its host, runs its replicas, and updates them to each policy version.
 
-Who may use a replica is decided by a core without IO (`rose.node.leases.lease_fsm`). Its loop, of
-which `rose.node.leases.lease_agent` is the real one: every event is stepped where it happens, one
+Who may use a replica is decided by a core without IO (`rose.node.lease_fsm`). Its loop, of
+which `rose.node.lease_agent` is the real one: every event is stepped where it happens, one
 task calls the engine, one call at a time, and sends the answer or, after a failure, a Tick.
 
     core = LeaseStateMachine()

@@ -13,7 +13,7 @@ from rose.addresses import checked_url
 from rose.engines import Device, EngineRole, EngineSpec, check_profile, weight_bytes
 from rose.errors import ConfigError
 from rose.logs.rotating_jsonl import LEAST_FILE_BYTES, LogLimits
-from rose.publish import Caps, Credentials
+from rose.weight_distribution import Caps, Credentials
 
 # Whose weights an engine takes, whose orders, and what it is: no file's `extra_env` says otherwise.
 OF_THE_NODE = frozenset(

@@ -13,14 +13,13 @@ from rose.node.config import NodeConfig
 from rose.node.grants.guard_thread import GUEST_SAMPLES, GuardThread
 from rose.node.grants.host_watch import HOST_LATENCY, HostWatch
 from rose.node.guest.kill import KillSwitch
-from rose.node.leases.lease_agent import HarvestSwitch
-from rose.node.leases.session import SchedulerSession, build_reports, view_of
-from rose.node.memory.gauges import Gpus, Held
-from rose.node.memory.reclaimer import Reclaimer
+from rose.node.lease_agent import HarvestSwitch
+from rose.node.memory_gauges import Gpus, Held
 from rose.node.metrics import NodeHealth, NodeMetrics, ReplicaFigures
+from rose.node.reclaimer import Reclaimer
 from rose.node.replica import Replica
-from rose.node.weights.update_fetch import AnnouncedVersions, KnownVersion, WeightSource
-from rose.node.weights.updater import WeightNetwork
+from rose.node.scheduler_session import SchedulerSession, build_reports, view_of
+from rose.node.weight_updates import AnnouncedVersions, KnownVersion, WeightNetwork, WeightSource
 from rose.node.wiring import HostSide, Wiring
 from rose.process.background_tasks import Background
 from rose.rpc import rose_pb2

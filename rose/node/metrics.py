@@ -19,7 +19,7 @@ from executor import Grant, GrantMode, GuestState, HostState, LatencyRecord
 from executor.control_page.page import LAYOUT_VERSION
 from rose.errors import ConfigError, UnavailableError
 from rose.node.config import HostConfig
-from rose.node.memory.gauges import Held
+from rose.node.memory_gauges import Held
 from rose.node.replica_client import ReplicaClient
 
 INTERVAL_S = 1.0

@@ -5,12 +5,11 @@ from collections.abc import Callable
 from rose.logs.eventlog import EventLog, JsonlLog
 from rose.node.config import ReplicaConfig
 from rose.node.guest.supervisor import EngineState, Supervisor
-from rose.node.leases.lease_agent import LeaseAgent
-from rose.node.leases.lease_fsm import Ended, TakenBack
+from rose.node.lease_agent import LeaseAgent
+from rose.node.lease_fsm import Ended, LeaseTakenBack
 from rose.node.metrics import ReplicaPoller
 from rose.node.replica_client import ReplicaClient
-from rose.node.weights.update_fetch import WeightSource
-from rose.node.weights.updater import Updates
+from rose.node.weight_updates import Updates, WeightSource
 from rose.process.background_tasks import Background
 from rose.rpc import rose_pb2
 
@@ -104,8 +103,8 @@ class Replica:
         self._log("engine_state", state=state.value)
         self._changed()
 
-    def _lease_told(self, step: TakenBack | Ended) -> None:
-        if isinstance(step, TakenBack):
+    def _lease_told(self, step: LeaseTakenBack | Ended) -> None:
+        if isinstance(step, LeaseTakenBack):
             self._report(
                 rose_pb2.NodeReport(
                     revocation=rose_pb2.Revocation(

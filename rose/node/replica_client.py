@@ -9,9 +9,8 @@ import aiohttp
 import msgspec
 
 from rose.contract.replica import ADMIT, DRAIN, STATE, Drained, EpochBody, Refusal, ReplicaState
-from rose.contract.weights import APPLY, Applied, ApplyBody
-from rose.decoding import BAD_BYTES
-from rose.errors import RefusedError, UnavailableError
+from rose.contract.weights import APPLY, ApplyBody, UpdateApplied
+from rose.errors import BAD_BYTES, RefusedError, UnavailableError
 from weight_transfer import OnUpdate, WrongBaseError
 
 CALL_TIMEOUT_S = 5.0
@@ -100,7 +99,7 @@ class ReplicaClient:
 
     async def apply(
         self, manifests: Sequence[Path], chunks: Path, on_update: OnUpdate = OnUpdate.RECOMPUTE
-    ) -> Applied:
+    ) -> UpdateApplied:
         """Activate the last of versions that follow each other, all of them at once.
 
         Raises WrongBaseError when the replica holds other weights, RefusedError for a version that
@@ -111,7 +110,7 @@ class ReplicaClient:
         body = ApplyBody(str(chunks), manifests=paths, on_update=on_update)
         answer = await self._call("POST", APPLY, body, APPLY_TIMEOUT_S)
         if answer.status == 200:
-            applied = _read(answer.body, Applied)
+            applied = _read(answer.body, UpdateApplied)
             if applied is None:
                 raise UnprovenError(f"{self._url} reports no proof: {answer.said}")
             return applied

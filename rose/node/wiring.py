@@ -16,9 +16,9 @@ from rose.node.guest.cpu_placement import CgroupRefusedError, CpuBoost, guest_cg
 from rose.node.guest.guest_record import GuestLock
 from rose.node.guest.kill import KILLED, KillSwitch
 from rose.node.guest.supervisor import EngineState, HangWatch, Supervisor, SupervisorHooks
-from rose.node.leases.lease_agent import HarvestSwitch
-from rose.node.memory.gauges import DeviceMemory, Gpus, HostMemory, MemoryGauge
-from rose.node.memory.reclaimer import GuestMemory, Reclaimer
+from rose.node.lease_agent import HarvestSwitch
+from rose.node.memory_gauges import DeviceMemory, Gpus, HostMemory, MemoryGauge
+from rose.node.reclaimer import GuestMemory, Reclaimer
 from rose.node.replica import Replica
 from rose.process.launcher import Share
 

@@ -33,10 +33,9 @@ from rose.contract.replica import (
     ReplicaState,
     Sampling,
 )
-from rose.decoding import BAD_BYTES
 from rose.engines import Device, EngineProcess, EngineRole, EngineSpec
-from rose.errors import EngineStartError
-from rose.node.memory.gauges import Gpus, card_environment
+from rose.errors import BAD_BYTES, EngineStartError
+from rose.node.memory_gauges import Gpus, card_environment
 from rose.profile.plan import DECODE_STEPS, Batch, LoggedStep, steps_of
 
 TICK_S = 0.02

@@ -32,7 +32,7 @@ from executor.vllm.compat import check_version
 from rose.contract import replica as contract
 from rose.contract import weights
 from rose.contract.replica import MAX_BODY_BYTES, GenerateBody
-from rose.decoding import decoded
+from rose.errors import decoded
 from rose.replica.admission import Admission, AdmissionError, EpochAheadError, StaleEpochError
 from rose.replica.asgi import (
     ROLES,
@@ -45,10 +45,10 @@ from rose.replica.asgi import (
     refuse_stranger,
 )
 from rose.replica.control import GuestControl, HostBusyError
+from rose.replica.engine_update import ActivationError, WeightUpdater
+from rose.replica.token_versions import stamps_of
 from rose.replica.turns import Turns
 from rose.replica.warm_up import WarmUp
-from rose.replica.weights.token_versions import stamps_of
-from rose.replica.weights.updater import ActivationError, WeightUpdater
 from weight_transfer import WeightError, WrongBaseError
 
 _BODY = msgspec.json.Decoder(GenerateBody)
@@ -176,7 +176,7 @@ class ReplicaEndpoint:
         except WeightError as error:
             # Nothing was written: the replica serves on with what it has.
             return _refusal(422, "bad_version", str(error))
-        return _json(msgspec.convert(report, weights.Applied))
+        return _json(msgspec.convert(report, weights.UpdateApplied))
 
     async def _audit(self, raw: bytes) -> Response:
         del raw

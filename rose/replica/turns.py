@@ -28,7 +28,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from rose.contract.replica import GenerateBody, Sampling, StreamLine
 from rose.replica.admission import TurnGate
 from rose.replica.asgi import ClientGoneError, refuse, until_gone
-from rose.replica.weights.token_versions import (
+from rose.replica.token_versions import (
     KvStaleness,
     Start,
     UnknownVersionError,

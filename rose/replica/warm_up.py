@@ -22,8 +22,8 @@ from executor import PageError
 from executor.vllm.settings import WARM_UP
 from rose.contract.replica import GenerateBody, Sampling
 from rose.replica.control import GuestControl
+from rose.replica.token_versions import KvStaleness, UnknownVersionError
 from rose.replica.turns import ENGINE_FAILURES, EngineRequest, RequestRefusedError, abort
-from rose.replica.weights.token_versions import KvStaleness, UnknownVersionError
 
 SECONDS: Final = "ROSE_WARM_UP_S"
 OUTPUT_TOKENS: Final = 3

@@ -19,7 +19,7 @@ It decides in a core without IO. Its loop, of which `rose.scheduler.service` is 
 """
 
 from rose.scheduler.core import SchedulerCore
+from rose.scheduler.leasing import LeaseTimes
 from rose.scheduler.service import SchedulerService
-from rose.scheduler.state.leasing import LeaseTimes
 
 __all__ = ["LeaseTimes", "SchedulerCore", "SchedulerService"]

@@ -17,6 +17,9 @@ the store, so live leases are renewed while it does not answer.
 from elastic_scheduler import HarvestMode, HarvestModes, Policy
 from rose.errors import RefusedError
 from rose.rpc import rose_pb2 as pb
+from rose.scheduler.demand import DemandBook
+from rose.scheduler.fleet import Fleet, HealthBook, NodeView, Relays
+from rose.scheduler.leasing import LeaseTimes, Leasing, replica_rows, snapshot
 from rose.scheduler.limits import Complaints
 from rose.scheduler.messages import (
     Action,
@@ -27,21 +30,21 @@ from rose.scheduler.messages import (
     Command,
     Demanded,
     Detached,
-    Drained,
     EpochReserved,
     Event,
     HarvestSet,
     JobRegistered,
     LogRecord,
-    Measured,
     Offered,
     PublishTable,
+    RatesMeasured,
+    ReplicaDrained,
     RevokeAsked,
     StoredEvent,
+    StoreWrite,
     TakenBack,
     Tick,
     VersionAnnounced,
-    Write,
 )
 from rose.scheduler.persistence import (
     JobRecord,
@@ -51,10 +54,7 @@ from rose.scheduler.persistence import (
     save_mode,
     save_version,
 )
-from rose.scheduler.state.demand import DemandBook
-from rose.scheduler.state.fleet import Fleet, HealthBook, NodeView, Relays
-from rose.scheduler.state.leasing import LeaseTimes, Leasing, replica_rows, snapshot
-from rose.scheduler.state.version_registry import VersionRegistry
+from rose.scheduler.version_registry import VersionRegistry
 from rose.scheduler.wire import harvest_command
 
 TABLE_INTERVAL_S = 1.0
@@ -108,7 +108,7 @@ class SchedulerCore:
         unsaid = self._complaints.due(now_s)
         return actions + regulated + told + unsaid + self._publish(now_s)
 
-    def writes(self, event: StoredEvent) -> tuple[Write, ...]:
+    def writes(self, event: StoredEvent) -> tuple[StoreWrite, ...]:
         """What has to be durable before the event is carried out.
 
         Raises `RefusedError` and `ConfigError` for one that cannot be.
@@ -177,21 +177,21 @@ class SchedulerCore:
 
     def _hear(
         self,
-        event: Offered | Measured | TakenBack | Drained | Activated,
+        event: Offered | RatesMeasured | TakenBack | ReplicaDrained | Activated,
         view: NodeView,
         now_s: float,
     ) -> list[Action]:
         match event:
             case Offered():
                 return self._offered(event, view, now_s)
-            case Measured():
+            case RatesMeasured():
                 view.telemetry = event.telemetry
                 return []
             case TakenBack():
                 return self._leasing.taken_back(
                     event.stream, event.replica, event.epoch, event.reason, now_s
                 )
-            case Drained():
+            case ReplicaDrained():
                 return self._leasing.drained(event.stream, event.replica, event.epoch)
             case Activated():
                 return self._activated(event, view)

@@ -24,10 +24,10 @@ from rose.process.background_tasks import Background
 from rose.rpc.channel import make_server
 from rose.rpc.rose_pb2_grpc import add_SchedulerServicer_to_server
 from rose.scheduler.core import SchedulerCore
+from rose.scheduler.leasing import LeaseTimes
 from rose.scheduler.persistence import load
 from rose.scheduler.service import SchedulerService
-from rose.scheduler.state.leasing import LeaseTimes
-from rose.store import SqliteStore
+from rose.scheduler.store import SqliteStore
 
 DEFAULT_PORT = 7400
 STOP_GRACE_S = 0.5

@@ -7,7 +7,7 @@ import grpc
 
 from elastic_scheduler import HarvestMode, Offer
 from rose.rpc import rose_pb2 as pb
-from rose.scheduler.state.demand import JobFigures, Switched
+from rose.scheduler.demand import JobFigures, Switched
 
 # Far more than a version chain: a node this far behind attaches anew and gets all of it again.
 COMMAND_LIMIT = 4_096
@@ -89,7 +89,7 @@ class Offered:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class RatesMeasured:
     """Telemetry of a node, replacing what it said before."""
 
     stream: int
@@ -107,7 +107,7 @@ class TakenBack:
 
 
 @dataclass(frozen=True, slots=True)
-class Drained:
+class ReplicaDrained:
     """The node carried out a release of `epoch`."""
 
     stream: int
@@ -192,9 +192,9 @@ Event = (
     Attached
     | Detached
     | Offered
-    | Measured
+    | RatesMeasured
     | TakenBack
-    | Drained
+    | ReplicaDrained
     | Activated
     | Demanded
     | JobRegistered
@@ -209,7 +209,7 @@ Event = (
 
 
 @dataclass(frozen=True, slots=True)
-class Write:
+class StoreWrite:
     """A value for the store; None deletes the key."""
 
     key: str
@@ -220,7 +220,7 @@ class Write:
 class Reserve:
     """Make an epoch durable, then say so; nothing else waits for it."""
 
-    write: Write
+    write: StoreWrite
     then: EpochReserved
 
 

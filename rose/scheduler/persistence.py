@@ -27,8 +27,8 @@ from dataclasses import dataclass, field
 from elastic_scheduler import HarvestMode
 from elastic_scheduler.leases.lease import MAX_EPOCH, MAX_VERSION
 from rose.errors import ConfigError, UnavailableError
-from rose.scheduler.messages import Write
-from rose.store import Store, StoreEntry
+from rose.scheduler.messages import StoreWrite
+from rose.scheduler.store import Store, StoreEntry
 
 EPOCHS, HARVEST, JOB, VERSIONS = "epochs/", "harvest", "job", "versions/"
 
@@ -100,28 +100,28 @@ def _version(entry: StoreEntry) -> VersionRecord:
     return record
 
 
-def save_epoch(replica: str, epoch: int) -> Write:
+def save_epoch(replica: str, epoch: int) -> StoreWrite:
     """The newest epoch of a replica."""
-    return Write(EPOCHS + replica, _encode(epoch))
+    return StoreWrite(EPOCHS + replica, _encode(epoch))
 
 
-def save_mode(mode: HarvestMode, replica: str | None) -> Write:
+def save_mode(mode: HarvestMode, replica: str | None) -> StoreWrite:
     """The mode of all, or of one replica; ACTIVE for one replica means no entry."""
     if replica is None:
-        return Write(HARVEST, _encode(mode.value))
+        return StoreWrite(HARVEST, _encode(mode.value))
     key = f"{HARVEST}/{replica}"
-    return Write(key, None if mode is HarvestMode.ACTIVE else _encode(mode.value))
+    return StoreWrite(key, None if mode is HarvestMode.ACTIVE else _encode(mode.value))
 
 
-def save_job(job: JobRecord) -> Write:
+def save_job(job: JobRecord) -> StoreWrite:
     """The job and its staleness bound."""
-    return Write(JOB, _encode({"job": job.job, "max_staleness": job.max_staleness}))
+    return StoreWrite(JOB, _encode({"job": job.job, "max_staleness": job.max_staleness}))
 
 
-def save_version(record: VersionRecord) -> Write:
+def save_version(record: VersionRecord) -> StoreWrite:
     """One version; its key sorts as its number does."""
     value = {"version": record.version, "parent": record.parent, "url": record.url}
-    return Write(f"{VERSIONS}{record.version:020d}", _encode(value))
+    return StoreWrite(f"{VERSIONS}{record.version:020d}", _encode(value))
 
 
 def _encode(value: object) -> bytes:
@@ -156,7 +156,7 @@ class StoreWriter:
         waited_s = time.monotonic() - self._since_s
         return waited_s if waited_s >= self._stalled_after_s else 0.0
 
-    async def write(self, writes: Sequence[Write]) -> None:
+    async def write(self, writes: Sequence[StoreWrite]) -> None:
         """Return once all of them are durable, however long that takes."""
         async with self._turn:
             self._since_s = time.monotonic()
@@ -169,7 +169,7 @@ class StoreWriter:
                 self._said = False
                 self._on_event("store_answers")
 
-    async def _until_durable(self, write: Write) -> None:
+    async def _until_durable(self, write: StoreWrite) -> None:
         loop = asyncio.get_running_loop()
         while True:
             try:
@@ -191,7 +191,7 @@ class StoreWriter:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
 
-def _put(store: Store, write: Write) -> None:
+def _put(store: Store, write: StoreWrite) -> None:
     if write.value is None:
         store.delete(write.key)
     else:

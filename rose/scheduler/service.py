@@ -38,7 +38,7 @@ from rose.scheduler.messages import (
     Tick,
 )
 from rose.scheduler.persistence import StoreWriter
-from rose.store import Store
+from rose.scheduler.store import Store
 
 PROTOCOL = 1
 TICK_S = 0.1

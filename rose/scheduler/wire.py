@@ -10,6 +10,7 @@ from elastic_scheduler import HarvestMode, Lease, Offer, ReplicaKind
 from rose.addresses import checked_url
 from rose.errors import ConfigError
 from rose.rpc import rose_pb2 as pb
+from rose.scheduler.demand import MOST, JobFigures, Switched
 from rose.scheduler.limits import (
     MAX_JOBS,
     MAX_REPLICAS,
@@ -24,17 +25,16 @@ from rose.scheduler.messages import (
     Activated,
     Attached,
     Demanded,
-    Drained,
     Event,
     HarvestSet,
     JobRegistered,
-    Measured,
     Offered,
+    RatesMeasured,
+    ReplicaDrained,
     RevokeAsked,
     TakenBack,
     VersionAnnounced,
 )
-from rose.scheduler.state.demand import MOST, JobFigures, Switched
 
 # A node that asks for more is taken at its word only this long: silence must end a lease soon.
 MAX_OFFER_TTL_S = 10.0
@@ -84,7 +84,7 @@ def event_of(report: pb.NodeReport, stream: int) -> Event | None:
             return TakenBack(stream, _replica(taken.replica), taken.epoch, cut_text(taken.reason))
         case "released":
             drained = report.released
-            return Drained(stream, _replica(drained.replica), drained.epoch, drained.aborted)
+            return ReplicaDrained(stream, _replica(drained.replica), drained.epoch, drained.aborted)
         case "activation":
             done = report.activation
             replica = _replica(done.replica)
@@ -132,7 +132,7 @@ def offer_of(message: pb.Offer, node: str) -> Offer:
     )
 
 
-def _measured(telemetry: pb.Telemetry, stream: int) -> Measured:
+def _measured(telemetry: pb.Telemetry, stream: int) -> RatesMeasured:
     """Kept and shown as it is, so its texts are cut and its figures are figures."""
     check_number(telemetry.guests, MAX_REPLICAS, "guests of a node's telemetry")
     kept = pb.Telemetry()
@@ -147,7 +147,7 @@ def _measured(telemetry: pb.Telemetry, stream: int) -> Measured:
                 checked_figure(value, f"{field.name} of a node's telemetry")
             elif isinstance(value, str):
                 setattr(message, field.name, cut_text(value))
-    return Measured(stream, kept)
+    return RatesMeasured(stream, kept)
 
 
 # ---- gateways ----

@@ -9,20 +9,24 @@ from typing import Any
 import aiohttp
 from pool import Started
 
-from rose.bench.chaos.fleet import Fleet, Replica
+from rose.bench.chaos.fleet import ChaosFleet, ChaosReplica
 
 
 @asynccontextmanager
-async def fleet_of(engines: Sequence[Started], folder: Path, **fields: Any) -> AsyncIterator[Fleet]:
+async def fleet_of(
+    engines: Sequence[Started], folder: Path, **fields: Any
+) -> AsyncIterator[ChaosFleet]:
     """`fields`: of the fleet."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as http:
         replicas = [
-            Replica(engine.spec, http, engine.running, epoch=next(engine.epochs), up=True)
+            ChaosReplica(engine.spec, http, engine.running, epoch=next(engine.epochs), up=True)
             for engine in engines
         ]
         try:
             model = engines[0].spec.model_dir
-            async with Fleet(folder, model, len(replicas), replicas=replicas, **fields) as fleet:
+            async with ChaosFleet(
+                folder, model, len(replicas), replicas=replicas, **fields
+            ) as fleet:
                 yield fleet
         finally:
             for engine, replica in zip(engines, replicas, strict=True):

@@ -11,7 +11,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from executor.cuda.bindings import open_driver
 from executor.cuda.reservation import Reservation
-from executor.vllm.kv.reserved_worker import ReservedKvWorker
+from executor.vllm.reserved_worker import ReservedKvWorker
 
 
 class StandInGpuWorker(ReservedKvWorker, CPUWorker):

@@ -14,7 +14,7 @@ from engine_specs import LEFT, RIGHT
 from live_fleet import fleet_of
 from pool import Started
 
-from rose.bench.chaos.fleet import Fleet
+from rose.bench.chaos.fleet import ChaosFleet
 from rose.bench.chaos.run import chaos, prompts
 from rose.bench.common.tiny_models import FLEET_MODEL
 from rose.client import RolloutClient, Sampling, Turn
@@ -36,12 +36,12 @@ PATIENCE_S = 30.0
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def fleet(
     engines: list[Started], tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[Fleet]:
+) -> AsyncIterator[ChaosFleet]:
     async with fleet_of(engines, tmp_path_factory.mktemp("chaos")) as fleet:
         yield fleet
 
 
-async def _usable(fleet: Fleet, replicas: int) -> None:
+async def _usable(fleet: ChaosFleet, replicas: int) -> None:
     """Wait until the first gateway sends turns to so many."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
@@ -51,7 +51,7 @@ async def _usable(fleet: Fleet, replicas: int) -> None:
             await asyncio.sleep(0.02)
 
 
-async def _working(fleet: Fleet) -> str:
+async def _working(fleet: ChaosFleet) -> str:
     """The replica that has a turn now."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
@@ -63,7 +63,7 @@ async def _working(fleet: Fleet) -> str:
             await asyncio.sleep(0.005)
 
 
-async def _revoked(fleet: Fleet, client: RolloutClient, times: int) -> Turn:
+async def _revoked(fleet: ChaosFleet, client: RolloutClient, times: int) -> Turn:
     """One turn whose replica is revoked so often, at even distances."""
     step, done = OUTPUT_TOKENS // (times + 1), 0
     by_name = {replica.spec.name: replica for replica in fleet.replicas}
@@ -79,7 +79,9 @@ async def _revoked(fleet: Fleet, client: RolloutClient, times: int) -> Turn:
     return stream.turn
 
 
-async def test_greedy_output_after_k_revocations_is_the_uninterrupted_output(fleet: Fleet) -> None:
+async def test_greedy_output_after_k_revocations_is_the_uninterrupted_output(
+    fleet: ChaosFleet,
+) -> None:
     await _usable(fleet, 2)
     async with RolloutClient(fleet.urls[0]) as client:
         plain = await _revoked(fleet, client, 0)
@@ -98,7 +100,7 @@ async def test_greedy_output_after_k_revocations_is_the_uninterrupted_output(fle
 async def test_no_turn_is_lost_doubled_or_unstamped_whatever_is_killed(tmp_path: Path) -> None:
     """With engines of its own: they are killed, and started anew."""
     FLEET_MODEL.save(tmp_path / "model")
-    async with Fleet(tmp_path, tmp_path / "model", 2) as fleet:
+    async with ChaosFleet(tmp_path, tmp_path / "model", 2) as fleet:
         await _usable(fleet, 2)
         found: dict[str, Any] = await chaos(fleet, SECONDS, IN_FLIGHT, seed=0)
     assert found["told"] == []

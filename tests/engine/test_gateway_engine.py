@@ -15,7 +15,7 @@ from pool import Started
 from tiny_model import VOCABULARY
 
 from elastic_scheduler import ReplicaKind
-from rose.bench.chaos.fleet import Fleet, Replica
+from rose.bench.chaos.fleet import ChaosFleet, ChaosReplica
 from rose.client import RolloutClient, Sampling, Turn
 from rose.gateway import Gateway, GatewaySettings, StaticReplica
 from rose.gateway.replicas import static
@@ -42,7 +42,7 @@ GREEDY = Sampling(temperature=0.0, max_tokens=OUTPUT_TOKENS)
 class Stage:
     """Two replicas, and a gateway of this process before them."""
 
-    fleet: Fleet
+    fleet: ChaosFleet
     url: str
     expected: list[Turn] = field(default_factory=list)
 
@@ -71,7 +71,7 @@ class Stage:
                         return
                 await asyncio.sleep(0.05)
 
-    async def in_the_middle(self) -> Replica:
+    async def in_the_middle(self) -> ChaosReplica:
         """The replica with most turns, once it has made `MIDDLE_TOKENS` more for them."""
         before = (await self.stats())["tokens"]
         by_name = {replica.spec.name: replica for replica in self.fleet.replicas}

@@ -28,13 +28,13 @@ from vllm_versions import PYTHON_25, needs_25, run_by
 
 from executor import ControlPage, GuestState
 from executor.kv.reclaim_ladder import Finished, ReclaimLevel, ReclaimOutcome
-from executor.vllm.guest.start_gate import GATED_START
+from executor.vllm.guest.gate_client import GATED_START
 from rose.addresses import free_port
 from rose.engines import EngineProcess, EngineRole, EngineSpec
 from rose.errors import EngineStartError
 from rose.logs.eventlog import EventLog
-from rose.node.memory.gauges import HostMemory
-from rose.node.memory.reclaimer import GuestMemory, Reclaimer
+from rose.node.memory_gauges import HostMemory
+from rose.node.reclaimer import GuestMemory, Reclaimer
 from rose.node.replica_client import ReplicaClient
 from rose.process.procfs import group_bytes
 from slo import StepProfile

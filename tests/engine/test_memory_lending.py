@@ -21,7 +21,7 @@ from kill_bench import GUEST, HostLoad, KillBench
 from tiny_model import VOCABULARY
 
 from executor import HostState
-from executor.grants.grant_controller import OVERDUE_NS
+from executor.grant_controller import OVERDUE_NS
 from rose.node.guest.guest_record import tenures
 from tests.awaited import until
 

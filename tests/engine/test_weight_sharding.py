@@ -113,11 +113,11 @@ def test_every_rank_becomes_what_a_dense_load_of_the_new_weights_makes_it(
 ) -> None:
     import torch
 
-    from weight_transfer.vllm.mapping.loader_map import LoaderMap
-    from weight_transfer.vllm.mapping.trace_loader import trace_loader
-    from weight_transfer.vllm.proof.audit import Audit, judge
+    from weight_transfer.vllm.applier import place, write
+    from weight_transfer.vllm.loader_map import LoaderMap
+    from weight_transfer.vllm.proof.probe import Audit, judge
     from weight_transfer.vllm.proof.reference import skeleton
-    from weight_transfer.vllm.update.applier import place, write
+    from weight_transfer.vllm.trace_loader import trace_loader
 
     after = Receiver(case.new).digests
     elements = {name: tensor.bits.size for name, tensor in case.base.items()}
@@ -156,11 +156,11 @@ def test_what_a_device_is_given_makes_the_same_of_every_rank(
 
     from weight_transfer.kernels.triton import exchange
     from weight_transfer.kernels.triton.device_bits import DeviceBits
-    from weight_transfer.vllm.mapping import loader_map as maps
-    from weight_transfer.vllm.mapping.rectangle import flat_view
-    from weight_transfer.vllm.mapping.trace_loader import trace_loader
+    from weight_transfer.vllm import loader_map as maps
+    from weight_transfer.vllm.applier import place, write, write_back
     from weight_transfer.vllm.proof.reference import skeleton
-    from weight_transfer.vllm.update.applier import place, write, write_back
+    from weight_transfer.vllm.rectangle import flat_view
+    from weight_transfer.vllm.trace_loader import trace_loader
 
     monkeypatch.setattr(maps, "live_bits", lambda tensor: DeviceBits(flat_view(tensor)))
     monkeypatch.setattr(exchange, "launch", launched_by_torch)
@@ -198,10 +198,10 @@ def test_experts_that_an_engine_packs_are_copied_from_its_own_load(
     import torch
     from vllm import _custom_ops
 
-    from weight_transfer.vllm.mapping.loader_map import LoaderMap
-    from weight_transfer.vllm.mapping.trace_loader import trace_loader
+    from weight_transfer.vllm.applier import OpaqueCopy, place, write, write_back
+    from weight_transfer.vllm.loader_map import LoaderMap
     from weight_transfer.vllm.proof.reference import load_fresh, overlay, skeleton
-    from weight_transfer.vllm.update.applier import OpaqueCopy, place, write, write_back
+    from weight_transfer.vllm.trace_loader import trace_loader
 
     packed = _custom_ops.cpu_prepack_moe_weight
     monkeypatch.setattr(expert_packer(), "cpu_prepack_moe_weight", packed)

@@ -18,7 +18,7 @@ from weight_transfer.files.checkpoint import read_model_dir
 from weight_transfer.format.signing import SigningKey
 from weight_transfer.publish.publisher import Publisher
 from weight_transfer.store.chunk_store import ChunkStore
-from weight_transfer.vllm.update.replica_weights import merged
+from weight_transfer.vllm.replica_weights import merged
 
 pytestmark = [
     pytest.mark.engine,
@@ -109,7 +109,7 @@ def test_two_ranks_follow_versions_on_one_copy(served: Served) -> None:
 
 
 def test_after_it_all_live_weights_are_the_published_ones(served: Served) -> None:
-    from weight_transfer.vllm.proof.audit import Part, judge
+    from weight_transfer.vllm.proof.probe import Part, judge
 
     answers = on_all(served, "rose_weights_audit", 1 << 40, True)
     parts = [Part(t, tuple(key), n, total) for a in answers for t, key, n, total in a["parts"]]

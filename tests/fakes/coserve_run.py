@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from executor.step_log import StepLog
-from rose.bench.coserve.plan import Block, Cell, make_events, make_rounds
+from rose.bench.coserve.plan import Cell, PlanBlock, make_events, make_rounds
 
 NS = 1e9
 IDLE_TOK_S = 1_000.0
@@ -68,7 +68,9 @@ class StandInBench:
             "targets_from": "given",
         }
 
-    def _block(self, records: dict[str, list[Any]], number: int, block: Block, at_s: float) -> None:
+    def _block(
+        self, records: dict[str, list[Any]], number: int, block: PlanBlock, at_s: float
+    ) -> None:
         arm = block.arm
         tokens = self._guest_steps(block, at_s)
         end_s = at_s + block.duration_s
@@ -98,7 +100,7 @@ class StandInBench:
         if cell:
             self._requests(records, number, block, at_s)
 
-    def _sample(self, block: Block, at_s: float) -> dict[str, Any]:
+    def _sample(self, block: PlanBlock, at_s: float) -> dict[str, Any]:
         pressed = block.arm.policy == "paper"
         zeros = ("running", "tokens_total", "step_seq", "yielded_ns", "host_busy_ns")
         sample = {"t_s": at_s + 1, "mode": "throttle" if pressed else "run", "reason": "ok"}
@@ -106,7 +108,7 @@ class StandInBench:
         return sample | dict.fromkeys(zeros, 0) | kv
 
     def _requests(
-        self, records: dict[str, list[Any]], number: int, block: Block, at_s: float
+        self, records: dict[str, list[Any]], number: int, block: PlanBlock, at_s: float
     ) -> None:
         name = block.arm.name
         rng = random.Random(f"arrivals/{block.segment}")
@@ -150,7 +152,7 @@ class StandInBench:
             begin_ns = round((at_s + k / 10) * NS)
             self._host.step(begin_ns, begin_ns + round(0.1 * self.busy * NS), 8, 4)
 
-    def _guest_steps(self, block: Block, at_s: float) -> int:
+    def _guest_steps(self, block: PlanBlock, at_s: float) -> int:
         """One step every 100 ms that sampled whatever the arm's share comes to."""
         if block.arm.guest == "none":
             return 0

@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
+from rose.bench.load.arrivals import LoadShape, generate_segment
 from rose.demo.experiment.plan import BLOCK_S, STORM_STEPS, ExperimentBlock, accept_plan
-from rose.load.arrivals import LoadShape, generate_segment
 
 T0_S = 1000.0
 FROZEN_STEP_S = BLOCK_S / 2

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rose.bench.coserve.plan import ALONE, ALONE_AGAIN, NAIVE_ARM, ROSE_ARMS, Arm
-from rose.bench.gpu.process import Answered, Order
+from rose.bench.gpu.process import Answered, PieceOrder
 from tests.fakes.nvml import CARD, IDLE, StandInLibrary, StandInReader, card, usage
 
 __all__ = [
@@ -117,7 +117,7 @@ MEASURED["update-serving"] = {
 MEASURED["bursts"] = served({"trace": "generated", "mean_per_s": 2.57})
 
 
-def measured_by_nobody(order: Order) -> Iterator[Answered]:
+def measured_by_nobody(order: PieceOrder) -> Iterator[Answered]:
     """In place of a process of pieces."""
     assert order.card.name == CARD.name
     for piece in order.pieces:

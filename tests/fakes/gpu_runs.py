@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from rose.bench.gpu.pieces import pieces_of
-from rose.bench.gpu.process import Answered, Order
-from rose.bench.gpu.runner import Outcome, Request, Runner
+from rose.bench.gpu.process import Answered, PieceOrder
+from rose.bench.gpu.runner import Outcome, Runner, RunRequest
 from rose.bench.gpu.sizes import Sizes
 from tests.fakes.gpu import MEASURED, StandInReader, card
 
@@ -20,9 +20,9 @@ class Measuring:
     def __init__(self, **wrong: str) -> None:
         self.wrong = wrong
         self.asked: list[str] = []
-        self.orders: list[Order] = []
+        self.orders: list[PieceOrder] = []
 
-    def __call__(self, order: Order) -> Iterator[Answered]:
+    def __call__(self, order: PieceOrder) -> Iterator[Answered]:
         self.orders.append(order)
         for piece in order.pieces:
             self.asked.append(piece.name)
@@ -32,8 +32,8 @@ class Measuring:
             yield Answered(piece, MEASURED[piece.name])
 
 
-def request(tmp_path: Path, **changes: Any) -> Request:
-    plain = Request(
+def request(tmp_path: Path, **changes: Any) -> RunRequest:
+    plain = RunRequest(
         pieces=(COPY, KERNELS, UPDATE),
         sizes=Sizes(),
         out=tmp_path,
@@ -44,7 +44,7 @@ def request(tmp_path: Path, **changes: Any) -> Request:
 
 
 def run(
-    asked: Request, measure: Measuring, reader: StandInReader | None = None
+    asked: RunRequest, measure: Measuring, reader: StandInReader | None = None
 ) -> dict[str, Outcome]:
     runner = Runner(reader or StandInReader(card()), card(), asked, measure)
     return {outcome.piece: outcome for outcome in runner.run(lambda line: None)}

@@ -1,6 +1,6 @@
 """InMemoryStore: the contract of `rose.store` on a dict, for tests that need no file."""
 
-from rose.store import ABSENT, StoreEntry
+from rose.scheduler.store import ABSENT, StoreEntry
 
 
 class InMemoryStore:

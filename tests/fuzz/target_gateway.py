@@ -20,13 +20,13 @@ from rose.gateway.apis import ChatFrontend, CompletionFrontend, SglangFrontend, 
 from rose.gateway.backends import LINKS
 from rose.gateway.backends.http_pool import Upstream
 from rose.gateway.connections import Connection
-from rose.gateway.errors import QueueFull, TurnError
 from rose.gateway.replicas.dispatcher import Dispatcher
 from rose.gateway.server import GatewayServer
+from rose.gateway.settings import QueueFull, TurnError
 from rose.gateway.stats import GatewayHealth, GatewayStats
 from rose.gateway.text_codec import ServedModel
 from rose.gateway.turns.attempt import ATTEMPT_FAILURES, check_line
-from rose.texts.worker import Chat, Done, Refused, Setup, TextService
+from rose.tokenizer_pool.worker import Chat, Done, Refused, Setup, TextService
 
 DOCUMENTED = frozenset({200, 400, 404, 405, 408, 409, 413, 415, 417, 429, 503, 504})
 MODEL = ServedModel("rose-policy", 4_096)

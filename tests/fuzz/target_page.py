@@ -21,7 +21,7 @@ from executor.control_page.records import (
     Section,
     section_bytes,
 )
-from executor.cuda.sharing.messages import (
+from executor.cuda.page_messages import (
     MOST_BYTES,
     MOST_PAGES,
     Hello,
@@ -32,7 +32,7 @@ from executor.cuda.sharing.messages import (
     decode,
     encode,
 )
-from executor.cuda.sharing.page_server import LoanLedger
+from executor.cuda.page_server import LoanLedger
 from executor.errors import LoanError, PageUnreadable
 from rose.node.guest.guest_record import tenures
 

@@ -19,10 +19,10 @@ from typing import Final
 import numpy as np
 
 from rose.addresses import free_port
-from rose.publish import IndexFormatError, VersionServer
-from rose.publish.credentials import Credentials
-from rose.publish.fetch import publisher_client
-from rose.publish.version_server import ReadLeases, Signer
+from rose.weight_distribution import IndexFormatError, VersionServer
+from rose.weight_distribution.credentials import Credentials
+from rose.weight_distribution.fetch import publisher_client
+from rose.weight_distribution.version_server import ReadLeases, Signer
 from weight_transfer.errors import (
     CatalogError,
     ChunkFormatError,

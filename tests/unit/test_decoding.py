@@ -8,8 +8,7 @@ import pytest
 
 from rose.client.errors import AnswerBroken
 from rose.client.wire import decode_event, decode_turn, message
-from rose.decoding import decoded
-from rose.errors import RoseError
+from rose.errors import RoseError, decoded
 from rose.logs.eventlog import read_lines
 
 DEEP = b"[" * 30_000 + b"]" * 30_000

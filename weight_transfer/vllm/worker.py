@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from weight_transfer.errors import WeightError
 from weight_transfer.format.signing import VerifyKey
-from weight_transfer.vllm.proof.audit import Audit
-from weight_transfer.vllm.proof.probe import Prober
-from weight_transfer.vllm.update.replica_weights import ReplicaWeights, names_errors
-from weight_transfer.vllm.update.staging import Prepared
+from weight_transfer.vllm.proof.probe import Audit, Prober
+from weight_transfer.vllm.replica_weights import ReplicaWeights, names_errors
+from weight_transfer.vllm.staging import Prepared
 
 if TYPE_CHECKING:
     import torch

@@ -7,7 +7,6 @@ from typing import Final
 
 from executor.control_page.records import Grant
 from executor.errors import DeviceMemoryShort
-from executor.grants.step_gate import GateLimits
 from executor.kv.shrink_plan import (
     NO_CAP,
     Rollout,
@@ -16,8 +15,9 @@ from executor.kv.shrink_plan import (
     plan_growth,
     plan_shrink,
 )
+from executor.step_gate import GateLimits
 from executor.vllm.guest.gate_client import KvMapped
-from executor.vllm.kv.block_pool import BalloonedPool
+from executor.vllm.kv_block_pool import BalloonedPool
 
 # Bounds one call, so that the engine core still hears aborts while it gives much back.
 MOST_BYTES_A_CALL: Final = 512 << 20

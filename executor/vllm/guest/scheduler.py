@@ -18,9 +18,9 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.request import RequestStatus
 
 from executor.control_page.page import ControlPage
-from executor.grants.grant_controller import GrantLiveness
-from executor.grants.step_gate import Run
+from executor.grant_controller import GrantLiveness
 from executor.kv.shrink_plan import Rollout
+from executor.step_gate import Run
 from executor.vllm.compat import (
     RequestSurface,
     SampledSurface,
@@ -38,8 +38,8 @@ from executor.vllm.guest.gate_client import (
     step_model,
 )
 from executor.vllm.guest.kv_balloon import GuestKv
-from executor.vllm.kv.backing import kv_pages
-from executor.vllm.kv.block_pool import BalloonedPool
+from executor.vllm.kv_backing import kv_pages
+from executor.vllm.kv_block_pool import BalloonedPool
 from executor.vllm.settings import GUEST, WARM_UP, EngineSettings
 
 

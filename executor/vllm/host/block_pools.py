@@ -18,7 +18,7 @@ from executor.kv.backing import PageBackend
 from executor.kv.capacity_policy import KvFree
 from executor.kv.shrink_plan import Granules, plan_growth
 from executor.vllm.compat import BlockPoolSurface, BlockSurface
-from executor.vllm.kv.block_pool import BalloonedPool, Block, GranuleQueue
+from executor.vllm.kv_block_pool import BalloonedPool, Block, GranuleQueue
 
 
 class LendingPool(BalloonedPool):

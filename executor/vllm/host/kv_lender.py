@@ -23,7 +23,7 @@ from executor.kv.capacity_policy import LendingCore, LendingLimits
 from executor.kv.shrink_plan import Granules
 from executor.vllm.compat import RequestSurface, check_version
 from executor.vllm.host.block_pools import CudaLendingPool, HostMemoryLendingPool, LendingPool
-from executor.vllm.kv.backing import kv_pages
+from executor.vllm.kv_backing import kv_pages
 from executor.vllm.settings import AUTO
 
 HOLD_NS: Final = 250_000_000
@@ -285,7 +285,7 @@ def _check(pages: PageBackend, granules: Granules) -> None:
     if isinstance(pages, NoPages):
         raise LendingError(
             "KV pages are out of this process's reach; use UniProcExecutor, and on a GPU"
-            " --worker-cls executor.vllm.kv.reserved_worker.ReservedKvWorker"
+            " --worker-cls executor.vllm.reserved_worker.ReservedKvWorker"
         )
     if granules.count <= 2:
         raise LendingError(f"{granules.count} granules leave nothing to lend; give more KV memory")

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from executor.control_page.host_seat import HostSeat
 from executor.control_page.records import HostState
-from executor.grants.deadline_tracker import DeadlineTracker
+from executor.deadline_tracker import DeadlineTracker
 from executor.step_log import StepLog
 from executor.vllm.compat import RequestSurface, SchedulerSurface, StepSurface
 from executor.vllm.host.kv_lender import KvLent
@@ -20,7 +20,7 @@ class HostStatePublisher:
     tells of nothing new, for the end of its step.
 
     What a step costs grows with what changed in it, not with how many requests run: see
-    `executor.grants.deadline_tracker`, and `make bench-host-overhead`.
+    `executor.deadline_tracker`, and `make bench-host-overhead`.
     Busy time is what passes while at least one step with work is between schedule() and the end of
     update_from_output(); asynchronous scheduling keeps two of them in flight.
     """

@@ -28,7 +28,7 @@ STOCK_ARGS = ("--served-model-name=policy",)
 
 
 @dataclass
-class Replica:
+class ChaosReplica:
     """A real engine and the epochs of the node that it does not have here."""
 
     spec: EngineSpec
@@ -114,7 +114,7 @@ class GatewayProcess:
 
 
 @dataclass
-class Fleet:
+class ChaosFleet:
     """Replicas and gateways of one run. Async context manager.
 
     `replicas` that are given run already and go on afterwards; without them `count` are started.
@@ -127,9 +127,9 @@ class Fleet:
     gateways_count: int = 2
     gateway_options: Sequence[str] = ()
     role: EngineRole = EngineRole.DEDICATED
-    replicas: list[Replica] = field(default_factory=list)
+    replicas: list[ChaosReplica] = field(default_factory=list)
     gateways: list[GatewayProcess] = field(default_factory=list)
-    _own: list[Replica] = field(default_factory=list)
+    _own: list[ChaosReplica] = field(default_factory=list)
 
     async def __aenter__(self) -> Self:
         self.http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30))
@@ -165,7 +165,7 @@ class Fleet:
             await replica.stop()
         await self.http.close()
 
-    def _replica(self, name: str) -> Replica:
+    def _replica(self, name: str) -> ChaosReplica:
         spec = EngineSpec(
             name=name,
             role=self.role,
@@ -179,7 +179,7 @@ class Fleet:
             extra_args=REPLICA_ARGS if self.role.is_replica else STOCK_ARGS,
             extra_env={"CUDA_VISIBLE_DEVICES": ""},
         )
-        return Replica(spec, self.http)
+        return ChaosReplica(spec, self.http)
 
     def _gateway(self, number: int) -> GatewayProcess:
         port = free_port()

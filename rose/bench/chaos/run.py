@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rose.bench.chaos.fleet import Fleet, GatewayProcess, Replica
+from rose.bench.chaos.fleet import ChaosFleet, ChaosReplica, GatewayProcess
 from rose.bench.common.tiny_models import FLEET_MODEL
 from rose.client import Retry, RolloutClient, RolloutError, Sampling, Turn
 
@@ -26,7 +26,7 @@ class Faults:
     One replica always stays untouched: with none at all turns wait, which proves nothing.
     """
 
-    fleet: Fleet
+    fleet: ChaosFleet
     seed: int
     mean_pause_s: float = 0.8
     counts: Counter[str] = field(default_factory=Counter)
@@ -80,17 +80,17 @@ class Faults:
         task.add_done_callback(lambda done: self._busy.discard(name))
         self._tasks.append(task)
 
-    async def _revoke(self, replica: Replica, length_s: float) -> None:
+    async def _revoke(self, replica: ChaosReplica, length_s: float) -> None:
         await replica.drain()
         await asyncio.sleep(length_s / 4)
         await replica.admit()
 
-    async def _freeze(self, replica: Replica, length_s: float) -> None:
+    async def _freeze(self, replica: ChaosReplica, length_s: float) -> None:
         replica.signal(signal.SIGSTOP)
         await asyncio.sleep(length_s)
         replica.signal(signal.SIGCONT)
 
-    async def _kill(self, replica: Replica, length_s: float) -> None:
+    async def _kill(self, replica: ChaosReplica, length_s: float) -> None:
         del length_s
         await replica.kill()
         await replica.start()
@@ -127,7 +127,7 @@ async def undisturbed(client: RolloutClient) -> list[Turn]:
 
 
 @dataclass
-class Findings:
+class ChaosFindings:
     """What became of the turns; every count but the first three has to be zero."""
 
     asked: int = 0
@@ -190,13 +190,13 @@ def _covers(spans: Sequence[tuple[int, int]], tokens: int) -> bool:
 
 
 @dataclass
-class Trainer:
+class ChaosTrainer:
     """Half of its turns are streamed, half come whole."""
 
     client: RolloutClient
     expected: Sequence[Turn]
     seed: int
-    findings: Findings = field(default_factory=Findings)
+    findings: ChaosFindings = field(default_factory=ChaosFindings)
 
     async def run(self, in_flight: int, until_s: float) -> None:
         """Begin turns until `until_s`, then wait for all of them."""
@@ -236,11 +236,11 @@ PATIENT = Retry(tries=60, first_s=0.05, max_s=1.0)
 TURN_S = 240.0
 
 
-async def chaos(fleet: Fleet, seconds: float, in_flight: int, seed: int) -> dict[str, object]:
+async def chaos(fleet: ChaosFleet, seconds: float, in_flight: int, seed: int) -> dict[str, object]:
     """Disturb a fleet that is up for so long, with so many turns in flight all the time."""
     async with RolloutClient(fleet.urls, TURN_S, retry=PATIENT) as client:
         expected = await undisturbed(client)
-        trainer, faults = Trainer(client, expected, seed), Faults(fleet, seed)
+        trainer, faults = ChaosTrainer(client, expected, seed), Faults(fleet, seed)
         until_s = time.monotonic() + seconds
         said = asyncio.create_task(_tell(trainer, faults))
         try:
@@ -262,7 +262,7 @@ async def chaos(fleet: Fleet, seconds: float, in_flight: int, seed: int) -> dict
     }
 
 
-async def _tell(trainer: Trainer, faults: Faults) -> None:
+async def _tell(trainer: ChaosTrainer, faults: Faults) -> None:
     while True:
         await asyncio.sleep(10)
         found = trainer.findings
@@ -276,5 +276,5 @@ async def start_and_run(
     folder: Path, seconds: float, in_flight: int, seed: int, replicas: int
 ) -> dict[str, object]:
     """With a fleet of its own; `folder` has its model in `model`."""
-    async with Fleet(folder, folder / "model", replicas) as fleet:
+    async with ChaosFleet(folder, folder / "model", replicas) as fleet:
         return await chaos(fleet, seconds, in_flight, seed)

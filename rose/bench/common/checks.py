@@ -1,4 +1,6 @@
-"""Figures beside their limits: HOLDS, FAILS, or INCONCLUSIVE where an interval contains the limit.
+"""Tables of text: columns as wide as what is in them, figures to the right.
+
+Figures beside their limits: HOLDS, FAILS, or INCONCLUSIVE where an interval contains the limit.
 
 Standard library only: what judges a GPU's figures runs in any Python.
 """
@@ -6,12 +8,37 @@ Standard library only: what judges a GPU's figures runs in any Python.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from rose.bench.common.stats import Estimate, Interval
+
+
+def text_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Lay out a titled table; every row has as many cells as the head."""
+    widths = [max(len(row[at]) for row in [head, *rows]) for at in range(len(head))]
+    lines = [
+        "  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True))
+        for row in [head, *rows]
+    ]
+    return "\n".join([*([title, ""] if title else []), *lines, ""])
+
+
+def checks_table(checks: Sequence[Mapping[str, Any]], shown: str) -> str:
+    """Lay out figures of `common.checks`; `shown` formats a value."""
+    rows = []
+    for check in checks:
+        limit = f"<= {check['at_most']}" if "at_most" in check else f">= {check['at_least']}"
+        rows.append((check["check"], f"{check['value']:{shown}}", limit, check["verdict"]))
+    return text_table("Checks", ("check", "value", "limit", "verdict"), rows)
+
+
+def number(value: float | None, digits: int) -> str:
+    """Round for people, a dash for None."""
+    return "-" if value is None else f"{value:.{digits}f}"
+
 
 Verdict = Literal["HOLDS", "FAILS", "INCONCLUSIVE", "REFERENCE"]
 Bound = Literal["at least", "at most", "above"]

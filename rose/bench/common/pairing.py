@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rose.bench.common.stats import Estimate, PairedWindow, ratio_of_percentiles
-from rose.load.protocol import Request
+from rose.bench.load.protocol import Request
 from slo import RequestLatency
 
 METRICS: dict[str, Callable[[Request], float | None]] = {

@@ -6,12 +6,12 @@ import math
 import time
 from dataclasses import dataclass, field, replace
 
-from rose.bench.coserve.plan import CALIBRATION, HOST, BenchSettings, Block, Cell
+from rose.bench.coserve.plan import CALIBRATION, HOST, BenchSettings, Cell, PlanBlock
 from rose.bench.coserve.player import ClosedLoop, Player
-from rose.bench.coserve.records import BlockRecord, Calibration
+from rose.bench.coserve.records import Calibration, CoserveBlockRecord
+from rose.bench.load.arrivals import LoadShape, generate_segment
+from rose.bench.load.protocol import Request
 from rose.errors import RoseError
-from rose.load.arrivals import LoadShape, generate_segment
-from rose.load.protocol import Request
 from slo import percentile
 
 CLOSE_ENOUGH = 0.02
@@ -100,7 +100,7 @@ async def find_rates(player: Player, settings: BenchSettings) -> list[Calibratio
         itertools.product(settings.busy_targets, settings.traffics), 1
     ):
         # Measured over the segment that the first round of the cell will replay.
-        block = Block(CALIBRATION, settings.calibration_s, 0, 1_000 * number)
+        block = PlanBlock(CALIBRATION, settings.calibration_s, 0, 1_000 * number)
         search = RateSearch(busy, request_s)
         await find_rate(
             player,
@@ -118,7 +118,7 @@ async def pace(player: Player) -> float:
     return float((await player.load.expect("paced", PACE_TIMEOUT_S))["request_s"])
 
 
-async def find_rate(player: Player, search: RateSearch, block: Block, tries: int) -> None:
+async def find_rate(player: Player, search: RateSearch, block: PlanBlock, tries: int) -> None:
     """Play the block at one rate after another until its host is busy enough, alone."""
     while len(search.tries) < tries and not search.found:
         rate = search.rate_per_s
@@ -127,7 +127,7 @@ async def find_rate(player: Player, search: RateSearch, block: Block, tries: int
         search.measured(rate, busy_of(await player.play(tried)))
 
 
-def busy_of(record: BlockRecord) -> float:
+def busy_of(record: CoserveBlockRecord) -> float:
     """Share of a block in which the host was inside a step, by its own counter."""
     return (record.end.host_busy_ns - record.start.host_busy_ns) / 1e9 / record.duration_s
 

@@ -23,7 +23,7 @@ CHANGED_SHARE = 0.05
 
 
 @dataclass(slots=True)
-class Drills:
+class CoserveDrills:
     """One for each event arm; what they did goes to `events.jsonl`."""
 
     engines: Engines

@@ -8,8 +8,7 @@ from pathlib import Path
 import psutil
 
 from executor.step_log import STEP_LOG
-from rose.bench.common.cpu_sched import family, make_background, make_foreground, pin
-from rose.bench.common.engines import EngineSet
+from rose.bench.common.engines import EngineSet, family, make_background, make_foreground, pin
 from rose.bench.common.tiny_models import TinyModel
 from rose.bench.coserve.plan import GUEST, HOST, NAIVE, BenchSettings
 from rose.engines import EngineProcess, EngineRole, EngineSpec

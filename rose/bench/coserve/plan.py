@@ -156,7 +156,7 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class PlanBlock:
     """One stretch of one arm. Without a cell the host has no load."""
 
     arm: Arm
@@ -186,7 +186,7 @@ def fit_rounds(wanted: list[int], one_round_s: float, budget_s: float, least: in
 
 def make_rounds(
     cells: list[Cell], rounds: list[int], block_s: float, idle_block_s: float, seed: int
-) -> list[Block]:
+) -> list[PlanBlock]:
     """All blocks of all cells, rounds of cells interleaved so that a slow hour hits all alike."""
     rng = random.Random(f"rose-coserve/{seed}")  # noqa: S311 - an order, not a secret
     order = [(cell, number) for cell, n in zip(cells, rounds, strict=True) for number in range(n)]
@@ -195,18 +195,18 @@ def make_rounds(
     for cell, number in order:
         # Segments differ between cells, so that no arrivals are measured twice as if independent.
         segment = 1_000 * (cells.index(cell) + 1) + number
-        idle = [Block(arm, idle_block_s, number, 0) for arm in (IDLE_ROSE, IDLE_NAIVE)]
-        arms = [Block(arm, block_s, number, segment, cell) for arm in ARMS]
+        idle = [PlanBlock(arm, idle_block_s, number, 0) for arm in (IDLE_ROSE, IDLE_NAIVE)]
+        arms = [PlanBlock(arm, block_s, number, segment, cell) for arm in ARMS]
         rng.shuffle(idle)
         rng.shuffle(arms)
         blocks += [*idle, *arms]
     return blocks
 
 
-def make_events(cell: Cell, rounds: int, event_s: float) -> list[Block]:
+def make_events(cell: Cell, rounds: int, event_s: float) -> list[PlanBlock]:
     """Windows of each event. The kill comes before the start that brings the guest back."""
     return [
-        Block(arm, event_s, number, number, cell)
+        PlanBlock(arm, event_s, number, number, cell)
         for number in range(rounds)
         for arm in (EVENT_ALONE, *EVENT_ARMS)
     ]

@@ -23,11 +23,11 @@ from executor import (
     PressureLimits,
     PressurePolicy,
 )
-from rose.bench.coserve.plan import GUEST, HOST, NAIVE, Arm, Block, GuestLoad
-from rose.bench.coserve.records import BlockRecord, Counters
+from rose.bench.coserve.plan import GUEST, HOST, NAIVE, Arm, GuestLoad, PlanBlock
+from rose.bench.coserve.records import CoserveBlockRecord, Counters
+from rose.bench.load.generator import CompletionBody, complete
+from rose.bench.load.protocol import LoadConfig
 from rose.errors import RoseError, UnavailableError
-from rose.load.generator import CompletionBody, complete
-from rose.load.protocol import LoadConfig
 from rose.logs.eventlog import KEEP_ALL, EventLog, JsonlLog
 from rose.node.grants.guard_thread import GUEST_SAMPLES, GuardThread
 from rose.node.grants.host_watch import HOST_LATENCY, HostWatch
@@ -268,12 +268,12 @@ class Player:
     load: JsonlProcess
     session: aiohttp.ClientSession
     log: JsonlLog
-    records: list[BlockRecord] = field(default_factory=list)
+    records: list[CoserveBlockRecord] = field(default_factory=list)
     lent_priority: Literal["background", "normal"] = "background"
     insist_empty: bool = False
     empty_patience_s: float = EMPTY_PATIENCE_S
 
-    async def play(self, block: Block, drill: Drill | None = None) -> BlockRecord:
+    async def play(self, block: PlanBlock, drill: Drill | None = None) -> CoserveBlockRecord:
         """Play one block; `drill` gets its number and runs beside it."""
         number = len(self.records)
         self.rule(block.arm)
@@ -301,7 +301,7 @@ class Player:
         self.engines.check()
         return self._recorded(block, number, start, end)
 
-    async def _load_host(self, block: Block, number: int) -> None:
+    async def _load_host(self, block: PlanBlock, number: int) -> None:
         if block.cell is None:
             return
         await self.load.say(
@@ -313,9 +313,11 @@ class Player:
             traffic=block.cell.traffic,
         )
 
-    def _recorded(self, block: Block, number: int, start: Edge, end: Edge) -> BlockRecord:
+    def _recorded(
+        self, block: PlanBlock, number: int, start: Edge, end: Edge
+    ) -> CoserveBlockRecord:
         cell = block.cell
-        record = BlockRecord(
+        record = CoserveBlockRecord(
             block=number,
             arm=block.arm.name,
             round=block.round,
@@ -406,7 +408,7 @@ async def start_load(
     """Start the load generator of the host's clients; returns once it is ready."""
     path = scratch / "load.json"
     path.write_text(config.model_dump_json())
-    argv = (sys.executable, "-m", "rose.load.main", "--config", str(path))
+    argv = (sys.executable, "-m", "rose.bench.load.main", "--config", str(path))
     load = await JsonlProcess.start(
         ProcessSpec(name="load", argv=argv, log=log, core=core, piped=True)
     )

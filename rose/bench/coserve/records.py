@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from executor.step_log import ARRIVAL, HEADER, STEP, checked_records, used_bytes
-from rose.bench.common.recompute import read_json
+from rose.bench.common.stats import read_json
+from rose.bench.load.protocol import ClientRequest, HostLatency, Request, join_requests
 from rose.errors import RoseError
-from rose.load.protocol import ClientRequest, HostLatency, Request, join_requests
 from rose.logs.eventlog import read_lines
 from rose.node.grants.guard_thread import GUEST_SAMPLES, GuestSample
 
@@ -148,7 +148,7 @@ class Counters(msgspec.Struct, frozen=True):
     naive_tokens: int
 
 
-class BlockRecord(msgspec.Struct, frozen=True, kw_only=True):
+class CoserveBlockRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One block as it ran; `busy_target`, `traffic` and `rate_per_s` are absent without load.
 
     isolation: how the kernel schedules the guest of the arm.
@@ -190,7 +190,7 @@ class Calibration(msgspec.Struct, frozen=True):
     tries: list[tuple[float, float]]
 
 
-class RunInfo(msgspec.Struct, frozen=True):
+class CoserveRunInfo(msgspec.Struct, frozen=True):
     """`run.json`."""
 
     seed: int
@@ -204,7 +204,7 @@ class RunInfo(msgspec.Struct, frozen=True):
     targets_from: str
 
 
-class Event(msgspec.Struct, frozen=True):
+class CoserveEvent(msgspec.Struct, frozen=True):
     """`events.jsonl`: what was done to the guest in a window; times of what it took."""
 
     t_s: float
@@ -217,27 +217,27 @@ class Event(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Records:
+class CoserveRecords:
     """All raw records of one run; `steps` by role."""
 
-    run: RunInfo
-    blocks: list[BlockRecord]
+    run: CoserveRunInfo
+    blocks: list[CoserveBlockRecord]
     requests: list[Request]
-    events: list[Event]
+    events: list[CoserveEvent]
     steps: dict[str, StepTimes]
     guest: list[GuestSample]
 
 
-def read_run(folder: Path) -> Records:
+def read_run(folder: Path) -> CoserveRecords:
     """All raw records of the run in `folder`; RoseError when one is missing or malformed."""
-    return Records(
-        run=read_json(folder / RUN, RunInfo, "name the folder of a finished run"),
-        blocks=read_lines(folder / BLOCKS, BlockRecord),
+    return CoserveRecords(
+        run=read_json(folder / RUN, CoserveRunInfo, "name the folder of a finished run"),
+        blocks=read_lines(folder / BLOCKS, CoserveBlockRecord),
         requests=join_requests(
             read_lines(folder / CLIENT_REQUESTS, ClientRequest),
             read_lines(folder / HOST_LATENCY, HostLatency),
         ),
-        events=read_lines(folder / EVENTS, Event),
+        events=read_lines(folder / EVENTS, CoserveEvent),
         steps={role: read_steps(folder, role) for role in ("host", "guest")},
         guest=read_lines(folder / GUEST_SAMPLES, GuestSample),
     )

@@ -7,11 +7,10 @@ from typing import Any
 
 import msgspec
 
-from rose.bench.common.checks import FAILS, HOLDS, INCONCLUSIVE, Verdict, worst
-from rose.bench.common.recompute import FieldDifference, compare, read_json
-from rose.bench.common.tables import number, text_table
+from rose.bench.common.checks import FAILS, HOLDS, INCONCLUSIVE, Verdict, number, text_table, worst
+from rose.bench.common.stats import FieldDifference, compare, read_json
 from rose.bench.coserve.plan import ROSE_ARMS
-from rose.bench.coserve.records import Event, Records, read_run
+from rose.bench.coserve.records import CoserveEvent, CoserveRecords, read_run
 from rose.bench.coserve.rows import Analysis, Row, arm_of
 
 HEAD = (
@@ -78,7 +77,7 @@ def _ratio(value: float | None, ci95: Sequence[float | None] | None) -> str:
 RESULT = "coserve.json"
 
 
-def build_result(records: Records) -> dict[str, Any]:
+def build_result(records: CoserveRecords) -> dict[str, Any]:
     """Everything the run says, in plain JSON values."""
     rows = Analysis(records).rows()
     run = msgspec.to_builtins(records.run)
@@ -124,7 +123,7 @@ def _counts(rows: list[Row]) -> dict[str, dict[str, int]]:
     return dict(sorted(counts.items(), key=lambda item: item[0] not in order))
 
 
-def _told(event: Event) -> bool:
+def _told(event: CoserveEvent) -> bool:
     return event.source == "bench"
 
 

@@ -11,17 +11,17 @@ from rose.bench.common.pairing import METRICS, RequestIndex, Window, latency_s, 
 from rose.bench.common.pairing import slo_latency as as_slo
 from rose.bench.common.stats import Estimate
 from rose.bench.coserve.plan import ALL_ARMS, ALONE, ARMS, EVENT_ALONE, EVENT_ARMS, Arm
-from rose.bench.coserve.records import BlockRecord, Records, starts_s, yields_s
+from rose.bench.coserve.records import CoserveBlockRecord, CoserveRecords, starts_s, yields_s
 from rose.bench.coserve.rules import (
     PERCENTS,
     Evidence,
-    Group,
+    FigureGroup,
     Ratios,
     core_rules,
     harvest,
     mismatches,
 )
-from rose.load.protocol import Request
+from rose.bench.load.protocol import Request
 from slo import SloSpec, attainment, goodput_rps, percentile
 
 Row = dict[str, Any]
@@ -32,7 +32,7 @@ THROTTLED = GrantMode.THROTTLE.name.lower()
 class Analysis:
     """All rows of a run, judged by `rules`."""
 
-    def __init__(self, records: Records, rules: Rules = core_rules) -> None:
+    def __init__(self, records: CoserveRecords, rules: Rules = core_rules) -> None:
         self._records = records
         self._rules = rules
         self._index = RequestIndex(records.requests)
@@ -44,7 +44,7 @@ class Analysis:
         """In order of load, then of arms; windows with events last."""
         return [self._row(group) for group in self._groups()]
 
-    def _groups(self) -> list[Group]:
+    def _groups(self) -> list[FigureGroup]:
         found = []
         cells = sorted({(b.busy_target, b.traffic) for b in self._records.blocks if b.traffic})
         for busy, traffic in cells:
@@ -60,10 +60,10 @@ class Analysis:
                         if b.arm == arm.name and b.segment in alone
                     ]
                     if pairs:
-                        found.append(Group(arm, busy or 0.0, traffic or "", pairs))
+                        found.append(FigureGroup(arm, busy or 0.0, traffic or "", pairs))
         return sorted(found, key=lambda group: group.arm in EVENT_ARMS)
 
-    def _row(self, group: Group) -> Row:
+    def _row(self, group: FigureGroup) -> Row:
         windows = [w for p in group.pairs for w in self._index.windows(*p, self._window_s)]
         requests = [r for arm, _ in group.pairs for r in self._index.of(arm)]
         load = self._load(group)
@@ -101,7 +101,7 @@ class Analysis:
             "verdict": REFERENCE if reference else row_verdict(checks),
         }
 
-    def _load(self, group: Group) -> Row:
+    def _load(self, group: FigureGroup) -> Row:
         """What the host was asked for, and how busy that kept it alone."""
         alone = [block for _, block in group.pairs]
         seconds = sum(block.duration_s for block in alone)
@@ -136,7 +136,7 @@ class Analysis:
             "goodput": goodput_rps(latencies, self._spec, seconds),
         }
 
-    def _guest_times(self, group: Group) -> Row:
+    def _guest_times(self, group: FigureGroup) -> Row:
         """Steps and yields of the ROSE guest; absent for arms without one."""
         names = ("guest_step_p99_s", "guest_step_cpu_p99_s", "yield_p50_s", "yield_p99_s")
         steps = self._records.steps
@@ -168,7 +168,7 @@ class Analysis:
             "host_start_p99_s": _p(starts, 0.99),
         }
 
-    def _stops(self, group: Group) -> list[list[float]]:
+    def _stops(self, group: FigureGroup) -> list[list[float]]:
         """Yields of the ROSE guest in each window of its blocks."""
         if group.arm.guest != "rose":
             return []
@@ -182,7 +182,7 @@ class Analysis:
                 found.append(yields_s(steps["guest"], arrivals))
         return [window for window in found if window]
 
-    def _kv(self, group: Group) -> Row:
+    def _kv(self, group: FigureGroup) -> Row:
         """How often the host was short of KV memory, and how much the guest kept meanwhile."""
         if group.arm.guest != "rose":
             return {"host_kv_pressed": None, "guest_kv_bytes": None}
@@ -200,8 +200,8 @@ def arm_of(row: Row) -> Arm:
     return ALL_ARMS[name if name in ALL_ARMS else f"{name}-{row['slack_share']}"]
 
 
-def _preemptions(group: Group, *, alone: bool) -> int:
-    blocks: list[BlockRecord] = [pair[1] if alone else pair[0] for pair in group.pairs]
+def _preemptions(group: FigureGroup, *, alone: bool) -> int:
+    blocks: list[CoserveBlockRecord] = [pair[1] if alone else pair[0] for pair in group.pairs]
     return sum(b.end.host_preemptions - b.start.host_preemptions for b in blocks)
 
 

@@ -17,8 +17,8 @@ from rose.bench.common.pairing import Window, latency_s
 from rose.bench.common.pairing import slo_latency as as_slo
 from rose.bench.common.stats import Estimate, paired_difference, ratio_of_rates
 from rose.bench.coserve.plan import ARMS, IDLE_NAIVE, IDLE_ROSE, Arm
-from rose.bench.coserve.records import BlockRecord, Records
-from rose.load.protocol import Request
+from rose.bench.coserve.records import CoserveBlockRecord, CoserveRecords
+from rose.bench.load.protocol import Request
 from slo import SloSpec, percentile
 
 
@@ -32,7 +32,7 @@ class Harvest:
     spare_efficiency: Estimate | None
 
 
-def alone_tok_s(records: Records, guest: str) -> float | None:
+def alone_tok_s(records: CoserveRecords, guest: str) -> float | None:
     """Tokens/s of a guest over all its blocks without host load."""
     arm = (IDLE_NAIVE if guest == "naive" else IDLE_ROSE).name
     blocks = [block for block in records.blocks if block.arm == arm]
@@ -41,10 +41,12 @@ def alone_tok_s(records: Records, guest: str) -> float | None:
     return tokens / seconds if tokens else None
 
 
-BlockPair = tuple[BlockRecord, BlockRecord]
+BlockPair = tuple[CoserveBlockRecord, CoserveBlockRecord]
 
 
-def harvest(records: Records, pairs: Sequence[BlockPair], guest: str, spare: float) -> Harvest:
+def harvest(
+    records: CoserveRecords, pairs: Sequence[BlockPair], guest: str, spare: float
+) -> Harvest:
     """Of (arm, alone) blocks with the same arrivals."""
     seconds = sum(arm.duration_s for arm, _ in pairs)
     tokens = sum(arm.guest_tokens for arm, _ in pairs)
@@ -64,7 +66,7 @@ def harvest(records: Records, pairs: Sequence[BlockPair], guest: str, spare: flo
 
 
 def _windows(
-    records: Records, pair: BlockPair, guest: str, rate_tok_s: float
+    records: CoserveRecords, pair: BlockPair, guest: str, rate_tok_s: float
 ) -> list[tuple[float, float, float]]:
     """(tokens, seconds, tokens of the guest alone × idle) of each window of a pair of blocks.
 
@@ -96,7 +98,7 @@ PERCENTS = (90, 99)
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class FigureGroup:
     """The blocks of one arm, each with the block alone that had the same arrivals."""
 
     arm: Arm
@@ -119,7 +121,7 @@ class Evidence:
     the guest's last step, by window. caused_preemptions: the host's beyond those alone.
     """
 
-    group: Group
+    group: FigureGroup
     windows: Sequence[Window]
     requests: Sequence[Request]
     harvest: Harvest

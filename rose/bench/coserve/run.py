@@ -25,7 +25,7 @@ from rose.bench.coserve.calibration import (
     find_rates,
     measure_capacity,
 )
-from rose.bench.coserve.drills import Drills
+from rose.bench.coserve.drills import CoserveDrills
 from rose.bench.coserve.engines import GUEST_MODEL, HOST_MODEL, HOST_SEQUENCES, MODELS, Engines
 from rose.bench.coserve.plan import (
     CALIBRATION,
@@ -34,9 +34,9 @@ from rose.bench.coserve.plan import (
     HOST,
     WARM_UP,
     BenchSettings,
-    Block,
     Cell,
     GuestLoad,
+    PlanBlock,
     fit_rounds,
     make_events,
     make_rounds,
@@ -51,13 +51,13 @@ from rose.bench.coserve.records import (
     HOST_LATENCY,
     RUN,
     Calibration,
-    RunInfo,
+    CoserveRunInfo,
 )
 from rose.bench.coserve.result import RESULT
+from rose.bench.load.arrivals import read_trace
+from rose.bench.load.protocol import ClientRequest, HostLatency, LoadConfig, join_requests
 from rose.engines import check_host
 from rose.errors import ConfigError, RoseError
-from rose.load.arrivals import read_trace
-from rose.load.protocol import ClientRequest, HostLatency, LoadConfig, join_requests
 from rose.logs.eventlog import KEEP_ALL, JsonlLog, read_lines
 from rose.process.child import JsonlProcess, ManagedProcess, ProcessSpec
 from weight_transfer import SigningKey
@@ -112,7 +112,7 @@ class _Run:
         self._say("measured")
 
     @asynccontextmanager
-    async def _stack(self, scratch: Path) -> AsyncIterator[tuple[Player, Drills]]:
+    async def _stack(self, scratch: Path) -> AsyncIterator[tuple[Player, CoserveDrills]]:
         settings = self._settings
         key = SigningKey.generate()
         page = ControlPage.create(scratch / "page")
@@ -142,7 +142,9 @@ class _Run:
                     settings.seed, _guest_load(settings), engines, page, granting, load, session,
                     blocks, lent_priority=settings.lent_priority,
                 )  # fmt: skip
-                drills = Drills(engines, session, scratch / "store", events, settings.event_s)
+                drills = CoserveDrills(
+                    engines, session, scratch / "store", events, settings.event_s
+                )
                 drills.publish(key, engines.model_root / GUEST_MODEL, settings.seed)
                 yield player, drills
             finally:
@@ -153,9 +155,9 @@ class _Run:
                 granting.drain_latencies()
                 page.close()
 
-    async def _measure(self, player: Player, drills: Drills) -> None:
+    async def _measure(self, player: Player, drills: CoserveDrills) -> None:
         settings = self._settings
-        await player.play(Block(WARM_UP, WARM_UP_S, 0, 0))
+        await player.play(PlanBlock(WARM_UP, WARM_UP_S, 0, 0))
         self._say("host alone: capacity and rates")
         shape = self._load_config(drills.engines).shape()
         capacity = await measure_capacity(player, shape, HOST_SEQUENCES, settings.calibration_s)
@@ -181,7 +183,7 @@ class _Run:
         await player.load.process.wait()
         await asyncio.sleep(FLUSH_S)
 
-    def _blocks(self, cells: list[Cell]) -> list[Block]:
+    def _blocks(self, cells: list[Cell]) -> list[PlanBlock]:
         s = self._settings
         wanted = [rounds_wanted(c, s.block_s, s.requests_per_arm, s.min_rounds) for c in cells]
         one_s = round_s(s.block_s, s.idle_block_s)
@@ -213,7 +215,7 @@ class _Run:
         plain: dict[str, Any] = json.loads(json.dumps(asdict(self._settings), default=str))
         for name in ("out", "port_base", "trace"):
             del plain[name]  # where a run was made is no part of what it measured
-        info = RunInfo(
+        info = CoserveRunInfo(
             seed=self._settings.seed,
             quick=self._settings.quick,
             settings=plain,

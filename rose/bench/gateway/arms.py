@@ -133,7 +133,7 @@ MANY = "100000"
 
 
 @dataclass(frozen=True, slots=True)
-class Arm:
+class GatewayArm:
     """One way to the engine. `router` is whose process stands between, DIRECT for nobody's.
 
     `stock`: the engine is one without ROSE. `baseline`: the wire of the direct arm beside it.
@@ -155,19 +155,19 @@ class Arm:
         return f"{self.router}-stock" if self.router == ROSE and self.stock else self.router
 
 
-def arms_over_standin(peers: Sequence[str]) -> list[Arm]:
+def arms_over_standin(peers: Sequence[str]) -> list[GatewayArm]:
     """All arms of one round."""
     arms = [
-        Arm(DIRECT, REPLICA, REPLICA),
-        Arm(ROSE, TOKENS, REPLICA),
-        Arm(ROSE, TOKEN_STREAM, REPLICA),
-        Arm(DIRECT, COMPLETIONS, COMPLETIONS, stock=True),
-        Arm(ROSE, TOKEN_STREAM, COMPLETIONS, stock=True),
+        GatewayArm(DIRECT, REPLICA, REPLICA),
+        GatewayArm(ROSE, TOKENS, REPLICA),
+        GatewayArm(ROSE, TOKEN_STREAM, REPLICA),
+        GatewayArm(DIRECT, COMPLETIONS, COMPLETIONS, stock=True),
+        GatewayArm(ROSE, TOKEN_STREAM, COMPLETIONS, stock=True),
     ]
     wires = {peer: PEER_WIRES.get(peer, COMPLETIONS) for peer in peers}
     others = dict.fromkeys(wire for wire in wires.values() if wire is not COMPLETIONS)
-    arms += [Arm(DIRECT, wire, wire, stock=True) for wire in others]
-    return arms + [Arm(peer, wire, wire, stock=True) for peer, wire in wires.items()]
+    arms += [GatewayArm(DIRECT, wire, wire, stock=True) for wire in others]
+    return arms + [GatewayArm(peer, wire, wire, stock=True) for peer, wire in wires.items()]
 
 
 def rose_command(port: int, urls: Sequence[str], max_sequences: int) -> list[str]:

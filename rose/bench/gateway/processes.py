@@ -54,7 +54,7 @@ def used(pid: int) -> Used:
     return Used(ran / 1e9, waited / 1e9)
 
 
-class Measured:
+class MeasuredProcess:
     """A process and its children: pinned at start, its processor time on demand."""
 
     def __init__(
@@ -142,7 +142,7 @@ def answers(url: str, word: str = "") -> bool:
         return False
 
 
-class Generator(Measured):
+class Generator(MeasuredProcess):
     """The load generator."""
 
     def __init__(self, log: Path, cores: Sequence[int]) -> None:
@@ -158,7 +158,7 @@ class Generator(Measured):
         return result
 
 
-class StandInEngine(Measured):
+class StandInEngine(MeasuredProcess):
     """The stand-in for engines: half of the ports are ROSE replicas, half are stock engines."""
 
     def __init__(self, ports: Sequence[int], log: Path, cores: Sequence[int]) -> None:

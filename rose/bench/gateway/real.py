@@ -21,7 +21,7 @@ from typing import Any
 
 import aiohttp
 
-from rose.bench.chaos.fleet import Fleet
+from rose.bench.chaos.fleet import ChaosFleet
 from rose.bench.gateway.arms import REAL_TEXT, REAL_TOKENS
 from rose.bench.gateway.generator import Load
 from rose.bench.gateway.processes import Generator, used
@@ -143,7 +143,9 @@ async def over_real_engines(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Cells and rows of sessions; `folder` has the model in `model`."""
     say("starting two real engines")
-    async with Fleet(folder, folder / "model", 2, gateways_count=1, role=EngineRole.STOCK) as fleet:
+    async with ChaosFleet(
+        folder, folder / "model", 2, gateways_count=1, role=EngineRole.STOCK
+    ) as fleet:
         generator = Generator(folder / "gateway-generator.log", cores["generator"])
         try:
             cells = await asyncio.to_thread(_cells, fleet, generator, rounds, seconds, say)
@@ -157,7 +159,7 @@ async def over_real_engines(
 
 
 def _cells(
-    fleet: Fleet, generator: Generator, rounds: int, seconds: float, say: Say
+    fleet: ChaosFleet, generator: Generator, rounds: int, seconds: float, say: Say
 ) -> list[dict[str, Any]]:
     direct = [replica.spec.url for replica in fleet.replicas]
     gateway = fleet.gateways[0].process
@@ -193,7 +195,9 @@ def _cells(
     return cells
 
 
-async def _session_row(fleet: Fleet, name: str, sessions: Sequence[AgentSession]) -> dict[str, Any]:
+async def _session_row(
+    fleet: ChaosFleet, name: str, sessions: Sequence[AgentSession]
+) -> dict[str, Any]:
     """Hit rates of routed sessions, and of the same ones when each stays where it is put.
 
     Other ids are other tokens: what one run leaves in the caches is of no use to the next.
@@ -233,7 +237,7 @@ async def _session_row(fleet: Fleet, name: str, sessions: Sequence[AgentSession]
     }
 
 
-async def _counters(fleet: Fleet) -> tuple[float, float]:
+async def _counters(fleet: ChaosFleet) -> tuple[float, float]:
     """Tokens looked up and found in all prefix caches so far."""
     asked = found = 0.0
     for replica in fleet.replicas:

@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from rose.bench.common.checks import figure_at_least, figure_at_most
-from rose.bench.common.tables import checks_table, text_table
+from rose.bench.common.checks import checks_table, figure_at_least, figure_at_most, text_table
 
 # A process this busy for most of a cell is what limits it.
 BUSY = 0.85

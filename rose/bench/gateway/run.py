@@ -10,9 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from rose.addresses import free_ports
-from rose.bench.gateway.arms import DIRECT, ROSE, Arm, arms_over_standin, peer_command, rose_command
+from rose.bench.gateway.arms import (
+    DIRECT,
+    ROSE,
+    GatewayArm,
+    arms_over_standin,
+    peer_command,
+    rose_command,
+)
 from rose.bench.gateway.generator import Load
-from rose.bench.gateway.processes import Generator, Measured, StandInEngine
+from rose.bench.gateway.processes import Generator, MeasuredProcess, StandInEngine
 from rose.errors import EngineStartError
 
 # Of ROSE replicas and of stock engines.
@@ -46,7 +53,7 @@ class StandInBench:
         self._stack.callback(self._engine.end)
         self._generator = Generator(self._log("generator"), cores["generator"])
         self._stack.callback(self._generator.end)
-        self._routers: dict[str, tuple[Measured, str]] = {}
+        self._routers: dict[str, tuple[MeasuredProcess, str]] = {}
         try:
             self._start_routers()
         except BaseException:
@@ -67,7 +74,7 @@ class StandInBench:
             for arm in arms
         ]
 
-    def _cell(self, arm: Arm, load: Load, number: int) -> dict[str, Any]:
+    def _cell(self, arm: GatewayArm, load: Load, number: int) -> dict[str, Any]:
         self._say(f"{load.streams} streams, {arm.engine}, {arm.router}, {arm.wire.name}, {number}")
         self._engine.pace(load.first_s, load.gap_s, load.chunk_tokens)
         router, urls = None, self._engine.stock_urls if arm.stock else self._engine.urls
@@ -109,7 +116,7 @@ class StandInBench:
             port = next(ports)
             commands[name] = (port, peer_command(text, port, next(ports), engine.stock_urls))
         for name, (port, argv) in commands.items():
-            router = Measured(name, argv, self._log(name), self._cores["router"])
+            router = MeasuredProcess(name, argv, self._log(name), self._cores["router"])
             self._stack.callback(router.end)
             url = f"http://127.0.0.1:{port}"
             try:

@@ -42,7 +42,7 @@ class Pace:
         self.left = 0
 
 
-class Connection(asyncio.Protocol):
+class EngineConnection(asyncio.Protocol):
     """One connection: requests one after the other, each answered or streamed."""
 
     def __init__(self, pace: Pace, stock: bool) -> None:
@@ -151,7 +151,7 @@ async def _serve(ports: list[str]) -> None:
     loop, pace = asyncio.get_running_loop(), Pace(0.02, 0.01, 8)
     for port in ports:
         stock = port.startswith("s")
-        make = partial(Connection, pace, stock)
+        make = partial(EngineConnection, pace, stock)
         await loop.create_server(make, "127.0.0.1", int(port.lstrip("s")), backlog=4096)
     sys.stdout.write("ready\n")
     sys.stdout.flush()

@@ -24,9 +24,9 @@ from rose.bench.gpu.machine import (
     remarks,
     revision_of,
 )
-from rose.bench.gpu.pieces import Piece, pieces_of
+from rose.bench.gpu.pieces import GpuPiece, pieces_of
 from rose.bench.gpu.process import ROOT, Measure, measure_apart
-from rose.bench.gpu.runner import NO_CLAIM, Request, Runner, folder_of, summary
+from rose.bench.gpu.runner import NO_CLAIM, Runner, RunRequest, folder_of, summary
 from rose.bench.gpu.sizes import REHEARSAL, ServingSizes, Sizes
 from rose.errors import ConfigError, RoseError
 from rose.nvml import CardReader, Nvml, insist_usable
@@ -79,7 +79,7 @@ def _rehearse(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace, reader: CardReader, measure: Measure) -> int:
-    request = Request(
+    request = RunRequest(
         pieces=_pieces(args),
         sizes=_sizes(args),
         out=args.out,
@@ -122,7 +122,7 @@ def _draw(folder: Path) -> Path | None:
     return path
 
 
-def _pieces(args: argparse.Namespace) -> tuple[Piece, ...]:
+def _pieces(args: argparse.Namespace) -> tuple[GpuPiece, ...]:
     """Those asked for; of a rehearsal those that start engines."""
     pieces = pieces_of(tuple(args.only))
     return tuple(piece for piece in pieces if piece.group) if args.rehearse else pieces

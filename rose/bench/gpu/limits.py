@@ -14,7 +14,7 @@ REQUESTS_FOR_P90 = 1_000
 AGAINST_COPY = ("diff", "overwrite_and_read_back")
 
 
-class Check(TypedDict):
+class GpuCheck(TypedDict):
     """One figure beside its limit; INCONCLUSIVE where holding it would need more than is here."""
 
     check: str
@@ -23,7 +23,7 @@ class Check(TypedDict):
     verdict: str
 
 
-def kernel_checks(measured: Mapping[str, Any]) -> list[Check]:
+def kernel_checks(measured: Mapping[str, Any]) -> list[GpuCheck]:
     """Diff and scatter against the copy of the same run."""
     return [
         _judged(
@@ -36,7 +36,7 @@ def kernel_checks(measured: Mapping[str, Any]) -> list[Check]:
     ]
 
 
-def update_checks(measured: Mapping[str, Any]) -> list[Check]:
+def update_checks(measured: Mapping[str, Any]) -> list[GpuCheck]:
     """Overwriting is a part of the pause: too long it fails, short it does not prove the whole."""
     found = _judged(
         "overwrite within the pause: s", measured["overwrite_s"]["p50"], "at most", UPDATE_S
@@ -44,7 +44,7 @@ def update_checks(measured: Mapping[str, Any]) -> list[Check]:
     return [found if found["verdict"] == "FAILS" else {**found, "verdict": "INCONCLUSIVE"}]
 
 
-def updating_checks(measured: Mapping[str, Any]) -> list[Check]:
+def updating_checks(measured: Mapping[str, Any]) -> list[GpuCheck]:
     """The pause of an update under serving, and what the host's users see of it.
 
     A ratio of few requests above its limit decides nothing.
@@ -66,10 +66,10 @@ def updating_checks(measured: Mapping[str, Any]) -> list[Check]:
     return found
 
 
-def served_checks(measured: Mapping[str, Any]) -> list[Check]:
+def served_checks(measured: Mapping[str, Any]) -> list[GpuCheck]:
     """The decisive checks of every arm with a ROSE guest, as the piece judged them."""
     return [
-        Check(
+        GpuCheck(
             check=f"{row['policy']} {row['slack_share']:g} {check['name']}",
             value=check["value"],
             limit=check["limit"],
@@ -82,11 +82,11 @@ def served_checks(measured: Mapping[str, Any]) -> list[Check]:
     ]
 
 
-def page_checks(measured: Mapping[str, Any]) -> list[Check]:
+def page_checks(measured: Mapping[str, Any]) -> list[GpuCheck]:
     """One gibibyte from a guest's process to a host's, by handles; the driver's way is told."""
     moved_s = measured["by_handle"]["moved_s"]["p50"]
     return [_judged("1 GiB from guest to host: s", moved_s, "at most", GIB_MOVED_S)]
 
 
-def _judged(name: str, value: float, bound: Bound, limit: float) -> Check:
-    return Check(check=name, value=value, limit=limit, verdict=verdict_of(value, bound, limit))
+def _judged(name: str, value: float, bound: Bound, limit: float) -> GpuCheck:
+    return GpuCheck(check=name, value=value, limit=limit, verdict=verdict_of(value, bound, limit))

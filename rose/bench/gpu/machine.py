@@ -149,7 +149,7 @@ def _digest(root: Path) -> str:
 EVERY_S = 0.5
 
 
-class Watch:
+class MachineWatch:
     """Looks at the card now and then; a card that stops answering ends the looking."""
 
     def __init__(self, reader: CardReader, card: Card, every_s: float = EVERY_S) -> None:
@@ -161,7 +161,7 @@ class Watch:
         self._ended = ""
         self._thread = threading.Thread(target=self._look, name="gpu-watch", daemon=True)
 
-    def __enter__(self) -> "Watch":
+    def __enter__(self) -> "MachineWatch":
         self._thread.start()
         return self
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rose.bench.gpu.pieces import MOST_S, Measured, Piece, pieces_of
+from rose.bench.gpu.pieces import MOST_S, GpuPiece, Measured, pieces_of
 from rose.bench.gpu.sizes import Sizes
 from rose.bench.gpu.work.timing import insist_device
 from rose.errors import RoseError
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.alarm(int(args.seconds) + GRACE_S)
     waiting = [piece.name for piece in pieces]
 
-    def answer(piece: Piece, measured: Measured) -> None:
+    def answer(piece: GpuPiece, measured: Measured) -> None:
         waiting.remove(piece.name)
         _write(args.out, piece.name, {"measured": measured})
 
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _measure(pieces: tuple[Piece, ...], args: argparse.Namespace, answer: Any) -> None:  # noqa: ANN401
+def _measure(pieces: tuple[GpuPiece, ...], args: argparse.Namespace, answer: Any) -> None:  # noqa: ANN401
     sizes = Sizes.of(json.loads(args.sizes))
     first = pieces[0]
     if "torch" in first.modules:

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from rose.bench.gpu import limits
-from rose.bench.gpu.limits import Check
+from rose.bench.gpu.limits import GpuCheck
 from rose.bench.gpu.models import shape_of
 from rose.bench.gpu.sizes import (
     MODULES,
@@ -48,7 +48,7 @@ MOST_S = 570.0
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class GpuPiece:
     """work: `module:function` of (Sizes, place) that measures; imported by the piece's process.
 
     group: `module:function` that measures several pieces in one process, because what they need
@@ -70,7 +70,7 @@ class Piece:
     group: str = ""
     known_weights: bool = False
     least: Callable[[Sizes], float] | None = None
-    checks: Callable[[Mapping[str, Any]], list[Check]] = lambda measured: []
+    checks: Callable[[Mapping[str, Any]], list[GpuCheck]] = lambda measured: []
 
     def __post_init__(self) -> None:
         if not self.estimate_s <= self.limit_s <= MOST_S:
@@ -118,13 +118,13 @@ def _served(
     what: str,
     work: str,
     least: Callable[[ServingSizes], float],
-    checks: Callable[[Mapping[str, Any]], list[limits.Check]] = limits.served_checks,
+    checks: Callable[[Mapping[str, Any]], list[limits.GpuCheck]] = limits.served_checks,
     *,
     known_weights: bool = False,
-) -> Piece:
+) -> GpuPiece:
     """A piece of the group that starts host and guests once."""
     usual = ServingSizes()
-    return Piece(
+    return GpuPiece(
         name, what, f"{_SERVE}.{work}", estimate_s=usual.start_s + least(usual),
         limit_s=MOST_S, memory=lambda sizes: memory_bytes(sizes.serving),
         modules=MODULES, group=f"{_SERVE}.group:measure_all",
@@ -135,27 +135,27 @@ def _served(
 
 
 PIECES = (
-    Piece(
+    GpuPiece(
         "tests", "the tests that want a device, on it", f"{_WORK}.device_tests:run",
         estimate_s=240, limit_s=570, memory=lambda sizes: 4 * GIB,
         modules=(*TORCH, "pytest", "hypothesis"),
     ),
-    Piece(
+    GpuPiece(
         "copy", "what the card's own copies move", f"{_WORK}.kernels:copy_speeds",
         estimate_s=20, limit_s=120, memory=lambda sizes: 2 * sizes.tensor_bytes + 4 * GIB,
         modules=TORCH,
     ),
-    Piece(
+    GpuPiece(
         "pages", "create, map, access and unmap a page; 1 GiB from guest to host",
         f"{_WORK}.pages:run", estimate_s=60, limit_s=300, memory=lambda sizes: 6 * GIB,
         modules=("cuda.bindings",), checks=limits.page_checks,
     ),
-    Piece(
+    GpuPiece(
         "kernels", "weight kernels against numpy, then against the copy", f"{_WORK}.kernels:run",
         estimate_s=180, limit_s=570, memory=_kernel_bytes,
         modules=KERNELS, checks=limits.kernel_checks,
     ),
-    Piece(
+    GpuPiece(
         "update", "a sparse update written over an 8B model's weights", f"{_WORK}.updating:run",
         estimate_s=120, limit_s=480, memory=_update_bytes,
         modules=KERNELS, checks=limits.update_checks,
@@ -174,7 +174,7 @@ PIECES = (
 )  # fmt: skip
 
 
-def pieces_of(names: tuple[str, ...]) -> tuple[Piece, ...]:
+def pieces_of(names: tuple[str, ...]) -> tuple[GpuPiece, ...]:
     """Those pieces in the order in which they run, all without a name. Raises CardError."""
     known = {piece.name for piece in PIECES}
     for name in names:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rose.bench.gpu.pieces import Measured, Piece
+from rose.bench.gpu.pieces import GpuPiece, Measured
 from rose.bench.gpu.sizes import Sizes
 from rose.nvml import Card
 
@@ -28,10 +28,10 @@ MARK = "ROSE_GPU_PIECES"
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class PieceOrder:
     """What a process is to do. seconds: for all pieces. folders: of logs, and of results."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[GpuPiece, ...]
     sizes: Sizes
     card: Card
     seconds: float
@@ -48,15 +48,17 @@ class Order:
 class Answered:
     """One piece is done: `measured`, or else `failed` says why not."""
 
-    piece: Piece
+    piece: GpuPiece
     measured: Measured | None = None
     failed: str = ""
 
 
-Measure = Callable[[Order], Iterator[Answered]]
+Measure = Callable[[PieceOrder], Iterator[Answered]]
 
 
-def measure_apart(order: Order, module: str = MEASURES, place: str = "cuda") -> Iterator[Answered]:
+def measure_apart(
+    order: PieceOrder, module: str = MEASURES, place: str = "cuda"
+) -> Iterator[Answered]:
     """Measure in another process; each answer comes as soon as it is known.
 
     The last one is that the process ended, or was ended, in the middle of a piece. Pieces without
@@ -86,7 +88,7 @@ def measure_apart(order: Order, module: str = MEASURES, place: str = "cuda") -> 
 
 
 def _answers(
-    process: subprocess.Popen[bytes], order: Order, answers: Path, waiting: list[Piece]
+    process: subprocess.Popen[bytes], order: PieceOrder, answers: Path, waiting: list[GpuPiece]
 ) -> Iterator[Answered]:
     deadline_s = time.monotonic() + order.seconds + GRACE_S
     failed, answered = False, 0
@@ -111,7 +113,7 @@ def _answers(
         time.sleep(POLL_S)
 
 
-def _read(answers: Path, piece: Piece) -> Answered | None:
+def _read(answers: Path, piece: GpuPiece) -> Answered | None:
     try:
         said = json.loads((answers / f"{piece.name}.json").read_text(encoding="utf-8"))
     except FileNotFoundError:

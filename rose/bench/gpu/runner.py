@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rose.bench.gpu.machine import Watch, environment, insist_alone, insist_room
-from rose.bench.gpu.pieces import MOST_S, Piece
-from rose.bench.gpu.process import Answered, Measure, Order
+from rose.bench.gpu.machine import MachineWatch, environment, insist_alone, insist_room
+from rose.bench.gpu.pieces import MOST_S, GpuPiece
+from rose.bench.gpu.process import Answered, Measure, PieceOrder
 from rose.bench.gpu.sizes import Sizes
 from rose.errors import ConfigError
 from rose.nvml import Card, CardError, CardReader, Usage
@@ -34,14 +34,14 @@ NO_CLAIM = "a rehearsal on CPUs with tiny models: no figure in here says anythin
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class RunRequest:
     """What is to be measured. budget_s: no piece begins that is not expected to end within it.
 
     named: the pieces were asked for by name, so one that cannot run has failed.
     rehearsal: not on a card, so no figure means anything and no limit can fail.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[GpuPiece, ...]
     sizes: Sizes
     out: Path
     logs: Path
@@ -71,7 +71,9 @@ class Outcome:
 class Runner:
     """Measures on one card, which nobody else uses."""
 
-    def __init__(self, reader: CardReader, card: Card, request: Request, measure: Measure) -> None:
+    def __init__(
+        self, reader: CardReader, card: Card, request: RunRequest, measure: Measure
+    ) -> None:
         self._reader = reader
         self._card = card
         self._request = request
@@ -111,7 +113,7 @@ class Runner:
                 yield outcome
                 waiting = [other for other in waiting if other.name != outcome.piece]
 
-    def _goes_with(self, first: Piece, piece: Piece) -> bool:
+    def _goes_with(self, first: GpuPiece, piece: GpuPiece) -> bool:
         """Whether it can share the first one's process: it is that one, or has the same engines.
 
         Tiny weights, of a rehearsal, are made in no time.
@@ -121,7 +123,7 @@ class Runner:
         alike = self._request.rehearsal or piece.known_weights == first.known_weights
         return piece.group == first.group and alike and self._settled(piece) is None
 
-    def _settled(self, piece: Piece) -> Outcome | None:
+    def _settled(self, piece: GpuPiece) -> Outcome | None:
         """What is known without the card, None when the piece is to be measured."""
         request = self._request
         if missing := piece.missing():
@@ -140,14 +142,14 @@ class Runner:
         budget_s = self._request.budget_s
         return math.inf if budget_s is None else self._began_s + budget_s - time.monotonic()
 
-    def _bytes(self, piece: Piece) -> int:
+    def _bytes(self, piece: GpuPiece) -> int:
         return piece.memory(self._request.sizes)
 
-    def _insist_room(self, usage: Usage, pieces: Iterable[Piece]) -> None:
+    def _insist_room(self, usage: Usage, pieces: Iterable[GpuPiece]) -> None:
         for piece in pieces:
             insist_room(self._card, usage, self._bytes(piece), piece.name)
 
-    def _measured(self, pieces: list[Piece]) -> Iterator[Outcome]:
+    def _measured(self, pieces: list[GpuPiece]) -> Iterator[Outcome]:
         """What became of each piece that the process began, at least of the first.
 
         Several share what their engines did, so each is kept as soon as it is known: a process that
@@ -162,7 +164,7 @@ class Runner:
             yield self._kept(Answered(pieces[0], failed=str(error)), {})
             return
         found: list[tuple[Answered, Record]] = []
-        with Watch(self._reader, self._card) as watch:
+        with MachineWatch(self._reader, self._card) as watch:
             began_s = time.monotonic()
             for answer in self._measure(self._order(pieces)):
                 record: Record = {"took_s": time.monotonic() - began_s, "environment": facts}
@@ -173,10 +175,12 @@ class Runner:
         for answer, record in found:
             yield self._kept(answer, record | {"during": watch.summary()}, left)
 
-    def _order(self, pieces: list[Piece]) -> Order:
+    def _order(self, pieces: list[GpuPiece]) -> PieceOrder:
         request, first = self._request, pieces[0]
         seconds = min(MOST_S, self._left_s) if first.group else first.limit_s
-        return Order(tuple(pieces), request.sizes, self._card, seconds, request.logs, self._folder)
+        return PieceOrder(
+            tuple(pieces), request.sizes, self._card, seconds, request.logs, self._folder
+        )
 
     def _kept(self, answer: Answered, record: Record, left: str = "") -> Outcome:
         """Write what a piece measured, or why it did not; `left` says what it left on the card."""

@@ -25,7 +25,7 @@ from typing import Any
 
 from rose.demo.cli import CONTROLS
 from rose.demo.report.claims import BROKEN_BY_CONTROL
-from rose.demo.report.text import number
+from rose.demo.report.report import number
 
 FIRST_SEED = 101
 LEAST_HOLDING = 0.9

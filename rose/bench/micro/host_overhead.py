@@ -185,7 +185,7 @@ def block_hasher(config: Any) -> Any:  # noqa: ANN401 - vLLM's
     return get_request_block_hasher(BLOCK_TOKENS, hash_fn)
 
 
-class Arm:
+class OverheadArm:
     """A process with the engines of one arm; asked for rounds of steps through its pipes."""
 
     def __init__(self, kind: str, core: int) -> None:
@@ -291,7 +291,7 @@ class Rounds:
     pairs: list[list[tuple[float, float]]] = field(default_factory=list)
     inside: list[list[tuple[float, float]]] = field(default_factory=list)
 
-    def measure(self, traffic: Traffic, rounds: int, arms: dict[str, Arm]) -> None:
+    def measure(self, traffic: Traffic, rounds: int, arms: dict[str, OverheadArm]) -> None:
         """One pair of processes, the two in turns."""
         order = random.Random(len(self.pairs))  # noqa: S311 # an order, not a secret
         pairs, inside = [], []
@@ -336,7 +336,7 @@ def measured(processes: int, rounds: int) -> dict[str, Rounds]:
     core = max(os.sched_getaffinity(0))
     found = {traffic.name: Rounds() for traffic in TRAFFICS}
     for _ in range(processes):
-        arms = {kind: Arm(kind, core) for kind in KINDS}
+        arms = {kind: OverheadArm(kind, core) for kind in KINDS}
         try:
             for traffic in TRAFFICS:
                 found[traffic.name].measure(traffic, rounds, arms)

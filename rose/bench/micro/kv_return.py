@@ -104,7 +104,7 @@ class Node(threading.Thread):
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class KvRound:
     """One fall of the cap."""
 
     frozen_first: bool
@@ -116,7 +116,7 @@ class Round:
 
 
 @dataclass
-class Bench:
+class KvReturnBench:
     """A guest under load."""
 
     page: ControlPage
@@ -151,7 +151,7 @@ class Bench:
             async with http.post(f"{self.url}/rose/v1/generate", json=body) as answer:
                 await answer.read()
 
-    async def round(self, *, frozen_first: bool) -> Round:
+    async def round(self, *, frozen_first: bool) -> KvRound:
         """Fill, shrink, measure, grow."""
         self.node.allow(GrantMode.RUN, FILL_BUDGET, kv_granule_cap=0)
         full = RETURNED_BYTES // BLOCK_BYTES
@@ -169,7 +169,7 @@ class Bench:
         goal = before.bytes_mapped - RETURNED_BYTES + (8 << 20)
         after = await self.until(lambda state: state.bytes_mapped <= goal, 10)
         returned_s = time.monotonic() - began_s
-        return Round(
+        return KvRound(
             frozen_first,
             returned_s,
             before.last_step_ns / 1e9,
@@ -179,7 +179,7 @@ class Bench:
         )
 
 
-def summary(rounds: list[Round]) -> dict[str, object]:
+def summary(rounds: list[KvRound]) -> dict[str, object]:
     """Percentiles by the nearest rank; seconds and bytes."""
     times_s = [one.returned_s for one in rounds]
     return {
@@ -194,7 +194,7 @@ def summary(rounds: list[Round]) -> dict[str, object]:
     }
 
 
-async def measure(rounds: int, folder: Path) -> list[Round]:
+async def measure(rounds: int, folder: Path) -> list[KvRound]:
     """Start the guest and its load, and measure."""
     save_wide_model(folder / "model")
     page = ControlPage.create(folder / "page")
@@ -218,7 +218,7 @@ async def measure(rounds: int, folder: Path) -> list[Round]:
         await engine.wait_healthy(START_S)
         family = psutil.Process(engine.process.pid).children(recursive=True)
         core = max(family, key=lambda process: process.memory_info().rss)
-        bench = Bench(page, node, core, spec.url)
+        bench = KvReturnBench(page, node, core, spec.url)
         connector = aiohttp.TCPConnector(limit=0)
         timeout = aiohttp.ClientTimeout(total=None)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:

@@ -56,7 +56,7 @@ class _Turn:
     left: int
 
 
-class Fleet:
+class RoutedFleet:
     """A router under steady load: replicas decode, a turn ends and another begins."""
 
     def __init__(self, replicas: int, trajectories: int, seed: int = 0) -> None:
@@ -134,7 +134,7 @@ class Fleet:
         return costs[name] / min(costs.values())
 
 
-def timed_us(fleet: Fleet, need: TurnNeed) -> float:
+def timed_us(fleet: RoutedFleet, need: TurnNeed) -> float:
     """Microseconds of one decision."""
     began_s = time.perf_counter()
     fleet.router.choose(need, fleet.now_s)
@@ -151,7 +151,7 @@ def constant_us() -> float:
 
 def measure(replicas: int, trajectories: int, decisions: int, judged: int) -> dict[str, object]:
     """All figures of one fleet; `judged` decisions are held against the whole fleet."""
-    fleet = Fleet(replicas, trajectories)
+    fleet = RoutedFleet(replicas, trajectories)
     # What is there stays: a collector that walks it again and again measures itself.
     gc.collect()
     gc.freeze()

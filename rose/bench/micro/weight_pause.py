@@ -66,7 +66,7 @@ def moved(old: dict[str, TensorBits], share: float, seed: int) -> dict[str, Tens
     return new
 
 
-class Bench:
+class PauseBench:
     """One engine and the versions that it goes through."""
 
     def __init__(self, root: Path, folder: Path) -> None:
@@ -137,7 +137,9 @@ def timed(run: Callable[[], object]) -> float:
     return time.perf_counter() - began_s
 
 
-def summary(bench: Bench, rounds: list[dict[str, float]], reloads: dict[str, list[float]]) -> Any:  # noqa: ANN401 -- JSON
+def summary(
+    bench: PauseBench, rounds: list[dict[str, float]], reloads: dict[str, list[float]]
+) -> Any:  # noqa: ANN401 -- JSON
     """Medians, and what share of a reload they are."""
     middle = {name: statistics.median(r[name] for r in rounds) for name in rounds[0]}
     middle |= {name: statistics.median(values) for name, values in reloads.items()}
@@ -177,7 +179,7 @@ def main() -> None:
             dtype="bfloat16",
         )
         model.save(root / "model", words=False)
-        bench = Bench(root, root / "model")
+        bench = PauseBench(root, root / "model")
         rounds = [bench.round(arguments.share) for _ in range(arguments.rounds)]
         reloads = bench.reloads(arguments.rounds)
         json.dump(summary(bench, rounds, reloads), sys.stdout, indent=1)

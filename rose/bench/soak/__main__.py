@@ -14,7 +14,7 @@ import msgspec
 import uvloop
 
 from rose.bench.soak.callers import LATE, WAYS
-from rose.bench.soak.run import RENEW_S, Check, Seen, checks, soaking
+from rose.bench.soak.run import RENEW_S, SoakCheck, SoakSeen, checks, soaking
 from rose.errors import ConfigError, RoseError
 
 
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(not all(check.holds for check in found))
 
 
-async def soak(folder: Path, args: argparse.Namespace) -> tuple[Seen, Seen]:
+async def soak(folder: Path, args: argparse.Namespace) -> tuple[SoakSeen, SoakSeen]:
     """Both phases, on one gateway. A SIGTERM cancels it, which ends what it started."""
     task = asyncio.current_task()
     assert task is not None
@@ -56,7 +56,7 @@ async def soak(folder: Path, args: argparse.Namespace) -> tuple[Seen, Seen]:
     return mixed, storm
 
 
-def table(mixed: Seen, storm: Seen, found: Sequence[Check]) -> str:
+def table(mixed: SoakSeen, storm: SoakSeen, found: Sequence[SoakCheck]) -> str:
     """What each way was answered with, what was seen besides, and all bounds."""
     lines = [f"{'way':>26}  {'asked':>7}  answers (0: the caller hung up)"]
     for name, statuses in mixed.statuses.items():

@@ -16,7 +16,7 @@ LAST_CHUNK = b"0\r\n\r\n"
 HUNG_UP = 0
 
 
-class Answer(NamedTuple):
+class SoakAnswer(NamedTuple):
     """`status` is HUNG_UP where the connection ended before the answer did, whoever ended it."""
 
     status: int
@@ -30,7 +30,7 @@ class Caller:
         self._port = port
         self._on_data = on_data
         self._transport: asyncio.Transport | None = None
-        self._waiting: asyncio.Future[Answer] | None = None
+        self._waiting: asyncio.Future[SoakAnswer] | None = None
         self._data = b""
         self._wanted = -1
 
@@ -41,7 +41,7 @@ class Caller:
         hang_up_after_s: float | None = None,
         hang_up_at: bytes = b"",
         method: str = "POST",
-    ) -> Answer:
+    ) -> SoakAnswer:
         """Send a request and return its answer.
 
         `hang_up_after_s` seconds, or at `hang_up_at` in what came, the connection is closed.
@@ -50,7 +50,7 @@ class Caller:
         if self._transport is None:
             await loop.create_connection(lambda: _Line(self), "127.0.0.1", self._port)
         assert self._transport is not None
-        waiting: asyncio.Future[Answer] = loop.create_future()
+        waiting: asyncio.Future[SoakAnswer] = loop.create_future()
         self._waiting = waiting
         self._data, self._wanted, self._leave_at = b"", -1, hang_up_at
         self._transport.write(
@@ -103,7 +103,7 @@ class Caller:
     def _answer(self, status: int) -> None:
         waiting, self._waiting = self._waiting, None
         if waiting is not None and not waiting.done():
-            waiting.set_result(Answer(status, self._data))
+            waiting.set_result(SoakAnswer(status, self._data))
 
 
 class _Line(asyncio.Protocol):
@@ -151,7 +151,7 @@ class Asker:
         }
         return json.dumps({**asked, **fields}).encode()
 
-    async def ask(self, asked: bytes, **how: Any) -> Answer:  # noqa: ANN401 - as Caller.ask
+    async def ask(self, asked: bytes, **how: Any) -> SoakAnswer:  # noqa: ANN401 - as Caller.ask
         """One turn."""
         return await self.turns.ask(GENERATE, asked, **how)
 
@@ -170,55 +170,55 @@ class Way:
     name: str
     share: float
     statuses: tuple[int, ...]
-    go: Callable[[Asker, int], Awaitable[Answer]]
+    go: Callable[[Asker, int], Awaitable[SoakAnswer]]
     turns: int = 1
 
 
-def _plain(name: str, **fields: Any) -> Callable[[Asker, int], Awaitable[Answer]]:  # noqa: ANN401 - JSON
-    async def go(asker: Asker, number: int) -> Answer:
+def _plain(name: str, **fields: Any) -> Callable[[Asker, int], Awaitable[SoakAnswer]]:  # noqa: ANN401 - JSON
+    async def go(asker: Asker, number: int) -> SoakAnswer:
         return await asker.ask(asker.body(name, number, **fields))
 
     return go
 
 
-async def _late(asker: Asker, number: int) -> Answer:
+async def _late(asker: Asker, number: int) -> SoakAnswer:
     return await asker.ask(asker.body("late", number, LONG, timeout_s=0.005))
 
 
-async def _late_samples(asker: Asker, number: int) -> Answer:
+async def _late_samples(asker: Asker, number: int) -> SoakAnswer:
     many = {"n": STORM_SAMPLES}
     return await asker.ask(asker.body("late", number, LONG, timeout_s=0.005, sampling=many))
 
 
-async def _late_stream(asker: Asker, number: int) -> Answer:
+async def _late_stream(asker: Asker, number: int) -> SoakAnswer:
     return await asker.ask(asker.body("late", number, LONG, timeout_s=0.005, stream=True))
 
 
-async def _hung_up(asker: Asker, number: int) -> Answer:
+async def _hung_up(asker: Asker, number: int) -> SoakAnswer:
     return await asker.ask(asker.body("left", number, LONG), hang_up_after_s=0.005)
 
 
-async def _hung_up_stream(asker: Asker, number: int) -> Answer:
+async def _hung_up_stream(asker: Asker, number: int) -> SoakAnswer:
     asked = asker.body("left", number, LONG, stream=True)
     return await asker.ask(asked, hang_up_at=b"data: ")
 
 
-async def _resumed(asker: Asker, number: int) -> Answer:
+async def _resumed(asker: Asker, number: int) -> SoakAnswer:
     asked = asker.body("resumed", number, 64, stream=True)
     await asker.ask(asked, hang_up_at=b"data: ")
     return await asker.ask(asked)
 
 
-async def _twice(asker: Asker, number: int) -> Answer:
+async def _twice(asker: Asker, number: int) -> SoakAnswer:
     asked = asker.body("twice", number)
     await asker.ask(asked)
     return await asker.ask(asked)
 
 
-async def _aborted(asker: Asker, number: int) -> Answer:
+async def _aborted(asker: Asker, number: int) -> SoakAnswer:
     turn = asyncio.ensure_future(asker.ask(asker.body("aborted", number, LONG)))
     names = json.dumps({"request_ids": [f"aborted-{number}"]}).encode()
-    done: set[asyncio.Future[Answer]] = set()
+    done: set[asyncio.Future[SoakAnswer]] = set()
     while not done:
         done, _ = await asyncio.wait({turn}, timeout=0.02)
         # Until it is known there: the other connection may be read first.
@@ -226,7 +226,7 @@ async def _aborted(asker: Asker, number: int) -> Answer:
     return turn.result()
 
 
-async def _group(asker: Asker, number: int) -> Answer:
+async def _group(asker: Asker, number: int) -> SoakAnswer:
     group = {"group_id": f"g{number % GROUPS}", "group_size": 2, "hedges": 1}
     sampling = {"n": 2}
     return await asker.ask(asker.body("group", number, 64, sampling=sampling, **group))

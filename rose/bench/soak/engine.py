@@ -10,7 +10,7 @@ from functools import partial
 
 import uvloop
 
-from rose.bench.gateway.standin_engine import Connection, Pace
+from rose.bench.gateway.standin_engine import EngineConnection, Pace
 
 # The gateway's name of an attempt is the turn's id, `.copyN` for a second copy, and its number.
 _ATTEMPT = re.compile(rb'"request_id":"([a-z_]+)-[^"]*\.(\d+)"')
@@ -22,7 +22,7 @@ REVOKED, DIES, SILENT, GARBAGE = b"revoked", b"dies", b"silent", b"garbage"
 AFTER_CHUNKS = 2
 
 
-class FaultyConnection(Connection):
+class FaultyConnection(EngineConnection):
     """One connection; what becomes of a turn is in its id."""
 
     def _begin(self, body: bytes, path: bytes) -> None:

@@ -19,8 +19,8 @@ import grpc
 import psutil
 
 from rose.addresses import free_ports
-from rose.bench.gateway.processes import Measured, cores
-from rose.bench.soak.callers import GENERATE, Answer, Asker, Caller, Way
+from rose.bench.gateway.processes import MeasuredProcess, cores
+from rose.bench.soak.callers import GENERATE, Asker, Caller, SoakAnswer, Way
 from rose.gateway.event_loop import WINDOW_S
 from rose.rpc import rose_pb2 as pb
 from rose.rpc.channel import make_server
@@ -96,7 +96,7 @@ NEVER = -1
 
 
 @dataclass
-class Seen:
+class SoakSeen:
     """What one phase showed. `loop_lag_s`: by how much the gateway's event loop was late at worst.
 
     `loop_busy_s` is the same where the loop had the processor all the while, `waited` the share of
@@ -137,10 +137,10 @@ class Soak:
 
     async def phase(
         self, ways: Sequence[Way], in_flight: int, turns: int, seconds: float, seed: int
-    ) -> Seen:
+    ) -> SoakSeen:
         """Ask for so many turns, or for as long; first let go by what was before."""
         await asyncio.sleep(WINDOW_S + 1)
-        seen, began_s, waited_s = Seen(), time.monotonic(), _waited_s(self._gateway)
+        seen, began_s, waited_s = SoakSeen(), time.monotonic(), _waited_s(self._gateway)
         until_s = began_s + seconds
         watching = [
             asyncio.create_task(each)
@@ -162,7 +162,7 @@ class Soak:
                         answer = await way.go(asker, next(self._numbers))
                 except TimeoutError:
                     asker.close()
-                    answer = Answer(NEVER, b"no answer")
+                    answer = SoakAnswer(NEVER, b"no answer")
                 seen.note(way, *answer)
             asker.close()
 
@@ -182,13 +182,13 @@ class Soak:
         """Let leases end every so often from now on."""
         self._scheduler.renew_s = renew_s
 
-    async def _sample(self, seen: Seen) -> None:
+    async def _sample(self, seen: SoakSeen) -> None:
         while True:
             seen.rss_mib.append(self._process.memory_info().rss / MIB)
             seen.descriptors.append(self._process.num_fds())
             await asyncio.sleep(SAMPLE_S)
 
-    async def _lags(self, seen: Seen) -> None:
+    async def _lags(self, seen: SoakSeen) -> None:
         """Ask the gateway itself, often enough to miss none of its seconds."""
         caller = Caller(self._port)
         try:
@@ -201,7 +201,7 @@ class Soak:
         finally:
             caller.hang_up()
 
-    async def _probe(self, seen: Seen) -> None:
+    async def _probe(self, seen: SoakSeen) -> None:
         """Follow a stream that never ends, by asking for the next one before long."""
         last_s = time.monotonic()
 
@@ -219,7 +219,7 @@ class Soak:
         finally:
             caller.hang_up()
 
-    async def _health(self, seen: Seen) -> None:
+    async def _health(self, seen: SoakSeen) -> None:
         caller = Caller(self._port)
         try:
             while True:
@@ -247,14 +247,14 @@ async def soaking(folder: Path) -> AsyncIterator[Soak]:
     with suppress(OSError):
         os.sched_setaffinity(0, places["generator"])
     argv = [sys.executable, "-m", "rose.bench.soak.engine", *map(str, ports)]
-    engine = Measured("engine", argv, folder / "engine.log", places["engine"], piped=True)
+    engine = MeasuredProcess("engine", argv, folder / "engine.log", places["engine"], piped=True)
     try:
         engine.read()
         async with LeasingScheduler(ports) as scheduler:  # type: ignore[abstract]
             argv = [sys.executable, "-m", "rose.gateway.main", f"--port={gateway_port}"]
             argv += [f"--scheduler=127.0.0.1:{scheduler.port}", "--max-waiting=4096"]
             argv += ["--answers-kept=1024", "--resume-grace-s=1", "--version-wait-s=0.2"]
-            gateway = Measured("gateway", argv, folder / "gateway.log", places["router"])
+            gateway = MeasuredProcess("gateway", argv, folder / "gateway.log", places["router"])
             try:
                 url, ready = f"http://127.0.0.1:{gateway_port}/health", f'"replicas": {len(ports)}'
                 await asyncio.to_thread(gateway.wait_answers, url, ready)
@@ -282,7 +282,7 @@ QUIET_WAITED = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class SoakCheck:
     """One figure beside its bound; where it is not `judged`, it is told only."""
 
     name: str
@@ -301,16 +301,16 @@ class Check:
         return f"{self.name:>60}  {self.value:>9.3f}  <= {self.at_most:>7g}  {verdict}"
 
 
-def checks(mixed: Seen, storm: Seen) -> list[Check]:
+def checks(mixed: SoakSeen, storm: SoakSeen) -> list[SoakCheck]:
     """All bounds."""
     found = [
-        Check("turns answered otherwise than provoked", sum(mixed.wrong.values()), WRONG),
-        Check(
+        SoakCheck("turns answered otherwise than provoked", sum(mixed.wrong.values()), WRONG),
+        SoakCheck(
             "growth of memory over the second half, MiB",
             growth(mixed.rss_mib, MEMORY_PARTS),
             GROWTH_MIB,
         ),
-        Check(
+        SoakCheck(
             "growth of descriptors",
             growth(mixed.descriptors, DESCRIPTOR_PARTS),
             GROWTH_DESCRIPTORS,
@@ -322,13 +322,13 @@ def checks(mixed: Seen, storm: Seen) -> list[Check]:
     rate = f"{storm.turns / storm.took_s:.0f} time-outs/s: "
     return [
         *found,
-        Check(f"{rate}answered otherwise", sum(storm.wrong.values()), WRONG),
+        SoakCheck(f"{rate}answered otherwise", sum(storm.wrong.values()), WRONG),
         *pauses(rate, storm),
-        Check(f"{rate}memory, MiB", max(storm.rss_mib), STORM_RSS_MIB),
+        SoakCheck(f"{rate}memory, MiB", max(storm.rss_mib), STORM_RSS_MIB),
     ]
 
 
-def pauses(when: str, seen: Seen) -> list[Check]:
+def pauses(when: str, seen: SoakSeen) -> list[SoakCheck]:
     """For how long the gateway's loop kept all streams waiting, as its own probe saw it.
 
     What the loop worked for is its own doing on any machine. All of a lag is so only where nobody
@@ -336,8 +336,8 @@ def pauses(when: str, seen: Seen) -> list[Check]:
     """
     quiet = seen.waited <= QUIET_WAITED
     return [
-        Check(f"{when}longest step of its event loop, s", seen.loop_busy_s, PAUSE_S),
-        Check(f"{when}longest pause of its event loop, s", seen.loop_lag_s, PAUSE_S, quiet),
+        SoakCheck(f"{when}longest step of its event loop, s", seen.loop_busy_s, PAUSE_S),
+        SoakCheck(f"{when}longest pause of its event loop, s", seen.loop_lag_s, PAUSE_S, quiet),
     ]
 
 

@@ -28,7 +28,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import numpy as np
 
-from rose.publish import Caps, ChunkFetcher, DownloadLimits, VersionServer
+from rose.weight_distribution import Caps, ChunkFetcher, DownloadLimits, VersionServer
 from weight_transfer import ChunkStore, Manifest, Publisher, Receiver, SigningKey, TensorBits
 from weight_transfer.format.tensors import WIDTHS, unsigned
 

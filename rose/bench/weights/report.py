@@ -3,8 +3,13 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rose.bench.common.checks import HOLDS, figure_at_least, figure_at_most
-from rose.bench.common.tables import checks_table, text_table
+from rose.bench.common.checks import (
+    HOLDS,
+    checks_table,
+    figure_at_least,
+    figure_at_most,
+    text_table,
+)
 
 MODELS = {"8B": 8e9, "32B": 32e9, "235B": 235e9, "1T": 1e12}
 LINKS_GBIT = (10, 25, 50, 100, 200)

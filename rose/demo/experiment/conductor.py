@@ -19,7 +19,7 @@ from rose.demo.experiment.processes import cpu_seconds, engine_pid
 from rose.demo.experiment.watcher import Watcher, replica_of
 from rose.demo.report.records import BlockStats
 from rose.demo.stack import GUEST, Stack
-from rose.demo.training.rollouts import TurnSource
+from rose.demo.training.rollouts import TurnStarter
 from rose.errors import UnavailableError
 from rose.logs.eventlog import KEEP_ALL, EventLog, JsonlLog
 from rose.process.child import JsonlProcess
@@ -35,7 +35,7 @@ class LossyJournal:
     right length, so only scoring the tokens again can notice.
     """
 
-    def __init__(self, source: TurnSource) -> None:
+    def __init__(self, source: TurnStarter) -> None:
         self._source = source
 
     async def generate(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from rose.bench.common.cpu_sched import make_foreground, make_nicer
+from rose.bench.common.engines import make_foreground, make_nicer
 from rose.demo.report.records import RunLayout
 from rose.demo.stack import Stack
 from rose.demo.view import Board

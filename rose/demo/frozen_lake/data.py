@@ -24,7 +24,7 @@ from rose.demo.frozen_lake.task import (
     shortest_plan,
 )
 from rose.demo.frozen_lake.vocab import SIDE
-from rose.demo.training.rollouts import Trajectory, TurnSource, play
+from rose.demo.training.rollouts import Trajectory, TurnStarter, play
 from rose.errors import UnavailableError
 
 CARELESS_SHARE = 0.5
@@ -84,7 +84,7 @@ AT_ONCE = 128
 
 
 async def evaluate(
-    source: TurnSource, how: Sampling, lakes: Sequence[Lake], version: int, name: str
+    source: TurnStarter, how: Sampling, lakes: Sequence[Lake], version: int, name: str
 ) -> list[bool]:
     """Whether `version` or a newer one crosses each lake, in the order of `lakes`.
 

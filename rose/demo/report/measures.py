@@ -23,6 +23,7 @@ from rose.bench.common.stats import (
     ratio_of_percentiles,
     ratio_of_rates,
 )
+from rose.bench.load.protocol import Request, join_requests
 from rose.demo.report.records import (
     CHUNK_REJECTED,
     EVALUATION,
@@ -33,7 +34,6 @@ from rose.demo.report.records import (
     Records,
     TurnRecord,
 )
-from rose.load.protocol import Request, join_requests
 from rose.node.grants.guard_thread import GuestSample
 
 KINDS = ("guest", "dedicated", "continued")

@@ -13,9 +13,9 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
 
+from rose.bench.load.protocol import join_requests
 from rose.demo.report.measures import reward
 from rose.demo.report.records import FORCED_REVOCATION, GUEST_KILLED, Records
-from rose.load.protocol import join_requests
 
 ARM_COLORS = {
     "leased": "#2a7f9e",

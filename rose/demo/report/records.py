@@ -10,9 +10,9 @@ from typing import Literal
 
 import msgspec
 
-from rose.bench.common.recompute import read_json
+from rose.bench.common.stats import read_json
+from rose.bench.load.protocol import ClientRequest, HostLatency
 from rose.errors import ConfigError
-from rose.load.protocol import ClientRequest, HostLatency
 from rose.logs.eventlog import log_parts, read_lines
 from rose.node.grants.guard_thread import GUEST_SAMPLES, GuestSample
 
@@ -107,7 +107,7 @@ class TurnRecord(msgspec.Struct, frozen=True):
     unstamped: int
 
 
-class TrainingStep(msgspec.Struct, frozen=True):
+class StepRow(msgspec.Struct, frozen=True):
     """`steps.jsonl`: one update of the policy; `version` is the one it published."""
 
     step: int
@@ -244,7 +244,7 @@ class Records:
     client_requests: list[ClientRequest]
     host_latency: list[HostLatency]
     turns: list[TurnRecord]
-    steps: list[TrainingStep]
+    steps: list[StepRow]
     trajectories: list[TrajectoryRecord]
     blocks: list[BlockRecord]
     activations: list[Activation]
@@ -272,7 +272,7 @@ def read_records(folder: Path) -> Records:
         client_requests=read_lines(folder / "client_requests.jsonl", ClientRequest),
         host_latency=read_lines(folder / "host_latency.jsonl", HostLatency),
         turns=read_lines(folder / "turns.jsonl", TurnRecord),
-        steps=sorted(read_lines(folder / "steps.jsonl", TrainingStep), key=lambda step: step.step),
+        steps=sorted(read_lines(folder / "steps.jsonl", StepRow), key=lambda step: step.step),
         trajectories=read_lines(folder / "trajectories.jsonl", TrajectoryRecord),
         blocks=sorted(read_lines(folder / "blocks.jsonl", BlockRecord), key=lambda b: b.block),
         activations=read_lines(folder / "activations.jsonl", Activation),

@@ -1,17 +1,178 @@
-"""The report of a run, computed from its raw records and nothing else."""
+"""The report of a run, computed from its raw records and nothing else.
 
-from collections.abc import Mapping
+Summary of a finished run, and `rose demo verify DIR`.
+
+The summary prints what happened and every claim with its measurement and verdict. `verify`
+recomputes a report from its raw records and compares it field by field.
+
+The report for people: `report.md`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
+from rich.console import Console
+from rich.table import Table
 
+from rose.bench.common.stats import FieldDifference, compare
+from rose.bench.load.protocol import join_requests
 from rose.demo.report import measures, plots
-from rose.demo.report.claims import Claim, claims_of
+from rose.demo.report.claims import BROKEN_BY_CONTROL, Claim, claims_of
 from rose.demo.report.measures import HarvestMeasures, HostArm, harvest, host_impact
 from rose.demo.report.records import Records, read_records
-from rose.demo.report.text import render_report
-from rose.load.protocol import join_requests
+from rose.errors import BAD_BYTES, RoseError
+
+if TYPE_CHECKING:
+    from rose.demo.report.measures import HostArm
+
+MARKS = {"HOLDS": "✔ holds", "FAILS": "✘ FAILS", "INCONCLUSIVE": "? inconclusive"}
+CAPTIONS = {
+    "reward.png": "Reward of each training step",
+    "host.png": "What the host's users felt, and what the guest was doing meanwhile",
+    "tokens.png": "Rollout tokens by replica",
+    "wire.png": "Bytes sent for each version",
+}
+
+
+def number(value: float | None) -> str:
+    """A value for people: three digits that matter, thousands whole, or a dash for None."""
+    if value is None:
+        return "–"
+    if not math.isfinite(value):
+        return "∞"
+    if value == round(value) or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
+def milliseconds(value_s: float | None) -> str:
+    """A latency for people."""
+    return "–" if value_s is None or not math.isfinite(value_s) else f"{value_s * 1e3:.1f} ms"
+
+
+def _megabytes(value: float) -> str:
+    return f"{value / 1e6:.1f} MB"
+
+
+def claim_row(claim: Claim) -> tuple[str, str, str, str, str]:
+    """(claim, measured, 95% interval, limit, verdict) as text."""
+    low_high = claim.ci95
+    interval = f"{number(low_high[0])} … {number(low_high[1])}" if low_high else ""
+    limit = f"{claim.bound} {number(claim.limit)}"
+    return claim.name, number(claim.value), interval, limit, MARKS[claim.verdict]
+
+
+def _table(report: Report) -> Iterator[str]:
+    yield "| claim | measured | 95% interval | must be | verdict | why |"
+    yield "| --- | ---: | --- | --- | --- | --- |"
+    for claim in report.verdicts:
+        yield f"| {' | '.join(claim_row(claim))} | {claim.why} |"
+
+
+def _what_ran(report: Report) -> Iterator[str]:
+    reward, tokens = report.reward, report.tokens
+    control = report.settings.get("control")
+    total = tokens.guest + tokens.dedicated + tokens.continued
+    yield (
+        f"In {report.elapsed_s:.0f} s a policy trained for {len(reward.by_step)} steps on "
+        f"FrozenLake. Its {total:,} tokens came from a dedicated vLLM and from a guest vLLM that "
+        "shared one core with a host vLLM under bursty load. After each step the new weights went "
+        "to both, as a signed, bit-exact delta."
+    )
+    if report.settings.get("quickstart"):
+        yield "The guest was revoked in the middle of turns, then killed."
+    elif report.settings.get("accept"):
+        yield (
+            "Blocks with the guest lent (leased) and frozen alternated in random order under the "
+            "same replayed host arrivals; in ceiling blocks the host had no load. At the end the "
+            "guest was revoked again and again in the middle of turns, then killed."
+        )
+    if isinstance(control, str):
+        expected = " or ".join(f"“{name}”" for name in BROKEN_BY_CONTROL[control])
+        yield ""
+        yield f"**This run is a control (`{control}`): {expected} must fail.**"
+
+
+def _host_line(name: str, arm: HostArm) -> str:
+    return (
+        f"- Host, {name}: TTFT p50 {milliseconds(arm.ttft_p50_s)}, "
+        f"p95 {milliseconds(arm.ttft_p95_s)}; TPOT p50 {milliseconds(arm.tpot_p50_s)}, "
+        f"p95 {milliseconds(arm.tpot_p95_s)}; {arm.requests} requests, {arm.failed} failed."
+    )
+
+
+def _figures(report: Report) -> Iterator[str]:
+    sent, moved = report.weights, report.trajectories
+    if report.harvest.pairs:
+        yield from _arms(report)
+    yield (
+        f"- Trajectories: {moved.started:,} started, {moved.delivered:,} delivered, "
+        f"{moved.revoked_mid_turn:,} moved in the middle of a turn."
+    )
+    yield (
+        f"- Weights: {sent.versions} versions, {_megabytes(sent.wire_bytes)} sent instead of "
+        f"{_megabytes(sent.full_bytes)}."
+    )
+    if report.peak_memory_bytes is not None:
+        yield f"- Memory: {report.peak_memory_bytes / 2**30:.1f} GiB at most, all processes."
+    yield "- Processor seconds: " + ", ".join(
+        f"{name} {seconds:.0f}" for name, seconds in sorted(report.cpu_s.items())
+    )
+
+
+def _arms(report: Report) -> Iterator[str]:
+    harvest, host = report.harvest, report.host
+    tokens_per_s, steps_per_hour = harvest.tokens_per_s, harvest.steps_per_hour
+    yield (
+        f"- Rollout tokens/s: {number(tokens_per_s.frozen)} frozen, "
+        f"{number(tokens_per_s.leased)} leased, {number(tokens_per_s.ceiling)} with the host idle."
+    )
+    yield (
+        f"- Training steps/hour: {number(steps_per_hour.frozen)} frozen, "
+        f"{number(steps_per_hour.leased)} leased, "
+        f"{number(steps_per_hour.ceiling)} with the host idle."
+    )
+    yield _host_line("frozen", host.frozen)
+    yield _host_line("leased", host.leased)
+
+
+def summary(report: Report) -> str:
+    """One line: how many claims hold."""
+    counts = {
+        verdict: sum(claim.verdict == verdict for claim in report.verdicts) for verdict in MARKS
+    }
+    return ", ".join(f"{counts[verdict]} {verdict.lower()}" for verdict in MARKS)
+
+
+def render_report(report: Report, pictures: Sequence[str]) -> str:
+    """The whole page as Markdown."""
+    lines = [
+        "# ROSE demo: report",
+        "",
+        *_what_ran(report),
+        "",
+        f"## Claims: {summary(report)}",
+        "",
+        *_table(report),
+        "",
+        "## Figures",
+        "",
+        *_figures(report),
+        "",
+        "All of this ran on CPU: it proves function and exactness; latency under contention "
+        "for a GPU is another measurement.",
+        "",
+        *(f"![{CAPTIONS[name]}]({name})\n" for name in pictures),
+        "Recompute every number above from the raw records: `rose demo verify DIR`.",
+    ]
+    return "\n".join(lines) + "\n"
+
 
 SCHEMA = 1
 
@@ -120,3 +281,86 @@ def write_report(folder: Path) -> Report:
     text = render_report(report, [picture.name for picture in pictures])
     (folder / "report.md").write_text(text, encoding="utf-8")
     return report
+
+
+STYLES = {"HOLDS": "green", "FAILS": "bold red", "INCONCLUSIVE": "yellow"}
+# Wide enough for every claim on one line each, also where stdout is a file.
+MIN_WIDTH = 120
+
+
+def _console() -> Console:
+    console = Console()
+    console.width = max(console.width, MIN_WIDTH)
+    return console
+
+
+def print_summary(claims: Sequence[Claim], out: Path) -> None:
+    """Write the table of claims and where the report is."""
+    console = _console()
+    table = Table(box=None, pad_edge=False)
+    for column in ("claim", "measured", "95% interval", "must be", "verdict"):
+        table.add_column(column, justify="right" if column == "measured" else "left")
+    for claim in claims:
+        table.add_row(*claim_row(claim), style=STYLES[claim.verdict])
+    console.print(table)
+    console.print(f"report: {out / 'report.md'}   check it: rose demo verify {out}")
+
+
+def print_quickstart(report: Report, out: Path) -> None:
+    """Write what happened in a few lines, and the exact claims below."""
+    console = _console()
+    for line in told(report):
+        console.print(line, highlight=False)
+    print_summary(report.verdicts, out)
+    console.print("every claim measured, in about six minutes: rose demo --accept")
+
+
+def told(report: Report) -> Iterator[str]:
+    """What happened, a sentence a line."""
+    sampled, moved, storm = report.tokens, report.trajectories, report.faults
+    rewards = [value for value in report.reward.by_step if value is not None]
+    borrowed, total = sampled.guest, sampled.guest + sampled.dedicated + sampled.continued
+    if rewards:
+        yield (
+            f"The trainer published {report.weights.versions} versions;"
+            f" mean reward went from {rewards[0]:.2f} to {rewards[-1]:.2f}."
+        )
+    if total:
+        yield (
+            f"{borrowed / total:.0%} of its {total:,} tokens were borrowed:"
+            " generated by the guest in time that the host left idle."
+        )
+    felt = report.host.all
+    yield (
+        f"The host served {felt.requests} requests of its own, {felt.failed} failed;"
+        f" TTFT p50 {milliseconds(felt.ttft_p50_s)}, p95 {milliseconds(felt.ttft_p95_s)}."
+    )
+    yield (
+        f"The guest was revoked {_times(storm.forced_revocations)} while it held turns and killed"
+        f" {_times(storm.guest_kills)} with kill -9: {moved.revoked_mid_turn}"
+        " trajectories went on elsewhere in mid-turn."
+    )
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
+def verify(folder: Path) -> list[FieldDifference]:
+    """What differs between the report in `folder` and its raw records; empty when nothing does.
+
+    Raises `RoseError` when a record or the report is missing or malformed.
+    """
+    report = build_report(read_records(folder))
+    recomputed = msgspec.json.decode(encode_report(report))
+    try:
+        reported = msgspec.json.decode((folder / "report.json").read_bytes())
+        page = (folder / "report.md").read_text(encoding="utf-8")
+    except OSError as error:
+        raise RoseError(f"{folder}: no report to verify ({error.strerror})") from error
+    except BAD_BYTES as error:
+        raise RoseError(f"{folder / 'report.json'}: {error}") from error
+    differences = list(compare(reported, recomputed))
+    if page != render_report(report, list(plots.PICTURES)):
+        differences.append(FieldDifference("report.md", "its text", "another text"))
+    return differences

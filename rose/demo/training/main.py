@@ -18,9 +18,9 @@ from rose.client import RolloutClient, RolloutError
 from rose.demo.corrupt_publisher import CorruptPublisher
 from rose.demo.experiment.conductor import LossyJournal
 from rose.demo.training.records import TrainConfig
-from rose.demo.training.trainer import Trainer
+from rose.demo.training.trainer import DemoTrainer
 from rose.errors import RoseError
-from rose.publish import WeightPublisher
+from rose.weight_distribution import WeightPublisher
 from weight_transfer import SigningKey
 
 
@@ -53,7 +53,7 @@ async def train(config: TrainConfig) -> None:
     )
     async with RolloutClient(config.gateway_url) as client, publisher:
         source = LossyJournal(client) if config.control == "drop-token" else client
-        trainer = Trainer(config, source, publisher, say)
+        trainer = DemoTrainer(config, source, publisher, say)
         say({"event": "ready"})
         if not await stdin.readline():
             return
@@ -64,7 +64,7 @@ async def train(config: TrainConfig) -> None:
             listening.cancel()
 
 
-async def _listen(stdin: asyncio.StreamReader, trainer: Trainer) -> None:
+async def _listen(stdin: asyncio.StreamReader, trainer: DemoTrainer) -> None:
     while line := await stdin.readline():
         if json.loads(line).get("cmd") == "finish":
             trainer.cut()

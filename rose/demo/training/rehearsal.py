@@ -24,8 +24,8 @@ from rose.demo.frozen_lake import vocab
 from rose.demo.frozen_lake.models import ensure_models, load_policy
 from rose.demo.training.forward import reply_bias, values_of
 from rose.demo.training.records import Control, TrainConfig
-from rose.demo.training.trainer import Trainer
-from rose.publish import Receipt
+from rose.demo.training.trainer import DemoTrainer
+from rose.weight_distribution import Receipt
 from weight_transfer import TensorBits
 
 GATHER_S = 0.002
@@ -216,7 +216,7 @@ async def _rehearse(config: TrainConfig) -> None:
     events: list[dict[str, Any]] = []
     policy = LocalPolicy(load_policy(config.model_dir), config.seed)
     started_s = time.monotonic()
-    await Trainer(config, policy, policy, events.append).run()
+    await DemoTrainer(config, policy, policy, events.append).run()
     sys.stdout.write(json.dumps(_summary(events, time.monotonic() - started_s)) + "\n")
 
 

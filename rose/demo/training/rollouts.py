@@ -101,7 +101,7 @@ class Trajectory:
 logger = logging.getLogger(__name__)
 
 
-class TurnSource(Protocol):
+class TurnStarter(Protocol):
     """Source of turns: `rose.client.RolloutClient`."""
 
     async def generate(
@@ -129,7 +129,7 @@ def sampling(*, long_turns: bool, greedy: bool = False) -> Sampling:
 
 
 async def play(
-    source: TurnSource, lake: Lake, how: Sampling, trajectory: Trajectory, min_version: int
+    source: TurnStarter, lake: Lake, how: Sampling, trajectory: Trajectory, min_version: int
 ) -> None:
     """Play an episode into `trajectory`; one that cannot go on is marked as lost."""
     episode = Episode(lake)
@@ -174,7 +174,7 @@ class RolloutPlan:
 class Rollouts:
     """Plays a plan; batches come out in order, each once and complete."""
 
-    def __init__(self, source: TurnSource, plan: RolloutPlan) -> None:
+    def __init__(self, source: TurnStarter, plan: RolloutPlan) -> None:
         self._source = source
         self._plan = plan
         self._batches = plan.batches

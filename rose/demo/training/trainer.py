@@ -19,14 +19,14 @@ from rose.demo.frozen_lake.task import different_lakes, training_lake
 from rose.demo.training.forward import Snapshots, load_version_zero, rescored
 from rose.demo.training.learner import LEARNING_RATE, LONG_LEARNING_RATE, Learner, Update
 from rose.demo.training.records import TrainConfig, TrainRecords
-from rose.demo.training.rollouts import RolloutPlan, Rollouts, Trajectory, TurnSource, sampling
+from rose.demo.training.rollouts import RolloutPlan, Rollouts, Trajectory, TurnStarter, sampling
 from rose.errors import UnavailableError
-from rose.publish import Receipt
+from rose.weight_distribution import Receipt
 from weight_transfer import TensorBits
 
 
-class Publisher(Protocol):
-    """Publisher of versions: `rose.publish.WeightPublisher`."""
+class DemoPublisher(Protocol):
+    """Publisher of versions: `rose.weight_distribution.WeightPublisher`."""
 
     async def publish(
         self,
@@ -39,14 +39,14 @@ class Publisher(Protocol):
         ...
 
 
-class Trainer:
+class DemoTrainer:
     """One run. `emit` is told every event of the protocol in docs/contracts/demo-processes.md."""
 
     def __init__(
         self,
         config: TrainConfig,
-        source: TurnSource,
-        publisher: Publisher,
+        source: TurnStarter,
+        publisher: DemoPublisher,
         emit: Callable[[dict[str, Any]], None],
     ) -> None:
         self._config = config

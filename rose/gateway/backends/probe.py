@@ -6,7 +6,7 @@ import aiohttp
 import msgspec
 
 from rose.contract.replica import STATE, ReplicaState
-from rose.decoding import Decoder, decoded
+from rose.errors import Decoder, decoded
 from rose.gateway.replicas.table import ReplicaApi
 
 PROBE_TIMEOUT = aiohttp.ClientTimeout(total=5.0)

@@ -11,7 +11,7 @@ import msgspec
 
 from rose.contract.fields import UNVERSIONED
 from rose.contract.replica import STATE, ReplicaState
-from rose.decoding import decoded
+from rose.errors import decoded
 from rose.gateway.backends.probe import REPLICA_STATE, Probed, probe
 from rose.gateway.replicas.table import ReplicaApi, ReplicaEntry, TableSink
 from rose.gateway.settings import StaticReplica
@@ -57,15 +57,17 @@ class StaticTable:
                     self._missed.add(replica.id)
                     self._on_found(replica, None)
                 # It cannot be told what it is, so it cannot be asked for anything.
-                return _entry(replica, ReplicaApi.ROSE, False, 0, 0)
+                return _static_entry(replica, ReplicaApi.ROSE, False, 0, 0)
             api = self._found[replica.id] = found.api
             self._on_found(replica, found)
         if api is ReplicaApi.ROSE:
             state = await self._state(replica)
             if state is None:
-                return _entry(replica, api, False, 0, 0)
-            return _entry(replica, api, state.admitting, state.policy_version, state.kv_tokens)
-        return _entry(replica, api, await self._healthy(replica), UNVERSIONED, 0)
+                return _static_entry(replica, api, False, 0, 0)
+            return _static_entry(
+                replica, api, state.admitting, state.policy_version, state.kv_tokens
+            )
+        return _static_entry(replica, api, await self._healthy(replica), UNVERSIONED, 0)
 
     async def _state(self, replica: StaticReplica) -> ReplicaState | None:
         try:
@@ -86,7 +88,7 @@ class StaticTable:
             return False
 
 
-def _entry(
+def _static_entry(
     replica: StaticReplica, api: ReplicaApi, healthy: bool, version: int, kv_tokens: int
 ) -> ReplicaEntry:
     return ReplicaEntry(

@@ -18,7 +18,7 @@ import msgspec
 
 from executor import ControlPage, Grant, GrantController, GuestState, HostState
 from executor.freeze_reason import FreezeReason, explained
-from executor.grants.grant_controller import Boost, Reclaim, Seen, VoidLeases, Write
+from executor.grant_controller import Boost, Reclaim, Seen, VoidLeases, Write
 from rose.logs.eventlog import EventLog, JsonlLog
 from rose.node.grants.host_watch import HostProcess, HostWatch
 from rose.node.guest.cpu_placement import CpuBoost

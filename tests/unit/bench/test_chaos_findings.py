@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rose.bench.chaos.run import Findings
+from rose.bench.chaos.run import ChaosFindings
 from rose.client import Turn
 
 
@@ -33,7 +33,7 @@ def _turn(**changes: Any) -> Turn:
     ],
 )
 def test_whatever_is_wrong_with_a_turn_is_found(bad: dict[str, Any], count: str) -> None:
-    findings = Findings()
+    findings = ChaosFindings()
     findings.look_at(_turn(), _turn(), 3)
     assert findings.faults == 0
     findings.look_at(_turn(request_id="q", **bad), _turn(), 3)

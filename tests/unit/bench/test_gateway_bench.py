@@ -21,7 +21,7 @@ from rose.bench.gateway.arms import (
 )
 from rose.bench.gateway.generator import STREAMS, Load, run
 from rose.bench.gateway.report import ADDED_P50_S, AT_STREAMS, checks, rows, table
-from rose.bench.gateway.standin_engine import Connection, Pace
+from rose.bench.gateway.standin_engine import EngineConnection, Pace
 from rose.errors import ConfigError
 from rose.gateway import Gateway, GatewaySettings, StaticReplica
 from tests.patience import PATIENCE_S
@@ -33,7 +33,7 @@ LOAD = Load(streams=3, seconds=0.4, prompt_tokens=8, chunks=4, chunk_tokens=4, f
 async def engine(stock: bool = False, slow_s: float = 0.0) -> AsyncIterator[str]:
     pace = Pace(LOAD.first_s, LOAD.gap_s, LOAD.chunk_tokens)
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(partial(Connection, pace, stock), "127.0.0.1", 0)
+    server = await loop.create_server(partial(EngineConnection, pace, stock), "127.0.0.1", 0)
     try:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     finally:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rose.bench.gpu import runner as running
 from rose.bench.gpu.pieces import MOST_S, pieces_of
-from rose.bench.gpu.process import Answered, Order
+from rose.bench.gpu.process import Answered, PieceOrder
 from rose.bench.gpu.sizes import ServingSizes, Sizes
 from tests.fakes.gpu import MEASURED
 from tests.fakes.gpu_runs import COPY, Measuring, files, request, run, states
@@ -21,7 +21,7 @@ def test_pieces_of_a_group_share_a_process_and_those_left_get_another_one(tmp_pa
     class Short(Measuring):
         """Has time for two."""
 
-        def __call__(self, order: Order) -> Iterator[Answered]:
+        def __call__(self, order: PieceOrder) -> Iterator[Answered]:
             return islice(super().__call__(order), 2)
 
     measure = Short()
@@ -69,7 +69,7 @@ def test_a_group_has_what_is_left_of_the_budget_and_never_more_than_a_call(tmp_p
 
 def test_what_a_shared_process_measured_is_kept_before_it_ends(tmp_path: Path) -> None:
     class Watched(Measuring):
-        def __call__(self, order: Order) -> Iterator[Answered]:
+        def __call__(self, order: PieceOrder) -> Iterator[Answered]:
             for number, answer in enumerate(super().__call__(order)):
                 yield answer
                 kept = [piece.name for piece in SERVED if f"{piece.name}.json" in files(tmp_path)]
@@ -105,7 +105,7 @@ def test_of_many_limits_a_line_tells_how_many_hold_and_which_fail(tmp_path: Path
 
 def test_a_rehearsal_is_marked_and_no_limit_of_it_fails(tmp_path: Path) -> None:
     class Slow(Measuring):
-        def __call__(self, order: Order) -> Iterator[Answered]:
+        def __call__(self, order: PieceOrder) -> Iterator[Answered]:
             rows = [{**row} for row in MEASURED["serve60"]["rows"]]
             for row in rows:
                 row["checks"] = [check | {"verdict": "FAILS"} for check in row["checks"]]

@@ -7,12 +7,12 @@ from typing import Any, NoReturn
 import pytest
 
 from rose.bench.gpu.__main__ import main
-from rose.bench.gpu.process import Order
+from rose.bench.gpu.process import PieceOrder
 from rose.nvml import CardError, CardReader, Nvml
 from tests.fakes.gpu import StandInReader, card, measured_by_nobody, usage
 
 
-def refuse_to_measure(order: Order) -> NoReturn:
+def refuse_to_measure(order: PieceOrder) -> NoReturn:
     raise AssertionError("a card was touched that cannot be measured")
 
 

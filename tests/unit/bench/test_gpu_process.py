@@ -12,7 +12,7 @@ from rose.bench.gpu.__main__ import main
 from rose.bench.gpu.machine import REHEARSAL_PLACE, StandInCard
 from rose.bench.gpu.measure import reason
 from rose.bench.gpu.pieces import PieceError, pieces_of
-from rose.bench.gpu.process import MARK, Answered, Order, measure_apart
+from rose.bench.gpu.process import MARK, Answered, PieceOrder, measure_apart
 from rose.bench.gpu.sizes import REHEARSAL, Sizes
 from tests.fakes.gpu import CARD, StandInReader
 from tests.left_behind import left_behind
@@ -29,7 +29,7 @@ def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def answers(logs: Path, *names: str, limit_s: float = 20.0) -> list[Answered]:
     pieces = tuple(replace(COPY, name=name) for name in names)
-    order = Order(pieces, Sizes(gib=2), CARD, limit_s, logs, logs)
+    order = PieceOrder(pieces, Sizes(gib=2), CARD, limit_s, logs, logs)
     return list(measure_apart(order, module="standin_measure"))
 
 
@@ -111,7 +111,7 @@ def test_an_engine_without_room_is_one_line_and_the_others_are_ended(
     (tmp_path / "mute").touch()
     (card,) = StandInCard().cards()
     sizes = Sizes(serving=replace(REHEARSAL, guest_kv_bytes=1 << 50))
-    order = Order(pieces_of(("serve60",)), sizes, card, 120.0, tmp_path, tmp_path)
+    order = PieceOrder(pieces_of(("serve60",)), sizes, card, 120.0, tmp_path, tmp_path)
     (answer,) = measure_apart(order, module="standin_serving_measure", place=REHEARSAL_PLACE)
     assert answer.failed.startswith("engine guest: processes, weights and KV need ")
     assert "\n" not in answer.failed

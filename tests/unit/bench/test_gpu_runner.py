@@ -13,7 +13,7 @@ import pytest
 from rose.bench.gpu import runner as running
 from rose.bench.gpu.machine import revision_of
 from rose.bench.gpu.pieces import MOST_S, PIECES
-from rose.bench.gpu.process import Answered, Order
+from rose.bench.gpu.process import Answered, PieceOrder
 from rose.bench.gpu.runner import Runner, folder_of, read_done
 from rose.bench.gpu.sizes import Sizes
 from rose.errors import ConfigError
@@ -101,7 +101,7 @@ def test_time_that_was_spent_counts_against_the_budget(
     monkeypatch.setattr(running, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
 
     class Slow(Measuring):
-        def __call__(self, order: Order) -> Iterator[Answered]:
+        def __call__(self, order: PieceOrder) -> Iterator[Answered]:
             now_s[0] += 100
             return super().__call__(order)
 
@@ -168,7 +168,7 @@ def test_a_limit_that_fails_is_no_good_outcome_even_when_kept(tmp_path: Path) ->
     speed = {**MEASURED["kernels"]["speed"], "diff": {"gb_s": 1.0, "share_of_copy": 0.3}}
 
     class Slow(Measuring):
-        def __call__(self, order: Order) -> Iterator[Answered]:
+        def __call__(self, order: PieceOrder) -> Iterator[Answered]:
             for answer in super().__call__(order):
                 assert answer.measured is not None
                 yield replace(answer, measured={**answer.measured, "speed": speed})

@@ -16,8 +16,8 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from standin_guest import StandInGuest
 
-from rose.bench.coserve.plan import Block, Cell
-from rose.bench.coserve.records import BlockRecord, Counters
+from rose.bench.coserve.plan import Cell, PlanBlock
+from rose.bench.coserve.records import CoserveBlockRecord, Counters
 from rose.bench.gpu import models
 from rose.bench.gpu.limits import REQUESTS_FOR_P90, updating_checks
 from rose.bench.gpu.models import SHAPES, checkpoint_name, write_weights
@@ -25,7 +25,7 @@ from rose.bench.gpu.pieces import PieceError
 from rose.bench.gpu.serve import updating
 from rose.bench.gpu.serve.updating import CHANGED, GuestVersions, StampedTurns, stepped
 from rose.bench.gpu.sizes import REHEARSAL
-from rose.load.protocol import Request
+from rose.bench.load.protocol import Request
 from weight_transfer import Receiver, SigningKey, read_chunk, read_safetensors
 from weight_transfer.format.manifest import Manifest
 
@@ -132,7 +132,7 @@ class StandInSession:
         self.http: Any = None
         self.base = ""
         self.ruled: list[str] = []
-        self.played: list[tuple[BlockRecord, bool]] = []
+        self.played: list[tuple[CoserveBlockRecord, bool]] = []
         self._guest = guest
 
     def url(self, name: str) -> str:
@@ -151,13 +151,13 @@ class StandInSession:
     async def cell(self, busy: float, traffic: Any) -> Cell:
         return Cell(busy, traffic, 5.0)
 
-    async def play(self, block: Block) -> BlockRecord:
+    async def play(self, block: PlanBlock) -> CoserveBlockRecord:
         before = self._guest.receiver.version
         await asyncio.sleep(0.1)
         updated = self._guest.receiver.version != before
         assert block.cell is not None
         none = Counters(0, 0, 0, 0)
-        record = BlockRecord(
+        record = CoserveBlockRecord(
             block=len(self.played), arm=block.arm.name, round=block.round, segment=block.segment,
             busy_target=0.6, traffic="poisson", rate_per_s=5.0, policy=block.arm.policy,
             slack_share=block.arm.slack_share, isolation="none", start_s=0.0,

@@ -3,7 +3,7 @@
 import time
 from typing import Any
 
-from rose.bench.gpu.machine import Watch
+from rose.bench.gpu.machine import MachineWatch
 from rose.nvml import CardError
 from tests.fakes.gpu import StandInReader, card, usage
 
@@ -15,7 +15,7 @@ LOOKS = (
 
 
 def watched(reader: StandInReader, looks: int) -> dict[str, Any]:
-    with Watch(reader, card(), every_s=0.001) as watch:
+    with MachineWatch(reader, card(), every_s=0.001) as watch:
         deadline_s = time.monotonic() + 5
         while reader.looked < looks and time.monotonic() < deadline_s:
             time.sleep(0.001)
@@ -48,7 +48,7 @@ def test_a_card_that_stops_answering_is_told_and_ends_nothing_else() -> None:
 
 def test_a_piece_that_was_over_at_once_was_not_seen() -> None:
     reader = StandInReader(card())
-    with Watch(reader, card(), every_s=60.0) as watch:
+    with MachineWatch(reader, card(), every_s=60.0) as watch:
         pass
     assert watch.summary()["looks"] == 0
     assert watch.summary()["sm_mhz"] is None

@@ -12,7 +12,7 @@ import pytest
 from rose.bench.coserve.plan import ARMS, IDLE_NAIVE, IDLE_ROSE, Cell
 from rose.bench.coserve.records import Calibration
 from rose.bench.gpu.models import shape_of, write_model
-from rose.bench.gpu.pieces import Piece, PieceError, pieces_of
+from rose.bench.gpu.pieces import GpuPiece, PieceError, pieces_of
 from rose.bench.gpu.serve import group
 from rose.bench.gpu.serve.loads import play_rounds, round_of
 from rose.bench.gpu.serve.session import KeptRates
@@ -51,7 +51,7 @@ def measured(
     monkeypatch.setattr(group, "opened_session", opened)
     monkeypatch.setattr(group, "_work", lambda piece: work)
 
-    def answer(piece: Piece, found: dict[str, Any]) -> None:
+    def answer(piece: GpuPiece, found: dict[str, Any]) -> None:
         answers.append((piece.name, found["seconds"]))
 
     group.measure_all(SERVED, Sizes(), "cpu", 500.0, (tmp_path, tmp_path), answer)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rose.bench.coserve.records import Records, read_run
+from rose.bench.coserve.records import CoserveRecords, read_run
 from rose.bench.coserve.rows import Analysis, arm_of
 from rose.bench.gpu.limits import served_checks
 from rose.bench.gpu.serve.loads import card_rules, requests_wanted
@@ -16,7 +16,7 @@ Row = dict[str, Any]
 ROSE = ("paper-0.0", "adaptive-0.0", "paper-0.7", "adaptive-0.7")
 
 
-def judged(records: Records, *arms: str) -> dict[str, Row]:
+def judged(records: CoserveRecords, *arms: str) -> dict[str, Row]:
     """The rows of these arms; intervals of all others would take their time."""
     kept = {*arms, "alone", "guest_alone", "naive_alone"}
     blocks = [block for block in records.blocks if block.arm in kept]
@@ -29,12 +29,12 @@ def checks(row: Row) -> dict[str, Row]:
 
 
 @pytest.fixture(scope="module")
-def unnoticed(tmp_path_factory: pytest.TempPathFactory) -> Records:
+def unnoticed(tmp_path_factory: pytest.TempPathFactory) -> CoserveRecords:
     return read_run(StandInBench(tmp_path_factory.mktemp("run"), rounds=3).write())
 
 
 @pytest.fixture(scope="module")
-def rows(unnoticed: Records) -> dict[str, Row]:
+def rows(unnoticed: CoserveRecords) -> dict[str, Row]:
     return judged(unnoticed, "naive", *ROSE)
 
 
@@ -59,7 +59,7 @@ def test_p99_decides_only_with_enough_requests_and_says_how_many(rows: dict[str,
 
 
 def test_with_slack_lent_it_is_the_targets_that_must_hold(
-    unnoticed: Records, rows: dict[str, Row]
+    unnoticed: CoserveRecords, rows: dict[str, Row]
 ) -> None:
     told = checks(rows["adaptive-0.7"])
     assert told["ttft_p99_s"]["limit"] == 0.2
@@ -72,7 +72,7 @@ def test_with_slack_lent_it_is_the_targets_that_must_hold(
     assert told["tpot_p99_s"]["verdict"] == "HOLDS"
 
 
-def replace_targets(records: Records, ttft_s: float, tpot_s: float) -> Records:
+def replace_targets(records: CoserveRecords, ttft_s: float, tpot_s: float) -> CoserveRecords:
     import msgspec
 
     run = msgspec.structs.replace(records.run, ttft_target_s=ttft_s, tpot_target_s=tpot_s)

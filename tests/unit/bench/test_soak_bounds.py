@@ -1,15 +1,15 @@
 """A soak's verdict: what it fails for, and what it does not blame the gateway for."""
 
-from rose.bench.soak.run import Seen, checks, growth
+from rose.bench.soak.run import SoakSeen, checks, growth
 
 
-def phase(**seen: object) -> Seen:
+def phase(**seen: object) -> SoakSeen:
     values = {"turns": 10, "took_s": 1.0, "rss_mib": [60.0] * 20, "descriptors": [9] * 20}
-    return Seen(**{**values, **seen})  # type: ignore[arg-type]
+    return SoakSeen(**{**values, **seen})  # type: ignore[arg-type]
 
 
-def failed(mixed: Seen, storm: Seen | None = None) -> list[str]:
-    return [each.name for each in checks(mixed, storm or Seen()) if not each.holds]
+def failed(mixed: SoakSeen, storm: SoakSeen | None = None) -> list[str]:
+    return [each.name for each in checks(mixed, storm or SoakSeen()) if not each.holds]
 
 
 def test_a_quiet_soak_holds() -> None:

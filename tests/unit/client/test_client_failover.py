@@ -13,7 +13,7 @@ from rose.client import (
     Sampling,
     TurnCancelled,
 )
-from rose.client.gateways import REST_S, GatewayRing
+from rose.client.retry import REST_S, GatewayRing
 from rose.client.types import ClientSettings
 from tests.fakes.gateway import StandInGateway, until
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from virtual_time import run_virtually
 
-from rose.client.gateways import GatewayMonitor
+from rose.client.retry import GatewayMonitor
 from rose.client.types import ClientSettings
 
 URL = "http://127.0.0.1:1"

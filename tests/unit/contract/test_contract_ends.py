@@ -7,21 +7,21 @@ import pytest
 
 from elastic_scheduler import End, TurnJournal
 from rose.client.errors import VersionNotServed
-from rose.client.types import TurnRequest
+from rose.client.types import ClientTurn
 from rose.client.wire import decode_event, decode_turn, encode_ask, message, refusal
 from rose.contract.replica import Sampling
 from rose.gateway.apis import VllmFrontend
 from rose.gateway.apis.frontend import ApiRequest as GatewayAsk
-from rose.gateway.errors import VersionUnavailable
+from rose.gateway.settings import VersionUnavailable
 from rose.gateway.text_codec import ServedModel
 from rose.gateway.turns.token_stream import TokenStream
 
 DIALECT = VllmFrontend(ServedModel("rose-policy", 4_096))
 SAMPLING = Sampling(0.5, 0.9, 7, 64, 2, (9,), (8, 9), 11)
-ASK = TurnRequest("turn", "s", (1, 100), SAMPLING, 3, None, -2, "g", 4, 1, "j")
+ASK = ClientTurn("turn", "s", (1, 100), SAMPLING, 3, None, -2, "g", 4, 1, "j")
 
 
-def read(ask: TurnRequest) -> GatewayAsk:
+def read(ask: ClientTurn) -> GatewayAsk:
     return asyncio.run(DIALECT.read(encode_ask(ask), {"X-Session-ID": ask.session_id}))
 
 

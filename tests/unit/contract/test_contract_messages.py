@@ -34,7 +34,7 @@ MESSAGES: tuple[msgspec.Struct, ...] = (
     replica.Drained(2),
     replica.Admitted(),
     weights.ApplyBody("/c", "/m/1", ["/m/1", "/m/2"], OnUpdate.KEEP),
-    weights.Applied(
+    weights.UpdateApplied(
         version=2,
         tensors=3,
         changed_elements=40,
@@ -77,7 +77,7 @@ MESSAGES: tuple[msgspec.Struct, ...] = (
         **ORIGIN,
     ),
     gateway.SamplingParams.of(SAMPLING),
-    gateway.GenerateBody(
+    gateway.GatewayGenerateBody(
         request_id="turn",
         token_ids=(1, 100),
         sampling_params=gateway.SamplingParams.of(SAMPLING),
@@ -89,7 +89,7 @@ MESSAGES: tuple[msgspec.Struct, ...] = (
     LOGPROBS.content[0],
     LOGPROBS,
     gateway.Choice((101, 102), LOGPROBS, "length"),
-    gateway.Answer(
+    gateway.TurnAnswer(
         request_id="turn",
         choices=[gateway.Choice((101, 102), LOGPROBS, "length")],
         versions=[SPAN],
@@ -105,10 +105,10 @@ MESSAGES: tuple[msgspec.Struct, ...] = (
     gateway.NamesBody(["a", "b"], "c", "s"),
     gateway.Aborted(["a"]),
     gateway.SessionFinished("s", 2),
-    gateway.Stats({"n1/g0": 9}, {"n1/g0": 1}, 2, 3, 4, 5, 6, 7, 8, 9, 10, 0.5, 0.25),
+    gateway.GatewayCounters({"n1/g0": 9}, {"n1/g0": 1}, 2, 3, 4, 5, 6, 7, 8, 9, 10, 0.5, 0.25),
     CHOOSING,
     gateway.Explanation("s", [CHOOSING]),
-    gateway.HealthReport("degraded", ("no tokenizer",), 1, 2, {"e0": "vllm"}),
+    gateway.GatewayHealthReport("degraded", ("no tokenizer",), 1, 2, {"e0": "vllm"}),
     weights.Listing("j", 60.0, ((0, 900),), ((1, 0, 90), (2, 1, 80))),
     weights.LeaseBody("n1/g0", 1, 60.0),
     weights.LeaseGranted(60.0),

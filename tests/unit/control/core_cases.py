@@ -3,6 +3,7 @@
 from elastic_scheduler import HarvestMode, Offer, ReplicaKind
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler.core import SchedulerCore
+from rose.scheduler.leasing import LeaseTimes
 from rose.scheduler.messages import (
     Action,
     Answer,
@@ -15,12 +16,11 @@ from rose.scheduler.messages import (
     PublishTable,
     Reserve,
     StoredEvent,
+    StoreWrite,
     Tick,
     VersionAnnounced,
-    Write,
 )
 from rose.scheduler.persistence import load
-from rose.scheduler.state.leasing import LeaseTimes
 from tests.fakes.memory_store import InMemoryStore
 
 JOB = "grpo"
@@ -85,7 +85,7 @@ class CoreBench:
                 taken += self.core.step(action.then, self.now_s)
         return taken
 
-    def _write(self, write: Write) -> None:
+    def _write(self, write: StoreWrite) -> None:
         if write.value is None:
             self.store.delete(write.key)
         else:

@@ -15,7 +15,7 @@ from rose.rpc.channel import make_channel, make_server
 from rose.rpc.rose_pb2_grpc import SchedulerStub, add_SchedulerServicer_to_server
 from rose.scheduler import LeaseTimes, SchedulerCore, SchedulerService
 from rose.scheduler.persistence import load
-from rose.store import Store
+from rose.scheduler.store import Store
 from tests.patience import PATIENCE_S
 
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from elastic_scheduler import Offer, ReplicaKind
 from rose.errors import ConfigError
 from rose.rpc import rose_pb2 as pb
-from rose.scheduler.messages import Command, Demanded, Drained, LogRecord
-from rose.scheduler.state.demand import PAUSE_S, REPORT_TTL_S, DemandBook, JobFigures
+from rose.scheduler.demand import PAUSE_S, REPORT_TTL_S, DemandBook, JobFigures
+from rose.scheduler.messages import Command, Demanded, LogRecord, ReplicaDrained
 from rose.scheduler.wire import demanded
 
 NONE = JobFigures("")
@@ -63,7 +63,7 @@ class Player:
             if isinstance(action, Command) and action.command.HasField("release"):
                 told = action.command.release
                 self.released_at_s.append(self.bench.now_s)
-                self.bench.step(Drained(1, told.replica, told.epoch, 0))
+                self.bench.step(ReplicaDrained(1, told.replica, told.epoch, 0))
 
 
 def test_a_fleet_whose_gateways_never_reported_is_leased_as_it_is_offered() -> None:

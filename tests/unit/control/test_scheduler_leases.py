@@ -13,11 +13,11 @@ from rose.errors import RefusedError
 from rose.scheduler.messages import (
     Attached,
     Detached,
-    Drained,
     Event,
     HarvestSet,
     JobRegistered,
     Offered,
+    ReplicaDrained,
     RevokeAsked,
     TakenBack,
     Tick,
@@ -102,7 +102,11 @@ def test_a_revocation_ends_the_lease_and_pauses_the_next(bench: CoreBench) -> No
 def test_reports_of_an_older_epoch_change_nothing(bench: CoreBench) -> None:
     bench.offered(offer(epoch=6))
     assert bench.lease().epoch == 7
-    for stale in (TakenBack(1, "g0", 6, "late"), Drained(1, "g0", 6, 0), Drained(1, "x", 7, 0)):
+    for stale in (
+        TakenBack(1, "g0", 6, "late"),
+        ReplicaDrained(1, "g0", 6, 0),
+        ReplicaDrained(1, "x", 7, 0),
+    ):
         bench.step(stale)
         assert bench.records() == []
     assert bench.row().leased
@@ -115,7 +119,7 @@ def test_an_operator_ends_a_lease_at_once(bench: CoreBench) -> None:
     [command] = bench.commands()
     assert (command.release.epoch, command.release.reason) == (1, "maintenance")
     assert not bench.row().leased
-    bench.step(Drained(1, "g0", 1, 2))
+    bench.step(ReplicaDrained(1, "g0", 1, 2))
     bench.at(101.0)
     assert bench.lease().epoch == 2
 
@@ -164,7 +168,7 @@ def test_a_stop_releases_guests_at_once(bench: CoreBench, mode: HarvestMode) -> 
     assert bench.answer() == 1
     assert bench.kinds() == ["harvest", "release"]
     assert (bench.row("g0").leased, bench.row("d0").leased) == (False, True)
-    bench.step(Drained(1, "g0", 1, 3))
+    bench.step(ReplicaDrained(1, "g0", 1, 3))
     assert bench.records() == ["lease_released"]
     bench.at(130.0)
     assert "g0" not in [lease.replica for lease in bench.core.status(130.0).leases]
@@ -205,7 +209,7 @@ _EVENTS: st.SearchStrategy[Event] = st.one_of(
         ),
     ),
     st.builds(TakenBack, st.integers(1, 4), st.just("g0"), st.integers(0, 9), st.just("x")),
-    st.builds(Drained, st.integers(1, 4), st.just("g0"), st.integers(0, 9), st.just(0)),
+    st.builds(ReplicaDrained, st.integers(1, 4), st.just("g0"), st.integers(0, 9), st.just(0)),
     st.builds(HarvestSet, st.sampled_from(HarvestMode), st.sampled_from([None, "g0"])),
     st.just(JobRegistered(JOB, 1)),
 )

@@ -2,9 +2,9 @@
 
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler import SchedulerCore
-from rose.scheduler.messages import Attached, Command, Detached, Measured, Tick
+from rose.scheduler.fleet import LAPSED_S
+from rose.scheduler.messages import Attached, Command, Detached, RatesMeasured, Tick
 from rose.scheduler.persistence import load
-from rose.scheduler.state.fleet import LAPSED_S
 from tests.fakes.memory_store import InMemoryStore
 
 
@@ -15,7 +15,7 @@ class Told:
         self.core = SchedulerCore(load(InMemoryStore()))
         self.relays: dict[int, list[str]] = {}
 
-    def step(self, event: Attached | Detached | Measured | Tick, now_s: float) -> None:
+    def step(self, event: Attached | Detached | RatesMeasured | Tick, now_s: float) -> None:
         for action in self.core.step(event, now_s):
             if isinstance(action, Command) and action.command.HasField("relays"):
                 self.relays[action.stream] = list(action.command.relays.urls)
@@ -35,10 +35,10 @@ def test_who_is_silent_or_gone_is_left_out_until_it_speaks() -> None:
     told = Told()
     told.step(Attached("a", 1, "lon", "http://a"), 0.0)
     told.step(Attached("b", 2, "lon", "http://b"), 0.0)
-    told.step(Measured(1, pb.Telemetry()), LAPSED_S - 1)
+    told.step(RatesMeasured(1, pb.Telemetry()), LAPSED_S - 1)
     told.step(Tick(), LAPSED_S + 0.1)
     assert told.relays == {1: ["http://a"], 2: ["http://a"]}
-    told.step(Measured(2, pb.Telemetry()), LAPSED_S + 0.2)
+    told.step(RatesMeasured(2, pb.Telemetry()), LAPSED_S + 0.2)
     assert told.relays[1] == ["http://a", "http://b"]
     told.step(Detached(1), LAPSED_S + 0.3)
     assert told.relays[2] == ["http://b"], "a broken stream ends it at once"
@@ -48,6 +48,6 @@ def test_nothing_is_said_twice() -> None:
     told = Told()
     told.step(Attached("a", 1, "", "http://a"), 0.0)
     told.relays.clear()
-    told.step(Measured(1, pb.Telemetry()), 0.5)
+    told.step(RatesMeasured(1, pb.Telemetry()), 0.5)
     told.step(Tick(), 0.6)
     assert told.relays == {}

@@ -19,8 +19,7 @@ from rose.rpc import rose_pb2 as pb
 from rose.rpc.channel import MAX_REQUEST_BYTES
 from rose.scheduler.main import SchedulerSettings, main, serve
 from rose.scheduler.messages import CommandQueue, TableSlot
-from rose.store import SqliteStore
-from rose.store.sqlite import BUSY_TIMEOUT_S
+from rose.scheduler.store import BUSY_TIMEOUT_S, SqliteStore
 from tests.fakes.memory_store import InMemoryStore
 from tests.patience import PATIENCE_S
 

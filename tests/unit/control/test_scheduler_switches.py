@@ -8,10 +8,10 @@ from core_cases import CoreBench, offer
 from elastic_scheduler import HarvestMode, Offer, make_policy
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler.core import SchedulerCore
+from rose.scheduler.demand import JobFigures, Switched
+from rose.scheduler.leasing import LeaseTimes
 from rose.scheduler.messages import Demanded, TakenBack
 from rose.scheduler.persistence import load
-from rose.scheduler.state.demand import JobFigures, Switched
-from rose.scheduler.state.leasing import LeaseTimes
 from rose.scheduler.wire import demanded
 
 NONE = (JobFigures(""),)

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rose.errors import ConfigError, UnavailableError
-from rose.store import ABSENT, SqliteStore, Store
+from rose.scheduler.store import ABSENT, SqliteStore, Store
 from tests.fakes.memory_store import InMemoryStore
 
 IMPLEMENTATIONS: dict[str, Callable[[Path], Store]] = {

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from rose.demo.cli import DemoSettings
-from rose.demo.experiment.compare import run_compare
-from rose.demo.experiment.plan import plan_of
+from rose.demo.experiment.plan import plan_of, run_compare
 
 
 def _settings(out: Path) -> DemoSettings:

@@ -2,9 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from rose.demo.report.records import TrainingStep, read_records
+from rose.bench.load.protocol import ClientRequest, HostLatency, join_requests
+from rose.demo.report.records import StepRow, read_records
 from rose.errors import RoseError
-from rose.load.protocol import ClientRequest, HostLatency, join_requests
 from rose.logs.eventlog import read_lines
 from tests.fakes.demo_run import StandInRun
 
@@ -54,7 +54,7 @@ def test_a_line_that_a_killed_process_did_not_finish_is_left_out(tmp_path: Path)
     path = tmp_path / "steps.jsonl"
     whole = path.read_text()
     path.write_text(whole[:-20])
-    assert len(read_lines(path, TrainingStep)) == len(whole.splitlines()) - 1
+    assert len(read_lines(path, StepRow)) == len(whole.splitlines()) - 1
 
 
 def test_a_missing_file_says_which(tmp_path: Path) -> None:

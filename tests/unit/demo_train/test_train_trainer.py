@@ -10,11 +10,11 @@ import pytest
 from rose.client import Turn as ClientTurn
 from rose.demo.frozen_lake import vocab
 from rose.demo.frozen_lake.models import new_policy, save_model
-from rose.demo.report.records import TrainingStep, TrajectoryRecord, TurnRecord
+from rose.demo.report.records import StepRow, TrajectoryRecord, TurnRecord
 from rose.demo.training.records import TrainConfig
-from rose.demo.training.trainer import Trainer
+from rose.demo.training.trainer import DemoTrainer
 from rose.errors import UnavailableError
-from rose.publish import Receipt
+from rose.weight_distribution import Receipt
 from tests.fakes.policy import StandInSource
 from weight_transfer import TensorBits
 
@@ -67,9 +67,9 @@ def _config(model_dir: Path, out: Path) -> TrainConfig:
 
 def _trainer(
     model_dir: Path, out: Path, source: StandInSource
-) -> tuple[Trainer, FakePublisher, list[dict[str, Any]]]:
+) -> tuple[DemoTrainer, FakePublisher, list[dict[str, Any]]]:
     publisher, events = FakePublisher(source), list[dict[str, Any]]()
-    return Trainer(_config(model_dir, out), source, publisher, events.append), publisher, events
+    return DemoTrainer(_config(model_dir, out), source, publisher, events.append), publisher, events
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -96,7 +96,7 @@ async def test_without_held_out_maps_nothing_is_evaluated(model_dir: Path, tmp_p
     events: list[dict[str, Any]] = []
     config = _config(model_dir, tmp_path).model_copy(update={"held_out_maps": 0})
     source = StandInSource()
-    await Trainer(config, source, FakePublisher(source), events.append).run()
+    await DemoTrainer(config, source, FakePublisher(source), events.append).run()
     assert [event["event"] for event in events] == [*["step"] * STEPS, "done"]
 
 
@@ -104,7 +104,7 @@ async def test_records_are_those_of_the_report(model_dir: Path, tmp_path: Path) 
     trainer, _, _ = _trainer(model_dir, tmp_path, StandInSource())
     await trainer.run()
     for name, schema, count in (
-        ("steps", TrainingStep, STEPS),
+        ("steps", StepRow, STEPS),
         ("trajectories", TrajectoryRecord, 12),
     ):
         lines = _lines(tmp_path / f"{name}.jsonl")

@@ -15,7 +15,7 @@ import pytest
 from executor.vllm.settings import EngineSettings
 from rose.client import RolloutClient
 from rose.node.config import NodeConfig
-from rose.publish import WeightPublisher
+from rose.weight_distribution import WeightPublisher
 from weight_transfer import SigningKey, TensorBits
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"

@@ -46,7 +46,7 @@ def test_an_engine_on_a_gpu_is_told_nothing_of_cores_and_may_capture_graphs(
     assert "--load-format=dummy" in on_gpu.argv
     assert "--gpu-memory-utilization=0.01" in on_gpu.argv, "a guest starts beside its host"
     assert not any("gpu-memory" in argument for argument in on_cpu.argv)
-    assert "--worker-cls=executor.vllm.kv.reserved_worker.ReservedKvWorker" in on_gpu.argv
+    assert "--worker-cls=executor.vllm.reserved_worker.ReservedKvWorker" in on_gpu.argv
     host = replace(spec, role=EngineRole.HOST, device=Device.CUDA)
     assert not any("worker-cls" in argument for argument in process_spec(host).argv)
     assert any("reserved_worker" in a for a in process_spec(replace(host, kv_backend="cuda")).argv)

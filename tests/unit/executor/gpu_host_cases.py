@@ -26,13 +26,13 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from executor import ControlPage, HostState
 from executor.cuda.driver import Handle
+from executor.cuda.page_client import PageClient
 from executor.cuda.page_pool import PagePool
 from executor.cuda.reservation import Reservation
-from executor.cuda.sharing.page_client import PageClient
 from executor.errors import DeviceMemoryShort
 from executor.kv.capacity_policy import lent_bytes
 from executor.vllm.host.scheduler import ObservedScheduler
-from executor.vllm.kv.backing import reserve_kv
+from executor.vllm.kv_backing import reserve_kv
 from executor.vllm.settings import EngineSettings
 from tests.fakes.driver import PAGE, Physical, StandInDevice, StandInDriver
 

@@ -33,7 +33,7 @@ from executor import ControlPage, Grant, GrantMode
 from executor.kv.backing import Range, resident_bytes
 from executor.vllm.guest.scheduler import GatedScheduler
 from executor.vllm.host.scheduler import ObservedScheduler
-from executor.vllm.kv.backing import packed
+from executor.vllm.kv_backing import packed
 from rose.bench.common.tiny_models import TinyModel
 from tests.seated_host import SeatedHost
 

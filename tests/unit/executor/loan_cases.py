@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from executor.cuda.page_client import PageClient
 from executor.cuda.page_pool import PagePool
-from executor.cuda.sharing.page_client import PageClient
-from executor.cuda.sharing.page_server import PageServer
+from executor.cuda.page_server import PageServer
 from tests.fakes.driver import PAGE, StandInDevice, StandInDriver
 
 RESERVE = 2

@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 from executor.cuda.driver import Handle
+from executor.cuda.page_client import PageClient
 from executor.cuda.page_pool import PagePool
-from executor.cuda.sharing.page_client import PageClient
 from tests.fakes.driver import PAGE, Physical, StandInDevice, StandInDriver
 
 

@@ -16,9 +16,9 @@ from executor.cuda.backing import CudaPages
 from executor.cuda.reservation import Reservation
 from executor.kv.backing import Extent, NoPages
 from executor.vllm.guest.kv_balloon import GROWTH_RETRY_NS, GuestKv
-from executor.vllm.kv.backing import block_outermost_first, check_views, kv_layout, kv_pages, packed
-from executor.vllm.kv.block_pool import BalloonedPool
-from executor.vllm.kv.reserved_worker import ReservedZeros
+from executor.vllm.kv_backing import block_outermost_first, check_views, kv_layout, kv_pages, packed
+from executor.vllm.kv_block_pool import BalloonedPool
+from executor.vllm.reserved_worker import ReservedZeros
 from tests.fakes.driver import PAGE, StandInDevice, StandInDriver
 
 # K and V of 16 tokens, 32 heads of 128 in fp32, in two layers: two blocks fill a page …

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from loan_cases import RESERVE, Rig, open_descriptors, rig, settle
 
-from executor.cuda.page_pool import PagePool
-from executor.cuda.sharing.messages import (
+from executor.cuda.page_client import PageClient
+from executor.cuda.page_messages import (
     MOST_PAGES,
     Frame,
     Hello,
@@ -24,8 +24,8 @@ from executor.cuda.sharing.messages import (
     receive,
     send,
 )
-from executor.cuda.sharing.page_client import PageClient
-from executor.cuda.sharing.page_server import MOST_BORROWERS, LoanLedger
+from executor.cuda.page_pool import PagePool
+from executor.cuda.page_server import MOST_BORROWERS, LoanLedger
 from executor.errors import LoanError
 from tests.fakes.driver import PAGE, StandInDevice, StandInDriver
 

@@ -13,8 +13,8 @@ from loan_cases import RESERVE, Rig, rig, settle
 
 from executor.cuda.backing import VirtualMapping
 from executor.cuda.driver import Handle
-from executor.cuda.sharing.page_client import PageClient
-from executor.cuda.sharing.page_server import PageServer
+from executor.cuda.page_client import PageClient
+from executor.cuda.page_server import PageServer
 from executor.errors import DeviceMemoryShort
 from tests.fakes.driver import PAGE, scripted
 
@@ -123,7 +123,7 @@ def test_when_the_peer_hangs_up_its_pages_wait_for_the_end_of_its_process(
     settle(rig)
     assert (rig.lender.idle, rig.lender.lent) == (RESERVE, 4)
     rig.guest.die()
-    monkeypatch.setattr("executor.cuda.sharing.page_server.has_ended", lambda _process: True)
+    monkeypatch.setattr("executor.cuda.page_server.has_ended", lambda _process: True)
     settle(rig)
     assert (rig.lender.idle, rig.lender.lent) == (6, 0)
 
@@ -145,8 +145,8 @@ def test_what_a_dead_peer_had_is_free_when_the_owner_lets_go_as_the_device_measu
 
 BORROWER = """
 import socket, sys
-from executor.cuda.sharing.messages import receive, send
-from executor.cuda.sharing.messages import RequestPages, Hello
+from executor.cuda.page_messages import receive, send
+from executor.cuda.page_messages import RequestPages, Hello
 
 path, device = sys.argv[1], bytes.fromhex(sys.argv[2])
 connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -11,7 +11,7 @@ from cuda_cases import ZEROS, Gpu, device_gpu
 
 from executor.cuda.backing import VirtualMapping
 from executor.cuda.page_pool import PagePool
-from executor.cuda.sharing.page_server import PageServer
+from executor.cuda.page_server import PageServer
 
 PAGES = 4
 BORROWER = Path(__file__).with_name("cuda_borrower_main.py")

@@ -154,7 +154,7 @@ def test_a_guest_that_keeps_what_was_asked_back_owes_it_until_the_ladder_ends_it
 
 
 def kill(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("executor.cuda.sharing.page_server.has_ended", lambda _process: True)
+    monkeypatch.setattr("executor.cuda.page_server.has_ended", lambda _process: True)
     pair.guest.die()
 
 

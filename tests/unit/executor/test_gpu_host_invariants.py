@@ -72,7 +72,7 @@ class World:
     def grow(self, most: int) -> None:
         if self.guest is None and not self.dead:
             if self._by_handle and not isinstance(
-                self._source, executor.cuda.sharing.page_server.PageServer
+                self._source, executor.cuda.page_server.PageServer
             ):
                 return
             kind = HandleGuest if self._by_handle else DriverGuest
@@ -137,7 +137,7 @@ def world(*, by_handle: bool, depth: int = 1, caching: bool = True) -> Iterator[
             Path(folder), device, by_handle=by_handle, depth=depth, caching=caching
         ) as rig:
             made = World(rig, device, by_handle=by_handle)
-            patch.setattr("executor.cuda.sharing.page_server.has_ended", made.dead.__contains__)
+            patch.setattr("executor.cuda.page_server.has_ended", made.dead.__contains__)
             yield made
             made.rig.driver.fails = lambda _name, _number: None
             made.die()

@@ -17,7 +17,7 @@ from vllm.v1.request import Request
 
 from executor.kv.backing import NoPages
 from executor.kv.shrink_plan import Granules
-from executor.vllm.kv.block_pool import BalloonedPool
+from executor.vllm.kv_block_pool import BalloonedPool
 
 log = logging.getLogger(__name__)
 GRANULE_BLOCKS = 16

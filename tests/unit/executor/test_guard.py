@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from executor import Grant, GrantController, GuardConfig, GuestState, HostState
-from executor.grants.grant_controller import Seen, Write
+from executor.grant_controller import Seen, Write
 from tests.seated_host import believed
 
 CONFIG = GuardConfig(token_budget=256, max_sequences=8, kv_granule_cap=4, slack_share=0.5)

@@ -12,15 +12,15 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from executor import Grant
+from executor.cuda.page_client import PageClient
 from executor.cuda.page_pool import PagePool
-from executor.cuda.sharing.page_client import PageClient
-from executor.cuda.sharing.page_server import PageServer
+from executor.cuda.page_server import PageServer
 from executor.errors import DeviceError, DeviceMemoryShort, LoanError
 from executor.kv.shrink_plan import Rollout
+from executor.vllm import kv_backing as source_module
 from executor.vllm.guest.kv_balloon import GuestKv
-from executor.vllm.kv import backing as source_module
-from executor.vllm.kv.backing import kv_pages, page_source, reserve_kv
-from executor.vllm.kv.block_pool import BalloonedPool
+from executor.vllm.kv_backing import kv_pages, page_source, reserve_kv
+from executor.vllm.kv_block_pool import BalloonedPool
 from executor.vllm.settings import GUEST, HOST, LEND, OBSERVE, EngineSettings
 from tests.fakes.driver import PAGE, StandInDevice, StandInDriver, scripted
 

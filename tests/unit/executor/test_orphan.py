@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from executor import ControlPage, Grant, GrantMode
-from executor.grants.grant_controller import GrantLiveness
+from executor.grant_controller import GrantLiveness
 from executor.vllm.guest.gate_client import EXIT_BROKEN, EXIT_KILLED, EXIT_ORPHANED, Watchdog
 
 SECOND = 10**9

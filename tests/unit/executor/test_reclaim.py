@@ -12,8 +12,8 @@ from executor.kv.reclaim_ladder import (
     Answer,
     EngineReport,
     Finished,
+    GuestMeasured,
     LadderLimits,
-    Measured,
     OverdueTimer,
     ReclaimCore,
     ReclaimLevel,
@@ -52,7 +52,7 @@ class Engine:
                     answer = Unsupported("no such thing here")
                 elif level in self.claims and now_ns - since_ns >= self.after_ns:
                     answer = EngineReport(self.claims[level])
-            for action in core.step(Measured(self.held, answer), now_ns):
+            for action in core.step(GuestMeasured(self.held, answer), now_ns):
                 if isinstance(action, Finished):
                     return action, [level for level, _ in asked]
                 assert action.bytes_left > 0

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from gateway_cases import base_url, entry, gateway_with, until
 
+from elastic_scheduler import hedging as hedge
 from elastic_scheduler.routing import cost
-from elastic_scheduler.turns import hedge
 from rose.client import RolloutClient, Sampling
 from rose.gateway import Gateway, ReplicaEntry, server
 from rose.gateway.turns import hedging

@@ -191,7 +191,7 @@ async def test_long_texts_are_the_same_as_short_ones(texty: Gateway) -> None:
 async def test_those_beyond_the_queue_are_told_to_come_back(
     tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rose.texts.pool.MAX_QUEUE", 1)
+    monkeypatch.setattr("rose.tokenizer_pool.pool.MAX_QUEUE", 1)
     async with (
         gateway_with(tokenizer=tokenizer, text_timeout_s=PATIENT_S) as gw,
         aiohttp.ClientSession(base_url(gw)) as session,

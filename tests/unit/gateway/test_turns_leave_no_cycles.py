@@ -17,8 +17,8 @@ import uvloop
 from gateway_cases import gateway_with, until
 
 from elastic_scheduler import ReplicaKind
+from elastic_scheduler import hedging as hedge
 from elastic_scheduler.routing import cost
-from elastic_scheduler.turns import hedge
 from rose.bench.gateway.standin_engine import Pace
 from rose.bench.soak.callers import HUNG_UP, Caller
 from rose.bench.soak.engine import listen

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose.errors import RoseError
-from rose.load.arrivals import (
+from rose.bench.load.arrivals import (
     LoadShape,
     TracedRequest,
     generate_segment,
@@ -14,6 +13,7 @@ from rose.load.arrivals import (
     rescale_trace,
     trace_segment,
 )
+from rose.errors import RoseError
 
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 ROW = "2023-11-16 18:17:03.9799600,4808,10\n"

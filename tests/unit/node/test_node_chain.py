@@ -1,6 +1,6 @@
 """Versions are brought in the order of their parents, whatever order they were announced in."""
 
-from rose.node.weights.update_fetch import AnnouncedVersions, KnownVersion
+from rose.node.weight_updates import AnnouncedVersions, KnownVersion
 
 
 def test_a_late_joiner_walks_the_chain_from_its_own_version() -> None:

@@ -117,7 +117,7 @@ def test_only_a_guest_on_a_gpu_gets_the_worker_that_reserves_memory(
     (guest,) = config.replicas
     process = process_spec(guest.engine(tmp_path / "log", config.host, verify_key=None))
     assert process.env["ROSE_KV_BACKEND"] == backend
-    worker = "--worker-cls=executor.vllm.kv.reserved_worker.ReservedKvWorker"
+    worker = "--worker-cls=executor.vllm.reserved_worker.ReservedKvWorker"
     assert (worker in process.argv) == (backend == "cuda")
 
 

@@ -141,7 +141,7 @@ async def test_the_kill_file_ends_the_guest_whatever_the_scheduler_says(bench: N
 async def test_an_engine_that_never_admits_is_replaced(
     bench: NodeBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rose.node.leases.lease_agent.RETRY_PAUSE_S", 0.01)
+    monkeypatch.setattr("rose.node.lease_agent.RETRY_PAUSE_S", 0.01)
     (bench.folder / "closed").touch()
     await bench.until_noted("engine_unwanted")
     (bench.folder / "closed").unlink()

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from executor import GuestState
-from rose.node.memory import gauges
-from rose.node.memory.gauges import DRIVER, PAGE, DeviceMemory
+from rose.node import memory_gauges
+from rose.node.memory_gauges import DRIVER, PAGE, DeviceMemory
 from rose.nvml import Client
 from tests.fakes.nvml import CARD, StandInReader
 
@@ -63,12 +63,12 @@ def rig() -> Iterator[Rig]:
 
 @pytest.fixture
 def contained(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gauges, "in_first_pid_namespace", lambda: False)
+    monkeypatch.setattr(memory_gauges, "in_first_pid_namespace", lambda: False)
 
 
 @pytest.fixture
 def on_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gauges, "in_first_pid_namespace", lambda: True)
+    monkeypatch.setattr(memory_gauges, "in_first_pid_namespace", lambda: True)
 
 
 @pytest.mark.usefixtures("on_the_machine")

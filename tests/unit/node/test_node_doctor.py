@@ -15,15 +15,14 @@ from node_bench import Bench
 
 from executor import Veto
 from rose.addresses import free_port
+from rose.cli.doctor import Finding, Severity, checked, diagnose
 from rose.cli.main import main as rose
-from rose.doctor import Finding, Severity, diagnose
-from rose.doctor.checks import checked
 
 
 @pytest.fixture
 async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
-    monkeypatch.setattr("rose.doctor.checks.SCHEDULER_TIMEOUT_S", 0.3)
-    monkeypatch.setattr("rose.doctor.checks.check_memory", lambda *_: None)
+    monkeypatch.setattr("rose.cli.doctor.SCHEDULER_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("rose.cli.doctor.check_memory", lambda *_: None)
     bench = Bench(tmp_path, "guest")
     for name in ("run", "logs"):
         (tmp_path / name).mkdir(exist_ok=True)

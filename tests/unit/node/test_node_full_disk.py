@@ -22,8 +22,8 @@ from rose.node.grants.host_watch import HostWatch
 from rose.node.guest import supervisor
 from rose.node.guest.kill import KillSwitch
 from rose.node.guest.supervisor import Supervisor
-from rose.node.leases.session import SchedulerSession
-from rose.node.weights.updater import Updates
+from rose.node.scheduler_session import SchedulerSession
+from rose.node.weight_updates import Updates
 from rose.process import background_tasks
 
 PATIENCE_S = 20.0

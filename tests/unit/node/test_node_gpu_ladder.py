@@ -14,9 +14,9 @@ from executor import GuestState
 from executor.kv.reclaim_ladder import Finished, ReclaimLevel, ReclaimOutcome
 from rose.errors import UnavailableError
 from rose.logs.eventlog import EventLog
-from rose.node.memory import gauges
-from rose.node.memory.gauges import DRIVER, PAGE, DeviceMemory
-from rose.node.memory.reclaimer import UNSEEN, GuestMemory, Reclaimer
+from rose.node import memory_gauges
+from rose.node.memory_gauges import DRIVER, PAGE, DeviceMemory
+from rose.node.reclaimer import UNSEEN, GuestMemory, Reclaimer
 from rose.nvml import Client
 from tests.fakes.nvml import CARD, StandInReader
 
@@ -110,7 +110,7 @@ def guest(tmp_path: Path) -> Iterator[CardGuest]:
 
 @pytest.fixture(autouse=True)
 def namespace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gauges, "in_first_pid_namespace", lambda: True)
+    monkeypatch.setattr(memory_gauges, "in_first_pid_namespace", lambda: True)
 
 
 def outcomes(finished: Finished) -> dict[str, ReclaimOutcome]:

@@ -13,7 +13,7 @@ from executor import Grant, GrantMode, GuestState, HostState, LatencyRecord
 from rose.addresses import free_port
 from rose.errors import ConfigError
 from rose.node.config import HostConfig
-from rose.node.memory.gauges import Held
+from rose.node.memory_gauges import Held
 from rose.node.metrics import NodeMetrics, ReplicaFigures
 
 HOST = HostConfig(page=Path("page"), ttft_target_s=0.45, tpot_target_s=0.04)

@@ -14,9 +14,9 @@ from rose.errors import RoseError
 from rose.logs.eventlog import EventLog
 from rose.node import NodeDaemon
 from rose.node.guest import supervisor
-from rose.node.leases.lease_agent import check_order
-from rose.node.leases.session import SchedulerSession
-from rose.node.weights.update_fetch import STEPS_KEPT, AnnouncedVersions, KnownVersion
+from rose.node.lease_agent import check_order
+from rose.node.scheduler_session import SchedulerSession
+from rose.node.weight_updates import STEPS_KEPT, AnnouncedVersions, KnownVersion
 from rose.rpc import rose_pb2 as pb
 from rose.rpc.channel import make_server
 from rose.rpc.rose_pb2_grpc import SchedulerServicer, add_SchedulerServicer_to_server

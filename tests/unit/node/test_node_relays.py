@@ -13,8 +13,8 @@ from rose.engines import launch
 from rose.errors import ConfigError
 from rose.node import NodeConfig, NodeDaemon
 from rose.node.guest import supervisor
-from rose.publish import Caps, ChunkFetcher, DownloadLimits, fetch_version
 from rose.rpc import rose_pb2 as pb
+from rose.weight_distribution import Caps, ChunkFetcher, DownloadLimits, fetch_version
 from tests.awaited import until_async
 from tests.patience import PATIENCE_S
 from weight_transfer import ChunkStore

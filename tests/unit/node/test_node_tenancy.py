@@ -6,21 +6,21 @@ The stories are in tests/traces/lease.
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rose.node.leases.lease_fsm import (
+from rose.node.lease_fsm import (
     Action,
     Admit,
-    Admitted,
     Drain,
-    Drained,
     Ended,
+    EngineAdmitted,
     EngineDown,
+    EngineDrained,
     EngineUp,
     Event,
     Granted,
     LeaseStateMachine,
+    LeaseTick,
     Released,
     Revoked,
-    Tick,
 )
 from tests.examples import times
 
@@ -31,7 +31,7 @@ HAPPENINGS = st.lists(
         st.builds(Revoked, st.just("own")),
         st.just(EngineUp()),
         st.just(EngineDown()),
-        st.just(Tick()),
+        st.just(LeaseTick()),
     ),
     max_size=40,
 )
@@ -42,14 +42,14 @@ def _settle(core: LeaseStateMachine, actions: list[Action], now_s: float) -> set
     told = set()
     for _ in range(6):
         told |= {each.epoch for each in actions if isinstance(each, Ended) and each.asked}
-        status, answer = core.status(), Tick()
+        status, answer = core.status(), LeaseTick()
         match actions:
             case [*_, Admit(epoch, life)]:
                 assert status.active(now_s)
                 assert epoch == status.epoch
-                answer = Admitted(epoch, life)
+                answer = EngineAdmitted(epoch, life)
             case [*_, Drain(_, _, life)]:
-                answer = Drained(life)
+                answer = EngineDrained(life)
         actions = core.step(answer, now_s)
     assert actions == [], "it comes to rest"
     return told
@@ -91,10 +91,10 @@ def test_an_end_is_told_only_of_an_engine_that_runs_nothing_of_the_lease(
         carried_out(core.step(event, now_s))
         if call is not None and data.draw(st.booleans(), "the call in flight ends"):
             life, runs = call.life, call.epoch if isinstance(call, Admit) else None
-            answer = Drained(life) if runs is None else Admitted(runs, life)
+            answer = EngineDrained(life) if runs is None else EngineAdmitted(runs, life)
             call = None
             carried_out(core.step(answer, now_s))
         if call is None:  # The shell makes one call at a time.
-            match carried_out(core.step(Tick(), now_s)):
+            match carried_out(core.step(LeaseTick(), now_s)):
                 case [*_, Admit() | Drain() as call]:
                     pass

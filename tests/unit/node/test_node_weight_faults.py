@@ -13,16 +13,22 @@ import aiohttp.web
 import numpy as np
 import pytest
 
-from rose.contract.weights import Applied
+from rose.contract.weights import UpdateApplied
 from rose.errors import RefusedError
 from rose.logs.eventlog import EventLog, JsonlLog
+from rose.node import weight_updates
 from rose.node.replica_client import ReplicaClient
-from rose.node.weights import updater
-from rose.node.weights.update_fetch import AnnouncedVersions, KnownVersion, WeightSource
-from rose.node.weights.updater import Updates
-from rose.publish import Caps, ChunkFetcher, DownloadLimits, PublisherClient, Signer, VersionServer
-from rose.publish.fetch import download as download_module
-from rose.publish.fetch import fetcher as fetcher_module
+from rose.node.weight_updates import AnnouncedVersions, KnownVersion, Updates, WeightSource
+from rose.weight_distribution import (
+    Caps,
+    ChunkFetcher,
+    DownloadLimits,
+    PublisherClient,
+    Signer,
+    VersionServer,
+)
+from rose.weight_distribution.fetch import download as download_module
+from rose.weight_distribution.fetch import fetcher as fetcher_module
 from tests.patience import PATIENCE_S
 from weight_transfer import (
     ChunkStore,
@@ -52,7 +58,9 @@ class Engine:
     def __init__(self) -> None:
         self.receiver = Receiver(tensors(0))
 
-    async def apply(self, manifests: list[Path], chunks: Path, on_update: OnUpdate) -> Applied:
+    async def apply(
+        self, manifests: list[Path], chunks: Path, on_update: OnUpdate
+    ) -> UpdateApplied:
         read = [Manifest.from_bytes(path.read_bytes()) for path in manifests]
         assert on_update is read[-1].on_update
         store = ChunkStore(chunks.parent)
@@ -64,7 +72,7 @@ class Engine:
         except WeightError as error:
             raise RefusedError(str(error)) from error
         self.receiver.commit(staged)
-        return Applied(
+        return UpdateApplied(
             version=staged.version,
             changed_elements=1,
             wire_bytes=staged.wire_bytes,
@@ -135,8 +143,8 @@ class Case:
 async def case(
     tmp_path: Path, unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Case]:
-    monkeypatch.setattr(updater, "FIRST_PAUSE_S", 0.02)
-    monkeypatch.setattr(updater, "MAX_PAUSE_S", 0.05)
+    monkeypatch.setattr(weight_updates, "FIRST_PAUSE_S", 0.02)
+    monkeypatch.setattr(weight_updates, "MAX_PAUSE_S", 0.05)
     for module in (fetcher_module, download_module):
         monkeypatch.setattr(module, "RETRY_PAUSE_S", 0.01)
     async with aiohttp.ClientSession() as session:
@@ -391,7 +399,7 @@ async def test_a_busy_host_is_no_refusal(case: Case, replica: Any) -> None:
     case.announce(2)
     assert "ask again" in await case.noted("host_busy")
     async with asyncio.timeout(PATIENCE_S):
-        while len(asked) < 2 * updater.MAX_APPLY_FAILURES:  # noqa: ASYNC110 -- it has nobody to tell
+        while len(asked) < 2 * weight_updates.MAX_APPLY_FAILURES:  # noqa: ASYNC110 -- it has nobody to tell
             await asyncio.sleep(0.01)
     assert case.unproven == []
     assert case.updates.version == 1
@@ -437,7 +445,7 @@ async def test_an_update_that_breaks_in_a_way_nobody_thought_of_is_tried_again(
 ) -> None:
     apply, broken = case.engine.apply, [ValueError("unheard of"), KeyError("x")]
 
-    async def breaks(*args: Any) -> Applied:
+    async def breaks(*args: Any) -> UpdateApplied:
         if broken:
             raise broken.pop()
         return await apply(*args)

@@ -12,7 +12,7 @@ import aiohttp
 import numpy as np
 from aiohttp import web
 
-from rose.publish import (
+from rose.weight_distribution import (
     Caps,
     ChunkFetcher,
     DownloadLimits,
@@ -20,7 +20,7 @@ from rose.publish import (
     VersionServer,
     fetch_version,
 )
-from rose.publish.fetch.peers import order
+from rose.weight_distribution.fetch.peers import order
 from weight_transfer import ChunkStore, Manifest, Publisher, Receiver, SigningKey, TensorBits
 
 KEY = SigningKey.from_hex("06" * 32)

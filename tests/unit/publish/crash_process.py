@@ -13,7 +13,13 @@ import aiohttp
 from crash_cluster import CHUNK_BYTES, KEY, tensors
 
 from rose.errors import RoseError
-from rose.publish import Caps, ChunkFetcher, DownloadLimits, VersionServer, fetch_version
+from rose.weight_distribution import (
+    Caps,
+    ChunkFetcher,
+    DownloadLimits,
+    VersionServer,
+    fetch_version,
+)
 from weight_transfer import ChunkStore, Publisher
 
 LINK_BYTES_PER_S = 400_000

@@ -13,7 +13,7 @@ import pytest
 
 from rose.contract.weights import LONGEST_TTL_S
 from rose.errors import RefusedError
-from rose.node.weights.update_fetch import (
+from rose.node.weight_updates import (
     AnnouncedVersions,
     KnownVersion,
     UpdateRequest,
@@ -21,7 +21,7 @@ from rose.node.weights.update_fetch import (
     fetch_update,
     rebased,
 )
-from rose.publish import (
+from rose.weight_distribution import (
     Caps,
     ChunkFetcher,
     DownloadLimits,
@@ -30,9 +30,9 @@ from rose.publish import (
     Signer,
     VersionServer,
 )
-from rose.publish.fetch import publisher_client
-from rose.publish.publisher import Latest, RetentionTask
-from rose.publish.version_server import MOST_OF_A_PEER, MOST_READERS, ReadLeases
+from rose.weight_distribution.fetch import publisher_client
+from rose.weight_distribution.publisher import Latest, RetentionTask
+from rose.weight_distribution.version_server import MOST_OF_A_PEER, MOST_READERS, ReadLeases
 from tests.patience import PATIENCE_S
 from weight_transfer import (
     CatalogError,

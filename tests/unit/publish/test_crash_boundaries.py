@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from crash_cluster import CHUNK_BYTES, CHUNKS, KEY, Cluster, tensors
 
-from rose.publish import forwarding
-from rose.publish.fetch import download, fetcher
+from rose.weight_distribution import forwarding
+from rose.weight_distribution.fetch import download, fetcher
 from weight_transfer import ChunkStore, Publisher
 
 ROLES = ("publisher", "relay", "receiver")

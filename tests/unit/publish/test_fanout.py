@@ -7,7 +7,7 @@ import pytest
 from group_cases import stand_in_group
 
 from rose.errors import ConfigError
-from rose.publish.nccl import Fanout, NcclCommunicator
+from rose.weight_distribution.nccl import Fanout, NcclCommunicator
 from weight_transfer import ChunkDigestError, chunk_id
 
 

@@ -14,7 +14,7 @@ import pytest
 from group_cases import StandInCommunicator, stand_in_group
 
 from rose.addresses import free_port
-from rose.publish import (
+from rose.weight_distribution import (
     Caps,
     ChunkFetcher,
     DownloadLimits,
@@ -22,7 +22,7 @@ from rose.publish import (
     VersionServer,
     fetch_version,
 )
-from rose.publish.nccl import (
+from rose.weight_distribution.nccl import (
     Fanout,
     FixedGroup,
     Lead,

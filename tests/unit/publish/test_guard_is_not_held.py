@@ -21,8 +21,14 @@ from aiohttp import web
 
 from rose.addresses import free_port
 from rose.process.background_tasks import fair_loop
-from rose.publish import Caps, ChunkFetcher, DownloadLimits, PublisherClient, fetch_version
-from rose.publish.fetch import publisher_client
+from rose.weight_distribution import (
+    Caps,
+    ChunkFetcher,
+    DownloadLimits,
+    PublisherClient,
+    fetch_version,
+)
+from rose.weight_distribution.fetch import publisher_client
 from weight_transfer import ChunkRef, ChunkStore, SigningKey
 from weight_transfer.format.manifest import MAX_MANIFEST_BYTES, MOST_LINE_BYTES, MOST_TENSORS
 from weight_transfer.format.signing import HEAD_BYTES, Envelope, Kind

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rose.addresses import free_port
-from rose.publish import (
+from rose.weight_distribution import (
     Caps,
     ChunkFetcher,
     Credentials,
@@ -21,8 +21,8 @@ from rose.publish import (
     VersionServer,
     fetch_version,
 )
-from rose.publish.fetch import fetcher as fetcher_module
-from rose.publish.version_server import ReadLeases, Signer
+from rose.weight_distribution.fetch import fetcher as fetcher_module
+from rose.weight_distribution.version_server import ReadLeases, Signer
 from tests.patience import PATIENCE_S
 from weight_transfer import (
     ChunkRef,
@@ -76,7 +76,7 @@ class Publishing:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetcher_module, "RETRY_PAUSE_S", 0.001)
-    monkeypatch.setattr("rose.publish.fetch.download.RETRY_PAUSE_S", 0.001)
+    monkeypatch.setattr("rose.weight_distribution.fetch.download.RETRY_PAUSE_S", 0.001)
     monkeypatch.setattr(fetcher_module, "KNOWN_WITHIN_S", 0.2)
 
 

@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 from msgspec import structs
 
-from rose.publish import (
+from rose.weight_distribution import (
     Caps,
     ChunkFetcher,
     DownloadLimits,
@@ -21,10 +21,10 @@ from rose.publish import (
     VersionServer,
     fetch_version,
 )
-from rose.publish.credentials import Credentials
-from rose.publish.fetch import download as download_module
-from rose.publish.fetch import fetcher as fetcher_module
-from rose.publish.fetch.peers import order
+from rose.weight_distribution.credentials import Credentials
+from rose.weight_distribution.fetch import download as download_module
+from rose.weight_distribution.fetch import fetcher as fetcher_module
+from rose.weight_distribution.fetch.peers import order
 from weight_transfer import ChunkStore, Manifest, Publisher, SigningKey, TensorBits
 
 KEY = SigningKey.from_hex("05" * 32)

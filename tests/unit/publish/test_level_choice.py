@@ -11,9 +11,15 @@ from aiohttp import web
 
 from rose.addresses import free_port
 from rose.bench.weights.steps import adam_step, rate_for
-from rose.publish import VersionServer, WeightPublisher
-from rose.publish.level import level_for
-from rose.publish.link_meter import BURST_BYTES, FRESH_S, MOST_PEERS, PAUSE_S, LinkMeter
+from rose.weight_distribution import VersionServer, WeightPublisher
+from rose.weight_distribution.level import (
+    BURST_BYTES,
+    FRESH_S,
+    MOST_PEERS,
+    PAUSE_S,
+    LinkMeter,
+    level_for,
+)
 from weight_transfer import ChunkStore, SigningKey, TensorBits
 from weight_transfer.format.codec import Level
 

@@ -8,7 +8,7 @@ import pytest
 
 from rose.addresses import free_port
 from rose.demo.corrupt_publisher import CorruptServer
-from rose.publish import (
+from rose.weight_distribution import (
     Caps,
     ChunkFetcher,
     DownloadLimits,

@@ -12,8 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose.publish import Caps, ChunkFetcher, DownloadLimits, VersionServer, fetch_version
-from rose.publish.fetch.limits import CacheFullError, ChunkCache, TokenBucket, evictions
+from rose.weight_distribution import (
+    Caps,
+    ChunkFetcher,
+    DownloadLimits,
+    VersionServer,
+    fetch_version,
+)
+from rose.weight_distribution.fetch.limits import CacheFullError, ChunkCache, TokenBucket, evictions
 from weight_transfer import ChunkStore, Manifest, Publisher, SigningKey, StoredFile, TensorBits
 
 ELEMENTS = 64_000

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rose.cli.main import main as rose
-from rose.publish import (
+from rose.weight_distribution import (
     Caps,
     ChunkFetcher,
     DownloadLimits,
@@ -20,7 +20,7 @@ from rose.publish import (
     fetch_version,
     forwarding,
 )
-from rose.publish.fetch.peers import Route, order
+from rose.weight_distribution.fetch.peers import Route, order
 from weight_transfer import ChunkStore, Manifest, Publisher, SigningKey, TensorBits
 
 KEY = SigningKey.generate()

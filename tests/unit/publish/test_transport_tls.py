@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from rose.errors import ConfigError
-from rose.publish import (
+from rose.weight_distribution import (
     Caps,
     ChunkFetcher,
     Credentials,
@@ -23,7 +23,7 @@ from rose.publish import (
     VersionServer,
     fetch_version,
 )
-from rose.publish.fetch import fetcher as fetcher_module
+from rose.weight_distribution.fetch import fetcher as fetcher_module
 from weight_transfer import ChunkStore, Publisher, SigningKey, TensorBits
 
 KEY = SigningKey.generate()

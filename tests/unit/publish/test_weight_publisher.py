@@ -10,10 +10,10 @@ import pytest
 
 from rose.addresses import free_port
 from rose.errors import UnavailableError
-from rose.publish import WeightPublisher, publisher
 from rose.rpc import rose_pb2 as pb
 from rose.rpc.channel import make_server
 from rose.rpc.rose_pb2_grpc import SchedulerServicer, add_SchedulerServicer_to_server
+from rose.weight_distribution import WeightPublisher, publisher
 from tests.awaited import until_async
 from tests.patience import PATIENCE_S
 from weight_transfer import ChunkStore, Publisher, SigningKey, TensorBits

@@ -10,7 +10,7 @@ from test_transport_tls import Authority, fetch, published
 from yarl import URL
 
 from rose.errors import ConfigError
-from rose.publish import (
+from rose.weight_distribution import (
     ChunkFetcher,
     Credentials,
     DownloadLimits,
@@ -19,8 +19,8 @@ from rose.publish import (
     VersionServer,
     fetch_version,
 )
-from rose.publish.credentials import OriginRefused
-from rose.publish.fetch.limits import Caps
+from rose.weight_distribution.credentials import OriginRefused
+from rose.weight_distribution.fetch.limits import Caps
 from weight_transfer import ChunkStore
 
 TOKEN = "s3cret"

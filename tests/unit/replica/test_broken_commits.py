@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-import rose.replica.weights.updater as weights_module
+import rose.replica.engine_update as weights_module
 from executor import ControlPage
 from tests.fakes.asgi_client import SECRET, AsgiExchange, settle
 from tests.fakes.weight_ranks import NEXT, FakeWeightRanks, Served

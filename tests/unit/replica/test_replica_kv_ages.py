@@ -1,6 +1,6 @@
 import pytest
 
-from rose.replica.weights.token_versions import REMEMBERED, KvStaleness
+from rose.replica.token_versions import REMEMBERED, KvStaleness
 
 
 def history(*activations: tuple[int, bool]) -> KvStaleness:

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from rose.replica.weights.token_versions import CountedStamps, split_spans, stamps_of
+from rose.replica.token_versions import CountedStamps, split_spans, stamps_of
 
 
 class Collector:

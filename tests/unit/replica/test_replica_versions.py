@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose.replica.weights.token_versions import UnknownVersionError, split_spans, version_number
+from rose.replica.token_versions import UnknownVersionError, split_spans, version_number
 
 
 @given(st.lists(st.integers(1, 5), max_size=6), st.integers(0, 20), st.integers(1, 20), st.data())

@@ -9,11 +9,11 @@ pytest.importorskip("vllm")
 
 from rose.replica.admission import Admission
 from rose.replica.control import GuestControl
+from rose.replica.engine_update import ActivationError, EngineCallError, WeightUpdater
 from rose.replica.turns import Turns
-from rose.replica.weights.updater import ActivationError, EngineCallError, WeightUpdater
 from tests.patience import PATIENCE_S
 from weight_transfer import OnUpdate, WeightError, WrongBaseError
-from weight_transfer.segment import ranks_folder
+from weight_transfer.node_copy import ranks_folder
 
 PROOFS = {"digest_ok": True, "probe_ok": True}
 REPORT = {"version": 3, "apply_s": 0.1, "probe_s": 0.2, "probe_max_abs_diff": 0.0}

@@ -6,7 +6,7 @@ from typing import Any
 import jinja2
 import pytest
 
-from rose.texts.template import TemplateError, compile_template, render
+from rose.tokenizer_pool.worker import TemplateError, compile_template, render
 
 TEMPLATES = {
     "plain": "{% for m in messages %}<{{ m.role }}>\n  {{ m.content | trim }}\n{% endfor %}"

@@ -16,7 +16,7 @@ from executor import (
     HostState,
     HostView,
 )
-from executor.grants.grant_controller import Boost, Seen, Write
+from executor.grant_controller import Boost, Seen, Write
 from tests.seated_host import believed
 
 

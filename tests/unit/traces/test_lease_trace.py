@@ -7,17 +7,17 @@ from typing import Final
 import pytest
 from datadriven import nanoseconds, shown, status, stories, tell
 
-from rose.node.leases.lease_fsm import (
-    Admitted,
-    Drained,
+from rose.node.lease_fsm import (
+    EngineAdmitted,
     EngineDown,
+    EngineDrained,
     EngineUp,
     Event,
     Granted,
     LeaseStateMachine,
+    LeaseTick,
     Released,
     Revoked,
-    Tick,
 )
 
 Values = dict[str, str]
@@ -27,14 +27,14 @@ EVENTS: Final[dict[str, Callable[[Values], Event]]] = {
     "granted": lambda v: Granted(int(v["epoch"]), nanoseconds(v["for"]) / 1e9),
     "released": lambda v: Released(int(v["epoch"]), v["reason"]),
     "revoked": lambda v: Revoked(v["reason"]),
-    "admitted": lambda v: Admitted(int(v["epoch"]), int(v["life"])),
-    "drained": lambda v: Drained(int(v["life"]), int(v.get("aborted", "0"))),
-    "tick": lambda _: Tick(),
+    "admitted": lambda v: EngineAdmitted(int(v["epoch"]), int(v["life"])),
+    "drained": lambda v: EngineDrained(int(v["life"]), int(v.get("aborted", "0"))),
+    "tick": lambda _: LeaseTick(),
 }
 
 
 class Lease:
-    """`TIME EVENT`, an event of `rose.node.leases.lease_fsm` with its fields."""
+    """`TIME EVENT`, an event of `rose.node.lease_fsm` with its fields."""
 
     def __init__(self) -> None:
         self.core = LeaseStateMachine()

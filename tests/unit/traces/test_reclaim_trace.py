@@ -10,7 +10,7 @@ from executor.kv.reclaim_ladder import (
     Answer,
     EngineReport,
     Finished,
-    Measured,
+    GuestMeasured,
     ReclaimCore,
     Settled,
     Unsupported,
@@ -29,14 +29,14 @@ class Ladder:
             held = _measured(values["held"])
             self.core = ReclaimCore(0, held, amount(values["wanted"]), within_ns)
             return
-        event: Measured | Settled = Settled()
+        event: GuestMeasured | Settled = Settled()
         if "settled" not in values:
             answer: Answer = None
             if "claims" in values:
                 answer = EngineReport(amount(values["claims"]))
             elif "has-none" in values:
                 answer = Unsupported("no such thing here")
-            event = Measured(_measured(values["holds"]), answer)
+            event = GuestMeasured(_measured(values["holds"]), answer)
         for action in self.core.step(event, nanoseconds(verb)):
             words = shown(action)
             if isinstance(action, Finished):

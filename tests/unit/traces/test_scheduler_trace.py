@@ -18,13 +18,13 @@ from rose.scheduler.messages import (
     CloseStream,
     Command,
     Detached,
-    Drained,
     Event,
     HarvestSet,
     JobRegistered,
     LogRecord,
     Offered,
     PublishTable,
+    ReplicaDrained,
     Reserve,
     RevokeAsked,
     TakenBack,
@@ -66,7 +66,7 @@ EVENTS: Final[dict[str, Callable[[Values], Event]]] = {
     "harvest": lambda v: HarvestSet(HarvestMode(v["mode"]), v.get("replica")),
     "revoke": lambda v: RevokeAsked(v["replica"], v["reason"]),
     "taken-back": lambda v: TakenBack(int(v["stream"]), v["replica"], int(v["epoch"]), v["reason"]),
-    "drained": lambda v: Drained(int(v["stream"]), v["replica"], int(v["epoch"]), 0),
+    "drained": lambda v: ReplicaDrained(int(v["stream"]), v["replica"], int(v["epoch"]), 0),
     "tick": lambda _: Tick(),
 }
 

@@ -30,8 +30,7 @@ from weight_transfer.kernels.triton.device_bits import DeviceBits, to_device
 from weight_transfer.kernels.triton.exchange import PIECE_BYTES
 from weight_transfer.publish.publisher import Publisher
 from weight_transfer.store.chunk_store import ChunkStore
-from weight_transfer.vllm.mapping import loader_map, rectangle
-from weight_transfer.vllm.update import applier
+from weight_transfer.vllm import applier, loader_map, rectangle
 
 PLACE = torch.zeros(0, device="cpu" if os.environ.get("TRITON_INTERPRET") else "cuda")
 WIDTHS = (1, 2, 4, 8)

@@ -13,8 +13,8 @@ from weight_transfer.format.tensors import TensorBits, bits_of, tensor_bits, ten
 from weight_transfer.publish.publisher import Publisher
 from weight_transfer.receiver import Receiver, StagedUpdate
 from weight_transfer.store.chunk_store import ChunkStore
-from weight_transfer.vllm.mapping.loader_map import LoaderMap
-from weight_transfer.vllm.mapping.trace_loader import trace_loader
+from weight_transfer.vllm.loader_map import LoaderMap
+from weight_transfer.vllm.trace_loader import trace_loader
 
 HIDDEN, VOCABULARY, PADDED, RANKS = 8, 10, 16, 2
 SHAPES = {

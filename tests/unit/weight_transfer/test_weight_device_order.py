@@ -16,7 +16,7 @@ from weight_transfer.kernels.backend import RangeChange, processor_of
 from weight_transfer.kernels.triton import exchange
 from weight_transfer.kernels.triton import exchange as packed
 from weight_transfer.kernels.triton.device_bits import DeviceBits
-from weight_transfer.vllm.update.staging import Decoded, Staging
+from weight_transfer.vllm.staging import Decoded, Staging
 
 
 class LoggedDevice(TorchDispatchMode):

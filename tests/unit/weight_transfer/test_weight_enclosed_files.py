@@ -11,9 +11,9 @@ import pytest
 pytest.importorskip("torch")
 
 from weight_transfer.errors import ChunkMissingError, StoreError
-from weight_transfer.vllm.enclosed_files import Enclosed
-from weight_transfer.vllm.update.replica_weights import ReplicaWeights
-from weight_transfer.vllm.update.staging import Staging
+from weight_transfer.vllm.replica_weights import ReplicaWeights
+from weight_transfer.vllm.safe_files import Enclosed
+from weight_transfer.vllm.staging import Staging
 
 LIMIT = 64
 PATIENCE_S = 5.0

@@ -27,9 +27,8 @@ from weight_transfer import (
     WrongBaseError,
 )
 from weight_transfer.files.checkpoint import Checkpoint
-from weight_transfer.node_copy import SILENT_S, NodeCopy
+from weight_transfer.node_copy import SILENT_S, Address, NodeCopy, SharedSegment, elect
 from weight_transfer.receiver import UpdatePlan
-from weight_transfer.segment import Address, Segment, elect
 
 KEY = SigningKey.from_hex("04" * 32)
 
@@ -264,7 +263,7 @@ def test_a_rank_that_comes_when_versions_were_applied_is_refused(node: Node) -> 
 def record(node: Node, **changes: Any) -> Path:
     """A place that names some segment of this process, its fields changed."""
     node.place.parent.mkdir(mode=0o700)
-    node.place.write_text(json.dumps(asdict(Segment.make("gone", 4096).address) | changes))
+    node.place.write_text(json.dumps(asdict(SharedSegment.make("gone", 4096).address) | changes))
     node.place.chmod(0o600)
     return node.place
 
@@ -303,27 +302,27 @@ def test_what_dead_ranks_left_is_removed(node: Node) -> None:
     node.rank(node.place.with_name("next"))
     assert not left.exists()
     kept = node.place.with_name("kept")
-    kept.write_text(json.dumps(asdict(Segment.make("gone", 4096).address) | {"namespace": 1}))
+    kept.write_text(json.dumps(asdict(SharedSegment.make("gone", 4096).address) | {"namespace": 1}))
     kept.chmod(0o600)
     node.rank(node.place.with_name("third"))
     assert kept.exists(), "of another container: nobody here knows whether it lives"
 
 
 def test_ranks_that_cannot_see_each_other_say_so(node: Node) -> None:
-    segment = Segment.make("other", 4096)
+    segment = SharedSegment.make("other", 4096)
     address = replace(segment.address, namespace=1)
     with pytest.raises(StoreError, match="one namespace of process ids"):
-        Segment.open(address)
+        SharedSegment.open(address)
 
 
 def test_only_the_sealed_memory_that_was_named_is_opened(tmp_path: Path) -> None:
-    segment = Segment.make("mine", 4096)
-    assert Segment.open(segment.address).data.size == 4096
-    other = Segment.make("other", 4096)
+    segment = SharedSegment.make("mine", 4096)
+    assert SharedSegment.open(segment.address).data.size == 4096
+    other = SharedSegment.make("other", 4096)
     with pytest.raises(StoreError, match="not the segment"):
-        Segment.open(replace(segment.address, descriptor=other.address.descriptor))
+        SharedSegment.open(replace(segment.address, descriptor=other.address.descriptor))
     with pytest.raises(StoreError, match="not the segment"):
-        Segment.open(replace(segment.address, nbytes=8192))
+        SharedSegment.open(replace(segment.address, nbytes=8192))
     with (tmp_path / "file").open("wb") as file:
         file.write(bytes(4096))
         file.flush()
@@ -332,23 +331,23 @@ def test_only_the_sealed_memory_that_was_named_is_opened(tmp_path: Path) -> None
         named = replace(segment.address, descriptor=file.fileno())
         named = replace(named, device=status.st_dev, inode=status.st_ino)
         with pytest.raises(StoreError, match="no sealed memory"):
-            Segment.open(named)
+            SharedSegment.open(named)
     loose = os.memfd_create("loose", os.MFD_ALLOW_SEALING)
     os.fchmod(loose, 0o600)
     os.ftruncate(loose, 4096)
     status = os.fstat(loose)
     named = replace(segment.address, descriptor=loose, device=status.st_dev, inode=status.st_ino)
     with pytest.raises(StoreError, match="changed by others"):
-        Segment.open(named)
+        SharedSegment.open(named)
     os.close(loose)
     segment.withdraw()
     with pytest.raises(StoreError):
-        Segment.open(segment.address)
+        SharedSegment.open(segment.address)
 
 
 def test_nobody_but_its_maker_writes_to_a_segment() -> None:
-    segment = Segment.make("mine", 4096)
-    reader = Segment.open(segment.address)
+    segment = SharedSegment.make("mine", 4096)
+    reader = SharedSegment.open(segment.address)
     segment.data[0] = 7
     assert reader.data[0] == 7
     reader.data[1] = 9
@@ -365,7 +364,7 @@ def test_nobody_but_its_maker_writes_to_a_segment() -> None:
 
 
 def test_of_many_one_is_elected(tmp_path: Path) -> None:
-    segments = [Segment.make("one", 4096) for _ in range(3)]
+    segments = [SharedSegment.make("one", 4096) for _ in range(3)]
     found = {elect(tmp_path / "ranks" / "engine", segment.address) for segment in segments}
     assert found == {segments[0].address}
     assert isinstance(found.pop(), Address)

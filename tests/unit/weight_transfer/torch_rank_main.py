@@ -38,8 +38,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from weight_transfer import ChunkStore, ShardError, SigningKey
 from weight_transfer.publish.shard_encoder import ShardSettings
-from weight_transfer.torch import ShardedPublisher, state_pieces
-from weight_transfer.torch.publisher import Ranks
+from weight_transfer.torch import Ranks, ShardedPublisher, state_pieces
 
 KEY = SigningKey.from_hex("09" * 32)
 ROOT = Path(sys.argv[1])

@@ -22,7 +22,7 @@ from weight_transfer.kernels.backend import (
 )
 from weight_transfer.kernels.cpu import changes, exponent_classes
 from weight_transfer.kernels.cpu import digest as mixing
-from weight_transfer.kernels.cpu.strided import exchange
+from weight_transfer.kernels.cpu.changes import exchange
 
 if TYPE_CHECKING:
     from weight_transfer.format.tensors import Bits, WeightClass

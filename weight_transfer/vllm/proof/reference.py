@@ -19,7 +19,7 @@ from weight_transfer.receiver import StagedTensor, StagedUpdate
 if TYPE_CHECKING:
     import torch
 
-    from weight_transfer.vllm.proof.layered import LayerPlan
+    from weight_transfer.vllm.proof.layerwise_load import LayerPlan
     from weight_transfer.vllm.worker import EngineModel
 
 
@@ -143,7 +143,7 @@ def reference_in_pieces(
 
     With a `plan` one layer is in memory at a time, without one the whole model.
     """
-    from weight_transfer.vllm.proof.layered import LayeredModel
+    from weight_transfer.vllm.proof.layerwise_load import LayeredModel
 
     read = overlay(tensors, {t.name: t for t in staged.tensors} if staged else {})
     if plan is not None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rose.bench.gpu.pieces import Measured, Piece, PieceError
+from rose.bench.gpu.pieces import GpuPiece, Measured, PieceError
 from rose.bench.gpu.serve.session import opened_session
 from rose.bench.gpu.sizes import Sizes
 from rose.engines import Device
@@ -25,11 +25,11 @@ from rose.engines import Device
 # To end three engines and write the answer.
 END_S = 15.0
 
-Answer = Callable[[Piece, Measured], None]
+Answer = Callable[[GpuPiece, Measured], None]
 
 
 def measure_all(
-    pieces: Sequence[Piece],
+    pieces: Sequence[GpuPiece],
     sizes: Sizes,
     place: str,
     seconds: float,
@@ -46,7 +46,7 @@ def measure_all(
 
 
 async def _measure(
-    pieces: Sequence[Piece],
+    pieces: Sequence[GpuPiece],
     sizes: Sizes,
     device: Device,
     until_s: float,
@@ -86,6 +86,6 @@ def _fitting(least: Sequence[float], left_s: float) -> int:
     return sum(passed_s <= left_s for passed_s in itertools.accumulate(least))
 
 
-def _work(piece: Piece) -> Any:  # noqa: ANN401 -- a coroutine function of (session, seconds)
+def _work(piece: GpuPiece) -> Any:  # noqa: ANN401 -- a coroutine function of (session, seconds)
     module, _, function = piece.work.partition(":")
     return getattr(importlib.import_module(module), function)

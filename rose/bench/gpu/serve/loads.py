@@ -9,8 +9,8 @@ from typing import Any
 from rose.bench.common.checks import FAILS, Check, at_most, exactly_none, measured_at_most
 from rose.bench.common.pairing import latency_s
 from rose.bench.common.stats import Estimate, percentile_estimate
-from rose.bench.coserve.plan import ARMS, IDLE_NAIVE, IDLE_ROSE, Block, Cell
-from rose.bench.coserve.records import BlockRecord
+from rose.bench.coserve.plan import ARMS, IDLE_NAIVE, IDLE_ROSE, Cell, PlanBlock
+from rose.bench.coserve.records import CoserveBlockRecord
 from rose.bench.coserve.rows import Row, arm_of
 from rose.bench.coserve.rules import (
     MIN_REQUESTS_FOR_P99,
@@ -23,7 +23,7 @@ from rose.bench.gpu.pieces import Measured
 from rose.bench.gpu.serve.bursts import burst_windows, figures_of
 from rose.bench.gpu.serve.session import ServingSession
 from rose.bench.gpu.sizes import ANALYSIS_S, ServingSizes
-from rose.load.arrivals import read_trace
+from rose.bench.load.arrivals import read_trace
 
 STOP_S = 0.020
 # What ROSE as published shows.
@@ -89,21 +89,21 @@ def _stop_checks(found: Evidence) -> list[Check]:
     ]
 
 
-def round_of(cell: Cell, segment: int, number: int, sizes: ServingSizes) -> list[Block]:
+def round_of(cell: Cell, segment: int, number: int, sizes: ServingSizes) -> list[PlanBlock]:
     """Every arm with the same arrivals, and each guest without host load, in random order."""
     name = f"rose-serving/{sizes.seed}/{cell.busy_target}/{cell.traffic}/{number}"
     rng = random.Random(name)  # noqa: S311 - an order, not a secret
-    blocks = [Block(arm, sizes.idle_s, number, 0) for arm in (IDLE_ROSE, IDLE_NAIVE)]
-    blocks += [Block(arm, sizes.arm_s, number, segment, cell) for arm in ARMS]
+    blocks = [PlanBlock(arm, sizes.idle_s, number, 0) for arm in (IDLE_ROSE, IDLE_NAIVE)]
+    blocks += [PlanBlock(arm, sizes.arm_s, number, segment, cell) for arm in ARMS]
     rng.shuffle(blocks)
     return blocks
 
 
 async def play_rounds(
     session: ServingSession, cell: Cell, segments: Sequence[int], until_s: float
-) -> list[BlockRecord]:
+) -> list[CoserveBlockRecord]:
     """At least one round, then others while the longest so far would still end by `until_s`."""
-    records: list[BlockRecord] = []
+    records: list[CoserveBlockRecord] = []
     longest_s = 0.0
     for number, segment in enumerate(segments):
         began_s = time.monotonic()
@@ -187,7 +187,7 @@ def _harmed(rows: Sequence[Row]) -> bool:
     return any(row["verdict"] == FAILS for row in rows if arm_of(row).guest == "naive")
 
 
-def _told(record: BlockRecord) -> dict[str, Any]:
+def _told(record: CoserveBlockRecord) -> dict[str, Any]:
     return {
         "arm": record.arm,
         "round": record.round,

@@ -23,16 +23,16 @@ import msgspec
 
 from executor import ControlPage
 from rose.bench.coserve.calibration import RateSearch, find_rate, measure_capacity, pace
-from rose.bench.coserve.plan import CALIBRATION, HOST, WARM_UP, Block, Cell
+from rose.bench.coserve.plan import CALIBRATION, HOST, WARM_UP, Cell, PlanBlock
 from rose.bench.coserve.player import Drill, Granting, Player, engine_http, start_load
 from rose.bench.coserve.records import (
     BLOCKS,
     CLIENT_REQUESTS,
     HOST_LATENCY,
-    BlockRecord,
     Calibration,
-    Records,
-    RunInfo,
+    CoserveBlockRecord,
+    CoserveRecords,
+    CoserveRunInfo,
     read_steps,
 )
 from rose.bench.coserve.rows import Analysis, Row, Rules
@@ -41,9 +41,7 @@ from rose.bench.gpu.models import shape_of, write_weights
 from rose.bench.gpu.serve.bursts import GENERATED, write_generated
 from rose.bench.gpu.serve.engines import ServingEngines
 from rose.bench.gpu.sizes import ServingSizes
-from rose.engines import Device
-from rose.errors import ConfigError, RoseError
-from rose.load.protocol import (
+from rose.bench.load.protocol import (
     ClientRequest,
     HostLatency,
     LoadConfig,
@@ -51,6 +49,8 @@ from rose.load.protocol import (
     Traffic,
     join_requests,
 )
+from rose.engines import Device
+from rose.errors import ConfigError, RoseError
 from rose.logs.eventlog import KEEP_ALL, JsonlLog, read_lines
 from rose.node.grants.guard_thread import GUEST_SAMPLES, GuestSample
 from weight_transfer import SigningKey
@@ -130,7 +130,7 @@ class ServingSession:
         sys.stdout.write(f"{self.left_s:6.1f} s left: {what}\n")
         sys.stdout.flush()
 
-    async def play(self, block: Block, drill: Drill | None = None) -> BlockRecord:
+    async def play(self, block: PlanBlock, drill: Drill | None = None) -> CoserveBlockRecord:
         """Play one block. Raises RoseError, which names the engine where one of them ended."""
         load = f"busy {block.cell.busy_target:g} {block.cell.traffic}" if block.cell else "host off"
         self.say(f"{block.arm.name}, {load}")
@@ -160,7 +160,7 @@ class ServingSession:
             )
         return self._capacity_rps
 
-    async def rows(self, blocks: Sequence[BlockRecord], rules: Rules) -> list[Row]:
+    async def rows(self, blocks: Sequence[CoserveBlockRecord], rules: Rules) -> list[Row]:
         """What these blocks say: a row for each arm of each cell, judged by `rules`."""
         capacity_rps = await self.capacity_rps()
         await self._flush()
@@ -181,10 +181,10 @@ class ServingSession:
             read_lines(self.folder / HOST_LATENCY, HostLatency),
         )
 
-    def _records(self, blocks: Sequence[BlockRecord], capacity_rps: float) -> Records:
+    def _records(self, blocks: Sequence[CoserveBlockRecord], capacity_rps: float) -> CoserveRecords:
         sizes, folder = self.sizes, self.folder
-        return Records(
-            run=RunInfo(
+        return CoserveRecords(
+            run=CoserveRunInfo(
                 seed=sizes.seed,
                 quick=False,
                 settings=asdict(sizes),
@@ -206,7 +206,7 @@ class ServingSession:
         self.say(f"host alone: the rate that keeps it busy for {busy:g} of the time")
         sizes = self.sizes
         search = RateSearch(busy, await pace(self.player))
-        block = Block(CALIBRATION, sizes.calibration_s, 0, 0, Cell(busy, traffic, 1.0))
+        block = PlanBlock(CALIBRATION, sizes.calibration_s, 0, 0, Cell(busy, traffic, 1.0))
         await find_rate(self.player, search, block, sizes.tries)
         rate, nearest = search.nearest
         if abs(nearest - busy) > sizes.busy_tolerance:
@@ -279,7 +279,7 @@ async def opened_session(
             KeptRates(kept / RATES, _host(sizes, device)), start_s,
         )  # fmt: skip
         session.say(f"engines are up after {start_s:.0f} s")
-        await session.play(Block(WARM_UP, WARM_UP_BLOCK_S, 0, 0))
+        await session.play(PlanBlock(WARM_UP, WARM_UP_BLOCK_S, 0, 0))
         yield session
 
 

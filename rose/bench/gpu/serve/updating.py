@@ -20,11 +20,11 @@ import numpy as np
 
 from rose.bench.common.pairing import METRICS, latency_s
 from rose.bench.common.stats import percentile
-from rose.bench.coserve.plan import GUEST, ROSE_ARMS, Block, Cell
-from rose.bench.coserve.records import BlockRecord
+from rose.bench.coserve.plan import GUEST, ROSE_ARMS, Cell, PlanBlock
+from rose.bench.coserve.records import CoserveBlockRecord
 from rose.bench.gpu.pieces import Measured, PieceError
 from rose.bench.gpu.serve.session import ServingSession
-from rose.load.protocol import Request
+from rose.bench.load.protocol import Request
 from weight_transfer import ChunkStore, Publisher, SigningKey, TensorBits, read_safetensors
 
 PROMPT = tuple(range(3, 35))
@@ -178,8 +178,8 @@ async def updates(session: ServingSession, seconds: float) -> Measured:
     )
     first = await _without_host(session, versions, turns)
     reports: list[dict[str, Any]] = []
-    during: list[BlockRecord] = []
-    control: list[BlockRecord] = []
+    during: list[CoserveBlockRecord] = []
+    control: list[CoserveBlockRecord] = []
     longest_s = 0.0
     while not reports or (len(reports) < sizes.rounds and time.monotonic() + longest_s < until_s):
         began_s = time.monotonic()
@@ -247,17 +247,17 @@ async def _update(
     cell: Cell,
     turns: StampedTurns,
     number: int,
-) -> tuple[dict[str, Any], list[BlockRecord]]:
+) -> tuple[dict[str, Any], list[CoserveBlockRecord]]:
     """One update under load; its report and the blocks that were played meanwhile."""
     published = await asyncio.to_thread(versions.publish)
     applying = asyncio.create_task(
         versions.apply(session.http, session.engines.url(GUEST), session.engines.headers(GUEST))
     )
-    blocks: list[BlockRecord] = []
+    blocks: list[CoserveBlockRecord] = []
     try:
         while not blocks or not applying.done():
             at = number + len(blocks)
-            block = Block(ARM, session.sizes.arm_s, at, FIRST_SEGMENT + at, cell)
+            block = PlanBlock(ARM, session.sizes.arm_s, at, FIRST_SEGMENT + at, cell)
             blocks.append(await session.play(block))
         report = await applying
     finally:
@@ -267,9 +267,9 @@ async def _update(
     return published | report, blocks
 
 
-def _again(record: BlockRecord, cell: Cell, seconds: float) -> Block:
+def _again(record: CoserveBlockRecord, cell: Cell, seconds: float) -> PlanBlock:
     """The same arrivals under the same rules."""
-    return Block(ARM, seconds, record.round, record.segment, cell)
+    return PlanBlock(ARM, seconds, record.round, record.segment, cell)
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:
@@ -277,7 +277,9 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 
 
 async def _host(
-    session: ServingSession, during: Sequence[BlockRecord], control: Sequence[BlockRecord]
+    session: ServingSession,
+    during: Sequence[CoserveBlockRecord],
+    control: Sequence[CoserveBlockRecord],
 ) -> dict[str, Any]:
     """Latencies of the host's requests while versions were staged and applied, and without."""
     requests = await session.requests()

@@ -1,1 +1,0 @@
-"""Turns: journal, idempotency and hedging."""

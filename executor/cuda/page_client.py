@@ -1,0 +1,187 @@
+"""Page client: borrows pages of another process of the same GPU, until it wants them back."""
+
+import os
+import socket
+from collections.abc import Collection
+from pathlib import Path
+from typing import Final
+
+from executor.cuda.driver import Driver, Handle
+from executor.cuda.page_messages import (
+    EVERYTHING,
+    MOST_PAGES,
+    Hello,
+    HungUp,
+    Lend,
+    RequestPages,
+    Return,
+    Revoke,
+    close_all,
+    receive,
+    send,
+)
+from executor.cuda.page_pool import PagePool
+from executor.errors import DeviceError, LoanError
+
+MOST_FRAMES: Final = 8
+
+
+class PageClient:
+    """PageSource that takes borrowed pages first, then its own. One thread calls it.
+
+    A borrowed page that is given goes back to its lender. When the lender ends, pages that are
+    mapped stay as they are, and no others come.
+    """
+
+    def __init__(self, driver: Driver, page_bytes: int, path: Path, own: PagePool) -> None:
+        """Raises LoanError when nobody lends at `path`."""
+        self._driver = driver
+        self._own = own
+        self._numbers: dict[Handle, int] = {}
+        self._stock: list[Handle] = []
+        self._unsaid: list[int] = []
+        self._unasked = MOST_PAGES
+        self._connection: socket.socket | None = socket.socket(
+            socket.AF_UNIX, socket.SOCK_SEQPACKET
+        )
+        self._keep = EVERYTHING
+        try:
+            self._connection.connect(os.fspath(path))
+            send(self._connection, Hello(driver.device, page_bytes))
+        except (OSError, HungUp) as error:
+            self._connection.close()
+            raise LoanError(f"nobody lends pages at {path}: start the host first") from error
+        self._ask()
+
+    @property
+    def idle(self) -> int:
+        """Pages of both kinds that nothing is mapped on."""
+        return len(self._stock) + self._own.idle
+
+    @property
+    def borrowed(self) -> int:
+        """Pages of the lender's that this process has."""
+        return len(self._numbers)
+
+    @property
+    def wanted(self) -> int:
+        """Borrowed pages that have to be given back now, whichever."""
+        return max(0, self.borrowed - self._keep)
+
+    @property
+    def available(self) -> int:
+        """Borrowed pages that nothing is mapped on, and what there is of its own."""
+        return len(self._stock) + self._own.available
+
+    @property
+    def foreign(self) -> Collection[Handle]:
+        """Pages of the lender's."""
+        return self._numbers.keys()
+
+    def recall(self, count: int) -> None:
+        """It has lent nothing."""
+
+    def take(self, count: int) -> list[Handle]:
+        """Return borrowed pages, then own ones; on DeviceMemoryShort everything is as it was."""
+        borrowed = min(count, len(self._stock))
+        own = self._own.take(count - borrowed)
+        taken = self._stock[len(self._stock) - borrowed :]
+        del self._stock[len(self._stock) - borrowed :]
+        return taken + own
+
+    def give(self, handles: Collection[Handle]) -> None:
+        """Return borrowed pages to their lender, and keep or release the others."""
+        self._own.give([handle for handle in handles if handle not in self._numbers])
+        self._give_back([handle for handle in handles if handle in self._numbers])
+
+    def step(self) -> bool:
+        """Hear the lender; never waits. Raises LoanError when it breaks the rules."""
+        self._tell()
+        self._hear()
+        self._ask()
+        return False
+
+    def close(self) -> None:
+        """Hang up, and let go of pages that nothing is mapped on."""
+        self._hang_up()
+        self._own.close()
+
+    def _hear(self) -> None:
+        for _ in range(MOST_FRAMES):
+            try:
+                heard = receive(self._connection) if self._connection is not None else None
+            except HungUp:
+                self._hang_up()
+                return
+            if heard is None:
+                return
+            frame, descriptors = heard
+            try:
+                self._obey(frame, descriptors)
+            finally:
+                close_all(descriptors)
+
+    def _hang_up(self) -> None:
+        for handle in self._stock:
+            self._driver.release(handle)
+            del self._numbers[handle]
+        self._stock.clear()
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _obey(self, frame: object, descriptors: list[int]) -> None:
+        match frame:
+            case Lend(numbers) if len(numbers) == len(descriptors):
+                self._import(numbers, descriptors)
+            case Revoke(keep):
+                self._keep = keep
+            case _:
+                raise LoanError(
+                    f"a lender says {type(frame).__name__} with {len(descriptors)} descriptors"
+                )
+        if self.wanted:
+            self._give_back(self._stock[-self.wanted :])
+
+    def _import(self, numbers: tuple[int, ...], descriptors: list[int]) -> None:
+        imported = 0
+        self._unasked += len(numbers)
+        try:
+            for number, descriptor in zip(numbers, descriptors, strict=True):
+                handle = self._driver.import_handle(descriptor)
+                self._numbers[handle] = number
+                self._stock.append(handle)
+                imported += 1
+        except DeviceError:
+            self._unsaid += numbers[imported:]
+            self._tell()
+            raise
+
+    def _give_back(self, handles: list[Handle]) -> None:
+        for handle in handles:
+            self._driver.release(handle)
+            self._unsaid.append(self._numbers.pop(handle))
+            if handle in self._stock:
+                self._stock.remove(handle)
+        self._tell()
+
+    def _tell(self) -> None:
+        """Say what was given back, as far as the lender reads it now."""
+        while self._unsaid and self._connection is not None:
+            numbers = tuple(self._unsaid[:MOST_PAGES])
+            try:
+                if not send(self._connection, Return(numbers)):
+                    return
+            except HungUp:
+                self._hang_up()
+                return
+            del self._unsaid[: len(numbers)]
+
+    def _ask(self) -> None:
+        if not self._unasked or self._connection is None:
+            return
+        try:
+            if send(self._connection, RequestPages(self._unasked)):
+                self._unasked = 0
+        except HungUp:
+            self._hang_up()

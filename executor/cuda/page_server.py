@@ -1,0 +1,374 @@
+"""Page server: lends pages that their owner does not need now to other processes of the same GPU.
+
+The owner keeps a handle of every page that it lent, so taking one back costs no allocation.
+The price is trust: a driver has no call that takes a page away from another process, so a borrower
+is believed when it says that it unmapped one. Everything else that a borrower says is checked. One
+that breaks a rule gets nothing more, and its pages wait until its process has ended.
+
+`LoanLedger` is the core: pages in stock, pages lent and to whom, and how many are wanted back.
+
+    stock ── lend ──> out ── returned ──> stock
+    out ── its borrower broke the rules, or hung up ──> stranded ── its process ended ──> stock
+
+Until a borrower says that it unmapped a page, or its process is known to have ended, the page may
+be written to at any time: nobody else gets it.
+"""
+
+import logging
+import os
+import socket
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import count as counter
+from pathlib import Path
+from typing import Final
+
+from executor.cuda.backing import VirtualMapping
+from executor.cuda.driver import Driver, Handle
+from executor.cuda.page_messages import (
+    EVERYTHING,
+    MOST_PAGES,
+    Hello,
+    HungUp,
+    Lend,
+    RequestPages,
+    Return,
+    Revoke,
+    close_all,
+    has_ended,
+    peer_process,
+    receive,
+    send,
+)
+from executor.cuda.page_pool import PagePool
+from executor.errors import DeviceMemoryShort, LoanError
+
+_NOBODY: Final = -1
+
+
+class LoanLedger:
+    """Pages by number; borrowers by a number of the caller's that is never used twice."""
+
+    def __init__(self, reserve: int) -> None:
+        """`reserve`: how many pages in stock are never lent."""
+        self._reserve = reserve
+        self._stock: list[int] = []
+        self._out: dict[int, int] = {}
+        self._stranded: dict[int, int] = {}
+
+    @property
+    def in_stock(self) -> int:
+        """Pages that nobody uses."""
+        return len(self._stock)
+
+    @property
+    def lendable(self) -> int:
+        """Pages in stock beyond the reserve."""
+        return max(0, len(self._stock) - self._reserve)
+
+    @property
+    def stranded(self) -> int:
+        """Pages of borrowers that are not dealt with any more and still live."""
+        return len(self._stranded)
+
+    def out(self, borrower: int) -> int:
+        """Pages that a borrower has."""
+        return sum(who == borrower for who in self._out.values())
+
+    def put(self, numbers: Iterable[int]) -> None:
+        """Add pages to the stock."""
+        self._stock += numbers
+
+    def take(self, most: int) -> list[int]:
+        """Remove up to so many pages from the stock, the reserve included: they are the owner's."""
+        first = max(0, len(self._stock) - most)
+        taken = self._stock[first:]
+        del self._stock[first:]
+        return taken
+
+    def lend(self, borrower: int, most: int) -> tuple[int, ...]:
+        """Lend up to so many pages; the reserve stays."""
+        lent = self.take(min(most, self.lendable))
+        self._out.update(dict.fromkeys(lent, borrower))
+        return tuple(lent)
+
+    def returned(self, borrower: int, numbers: Collection[int]) -> None:
+        """A borrower gave pages back. Raises LoanError for any it does not have: none counts then.
+
+        The borrower is not to be believed any more after that.
+        """
+        foreign = [number for number in numbers if self._out.get(number, _NOBODY) != borrower]
+        if foreign:
+            raise LoanError(f"a borrower returns page {foreign[0]}, which was not lent to it")
+        for number in numbers:
+            del self._out[number]
+        self._stock += numbers
+
+    def left(self, borrower: int) -> None:
+        """A borrower is not dealt with any more; what it has is stranded."""
+        for number in [number for number, who in self._out.items() if who == borrower]:
+            self._stranded[number] = self._out.pop(number)
+
+    def ended(self, borrower: int) -> int:
+        """A borrower's process has ended: what was stranded with it is in stock again."""
+        self.left(borrower)
+        back = [number for number, who in self._stranded.items() if who == borrower]
+        for number in back:
+            del self._stranded[number]
+        self._stock += back
+        return len(back)
+
+
+logger = logging.getLogger("vllm.rose.kv")
+
+MOST_BORROWERS: Final = 4
+# Of one borrower in one step.
+MOST_FRAMES: Final = 8
+# What a request of the owner's waits for at most that arrives meanwhile: each page is unmapped and
+# mapped twice to be zeroed, and exported.
+MOST_LENT_A_STEP: Final = 16
+
+
+@dataclass(slots=True)
+class _Borrower:
+    """`connection` is None once it is not dealt with any more; `process` is watched to its end.
+
+    `asked`: pages that it may be sent still.
+    """
+
+    number: int
+    connection: socket.socket | None
+    process: int
+    greeted: bool = False
+    asked: int = 0
+    keep: int = EVERYTHING
+
+
+class PageServer:
+    """PageSource of the owner. One thread calls it, and `step` does all that others wait for."""
+
+    wanted = 0
+    foreign: Collection[Handle] = ()
+
+    def __init__(
+        self, driver: Driver, page_bytes: int, path: Path, pool: PagePool, *, reserve: int = 0
+    ) -> None:
+        """Listen at `path`. `reserve`: pages in stock that are never lent.
+
+        Raises LoanError where that cannot be, as when another lender lives there.
+        """
+        self._driver = driver
+        self._hello = Hello(driver.device, page_bytes)
+        self._pool = pool
+        self._book = LoanLedger(reserve)
+        self._handles: dict[int, Handle] = {}
+        self._numbers = counter(1)
+        self._names = counter(1)
+        self._borrowers: list[_Borrower] = []
+        self._goal = 0
+        self._path = path
+        self._listener = _listen(path)
+        self._window = VirtualMapping(driver, page_bytes, MOST_LENT_A_STEP)
+
+    @property
+    def idle(self) -> int:
+        """Pages in stock."""
+        return self._book.in_stock + self._pool.idle
+
+    @property
+    def lent(self) -> int:
+        """Pages that others have, or may still have."""
+        return len(self._handles) - self._book.in_stock
+
+    @property
+    def available(self) -> int:
+        """Pages in stock, the reserve included: what is lent is not replaced by new ones."""
+        return self.idle
+
+    def take(self, count: int) -> list[Handle]:
+        """Return pages of the stock, the reserve included, then new ones.
+
+        On DeviceMemoryShort what is missing is revoked: the same succeeds a while later.
+        """
+        try:
+            created = self._pool.take(max(0, count - self._book.in_stock))
+        except DeviceMemoryShort:
+            self.recall(count)
+            raise
+        self.recall(0)
+        return [self._handles.pop(number) for number in self._book.take(count)] + created
+
+    def give(self, handles: Collection[Handle]) -> None:
+        """Take pages into the stock."""
+        numbers = {next(self._numbers): handle for handle in handles}
+        self._handles.update(numbers)
+        self._book.put(numbers)
+
+    def recall(self, count: int) -> None:
+        """Call pages back until so many are in stock; 0 ends that, and until then none is lent."""
+        self._goal = count
+
+    def step(self) -> bool:
+        """Hear the borrowers, lend and call back; never waits.
+
+        Returns whether there is more to lend to somebody who is there.
+        """
+        self._accept()
+        for borrower in list(self._borrowers):
+            if has_ended(borrower.process):
+                self._forget(borrower)
+            with self._hanging_up(borrower):
+                self._hear(borrower)
+        wanted = max(0, self._goal - self._book.in_stock)
+        for borrower in self._borrowers:
+            with self._hanging_up(borrower):
+                wanted -= self._ask_back(borrower, wanted)
+                if borrower.greeted and not self._goal:
+                    self._lend(borrower)
+        greeted = any(borrower.greeted for borrower in self._borrowers)
+        return greeted and not self._goal and self._book.lendable > 0
+
+    def close(self) -> None:
+        """Lend no more, and forget all pages: the device has them when no borrower has."""
+        if self._listener.fileno() < 0:
+            return
+        for borrower in self._borrowers:
+            self._hang_up(borrower)
+            os.close(borrower.process)
+        self._borrowers.clear()
+        self._listener.close()
+        self._path.unlink(missing_ok=True)
+        self._window.close()
+        for handle in self._handles.values():
+            self._driver.release(handle)
+        self._handles.clear()
+        self._pool.close()
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        if len(self._borrowers) >= MOST_BORROWERS:
+            logger.warning("more than %d processes ask for pages: refused", MOST_BORROWERS)
+            connection.close()
+            return
+        try:
+            process = peer_process(connection)
+        except LoanError as error:
+            logger.warning("%s", error)
+            connection.close()
+            return
+        self._borrowers.append(_Borrower(next(self._names), connection, process))
+
+    def _hear(self, borrower: _Borrower) -> None:
+        for _ in range(MOST_FRAMES):
+            if borrower.connection is None:
+                return
+            heard = receive(borrower.connection)
+            if heard is None:
+                return
+            frame, descriptors = heard
+            close_all(descriptors)
+            match frame:
+                case Hello() if not borrower.greeted:
+                    self._greet(borrower, frame)
+                case RequestPages(pages) if borrower.greeted:
+                    borrower.asked = min(borrower.asked + pages, MOST_PAGES)
+                case Return(numbers) if borrower.greeted and not descriptors:
+                    self._book.returned(borrower.number, numbers)
+                case _:
+                    raise LoanError(f"a borrower says {type(frame).__name__} out of turn")
+
+    def _greet(self, borrower: _Borrower, hello: Hello) -> None:
+        if hello != self._hello:
+            raise LoanError(
+                f"a borrower on GPU {hello.device.hex()} with pages of {hello.page_bytes} bytes"
+                f" asks the lender of GPU {self._hello.device.hex()} with {self._hello.page_bytes}"
+            )
+        borrower.greeted = True
+
+    def _ask_back(self, borrower: _Borrower, wanted: int) -> int:
+        """Tell a borrower how many pages it may keep, when that changed; return what is wanted."""
+        out = self._book.out(borrower.number)
+        mine = min(wanted, out)
+        keep = out - mine if self._goal else EVERYTHING
+        if borrower.connection is None or not borrower.greeted or keep == borrower.keep:
+            return mine
+        if send(borrower.connection, Revoke(keep)):
+            borrower.keep = keep
+        return mine
+
+    def _lend(self, borrower: _Borrower) -> None:
+        most = min(borrower.asked, MOST_LENT_A_STEP)
+        numbers = self._book.lend(borrower.number, most)
+        if not numbers or borrower.connection is None:
+            return
+        sent = False
+        descriptors: list[int] = []
+        try:
+            self._scrub([self._handles[number] for number in numbers])
+            for number in numbers:
+                descriptors.append(self._driver.export_handle(self._handles[number]))
+            sent = send(borrower.connection, Lend(numbers), descriptors)
+        finally:
+            close_all(descriptors)
+            if sent:
+                borrower.asked -= len(numbers)
+            else:
+                self._book.returned(borrower.number, numbers)
+
+    def _scrub(self, handles: list[Handle]) -> None:
+        """Nobody is to read what the last user of a page left in it."""
+        pages = range(len(handles))
+        self._window.back(pages, self._window.back_zeroed(pages, handles))
+
+    @contextmanager
+    def _hanging_up(self, borrower: _Borrower) -> Iterator[None]:
+        try:
+            yield
+        except HungUp:
+            self._hang_up(borrower)
+        except LoanError as error:
+            logger.warning("%s; its pages are back when its process has ended", error)
+            self._hang_up(borrower)
+
+    def _hang_up(self, borrower: _Borrower) -> None:
+        if borrower.connection is not None:
+            borrower.connection.close()
+            borrower.connection = None
+        borrower.greeted = False
+        self._book.left(borrower.number)
+
+    def _forget(self, borrower: _Borrower) -> None:
+        self._hang_up(borrower)
+        self._book.ended(borrower.number)
+        os.close(borrower.process)
+        self._borrowers.remove(borrower)
+
+
+def _listen(path: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.setblocking(False)
+    try:
+        if path.is_socket() and not _answers(path):
+            path.unlink()  # Of a lender that was killed.
+        listener.bind(os.fspath(path))
+        path.chmod(0o600)
+        listener.listen(MOST_BORROWERS)
+    except OSError as error:
+        listener.close()
+        raise LoanError(f"pages cannot be lent at {path}: {error.strerror or error}") from error
+    return listener
+
+
+def _answers(path: Path) -> bool:
+    with (
+        suppress(ConnectionRefusedError, FileNotFoundError),
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe,
+    ):
+        probe.setblocking(False)
+        probe.connect(os.fspath(path))
+        return True
+    return False

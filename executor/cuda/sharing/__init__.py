@@ -1,1 +1,0 @@
-"""Sharing of GPU pages between processes over a Unix socket."""

@@ -1,1 +1,0 @@
-"""Grants of compute: whether a guest may run a step, and for how long."""

@@ -1,1 +1,0 @@
-"""KV cache memory of a vLLM engine that can grow and shrink."""

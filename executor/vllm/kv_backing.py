@@ -1,0 +1,299 @@
+"""KV cache memory of a vLLM engine: where its blocks lie, and the pages and granules under them.
+
+Layout. vLLM 0.32 has one allocation, and its configuration says where layer l of block b begins in
+it. 0.25 allocates for each layer, or once with a stride (`reserved_worker.py` asks for that), and a
+layer's tensor says where its blocks are: they come first in every layout that 0.25 has on CPU and
+NVIDIA. The tensors belong to the attention layers, which the configuration names. A worker inside
+the engine core (UniProcExecutor) shares them with the scheduler; those of a worker elsewhere cannot
+be found from here.
+
+Granules. Layer after layer, a page of 2 MiB holds one layer's part of many blocks, and a granule
+is at least these: 32 blocks of 16 tokens, 64 MiB, for an 8B model in bf16. Block after block, it is
+one block, 2 MiB. vLLM 0.32 has such layouts to choose from. 0.25 plans one for other models; its
+model runners take such a plan for any model whose attention backend puts blocks first.
+
+Pages. Pages that `kv_layout` finds out of reach are not returned; nor is GPU memory that ROSE did
+not reserve (`reserved_worker.py` does). The environment says whether a GPU's pages come from the
+driver or are lent.
+"""
+
+import logging
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from executor.cuda.driver import Driver
+from executor.cuda.page_client import PageClient
+from executor.cuda.page_pool import PagePool, PageSource
+from executor.cuda.page_server import PageServer
+from executor.cuda.reservation import Reservation, reservation_at
+from executor.errors import ExecutorError, LoanError
+from executor.kv.backing import (
+    Extent,
+    HostPages,
+    NoPages,
+    PageBackend,
+    Range,
+    coalesce,
+    use_huge_pages,
+)
+from executor.kv.shrink_plan import Granules
+from executor.vllm.settings import AUTO, CUDA, GUEST, HOST, LEND, MADVISE, EngineSettings
+
+
+class Storage(NamedTuple):
+    """One allocation of `size` bytes, on a kind of device."""
+
+    device: str
+    address: int
+    size: int
+
+
+class KvLayout(NamedTuple):
+    """The allocations of a KV cache, and each layer's part of them."""
+
+    storages: tuple[Storage, ...]
+    extents: tuple[Extent, ...]
+
+
+def kv_bytes(kv_cache_config: Any) -> int:  # noqa: ANN401 -- vLLM's type
+    """Size of the KV cache, wherever it lies."""
+    tensors = kv_cache_config.kv_cache_tensors
+    sizes: list[int] = [tensor.size for tensor in tensors]
+    if any(hasattr(tensor, "layers") or tensor.block_stride for tensor in tensors):
+        return max(sizes)  # Each names the one allocation that they share.
+    return sum(sizes)
+
+
+def kv_layout(
+    vllm_config: Any,  # noqa: ANN401 -- vLLM's types
+    kv_cache_config: Any,  # noqa: ANN401 -- vLLM's types
+) -> KvLayout | None:
+    """None where the memory is out of reach or blocks overlay each other (several KV groups)."""
+    if len(kv_cache_config.kv_cache_groups) != 1:
+        return None
+    layers = vllm_config.compilation_config.static_forward_context
+    parts = [
+        _by_configuration(tensor, layers, kv_cache_config)
+        if hasattr(tensor, "layers")
+        else _by_tensor(tensor, layers, kv_cache_config)
+        for tensor in kv_cache_config.kv_cache_tensors
+    ]
+    found = [part for part in parts if part is not None]
+    if not found or len(found) < len(parts):
+        return None
+    storages = dict.fromkeys(storage for part in found for storage in part.storages)
+    return KvLayout(tuple(storages), tuple(extent for part in found for extent in part.extents))
+
+
+def _by_configuration(tensor: Any, layers: Mapping[str, Any], config: Any) -> KvLayout | None:  # noqa: ANN401
+    cache = _cache_of(tensor.layers, layers)
+    storage = None if cache is None else _storage_of(cache, tensor.size)
+    if storage is None:
+        return None
+    first = storage.address + tensor.offset
+    extents = tuple(
+        Extent(first + layer * tensor.layer_stride, tensor.block_stride, _page_bytes(config))
+        for layer in range(len(tensor.layers))
+    )
+    return KvLayout((storage,), extents)
+
+
+def _by_tensor(tensor: Any, layers: Mapping[str, Any], config: Any) -> KvLayout | None:  # noqa: ANN401
+    cache = _cache_of(tensor.shared_by, layers)
+    storage = None if cache is None else _storage_of(cache)
+    if cache is None or storage is None:
+        return None
+    # A kernel may see a block as several of its own.
+    kernel_blocks, rest = divmod(cache.shape[0], config.num_blocks)
+    if rest or cache.stride(0) != max(cache.stride()):
+        return None
+    stride = kernel_blocks * cache.stride(0) * cache.element_size()
+    return KvLayout((storage,), (Extent(cache.data_ptr(), stride, _page_bytes(config)),))
+
+
+def _cache_of(names: list[str], layers: Mapping[str, Any]) -> Any:  # noqa: ANN401 -- a tensor
+    """The tensor of the first layer that has one in this process, None without any."""
+    caches = (getattr(layers.get(name), "kv_cache", None) for name in names)
+    return next((cache for cache in caches if getattr(cache, "device", None) is not None), None)
+
+
+def _storage_of(cache: Any, size: int | None = None) -> Storage | None:  # noqa: ANN401 -- a tensor
+    """The allocation under it; None where that is not of the size that was asked for."""
+    storage = cache.untyped_storage()
+    if size is not None and storage.nbytes() != size:
+        return None
+    return Storage(cache.device.type, storage.data_ptr(), storage.nbytes())
+
+
+def _page_bytes(config: Any) -> int:  # noqa: ANN401 -- vLLM's types
+    (group,) = config.kv_cache_groups
+    size: int = group.kv_cache_spec.page_size_bytes
+    return size
+
+
+def block_outermost_first(names: Iterable[str]) -> list[str]:
+    """vLLM 0.32's layouts, block-outermost ones first, else in the order of their preference."""
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    return sorted(names, key=lambda name: not KVCacheLayout[name].is_block_outermost)
+
+
+def packed(config: Any) -> Any:  # noqa: ANN401 -- vLLM's KVCacheConfig
+    """On 0.25, a configuration of the same blocks in one allocation, block after block; elsewhere
+    as it is.
+
+    Raises ExecutorError where blocks cannot be put together.
+    """
+    tensors = config.kv_cache_tensors
+    if any(hasattr(tensor, "layers") for tensor in tensors):
+        return config
+    pages = {tensor.size // config.num_blocks for tensor in tensors}
+    if len(config.kv_cache_groups) != 1 or len(pages) != 1:
+        raise ExecutorError(
+            "ReservedKvWorker is for models with one KV group and layers of one size; start without"
+        )
+    if any(tensor.block_stride for tensor in tensors):
+        return config
+    (page_bytes,) = pages
+    result = copy(config)
+    result.kv_cache_tensors = []
+    for number, tensor in enumerate(tensors):
+        placed = copy(tensor)
+        placed.size = tensor.size * len(tensors)
+        placed.offset = number * page_bytes
+        placed.block_stride = page_bytes * len(tensors)
+        result.kv_cache_tensors.append(placed)
+    return result
+
+
+def check_views(caches: Iterable[Any]) -> None:
+    """Raise ExecutorError unless each layer's tensor has a block's content in one run.
+
+    0.25 makes wrong views of a packed plan where heads come before tokens.
+    """
+    if not all(cache[0].is_contiguous() for cache in caches):
+        raise ExecutorError("the KV cache has heads before tokens; set VLLM_KV_CACHE_LAYOUT=NHD")
+
+
+logger = logging.getLogger("vllm.rose.kv")
+
+# The two ends of a run that share a page with a neighbour then cost less than 2%.
+GRANULE_RUN_BYTES: Final = 256 << 10
+FALLBACK_GRANULE_BLOCKS: Final = 16
+# Pages of a GPU in a granule's run of memory where blocks do not fill whole ones.
+GRANULE_RUN_PAGES: Final = 4
+
+
+def kv_pages(
+    vllm_config: Any,  # noqa: ANN401 -- vLLM's types
+    kv_cache_config: Any,  # noqa: ANN401 -- vLLM's types
+    backend: str = AUTO,
+) -> tuple[PageBackend, Granules]:
+    """The pages under the KV blocks of an engine, and its granules.
+
+    Raises ExecutorError where `backend` cannot be had; AUTO then does without.
+    """
+    blocks: int = kv_cache_config.num_blocks
+    layout = kv_layout(vllm_config, kv_cache_config)
+    reservation = None if layout is None else _reservation(layout)
+    if (wrong := _lacking(layout, reservation, backend)) is not None:
+        if backend != AUTO:
+            raise ExecutorError(f"ROSE_KV_BACKEND is {backend}, but {wrong}")
+        logger.warning("%s: no KV pages will be given back", wrong)
+        return NoPages(kv_bytes(kv_cache_config)), Granules(blocks, FALLBACK_GRANULE_BLOCKS)
+    assert layout is not None
+    extents = layout.extents
+    if reservation is not None:
+        granules = Granules(blocks, _device_granule_blocks(extents, reservation.page_bytes))
+        return reservation.backend(extents, granules), granules
+    # The scheduler is made before the first request: nothing of account is in there yet.
+    for storage in layout.storages:
+        use_huge_pages(Range(storage.address, storage.address + storage.size).whole_pages())
+    granules = Granules(blocks, _granule_blocks(extents))
+    return HostPages(extents, granules, kv_bytes(kv_cache_config)), granules
+
+
+def _reservation(layout: KvLayout) -> Reservation | None:
+    """The memory that ROSE reserved for all of it."""
+    return reservation_at(layout.storages[0].address) if len(layout.storages) == 1 else None
+
+
+def _lacking(layout: KvLayout | None, reservation: Reservation | None, backend: str) -> str | None:
+    """Why the pages cannot be given back in that way, None where they can."""
+    if layout is None:
+        return (
+            "the KV cache is out of this process's reach; run the worker in the engine core"
+            " (UniProcExecutor) and a model with one KV group"
+        )
+    # What ROSE reserved comes from a GPU's driver, whatever the engine computes on.
+    device = layout.storages[0].device if reservation is None else CUDA
+    on_host = device == "cpu"
+    if backend not in (AUTO, MADVISE if on_host else CUDA):
+        return f"the KV cache is on {device}; set ROSE_KV_BACKEND=auto"
+    if not on_host and reservation is None:
+        return (
+            f"the KV cache on {device} is in memory that ROSE did not reserve; start the"
+            " engine with --worker-cls executor.vllm.reserved_worker.ReservedKvWorker"
+        )
+    return None
+
+
+def _granule_blocks(extents: Sequence[Extent]) -> int:
+    """Blocks in the smallest granule whose runs of memory have at least GRANULE_RUN_BYTES."""
+    shortest = min((run.size for run in _of_two_blocks(extents)), default=2)
+    return max(1, -(-GRANULE_RUN_BYTES * 2 // shortest))
+
+
+def _device_granule_blocks(extents: Sequence[Extent], page_bytes: int) -> int:
+    """Blocks in the smallest granule whose runs of memory are whole pages, or several of them
+    where that would make it large."""
+    runs = _of_two_blocks(extents)
+    shortest = min(run.size for run in runs)
+    several = max(1, -(-GRANULE_RUN_PAGES * page_bytes * 2 // shortest))
+    aligned = all(run.start % page_bytes == 0 for run in runs)
+    whole = page_bytes // math.gcd(page_bytes, shortest // 2)
+    return min(whole, several) if aligned else several
+
+
+def _of_two_blocks(extents: Sequence[Extent]) -> list[Range]:
+    """The runs of memory of two neighbouring blocks."""
+    return coalesce(piece for extent in extents for piece in extent.ranges(range(2)))
+
+
+# A guest that grows leaves this to the engine's own kernels and to the host's.
+HEADROOM_BYTES: Final = 256 << 20
+
+
+def reserve_kv(settings: EngineSettings, driver: Driver, size: int) -> Reservation:
+    """Reserve an engine's KV cache of `size` bytes.
+
+    A guest may begin with less than all of its pages: it is ballooned from its first step on, and
+    what is missing may still be its host's. Raises DeviceError or LoanError.
+    """
+    source = page_source(settings, driver)
+    return Reservation(driver, size, source=source, partly=settings.role == GUEST)
+
+
+def page_source(settings: EngineSettings, driver: Driver) -> PageSource:
+    """The driver; with ROSE_PAGE_SOCKET in between whoever lends or borrows there.
+
+    Raises LoanError for a guest to whom nobody lends. A host serves on without.
+    """
+    guest = settings.role == GUEST
+    page_bytes = driver.granularity
+    pool = PagePool(driver, page_bytes, headroom_bytes=HEADROOM_BYTES if guest else 0)
+    if not settings.page_socket:
+        return pool
+    path = Path(settings.page_socket)
+    if guest:
+        return PageClient(driver, page_bytes, path, pool)
+    if (settings.role, settings.level) != (HOST, LEND):
+        return pool
+    try:
+        return PageServer(driver, page_bytes, path, pool)
+    except LoanError as error:
+        logger.warning("%s: KV memory is lent through the driver instead", error)
+        return pool

@@ -1,0 +1,93 @@
+"""`--worker-cls executor.vllm.reserved_worker.ReservedKvWorker`: KV memory of a GPU that can go.
+
+Stock vLLM allocates its KV cache with `torch.zeros`, of which no page can be given back. This
+worker asks for one allocation in which a block's layers are neighbours, and puts a reservation in
+its place; everything else is the stock worker's.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from vllm.v1.worker.gpu_worker import Worker
+
+from executor.cuda.bindings import open_driver
+from executor.cuda.reservation import as_tensor, whole
+from executor.errors import ExecutorError
+from executor.vllm.compat import check_version
+from executor.vllm.guest.gate_client import GatedStart
+from executor.vllm.kv_backing import block_outermost_first, check_views, packed, reserve_kv
+from executor.vllm.settings import EngineSettings
+
+
+class ReservedZeros(TorchFunctionMode):
+    """Within it, the one allocation of `size` zeroed bytes on `device_type` is `reserve()`."""
+
+    def __init__(self, size: int, device_type: str, reserve: Callable[[], torch.Tensor]) -> None:
+        super().__init__()
+        self._size = size
+        self._device_type = device_type
+        self._reserve = reserve
+        self.handed_out = 0
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
+        """Everything but that allocation is torch's own."""
+        kwargs = kwargs or {}
+        if func is torch.zeros and self._is_the_cache(args, kwargs):
+            self.handed_out += 1
+            return self._reserve()
+        return func(*args, **kwargs)
+
+    def _is_the_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        device = torch.device(kwargs.get("device") or "cpu")
+        wanted = (self._size,), torch.int8, self._device_type
+        return (args, kwargs.get("dtype"), device.type) == wanted
+
+
+class ReservedKvWorker(GatedStart, Worker):  # type: ignore[misc] # vLLM's types are not ours
+    """The stock GPU worker over memory that ROSE reserved; a guest's start passes the gate."""
+
+    device: torch.device
+    vllm_config: Any
+
+    def get_supported_kv_cache_layouts(self) -> list[str]:
+        """The stock worker's layouts, those first that make small granules; 0.32 asks for them."""
+        return block_outermost_first(super().get_supported_kv_cache_layouts())
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:  # noqa: ANN401 -- vLLM's type
+        """Allocate the KV cache as vLLM does, in reserved memory.
+
+        Raises ExecutorError where that cannot be: an engine that was to give memory back must not
+        start as one that cannot.
+        """
+        check_version()
+        config = packed(kv_cache_config)
+        size = max((tensor.size for tensor in config.kv_cache_tensors), default=0)
+        with ReservedZeros(size, self.device.type, lambda: self._reserved(size)) as zeros:
+            super().initialize_from_config(config)
+        if zeros.handed_out != 1:
+            raise ExecutorError(
+                f"vLLM made {zeros.handed_out} allocations of {size} bytes for its KV cache; start"
+                " without ReservedKvWorker, or with the vLLM that ROSE is tested with"
+            )
+        if config is not kv_cache_config:
+            (group,) = config.kv_cache_groups
+            layers = self.vllm_config.compilation_config.static_forward_context
+            check_views(layers[name].kv_cache for name in group.layer_names)
+
+    def _reserved(self, size: int) -> torch.Tensor:
+        if self.device.type != "cuda":
+            raise ExecutorError(f"ReservedKvWorker is for GPUs, and this is {self.device}")
+        # What the profile run left behind in torch's cache is memory that the driver lacks.
+        torch.cuda.empty_cache()
+        settings = EngineSettings.from_environ(os.environ)
+        reservation = reserve_kv(settings, open_driver(self.device.index or 0), size)
+        return as_tensor(whole(reservation), self.device)

@@ -1,0 +1,514 @@
+"""Checks of `rose doctor` on a node: the host, the node itself and its GPUs.
+
+Host: its page, its publisher, its process, its clock. Node: daemon, scheduler, guests, kill switch,
+placement, ports, disk. GPUs: driver, card, other users, MPS, and the parts that a guest needs to
+return memory.
+
+`rose doctor --config FILE`: 0 nothing is wrong, 1 something is, 2 the file cannot be used.
+"""
+
+import argparse
+import grp
+import os
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+
+from executor import ControlPage, PageError
+from executor.control_page.host_seat import BEAT_STALE_NS
+from executor.control_page.page import LAYOUT_VERSION
+from executor.freeze_reason import explained
+from rose.cli.commands import SchedulerClient
+from rose.cli.main import Parser
+from rose.engines.launch import MIN_FREE_BYTES_PER_ENGINE, check_memory, check_model, engine_bytes
+from rose.errors import RoseError
+from rose.node.config import HostConfig, NodeConfig, ReplicaConfig
+from rose.node.grants.host_watch import HostProcess
+from rose.node.guest.cpu_placement import CgroupRefusedError, guest_cgroup
+from rose.node.guest.guest_record import tenures
+from rose.node.memory_gauges import Gpus, control_daemon_at, insist_mps, pipe_folder
+from rose.nvml import Card, Client, Usage, version_text
+from rose.process import launcher
+from rose.process.filelock import holder_of
+from rose.process.procfs import group_members
+
+
+class Severity(StrEnum):
+    """NOTE: it works, yet something should be known. WRONG: it does not work like this."""
+
+    OK = "ok"
+    NOTE = "note"
+    WRONG = "WRONG"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line: `what`, and for everything but OK what to do next."""
+
+    level: Severity
+    subject: str
+    what: str
+    do: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.level:<6} {self.subject}: {self.what}" + (f"; {self.do}" if self.do else "")
+
+
+def ok(subject: str, what: str) -> Finding:
+    """All is well."""
+    return Finding(Severity.OK, subject, what)
+
+
+def note(subject: str, what: str, do: str) -> Finding:
+    """It works, yet."""
+    return Finding(Severity.NOTE, subject, what, do)
+
+
+def wrong(subject: str, what: str, do: str) -> Finding:
+    """It does not work like this."""
+    return Finding(Severity.WRONG, subject, what, do)
+
+
+def checked(subject: str, check: Callable[[], Finding]) -> Finding:
+    """The finding, also where the check itself breaks: a doctor never faints."""
+    try:
+        return check()
+    except Exception as error:  # noqa: BLE001 -- whatever a broken machine throws is a finding
+        first = (str(error).splitlines() or ["no message"])[0]
+        return wrong(subject, f"cannot be checked ({type(error).__name__}: {first})", "look at it")
+
+
+# Fifty grants a second are written; a host in a step writes at its end, which may take a while.
+GRANT_STALE_S = 1.0
+HOST_STALE_S = 30.0
+_NS = 1e9
+
+
+def host_checks(host: HostConfig, *, daemon_runs: bool) -> Iterator[Finding]:
+    """Findings about one host."""
+    yield checked("page", partial(_page, host))
+    yield checked("host", partial(_alive, host))
+    if host.page.exists():
+        yield checked("host seat", partial(_seat, host))
+        yield checked("host heartbeat", partial(_heartbeat, host))
+        if daemon_runs:
+            yield checked("grant heartbeat", partial(_grant, host))
+    yield checked("clock", partial(_clock, host.pid))
+
+
+def _open(host: HostConfig) -> ControlPage:
+    return ControlPage.open(host.page, host.page_group)
+
+
+def _page(host: HostConfig) -> Finding:
+    path = host.page
+    if not path.exists():
+        return note("page", f"none at {path}", "whoever starts first, host or node, makes it")
+    try:
+        with _open(host) as page:
+            owner = f"layout {LAYOUT_VERSION}, made by process {page.owner_pid}"
+            return ok("page", f"{path}, {owner}, {_access(path)}")
+    except PageError as error:
+        what, _, do = str(error).partition("; ")
+        return wrong("page", what, do or "delete it, then start host and node again")
+
+
+def _access(path: Path) -> str:
+    """Who may map it."""
+    status = path.stat()
+    if not status.st_mode & 0o070:
+        return f"for uid {status.st_uid} alone"
+    try:
+        group = grp.getgrgid(status.st_gid).gr_name
+    except KeyError:
+        group = str(status.st_gid)
+    return f"for group {group} (mode {stat.S_IMODE(status.st_mode):o})"
+
+
+def _alive(host: HostConfig) -> Finding:
+    pid = host.pid
+    if pid is None:
+        return note(
+            "host", "no pid is given", "set host.pid, or any engine on the page is the host"
+        )
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return wrong("host", f"process {pid} is gone", "start the host, write its pid to host.pid")
+    except PermissionError:
+        if not host.page_group:
+            do = "run the node as that user, or name a host.page_group that both are in"
+            return wrong("host", f"process {pid} is another user's", do)
+        return ok("host", f"process {pid} lives, as another user's")
+    return ok("host", f"process {pid} lives")
+
+
+def _seat(host: HostConfig) -> Finding:
+    """Whether a process that lives publishes here, and no other serves unseen."""
+    with _open(host) as page:
+        view = page.host_view()
+    if view.vetoed:
+        what = "an engine serves on this page that cannot publish there; guests are frozen"
+        do = (
+            "look at the host's log: an untested vLLM, a ROSE_ variable it cannot read,"
+            " data_parallel_size above 1, or a second engine core"
+        )
+        return wrong("host seat", what, do)
+    if not view.seated:
+        what = "no process publishes on this page; guests are frozen"
+        do = (
+            "start the host with --scheduler-cls executor.vllm.host.scheduler.ObservedScheduler and"
+            " ROSE_ROLE=host; start it again if the page was deleted since"
+        )
+        return wrong("host seat", what, do)
+    seat = view.seat
+    if doubt := HostProcess(host.pid).doubt(seat):
+        do = "write to host.pid the process that started the host, and start the node again"
+        return wrong("host seat", f"who publishes is not the host ({doubt})", do)
+    return ok("host seat", f"held by process {seat.pid}" if seat else "held")
+
+
+def _heartbeat(host: HostConfig) -> Finding:
+    subject = "host heartbeat"
+    with _open(host) as page:
+        state, seat = page.host.read(), page.seat.read()
+    if state is None or seat is None:
+        do = (
+            "start it with ROSE_ROLE=host and "
+            "--scheduler-cls executor.vllm.host.scheduler.ObservedScheduler"
+        )
+        return wrong(subject, "the host has never written to its page", do)
+    now_ns = time.monotonic_ns()
+    beat_s = (now_ns - seat.beat_ns) / _NS
+    if beat_s * _NS > BEAT_STALE_NS:
+        do = "look at the host's log: it hangs, or its plugin gave up; guests are frozen"
+        return wrong(subject, f"its process is silent for {beat_s:.0f} s", do)
+    age_s = (now_ns - state.heartbeat_ns) / _NS
+    if not state.idle and age_s > HOST_STALE_S:
+        what = f"busy, and silent for {age_s:.0f} s"
+        return wrong(subject, what, "look at the host's log: it hangs, or its plugin gave up")
+    what = "idle" if state.idle else f"{state.running} running, {state.waiting} waiting"
+    return ok(subject, f"{what}, last written {max(0.0, age_s):.1f} s ago")
+
+
+def _grant(host: HostConfig) -> Finding:
+    with _open(host) as page:
+        grant = page.grant.read()
+    age_s = (time.monotonic_ns() - grant.heartbeat_ns) / _NS if grant else float("inf")
+    if grant is None or age_s > GRANT_STALE_S:
+        do = "is it stopped? `kill -CONT` it or start the node again; its guest is frozen meanwhile"
+        return wrong("grant heartbeat", f"the daemon is silent for {age_s:.1f} s", do)
+    return ok("grant heartbeat", f"{grant.mode.name.lower()}: {explained(grant.reason)}")
+
+
+def _clock(pid: int | None) -> Finding:
+    if time.time() < os.path.getmtime(__file__) - 86_400:
+        return wrong("clock", "the wall clock is wrong", "set it: manifests expire by it")
+    if pid is None:
+        return ok("clock", "plausible")
+    theirs, ours = (_time_namespace(p) for p in (str(pid), "self"))
+    if theirs is None:
+        return note("clock", "the host's time namespace cannot be read", "run as the host's user")
+    if theirs != ours:
+        do = "share the host's time namespace: times on the page are CLOCK_MONOTONIC"
+        return wrong("clock", "host and node count time differently", do)
+    return ok("clock", "shared with the host")
+
+
+def _time_namespace(pid: str) -> str | None:
+    try:
+        return str(Path(f"/proc/{pid}/ns/time").readlink())
+    except OSError:
+        return None
+
+
+MIN_FREE_DISK_BYTES = 1 << 30
+SCHEDULER_TIMEOUT_S = 2.0
+ATTEMPT_TIMEOUT_S = 10.0
+_LOOK = "import os;print(int(os.sched_getscheduler(0)==os.SCHED_IDLE), os.getpriority(0,0))"
+
+
+def daemon_of(config: NodeConfig) -> int | None:
+    """The process that runs this node."""
+    return holder_of(config.run_dir / "daemon.lock")
+
+
+def node_checks(config: NodeConfig, gpus: Gpus) -> Iterator[Finding]:
+    """Findings about everything but the host and what GPUs are."""
+    running = set(tenures(config.run_dir)) if config.run_dir.is_dir() else set()
+    yield checked("daemon", partial(_daemon, config))
+    yield checked("kill switch", partial(_kill_switch, config))
+    yield checked("scheduler", partial(_scheduler, config.scheduler))
+    for replica in config.replicas:
+        host = config.host if replica.kind == "guest" else None
+        headroom = host.headroom_bytes if host else 0
+        runs = replica.id in running
+        yield checked(replica.id, partial(_replica, replica, headroom, runs, gpus))
+    yield checked("placement", partial(_placement, config))
+    if config.metrics_port and daemon_of(config) is None:
+        yield checked("metrics", partial(_port, "metrics", config.metrics_port))
+    yield checked("disk", partial(_disk, config))
+
+
+def _daemon(config: NodeConfig) -> Finding:
+    pid = daemon_of(config)
+    if pid is None:
+        return note("daemon", "none runs", "start `rose node --config FILE`")
+    return ok("daemon", f"process {pid}")
+
+
+def _kill_switch(config: NodeConfig) -> Finding:
+    if config.kill_file.exists():
+        what = f"{config.kill_file} is set: no guest runs"
+        return wrong("kill switch", what, f"take it back with `rose unkill {config.run_dir}`")
+    return ok("kill switch", "not set")
+
+
+def _scheduler(address: str) -> Finding:
+    try:
+        SchedulerClient(address, SCHEDULER_TIMEOUT_S).snapshot()
+    except RoseError as error:
+        what, _, do = str(error).partition("; ")
+        return wrong("scheduler", what, do or "check `scheduler` in the node's file")
+    return ok("scheduler", f"{address} answers")
+
+
+def _replica(replica: ReplicaConfig, headroom: int, runs: bool, gpus: Gpus) -> Finding:
+    try:
+        check_model(replica.model_dir)
+        if runs:
+            return ok(replica.id, f"runs on port {replica.port}")
+        if replica.device is None:
+            needed = engine_bytes(replica.model_dir, replica.kv_bytes)
+            check_memory(f"{replica.id}: processes, weights and KV", needed, headroom)
+        else:
+            check_memory(f"{replica.id}: processes", MIN_FREE_BYTES_PER_ENGINE, headroom)
+            gpus.insist_room(replica, headroom)
+    except RoseError as error:
+        what, _, do = str(error).partition("; ")
+        return wrong(replica.id, what, do)
+    return _port(replica.id, replica.port)
+
+
+def _port(owner: str, port: int) -> Finding:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            what = f"port {port}: {error.strerror}"
+            return wrong(owner, what, "end what listens there (`ss -ltnp`) or choose another port")
+    return ok(owner, f"can be started on port {port}")
+
+
+def _placement(config: NodeConfig) -> Finding:
+    share = "background" if any(r.device is None for r in config.replicas) else "aside"
+    attempt = subprocess.run(  # noqa: S603 -- our own program, placed as a guest is
+        [
+            *(sys.executable, "-I", "-S", str(launcher.__file__), f"share={share}", "--"),
+            *(sys.executable, "-I", "-S", "-c", _LOOK),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=ATTEMPT_TIMEOUT_S,
+        check=True,
+    )
+    idle, nice = map(int, attempt.stdout.split())
+    if not idle and nice <= 0:
+        do = "allow sched_setscheduler or setpriority (seccomp, capabilities), or a cgroup"
+        return wrong("placement", "a guest cannot be put behind the host", do)
+    share = "SCHED_IDLE" if idle else f"nice {nice}"
+    if config.cgroup is None:
+        return ok("placement", f"{share}, no cgroup of its own")
+    try:
+        guest_cgroup(config.cgroup, "rose-doctor").rmdir()
+    except CgroupRefusedError as error:
+        return wrong("placement", f"{share}; {error}", "or guests run without one")
+    return ok("placement", f"{share} and a cgroup below {config.cgroup}")
+
+
+def _disk(config: NodeConfig) -> Finding:
+    for folder in (config.run_dir, config.log_dir):
+        if not folder.is_dir():
+            return note("disk", f"{folder} is not there yet", "the daemon makes it")
+        try:
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            return wrong("disk", f"{folder}: {error.strerror}", "give it to the node's user")
+    weights = config.run_dir / "weights"
+    kept = sum(path.stat().st_size for path in weights.rglob("*") if path.is_file())
+    needed = max(MIN_FREE_DISK_BYTES, (config.receiver.disk_bytes or 0) - kept)
+    free = shutil.disk_usage(config.run_dir).free
+    if free < needed:
+        what = f"{free / 2**30:.1f} GiB are free, {needed / 2**30:.1f} GiB may be needed"
+        return wrong("disk", what, "make room or lower `receiver.disk_bytes`")
+    return ok("disk", f"{free / 2**30:.0f} GiB free, {_megabytes(weights, kept)}")
+
+
+def _megabytes(weights: Path, kept: int) -> str:
+    return f"{kept / 2**20:.0f} MiB of weights in {weights}"
+
+
+GIB = 1 << 30
+# What a driver keeps for itself on a card that nobody uses.
+DRIVERS_OWN_BYTES = 2 << 30
+_LOOK_FOR_CUDA = (
+    "from importlib.util import find_spec; print(find_spec('cuda.bindings') is not None)"
+)
+
+
+def gpu_checks(config: NodeConfig, gpus: Gpus) -> Iterator[Finding]:
+    """Findings about every GPU that the node's file names, nothing without one."""
+    replicas = [replica for replica in config.replicas if replica.device is not None]
+    named = [replica.device for replica in replicas]
+    if config.host and config.host.device is not None:
+        named.append(config.host.device)
+    if not named:
+        return
+    yield checked("gpu", partial(_usable, config, gpus))
+    for device in dict.fromkeys(device for device in named if device is not None):
+        try:
+            card = gpus.card(device)
+        except RoseError:
+            continue  # That is what is wrong above.
+        yield checked(f"gpu {device}", partial(_card, f"gpu {device}", card))
+        yield checked(
+            f"gpu {device} load", partial(_load, f"gpu {device} load", config, gpus, card)
+        )
+    for replica in replicas:
+        yield checked(f"{replica.id} mps", partial(_mps, replica))
+        if replica.kind == "guest":
+            yield checked(f"{replica.id} gives back", partial(_gives_back, replica))
+            if replica.core is not None:
+                yield _pinned(replica)
+
+
+def _usable(config: NodeConfig, gpus: Gpus) -> Finding:
+    try:
+        gpus.insist_all(config)
+    except RoseError as error:
+        what, _, do = str(error).partition("; ")
+        return wrong("gpu", what, do or "see what nvidia-smi says")
+    return ok("gpu", "every replica has a card that it can run on")
+
+
+def _card(subject: str, card: Card) -> Finding:
+    what = f"{card.name}, driver {card.driver}, CUDA {version_text(card.cuda)}, {card.uuid}"
+    if card.persistence is False:
+        return note(
+            subject, f"{what}, persistence off", "its owner may turn it on: starts are slow"
+        )
+    return ok(subject, what)
+
+
+def _load(subject: str, config: NodeConfig, gpus: Gpus, card: Card) -> Finding:
+    """Who computes there beside host and guests, as far as the driver tells."""
+    usage, clients = gpus.reader.usage(card), gpus.reader.clients(card)
+    what = _free(card, usage)
+    if not clients and usage.used_bytes > DRIVERS_OWN_BYTES:
+        do = "run the node in the machine's process namespace, or the ladder goes by pages alone"
+        return note(subject, f"{what}, and none of its processes is seen from here", do)
+    others = _others(config, clients)
+    if others:
+        pids = ", ".join(map(str, others))
+        do = "end it, or expect less: it is neither gated nor asked for memory"
+        return note(subject, f"{what}, and another process is on it (pid {pids})", do)
+    if usage.slowed:
+        return note(subject, f"{what}, slowed by {', '.join(usage.slowed)}", "look at power, heat")
+    return ok(subject, what)
+
+
+def _free(card: Card, usage: Usage) -> str:
+    return f"{usage.free_bytes / GIB:.1f} of {card.memory_bytes / GIB:.1f} GiB free"
+
+
+def _others(config: NodeConfig, clients: tuple[Client, ...]) -> list[int]:
+    leaders = [tenure.identity.pid for tenure in tenures(config.run_dir).values()]
+    known = {pid for leader in leaders for pid, _ in group_members(leader)}
+    if config.host and config.host.pid is not None:
+        known |= {pid for pid, _ in group_members(os.getpgid(config.host.pid))}
+    return [client.pid for client in clients if client.pid not in known]
+
+
+def _mps(replica: ReplicaConfig) -> Finding:
+    subject = f"{replica.id} mps"
+    if replica.wants_mps:
+        try:
+            pipes = insist_mps(replica)
+        except RoseError as error:
+            what, _, do = str(error).partition("; ")
+            return wrong(subject, what, do)
+        do = "know that a fatal fault of one client ends every client of that GPU, the host too"
+        return note(subject, f"a client of the control daemon at {pipes}", do)
+    pipes = pipe_folder({})
+    if control_daemon_at(pipes):
+        what = f"a control daemon is at {pipes}, and this replica is no client of it"
+        if replica.kind == "guest":
+            return note(subject, what, "it then takes turns with the host; see mps_priority")
+    return ok(subject, "off")
+
+
+def _gives_back(replica: ReplicaConfig) -> Finding:
+    subject = f"{replica.id} gives back"
+    if replica.kv_backend != "cuda":
+        what = f"kv_backend is {replica.kv_backend}: it gives no KV memory of a GPU back"
+        return note(subject, what, 'set "kv_backend": "cuda", which gates its start as well')
+    python = str(replica.engine_python or sys.executable)
+    found = subprocess.run(  # noqa: S603 -- the operator's own interpreter
+        [python, "-c", _LOOK_FOR_CUDA],
+        env={**os.environ, **replica.extra_env},
+        capture_output=True,
+        text=True,
+        timeout=ATTEMPT_TIMEOUT_S,
+        check=False,
+    )
+    if found.stdout.strip() != "True":
+        what = f"{python} has no cuda-bindings, which kv_backend cuda needs"
+        return wrong(subject, what, "install rose-rollout[cuda] there")
+    return ok(subject, "KV pages, through cuda-bindings")
+
+
+def _pinned(replica: ReplicaConfig) -> Finding:
+    what = f"it is pinned to core {replica.core}: its launches wait for that core alone"
+    return note(f"{replica.id} core", what, "leave `core` out on a GPU")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Check a machine; a file that cannot be used raises ConfigError, which `rose` says."""
+    parser = Parser(
+        prog="rose doctor",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", type=Path, required=True, help="the node's JSON file")
+    config = NodeConfig.load(parser.parse_args(argv).config)
+    found = list[Finding]()
+    for finding in diagnose(config):
+        found.append(finding)
+        sys.stdout.write(f"{finding}\n")
+        sys.stdout.flush()
+    wrong = sum(finding.level is Severity.WRONG for finding in found)
+    sys.stdout.write(f"node {config.node}: {len(found)} checks, {wrong} wrong\n")
+    return 1 if wrong else 0
+
+
+def diagnose(config: NodeConfig, gpus: Gpus | None = None) -> Iterator[Finding]:
+    """Check everything; nothing is changed and nothing is raised."""
+    gpus = gpus or Gpus()
+    if config.host:
+        yield from host_checks(config.host, daemon_runs=daemon_of(config) is not None)
+    yield from gpu_checks(config, gpus)
+    yield from node_checks(config, gpus)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,1 +1,0 @@
-"""Memory that a node's guests hold, and taking it back."""

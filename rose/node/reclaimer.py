@@ -1,0 +1,245 @@
+"""Takes memory back from a guest, level by level, and goes by what is measured (`MemoryGauge`).
+
+L0 to L2 go through the grant: freeze, then a cap of KV granules, then the tightest cap. L3 asks the
+engine, L4 its supervisor. While a reclaim lasts the guest stays frozen, and a killed one away.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from executor import GuestState
+from executor.kv.capacity_policy import LEAST_CAP, NO_CAP
+from executor.kv.reclaim_ladder import (
+    Answer,
+    EngineReport,
+    Escalate,
+    Event,
+    Finished,
+    GuestMeasured,
+    LadderLimits,
+    ReclaimCore,
+    ReclaimLevel,
+    Settled,
+    Unsupported,
+)
+from rose.errors import RefusedError, UnavailableError
+from rose.logs.eventlog import EventLog
+from rose.node.memory_gauges import Held, Measuring, MemoryGauge
+
+POLL_S = 0.02
+RECLAIM = "its memory is being reclaimed"
+NO_SLEEP = "the engine has no sleep mode; set sleep_mode where it has"
+UNSEEN = "what its weights hold cannot be measured here, so giving them up proves nothing"
+
+
+@dataclass(frozen=True, slots=True)
+class GuestMemory:
+    """Interface of a guest to a reclaim; `hold` and `free` are the guard's.
+
+    gauge: makes what measures it, anew for each reclaim.
+    state: its section. hold: freeze it, with a cap of KV granules (NO_CAP for none). free: end
+    that. sleep: give up the weights, None for an engine that cannot. kill: end it.
+    sleep_bytes: what sleeping can give back, None for all that it holds.
+    """
+
+    name: str
+    gauge: Callable[[], MemoryGauge]
+    state: Callable[[], GuestState | None]
+    hold: Callable[[int], None]
+    free: Callable[[], None]
+    sleep: Callable[[], Awaitable[None]] | None
+    kill: Callable[[str], None]
+    sleep_bytes: int | None = None
+
+
+class Reclaimer:
+    """One reclaim at a time; `holding` while one lasts."""
+
+    def __init__(
+        self, guest: GuestMemory, events: EventLog, limits: LadderLimits | None = None
+    ) -> None:
+        self._guest = guest
+        self._events = events
+        self._limits = limits
+        self._task: asyncio.Task[Finished] | None = None
+
+    @property
+    def holding(self) -> str | None:
+        """Why the guest must not be started just now."""
+        return RECLAIM if self._task is not None and not self._task.done() else None
+
+    def held(self) -> Held:
+        """What the guest holds now; any thread, takes milliseconds."""
+        return Held.now(self._guest.gauge())
+
+    def begin(
+        self,
+        wanted_bytes: int,
+        within_s: float,
+        reason: str,
+        settled: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Reclaim in the background, unless a reclaim is under way (call in the event loop).
+
+        `settled`: what it is for is done, whatever was measured.
+        """
+        if self.holding is None:
+            self._task = asyncio.create_task(self._run(wanted_bytes, within_s, reason, settled))
+            self._task.add_done_callback(self._ended)
+
+    async def reclaim(self, wanted_bytes: int, within_s: float, reason: str) -> Finished:
+        """Reclaim so many bytes; joins a reclaim that is under way."""
+        self.begin(wanted_bytes, within_s, reason)
+        assert self._task is not None
+        return await self._task
+
+    def _ended(self, task: "asyncio.Task[Finished]") -> None:
+        if not task.cancelled() and (error := task.exception()):
+            self._log("reclaim_broke", message=f"{type(error).__name__}: {error}")
+
+    async def _run(
+        self, wanted_bytes: int, within_s: float, reason: str, settled: Callable[[], bool]
+    ) -> Finished:
+        guest = self._guest
+        now_ns = time.monotonic_ns()
+        deadline_ns = now_ns + round(within_s * 1e9)
+        gauge = guest.gauge()
+        measuring = Measuring(gauge)
+        measured = await measuring.held_bytes()
+        core = ReclaimCore(now_ns, measured, wanted_bytes, deadline_ns, self._limits)
+        self._log(
+            "reclaim_begun",
+            wanted_bytes=wanted_bytes,
+            held_bytes=measured,
+            measured_by=gauge.by,
+            reason=reason,
+        )
+        climb = _Climb(guest, gauge, reason)
+        try:
+            while True:
+                if settled():
+                    self._log("reclaim_settled", wanted_bytes=wanted_bytes)
+                    event: Event = Settled()
+                else:
+                    event = GuestMeasured(measured, climb.answer())
+                for action in core.step(event, time.monotonic_ns()):
+                    if isinstance(action, Finished):
+                        if isinstance(event, GuestMeasured):
+                            self._told(action)
+                        return action
+                    climb.take(action)
+                await asyncio.sleep(POLL_S)
+                measured = await measuring.held_bytes()
+        except Exception:
+            # Whatever broke: memory that is wanted back comes back.
+            guest.kill(reason)
+            raise
+        finally:
+            measuring.end()
+            climb.end()
+            guest.free()
+
+    def _told(self, finished: Finished) -> None:
+        for report in finished.levels:
+            self._log(
+                "reclaim_rung",
+                rung=report.level.name.lower(),
+                outcome=report.outcome.value,
+                freed_bytes=report.freed_bytes,
+                claimed_bytes=report.claimed_bytes,
+                seconds=report.took_ns / 1e9,
+                why=report.why,
+            )
+        self._log(
+            "reclaim_ended",
+            wanted_bytes=finished.wanted_bytes,
+            freed_bytes=finished.freed_bytes,
+            enough=finished.enough,
+            in_time=finished.in_time,
+            seconds=finished.took_ns / 1e9,
+        )
+
+    def _log(self, event: str, **fields: object) -> None:
+        self._events.write(event, replica=self._guest.name, **fields)
+
+
+class _Climb:
+    """Carries the levels out, and says what the engine answers to the one taken last."""
+
+    def __init__(self, guest: GuestMemory, gauge: MemoryGauge, reason: str) -> None:
+        self._guest = guest
+        self._gauge = gauge
+        self._reason = reason
+        self._level: ReclaimLevel | None = None
+        self._cap = NO_CAP
+        self._mapped_bytes = 0
+        self._sleeping: asyncio.Task[Answer] | None = None
+        self._asleep = False
+
+    def take(self, ask: Escalate) -> None:
+        """Begin a level."""
+        self._level = ask.level
+        state = self._guest.state() or GuestState()
+        self._mapped_bytes = state.bytes_mapped
+        if ask.level is ReclaimLevel.FREEZE:
+            self._guest.hold(NO_CAP)
+        elif ask.level in (ReclaimLevel.BALLOON, ReclaimLevel.RELEASE_KV):
+            self._cap = LEAST_CAP
+            if ask.level is ReclaimLevel.BALLOON and state.granule_bytes:
+                left = max(0, state.bytes_mapped - ask.bytes_left)
+                self._cap = max(LEAST_CAP, left // state.granule_bytes)
+            self._guest.hold(self._cap)
+        elif ask.level is ReclaimLevel.SLEEP and self._no_sleep is None:
+            self._sleeping = asyncio.create_task(self._sleep(ask.bytes_left))
+        elif ask.level is ReclaimLevel.KILL:
+            self._guest.kill(self._reason)
+            self._asleep = False
+
+    def answer(self) -> Answer:
+        """What the engine says of the level."""
+        if self._level is ReclaimLevel.FREEZE:
+            state = self._guest.state()
+            return EngineReport(0) if state is None or not state.in_step else None
+        if self._level in (ReclaimLevel.BALLOON, ReclaimLevel.RELEASE_KV):
+            return self._ballooned(self._guest.state())
+        if self._level is ReclaimLevel.SLEEP:
+            if self._no_sleep is not None or self._sleeping is None:
+                return Unsupported(self._no_sleep or NO_SLEEP)
+            return self._sleeping.result() if self._sleeping.done() else None
+        return None
+
+    def end(self) -> None:
+        """Leave nothing running, and no engine without weights that passes for a replica."""
+        if self._sleeping is not None:
+            self._sleeping.cancel()
+        if self._asleep:
+            self._guest.kill(f"{self._reason}; its weights are gone")
+
+    @property
+    def _no_sleep(self) -> str | None:
+        """Why the engine is not asked to sleep."""
+        if self._guest.sleep is None:
+            return NO_SLEEP
+        return None if self._gauge.sees_all else UNSEEN
+
+    def _ballooned(self, state: GuestState | None) -> Answer:
+        if state is None or not state.granule_bytes:
+            return Unsupported("the guest does not say what KV memory it has")
+        if state.granules_mapped > self._cap:
+            return None
+        return EngineReport(self._mapped_bytes - state.bytes_mapped)
+
+    async def _sleep(self, bytes_left: int) -> Answer:
+        assert self._guest.sleep is not None
+        self._asleep = True
+        try:
+            await self._guest.sleep()
+        except RefusedError as error:
+            self._asleep = False
+            return Unsupported(str(error))
+        except UnavailableError:
+            return None  # It may hang: its time, and then the next level.
+        able = self._guest.sleep_bytes
+        return EngineReport(bytes_left if able is None else min(bytes_left, able))

@@ -1,0 +1,214 @@
+"""Session with the scheduler: reports go up, commands come down, reconnected for ever.
+
+A report is the node's offers and telemetry at that moment. A broken stream changes nothing here:
+leases run out by themselves and the guests freeze.
+"""
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import replace
+
+import grpc
+import grpc.aio
+
+from executor import GuestState
+from rose.logs.eventlog import EventLog
+from rose.node.config import NodeConfig
+from rose.node.grants.guard_thread import GuardThread
+from rose.node.grants.host_watch import HostWatch
+from rose.node.lease_agent import check_order
+from rose.node.memory_gauges import Held
+from rose.node.metrics import ReplicaFigures
+from rose.node.replica import Replica
+from rose.rpc import rose_pb2, rose_pb2_grpc
+from rose.rpc.channel import make_channel
+
+OFFER_TTL_S = 3.0
+_KINDS = {
+    "guest": rose_pb2.REPLICA_KIND_GUEST,
+    "dedicated": rose_pb2.REPLICA_KIND_DEDICATED,
+}
+
+
+def build_reports(
+    config: NodeConfig,
+    replicas: Mapping[str, Replica],
+    guards: Mapping[str, GuardThread],
+    watch: HostWatch | None,
+) -> list[rose_pb2.NodeReport]:
+    """Offers of all replicas, then telemetry of host and guests."""
+    offers = rose_pb2.Offers(offers=[_offer(replica) for replica in replicas.values()])
+    telemetry = rose_pb2.Telemetry(
+        guests=[_guest(replica, guards.get(name)) for name, replica in replicas.items()]
+    )
+    if config.host and watch:
+        telemetry.host.CopyFrom(_host(config, guards, watch))
+    return [
+        rose_pb2.NodeReport(node=config.node, offers=offers),
+        rose_pb2.NodeReport(node=config.node, telemetry=telemetry),
+    ]
+
+
+def view_of(replica: Replica, guard: GuardThread | None, held: Held | None) -> ReplicaFigures:
+    """What `/metrics` shows of a replica."""
+    view = ReplicaFigures(
+        name=replica.config.id,
+        state=replica.supervisor.state.value,
+        restarts=replica.supervisor.restarts,
+        policy_version=replica.version,
+    )
+    if guard is None:
+        return view
+    return replace(
+        view,
+        duty=guard.duty(),
+        granted=guard.granted,
+        grant=guard.grant,
+        guest=guard.guest,
+        host=guard.host,
+        owed_bytes=guard.owed_bytes,
+        held=held,
+    )
+
+
+def _offer(replica: Replica) -> rose_pb2.Offer:
+    config = replica.config
+    return rose_pb2.Offer(
+        replica=config.id,
+        kind=_KINDS[config.kind],
+        url=replica.url,
+        kv_tokens=config.kv_tokens,
+        decode_tok_s=config.decode_tok_s,
+        prefill_tok_s=config.prefill_tok_s,
+        max_sequences=config.max_sequences,
+        policy_version=replica.version,
+        healthy=replica.offered,
+        ttl_s=OFFER_TTL_S,
+        epoch=replica.tenant.core.status().epoch,
+    )
+
+
+def _host(
+    config: NodeConfig, guards: Mapping[str, GuardThread], watch: HostWatch
+) -> rose_pb2.HostTelemetry:
+    assert config.host is not None
+    state = next((guard.host for guard in guards.values() if guard.host), None)
+    summary = watch.summary()
+    return rose_pb2.HostTelemetry(
+        node=config.node,
+        busy_ns=state.busy_ns if state else 0,
+        running=state.running if state else 0,
+        waiting=state.waiting if state else 0,
+        window_requests=summary.requests,
+        window_s=summary.window_s,
+        ttft_p50_s=summary.ttft_p50_s,
+        ttft_p95_s=summary.ttft_p95_s,
+        tpot_p50_s=summary.tpot_p50_s,
+        tpot_p95_s=summary.tpot_p95_s,
+        ttft_target_s=config.host.ttft_target_s,
+        tpot_target_s=config.host.tpot_target_s,
+    )
+
+
+def _guest(replica: Replica, guard: GuardThread | None) -> rose_pb2.GuestTelemetry:
+    grant = guard.grant if guard else None
+    state = (guard.guest or GuestState()) if guard else replica.gauge.reading
+    reason = "" if grant is None else grant.reason
+    if grant is not None and grant.token_budget and isinstance(state, GuestState):
+        reason = state.gate_reason
+    return rose_pb2.GuestTelemetry(
+        replica=replica.config.id,
+        mode=grant.mode.name.lower() if grant else "none",
+        reason=reason,
+        tokens_total=state.tokens_total,
+        running=state.running,
+        waiting=state.waiting,
+        duty=guard.duty() if guard else 1.0,
+        policy_version=replica.version,
+        state=replica.supervisor.state.value,
+        restarts=replica.supervisor.restarts,
+    )
+
+
+PROTOCOL = 1
+FIRST_BACKOFF_S = 0.2
+MAX_BACKOFF_S = 5.0
+REPORT_INTERVAL_S = 0.5
+MAX_PENDING_REPORTS = 1_024
+
+
+class SchedulerSession:
+    """Keeps an Attach stream open. `reports` gives what to say now; `obey` takes a command.
+
+    cluster, relay_url: which nodes it shares weights with, and where they find it.
+    `obey` must not wait for an engine: renewals of other leases stand behind it.
+    """
+
+    def __init__(
+        self,
+        scheduler: str,
+        node: str,
+        reports: Callable[[], list[rose_pb2.NodeReport]],
+        obey: Callable[[rose_pb2.NodeCommand], None],
+        events: EventLog,
+        cluster: str = "",
+        relay_url: str = "",
+    ) -> None:
+        self._hello = rose_pb2.Hello(protocol=PROTOCOL, cluster=cluster, relay_url=relay_url)
+        self._scheduler = scheduler
+        self._node = node
+        self._reports = reports
+        self._obey = obey
+        self._events = events
+        self._changed = asyncio.Event()
+        self._pending: deque[rose_pb2.NodeReport] = deque(maxlen=MAX_PENDING_REPORTS)
+
+    def changed(self) -> None:
+        """Report soon instead of at the next interval."""
+        self._changed.set()
+
+    def say(self, report: rose_pb2.NodeReport) -> None:
+        """Send a report of its own, soon."""
+        report.node = self._node
+        self._pending.append(report)
+        self._changed.set()
+
+    async def run(self) -> None:
+        backoff_s = FIRST_BACKOFF_S
+        async with make_channel(self._scheduler) as channel:
+            stub = rose_pb2_grpc.SchedulerStub(channel)
+            while True:
+                # Leases of a lost stream are over for the scheduler: what was left to say is moot.
+                self._pending.clear()
+                try:
+                    async for command in stub.Attach(self._outgoing()):
+                        backoff_s = FIRST_BACKOFF_S
+                        self._take(command)
+                except grpc.aio.AioRpcError as error:
+                    self._events.write("scheduler_lost", message=str(error.details()))
+                await asyncio.sleep(backoff_s)
+                backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+
+    def _take(self, command: rose_pb2.NodeCommand) -> None:
+        """Obey one command. One that cannot be obeyed is left out: the next ones still count."""
+        try:
+            check_order(command)
+            self._obey(command)
+        except Exception as error:  # noqa: BLE001 - a scheduler's mistake must not end a node
+            kind, message = command.WhichOneof("command"), str(error) or repr(error)
+            self._events.write("command_refused", command=kind, message=message[:300])
+
+    async def _outgoing(self) -> AsyncIterator[rose_pb2.NodeReport]:
+        yield rose_pb2.NodeReport(node=self._node, hello=self._hello)
+        while True:
+            self._changed.clear()
+            # Ends first: an offer before them would speak of a lease that is over.
+            while self._pending:
+                yield self._pending.popleft()
+            for report in self._reports():
+                yield report
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(REPORT_INTERVAL_S):
+                    await self._changed.wait()

@@ -1,0 +1,467 @@
+"""Fetch of one replica's next update: planned, leased, and fetched from the publisher or a relay.
+
+held ──δ──► … ──δ──► target       one folded update: versions between are never active here
+base ──δ──► … ──δ──► target       where that is fewer bytes, or the held weights are not the version
+
+`AnnouncedVersions` are the versions that the node knows of; they say which one a replica needs
+next.
+
+Weight updates of a node's engines: the newest version is fetched, applied and proven at once.
+
+`WeightNetwork` is the node's part of the weight plane: the fetcher for its own replicas and, where
+configured, the relay for its neighbours. `Updates` keeps one engine at the newest version; a
+version counts only when the engine has proven it.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+
+from rose.contract.weights import UpdateApplied
+from rose.errors import RefusedError, RoseError, UnavailableError
+from rose.logs.eventlog import EventLog, JsonlLog
+from rose.node.config import NodeConfig
+from rose.node.replica_client import ReplicaClient, ReplicaHostBusyError, UnprovenError
+from rose.weight_distribution import (
+    ChunkFetcher,
+    Credentials,
+    DownloadLimits,
+    FetchError,
+    IndexFormatError,
+    PublisherClient,
+    VersionServer,
+    fetch_version,
+)
+from rose.weight_distribution.nccl import Lead, Membership, join_group, lead
+from weight_transfer import (
+    CatalogError,
+    ChunkStore,
+    OnUpdate,
+    VerifyKey,
+    WeightError,
+    WrongBaseError,
+)
+from weight_transfer.errors import CatalogError
+from weight_transfer.store.catalog import Catalog, FetchPlan
+
+# A replica further behind than that finds its way in the publisher's catalog.
+STEPS_KEPT = 4_096
+
+
+@dataclass(frozen=True, slots=True)
+class KnownVersion:
+    """A version that was announced: whose it is, what it builds on and where it is."""
+
+    job: str
+    version: int
+    parent: int
+    url: str
+
+
+class AnnouncedVersions:
+    """Announced versions by their parent; version 0 is the model every engine starts from."""
+
+    def __init__(self) -> None:
+        self._by_parent: dict[int, KnownVersion] = {}
+        self.newest: KnownVersion | None = None
+
+    def add(self, known: KnownVersion) -> None:
+        """Learn of a version; learning it twice changes nothing."""
+        self._by_parent[known.parent] = known
+        if len(self._by_parent) > STEPS_KEPT:
+            del self._by_parent[min(self._by_parent)]
+        if self.newest is None or known.version >= self.newest.version:
+            self.newest = known
+
+    def after(self, version: int) -> KnownVersion | None:
+        """The step that follows `version`, None when a replica at it is up to date."""
+        return self._by_parent.get(version)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSource:
+    """Source of versions, shared by all replicas of a node."""
+
+    session: aiohttp.ClientSession
+    fetcher: ChunkFetcher
+    chain: AnnouncedVersions
+    verify_key: VerifyKey | None
+    reader: PublisherClient
+
+    @property
+    def receiving(self) -> DownloadLimits:
+        """Where they are stored."""
+        return self.fetcher.receiving
+
+
+@dataclass(frozen=True, slots=True)
+class FetchedUpdate:
+    """Manifests that lead to `version`, in order; all their chunks are here.
+
+    `on_update`: what the last of them wants for turns in flight.
+    """
+
+    version: int
+    manifests: tuple[Path, ...]
+    wire_bytes: int
+    on_update: OnUpdate
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateRequest:
+    """Request for a replica's update. `rebase`: it holds other weights than its version says."""
+
+    replica: str
+    held: int
+    target: KnownVersion
+    rebase: bool = False
+
+
+async def fetch_update(
+    source: WeightSource, request: UpdateRequest, on_reject: Callable[[str], None], hold: set[str]
+) -> FetchedUpdate:
+    """Have all that the engine needs in the store; `hold` takes the names of the files.
+
+    Raises RoseError or WeightError that says what is in the way; CatalogError only when a base is
+    needed and there is none.
+    """
+    url = request.target.url
+    async with source.reader.lease(url, request.replica, request.held):
+        plan = await _plan(source, request)
+        steps = [(version, False) for version in plan.deltas]
+        if plan.base is not None:
+            steps.insert(0, (plan.base, True))
+        paths, wire_bytes, on_update = [], 0, OnUpdate.RECOMPUTE
+        for version, base in steps:
+            fetched = await fetch_version(
+                source.fetcher,
+                url,
+                request.target.job,
+                version,
+                source.verify_key,
+                on_reject,
+                hold,
+                base=base,
+                on_the_way=version != steps[-1][0],
+            )
+            paths.append(fetched.manifest_path)
+            wire_bytes += fetched.wire_bytes
+            on_update = fetched.manifest.on_update
+    return FetchedUpdate(steps[-1][0], tuple(paths), wire_bytes, on_update)
+
+
+async def _plan(source: WeightSource, request: UpdateRequest) -> FetchPlan:
+    target = request.target
+    if request.rebase:
+        return rebased(
+            await source.reader.catalog(target.url, target.job), request.held, target.version
+        )
+    if target.parent == request.held:
+        return FetchPlan(None, (target.version,), 0)
+    try:
+        catalog = await source.reader.catalog(target.url, target.job)
+        return catalog.plan(request.held, target.version)
+    except (FetchError, IndexFormatError, CatalogError):
+        # What was announced is known without a catalog, one step after the other.
+        step = source.chain.after(request.held)
+        if step is None:
+            raise
+        return FetchPlan(None, (step.version,), 0)
+
+
+def rebased(catalog: Catalog, held: int, target: int) -> FetchPlan:
+    """The cheapest way to `target` from a base after `held`; CatalogError without any."""
+    newer = {version: size for version, size in catalog.bases.items() if version > held}
+    return Catalog(newer, catalog.deltas).plan(None, target)
+
+
+_log = logging.getLogger(__name__)
+
+
+class WeightNetwork:
+    """One node's connections for weights, and its relay where it has one.
+
+    Raises ConfigError for credentials that cannot be used.
+    """
+
+    def __init__(self, config: NodeConfig) -> None:
+        self._config = config
+        leader = [config.fanout.leader] if config.fanout and config.fanout.leader else []
+        self._credentials: Credentials = config.transport.credentials.naming(leader)
+        if relay := config.relay:
+            self._credentials.check_exposure(relay.host, insecure=relay.insecure)
+        self._session: aiohttp.ClientSession | None = None
+        self._server: VersionServer | None = None
+        self._source: WeightSource | None = None
+        self._joining: asyncio.Task[None] | None = None
+
+    @property
+    def relay_url(self) -> str:
+        """Where neighbours fetch from this node; empty when it relays nothing."""
+        relay = self._config.relay
+        return f"{self._credentials.scheme}://{relay.host}:{relay.port}" if relay else ""
+
+    async def start(
+        self, replicas: aiohttp.ClientSession, chain: AnnouncedVersions
+    ) -> WeightSource:
+        """Open it. `replicas`: the session to this node's own engines. ConfigError."""
+        config = self._config
+        self._session = self._credentials.session()
+        store = ChunkStore(config.run_dir / "weights")
+        fetcher = ChunkFetcher(
+            self._session, DownloadLimits(store, config.receiver.caps), self.relay_url
+        )
+        group = config.fanout
+        leading = lead(group.size) if group and group.rank == 0 else None
+        if config.relay:
+            self._server = VersionServer(
+                store,
+                config.relay.port,
+                fetcher=fetcher,
+                credentials=self._credentials,
+                host=config.relay.host,
+                lead=leading,
+                insecure=config.relay.insecure,
+            )
+            await self._server.start()
+        if group:
+            mine = Membership(group.rank, group.size, group.leader, group.device)
+            self._joining = asyncio.create_task(self._join(fetcher, mine, leading))
+        key = VerifyKey(config.verify_key) if config.verify_key else None
+        self._source = WeightSource(
+            replicas, fetcher, chain, key, PublisherClient(self._session, config.node, key)
+        )
+        return self._source
+
+    def enrol(self, members: Sequence[str]) -> None:
+        """Who relays in this cluster now."""
+        if self._source:
+            self._source.fetcher.enrol(members)
+
+    def follow(self, known: KnownVersion) -> None:
+        """Neighbours may ask for any part of a version, whether or not an engine here needs it."""
+        if self._source:
+            self._source.fetcher.follow(known.job, known.url, self._source.verify_key)
+
+    async def _join(self, fetcher: ChunkFetcher, mine: Membership, leading: Lead | None) -> None:
+        """Weights come over HTTP until all members are there."""
+        assert self._session is not None
+        try:
+            fetcher.group = await join_group(self._session, mine, leading)
+        except Exception as error:  # noqa: BLE001 - whatever NCCL or a driver says: there is no group
+            _log.warning("joins no group of GPUs, weights come over HTTP: %s", error)
+
+    async def close(self) -> None:
+        """Close all connections; what came stays on disk."""
+        if self._joining:
+            self._joining.cancel()
+            await asyncio.gather(self._joining, return_exceptions=True)
+        if self._source:
+            await self._source.fetcher.close()
+            self._source.receiving.close()
+        if self._server:
+            await self._server.close()
+        if self._session:
+            await self._session.close()
+
+
+MAX_APPLY_FAILURES = 3
+FIRST_PAUSE_S = 0.3
+MAX_PAUSE_S = 5.0
+
+
+class Updates:
+    """The version of one engine.
+
+    A version that cannot be fetched leaves the replica stale, and it is tried again, less and less
+    often. An engine that holds other weights than its version says is given a base. One that cannot
+    prove a version is ended: nobody knows what it runs.
+    """
+
+    def __init__(
+        self,
+        replica: str,
+        kind: str,
+        client: ReplicaClient,
+        source: WeightSource,
+        activations: JsonlLog,
+        events: EventLog,
+        on_active: Callable[[int], None],
+        on_unproven: Callable[[int, str], None],
+    ) -> None:
+        """`on_active(version)`; `on_unproven(version, why)`."""
+        self.version = 0
+        self._replica = replica
+        self._kind = kind
+        self._client = client
+        self._source = source
+        self._activations = activations
+        self._events = events
+        self._on_active = on_active
+        self._on_unproven = on_unproven
+        self._life = 0
+        self._up = False
+        self._refusals = 0
+        self._rebase = False
+        self._wake = asyncio.Event()
+
+    def engine_up(self, version: int) -> None:
+        """An engine answers: a new one runs the base, an adopted one what it has proven."""
+        self._life += 1
+        self._up = True
+        self._refusals = 0
+        self._rebase = False
+        self.version = version
+        self._wake.set()
+
+    def engine_down(self) -> None:
+        """It is gone, and what it had learned with it."""
+        self._life += 1
+        self._up = False
+        self.version = 0
+
+    def wake(self) -> None:
+        """A new version is known."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        pause_s = FIRST_PAUSE_S
+        while True:
+            self._wake.clear()
+            known = self._source.chain.newest if self._up else None
+            if known is None or known.version <= self.version:
+                await self._wake.wait()
+            elif await self._try(known):
+                pause_s = FIRST_PAUSE_S
+            else:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(pause_s):
+                        await self._wake.wait()
+                pause_s = min(2 * pause_s, MAX_PAUSE_S)
+
+    async def _try(self, known: KnownVersion) -> bool:
+        """One update, which ends by whatever goes wrong in it: neither this task nor the node."""
+        try:
+            # Until the engine has read them, the files of this version are not to be evicted.
+            with self._source.receiving.cache.hold() as hold:
+                return await self._bring(known, hold)
+        except Exception as error:  # noqa: BLE001 - recorded, and tried again after a pause
+            self._log("update_broken", version=known.version, message=repr(error)[:300])
+            return False
+
+    async def _bring(self, known: KnownVersion, hold: set[str]) -> bool:
+        source, life = self._source, self._life
+        request = UpdateRequest(self._replica, self.version, known, self._rebase)
+        try:
+            fetched = await fetch_update(source, request, self._rejected, hold)
+        except (RoseError, WeightError) as error:
+            self._log("version_not_fetched", version=known.version, message=str(error))
+            if isinstance(error, CatalogError) and request.rebase:
+                self._refused(known.version, str(error), life)
+            return False
+        if life != self._life:
+            return True
+        try:
+            applied = await self._client.apply(
+                fetched.manifests, source.receiving.store.chunks_dir, fetched.on_update
+            )
+        except WrongBaseError as error:
+            self._wrong_base(fetched.version, str(error), life)
+            return False
+        except UnprovenError as error:
+            if life == self._life:
+                self._unproven(fetched.version, str(error))
+            return False
+        except (RefusedError, UnavailableError) as error:
+            await self._not_taken(fetched.version, error, life)
+            return False
+        self._record(fetched.version, applied, fetched.wire_bytes)
+        if life == self._life:
+            self._settle(fetched.version, applied)
+        return True
+
+    async def _not_taken(
+        self, version: int, error: RefusedError | UnavailableError, life: int
+    ) -> None:
+        if isinstance(error, ReplicaHostBusyError):
+            # Its turn comes when the host has less to do; until then the guest serves what it has.
+            self._log("host_busy", version=version, message=str(error))
+            return
+        self._refused(version, str(error), life)
+        if isinstance(error, UnavailableError) and life == self._life:
+            await self._look(version, life)
+
+    async def _look(self, version: int, life: int) -> None:
+        """An update that nobody heard the end of may have come to its end all the same."""
+        try:
+            account = await self._client.state()
+        except UnavailableError:
+            return
+        if life != self._life:
+            return
+        if not account.proven:
+            self._unproven(version, "it does not know which weights it runs")
+        elif account.policy_version > self.version:
+            self._refusals = 0
+            self._rebase = False
+            self.version = account.policy_version
+            self._on_active(self.version)
+
+    def _settle(self, version: int, applied: UpdateApplied) -> None:
+        if applied.ok and applied.version == version:
+            self._refusals = 0
+            self._rebase = False
+            self.version = version
+            self._on_active(version)
+        else:
+            self._unproven(version, f"engine reports version {applied.version} without proof")
+
+    def _wrong_base(self, version: int, message: str, life: int) -> None:
+        """Next time with a base. A base that does not help either is refused like any version."""
+        if self._rebase or life != self._life:
+            self._refused(version, message, life)
+            return
+        self._log("wrong_base", version=version, message=message)
+        self._rebase = True
+
+    def _refused(self, version: int, message: str, life: int) -> None:
+        self._log("version_refused", version=version, message=message)
+        if life != self._life:
+            return
+        self._refusals += 1
+        if self._refusals >= MAX_APPLY_FAILURES:
+            self._unproven(version, message)
+
+    def _unproven(self, version: int, why: str) -> None:
+        self._log("quarantined", version=version, message=why)
+        self.engine_down()
+        self._on_unproven(version, why)
+
+    def _record(self, version: int, applied: UpdateApplied, wire_bytes: int) -> None:
+        self._activations.write(
+            {
+                "t_s": time.monotonic(),
+                "replica": self._replica,
+                "kind": self._kind,
+                "version": version,
+                "digest_ok": applied.digest_ok,
+                "probe_ok": applied.probe_ok,
+                "probe_max_abs_diff": applied.probe_max_abs_diff,
+                "pause_s": applied.pause_s,
+                "apply_s": applied.apply_s,
+                "wire_bytes": wire_bytes,
+                "changed": applied.changed_elements,
+            }
+        )
+
+    def _rejected(self, name: str) -> None:
+        self._log("chunk_rejected", chunk=name)
+
+    def _log(self, event: str, **fields: object) -> None:
+        self._events.write(event, replica=self._replica, **fields)

@@ -1,1 +1,0 @@
-"""Weights of a node: fetches the versions that its replicas need, and applies them."""

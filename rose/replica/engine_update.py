@@ -1,0 +1,383 @@
+"""Audits: every live weight is digested, in pieces between the engine's steps, and judged.
+
+Updater of a replica's policy version: decodes, loads, pauses, commits, proves, resumes.
+
+decode   while serving: verified and decoded once for all ranks of a node; nothing is written
+load     while serving: a fresh load computes what the new version has to compute
+pause    as the job wants it for turns in flight, see `OnUpdate`
+commit   scatter and prove on every rank; then stamp the engine with the version
+resume   only then, or when nothing was written
+
+An update that breaks off from the commit on leaves unproven weights: admission closes, all turns
+are revoked, and the engine stays paused. It samples no token any more; only a new life of the
+engine, which starts from its base and proves it, serves again.
+
+The pause is that of `AsyncLLM.pause_generation` without the 20 ms sleep at its end, which is there
+for callers that must have seen the last outputs. Versions do not depend on that: tokens are stamped
+by the engine, or counted where they come in (`token_versions`).
+
+A guest takes weights while its host is idle: the engine's gate covers neither the update nor a
+pause. A host that is never idle keeps its guest at its old version. The guest says so, and its node
+asks again later.
+"""
+
+import asyncio
+import logging
+import os
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, Final, TypeVar
+
+from rose.replica.admission import Admission
+from rose.replica.control import GuestControl, HostPatience
+from rose.replica.token_versions import stamps_of
+from rose.replica.turns import ENGINE_FAILURES, Turns
+from weight_transfer import OnUpdate, WeightError
+from weight_transfer.node_copy import ranks_folder
+from weight_transfer.vllm.proof.probe import Findings, Part, judge
+from weight_transfer.vllm.replica_weights import merged, typed
+
+PIECE_ELEMENTS: Final = 8 << 20
+TRIES: Final = 3
+CallAll = Callable[..., Awaitable[list[dict[str, Any]]]]
+"""Calls a worker method and gives each rank's answer."""
+
+
+class Audits:
+    """Runs audits over `call`, one at a time."""
+
+    def __init__(self, call: CallAll) -> None:
+        self._call = call
+        self._lock = asyncio.Lock()
+
+    async def run(self) -> dict[str, Any]:
+        """Report {version, flipped, unjudged, weights, audit_s}.
+
+        Raises WeightError when versions change faster than it can look.
+        """
+        async with self._lock:
+            began_s = time.perf_counter()
+            for _ in range(TRIES):
+                found = await self._once()
+                if found is not None:
+                    version, weights, findings = found
+                    return {
+                        "version": version,
+                        "flipped": list(findings.flipped),
+                        "unjudged": list(findings.unjudged),
+                        "weights": weights,
+                        "audit_s": time.perf_counter() - began_s,
+                    }
+        raise WeightError(f"the version changed in each of {TRIES} audits; ask again later")
+
+    async def _once(self) -> tuple[int, int, Findings] | None:
+        """(version, weights that were read, findings), None when the version changed meanwhile."""
+        parts: list[Part] = []
+        versions: set[int] = set()
+        done = False
+        while not done:
+            began_s = time.perf_counter()
+            again = not versions
+            answers = await self._call("rose_weights_audit", PIECE_ELEMENTS, again)
+            versions |= {answer["version"] for answer in answers}
+            if len(versions) > 1:
+                return None
+            for answer in answers:
+                parts += [
+                    Part(name, tuple(key), n, total) for name, key, n, total in answer["parts"]
+                ]
+            done = all(answer["done"] for answer in answers)
+            # A piece holds up the engine's steps: they get as much time as it took.
+            await asyncio.sleep(time.perf_counter() - began_s)
+        expected = (await self._call("rose_weights_digests"))[0]
+        if expected["version"] not in versions:
+            return None
+        findings = judge(parts, expected["digests"], expected["elements"])
+        return versions.pop(), sum(part.elements for part in parts), findings
+
+
+async def pause(engine: Any, *, clear_cache: bool) -> None:  # noqa: ANN401 -- vLLM's AsyncLLM
+    """Return once no step is in flight; requests stay where they are and go on when it resumes."""
+    if clear_cache:
+        await engine.renderer.clear_mm_cache_async()
+    await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
+
+
+STAGE_POLL_S: Final = 0.01
+Call = Callable[..., Awaitable[dict[str, Any]]]
+"""Calls a worker method on all ranks; `done` of its answer means: on all of them."""
+
+
+async def decode(call: Call, manifests: list[str], chunks: str) -> None:
+    """Have versions verified and decoded beside the engine's steps. Raises what the ranks raise."""
+    attempt = secrets.token_hex(8)
+    while True:
+        if (await call("rose_weights_decode", manifests, chunks, attempt))["done"]:
+            return
+        await asyncio.sleep(STAGE_POLL_S)
+
+
+async def load(call: Call, patience: HostPatience) -> dict[str, Any]:
+    """Have what was decoded loaded and computed between the engine's steps; what it is like.
+
+    Raises what the ranks raise, and HostBusyError; nothing is written then.
+    """
+    while True:
+        await patience.wait()
+        began_s = time.perf_counter()
+        loaded = await call("rose_weights_load", 1)
+        if loaded["done"]:
+            return loaded
+        # A piece holds up the engine's steps: they get as much time as it took.
+        await asyncio.sleep(time.perf_counter() - began_s)
+
+
+WEIGHTS_DIR: Final = "ROSE_WEIGHTS_DIR"
+VERIFY_KEY: Final = "ROSE_VERIFY_KEY"
+UNSIGNED: Final = "ROSE_UNSIGNED"
+FINISH_OLD_S: Final = 20.0
+STAGE_PATIENCE_S = 20.0
+"""With a busy host, over all pieces; a node waits for the whole update for a minute."""
+SWITCH_PATIENCE_S = 5.0
+"""With a busy host, when all is staged."""
+CALL_LIMIT_S: Final = 30.0
+"""For each call under the pause; a node waits for the whole update for a minute."""
+_LOG = logging.getLogger("vllm.rose.replica")
+_T = TypeVar("_T")
+
+
+class ActivationError(WeightError):
+    """A commit broke off: which weights the engine holds is not proven any more."""
+
+
+class EngineCallError(WeightError):
+    """The engine failed at a call that writes nothing."""
+
+
+class WeightUpdater:
+    """Activates versions, one at a time."""
+
+    def __init__(
+        self,
+        engine: Any,  # noqa: ANN401 - vLLM's AsyncLLM
+        model_dir: str,
+        turns: Turns,
+        admission: Admission,
+        control: GuestControl,
+        finish_old_s: float = FINISH_OLD_S,
+    ) -> None:
+        """`admission` is closed for good once weights are in doubt."""
+        self._engine = engine
+        self._model_dir = model_dir
+        self._turns = turns
+        self._admission = admission
+        self._control = control
+        self._finish_old_s = finish_old_s
+        self._lock = asyncio.Lock()
+        self._ready = False
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._audits = Audits(self._call_all)
+        self.version = 0
+
+    def start(self) -> None:
+        """Prepare in the background: kernels compile for seconds, and the loader map is traced.
+
+        An engine without our worker extension has no weights to prepare.
+        """
+        if not _updatable(self._engine.vllm_config):
+            return
+        self._spawn(self._prepare_early())
+
+    async def apply(
+        self, manifests: list[str], chunks: str, on_update: OnUpdate = OnUpdate.RECOMPUTE
+    ) -> dict[str, Any]:
+        """Bring versions that follow each other into force at once, and report the last.
+
+        It comes to its end though the caller is gone. Raises WeightError subtypes of
+        weight_transfer and HostBusyError while nothing is written, ActivationError afterwards: then
+        turns are revoked, admission is closed, and nothing is tried again in this life of the
+        engine.
+        """
+        return await asyncio.shield(self._spawn(self._apply(manifests, chunks, on_update)))
+
+    async def _apply(
+        self, manifests: list[str], chunks: str, on_update: OnUpdate
+    ) -> dict[str, Any]:
+        async with self._lock:
+            if self._admission.quarantined:
+                raise ActivationError(f"{self._admission.reason}; start this engine anew")
+            if not os.environ.get(WEIGHTS_DIR):
+                raise WeightError(f"{WEIGHTS_DIR} is not set: this replica takes no versions")
+            if not os.environ.get(VERIFY_KEY) and os.environ.get(UNSIGNED) != "1":
+                raise WeightError(
+                    f"{VERIFY_KEY} is not set: anybody's weights would be taken; give the key, or"
+                    f" set {UNSIGNED}=1"
+                )
+            await self._prepare()
+            await decode(self._call, manifests, chunks)
+            loaded = await load(self._call, HostPatience(self._control, STAGE_PATIENCE_S))
+            with self._held(on_update):
+                finished = await self._finish_old(on_update)
+                await self._control.wait_host_idle(SWITCH_PATIENCE_S)
+                started_s = time.perf_counter()
+                report = await self._switch(int(loaded["version"]), on_update)
+                pause_s = time.perf_counter() - started_s
+            await self._settle()
+            return report | {
+                "wire_bytes": loaded["wire_bytes"],
+                "stage_s": loaded["stage_s"],
+                "pause_s": pause_s,
+                "on_update": str(on_update),
+                "finished_old": finished,
+            }
+
+    async def audit(self) -> dict[str, Any]:
+        """Digest every live weight, between the engine's steps: `flipped` names wrong tensors."""
+        async with self._lock:
+            await self._prepare()
+        return await self._audits.run()
+
+    async def distrust(self, why: str) -> None:
+        """Let this engine's weights sample no token any more."""
+        _LOG.error("%s; this replica serves no more turns", why)
+        self._admission.quarantine(why)
+        try:
+            await self._turns.revoke_all()
+        except ENGINE_FAILURES:
+            _LOG.exception("the engine has ended, and its turns with it")
+
+    @contextmanager
+    def _held(self, on_update: OnUpdate) -> Iterator[None]:
+        """Hold new turns back where it matters under which version they began."""
+        with ExitStack() as stack:
+            if on_update is not OnUpdate.RECOMPUTE:
+                stack.enter_context(self._turns.hold.closed())
+            yield
+
+    async def _finish_old(self, on_update: OnUpdate) -> bool:
+        if on_update is not OnUpdate.FINISH_OLD:
+            return False
+        finished = await self._turns.all_ended(self._finish_old_s)
+        if not finished:
+            _LOG.warning("turns outlast %.0f s; they go on under a new version", self._finish_old_s)
+        return finished
+
+    async def _switch(self, version: int, on_update: OnUpdate) -> dict[str, Any]:
+        keep = on_update is OnUpdate.KEEP
+        try:
+            unpaused = await self._pause(keep_kv=keep)
+            report = {} if unpaused else await self._commit(version, keep_kv=keep)
+            # A pause that failed half way holds the engine as well.
+            await _bounded(self._engine.resume_generation())
+        except BaseException as failure:
+            # Cancelled too, when the process ends.
+            why = f"version {version} broke off: {failure or type(failure).__name__}"
+            await self.distrust(why)
+            if isinstance(failure, Exception):
+                raise ActivationError(why) from failure
+            raise
+        if unpaused:
+            raise WeightError(f"the engine could not be paused: {unpaused!r}") from unpaused
+        return report
+
+    async def _pause(self, *, keep_kv: bool) -> Exception | None:
+        """What went wrong, if anything did. Nothing is written yet."""
+        # With cleared caches running turns recompute their KV under the new weights.
+        try:
+            await _bounded(pause(self._engine, clear_cache=not keep_kv))
+        except Exception as failure:  # noqa: BLE001 -- whatever vLLM raises; the caller is told
+            return failure
+        return None
+
+    async def _commit(self, version: int, *, keep_kv: bool) -> dict[str, Any]:
+        """Write, prove, stamp. Raises whatever broke off, and ActivationError without proofs."""
+        report = merged(await _bounded(self._call_all("rose_weights_commit")))
+        _insist_proven(report, version)
+        await _bounded(stamps_of(self._engine).activate(version))
+        self.version = version
+        self._turns.ages.activated(version, kept_kv=keep_kv)
+        return report
+
+    async def _settle(self) -> None:
+        try:
+            await self._call("rose_weights_settle")
+        except WeightError:
+            # The version is active and proven; who stages the next one is told.
+            _LOG.exception("the checkpoint copy was not brought up to date")
+
+    async def _prepare_early(self) -> None:
+        try:
+            async with self._lock:
+                await self._prepare()
+        except WeightError:
+            # The first update tries again, and tells who asked for it.
+            _LOG.exception("weights cannot be updated yet")
+
+    async def _prepare(self) -> None:
+        if not self._ready:
+            key = os.environ.get(VERIFY_KEY) or None
+            folder = os.environ.get(WEIGHTS_DIR) or None
+            place = _meeting_place(self._engine.vllm_config)
+            await self._call("rose_weights_init", self._model_dir, key, folder, place)
+            self._ready = True
+
+    async def _call(self, method: str, *args: object) -> dict[str, Any]:
+        """The first rank's answer; `done` when all are."""
+        answers = await self._call_all(method, *args)
+        answer = answers[0]
+        if answer is not None and "done" in answer:
+            answer = answer | {"done": all(other["done"] for other in answers)}
+        return answer
+
+    async def _call_all(self, method: str, *args: object) -> list[dict[str, Any]]:
+        try:
+            answers: list[dict[str, Any]] = await self._engine.collective_rpc(method, args=args)
+        except Exception as failure:
+            known = typed(failure)
+            if isinstance(known, WeightError):
+                raise known from failure
+            raise EngineCallError(f"{method}: {failure!r}") from failure
+        return answers
+
+    def _spawn(self, work: Coroutine[Any, Any, _T]) -> "asyncio.Task[_T]":
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: "asyncio.Task[Any]") -> None:
+        self._tasks.discard(task)
+        # Whoever asked may be gone: nobody else would look at what it raised.
+        if not task.cancelled() and task.exception() is not None:
+            _LOG.warning("an update ended: %s", task.exception())
+
+
+def _insist_proven(report: Mapping[str, Any], version: int) -> None:
+    """Raise ActivationError unless all ranks have proven that they run `version`."""
+    if report["version"] == version and report["digest_ok"] and report["probe_ok"]:
+        return
+    said = {name: report[name] for name in ("digest_ok", "probe_ok", "probe_max_abs_diff")}
+    raise ActivationError(f"ranks report version {report['version']} with {said}")
+
+
+async def _bounded(call: Awaitable[_T]) -> _T:
+    async with asyncio.timeout(CALL_LIMIT_S):
+        return await call
+
+
+def _updatable(config: Any) -> bool:  # noqa: ANN401 - vLLM's VllmConfig
+    parallel = getattr(config, "parallel_config", None)
+    return bool(getattr(parallel, "worker_extension_cls", ""))
+
+
+def _meeting_place(config: Any) -> str | None:  # noqa: ANN401 - vLLM's VllmConfig
+    """Where an engine's ranks share a copy of the checkpoint; None for one rank.
+
+    Another one for every try: what an earlier one left there has another meaning.
+    """
+    parallel = getattr(config, "parallel_config", None)
+    if max(getattr(parallel, name, 1) for name in ("world_size", "world_size_across_dp")) == 1:
+        return None
+    return str(ranks_folder() / secrets.token_hex(8))

@@ -1,1 +1,0 @@
-"""Weights of a replica: update without a restart, version of every token."""

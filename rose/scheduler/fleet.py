@@ -1,0 +1,186 @@
+"""Fleet: attached nodes with their latest reports, health of replicas, and relays of each cluster.
+
+A node's word is void once its stream is over. `HealthBook` follows the health of every offered
+replica. `Relays` tells each node, when that changes, which nodes of its cluster relay weights.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from elastic_scheduler import Health, HealthReport, Offer, ReplicaHealth
+from rose.rpc import rose_pb2 as pb
+from rose.scheduler.messages import Action, Command, LogRecord
+from rose.scheduler.version_registry import VersionRegistry
+
+
+class HealthBook:
+    """Health state machines by replica; a replica whose node attaches anew begins anew."""
+
+    def __init__(self) -> None:
+        self._replicas: dict[str, ReplicaHealth] = {}
+
+    def hear(self, offers: Iterable[Offer], chain: VersionRegistry) -> list[Action]:
+        """A node's offers arrived; the changes, for the event log."""
+        changes: list[Action] = []
+        for offer in offers:
+            health = self._replicas.get(offer.replica)
+            if health is None:
+                health = ReplicaHealth(chain.bound)
+                self._replicas[offer.replica] = health
+            before = health.state
+            health.set_bound(chain.bound)
+            health.heard(
+                HealthReport(offer.healthy, offer.policy_version, chain.latest, offer.epoch)
+            )
+            changes += self._changed(offer.replica, before, health.state)
+        return changes
+
+    def lapsed(self, replicas: Iterable[str]) -> list[Action]:
+        """Their offers ran out before their node spoke again, and their leases with them."""
+        changes: list[Action] = []
+        for replica in replicas:
+            health = self._replicas.get(replica)
+            if health is not None:
+                before = health.state
+                health.silenced()
+                changes += self._changed(replica, before, health.state)
+        return changes
+
+    def leased(self, replica: str, epoch: int) -> None:
+        """A new lease was granted: one that had fallen silent is believed again under its epoch."""
+        health = self._replicas.get(replica)
+        if health is None:
+            return
+        health.leased(epoch)
+        if health.state is Health.DEAD:
+            health.restarted(epoch)
+
+    def forget(self, replicas: Iterable[str]) -> None:
+        """Their node is lost: what it says when it is back is all there is to know."""
+        for replica in replicas:
+            self._replicas.pop(replica, None)
+
+    def takes_turns(self, replica: str) -> bool:
+        """Whether turns may be sent to the replica."""
+        health = self._replicas.get(replica)
+        return health is not None and health.takes_turns
+
+    def _changed(self, replica: str, before: Health, after: Health) -> list[Action]:
+        if before is after:
+            return []
+        fields: dict[str, object] = {
+            "replica": replica,
+            "before": before.value,
+            "after": after.value,
+        }
+        return [LogRecord("health_changed", fields)]
+
+
+@dataclass(slots=True)
+class NodeView:
+    """One attached node; its word is void once its stream is over."""
+
+    node: str
+    stream: int
+    cluster: str = ""
+    relay_url: str = ""
+    heard_s: float = 0.0
+    offers: dict[str, Offer] = field(default_factory=dict)
+    named: set[str] = field(default_factory=set)  # replicas that it ever offered
+    offered_s: float = 0.0
+    telemetry: pb.Telemetry = field(default_factory=pb.Telemetry)
+
+    def lapsed(self, now_s: float) -> list[str]:
+        """Replicas whose offers ran out before the node spoke again."""
+        return [name for name, each in self.offers.items() if each.is_stale(self.offered_s, now_s)]
+
+
+class Fleet:
+    """All attached nodes, by their streams."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[int, NodeView] = {}
+
+    @property
+    def streams(self) -> list[int]:
+        """Streams of all attached nodes."""
+        return list(self._nodes)
+
+    @property
+    def nodes(self) -> list[NodeView]:
+        """All attached nodes."""
+        return list(self._nodes.values())
+
+    def attach(self, node: str, stream: int, cluster: str, relay_url: str, now_s: float) -> None:
+        """A node that has no stream yet is there now."""
+        self._nodes[stream] = NodeView(node, stream, cluster, relay_url, now_s)
+
+    def detach(self, stream: int) -> NodeView | None:
+        """Forget a node; None when it is forgotten already."""
+        return self._nodes.pop(stream, None)
+
+    def of_stream(self, stream: int) -> NodeView | None:
+        """The node behind a stream, None for one that was replaced or lost."""
+        return self._nodes.get(stream)
+
+    def of_node(self, node: str) -> NodeView | None:
+        """The attached node of that name."""
+        return next((view for view in self._nodes.values() if view.node == node), None)
+
+    def of_replica(self, replica: str) -> NodeView | None:
+        """The node that offers the replica."""
+        return next((view for view in self._nodes.values() if replica in view.offers), None)
+
+    def replace_offers(self, view: NodeView, offers: tuple[Offer, ...], now_s: float) -> list[str]:
+        """All that a node offers now; returns the replicas that another node offers already."""
+        taken = {
+            replica
+            for other in self._nodes.values()
+            if other is not view
+            for replica, offer in other.offers.items()
+            if not offer.is_stale(other.offered_s, now_s)
+        }
+        view.offers = {offer.replica: offer for offer in offers if offer.replica not in taken}
+        view.named.update(view.offers)
+        view.offered_s = now_s
+        return [offer.replica for offer in offers if offer.replica in taken]
+
+    def set_version(self, view: NodeView, replica: str, version: int) -> None:
+        """A replica runs another version than its offer says."""
+        if replica in view.offers:
+            view.offers[replica] = replace(view.offers[replica], policy_version=version)
+
+    def live_offers(self, now_s: float) -> list[Offer]:
+        """Offers that have not run out, by replica id."""
+        live = [
+            offer
+            for view in self._nodes.values()
+            for offer in view.offers.values()
+            if not offer.is_stale(view.offered_s, now_s)
+        ]
+        return sorted(live, key=lambda offer: offer.replica)
+
+
+# A node reports twice a second.
+LAPSED_S = 3.0
+
+
+class Relays:
+    """Relays of each cluster, as each stream was told last."""
+
+    def __init__(self) -> None:
+        self._told: dict[int, tuple[str, ...]] = {}
+
+    def told(self, nodes: Sequence[NodeView], now_s: float) -> list[Command]:
+        """What is to be said now; nothing where nothing changed. A new stream knows of nobody."""
+        live: dict[str, list[str]] = {}
+        for view in nodes:
+            if view.relay_url and now_s < view.heard_s + LAPSED_S:
+                live.setdefault(view.cluster, []).append(view.relay_url)
+        wanted = {v.stream: tuple(sorted(set(live.get(v.cluster, ())))) for v in nodes}
+        changed = {s: urls for s, urls in wanted.items() if urls != self._told.get(s, ())}
+        self._told = wanted
+        return [
+            Command(stream, pb.NodeCommand(relays=pb.Relays(urls=urls)))
+            for stream, urls in changed.items()
+        ]

@@ -1,1 +1,0 @@
-"""State of the scheduler: fleet, demand, leases, versions."""

@@ -1,0 +1,1 @@
+"""Tokenizing in processes of its own: chat templates and long texts, with limits that hold."""

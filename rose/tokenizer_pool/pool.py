@@ -1,0 +1,261 @@
+"""Pool of the worker processes, as the gateway's event loop uses them.
+
+run ── a worker is free ──► sent ──► answered: the worker is free again
+ │                            └──► late, or the worker died: killed, a new one is begun
+ └─ waits, for as long as a job may take; then, or in too long a queue: TextBusy
+"""
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from rose.errors import RefusedError
+from rose.tokenizer_pool.worker import (
+    LENGTH,
+    MAX_FRAME_BYTES,
+    Chat,
+    Decode,
+    Done,
+    Job,
+    Refused,
+    Setup,
+    decode_answer,
+    frame,
+)
+
+WORKERS = 2
+MAX_QUEUE = 64
+# Jobs above this never have all workers at once: short ones go by them.
+LARGE_BYTES = 64 << 10
+# A worker's Python, its imports and the reading of the tokenizer, on a busy machine.
+START_S = 60.0
+RESTART_PAUSE_S = 1.0
+
+
+class TextRefused(RefusedError):  # noqa: N818 - as RefusedError's other kinds
+    """The job itself is at fault: too long, too large, or the template's own complaint."""
+
+
+class TextBusy(RefusedError):  # noqa: N818 - a state
+    """Too many texts are waiting: the same job may be done later."""
+
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    process: asyncio.subprocess.Process
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    large: bool
+    granted: "asyncio.Future[None]"
+
+
+class TextPool:
+    """Workers with one tokenizer. `start` it, or let the first job; end with `close`.
+
+    `note` is told of workers that end, as an event and its fields.
+    """
+
+    def __init__(self, setup: Setup, note: Callable[..., None], workers: int = WORKERS) -> None:
+        self._first = frame(setup)
+        self._time_s = setup.time_s
+        self._memory_bytes = setup.memory_bytes
+        self._note = note
+        self._workers = workers
+        self._idle: list[_Worker] = []
+        self._places = 0
+        self._large = 0
+        self._waiting: deque[_Waiter] = deque()
+        self._tasks: set[asyncio.Task[object]] = set()
+        self._started = False
+        self._alive = 0
+        self._closed = False
+
+    def start(self) -> None:
+        """Begin all workers, not waiting for them."""
+        if not self._started:
+            self._started = True
+            for _ in range(self._workers):
+                self._spawn(self._begin(0.0))
+
+    async def run(self, job: Job) -> Done:
+        """Have a job done. Raises TextRefused or TextBusy."""
+        self.start()
+        large = _size(job) > LARGE_BYTES
+        await self._place(large)
+        # A caller that hangs up leaves its job to be finished: killing would cost more.
+        return await asyncio.shield(self._spawn(self._work(job, large)))
+
+    async def close(self) -> None:
+        """End all workers."""
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for worker in self._idle:
+            await _end(worker)
+        self._idle.clear()
+
+    def _spawn(self, work: "asyncio._CoroutineLike[Done]") -> "asyncio.Task[Done]":
+        task: asyncio.Task[Done] = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        # Whoever asked may be gone.
+        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        return task
+
+    # ---- places: one for each worker that is ready ----
+
+    async def _place(self, large: bool) -> None:
+        if not self._waiting and self._may(large):
+            self._take(large)
+            return
+        if len(self._waiting) >= MAX_QUEUE:
+            raise TextBusy(f"{len(self._waiting)} texts wait to be tokenized; send it again later")
+        waiter = _Waiter(large, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiter)
+        self._grant()
+        try:
+            # Workers that are not there yet are not the queue's fault.
+            limit_s = self._time_s if self._alive else self._time_s + START_S
+            async with asyncio.timeout(limit_s):
+                await waiter.granted
+        except TimeoutError as error:
+            raise TextBusy(
+                f"the text was not tokenized within {self._time_s:g} s: others came first; "
+                "send it again later"
+            ) from error
+        except asyncio.CancelledError:
+            if waiter.granted.done() and not waiter.granted.cancelled():
+                self._give_back(large)
+            raise
+        finally:
+            if waiter in self._waiting:
+                self._waiting.remove(waiter)
+
+    def _may(self, large: bool) -> bool:
+        return self._places > 0 and not (large and self._large >= max(1, self._workers - 1))
+
+    def _take(self, large: bool) -> None:
+        self._places -= 1
+        self._large += large
+
+    def _give_back(self, large: bool) -> None:
+        self._places += 1
+        self._large -= large
+        self._grant()
+
+    def _grant(self) -> None:
+        for waiter in tuple(self._waiting):
+            if self._may(waiter.large):
+                self._waiting.remove(waiter)
+                if not waiter.granted.done():
+                    self._take(waiter.large)
+                    waiter.granted.set_result(None)
+
+    # ---- workers ----
+
+    async def _begin(self, after_s: float) -> Done:
+        """Bring a worker up, trying until there is one."""
+        while True:
+            await asyncio.sleep(after_s)
+            worker = await _start()
+            try:
+                async with asyncio.timeout(START_S):
+                    await _ask(worker, self._first)
+            except (OSError, EOFError, TimeoutError, msgspec.MsgspecError) as error:
+                await _end(worker)
+                self._note("text_worker_failed", reason=f"{type(error).__name__}: {error}")
+                after_s = RESTART_PAUSE_S
+                continue
+            except BaseException:
+                await _end(worker)
+                raise
+            self._alive += 1
+            self._idle.append(worker)
+            self._places += 1
+            self._grant()
+            return Done()
+
+    async def _work(self, job: Job, large: bool) -> Done:
+        worker = self._idle.pop()
+        answer: Done | Refused | None = None
+        try:
+            async with asyncio.timeout(self._time_s):
+                answer = await _ask(worker, frame(job))
+        except TimeoutError as error:
+            raise self._lost(f"takes longer than {self._time_s:g} s") from error
+        except (OSError, EOFError, msgspec.MsgspecError) as error:
+            megabytes = self._memory_bytes >> 20
+            raise self._lost(f"needs more than {megabytes} MiB of memory") from error
+        finally:
+            await self._free(worker, answer, large)
+        if isinstance(answer, Refused):
+            raise TextRefused(answer.message)
+        return answer
+
+    def _lost(self, why: str) -> TextRefused:
+        self._note("text_worker_lost", reason=why)
+        return TextRefused(f"tokenizing this text {why}: send a shorter one")
+
+    async def _free(self, worker: _Worker, answer: Done | Refused | None, large: bool) -> None:
+        """The worker's place is free again, or a new worker's will be."""
+        if answer is not None and not (isinstance(answer, Refused) and answer.last):
+            self._idle.append(worker)
+            self._give_back(large)
+            return
+        self._large -= large
+        self._alive -= 1
+        await _end(worker)
+        if not self._closed:
+            self._spawn(self._begin(0.0))
+
+
+async def _start() -> _Worker:
+    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "rose.tokenizer_pool.worker",
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+        env=environment,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    return _Worker(process, process.stdout, process.stdin)
+
+
+async def _ask(worker: _Worker, data: bytes) -> Done | Refused:
+    """Send a frame and read the answer. Raises OSError or EOFError when the worker is gone."""
+    worker.writer.write(data)
+    await worker.writer.drain()
+    (size,) = LENGTH.unpack(await worker.reader.readexactly(LENGTH.size))
+    if size > MAX_FRAME_BYTES:
+        raise EOFError(f"an answer of {size} bytes")
+    return decode_answer(await worker.reader.readexactly(size))
+
+
+async def _end(worker: _Worker) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        worker.process.kill()
+    worker.writer.close()
+    await worker.process.wait()
+
+
+def _size(job: Job) -> int:
+    if isinstance(job, Chat):
+        return len(job.messages)
+    if isinstance(job, Decode):
+        return len(job.token_ids)
+    return sum(map(len, job.texts))

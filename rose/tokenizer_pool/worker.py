@@ -1,0 +1,325 @@
+"""Chat templates, rendered as `transformers` renders them, piece by piece up to a bound.
+
+Importing transformers for it takes seconds, and a worker that was killed must be back soon.
+
+`python -m rose.tokenizer_pool.worker`: worker process that tokenizes, one job at a time over its pipes.
+
+A frame on its standard streams is four bytes of length and a msgpack struct.
+"""
+
+import json
+import os
+import resource
+import signal
+import struct
+import sys
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from datetime import datetime
+from typing import Any, BinaryIO, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import msgspec
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+
+
+class TemplateError(ValueError):
+    """A conversation that the template does not take."""
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks an assistant's words for training; rendering ignores the mark."""
+
+    tags = {"generation"}  # noqa: RUF012 - as the base class declares it
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        """The block's own statements."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def compile_template(text: str) -> jinja2.Template:
+    """A template in the sandbox that chat templates are written for."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment.from_string(text)
+
+
+def render(
+    template: jinja2.Template,
+    messages: list[dict[str, Any]],
+    variables: Mapping[str, Any],
+    *,
+    add_generation_prompt: bool,
+    continue_final_message: bool,
+    max_chars: int,
+) -> str:
+    """The prompt of a conversation. Raises TemplateError, or whatever the template raises."""
+    final = ""
+    if continue_final_message:
+        messages = deepcopy(messages)
+        final = _mark(messages[-1])
+    pieces: list[str] = []
+    chars = 0
+    for piece in template.generate(
+        messages=messages,
+        tools=None,
+        documents=None,
+        add_generation_prompt=add_generation_prompt,
+        **variables,
+    ):
+        chars += len(piece)
+        if chars > max_chars:
+            raise TemplateError(f"the prompt is longer than {max_chars} characters")
+        pieces.append(piece)
+    text = "".join(pieces)
+    return _cut(text, final) if continue_final_message else text
+
+
+def _mark(message: dict[str, Any]) -> str:
+    """Put the tag behind a message's text; the text."""
+    content = message.get("content")
+    if isinstance(content, str):
+        message["content"] = content + CONTINUE_TAG
+        return content
+    for block in reversed(content if isinstance(content, list) else []):
+        if isinstance(block, dict) and isinstance(block.get("text"), str):
+            found: str = block["text"]
+            block["text"] = found + CONTINUE_TAG
+            return found
+    raise TemplateError("continue_final_message: the final message has no text to continue")
+
+
+def _cut(text: str, final: str) -> str:
+    """What is in front of the tag; without the blanks that the template took off the message."""
+    tag = CONTINUE_TAG.strip()
+    at = text.rfind(tag)
+    if at < 0 or final.strip() not in text:
+        raise TemplateError(
+            "continue_final_message: the template leaves out the final message or a part of it"
+        )
+    return text[:at] if text.startswith(CONTINUE_TAG, at) else text[:at].rstrip()
+
+
+LENGTH = struct.Struct(">I")
+# Token ids of the longest prompt and their strings; anything near this is not an answer.
+MAX_FRAME_BYTES = 256 << 20
+
+Variable = bool | int | float | str | None
+
+
+class Setup(msgspec.Struct, tag=True):
+    """A worker's first frame: the tokenizer as `tokenizers` writes it, and its chat template.
+
+    `special` are the template's special tokens by name. `memory_bytes` is what may be allocated
+    beyond the tokenizer, `time_s` what a job may take, `max_chars` what a template may render.
+    """
+
+    tokenizer: str
+    template: str | None
+    special: dict[str, str | list[str]]
+    max_chars: int
+    memory_bytes: int
+    time_s: float
+
+
+class Encode(msgspec.Struct, tag=True):
+    """Token ids of texts; `strings` wants the tokens of the first one as text too."""
+
+    texts: list[str]
+    add_special_tokens: bool = True
+    strings: bool = False
+
+
+class Chat(msgspec.Struct, tag=True):
+    """Token ids of a conversation, which is JSON as its caller sent it."""
+
+    messages: bytes
+    variables: dict[str, Variable]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    strings: bool = False
+
+
+class Decode(msgspec.Struct, tag=True):
+    """Text of token ids, packed by `packed`."""
+
+    token_ids: bytes
+
+
+class Done(msgspec.Struct, tag=True):
+    """A job's answer; `token_ids` packed, one for each text."""
+
+    token_ids: list[bytes] = []
+    strings: list[str] | None = None
+    text: str = ""
+
+
+class Refused(msgspec.Struct, tag=True):
+    """Why a job has no answer; with `last` the worker ends after it."""
+
+    message: str
+    last: bool = False
+
+
+Job = Encode | Chat | Decode
+encode = msgspec.msgpack.Encoder().encode
+decode_setup = msgspec.msgpack.Decoder(Setup).decode
+decode_job: Callable[[bytes], Job] = msgspec.msgpack.Decoder(Job).decode
+decode_answer: Callable[[bytes], Done | Refused] = msgspec.msgpack.Decoder(Done | Refused).decode
+
+
+def packed(token_ids: Sequence[int]) -> bytes:
+    """Token ids below 2**32 as bytes."""
+    return array("I", token_ids).tobytes()
+
+
+def unpacked(data: bytes) -> list[int]:
+    """The token ids again."""
+    ids = array("I")
+    ids.frombytes(data)
+    return ids.tolist()
+
+
+def read_frame(stream: BinaryIO) -> bytes | None:
+    """The next frame; None when the other side is gone."""
+    head = stream.read(LENGTH.size)
+    if len(head) < LENGTH.size:
+        return None
+    (size,) = LENGTH.unpack(head)
+    body = stream.read(size)
+    return body if len(body) == size else None
+
+
+def frame(message: object) -> bytes:
+    """A frame with one message."""
+    body = encode(message)
+    return LENGTH.pack(len(body)) + body
+
+
+MAX_REASON_CHARS = 300
+
+
+class TextService:
+    """Does jobs with one tokenizer."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._tokenizer: Any = Tokenizer.from_str(setup.tokenizer)
+        self._setup = setup
+        self._template = None if setup.template is None else compile_template(setup.template)
+
+    def answer(self, job: Job) -> Done | Refused:
+        """A job's answer; whatever it raises is a refusal."""
+        try:
+            return self._do(job)
+        except MemoryError:
+            return Refused("the text needs more memory than one text may have", last=True)
+        except Exception as error:  # noqa: BLE001 - templates are programs and raise what they like
+            reason = " ".join(str(error).split())[:MAX_REASON_CHARS]
+            subject = "the chat template refuses the messages" if isinstance(job, Chat) else "text"
+            return Refused(f"{subject}: {reason or type(error).__name__}")
+
+    def _do(self, job: Job) -> Done | Refused:
+        if isinstance(job, Decode):
+            ids = unpacked(job.token_ids)
+            return Done(text=str(self._tokenizer.decode(ids, skip_special_tokens=False)))
+        if isinstance(job, Chat):
+            texts, special = [self._rendered(job)], False
+        else:
+            texts, special = job.texts, job.add_special_tokens
+        found = [self._tokenizer.encode(text, add_special_tokens=special) for text in texts]
+        strings = [str(token) for token in found[0].tokens] if job.strings else None
+        return Done([packed(each.ids) for each in found], strings)
+
+    def _rendered(self, job: Chat) -> str:
+        if self._template is None:
+            raise ValueError("this tokenizer has none: use /v1/completions")
+        messages = msgspec.json.decode(job.messages, type=list[dict[str, Any]])
+        if not messages:
+            raise ValueError("messages is empty: send at least one")
+        return render(
+            self._template,
+            messages,
+            {**self._setup.special, **job.variables},
+            add_generation_prompt=job.add_generation_prompt,
+            continue_final_message=job.continue_final_message,
+            max_chars=self._setup.max_chars,
+        )
+
+
+def serve(jobs: BinaryIO, answers: BinaryIO) -> None:
+    """Do jobs until there are no more."""
+    first = read_frame(jobs)
+    if first is None:
+        return
+    setup = decode_setup(first)
+    service = TextService(setup)
+    _limit_memory(setup.memory_bytes)
+    _send(answers, Done())
+    while (data := read_frame(jobs)) is not None:
+        # The pool kills what takes longer than `time_s`; should it be gone, this does.
+        signal.setitimer(signal.ITIMER_REAL, 2 * setup.time_s)
+        answer = service.answer(decode_job(data))
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        _send(answers, answer)
+        if isinstance(answer, Refused) and answer.last:
+            return
+
+
+def _send(answers: BinaryIO, answer: Done | Refused) -> None:
+    answers.write(frame(answer))
+    answers.flush()
+
+
+def _limit_memory(more_bytes: int) -> None:
+    """Let the address space grow by so much from now on; no core is written of what dies of it."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        now = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (now + more_bytes, now + more_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def main() -> None:
+    """Serve over the standard streams; nothing else may write to them."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    serve(sys.stdin.buffer, answers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,278 @@
+"""Download of one chunk into the store: from any source, resumed where the last one stopped."""
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from functools import partial
+from typing import BinaryIO
+
+import aiohttp
+import blake3
+
+from rose.errors import RoseError
+from rose.weight_distribution.fetch.limits import DownloadLimits
+from rose.weight_distribution.fetch.peers import PeerScores, Route
+from weight_transfer import ChunkRef
+
+BLOCK_BYTES = 1 << 18
+ATTEMPTS_PER_SOURCE = 4
+RETRY_PAUSE_S = 0.1
+SILENCE_TIMEOUT_S = 10.0
+# A relay whose own source went silent needs a little longer than that to ask another.
+RELAY_SILENCE_TIMEOUT_S = 15.0
+# A source is judged by its rate once it has sent for that long.
+PATIENCE_S = 2.0
+# How often a relay may say that this chunk is in line there; it answers every IN_LINE_S (`server`).
+MOST_TURNS_IN_LINE = 300
+# Asks for what is held already, or comes from the origin: nothing is to be fetched for this.
+HELD = "Rose-Held"
+ASK_ANOTHER = 409
+# Which manifest names the chunk.
+MANIFEST = "Rose-Manifest"
+
+
+_CALL = aiohttp.ClientTimeout(total=5.0)
+GateOf = Callable[[str], AbstractAsyncContextManager[object]]
+
+
+class FetchError(RoseError):
+    """A version could not be fetched whole; what came stays and is not fetched again."""
+
+
+class SourceError(Exception):
+    """This source does not serve this chunk now."""
+
+
+# What one source may do to an attempt: the next one is asked. ValueError: of an address that
+# aiohttp, idna or the resolver cannot read, of an answer that is no HTTP.
+ATTEMPT_FAILURES = (SourceError, aiohttp.ClientError, OSError, ValueError)
+
+
+class NotHeldError(Exception):
+    """Another is to be asked for the chunk; nothing is wrong with this one."""
+
+
+def answered(url: str, status: int) -> str:
+    """What an answer that gives nothing means, for a person."""
+    hint = "; is its origin in `transport.origins`, and the token right?" if status == 401 else ""
+    return f"{url}: HTTP {status}{hint}"
+
+
+class Download:
+    """A chunk that arrives. Others may read what is here already, before all of it is.
+
+    `here`: bytes of the part file. `restarts`: how often it began anew, since what had come was
+    wrong: nothing read before counts then. `received`: all bytes that came over a link.
+    """
+
+    def __init__(
+        self,
+        ref: ChunkRef,
+        receiving: DownloadLimits,
+        scores: PeerScores,
+        on_reject: Callable[[str], None],
+        manifest: str,
+    ) -> None:
+        """`manifest`: path of one that names the chunk, for relays that do not know it yet."""
+        self.ref = ref
+        self._manifest = manifest
+        self.here = 0
+        self.restarts = 0
+        self.received = 0
+        self.ended = False
+        self.path = receiving.store.part_path(ref.id)
+        self._receiving = receiving
+        self._scores = scores
+        self._on_reject = on_reject
+        self._hash = blake3.blake3()
+        self._file: BinaryIO | None = None
+        self._moved = asyncio.Event()
+        self._source = ""
+        self._route: Route | None = None
+
+    @property
+    def from_origin(self) -> bool:
+        """Whether it comes straight over the slow link, or is in line for that."""
+        return self._route is not None and self._source == self._route.origin
+
+    @property
+    def from_holder(self) -> bool:
+        """Whether it comes from a member that may ask this one: then it is not passed on."""
+        return self._route is not None and self._source in self._route.holders
+
+    @property
+    def moved(self) -> asyncio.Event:
+        """Set when there is more than now, or less, or an end. Take it before looking."""
+        return self._moved
+
+    def reader(self) -> int:
+        """A descriptor of what is here, the caller's to close; good whatever becomes of the file.
+
+        Only while it has not ended and something is here.
+        """
+        assert self._file
+        return os.dup(self._file.fileno())
+
+    async def run(self, session: aiohttp.ClientSession, route: Route, gate_of: GateOf) -> None:
+        """Bring it into the store. `gate_of` a source is held while it sends.
+
+        Raises FetchError when no source gave it, StorageError when the disk refuses.
+        """
+        try:
+            await self._receiving.work(self._open)
+            await self._bring(session, route, gate_of)
+        finally:
+            if self._file:
+                self._file.close()
+            self.ended = True
+            self._told()
+
+    async def _bring(self, session: aiohttp.ClientSession, route: Route, gate_of: GateOf) -> None:
+        failure: Exception | None = None
+        for attempt in range(ATTEMPTS_PER_SOURCE):
+            for source in self._scores.ordered(route.sources, time.monotonic()):
+                alone = self.here == 0
+                self._route = route
+                # From its place in line for the slow link on: others need not stand there too.
+                self._source = source if source == route.origin else ""
+                try:
+                    async with gate_of(source):
+                        await self._pull(session, source, route)
+                except NotHeldError as error:
+                    failure = failure or error
+                    continue
+                except ATTEMPT_FAILURES as error:
+                    self._scores.failed(source, time.monotonic())
+                    failure = error
+                    continue
+                if await self._receiving.work(self._finish):
+                    return
+                self._on_reject(self.ref.id)
+                if alone:  # Of several sources it is not known who lied.
+                    self._scores.corrupt(source, time.monotonic())
+                    await self._doubt(session, source)
+                failure = SourceError("it arrived corrupt")
+                await self._receiving.work(self._restart)
+            await asyncio.sleep(RETRY_PAUSE_S * 2**attempt)
+        raise FetchError(
+            f"chunk {self.ref.id} cannot be fetched: {failure or 'no source'}; is its source alive?"
+        ) from failure
+
+    async def _doubt(self, session: aiohttp.ClientSession, source: str) -> None:
+        """Have a relay look at its own copy; whether it does is its own affair."""
+        with contextlib.suppress(*ATTEMPT_FAILURES):
+            url = f"{source}/chunks/{self.ref.id}/doubt"
+            async with session.post(url, timeout=_CALL, allow_redirects=False):
+                pass
+
+    async def _pull(self, session: aiohttp.ClientSession, source: str, route: Route) -> None:
+        if self.here == self.ref.encoded_bytes:
+            return
+        for _ in range(MOST_TURNS_IN_LINE):
+            if await self._ask(session, source, route):
+                return
+        raise SourceError(f"{source} keeps chunk {self.ref.id} in line for too long")
+
+    async def _ask(self, session: aiohttp.ClientSession, source: str, route: Route) -> bool:
+        """Take what a source sends; False when it says that the chunk is in line there."""
+        headers = {MANIFEST: self._manifest}
+        if self.here:
+            headers["Range"] = f"bytes={self.here}-"
+        if source in route.holders:
+            headers[HELD] = "1"
+        silence_s = SILENCE_TIMEOUT_S if source == route.origin else RELAY_SILENCE_TIMEOUT_S
+        timeout = aiohttp.ClientTimeout(None, sock_connect=3.0, sock_read=silence_s)
+        url = f"{source}/chunks/{self.ref.id}"
+        async with session.get(
+            url, headers=headers, timeout=timeout, allow_redirects=False
+        ) as response:
+            if response.status == 202:
+                return False
+            if response.status == ASK_ANOTHER:
+                raise NotHeldError(f"{url} is not held there")
+            if response.status == 200 and self.here:
+                await self._receiving.work(self._restart)  # It does not know ranges.
+            elif response.status not in (200, 206):
+                raise SourceError(answered(url, response.status))
+            self._source = source
+            await self._body(source, route.origin, response)
+        if self.here != self.ref.encoded_bytes:
+            raise SourceError(f"{url}: broke off after {self.here} bytes")
+        return True
+
+    async def _body(self, source: str, origin: str, response: aiohttp.ClientResponse) -> None:
+        # From the first byte on: what a relay waits for in line says nothing about its speed.
+        asked_s, began_s, first = time.monotonic(), 0.0, self.here
+        block = bytearray()
+        try:
+            async for part in response.content.iter_any():
+                began_s = began_s or time.monotonic()
+                block += part
+                if self.here + len(block) > self.ref.encoded_bytes:
+                    block.clear()
+                    raise SourceError(f"{response.url} sends more than {self.ref.encoded_bytes} B")
+                # What is not read stays with the sender: TCP passes the cap on.
+                await self._receiving.arrived(len(part))
+                if len(block) >= BLOCK_BYTES:
+                    await self._take(block)
+                    self._judge(source, origin, self.here - first, began_s)
+        finally:
+            await self._take(block)  # A connection that broke: the next one goes on here.
+        now_s = time.monotonic()
+        self._scores.served(source, self.here - first, now_s - asked_s, now_s)
+
+    def _judge(self, source: str, origin: str, size: int, began_s: float) -> None:
+        """Leave a relay that keeps us from the origin's own speed; SourceError then."""
+        seconds = time.monotonic() - began_s
+        if seconds < PATIENCE_S or self._receiving.seconds_for(size) > 0.5 * seconds:
+            return
+        if self._scores.dawdles(source, size / seconds, origin, began_s):
+            raise SourceError(f"{source} is slow: {size / seconds:.0f} B/s")
+
+    async def _take(self, block: bytearray) -> None:
+        """Write what has come, and empty `block`."""
+        if not block:
+            return
+        come = bytes(block)
+        block.clear()
+        await self._receiving.work(partial(self._write, come))
+        self.received += len(come)
+        self.here += len(come)
+        self._told()
+
+    def _told(self) -> None:
+        moved, self._moved = self._moved, asyncio.Event()
+        moved.set()
+
+    def _open(self) -> None:
+        """Go on with what an earlier try left, however that ended."""
+        self._file = self._receiving.store.open_part(self.ref.id)
+        self._file.seek(0)
+        while block := self._file.read(1 << 20):
+            self._hash.update(block)
+            self.here += len(block)
+        if self.here > self.ref.encoded_bytes:
+            self._restart()
+
+    def _write(self, block: bytes) -> None:
+        assert self._file
+        self._file.write(block)
+        self._file.flush()
+        self._hash.update(block)
+
+    def _restart(self) -> None:
+        assert self._file
+        self._file.truncate(0)
+        self._hash = blake3.blake3()
+        self.here = 0
+        self.restarts += 1
+
+    def _finish(self) -> bool:
+        if self._hash.hexdigest() != self.ref.id:
+            return False
+        assert self._file
+        self._receiving.store.adopt(self.ref.id, self._file)
+        return True

@@ -1,0 +1,465 @@
+"""Chunk fetcher of a node: fetches each object once, for its own replicas and for its neighbours.
+
+    origin ══slow link══► relay of the chunk ──► its neighbours
+
+Which member relays an object follows from the names alone (`peers.order`). A member asks the
+members before it in that order, and the origin when there are none or none of them answers: so each
+object crosses the slow link once, and the rest of an object that a dead relay began crosses it
+through the next one.
+
+`fetch_version` fetches a version: manifest, signature, then every missing chunk, verified.
+"""
+
+import asyncio
+import contextlib
+import logging
+import re
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+from weakref import WeakValueDictionary
+
+import aiohttp
+
+from rose.errors import RoseError
+from rose.weight_distribution.fetch.download import (
+    ATTEMPT_FAILURES,
+    ATTEMPTS_PER_SOURCE,
+    RETRY_PAUSE_S,
+    SILENCE_TIMEOUT_S,
+    Download,
+    FetchError,
+    SourceError,
+    answered,
+)
+from rose.weight_distribution.fetch.limits import DownloadLimits
+from rose.weight_distribution.fetch.peers import PeerScores, Route
+from rose.weight_distribution.nccl import FixedGroup
+from weight_transfer import (
+    ChunkRef,
+    ChunkStore,
+    Manifest,
+    ManifestError,
+    ManifestExpired,
+    VerifyKey,
+    WeightError,
+)
+from weight_transfer.format.manifest import MAX_MANIFEST_BYTES
+
+# Over the slow link at once; held by nobody who waits for a neighbour, or two could wait for ever.
+PARALLEL_CHUNKS = 4
+# Versions whose chunks a neighbour may still ask for before they are here.
+KNOWN_VERSIONS = 32
+MOST_KNOWN_BYTES = 64 << 20
+# How long a neighbour that asks early waits until this node knows what it asks for.
+KNOWN_WITHIN_S = 2.0
+_MANIFEST = re.compile(r"manifests/([0-9]{1,18})(\.base)?")
+_log = logging.getLogger(__name__)
+
+
+def nobody_told(_: str) -> None:
+    """Ignore chunks that arrived corrupt."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    raw: bytearray
+    origin: str
+    origins: tuple[str, ...]
+    refs: dict[str, ChunkRef]
+    expires_s: float
+
+    @classmethod
+    def of(cls, raw: bytearray, manifest: Manifest, origin: str) -> Self:
+        """Of a manifest that was checked."""
+        refs = {ref.id: ref for ref in manifest.chunks}
+        return cls(raw, origin, manifest.origins, refs, manifest.expires_s)
+
+    def origin_of(self, ref: ChunkRef) -> str:
+        """Where a chunk was published: several ranks of a trainer may serve a part each."""
+        return self.origin if ref.origin is None else self.origins[ref.origin]
+
+
+@dataclass(frozen=True, slots=True)
+class _Where:
+    ref: ChunkRef
+    origin: str
+    path: str
+
+
+def path_of(version: int, *, base: bool = False) -> str:
+    """Of a version's manifest, below a server's address."""
+    return f"manifests/{version}{'.base' if base else ''}"
+
+
+class ChunkFetcher:
+    """Chunk fetcher of one node; each object is on its way at most once.
+
+    `me`: how the other members know this one, empty for a node that relays nothing.
+    """
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        receiving: DownloadLimits,
+        me: str = "",
+        members: Iterable[str] = (),
+    ) -> None:
+        self._session = session
+        self._receiving = receiving
+        self._me = me
+        self._members = frozenset(members)
+        self._scores = PeerScores()
+        self._gate = asyncio.Semaphore(PARALLEL_CHUNKS)
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._tasks: dict[str, asyncio.Task[Any]] = {}
+        self._downloads: dict[str, Download] = {}
+        self._kept: Counter[str] = Counter()
+        self._following: tuple[str, str, VerifyKey | None] | None = None
+        self._manifests: OrderedDict[str, _Known] = OrderedDict()
+        self._learned = asyncio.Event()
+        self.group: FixedGroup | None = None
+        """GPUs that hand chunks to each other; None where neighbours share over HTTP alone."""
+
+    @property
+    def receiving(self) -> DownloadLimits:
+        """Where objects are stored, and what that may cost."""
+        return self._receiving
+
+    def enrol(self, members: Iterable[str]) -> None:
+        """From now on these are the members of the cluster, this node among them or not."""
+        self._members = frozenset(members)
+
+    def route(self, name: str, origin: str) -> Route:
+        """Whom to ask for an object."""
+        return Route.of(name, self._me, self._members, origin)
+
+    def download(self, name: str) -> Download | None:
+        """A chunk that is on its way."""
+        return self._downloads.get(name)
+
+    async def manifest(
+        self,
+        job: str,
+        version: int,
+        origin: str,
+        verify_key: VerifyKey | None,
+        *,
+        base: bool = False,
+    ) -> tuple[Manifest, int]:
+        """A version's manifest, checked, and the bytes that it took."""
+        path = path_of(version, base=base)
+        route = self.route(f"{job}/{path}", origin)
+        wanted = _Wanted(job, version, base, verify_key)
+        async with self._locks.setdefault(path, asyncio.Lock()):
+            known = self._fresh(path)
+            if known and known.origin == origin:
+                read = partial(wanted.read, known.raw, relayed=False)
+                return await self._receiving.read(read), 0
+            raw, manifest = await self._object(path, [*route.before, origin], wanted)
+            learned = await self._receiving.read(partial(_Known.of, raw, manifest, origin))
+            self._learn(path, learned)
+        return manifest, len(raw)
+
+    @contextlib.contextmanager
+    def keeping(self, version: int, *, base: bool = False) -> Iterator[None]:
+        """Within the block what is known of a version stays, whatever others ask for."""
+        path = path_of(version, base=base)
+        self._kept[path] += 1
+        try:
+            yield
+        finally:
+            self._kept[path] -= 1
+            if not self._kept[path]:
+                del self._kept[path]
+            self._forget()
+
+    def _fresh(self, path: str) -> _Known | None:
+        # One that expired may have been signed anew.
+        known = self._manifests.get(path)
+        return known if known and time.time() < known.expires_s else None
+
+    def _where(self, name: str) -> _Where | None:
+        """Of a chunk, by the newest manifest that names it."""
+        for path, known in reversed(self._manifests.items()):
+            if ref := known.refs.get(name):
+                return _Where(ref, known.origin_of(ref), path)
+        return None
+
+    async def obtain(self, ref: ChunkRef, on_reject: Callable[[str], None] = nobody_told) -> int:
+        """Have a chunk of a known manifest in the store; returns the bytes that came for it.
+
+        However many ask, it is fetched once; they all get the FetchError of a failed one. A
+        manifest is known for sure only within `keeping`.
+        """
+        task = self._tasks.get(ref.id)
+        mine = task is None
+        if task is None:
+            where = self._where(ref.id)
+            if where is None:
+                raise FetchError(f"chunk {ref.id} is of no manifest that is known here; ask again")
+            task = asyncio.create_task(self._fetch(where, on_reject))
+            self._tasks[ref.id] = task
+            task.add_done_callback(lambda _: self._tasks.pop(ref.id, None))
+        # One waiter that is cancelled takes nothing from the others.
+        received: int = await asyncio.shield(task)
+        return received if mine else 0
+
+    def follow(self, job: str, origin: str, verify_key: VerifyKey | None) -> None:
+        """From now on what neighbours ask for and is not known here is fetched from there."""
+        self._following = job, origin, verify_key
+
+    async def known(self, name: str, path: str = "") -> ChunkRef | None:
+        """A chunk of a manifest that this node has, waited for shortly. `path`: of the manifest."""
+        if self._where(name) is None and path:
+            await self.known_manifest(path)
+        else:
+            await self._learns(lambda: self._where(name) is not None)
+        where = self._where(name)
+        return where.ref if where else None
+
+    async def known_manifest(self, path: str) -> bytearray | None:
+        """A manifest that this node has, or gets: for a neighbour's sake, or waited for shortly."""
+        named = _MANIFEST.fullmatch(path)
+        if self._fresh(path) is None and self._following and named:
+            job, origin, key = self._following
+            with contextlib.suppress(RoseError, WeightError):
+                await self.manifest(job, int(named[1]), origin, key, base=bool(named[2]))
+        else:
+            await self._learns(lambda: path in self._manifests)
+        return self._manifests[path].raw if path in self._manifests else None
+
+    async def close(self) -> None:
+        """Stop all downloads; what came of them stays."""
+        if self.group is not None:
+            self.group.close()
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _fetch(self, where: _Where, on_reject: Callable[[str], None]) -> int:
+        ref, store = where.ref, self._receiving.store
+        if await self._receiving.work(partial(store.has, ref.id)):
+            return 0
+        download = Download(ref, self._receiving, self._scores, on_reject, where.path)
+        self._downloads[ref.id] = download
+        try:
+            route = self.route(ref.id, where.origin)
+            await download.run(self._session, route, lambda s: self._gate_of(s, where.origin))
+        except RoseError:
+            raise
+        except Exception as error:
+            raise _unexpected(f"chunk {ref.id}", error) from error
+        finally:
+            del self._downloads[ref.id]
+        return download.received
+
+    async def _object(
+        self, path: str, sources: list[str], wanted: "_Wanted"
+    ) -> tuple[bytearray, Manifest]:
+        """A manifest that somebody has and that is what was asked for.
+
+        Raises FetchError, or the WeightError of the last that was not.
+        """
+        failure: Exception | None = None
+        timeout = aiohttp.ClientTimeout(None, sock_connect=3.0, sock_read=SILENCE_TIMEOUT_S)
+        for attempt in range(ATTEMPTS_PER_SOURCE):
+            for source in self._scores.ordered(sources, time.monotonic()):
+                try:
+                    raw = await self._whole(f"{source}/{path}", timeout)
+                    read = partial(wanted.read, raw, relayed=source != sources[-1])
+                    return raw, await self._receiving.read(read)
+                except (WeightError, FetchError) as error:
+                    if source == sources[-1]:  # Nobody has another one than its publisher.
+                        raise
+                    failure = error
+                    self._scores.corrupt(source, time.monotonic())
+                except ATTEMPT_FAILURES as error:
+                    failure = error
+                    self._scores.failed(source, time.monotonic())
+                except RoseError:
+                    raise
+                except Exception as error:
+                    raise _unexpected(f"{source}/{path}", error) from error
+            await asyncio.sleep(RETRY_PAUSE_S * 2**attempt)
+        raise FetchError(
+            f"{sources[-1]}/{path} cannot be fetched: {failure}; is the publisher alive?"
+        ) from failure
+
+    async def _whole(self, url: str, timeout: aiohttp.ClientTimeout) -> bytearray:
+        body = bytearray()
+        async with self._session.get(url, timeout=timeout, allow_redirects=False) as response:
+            if response.status != 200:
+                raise SourceError(answered(url, response.status))
+            async for part in response.content.iter_any():
+                body += part
+                if len(body) > MAX_MANIFEST_BYTES:
+                    raise SourceError(f"{url} sends more than {MAX_MANIFEST_BYTES} bytes")
+                await self._receiving.arrived(len(part))
+        return body  # No copy: it would hold the interpreter's lock.
+
+    def _gate_of(self, source: str, origin: str) -> AbstractAsyncContextManager[object]:
+        return self._gate if source == origin else nullcontext()
+
+    def _learn(self, path: str, known: _Known) -> None:
+        self._manifests[path] = known
+        self._manifests.move_to_end(path)
+        self._forget()
+        learned, self._learned = self._learned, asyncio.Event()
+        learned.set()
+
+    def _forget(self) -> None:
+        """All but the newest, and those that are kept."""
+        size = sum(len(known.raw) for known in self._manifests.values())
+        for path in list(self._manifests)[:-1]:
+            if len(self._manifests) <= KNOWN_VERSIONS and size <= MOST_KNOWN_BYTES:
+                return
+            if path not in self._kept:
+                known = self._manifests.pop(path)
+                size -= len(known.raw)
+                while known.refs:  # All at once would hold the interpreter's lock.
+                    known.refs.popitem()
+
+    async def _learns(self, what: Callable[[], bool]) -> None:
+        try:
+            async with asyncio.timeout(KNOWN_WITHIN_S):
+                while not what():
+                    await self._learned.wait()
+        except TimeoutError:
+            return
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """Request for a manifest: version, job and key."""
+
+    job: str
+    version: int
+    base: bool
+    verify_key: VerifyKey | None
+
+    def read(self, raw: bytearray, *, relayed: bool) -> Manifest:
+        """Check what came. Raises ManifestError, FetchError for another one's.
+
+        relayed: it came from a neighbour, whose copy may be older than the publisher's.
+        """
+        manifest = Manifest.from_bytes(raw, self.verify_key)
+        if (manifest.job, manifest.version) != (self.job, self.version):
+            raise FetchError(
+                f"asked for version {self.version} of {self.job}, was given {manifest.version} of"
+                f" {manifest.job}"
+            )
+        if manifest.is_base is not self.base:
+            raise ManifestError(f"version {self.version} came as a base, or instead of one")
+        if relayed and time.time() >= manifest.expires_s:
+            raise ManifestExpired(f"a neighbour's copy of version {self.version} expired")
+        return manifest
+
+
+def _unexpected(what: str, error: Exception) -> FetchError:
+    _log.warning("%s: %s", what, error, exc_info=error)
+    return FetchError(f"{what}: {type(error).__name__}: {error!s:.200}; it is asked for again")
+
+
+CHUNKS_AT_ONCE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """A version that is here: its manifest's file and the bytes that crossed the link."""
+
+    manifest: Manifest
+    manifest_path: Path
+    wire_bytes: int
+
+
+async def fetch_version(
+    fetcher: ChunkFetcher,
+    url: str,
+    job: str,
+    version: int,
+    verify_key: VerifyKey | None,
+    on_reject: Callable[[str], None],
+    hold: set[str],
+    *,
+    base: bool = False,
+    on_the_way: bool = False,
+) -> Fetched:
+    """Bring a version of a job into the receiver's store.
+
+    hold: takes the names of all files that the version needs, so that they are kept until used.
+    on_reject is told the name of each chunk whose bytes did not match it (it is fetched again).
+    base: all of the version instead of its step. on_the_way: to another version, so it may have
+    expired.
+    Raises FetchError after a bounded number of attempts, WeightError for a wrong manifest,
+    StorageError when the disk refuses.
+    """
+    with fetcher.keeping(version, base=base):
+        manifest, size = await fetcher.manifest(job, version, url, verify_key, base=base)
+        if not on_the_way and time.time() >= manifest.expires_s:
+            raise ManifestExpired(
+                f"version {version} of {job} expired; publish a newer one, or check this clock"
+            )
+        hold.update(ref.id for ref in manifest.chunks)
+        hold.add(fetcher.receiving.store.manifest_path(version, base=base).name)
+        received = await _chunks(fetcher, manifest, on_reject)
+    path = await fetcher.receiving.work(partial(fetcher.receiving.store.put_manifest, manifest))
+    return Fetched(manifest, path, size + received)
+
+
+async def _chunks(
+    fetcher: ChunkFetcher, manifest: Manifest, on_reject: Callable[[str], None]
+) -> int:
+    """Have all chunks of a kept manifest; returns the bytes that came for them."""
+    receiving = fetcher.receiving
+    await receiving.work(partial(receiving.cache.make_room, manifest))
+    size = 0
+    if fetcher.group is not None:
+        # One that has all chunks comes too: the group can only go together.
+        shared = partial(fetcher.obtain, on_reject=on_reject)
+        size = await fetcher.group.bring(manifest, receiving, shared, on_reject)
+    missing = await receiving.work(partial(_missing, receiving.store, manifest, on_reject))
+    return size + await _obtained(fetcher, missing.values(), on_reject)
+
+
+async def _obtained(
+    fetcher: ChunkFetcher, refs: Iterable[ChunkRef], on_reject: Callable[[str], None]
+) -> int:
+    """Have chunks, a few at once; returns the bytes that came for them.
+
+    A task for each would be a quarter of a million, which the collector looks at all at once.
+    """
+    # What neighbours ask for has no part in this limit: they may be what this node waits for.
+    left = iter(refs)
+
+    async def some() -> int:
+        size = 0
+        for ref in left:
+            size += await fetcher.obtain(ref, on_reject)
+        return size
+
+    tasks = [asyncio.create_task(some()) for _ in range(CHUNKS_AT_ONCE)]
+    try:
+        return sum(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:  # Of a version that lacks a chunk the others need not come now.
+            task.cancel()
+
+
+def _missing(
+    store: ChunkStore, manifest: Manifest, on_reject: Callable[[str], None]
+) -> dict[str, ChunkRef]:
+    """Chunks that are not here, or not as their names say: disks err too."""
+    missing = {}
+    for ref in manifest.chunks:
+        if store.mend(ref.id):
+            on_reject(ref.id)
+        if not store.has(ref.id):
+            missing[ref.id] = ref
+    return missing

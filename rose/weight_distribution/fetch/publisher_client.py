@@ -1,0 +1,143 @@
+"""Client of a publisher: reads its signed catalog, and leases the versions that it still needs.
+
+{"job", "expires_s", "bases": [[version, bytes], …], "deltas": [[version, parent, bytes], …]}
+
+The catalog is JSON in the envelope of a manifest, signed by the key of the job's manifests, and
+bounded: a forged one could keep a replica from its version, by sending it elsewhere or keeping it
+busy.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from math import isfinite
+from typing import Final
+
+import aiohttp
+import msgspec
+
+from rose.contract.weights import (
+    CATALOG,
+    LEASES,
+    MAX_CATALOG_BYTES,
+    MOST_BASES,
+    MOST_DELTAS,
+    LeaseBody,
+    Listing,
+)
+from rose.errors import RoseError
+from rose.weight_distribution.fetch import publisher_client
+from rose.weight_distribution.fetch.download import ATTEMPT_FAILURES, FetchError
+from weight_transfer import SigningKey, VerifyKey, WeightError
+from weight_transfer.format.manifest import MALFORMED
+from weight_transfer.format.signing import Envelope, Kind
+from weight_transfer.store.catalog import Catalog, Published
+
+# It is written for whoever asks: long enough for clocks that differ, and for relays of tomorrow.
+LIFETIME_S: Final = 3_600.0
+
+
+class IndexFormatError(RoseError):
+    """What was sent is no catalog of this job."""
+
+
+_read = msgspec.json.Decoder(Listing).decode
+
+
+def written(catalog: Catalog, job: str, key: SigningKey | None, now_s: float) -> bytes:
+    """As it is sent: the newest versions, where there are too many; unsigned without a key."""
+    bases = sorted(catalog.bases.items())[-MOST_BASES:]
+    deltas = sorted((d.version, d.parent, d.wire_bytes) for d in catalog.deltas)[-MOST_DELTAS:]
+    listed = Listing(job, now_s + LIFETIME_S, tuple(bases), tuple(deltas))
+    envelope = Envelope(Kind.CATALOG, msgspec.json.encode(listed))
+    return (envelope.signed(key) if key else envelope).to_bytes()
+
+
+def read(raw: bytes, job: str, verify_key: VerifyKey | None, now_s: float) -> Catalog:
+    """From untrusted bytes, of which nothing is parsed before the key has vouched for them.
+
+    Raises IndexFormatError.
+    """
+    try:
+        envelope = Envelope.of(raw, Kind.CATALOG, MAX_CATALOG_BYTES)
+        if verify_key is not None:
+            envelope.verify(verify_key)
+        listed = _read(envelope.payload)
+        if listed.job != job:
+            raise IndexFormatError(f"asked for versions of {job}, was given those of {listed.job}")
+        if not isfinite(listed.expires_s) or now_s >= listed.expires_s:
+            raise IndexFormatError("a catalog that expired; ask again, or check this clock")
+        return Catalog(dict(listed.bases), tuple(Published(*delta) for delta in listed.deltas))
+    except (WeightError, *MALFORMED) as error:
+        raise IndexFormatError(f"no catalog of versions: {error!s:.200}") from error
+
+
+LEASE_TTL_S = 60.0
+_CALL = aiohttp.ClientTimeout(total=10.0)
+_log = logging.getLogger(__name__)
+
+
+class PublisherClient:
+    """A node as its publishers know it. `name`: unique among all readers."""
+
+    def __init__(
+        self, session: aiohttp.ClientSession, name: str, verify_key: VerifyKey | None = None
+    ) -> None:
+        """`verify_key`: of the job's trainer; without it signatures are not asked for."""
+        self._session = session
+        self._name = name
+        self._verify_key = verify_key
+
+    async def catalog(self, url: str, job: str) -> Catalog:
+        """What is published of a job; raises FetchError, IndexFormatError."""
+        try:
+            raw = await self._raw(f"{url}{CATALOG}")
+        except ATTEMPT_FAILURES as error:
+            raise FetchError(f"{url}{CATALOG} cannot be fetched: {error!r:.200}") from error
+        return publisher_client.read(raw, job, self._verify_key, time.time())
+
+    async def _raw(self, url: str) -> bytes:
+        raw = bytearray()
+        async with self._session.get(url, timeout=_CALL, allow_redirects=False) as response:
+            if response.status != 200:
+                raise FetchError(f"{url}: HTTP {response.status}")
+            async for part in response.content.iter_any():
+                raw += part
+                if len(raw) > MAX_CATALOG_BYTES:
+                    raise FetchError(f"{url} is longer than {MAX_CATALOG_BYTES} bytes")
+        return bytes(raw)
+
+    @asynccontextmanager
+    async def lease(self, url: str, part: str, version: int) -> AsyncIterator[None]:
+        """Within the block nothing after `version` is collected there, where the publisher knows
+        leases and can be reached. `part`: which of this node's replicas reads.
+        """
+        asked = LeaseBody(f"{self._name}/{part}", version, LEASE_TTL_S)
+        await self._take(url, asked)
+        renewing = asyncio.create_task(self._renew(url, asked))
+        try:
+            yield
+        finally:
+            renewing.cancel()
+
+    async def _renew(self, url: str, asked: LeaseBody) -> None:
+        while True:
+            await asyncio.sleep(LEASE_TTL_S / 3)
+            await self._take(url, asked)
+
+    async def _take(self, url: str, asked: LeaseBody) -> None:
+        """Ask once. Without a lease nothing is wrong yet: what is gone is said by the fetch."""
+        try:
+            async with self._session.post(
+                f"{url}{LEASES}",
+                data=msgspec.json.encode(asked),
+                timeout=_CALL,
+                allow_redirects=False,
+            ):
+                pass
+        except ATTEMPT_FAILURES:
+            pass  # It is asked again in a third of the lease's time.
+        except Exception as error:  # noqa: BLE001 - whatever an announced address makes a client raise
+            _log.warning("%s takes no lease: %s: %.200s", url, type(error).__name__, error)

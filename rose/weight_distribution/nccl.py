@@ -1,0 +1,424 @@
+"""NCCL fan-out of a version inside a fixed group of GPUs: one member has a chunk, all get it.
+
+    barrier ─ all are here ─► chunk by chunk, in the manifest's order: its owner fetches it as any
+      │                       node does, and broadcasts it ─► missing chunks afterwards: over HTTP
+      └─ a member is missing: everybody over HTTP
+
+Barrier. An NCCL broadcast can be given up only by giving up the group. So members first meet over
+HTTP, at their leader: a member that is down, or behind, does not come, and the broadcast is
+skipped.
+
+Rendezvous. The group's leader names it (`/group`), and all members join under that name.
+
+Broadcast. All members make the same calls in the same order, and each call waits for all of them:
+
+root   length (8 bytes) ──► bytes ──► everybody checks the name
+
+A member that dies on the way leaves the others waiting, so every call has a limit. After a call
+that ran out the group is over, until its members are started anew together.
+
+Not measured on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import aiohttp
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from rose.contract.weights import GROUP, MOST_NAME_BYTES, GroupName
+from rose.errors import ConfigError, RoseError
+from rose.weight_distribution.fetch.download import FetchError
+from rose.weight_distribution.fetch.limits import DownloadLimits, StorageError
+from rose.weight_distribution.fetch.peers import order
+from weight_transfer import ChunkDigestError, ChunkRef, Manifest
+from weight_transfer.format.chunk import check_id
+
+# Members get word of a version within a second of each other.
+WAIT_S = 3.0
+_log = logging.getLogger(__name__)
+
+
+class Barrier(Protocol):
+    """Barrier at which the members of a group meet before a broadcast."""
+
+    async def join(self, what: str, rank: int) -> bool:
+        """Wait for the others; whether all came for the same, in time."""
+        ...
+
+
+class LocalBarrier:
+    """The barrier in the leader's own process."""
+
+    def __init__(self, size: int, wait_s: float = WAIT_S) -> None:
+        self._size = size
+        self._wait_s = wait_s
+        self._here: dict[str, tuple[set[int], asyncio.Future[bool]]] = {}
+
+    async def join(self, what: str, rank: int) -> bool:
+        if not 0 <= rank < self._size:
+            return False
+        if what not in self._here:
+            loop = asyncio.get_running_loop()
+            made: asyncio.Future[bool] = loop.create_future()
+            self._here[what] = (set(), made)
+            loop.call_later(self._wait_s, self._settle, what, made, False)
+        ranks, all_came = self._here[what]
+        ranks.add(rank)
+        if len(ranks) == self._size:
+            self._settle(what, all_came, True)
+        return await asyncio.shield(all_came)
+
+    def _settle(self, what: str, all_came: asyncio.Future[bool], came: bool) -> None:
+        if not all_came.done():
+            all_came.set_result(came)
+            del self._here[what]
+
+
+@dataclass(frozen=True, slots=True)
+class Lead:
+    """The leader's part of a group. `unique_id`: NCCL's name of the group, a row of numbers."""
+
+    unique_id: tuple[int, ...]
+    barrier: LocalBarrier
+
+
+class RemoteBarrier:
+    """The barrier of a leader elsewhere: `POST {leader}/group/{what}/{rank}`."""
+
+    def __init__(self, session: aiohttp.ClientSession, leader: str, wait_s: float = WAIT_S) -> None:
+        self._session = session
+        self._leader = leader
+        self._timeout = aiohttp.ClientTimeout(total=2 * wait_s)
+
+    async def join(self, what: str, rank: int) -> bool:
+        """Part of `Barrier`; a leader that does not answer is one that does not come."""
+        url = f"{self._leader}/group/{what}/{rank}"
+        try:
+            async with self._session.post(
+                url, timeout=self._timeout, allow_redirects=False
+            ) as answer:
+                return answer.status == 200 and await answer.content.read(4) == b"all"
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            _log.info("%s holds no barrier for its group: %s", self._leader, error)
+            return False
+
+
+_LENGTH_BYTES = 8
+_MOST_BYTES = 1 << 32
+_NOT_HERE = (1 << 64) - 1
+
+
+class GroupBrokenError(RoseError):
+    """The members do not make the same calls: nothing can be handed around any more."""
+
+
+class Communicator(Protocol):
+    """Communicator of a group, as a fan-out uses it."""
+
+    rank: int
+    size: int
+
+    def broadcast(self, body: NDArray[np.uint8], root: int) -> NDArray[np.uint8]:
+        """Give the root's `body` to all; the others hand in a buffer of the same length."""
+        ...
+
+    def abort(self) -> None:
+        """End all calls that wait, from another thread."""
+        ...
+
+
+class Fanout:
+    """Hands chunks to a fixed group. All members make the same calls in one order."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+
+    @property
+    def rank(self) -> int:
+        """Which member this is, from 0."""
+        return self._communicator.rank
+
+    @property
+    def size(self) -> int:
+        return self._communicator.size
+
+    def hand(self, name: str, body: bytes | None, root: int) -> bytes | None:
+        """A chunk by name, from the member `root`, which has its `body`, to all.
+
+        None where the root could not get it. Raises ChunkDigestError where what came is not what
+        the name says, GroupBrokenError where what came is no chunk.
+        """
+        if self.rank != root and body is not None:
+            raise ConfigError("only the root of a fan-out hands in the chunk")
+        length = _NOT_HERE if body is None else len(body)
+        head = np.frombuffer(length.to_bytes(_LENGTH_BYTES, "little"), np.uint8)
+        told = int.from_bytes(self._communicator.broadcast(head, root).tobytes(), "little")
+        if told == _NOT_HERE:
+            return None
+        if told > _MOST_BYTES:
+            raise GroupBrokenError(
+                f"a chunk of {told} bytes was announced; the group is out of step"
+            )
+        buffer = np.zeros(told, np.uint8) if body is None else np.frombuffer(body, np.uint8)
+        encoded = self._communicator.broadcast(buffer, root).tobytes()
+        check_id(name, encoded)
+        return encoded
+
+    def abort(self) -> None:
+        """End all calls that wait."""
+        self._communicator.abort()
+
+
+class NcclCommunicator:
+    """A group over NCCL, through CuPy. `unique_id`: made by one member (`new_id`), told to all.
+
+    It is made once all members make theirs. `device`: the CUDA ordinal whose links are used.
+    """
+
+    def __init__(self, rank: int, size: int, unique_id: tuple[int, ...], device: int = 0) -> None:
+        self.rank, self.size, self._device = rank, size, device
+        self._cupy = _cupy()
+        with self._cupy.cuda.Device(device):
+            self._group: Any = self._cupy.cuda.nccl.NcclCommunicator(size, unique_id, rank)
+
+    @staticmethod
+    def new_id() -> tuple[int, ...]:
+        """Name of a new group."""
+        made: tuple[int, ...] = _cupy().cuda.nccl.get_unique_id()
+        return made
+
+    def broadcast(self, body: NDArray[np.uint8], root: int) -> NDArray[np.uint8]:
+        """Through this process's device; returns once all of it is here."""
+        nccl = self._cupy.cuda.nccl
+        with self._cupy.cuda.Device(self._device):
+            stream = self._cupy.cuda.get_current_stream()
+            device = self._cupy.asarray(body)
+            self._group.bcast(device.data.ptr, device.size, nccl.NCCL_UINT8, root, stream.ptr)
+            got: NDArray[np.uint8] = self._cupy.asnumpy(device)
+        return got
+
+    def abort(self) -> None:
+        self._group.abort()
+
+
+def _cupy() -> Any:  # noqa: ANN401 -- a library that is here only where a GPU is
+    try:
+        import cupy
+        import cupy.cuda.nccl
+    except ImportError as error:
+        raise ConfigError(
+            "fan-out over NCCL needs CuPy and a GPU; without them neighbours share over HTTP"
+        ) from error
+    return cupy
+
+
+# Longer than a chunk takes over the slow link, with its retries.
+CHUNK_S = 120.0
+# Of its own chunks a member obtains so many before they are handed on.
+CHUNKS_AHEAD = 16
+
+Result = TypeVar("Result")
+
+
+class FixedGroup:
+    """One member's view of its group. Its calls are made by one thread, in order."""
+
+    def __init__(self, fanout: Fanout, barrier: Barrier, chunk_s: float = CHUNK_S) -> None:
+        self._fanout = fanout
+        self._barrier = barrier
+        self._chunk_s = chunk_s
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rose-group")
+        self._lock = asyncio.Lock()
+        self.broken = ""
+        """Why nothing is handed around any more; empty while it is."""
+
+    async def bring(
+        self,
+        manifest: Manifest,
+        receiving: DownloadLimits,
+        obtain: Callable[[ChunkRef], Awaitable[int]],
+        on_reject: Callable[[str], None],
+    ) -> int:
+        """Have as many of a version's chunks in the store as the group can broadcast.
+
+        Returns the bytes that came to this member from outside of the group. Raises StorageError
+        after its part for the others is done.
+        """
+        async with self._lock:
+            if self.broken:
+                return 0
+            said = await receiving.read(partial(_named, manifest))
+            if not await self._barrier.join(said, self._fanout.rank):
+                return 0
+            came: list[int] = []
+
+            async def counted(ref: ChunkRef) -> None:
+                came.append(await obtain(ref))
+
+            try:
+                await self._hand_around(manifest, receiving, counted, on_reject)
+            except StorageError:
+                raise
+            except TimeoutError:
+                self._break("a member did not answer in time")
+            except Exception as error:  # noqa: BLE001 - whatever NCCL or a driver says
+                # The others are somewhere in the middle: whatever came next would be misread.
+                self._break(f"{type(error).__name__}: {error}")
+            except asyncio.CancelledError:
+                self._break("this member was stopped")
+                raise
+            return sum(came)
+
+    def close(self) -> None:
+        """Leave: the others go on over HTTP."""
+        if not self.broken:
+            self._break("it was closed")
+        self._thread.shutdown(wait=False)
+
+    async def _hand_around(
+        self,
+        manifest: Manifest,
+        receiving: DownloadLimits,
+        obtain: Callable[[ChunkRef], Awaitable[None]],
+        on_reject: Callable[[str], None],
+    ) -> None:
+        chunks = {ref.id: ref for ref in manifest.chunks}
+        roots = {name: self._root(name) for name in chunks}
+        mine = (ref for name, ref in chunks.items() if roots[name] == self._fanout.rank)
+        coming: dict[str, asyncio.Future[None]] = {}
+
+        async def mine_of(name: str) -> bytes | None:
+            while len(coming) < CHUNKS_AHEAD and (ref := next(mine, None)):
+                coming[ref.id] = asyncio.ensure_future(obtain(ref))
+            body = await _got(coming[name], receiving, name)
+            del coming[name]
+            return body
+
+        refused: StorageError | None = None
+        try:
+            for name, root in roots.items():
+                own = root == self._fanout.rank
+                body = await mine_of(name) if own else None
+                try:
+                    call = partial(self._fanout.hand, name, body, root)
+                    handed = await self._call(call)
+                    if handed is not None and not own and refused is None:
+                        await receiving.work(partial(receiving.store.put, handed))
+                except ChunkDigestError:
+                    on_reject(name)
+                except StorageError as error:
+                    refused = error
+        finally:
+            for task in coming.values():
+                task.cancel()
+            await asyncio.gather(*coming.values(), return_exceptions=True)
+        if refused is not None:
+            raise refused
+
+    def _root(self, name: str) -> int:
+        """Whose chunk it is: everybody finds the same."""
+        return int(order(map(str, range(self._fanout.size)), name)[0])
+
+    async def _call(self, call: Callable[[], Result]) -> Result:
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(self._chunk_s):
+            return await loop.run_in_executor(self._thread, call)
+
+    def _break(self, why: str) -> None:
+        self.broken = why
+        self._fanout.abort()
+        _log.warning("the group of GPUs hands no chunks around any more: %s", why)
+
+
+def _named(manifest: Manifest) -> str:
+    """Which version it is, said in a word that members compare."""
+    digest = hashlib.blake2b(digest_size=32)
+    for part in manifest.parts():
+        digest.update(part)
+    return digest.hexdigest()
+
+
+async def _got(coming: asyncio.Future[None], receiving: DownloadLimits, name: str) -> bytes | None:
+    """A chunk that this member was to fetch; None when it could not."""
+    try:
+        await coming
+        return await receiving.work(partial(receiving.store.get, name))
+    except (FetchError, StorageError, ChunkDigestError):
+        return None
+
+
+ASK_S = 1.0
+
+_read_name = msgspec.json.Decoder(GroupName).decode
+
+MakeCommunicator = Callable[[int, int, tuple[int, ...], int], Communicator]
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """Rank 0 leads. `leader`: its relay's address; `device`: the CUDA ordinal of this member."""
+
+    rank: int
+    size: int
+    leader: str
+    device: int = 0
+
+
+def lead(size: int) -> Lead:
+    """What rank 0 needs. Raises ConfigError without CuPy and a GPU."""
+    return Lead(NcclCommunicator.new_id(), LocalBarrier(size))
+
+
+async def join_group(
+    session: aiohttp.ClientSession,
+    mine: Membership,
+    leading: Lead | None = None,
+    make: MakeCommunicator = NcclCommunicator,
+) -> FixedGroup:
+    """Return once all members have joined; `leading` is the leader's own. Until then, no group."""
+    barrier: Barrier
+    if leading is not None:
+        name, barrier = leading.unique_id, leading.barrier
+    else:
+        name, barrier = (
+            await _members_named(session, mine.leader),
+            RemoteBarrier(session, mine.leader),
+        )
+    communicator = await asyncio.to_thread(make, mine.rank, mine.size, name, mine.device)
+    return FixedGroup(Fanout(communicator), barrier)
+
+
+async def _members_named(session: aiohttp.ClientSession, leader: str) -> tuple[int, ...]:
+    """Ask until the leader is up."""
+    timeout = aiohttp.ClientTimeout(total=5 * ASK_S)
+    while True:
+        try:
+            async with session.get(
+                f"{leader}{GROUP}", timeout=timeout, allow_redirects=False
+            ) as answer:
+                if answer.status == 200:
+                    name: tuple[int, ...] = _read_name(await _at_most(answer, MOST_NAME_BYTES))
+                    return name
+        except (aiohttp.ClientError, OSError, ValueError):
+            pass  # It starts when it starts: weights come over HTTP meanwhile.
+        await asyncio.sleep(ASK_S)
+
+
+async def _at_most(answer: aiohttp.ClientResponse, size: int) -> bytes:
+    body = bytearray()
+    async for part in answer.content.iter_any():
+        body += part
+        if len(body) > size:
+            raise ValueError(f"an answer of more than {size} bytes")
+    return bytes(body)

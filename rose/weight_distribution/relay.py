@@ -1,0 +1,159 @@
+"""`rose relay`: fetch the weights of one job and pass them on to neighbours, without a scheduler.
+
+Serves until SIGTERM or SIGINT. Exit code 2 with one line for bad input.
+"""
+
+import argparse
+import asyncio
+import signal
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Self
+
+from rose.cli.main import Parser
+from rose.errors import ConfigError
+from rose.weight_distribution.credentials import OPEN, Credentials
+from rose.weight_distribution.fetch.fetcher import ChunkFetcher
+from rose.weight_distribution.fetch.limits import Caps, DownloadLimits
+from rose.weight_distribution.version_server import VersionServer
+from weight_transfer import ChunkStore, VerifyKey
+
+
+class Relay:
+    """Store, fetcher and server of one member of a cluster.
+
+    It fetches what the first neighbour asks for, and keeps it. `members`: addresses of all members,
+    this one among them.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        origin: str,
+        job: str,
+        host: str,
+        port: int,
+        members: Iterable[str] = (),
+        *,
+        verify_key: VerifyKey | None,
+        credentials: Credentials = OPEN,
+        caps: Caps | None = None,
+        insecure: bool = False,
+    ) -> None:
+        """`verify_key`: of the job's trainer; None passes on what nobody signed.
+
+        `insecure`: other machines may reach it without certificates. ConfigError without.
+        """
+        credentials.check_exposure(host, insecure=insecure)
+        members = tuple(members)
+        # Whoever configures this relay names them; no announcement does.
+        credentials = credentials.naming((origin, *members))
+        self._session = credentials.session()
+        store = ChunkStore(root)
+        me = f"{credentials.scheme}://{host}:{port}"
+        self.fetcher = ChunkFetcher(
+            self._session, DownloadLimits(store, caps or Caps()), me, members
+        )
+        self._server = VersionServer(
+            store, port, fetcher=self.fetcher, credentials=credentials, host=host, insecure=insecure
+        )
+        self.fetcher.follow(job, origin, verify_key)
+
+    @property
+    def url(self) -> str:
+        """How the other members reach it."""
+        return self._server.url
+
+    def enrol(self, members: Iterable[str]) -> None:
+        """From now on these are the members."""
+        self.fetcher.enrol(members)
+
+    async def start(self) -> None:
+        """Serve. ConfigError when it cannot."""
+        await self._server.start()
+
+    async def close(self) -> None:
+        """Stop; what came stays on disk."""
+        await self.fetcher.close()
+        await self._server.close()
+        self.fetcher.receiving.close()
+        await self._session.close()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a relay; what cannot be done raises ConfigError, which `rose` says."""
+    args = _parser().parse_args(argv)
+    if not (args.verify_key or args.unsigned):
+        raise ConfigError("--verify-key is missing: anybody's weights would be kept; or --unsigned")
+    credentials = Credentials.read(args.token_file, args.ca, args.certificate, args.key)
+    asyncio.run(_serve(args, credentials))
+    return 0
+
+
+async def _serve(args: argparse.Namespace, credentials: Credentials) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    relay = Relay(
+        args.store,
+        args.origin.rstrip("/"),
+        args.job,
+        args.host,
+        args.port,
+        args.members,
+        credentials=credentials,
+        caps=Caps(args.bytes_per_s),
+        verify_key=VerifyKey(args.verify_key) if args.verify_key else None,
+        insecure=args.insecure,
+    )
+    try:
+        await relay.start()
+        _say(f"rose relay: listening on {relay.url}")
+        await stop.wait()
+    finally:
+        await relay.close()
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="rose relay", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--store", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--origin", required=True, metavar="URL", help="the job's publisher")
+    parser.add_argument("--job", required=True, metavar="NAME")
+    parser.add_argument("--host", default="127.0.0.1", help="an address that the members reach")
+    parser.add_argument("--port", type=int, required=True, metavar="N")
+    parser.add_argument(
+        "--members", nargs="*", default=(), metavar="URL", help="all relays, this one among them"
+    )
+    parser.add_argument("--verify-key", metavar="HEX", help="of the job's trainer")
+    parser.add_argument("--unsigned", action="store_true", help="keep what nobody signed")
+    parser.add_argument(
+        "--insecure", action="store_true", help="serve other machines without certificates"
+    )
+    parser.add_argument("--bytes-per-s", type=int, metavar="N", help="of the link, on the average")
+    parser.add_argument("--token-file", type=Path, metavar="FILE")
+    for name, what in (
+        ("ca", "who signs the others' certificates; with --certificate and --key"),
+        ("certificate", "this relay's"),
+        ("key", "of the certificate"),
+    ):
+        parser.add_argument(f"--{name}", type=Path, metavar="FILE", help=what)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

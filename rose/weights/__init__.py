@@ -1,1 +1,0 @@
-"""`rose weights`: what changed between two checkpoints on disk, as a file of its own."""

@@ -1,0 +1,387 @@
+"""Reader of a rank's torch tensors, and the pieces of a state dict by its DTensors' placements.
+
+A chunk at a time crosses to the host and becomes bits.
+
+Publisher for a trainer with several ranks: every rank calls it, all together.
+
+begin    rank: its blocks → first rank: which of the replicas publishes → all
+         rank: parts of digests → first rank: digests → all
+publish  rank encodes, reports → first rank: manifest, durable → all: baselines advance
+
+Where a rank fails, all raise its error, nothing is published and every baseline stays, so the next
+publication can succeed.
+
+`Ranks` moves bytes between ranks, all to the first and the first to all, without pickle:
+
+every rank works ── + bytes or − an error ──► the first merges
+all return or raise ◄── + bytes or − an error ──┘
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from weight_transfer.errors import ShardError, WeightError
+from weight_transfer.format.digest import Range
+from weight_transfer.format.manifest import Manifest, hex_digest
+from weight_transfer.format.signing import SigningKey
+from weight_transfer.format.tensors import Bits, bits_of
+from weight_transfer.publish.publisher import DEFAULT_LIFETIME_S
+from weight_transfer.publish.shard_coordinator import ShardCoordinator, ShardReport
+from weight_transfer.publish.shard_encoder import ShardEncoder, ShardSettings
+from weight_transfer.publish.sharding import Pieces, first_holders, piece, share, whole
+from weight_transfer.store.chunk_store import ChunkStore
+
+
+class TorchWeights:
+    """A rank's own part of a tensor, cast to `dtype` as it is read."""
+
+    def __init__(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> None:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        self._flat = local.detach().contiguous().view(-1)
+        cast = dtype is not None and local.is_floating_point()
+        self._dtype = dtype if cast and dtype is not None else local.dtype
+
+    @property
+    def dtype(self) -> str:
+        return str(self._dtype).removeprefix("torch.")
+
+    @property
+    def elements(self) -> int:
+        return self._flat.numel()
+
+    def read(self, offset: int, rows: int, width: int, stride: int) -> Bits:
+        part = self._flat[offset : offset + (rows - 1) * stride + width]
+        if stride != width:
+            part = part.as_strided((rows, width), (stride, 1))
+        return bits_of(part.to(self._dtype))
+
+
+def local_weights(
+    state: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None
+) -> dict[str, TorchWeights]:
+    """Return what this rank holds of `state`; weights are published as `dtype`, None: as they are.
+
+    Nothing is copied before it is read, but what does not lie in order.
+    """
+    return {name: TorchWeights(tensor, dtype) for name, tensor in state.items()}
+
+
+def state_pieces(state: Mapping[str, torch.Tensor]) -> Pieces:
+    """Return what this rank holds of `state`, whose names are those of the checkpoint.
+
+    Replicas hold equal pieces, one of which is to be published: a DTensor does not tell, since
+    FSDP keeps its parameters in a mesh that knows nothing of tensor parallelism beside it. Raises
+    ShardError.
+    """
+    return tuple(
+        found
+        for name, tensor in state.items()
+        for found in (
+            dtensor_pieces(name, tensor)
+            if isinstance(tensor, DTensor)
+            else whole(name, tuple(tensor.shape), name)
+        )
+    )
+
+
+def dtensor_pieces(name: str, tensor: DTensor) -> Pieces:
+    """Return this rank's piece of a DTensor, () for one without weights or outside its mesh."""
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return ()
+    placed = list(zip(tensor.placements, coordinate, tensor.device_mesh.shape, strict=True))
+    for placement, _, _ in placed:
+        if not isinstance(placement, Replicate | Shard | _StridedShard):
+            raise ShardError(f"{name}: placement {placement} is not one of finished weights")
+    shape = tuple(tensor.shape)
+    spans = [_span(name, dim, size, placed) for dim, size in enumerate(shape)]
+    local = tuple(tensor.to_local().shape)
+    if local != tuple(end - first for first, end in spans):
+        raise ShardError(f"{name}: local shape {local} is not that of {tensor.placements}")
+    if any(span != (0, size) for span, size in zip(spans[2:], shape[2:], strict=True)):
+        raise ShardError(f"{name} {shape}: only its first two dimensions may be sharded")
+    rows = spans[0] if spans else (0, 1)
+    inner = prod(shape[2:])
+    columns = (spans[1][0] * inner, spans[1][1] * inner) if len(shape) > 1 else None
+    return piece(name, shape, name, rows, columns)
+
+
+def _span(name: str, dim: int, size: int, placed: Sequence[tuple[Placement, int, int]]) -> Range:
+    """What of a dimension is here: each mesh dimension that shards it cuts what is left."""
+    cuts = [
+        cut for cut in placed if isinstance(cut[0], Shard | _StridedShard) and cut[0].dim == dim
+    ]
+    strided = [cut for cut in cuts if isinstance(cut[0], _StridedShard)]
+    if strided:
+        cuts = _inside_out(name, size, cuts, strided)
+    first, end = 0, size
+    for _, at, ranks in cuts:
+        a, b = share(end - first, at, ranks)
+        first, end = first + a, first + b
+    return first, end
+
+
+def _inside_out(
+    name: str,
+    size: int,
+    cuts: list[tuple[Placement, int, int]],
+    strided: list[tuple[Placement, int, int]],
+) -> list[tuple[Placement, int, int]]:
+    """FSDP over tensor parallelism: the mesh names FSDP first, which cut last.
+
+    Torch marks that by a strided shard whose factor is the number of tensor-parallel ranks.
+    """
+    placement = strided[0][0]
+    assert isinstance(placement, _StridedShard)
+    later = cuts[1:]
+    known = len(strided) == 1 and cuts[0] is strided[0]
+    known = known and placement.split_factor == prod(ranks for _, _, ranks in later)
+    if not known or size % prod(ranks for _, _, ranks in cuts):
+        raise ShardError(
+            f"{name}: {size} rows sharded as {[cut[0] for cut in cuts]} are in no order that is "
+            "known here; give its pieces by hand"
+        )
+    return [*later, cuts[0]]
+
+
+_GOOD, _BAD = b"+", b"-"
+
+
+class Ranks:
+    """A group of ranks on host memory; of one, where torch.distributed is not in use."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None, timeout_s: float = 600.0) -> None:
+        """Without `group` all ranks make one: gloo, whatever backend the trainer trains with.
+
+        `timeout_s`: how long a rank is waited for.
+        """
+        self._group = group
+        if group is None and dist.is_initialized():
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self.rank = 0 if self._group is None else dist.get_rank(self._group)
+        self.size = 1 if self._group is None else dist.get_world_size(self._group)
+
+    def agree(self, work: Callable[[], bytes], merge: Callable[[list[bytes]], bytes]) -> bytes:
+        """Collective: return, on every rank, what the first makes of what all have made.
+
+        Where one fails all raise ShardError, and nobody waits for it.
+        """
+        gathered = self._gather(_attempt(work))
+
+        def merged() -> bytes:
+            for rank, raw in enumerate(gathered):
+                if not raw.startswith(_GOOD):
+                    said = raw[len(_BAD) :].decode()
+                    raise ShardError(f"rank {rank} could not take part: {said}")
+            return merge([raw[len(_GOOD) :] for raw in gathered])
+
+        answer = self._broadcast(_attempt(merged) if self.rank == 0 else b"")
+        if not answer.startswith(_GOOD):
+            raise ShardError(answer[len(_BAD) :].decode())
+        return answer[len(_GOOD) :]
+
+    def _gather(self, raw: bytes) -> list[bytes]:
+        """Return what each rank sent, on the first; nothing on the others."""
+        if self._group is None:
+            return [raw]
+        with _alive():
+            size = torch.tensor([len(raw)])
+            sizes = [torch.zeros_like(size) for _ in range(self.size)]
+            dist.all_gather(sizes, size, group=self._group)
+            lengths = [int(length) for length in sizes]
+            padded = _tensor(raw.ljust(max(lengths), b"\0"))
+            found = [torch.empty_like(padded) for _ in lengths] if self.rank == 0 else None
+            dist.gather(padded, found, group=self._group, group_dst=0)
+        received = zip(found or (), lengths, strict=False)
+        return [bytes(sent.numpy())[:length] for sent, length in received]
+
+    def _broadcast(self, raw: bytes) -> bytes:
+        """Return what the first rank sent."""
+        if self._group is None:
+            return raw
+        with _alive():
+            size = torch.tensor([len(raw)])
+            dist.broadcast(size, group=self._group, group_src=0)
+            sent = _tensor(raw if self.rank == 0 else bytes(int(size)))
+            dist.broadcast(sent, group=self._group, group_src=0)
+        return bytes(sent.numpy())
+
+
+def _attempt(work: Callable[[], bytes]) -> bytes:
+    try:
+        return _GOOD + work()
+    except (WeightError, OSError) as error:
+        return _BAD + str(error).encode()
+
+
+def _tensor(raw: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+
+
+@contextmanager
+def _alive() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        said = str(error).strip().splitlines()
+        raise ShardError(
+            f"a rank is gone or late ({said[-1] if said else error!r:.200}); restart the ranks "
+            "from the newest version"
+        ) from error
+
+
+class ShardedPublisher:
+    """Publishes versions of one job from all ranks of a group; each holds its shard only."""
+
+    def __init__(
+        self,
+        store: ChunkStore,
+        job: str,
+        trainer: str,
+        state: Mapping[str, torch.Tensor],
+        key: SigningKey | None = None,
+        version: int = 0,
+        origin: str = "",
+        dtype: torch.dtype | None = None,
+        ranks: Ranks | None = None,
+        settings: ShardSettings | None = None,
+        lifetime_s: float = DEFAULT_LIFETIME_S,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Collective. `state`, a state dict with the checkpoint's names, is what `version` holds.
+
+        `key` is asked for on the first rank only. `origin`: where this rank's store is served, ""
+        where all ranks share the first one's folder. `dtype`: weights are published as such.
+        Raises ShardError on all ranks.
+        """
+        self._store = store
+        self._ranks = ranks or Ranks()
+        self._dtype = dtype
+        self._origin = origin
+        self._origins: list[str] = []
+        pieces = self._owned(state)
+        weights = local_weights(state, dtype)
+
+        def begin() -> ShardReport:
+            rank = self._ranks.rank
+            self._encoder = ShardEncoder(store, rank, pieces, weights, version, settings)
+            return self._encoder.parts()
+
+        def merge(parts: list[ShardReport]) -> Mapping[str, int]:
+            self._coordinator = self._coordinate(job, trainer, key, lifetime_s, clock)
+            return self._coordinator.begin(parts)
+
+        self._digests = self._agree_on_digests(begin, merge)
+
+    @property
+    def version(self) -> int:
+        """The version that was published last, or the one that it began with."""
+        return self._encoder.version
+
+    def publish(self, version: int, state: Mapping[str, torch.Tensor]) -> Manifest:
+        """Collective: publish the step to `state`, which must not change until this returns.
+
+        Durable on all ranks when it returns. Raises ShardError on all ranks, and then nothing is;
+        a StoreError on one rank says that it is published and that this rank's own store has no
+        room for its manifest.
+        """
+
+        def encode() -> ShardReport:
+            return self._encoder.encode(version, self._digests, local_weights(state, self._dtype))
+
+        def merge(reports: list[ShardReport]) -> bytes:
+            return self._coordinator.publish(version, reports).to_bytes()
+
+        manifest = Manifest.from_bytes(self._agree(encode, merge))
+        self._encoder.advance(manifest)
+        self._digests = {t.name: int(t.digest_after, 16) for t in manifest.tensors}
+        self._keep(manifest)
+        return manifest
+
+    def publish_base(self) -> Manifest:
+        """Collective: publish all weights of the newest version, for those who join."""
+
+        def zeros() -> ShardReport:
+            return self._encoder.parts(of_zeros=True)
+
+        def merge_zeros(reports: list[ShardReport]) -> Mapping[str, int]:
+            return self._coordinator.merged(self.version, reports)
+
+        digests = self._agree_on_digests(zeros, merge_zeros)
+
+        def merge(reports: list[ShardReport]) -> bytes:
+            return self._coordinator.publish_base(digests, reports).to_bytes()
+
+        raw = self._agree(lambda: self._encoder.encode_base(digests), merge)
+        manifest = Manifest.from_bytes(raw)
+        self._keep(manifest)
+        return manifest
+
+    def _coordinate(
+        self,
+        job: str,
+        trainer: str,
+        key: SigningKey | None,
+        lifetime_s: float,
+        clock: Callable[[], float],
+    ) -> ShardCoordinator:
+        if key is None:
+            raise ShardError("the first rank signs; give it the job's key")
+        origins = self._origins if any(self._origins) else ()
+        size = self._ranks.size
+        return ShardCoordinator(self._store, job, trainer, key, size, origins, lifetime_s, clock)
+
+    def _keep(self, manifest: Manifest) -> None:
+        """A store of this rank's own has the manifest too, to know what may be deleted when."""
+        if self._origin and self._ranks.rank:
+            self._store.put_manifest(manifest, manifest.origins.index(self._origin))
+
+    def _owned(self, state: Mapping[str, torch.Tensor]) -> Pieces:
+        """What this rank publishes of what it holds."""
+        pieces: Pieces = ()
+
+        def held() -> bytes:
+            nonlocal pieces
+            pieces = state_pieces(state)
+            blocks = [(p.tensor, p.block.rows, p.block.columns) for p in pieces]
+            return json.dumps([self._origin, blocks]).encode("ascii")
+
+        def merge(raws: list[bytes]) -> bytes:
+            told = [json.loads(raw) for raw in raws]
+            self._origins = [origin for origin, _ in told]
+            keys = [[(name, *rows, *columns) for name, rows, columns in b] for _, b in told]
+            return json.dumps(first_holders(keys)).encode("ascii")
+
+        kept = json.loads(self._ranks.agree(held, merge))[self._ranks.rank]
+        return tuple(pieces[at] for at in kept)
+
+    def _agree_on_digests(
+        self,
+        work: Callable[[], ShardReport],
+        merge: Callable[[list[ShardReport]], Mapping[str, int]],
+    ) -> Mapping[str, int]:
+        def merged(reports: list[ShardReport]) -> bytes:
+            plain = {name: hex_digest(digest) for name, digest in merge(reports).items()}
+            return json.dumps(plain).encode("ascii")
+
+        digests = json.loads(self._agree(work, merged))
+        return {name: int(digest, 16) for name, digest in digests.items()}
+
+    def _agree(
+        self, work: Callable[[], ShardReport], merge: Callable[[list[ShardReport]], bytes]
+    ) -> bytes:
+        return self._ranks.agree(
+            lambda: work().to_json(),
+            lambda raws: merge([ShardReport.from_json(raw) for raw in raws]),
+        )

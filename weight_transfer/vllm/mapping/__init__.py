@@ -1,1 +1,0 @@
-"""Map from a checkpoint's tensors to slices of vLLM's parameters."""

@@ -1,0 +1,316 @@
+"""Weights of one rank of an engine, with the proofs and the report of each activation.
+
+init    map the base, one copy for all ranks of the node; compile the kernels, trace and prove the
+        loader map
+decode  while serving, a thread: settle what was committed before, then the update, once a node
+load    while serving, between steps: a fresh load of the new version, piece by piece
+commit  under the engine's pause: scatter → read back → one probe forward
+        all proofs hold: the new version is active; any fails: the old values go back
+audit   any time between steps: digests of everything that is live
+
+vLLM carries only an exception's text between its processes. So the worker names the error inside
+its text and the API process makes the typed error again, and an endpoint can tell a wrong base
+(409) from a failed proof (422).
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import torch
+
+from weight_transfer import errors
+from weight_transfer.errors import StoreError, WeightError, WrongBaseError
+from weight_transfer.files.checkpoint import Checkpoint
+from weight_transfer.format.manifest import MAX_MANIFEST_BYTES, ChunkRef, Manifest
+from weight_transfer.format.tensors import TensorBits
+from weight_transfer.kernels.triton.exchange import named_shortage, release_unused
+from weight_transfer.node_copy import NodeCopy
+from weight_transfer.receiver import Receiver, StagedUpdate
+from weight_transfer.vllm.applier import OpaqueCopy, place, write, write_back
+from weight_transfer.vllm.loader_map import LoaderMap
+from weight_transfer.vllm.proof.layerwise_load import LayerPlan
+from weight_transfer.vllm.proof.probe import Audit, ProbeResult, compare
+from weight_transfer.vllm.proof.reference import load_fresh, overlay, reference_in_pieces, skeleton
+from weight_transfer.vllm.safe_files import Enclosed
+from weight_transfer.vllm.staging import Decoded, Prepared, Staging, warm_kernels
+from weight_transfer.vllm.trace_loader import trace_loader
+
+if TYPE_CHECKING:
+    from weight_transfer.format.signing import VerifyKey
+    from weight_transfer.vllm.worker import EngineModel
+
+
+@dataclass(frozen=True, slots=True)
+class CommitReport:
+    """What a commit did; `version` is the version active afterwards.
+
+    `apply_s`: scatter and read-back. `probe_s`: the live model's probe forward and the comparison.
+    `loose`: parameters copied as a whole. `digest_ok`: every overwritten weight was the parent's
+    and reads as the new version's.
+    """
+
+    version: int
+    tensors: int
+    changed_elements: int
+    wire_bytes: int
+    apply_s: float
+    probe_s: float
+    loose: int
+    digest_ok: bool
+    probe_ok: bool
+    probe_max_abs_diff: float
+
+
+def merged(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One report of all ranks: proofs hold when they hold everywhere, times are the slowest's.
+
+    Ranks that are at different versions prove nothing. Raises IndexError without any report,
+    KeyError for one that lacks something.
+    """
+    whole = dict(reports[0])
+    agree = all(report["version"] == whole["version"] for report in reports)
+    for name in ("digest_ok", "probe_ok"):
+        whole[name] = agree and all(report[name] is True for report in reports)
+    for name in ("apply_s", "probe_s", "probe_max_abs_diff"):
+        whole[name] = max(report[name] for report in reports)
+    return whole
+
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_MARK = re.compile(r"\[rose:(\w+)\] (.*)", re.DOTALL)
+
+
+def names_errors(method: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Wrap a worker method: a WeightError that leaves it carries its own name in its text."""
+
+    @functools.wraps(method)
+    def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            return method(*args, **kwargs)
+        except WeightError as error:
+            raise type(error)(f"[rose:{type(error).__name__}] {error}") from error
+
+    return wrapped
+
+
+def typed(failure: Exception) -> Exception:
+    """Return the WeightError that `failure` carried out of a worker, else `failure` itself."""
+    marked = _MARK.search(str(failure))
+    if marked is None:
+        return failure
+    kind = getattr(errors, marked.group(1), None)
+    if not (isinstance(kind, type) and issubclass(kind, WeightError)):
+        return failure
+    return kind(marked.group(2))
+
+
+class ReplicaWeights:
+    """Receiver, loader map and proofs; the one path by which an engine's weights change."""
+
+    def __init__(
+        self,
+        engine: EngineModel,
+        model_dir: Path,
+        verify_key: VerifyKey | None,
+        weights_dir: Path | None = None,
+        place: Path | None = None,
+    ) -> None:
+        """`weights_dir`: where updates are read from, None for anywhere.
+
+        `place`: where this engine's ranks on this node meet, None for a rank without others.
+        """
+        self._files = Enclosed(weights_dir)
+        self._engine = engine
+        self._verify_key = verify_key
+        self._copy = NodeCopy(Checkpoint.of_model(model_dir), place)
+        base = self._copy.tensors
+        warm_kernels(base, engine.device)
+        self.map, self._plan = map_engine(engine, base)
+        self._receiver = Receiver.over(self._copy)
+        self._staging: Staging | None = None
+        self._unsettled: StagedUpdate | None = None
+        self._settling = threading.Lock()
+
+    @property
+    def version(self) -> int:
+        return self._unsettled.version if self._unsettled else self._receiver.version
+
+    def settle(self) -> None:
+        """Bring the checkpoint copy to the active version: what a pause need not wait for."""
+        with self._settling:
+            if self._unsettled is not None:
+                self._receiver.commit(self._unsettled)
+            self._unsettled = None
+
+    def finish(self) -> None:
+        """After the pause: settle beside the engine's steps, and free what the update took."""
+        # Should it fail, whoever settles next is told.
+        threading.Thread(target=self.settle, name="rose-settle").start()
+        release_unused(self._engine.device)
+
+    @property
+    def digests(self) -> Mapping[str, int]:
+        """What each checkpoint tensor's digest has to be."""
+        self.settle()
+        return self._receiver.digests
+
+    @property
+    def elements(self) -> Mapping[str, int]:
+        """How many weights each checkpoint tensor has."""
+        return {name: tensor.bits.size for name, tensor in self._receiver.tensors.items()}
+
+    def decode(self, manifest_paths: Sequence[Path], chunks_dir: Path, attempt: str) -> Staging:
+        """Begin to decode versions that follow each other, or return how far this attempt is.
+
+        `attempt`: its name, which all ranks are told; another one forgets what was on its way.
+        Raises StoreError while that is still read: this is the engine's own thread.
+        """
+        if self._staging is not None:
+            if self._staging.attempt == attempt:
+                return self._staging
+            if not self._staging.decoded:
+                raise StoreError("an update is still being read and decoded; ask again later")
+            self._staging.drop()
+        decode = lambda: self._decode(manifest_paths, chunks_dir, attempt)  # noqa: E731
+        self._staging = Staging(decode, self._prepare, attempt)
+        return self._staging
+
+    @property
+    def attempt(self) -> str | None:
+        """The name of the attempt that is on its way, None when there is none."""
+        return self._staging.attempt if self._staging else None
+
+    @property
+    def staging(self) -> Staging:
+        """The update on its way. Raises WrongBaseError when there is none."""
+        if self._staging is None:
+            raise WrongBaseError("no update is on its way; decode one first")
+        return self._staging
+
+    def commit(self) -> CommitReport:
+        """Activate what is staged, or take it back when a proof fails."""
+        prepared = self.staging.prepared
+        if prepared is None:
+            raise WrongBaseError("the update is not loaded to its end; go on loading it")
+        self._staging = None
+        return self._activate(prepared)
+
+    def audit(self) -> Audit:
+        """A new pass over everything that is live; step it between the engine's steps."""
+        return Audit(self.map)
+
+    def _decode(self, manifest_paths: Sequence[Path], chunks_dir: Path, attempt: str) -> Decoded:
+        self.settle()
+        update = self._verified(manifest_paths, chunks_dir, attempt)
+        return Decoded(update, place(self.map, update))
+
+    def _verified(
+        self, manifest_paths: Sequence[Path], chunks_dir: Path, attempt: str
+    ) -> StagedUpdate:
+        manifests = self._manifests(manifest_paths)
+        plan = self._receiver.plan(manifests, self._verify_key, time.time())
+        chunks = _ChunkFiles(self._files, chunks_dir, manifests)
+        return self._copy.decode(
+            plan, lambda name: self._receiver.decode_tensor(plan, name, chunks), attempt
+        )
+
+    def _manifests(self, paths: Sequence[Path]) -> list[Manifest]:
+        return [
+            Manifest.from_bytes(self._files.read(path, MAX_MANIFEST_BYTES), self._verify_key)
+            for path in paths
+        ]
+
+    def _prepare(self, decoded: Decoded) -> Generator[None, None, Prepared]:
+        tensors, loose = self._receiver.tensors, self.map.loose
+        with named_shortage(self._engine.device, "a fresh load of the new version"):
+            reference = yield from reference_in_pieces(
+                self._engine, tensors, decoded.update, loose, self._plan
+            )
+        return Prepared(decoded.update, decoded.placement, reference)
+
+    def _activate(self, prepared: Prepared) -> CommitReport:
+        started_s = time.perf_counter()
+        loose = OpaqueCopy(self.map, prepared.reference.loose if prepared.update.tensors else {})
+        try:
+            unproven = write(prepared.placement) + loose.write()
+            self._unsettled = prepared.update
+            applied_s = time.perf_counter()
+            probe = compare(self._logits(), prepared.reference.logits)
+        except BaseException:
+            self._revert(prepared, loose)
+            raise
+        probe_s = time.perf_counter() - applied_s
+        if unproven or not probe.ok:
+            self._revert(prepared, loose)
+        return self._report(prepared, applied_s - started_s, probe_s, not unproven, probe)
+
+    def _logits(self) -> torch.Tensor:
+        return self._engine.prober.logits(self._engine.model)
+
+    def _revert(self, prepared: Prepared, loose: OpaqueCopy) -> None:
+        write_back(prepared.placement)
+        loose.write_back()
+        self._unsettled = None
+
+    def _report(
+        self,
+        prepared: Prepared,
+        apply_s: float,
+        probe_s: float,
+        digest_ok: bool,
+        probe: ProbeResult,
+    ) -> CommitReport:
+        update = prepared.update
+        return CommitReport(
+            version=self.version,
+            tensors=len(update.tensors),
+            changed_elements=update.changed,
+            wire_bytes=update.wire_bytes,
+            apply_s=apply_s,
+            probe_s=probe_s,
+            loose=len(self.map.loose),
+            digest_ok=digest_ok,
+            probe_ok=probe.ok,
+            probe_max_abs_diff=probe.max_abs_diff,
+        )
+
+
+class _ChunkFiles(Mapping[str, bytes]):
+    """Chunks of manifests in a folder, each read when it is asked for; its reader checks it."""
+
+    def __init__(self, files: Enclosed, folder: Path, manifests: Sequence[Manifest]) -> None:
+        self._files, self._folder = files, folder
+        self._refs: dict[str, ChunkRef] = {r.id: r for m in manifests for r in m.chunks}
+
+    def __getitem__(self, name: str) -> bytes:
+        return self._files.read(self._folder / name, self._refs[name].encoded_bytes)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._refs)
+
+    def __len__(self) -> int:
+        return len(self._refs)
+
+
+def map_engine(
+    engine: EngineModel, base: Mapping[str, TensorBits]
+) -> tuple[LoaderMap, LayerPlan | None]:
+    """Trace the engine's own loader and prove the map against its live parameters."""
+    config, device = engine.vllm_config, engine.device
+    traced = skeleton(config, torch.device("meta"))
+    trace = trace_loader(traced, base)
+
+    def fresh() -> torch.nn.Module:
+        return load_fresh(config, device, base, overlay(base, {}))
+
+    plan = LayerPlan.of(trace, traced, engine.model)
+    return LoaderMap.prove(engine.model, trace, base, fresh), plan

@@ -1,1 +1,0 @@
-"""Update of a running engine's weights: decode, load, commit."""
