@@ -27,7 +27,7 @@ Their stories are in tests/traces/{guard,reclaim}.
 from executor.control_page.host_seat import HostSeat, HostView, Veto
 from executor.control_page.latency_ring import DrainedRecords, LatencyLane, LatencyRing
 from executor.control_page.page import ControlPage
-from executor.control_page.records import (
+from executor.control_page.seqlock_records import (
     Grant,
     GrantMode,
     GuestState,

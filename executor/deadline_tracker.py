@@ -14,7 +14,7 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 
-from executor.control_page.records import NO_DEADLINE
+from executor.control_page.seqlock_records import NO_DEADLINE
 
 
 class DeadlineTracker:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from executor.control_page.host_seat import HostView
-from executor.control_page.records import Grant, GrantMode, GuestState, HostState
+from executor.control_page.seqlock_records import Grant, GrantMode, GuestState, HostState
 from executor.freeze_reason import FreezeReason
 from executor.kv.capacity_policy import (
     LEAST_CAP,

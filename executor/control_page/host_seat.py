@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Final
 
 from executor.control_page.byte_locks import VETO, HeldLock, inode_of
-from executor.control_page.records import HostState, SeatState, Section
+from executor.control_page.seqlock_records import HostState, SeatState, Section
 from executor.freeze_reason import FreezeReason
 
 BEAT_S: Final = 0.25

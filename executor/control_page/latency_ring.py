@@ -14,7 +14,7 @@ import zlib
 from typing import Final, NamedTuple
 
 from executor.control_page.byte_locks import HeldLock
-from executor.control_page.records import HEADER_BYTES, WORD, LatencyRecord, section_bytes
+from executor.control_page.seqlock_records import HEADER_BYTES, WORD, LatencyRecord, section_bytes
 
 LANES: Final = 8
 CAPACITY: Final = 512

@@ -26,7 +26,7 @@ from executor.control_page.byte_locks import LANES as LANE_LOCKS
 from executor.control_page.byte_locks import SEAT, VETO, HeldLock, inode_of, is_held
 from executor.control_page.host_seat import HostSeat, HostView
 from executor.control_page.latency_ring import LANES, RING_BYTES, LatencyLane, LatencyRing
-from executor.control_page.records import (
+from executor.control_page.seqlock_records import (
     Grant,
     GuestState,
     HostState,

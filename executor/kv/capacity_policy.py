@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from executor.control_page.records import GuestState, HostState
+from executor.control_page.seqlock_records import GuestState, HostState
 from executor.kv.shrink_plan import Granules
 from slo import LoadForecast
 

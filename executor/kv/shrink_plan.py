@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from executor.control_page.records import Grant
+from executor.control_page.seqlock_records import Grant
 from executor.step_gate import GateLimits, lapsed
 
 

@@ -47,7 +47,6 @@ from weight_transfer import (
     WeightError,
     WrongBaseError,
 )
-from weight_transfer.errors import CatalogError
 from weight_transfer.store.catalog import Catalog, FetchPlan
 
 # A replica further behind than that finds its way in the publisher's catalog.

@@ -12,9 +12,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
-from executor.control_page import records as sections
+from executor.control_page import seqlock_records as sections
 from executor.control_page.latency_ring import LANES, RING_BYTES, START, LatencyRing
-from executor.control_page.records import (
+from executor.control_page.seqlock_records import (
     HEADER_BYTES,
     LatencyRecord,
     Record,

@@ -29,7 +29,7 @@ from typing import Any, Final, NamedTuple, Self
 import torch
 
 from executor.control_page.page import ControlPage
-from executor.control_page.records import Grant, GuestState
+from executor.control_page.seqlock_records import Grant, GuestState
 from executor.errors import ExecutorError
 from executor.freeze_reason import FreezeReason
 from executor.grant_controller import GrantLiveness

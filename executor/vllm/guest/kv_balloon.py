@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Final
 
-from executor.control_page.records import Grant
+from executor.control_page.seqlock_records import Grant
 from executor.errors import DeviceMemoryShort
 from executor.kv.shrink_plan import (
     NO_CAP,

@@ -8,7 +8,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from executor.control_page.latency_ring import LatencyLane
 from executor.control_page.page import ControlPage
-from executor.control_page.records import LatencyRecord
+from executor.control_page.seqlock_records import LatencyRecord
 from executor.errors import ExecutorError
 from executor.vllm.compat import FinishedSurface, IterationSurface, client_request_id
 from executor.vllm.settings import HOST, EngineSettings

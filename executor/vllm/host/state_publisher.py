@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 
 from executor.control_page.host_seat import HostSeat
-from executor.control_page.records import HostState
+from executor.control_page.seqlock_records import HostState
 from executor.deadline_tracker import DeadlineTracker
 from executor.step_log import StepLog
 from executor.vllm.compat import RequestSurface, SchedulerSurface, StepSurface

@@ -1,8 +1,6 @@
 """Choices in fleets too large to weigh whole: as good, as careful, and quick."""
 
 import random
-import sys
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -11,9 +9,7 @@ from hypothesis import strategies as st
 
 from elastic_scheduler import ReplicaKind, ReplicaView, Router, TurnNeed, TurnPlacement
 from elastic_scheduler.routing import router
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "bench"))
-import routing
+from rose.bench.micro import routing
 
 FLEET = 40
 STEP = st.tuples(

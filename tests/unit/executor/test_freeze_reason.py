@@ -3,7 +3,7 @@
 import pytest
 
 from executor import FreezeReason, Grant, GuestState, explained
-from executor.control_page.records import REASON_BYTES
+from executor.control_page.seqlock_records import REASON_BYTES
 
 
 @pytest.mark.parametrize("reason", FreezeReason)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from executor import Grant, GrantMode, GuestState, HostState, LatencyRecord, SeatState
 from executor.control_page.page import LAYOUT_VERSION
-from executor.control_page.records import MOST_INT, Record, record
+from executor.control_page.seqlock_records import MOST_INT, Record, record
 
 number = st.integers(0, MOST_INT - 1)
 word = st.text("abcdefghijklmnopqrstuvwxyz_", max_size=32)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from executor import ControlPage, GrantController, GrantMode, GuardConfig, GuestState, HostState
 from executor.control_page.latency_ring import LANE_BYTES, RING_BYTES, SLOT_BYTES
 from executor.control_page.page import PAGE_BYTES
-from executor.control_page.records import HEADER_BYTES, SeatState, Section
+from executor.control_page.seqlock_records import HEADER_BYTES, SeatState, Section
 from rose.logs.eventlog import EventLog, JsonlLog
 from rose.node.grants.guard_thread import SAMPLE_EVERY_TICKS, GuardThread
 from rose.node.grants.host_watch import HostWatch
