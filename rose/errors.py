@@ -1,15 +1,14 @@
-"""Decoding of bytes from outside: one error for all that is wrong with them.
-
-msgspec has errors of its own for bytes that are not what they should be, but raises
-UnicodeDecodeError for text that is no UTF-8, and RecursionError for brackets nested too deep.
-
-Errors that a person reads: one line that says what is wrong and what to do next.
+"""Errors that a person reads: one line that says what is wrong and what to do next.
 
 RoseError
 ├── ConfigError          a setting, option or file is wrong
 ├── EngineStartError     an engine could not be started
 ├── UnavailableError     a process of ROSE does not answer
 └── RefusedError         a request breaks a rule (stale epoch, wrong version, no room)
+
+`decoded` makes one error of all that is wrong with bytes from outside.
+msgspec has errors of its own for bytes that are not what they should be, but raises
+UnicodeDecodeError for text that is no UTF-8, and RecursionError for brackets nested too deep.
 """
 
 from typing import Final, Protocol, TypeVar

@@ -1,13 +1,4 @@
-"""Segments: memory that one process fills and other processes of its owner read.
-
-make    a memfd: it has no name in any file system, so nothing is left of it when its last process
-        ends, however that ends; sealed, so that nobody else can write to it or change its size
-open    by another process, through the maker's /proc/PID/fd; a copy-on-write mapping, so that
-        nothing that a reader does reaches the maker
-elect   of processes that start together, one whose segment all of them use: a file that names it
-        appears once, with all that it says, by `link`
-
-One copy of a checkpoint for all ranks of an engine on a node.
+"""One copy of a checkpoint for all ranks of an engine on a node.
 
 Weights that no version has changed yet are where the checkpoint's files are: mapped, in the page
 cache. A tensor moves into a segment (see `segment`) when a version first changes it. One rank
@@ -20,6 +11,15 @@ followers  decode: wait for each tensor, prove it against the signed manifest â†
 Whoever waits sees the leader's failure, its end, or a minute without progress; each of them is an
 error, and what was decoded until then is nothing that could be committed. A rank without others
 leads alone.
+
+A segment is memory that one process fills and other processes of its owner read.
+
+make    a memfd: it has no name in any file system, so nothing is left of it when its last process
+        ends, however that ends; sealed, so that nobody else can write to it or change its size
+open    by another process, through the maker's /proc/PID/fd; a copy-on-write mapping, so that
+        nothing that a reader does reaches the maker
+elect   of processes that start together, one whose segment all of them use: a file that names it
+        appears once, with all that it says, by `link`
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Reader of a rank's torch tensors, and the pieces of a state dict by its DTensors' placements.
+"""Publishing from torch: one process or all ranks of a trainer, tensors and DTensors.
+
+Reader of a rank's torch tensors, and the pieces of a state dict by its DTensors' placements.
 
 A chunk at a time crosses to the host and becomes bits.
 

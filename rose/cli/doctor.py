@@ -1,10 +1,10 @@
-"""Checks of `rose doctor` on a node: the host, the node itself and its GPUs.
+"""`rose doctor --config FILE`: checks of a node: the host, the node itself and its GPUs.
 
 Host: its page, its publisher, its process, its clock. Node: daemon, scheduler, guests, kill switch,
 placement, ports, disk. GPUs: driver, card, other users, MPS, and the parts that a guest needs to
 return memory.
 
-`rose doctor --config FILE`: 0 nothing is wrong, 1 something is, 2 the file cannot be used.
+Exit code 0 when nothing is wrong, 1 when something is, 2 when the file cannot be used.
 """
 
 import argparse

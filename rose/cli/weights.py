@@ -1,8 +1,7 @@
-"""Output of `rose weights`, for people and for programs.
+"""`rose weights diff|apply|inspect|verify`, on safetensors files and on folders of them.
 
-`rose weights diff|apply|inspect|verify`, on safetensors files and on folders of them.
-
-Exit code 0 when done, 1 when `verify` found a difference, 2 for bad input.
+Output is for people or, with `--json`, for programs. Exit code 0 when done, 1 when `verify` found a
+difference, 2 for bad input.
 """
 
 import argparse

@@ -1,14 +1,4 @@
-"""Choice of a session's gateway, and detection of gateways that stopped answering.
-
-A session stays with one gateway as long as it answers, so that its prefixes stay known there.
-`GatewayRing` uses rendezvous hashing: every process computes the same order from addresses and
-session alone, and the sessions of a dead gateway spread over all others.
-
-A dead process closes its connections; a frozen one, or a machine that is gone, only falls silent.
-Turns wait for minutes, so `GatewayMonitor` asks each gateway with waiting turns for its health
-meanwhile. One that misses `probes` of them in a row is dead, and its turns wait no longer.
-
-One turn, tried at one gateway after the other until it is whole.
+"""One turn, tried at one gateway after the other until it is whole.
 
     try ── answer ─► done
      │  └─ refused (4xx) ─► error
@@ -17,6 +7,16 @@ One turn, tried at one gateway after the other until it is whole.
 
 All tries carry the same request id: a gateway that knows it already hands out the same turn. Of
 a stream only what is missing is asked for elsewhere: see `resume`.
+
+Which gateway comes first, and which one stopped answering:
+
+A session stays with one gateway as long as it answers, so that its prefixes stay known there.
+`GatewayRing` uses rendezvous hashing: every process computes the same order from addresses and
+session alone, and the sessions of a dead gateway spread over all others.
+
+A dead process closes its connections; a frozen one, or a machine that is gone, only falls silent.
+Turns wait for minutes, so `GatewayMonitor` asks each gateway with waiting turns for its health
+meanwhile. One that misses `probes` of them in a row is dead, and its turns wait no longer.
 """
 
 import asyncio

@@ -118,7 +118,7 @@ class Stack:
         self.trainer = await self._talker(
             "trainer", "rose.demo.training.main", self._trainer(key_path)
         )
-        self.load = await self._talker("load", "rose.bench.load.main", self._load())
+        self.load = await self._talker("load", "rose.bench.load.generator", self._load())
 
     async def wait_host(self, timeout_s: float) -> None:
         """Return once the host serves."""

@@ -1,9 +1,8 @@
-"""vLLM: the command line and environment of an engine; the same for all versions that ROSE knows.
+"""Specification of an engine: one frozen record that gives its command line and environment.
 
-Each engine runs its worker inside its engine core (UniProcExecutor): as two processes they would
-starve each other on one core, and only there the scheduler's plugin reaches the KV memory.
-
-Specification of an engine: one frozen record, from which its command line follows.
+They are the same for all versions of vLLM that ROSE knows. Each engine runs its worker inside its
+engine core (UniProcExecutor): as two processes they would starve each other on one core, and only
+there the scheduler's plugin reaches the KV memory.
 
 `module_path` makes ROSE's source tree usable for an interpreter that has vLLM but not ROSE
 installed. vLLM finds plugins by the entry points of installed distributions. Metadata in a folder

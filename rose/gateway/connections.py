@@ -17,8 +17,8 @@ from typing import Any, cast
 from aiohttp import web
 
 from rose.gateway.apis.wire import vllm_error
+from rose.gateway.errors import BadRequest, NoReplica, TurnError
 from rose.gateway.request_limits import LimitLog
-from rose.gateway.settings import BadRequest, NoReplica, TurnError
 
 IDLE_S = 300.0
 # A connection that is younger than this is not closed for another's sake: its head may be near.

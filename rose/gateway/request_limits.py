@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from rose.contract.gateway import EVENT_ID_HEADER, TIMEOUT_HEADER
-from rose.gateway.settings import BadRequest, BodyEncoded, BodyTooLarge, BodyTooSlow
+from rose.gateway.errors import BadRequest, BodyEncoded, BodyTooLarge, BodyTooSlow
 
 QUIET_S = 10.0
 

@@ -1,36 +1,15 @@
-"""Settings of a gateway, as its operator gives them.
-
-Errors of a turn that is not answered with tokens: each maps to one HTTP status.
-
-RefusedError
-└── TurnError
-    ├── BadRequest             400
-    ├── UnknownModel           404
-    ├── VersionUnavailable     409
-    ├── TurnCancelled          409
-    ├── BodyTooSlow            408
-    ├── BodyTooLarge           413
-    ├── BodyEncoded            415
-    ├── QueueFull              429, Retry-After
-    ├── NoReplica              503, Retry-After
-    └── DeadlinePassed         504
-
-An error that was raised knows its frames, and they know who waits for it: kept anywhere in a turn
-it is a cycle of all that the turn ever touched. So what keeps one keeps a `fresh` one, which never
-was raised, and whoever raises one that is kept raises a `fresh` one.
-"""
+"""Settings of a gateway, as its operator gives them."""
 
 import argparse
-from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 from urllib.parse import urlsplit
 
 from elastic_scheduler import ReplicaKind
 from rose.addresses import check_exposure
 from rose.cli.main import add_log_limits, taken_log_limits
-from rose.errors import ConfigError, RefusedError
+from rose.errors import ConfigError
 from rose.logs.rotating_jsonl import BOUNDED, LogLimits
 
 
@@ -193,95 +172,3 @@ def _static_replica(text: str, max_sequences: int) -> StaticReplica:
     if max_sequences < 1:
         raise ConfigError(f"--replica-max-sequences is {max_sequences}; give at least 1")
     return StaticReplica(parts[0], ReplicaKind(parts[1]), parts[2].rstrip("/"), max_sequences)
-
-
-E = TypeVar("E", bound=BaseException)
-
-
-def fresh(error: E) -> E:
-    """Return the same error as if it had never been raised: no frames, no cause, no context."""
-    return copy(error)
-
-
-class TurnError(RefusedError):
-    """Base: `status` is the HTTP status, `kind` vLLM's name of it, `param` the field at fault."""
-
-    status = 500
-    kind = "InternalServerError"
-    retry_after_s = 0
-
-    def __init__(self, message: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.param = param
-
-
-class BadRequest(TurnError):  # noqa: N818 - named as in HTTP
-    """The request itself is wrong: sending it again will not help."""
-
-    status = 400
-    kind = "BadRequestError"
-
-
-class UnknownModel(TurnError):  # noqa: N818 - a state, as in the tree above
-    """The gateway serves another model."""
-
-    status = 404
-    kind = "NotFoundError"
-
-
-class VersionUnavailable(TurnError):  # noqa: N818 - a state, as in the tree above
-    """No replica runs a policy version that the turn accepts."""
-
-    status = 409
-    kind = "ConflictError"
-
-
-class TurnAborted(TurnError):  # noqa: N818 - a state, as in the tree above
-    """Somebody aborted the turn by its id or finished its session."""
-
-    status = 409
-    kind = "ConflictError"
-
-
-class BodyTooLarge(TurnError):  # noqa: N818 - a state, as in the tree above
-    """The body is longer than the gateway reads."""
-
-    status = 413
-    kind = "RequestEntityTooLargeError"
-
-
-class BodyEncoded(TurnError):  # noqa: N818 - a state, as in the tree above
-    """The body is compressed: a few bytes could be gigabytes."""
-
-    status = 415
-    kind = "UnsupportedMediaTypeError"
-
-
-class BodyTooSlow(TurnError):  # noqa: N818 - a state, as in the tree above
-    """The body did not come in time."""
-
-    status = 408
-    kind = "RequestTimeoutError"
-
-
-class QueueFull(TurnError):  # noqa: N818 - a state, as in the tree above
-    """Too many turns wait already."""
-
-    status = 429
-    kind = "RateLimitError"
-    retry_after_s = 1
-
-
-class NoReplica(TurnError):  # noqa: N818 - a state, as in the tree above
-    """No replica could finish the turn in time."""
-
-    status = 503
-    kind = "ServiceUnavailableError"
-    retry_after_s = 1
-
-
-class DeadlinePassed(TurnError):  # noqa: N818 - a state, as in the tree above
-    """The turn took longer than its caller allowed."""
-
-    status = 504
-    kind = "GatewayTimeoutError"

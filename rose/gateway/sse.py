@@ -20,7 +20,7 @@ from contextlib import asynccontextmanager
 from aiohttp import HttpVersion11, web
 
 from rose.gateway.apis.frontend import ApiFrontend, ApiRequest
-from rose.gateway.settings import TurnError, fresh
+from rose.gateway.errors import TurnError, fresh
 from rose.gateway.stats import GatewayStats
 from rose.gateway.turns.token_stream import TokenStream
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rose.errors import ConfigError
-from rose.gateway.settings import BadRequest, QueueFull, UnknownModel
+from rose.gateway.errors import BadRequest, QueueFull, UnknownModel
 from rose.tokenizer_pool.pool import TextBusy, TextPool, TextRefused
 from rose.tokenizer_pool.worker import Chat, Decode, Done, Encode, Setup, Variable, packed, unpacked
 

@@ -1,4 +1,6 @@
-"""Fetch of one replica's next update: planned, leased, and fetched from the publisher or a relay.
+"""Weight updates of a node's engines: planned, fetched, applied and proven.
+
+Fetch of one replica's next update: planned, leased, and fetched from the publisher or a relay.
 
 held ──δ──► … ──δ──► target       one folded update: versions between are never active here
 base ──δ──► … ──δ──► target       where that is fewer bytes, or the held weights are not the version

@@ -1,6 +1,4 @@
-"""Audits: every live weight is digested, in pieces between the engine's steps, and judged.
-
-Updater of a replica's policy version: decodes, loads, pauses, commits, proves, resumes.
+"""Updater of a replica's policy version: decodes, loads, pauses, commits, proves, resumes.
 
 decode   while serving: verified and decoded once for all ranks of a node; nothing is written
 load     while serving: a fresh load computes what the new version has to compute
@@ -19,6 +17,8 @@ by the engine, or counted where they come in (`token_versions`).
 A guest takes weights while its host is idle: the engine's gate covers neither the update nor a
 pause. A host that is never idle keeps its guest at its old version. The guest says so, and its node
 asks again later.
+
+`Audits` digest every live weight, in pieces between the engine's steps, and judge the sums.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
-"""Interface of a store of control state.
+"""Store of control state: its interface, and the default, one SQLite file.
 
-The default store: one SQLite file, written ahead (WAL), synced on each commit.
+The file is written ahead (WAL) and synced on each commit.
 """
 
 import os

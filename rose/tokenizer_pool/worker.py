@@ -1,10 +1,9 @@
-"""Chat templates, rendered as `transformers` renders them, piece by piece up to a bound.
+"""`python -m rose.tokenizer_pool.worker`: process that renders chat templates and tokenizes.
 
-Importing transformers for it takes seconds, and a worker that was killed must be back soon.
-
-`python -m rose.tokenizer_pool.worker`: worker process that tokenizes, one job at a time over its pipes.
-
-A frame on its standard streams is four bytes of length and a msgpack struct.
+It takes one job at a time over its pipes; a frame on its standard streams is four bytes of length
+and a msgpack struct. Templates are rendered as `transformers` renders them, piece by piece up to a
+bound. Importing transformers for it would take seconds, and a worker that was killed must be back
+soon.
 """
 
 import json

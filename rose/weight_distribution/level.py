@@ -1,6 +1,6 @@
-"""The level at which a version is encoded: the one with which it has crossed the link first.
+"""Choice of the level at which a version is encoded: the one that crosses the link first.
 
-LinkMeter: how fast readers take what a publisher sends. Pure: the clock is handed in.
+`LinkMeter` measures how fast readers take what a publisher sends; the clock is handed in.
 
 A reader asks for its next chunk when it has one, several at once: so a burst, from its first
 request on to its last answer, lasts as long as the link needs for it. Short bursts fit into the

@@ -20,9 +20,9 @@ from rose.gateway.apis import ChatFrontend, CompletionFrontend, SglangFrontend, 
 from rose.gateway.backends import LINKS
 from rose.gateway.backends.http_pool import Upstream
 from rose.gateway.connections import Connection
+from rose.gateway.errors import QueueFull, TurnError
 from rose.gateway.replicas.dispatcher import Dispatcher
 from rose.gateway.server import GatewayServer
-from rose.gateway.settings import QueueFull, TurnError
 from rose.gateway.stats import GatewayHealth, GatewayStats
 from rose.gateway.text_codec import ServedModel
 from rose.gateway.turns.attempt import ATTEMPT_FAILURES, check_line

@@ -1,4 +1,6 @@
-"""An engine's start beside its host: each forward pass of it waits for the gate, as steps do later.
+"""Guest's side of the gate: an engine's start and its steps ask the control page whether to run.
+
+An engine's start beside its host: each forward pass of it waits for the gate, as steps do later.
 
     profile run, warm-up, graph capture ──► model(...) ──► gate: host idle, grant live? ──► runs
 

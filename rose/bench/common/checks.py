@@ -1,8 +1,7 @@
-"""Tables of text: columns as wide as what is in them, figures to the right.
+"""Figures beside their limits, and tables of them.
 
-Figures beside their limits: HOLDS, FAILS, or INCONCLUSIVE where an interval contains the limit.
-
-Standard library only: what judges a GPU's figures runs in any Python.
+A figure HOLDS or FAILS its limit, or is INCONCLUSIVE where an interval contains the limit. Standard
+library only: what judges a GPU's figures runs in any Python.
 """
 
 from __future__ import annotations

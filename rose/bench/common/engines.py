@@ -1,6 +1,7 @@
-"""Where and how the kernel runs an engine that runs already: a bench moves it between arms.
+"""Engines of a benchmark: host, ROSE guest and stock guest, started, placed, checked, stopped.
 
-Host, ROSE guest and stock guest of one run: started, checked, stopped.
+Placement says where and how the kernel runs an engine that runs already: a bench moves it between
+arms.
 """
 
 import asyncio

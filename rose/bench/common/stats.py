@@ -1,9 +1,8 @@
-"""What a run reported, read, and held field by field against what its raw records give.
+"""Seeded bootstrap intervals (95%), and results compared with their raw records.
 
-Seeded bootstrap intervals (95%), over the units that repeat independently.
-
-A unit is a group of rollouts of one map, a pair of blocks, or a window of replayed arrivals: inside
-a unit samples depend on each other, so resampling single samples would make intervals too narrow.
+A unit repeats independently: a group of rollouts of one map, a pair of blocks, or a window of
+replayed arrivals. Inside a unit samples depend on each other, so resampling single samples would
+make intervals too narrow. A result is read and held field by field against what its records give.
 """
 
 import math

@@ -408,7 +408,7 @@ async def start_load(
     """Start the load generator of the host's clients; returns once it is ready."""
     path = scratch / "load.json"
     path.write_text(config.model_dump_json())
-    argv = (sys.executable, "-m", "rose.bench.load.main", "--config", str(path))
+    argv = (sys.executable, "-m", "rose.bench.load.generator", "--config", str(path))
     load = await JsonlProcess.start(
         ProcessSpec(name="load", argv=argv, log=log, core=core, piped=True)
     )

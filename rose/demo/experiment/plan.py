@@ -1,12 +1,11 @@
-"""`rose demo --compare`: does learning on borrowed tokens end where dedicated tokens end?
-
-For each of a few seeds the same training runs twice, with the guest leased throughout and without
-it, and the greedy success on the held-out maps is compared.
-
-Plan of the experiment: the blocks of guest arm and host load, and their lengths.
+"""Plan of the experiment: the blocks of guest arm and host load, and their lengths.
 
 Measured blocks last so many seconds, whatever the machine: both arms of a pair then see the same
 arrivals to the end, and a run takes as long on a slow machine as on a fast one.
+
+`rose demo --compare` runs the same training twice for each of a few seeds, with the guest leased
+throughout and without it: does learning on borrowed tokens end where dedicated tokens end? The
+greedy success on the held-out maps is compared.
 """
 
 import json

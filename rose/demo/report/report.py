@@ -1,11 +1,7 @@
-"""The report of a run, computed from its raw records and nothing else.
+"""Report of a run, computed from its raw records and nothing else.
 
-Summary of a finished run, and `rose demo verify DIR`.
-
-The summary prints what happened and every claim with its measurement and verdict. `verify`
-recomputes a report from its raw records and compares it field by field.
-
-The report for people: `report.md`.
+It is printed as a summary, written for people as `report.md`, and recomputed by `rose demo verify
+DIR`, which compares it with the stored one field by field.
 """
 
 from __future__ import annotations

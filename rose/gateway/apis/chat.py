@@ -13,8 +13,8 @@ from rose.contract.gateway import Version, versions_of
 from rose.gateway.apis import wire
 from rose.gateway.apis.completions import OpenAIBody, check_top_logprobs, text_between, token_text
 from rose.gateway.apis.frontend import ApiRequest
+from rose.gateway.errors import BadRequest, TurnError
 from rose.gateway.request_limits import resume_of, timeout_of
-from rose.gateway.settings import BadRequest, TurnError
 from rose.gateway.text_codec import ChatOptions, ServedModel
 from rose.gateway.turns.request import NOTHING, TurnRequest, origin_of, sample_of, unread
 from rose.gateway.turns.token_stream import TokenStream

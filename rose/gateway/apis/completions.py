@@ -13,8 +13,8 @@ from rose.contract.replica import Sampling
 from rose.gateway.apis import wire
 from rose.gateway.apis.frontend import ApiRequest
 from rose.gateway.apis.wire import StreamOptions
+from rose.gateway.errors import BadRequest, TurnError
 from rose.gateway.request_limits import resume_of, timeout_of
-from rose.gateway.settings import BadRequest, TurnError
 from rose.gateway.text_codec import ServedModel, TextPlan, TextTrack
 from rose.gateway.turns.request import (
     NOTHING,

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from rose.gateway.settings import TurnError
+from rose.gateway.errors import TurnError
 from rose.gateway.turns.request import TurnRequest
 from rose.gateway.turns.token_stream import TokenStream
 

@@ -15,8 +15,8 @@ from rose.contract.replica import Sampling
 from rose.gateway.apis import wire
 from rose.gateway.apis.completions import check_stops, text_between
 from rose.gateway.apis.frontend import ApiRequest
+from rose.gateway.errors import BadRequest, TurnError
 from rose.gateway.request_limits import resume_of, timeout_of
-from rose.gateway.settings import BadRequest, TurnError
 from rose.gateway.text_codec import ServedModel, TextPlan
 from rose.gateway.turns.request import NOTHING, TurnRequest, origin_of, refuse_unsupported
 from rose.gateway.turns.token_stream import TokenStream

@@ -4,7 +4,7 @@ import msgspec
 
 from rose.gateway.apis import wire
 from rose.gateway.apis.chat import chat_options
-from rose.gateway.settings import BadRequest
+from rose.gateway.errors import BadRequest
 from rose.gateway.text_codec import ServedModel
 from rose.gateway.turns.request import NOTHING
 from rose.tokenizer_pool.worker import Variable

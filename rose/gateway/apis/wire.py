@@ -9,8 +9,8 @@ import msgspec
 
 from rose.contract.gateway import REQUEST_ID_HEADER, GatewayFault, GatewayRefusal
 from rose.errors import decoded
+from rose.gateway.errors import BadRequest, TurnError
 from rose.gateway.request_limits import header_of
-from rose.gateway.settings import BadRequest, TurnError
 from rose.gateway.turns.token_stream import TokenStream
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ from elastic_scheduler import Attempt
 from rose.contract.fields import Logprob, SampledId
 from rose.contract.replica import StreamLine
 from rose.gateway.backends.base import BackendError, Lines, fault_text
-from rose.gateway.settings import BadRequest
+from rose.gateway.errors import BadRequest
 from rose.gateway.turns.request import TurnRequest
 
 # An event may hold a whole long output with its logprobs.

@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from itertools import count
 
 from elastic_scheduler import End, Quote, Router, RoutingDecision, TurnNeed, TurnPlacement
-from rose.gateway.replicas.table import ReplicaApi, ReplicaEntry
-from rose.gateway.settings import (
+from rose.gateway.errors import (
     BadRequest,
-    GatewaySettings,
     NoReplica,
     QueueFull,
     TurnError,
     VersionUnavailable,
     fresh,
 )
+from rose.gateway.replicas.table import ReplicaApi, ReplicaEntry
+from rose.gateway.settings import GatewaySettings
 from rose.gateway.stats import GatewayStats, LeaseLatencyClock
 from rose.process.background_tasks import described
 

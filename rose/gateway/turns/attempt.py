@@ -13,8 +13,8 @@ from elastic_scheduler import Deliver, End, JournalError, Outcome
 from rose.contract.replica import StreamLine
 from rose.gateway.backends import LINKS, BackendError
 from rose.gateway.backends.http_pool import OK, Upstream
+from rose.gateway.errors import BadRequest, fresh
 from rose.gateway.replicas.dispatcher import Dispatcher, LiveAttempt
-from rose.gateway.settings import BadRequest, fresh
 from rose.gateway.turns.hedging import Race, TurnCopy
 
 REST_OF_ANSWER_S = 1.0

@@ -23,8 +23,8 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from elastic_scheduler import HedgedGroup, MemberView, Quote, TurnJournal, TurnNeed, Won
+from rose.gateway.errors import BadRequest, TurnError
 from rose.gateway.replicas.dispatcher import Dispatcher, EventSink, LiveAttempt
-from rose.gateway.settings import BadRequest, TurnError
 from rose.gateway.stats import GatewayStats
 from rose.gateway.text_codec import TextTrack
 from rose.gateway.turns.request import Origin, TurnRequest

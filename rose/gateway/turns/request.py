@@ -23,7 +23,7 @@ from rose.contract.gateway import (
     TurnFields,
 )
 from rose.contract.replica import Sampling
-from rose.gateway.settings import BadRequest
+from rose.gateway.errors import BadRequest
 from rose.gateway.text_codec import TextPlan
 
 # Fields that must say nothing are not decoded: millions of small objects would hold up the loop.

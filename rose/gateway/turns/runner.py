@@ -22,15 +22,9 @@ from elastic_scheduler import (
     TurnJournal,
 )
 from rose.gateway.backends.http_pool import Upstream
+from rose.gateway.errors import BadRequest, DeadlinePassed, NoReplica, TurnAborted, TurnError
 from rose.gateway.replicas.dispatcher import Dispatcher, EventSink, LiveAttempt
-from rose.gateway.settings import (
-    BadRequest,
-    DeadlinePassed,
-    GatewaySettings,
-    NoReplica,
-    TurnAborted,
-    TurnError,
-)
+from rose.gateway.settings import GatewaySettings
 from rose.gateway.stats import GatewayStats
 from rose.gateway.turns.attempt import AttemptStream
 from rose.gateway.turns.hedging import Hedging, Race, TurnCopy

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from elastic_scheduler import Segment, TurnJournal, VersionSpan
-from rose.gateway.settings import TurnError, fresh
+from rose.gateway.errors import TurnError, fresh
 from rose.gateway.text_codec import TextTrack
 
 # Of CPython's objects, measured: a feed and what shares it, a span or a segment.

@@ -12,7 +12,7 @@ from rose.client.wire import decode_event, decode_turn, encode_ask, message, ref
 from rose.contract.replica import Sampling
 from rose.gateway.apis import VllmFrontend
 from rose.gateway.apis.frontend import ApiRequest as GatewayAsk
-from rose.gateway.settings import VersionUnavailable
+from rose.gateway.errors import VersionUnavailable
 from rose.gateway.text_codec import ServedModel
 from rose.gateway.turns.token_stream import TokenStream
 

@@ -1,12 +1,12 @@
-"""Positions of a checkpoint tensor and of a parameter that one affine map takes to each other.
-
-`shape`, `sources` and `targets` (strides) are int64 of one length; the sources' nest: each stride
-is larger than all that the dimensions after it can add up to.
-
-Kernels of weight changes, forth and back: gaps and zigzag coded ulp deltas.
+"""Kernels of weight changes, forth and back: gaps and zigzag coded ulp deltas.
 
 gap    distance to the previous changed weight, less one
 code   new − old of the integer views, wrapped to their width and zigzag coded; never 0
+
+Strided copies: positions of a checkpoint tensor and of a parameter that one affine map takes to
+each other.
+`shape`, `sources` and `targets` (strides) are int64 of one length; the sources' nest: each stride
+is larger than all that the dimensions after it can add up to.
 """
 
 from __future__ import annotations

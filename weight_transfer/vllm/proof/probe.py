@@ -1,4 +1,6 @@
-"""Audit: digests of the weights that an engine really holds, in pieces between its steps.
+"""Proofs of an active version: the audit of its weights and the probe of what it computes.
+
+Audit: digests of the weights that an engine really holds, in pieces between its steps.
 
 Each rank sums over the weights it has; of a weight that several ranks or parameters hold, every
 copy has to have the same sum. Together they are the checkpoint's digests, or a weight was flipped.
