@@ -44,6 +44,8 @@ from weight_transfer.publish.shard_encoder import ShardEncoder, ShardSettings
 from weight_transfer.publish.sharding import Pieces, first_holders, piece, share, whole
 from weight_transfer.store.chunk_store import ChunkStore
 
+__all__ = ["ShardedPublisher", "local_weights", "state_pieces"]
+
 
 class TorchWeights:
     """A rank's own part of a tensor, cast to `dtype` as it is read."""

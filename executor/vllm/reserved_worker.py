@@ -17,7 +17,7 @@ from executor.cuda.bindings import open_driver
 from executor.cuda.reservation import as_tensor, whole
 from executor.errors import ExecutorError
 from executor.vllm.compat import check_version
-from executor.vllm.guest.gate_client import GatedStart
+from executor.vllm.guest.start_gate import GatedStart
 from executor.vllm.kv_backing import block_outermost_first, check_views, packed, reserve_kv
 from executor.vllm.settings import EngineSettings
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rose.bench.gpu.pieces import PieceError
-from rose.bench.gpu.work.device_tests import GROUPS, TestGroup, run_files, run_groups
+from rose.bench.gpu.work.device_tests import GROUPS, DeviceTestGroup, run_files, run_groups
 
 
 @pytest.fixture(autouse=True)
@@ -53,9 +53,9 @@ def test_what_proves_nothing_ends_the_piece_in_one_line(
 
 
 def test_what_cannot_run_here_is_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = TestGroup("here", "tests/unit/bench/test_gpu_device_tests.py", "def test_", ())
-    absent = TestGroup("absent", "tests/unit/bench/*.py", "", ("no_such_module",))
-    none = TestGroup("none", "tests/unit/bench/*.py", "not a word " + "of any test", ())
+    here = DeviceTestGroup("here", "tests/unit/bench/test_gpu_device_tests.py", "def test_", ())
+    absent = DeviceTestGroup("absent", "tests/unit/bench/*.py", "", ("no_such_module",))
+    none = DeviceTestGroup("none", "tests/unit/bench/*.py", "not a word " + "of any test", ())
     asked: list[str] = []
     name = "rose.bench.gpu.work.device_tests.run_files"
     monkeypatch.setattr(name, lambda files: asked.extend(f.name for f in files) or {"passed": 3})

@@ -12,7 +12,7 @@ from torch import nn
 
 from executor import ControlPage, Grant, GrantMode
 from executor.errors import ExecutorError
-from executor.vllm.guest.gate_client import GatedStart, StartGate
+from executor.vllm.guest.start_gate import GatedStart, StartGate
 from tests.seated_host import SeatedHost
 
 TICK_NS = 1_000_000

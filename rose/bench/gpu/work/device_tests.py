@@ -18,7 +18,7 @@ NEVER_PASSED_ON = ("TRITON_INTERPRET",)
 
 
 @dataclass(frozen=True, slots=True)
-class TestGroup:
+class DeviceTestGroup:
     """Tests that run on a device where there is one, and on a stand-in elsewhere.
 
     They are files that match and have the word in them; modules: what they import.
@@ -42,14 +42,16 @@ class TestGroup:
 
 
 GROUPS = (
-    TestGroup(
+    DeviceTestGroup(
         "weights",
         "tests/unit/weight_transfer/device_cases*.py",
         "DEVICE",
         ("triton", "numba", "blake3", "zstandard", "cryptography"),
     ),
-    TestGroup("pages", "tests/unit/executor/test_cuda_*.py", "cuda_cases", ("cuda.bindings",)),
-    TestGroup("memory", "tests/unit/nvml/test_*.py", "NVML_DEVICE", ("cuda.bindings",)),
+    DeviceTestGroup(
+        "pages", "tests/unit/executor/test_cuda_*.py", "cuda_cases", ("cuda.bindings",)
+    ),
+    DeviceTestGroup("memory", "tests/unit/nvml/test_*.py", "NVML_DEVICE", ("cuda.bindings",)),
 )
 
 
@@ -58,7 +60,7 @@ def run(sizes: Sizes, place: str) -> dict[str, Any]:
     return run_groups(GROUPS)
 
 
-def run_groups(groups: Sequence[TestGroup]) -> dict[str, Any]:
+def run_groups(groups: Sequence[DeviceTestGroup]) -> dict[str, Any]:
     """Tests passed, and the groups that were left out. Raises PieceError, too when all were."""
     left_out = {group.name: why for group in groups if (why := group.missing())}
     files = [file for group in groups if group.name not in left_out for file in group.files()]
