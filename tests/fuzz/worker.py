@@ -1,7 +1,6 @@
 """`python -m tests.fuzz.worker MODULE CORPUS_OR_FILE [libFuzzer options]`: one module's process."""
 
 import hashlib
-import pkgutil
 import sys
 from pathlib import Path
 
@@ -10,7 +9,10 @@ import atheris
 OURS = ["rose", "executor", "weight_transfer", "elastic_scheduler", "slo"]
 # Numba compiles these itself, and knows no call that Atheris put into them.
 KERNELS = Path(__file__).parents[2] / "weight_transfer" / "kernels"
-COMPILED = [f"weight_transfer.kernels.{one.name}" for one in pkgutil.iter_modules([str(KERNELS)])]
+COMPILED = [
+    ".".join(("weight_transfer.kernels", *path.relative_to(KERNELS).with_suffix("").parts))
+    for path in KERNELS.rglob("*.py")
+]
 
 with atheris.instrument_imports(include=OURS, exclude=COMPILED, enable_loader_override=False):
     from tests.fuzz.targets import dispatch, load, seeds
