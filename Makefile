@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Processes of tests are many: each would compile the project anew where this forbids to keep it.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: install check test nightly unit unit-light engine demo demo-accept bench-demo bench-coserve bench-kv bench-host-overhead bench-weights bench-gateway bench-routing chaos soak fuzz gpu docs protos lock clean
 
@@ -15,7 +17,8 @@ $(STAMP): requirements/cpu.txt pyproject.toml scripts/install
 check: install
 	scripts/check
 
-# In two processes, which have a core each; a file is run by one of them. Engine tests need both.
+# In two processes, which have a core each; a file is run by one of them. Engine tests need both,
+# and with them is what takes as long as they do.
 UNIT := $(BIN)/python -m pytest -q -m "not engine and not nightly" -n 2 --dist loadfile --durations=25
 
 unit: install

@@ -4,13 +4,14 @@ import os
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
@@ -119,8 +120,8 @@ def kv_views(config: KVCacheConfig, allocate: Callable[[int], torch.Tensor]) -> 
     return views
 
 
-def next_token(tokens: Iterable[int]) -> int:
-    return zlib.crc32(np.fromiter(tokens, np.int32).tobytes()) % VOCABULARY
+def next_token(tokens: npt.ArrayLike) -> int:
+    return zlib.crc32(np.asarray(tokens, np.int32).tobytes()) % VOCABULARY
 
 
 def undisturbed(prompt: list[int], count: int) -> list[int]:
@@ -138,7 +139,9 @@ class StandInRunner:
 
     def __init__(self, views: Views) -> None:
         ends = list(views.values())
-        self._layers = [ends[0].numpy(), ends[-1].numpy()]
+        # By block and place in it: the first four bytes that a token has in a block's page.
+        cells = [layer.numpy()[:, : BLOCK_TOKENS * 4].view(np.int32) for layer in ends]
+        self._first, self._last = cells[0], cells[-1]
         self._tokens: dict[str, list[int]] = {}
         self._blocks: dict[str, list[int]] = {}
 
@@ -172,22 +175,17 @@ class StandInRunner:
 
     def _step(self, request_id: str, computed: int, count: int) -> list[int]:
         tokens = self._tokens[request_id]
+        blocks = np.array(self._blocks[request_id])
         end = computed + count
-        for position in range(computed, end):
-            for cell in self._cells(request_id, position):
-                cell[0] = tokens[position]
+        for cells in (self._first, self._last):
+            at = np.arange(computed, end)
+            cells[blocks[at // BLOCK_TOKENS], at % BLOCK_TOKENS] = tokens[computed:end]
         if end < len(tokens):
             return []
-        layers = zip(*(self._cells(request_id, position) for position in range(end)), strict=True)
-        read = [[int(cell[0]) for cell in cells] for cells in layers]
-        assert read[0] == read[1], "both layers hold the same tokens"
-        tokens.append(next_token(read[0]))
+        first, last = (cells[blocks].ravel()[:end] for cells in (self._first, self._last))
+        assert np.array_equal(first, last), "both layers hold the same tokens"
+        tokens.append(next_token(first))
         return [tokens[-1]]
-
-    def _cells(self, request_id: str, position: int) -> list[np.ndarray[Any, Any]]:
-        block = self._blocks[request_id][position // BLOCK_TOKENS]
-        at = position % BLOCK_TOKENS * 4
-        return [layer[block, at : at + 4].view(np.int32) for layer in self._layers]
 
 
 class NoWatchdog:

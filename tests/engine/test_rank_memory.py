@@ -7,6 +7,8 @@ import pytest
 from rose.bench.weights.ranks import SIZES, rank_memory
 from rose.bench.weights.report import rank_checks
 
+pytestmark = [pytest.mark.engine, pytest.mark.starts_others]
+
 
 @pytest.mark.parametrize(
     "sizes", [(2,), pytest.param(SIZES, marks=pytest.mark.nightly)], ids=["two", "all"]

@@ -22,7 +22,7 @@ from weight_transfer import (
 )
 from weight_transfer.torch import ShardedPublisher
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.engine, pytest.mark.starts_others, pytest.mark.timeout(300)]
 KEY = SigningKey.from_hex("09" * 32)
 
 

@@ -18,7 +18,7 @@ from tests.unit.node.node_bench import standin_spec
 
 FOLDER = Path(sys.argv[1])
 JOURNAL = FOLDER / "journal"
-NODE = Path(__file__).parents[1] / "node" / "standin_daemon.py"
+NODE = Path(__file__).parents[1] / "unit" / "node" / "standin_daemon.py"
 DIES = "raise ValueError('no such model')"
 SILENT = "import time; time.sleep(600)"
 

@@ -12,9 +12,13 @@ import pytest
 from rose.bench.gpu.models import SHAPES
 from rose.bench.gpu.work.timing import ROOT
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
-)
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.starts_others,
+    pytest.mark.skipif(
+        importlib.util.find_spec("triton") is None, reason="Triton is not installed"
+    ),
+]
 # One process for all: it spends seconds on imports. What is broken is broken last.
 PROGRAM = """
 import json, sys

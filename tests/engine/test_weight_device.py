@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[2]
+pytestmark = [pytest.mark.engine, pytest.mark.starts_others]
+ROOT = Path(__file__).parents[2]
+CASES = ROOT / "tests" / "unit" / "weight_transfer"
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed"
 )
@@ -33,7 +34,7 @@ def cases(**environment: str) -> None:
     options = ("-q", "-p", "no:cacheprovider", "--no-header", "--timeout=300")
     # The project's plugins, and no others: each takes time to import.
     plugins = ("-p", "pytest_timeout", "-p", "pytest_asyncio.plugin")
-    command = ("-m", "pytest", *plugins, *options, str(HERE / "device_cases.py"))
+    command = ("-m", "pytest", *plugins, *options, str(CASES / "device_cases.py"))
     done = run(*command, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1", **environment)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     summary = done.stdout.strip().splitlines()[-1]
@@ -63,7 +64,7 @@ def test_on_a_gpu_every_kernel_gives_the_cpus_bits() -> None:
 @pytest.mark.timeout(300)
 def test_every_kernel_compiles(tmp_path: Path) -> None:
     targets = ("80:1", "90:2", "90:8")
-    script = str(HERE / "device_compiled.py")
+    script = str(CASES / "device_compiled.py")
     done = run("-W", "ignore", script, *targets, TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr[-3000:]
     sizes = json.loads(done.stdout)

@@ -9,11 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from tests.awaited import until
 from tests.left_behind import left_behind
 from tests.ports import first_of
 
-ROOT = Path(__file__).parents[3]
+pytestmark = [pytest.mark.engine, pytest.mark.starts_others]
+ROOT = Path(__file__).parents[2]
 STANDIN = Path(__file__).with_name("standin_demo.py")
 MARK = "ROSE_TEST_RUN"
 # The guest waits for its host, which never comes.
