@@ -1,7 +1,8 @@
-"""Reader of NVIDIA cards through NVML, the driver's management library, called by ctypes.
+"""Reader of NVIDIA cards through NVML, the driver's management library, by NVIDIA's own bindings.
 
-The library comes with every driver; a Python package for it does not. Reads alone: no setting, no
-reset.
+The library comes with the driver. The bindings (`pynvml`, of the package nvidia-ml-py) are imported
+when a card is first asked for: a machine without a GPU has no use for them, and a Python that only
+measures may not have them. Reads alone: no setting, no reset.
 
 `card_of` finds a card by index or UUID, and `insist_usable` checks whether ROSE can work on it.
 
@@ -9,7 +10,6 @@ RoseError
 └── CardError     no driver, no such card, or one that cannot be used now: nothing was touched
 """
 
-import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -133,107 +133,15 @@ def version_text(version: tuple[int, int]) -> str:
     return "unknown" if version == (0, 0) else f"{version[0]}.{version[1]}"
 
 
-LIBRARY = "libnvidia-ml.so.1"
-OK, UNKNOWN_CALL, TOO_SMALL, NO_DRIVER, VERSIONS_DIFFER = 0, -1, 7, 9, 18
+NO_LIBRARY, NO_DRIVER, UNKNOWN_CALL, VERSIONS_DIFFER = 12, 9, 13, 18
 _HINTS = {
     NO_DRIVER: "load the NVIDIA driver (is the kernel module there?)",
+    UNKNOWN_CALL: "the driver is too old to know it; update it",
     VERSIONS_DIFFER: "the driver was updated under a running kernel module; its owner must reload",
 }
-_TEXT_BYTES = 96
-
-
-class MemoryInfo(ctypes.Structure):
-    """nvmlMemory_t."""
-
-    _fields_ = (
-        ("total", ctypes.c_ulonglong),
-        ("free", ctypes.c_ulonglong),
-        ("used", ctypes.c_ulonglong),
-    )
-
-
-class ProcessInfo(ctypes.Structure):
-    """nvmlProcessInfo_t."""
-
-    _fields_ = (
-        ("pid", ctypes.c_uint),
-        ("used", ctypes.c_ulonglong),
-        ("gpu_instance", ctypes.c_uint),
-        ("compute_instance", ctypes.c_uint),
-    )
-
-
-def load_library() -> Any:  # noqa: ANN401 -- ctypes knows no more
-    """Open the driver's library. Raises CardError where there is none."""
-    try:
-        return ctypes.CDLL(LIBRARY)
-    except OSError as error:
-        raise CardError(
-            f"no NVIDIA driver is here ({LIBRARY} cannot be opened);"
-            " run on a machine with an NVIDIA GPU and its driver"
-        ) from error
-
-
-class Library:
-    """Its functions by name. Each raises CardError but `ask` and `known`."""
-
-    def __init__(self, open_library: Callable[[], Any] = load_library) -> None:
-        self._library = open_library()
-        self.call("nvmlInit_v2")
-
-    def ask(self, name: str, *arguments: object) -> int:
-        """Status of a call, UNKNOWN_CALL when the driver is too old to know it."""
-        function = getattr(self._library, name, None)
-        return UNKNOWN_CALL if function is None else int(function(*arguments))
-
-    def call(self, name: str, *arguments: object) -> None:
-        """Make a call that has to succeed."""
-        insist(name, self.ask(name, *arguments))
-
-    def known(self, name: str, *arguments: object, kind: Any = ctypes.c_uint) -> int | None:  # noqa: ANN401
-        """A number, None where this card or driver does not tell it."""
-        number = kind()
-        status = self.ask(name, *arguments, ctypes.byref(number))
-        return int(number.value) if status == OK else None
-
-    def number(self, name: str, *arguments: object) -> int:
-        """A number that has to be told."""
-        found = self.known(name, *arguments)
-        if found is None:
-            raise CardError(f"the NVIDIA driver does not answer {name}; update it")
-        return found
-
-    def text(self, name: str, *at: ctypes.c_void_p) -> str:
-        """A text that has to be told."""
-        text = ctypes.create_string_buffer(_TEXT_BYTES)
-        self.call(name, *at, text, ctypes.c_uint(_TEXT_BYTES))
-        return text.value.decode(errors="replace")
-
-    def processes(self, name: str, at: ctypes.c_void_p) -> tuple[int, list[ProcessInfo]]:
-        """Status of a call that lists processes, and what it lists."""
-        room = 64
-        while True:
-            found = (ProcessInfo * room)()
-            count = ctypes.c_uint(room)
-            status = self.ask(name, at, ctypes.byref(count), found)
-            if status != TOO_SMALL:
-                return status, list(found[: count.value]) if status == OK else []
-            room = count.value + 64
-
-
-def insist(name: str, status: int) -> None:
-    """Raise CardError for a status that is not success."""
-    if status != OK:
-        hint = _HINTS.get(status, "see what nvidia-smi says")
-        raise CardError(f"the NVIDIA driver refuses {name} (NVML status {status}); {hint}")
-
-
-_SM, _MEMORY = 1, 2
-_CLIENTS = "nvmlDeviceGetComputeRunningProcesses_v3"
-_MPS_CLIENTS = "nvmlDeviceGetMPSComputeRunningProcesses_v3"
-# NVML_VALUE_NOT_AVAILABLE.
-_NOT_TOLD = 2**64 - 1
+# By nvmlComputeMode_t.
 COMPUTE_MODES = {0: "default", 1: "exclusive thread", 2: "prohibited", 3: "exclusive process"}
+# By bit of nvmlClocksEventReasons.
 SLOWED_BY = {
     0x2: "application clocks",
     0x4: "power cap",
@@ -245,34 +153,47 @@ SLOWED_BY = {
 }
 
 
+def load_bindings() -> Any:  # noqa: ANN401 -- the package has no types
+    """Import NVIDIA's bindings. Raises CardError where the package is missing."""
+    try:
+        import pynvml
+    except ModuleNotFoundError as error:
+        raise CardError(
+            "NVIDIA cards are read through the package nvidia-ml-py, which this Python does not"
+            " have; pip install nvidia-ml-py"
+        ) from error
+    return pynvml
+
+
 class Nvml:
     """CardReader. Any thread may ask."""
 
-    def __init__(self, open_library: Callable[[], Any] = load_library) -> None:
+    def __init__(self, load: Callable[[], Any] = load_bindings) -> None:
         """Raises CardError where there is no driver."""
-        self._library = Library(open_library)
+        self._nvml = load()
+        self._told(self._nvml.nvmlInit)
 
     def cards(self) -> tuple[Card, ...]:
         """All cards of the machine, in the driver's order."""
-        count = self._library.number("nvmlDeviceGetCount_v2")
+        count = self._told(self._nvml.nvmlDeviceGetCount)
         return tuple(self._card(index) for index in range(count))
 
     def usage(self, card: Card) -> Usage:
         """Look at one of them."""
-        known = self._library.known
+        nvml, known = self._nvml, self._known
         at = self._handle(card.index)
-        memory = self._memory(at)
-        power_mw = known("nvmlDeviceGetPowerUsage", at)
-        slowed = known("nvmlDeviceGetCurrentClocksThrottleReasons", at, kind=ctypes.c_ulonglong)
+        memory = self._told(nvml.nvmlDeviceGetMemoryInfo, at)
+        power_mw = known(nvml.nvmlDeviceGetPowerUsage, at)
+        slowed = known(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, at) or 0
         return Usage(
             free_bytes=memory.free,
             used_bytes=memory.used,
             processes=tuple(client.pid for client in self._clients(at)),
-            sm_mhz=known("nvmlDeviceGetClockInfo", at, _SM),
-            memory_mhz=known("nvmlDeviceGetClockInfo", at, _MEMORY),
+            sm_mhz=known(nvml.nvmlDeviceGetClockInfo, at, nvml.NVML_CLOCK_SM),
+            memory_mhz=known(nvml.nvmlDeviceGetClockInfo, at, nvml.NVML_CLOCK_MEM),
             power_w=None if power_mw is None else power_mw / 1e3,
-            temperature_c=known("nvmlDeviceGetTemperature", at, 0),
-            slowed=tuple(why for bit, why in SLOWED_BY.items() if (slowed or 0) & bit),
+            temperature_c=known(nvml.nvmlDeviceGetTemperature, at, nvml.NVML_TEMPERATURE_GPU),
+            slowed=tuple(why for bit, why in SLOWED_BY.items() if slowed & bit),
         )
 
     def clients(self, card: Card) -> tuple[Client, ...]:
@@ -281,61 +202,72 @@ class Nvml:
 
     def free_bytes(self, card: Card) -> int:
         """Memory that nobody has."""
-        return int(self._memory(self._handle(card.index)).free)
+        return int(self._told(self._nvml.nvmlDeviceGetMemoryInfo, self._handle(card.index)).free)
 
     def _card(self, index: int) -> Card:
-        library = self._library
-        known = library.known
+        nvml, told, known = self._nvml, self._told, self._known
         at = self._handle(index)
-        memory = MemoryInfo()
         # Refused to some on a card that is cut, which is said first.
-        library.ask("nvmlDeviceGetMemoryInfo", at, ctypes.byref(memory))
-        version = known("nvmlSystemGetCudaDriverVersion_v2", kind=ctypes.c_int) or 0
-        limit_mw = known("nvmlDeviceGetEnforcedPowerLimit", at)
-        persistence = known("nvmlDeviceGetPersistenceMode", at)
-        mode = known("nvmlDeviceGetComputeMode", at)
+        memory = known(nvml.nvmlDeviceGetMemoryInfo, at)
+        version = known(nvml.nvmlSystemGetCudaDriverVersion_v2) or 0
+        limit_mw = known(nvml.nvmlDeviceGetEnforcedPowerLimit, at)
+        persistence = known(nvml.nvmlDeviceGetPersistenceMode, at)
+        mode = known(nvml.nvmlDeviceGetComputeMode, at) or 0
+        # A card that cannot be cut says that it does not know the question.
+        mig, _pending = known(nvml.nvmlDeviceGetMigMode, at) or (0, 0)
         return Card(
             index=index,
-            name=library.text("nvmlDeviceGetName", at),
-            uuid=library.text("nvmlDeviceGetUUID", at),
-            driver=library.text("nvmlSystemGetDriverVersion"),
+            name=told(nvml.nvmlDeviceGetName, at),
+            uuid=told(nvml.nvmlDeviceGetUUID, at),
+            driver=told(nvml.nvmlSystemGetDriverVersion),
             cuda=(version // 1000, version % 1000 // 10),
-            mig=self._mig(at),
-            compute_mode=COMPUTE_MODES.get(mode or 0, "unknown"),
+            mig=bool(mig),
+            compute_mode=COMPUTE_MODES.get(mode, "unknown"),
             persistence=None if persistence is None else bool(persistence),
-            memory_bytes=memory.total,
+            memory_bytes=0 if memory is None else memory.total,
             power_limit_w=None if limit_mw is None else limit_mw / 1e3,
-            sm_mhz_most=known("nvmlDeviceGetMaxClockInfo", at, _SM),
-            memory_mhz_most=known("nvmlDeviceGetMaxClockInfo", at, _MEMORY),
+            sm_mhz_most=known(nvml.nvmlDeviceGetMaxClockInfo, at, nvml.NVML_CLOCK_SM),
+            memory_mhz_most=known(nvml.nvmlDeviceGetMaxClockInfo, at, nvml.NVML_CLOCK_MEM),
         )
 
-    def _handle(self, index: int) -> ctypes.c_void_p:
-        handle = ctypes.c_void_p()
-        name = "nvmlDeviceGetHandleByIndex_v2"
-        self._library.call(name, ctypes.c_uint(index), ctypes.byref(handle))
-        return handle
+    def _handle(self, index: int) -> object:
+        return self._told(self._nvml.nvmlDeviceGetHandleByIndex, index)
 
-    def _memory(self, at: ctypes.c_void_p) -> MemoryInfo:
-        memory = MemoryInfo()
-        self._library.call("nvmlDeviceGetMemoryInfo", at, ctypes.byref(memory))
-        return memory
-
-    def _mig(self, at: ctypes.c_void_p) -> bool:
-        current, pending = ctypes.c_uint(), ctypes.c_uint()
-        refs = ctypes.byref(current), ctypes.byref(pending)
-        # A card that cannot be cut says that it does not know the question.
-        return self._library.ask("nvmlDeviceGetMigMode", at, *refs) == 0 and bool(current.value)
-
-    def _clients(self, at: ctypes.c_void_p) -> tuple[Client, ...]:
+    def _clients(self, at: object) -> tuple[Client, ...]:
         """Clients of MPS may stand in either list or in both."""
-        status, listed = self._library.processes(_CLIENTS, at)
-        insist(_CLIENTS, status)
+        nvml = self._nvml
+        # By version: names without one raise another error where the driver is too old.
+        listed = self._told(nvml.nvmlDeviceGetComputeRunningProcesses_v3, at)
         # Drivers and cards without MPS do not know this question.
-        _, below_mps = self._library.processes(_MPS_CLIENTS, at)
+        below_mps = self._known(nvml.nvmlDeviceGetMPSComputeRunningProcesses_v3, at) or ()
         memory: dict[int, int | None] = {}
         for info in (*listed, *below_mps):
-            told = None if info.used in (0, _NOT_TOLD) else int(info.used)
-            known = memory.get(int(info.pid))
-            memory[int(info.pid)] = max(known or 0, told or 0) or None
-        mps = {int(info.pid) for info in below_mps}
+            # A client has a context at least, so 0 is what a driver says that cannot look.
+            memory[info.pid] = max(memory.get(info.pid) or 0, info.usedGpuMemory or 0) or None
+        mps = {info.pid for info in below_mps}
         return tuple(Client(pid, used, pid in mps) for pid, used in memory.items())
+
+    def _told(self, ask: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401
+        """An answer that the driver has to give. Raises CardError."""
+        try:
+            return ask(*arguments)
+        except self._nvml.NVMLError as error:
+            raise CardError(_refusal(ask.__name__, error)) from error
+
+    def _known(self, ask: Callable[..., Any], *arguments: object) -> Any | None:  # noqa: ANN401
+        """An answer, None where this card or driver does not give it."""
+        try:
+            return ask(*arguments)
+        except self._nvml.NVMLError:
+            return None
+
+
+def _refusal(name: str, error: Any) -> str:  # noqa: ANN401
+    """What to do about an NVMLError, in one line."""
+    if error.value == NO_LIBRARY:
+        return (
+            "no NVIDIA driver is here (libnvidia-ml.so.1 cannot be opened);"
+            " run on a machine with an NVIDIA GPU and its driver"
+        )
+    hint = _HINTS.get(error.value, "see what nvidia-smi says")
+    return f"the NVIDIA driver refuses {name} (NVML status {error.value}: {error}); {hint}"

@@ -1,9 +1,12 @@
 """Stand-ins for a GPU's driver: what it would say, chosen by the test. Nothing is measured."""
 
 import ctypes
+import importlib
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 from rose.nvml import Card, CardError, Client, Usage
 
@@ -79,15 +82,16 @@ def usage(**changes: Any) -> Usage:
 
 
 class StandInLibrary:
-    """What ctypes would load. Every function that would change a card is missing on purpose.
+    """The driver's library, as NVIDIA's bindings open it.
 
+    Every function that would change a card is missing on purpose.
     `answers`: numbers and texts by function, an int below 0 is that status, None an old driver; of
     processes their ids, or pairs of id and bytes.
     """
 
     def __init__(self, **answers: Any) -> None:
         self.answers: dict[str, Any] = {
-            "nvmlInit_v2": 0,
+            "nvmlInitWithFlags": 0,
             "nvmlDeviceGetCount_v2": 1,
             "nvmlDeviceGetHandleByIndex_v2": 7,
             "nvmlDeviceGetName": "Stand-in GPU",
@@ -117,24 +121,28 @@ class StandInLibrary:
         return lambda *arguments: _answer(answer, arguments)
 
 
+def bindings_of(open_library: Callable[[str], object]) -> Any:
+    """NVIDIA's own bindings, which open the library so. Loaded anew: they keep what they opened."""
+    with patch.dict(sys.modules):
+        sys.modules.pop("pynvml", None)
+        bindings: Any = importlib.import_module("pynvml")
+    bindings.CDLL = open_library
+    return bindings
+
+
 def _answer(answer: Any, arguments: tuple[Any, ...]) -> int:
     if isinstance(answer, int) and answer < 0:
         return -answer
-    if not arguments:
-        return int(answer)
+    targets = [argument._obj for argument in arguments if hasattr(argument, "_obj")]
     if isinstance(answer, str):
         assert arguments[-1].value >= len(answer)
         arguments[-2].value = answer.encode()
-        return 0
-    target = arguments[-1]._obj
-    if isinstance(answer, dict):
-        answer = answer[arguments[-2]]
-    if isinstance(answer, tuple):
-        target.total, target.free, target.used = answer
-    elif len(arguments) > 2 and hasattr(arguments[-2], "_obj"):
-        arguments[-2]._obj.value = answer
-    else:
-        target.value = answer
+    elif isinstance(answer, dict):
+        targets[0].value = answer[arguments[-2].value]
+    elif isinstance(answer, tuple):
+        targets[0].total, targets[0].free, targets[0].used = answer
+    elif targets:
+        targets[0].value = answer
     return 0
 
 
@@ -144,6 +152,7 @@ def _processes(listed: tuple[Any, ...], count: ctypes.c_uint, room: Any) -> int:
         count.value = len(listed)
         return 7
     for at, entry in enumerate(listed):
-        room[at].pid, room[at].used = entry if isinstance(entry, tuple) else (entry, 0)
+        pid, used = entry if isinstance(entry, tuple) else (entry, 0)
+        room[at].pid, room[at].usedGpuMemory = pid, used
     count.value = len(listed)
     return 0

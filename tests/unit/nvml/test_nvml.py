@@ -1,17 +1,26 @@
 """What the driver's library says becomes a card, a look at it, and its clients."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
 import rose.nvml
 from rose.nvml import CardError, Client, Nvml, card_of, insist_usable
-from tests.fakes.nvml import CARD, CLIENTS, IDLE, MPS_CLIENTS, StandInLibrary, card
+from tests.fakes.nvml import (
+    CARD,
+    CLIENTS,
+    IDLE,
+    MPS_CLIENTS,
+    StandInLibrary,
+    bindings_of,
+    card,
+)
 
 
 def read(**answers: object) -> Nvml:
-    return Nvml(lambda: StandInLibrary(**answers))
+    return Nvml(lambda: bindings_of(lambda name: StandInLibrary(**answers)))
 
 
 def test_a_card_and_its_load_are_read() -> None:
@@ -64,12 +73,17 @@ def test_every_process_is_counted(count: int) -> None:
 @pytest.mark.parametrize(
     ("answers", "told"),
     [
-        ({"nvmlInit_v2": -9}, "load the NVIDIA driver"),
-        ({"nvmlInit_v2": -18}, "its owner must reload"),
-        ({"nvmlInit_v2": -999}, r"status 999\); see what nvidia-smi says"),
-        ({"nvmlDeviceGetCount_v2": None}, "does not answer nvmlDeviceGetCount_v2; update it"),
+        ({"nvmlInitWithFlags": -9}, "refuses nvmlInit .*load the NVIDIA driver"),
+        ({"nvmlInitWithFlags": -18}, "its owner must reload"),
+        ({"nvmlInitWithFlags": -999}, r"status 999: Unknown Error\); see what nvidia-smi says"),
+        ({"nvmlInitWithFlags": -4711}, r"status 4711: .*\); see what nvidia-smi says"),
+        (
+            {"nvmlDeviceGetCount_v2": None},
+            "refuses nvmlDeviceGetCount .*too old to know it; update",
+        ),
+        ({"nvmlDeviceGetName": -15}, r"refuses nvmlDeviceGetName \(NVML status 15: GPU is lost\)"),
         ({"nvmlDeviceGetComputeRunningProcesses_v3": -15}, "status 15"),
-        ({"nvmlDeviceGetComputeRunningProcesses_v3": None}, "status -1"),
+        ({"nvmlDeviceGetComputeRunningProcesses_v3": None}, "too old to know it; update"),
     ],
 )
 def test_a_driver_that_refuses_is_told_in_one_line(answers: dict[str, object], told: str) -> None:
@@ -80,6 +94,23 @@ def test_a_driver_that_refuses_is_told_in_one_line(answers: dict[str, object], t
     with pytest.raises(CardError, match=told) as caught:
         look()
     assert "\n" not in str(caught.value)
+
+
+def test_a_machine_without_the_drivers_library_is_told_so() -> None:
+    def nothing_there(name: str) -> None:
+        assert name == "libnvidia-ml.so.1", "the line names another library"
+        raise OSError(f"{name}: cannot open shared object file: No such file or directory")
+
+    with pytest.raises(CardError, match=r"no NVIDIA driver is here .* run on a machine with"):
+        Nvml(lambda: bindings_of(nothing_there))
+
+
+def test_a_python_without_the_bindings_is_told_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with pytest.raises(CardError, match="pip install nvidia-ml-py"):
+        Nvml()
 
 
 MIB = 1 << 20

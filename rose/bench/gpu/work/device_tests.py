@@ -51,7 +51,9 @@ GROUPS = (
     DeviceTestGroup(
         "pages", "tests/unit/executor/test_cuda_*.py", "cuda_cases", ("cuda.bindings",)
     ),
-    DeviceTestGroup("memory", "tests/unit/nvml/test_*.py", "NVML_DEVICE", ("cuda.bindings",)),
+    DeviceTestGroup(
+        "memory", "tests/unit/nvml/test_*.py", "NVML_DEVICE", ("cuda.bindings", "pynvml")
+    ),
 )
 
 
