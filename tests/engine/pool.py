@@ -22,7 +22,7 @@ from typing import Any
 
 import aiohttp
 import psutil
-from published import Published
+from policy_versions import PolicyVersions
 from standin_node import StandInNode
 from tiny_model import save_tiny_model
 from vllm_versions import run_by
@@ -93,7 +93,7 @@ class Started:
     of: PoolSpec
     spec: EngineSpec
     page: Page | None
-    published: Published | None
+    published: PolicyVersions | None
     epochs: Iterator[int] = field(default_factory=lambda: count(1))
     process: EngineProcess | None = None
     ready: "Future[Any] | None" = None
@@ -117,7 +117,7 @@ class Started:
         return self.page.node
 
     @property
-    def versions(self) -> Published:
+    def versions(self) -> PolicyVersions:
         """What was published for it."""
         assert self.published is not None
         return self.published
@@ -251,7 +251,7 @@ class EnginePool:
         folder = self._folder / "-".join(filter(None, [spec.name, "0.25" if spec.python else ""]))
         folder.mkdir(exist_ok=True)
         page = self._page(spec) if spec.page else None
-        published = Published(folder / "store", self.model) if spec.weights else None
+        published = PolicyVersions(folder / "store", self.model) if spec.weights else None
         engine_spec = EngineSpec(
             name=spec.served or spec.name,
             role=spec.role,

@@ -31,7 +31,7 @@ from rose.scheduler.messages import (
     Tick,
     VersionAnnounced,
 )
-from tests.unit.control.core_cases import JOB, CoreBench, offer
+from tests.unit.scheduler.core_cases import JOB, CoreBench, offer
 
 Values = dict[str, str]
 

@@ -11,12 +11,12 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from node_bench import Bench
 
 from executor import Veto
 from rose.addresses import free_port
 from rose.cli.doctor import Finding, Severity, checked, diagnose
 from rose.cli.main import main as rose
+from tests.unit.node.node_bench import Bench
 
 
 @pytest.fixture

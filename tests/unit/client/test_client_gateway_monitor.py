@@ -22,11 +22,11 @@ class BrokenHttp:
 def test_probes_that_cannot_even_be_sent_end_the_waiting() -> None:
     async def case() -> None:
         http: Any = BrokenHttp()
-        pulse = GatewayMonitor(ClientSettings((URL,)), http)
+        monitor = GatewayMonitor(ClientSettings((URL,)), http)
         with pytest.raises(TimeoutError):
-            async with pulse.watching(URL):
+            async with monitor.watching(URL):
                 await forever()
-        await pulse.close()
+        await monitor.close()
 
     run_virtually(case())
 

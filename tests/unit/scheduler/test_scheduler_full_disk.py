@@ -17,7 +17,7 @@ from rose.rpc.rose_pb2_grpc import SchedulerStub
 from rose.scheduler import SchedulerService
 from rose.scheduler.main import SchedulerSettings, serve
 from tests.patience import PATIENCE_S
-from tests.unit.control.test_scheduler_service import FakeNode
+from tests.unit.scheduler.test_scheduler_service import FakeNode
 
 
 class Serving:

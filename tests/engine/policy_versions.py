@@ -1,4 +1,4 @@
-"""Published: the policy versions that tests publish for one replica."""
+"""PolicyVersions: what tests publish for one replica, version by version."""
 
 from itertools import count
 from pathlib import Path
@@ -10,7 +10,7 @@ from weight_transfer.publish.publisher import Publisher
 from weight_transfer.store.chunk_store import ChunkStore
 
 
-class Published:
+class PolicyVersions:
     """`version` is the newest one, and `active` its weights; the model's own are `base`.
 
     All are below `folder`, the only one that the replica reads versions from.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-from test_transport_tls import Authority, fetch, published
+from test_credentials import Authority, fetch, published
 from yarl import URL
 
 from rose.errors import ConfigError
