@@ -258,9 +258,9 @@ class NodeMetrics:
             registry=self.registry,
         )
         self._levels = self._counter(
-            "rose_ladder_rungs",
+            "rose_ladder_levels",
             "Levels of the reclaim ladder that were taken.",
-            ("replica", "rung", "outcome"),
+            ("replica", "level", "outcome"),
         )
         self._ladder = Histogram(
             "rose_ladder_seconds",
@@ -289,8 +289,8 @@ class NodeMetrics:
             self._starts.labels(engine, event.removeprefix("engine_")).inc()
         elif event == "engine_reclaimed":
             self._reclaim.labels(engine).observe(float(str(fields["seconds"])))
-        elif event == "reclaim_rung":
-            self._levels.labels(fields["replica"], fields["rung"], fields["outcome"]).inc()
+        elif event == "reclaim_level":
+            self._levels.labels(fields["replica"], fields["level"], fields["outcome"]).inc()
         elif event == "reclaim_ended":
             enough = str(fields["enough"]).lower()
             self._ladder.labels(fields["replica"], enough).observe(float(str(fields["seconds"])))

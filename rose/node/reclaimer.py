@@ -144,8 +144,8 @@ class Reclaimer:
     def _told(self, finished: Finished) -> None:
         for report in finished.levels:
             self._log(
-                "reclaim_rung",
-                rung=report.level.name.lower(),
+                "reclaim_level",
+                level=report.level.name.lower(),
                 outcome=report.outcome.value,
                 freed_bytes=report.freed_bytes,
                 claimed_bytes=report.claimed_bytes,

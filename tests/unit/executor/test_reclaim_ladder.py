@@ -61,14 +61,14 @@ class Engine:
         raise AssertionError("no end")
 
 
-RUNGS = st.sampled_from(list(ReclaimLevel))
+LEVELS = st.sampled_from(list(ReclaimLevel))
 AMOUNTS = st.integers(0, 600).map(lambda mib: mib * MIB)
 
 
 @given(
-    st.dictionaries(RUNGS, AMOUNTS),
-    st.dictionaries(RUNGS, AMOUNTS),
-    st.sets(RUNGS),
+    st.dictionaries(LEVELS, AMOUNTS),
+    st.dictionaries(LEVELS, AMOUNTS),
+    st.sets(LEVELS),
     st.integers(0, 2_000).map(lambda ms: ms * MS),
     st.integers(0, 2_000).map(lambda ms: ms * MS),
     AMOUNTS,

@@ -113,11 +113,11 @@ def test_a_node_whose_host_says_nothing_shows_nothing_of_it() -> None:
 
 
 def test_the_ladder_is_counted_by_level_and_outcome(metrics: NodeMetrics) -> None:
-    rung = {"replica": "g0", "rung": "sleep", "outcome": "held"}
-    metrics.heard("reclaim_rung", rung)
+    level = {"replica": "g0", "level": "sleep", "outcome": "held"}
+    metrics.heard("reclaim_level", level)
     metrics.heard("reclaim_ended", {"replica": "g0", "enough": True, "seconds": 0.3})
     found = samples(metrics)
-    assert found["rose_ladder_rungs_total,held,g0,sleep"] == 1
+    assert found["rose_ladder_levels_total,sleep,held,g0"] == 1
     assert found["rose_ladder_seconds_bucket,true,0.5,g0"] == 1
 
 

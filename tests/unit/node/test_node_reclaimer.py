@@ -152,7 +152,7 @@ async def test_sleep_reported_success_but_memory_stayed_held(rig: Rig) -> None:
     assert outcomes(finished)[ReclaimLevel.SLEEP] is ReclaimOutcome.HELD
     assert outcomes(finished)[ReclaimLevel.KILL] is ReclaimOutcome.FREED
     assert (finished.enough, finished.in_time, rig.memory) == (True, True, 0)
-    levels = {e["rung"]: e for e in rig.noted() if e["event"] == "reclaim_rung"}
+    levels = {e["level"]: e for e in rig.noted() if e["event"] == "reclaim_level"}
     assert levels["sleep"]["outcome"] == "held"
     assert levels["sleep"]["claimed_bytes"] > 0
     assert abs(levels["sleep"]["freed_bytes"]) < 2 * MIB
@@ -230,7 +230,7 @@ async def test_a_level_the_engine_does_not_have_is_skipped_and_said(
 ) -> None:
     finished = await rig.reclaimer(sleep).reclaim(SIZE * MIB, 8.0, "test")
     assert outcomes(finished)[ReclaimLevel.SLEEP] is ReclaimOutcome.UNSUPPORTED
-    said = [e for e in rig.noted() if e["event"] == "reclaim_rung" and e["rung"] == "sleep"]
+    said = [e for e in rig.noted() if e["event"] == "reclaim_level" and e["level"] == "sleep"]
     assert [e["why"] for e in said] == [why]
     assert rig.memory == 0
 
