@@ -34,7 +34,7 @@ from rose.errors import RoseError
 from rose.node.config import HostConfig, NodeConfig, ReplicaConfig
 from rose.node.grants.host_watch import HostProcess
 from rose.node.guest.cpu_placement import CgroupRefusedError, guest_cgroup
-from rose.node.guest.guest_record import tenures
+from rose.node.guest.guest_record import running_guests
 from rose.node.memory_gauges import Gpus, control_daemon_at, insist_mps, pipe_folder
 from rose.nvml import Card, Client, Usage, version_text
 from rose.process import launcher
@@ -244,7 +244,7 @@ def daemon_of(config: NodeConfig) -> int | None:
 
 def node_checks(config: NodeConfig, gpus: Gpus) -> Iterator[Finding]:
     """Findings about everything but the host and what GPUs are."""
-    running = set(tenures(config.run_dir)) if config.run_dir.is_dir() else set()
+    running = set(running_guests(config.run_dir)) if config.run_dir.is_dir() else set()
     yield checked("daemon", partial(_daemon, config))
     yield checked("kill switch", partial(_kill_switch, config))
     yield checked("scheduler", partial(_scheduler, config.scheduler))
@@ -432,7 +432,7 @@ def _free(card: Card, usage: Usage) -> str:
 
 
 def _others(config: NodeConfig, clients: tuple[Client, ...]) -> list[int]:
-    leaders = [tenure.identity.pid for tenure in tenures(config.run_dir).values()]
+    leaders = [record.identity.pid for record in running_guests(config.run_dir).values()]
     known = {pid for leader in leaders for pid, _ in group_members(leader)}
     if config.host and config.host.pid is not None:
         known |= {pid for pid, _ in group_members(os.getpgid(config.host.pid))}

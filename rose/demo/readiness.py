@@ -11,7 +11,7 @@ from rose.errors import EngineStartError, UnavailableError
 from rose.logs.eventlog import EventLog
 from rose.process.child import JsonlProcess
 
-TALKER_TIMEOUT_S = 240.0
+CHILD_TIMEOUT_S = 240.0
 POLL_S = 0.25
 # Only what the bars show before an engine answers; nothing waits for it.
 USUAL_START_S = 60.0
@@ -54,8 +54,8 @@ async def wait_ready(stack: Stack, watcher: Watcher, board: Board, events: Event
     events.write("ready", after_s=time.monotonic() - started_s)
 
 
-async def _heard(talker: JsonlProcess) -> None:
-    await talker.expect("ready", TALKER_TIMEOUT_S)
+async def _heard(child: JsonlProcess) -> None:
+    await child.expect("ready", CHILD_TIMEOUT_S)
 
 
 async def _wait_replica(stack: Stack, watcher: Watcher, name: str) -> None:

@@ -92,9 +92,9 @@ class Stack:
         pids = {name: process.pid for name, process in self.processes.items()}
         if self.host:
             pids["host"] = self.host.process.pid
-        for name, talker in (("trainer", self.trainer), ("load", self.load)):
-            if talker:
-                pids[name] = talker.process.pid
+        for name, child in (("trainer", self.trainer), ("load", self.load)):
+            if child:
+                pids[name] = child.process.pid
         return pids
 
     async def start(self) -> None:
@@ -115,10 +115,10 @@ class Stack:
             faulty = name == SERVING_NODE and self.settings.control in _FAULTY_WORKERS
             module = "rose.demo.faulty_node" if faulty else "rose.node.main"
             await self._module(name, module, ["--config", str(path)], core)
-        self.trainer = await self._talker(
+        self.trainer = await self._child(
             "trainer", "rose.demo.training.main", self._trainer(key_path)
         )
-        self.load = await self._talker("load", "rose.bench.load.generator", self._load())
+        self.load = await self._child("load", "rose.bench.load.generator", self._load())
 
     async def wait_host(self, timeout_s: float) -> None:
         """Return once the host serves."""
@@ -136,10 +136,10 @@ class Stack:
             raise EngineStartError(f"the host engine ended: {self.host.last_words()}")
 
     async def stop(self) -> None:
-        """End everything, talkers first, then nodes (which end their engines), then the rest."""
-        for talker in (self.load, self.trainer):
-            if talker:
-                await talker.stop()
+        """End the trainer and the load, then nodes (which end their engines), then the rest."""
+        for child in (self.load, self.trainer):
+            if child:
+                await child.stop()
         await asyncio.gather(*(process.stop(grace_s=15.0) for process in self.processes.values()))
         if self.host:
             await self.host.stop()
@@ -156,7 +156,7 @@ class Stack:
             )
         )
 
-    async def _talker(self, name: str, module: str, config: dict[str, object]) -> JsonlProcess:
+    async def _child(self, name: str, module: str, config: dict[str, object]) -> JsonlProcess:
         path = self._write_config(name, config)
         return await JsonlProcess.start(
             ProcessSpec(

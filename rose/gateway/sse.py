@@ -57,7 +57,7 @@ class Delivery:
         return response
 
     async def stream(
-        self, dialect: ApiFrontend, ask: ApiRequest, feeds: list[TokenStream]
+        self, frontend: ApiFrontend, ask: ApiRequest, feeds: list[TokenStream]
     ) -> web.StreamResponse:
         """Stream all turns to their ends. Raises a turn's TurnError before the first byte only."""
         seen = [min(ask.resume_from, len(feed.tokens)) for feed in feeds]
@@ -69,7 +69,7 @@ class Delivery:
             if self._chunked:
                 self._response.enable_chunked_encoding()
             await self._response.prepare(self._http)
-            await self._write_all(dialect, ask, feeds)
+            await self._write_all(frontend, ask, feeds)
             await self._response.write_eof()
         except ConnectionError:
             # The reader is gone, or was too slow: nobody is left to tell.
@@ -101,7 +101,7 @@ class Delivery:
         return True
 
     async def _write_all(
-        self, dialect: ApiFrontend, ask: ApiRequest, feeds: list[TokenStream]
+        self, frontend: ApiFrontend, ask: ApiRequest, feeds: list[TokenStream]
     ) -> None:
         await self.write(ask.answer.begin(feeds))
         try:
@@ -111,7 +111,7 @@ class Delivery:
                 await _follow_all([_Follower(self, ask, k, feed) for k, feed in enumerate(feeds)])
             await self.write(ask.answer.close(feeds))
         except TurnError as error:
-            await self.write(dialect.broken(error))
+            await self.write(frontend.broken(error))
 
     def _transport(self) -> asyncio.Transport:
         transport = self._http.transport

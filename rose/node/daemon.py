@@ -179,10 +179,10 @@ class NodeDaemon:
         match command.WhichOneof("command"):
             case "lease":
                 if replica := self._replicas.get(command.lease.replica):
-                    replica.tenant.grant(command.lease.epoch, command.lease.ttl_s)
+                    replica.lease_agent.grant(command.lease.epoch, command.lease.ttl_s)
             case "release":
                 if replica := self._replicas.get(command.release.replica):
-                    replica.tenant.release(command.release.epoch, command.release.reason)
+                    replica.lease_agent.release(command.release.epoch, command.release.reason)
             case "version":
                 said = command.version
                 known = KnownVersion(said.job, said.version, said.parent, said.url)

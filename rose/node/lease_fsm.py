@@ -175,7 +175,7 @@ class _Ending:
 
 
 @dataclass(frozen=True, slots=True)
-class TenancyStatus:
+class LeaseStatus:
     """The newest lease seen, until when it holds (0.0 when it was ended), and what the engine does.
 
     `vacant`: it runs nobody's turns, nor was it asked to. `life` counts its lives. `ending`: which
@@ -230,10 +230,10 @@ class LeaseStateMachine:
             actions.append(Admit(epoch, self._life))
         return actions
 
-    def status(self) -> TenancyStatus:
+    def status(self) -> LeaseStatus:
         """Where it stands; any thread may ask."""
         held, ending = self._held, self._ending
-        return TenancyStatus(
+        return LeaseStatus(
             # In this order: seen halfway through a change, an epoch is too old, never too new.
             epoch=held.epoch,
             until_s=held.until_s,

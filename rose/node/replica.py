@@ -40,7 +40,7 @@ class Replica:
         self._client = client = ReplicaClient(
             source.session, self.url, lambda: self.supervisor.headers
         )
-        self.tenant = LeaseAgent(config.id, client, events, self._lease_told, self._broken)
+        self.lease_agent = LeaseAgent(config.id, client, events, self._lease_told, self._broken)
         self.updates = Updates(
             config.id,
             config.kind,
@@ -70,7 +70,7 @@ class Replica:
         name = self.config.id
         # What it started may still run: a second supervisor would start another one beside it.
         background.start(f"{name}: supervisor", self.supervisor.run, restarts=0)
-        background.start(f"{name}: lease", self.tenant.run)
+        background.start(f"{name}: lease", self.lease_agent.run)
         # Without these two a replica gets stale, or its load is not known: nothing worse.
         background.start(f"{name}: updates", self.updates.run, restarts=None)
         if self.config.kind != "guest":
@@ -79,8 +79,8 @@ class Replica:
 
     async def stop(self, reason: str) -> None:
         """Give the lease back, end its turns, then the engine."""
-        self.tenant.take_back(reason)
-        await self.tenant.settle(DRAIN_PATIENCE_S)
+        self.lease_agent.take_back(reason)
+        await self.lease_agent.settle(DRAIN_PATIENCE_S)
         await self.supervisor.stop()
 
     async def sleep(self) -> None:
@@ -93,12 +93,12 @@ class Replica:
             said = await self._client.state()
             if said.proven:
                 self._trusted = True
-                self.tenant.engine_up(said.epoch, said.admitting)
+                self.lease_agent.engine_up(said.epoch, said.admitting)
                 self.updates.engine_up(said.policy_version)
             else:
                 self._broken("it does not know which weights it runs")
         else:
-            self.tenant.engine_down()
+            self.lease_agent.engine_down()
             self.updates.engine_down()
         self._log("engine_state", state=state.value)
         self._changed()
@@ -131,7 +131,7 @@ class Replica:
     def _broken(self, reason: str) -> None:
         """No turn runs on an engine that does not do as told: end it, and start from the base."""
         self._trusted = False
-        self.tenant.take_back(reason)
+        self.lease_agent.take_back(reason)
         self.supervisor.restart(reason)
 
     def _log(self, event: str, **fields: object) -> None:

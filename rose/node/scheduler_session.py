@@ -86,7 +86,7 @@ def _offer(replica: Replica) -> rose_pb2.Offer:
         policy_version=replica.version,
         healthy=replica.offered,
         ttl_s=OFFER_TTL_S,
-        epoch=replica.tenant.core.status().epoch,
+        epoch=replica.lease_agent.core.status().epoch,
     )
 
 

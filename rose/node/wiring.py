@@ -99,20 +99,20 @@ class Wiring:
             config.id,
             host.page,
             GrantController(limits, previous),
-            guest.tenant.lease_epoch,
+            guest.lease_agent.lease_epoch,
             self.kill_switch,
             host.config.pid,
             host.watch,
             self.samples,
             self.events,
             partial(in_loop, on_broken),
-            lambda reason: in_loop(guest.tenant.take_back, reason),
+            lambda reason: in_loop(guest.lease_agent.take_back, reason),
             CpuBoost(
                 lambda: self._healthy_group(guest),
                 guest.supervisor.spec.cgroup,
-                lambda owed: in_loop(self._overdue, guest, owed),
                 share_of(guest.supervisor.spec) or "background",
             ),
+            lambda owed_bytes: in_loop(self._overdue, guest, owed_bytes),
             lambda: guest.supervisor.warming,
         )
         self.guards[config.id] = guard
@@ -210,5 +210,5 @@ class Wiring:
         if self.kill_switch.engaged:
             return KILLED
         # Without a right to exist it still may finish handing its turns back.
-        off = self.harvest.off(guest.config.id) and guest.tenant.core.status().vacant
+        off = self.harvest.off(guest.config.id) and guest.lease_agent.core.status().vacant
         return OFF if off else None

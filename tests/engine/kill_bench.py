@@ -20,7 +20,7 @@ from tiny_model import VOCABULARY, save_tiny_model
 from executor import ControlPage, GuestState
 from rose.addresses import free_ports
 from rose.engines import EngineRole, EngineSpec, process_spec
-from rose.node.guest.guest_record import tenures
+from rose.node.guest.guest_record import running_guests
 from rose.process.child import group_alive
 from rose.rpc import rose_pb2 as pb
 from rose.rpc.rose_pb2_grpc import SchedulerStub
@@ -191,8 +191,8 @@ class KillBench:
 
         def works() -> bool:
             nonlocal life, begun, made
-            tenure = tenures(self.run_dir).get(GUEST) if self._leased() else None
-            now = tenure.identity.pid if tenure else None
+            record = running_guests(self.run_dir).get(GUEST) if self._leased() else None
+            now = record.identity.pid if record else None
             made = self.guest().tokens_total
             if now is None or now != life or made < begun:
                 life, begun = now, made

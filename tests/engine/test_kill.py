@@ -16,7 +16,7 @@ from kill_bench import KillBench
 
 from rose.cli.main import main as rose
 from rose.node.config import ReplicaConfig
-from rose.node.guest.guest_record import tenures
+from rose.node.guest.guest_record import running_guests
 from tests.awaited import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly, pytest.mark.timeout(600)]
@@ -149,4 +149,4 @@ def test_killed_together_daemon_and_guest_leave_nothing(bench: KillBench) -> Non
     os.kill(group, signal.SIGKILL)  # The API process: the core would live on for good.
     gone_s = bench.gone(group, GONE_S)
     log.info("both killed: nothing left %.2f s after", gone_s)
-    assert tenures(bench.run_dir) == {}
+    assert running_guests(bench.run_dir) == {}

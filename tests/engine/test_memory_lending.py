@@ -22,7 +22,7 @@ from tiny_model import VOCABULARY
 
 from executor import HostState
 from executor.grant_controller import OVERDUE_NS
-from rose.node.guest.guest_record import tenures
+from rose.node.guest.guest_record import running_guests
 from tests.awaited import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -221,7 +221,7 @@ def test_a_stopped_guest_and_a_stopped_daemon_keep_the_host_from_nothing(
 ) -> None:
     until(lambda: lends_all(bench), LENT_WITHIN_S, "the idle host lends")
     until(lambda: bench.guest().bytes_mapped > 2 * BASE_BYTES, 20, "the guest borrows")
-    group = tenures(bench.run_dir)[GUEST].identity.pid
+    group = running_guests(bench.run_dir)[GUEST].identity.pid
     os.killpg(group, signal.SIGSTOP)
     bench.daemons[-1].send_signal(signal.SIGSTOP)
     kept = bench.guest().bytes_mapped
@@ -259,5 +259,5 @@ def test_a_killed_daemons_guest_freezes_and_killed_too_it_leaves_nothing(bench: 
     gone_s = bench.gone(group, 10.0)
     log.info("%.1f GiB are back %.2f s after both were killed", held / 2**30, gone_s)
     assert bench.resident_bytes(group) == 0
-    assert tenures(bench.run_dir) == {}
+    assert running_guests(bench.run_dir) == {}
     assert burst(bench), "the host serves on"

@@ -34,7 +34,7 @@ from executor.cuda.page_messages import (
 )
 from executor.cuda.page_server import LoanLedger
 from executor.errors import LoanError, PageUnreadable
-from rose.node.guest.guest_record import tenures
+from rose.node.guest.guest_record import running_guests
 
 _SEED: Final = 0xFFFFFFFF
 _RECORDS: Final[list[type[Record]]] = [
@@ -144,8 +144,8 @@ def run_guest_record(data: bytes) -> None:
     """The record that a dead daemon left of its guest."""
     folder = Path(_run_dir().name)
     (folder / "guests" / "g.json").write_bytes(data)
-    for tenure in tenures(folder).values():
-        assert tenure.identity.running
+    for record in running_guests(folder).values():
+        assert record.identity.running
 
 
 @functools.cache

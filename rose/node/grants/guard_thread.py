@@ -98,7 +98,8 @@ class GuardThread:
         events: EventLog,
         on_broken: Callable[[], object],
         on_stall: Callable[[str], object],
-        debtor: CpuBoost | None = None,
+        boost: CpuBoost | None = None,
+        on_overdue: Callable[[int], object] = lambda owed_bytes: None,
         warming: Callable[[], bool] = lambda: False,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
@@ -108,7 +109,8 @@ class GuardThread:
         So are both others called: when the loop ends unasked, when the process stood still. After
         a stop longer than a grant lives the lease of that time grants nothing any more.
         `events` and `samples` must not wait for a disk.
-        `debtor` hears when the guest keeps bytes of the host for too long.
+        `boost`: of the guest's CPU priority, while it owes memory. `on_overdue`: called with the
+        bytes of the host that the guest has kept for too long.
         """
         self._name = name
         self._page = page
@@ -122,7 +124,8 @@ class GuardThread:
         self._events = events
         self._on_broken = on_broken
         self._on_stall = on_stall
-        self._debtor = debtor or CpuBoost()
+        self._boost = boost or CpuBoost()
+        self._on_overdue = on_overdue
         self._reclaim_cap: int | None = None
         self._warming = warming
         self._stopping = threading.Event()
@@ -221,9 +224,9 @@ class GuardThread:
                 case VoidLeases():
                     self._on_stall(FreezeReason.STALLED)
                 case Boost():
-                    self._debtor.press(action.on)
+                    self._boost.set(action.on)
                 case Reclaim():
-                    self._debtor.overdue(action.owed_bytes)
+                    self._on_overdue(action.owed_bytes)
         assert self.grant is not None
         return self.grant
 

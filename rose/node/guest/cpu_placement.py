@@ -89,12 +89,8 @@ REFUSED = (
 )
 
 
-def _nothing(_: int) -> None:
-    return
-
-
 class CpuBoost:
-    """Priority boost of a guest that owes KV memory, and the call for the reclaim ladder.
+    """Priority boost of a guest that owes KV memory.
 
     Behind a busy host a guest may wait seconds for a core before it can return anything. The caller
     keeps it frozen meanwhile, so that it uses the core for nothing else.
@@ -104,23 +100,18 @@ class CpuBoost:
         self,
         group: Callable[[], int | None] = lambda: None,
         cgroup: Path | None = None,
-        overdue: Callable[[int], object] = _nothing,
         share: Share = "background",
     ) -> None:
-        """`group`: its process group, None while it has none. `overdue` begins the ladder.
-
-        `share`: where it belongs when it is not pressed.
-        """
-        self.overdue = overdue
+        """`group`: its process group, None without one. `share`: its place without a boost."""
         self._group = group
         self._cgroup = cgroup
         self._share = share
         self._raised: int | None = None
         self._refused = False
 
-    def press(self, pressed: bool) -> None:
+    def set(self, boosted: bool) -> None:
         """Put it among the normal processes, or back behind all others; any number of times."""
-        group = self._group() if pressed else None
+        group = self._group() if boosted else None
         if group == self._raised:
             return
         if self._raised is not None:

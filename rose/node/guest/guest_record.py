@@ -49,11 +49,11 @@ class GuestLock:
         if not self._path.exists():
             return None
         self._held = HeldFile.take(self._path)
-        tenure = _parsed(self._held.read())
-        if tenure is None or not tenure.identity.running:
+        record = _parsed(self._held.read())
+        if record is None or not record.identity.running:
             self.drop()
             return None
-        return tenure
+        return record
 
     def begin(self) -> Keep:
         """Claim a life that is about to start."""
@@ -86,10 +86,10 @@ def fingerprint(spec: EngineSpec) -> str:
     return hashlib.sha256(repr(spec).encode()).hexdigest()[:16]
 
 
-def tenures(run_dir: Path) -> dict[str, GuestRecord]:
+def running_guests(run_dir: Path) -> dict[str, GuestRecord]:
     """Guests of a node that run, by name, whoever answers for them."""
     found = {path.stem: _parsed(path.read_bytes()) for path in run_dir.glob(f"{FOLDER}/*.json")}
-    return {name: tenure for name, tenure in found.items() if tenure and tenure.identity.running}
+    return {name: record for name, record in found.items() if record and record.identity.running}
 
 
 def _parsed(raw: bytes) -> GuestRecord | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rose.errors import ConfigError
-from rose.node.guest.guest_record import tenures
+from rose.node.guest.guest_record import running_guests
 from rose.process.child import group_alive
 from rose.process.filelock import holder_of
 from rose.process.launcher import kill_group
@@ -69,7 +69,7 @@ def end_guests(run_dir: Path, kill_file: Path) -> list[EndedGuest]:
     Where the file cannot be written the daemon is told by signal; ConfigError when there is none.
     """
     began_s = time.monotonic()
-    guests = tenures(run_dir)
+    guests = running_guests(run_dir)
     _order(run_dir, kill_file)
     return [_seen_gone(name, t.identity.pid, began_s) for name, t in guests.items()]
 

@@ -210,22 +210,22 @@ class Supervisor:
 
     async def _adopt(self) -> EngineProcess | None:
         """The engine that an earlier daemon left running, unless it is not what shall run here."""
-        tenure = self._claim.found() if self._claim else None
-        if tenure is None:
+        record = self._claim.found() if self._claim else None
+        if record is None:
             return None
-        engine = EngineProcess.adopt(self.spec, tenure.identity, tenure.secret)
+        engine = EngineProcess.adopt(self.spec, record.identity, record.secret)
         refusal = self._rules.must_end()
-        if tenure.spec != fingerprint(self.spec):
+        if record.spec != fingerprint(self.spec):
             refusal = "it was started with other settings"
         elif refusal is None and await engine.warms_up():
             # Only who starts an engine grants it time to warm up in: see `warming`.
             refusal = "it was not warm yet"
         if refusal is None:
             # Whatever the earlier daemon died over.
-            lower_group(tenure.identity.pid, share_of(self.spec) or "background")
-            self._log("engine_adopted", pid=tenure.identity.pid)
+            lower_group(record.identity.pid, share_of(self.spec) or "background")
+            self._log("engine_adopted", pid=record.identity.pid)
             return engine
-        self._log("engine_not_adopted", pid=tenure.identity.pid, reason=refusal)
+        self._log("engine_not_adopted", pid=record.identity.pid, reason=refusal)
         await self._reclaim(engine, refusal)
         return None
 

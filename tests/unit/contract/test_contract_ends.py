@@ -16,13 +16,13 @@ from rose.gateway.errors import VersionUnavailable
 from rose.gateway.text_codec import ServedModel
 from rose.gateway.turns.token_stream import TokenStream
 
-DIALECT = VllmFrontend(ServedModel("rose-policy", 4_096))
+FRONTEND = VllmFrontend(ServedModel("rose-policy", 4_096))
 SAMPLING = Sampling(0.5, 0.9, 7, 64, 2, (9,), (8, 9), 11)
 ASK = ClientTurn("turn", "s", (1, 100), SAMPLING, 3, None, -2, "g", 4, 1, "j")
 
 
 def read(ask: ClientTurn) -> GatewayAsk:
-    return asyncio.run(DIALECT.read(encode_ask(ask), {"X-Session-ID": ask.session_id}))
+    return asyncio.run(FRONTEND.read(encode_ask(ask), {"X-Session-ID": ask.session_id}))
 
 
 def whole_feed() -> TokenStream:
@@ -73,10 +73,10 @@ def test_the_client_reads_all_that_the_gateway_streams() -> None:
 
 def test_the_client_reads_why_there_is_no_answer() -> None:
     error = VersionUnavailable("version 3 is over")
-    body = DIALECT.error(error)
+    body = FRONTEND.error(error)
     assert json.loads(body)["error"]["code"] == error.status == 409
     assert message(409, body) == "version 3 is over"
-    in_a_stream = decode_event(DIALECT.broken(error).split(b"\n\n")[0].removeprefix(b"data: "))
+    in_a_stream = decode_event(FRONTEND.broken(error).split(b"\n\n")[0].removeprefix(b"data: "))
     assert in_a_stream.error is not None
     with pytest.raises(VersionNotServed, match="is over"):
         raise refusal(in_a_stream.error.code, in_a_stream.error.message)

@@ -12,7 +12,7 @@ import pytest
 from node_bench import Bench
 
 from rose.cli.main import main as rose
-from rose.node.guest.guest_record import tenures
+from rose.node.guest.guest_record import running_guests
 from rose.process.child import group_alive
 from tests.forked import Forked
 
@@ -76,7 +76,7 @@ async def test_the_next_daemon_adopts_the_guest_and_its_version_but_not_its_leas
     standby.terminate()
     assert standby.wait(15) == 0
     assert not group_alive(pid), "who adopts a guest ends it too"
-    assert tenures(bench.run_dir) == {}
+    assert running_guests(bench.run_dir) == {}
 
 
 async def test_a_guest_that_nobody_adopts_is_gone_when_its_time_is_over(bench: Bench) -> None:

@@ -14,10 +14,10 @@ from tests.patience import PATIENCE_S
 async def test_a_child_that_says_no_event_is_an_error_and_no_silence(said: str) -> None:
     code = f"print({said[:1]!r} * {len(said)})" if len(set(said)) == 1 else f"print({said!r})"
     spec = ProcessSpec("child", (sys.executable, "-S", "-c", code), piped=True)
-    talker = await JsonlProcess.start(spec)
+    child = await JsonlProcess.start(spec)
     try:
         async with asyncio.timeout(PATIENCE_S):
             with pytest.raises(RoseError, match="child: said what is no event"):
-                await talker.next()
+                await child.next()
     finally:
-        await talker.stop()
+        await child.stop()
