@@ -282,15 +282,15 @@ def section_bytes(record: type[Record]) -> int:
 class Section(Generic[R]):
     """Typed access to the section that starts at byte `offset` (a multiple of 8) of `view`."""
 
-    __slots__ = ("_bytes", "_end", "_record", "_start", "_word", "_words")
+    __slots__ = ("_bytes", "_end", "_record", "_word", "_words", "start")
 
     def __init__(self, view: memoryview, offset: int, record: type[R]) -> None:
         self._bytes = view
         # Aligned native 64-bit stores: a reader sees an old or a new sequence, never half of each.
         self._words = view.cast("Q")
         self._word = offset // WORD
-        self._start = offset + HEADER_BYTES
-        self._end = self._start + record.LAYOUT.size
+        self.start = offset + HEADER_BYTES
+        self._end = self.start + record.LAYOUT.size
         self._record = record
 
     @property
@@ -307,7 +307,7 @@ class Section(Generic[R]):
         words, word = self._words, self._word
         writing = (words[word] + 1) | 1
         words[word] = writing
-        self._bytes[self._start : self._end] = payload
+        self._bytes[self.start : self._end] = payload
         words[word + 1] = zlib.crc32(payload, (writing + 1) & _SEED)
         words[word] = writing + 1
 
@@ -324,7 +324,7 @@ class Section(Generic[R]):
                 return None
             if before & 1:
                 continue
-            payload = bytes(self._bytes[self._start : self._end])
+            payload = bytes(self._bytes[self.start : self._end])
             crc = self._words[self._word + 1]
             if self._words[self._word] == before and zlib.crc32(payload, before & _SEED) == crc:
                 return self._decode(payload)

@@ -56,7 +56,12 @@ class PageClient:
     @property
     def idle(self) -> int:
         """Pages of both kinds that nothing is mapped on."""
-        return len(self._stock) + self._own.idle
+        return self.unmapped + self._own.idle
+
+    @property
+    def unmapped(self) -> int:
+        """Borrowed pages that nothing is mapped on."""
+        return len(self._stock)
 
     @property
     def borrowed(self) -> int:
@@ -71,7 +76,7 @@ class PageClient:
     @property
     def available(self) -> int:
         """Borrowed pages that nothing is mapped on, and what there is of its own."""
-        return len(self._stock) + self._own.available
+        return self.unmapped + self._own.available
 
     @property
     def foreign(self) -> Collection[Handle]:

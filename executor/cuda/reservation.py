@@ -26,7 +26,10 @@ _reservations: Final[dict[int, Reservation]] = {}
 
 
 class Reservation:
-    """`size` bytes of KV memory from `address` on, all of it readable at any time, and zeroed."""
+    """`size` bytes of KV memory from `address` on, all of it readable at any time, and zeroed.
+
+    `mapping`: of these addresses to pages. `source`: where pages come from and go to.
+    """
 
     def __init__(
         self,
@@ -49,20 +52,20 @@ class Reservation:
         self.size = size
         self.page_bytes = driver.granularity
         pages = -(-size // self.page_bytes)
-        self._source = source or PagePool(
+        self.source = source or PagePool(
             driver, self.page_bytes, most_spare=most_spare, headroom_bytes=headroom_bytes
         )
-        self._empty = partly and self._source.available < pages
-        own = [] if self._empty else self._source.take(pages)
+        self._empty = partly and self.source.available < pages
+        own = [] if self._empty else self.source.take(pages)
         try:
-            self._mapping = VirtualMapping(driver, self.page_bytes, pages, own)
+            self.mapping = VirtualMapping(driver, self.page_bytes, pages, own)
         except MappingLost:
             raise
         except DeviceError:
-            self._source.give(own)
-            self._source.close()
+            self.source.give(own)
+            self.source.close()
             raise
-        self.address = self._mapping.base
+        self.address = self.mapping.base
         _reservations[self.address] = self
 
     def backend(self, extents: Sequence[Extent], granules: Granules) -> CudaPages:
@@ -70,15 +73,15 @@ class Reservation:
 
         Raises DeviceMemoryShort where a reservation that began empty gets no granule.
         """
-        mapping = self._mapping
+        mapping = self.mapping
         use = PageRefcounts(extents, granules, mapping.base, mapping.page_bytes, mapping.pages)
-        return CudaPages(mapping, self._source, use, self.size, empty=self._empty)
+        return CudaPages(mapping, self.source, use, self.size, empty=self._empty)
 
     def close(self) -> None:
         """Give everything back to the device. No tensor over it may be used any more."""
         del _reservations[self.address]
-        self._source.give(self._mapping.close())
-        self._source.close()
+        self.source.give(self.mapping.close())
+        self.source.close()
 
 
 def reservation_at(address: int) -> Reservation | None:

@@ -233,7 +233,7 @@ class HostPages(OwnPages):
     """PageBackend over anonymous memory of this process."""
 
     def __init__(self, extents: Sequence[Extent], granules: Granules, bytes_total: int) -> None:
-        self._extents = extents
+        self.extents = extents
         self._granules = granules
         self._held: set[int] = set()
         self._returned: dict[range, int] = {}
@@ -294,7 +294,7 @@ class HostPages(OwnPages):
     def _pages(self, run: range) -> list[Range]:
         first, last = self._granules.blocks_of(run.start), self._granules.blocks_of(run.stop - 1)
         blocks = range(first.start, last.stop)
-        whole = coalesce(piece for extent in self._extents for piece in extent.ranges(blocks))
+        whole = coalesce(piece for extent in self.extents for piece in extent.ranges(blocks))
         return [piece.whole_pages() for piece in whole]
 
 

@@ -16,7 +16,15 @@ from rose.client.client import RolloutClient
 from rose.client.errors import ClientClosed
 from rose.client.session import Member, Session
 from rose.client.stream import Progress
-from rose.client.types import GroupOptions, Retry, SessionOptions, TokenChunk, Turn, TurnOptions
+from rose.client.types import (
+    ClientSettings,
+    GroupOptions,
+    Retry,
+    SessionOptions,
+    TokenChunk,
+    Turn,
+    TurnOptions,
+)
 from rose.contract.replica import Sampling
 
 T = TypeVar("T")
@@ -87,6 +95,11 @@ class BlockingRolloutClient:
     def __reduce__(self) -> tuple[object, ...]:
         settings = self._client.settings
         return _rebuilt, (settings.urls, settings.timeout_s, settings.retry)
+
+    @property
+    def settings(self) -> ClientSettings:
+        """As `RolloutClient.settings`."""
+        return self._client.settings
 
     def __enter__(self) -> Self:
         self._loop()

@@ -107,7 +107,7 @@ class Stack:
         await self._module("scheduler", "rose.scheduler.main", self._scheduler_args())
         await self._module("gateway", "rose.gateway.main", self._gateway_args())
         nodes = {
-            SERVING_NODE: (SERVING_CORE, self._serving_node(page, key.verify_key.hex)),
+            SERVING_NODE: (SERVING_CORE, self.serving_node(page, key.verify_key.hex)),
             TRAINING_NODE: (TRAINING_CORE, self._training_node(key.verify_key.hex)),
         }
         for name, (core, config) in nodes.items():
@@ -210,7 +210,8 @@ class Stack:
             "--log-file-bytes=0",
         ]
 
-    def _serving_node(self, page: Path, verify_key: str) -> dict[str, object]:
+    def serving_node(self, page: Path, verify_key: str) -> dict[str, object]:
+        """Return the file of the node that guards the host."""
         guest = self._replica(GUEST, self.ports.guest, SERVING_CORE)
         if worker := _FAULTY_WORKERS.get(self.settings.control or ""):
             guest["worker"] = worker

@@ -40,11 +40,12 @@ class Gateway:
         self._events = self._logs.events("gateway") if self._logs else None
         self._listening: asyncio.Server | None = None
         self._codec: TextCodec | None = None
+        self._stats = GatewayStats()
         self.background = Background(self.note)
         self.port = settings.port
 
     async def __aenter__(self) -> Self:
-        settings, stats = self._settings, GatewayStats()
+        settings, stats = self._settings, self._stats
         self._codec = self._load_codec()
         self._model = ServedModel(settings.model_name, settings.max_model_len, self._codec)
         # For probing; turns go over `upstream`.
@@ -95,6 +96,16 @@ class Gateway:
     def set_table(self, entries: tuple[ReplicaEntry, ...]) -> None:
         """Take a new replica table."""
         self._dispatcher.set_table(entries)
+
+    @property
+    def stats(self) -> GatewayStats:
+        """Counters since start, of which `/rose/v1/stats` shows a copy."""
+        return self._stats
+
+    @property
+    def dispatcher(self) -> Dispatcher:
+        """The replica table, the router and the queue: what it knows, and why it chose."""
+        return self._dispatcher
 
     def status(self) -> GatewayStatus:
         """Turns, replicas and trajectories now."""

@@ -164,6 +164,10 @@ class CountedStamps:
         self._put = queue.put_nowait
         queue.put_nowait = self._count_and_put
 
+    def __len__(self) -> int:
+        """Requests that anything is remembered of."""
+        return len({*self._tokens, *self._starts})
+
     def starts(self, collector: Any) -> list[Start]:  # noqa: ANN401 -- see Stamps
         return self._starts.setdefault(collector, [])
 

@@ -78,13 +78,13 @@ class SchedulerCore:
         self._fleet = Fleet()
         self._relays = Relays()
         self._healths = HealthBook()
-        self._demand = DemandBook()
+        self.demand = DemandBook()
         self._leasing = Leasing(
             times or LeaseTimes(),
             saved.epochs,
             self._policy,
             self._healths,
-            self._demand,
+            self.demand,
             leasing_policy,
         )
         self._chain = VersionRegistry(saved.job, saved.versions)
@@ -94,7 +94,7 @@ class SchedulerCore:
 
     def step(self, event: Event, now_s: float) -> list[Action]:
         """What follows from an event at `now_s`, a monotonic clock's seconds."""
-        self._demand.drop_silent(now_s)
+        self.demand.drop_silent(now_s)
         actions = self._react(event, now_s)
         regulated = self._leasing.regulate(self._chain, self._fleet, now_s)
         if isinstance(event, HarvestSet):
@@ -134,7 +134,7 @@ class SchedulerCore:
     def status(self, now_s: float) -> pb.SnapshotReply:
         """Everything an operator may ask about."""
         views = (self._fleet, self._leasing, self._healths, self._chain, self._policy)
-        return snapshot(*views, self._demand, now_s)
+        return snapshot(*views, self.demand, now_s)
 
     def _react(self, event: Event, now_s: float) -> list[Action]:
         match event:
@@ -143,7 +143,7 @@ class SchedulerCore:
             case Detached():
                 return self._detach(event.stream)
             case Demanded():
-                self._demand.hear(event.gateway, event.jobs, now_s)
+                self.demand.hear(event.gateway, event.jobs, now_s)
                 actions, refused = self._leasing.switched(event.switches, now_s)
                 for reason in refused:
                     actions += self.complain("switch_refused", event.gateway, reason, now_s)

@@ -8,7 +8,7 @@ between rounds of rollouts, do not end it.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from elastic_scheduler import JobDemand
@@ -70,6 +70,11 @@ class DemandBook:
         self._reports: dict[str, tuple[float, JobFigures]] = {}
         self._work: dict[str, _Work] = {}
         self._known = False
+
+    @property
+    def gateways(self) -> Collection[str]:
+        """Names of the gateways whose reports are kept."""
+        return self._reports.keys()
 
     def hear(self, gateway: str, jobs: Iterable[JobFigures], now_s: float) -> None:
         """A gateway said what its turns need; what it said before is void.

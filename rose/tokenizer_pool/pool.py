@@ -67,7 +67,7 @@ class TextPool:
 
     def __init__(self, setup: Setup, note: Callable[..., None], workers: int = WORKERS) -> None:
         self._first = frame(setup)
-        self._time_s = setup.time_s
+        self.time_s = setup.time_s
         self._memory_bytes = setup.memory_bytes
         self._note = note
         self._workers = workers
@@ -126,12 +126,12 @@ class TextPool:
         self._grant()
         try:
             # Workers that are not there yet are not the queue's fault.
-            limit_s = self._time_s if self._alive else self._time_s + START_S
+            limit_s = self.time_s if self._alive else self.time_s + START_S
             async with asyncio.timeout(limit_s):
                 await waiter.granted
         except TimeoutError as error:
             raise TextBusy(
-                f"the text was not tokenized within {self._time_s:g} s: others came first; "
+                f"the text was not tokenized within {self.time_s:g} s: others came first; "
                 "send it again later"
             ) from error
         except asyncio.CancelledError:
@@ -190,10 +190,10 @@ class TextPool:
         worker = self._idle.pop()
         answer: Done | Refused | None = None
         try:
-            async with asyncio.timeout(self._time_s):
+            async with asyncio.timeout(self.time_s):
                 answer = await _ask(worker, frame(job))
         except TimeoutError as error:
-            raise self._lost(f"takes longer than {self._time_s:g} s") from error
+            raise self._lost(f"takes longer than {self.time_s:g} s") from error
         except (OSError, EOFError, msgspec.MsgspecError) as error:
             megabytes = self._memory_bytes >> 20
             raise self._lost(f"needs more than {megabytes} MiB of memory") from error

@@ -85,6 +85,10 @@ class LinkMeter:
     def __init__(self) -> None:
         self._peers: OrderedDict[str, _Peer] = OrderedDict()
 
+    def __len__(self) -> int:
+        """Peers that anything is remembered of."""
+        return len(self._peers)
+
     def began(self, peer: str, now_s: float) -> None:
         """An answer to a peer is on its way."""
         known = self._peers.setdefault(peer, _Peer(now_s, now_s))

@@ -206,6 +206,11 @@ class WeightPublisher:
         self._channel = make_channel(scheduler)
         self._scheduler = rose_pb2_grpc.SchedulerStub(self._channel)
 
+    @property
+    def url(self) -> str:
+        """Address from which versions are fetched."""
+        return self._server.url
+
     async def start(self) -> None:
         """Serve, and register the job with the scheduler."""
         await self._server.start()

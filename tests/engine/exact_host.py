@@ -103,7 +103,7 @@ class Engine:
             self._note()
 
     def _note(self) -> None:
-        lender = getattr(self.scheduler, "_lender", None)
+        lender = getattr(self.scheduler, "lender", None)
         if lender is not None:
             self.lent.append(lender.lent.granules_lent)
 
@@ -194,9 +194,8 @@ def deleted_meanwhile(engine: Engine, page: Path) -> list[list[int]]:
 
 def observed(engine: Engine, page: Path) -> dict[str, Any]:
     def attach() -> bool:
-        engine.scheduler._observer = None
-        engine.scheduler._quietly(engine.scheduler._attach)
-        return engine.scheduler._observer is not None
+        engine.scheduler.attach()
+        return engine.scheduler.observer is not None
 
     found: dict[str, Any] = {}
     for name, prepare in OBSERVED.items():
@@ -215,9 +214,9 @@ def lending(engine: Engine, page: Path) -> dict[str, Any]:
     for name, prepare in LENDS.items():
         prepare(page)
         engine.lent.clear()
-        engine.scheduler._give_up()
-        engine.scheduler._quietly(engine.scheduler._attach)
-        lends = engine.scheduler._lender is not None
+        engine.scheduler.give_up()
+        engine.scheduler.attach()
+        lends = engine.scheduler.lender is not None
         found[name] = {"lends": lends, "answers": engine.answers(), "lent": engine.lent[:]}
         queue = engine.scheduler.kv_cache_manager.block_pool.free_block_queue
         found[name]["queue"] = type(queue).__name__

@@ -208,7 +208,7 @@ async def test_turns_outlive_a_killed_sglang_token_for_token(stage: Stage) -> No
     expected = [(await stage.post(stage.urls[0], body))[1]["output_ids"] for body in bodies]
     running = [asyncio.create_task(stage.post(stage.url, body)) for body in bodies]
     first = stage.urls[0].removeprefix("http://")
-    stats = stage.gateway._server._stats
+    stats = stage.gateway.stats
     before = stats.tokens[first]
     async with asyncio.timeout(60):
         while stats.tokens[first] < before + 60:  # noqa: ASYNC110

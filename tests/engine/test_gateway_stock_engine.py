@@ -208,7 +208,7 @@ async def test_turns_outlive_a_killed_stock_engine_token_for_token(stage: Stage)
     ]
     running = [asyncio.create_task(stage.post(stage.url, GENERATE, body)) for body in bodies]
     first = stage.engine.removeprefix("http://")
-    stats = stage.gateway._server._stats
+    stats = stage.gateway.stats
     before = stats.tokens[first]
     await until_async(lambda: stats.tokens[first] >= before + 60, 30, "it makes tokens", 0.005)
     stage.engines[0].spend("it is killed")

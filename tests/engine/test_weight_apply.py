@@ -178,8 +178,8 @@ def prove(worker: Any) -> tuple[bool, bool, float]:
 
     weights = worker._rose_weights
     weights.settle()
-    engine, tensors = weights._engine, weights._receiver.tensors
-    pieces = reference_in_pieces(engine, tensors, None, (), weights._plan)
+    engine, tensors = weights.engine, weights.tensors
+    pieces = reference_in_pieces(engine, tensors, None, (), weights.load_plan)
     probe = compare(engine.prober.logits(engine.model), finish(pieces).logits)
     found = judge(weights.audit().step(1 << 62), weights.digests, weights.elements)
     return not found.flipped, probe.ok, probe.max_abs_diff
@@ -301,8 +301,8 @@ def test_a_fresh_load_has_one_layer_in_memory_at_a_time(served: Served) -> None:
         from weight_transfer.vllm.proof.reference import finish, overlay, reference_in_pieces
 
         weights = worker._rose_weights
-        engine, tensors = weights._engine, weights._receiver.tensors
-        layered = LayeredModel(engine, weights._plan, overlay(tensors, {}), ())
+        engine, tensors = weights.engine, weights.tensors
+        layered = LayeredModel(engine, weights.load_plan, overlay(tensors, {}), ())
 
         def held() -> int:
             return sum(t.nbytes for t in dict(layered.model.named_parameters()).values()

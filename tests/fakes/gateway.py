@@ -58,6 +58,10 @@ class StandInGateway:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
+        await self.die()
+
+    async def die(self) -> None:
+        """Cut every connection, and answer nobody any more."""
         await self._runner.cleanup()
 
     async def _health(self, http: web.Request) -> web.Response:
@@ -84,12 +88,12 @@ class StandInGateway:
                 await asyncio.sleep(60)
             if asked.get("stream"):
                 return await self._stream(http, asked)
-            return web.Response(body=await self._whole(asked), content_type="application/json")
+            return web.Response(body=await self.whole(asked), content_type="application/json")
         except asyncio.CancelledError:
             self.left += 1
             raise
 
-    async def _whole(self, asked: dict[str, Any]) -> bytes:
+    async def whole(self, asked: dict[str, Any]) -> bytes:
         if asked["request_id"] not in self.answers:
             await asyncio.sleep(self.delay_s)
             self.made += 1
@@ -141,12 +145,12 @@ class StandInGateway:
             await asyncio.sleep(self.delay_s)
             last = i == count - 1
             off = 0 if self.forgets is None or i < self.forgets else 1000
-            await _event(response, self._piece(first + off + i, i, "length" if last else None))
+            await _event(response, self.piece(first + off + i, i, "length" if last else None))
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
         return response
 
-    def _piece(self, token: int, at: int, finish_reason: str | None) -> dict[str, Any]:
+    def piece(self, token: int, at: int, finish_reason: str | None) -> dict[str, Any]:
         content = [{"token": f"token_id:{token}", "logprob": -token / 1000}]
         choice = {
             "index": 0,

@@ -129,12 +129,12 @@ class ReplicaWeights:
         `place`: where this engine's ranks on this node meet, None for a rank without others.
         """
         self._files = Enclosed(weights_dir)
-        self._engine = engine
+        self.engine = engine
         self._verify_key = verify_key
         self._copy = NodeCopy(Checkpoint.of_model(model_dir), place)
         base = self._copy.tensors
         warm_kernels(base, engine.device)
-        self.map, self._plan = map_engine(engine, base)
+        self.map, self.load_plan = map_engine(engine, base)
         self._receiver = Receiver.over(self._copy)
         self._staging: Staging | None = None
         self._unsettled: StagedUpdate | None = None
@@ -155,7 +155,12 @@ class ReplicaWeights:
         """After the pause: settle beside the engine's steps, and free what the update took."""
         # Should it fail, whoever settles next is told.
         threading.Thread(target=self.settle, name="rose-settle").start()
-        release_unused(self._engine.device)
+        release_unused(self.engine.device)
+
+    @property
+    def tensors(self) -> Mapping[str, TensorBits]:
+        """Checkpoint tensors of the version that is settled."""
+        return self._receiver.tensors
 
     @property
     def digests(self) -> Mapping[str, int]:
@@ -166,7 +171,7 @@ class ReplicaWeights:
     @property
     def elements(self) -> Mapping[str, int]:
         """How many weights each checkpoint tensor has."""
-        return {name: tensor.bits.size for name, tensor in self._receiver.tensors.items()}
+        return {name: tensor.bits.size for name, tensor in self.tensors.items()}
 
     def decode(self, manifest_paths: Sequence[Path], chunks_dir: Path, attempt: str) -> Staging:
         """Begin to decode versions that follow each other, or return how far this attempt is.
@@ -230,10 +235,10 @@ class ReplicaWeights:
         ]
 
     def _prepare(self, decoded: Decoded) -> Generator[None, None, Prepared]:
-        tensors, loose = self._receiver.tensors, self.map.loose
-        with named_shortage(self._engine.device, "a fresh load of the new version"):
+        tensors, loose = self.tensors, self.map.loose
+        with named_shortage(self.engine.device, "a fresh load of the new version"):
             reference = yield from reference_in_pieces(
-                self._engine, tensors, decoded.update, loose, self._plan
+                self.engine, tensors, decoded.update, loose, self.load_plan
             )
         return Prepared(decoded.update, decoded.placement, reference)
 
@@ -254,7 +259,7 @@ class ReplicaWeights:
         return self._report(prepared, applied_s - started_s, probe_s, not unproven, probe)
 
     def _logits(self) -> torch.Tensor:
-        return self._engine.prober.logits(self._engine.model)
+        return self.engine.prober.logits(self.engine.model)
 
     def _revert(self, prepared: Prepared, loose: OpaqueCopy) -> None:
         write_back(prepared.placement)

@@ -67,16 +67,16 @@ class StartGate:
 
 
 class GatedStart:
-    """For a worker class to inherit before vLLM's own."""
+    """For a worker class to inherit before vLLM's own; `start_gate` is None where none gates."""
 
     model_runner: Any
-    _start_gate: StartGate | None = None
+    start_gate: StartGate | None = None
     _start_hook: Any = None
 
     def load_model(self, *arguments: Any, **options: Any) -> None:  # noqa: ANN401 -- vLLM's own
         """Load, and hold the model's passes from here on. Raises ExecutorError without a page."""
         super().load_model(*arguments, **options)  # type: ignore[misc]
-        self._start_gate = gate = StartGate.from_environ(os.environ)
+        self.start_gate = gate = StartGate.from_environ(os.environ)
         if gate is not None:
             model = self.model_runner.get_model()
             self._start_hook = model.register_forward_pre_hook(lambda *_: _pass(gate))
@@ -88,7 +88,7 @@ class GatedStart:
         finally:
             if self._start_hook is not None:
                 self._start_hook.remove()
-                _tell(self._start_gate)
+                _tell(self.start_gate)
 
 
 def _pass(gate: StartGate) -> None:

@@ -118,12 +118,12 @@ class HostLender:
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         """`hold`: for a pool of which lent blocks are not to be had at once."""
-        self._pool = pool
+        self.pool = pool
         self._core = LendingCore(pool.granules, limits)
         self._cold_ns = limits.cold_ns
         self._block_tokens = block_tokens
         self._hold = hold
-        self._clock_ns = clock_ns
+        self.clock_ns = clock_ns
         self._steps_begun = 0
         self._steps_done = 0
         self._most_a_call = max(1, MOST_BYTES_A_CALL // max(1, pool.granule_bytes))
@@ -155,9 +155,14 @@ class HostLender:
         return cls(CudaLendingPool(stock, granules, pages), limits, scheduler.block_size, hold)
 
     @property
+    def reserve(self) -> int:
+        """Granules that are never lent."""
+        return self._core.reserve
+
+    @property
     def lent(self) -> KvLent:
         """What is lent now; what the host has asked for is missing from its reserve."""
-        pool = self._pool
+        pool = self.pool
         missing = max(self._core.missing(pool.free), self._wanted)
         # Measured, so noise may put it below nothing.
         returned = max(0, pool.pages.bytes_returned)
@@ -166,12 +171,12 @@ class HostLender:
     @property
     def blocks_away(self) -> int:
         """Lent blocks that vLLM's pool does not count."""
-        return self._pool.blocks_away
+        return self.pool.blocks_away
 
     @property
     def over(self) -> bool:
         """Whether it was stopped and vLLM's own pool is back."""
-        return self._retires and not self._lost and not self._pool.held
+        return self._retires and not self._lost and not self.pool.held
 
     def step(self, prefill_tokens: int, requests: int, next_tokens: int = 0) -> None:
         """Lend or take back; before each schedule.
@@ -182,25 +187,25 @@ class HostLender:
         if self._retires:
             self._retire()
             return
-        self._pool.check()
+        self.pool.check()
         demand = self._demand(prefill_tokens, requests, next_tokens)
-        now_ns, free, idle = self._clock_ns(), self._pool.free, requests == 0
+        now_ns, free, idle = self.clock_ns(), self.pool.free, requests == 0
         count = self._core.step(now_ns, free, demand, idle=idle)
         wants = self._core.wants(now_ns, free, demand, idle=idle)
-        forgotten = self._pool.forget(now_ns, self._cold_ns, MOST_FORGOTTEN_A_CALL if wants else 0)
+        forgotten = self.pool.forget(now_ns, self._cold_ns, MOST_FORGOTTEN_A_CALL if wants else 0)
         self._take_back(max(0, -count))
         lent = self._lend(min(count, self._most_a_call)) if count > 0 else 0
-        self._pool.unmap(self._steps_done)
-        awaits = count >= 0 and self._pool.pages.poll()
+        self.pool.unmap(self._steps_done)
+        awaits = count >= 0 and self.pool.pages.poll()
         # Fewer than could be lent in one call: there are no more that are wholly free.
-        self.pending = bool(forgotten) or lent == self._most_a_call or not self._pool.unmapped
+        self.pending = bool(forgotten) or lent == self._most_a_call or not self.pool.unmapped
         self.pending |= self._awake(now_ns, awaits=awaits or self._wanted > 0)
 
     def arrived(self, prefill_tokens: int, requests: int) -> None:
         """A request came: take back what it will need; nothing is lent meanwhile."""
         if self._retires:
             return
-        now_ns, free = self._clock_ns(), self._pool.free
+        now_ns, free = self.clock_ns(), self.pool.free
         demand = self._demand(prefill_tokens, requests, 0)
         count = self._core.step(now_ns, free, demand, idle=False)
         self._take_back(max(0, -count))
@@ -209,9 +214,9 @@ class HostLender:
         """The ids of running requests that are to skip the step that is scheduled now."""
         if self._hold is None:
             return frozenset()
-        free = self._pool.free
+        free = self.pool.free
         return self._hold.choose(
-            self._clock_ns(), running, free.plain + free.cached, 0 if self._lost else free.lent
+            self.clock_ns(), running, free.plain + free.cached, 0 if self._lost else free.lent
         )
 
     def step_begun(self) -> None:
@@ -230,17 +235,17 @@ class HostLender:
         self.pending = False
         self._retires = True
         self._lost |= isinstance(why, MappingLost)
-        self._wanted = len(self._pool.held)
+        self._wanted = len(self.pool.held)
         if self._hold is None:
-            self._pool.held.clear()  # On host memory lent blocks have memory all the same.
-        if not self._pool.held:
-            self._pool.dissolve()
+            self.pool.held.clear()  # On host memory lent blocks have memory all the same.
+        if not self.pool.held:
+            self.pool.dissolve()
 
     def _retire(self) -> None:
-        now_ns = self._clock_ns()
+        now_ns = self.clock_ns()
         if self._lost or self.over or now_ns < self._retry_ns:
             return
-        pool = self._pool
+        pool = self.pool
         try:
             pool.pages.recall(len(pool.held))
             pool.pages.poll()
@@ -260,7 +265,7 @@ class HostLender:
         return max(queued, short) + requests
 
     def _take_back(self, count: int) -> None:
-        pool = self._pool
+        pool = self.pool
         if count or self._wanted:
             pool.pages.recall(count)
         missing = 0
@@ -272,13 +277,13 @@ class HostLender:
 
     def _awake(self, now_ns: int, *, awaits: bool) -> bool:
         """Whether others may be waited for in empty steps: not long after they last did a thing."""
-        moved = len(self._pool.held), self._pool.pages.bytes_returned
+        moved = len(self.pool.held), self.pool.pages.bytes_returned
         if moved != self._moved or not awaits:
             self._moved, self._moved_ns = moved, now_ns
         return awaits and now_ns - self._moved_ns < AWAKE_NS
 
     def _lend(self, count: int) -> int:
-        return self._pool.take(self._pool.lendable(count), self._steps_begun)
+        return self.pool.take(self.pool.lendable(count), self._steps_begun)
 
 
 def _check(pages: PageBackend, granules: Granules) -> None:

@@ -31,7 +31,8 @@ SERVES_ON = "the host is no longer published; it serves on without ROSE"
 KEEPS = "KV memory is not lent; the host serves on with its whole pool"
 
 
-def _limits(settings: EngineSettings) -> LendingLimits:
+def lending_limits(settings: EngineSettings) -> LendingLimits:
+    """Return what the operator lets a host lend."""
     return LendingLimits(settings.reserve, cold_ns=round(settings.prefix_cold_s * 1e9))
 
 
@@ -51,7 +52,53 @@ class ObservedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types ar
         self._lender: HostLender | None = None
         self._seat: HostSeat | None = None
         self._veto: Veto | None = None
+        self.attach()
+
+    @property
+    def observer(self) -> HostStatePublisher | None:
+        """The publisher of its state, None while it is the stock scheduler."""
+        return self._observer
+
+    @property
+    def lender(self) -> HostLender | None:
+        """The owner of its balloon, None while nothing is or stays lent."""
+        return self._lender
+
+    def attach(self) -> None:
+        """Publish on the page that the environment names; whatever fails, the host serves on."""
+        self._observer = None
         self._quietly(self._attach)
+
+    def give_up(self) -> None:
+        """Publish and lend no more: schedule as vLLM does, and veto the guests of the page."""
+        self._observer = None
+        # Memory of which nobody hears helps nobody.
+        self.stop_lending()
+        try:
+            if self._seat is not None:
+                self._seat.cease()
+        except Exception:  # noqa: BLE001 -- what failed just now may fail again
+            logger.warning("its last state stays on the control page; it is not believed for long")
+        path = os.environ.get("ROSE_CONTROL_PAGE")
+        if self._veto is None and path and os.environ.get("ROSE_ROLE") == HOST:
+            self._veto = Veto(Path(path))
+            self._veto.start()
+
+    def stop_lending(self, why: Exception | None = None) -> None:
+        """Take back what is lent, and serve on with the whole pool; on a GPU that takes steps."""
+        lender = self._lender
+        if lender is None:
+            return
+        if why is not None:
+            logger.error("%s: %s", KEEPS, why)
+        try:
+            lender.stop(why)
+        except Exception:
+            logger.exception("%s, as far as it came back", KEEPS)
+            self._lender = None
+        else:
+            if lender.over:
+                self._lender = None
 
     def schedule(self, *args: object, **kwargs: object) -> object:
         """Schedule as vLLM does, then publish the step."""
@@ -134,7 +181,7 @@ class ObservedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types ar
 
     def _begin_lending(self, settings: EngineSettings) -> None:
         try:
-            self._lender = HostLender.of(self, _limits(settings), settings.kv_backend)
+            self._lender = HostLender.of(self, lending_limits(settings), settings.kv_backend)
         except Exception as error:  # noqa: BLE001 -- the host is worth more than what it lends
             logger.error("%s: %s", KEEPS, error)  # noqa: TRY400 -- one line says it all
 
@@ -152,7 +199,7 @@ class ObservedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types ar
                 next_tokens = self.waiting.peek_request().num_tokens if self.waiting else 0
                 lender.step(tokens, requests, next_tokens)
         except Exception as error:  # noqa: BLE001 -- as above
-            self._stop_lending(error)
+            self.stop_lending(error)
         if lender.over:
             self._lender = None
         if observer is not None and self._lent() != before:
@@ -164,7 +211,7 @@ class ObservedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types ar
         try:
             return self._lender.held_back(self.running)
         except Exception as error:  # noqa: BLE001 -- as above
-            self._stop_lending(error)
+            self.stop_lending(error)
             return ()
 
     def _lent(self) -> KvLent:
@@ -172,21 +219,6 @@ class ObservedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types ar
 
     def _blocks_away(self) -> int:
         return self._lender.blocks_away if self._lender is not None else 0
-
-    def _stop_lending(self, why: Exception | None = None) -> None:
-        lender = self._lender
-        if lender is None:
-            return
-        if why is not None:
-            logger.error("%s: %s", KEEPS, why)
-        try:
-            lender.stop(why)
-        except Exception:
-            logger.exception("%s, as far as it came back", KEEPS)
-            self._lender = None
-        else:
-            if lender.over:
-                self._lender = None
 
     def _schedule_without(
         self, held: Collection[str], args: tuple[object, ...], kwargs: dict[str, object]
@@ -208,25 +240,11 @@ class ObservedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types ar
         try:
             observe(*args)
         except ExecutorError as error:
-            self._give_up()
+            self.give_up()
             logger.error("%s: %s", SERVES_ON, error)  # noqa: TRY400 -- the message says it all
         except Exception:
-            self._give_up()
+            self.give_up()
             logger.exception(SERVES_ON)
-
-    def _give_up(self) -> None:
-        self._observer = None
-        # Memory of which nobody hears helps nobody.
-        self._stop_lending()
-        try:
-            if self._seat is not None:
-                self._seat.cease()
-        except Exception:  # noqa: BLE001 -- what failed just now may fail again
-            logger.warning("its last state stays on the control page; it is not believed for long")
-        path = os.environ.get("ROSE_CONTROL_PAGE")
-        if self._veto is None and path and os.environ.get("ROSE_ROLE") == HOST:
-            self._veto = Veto(Path(path))
-            self._veto.start()
 
 
 def _insist_alone(parallel: Any) -> None:  # noqa: ANN401 -- vLLM's ParallelConfig

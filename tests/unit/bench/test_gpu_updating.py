@@ -70,8 +70,8 @@ def test_versions_go_there_and_back_and_a_receiver_takes_all_of_them(tmp_path: P
     for version in (1, 2, 3):
         told = versions.publish()
         assert told["changed_share"] == pytest.approx(CHANGED, rel=0.1)
-        manifest = Manifest.from_bytes(versions._store.manifest_path(version).read_bytes())
-        chunks = {ref.id: read_chunk(versions._store.chunks_dir, ref.id) for ref in manifest.chunks}
+        manifest = Manifest.from_bytes(versions.store.manifest_path(version).read_bytes())
+        chunks = {ref.id: read_chunk(versions.store.chunks_dir, ref.id) for ref in manifest.chunks}
         receiver.commit(receiver.decode(manifest, chunks, key.verify_key, manifest.created_s))
         seen.append({name: t.bits.copy() for name, t in receiver.tensors.items()})
     for name, bits in stepped(base, 3).items():

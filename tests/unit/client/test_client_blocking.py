@@ -92,9 +92,8 @@ def test_it_may_be_used_inside_a_running_loop(gateway: StandInGateway) -> None:
 def test_clients_pickle_as_what_they_were_built_from(kind: type) -> None:
     client = kind(["http://a:1/", "http://b:2"], 7.0, retry=Retry(3, 0.5, 1.0))
     copy = pickle.loads(pickle.dumps(client))
-    inner = copy if kind is RolloutClient else copy._client
-    assert inner.settings.urls == ("http://a:1", "http://b:2")
-    assert (inner.settings.timeout_s, inner.settings.retry) == (7.0, Retry(3, 0.5, 1.0))
+    assert copy.settings.urls == ("http://a:1", "http://b:2")
+    assert (copy.settings.timeout_s, copy.settings.retry) == (7.0, Retry(3, 0.5, 1.0))
 
 
 def _turn_of(client: BlockingRolloutClient) -> tuple[int, ...]:

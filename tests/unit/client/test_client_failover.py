@@ -44,7 +44,7 @@ async def test_a_dead_gateways_turns_go_on_at_another_under_the_same_id(
         one.delay_s = 5
         turn = asyncio.create_task(client.generate(PROMPT, TEN, request_id="r", session_id=session))
         await until(lambda: bool(one.asked))
-        await one._runner.cleanup()
+        await one.die()
         assert (await turn).token_ids == COUNT
     assert [asked["request_id"] for asked in other.asked] == ["r"]
     assert other.made == 1
@@ -201,7 +201,7 @@ async def test_errors_inside_a_stream_are_those_of_the_status_they_name() -> Non
 
 async def test_more_tokens_than_asked_for_are_no_turn() -> None:
     async with StandInGateway() as gateway, RolloutClient(gateway.url, retry=FAST) as client:
-        gateway._piece = lambda token, at, end: {  # type: ignore[method-assign]
+        gateway.piece = lambda token, at, end: {  # type: ignore[method-assign]
             "choices": [{"token_ids": [1] * 11, "logprobs": {"content": [{"logprob": -1}] * 11}}]
         }
         async with client.stream(PROMPT, TEN) as stream:
@@ -279,13 +279,13 @@ async def test_a_group_says_who_belongs_to_it_and_how_many_copies_it_may_have() 
 async def test_a_group_that_has_enough_cancels_the_rest() -> None:
     async with StandInGateway() as gateway, RolloutClient(gateway.url) as client:
         slow = {"g/1", "g/3"}
-        plain = gateway._whole
+        plain = gateway.whole
 
         async def whole(asked: dict[str, object]) -> bytes:
             await asyncio.sleep(5 if asked["request_id"] in slow else 0)
             return await plain(asked)
 
-        gateway._whole = whole  # type: ignore[method-assign]
+        gateway.whole = whole  # type: ignore[method-assign]
         async with client.gather_group(PROMPT, TEN, 4, group_id="g", need=2) as group:
             assert {member.index async for member in group} == {0, 2}
         assert client.progress().running == ()

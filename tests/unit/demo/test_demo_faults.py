@@ -23,7 +23,7 @@ def serving_node(folder: Path, control: Control | None) -> Path:
     settings = DemoSettings(out=folder, control=control)
     stack = Stack(settings, RunLayout(folder), Ports.from_base(18_000), folder, folder)
     path = folder / "node.json"
-    path.write_text(json.dumps(stack._serving_node(folder / "page", "0" * 64)))
+    path.write_text(json.dumps(stack.serving_node(folder / "page", "0" * 64)))
     return path
 
 

@@ -96,11 +96,11 @@ class GpuHostRig(HostRig):
 
     @property
     def lender(self) -> Any:
-        return self.scheduler._lender
+        return self.scheduler.lender
 
     @property
     def pool(self) -> Any:
-        return self.lender._pool
+        return self.lender.pool
 
     @property
     def stock(self) -> Any:
@@ -123,15 +123,15 @@ class GpuHostRig(HostRig):
 
     def own_memory(self) -> list[Physical]:
         """What is mapped under the KV cache, the alias page left out."""
-        mapping = self.reservation._mapping
+        mapping = self.reservation.mapping
         alias = self.driver.handles[mapping.alias]
         found = [self.driver.mapped[mapping.address(page)].memory for page in range(mapping.pages)]
         return [memory for memory in found if memory is not alias]
 
     def check(self) -> None:
         """What holds between any two calls."""
-        lender, mapping = self.lender, self.reservation._mapping
-        held = lender._pool.held if lender is not None else set()
+        lender, mapping = self.lender, self.reservation.mapping
+        held = lender.pool.held if lender is not None else set()
         bare = {page for page in range(mapping.pages) if mapping.behind(page) == mapping.alias}
         for granule in range(BLOCKS // GRANULE_BLOCKS):
             assert granule in held or granule not in bare, f"granule {granule} has no page"
@@ -145,7 +145,7 @@ class GpuHostRig(HostRig):
         cached = {b.block_id for b in blocks if b.block_hash is not None}
         assert not {block // GRANULE_BLOCKS for block in cached} & held, "a prefix without memory"
         if lender is not None:
-            assert lender._pool.granules.count - len(held) >= lender._core.reserve
+            assert lender.pool.granules.count - len(held) >= lender.reserve
         assert len(set(map(id, self.own_memory()))) == len(self.own_memory())
 
     def places(self, block: int) -> list[int]:
@@ -199,8 +199,8 @@ def gpu_host(
         scheduler = make_scheduler(ObservedScheduler, folder, kv, caches, depth, caching=caching)
         rig = GpuHostRig(scheduler, DeviceRunner(driver, caches), page, [], depth)
         rig.driver, rig.reservation = driver, reservation
-        rig._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256) if caching else None
-        scheduler._lender._clock_ns = lambda: rig.now_ns
+        rig.hasher = get_request_block_hasher(BLOCK_TOKENS, sha256) if caching else None
+        scheduler.lender.clock_ns = lambda: rig.now_ns
         yield rig
         reservation.close()
         assert driver.is_clean or rig.leaks
@@ -254,7 +254,7 @@ class HandleGuest(DriverGuest):
 
     def grow(self, most: int = 1000) -> None:
         self.borrower.step()
-        self.pages += self.borrower.take(min(most, len(self.borrower._stock)))
+        self.pages += self.borrower.take(min(most, self.borrower.unmapped))
 
     def obey(self) -> None:
         self.borrower.step()
@@ -268,6 +268,5 @@ class HandleGuest(DriverGuest):
 
     def die(self) -> None:
         """To be told to the lender by `has_ended`."""
-        if self.borrower._connection is not None:
-            self.borrower._connection.close()
+        self.borrower.close()
         super().die()

@@ -214,7 +214,7 @@ class GuestRig:
     ends: dict[str, str] = field(default_factory=dict)
     in_flight: deque[Any] = field(default_factory=deque)
     host: SeatedHost | None = None
-    _hasher: Any = None
+    hasher: Any = None
 
     def allow(self, **change: Any) -> None:
         """Change the grant and keep it alive."""
@@ -242,7 +242,7 @@ class GuestRig:
         )
         parameters.update_from_generation_config({}, 1)
         request = Request(
-            request_id, prompt, parameters, pooling_params=None, block_hasher=self._hasher
+            request_id, prompt, parameters, pooling_params=None, block_hasher=self.hasher
         )
         self.scheduler.add_request(request)
         self.outputs[request_id] = []
@@ -292,7 +292,7 @@ def guest_rig(
     monkeypatch.setattr(executor.vllm.guest.scheduler, "Watchdog", NoWatchdog)
     scheduler, views, memory = _scheduler(GatedScheduler, folder, blocks, spec, depth, caching=True)
     rig = GuestRig(scheduler, StandInRunner(views), page, memory, depth)
-    rig._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
+    rig.hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
     rig.allow()
     return rig
 
@@ -322,7 +322,7 @@ def host_rig(
     kind = AsyncScheduler if level == "stock" else ObservedScheduler
     scheduler, views, memory = _scheduler(kind, folder, blocks, spec, depth, caching=caching)
     rig = HostRig(scheduler, StandInRunner(views), page, memory, depth)
-    rig._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256) if caching else None
+    rig.hasher = get_request_block_hasher(BLOCK_TOKENS, sha256) if caching else None
     return rig
 
 

@@ -34,7 +34,7 @@ def main(path: Path, uuid: bytes, expected: int) -> None:
     obeys = False
     while True:
         borrower.step()
-        pages += borrower.take(len(borrower._stock))
+        pages += borrower.take(borrower.unmapped)
         if len(pages) == expected:
             sys.stdout.write("taken\n")
             sys.stdout.flush()

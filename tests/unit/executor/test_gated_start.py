@@ -165,7 +165,7 @@ def test_a_guest_whose_node_grants_from_the_start_on_has_a_gate(
     as_guest(monkeypatch, page)
     worker = Worker()
     worker.load_model()
-    assert worker._start_gate is not None
+    assert worker.start_gate is not None
     assert len(worker.model_runner.model._forward_pre_hooks) == 1
 
 
@@ -230,7 +230,7 @@ def test_nobody_else_waits(
     worker = Worker()
     worker.load_model()
     assert worker.compile_or_warm_up_model() == "compiled"
-    assert worker._start_gate is None
+    assert worker.start_gate is None
     assert not worker.model_runner.model._forward_pre_hooks
 
 

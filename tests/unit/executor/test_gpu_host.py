@@ -176,7 +176,7 @@ def test_running_requests_wait_for_blocks_on_their_way_back_instead_of_being_pre
     pair: Pair,
 ) -> None:
     rig, prompts = pair.rig, fill(pair)
-    while rig.scheduler._lender.held_back(rig.scheduler.running) == frozenset():
+    while rig.scheduler.lender.held_back(rig.scheduler.running) == frozenset():
         pair.turns(1)
         assert preempted(pair) == 0
     steps = rig.published.step_seq
@@ -222,10 +222,10 @@ def test_what_comes_back_is_zeroed_and_no_prefix_leads_to_it(pair: Pair) -> None
     held = set(rig.pool.held)
     cached = {b.block_id for b in rig.stock.blocks if b.block_hash is not None}
     assert not {block // GRANULE_BLOCKS for block in cached} & held
-    rig.scheduler._stop_lending()
+    rig.scheduler.stop_lending()
     guest.give_all()
     for _ in range(3):
-        rig.scheduler._lend()
+        rig.scheduler.schedule()
     assert rig.lender is None
     for granule in held:
         for block in range(granule * GRANULE_BLOCKS, (granule + 1) * GRANULE_BLOCKS):

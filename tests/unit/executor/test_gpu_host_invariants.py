@@ -123,7 +123,7 @@ class World:
 
     @property
     def _source(self) -> Any:
-        return self.rig.reservation._source
+        return self.rig.reservation.source
 
 
 @contextmanager
@@ -131,7 +131,7 @@ def world(*, by_handle: bool, depth: int = 1, caching: bool = True) -> Iterator[
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         device = StandInDevice(DEVICE_PAGES * PAGE)
         limits = LendingLimits(calm_ns=5 * STEP_NS, cold_ns=20 * STEP_NS)
-        patch.setattr(executor.vllm.host.scheduler, "_limits", lambda _settings: limits)
+        patch.setattr(executor.vllm.host.scheduler, "lending_limits", lambda _settings: limits)
         patch.setattr(time, "sleep", never)
         with gpu_host(
             Path(folder), device, by_handle=by_handle, depth=depth, caching=caching
@@ -175,10 +175,12 @@ def test_no_page_is_in_two_hands_and_no_block_without_one_whatever_happens(
 
 
 def all_is_back(rig: GpuHostRig) -> None:
-    rig.scheduler._stop_lending()
+    rig.scheduler.stop_lending()
     for _ in range(200):
+        if rig.lender is None:
+            break
         rig.now_ns += 10 * STEP_NS
-        rig.scheduler._lend()
+        rig.scheduler.schedule()
     assert rig.lender is None
     assert len(rig.own_memory()) == KV_PAGES
     assert rig.stock.num_gpu_blocks == BLOCKS

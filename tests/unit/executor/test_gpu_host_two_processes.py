@@ -35,7 +35,7 @@ def turn_until(rig: GpuHostRig, done: Callable[[], bool], within_s: float = 30.0
     end = time.monotonic() + within_s
     while not done():
         assert time.monotonic() < end, "it did not happen"
-        rig.scheduler._lender.pending = True  # An idle host's loop goes on.
+        rig.scheduler.lender.pending = True  # An idle host's loop goes on.
         rig.turn()
         rig.check()
 
@@ -63,12 +63,12 @@ def test_what_is_lent_comes_back_when_it_is_asked_for_and_when_the_guest_is_kill
 
         child.kill()
         child.wait()
-        turn_until(rig, lambda: rig.reservation._source.lent == 0)
+        turn_until(rig, lambda: rig.reservation.source.lent == 0)
         rig.add("after", PROMPT[::-1] + PROMPT[:60], 20)
         turn_until(rig, lambda: "after" in rig.ends)
-        rig.scheduler._stop_lending()
+        rig.scheduler.stop_lending()
         for _ in range(20):
             rig.now_ns += 10**9
-            rig.scheduler._lend()
+            rig.scheduler.schedule()
         assert rig.lender is None
         assert len(rig.own_memory()) == KV_PAGES, "nothing of it is lost"

@@ -28,7 +28,7 @@ def held_resident(rig: GuestRig) -> int:
     return sum(
         resident_bytes(piece.whole_pages())
         for granule in pool.held
-        for extent in pool.pages._extents
+        for extent in pool.pages.extents
         for piece in extent.ranges(pool.granules.blocks_of(granule))
     )
 

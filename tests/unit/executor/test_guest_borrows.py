@@ -55,7 +55,7 @@ class Guest:
         config = kv_config(BLOCKS, WIDE, on_gpu=True)
         size = config.kv_cache_tensors[0].size
         self.reservation = reserve_kv(settings_of(GUEST, path), self.driver, size)
-        source: Any = self.reservation._source
+        source: Any = self.reservation.source
         self.borrower: PageClient = source
         pages, granules = kv_pages(engine(config, self.reservation.address), config)
         self.manager: Any = KVCacheManager(

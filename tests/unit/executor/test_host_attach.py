@@ -121,7 +121,7 @@ def test_an_engine_core_of_several_in_parallel_is_refused(
     first.scheduler.shutdown()
     parallel = first.scheduler.vllm_config.parallel_config
     parallel.data_parallel_size, parallel.data_parallel_index = size, index
-    first.scheduler._quietly(first.scheduler._attach)
+    first.scheduler.attach()
     assert "data_parallel_size 2" in caplog.text
     assert verdict(first.page) == Yield("no_host")
     assert first.page.host_view().vetoed
@@ -133,7 +133,7 @@ def test_a_plugin_that_breaks_later_leaves_a_busy_host(
     def broken(*_: object) -> None:
         raise RuntimeError("boom")
 
-    monkeypatch.setattr(first.scheduler._observer, "arrived", broken)
+    monkeypatch.setattr(first.scheduler.observer, "arrived", broken)
     first.add("b", [1, 2, 3], 4)
     state = first.page.host.read()
     assert state is not None

@@ -20,10 +20,10 @@ from executor.kv.backing import resident_bytes
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calm comes at once: a turn of these tests takes no time."""
-    limits = executor.vllm.host.scheduler._limits
+    limits = executor.vllm.host.scheduler.lending_limits
     monkeypatch.setattr(
         executor.vllm.host.scheduler,
-        "_limits",
+        "lending_limits",
         lambda settings: replace(limits(settings), calm_ns=0),
     )
 
@@ -40,11 +40,11 @@ def published(rig: HostRig) -> HostState:
 
 def lent_resident(rig: HostRig) -> int:
     """Bytes in memory under lent blocks, where nothing may be."""
-    pool = rig.scheduler._lender._pool
+    pool = rig.scheduler.lender.pool
     return sum(
         resident_bytes(piece.whole_pages())
         for granule in pool.held
-        for extent in pool.pages._extents
+        for extent in pool.pages.extents
         for piece in extent.ranges(pool.granules.blocks_of(granule))
     )
 
@@ -65,7 +65,7 @@ def test_an_idle_host_lends_all_but_its_reserve_and_says_what_is_gone(
         state.granules_total - reserve - 1,
     )
     assert state.bytes_lent == whole - rig.resident
-    lent = state.granules_lent * rig.scheduler._lender._pool.granule_bytes
+    lent = state.granules_lent * rig.scheduler.lender.pool.granule_bytes
     assert 0.95 * lent < state.bytes_lent <= lent
     assert lent_resident(rig) == 0
     assert state.idle
@@ -110,13 +110,13 @@ def test_an_allocation_beyond_everything_mapped_succeeds_at_once(
     rig = host_rig(tmp_path, monkeypatch)
     rig.run_until_idle()
     pool = rig.scheduler.kv_cache_manager.block_pool
-    held = len(rig.scheduler._lender._pool.held)
+    held = len(rig.scheduler.lender.pool.held)
     mapped = pool.get_num_free_blocks() - held
     blocks = pool.get_new_blocks(mapped + 5)
     assert len({block.block_id for block in blocks}) == mapped + 5
-    assert len(rig.scheduler._lender._pool.held) == held - 5
+    assert len(rig.scheduler.lender.pool.held) == held - 5
     rest = pool.get_new_blocks(pool.get_num_free_blocks())
-    assert not rig.scheduler._lender._pool.held
+    assert not rig.scheduler.lender.pool.held
     pool.free_blocks(blocks + rest)
     assert pool.get_num_free_blocks() == 64
 
@@ -225,7 +225,7 @@ def test_a_prefix_cache_does_not_hold_memory_for_good_after_the_load_fell(
     monkeypatch.setenv("ROSE_HOST_PREFIX_COLD_S", "60")
     rig = host_rig(tmp_path, monkeypatch, blocks=129)
     now_ns = 10**12
-    rig.scheduler._lender._clock_ns = lambda: now_ns
+    rig.scheduler.lender.clock_ns = lambda: now_ns
     rng = random.Random(3)
     warm = prompt_of(rng, 64)
     rig.add("first", [*warm, *prompt_of(rng, 20)], 4)
@@ -268,14 +268,14 @@ def test_whatever_goes_wrong_is_said_in_one_line_and_the_host_has_its_whole_pool
     prompts = {f"r{n}": prompt_of(random.Random(n), 100) for n in range(8)}
     if call == "restore":
         rig.run_until_idle()
-    monkeypatch.setattr(rig.scheduler._lender._pool.pages, call, broken)
+    monkeypatch.setattr(rig.scheduler.lender.pool.pages, call, broken)
     rig.turn()
     for name, prompt in prompts.items():
         rig.add(name, prompt, 60)
     rig.run_until_idle()
     assert {name: undisturbed(prompt, 60) for name, prompt in prompts.items()} == rig.outputs
     pool = rig.scheduler.kv_cache_manager.block_pool
-    assert (pool.get_num_free_blocks(), rig.scheduler._lender) == (64, None)
+    assert (pool.get_num_free_blocks(), rig.scheduler.lender) == (64, None)
     assert type(pool.free_block_queue) is not stock_queue, "vLLM's own queue is back"
     state = published(rig)
     assert (state.granules_lent, state.bytes_lent, state.granules_total) == (0, 0, 0)
@@ -291,12 +291,12 @@ def test_a_failure_inside_an_allocation_is_no_failure_of_the_allocation(
 ) -> None:
     rig = host_rig(tmp_path, monkeypatch)
     rig.run_until_idle()
-    monkeypatch.setattr(rig.scheduler._lender._pool.pages, "restore", broken)
+    monkeypatch.setattr(rig.scheduler.lender.pool.pages, "restore", broken)
     pool = rig.scheduler.kv_cache_manager.block_pool
     blocks = pool.get_new_blocks(60)
     assert len(set(map(id, blocks))) == 60
     rig.scheduler.schedule()
-    assert rig.scheduler._lender is None
+    assert rig.scheduler.lender is None
     assert pool.get_num_free_blocks() == 4
     pool.free_blocks(blocks)
     assert pool.get_num_free_blocks() == 64
@@ -307,10 +307,10 @@ def test_a_host_that_is_no_longer_published_lends_no_more(
 ) -> None:
     rig = host_rig(tmp_path, monkeypatch)
     rig.run_until_idle()
-    monkeypatch.setattr(rig.scheduler._observer, "_publish", broken)
+    monkeypatch.setattr(rig.scheduler.observer, "_publish", broken)
     rig.add("served", prompt_of(random.Random(0), 50), 30)
     rig.run_until_idle()
-    assert (rig.scheduler._observer, rig.scheduler._lender) == (None, None)
+    assert (rig.scheduler.observer, rig.scheduler.lender) == (None, None)
     state = published(rig)
     assert not state.idle, "or its guest would run beside it for good"
     assert (state.bytes_lent, state.granules_lent, state.heartbeat_ns) == (0, 0, 0)
@@ -336,6 +336,9 @@ def test_a_connector_that_may_read_free_blocks_forbids_lending(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = host_rig(tmp_path, monkeypatch, level="observe")
+    rig.scheduler.shutdown()
+    monkeypatch.setenv("ROSE_HOST_LEVEL", "lend")
     rig.scheduler.connector = object()
-    rig.scheduler._begin_lending(executor.vllm.host.scheduler.LendingLimits())
-    assert rig.scheduler._lender is None
+    rig.scheduler.attach()
+    assert rig.scheduler.observer is not None
+    assert rig.scheduler.lender is None

@@ -36,7 +36,7 @@ class Case:
 
     @property
     def stats(self) -> Any:
-        return self.gateway._server._stats
+        return self.gateway.stats
 
     def table(self, **changes: Any) -> None:
         """The rows named, `None` for as they are; those left out are gone."""

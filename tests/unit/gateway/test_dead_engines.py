@@ -24,7 +24,7 @@ async def test_a_dead_engine_is_tried_once_in_a_while_and_costs_no_turn() -> Non
             assert (await ask(http, VLLM, vllm_body(2)))[0] == 200
             assert len(dead.requests) == 1
             dead.kill()
-            stats, turns = gw._server._stats, 0
+            stats, turns = gw.stats, 0
             until_s = time.monotonic() + FOR_S
             began_s = time.monotonic()
             while time.monotonic() < until_s:
@@ -57,7 +57,7 @@ async def test_an_engine_that_answers_and_makes_no_tokens_gets_no_turn_twice(
             gateway_with(*rows, stall_s=stall_s) as gw,
             aiohttp.ClientSession(base_url(gw)) as http,
         ):
-            dispatcher, now_s = gw._dispatcher, asyncio.get_running_loop().time()
+            dispatcher, now_s = gw.dispatcher, asyncio.get_running_loop().time()
             monkeypatch.setattr(dispatcher, "_clock", lambda: now_s)
             turns = [asyncio.create_task(ask(http, VLLM, vllm_body(2))) for _ in range(10)]
             await until(lambda: sum(turn.done() for turn in turns) + hung.live == len(turns))

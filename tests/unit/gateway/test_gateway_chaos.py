@@ -81,7 +81,7 @@ async def test_whatever_happens_each_turn_is_whole_and_no_place_is_leaked(
                 assert all(a[-1] == b[-2] for a, b in pairwise(spans))
         assert not any(gateway.status().live_turns.values())
         assert gateway.status().waiting == 0
-        stats = gateway._server._stats
+        stats = gateway.stats
         assert stats.turns == TURNS
         await until(lambda: not gateway.status().hedged_groups)
         assert stats.hedge_wins <= stats.hedges <= 4 * hedges

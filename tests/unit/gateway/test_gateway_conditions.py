@@ -55,15 +55,20 @@ async def test_a_deadline_ends_waiting_and_running_turns_with_504() -> None:
 TOKENS = 4_000
 
 
+def _connections(gateway: Gateway) -> set[Any]:
+    """aiohttp's, of callers."""
+    return set(gateway._runner.server.connections)
+
+
 async def _slow_reader(gateway: Gateway, body: Any) -> socket.socket:
     """A client that sends a request, has a small window and takes nothing."""
-    known = set(gateway._runner.server.connections)
+    known = _connections(gateway)
     reader = socket.socket()
     reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
     reader.connect(("127.0.0.1", gateway.port))
     reader.setblocking(False)
-    await until(lambda: set(gateway._runner.server.connections) > known)
-    (connection,) = set(gateway._runner.server.connections) - known
+    await until(lambda: _connections(gateway) > known)
+    (connection,) = _connections(gateway) - known
     # Else the kernel alone would take megabytes.
     sending = connection.transport.get_extra_info("socket")
     sending.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16_384)
@@ -85,7 +90,7 @@ async def test_a_reader_that_takes_nothing_is_cut_off_and_holds_up_nobody() -> N
         ]
         try:
             status, _ = await stream(session, VLLM, vllm_body(5))
-            stats = gw._server._stats
+            stats = gw.stats
             async with asyncio.timeout(PATIENCE_S):
                 while stats.slow_readers < len(readers):  # noqa: ASYNC110
                     await asyncio.sleep(0.02)
@@ -107,9 +112,9 @@ async def test_what_the_gateway_holds_for_a_slow_reader_is_bounded() -> None:
         reader = await _slow_reader(gw, vllm_body(TOKENS, request_id="slow", stream=True))
         try:
             async with asyncio.timeout(PATIENCE_S):
-                while not gw._server._stats.turns:  # noqa: ASYNC110
+                while not gw.stats.turns:  # noqa: ASYNC110
                     await asyncio.sleep(0.02)
-            (connection,) = gw._runner.server.connections
+            (connection,) = _connections(gw)
             held_bytes = connection.transport.get_write_buffer_size()
         finally:
             reader.close()

@@ -40,7 +40,7 @@ async def test_the_first_turn_brings_the_lease_that_it_waits_for(
     ):
         await scheduler.until_job(demand_known=True, turns=0)
         async with offering(scheduler, replica):
-            await until(lambda: bool(gateway._dispatcher._entries))
+            await until(lambda: bool(gateway.status().live_turns))
             await asyncio.sleep(0.3)
             assert not (await scheduler.snapshot()).leases
             assert gateway.status().usable == 0
@@ -89,7 +89,7 @@ async def test_a_new_gateway_reports_under_a_name_of_its_own(
                 await scheduler.until_job(turns=1)
                 assert (await turn)[0] == 200
                 await scheduler.until_job(turns=0)
-                names.update(scheduler.core._demand._reports)
+                names.update(scheduler.core.demand.gateways)
                 assert len(names) == life
 
 
@@ -99,14 +99,14 @@ async def test_a_report_counts_running_and_waiting_turns_and_expected_tokens() -
         gateway_with(entry(replica, "guest-0", max_sequences=2)) as gateway,
         aiohttp.ClientSession(base_url(gateway)) as session,
     ):
-        meter = DemandMeter(gateway._dispatcher, "gw", 0.0)
+        meter = DemandMeter(gateway.dispatcher, "gw", 0.0)
         assert meter.report(1.0) == pb.DemandReport(gateway="gw")
         turns = [asyncio.create_task(ask(session, VLLM, vllm_body(50))) for _ in range(5)]
         await until(lambda: gateway.status().waiting == 3)
         [job] = meter.report(2.0).jobs
         assert (job.job, job.turns) == ("", 5)
         assert 150 < job.owed_tokens <= 250
-        await until(lambda: (gateway._dispatcher.made_tokens or {}).get("", 0) >= 60)
+        await until(lambda: (gateway.dispatcher.made_tokens or {}).get("", 0) >= 60)
         [later] = meter.report(3.0).jobs
         assert later.owed_tokens < job.owed_tokens
         assert later.made_tok_s > 5.0
@@ -125,8 +125,8 @@ async def test_once_turns_have_lengths_the_expected_ones_count_and_not_the_budge
             assert (await ask(session, VLLM, vllm_body(400)))[0] == 200
         replica.hang_after = 0
         turn = asyncio.create_task(ask(session, VLLM, vllm_body(400)))
-        await until(lambda: bool(gateway._dispatcher._live))
-        [job] = DemandMeter(gateway._dispatcher, "gw", 0.0).report(1.0).jobs
+        await until(lambda: any(gateway.status().live_turns.values()))
+        [job] = DemandMeter(gateway.dispatcher, "gw", 0.0).report(1.0).jobs
         assert job.owed_tokens < 50
         turn.cancel()
         await asyncio.gather(turn, return_exceptions=True)
@@ -169,21 +169,25 @@ class Refusing:
 
 
 @pytest.fixture
-def reporter() -> DemandReporter:
+def work_began() -> asyncio.Event:
+    return asyncio.Event()
+
+
+@pytest.fixture
+def reporter(work_began: asyncio.Event) -> DemandReporter:
     dispatcher: Any = SimpleNamespace(owed=lambda: iter(()), switches=LeaseLatencyClock())
-    began = asyncio.Event()
     meter = DemandMeter(dispatcher, "gw", 0.0)
-    return DemandReporter(meter, began, lambda: 1.0, lambda event, **fields: None)
+    return DemandReporter(meter, work_began, lambda: 1.0, lambda event, **fields: None)
 
 
 async def test_reports_that_fail_are_not_repeated_in_haste(
-    reporter: DemandReporter, monkeypatch: pytest.MonkeyPatch
+    reporter: DemandReporter, work_began: asyncio.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(demand, "PERIOD_S", 0.1)
     stub: Any = Refusing(grpc.StatusCode.UNAVAILABLE)
     task = asyncio.create_task(reporter.run(stub))
     for _ in range(50):
-        reporter._work_began.set()
+        work_began.set()
         await asyncio.sleep(0.005)
     assert not task.done()
     task.cancel()
@@ -199,7 +203,7 @@ async def test_a_report_that_cannot_be_made_is_not_passed_over(
         Gateway(settings_for(scheduler)) as gateway,
     ):
         await scheduler.until_job(demand_known=True)
-        gateway._dispatcher.switches = None  # type: ignore[assignment]
+        gateway.dispatcher.switches = None  # type: ignore[assignment]
         async with asyncio.timeout(PATIENCE_S):
             with pytest.raises(TaskDiedError, match=r"^table ended \(AttributeError"):
                 await gateway.failed()

@@ -58,7 +58,7 @@ async def test_a_death_costs_one_attempt_and_a_quarter_of_a_second_at_most() -> 
         died = ticks.count
         dying.kill()
         answers = await asyncio.gather(*turns)
-        stats = gw._server._stats
+        stats = gw.stats
         assert victims > 10
         # Those that were there move once; nobody else does, and nobody twice.
         assert stats.continuations == stats.attempts - TURNS <= victims

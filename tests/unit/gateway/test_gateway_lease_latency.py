@@ -117,9 +117,9 @@ async def test_the_scheduler_hears_how_long_a_lease_took_to_its_first_token(
     ):
         await scheduler.until_job(demand_known=True)
         async with offering(scheduler, replica):
-            await until(lambda: bool(gateway._dispatcher._entries))
+            await until(lambda: bool(gateway.status().live_turns))
             assert (await ask(session, VLLM, vllm_body(10)))[0] == 200
-            await until(lambda: not gateway._dispatcher.switches.measured)
+            await until(lambda: not gateway.dispatcher.switches.measured)
     lines = (tmp_path / "events-scheduler.jsonl").read_text().splitlines()
     [told] = [each for each in map(json.loads, lines) if each["event"] == "first_token"]
     assert (told["replica"], told["epoch"]) == (GUEST, 1)

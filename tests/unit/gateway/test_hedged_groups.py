@@ -292,8 +292,8 @@ async def test_the_client_asks_one_gateway_for_a_hedged_group() -> None:
             ) as group:
                 turns = [found.turn async for found in group]
             took = ticks.count
-            hedges = sorted(each._server._stats.hedges for each in (one, two))
-            counts = sorted(each._server._stats.turns for each in (one, two))
+            hedges = sorted(each.stats.hedges for each in (one, two))
+            counts = sorted(each.stats.turns for each in (one, two))
     assert all(turn is not None and [*turn.token_ids] == COUNT for turn in turns)
     assert (hedges, counts) == ([0, 1], [0, 4])
     assert took < 0.75 * UNHEDGED_TICKS

@@ -40,7 +40,7 @@ async def test_a_session_that_is_finished_in_the_middle_of_a_turn_is_forgotten_t
                 asyncio.create_task(ask(session, VLLM, vllm_body(9, session_id=f"t{number}")))
                 for number in range(5)
             ]
-            await until(lambda: gw._server._stats.tokens["guest-0"] == 15)
+            await until(lambda: gw.stats.tokens["guest-0"] == 15)
             for number in range(5):
                 assert await finish(session, f"t{number}") == 1
             assert [status for status, _, _ in await asyncio.gather(*turns)] == [409] * 5
@@ -56,7 +56,7 @@ async def test_callers_that_vanish_leave_no_session_behind() -> None:
         async with gateway_with(entry(replica, "guest-0"), stall_s=9) as gw:
             async with aiohttp.ClientSession(base_url(gw)) as session:
                 turn = asyncio.create_task(ask(session, VLLM, vllm_body(9, session_id="t")))
-                await until(lambda: gw._server._stats.tokens["guest-0"] == 3)
+                await until(lambda: gw.stats.tokens["guest-0"] == 3)
                 turn.cancel()
                 await until(lambda: replica.cancelled == 1)
             await until(lambda: not gw.status().running)

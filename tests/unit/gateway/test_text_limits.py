@@ -38,11 +38,11 @@ def hurried(gateway: Gateway) -> Iterator[None]:
     """Texts may take `HURRIED_S` only within the block."""
     assert gateway._codec is not None
     pool = gateway._codec._pool
-    pool._time_s = HURRIED_S
+    pool.time_s = HURRIED_S
     try:
         yield
     finally:
-        pool._time_s = PATIENT_S
+        pool.time_s = PATIENT_S
 
 
 @pytest.fixture(scope="module")

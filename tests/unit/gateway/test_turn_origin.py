@@ -22,7 +22,7 @@ HEADERS = {"X-Session-ID": "s", "X-Group-ID": "g", "X-Job": "j"}
 def needs(gateway: Any) -> list[Any]:
     """What the router was told of each turn that begins from now on."""
     seen: list[Any] = []
-    router = gateway._dispatcher._router
+    router = gateway.dispatcher._router
     begin = router.begin
 
     def noting(replica: str, need: Any, now_s: float) -> Any:
@@ -76,7 +76,7 @@ async def test_the_lengths_of_some_members_forecast_the_others() -> None:
             body = vllm_body(900, request_id=group, group_id=group, job="j")
             assert (await ask(session, VLLM, body))[0] == 200
         expected = {
-            group: gw._dispatcher.explained(group)[0].expected_tokens for group in ("a", "g", "h")
+            group: gw.dispatcher.explained(group)[0].expected_tokens for group in ("a", "g", "h")
         }
     assert expected == {"a": 900, "g": 5, "h": 900}
 

@@ -388,7 +388,7 @@ async def left_by(way: Way) -> Counter[str]:
         await turns(0)
         gc.collect()
         gc.disable()
-        stats = case.gateway._server._stats
+        stats = case.gateway.stats
         hedges = stats.hedges
         try:
             await turns(TURNS)

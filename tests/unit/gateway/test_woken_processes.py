@@ -56,7 +56,7 @@ async def test_what_a_woken_replica_says_under_its_old_lease_reaches_nobody(
         stopped = entry(other, "guest-0", url=url, policy_version=1)
         gw.set_table((stopped,))
         turn = asyncio.create_task(ask(http, VLLM, vllm_body(40)))
-        stats = gw._server._stats
+        stats = gw.stats
         await until(lambda: stats.tokens["guest-0"] >= 3)
         replica.send_signal(signal.SIGSTOP)
         # Its node fell silent, so its lease is over; the next one has another epoch.

@@ -43,7 +43,7 @@ def standin_spec(journal: Path) -> Callable[[EngineSpec], ProcessSpec]:
     return spec_of
 
 
-def _tensors(step: int) -> dict[str, TensorBits]:
+def tensors(step: int) -> dict[str, TensorBits]:
     bits = np.arange(4_096, dtype=np.uint16)
     bits[::7] += np.uint16(step)
     return {"w": TensorBits("w", "bfloat16", (64, 64), bits)}
@@ -151,7 +151,7 @@ class Bench:
                 await asyncio.sleep(0.02)
 
     async def publish(self, version: int) -> None:
-        await self.publisher.publish(version, version - 1, _tensors(version - 1), _tensors(version))
+        await self.publisher.publish(version, version - 1, tensors(version - 1), tensors(version))
 
     def _replica(self, kind: str) -> dict[str, object]:
         model = self.folder / "model"

@@ -87,7 +87,7 @@ def test_random_bytes_in_a_section_of_the_host_freeze(rig: Rig, name: str) -> No
     for _ in range(50):
         rig.reset()
         assert rig.ticks() is GrantMode.RUN
-        rig.scribble(section._start - HEADER_BYTES, chance.randbytes(HEADER_BYTES + 64))
+        rig.scribble(section.start - HEADER_BYTES, chance.randbytes(HEADER_BYTES + 64))
         assert rig.ticks() is GrantMode.FREEZE
 
 
@@ -97,7 +97,7 @@ def test_random_bytes_in_another_section_end_no_guard(rig: Rig, name: str) -> No
     section = sections(rig.page)[name]
     for _ in range(50):
         rig.reset()
-        rig.scribble(section._start - HEADER_BYTES, chance.randbytes(HEADER_BYTES + 64))
+        rig.scribble(section.start - HEADER_BYTES, chance.randbytes(HEADER_BYTES + 64))
         rig.ticks()
 
 

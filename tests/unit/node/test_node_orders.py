@@ -111,8 +111,9 @@ async def test_a_stored_version_that_cannot_be_fetched_ends_no_daemon_at_any_sta
     monkeypatch.setattr(supervisor, "FIRST_BACKOFF_S", 0.02)
     await bench.start()
     # As an older scheduler stored it: today's would not take it.
-    bench.service._step(JobRegistered("job", 1))
-    bench.service._step(VersionAnnounced("job", 1, 0, "http://" + "a" * 64 + "/"))
+    stored = JobRegistered("job", 1), VersionAnnounced("job", 1, 0, "http://" + "a" * 64 + "/")
+    for event in stored:
+        bench.service._step(event)
     try:
         for life in (1, 2):
             node = NodeDaemon(bench.config)

@@ -70,7 +70,7 @@ class Rig:
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
-    def reclaimer(self, sleep: Callable[[], Any] | None = None) -> Reclaimer:
+    def reclaimer(self, sleep: Callable[[], Any] | None = None, **changes: Any) -> Reclaimer:
         guest = GuestMemory(
             "guest",
             lambda: HostMemory(lambda: self.process.pid),
@@ -80,7 +80,7 @@ class Rig:
             sleep,
             self.kill,
         )
-        return Reclaimer(guest, self.events)
+        return Reclaimer(replace(guest, **changes), self.events)
 
     def noted(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.log.read_text().splitlines()]
@@ -189,8 +189,7 @@ class Unknown(HostMemory):
 
 
 async def test_what_cannot_be_measured_is_not_taken_for_reclaimed(rig: Rig) -> None:
-    reclaimer = rig.reclaimer()
-    reclaimer._guest = replace(reclaimer._guest, gauge=Unknown)
+    reclaimer = rig.reclaimer(gauge=Unknown)
     finished = await reclaimer.reclaim(30 * MIB, 2.0, "test")
     assert finished.levels[-1].level is ReclaimLevel.KILL
     assert not finished.enough
@@ -208,12 +207,10 @@ async def test_a_debt_that_is_paid_meanwhile_ends_the_climb(rig: Rig) -> None:
 
 
 async def test_a_reclaim_that_breaks_has_killed_before(rig: Rig) -> None:
-    reclaimer = rig.reclaimer()
-
     def breaks() -> GuestState:
         raise ValueError("a torn name")
 
-    reclaimer._guest = replace(reclaimer._guest, state=breaks)
+    reclaimer = rig.reclaimer(state=breaks)
     with pytest.raises(ValueError, match="torn name"):
         await reclaimer.reclaim(30 * MIB, 5.0, "test")
     assert rig.process.poll() is not None
@@ -248,9 +245,8 @@ class Hangs(HostMemory):
 
 
 async def test_a_driver_that_hangs_delays_no_kill(rig: Rig) -> None:
-    reclaimer = rig.reclaimer()
     gauge = Hangs(lambda: rig.process.pid)
-    reclaimer._guest = replace(reclaimer._guest, gauge=lambda: gauge)
+    reclaimer = rig.reclaimer(gauge=lambda: gauge)
     task = asyncio.create_task(reclaimer.reclaim(30 * MIB, 1.0, "test"))
     while rig.process.poll() is None:
         await asyncio.sleep(0.01)
@@ -270,9 +266,8 @@ async def test_an_engine_is_not_asked_to_sleep_where_its_weights_are_not_seen(ri
     async def sleep() -> None:
         raise AssertionError("asked for what nobody could confirm")
 
-    reclaimer = rig.reclaimer(sleep)
     gauge = KvAlone(lambda: rig.process.pid)
-    reclaimer._guest = replace(reclaimer._guest, gauge=lambda: gauge)
+    reclaimer = rig.reclaimer(sleep, gauge=lambda: gauge)
     finished = await reclaimer.reclaim(SIZE * MIB, 8.0, "test")
     (slept,) = (report for report in finished.levels if report.level is ReclaimLevel.SLEEP)
     assert (slept.outcome, slept.why) == (ReclaimOutcome.UNSUPPORTED, UNSEEN)
@@ -285,8 +280,7 @@ async def test_sleep_is_not_held_for_a_liar_over_kv_that_it_does_not_reach(rig: 
     async def sleep() -> None:
         rig.say("free", 40)
 
-    reclaimer = rig.reclaimer(sleep)
-    reclaimer._guest = replace(reclaimer._guest, sleep_bytes=40 * MIB)
+    reclaimer = rig.reclaimer(sleep, sleep_bytes=40 * MIB)
     finished = await reclaimer.reclaim(SIZE * MIB, 8.0, "test")
     (slept,) = (report for report in finished.levels if report.level is ReclaimLevel.SLEEP)
     assert (slept.outcome, slept.claimed_bytes) == (ReclaimOutcome.TOO_LITTLE, 40 * MIB)
@@ -305,14 +299,13 @@ async def test_who_measured_is_written_down(rig: Rig) -> None:
 async def test_an_engine_that_broke_while_it_fell_asleep_is_not_one_that_cannot_sleep(
     status: int, error: type[Exception]
 ) -> None:
-    client = ReplicaClient(cast(Any, None), "http://engine")
+    class Broken(ReplicaClient):
+        async def _call(self, *_: object, **__: object) -> ReplicaAnswer:
+            return ReplicaAnswer(
+                status, b'{"error":{"message":"Memory usage increased after sleeping."}}'
+            )
 
-    async def answered(*_: object) -> ReplicaAnswer:
-        return ReplicaAnswer(
-            status, b'{"error":{"message":"Memory usage increased after sleeping."}}'
-        )
-
-    client._call = answered  # type: ignore[method-assign]
+    client = Broken(cast(Any, None), "http://engine")
     with pytest.raises(error, match=f"HTTP {status}"):
         await client.sleep()
 

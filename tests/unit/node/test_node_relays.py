@@ -76,12 +76,11 @@ async def test_a_nodes_relay_is_known_to_its_neighbours_and_serves_them(bench: B
     neighbour = Neighbour(bench)
     url = f"http://127.0.0.1:{bench.settings['relay']['port']}"
     await neighbour.until_told(sorted([NEIGHBOUR, url]))
-    network = node._network
-    assert network._source
+    source = node._network._source
+    assert source
 
     def neighbours() -> set[str]:
-        assert network._source
-        route = network._source.fetcher.route("chunk", "http://origin")
+        route = source.fetcher.route("chunk", "http://origin")
         return {*route.before, *route.holders}
 
     # It is told in the same step, over a stream of its own.
@@ -126,7 +125,7 @@ async def test_a_relay_serves_a_version_that_its_own_engine_does_not_take(bench:
 
 
 async def test_a_relay_that_cannot_listen_is_one_line(bench: Bench) -> None:
-    taken = bench.publisher._server.url.rsplit(":", 1)[1]
+    taken = bench.publisher.url.rsplit(":", 1)[1]
     bench.settings["relay"] = {"host": "127.0.0.1", "port": int(taken)}
     with pytest.raises(Exception, match="cannot be served") as said:
         await NodeDaemon(bench.config).run()
@@ -166,9 +165,9 @@ async def test_an_engine_with_other_weights_is_given_a_base(bench: Bench) -> Non
 
 
 async def _publish_base(bench: Bench, version: int) -> None:
-    from node_bench import _tensors
+    from node_bench import tensors
 
     from weight_transfer import Publisher
 
     publisher = Publisher(ChunkStore(bench.folder / "published"), "job", "trainer", bench.key)
-    await asyncio.to_thread(publisher.publish_base, version, _tensors(version))
+    await asyncio.to_thread(publisher.publish_base, version, tensors(version))

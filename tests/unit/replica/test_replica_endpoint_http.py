@@ -8,6 +8,7 @@ from fastapi import FastAPI
 
 from rose.replica.asgi import GenerateShortcut
 from rose.replica.endpoint import ReplicaEndpoint
+from rose.replica.engine_update import WeightUpdater
 from tests.fakes.asgi_client import SECRET, settle
 from tests.fakes.async_llm import FakeAsyncLLM
 from tests.fakes.weight_ranks import Served
@@ -36,13 +37,13 @@ async def replica(monkeypatch: pytest.MonkeyPatch) -> Served:
 
 
 def fail_apply(replica: Served, monkeypatch: pytest.MonkeyPatch, outcome: Any) -> None:
-    async def apply(manifest: str, chunks: str, on_update: str) -> Any:
+    async def apply(_: Any, manifest: str, chunks: str, on_update: str) -> Any:
         assert on_update == "recompute"
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
 
-    monkeypatch.setattr(replica.endpoint._weights, "apply", apply)
+    monkeypatch.setattr(WeightUpdater, "apply", apply)
 
 
 @pytest.mark.parametrize("role", [None, "host"])
@@ -126,12 +127,12 @@ async def test_a_flipped_weight_closes_the_replica(
     status: int,
     still_admitting: bool,
 ) -> None:
-    async def audit() -> Any:
+    async def audit(_: Any) -> Any:
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
 
-    monkeypatch.setattr(replica.endpoint._weights, "audit", audit)
+    monkeypatch.setattr(WeightUpdater, "audit", audit)
     await replica.ask("admit", {"epoch": 1})
     turn = replica.begin("generate", TURN)
     await settle()

@@ -65,8 +65,11 @@ class FakeWeightEngine:
         self._note("resume")
 
 
-def made(engine: FakeWeightEngine, finish_old_s: float = 20.0) -> WeightUpdater:
-    return WeightUpdater(engine, "model", Turns(engine), Admission(), GuestControl(), finish_old_s)
+def made(
+    engine: FakeWeightEngine, finish_old_s: float = 20.0, turns: Turns | None = None
+) -> WeightUpdater:
+    turns = turns or Turns(engine)
+    return WeightUpdater(engine, "model", turns, Admission(), GuestControl(), finish_old_s)
 
 
 @pytest.fixture(autouse=True)
@@ -115,12 +118,13 @@ async def test_an_unproven_version_is_neither_stamped_nor_reported_as_active(
     proof: str, ranks: int
 ) -> None:
     engine = FakeWeightEngine(ranks=ranks, **{proof: False})
-    weights = made(engine)
+    turns = Turns(engine)
+    weights = made(engine, turns=turns)
     with pytest.raises(ActivationError, match=f"'{proof}': False"):
         await weights.apply(["m"], "c")
     assert engine.calls == ["init", *LOADED, "pause", "commit"]
     assert weights.version == 0
-    assert weights._turns.ages.current == 0
+    assert turns.ages.current == 0
 
 
 @pytest.mark.parametrize("step", LOADED)
@@ -175,29 +179,31 @@ async def test_decoding_and_loading_go_on_until_all_of_it_is_done() -> None:
 @pytest.mark.parametrize("how", OnUpdate)
 async def test_only_keep_leaves_the_caches_and_notes_that_kv_is_older(how: OnUpdate) -> None:
     engine = FakeWeightEngine()
-    weights = made(engine)
+    turns = Turns(engine)
+    weights = made(engine, turns=turns)
     report = await weights.apply(["m"], "c", how)
     keeps = how is OnUpdate.KEEP
     assert engine.cleared == [not keeps]
-    assert weights._turns.ages.oldest(0, 3) == (0 if keeps else 3)
+    assert turns.ages.oldest(0, 3) == (0 if keeps else 3)
     assert report["finished_old"] is (how is OnUpdate.FINISH_OLD)
 
 
 @pytest.mark.parametrize("ends", [True, False])
 async def test_finish_old_waits_for_turns_in_flight_within_its_bound(ends: bool) -> None:
     engine = FakeWeightEngine()
-    weights = made(engine, finish_old_s=20.0 if ends else 0.05)
-    turn = weights._turns.open(SimpleNamespace())
+    turns = Turns(engine)
+    weights = made(engine, 20.0 if ends else 0.05, turns)
+    turn = turns.open(SimpleNamespace())
     turn.begun = True
     applying = asyncio.create_task(weights.apply(["m"], "c", OnUpdate.FINISH_OLD))
     await asyncio.sleep(0.02)
     assert "pause" not in engine.calls
-    held = asyncio.create_task(weights._turns.hold.passed(lambda: False))
+    held = asyncio.create_task(turns.hold.passed(lambda: False))
     await asyncio.sleep(0)
     assert not held.done(), "what is new begins under the new version"
     if ends:
         turn.ended = True
-        weights._turns._left.set()
+        turns._left.set()
     report = await asyncio.wait_for(applying, PATIENCE_S)
     assert report["finished_old"] is ends
     assert engine.cleared == [True]

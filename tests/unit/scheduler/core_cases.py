@@ -61,7 +61,7 @@ class CoreBench:
     def step(self, event: Event) -> list[Action]:
         if isinstance(event, StoredEvent):
             for write in self.core.writes(event):
-                self._write(write)
+                self.write(write)
         self.actions = self._take(self.core.step(event, self.now_s))
         return self.actions
 
@@ -81,11 +81,11 @@ class CoreBench:
             if isinstance(action, Reserve) and self.locked:
                 self.waiting.append(action)
             elif isinstance(action, Reserve):
-                self._write(action.write)
+                self.write(action.write)
                 taken += self.core.step(action.then, self.now_s)
         return taken
 
-    def _write(self, write: StoreWrite) -> None:
+    def write(self, write: StoreWrite) -> None:
         if write.value is None:
             self.store.delete(write.key)
         else:

@@ -24,14 +24,14 @@ class FakeNode:
 
     def __init__(self, stub: SchedulerStub, node: str = "n0") -> None:
         self._reports: asyncio.Queue[pb.NodeReport | None] = asyncio.Queue()
-        self._node = node
+        self.node = node
         self.told: asyncio.Queue[pb.NodeCommand] = asyncio.Queue()
         self.say(hello=pb.Hello(protocol=1))
         self.call = stub.Attach(self._outgoing())
         self._listener = asyncio.create_task(self._listen())
 
     def say(self, **report: object) -> None:
-        self._reports.put_nowait(pb.NodeReport(node=self._node, **report))  # type: ignore[arg-type]
+        self._reports.put_nowait(pb.NodeReport(node=self.node, **report))  # type: ignore[arg-type]
 
     def offer(self, **changes: object) -> None:
         fields = {"replica": "g0", "kind": 1, "url": "http://g0", "ttl_s": 3.0, "healthy": True}

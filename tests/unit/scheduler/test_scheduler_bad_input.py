@@ -308,7 +308,7 @@ def test_gateways_are_bounded_in_number_and_forgotten_without_any_job() -> None:
         bench.step(Demanded("one more", ()))
     bench.step(Demanded("g7", (JobFigures("j", 2, 1.0),)))
     bench.at(bench.now_s + REPORT_TTL_S)
-    assert len(bench.core._demand) == 0
+    assert len(bench.core.demand) == 0
 
 
 def test_a_gateway_is_one_sum_whatever_its_callers_name_their_jobs() -> None:

@@ -54,7 +54,7 @@ def test_an_epoch_that_was_reserved_by_a_scheduler_that_died_is_not_used_again()
     first.locked = True
     first.offered(offer("g0"))
     [reserve] = first.waiting
-    first._write(reserve.write)
+    first.write(reserve.write)
     second = CoreBench(store=first.store)
     second.attach()
     second.offered(offer("g0"))

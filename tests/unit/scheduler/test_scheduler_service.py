@@ -127,7 +127,7 @@ async def test_a_stream_without_a_proper_hello_is_refused(
 async def test_a_node_cannot_speak_for_another(bench: Bench) -> None:
     node = FakeNode(bench.stub)
     await node.hears("harvest")
-    node._node = "n1"
+    node.node = "n1"
     node.offer()
     async with asyncio.timeout(PATIENCE_S):
         assert await node.call.code() is grpc.StatusCode.ABORTED

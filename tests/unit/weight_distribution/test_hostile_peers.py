@@ -107,7 +107,8 @@ async def test_an_address_that_nobody_can_reach_fails_one_fetch(url: str, tmp_pa
         fetcher.enrol([url])
         with pytest.raises(FetchError, match="cannot be fetched"):
             await fetcher.manifest("job", 1, "http://127.0.0.1:9", key)
-        reader = PublisherClient(fetcher._session, "node", key)
+    async with aiohttp.ClientSession() as session:
+        reader = PublisherClient(session, "node", key)
         with pytest.raises(FetchError):
             await reader.catalog(url, "job")
         async with reader.lease(url, "r0", 1):

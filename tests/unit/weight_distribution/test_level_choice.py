@@ -84,7 +84,7 @@ def test_an_answer_that_broke_off_and_a_flood_of_peers_leave_the_rest_as_it_is()
     assert meter.bytes_per_s(ended_s) == pytest.approx(4e6)
     for number in range(2 * MOST_PEERS):
         meter.began(f"peer-{number}", ended_s)
-    assert len(meter._peers) == MOST_PEERS
+    assert len(meter) == MOST_PEERS
 
 
 @pytest.fixture(scope="module")

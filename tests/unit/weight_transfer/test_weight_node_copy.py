@@ -131,8 +131,8 @@ def test_weights_that_no_version_changed_stay_in_the_checkpoints_files(node: Nod
     rank = node.rank()
     rank.receiver.commit(rank.decode(rank.plan(1)))
     rank.holds(new, 1)
-    begin = rank.copy._segment.data.ctypes.data
-    end = begin + rank.copy._segment.data.nbytes
+    shared = rank.copy._segment.data
+    begin, end = shared.ctypes.data, shared.ctypes.data + shared.nbytes
     inside = {n for n, t in rank.copy.tensors.items() if begin <= t.bits.ctypes.data < end}
     assert inside == {name}
 

@@ -99,8 +99,8 @@ class GuestVersions:
 
     def __init__(self, weights: Path, folder: Path, key: SigningKey, seed: int) -> None:
         """`weights`: version 0, a safetensors file. Reads all of it."""
-        self._store = ChunkStore(folder)
-        self._publisher = Publisher(self._store, job="gpu", trainer="bench", key=key)
+        self.store = ChunkStore(folder)
+        self._publisher = Publisher(self.store, job="gpu", trainer="bench", key=key)
         base = read_safetensors(weights)
         self._sets = base, stepped(base, seed)
         self.published = 0
@@ -123,8 +123,8 @@ class GuestVersions:
     ) -> dict[str, Any]:
         """Have the guest apply the newest one; its report. Raises PieceError in one line."""
         body = {
-            "manifest": str(self._store.manifest_path(self.published)),
-            "chunks": str(self._store.chunks_dir),
+            "manifest": str(self.store.manifest_path(self.published)),
+            "chunks": str(self.store.chunks_dir),
         }
         timeout = aiohttp.ClientTimeout(total=APPLY_TIMEOUT_S)
         began_s = time.monotonic()
