@@ -1,8 +1,8 @@
 """`rose doctor --config FILE`: checks of a node: the host, the node itself and its GPUs.
 
 Host: its page, its publisher, its process, its clock. Node: daemon, scheduler, guests, kill switch,
-placement, ports, disk. GPUs: driver, card, other users, MPS, and the parts that a guest needs to
-return memory.
+vLLM's plugins, placement, ports, disk. GPUs: driver, card, other users, MPS, and the parts that a
+guest needs to return memory.
 
 Exit code 0 when nothing is wrong, 1 when something is, 2 when the file cannot be used.
 """
@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -29,7 +29,13 @@ from executor.control_page.page import LAYOUT_VERSION
 from executor.freeze_reason import explained
 from rose.cli.commands import SchedulerClient
 from rose.cli.main import Parser
-from rose.engines.launch import MIN_FREE_BYTES_PER_ENGINE, check_memory, check_model, engine_bytes
+from rose.engines.launch import (
+    MIN_FREE_BYTES_PER_ENGINE,
+    broken_plugins,
+    check_memory,
+    check_model,
+    engine_bytes,
+)
 from rose.errors import RoseError
 from rose.node.config import HostConfig, NodeConfig, ReplicaConfig
 from rose.node.grants.host_watch import HostProcess
@@ -253,6 +259,8 @@ def node_checks(config: NodeConfig, gpus: Gpus) -> Iterator[Finding]:
         headroom = host.headroom_bytes if host else 0
         runs = replica.id in running
         yield checked(replica.id, partial(_replica, replica, headroom, runs, gpus))
+    for python, extra_env in _interpreters(config):
+        yield checked("plugins", partial(_plugins, python, extra_env))
     yield checked("placement", partial(_placement, config))
     if config.metrics_port and daemon_of(config) is None:
         yield checked("metrics", partial(_port, "metrics", config.metrics_port))
@@ -297,6 +305,33 @@ def _replica(replica: ReplicaConfig, headroom: int, runs: bool, gpus: Gpus) -> F
         what, _, do = str(error).partition("; ")
         return wrong(replica.id, what, do)
     return _port(replica.id, replica.port)
+
+
+def _interpreters(config: NodeConfig) -> Collection[tuple[str, Mapping[str, str]]]:
+    """Each interpreter of an engine with an environment, once for each of its module paths."""
+    found = {}
+    for replica in config.replicas:
+        python, env = str(replica.engine_python or sys.executable), replica.extra_env
+        found[python, env.get("PYTHONPATH")] = (python, env)
+    return found.values()
+
+
+def _plugins(python: str, extra_env: Mapping[str, str]) -> Finding:
+    """Whether vLLM's general plugins, ROSE's and others', can be imported where engines run."""
+    broken = broken_plugins(python, extra_env)
+    if not broken:
+        return ok("plugins", f"all of vLLM's general plugins load in {python}")
+    first = broken[0]
+    others = f", and {len(broken) - 1} more" if len(broken) > 1 else ""
+    what = (
+        f"{first.distribution} names the plugin {first.name} of vLLM, and {first.module} cannot be"
+        f" imported ({first.why}){others}"
+    )
+    do = (
+        f"install {first.distribution} again for {python}, or delete its stale *.egg-info in"
+        f" {first.folder}"
+    )
+    return wrong("plugins", what, do)
 
 
 def _port(owner: str, port: int) -> Finding:

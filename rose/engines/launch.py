@@ -10,7 +10,7 @@ import re
 import secrets
 import socket
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +27,8 @@ from slo import ProfileError, StepProfile
 
 MIN_FREE_BYTES_PER_ENGINE = 1_600 << 20
 PYTHON_TIMEOUT_S = 30.0
+# A plugin may import torch and vLLM, on a busy machine.
+PLUGINS_TIMEOUT_S = 120.0
 # Run by an engine's interpreter: prints the first thing that it lacks. Imports nothing large.
 _LOOK = """
 from importlib.metadata import entry_points
@@ -36,6 +38,57 @@ if not any(entry_points(group="vllm.stat_logger_plugins", name="rose_host")):
     lacking.append("plugins of ROSE")
 print(*lacking[:1])
 """
+
+# Also run by it: prints each plugin that cannot be imported. Calls none of them.
+_LOOK_AT_PLUGINS = """
+import json
+from importlib.metadata import entry_points
+broken = []
+for point in entry_points(group="vllm.general_plugins"):
+    try:
+        point.load()
+    except BaseException as error:
+        first = (str(error).splitlines() or [""])[0]
+        dist = point.dist
+        broken.append({
+            "name": point.name,
+            "module": point.module,
+            "distribution": dist.name if dist else "unknown",
+            "folder": str(dist.locate_file("")) if dist else "sys.path",
+            "why": f"{type(error).__name__}: {first}",
+        })
+print("\\n" + json.dumps(broken))
+"""
+
+
+class BrokenPlugin(msgspec.Struct, frozen=True):
+    """A plugin of vLLM's that cannot be imported; every engine logs it and runs without.
+
+    `folder`: where the metadata lies that names it, which may be left from an earlier installation.
+    """
+
+    name: str
+    module: str
+    distribution: str
+    folder: str
+    why: str
+
+
+def broken_plugins(python: str, env: Mapping[str, str]) -> list[BrokenPlugin]:
+    """Return the general plugins of vLLM that an interpreter finds and cannot import.
+
+    Raises OSError, TimeoutExpired or DecodeError where the interpreter does not say.
+    """
+    found = subprocess.run(  # noqa: S603 -- the operator's own interpreter
+        [python, "-c", _LOOK_AT_PLUGINS],
+        env={**os.environ, **env},
+        capture_output=True,
+        timeout=PLUGINS_TIMEOUT_S,
+        check=False,
+    )
+    # A plugin may print while it is imported.
+    last = found.stdout.strip().rpartition(b"\n")[2]
+    return msgspec.json.decode(last, type=list[BrokenPlugin])
 
 
 def check_host(engines: int) -> None:

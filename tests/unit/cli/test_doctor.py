@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import struct
+import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from executor import Veto
 from rose.addresses import free_port
 from rose.cli.doctor import Finding, Severity, checked, diagnose
 from rose.cli.main import main as rose
+from rose.engines.launch import BrokenPlugin, broken_plugins
 from tests.unit.node.node_bench import Bench
 
 
@@ -23,6 +25,8 @@ from tests.unit.node.node_bench import Bench
 async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
     monkeypatch.setattr("rose.cli.doctor.SCHEDULER_TIMEOUT_S", 0.3)
     monkeypatch.setattr("rose.cli.doctor.check_memory", lambda *_: None)
+    # To import the real ones takes seconds each time.
+    monkeypatch.setattr("rose.cli.doctor.broken_plugins", lambda *_: [])
     bench = Bench(tmp_path, "guest")
     for name in ("run", "logs"):
         (tmp_path / name).mkdir(exist_ok=True)
@@ -117,6 +121,48 @@ async def test_a_model_that_is_missing_or_does_not_fit_is_named(
     assert "GiB of free memory" in (await wrongs(bench))["r0"]
     bench.settings["replicas"][0]["model_dir"] = str(bench.folder / "nowhere")
     assert "Hugging Face" in (await wrongs(bench))["r0"]
+
+
+def installed(folder: Path, name: str, plugin: str, target: str) -> None:
+    """Leave in a folder what an installation of a plugin of vLLM's does."""
+    info = folder / f"{name}.egg-info"
+    info.mkdir(parents=True)
+    (info / "PKG-INFO").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{plugin} = {target}\n")
+
+
+def test_plugins_that_an_interpreter_cannot_import_are_told_from_those_that_it_can(
+    tmp_path: Path,
+) -> None:
+    installed(tmp_path, "stale", "gone", "a_module.that_is_gone:register")
+    installed(tmp_path, "partly", "renamed", "its_plugin:was_renamed")
+    installed(tmp_path, "noisy", "well", "its_plugin:register")
+    (tmp_path / "its_plugin.py").write_text("def register(): 1 / 0\nprint('loaded')\n")
+    # One without vLLM and ROSE: to import their plugins takes seconds.
+    python = str(Path(sys.base_prefix, "bin", "python3"))
+    found = broken_plugins(python, {"PYTHONPATH": str(tmp_path)})
+    mine = {each.distribution: each for each in found if each.folder == str(tmp_path)}
+    assert mine.keys() == {"stale", "partly"}
+    assert mine["stale"] == BrokenPlugin(
+        "gone",
+        "a_module.that_is_gone",
+        "stale",
+        str(tmp_path),
+        "ModuleNotFoundError: No module named 'a_module'",
+    )
+    assert mine["partly"].why.startswith("AttributeError: ")
+
+
+async def test_a_plugin_that_does_not_load_is_named_with_who_brought_it(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (await findings(bench))["plugins"].level is Severity.OK
+    broken = BrokenPlugin("gone", "a.module", "stale-dist", "/site", "ImportError: no")
+    monkeypatch.setattr("rose.cli.doctor.broken_plugins", lambda *_: [broken, broken])
+    line = (await wrongs(bench))["plugins"]
+    assert "stale-dist names the plugin gone of vLLM, and a.module cannot be imported" in line
+    assert ", and 1 more; install stale-dist again" in line
+    assert line.endswith("delete its stale *.egg-info in /site")
 
 
 def test_a_check_that_breaks_is_a_finding() -> None:
