@@ -46,7 +46,7 @@ class DeviceRunner(StandInRunner):
     """The stand-in model, its KV in memory of a stand-in GPU."""
 
     def __init__(self, driver: StandInDriver, caches: dict[str, Any]) -> None:
-        super().__init__({name: torch.zeros(1) for name in caches})
+        super().__init__({name: torch.zeros(1, BLOCK_TOKENS) for name in caches})  # Not used.
         self._driver = driver
         ends = list(caches.values())
         self._ends = [(cache.data_ptr(), cache.stride()[0]) for cache in (ends[0], ends[-1])]
