@@ -176,7 +176,7 @@ def prove(worker: Any) -> tuple[bool, bool, float]:
     from weight_transfer.vllm.proof.probe import compare, judge
     from weight_transfer.vllm.proof.reference import finish, reference_in_pieces
 
-    weights = worker._rose_weights
+    weights = worker.rose_weights
     weights.settle()
     engine, tensors = weights.engine, weights.tensors
     pieces = reference_in_pieces(engine, tensors, None, (), weights.load_plan)
@@ -186,7 +186,7 @@ def prove(worker: Any) -> tuple[bool, bool, float]:
 
 
 def active_version(worker: Any) -> int:
-    return int(worker._rose_weights.version)
+    return int(worker.rose_weights.version)
 
 
 def proofs_hold(report: dict[str, Any]) -> bool:
@@ -300,7 +300,7 @@ def test_a_fresh_load_has_one_layer_in_memory_at_a_time(served: Served) -> None:
         from weight_transfer.vllm.proof.layerwise_load import LayeredModel
         from weight_transfer.vllm.proof.reference import finish, overlay, reference_in_pieces
 
-        weights = worker._rose_weights
+        weights = worker.rose_weights
         engine, tensors = weights.engine, weights.tensors
         layered = LayeredModel(engine, weights.load_plan, overlay(tensors, {}), ())
 
@@ -356,7 +356,7 @@ def test_faulty_workers_claim_what_is_not_there(served: Served) -> None:
         def hook(worker: Any) -> None:
             from rose.demo import faulty_worker
 
-            worker._rose_weights.__class__ = getattr(faulty_worker, kind)
+            worker.rose_weights.__class__ = getattr(faulty_worker, kind)
 
         return hook
 

@@ -42,12 +42,13 @@ POLICY_VERSION = "ROSE_POLICY_VERSION"
 class WeightWorker:
     """Mixed into vLLM's worker by `--worker-extension-cls`; methods take and return plain JSON.
 
-    Across processes their errors arrive as text: `rpc_errors.typed` gives them their type again.
+    `rose_weights` is None before init. Across processes their errors arrive as text:
+    `replica_weights.typed` gives them their type again.
     """
 
     model_runner: Any
     _rose_weights_class: type[ReplicaWeights] = ReplicaWeights
-    _rose_weights: ReplicaWeights | None = None
+    rose_weights: ReplicaWeights | None = None
     _rose_audit: Audit | None = None
     _rose_decode_began_s: float = 0.0
 
@@ -68,7 +69,7 @@ class WeightWorker:
         runner = self.model_runner
         engine = EngineModel.of(runner.get_model(), runner.vllm_config, runner.device)
         folder, meeting = (None if p is None else Path(p) for p in (weights_dir, place))
-        weights = self._rose_weights = self._rose_weights_class(
+        weights = self.rose_weights = self._rose_weights_class(
             engine, Path(model_dir), key, folder, meeting
         )
         return {
@@ -136,9 +137,9 @@ class WeightWorker:
         os.environ[POLICY_VERSION] = str(self._rose().version)
 
     def _rose(self) -> ReplicaWeights:
-        if self._rose_weights is None:
+        if self.rose_weights is None:
             raise WeightError("weights are not initialised; call rose_weights_init first")
-        return self._rose_weights
+        return self.rose_weights
 
 
 def _loaded(prepared: Prepared, began_s: float) -> dict[str, Any]:

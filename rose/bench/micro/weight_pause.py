@@ -125,7 +125,7 @@ def load_from_memory(worker: Any) -> None:  # noqa: ANN401 -- vLLM's
     """In a worker: a fresh dense load of what is active, nothing read from disk."""
     from weight_transfer.vllm.proof.reference import load_fresh, overlay
 
-    tensors = worker._rose_weights._receiver.tensors
+    tensors = worker.rose_weights.tensors
     runner = worker.model_runner
     load_fresh(runner.vllm_config, runner.device, tensors, overlay(tensors, {}))
 
