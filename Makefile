@@ -17,9 +17,9 @@ $(STAMP): requirements/cpu.txt pyproject.toml scripts/install
 check: install
 	scripts/check
 
-# In two processes, which have a core each; a file is run by one of them. Engine tests need both,
-# and with them is what takes as long as they do.
-UNIT := $(BIN)/python -m pytest -q -m "not engine and not nightly" -n 2 --dist loadfile --durations=25
+# In three processes for two cores, since a third of their time is waiting; a file is run by one of
+# them. Engine tests need all cores, and with them is what takes as long as they do.
+UNIT := $(BIN)/python -m pytest -q -m "not engine and not nightly" -n 3 --dist loadfile --durations=25
 
 unit: install
 	$(UNIT) $(ARGS)
@@ -35,7 +35,7 @@ test: unit engine
 
 # All of it: also what is marked `nightly`.
 nightly: install
-	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -q tests/unit -n 2 --dist loadfile --durations=25 $(ARGS)
+	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -q tests/unit -n 3 --dist loadfile --durations=25 $(ARGS)
 	$(BIN)/pytest -q tests/engine --durations=25 $(ARGS)
 
 demo: install

@@ -15,7 +15,7 @@ import pytest
 
 from executor import Veto
 from rose.addresses import free_port
-from rose.cli.doctor import Finding, Severity, checked, diagnose
+from rose.cli.doctor import Finding, Severity, check_memory, checked, diagnose
 from rose.cli.main import main as rose
 from rose.engines.launch import BrokenPlugin, broken_plugins
 from tests.unit.node.node_bench import Bench
@@ -116,7 +116,7 @@ async def test_a_page_that_is_not_ours_is_named(
 async def test_a_model_that_is_missing_or_does_not_fit_is_named(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.undo()
+    monkeypatch.setattr("rose.cli.doctor.check_memory", check_memory)
     bench.settings["replicas"][0]["kv_bytes"] = 1 << 50
     assert "GiB of free memory" in (await wrongs(bench))["r0"]
     bench.settings["replicas"][0]["model_dir"] = str(bench.folder / "nowhere")
