@@ -19,14 +19,14 @@ check: install
 
 # In three processes for two cores, since a third of their time is waiting; a file is run by one of
 # them. Engine tests need all cores, and with them is what takes as long as they do.
-UNIT := $(BIN)/python -m pytest -q -m "not engine and not nightly" -n 3 --dist loadfile --durations=25
+UNIT := $(BIN)/python -m pytest -q -m "not engine and not nightly" --dist loadfile --durations=25
 
 unit: install
-	$(UNIT) $(ARGS)
+	$(UNIT) -n 3 $(ARGS)
 
-# Without those that import torch or vLLM.
+# Without those that import torch or vLLM, which leaves more of what waits.
 unit-light: install
-	$(UNIT) -p tests.without_torch tests/unit $(ARGS)
+	$(UNIT) -n 4 -p tests.without_torch tests/unit $(ARGS)
 
 engine: install
 	$(BIN)/pytest -q tests/engine -m "not nightly" --max-engine-starts=22 --durations=25 $(ARGS)

@@ -7,16 +7,18 @@ import sys
 from pathlib import Path
 
 import pytest
-from standin_library import build
 
-HERE = Path(__file__).parent
+from tests.standin_library import build
+
+pytestmark = [pytest.mark.engine, pytest.mark.starts_others]
+CASES = Path(__file__).parents[1] / "unit" / "executor"
 TESTS = ("driver", "mapping", "pages", "two_processes")
 
 
 def test_bodies_for_a_device_hold_through_the_real_bindings(tmp_path: Path) -> None:
     pytest.importorskip("cuda.bindings.driver", reason="without cuda-bindings")
     environ = build(tmp_path)
-    files = [str(HERE / f"test_cuda_{name}.py") for name in TESTS]
+    files = [str(CASES / f"test_cuda_{name}.py") for name in TESTS]
     # The project's plugins, and no others: each takes time to import.
     plugins = ["-p", "pytest_timeout", "-p", "pytest_asyncio.plugin", "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", "-q", *plugins, *files]
