@@ -34,6 +34,7 @@ from weight_transfer.format.manifest import MAX_MANIFEST_BYTES, MOST_LINE_BYTES,
 from weight_transfer.format.signing import HEAD_BYTES, Envelope, Kind
 from weight_transfer.store.catalog import Catalog, Published
 
+pytestmark = [pytest.mark.engine, pytest.mark.starts_others]
 KEY = SigningKey.from_hex("09" * 32)
 WAKES_S = 0.001
 MOST_HOLD_S = 0.07
