@@ -39,7 +39,7 @@ from executor.errors import ExecutorError, PageError, PageUnreadable
 from executor.freeze_reason import FreezeReason, explained
 from executor.grant_controller import GrantController, GuardConfig
 from executor.kv.capacity_policy import PressureLimits, PressurePolicy
-from executor.step_gate import GateLimits, Run, Yield, decide
+from executor.step_decision import GateLimits, Run, Yield, decide
 
 __all__ = [
     "ControlPage",

@@ -24,7 +24,7 @@ from weight_transfer.errors import (
 )
 from weight_transfer.files.checkpoint import read_model_dir, read_safetensors
 from weight_transfer.format.chunk import Change, ChunkHeader, chunk_id, decode_chunk, encode_chunk
-from weight_transfer.format.codec import Encoding
+from weight_transfer.format.delta_codec import Encoding
 from weight_transfer.format.digest import Block, digest_of, updated
 from weight_transfer.format.manifest import ChunkRef, Manifest, OnUpdate, TensorUpdate
 from weight_transfer.format.signing import SigningKey, VerifyKey

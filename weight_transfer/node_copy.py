@@ -1,7 +1,7 @@
 """One copy of a checkpoint for all ranks of an engine on a node.
 
 Weights that no version has changed yet are where the checkpoint's files are: mapped, in the page
-cache. A tensor moves into a segment (see `segment`) when a version first changes it. One rank
+cache. A tensor moves into a segment when a version first changes it. One rank
 leads:
 
 leader     decode: each tensor into a segment of the update, `progress` goes up → commit: overwrite

@@ -18,7 +18,7 @@ revocations. The cost is the measured time from the lease to the first token: we
 import math
 from collections.abc import Iterable
 
-from elastic_scheduler.leases.lease import Offer, ReplicaKind
+from elastic_scheduler.leases.lease_table import Offer, ReplicaKind
 from elastic_scheduler.policies.types import JobDemand
 from elastic_scheduler.routing.cost import UNKNOWN_DECODE_TOK_S
 

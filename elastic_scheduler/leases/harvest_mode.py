@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from elastic_scheduler.leases.lease import Lease, LeaseState, Offer, ReplicaKind
+from elastic_scheduler.leases.lease_table import Lease, LeaseState, Offer, ReplicaKind
 
 
 class HarvestMode(StrEnum):

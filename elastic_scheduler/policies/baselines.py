@@ -9,7 +9,7 @@ import math
 from collections import deque
 from collections.abc import Iterable
 
-from elastic_scheduler.leases.lease import Offer, ReplicaKind
+from elastic_scheduler.leases.lease_table import Offer, ReplicaKind
 from elastic_scheduler.policies.types import Decision, Holding, Move, Situation
 
 

@@ -8,7 +8,7 @@ where there are fewer replicas than jobs they take turns, by the service that ea
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from elastic_scheduler.leases.lease import Offer
+from elastic_scheduler.leases.lease_table import Offer
 from elastic_scheduler.policies.types import Holding, JobDemand
 
 # A replica stays with a job at least this long: moving it costs a switch.

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from elastic_scheduler.leases.cost_model import AimdLimit, SwitchCosts, saved_s
-from elastic_scheduler.leases.lease import Offer, ReplicaKind
+from elastic_scheduler.leases.lease_table import Offer, ReplicaKind
 from elastic_scheduler.policies.drf import HOLD_S, FairShares, dominant_shares
 from elastic_scheduler.policies.types import Decision, Holding, JobDemand, Move, Situation
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from elastic_scheduler.leases.lease import Offer
+from elastic_scheduler.leases.lease_table import Offer
 
 
 @dataclass(frozen=True, slots=True)

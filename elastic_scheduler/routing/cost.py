@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import itemgetter
 
-from elastic_scheduler.leases.lease import ReplicaKind
+from elastic_scheduler.leases.lease_table import ReplicaKind
 from elastic_scheduler.routing.predictors import RateMeter
 
 # Used where a node does not know its rates: any figure serves if all such replicas get the same.

@@ -11,7 +11,7 @@ import math
 from operator import itemgetter
 from random import Random
 
-from elastic_scheduler.leases.lease import ReplicaKind
+from elastic_scheduler.leases.lease_table import ReplicaKind
 from elastic_scheduler.routing.cost import ReplicaLoad, TurnNeed
 
 BUCKETS = 128

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from executor.control_page.seqlock_records import Grant
-from executor.step_gate import GateLimits, lapsed
+from executor.step_decision import GateLimits, lapsed
 
 
 @dataclass(frozen=True, slots=True)

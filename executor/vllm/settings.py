@@ -65,7 +65,7 @@ class EngineSettings:
             page_path,
             _seconds(environ, "ROSE_SLO_TTFT_S", 0.0),
             _seconds(environ, "ROSE_SLO_TPOT_S", 0.0),
-            _seconds(environ, "ROSE_ORPHAN_S", 2.0),
+            _seconds(environ, "ROSE_ORPHAN_S", 1.5),
             environ.get("ROSE_STEP_PROFILE", ""),
             environ.get("ROSE_HOST_STEP_PROFILE", ""),
             _one_of(environ, "ROSE_HOST_LEVEL", (OBSERVE, LEND)),

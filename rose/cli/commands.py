@@ -331,7 +331,7 @@ def _revoke(args: argparse.Namespace) -> int:
 
 def _kill(args: argparse.Namespace) -> int:
     # Imported here: only this command looks at processes.
-    from rose.node.guest.kill import end_guests
+    from rose.node.guest.kill_switch import end_guests
 
     file = _kill_file(args.folder)
     ended = end_guests(args.folder, file)

@@ -20,8 +20,8 @@ from weight_transfer.errors import WeightError
 from weight_transfer.files.apply import Applied, apply_deltas, mismatches
 from weight_transfer.files.checkpoint import Checkpoint
 from weight_transfer.files.delta_file import MAGIC, Delta
-from weight_transfer.files.diff import DiffSettings, Progress, diff, nothing_told
-from weight_transfer.format.codec import Level
+from weight_transfer.files.delta_writer import DiffSettings, Progress, diff, nothing_told
+from weight_transfer.format.delta_codec import Level
 from weight_transfer.format.manifest import Manifest, TensorUpdate
 
 Report = tuple[dict[str, object], list[str]]

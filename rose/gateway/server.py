@@ -30,11 +30,11 @@ from rose.gateway.apis.frontend import ApiFrontend, ApiRequest
 from rose.gateway.apis.wire import clean, encode, read_json, vllm_error
 from rose.gateway.backends.http_pool import Upstream
 from rose.gateway.connections import Connection, Connections, connections_allowed
+from rose.gateway.delivery import Delivery
 from rose.gateway.errors import BadRequest, TurnError
 from rose.gateway.replicas.dispatcher import Dispatcher, EventSink
 from rose.gateway.request_limits import Bodies, LimitLog, header_of
 from rose.gateway.settings import GatewaySettings
-from rose.gateway.sse import Delivery
 from rose.gateway.stats import GatewayHealth, GatewayStats, GatewayStatus
 from rose.gateway.text_codec import ServedModel
 from rose.gateway.turns.hedging import Hedging

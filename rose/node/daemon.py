@@ -12,8 +12,8 @@ from rose.logs.rotating_jsonl import private_folder, trim_output
 from rose.node.config import NodeConfig
 from rose.node.grants.guard_thread import GUEST_SAMPLES, GuardThread
 from rose.node.grants.host_watch import HOST_LATENCY, HostWatch
-from rose.node.guest.kill import KillSwitch
-from rose.node.lease_agent import HarvestSwitch
+from rose.node.guest.harvest_switch import HarvestSwitch
+from rose.node.guest.kill_switch import KillSwitch
 from rose.node.memory_gauges import Gpus, Held
 from rose.node.metrics import NodeHealth, NodeMetrics, ReplicaFigures
 from rose.node.reclaimer import Reclaimer

@@ -1,14 +1,10 @@
 """Weight updates of a node's engines: planned, fetched, applied and proven.
 
-Fetch of one replica's next update: planned, leased, and fetched from the publisher or a relay.
-
 held ──δ──► … ──δ──► target       one folded update: versions between are never active here
 base ──δ──► … ──δ──► target       where that is fewer bytes, or the held weights are not the version
 
 `AnnouncedVersions` are the versions that the node knows of; they say which one a replica needs
 next.
-
-Weight updates of a node's engines: the newest version is fetched, applied and proven at once.
 
 `WeightNetwork` is the node's part of the weight plane: the fetcher for its own replicas and, where
 configured, the relay for its neighbours. `Updates` keeps one engine at the newest version; a

@@ -14,9 +14,9 @@ from rose.node.grants.guard_thread import GuardThread
 from rose.node.grants.host_watch import HostWatch
 from rose.node.guest.cpu_placement import CgroupRefusedError, CpuBoost, guest_cgroup
 from rose.node.guest.guest_record import GuestLock
-from rose.node.guest.kill import KILLED, KillSwitch
+from rose.node.guest.harvest_switch import HarvestSwitch
+from rose.node.guest.kill_switch import KILLED, KillSwitch
 from rose.node.guest.supervisor import EngineState, HangWatch, Supervisor, SupervisorHooks
-from rose.node.lease_agent import HarvestSwitch
 from rose.node.memory_gauges import DeviceMemory, Gpus, HostMemory, MemoryGauge
 from rose.node.reclaimer import GuestMemory, Reclaimer
 from rose.node.replica import Replica

@@ -1,4 +1,4 @@
-"""Channels and servers of ROSE: the same limits and keepalives on both ends."""
+"""Channels and servers of ROSE, in plain text: the same limits and keepalives on both ends."""
 
 import grpc
 import grpc.aio

@@ -10,7 +10,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Sized
 
-from elastic_scheduler.leases.lease import MAX_NAME_CHARS, MAX_VERSION
+from elastic_scheduler.leases.lease_table import MAX_NAME_CHARS, MAX_VERSION
 from rose.errors import ConfigError
 from rose.scheduler.messages import LogRecord
 

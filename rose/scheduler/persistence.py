@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from elastic_scheduler import HarvestMode
-from elastic_scheduler.leases.lease import MAX_EPOCH, MAX_VERSION
+from elastic_scheduler.leases.lease_table import MAX_EPOCH, MAX_VERSION
 from rose.errors import ConfigError, UnavailableError
 from rose.scheduler.messages import StoreWrite
 from rose.scheduler.store import Store, StoreEntry

@@ -19,8 +19,8 @@ from typing import Final, Literal, TypeAlias
 import numpy as np
 
 from weight_transfer import TensorBits
-from weight_transfer.files.diff import SAMPLE_BYTES, quicker_level
-from weight_transfer.format.codec import Level
+from weight_transfer.files.delta_writer import SAMPLE_BYTES, quicker_level
+from weight_transfer.format.delta_codec import Level
 
 AUTO: Final = "auto"
 LevelChoice: TypeAlias = Literal["auto", "fast", "compact"]

@@ -40,7 +40,7 @@ from rose.contract.weights import GROUP, MOST_NAME_BYTES, GroupName
 from rose.errors import ConfigError, RoseError
 from rose.weight_distribution.fetch.download import FetchError
 from rose.weight_distribution.fetch.limits import DownloadLimits, StorageError
-from rose.weight_distribution.fetch.peers import order
+from rose.weight_distribution.fetch.relay_order import order
 from weight_transfer import ChunkDigestError, ChunkRef, Manifest
 from weight_transfer.format.chunk import check_id
 

@@ -24,7 +24,7 @@ from rose.weight_distribution.credentials import OPEN, Credentials
 from rose.weight_distribution.level import AUTO, LevelChoice, level_for
 from rose.weight_distribution.version_server import ReadLeases, Signer, VersionServer
 from weight_transfer import ChunkStore, OnUpdate, Publisher, SigningKey, TensorBits, WeightError
-from weight_transfer.format.codec import Level
+from weight_transfer.format.delta_codec import Level
 from weight_transfer.store.catalog import Catalog
 
 # Signatures live for a day and are renewed from half of that on.

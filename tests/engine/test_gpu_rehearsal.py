@@ -19,7 +19,7 @@ import pytest
 
 from rose.bench.coserve.plan import ARMS
 from rose.bench.coserve.rows import arm_of
-from rose.bench.gpu.process import MARK
+from rose.bench.gpu.piece_process import MARK
 from tests.awaited import until
 from tests.left_behind import left_behind
 

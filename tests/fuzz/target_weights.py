@@ -36,7 +36,7 @@ from weight_transfer.errors import (
 from weight_transfer.files.checkpoint import parse_head
 from weight_transfer.files.delta_file import MAGIC, DeltaFile, DeltaIndex, compressed, decompressed
 from weight_transfer.format.chunk import HEADER, decode_chunk, encode_chunk, overwrite_chunk
-from weight_transfer.format.codec import Level
+from weight_transfer.format.delta_codec import Level
 from weight_transfer.format.digest import digest_of
 from weight_transfer.format.manifest import (
     CODEC,

@@ -24,7 +24,7 @@ from weight_transfer.errors import (
 )
 from weight_transfer.files.checkpoint import Checkpoint, parse_head, view
 from weight_transfer.files.delta_file import Delta, DeltaFile
-from weight_transfer.files.diff import Progress, nothing_told, whole_digest
+from weight_transfer.files.delta_writer import Progress, nothing_told, whole_digest
 from weight_transfer.format.chunk import overwrite_chunk, parse_header
 from weight_transfer.format.digest import MODULUS, digest_of
 from weight_transfer.format.manifest import ChunkRef, TensorUpdate, hex_digest

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weight_transfer.errors import ChunkDigestError, ChunkFormatError, WrongBaseError
-from weight_transfer.format.codec import (
+from weight_transfer.format.delta_codec import (
     Encoding,
     Level,
     decode_dense,

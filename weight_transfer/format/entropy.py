@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from weight_transfer.errors import ChunkFormatError
 from weight_transfer.format.tensors import Bits, WeightClass
 from weight_transfer.kernels.backend import Difference
-from weight_transfer.kernels.cpu import exponent_classes
-from weight_transfer.kernels.cpu import exponent_classes as kernels
+from weight_transfer.kernels.cpu import range_coder
+from weight_transfer.kernels.cpu import range_coder as kernels
 
 _HEAD = struct.Struct("<BBBBHII")
 _CLASS = struct.Struct("<BBI")
@@ -110,28 +110,28 @@ def decode_compact(payload: memoryview, changed: int, old: Bits) -> tuple[NDArra
 
 def _entropy_coded(
     gaps: NDArray[np.uint32], codes: Bits, parts: list[slice], rice: list[int]
-) -> tuple[exponent_classes.Bytes, exponent_classes.Bytes]:
+) -> tuple[range_coder.Bytes, range_coder.Bytes]:
     sizes = [kernels.size_of(gaps[p], codes[p], k) for p, k in zip(parts, rice, strict=True)]
     decisions, raw_bits = (sum(column) for column in zip(*sizes, strict=True))
-    coded = np.empty(decisions * exponent_classes.WORST_BITS // 8 + 16, np.uint8)
+    coded = np.empty(decisions * range_coder.WORST_BITS // 8 + 16, np.uint8)
     raw = np.empty(raw_bits // 8 + 8, np.uint8)
-    state, bits = exponent_classes.encoder(), np.zeros(3, np.int64)
+    state, bits = range_coder.encoder(), np.zeros(3, np.int64)
     for part, k in zip(parts, rice, strict=True):
-        odds, seen = exponent_classes.contexts(kernels.CONTEXTS)
+        odds, seen = range_coder.contexts(kernels.CONTEXTS)
         kernels.encode_class(gaps[part], codes[part], k, state, coded, bits, raw, odds, seen)
-    return coded[: exponent_classes.flush(state, coded)], raw[: kernels.finish_raw(bits, raw)]
+    return coded[: range_coder.flush(state, coded)], raw[: kernels.finish_raw(bits, raw)]
 
 
 def _entropy_decoded(
-    body: exponent_classes.Bytes, coded_size: int, classes: _Classes, changed: int, old: Bits
+    body: range_coder.Bytes, coded_size: int, classes: _Classes, changed: int, old: Bits
 ) -> tuple[NDArray[np.uint32], Bits]:
     coded, raw = body[:coded_size], body[coded_size:]
     gaps, codes = np.empty(changed, np.uint32), np.empty(changed, old.dtype)
     state, bits = np.zeros(5, np.int64), np.zeros(3, np.int64)
-    exponent_classes.begin(state, coded)
+    range_coder.begin(state, coded)
     left = old.size
     for part, k in zip(classes.parts(), classes.rice, strict=True):
-        odds, seen = exponent_classes.contexts(kernels.CONTEXTS)
+        odds, seen = range_coder.contexts(kernels.CONTEXTS)
         left = kernels.decode_class(
             gaps[part], codes[part], k, left, state, coded, bits, raw, odds, seen
         )

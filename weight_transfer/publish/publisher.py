@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from weight_transfer.errors import ManifestError
 from weight_transfer.format.chunk import DEFAULT_CHUNK_BYTES, EncodedChunk, encode_chunk, row_ranges
-from weight_transfer.format.codec import Level
+from weight_transfer.format.delta_codec import Level
 from weight_transfer.format.device_tensor import AnyTensor, zeros_like
 from weight_transfer.format.digest import MODULUS, digest_of
 from weight_transfer.format.manifest import (

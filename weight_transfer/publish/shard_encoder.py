@@ -30,7 +30,7 @@ from weight_transfer.format.chunk import (
     encode_block,
     parse_header,
 )
-from weight_transfer.format.codec import Level, decode_payload
+from weight_transfer.format.delta_codec import Level, decode_payload
 from weight_transfer.format.digest import MODULUS, Block, block_part
 from weight_transfer.format.manifest import ChunkRef, Manifest
 from weight_transfer.format.tensors import WIDTHS, Bits, unsigned, weight_class_of

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from weight_transfer.format.chunk import decode_chunk, encode_chunk
-from weight_transfer.format.codec import Level
+from weight_transfer.format.delta_codec import Level
 from weight_transfer.format.digest import after_write, digest_of, updated
 from weight_transfer.format.tensors import Bits, TensorBits, unsigned
 from weight_transfer.kernels.backend import Int64s, RangeChange, processor_of

@@ -1,7 +1,4 @@
-"""Guest's client of the control page: asks the gate, publishes its state, runs the watchdog.
-
-The watchdog is a thread of its own, because an idle engine core runs no scheduler code at all and
-an orphaned guest must still end itself.
+"""Guest's client of the control page: asks the gate before a step, publishes the guest's state.
 
 The gate starts with profiles of the guest's and of the host's steps. A profile that was named and
 cannot be used ends the engine's start: with a guess in its place the gate would lend other slack
@@ -11,7 +8,6 @@ than the operator measured, and nobody would notice.
 import logging
 import math
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -22,57 +18,10 @@ from typing import Final, NamedTuple
 from executor.control_page.page import ControlPage
 from executor.control_page.seqlock_records import Grant, GuestState
 from executor.errors import ExecutorError
-from executor.freeze_reason import FreezeReason
-from executor.grant_controller import GrantLiveness
-from executor.step_gate import GateLimits, Run, Yield, decide
+from executor.step_decision import GateLimits, Run, Yield, decide
 from executor.step_log import StepLog
 from executor.vllm.settings import GUEST, POLICY_VERSION, EngineSettings
 from slo import ProfileError, StepModel, StepProfile
-
-TICK_S: Final = 0.02
-EXIT_ORPHANED: Final = 75
-EXIT_KILLED: Final = 76
-EXIT_BROKEN: Final = 77
-
-
-class Watchdog(threading.Thread):
-    """Every TICK_S: judge the grant, keep the guest section's heartbeat alive, end the process."""
-
-    def __init__(
-        self,
-        page: ControlPage,
-        orphan: GrantLiveness,
-        beat: Callable[[int], None],
-        leave: Callable[[int], object] = os._exit,
-        tick_s: float = TICK_S,
-    ) -> None:
-        super().__init__(name="rose-watchdog", daemon=True)
-        self._page = page
-        self._orphan = orphan
-        self._beat = beat
-        self._leave = leave
-        self._tick_s = tick_s
-
-    def run(self) -> None:
-        """Watch until the process has to end. A watchdog that breaks ends the process too."""
-        code = EXIT_BROKEN
-        try:
-            code = self._watch()
-        finally:
-            self._leave(code)
-
-    def _watch(self) -> int:
-        # Bounded by the life of the process: there is nothing else for this thread to return to.
-        while True:
-            now_ns = time.monotonic_ns()
-            why = self._orphan.step(now_ns, self._page.grant.peek())
-            if why is not None:
-                # os._exit flushes nothing, and a frozen engine may hold every lock of logging.
-                os.write(sys.stderr.fileno(), f"rose: guest ends itself: {why}\n".encode())
-                return EXIT_KILLED if why is FreezeReason.KILLED else EXIT_ORPHANED
-            self._beat(now_ns)
-            time.sleep(self._tick_s)
-
 
 # A first guess: measured steps correct it within a few, and further than they may a profile.
 FIRST_MODEL: Final = StepModel(

@@ -15,7 +15,7 @@ from executor.kv.shrink_plan import (
     plan_growth,
     plan_shrink,
 )
-from executor.step_gate import GateLimits
+from executor.step_decision import GateLimits
 from executor.vllm.guest.gate_client import KvMapped
 from executor.vllm.kv_block_pool import BalloonedPool
 

@@ -20,7 +20,7 @@ from vllm.v1.request import RequestStatus
 from executor.control_page.page import ControlPage
 from executor.grant_controller import GrantLiveness
 from executor.kv.shrink_plan import Rollout
-from executor.step_gate import Run
+from executor.step_decision import Run
 from executor.vllm.compat import (
     RequestSurface,
     SampledSurface,
@@ -33,11 +33,11 @@ from executor.vllm.compat import (
 from executor.vllm.guest.gate_client import (
     EngineLoad,
     GateClient,
-    Watchdog,
     gate_limits,
     step_model,
 )
 from executor.vllm.guest.kv_balloon import GuestKv
+from executor.vllm.guest.orphan_watchdog import Watchdog
 from executor.vllm.kv_backing import kv_pages
 from executor.vllm.kv_block_pool import BalloonedPool
 from executor.vllm.settings import GUEST, WARM_UP, EngineSettings

@@ -15,7 +15,7 @@ from typing import Any, Final, Self
 import torch
 
 from executor.control_page.page import ControlPage
-from executor.step_gate import GateLimits, Run, decide
+from executor.step_decision import GateLimits, Run, decide
 from executor.vllm.guest.gate_client import FIRST_MODEL, logger
 from executor.vllm.settings import GUEST, EngineSettings
 

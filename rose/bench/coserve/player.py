@@ -31,7 +31,7 @@ from rose.errors import RoseError, UnavailableError
 from rose.logs.eventlog import KEEP_ALL, EventLog, JsonlLog
 from rose.node.grants.guard_thread import GUEST_SAMPLES, GuardThread
 from rose.node.grants.host_watch import HOST_LATENCY, HostWatch
-from rose.node.guest.kill import KillSwitch
+from rose.node.guest.kill_switch import KillSwitch
 from rose.process.child import JsonlProcess, ProcessSpec
 
 _SAMPLE = r"^vllm:{name}(?:\{{[^}}]*\}})? ([0-9.eE+]+)$"

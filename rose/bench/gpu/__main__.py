@@ -24,8 +24,8 @@ from rose.bench.gpu.machine import (
     remarks,
     revision_of,
 )
+from rose.bench.gpu.piece_process import ROOT, Measure, measure_apart
 from rose.bench.gpu.pieces import GpuPiece, pieces_of
-from rose.bench.gpu.process import ROOT, Measure, measure_apart
 from rose.bench.gpu.runner import NO_CLAIM, Runner, RunRequest, folder_of, summary
 from rose.bench.gpu.sizes import REHEARSAL, ServingSizes, Sizes
 from rose.errors import ConfigError, RoseError

@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from types import TracebackType
 
-from rose.bench.gpu.process import MARK
+from rose.bench.gpu.piece_process import MARK
 from rose.nvml import Card, CardError, CardReader, Client, Usage
 
 # What a driver keeps for itself on a card that nobody uses.

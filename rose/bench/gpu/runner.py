@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rose.bench.gpu.machine import MachineWatch, environment, insist_alone, insist_room
+from rose.bench.gpu.piece_process import Answered, Measure, PieceOrder
 from rose.bench.gpu.pieces import MOST_S, GpuPiece
-from rose.bench.gpu.process import Answered, Measure, PieceOrder
 from rose.bench.gpu.sizes import Sizes
 from rose.errors import ConfigError
 from rose.nvml import Card, CardError, CardReader, Usage

@@ -26,7 +26,7 @@ from weight_transfer.format.chunk import (
     overwrite_chunk,
     row_ranges,
 )
-from weight_transfer.format.codec import Level
+from weight_transfer.format.delta_codec import Level
 from weight_transfer.format.digest import digest_of
 from weight_transfer.format.manifest import ChunkRef, TensorUpdate, hex_digest
 from weight_transfer.format.tensors import TensorBits

@@ -22,7 +22,7 @@ from executor.grant_controller import Boost, Reclaim, Seen, VoidLeases, Write
 from rose.logs.eventlog import EventLog, JsonlLog
 from rose.node.grants.host_watch import HostProcess, HostWatch
 from rose.node.guest.cpu_placement import CpuBoost
-from rose.node.guest.kill import KillSwitch
+from rose.node.guest.kill_switch import KillSwitch
 from rose.process.background_tasks import described
 
 WINDOW_NS = 1_000_000_000

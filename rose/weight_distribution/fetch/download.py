@@ -14,7 +14,7 @@ import blake3
 
 from rose.errors import RoseError
 from rose.weight_distribution.fetch.limits import DownloadLimits
-from rose.weight_distribution.fetch.peers import PeerScores, Route
+from rose.weight_distribution.fetch.relay_order import PeerScores, Route
 from weight_transfer import ChunkRef
 
 BLOCK_BYTES = 1 << 18

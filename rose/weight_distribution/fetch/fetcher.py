@@ -38,7 +38,7 @@ from rose.weight_distribution.fetch.download import (
     answered,
 )
 from rose.weight_distribution.fetch.limits import DownloadLimits
-from rose.weight_distribution.fetch.peers import PeerScores, Route
+from rose.weight_distribution.fetch.relay_order import PeerScores, Route
 from rose.weight_distribution.nccl import FixedGroup
 from weight_transfer import (
     ChunkRef,

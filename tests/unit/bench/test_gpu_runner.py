@@ -12,8 +12,8 @@ import pytest
 
 from rose.bench.gpu import runner as running
 from rose.bench.gpu.machine import revision_of
+from rose.bench.gpu.piece_process import Answered, PieceOrder
 from rose.bench.gpu.pieces import MOST_S, PIECES
-from rose.bench.gpu.process import Answered, PieceOrder
 from rose.bench.gpu.runner import Runner, folder_of, read_done
 from rose.bench.gpu.sizes import Sizes
 from rose.errors import ConfigError

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_scheduler import Lease, LeaseHeld, LeaseState, LeaseTable, StaleEpoch
-from elastic_scheduler.leases.lease import MAX_EPOCH, MAX_EPOCH_LEAD
+from elastic_scheduler.leases.lease_table import MAX_EPOCH, MAX_EPOCH_LEAD
 
 OPERATIONS = ("grant", "renew", "release", "released", "revoke", "expire", "restart")
 

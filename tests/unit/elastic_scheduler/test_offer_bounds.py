@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from elastic_scheduler import Offer, ReplicaKind
 from elastic_scheduler.leases.cost_model import rate_tok_s
-from elastic_scheduler.leases.lease import MAX_EPOCH, MAX_TOK_S
+from elastic_scheduler.leases.lease_table import MAX_EPOCH, MAX_TOK_S
 
 FIELDS: dict[str, object] = {
     "replica": "g0",

@@ -20,7 +20,7 @@ from rose.node import NodeDaemon
 from rose.node.grants.guard_thread import GuardThread
 from rose.node.grants.host_watch import HostWatch
 from rose.node.guest import supervisor
-from rose.node.guest.kill import KillSwitch
+from rose.node.guest.kill_switch import KillSwitch
 from rose.node.guest.supervisor import Supervisor
 from rose.node.scheduler_session import SchedulerSession
 from rose.node.weight_updates import Updates

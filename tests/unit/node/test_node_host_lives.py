@@ -31,7 +31,7 @@ from executor.vllm.guest.gate_client import EngineLoad, GateClient, KvMapped
 from rose.logs.eventlog import EventLog, JsonlLog
 from rose.node.grants.guard_thread import GuardThread
 from rose.node.grants.host_watch import HostWatch
-from rose.node.guest.kill import KillSwitch
+from rose.node.guest.kill_switch import KillSwitch
 
 MS = 1_000_000
 TICKS_OF_A_BEAT = 5

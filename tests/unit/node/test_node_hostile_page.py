@@ -17,7 +17,7 @@ from executor.control_page.seqlock_records import HEADER_BYTES, SeatState, Secti
 from rose.logs.eventlog import EventLog, JsonlLog
 from rose.node.grants.guard_thread import SAMPLE_EVERY_TICKS, GuardThread
 from rose.node.grants.host_watch import HostWatch
-from rose.node.guest.kill import KillSwitch
+from rose.node.guest.kill_switch import KillSwitch
 from tests.examples import times
 from tests.seated_host import SeatedHost
 

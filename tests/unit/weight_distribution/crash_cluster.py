@@ -20,7 +20,7 @@ from rose.weight_distribution import (
     VersionServer,
     fetch_version,
 )
-from rose.weight_distribution.fetch.peers import order
+from rose.weight_distribution.fetch.relay_order import order
 from weight_transfer import ChunkStore, Manifest, Publisher, Receiver, SigningKey, TensorBits
 
 KEY = SigningKey.from_hex("06" * 32)

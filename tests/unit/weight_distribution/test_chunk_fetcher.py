@@ -24,7 +24,7 @@ from rose.weight_distribution import (
 from rose.weight_distribution.credentials import Credentials
 from rose.weight_distribution.fetch import download as download_module
 from rose.weight_distribution.fetch import fetcher as fetcher_module
-from rose.weight_distribution.fetch.peers import order
+from rose.weight_distribution.fetch.relay_order import order
 from weight_transfer import ChunkStore, Manifest, Publisher, SigningKey, TensorBits
 
 KEY = SigningKey.from_hex("05" * 32)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from crash_cluster import CHUNKS, KEY, tensors
 
-from rose.weight_distribution.fetch.peers import order
+from rose.weight_distribution.fetch.relay_order import order
 from tests.forked import Forked
 from weight_transfer import ChunkStore, Receiver
 

@@ -21,7 +21,7 @@ from rose.weight_distribution.level import (
     level_for,
 )
 from weight_transfer import ChunkStore, SigningKey, TensorBits
-from weight_transfer.format.codec import Level
+from weight_transfer.format.delta_codec import Level
 
 MIB = 1 << 20
 

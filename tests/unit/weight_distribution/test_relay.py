@@ -20,7 +20,7 @@ from rose.weight_distribution import (
     fetch_version,
     forwarding,
 )
-from rose.weight_distribution.fetch.peers import Route, order
+from rose.weight_distribution.fetch.relay_order import Route, order
 from weight_transfer import ChunkStore, Manifest, Publisher, SigningKey, TensorBits
 
 KEY = SigningKey.generate()

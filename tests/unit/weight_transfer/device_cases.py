@@ -17,7 +17,7 @@ from weight_cases import model, next_model, tensor
 
 from weight_transfer.errors import TensorFormatError
 from weight_transfer.format.chunk import encode_block, encode_chunk
-from weight_transfer.format.codec import Encoding, Level
+from weight_transfer.format.delta_codec import Encoding, Level
 from weight_transfer.format.device_tensor import device_bits, device_tensor
 from weight_transfer.format.digest import Block, digest_of
 from weight_transfer.format.signing import SigningKey

@@ -14,7 +14,7 @@ from weight_cases import stepped, steps, tensor
 
 from weight_transfer.errors import ChunkFormatError, ManifestError, TensorFormatError
 from weight_transfer.format.chunk import HEADER, chunk_id, decode_chunk, encode_block, parse_header
-from weight_transfer.format.codec import Level
+from weight_transfer.format.delta_codec import Level
 from weight_transfer.format.digest import MODULUS, Block, block_part, digest_of, tiling_fault
 from weight_transfer.format.manifest import CODEC, Manifest, TensorUpdate, check_tiling, hex_digest
 from weight_transfer.format.signing import HEAD_BYTES, SigningKey

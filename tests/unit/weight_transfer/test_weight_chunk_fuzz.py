@@ -10,7 +10,7 @@ from weight_cases import stepped, steps, tensor
 
 from weight_transfer.errors import ChunkFormatError, WeightError, WrongBaseError
 from weight_transfer.format.chunk import HEADER, decode_chunk, encode_chunk
-from weight_transfer.format.codec import PLANE_HEADER, Level
+from weight_transfer.format.delta_codec import PLANE_HEADER, Level
 from weight_transfer.format.tensors import TensorBits
 
 OLD = tensor("w", (64, 64), seed=1)

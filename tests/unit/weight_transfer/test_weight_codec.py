@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from weight_cases import stepped, steps, tensor
 
 from weight_transfer.format.chunk import HEADER, decode_chunk, encode_chunk, row_ranges
-from weight_transfer.format.codec import PLANE_HEADER, Encoding, Level
+from weight_transfer.format.delta_codec import PLANE_HEADER, Encoding, Level
 from weight_transfer.format.digest import digest_of
 from weight_transfer.format.tensors import Bits, TensorBits
 from weight_transfer.kernels.cpu.changes import Changes, apply_changes

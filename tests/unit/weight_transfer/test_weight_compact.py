@@ -9,11 +9,11 @@ from rose.bench.weights.steps import adam_step, rate_for
 from weight_transfer.errors import ChunkFormatError
 from weight_transfer.format import entropy as compact_module
 from weight_transfer.format.chunk import decode_chunk, encode_chunk
-from weight_transfer.format.codec import Encoding, Level
+from weight_transfer.format.delta_codec import Encoding, Level
 from weight_transfer.format.entropy import decode_compact, encode_compact
 from weight_transfer.format.tensors import WeightClass
-from weight_transfer.kernels.cpu import exponent_classes
-from weight_transfer.kernels.cpu import exponent_classes as kernels
+from weight_transfer.kernels.cpu import range_coder
+from weight_transfer.kernels.cpu import range_coder as kernels
 from weight_transfer.kernels.cpu.backend import CPU
 
 KINDS = {1: WeightClass(3, 4), 2: WeightClass(7, 8), 4: WeightClass(23, 8), 8: WeightClass(52, 8)}
@@ -113,8 +113,8 @@ def test_gaps_that_together_pass_the_end_are_refused_at_once(changed: int) -> No
         )
     )
     state, bits = np.zeros(5, np.int64), np.zeros(3, np.int64)
-    exponent_classes.begin(state, coded)
-    odds, seen = exponent_classes.contexts(kernels.CONTEXTS)
+    range_coder.begin(state, coded)
+    odds, seen = range_coder.contexts(kernels.CONTEXTS)
     out = np.zeros(changed, np.uint32), np.zeros(changed, np.uint16)
     wrong = kernels.decode_class(*out, 0, size, state, coded, bits, raw, odds, seen)
     assert wrong == kernels.WRONG

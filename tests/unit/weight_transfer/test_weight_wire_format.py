@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from weight_transfer.format.chunk import chunk_id, decode_chunk, encode_chunk
-from weight_transfer.format.codec import Encoding, Level
+from weight_transfer.format.delta_codec import Encoding, Level
 from weight_transfer.format.manifest import Manifest
 from weight_transfer.format.signing import SigningKey, VerifyKey
 from weight_transfer.format.tensors import TensorBits

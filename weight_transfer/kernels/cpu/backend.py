@@ -20,7 +20,7 @@ from weight_transfer.kernels.backend import (
     RangeChange,
     check_places,
 )
-from weight_transfer.kernels.cpu import changes, exponent_classes
+from weight_transfer.kernels.cpu import changes, range_coder
 from weight_transfer.kernels.cpu import digest as mixing
 from weight_transfer.kernels.cpu.changes import exchange
 
@@ -55,7 +55,7 @@ class CpuDifference:
 
     def class_counts(self, kind: WeightClass) -> NDArray[np.int64]:
         counts = np.zeros(CLASSES, np.int64)
-        exponent_classes.class_counts(self.old, self.gaps, kind.shift, kind.mask, counts)
+        range_coder.class_counts(self.old, self.gaps, kind.shift, kind.mask, counts)
         return counts
 
     def by_class(
@@ -63,7 +63,7 @@ class CpuDifference:
     ) -> tuple[NDArray[np.uint32], Bits]:
         """Return (rank gaps, codes), sorted by class; `starts` is used up."""
         gaps, codes = np.empty_like(self.gaps), np.empty_like(self.codes)
-        exponent_classes.by_class(
+        range_coder.by_class(
             self.old,
             self.gaps,
             self.codes,

@@ -34,7 +34,7 @@ from weight_transfer.format.chunk import (
     encode_chunk,
     row_ranges,
 )
-from weight_transfer.format.codec import Level, encode_payload
+from weight_transfer.format.delta_codec import Level, encode_payload
 from weight_transfer.format.digest import MODULUS, digest_of, digest_part
 from weight_transfer.format.manifest import ChunkRef, TensorUpdate, hex_digest
 from weight_transfer.format.tensors import TensorBits, zeros_like
