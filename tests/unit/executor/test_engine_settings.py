@@ -7,7 +7,7 @@ from executor.vllm.settings import EngineSettings
 
 
 def test_without_a_role_nothing_is_asked_for() -> None:
-    assert EngineSettings.from_environ({}) == EngineSettings("", "", 0.0, 0.0, 2.0)
+    assert EngineSettings.from_environ({}) == EngineSettings("", "", 0.0, 0.0, 1.5)
 
 
 def test_a_host_reads_its_page_and_targets() -> None:
