@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -125,17 +126,17 @@ def install_plugins(folder: Path) -> None:
     (info / "entry_points.txt").write_text("\n".join(["[vllm.general_plugins]", *lines]))
 
 
-@pytest.fixture(scope="module")
-def served(
-    tmp_path_factory: pytest.TempPathFactory, engine_starts: EngineStarts
-) -> Iterator[Served]:
-    root = tmp_path_factory.mktemp("weights")
-    engine_starts.note()
+@contextmanager
+def served_model(root: Path, place: str | None = None, **options: Any) -> Iterator[Served]:
+    """A tiny model in vLLM with these `options` of it; the checkpoint is shared at `place`."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
         install_plugins(root / "plugins")
         patch.syspath_prepend(root / "plugins")
+        # Processes of the engine have the path from here.
+        paths = [str(root / "plugins"), os.environ.get("PYTHONPATH", "")]
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
         save_tiny_model(root / "model", dtype="bfloat16")
         base = read_model_dir(root / "model")
         from vllm import LLM
@@ -147,15 +148,27 @@ def served(
             dtype="bfloat16",
             kv_cache_memory_bytes=67108864,
             max_model_len=512,
-            distributed_executor_backend="vllm.v1.executor.uniproc_executor.UniProcExecutor",
             worker_extension_cls="weight_transfer.vllm.worker.WeightWorker",
+            **options,
         )
         store, key = ChunkStore(root / "store"), SigningKey.generate()
         publisher = Publisher(store, job="test", trainer="test", key=key)
         served = Served(llm, publisher, store, root / "model", base, base)
-        served.rpc("rose_weights_init", str(root / "model"), key.verify_key.hex)
+        served.rpc("rose_weights_init", str(root / "model"), key.verify_key.hex, None, place)
         yield served
         llm.llm_engine.engine_core.shutdown()
+
+
+@pytest.fixture(scope="module")
+def served(
+    tmp_path_factory: pytest.TempPathFactory, engine_starts: EngineStarts
+) -> Iterator[Served]:
+    engine_starts.note()
+    executor = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+    with served_model(
+        tmp_path_factory.mktemp("weights"), distributed_executor_backend=executor
+    ) as served:
+        yield served
 
 
 def flip(parameter: str, index: int, mask: int) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,13 +10,8 @@ from typing import Any
 import psutil
 import pytest
 from engine_starts import EngineStarts
-from test_weight_apply import ENVIRONMENT, Served, install_plugins, proofs_hold, sgd_like
-from tiny_model import save_tiny_model
+from test_weight_apply import Served, proofs_hold, served_model, sgd_like
 
-from weight_transfer.files.checkpoint import read_model_dir
-from weight_transfer.format.signing import SigningKey
-from weight_transfer.publish.publisher import Publisher
-from weight_transfer.store.chunk_store import ChunkStore
 from weight_transfer.vllm.replica_weights import merged
 
 pytestmark = [
@@ -34,35 +28,13 @@ def served(
 ) -> Iterator[Served]:
     root = tmp_path_factory.mktemp("ranks")
     engine_starts.note()
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in ENVIRONMENT.items():
-            patch.setenv(name, value)
-        install_plugins(root / "plugins")
-        patch.syspath_prepend(root / "plugins")
-        paths = [str(root / "plugins"), os.environ.get("PYTHONPATH", "")]
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
-        save_tiny_model(root / "model", dtype="bfloat16")
-        base = read_model_dir(root / "model")
-        from vllm import LLM
-
-        llm = LLM(
-            model=str(root / "model"),
-            skip_tokenizer_init=True,
-            enforce_eager=True,
-            dtype="bfloat16",
-            kv_cache_memory_bytes=67108864,
-            max_model_len=512,
-            tensor_parallel_size=2,
-            distributed_executor_backend="mp",
-            worker_extension_cls="weight_transfer.vllm.worker.WeightWorker",
-        )
-        store, key = ChunkStore(root / "store"), SigningKey.generate()
-        publisher = Publisher(store, job="test", trainer="test", key=key)
-        served = Served(llm, publisher, store, root / "model", base, base)
-        place = str(root / "place" / "engine")
-        served.rpc("rose_weights_init", str(root / "model"), key.verify_key.hex, None, place)
+    with served_model(
+        root,
+        str(root / "place" / "engine"),
+        tensor_parallel_size=2,
+        distributed_executor_backend="mp",
+    ) as served:
         yield served
-        llm.llm_engine.engine_core.shutdown()
 
 
 def on_all(served: Served, method: str, *args: object) -> list[Any]:
