@@ -115,16 +115,25 @@ async def test_an_address_that_nobody_can_reach_fails_one_fetch(url: str, tmp_pa
             pass
 
 
+@contextlib.asynccontextmanager
+async def following_many(
+    publishing: Publishing, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[ChunkFetcher]:
+    """A fetcher that follows a job of eight versions and keeps the manifests of three."""
+    monkeypatch.setattr(fetcher_module, "KNOWN_VERSIONS", 3)
+    for version in range(2, 9):
+        publishing.publisher.publish(version, version - 1, tensors(version - 1), tensors(version))
+    async with fetcher_at(folder) as fetcher:
+        fetcher.follow("job", publishing.server.url, KEY.verify_key)
+        yield fetcher
+
+
 async def test_chunks_of_a_version_come_however_many_others_are_asked_for(
     publishing: Publishing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A base over a slow link, while neighbours ask a relay for more versions than it keeps."""
-    monkeypatch.setattr(fetcher_module, "KNOWN_VERSIONS", 3)
-    for version in range(2, 9):
-        publishing.publisher.publish(version, version - 1, tensors(version - 1), tensors(version))
-    url = publishing.server.url
-    async with fetcher_at(tmp_path / "node") as fetcher:
-        fetcher.follow("job", url, KEY.verify_key)
+    async with following_many(publishing, tmp_path / "node", monkeypatch) as fetcher:
+        url = publishing.server.url
         with fetcher.keeping(1, base=True):
             manifest, _ = await fetcher.manifest("job", 1, url, KEY.verify_key, base=True)
             first, *rest = manifest.chunks
@@ -146,12 +155,8 @@ async def test_chunks_of_a_version_come_however_many_others_are_asked_for(
 async def test_a_version_that_is_fetched_stays_known_until_it_is_here(
     publishing: Publishing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetcher_module, "KNOWN_VERSIONS", 3)
-    for version in range(2, 9):
-        publishing.publisher.publish(version, version - 1, tensors(version - 1), tensors(version))
-    url = publishing.server.url
-    async with fetcher_at(tmp_path / "node") as fetcher:
-        fetcher.follow("job", url, KEY.verify_key)
+    async with following_many(publishing, tmp_path / "node", monkeypatch) as fetcher:
+        url = publishing.server.url
         obtain, asked = fetcher.obtain, iter([range(2, 9)])
 
         async def crowded(ref: ChunkRef, on_reject: Callable[[str], None]) -> int:
