@@ -5,6 +5,7 @@ import. The fork server of `multiprocessing` does that once for each process tha
 """
 
 import asyncio
+import contextlib
 import multiprocessing
 import os
 import runpy
@@ -65,7 +66,9 @@ class Forked:
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, number)
+            # The fork server may have seen its end just now, and has not told yet.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)
