@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import psutil
 
+from rose.contract.gateway import GatewayHealthReport
 from rose.errors import EngineStartError
 
 POLL_S = 0.1
@@ -108,13 +109,17 @@ class MeasuredProcess:
         """What it and its children used of the processor so far."""
         return used(self._process.pid)
 
-    def wait_answers(self, url: str, word: str = "", within_s: float = ANSWER_S) -> None:
-        """Return once `url` answers 200 with `word` in its body. Raises EngineStartError."""
+    def wait_answers(self, url: str, replicas: int = 0, within_s: float = ANSWER_S) -> None:
+        """Return once `url` answers 200. Raises EngineStartError.
+
+        `replicas`: for a gateway of ROSE, which answers before it has asked its replicas what they
+        are; it has to know so many.
+        """
         until_s = time.monotonic() + within_s
         while time.monotonic() < until_s:
             if self._process.poll() is not None:
                 raise EngineStartError(f"{self.name} ended at its start; see {self._log}")
-            if answers(url, word):
+            if answers(url, replicas):
                 return
             time.sleep(POLL_S)
         raise EngineStartError(f"{url} of {self.name} does not answer; see {self._log}")
@@ -133,12 +138,15 @@ class MeasuredProcess:
                 pipe.close()
 
 
-def answers(url: str, word: str = "") -> bool:
-    """Whether a GET is answered with 200 and `word` in the body."""
+def answers(url: str, replicas: int = 0) -> bool:
+    """Whether a GET is answered with 200; if `replicas` are asked, by a gateway that knows them."""
     try:
         with urllib.request.urlopen(url, timeout=2) as answer:  # noqa: S310 - our own address
-            return answer.status == 200 and word in answer.read().decode()
-    except (OSError, urllib.error.URLError, ValueError):
+            if answer.status != 200 or not replicas:
+                return bool(answer.status == 200)
+            health = msgspec.json.decode(answer.read(), type=GatewayHealthReport)
+            return health.replicas == replicas
+    except (OSError, urllib.error.URLError, msgspec.MsgspecError):
         return False
 
 

@@ -120,9 +120,8 @@ class StandInBench:
             self._stack.callback(router.end)
             url = f"http://127.0.0.1:{port}"
             try:
-                # ROSE's answers before it has asked its replicas what they are.
-                ready = "" if name in self._peers else f'"replicas": {PORTS // 2}'
-                router.wait_answers(f"{url}/health", ready)
+                replicas = 0 if name in self._peers else PORTS // 2
+                router.wait_answers(f"{url}/health", replicas)
                 self._routers[name] = (router, url)
             except EngineStartError as error:
                 if name not in self._peers:

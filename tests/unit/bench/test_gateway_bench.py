@@ -1,12 +1,14 @@
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from elastic_scheduler import ReplicaKind
+from rose.addresses import free_ports
 from rose.bench.gateway.__main__ import main
 from rose.bench.gateway.arms import (
     COMPLETIONS,
@@ -18,11 +20,13 @@ from rose.bench.gateway.arms import (
     arms_over_standin,
     peer_command,
     peers,
+    rose_command,
 )
 from rose.bench.gateway.generator import STREAMS, Load, run
+from rose.bench.gateway.processes import MeasuredProcess, StandInEngine, cores
 from rose.bench.gateway.report import ADDED_P50_S, AT_STREAMS, checks, rows, table
 from rose.bench.gateway.standin_engine import EngineConnection, Pace
-from rose.errors import ConfigError
+from rose.errors import ConfigError, EngineStartError
 from rose.gateway import Gateway, GatewaySettings, StaticReplica
 from tests.patience import PATIENCE_S
 
@@ -203,3 +207,16 @@ def test_wrong_input_is_one_line_and_exit_code_2(tmp_path: Any, capsys: Any) -> 
     for wrong in (["--streams", "0"], ["--peer", "x"], ["--sessions", "f"], ["--rounds", "0"]):
         assert main(["--out", str(tmp_path), *wrong]) == 2
         assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_routers_are_started_as_the_benchmark_starts_them(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        port, *ports = free_ports(5)
+        engine = StandInEngine(ports, tmp_path / "engine.log", cores()["engine"])
+        stack.callback(engine.end)
+        command = rose_command(port, engine.urls, 8)
+        gateway = MeasuredProcess("rose", command, tmp_path / "rose.log", cores()["router"])
+        stack.callback(gateway.end)
+        gateway.wait_answers(f"http://127.0.0.1:{port}/health", len(engine.urls), PATIENCE_S)
+        with pytest.raises(EngineStartError, match="does not answer"):
+            gateway.wait_answers(f"http://127.0.0.1:{port}/health", len(ports), 0.3)
