@@ -12,7 +12,7 @@ from rose.bench.coserve.plan import BenchSettings, quick_settings
 from rose.bench.coserve.result import render, verify, write_result
 from rose.errors import RoseError
 
-DEFAULT_OUT = Path("out/bench")
+DEFAULT_OUT = Path("out/bench/coserve")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
