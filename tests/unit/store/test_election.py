@@ -37,7 +37,7 @@ from rose.store.election import (
     WriteRefused,
     address_of,
 )
-from tests.fakes.store import InMemoryStore
+from tests.fakes.memory_store import InMemoryStore
 from tests.patience import PATIENCE_S
 
 ME = Candidate("h:1", "x")

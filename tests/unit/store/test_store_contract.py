@@ -20,7 +20,7 @@ from rose.store import (
     SqliteStore,
     Store,
 )
-from tests.fakes.store import InMemoryStore
+from tests.fakes.memory_store import InMemoryStore
 from tests.patience import PATIENCE_S
 from tests.unit.store.etcd_cluster import needs_etcd, running_etcd
 
