@@ -12,7 +12,7 @@ FORBIDDEN = {
         r"(pypi|pythonhosted|registry\.npmjs|deb\.debian|download\.pytorch)\.(org|com)"
     ),
 }
-GENERATED = re.compile(r"rose/rpc/rose_pb2")
+GENERATED = re.compile(r"rose/(rpc/rose|store/etcd)_pb2")
 
 
 def tracked_files() -> list[str]:

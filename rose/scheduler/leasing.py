@@ -334,7 +334,8 @@ class Leasing:
             return [LogRecord("lease_refused", {"replica": offer.replica, "reason": str(error)})]
         self._promises[offer.replica] = _Promise(move, epoch, now_s)
         # An epoch that a node saw must never be handed out again.
-        return [Reserve(save_epoch(offer.replica, epoch), EpochReserved(offer.replica, epoch))]
+        write = save_epoch(offer.replica, epoch, move.job)
+        return [Reserve(write, EpochReserved(offer.replica, epoch))]
 
     def _give_back(self, move: Move, now_s: float) -> list[Action]:
         self._note("give back", move, now_s)

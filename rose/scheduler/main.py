@@ -1,14 +1,17 @@
-"""The scheduler's process: options, port, store, signals."""
+"""The scheduler's process: options, port, store, election, signals.
+
+Several processes may share a store. One leads, the others stand by and name it; each term builds
+its core anew from what is stored.
+"""
 
 import asyncio
 import contextlib
-import fcntl
 import logging
 import math
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,16 +21,24 @@ from elastic_scheduler import HarvestMode, make_policy, policy_names
 from rose.addresses import check_exposure
 from rose.cli.main import Parser, add_log_limits, taken_log_limits
 from rose.errors import ConfigError, RoseError
-from rose.logs.eventlog import Logs
+from rose.logs.eventlog import EventLog, Logs
 from rose.logs.rotating_jsonl import BOUNDED, LogLimits, log_to_stderr
 from rose.process.background_tasks import Background
+from rose.rpc.addresses import is_address
 from rose.rpc.channel import make_server
-from rose.rpc.rose_pb2_grpc import add_SchedulerServicer_to_server
 from rose.scheduler.core import SchedulerCore
 from rose.scheduler.leasing import LeaseTimes
 from rose.scheduler.persistence import load
 from rose.scheduler.service import SchedulerService
-from rose.scheduler.store import SqliteStore
+from rose.scheduler.standby import LeaderHandlers
+from rose.store import (
+    FencedStore,
+    Leadership,
+    StoreName,
+    add_store_options,
+    open_store,
+    taken_store,
+)
 
 DEFAULT_PORT = 7400
 STOP_GRACE_S = 0.5
@@ -39,13 +50,14 @@ class SchedulerSettings:
 
     host: str
     port: int
-    store: Path
+    store: StoreName
     log_dir: Path
     harvest: HarvestMode
     cooldown_s: float
     policy: str = "rose"
     log_limits: LogLimits = BOUNDED
     insecure: bool = False
+    advertise: str = ""
 
     def __post_init__(self) -> None:
         check_exposure(
@@ -55,6 +67,14 @@ class SchedulerSettings:
             raise ConfigError(f"port {self.port} does not exist; give --port 1 to 65535")
         if not (math.isfinite(self.cooldown_s) and self.cooldown_s >= 0):
             raise ConfigError(f"a pause of {self.cooldown_s} s is none; give --cooldown-s >= 0")
+        if self.advertise and not is_address(self.advertise):
+            raise ConfigError(f"{self.advertise!r} is no address; give --advertise HOST:PORT")
+
+    def reached_at(self, port: int) -> str:
+        """Where clients reach this process, "" where only they know."""
+        if self.advertise or self.host in ("0.0.0.0", "::", ""):  # noqa: S104 - compared
+            return self.advertise
+        return f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"
 
 
 def settings_of(argv: Sequence[str]) -> SchedulerSettings:
@@ -63,7 +83,13 @@ def settings_of(argv: Sequence[str]) -> SchedulerSettings:
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="address to bind (default: loopback only)")
     add("--port", type=int, default=DEFAULT_PORT, metavar="N", help=f"default {DEFAULT_PORT}")
-    add("--store", type=Path, required=True, metavar="FILE", help="SQLite file, made if missing")
+    add(
+        "--advertise",
+        default="",
+        metavar="HOST:PORT",
+        help="where clients of a standby find this scheduler once it leads (default: as bound)",
+    )
+    add_store_options(parser)
     add("--log-dir", type=Path, required=True, metavar="DIR", help="where events go")
     add_log_limits(parser)
     add(
@@ -95,57 +121,84 @@ def settings_of(argv: Sequence[str]) -> SchedulerSettings:
     return SchedulerSettings(
         args.host,
         args.port,
-        args.store,
+        taken_store(args),
         args.log_dir,
         HarvestMode[args.harvest],
         args.cooldown_s,
         args.policy,
         taken_log_limits(vars(args)),
         args.insecure,
+        args.advertise,
     )
 
 
 async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
-    """Serve until `stop` is set. Raises `RoseError` when it cannot begin."""
-    with _only_owner(settings.store), contextlib.ExitStack() as stack:
-        store = SqliteStore(settings.store)
-        stack.callback(store.close)
+    """Serve until `stop` is set. Raises `RoseError` when it cannot begin or go on."""
+    async with contextlib.AsyncExitStack() as stack:
+        store = open_store(settings.store)
+        stack.push_async_callback(store.close)
         logs = Logs(settings.log_dir, settings.log_limits)
         stack.callback(logs.close)
         events = logs.events("scheduler")
-        times = LeaseTimes(cooldown_s=settings.cooldown_s)
-        core = SchedulerCore(load(store), settings.harvest, times, make_policy(settings.policy))
-        background = Background(events.write)
-        service = SchedulerService(
-            core, store, events, lambda: [*background.troubles(), *logs.troubles()]
-        )
         server = make_server()
-        add_SchedulerServicer_to_server(service, server)
         port = _bind(server, settings)
+
+        async def lead(fenced: FencedStore) -> None:
+            await _lead(settings, fenced, leadership, handlers, logs, events)
+
+        leadership = Leadership(store, settings.reached_at(port), lead, events.write)
+        handlers = LeaderHandlers(lambda: leadership.address)
+        server.add_generic_rpc_handlers((handlers,))
         await server.start()
         events.write("scheduler_started", port=port)
         try:
-            await _until_stopped(background, service, stop)
+            await _until_stopped(leadership, stop)
         finally:
-            service.close()
             await server.stop(STOP_GRACE_S)
             events.write("scheduler_stopped")
 
 
-async def _until_stopped(
-    background: Background, service: SchedulerService, stop: asyncio.Event
+async def _lead(
+    settings: SchedulerSettings,
+    store: FencedStore,
+    leadership: Leadership,
+    handlers: LeaderHandlers,
+    logs: Logs,
+    events: EventLog,
 ) -> None:
+    """One term, until cancelled: a core of what is stored, and the service that feeds it."""
+    saved = load((await store.list("")).entries)
+    times = LeaseTimes(cooldown_s=settings.cooldown_s)
+    core = SchedulerCore(saved, settings.harvest, times, make_policy(settings.policy))
+    background = Background(events.write)
+    service = SchedulerService(
+        core,
+        store,
+        events,
+        lambda: [*background.troubles(), *logs.troubles()],
+        leads=leadership.leads,
+    )
     background.start("tick", service.tick)
-    failed = asyncio.create_task(background.failed())
+    handlers.lead(service)
+    try:
+        await background.failed()
+    finally:
+        handlers.stand_by()
+        service.close()
+        await background.close()
+
+
+async def _until_stopped(leadership: Leadership, stop: asyncio.Event) -> None:
+    leading = asyncio.create_task(leadership.run())
     stopping = asyncio.create_task(stop.wait())
     try:
-        await asyncio.wait([failed, stopping], return_when=asyncio.FIRST_COMPLETED)
-        if failed.done():
-            failed.result()
+        await asyncio.wait([leading, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if leading.done():
+            leading.result()
     finally:
-        failed.cancel()
-        stopping.cancel()
-        await background.close()
+        for task in (leading, stopping):
+            task.cancel()
+        await asyncio.gather(leading, stopping, return_exceptions=True)
 
 
 def _bind(server: grpc.aio.Server, settings: SchedulerSettings) -> int:
@@ -161,27 +214,6 @@ def _bind(server: grpc.aio.Server, settings: SchedulerSettings) -> int:
             f"{address} cannot be bound ({error}); free the port or give another --port"
         ) from error
     return port
-
-
-@contextlib.contextmanager
-def _only_owner(store: Path) -> Iterator[None]:
-    """Two schedulers on one store would hand out the same epochs: the second is refused."""
-    path = store.with_name(store.name + ".lock")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("w")
-    except OSError as error:
-        raise ConfigError(
-            f"store {store} cannot be made ({error}); give a path that can be written"
-        ) from error
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ConfigError(
-                f"store {store} belongs to a running scheduler; stop it or give another --store"
-            ) from error
-        yield
 
 
 async def _run(settings: SchedulerSettings) -> None:

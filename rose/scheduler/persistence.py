@@ -2,16 +2,18 @@
 
 | key | value (JSON) |
 | --- | --- |
-| `epochs/{replica}` | newest lease epoch |
+| `epochs/{replica}` | {"epoch", "job"}: the newest lease's; of 0.2 the epoch alone |
 | `harvest` , `harvest/{replica}` | mode |
 | `job` | {"job", "max_staleness"} |
 | `versions/{version, 20 digits}` | {"version", "parent", "url"} |
 
-`StoreWriter` does not block the event loop: one write at a time, tried until it is durable.
+The keys `leader` and `fence` are the election's (`rose.store`).
 
-    write --> in a thread --> durable --> waiting callers go on
-                  ^  |
-                  +--+ the store is locked, full or gone: again, after a pause
+`StoreWriter` makes one write at a time, tried until it is durable.
+
+    write --> the store --> durable --> waiting callers go on
+                 ^  |
+                 +--+ it is locked, full or gone: again, after a pause
 
 Another program that opens the file can lock it for any time. Meanwhile live leases are renewed and
 tables are sent; changes that need the store wait, and `stalled_s` says so.
@@ -20,15 +22,14 @@ tables are sent; changes that need the store wait, and `stalled_s` says so.
 import asyncio
 import json
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from elastic_scheduler import HarvestMode
 from elastic_scheduler.leases.lease_table import MAX_EPOCH, MAX_VERSION
 from rose.errors import ConfigError, UnavailableError
 from rose.scheduler.messages import StoreWrite
-from rose.scheduler.store import Store, StoreEntry
+from rose.store import Delete, Put, Store, StoreEntry, Write
 
 EPOCHS, HARVEST, JOB, VERSIONS = "epochs/", "harvest", "job", "versions/"
 
@@ -52,45 +53,56 @@ class VersionRecord:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """Everything that a scheduler starts from. `mode` is None until an operator set one."""
+    """Everything that a scheduler starts from. `mode` is None until an operator set one.
+
+    `holders`: the jobs of the newest epochs, of replicas for which one is known.
+    """
 
     epochs: dict[str, int] = field(default_factory=dict)
+    holders: dict[str, str] = field(default_factory=dict)
     mode: HarvestMode | None = None
     overrides: dict[str, HarvestMode] = field(default_factory=dict)
     job: JobRecord | None = None
     versions: tuple[VersionRecord, ...] = ()
 
 
-def load(store: Store) -> Saved:
+def load(entries: Iterable[StoreEntry]) -> Saved:
     """Read all of it. Raises `ConfigError` when the store holds something else."""
     try:
-        return _load(store)
+        return _load(sorted(entries, key=lambda entry: entry.key))
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(
             f"the store holds what no scheduler wrote ({error!r}); give another --store"
         ) from error
 
 
-def _load(store: Store) -> Saved:
-    mode, job = store.get(HARVEST), store.get(JOB)
-    own = HARVEST + "/"
+def _load(entries: Sequence[StoreEntry]) -> Saved:
+    found = {entry.key: entry for entry in entries}
+    mode, job = found.get(HARVEST), found.get(JOB)
+    epochs = {name: _epoch(entry) for name, entry in _below(EPOCHS, entries)}
     return Saved(
-        epochs={entry.key.removeprefix(EPOCHS): _epoch(entry) for entry in store.list(EPOCHS)},
+        epochs={name: epoch for name, (epoch, _) in epochs.items()},
+        holders={name: job for name, (_, job) in epochs.items() if job},
         mode=HarvestMode(json.loads(mode.value)) if mode else None,
         overrides={
-            entry.key.removeprefix(own): HarvestMode(json.loads(entry.value))
-            for entry in store.list(own)
+            name: HarvestMode(json.loads(entry.value))
+            for name, entry in _below(HARVEST + "/", entries)
         },
         job=JobRecord(**json.loads(job.value)) if job else None,
-        versions=tuple(_version(entry) for entry in store.list(VERSIONS)),
+        versions=tuple(_version(entry) for _, entry in _below(VERSIONS, entries)),
     )
 
 
-def _epoch(entry: StoreEntry) -> int:
-    epoch = int(json.loads(entry.value))
-    if not 0 <= epoch <= MAX_EPOCH:
+def _below(prefix: str, entries: Iterable[StoreEntry]) -> list[tuple[str, StoreEntry]]:
+    return [(e.key.removeprefix(prefix), e) for e in entries if e.key.startswith(prefix)]
+
+
+def _epoch(entry: StoreEntry) -> tuple[int, str]:
+    said = json.loads(entry.value)
+    epoch, job = (said["epoch"], said["job"]) if isinstance(said, dict) else (said, "")
+    if not 0 <= int(epoch) <= MAX_EPOCH:
         raise ValueError(f"{entry.key} is {epoch}")
-    return epoch
+    return int(epoch), str(job)
 
 
 def _version(entry: StoreEntry) -> VersionRecord:
@@ -100,9 +112,9 @@ def _version(entry: StoreEntry) -> VersionRecord:
     return record
 
 
-def save_epoch(replica: str, epoch: int) -> StoreWrite:
-    """The newest epoch of a replica."""
-    return StoreWrite(EPOCHS + replica, _encode(epoch))
+def save_epoch(replica: str, epoch: int, job: str) -> StoreWrite:
+    """The newest epoch of a replica, and the job that it is leased to under it."""
+    return StoreWrite(EPOCHS + replica, _encode({"epoch": epoch, "job": job}))
 
 
 def save_mode(mode: HarvestMode, replica: str | None) -> StoreWrite:
@@ -143,7 +155,6 @@ class StoreWriter:
         self._on_event = on_event
         self._stalled_after_s = stalled_s
         self._turn = asyncio.Lock()
-        self._thread = ThreadPoolExecutor(1, "rose-store")
         self._since_s: float | None = None
         self._wrong = "its disk does not answer"
         self._said = False
@@ -157,23 +168,31 @@ class StoreWriter:
         return waited_s if waited_s >= self._stalled_after_s else 0.0
 
     async def write(self, writes: Sequence[StoreWrite]) -> None:
-        """Return once all of them are durable, however long that takes."""
+        """Return once all of them are durable, however long that takes.
+
+        Raises `LeadershipLostError` when another scheduler leads: then none of them ever is.
+        """
+        if not writes:
+            return
         async with self._turn:
             self._since_s = time.monotonic()
             try:
-                for each in writes:
-                    await self._until_durable(each)
+                await self._until_durable(
+                    [
+                        Delete(each.key) if each.value is None else Put(each.key, each.value)
+                        for each in writes
+                    ]
+                )
             finally:
                 self._since_s = None
             if self._said:
                 self._said = False
                 self._on_event("store_answers")
 
-    async def _until_durable(self, write: StoreWrite) -> None:
-        loop = asyncio.get_running_loop()
+    async def _until_durable(self, writes: Sequence[Write]) -> None:
         while True:
             try:
-                await loop.run_in_executor(self._thread, _put, self._store, write)
+                await self._store.txn((), writes)
             except UnavailableError as error:
                 self._wrong = str(error)
                 await asyncio.sleep(RETRY_S)
@@ -185,14 +204,3 @@ class StoreWriter:
         if not self._said and self.stalled_s:
             self._said = True
             self._on_event("store_stalled", message=self._wrong)
-
-    def close(self) -> None:
-        """Wait for the write that is under way, so that the store may be closed."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
-
-
-def _put(store: Store, write: StoreWrite) -> None:
-    if write.value is None:
-        store.delete(write.key)
-    else:
-        store.put(write.key, write.value)

@@ -38,7 +38,7 @@ from rose.scheduler.messages import (
     Tick,
 )
 from rose.scheduler.persistence import StoreWriter
-from rose.scheduler.store import Store
+from rose.store import LeadershipLostError, Store
 
 PROTOCOL = 1
 TICK_S = 0.1
@@ -73,8 +73,13 @@ class SchedulerService(SchedulerServicer):
         events: EventLog,
         troubles: Callable[[], Iterable[str]] = tuple,
         answer_s: float = ANSWER_S,
+        leads: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`troubles`: what the process lacks now, for a snapshot."""
+        """`troubles`: what the process lacks now, for a snapshot.
+
+        leads: whether this process surely leads; the core takes no step when it does not.
+        """
+        self._leads = leads
         self._troubles = troubles
         self._core = core
         self._writer = StoreWriter(store, events.write)
@@ -83,7 +88,7 @@ class SchedulerService(SchedulerServicer):
         self._streams = itertools.count(1)
         self._queues: dict[int, CommandQueue] = {}
         self._watchers: set[TableSlot] = set()
-        self._table = pb.ReplicaTable()
+        self._table: pb.ReplicaTable | None = None
         # Requests change the store in the order in which they came.
         self._order = asyncio.Lock()
         self._commits: set[asyncio.Task[int | None]] = set()
@@ -96,6 +101,8 @@ class SchedulerService(SchedulerServicer):
             self._writer.check()
             try:
                 self._step(Tick())
+            except LeadershipLostError:
+                await asyncio.sleep(BROKEN_TICK_S)  # the end of the term is under way
             except Exception as error:  # noqa: BLE001 - leases must go on; recorded, with a pause
                 self._complain("tick_broken", "tick", repr(error))
                 await asyncio.sleep(BROKEN_TICK_S)
@@ -109,7 +116,6 @@ class SchedulerService(SchedulerServicer):
             slot.put(None)
         for task in (*self._commits, *self._reservations):
             task.cancel()
-        self._writer.close()
 
     # ---- nodes ----
 
@@ -184,6 +190,8 @@ class SchedulerService(SchedulerServicer):
             event = event_of()
             if event is not None:
                 self._step(event)
+        except LeadershipLostError as error:
+            queue.close(str(error), grpc.StatusCode.UNAVAILABLE)
         except (ConfigError, RefusedError) as error:
             self._complain("peer_refused", node[:40], str(error))
             queue.close(str(error), CODES[type(error)])
@@ -209,7 +217,8 @@ class SchedulerService(SchedulerServicer):
             )
         slot = TableSlot()
         self._watchers.add(slot)
-        slot.put(self._table)
+        if self._table is not None:
+            slot.put(self._table)
         try:
             while (table := await slot.get()) is not None:
                 await context.write(table)
@@ -326,6 +335,8 @@ class SchedulerService(SchedulerServicer):
                 grpc.StatusCode.UNAVAILABLE,
                 ("the store takes no writes for now: this may still be done; ask again"),
             )
+        elif isinstance(error, LeadershipLostError):
+            code, message = grpc.StatusCode.UNAVAILABLE, str(error)
         elif isinstance(error, ConfigError | RefusedError):
             code, message = CODES[type(error)], str(error)
         else:
@@ -337,7 +348,12 @@ class SchedulerService(SchedulerServicer):
     # ---- actions ----
 
     def _step(self, event: Event) -> int | None:
-        """Feed the core; returns its answer. Raises the core's `RefusedError` and `ConfigError`."""
+        """Feed the core; returns its answer. Raises the core's `RefusedError` and `ConfigError`.
+
+        A process that was stopped for a while must not act on what it believed before.
+        """
+        if not self._leads():
+            raise LeadershipLostError("this scheduler leads no more; ask the one that does")
         return self._carry_out(self._core.step(event, time.monotonic()))
 
     def _complain(self, event: str, peer: str, reason: str) -> None:
@@ -364,6 +380,8 @@ class SchedulerService(SchedulerServicer):
         try:
             await self._writer.write((action.write,))
             self._step(action.then)
+        except LeadershipLostError:
+            return
         except Exception as error:  # noqa: BLE001 - one replica stays without a lease
             self._complain("peer_broken", action.then.replica, repr(error))
 

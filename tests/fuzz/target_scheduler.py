@@ -44,7 +44,7 @@ class Scheduler:
 
     def __init__(self) -> None:
         self.store = InMemoryStore()
-        self.core = SchedulerCore(load(self.store), HarvestMode.ACTIVE)
+        self.core = SchedulerCore(load(self.store.entries), HarvestMode.ACTIVE)
         self.now_s = 100.0
         for event in (
             JobRegistered("job", 1),
@@ -72,13 +72,10 @@ class Scheduler:
     def look(self) -> None:
         """An operator looks, and what is stored can be read again."""
         self.core.status(self.now_s).SerializeToString()
-        load(self.store)
+        load(self.store.entries)
 
     def _write(self, key: str, value: bytes | None) -> None:
-        if value is None:
-            self.store.delete(key)
-        else:
-            self.store.put(key, value)
+        self.store.write(key, value)
 
 
 def run_messages(data: bytes) -> None:

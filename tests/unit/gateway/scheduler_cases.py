@@ -28,7 +28,7 @@ class RunningScheduler:
         self.store = store
         self._events = EventLog(folder, "scheduler")
         times = LeaseTimes(cooldown_s=0.05)
-        self.core = SchedulerCore(load(store), HarvestMode.ACTIVE, times)
+        self.core = SchedulerCore(load(store.entries), HarvestMode.ACTIVE, times)
         self.service = SchedulerService(self.core, store, self._events)
         self._server = make_server()
         add_SchedulerServicer_to_server(self.service, self._server)

@@ -67,7 +67,7 @@ class Bench:
         self.key = SigningKey.generate()
         self.events = EventLog(folder, "scheduler")
         times = LeaseTimes(ttl_s=1.0, renew_s=0.1, cooldown_s=0.05)
-        core = SchedulerCore(load(InMemoryStore()), HarvestMode.ACTIVE, times)
+        core = SchedulerCore(load(()), HarvestMode.ACTIVE, times)
         self.service = SchedulerService(core, InMemoryStore(), self.events)
         self.server = make_server()
         add_SchedulerServicer_to_server(self.service, self.server)

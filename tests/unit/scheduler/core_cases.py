@@ -51,7 +51,7 @@ class CoreBench:
         self, mode: HarvestMode = HarvestMode.ACTIVE, store: InMemoryStore | None = None
     ) -> None:
         self.store = store or InMemoryStore()
-        self.core = SchedulerCore(load(self.store), mode, LeaseTimes(5.0, 1.0, 1.0))
+        self.core = SchedulerCore(load(self.store.entries), mode, LeaseTimes(5.0, 1.0, 1.0))
         self.now_s = 100.0
         self.actions: list[Action] = []
         self.table = pb.ReplicaTable()
@@ -86,10 +86,7 @@ class CoreBench:
         return taken
 
     def write(self, write: StoreWrite) -> None:
-        if write.value is None:
-            self.store.delete(write.key)
-        else:
-            self.store.put(write.key, write.value)
+        self.store.write(write.key, write.value)
 
     def at(self, now_s: float) -> "CoreBench":
         self.now_s = now_s

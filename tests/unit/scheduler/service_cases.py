@@ -14,8 +14,9 @@ from rose.rpc import rose_pb2 as pb
 from rose.rpc.channel import make_channel, make_server
 from rose.rpc.rose_pb2_grpc import SchedulerStub, add_SchedulerServicer_to_server
 from rose.scheduler import LeaseTimes, SchedulerCore, SchedulerService
-from rose.scheduler.persistence import load
-from rose.scheduler.store import Store
+from rose.scheduler.persistence import Saved, load
+from rose.store import Store
+from tests.fakes.memory_store import InMemoryStore
 from tests.patience import PATIENCE_S
 
 
@@ -65,7 +66,8 @@ class Bench:
         self.events = EventLog(folder, "scheduler")
         self.log = folder / "events-scheduler.jsonl"
         self.ticking: asyncio.Task[None]
-        self.core = SchedulerCore(load(store), HarvestMode.ACTIVE, LeaseTimes(cooldown_s=0.05))
+        saved = load(store.entries) if isinstance(store, InMemoryStore) else Saved()
+        self.core = SchedulerCore(saved, HarvestMode.ACTIVE, LeaseTimes(cooldown_s=0.05))
         self.service = SchedulerService(self.core, store, self.events, answer_s=answer_s)
         self.server = make_server()
         add_SchedulerServicer_to_server(self.service, self.server)

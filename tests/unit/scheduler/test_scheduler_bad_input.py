@@ -41,7 +41,7 @@ WHOLE = {"replica": "g0", "kind": 1, "url": "http://g0", "ttl_s": 3.0, "healthy"
 def bench_with(policy: object = None) -> CoreBench:
     bench = CoreBench()
     times = LeaseTimes(5.0, 1.0, 1.0)
-    bench.core = SchedulerCore(load(bench.store), HarvestMode.ACTIVE, times, policy)  # type: ignore[arg-type]
+    bench.core = SchedulerCore(load(bench.store.entries), HarvestMode.ACTIVE, times, policy)  # type: ignore[arg-type]
     bench.with_job()
     bench.attach()
     return bench

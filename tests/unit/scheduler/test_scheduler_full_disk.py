@@ -16,6 +16,7 @@ from rose.rpc.channel import make_channel
 from rose.rpc.rose_pb2_grpc import SchedulerStub
 from rose.scheduler import SchedulerService
 from rose.scheduler.main import SchedulerSettings, serve
+from rose.store import StoreName
 from tests.patience import PATIENCE_S
 from tests.unit.scheduler.test_scheduler_service import FakeNode
 
@@ -29,7 +30,7 @@ class Serving:
         (logs / "events-scheduler.jsonl").symlink_to("/dev/full")
         port = free_port()
         settings = SchedulerSettings(
-            "127.0.0.1", port, folder / "s.sqlite", logs, HarvestMode.ACTIVE, 0.05
+            "127.0.0.1", port, StoreName(str(folder / "s.sqlite")), logs, HarvestMode.ACTIVE, 0.05
         )
         self.stop = asyncio.Event()
         self.task = asyncio.create_task(serve(settings, self.stop))

@@ -14,7 +14,7 @@ from rose.scheduler.persistence import load
 def bench_with(policy: str) -> CoreBench:
     bench = CoreBench()
     times = LeaseTimes(5.0, 1.0, 1.0)
-    bench.core = SchedulerCore(load(bench.store), HarvestMode.ACTIVE, times, make_policy(policy))
+    bench.core = SchedulerCore(load(()), HarvestMode.ACTIVE, times, make_policy(policy))
     bench.with_job()
     bench.attach()
     return bench

@@ -5,14 +5,13 @@ from rose.scheduler import SchedulerCore
 from rose.scheduler.fleet import LAPSED_S
 from rose.scheduler.messages import Attached, Command, Detached, RatesMeasured, Tick
 from rose.scheduler.persistence import load
-from tests.fakes.memory_store import InMemoryStore
 
 
 class Told:
     """What each stream was told last."""
 
     def __init__(self) -> None:
-        self.core = SchedulerCore(load(InMemoryStore()))
+        self.core = SchedulerCore(load(()))
         self.relays: dict[int, list[str]] = {}
 
     def step(self, event: Attached | Detached | RatesMeasured | Tick, now_s: float) -> None:

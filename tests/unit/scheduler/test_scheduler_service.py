@@ -4,8 +4,7 @@ import asyncio
 import json
 import socket
 import sqlite3
-import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import grpc
@@ -14,12 +13,15 @@ import pytest
 from service_cases import Bench, FakeNode, running, shows
 
 from elastic_scheduler import HarvestMode
-from rose.errors import ConfigError, UnavailableError
+from rose.errors import UnavailableError
 from rose.rpc import rose_pb2 as pb
-from rose.rpc.channel import MAX_REQUEST_BYTES
+from rose.rpc.channel import MAX_REQUEST_BYTES, make_channel, make_server
+from rose.rpc.rose_pb2_grpc import SchedulerStub
 from rose.scheduler.main import SchedulerSettings, main, serve
 from rose.scheduler.messages import CommandQueue, TableSlot
-from rose.scheduler.store import BUSY_TIMEOUT_S, SqliteStore
+from rose.scheduler.standby import LeaderHandlers
+from rose.store import Expect, SqliteStore, StoreName, Write
+from rose.store.sqlite import BUSY_TIMEOUT_S
 from tests.fakes.memory_store import InMemoryStore
 from tests.patience import PATIENCE_S
 
@@ -166,12 +168,13 @@ class LockedStore(InMemoryStore):
 
     def __init__(self) -> None:
         super().__init__()
-        self.is_open = threading.Event()
+        self.is_open = asyncio.Event()
 
-    def put(self, key: str, value: bytes) -> int:
-        if not self.is_open.wait(0.05):
+    async def txn(self, expect: Sequence[Expect], writes: Sequence[Write]) -> int | None:
+        if not self.is_open.is_set():
+            await asyncio.sleep(0.05)
             raise UnavailableError("database is locked")
-        return super().put(key, value)
+        return await super().txn(expect, writes)
 
 
 @pytest.fixture
@@ -190,7 +193,7 @@ async def test_what_is_not_durable_is_neither_answered_nor_told(locked: Bench) -
     assert not (await locked.stub.Snapshot(pb.SnapshotRequest())).jobs
     store.is_open.set()
     await locked.stub.RegisterJob(pb.RegisterJobRequest(job="j"))
-    assert store.get("job") is not None
+    assert await store.get("job") is not None
     assert [each.job for each in (await locked.stub.Snapshot(pb.SnapshotRequest())).jobs] == ["j"]
 
 
@@ -259,7 +262,7 @@ async def test_a_lock_of_another_program_on_the_file_is_outlived(tmp_path: Path)
         await shows(bench, lambda snapshot: bool(snapshot.jobs))
         assert not bench.ticking.done()
     other.close()
-    store.close()
+    await store.close()
 
 
 async def test_a_slow_watcher_gets_the_newest_table_only() -> None:
@@ -302,6 +305,13 @@ def test_a_busy_port_is_one_line_and_exit_code_2(
         ["--store", "s", "--log-dir", "l", "--harvest", "ON"],
         ["--store", "s", "--log-dir", "l", "--cooldown-s", "nan"],
         ["--store", "/proc/none/s", "--log-dir", "l"],
+        ["--store", "", "--log-dir", "l"],
+        ["--store", "etcd://", "--log-dir", "l"],
+        ["--store", "etcd://h:1,h", "--log-dir", "l"],
+        ["--store", "etcd://h:1", "--store-user", "u", "--log-dir", "l"],
+        ["--store", "etcd://h:1", "--store-cert", "c", "--store-key", "k", "--log-dir", "l"],
+        ["--store", "s", "--store-ca", "c", "--log-dir", "l"],
+        ["--store", "s", "--log-dir", "l", "--advertise", "h"],
     ],
 )
 def test_bad_options_are_one_line_and_exit_code_2(
@@ -311,19 +321,76 @@ def test_bad_options_are_one_line_and_exit_code_2(
     assert capfd.readouterr().err.count("\n") == 1
 
 
-async def test_it_stops_when_asked_and_owns_its_store_alone(tmp_path: Path) -> None:
-    settings = SchedulerSettings(
-        "127.0.0.1", 0, tmp_path / "s.sqlite", tmp_path / "log", HarvestMode.OFF, 1.0
+def _settings(folder: Path, name: str) -> SchedulerSettings:
+    return SchedulerSettings(
+        "127.0.0.1",
+        0,
+        StoreName(str(folder / "s.sqlite")),
+        folder / name,
+        HarvestMode.OFF,
+        1.0,
     )
-    stop = asyncio.Event()
-    serving = asyncio.create_task(serve(settings, stop))
-    log = tmp_path / "log" / "events-scheduler.jsonl"
-    for _ in range(300):
-        if log.exists() and "scheduler_started" in log.read_text():
-            break
-        await asyncio.sleep(0.01)
-    with pytest.raises(ConfigError, match="running scheduler"):
-        await serve(settings, asyncio.Event())
-    stop.set()
-    await serving
-    assert "scheduler_stopped" in log.read_text()
+
+
+async def _says(folder: Path, name: str, event: str) -> None:
+    log = folder / name / "events-scheduler.jsonl"
+    async with asyncio.timeout(PATIENCE_S):
+        while not (log.exists() and event in log.read_text()):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_of_two_on_a_store_one_leads_and_the_other_follows_it_when_it_stops(
+    tmp_path: Path,
+) -> None:
+    stop_one, stop_other = asyncio.Event(), asyncio.Event()
+    one = asyncio.create_task(serve(_settings(tmp_path, "one"), stop_one))
+    await _says(tmp_path, "one", "scheduler_leads")
+    other = asyncio.create_task(serve(_settings(tmp_path, "other"), stop_other))
+    await _says(tmp_path, "other", "scheduler_started")
+    assert not other.done()
+    stop_one.set()
+    await one
+    await _says(tmp_path, "one", "scheduler_stopped")
+    await _says(tmp_path, "other", "scheduler_leads")
+    stop_other.set()
+    await other
+
+
+async def test_a_standby_refuses_every_call_and_names_the_leader(tmp_path: Path) -> None:
+    leader = ["h:1"]
+    handlers = LeaderHandlers(lambda: leader[0])
+    server = make_server()
+    server.add_generic_rpc_handlers((handlers,))
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    async with make_channel(address) as channel:
+        stub = SchedulerStub(channel)
+        for call in (
+            stub.Snapshot(pb.SnapshotRequest()),
+            stub.WatchReplicas(pb.WatchReplicasRequest()),
+            stub.Attach(iter([pb.NodeReport(node="n")])),
+        ):
+            assert await call.code() is grpc.StatusCode.UNAVAILABLE
+            assert dict(await call.trailing_metadata())["rose-leader"] == "h:1"
+        leader[0] = ""
+        call = stub.Snapshot(pb.SnapshotRequest())
+        assert dict(await call.trailing_metadata())["rose-leader"] == ""
+        bench = Bench(InMemoryStore(), tmp_path)
+        handlers.lead(bench.service)
+        await stub.Snapshot(pb.SnapshotRequest())
+        handlers.stand_by()
+        with pytest.raises(grpc.aio.AioRpcError):
+            await stub.Snapshot(pb.SnapshotRequest())
+        await bench.channel.close()
+        bench.events.close()
+    await server.stop(0)
+
+
+async def test_one_that_is_not_sure_to_lead_acts_on_nothing(bench: Bench) -> None:
+    bench.service._leads = lambda: False
+    node = FakeNode(bench.stub)
+    assert await node.call.code() is grpc.StatusCode.UNAVAILABLE
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await bench.stub.RegisterJob(pb.RegisterJobRequest(job="j"))
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    await node.leave()

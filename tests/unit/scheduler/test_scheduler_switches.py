@@ -31,7 +31,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float]]:
 def bench_with(policy: str) -> CoreBench:
     bench = CoreBench()
     times = LeaseTimes(5.0, 1.0, 1.0)
-    bench.core = SchedulerCore(load(bench.store), HarvestMode.ACTIVE, times, make_policy(policy))
+    bench.core = SchedulerCore(load(()), HarvestMode.ACTIVE, times, make_policy(policy))
     bench.with_job()
     bench.attach()
     return bench

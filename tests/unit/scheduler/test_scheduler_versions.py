@@ -81,9 +81,9 @@ def test_a_job_registers_first_and_alone() -> None:
 
 def test_a_foreign_store_is_refused_with_one_line() -> None:
     store = InMemoryStore()
-    store.put("epochs/g0", b"[1]")
+    store.write("epochs/g0", b"[1]")
     with pytest.raises(ConfigError, match="--store"):
-        load(store)
+        load(store.entries)
 
 
 def test_malformed_offers_are_dropped_with_a_reason() -> None:

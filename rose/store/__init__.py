@@ -1,0 +1,47 @@
+"""The store of control state: one file of a machine, or an etcd cluster, behind one interface.
+
+`Store` says what every store promises, `SqliteStore` and `EtcdStore` keep it. Of several schedulers
+on a store one leads (`Leadership`), and only its writes succeed (`FencedStore`).
+"""
+
+from rose.store.etcd import EtcdStore
+from rose.store.etcd_link import EtcdAccess
+from rose.store.fenced import FencedStore, LeadershipLostError
+from rose.store.leadership import Leadership
+from rose.store.opening import StoreName, add_store_options, open_store, taken_store
+from rose.store.protocol import (
+    ABSENT,
+    Change,
+    Delete,
+    Expect,
+    LeaseGoneError,
+    Listing,
+    Put,
+    Store,
+    StoreEntry,
+    Write,
+)
+from rose.store.sqlite import SqliteStore
+
+__all__ = [
+    "ABSENT",
+    "Change",
+    "Delete",
+    "EtcdAccess",
+    "EtcdStore",
+    "Expect",
+    "FencedStore",
+    "Leadership",
+    "LeadershipLostError",
+    "LeaseGoneError",
+    "Listing",
+    "Put",
+    "SqliteStore",
+    "Store",
+    "StoreEntry",
+    "StoreName",
+    "Write",
+    "add_store_options",
+    "open_store",
+    "taken_store",
+]

@@ -1,0 +1,292 @@
+"""Election: which of several schedulers leads, decided without IO.
+
+    FOLLOWER --look: nobody leads--> ask for a lease --> put `leader` under it, only if absent
+     ^    ^                                              |                  |
+     |    +---------------- somebody else was first -----+                  | done
+     +----------- the lease may be over, a write was refused ---------- LEADER
+
+The key `leader` is written once in a term, so its revision names the term: revisions never repeat.
+The driver loop is `rose.store.leadership`:
+
+    for action in election.step(event, now_s):
+        match action:
+            case Look():            event = Seen(await store.get("leader")) or CallFailed
+            case AskLease(ttl_s):   event = LeaseGiven(...) or CallFailed
+            case Campaign(lease):   event = CampaignEnded(term or None) or CallFailed
+            case KeepLease(lease):  event = LeaseKept(left_s) or CallFailed
+            case GiveUpLease(lease): await store.revoke_lease(lease)
+            case Lead(term):        serve
+            case StepDown(reason):  serve no more
+
+One call is under way at a time. A call's event carries when it was begun: a lease surely lives for
+its TTL from then on, whenever the answer came.
+"""
+
+import json
+from dataclasses import dataclass
+from enum import StrEnum
+
+from rose.store.protocol import StoreEntry
+
+LEADER = "leader"
+TTL_S = 2.0
+# A leader is sure of its lease this much less than the store says, for clocks that differ in rate
+# and for the moment that stepping down takes.
+MARGIN_S = 0.2
+KEEP_S = 0.5
+LOOK_S = 0.2
+RETRY_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One process that may lead: where its clients reach it, and what tells it from all others."""
+
+    address: str
+    nonce: str
+
+    def value(self) -> bytes:
+        """The value of the key `leader` while it leads."""
+        return json.dumps({"address": self.address, "id": self.nonce}).encode()
+
+
+def address_of(entry: StoreEntry | None) -> str:
+    """The address in the key `leader`; "" where there is none that can be read."""
+    try:
+        said = json.loads(entry.value)["address"] if entry else ""
+    except (ValueError, TypeError, KeyError):
+        return ""
+    return said if isinstance(said, str) else ""
+
+
+# ---- events ----
+
+
+@dataclass(frozen=True, slots=True)
+class ElectionTick:
+    """Time passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """The key `leader` was read; None: nobody leads."""
+
+    entry: StoreEntry | None
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseGiven:
+    """The store made a lease; it was asked to at `begun_s`."""
+
+    lease: int
+    begun_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class CampaignEnded:
+    """The key `leader` was written, at revision `term`; None: somebody else's is there."""
+
+    term: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseKept:
+    """The lease lives for `left_s` from `begun_s`; 0: it is gone."""
+
+    left_s: float
+    begun_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class CallFailed:
+    """The call that was under way came to nothing, or nobody knows what it came to."""
+
+
+@dataclass(frozen=True, slots=True)
+class WriteRefused:
+    """A write of the term was refused: another scheduler leads."""
+
+    term: int
+
+
+@dataclass(frozen=True, slots=True)
+class TermFailed:
+    """The work of a term could not begin; another scheduler may do better."""
+
+    term: int
+    reason: str
+
+
+Event = (
+    ElectionTick
+    | Seen
+    | LeaseGiven
+    | CampaignEnded
+    | LeaseKept
+    | CallFailed
+    | WriteRefused
+    | TermFailed
+)
+
+# ---- actions ----
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Read the key `leader`."""
+
+
+@dataclass(frozen=True, slots=True)
+class AskLease:
+    """Ask the store for a lease."""
+
+    ttl_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Campaign:
+    """Write the key `leader` under the lease, if nobody has."""
+
+    lease: int
+
+
+@dataclass(frozen=True, slots=True)
+class KeepLease:
+    """Renew the lease."""
+
+    lease: int
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUpLease:
+    """End the lease, so that nobody waits for it to run out; nothing hangs on its success."""
+
+    lease: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lead:
+    """Begin the work of a term."""
+
+    term: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepDown:
+    """End the work of the term, now."""
+
+    reason: str
+
+
+Action = Look | AskLease | Campaign | KeepLease | GiveUpLease | Lead | StepDown
+
+
+class Role(StrEnum):
+    """Role of a scheduler."""
+
+    LEADER = "leader"
+    FOLLOWER = "follower"
+
+
+@dataclass(frozen=True, slots=True)
+class ElectionStatus:
+    """`address` is the leader's, "" while unknown; a leader surely leads until `valid_until_s`."""
+
+    role: Role
+    address: str
+    term: int
+    lease: int
+    valid_until_s: float
+
+
+class Election:
+    """One candidate's view; times are seconds of one clock that counts suspended time too."""
+
+    def __init__(self, me: Candidate, ttl_s: float = TTL_S) -> None:
+        self._me = me
+        self._ttl_s = ttl_s
+        self._address = ""
+        self._lease = 0
+        self._term = 0
+        self._valid_until_s = 0.0
+        self._next_s = 0.0
+        self._calling = False
+
+    def status(self) -> ElectionStatus:
+        """Who leads, as far as this process knows."""
+        role = Role.LEADER if self._term else Role.FOLLOWER
+        return ElectionStatus(role, self._address, self._term, self._lease, self._valid_until_s)
+
+    def step(self, event: Event, now_s: float) -> list[Action]:
+        """What follows from an event at `now_s`."""
+        actions = self._react(event, now_s)
+        if self._term and now_s >= self._valid_until_s:
+            actions += self._step_down("its lease could not be renewed", now_s)
+        if not self._calling and now_s >= self._next_s:
+            self._calling = True
+            actions.append(KeepLease(self._lease) if self._term else Look())
+        return actions
+
+    def _react(self, event: Event, now_s: float) -> list[Action]:
+        match event:
+            case ElectionTick():
+                return []
+            case WriteRefused() | TermFailed():
+                if event.term != self._term:
+                    return []
+                reason = "another scheduler leads"
+                if isinstance(event, TermFailed):
+                    reason = event.reason
+                return self._step_down(reason, now_s)
+        self._calling = False
+        match event:
+            case Seen():
+                return self._seen(event, now_s)
+            case LeaseGiven():
+                self._lease = event.lease
+                self._sure(event.begun_s, self._ttl_s)
+                self._calling = True
+                return [Campaign(event.lease)]
+            case CampaignEnded():
+                return self._campaigned(event, now_s)
+            case LeaseKept():
+                return self._kept(event, now_s)
+            case CallFailed():
+                self._next_s = now_s + RETRY_S
+                return [] if self._term else self._give_up()
+
+    def _seen(self, event: Seen, now_s: float) -> list[Action]:
+        self._address = address_of(event.entry)
+        if event.entry is not None:
+            self._next_s = now_s + LOOK_S
+            return []
+        self._calling = True
+        return [AskLease(self._ttl_s)]
+
+    def _campaigned(self, event: CampaignEnded, now_s: float) -> list[Action]:
+        if event.term is None or now_s >= self._valid_until_s:
+            self._next_s = now_s + RETRY_S
+            return self._give_up()
+        self._term, self._address = event.term, self._me.address
+        self._next_s = now_s + KEEP_S
+        return [Lead(event.term)]
+
+    def _kept(self, event: LeaseKept, now_s: float) -> list[Action]:
+        if not self._term:  # It stepped down while this was under way.
+            return []
+        if event.left_s <= 0:
+            return self._step_down("its lease is gone", now_s)
+        self._sure(event.begun_s, event.left_s)
+        self._next_s = now_s + KEEP_S
+        return []
+
+    def _sure(self, begun_s: float, left_s: float) -> None:
+        self._valid_until_s = begun_s + min(left_s, self._ttl_s) - MARGIN_S
+
+    def _step_down(self, reason: str, now_s: float) -> list[Action]:
+        self._term, self._address, self._next_s = 0, "", now_s + RETRY_S
+        return [StepDown(reason), *self._give_up()]
+
+    def _give_up(self) -> list[Action]:
+        lease, self._lease = self._lease, 0
+        return [GiveUpLease(lease)] if lease else []

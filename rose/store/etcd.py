@@ -1,0 +1,330 @@
+"""EtcdStore: the store in an etcd cluster, through etcd's own API.
+
+What etcd's API leaves to its clients:
+
+- A transaction that was not answered may have been done. It is asked again only after reading back:
+  if what it expected still holds it was not done; if its values are there, it was.
+- A watch goes on from the revision after the newest event, or after a progress notification that
+  carries no events: a header beside events may be ahead of them.
+- Where history was compacted the watch lists again and yields the difference.
+- A stale login ends a watch as "canceled", for reasons that differ by version: it logs in again
+  before it believes them.
+- The cluster's leader counts a lease's life, and counts anew once it is elected: a lease may live
+  for a TTL longer than it was kept. What must not happen twice is fenced by revisions.
+"""
+
+import asyncio
+import itertools
+import math
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+from typing_extensions import override
+
+from rose.errors import UnavailableError
+from rose.store import etcd_pb2 as pb
+from rose.store.etcd_link import (
+    MOST_S,
+    TIMEOUT_S,
+    Ask,
+    EtcdAccess,
+    EtcdLink,
+    Metadata,
+    NoLeaseError,
+    StaleTokenError,
+    UnansweredError,
+)
+from rose.store.etcd_pb2_grpc import KVStub, LeaseStub, WatchStub
+from rose.store.protocol import (
+    ABSENT,
+    Change,
+    Expect,
+    LeaseGoneError,
+    Listing,
+    Put,
+    StoreEntry,
+    TxnStore,
+    Write,
+    difference,
+    note,
+)
+
+# A lease is kept well within its life, or another endpoint is asked.
+KEEP_ATTEMPT_S = 0.5
+KEEP_S = 1.5
+WATCH_PAUSE_S = 0.1
+MAX_WATCH_PAUSE_S = 1.0
+# A login is renewed so often before a refusal of a watch is believed.
+WATCH_LOGINS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Readback:
+    """Whether a transaction was done, as far as reading tells; `revision` None: it was not."""
+
+    expected_holds: bool
+    revision: int | None
+
+
+class EtcdStore(TxnStore):
+    """The store's contract on etcd 3.4 or newer. Made in a running event loop."""
+
+    def __init__(self, access: EtcdAccess) -> None:
+        self._link = EtcdLink(access)
+        self._prefix = access.prefix.encode()
+
+    # ---- entries ----
+
+    async def get(self, key: str) -> StoreEntry | None:
+        reply = await self._link.call(self._range(self._key(key)))
+        return self._entry(reply.kvs[0]) if reply.kvs else None
+
+    async def list(self, prefix: str) -> Listing:
+        begin = self._key(prefix)
+        reply = await self._link.call(self._range(begin, end_of(begin)))
+        return Listing(prefix, tuple(map(self._entry, reply.kvs)), reply.header.revision)
+
+    @override
+    async def txn(self, expect: Sequence[Expect], writes: Sequence[Write]) -> int | None:
+        request = pb.TxnRequest(
+            compare=[
+                pb.Compare(
+                    key=self._key(each.key),
+                    target=pb.Compare.MOD,
+                    result=pb.Compare.EQUAL,
+                    mod_revision=each.revision,
+                )
+                for each in expect
+            ],
+            success=[self._operation(each) for each in writes],
+        )
+
+        async def ask(
+            channel: grpc.aio.Channel, metadata: Metadata, timeout_s: float
+        ) -> pb.TxnResponse:
+            return await KVStub(channel).Txn(request, timeout=timeout_s, metadata=metadata)
+
+        try:
+            return await self._done_once(ask, expect, writes)
+        except NoLeaseError as error:
+            raise LeaseGoneError("the lease is over; take another one") from error
+
+    async def _done_once(
+        self, ask: Ask[pb.TxnResponse], expect: Sequence[Expect], writes: Sequence[Write]
+    ) -> int | None:
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + MOST_S
+        unknown = False
+        for attempt in itertools.count():
+            try:
+                reply = await self._link.attempt(ask, min(TIMEOUT_S, until_s - loop.time()))
+            except (UnansweredError, StaleTokenError) as error:
+                unknown = unknown or isinstance(error, UnansweredError)
+                pause_s = self._link.pause_s(attempt)
+                if loop.time() + pause_s >= until_s:
+                    raise
+                await asyncio.sleep(pause_s)
+            else:
+                if reply.succeeded:
+                    return reply.header.revision
+                if not unknown:
+                    return None
+            if unknown and expect:
+                found = await self._read_back(expect, writes)
+                if not found.expected_holds:
+                    return found.revision
+        raise AssertionError("counted to the end")
+
+    async def _read_back(self, expect: Sequence[Expect], writes: Sequence[Write]) -> _Readback:
+        """Look at what a transaction expected and wrote, all at one revision."""
+        keys = list(dict.fromkeys(each.key for each in (*expect, *writes)))
+        request = pb.TxnRequest(
+            success=[
+                pb.RequestOp(request_range=pb.RangeRequest(key=self._key(key))) for key in keys
+            ]
+        )
+
+        async def ask(
+            channel: grpc.aio.Channel, metadata: Metadata, timeout_s: float
+        ) -> pb.TxnResponse:
+            return await KVStub(channel).Txn(request, timeout=timeout_s, metadata=metadata)
+
+        reply = await self._link.call(ask)
+        found = {
+            key: each.response_range.kvs[0] if each.response_range.kvs else None
+            for key, each in zip(keys, reply.responses, strict=True)
+        }
+        revisions = {key: kv.mod_revision if kv else ABSENT for key, kv in found.items()}
+        if all(revisions[each.key] == each.revision for each in expect):
+            return _Readback(True, None)
+        wanted = {each.key: each.value if isinstance(each, Put) else None for each in writes}
+        there = {key: kv.value if (kv := found[key]) else None for key in wanted}
+        # All of a transaction is written at one revision.
+        written = {revisions[each.key] for each in writes if isinstance(each, Put)}
+        if there != wanted or len(written) > 1:
+            return _Readback(False, None)
+        return _Readback(False, written.pop() if written else reply.header.revision)
+
+    async def watch(self, since: Listing) -> AsyncIterator[Change]:
+        known = {entry.key: entry.revision for entry in since.entries}
+        seen, at, pause_s, refused = since.revision, self._link.at, WATCH_PAUSE_S, 0
+        while True:
+            compacted, told = False, False
+            async with aclosing(self._answers(since.prefix, seen + 1, at)) as answers:
+                async for answer in answers:
+                    if compacted := bool(answer.compact_revision):
+                        break
+                    if answer.canceled:
+                        refused = self._refused(refused, answer.cancel_reason)
+                        break
+                    refused, told = 0, told or bool(answer.events)
+                    for change in map(self._change, answer.events):
+                        seen = change.revision
+                        note(known, change)
+                        yield change
+                    # Only a notification without events promises that all up to it was sent.
+                    if not answer.events and not answer.created:
+                        seen = max(seen, answer.header.revision)
+            if compacted:
+                with suppress(UnavailableError):
+                    listing = await self.list(since.prefix)
+                    for change in difference(known, listing):
+                        note(known, change)
+                        yield change
+                    seen = listing.revision
+            at = (at + 1) % len(self._link.channels)
+            pause_s = WATCH_PAUSE_S if told or compacted else min(2 * pause_s, MAX_WATCH_PAUSE_S)
+            await asyncio.sleep(pause_s)
+
+    def _refused(self, before: int, reason: str) -> int:
+        """Count a watch that etcd ended. Raises what it means once new logins change nothing."""
+        self._link.forget_login()
+        if before + 1 >= WATCH_LOGINS:
+            raise self._link.refusal(reason)
+        return before + 1
+
+    async def _answers(
+        self, prefix: str, revision: int, at: int
+    ) -> AsyncGenerator[pb.WatchResponse, None]:
+        """One stream of one endpoint, to its end, whatever that is."""
+        begin = self._key(prefix)
+        create = pb.WatchCreateRequest(
+            key=begin, range_end=end_of(begin), start_revision=revision, progress_notify=True
+        )
+        channel = self._link.channels[at]
+        call = None
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                metadata = await self._link.metadata(channel)
+                call = WatchStub(channel).Watch(metadata=metadata)  # type: ignore[call-arg]
+                await call.write(pb.WatchRequest(create_request=create))
+                answer = await call.read()
+            while isinstance(answer, pb.WatchResponse):
+                yield answer
+                answer = await call.read()
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                self._link.forget_login()
+        except TimeoutError:
+            return
+        finally:
+            if call is not None:
+                call.cancel()
+
+    async def compact(self, revision: int) -> None:
+        """Forget the history up to a revision, of all keys of the cluster."""
+        request = pb.CompactionRequest(revision=revision, physical=True)
+
+        async def ask(
+            channel: grpc.aio.Channel, metadata: Metadata, timeout_s: float
+        ) -> pb.CompactionResponse:
+            return await KVStub(channel).Compact(request, timeout=timeout_s, metadata=metadata)
+
+        await self._link.attempt(ask)
+
+    # ---- leases ----
+
+    async def grant_lease(self, ttl_s: float) -> int:
+        """Make one; etcd counts whole seconds, and a cluster has a least number of them."""
+        request = pb.LeaseGrantRequest(TTL=math.ceil(ttl_s))
+
+        async def ask(
+            channel: grpc.aio.Channel, metadata: Metadata, timeout_s: float
+        ) -> pb.LeaseGrantResponse:
+            return await LeaseStub(channel).LeaseGrant(
+                request, timeout=timeout_s, metadata=metadata
+            )
+
+        return (await self._link.call(ask)).ID
+
+    async def keep_lease(self, lease: int) -> float:
+        async def ask(channel: grpc.aio.Channel, metadata: Metadata, timeout_s: float) -> float:
+            keep = LeaseStub(channel).LeaseKeepAlive
+            call = keep(timeout=timeout_s, metadata=metadata)  # type: ignore[call-arg]
+            try:
+                await call.write(pb.LeaseKeepAliveRequest(ID=lease))
+                answer = await call.read()
+            finally:
+                call.cancel()
+            if not isinstance(answer, pb.LeaseKeepAliveResponse):
+                raise UnansweredError("etcd ended a lease's stream; check its cluster")
+            return float(answer.TTL)
+
+        return await self._link.call(ask, KEEP_ATTEMPT_S, KEEP_S)
+
+    async def revoke_lease(self, lease: int) -> None:
+        request = pb.LeaseRevokeRequest(ID=lease)
+
+        async def ask(
+            channel: grpc.aio.Channel, metadata: Metadata, timeout_s: float
+        ) -> pb.LeaseRevokeResponse:
+            return await LeaseStub(channel).LeaseRevoke(
+                request, timeout=timeout_s, metadata=metadata
+            )
+
+        with suppress(NoLeaseError):
+            await self._link.call(ask)
+
+    async def close(self) -> None:
+        await self._link.close()
+
+    # ---- keys and messages ----
+
+    def _key(self, key: str) -> bytes:
+        return self._prefix + key.encode() or b"\0"
+
+    def _name(self, key: bytes) -> str:
+        return key[len(self._prefix) :].decode()
+
+    def _entry(self, kv: pb.KeyValue) -> StoreEntry:
+        return StoreEntry(self._name(kv.key), kv.value, kv.mod_revision)
+
+    def _change(self, event: pb.Event) -> Change:
+        value = None if event.type == pb.Event.DELETE else event.kv.value
+        return Change(self._name(event.kv.key), value, event.kv.mod_revision)
+
+    def _operation(self, write: Write) -> pb.RequestOp:
+        key = self._key(write.key)
+        if isinstance(write, Put):
+            put = pb.PutRequest(key=key, value=write.value, lease=write.lease)
+            return pb.RequestOp(request_put=put)
+        return pb.RequestOp(request_delete_range=pb.DeleteRangeRequest(key=key))
+
+    def _range(self, begin: bytes, end: bytes = b"") -> Ask[pb.RangeResponse]:
+        request = pb.RangeRequest(key=begin, range_end=end)
+
+        async def ask(
+            channel: grpc.aio.Channel, metadata: Metadata, timeout_s: float
+        ) -> pb.RangeResponse:
+            return await KVStub(channel).Range(request, timeout=timeout_s, metadata=metadata)
+
+        return ask
+
+
+def end_of(prefix: bytes) -> bytes:
+    """The first key after all that begin with the prefix; etcd's "no end" if there is none."""
+    kept = prefix.rstrip(b"\xff")
+    return kept[:-1] + bytes([kept[-1] + 1]) if kept else b"\0"

@@ -1,0 +1,107 @@
+"""FencedStore: the store as the leader of one term may write it.
+
+Every write is a transaction that also expects the key `leader` of this term, so a leader that was
+replaced without knowing changes nothing more. It expects and replaces the key `fence` too, so the
+writes of a term are done in their order and each once: one that was given up unanswered can never
+be carried out after a later one.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from typing_extensions import override
+
+from rose.errors import RefusedError
+from rose.store.election import LEADER
+from rose.store.protocol import (
+    ABSENT,
+    Change,
+    Expect,
+    Listing,
+    Put,
+    Store,
+    StoreEntry,
+    TxnStore,
+    Write,
+)
+
+FENCE = "fence"
+
+
+class LeadershipLostError(RefusedError):
+    """A write of a scheduler that leads no more."""
+
+
+class FencedStore(TxnStore):
+    """A store whose writes succeed only while `term` lasts.
+
+    on_lost: called once a write was refused, or `leads` said no: nothing is written after that.
+    """
+
+    def __init__(
+        self, store: Store, term: int, leads: Callable[[], bool], on_lost: Callable[[], None]
+    ) -> None:
+        self._store = store
+        self._term = term
+        self._leads = leads
+        self._on_lost = on_lost
+        self._order = asyncio.Lock()
+        self._fence: int | None = None
+        self._writes = 0
+
+    @override
+    async def txn(self, expect: Sequence[Expect], writes: Sequence[Write]) -> int | None:
+        async with self._order:
+            self._writes += 1
+            stamp = json.dumps({"term": self._term, "write": self._writes}).encode()
+            while True:
+                if not self._leads():
+                    self._lost()
+                fence = await self._fence_revision()
+                expected = (Expect(LEADER, self._term), Expect(FENCE, fence), *expect)
+                # Forgotten until it is known: an attempt that is not answered may move it.
+                self._fence = None
+                revision = await self._store.txn(expected, (*writes, Put(FENCE, stamp)))
+                if revision is not None:
+                    self._fence = revision
+                    return revision
+                leader = await self._store.get(LEADER)
+                if leader is None or leader.revision != self._term:
+                    self._lost()
+                now = await self._store.get(FENCE)
+                if now is not None and now.value == stamp:
+                    return now.revision
+                if (now.revision if now else ABSENT) == fence:
+                    return None  # the caller expected something else
+
+    async def _fence_revision(self) -> int:
+        if self._fence is None:
+            entry = await self._store.get(FENCE)
+            self._fence = entry.revision if entry else ABSENT
+        return self._fence
+
+    def _lost(self) -> None:
+        self._on_lost()
+        raise LeadershipLostError("this scheduler leads no more; ask the one that does")
+
+    async def get(self, key: str) -> StoreEntry | None:
+        return await self._store.get(key)
+
+    async def list(self, prefix: str) -> Listing:
+        return await self._store.list(prefix)
+
+    def watch(self, since: Listing) -> AsyncIterator[Change]:
+        return self._store.watch(since)
+
+    async def grant_lease(self, ttl_s: float) -> int:
+        return await self._store.grant_lease(ttl_s)
+
+    async def keep_lease(self, lease: int) -> float:
+        return await self._store.keep_lease(lease)
+
+    async def revoke_lease(self, lease: int) -> None:
+        await self._store.revoke_lease(lease)
+
+    async def close(self) -> None:
+        """Leaves the store open: it outlives the term."""

@@ -1,0 +1,98 @@
+"""Opening a store by its name: `FILE`, or `etcd://HOST:PORT,HOST:PORT[/PREFIX]`.
+
+Secrets come from files: an argument of a command is there for every process of the machine to see.
+"""
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+from rose.errors import ConfigError
+from rose.rpc.addresses import checked_addresses
+from rose.store.etcd import EtcdStore
+from rose.store.etcd_link import EtcdAccess
+from rose.store.protocol import Store
+from rose.store.sqlite import SqliteStore
+
+SCHEME = "etcd://"
+DEFAULT_PREFIX = "rose/"
+
+
+@dataclass(frozen=True, slots=True)
+class StoreName:
+    """Where a store is, and the files with what etcd must be shown."""
+
+    name: str
+    user: str = ""
+    password_file: Path | None = None
+    ca_file: Path | None = None
+    certificate_file: Path | None = None
+    key_file: Path | None = None
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ConfigError("a store needs a name; give --store FILE or etcd://HOST:PORT")
+        if self.is_etcd:
+            self.access()
+        elif any((self.user, self.password_file, self.ca_file, self.certificate_file)):
+            raise ConfigError("a store in a file has no users and no TLS; give --store etcd://…")
+
+    @property
+    def is_etcd(self) -> bool:
+        """Whether it is a cluster and not a file."""
+        return self.name.startswith(SCHEME)
+
+    def access(self) -> EtcdAccess:
+        """How the cluster is reached. Raises `ConfigError` for what cannot be."""
+        hosts, slash, prefix = self.name.removeprefix(SCHEME).partition("/")
+        if self.user and self.password_file is None:
+            raise ConfigError("a user of etcd has a password; give --store-password-file FILE")
+        return EtcdAccess(
+            checked_addresses(hosts, f"--store {self.name}"),
+            f"{prefix.rstrip('/')}/" if slash and prefix.strip("/") else DEFAULT_PREFIX,
+            self.user,
+            _secret(self.password_file) if self.password_file and self.user else "",
+            self.ca_file,
+            self.certificate_file,
+            self.key_file,
+        )
+
+
+def _secret(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} cannot be read ({error}); give a text file") from error
+
+
+def open_store(name: StoreName) -> Store:
+    """Open it, in a running event loop. Raises `ConfigError` for one that cannot be."""
+    return EtcdStore(name.access()) if name.is_etcd else SqliteStore(Path(name.name))
+
+
+def add_store_options(parser: argparse.ArgumentParser) -> None:
+    """Add `--store` and what belongs to it."""
+    add = parser.add_argument
+    add(
+        "--store",
+        required=True,
+        metavar="FILE|etcd://H:P,…[/PREFIX]",
+        help="SQLite file, made if missing, or an etcd cluster (keys below PREFIX, default rose)",
+    )
+    add("--store-user", default="", metavar="NAME", help="user of etcd")
+    add("--store-password-file", type=Path, metavar="FILE", help="its password")
+    add("--store-ca", type=Path, metavar="FILE", help="CA of etcd's certificates: turns TLS on")
+    add("--store-cert", type=Path, metavar="FILE", help="certificate that etcd is shown")
+    add("--store-key", type=Path, metavar="FILE", help="its key")
+
+
+def taken_store(args: argparse.Namespace) -> StoreName:
+    """The store that the options name."""
+    return StoreName(
+        args.store,
+        args.store_user,
+        args.store_password_file,
+        args.store_ca,
+        args.store_cert,
+        args.store_key,
+    )

@@ -1,0 +1,312 @@
+"""SqliteStore: the store in one file, shared by the processes of one machine.
+
+The file is written ahead (WAL) and synced on each commit. A log of changes feeds the watches, which
+poll the store's revision; it keeps the newest `KEPT_REVISIONS`. Leases are in a file beside it.
+SQLite is called in a thread of its own: a locked file or a slow disk stops no event loop.
+"""
+
+import asyncio
+import os
+import sqlite3
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from typing_extensions import override
+
+from rose.errors import ConfigError, UnavailableError
+from rose.store.lease_file import LeaseFile
+from rose.store.protocol import (
+    ABSENT,
+    Change,
+    Delete,
+    Expect,
+    LeaseGoneError,
+    Listing,
+    Put,
+    StoreEntry,
+    TxnStore,
+    Write,
+    difference,
+    note,
+)
+
+T = TypeVar("T")
+# A write that meets somebody's lock waits for so long, and then says so.
+BUSY_TIMEOUT_S = 2.0
+# Nobody is served before the store is open, so that may wait for longer.
+OPEN_TIMEOUT_S = 10.0
+POLL_S = 0.1
+KEPT_REVISIONS = 1_024
+SCHEMA_VERSION = 2
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS entries (
+  key TEXT PRIMARY KEY, value BLOB NOT NULL, revision INTEGER NOT NULL,
+  lease INTEGER NOT NULL DEFAULT 0
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS leased ON entries (lease) WHERE lease != 0;
+CREATE TABLE IF NOT EXISTS counter (
+  one INTEGER PRIMARY KEY CHECK (one = 1), revision INTEGER NOT NULL,
+  compacted INTEGER NOT NULL DEFAULT 0
+);
+CREATE TABLE IF NOT EXISTS changes (
+  revision INTEGER NOT NULL, key TEXT NOT NULL, value BLOB, PRIMARY KEY (revision, key)
+) WITHOUT ROWID;
+INSERT OR IGNORE INTO counter VALUES (1, 0, 0);
+"""
+# From a file of 0.2, which had neither leases nor a log: its history begins now.
+_FROM_1 = """
+ALTER TABLE entries ADD COLUMN lease INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE counter ADD COLUMN compacted INTEGER NOT NULL DEFAULT 0;
+UPDATE counter SET compacted = revision;
+"""
+_UPSERT = """
+INSERT INTO entries VALUES (?, ?, ?, ?) ON CONFLICT (key) DO UPDATE
+SET value = excluded.value, revision = excluded.revision, lease = excluded.lease
+"""
+
+
+class SqliteStore(TxnStore):
+    """The store's contract on a file.
+
+    Raises `ConfigError` when the file cannot be opened or belongs to something else.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _keep_private(path)
+            self._db = sqlite3.connect(
+                path, timeout=OPEN_TIMEOUT_S, isolation_level=None, check_same_thread=False
+            )
+            self._open()
+            self._leases = LeaseFile(path.with_name(path.name + "-leases"))
+        except (OSError, sqlite3.Error, UnavailableError) as error:
+            raise ConfigError(
+                f"store {path} cannot be opened ({error}); give --store a writable file of ROSE"
+            ) from error
+        self._thread = ThreadPoolExecutor(1, "rose-store")
+        # Leases are renewed while a write waits for somebody's lock.
+        self._lease_thread = ThreadPoolExecutor(1, "rose-leases")
+        self._closed = False
+
+    def _open(self) -> None:
+        self._db.execute("PRAGMA journal_mode = WAL")
+        # An epoch that was handed out must survive a power cut, so every commit is synced.
+        self._db.execute("PRAGMA synchronous = FULL")
+        with self._transaction():
+            version = self._db.execute("PRAGMA user_version").fetchone()[0]
+            if version not in (0, 1, SCHEMA_VERSION):
+                raise sqlite3.DatabaseError(
+                    f"schema {version}, this version reads {SCHEMA_VERSION}"
+                )
+            for statement in ((_FROM_1 if version == 1 else "") + _SCHEMA).split(";"):
+                self._db.execute(statement)
+            self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        self._db.execute(f"PRAGMA busy_timeout = {int(BUSY_TIMEOUT_S * 1e3)}")
+
+    # ---- entries ----
+
+    async def get(self, key: str) -> StoreEntry | None:
+        return await self._ask(lambda: self._get(key))
+
+    async def list(self, prefix: str) -> Listing:
+        return await self._ask(lambda: self._list(prefix))
+
+    @override
+    async def txn(self, expect: Sequence[Expect], writes: Sequence[Write]) -> int | None:
+        return await self._ask(lambda: self._txn(expect, writes))
+
+    async def watch(self, since: Listing) -> AsyncIterator[Change]:
+        known = {entry.key: entry.revision for entry in since.entries}
+        seen = since.revision
+        while True:
+            try:
+                changes, seen = await self._ask(
+                    lambda: self._changes(since.prefix, seen, known)  # noqa: B023 - run at once
+                )
+            except UnavailableError:
+                if self._closed:
+                    raise
+                changes = []
+            for change in changes:
+                note(known, change)
+                yield change
+            await asyncio.sleep(POLL_S)
+
+    async def compact(self, revision: int) -> None:
+        """Forget the history up to a revision."""
+
+        def forget() -> None:
+            with self._transaction():
+                self._forget(revision)
+
+        await self._ask(forget)
+
+    # ---- leases ----
+
+    async def grant_lease(self, ttl_s: float) -> int:
+        return await self._ask_leases(lambda: self._leases.grant(ttl_s))
+
+    async def keep_lease(self, lease: int) -> float:
+        """Renew it; needs neither the database's lock nor room on its disk."""
+        return await self._ask_leases(lambda: self._leases.keep(lease))
+
+    async def revoke_lease(self, lease: int) -> None:
+        """End it. Its keys count as gone from now on, wherever they are still stored."""
+        await self._ask_leases(lambda: self._leases.end(lease))
+
+    async def close(self) -> None:
+        """Wait for what is under way, then let go of the files."""
+        if not self._closed:
+            self._closed = True
+            await asyncio.to_thread(self._shut)
+
+    def _shut(self) -> None:
+        for thread in (self._thread, self._lease_thread):
+            thread.shutdown(wait=True, cancel_futures=True)
+        self._db.close()
+        self._leases.close()
+
+    # ---- in the threads ----
+
+    async def _ask(self, what: Callable[[], T]) -> T:
+        def work() -> T:
+            with self._reached():
+                return what()
+
+        return await self._in(self._thread, work)
+
+    async def _ask_leases(self, what: Callable[[], T]) -> T:
+        return await self._in(self._lease_thread, what)
+
+    async def _in(self, thread: ThreadPoolExecutor, work: Callable[[], T]) -> T:
+        if self._closed:
+            raise UnavailableError(f"store {self._path} is closed")
+        return await asyncio.get_running_loop().run_in_executor(thread, work)
+
+    def _get(self, key: str) -> StoreEntry | None:
+        self._end_dead_leases()
+        row = self._db.execute(
+            "SELECT key, value, revision FROM entries WHERE key = ?", (key,)
+        ).fetchone()
+        return StoreEntry(*row) if row else None
+
+    def _list(self, prefix: str) -> Listing:
+        self._end_dead_leases()
+        with self._transaction("DEFERRED"):
+            return self._listing(prefix)
+
+    def _listing(self, prefix: str) -> Listing:
+        revision, _ = self._revisions()
+        rows = self._db.execute(
+            "SELECT key, value, revision FROM entries WHERE substr(key, 1, ?) = ? ORDER BY key",
+            (len(prefix), prefix),
+        ).fetchall()
+        return Listing(prefix, tuple(StoreEntry(*row) for row in rows), revision)
+
+    def _changes(
+        self, prefix: str, seen: int, known: dict[str, int]
+    ) -> tuple[Sequence[Change], int]:
+        """What happened after `seen`, and up to which revision."""
+        self._end_dead_leases()
+        with self._transaction("DEFERRED"):
+            revision, compacted = self._revisions()
+            if seen < compacted:
+                listing = self._listing(prefix)
+                return difference(known, listing), listing.revision
+            rows = self._db.execute(
+                "SELECT key, value, revision FROM changes WHERE revision > ?"
+                " AND substr(key, 1, ?) = ? ORDER BY revision, key",
+                (seen, len(prefix), prefix),
+            ).fetchall()
+        return [Change(*row) for row in rows], revision
+
+    def _txn(self, expect: Sequence[Expect], writes: Sequence[Write]) -> int | None:
+        with self._transaction():
+            self._delete_of_dead_leases()
+            if any(self._revision_of(each.key) != each.revision for each in expect):
+                return None
+            leases = {each.lease for each in writes if isinstance(each, Put) and each.lease}
+            if over := self._leases.over(leases):
+                raise LeaseGoneError(f"lease {over.pop():x} is over; take another one")
+            return self._write(writes)
+
+    def _write(self, writes: Sequence[Write]) -> int:
+        done = [each for each in writes if isinstance(each, Put) or self._revision_of(each.key)]
+        before, _ = self._revisions()
+        if not done:
+            return before
+        revision = before + 1
+        self._db.execute("UPDATE counter SET revision = ?", (revision,))
+        for each in done:
+            value = bytes(each.value) if isinstance(each, Put) else None
+            if isinstance(each, Put):
+                self._db.execute(_UPSERT, (each.key, value, revision, each.lease))
+            else:
+                self._db.execute("DELETE FROM entries WHERE key = ?", (each.key,))
+            self._db.execute("INSERT INTO changes VALUES (?, ?, ?)", (revision, each.key, value))
+        if revision % (KEPT_REVISIONS // 8) == 0:
+            self._forget(revision - KEPT_REVISIONS)
+        return revision
+
+    def _forget(self, revision: int) -> None:
+        self._db.execute("DELETE FROM changes WHERE revision <= ?", (revision,))
+        self._db.execute("UPDATE counter SET compacted = max(compacted, ?)", (revision,))
+
+    def _revision_of(self, key: str) -> int:
+        row = self._db.execute("SELECT revision FROM entries WHERE key = ?", (key,)).fetchone()
+        return row[0] if row else ABSENT
+
+    def _revisions(self) -> tuple[int, int]:
+        revision, compacted = self._db.execute("SELECT revision, compacted FROM counter").fetchone()
+        return revision, compacted
+
+    def _end_dead_leases(self) -> None:
+        """Before a read: nobody sees a key whose lease is over."""
+        if self._dead_keys():
+            with self._transaction():
+                self._delete_of_dead_leases()
+
+    def _delete_of_dead_leases(self) -> None:
+        if dead := self._dead_keys():
+            self._write([Delete(key) for key in dead])
+
+    def _dead_keys(self) -> Sequence[str]:
+        rows = self._db.execute("SELECT key, lease FROM entries WHERE lease != 0").fetchall()
+        over = self._leases.over({lease for _, lease in rows}) if rows else set()
+        return [key for key, lease in rows if lease in over]
+
+    @contextmanager
+    def _reached(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise UnavailableError(
+                f"store {self._path} does not answer ({error}); check its disk and its owner"
+            ) from error
+
+    @contextmanager
+    def _transaction(self, kind: str = "IMMEDIATE") -> Iterator[None]:
+        # IMMEDIATE: the comparison and the write see the same state in all processes.
+        self._db.execute(f"BEGIN {kind}")
+        try:
+            yield
+            self._db.execute("COMMIT")
+        except BaseException:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise
+
+
+def _keep_private(path: Path) -> None:
+    """Make the file this user's alone before SQLite does; its files beside it get the same mode."""
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    except FileExistsError:
+        # By its path: closing a descriptor would give up the locks of a store that is open here.
+        if path.stat().st_uid == os.geteuid():
+            path.chmod(0o600)
