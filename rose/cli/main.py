@@ -111,6 +111,7 @@ PROCESSES = {
         "pass weights on inside a cluster, without a scheduler",
     ),
     "weights": ("rose.cli.weights", "write, apply and check what changed between checkpoints"),
+    "certs": ("rose.cli.certs", "make a CA for development, issue and show certificates"),
     "doctor": ("rose.cli.doctor", "say what stands in a node's way, and what to do"),
 }
 
