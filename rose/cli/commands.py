@@ -25,8 +25,13 @@ from executor import explained
 from rose.contract.gateway import EXPLAIN, Choosing, Explanation
 from rose.errors import BAD_BYTES, ConfigError, RefusedError, RoseError, UnavailableError
 from rose.rpc import rose_pb2 as pb
-from rose.rpc.channel import channel_options
+from rose.rpc.channel import make_blocking_channel
 from rose.rpc.rose_pb2_grpc import SchedulerStub
+from rose.security.certificates import (
+    CertificateFiles,
+    add_certificate_options,
+    taken_certificates,
+)
 
 PIPE_WIDTH = 160  # columns when nobody watches: wide enough that no cell is cut
 
@@ -150,6 +155,11 @@ DEFAULT_SCHEDULER = "127.0.0.1:7400"
 CALL_TIMEOUT_S = 5.0
 
 Reply = TypeVar("Reply")
+_SAID_NO = {
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.PERMISSION_DENIED,
+}
 
 
 class SchedulerClient:
@@ -158,12 +168,18 @@ class SchedulerClient:
     Raises `UnavailableError` when it does not answer and `RefusedError` when it says no.
     """
 
-    def __init__(self, address: str, timeout_s: float = CALL_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        address: str,
+        timeout_s: float = CALL_TIMEOUT_S,
+        certificates: CertificateFiles | None = None,
+    ) -> None:
         host, _, port = address.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
             raise ConfigError(f"{address!r} is no address; give --scheduler HOST:PORT")
         self._address = address
         self._timeout_s = timeout_s
+        self._certificates = certificates
 
     def snapshot(self) -> pb.SnapshotReply:
         """Everything the scheduler knows right now."""
@@ -180,7 +196,8 @@ class SchedulerClient:
         return self._call(lambda stub: stub.Revoke(request, timeout=self._timeout_s)).epoch
 
     def _call(self, ask: Callable[[SchedulerStub], Reply]) -> Reply:
-        with self._explained(), grpc.insecure_channel(self._address, channel_options()) as channel:
+        channel = make_blocking_channel(self._address, self._certificates)
+        with self._explained(), channel:
             return ask(SchedulerStub(channel))
 
     @contextmanager
@@ -191,17 +208,28 @@ class SchedulerClient:
             raise self._meaning(error.code(), error.details()) from error
 
     def _meaning(self, code: grpc.StatusCode, details: str | None) -> RoseError:
-        if code is grpc.StatusCode.FAILED_PRECONDITION:
+        if code in _SAID_NO:
             return RefusedError(details)
         if code is grpc.StatusCode.INVALID_ARGUMENT:
             return ConfigError(details)
         if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
             return UnavailableError(
                 f"no scheduler answers at {self._address}; start `rose scheduler` or give"
-                " --scheduler HOST:PORT"
+                f" --scheduler HOST:PORT{self._hint(details or '')}"
             )
         return UnavailableError(
             f"{self._address} answers, but not as a scheduler ({code.name}); check --scheduler"
+        )
+
+    def _hint(self, details: str) -> str:
+        """What a handshake that came to nothing may have lacked: TLS says little of it."""
+        if not any(word in details for word in ("Socket closed", "andshake", "erification")):
+            return ""
+        if self._certificates is None:
+            return "; if it asks for certificates, give --ca, --certificate and --key"
+        return (
+            "; it may have refused the certificate, or be none of this cluster's: see `rose certs"
+            " show`"
         )
 
 
@@ -305,12 +333,17 @@ def _add_scheduler(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help=f"default {DEFAULT_SCHEDULER}",
     )
+    add_certificate_options(parser)
+
+
+def _client(args: argparse.Namespace) -> SchedulerClient:
+    return SchedulerClient(args.scheduler, certificates=taken_certificates(vars(args)))
 
 
 def _status(args: argparse.Namespace) -> int:
     # Imported here: only this command draws tables.
 
-    show(SchedulerClient(args.scheduler).snapshot())
+    show(_client(args).snapshot())
     return 0
 
 
@@ -319,13 +352,13 @@ def _explain(args: argparse.Namespace) -> int:
 
 
 def _harvest(args: argparse.Namespace) -> int:
-    released = SchedulerClient(args.scheduler).set_harvest(MODES[args.mode], args.replica)
+    released = _client(args).set_harvest(MODES[args.mode], args.replica)
     whom = args.replica or "all replicas"
     return _say(f"harvest of {whom}: {args.mode}; {released} leases are being released")
 
 
 def _revoke(args: argparse.Namespace) -> int:
-    epoch = SchedulerClient(args.scheduler).revoke(args.replica, args.reason)
+    epoch = _client(args).revoke(args.replica, args.reason)
     return _say(f"{args.replica}: lease of epoch {epoch} revoked")
 
 

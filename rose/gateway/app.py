@@ -157,13 +157,19 @@ class Gateway:
         settings = self._settings
         if settings.scheduler is None:
             return StaticTable(settings.replicas, self._session, self._found)
-        name, clock = f"gateway:{self.port}", asyncio.get_running_loop().time
+        clock = asyncio.get_running_loop().time
+        name = f"{socket.gethostname()}:{self.port}"
+        if settings.certificates is not None:
+            name = settings.certificates.identity.name
         # Of its own each time: what an earlier process reported must not count as this one's.
-        own = f"{socket.gethostname()}:{self.port}/{secrets.token_hex(4)}"
+        own = f"{name}/{secrets.token_hex(4)}"
         meter = DemandMeter(self._dispatcher, own, clock())
         reporter = DemandReporter(meter, self._dispatcher.work_began, clock, self.note)
         target, ttl_s = settings.scheduler, settings.table_ttl_s
-        return WatchedTable(target, name, ttl_s, self.note, reporter=reporter)
+        certificates = settings.certificates
+        return WatchedTable(
+            target, name, ttl_s, self.note, reporter=reporter, certificates=certificates
+        )
 
     async def _listen(self) -> None:
         settings = self._settings

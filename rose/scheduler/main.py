@@ -28,6 +28,13 @@ from rose.scheduler.leasing import LeaseTimes
 from rose.scheduler.persistence import load
 from rose.scheduler.service import SchedulerService
 from rose.scheduler.store import SqliteStore
+from rose.security.certificates import (
+    CertificateFiles,
+    add_certificate_options,
+    taken_certificates,
+)
+from rose.security.roles import Role
+from rose.security.rpc_access import AccessInterceptor
 
 DEFAULT_PORT = 7400
 STOP_GRACE_S = 0.5
@@ -46,11 +53,14 @@ class SchedulerSettings:
     policy: str = "rose"
     log_limits: LogLimits = BOUNDED
     insecure: bool = False
+    certificates: CertificateFiles | None = None
 
     def __post_init__(self) -> None:
-        check_exposure(
-            self.host, self.insecure, "lease every replica, announce weights and see every prompt"
-        )
+        if self.certificates is None:
+            what = "lease every replica, announce weights and see every prompt"
+            check_exposure(self.host, self.insecure, what)
+        else:
+            self.certificates.insist(Role.SCHEDULER)
         if not 0 <= self.port < 1 << 16:
             raise ConfigError(f"port {self.port} does not exist; give --port 1 to 65535")
         if not (math.isfinite(self.cooldown_s) and self.cooldown_s >= 0):
@@ -91,6 +101,7 @@ def settings_of(argv: Sequence[str]) -> SchedulerSettings:
         action="store_true",
         help="serve an address of the network, though nobody is asked who he is",
     )
+    add_certificate_options(parser)
     args = parser.parse_args(argv)
     return SchedulerSettings(
         args.host,
@@ -102,6 +113,7 @@ def settings_of(argv: Sequence[str]) -> SchedulerSettings:
         args.policy,
         taken_log_limits(vars(args)),
         args.insecure,
+        taken_certificates(vars(args)),
     )
 
 
@@ -116,10 +128,12 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
         times = LeaseTimes(cooldown_s=settings.cooldown_s)
         core = SchedulerCore(load(store), settings.harvest, times, make_policy(settings.policy))
         background = Background(events.write)
+        certificates = settings.certificates
+        expiry = certificates.troubles if certificates else list[str]
         service = SchedulerService(
-            core, store, events, lambda: [*background.troubles(), *logs.troubles()]
+            core, store, events, lambda: [*background.troubles(), *logs.troubles(), *expiry()]
         )
-        server = make_server()
+        server = make_server(_access(settings, service))
         add_SchedulerServicer_to_server(service, server)
         port = _bind(server, settings)
         await server.start()
@@ -148,6 +162,12 @@ async def _until_stopped(
         await background.close()
 
 
+def _access(settings: SchedulerSettings, service: SchedulerService) -> AccessInterceptor | None:
+    if settings.certificates is None:
+        return None
+    return AccessInterceptor(settings.certificates.identity.cluster, service.refused)
+
+
 def _bind(server: grpc.aio.Server, settings: SchedulerSettings) -> int:
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     address = f"{host}:{settings.port}"
@@ -155,7 +175,11 @@ def _bind(server: grpc.aio.Server, settings: SchedulerSettings) -> int:
         # Asked of the kernel first: gRPC prints lines of its own when it cannot bind.
         family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
         socket.create_server((settings.host, settings.port), family=family).close()
-        port: int = server.add_insecure_port(address)
+        port: int = (
+            server.add_secure_port(address, settings.certificates.server_credentials())
+            if settings.certificates
+            else server.add_insecure_port(address)
+        )
     except (OSError, RuntimeError) as error:
         raise ConfigError(
             f"{address} cannot be bound ({error}); free the port or give another --port"

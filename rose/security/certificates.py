@@ -86,6 +86,11 @@ class CertificateFiles:
             return self._material
 
     @property
+    def paths(self) -> tuple[Path, Path, Path]:
+        """CA, certificate, key."""
+        return self._paths
+
+    @property
     def identity(self) -> Identity:
         """The owner. Raises ConfigError for a certificate without an identity."""
         return self.material().identity()

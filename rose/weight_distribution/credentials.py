@@ -74,6 +74,11 @@ class Credentials:
         checked = (URL(checked_url(url, "an address that gets the token")) for url in urls)
         return replace(self, origins=self.origins | {str(url.origin()) for url in checked})
 
+    def proving(self, certificates: CertificateFiles) -> Self:
+        """With a process's own certificates."""
+        ca, certificate, key = certificates.paths
+        return replace(self, ca=ca, certificate=certificate, key=key)
+
     def check_exposure(self, host: str, *, insecure: bool) -> None:
         """Raise ConfigError where other machines reach a server that nobody proves himself to.
 
