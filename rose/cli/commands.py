@@ -32,6 +32,7 @@ from rose.security.certificates import (
     add_certificate_options,
     taken_certificates,
 )
+from rose.security.tokens import TokenFile
 
 PIPE_WIDTH = 160  # columns when nobody watches: wide enough that no cell is cut
 
@@ -239,9 +240,11 @@ EXPLAIN_TIMEOUT_S = 5.0
 SHOWN = 5
 
 
-def explain(gateway: str, subject: str) -> int:
+def explain(
+    gateway: str, subject: str, token: str = "", certificates: CertificateFiles | None = None
+) -> int:
     """Print each remembered choice, oldest first. Raises RoseError when there is nothing to say."""
-    for decision in _ask(gateway, subject):
+    for decision in _ask(gateway, subject, token, certificates):
         sys.stdout.write(line_of(decision) + "\n")
     return 0
 
@@ -258,13 +261,19 @@ def line_of(decision: Choosing) -> str:
     )
 
 
-def _ask(gateway: str, subject: str) -> list[Choosing]:
+def _ask(
+    gateway: str, subject: str, token: str, certificates: CertificateFiles | None
+) -> list[Choosing]:
     base = gateway.rstrip("/")
     if urllib.parse.urlsplit(base).scheme not in ("http", "https"):
         raise ConfigError(f"--gateway {gateway} is no URL; write http://HOST:PORT")
     url = f"{base}{EXPLAIN}{urllib.parse.quote(subject, safe='')}"
+    asked = urllib.request.Request(url, headers=_bearing(token))  # noqa: S310 - checked
+    context = certificates.client_context() if certificates else None
     try:
-        with urllib.request.urlopen(url, timeout=EXPLAIN_TIMEOUT_S) as reply:  # noqa: S310 - checked
+        with urllib.request.urlopen(  # noqa: S310 - checked
+            asked, timeout=EXPLAIN_TIMEOUT_S, context=context
+        ) as reply:
             return msgspec.json.decode(reply.read(), type=Explanation).decisions
     except urllib.error.HTTPError as error:
         if error.code == http.client.NOT_FOUND:
@@ -272,11 +281,20 @@ def _ask(gateway: str, subject: str) -> list[Choosing]:
                 f"the gateway remembers no choice for {subject!r}: name a request id or a session"
                 " of one of its latest turns"
             ) from error
+        if error.code in (http.client.UNAUTHORIZED, http.client.FORBIDDEN):
+            raise RefusedError(
+                f"{base} answers HTTP {error.code}; give a --token-file of the turns' job, or a"
+                " certificate"
+            ) from error
         raise RefusedError(f"{base} answers HTTP {error.code}; is it a rose gateway?") from error
     except (OSError, *BAD_BYTES, http.client.HTTPException) as error:
         raise ConfigError(
             f"no gateway answers at {base} ({error}); start one, or give --gateway"
         ) from error
+
+
+def _bearing(token: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}"} if token else {}
 
 
 if TYPE_CHECKING:
@@ -303,6 +321,8 @@ def add_operator_commands(subparsers: "Subparsers") -> None:
     why.add_argument(
         "--gateway", default=DEFAULT_GATEWAY, metavar="URL", help=f"default {DEFAULT_GATEWAY}"
     )
+    why.add_argument("--token-file", type=Path, metavar="FILE", help="of `rose token issue --out`")
+    add_certificate_options(why)
     why.set_defaults(run=_explain)
 
     harvest = subparsers.add_parser("harvest", help="say how much may be lent")
@@ -348,7 +368,9 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def _explain(args: argparse.Namespace) -> int:
-    return explain(args.gateway, args.subject)
+    token = TokenFile(args.token_file).token() if args.token_file else ""
+    certificates = taken_certificates(vars(args))
+    return explain(args.gateway, args.subject, token, certificates)
 
 
 def _harvest(args: argparse.Namespace) -> int:

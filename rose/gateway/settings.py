@@ -17,6 +17,7 @@ from rose.security.certificates import (
     taken_certificates,
 )
 from rose.security.roles import Role
+from rose.security.tokens import AUDIENCE
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +66,13 @@ class GatewaySettings:
     shutdown_s: float = 5.0
     insecure: bool = False
     certificates: CertificateFiles | None = None
+    token_keys: Path | None = None
+    token_audience: str = AUDIENCE
 
     def __post_init__(self) -> None:
-        check_exposure(self.host, self.insecure, "use every replica and end anybody's turns")
+        if self.certificates is None:
+            what = "use every replica and end anybody's turns"
+            check_exposure(self.host, self.insecure, what)
         if self.certificates is not None:
             self.certificates.insist(Role.GATEWAY)
         if not 0 <= self.port <= 65_535:
@@ -139,6 +144,13 @@ def parse_settings(argv: list[str]) -> GatewaySettings:
         help="serve an address of the network, though nobody is asked who he is",
     )
     add_certificate_options(parser)
+    parser.add_argument(
+        "--token-keys",
+        type=Path,
+        metavar="FILE",
+        help="public keys of `rose token key`: callers bear tokens, or show certificates",
+    )
+    parser.add_argument("--token-audience", default=AUDIENCE, metavar="NAME", help="rose")
     parser.add_argument("--scheduler", metavar="HOST:PORT", help="watch its replica table")
     parser.add_argument(
         "--replica",

@@ -28,6 +28,7 @@ from cryptography.hazmat.primitives.serialization import (
 from rose.errors import ConfigError
 from rose.security.roles import Identity, Role, server_name
 
+EXPIRED = "the certificate of {} has expired; connect again with a newer one"
 MAX_PEM_BYTES = 1 << 20
 WARN_BEFORE_S = 24 * 3_600.0
 

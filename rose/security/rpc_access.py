@@ -19,7 +19,7 @@ import grpc.aio
 from typing_extensions import override
 
 from rose.errors import ConfigError, RoseError
-from rose.security.certificates import Peer, peer_of
+from rose.security.certificates import EXPIRED, Peer, peer_of
 from rose.security.roles import RPCS, Leave, Rules
 
 OnRefused = Callable[[str, str, str], None]
@@ -29,7 +29,6 @@ Context = grpc.aio.ServicerContext
 Handler = Callable[[Any, "Context[Any, Any]"], Any]
 FIRST_S = 1.0
 _CERTIFICATE = "x509_pem_cert"
-EXPIRED = "the certificate of {} has expired; connect again with a newer one"
 
 
 class _Handler(Protocol):
