@@ -111,10 +111,12 @@ def is_loopback(host: str) -> bool:
 def check_exposure(host: str, insecure: bool, what: str) -> None:
     """Raise `ConfigError` for an address of the network, unless the operator has said so.
 
-    `what` says in a few words what whoever reaches the port can do there.
+    For ports whose callers show no certificates. `what` says in a few words what whoever reaches
+    the port can do there.
     """
     if not (insecure or is_loopback(host)):
         raise ConfigError(
             f"--host {host or 'all addresses'} is reached from other machines, and whoever reaches"
-            f" it can {what}; fence the network and give --insecure, or listen on 127.0.0.1"
+            f" it can {what}; give --ca, --certificate and --key, or fence the network and give"
+            " --insecure, or listen on 127.0.0.1"
         )

@@ -25,8 +25,14 @@ from executor import explained
 from rose.contract.gateway import EXPLAIN, Choosing, Explanation
 from rose.errors import BAD_BYTES, ConfigError, RefusedError, RoseError, UnavailableError
 from rose.rpc import rose_pb2 as pb
-from rose.rpc.channel import channel_options
+from rose.rpc.channel import make_blocking_channel
 from rose.rpc.rose_pb2_grpc import SchedulerStub
+from rose.security.certificates import (
+    CertificateFiles,
+    add_certificate_options,
+    taken_certificates,
+)
+from rose.security.tokens import TokenFile
 
 PIPE_WIDTH = 160  # columns when nobody watches: wide enough that no cell is cut
 
@@ -150,6 +156,11 @@ DEFAULT_SCHEDULER = "127.0.0.1:7400"
 CALL_TIMEOUT_S = 5.0
 
 Reply = TypeVar("Reply")
+_SAID_NO = {
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.PERMISSION_DENIED,
+}
 
 
 class SchedulerClient:
@@ -158,12 +169,18 @@ class SchedulerClient:
     Raises `UnavailableError` when it does not answer and `RefusedError` when it says no.
     """
 
-    def __init__(self, address: str, timeout_s: float = CALL_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        address: str,
+        timeout_s: float = CALL_TIMEOUT_S,
+        certificates: CertificateFiles | None = None,
+    ) -> None:
         host, _, port = address.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
             raise ConfigError(f"{address!r} is no address; give --scheduler HOST:PORT")
         self._address = address
         self._timeout_s = timeout_s
+        self._certificates = certificates
 
     def snapshot(self) -> pb.SnapshotReply:
         """Everything the scheduler knows right now."""
@@ -180,7 +197,8 @@ class SchedulerClient:
         return self._call(lambda stub: stub.Revoke(request, timeout=self._timeout_s)).epoch
 
     def _call(self, ask: Callable[[SchedulerStub], Reply]) -> Reply:
-        with self._explained(), grpc.insecure_channel(self._address, channel_options()) as channel:
+        channel = make_blocking_channel(self._address, self._certificates)
+        with self._explained(), channel:
             return ask(SchedulerStub(channel))
 
     @contextmanager
@@ -191,17 +209,28 @@ class SchedulerClient:
             raise self._meaning(error.code(), error.details()) from error
 
     def _meaning(self, code: grpc.StatusCode, details: str | None) -> RoseError:
-        if code is grpc.StatusCode.FAILED_PRECONDITION:
+        if code in _SAID_NO:
             return RefusedError(details)
         if code is grpc.StatusCode.INVALID_ARGUMENT:
             return ConfigError(details)
         if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
             return UnavailableError(
                 f"no scheduler answers at {self._address}; start `rose scheduler` or give"
-                " --scheduler HOST:PORT"
+                f" --scheduler HOST:PORT{self._hint(details or '')}"
             )
         return UnavailableError(
             f"{self._address} answers, but not as a scheduler ({code.name}); check --scheduler"
+        )
+
+    def _hint(self, details: str) -> str:
+        """What a handshake that came to nothing may have lacked: TLS says little of it."""
+        if not any(word in details for word in ("Socket closed", "andshake", "erification")):
+            return ""
+        if self._certificates is None:
+            return "; if it asks for certificates, give --ca, --certificate and --key"
+        return (
+            "; it may have refused the certificate, or be none of this cluster's: see `rose certs"
+            " show`"
         )
 
 
@@ -211,9 +240,11 @@ EXPLAIN_TIMEOUT_S = 5.0
 SHOWN = 5
 
 
-def explain(gateway: str, subject: str) -> int:
+def explain(
+    gateway: str, subject: str, token: str = "", certificates: CertificateFiles | None = None
+) -> int:
     """Print each remembered choice, oldest first. Raises RoseError when there is nothing to say."""
-    for decision in _ask(gateway, subject):
+    for decision in _ask(gateway, subject, token, certificates):
         sys.stdout.write(line_of(decision) + "\n")
     return 0
 
@@ -230,13 +261,19 @@ def line_of(decision: Choosing) -> str:
     )
 
 
-def _ask(gateway: str, subject: str) -> list[Choosing]:
+def _ask(
+    gateway: str, subject: str, token: str, certificates: CertificateFiles | None
+) -> list[Choosing]:
     base = gateway.rstrip("/")
     if urllib.parse.urlsplit(base).scheme not in ("http", "https"):
         raise ConfigError(f"--gateway {gateway} is no URL; write http://HOST:PORT")
     url = f"{base}{EXPLAIN}{urllib.parse.quote(subject, safe='')}"
+    asked = urllib.request.Request(url, headers=_bearing(token))  # noqa: S310 - checked
+    context = certificates.client_context() if certificates else None
     try:
-        with urllib.request.urlopen(url, timeout=EXPLAIN_TIMEOUT_S) as reply:  # noqa: S310 - checked
+        with urllib.request.urlopen(  # noqa: S310 - checked
+            asked, timeout=EXPLAIN_TIMEOUT_S, context=context
+        ) as reply:
             return msgspec.json.decode(reply.read(), type=Explanation).decisions
     except urllib.error.HTTPError as error:
         if error.code == http.client.NOT_FOUND:
@@ -244,11 +281,20 @@ def _ask(gateway: str, subject: str) -> list[Choosing]:
                 f"the gateway remembers no choice for {subject!r}: name a request id or a session"
                 " of one of its latest turns"
             ) from error
+        if error.code in (http.client.UNAUTHORIZED, http.client.FORBIDDEN):
+            raise RefusedError(
+                f"{base} answers HTTP {error.code}; give a --token-file of the turns' job, or a"
+                " certificate"
+            ) from error
         raise RefusedError(f"{base} answers HTTP {error.code}; is it a rose gateway?") from error
     except (OSError, *BAD_BYTES, http.client.HTTPException) as error:
         raise ConfigError(
             f"no gateway answers at {base} ({error}); start one, or give --gateway"
         ) from error
+
+
+def _bearing(token: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}"} if token else {}
 
 
 if TYPE_CHECKING:
@@ -275,6 +321,8 @@ def add_operator_commands(subparsers: "Subparsers") -> None:
     why.add_argument(
         "--gateway", default=DEFAULT_GATEWAY, metavar="URL", help=f"default {DEFAULT_GATEWAY}"
     )
+    why.add_argument("--token-file", type=Path, metavar="FILE", help="of `rose token issue --out`")
+    add_certificate_options(why)
     why.set_defaults(run=_explain)
 
     harvest = subparsers.add_parser("harvest", help="say how much may be lent")
@@ -305,27 +353,34 @@ def _add_scheduler(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help=f"default {DEFAULT_SCHEDULER}",
     )
+    add_certificate_options(parser)
+
+
+def _client(args: argparse.Namespace) -> SchedulerClient:
+    return SchedulerClient(args.scheduler, certificates=taken_certificates(vars(args)))
 
 
 def _status(args: argparse.Namespace) -> int:
     # Imported here: only this command draws tables.
 
-    show(SchedulerClient(args.scheduler).snapshot())
+    show(_client(args).snapshot())
     return 0
 
 
 def _explain(args: argparse.Namespace) -> int:
-    return explain(args.gateway, args.subject)
+    token = TokenFile(args.token_file).token() if args.token_file else ""
+    certificates = taken_certificates(vars(args))
+    return explain(args.gateway, args.subject, token, certificates)
 
 
 def _harvest(args: argparse.Namespace) -> int:
-    released = SchedulerClient(args.scheduler).set_harvest(MODES[args.mode], args.replica)
+    released = _client(args).set_harvest(MODES[args.mode], args.replica)
     whom = args.replica or "all replicas"
     return _say(f"harvest of {whom}: {args.mode}; {released} leases are being released")
 
 
 def _revoke(args: argparse.Namespace) -> int:
-    epoch = SchedulerClient(args.scheduler).revoke(args.replica, args.reason)
+    epoch = _client(args).revoke(args.replica, args.reason)
     return _say(f"{args.replica}: lease of epoch {epoch} revoked")
 
 

@@ -36,7 +36,7 @@ from rose.engines.launch import (
     check_model,
     engine_bytes,
 )
-from rose.errors import RoseError
+from rose.errors import RefusedError, RoseError
 from rose.node.config import HostConfig, NodeConfig, ReplicaConfig
 from rose.node.grants.host_watch import HostProcess
 from rose.node.guest.cpu_placement import CgroupRefusedError, guest_cgroup
@@ -253,7 +253,7 @@ def node_checks(config: NodeConfig, gpus: Gpus) -> Iterator[Finding]:
     running = set(running_guests(config.run_dir)) if config.run_dir.is_dir() else set()
     yield checked("daemon", partial(_daemon, config))
     yield checked("kill switch", partial(_kill_switch, config))
-    yield checked("scheduler", partial(_scheduler, config.scheduler))
+    yield checked("scheduler", partial(_scheduler, config))
     for replica in config.replicas:
         host = config.host if replica.kind == "guest" else None
         headroom = host.headroom_bytes if host else 0
@@ -281,9 +281,13 @@ def _kill_switch(config: NodeConfig) -> Finding:
     return ok("kill switch", "not set")
 
 
-def _scheduler(address: str) -> Finding:
+def _scheduler(config: NodeConfig) -> Finding:
+    address = config.scheduler
     try:
-        SchedulerClient(address, SCHEDULER_TIMEOUT_S).snapshot()
+        SchedulerClient(address, SCHEDULER_TIMEOUT_S, config.certificates.files).snapshot()
+    except RefusedError:
+        # It knows this node's certificate, with which nobody reads a snapshot.
+        return ok("scheduler", f"{address} answers")
     except RoseError as error:
         what, _, do = str(error).partition("; ")
         return wrong("scheduler", what, do or "check `scheduler` in the node's file")

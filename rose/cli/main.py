@@ -111,6 +111,8 @@ PROCESSES = {
         "pass weights on inside a cluster, without a scheduler",
     ),
     "weights": ("rose.cli.weights", "write, apply and check what changed between checkpoints"),
+    "certs": ("rose.cli.certs", "make a CA for development, issue and show certificates"),
+    "token": ("rose.cli.token", "make keys and job tokens for callers of gateways"),
     "doctor": ("rose.cli.doctor", "say what stands in a node's way, and what to do"),
 }
 

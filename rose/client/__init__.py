@@ -11,6 +11,7 @@ from elastic_scheduler import (
 )
 from rose.client.blocking import BlockingRolloutClient, BlockingSession
 from rose.client.client import RolloutClient
+from rose.client.credentials import GatewayCredentials
 from rose.client.errors import (
     AnswerBroken,
     ClientClosed,
@@ -35,6 +36,7 @@ __all__ = [
     "BlockingSession",
     "ClientClosed",
     "DroppedGroup",
+    "GatewayCredentials",
     "GatewayUnavailable",
     "Group",
     "GroupsDropped",

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar, Unpack
 
 from rose.client.client import RolloutClient
+from rose.client.credentials import NOTHING_SHOWN, GatewayCredentials
 from rose.client.errors import ClientClosed
 from rose.client.session import Member, Session
 from rose.client.stream import Progress
@@ -84,17 +85,22 @@ class BlockingRolloutClient:
     """
 
     def __init__(
-        self, urls: str | Sequence[str], timeout_s: float = 300.0, *, retry: Retry | None = None
+        self,
+        urls: str | Sequence[str],
+        timeout_s: float = 300.0,
+        *,
+        retry: Retry | None = None,
+        credentials: GatewayCredentials = NOTHING_SHOWN,
     ) -> None:
         """As `RolloutClient`."""
-        self._client = RolloutClient(urls, timeout_s, retry=retry)
+        self._client = RolloutClient(urls, timeout_s, retry=retry, credentials=credentials)
         self._lock = threading.Lock()
         self._thread: LoopThread | None = None
         self._closed = False
 
     def __reduce__(self) -> tuple[object, ...]:
         settings = self._client.settings
-        return _rebuilt, (settings.urls, settings.timeout_s, settings.retry)
+        return _rebuilt, (settings,)
 
     @property
     def settings(self) -> ClientSettings:
@@ -192,7 +198,10 @@ class BlockingRolloutClient:
             if self._thread is None or not self._thread.alive:
                 settings = self._client.settings
                 self._client = RolloutClient(
-                    settings.urls, settings.timeout_s, retry=settings.retry
+                    settings.urls,
+                    settings.timeout_s,
+                    retry=settings.retry,
+                    credentials=settings.credentials,
                 )
                 self._thread = LoopThread("rose-client")
                 self._thread.call(self._client.__aenter__())
@@ -251,5 +260,10 @@ async def _on_loop(work: Callable[[], T]) -> T:
     return work()
 
 
-def _rebuilt(urls: tuple[str, ...], timeout_s: float, retry: Retry) -> BlockingRolloutClient:
-    return BlockingRolloutClient(urls, timeout_s, retry=retry)
+def _rebuilt(settings: ClientSettings) -> BlockingRolloutClient:
+    return BlockingRolloutClient(
+        settings.urls,
+        settings.timeout_s,
+        retry=settings.retry,
+        credentials=settings.credentials,
+    )

@@ -11,6 +11,7 @@ import aiohttp
 from msgspec import structs
 
 from rose.client import wire
+from rose.client.credentials import NOTHING_SHOWN, GatewayCredentials
 from rose.client.errors import ClientClosed, RequestRefused, TurnCancelled, TurnTimedOut
 from rose.client.retry import GatewayMonitor, GatewayRing, Tries
 from rose.client.session import Group, Session
@@ -40,10 +41,20 @@ class RolloutClient:
     """
 
     def __init__(
-        self, urls: str | Sequence[str], timeout_s: float = 300.0, *, retry: Retry | None = None
+        self,
+        urls: str | Sequence[str],
+        timeout_s: float = 300.0,
+        *,
+        retry: Retry | None = None,
+        credentials: GatewayCredentials = NOTHING_SHOWN,
     ) -> None:
-        """Raises ConfigError for what is no address. `timeout_s`: of a turn with all its tries."""
-        self._settings = ClientSettings(gateway_urls(urls), timeout_s, retry=retry or Retry())
+        """Raises ConfigError for what is no address. `timeout_s`: of a turn with all its tries.
+
+        `credentials`: what the gateways ask for.
+        """
+        self._settings = ClientSettings(
+            gateway_urls(urls), timeout_s, retry=retry or Retry(), credentials=credentials
+        )
         self._ledger = Ledger()
         self._http: aiohttp.ClientSession | None = None
 
@@ -57,10 +68,8 @@ class RolloutClient:
 
     async def __aenter__(self) -> Self:
         settings = self._settings
-        self._http = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=120.0),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=settings.connect_s),
-        )
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=settings.connect_s)
+        self._http = settings.credentials.session(settings.urls, limit=0, timeout=timeout)
         self._monitor = GatewayMonitor(settings, self._http)
         self._ring = GatewayRing(settings.urls)
         self._tries = Tries(settings, self._http, self._ring, self._monitor)
@@ -205,4 +214,9 @@ def _current_is_cancelled() -> bool:
 
 
 def _rebuilt(kind: type[RolloutClient], settings: ClientSettings) -> RolloutClient:
-    return kind(settings.urls, settings.timeout_s, retry=settings.retry)
+    return kind(
+        settings.urls,
+        settings.timeout_s,
+        retry=settings.retry,
+        credentials=settings.credentials,
+    )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TypedDict, Unpack
 from urllib.parse import urlsplit
 
+from rose.client.credentials import NOTHING_SHOWN, GatewayCredentials
 from rose.contract.replica import Sampling
 from rose.errors import ConfigError
 
@@ -47,11 +48,13 @@ class ClientSettings:
     probe_s: float = 2.0
     probes: int = 3
     retry: Retry = Retry()
+    credentials: GatewayCredentials = NOTHING_SHOWN
 
     def __post_init__(self) -> None:
         for url in self.urls:
             if urlsplit(url).scheme not in ("http", "https"):
                 raise ConfigError(f"{url!r} is no gateway's address: write http://HOST:PORT")
+            self.credentials.check(url)
         if not self.urls or len(set(self.urls)) < len(self.urls):
             raise ConfigError("name at least one gateway, and each of them once")
         if min(self.timeout_s, self.connect_s, self.probe_s, self.probes) <= 0:

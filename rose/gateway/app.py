@@ -6,6 +6,7 @@ import errno
 import secrets
 import socket
 import sys
+import time
 from types import TracebackType
 from typing import Self
 
@@ -13,6 +14,7 @@ import aiohttp
 from aiohttp import web
 
 from rose.errors import ConfigError
+from rose.gateway.authentication import Authenticator
 from rose.gateway.backends.http_pool import Upstream
 from rose.gateway.backends.probe import Probed
 from rose.gateway.demand import DemandMeter, DemandReporter
@@ -26,6 +28,7 @@ from rose.gateway.stats import GatewayHealth, GatewayStats, GatewayStatus
 from rose.gateway.text_codec import ServedModel, TextCodec, TextLimits
 from rose.logs.eventlog import Logs
 from rose.process.background_tasks import Background
+from rose.security.tokens import TokenVerifier
 
 BACKLOG = 1_024
 ENGINE_NAMES = {ReplicaApi.VLLM: "vLLM", ReplicaApi.SGLANG: "SGLang"}
@@ -61,6 +64,7 @@ class Gateway:
             self._note_aloud,
             self._model,
             self._health,
+            self._authenticator(),
         )
         self._runner = web.AppRunner(
             self._server.application(), handler_cancellation=True, shutdown_timeout=1.0
@@ -128,8 +132,20 @@ class Gateway:
 
     def _health(self) -> GatewayHealth:
         logs = self._logs
-        troubles = [*self.background.troubles(), *(logs.troubles() if logs else [])]
+        certificates = self._settings.certificates
+        troubles = [
+            *self.background.troubles(),
+            *(logs.troubles() if logs else []),
+            *(certificates.troubles() if certificates else []),
+        ]
         return GatewayHealth(troubles, logs.dropped if logs else 0, self.background.restarted())
+
+    def _authenticator(self) -> Authenticator:
+        settings = self._settings
+        tokens = None
+        if settings.token_keys is not None:
+            tokens = TokenVerifier(settings.token_keys, settings.token_audience)
+        return Authenticator(settings.certificates, tokens, time.time, self.note)
 
     def _load_codec(self) -> TextCodec | None:
         settings = self._settings
@@ -157,24 +173,34 @@ class Gateway:
         settings = self._settings
         if settings.scheduler is None:
             return StaticTable(settings.replicas, self._session, self._found)
-        name, clock = f"gateway:{self.port}", asyncio.get_running_loop().time
+        clock = asyncio.get_running_loop().time
+        name = f"{socket.gethostname()}:{self.port}"
+        if settings.certificates is not None:
+            name = settings.certificates.identity.name
         # Of its own each time: what an earlier process reported must not count as this one's.
-        own = f"{socket.gethostname()}:{self.port}/{secrets.token_hex(4)}"
+        own = f"{name}/{secrets.token_hex(4)}"
         meter = DemandMeter(self._dispatcher, own, clock())
         reporter = DemandReporter(meter, self._dispatcher.work_began, clock, self.note)
         target, ttl_s = settings.scheduler, settings.table_ttl_s
-        return WatchedTable(target, name, ttl_s, self.note, reporter=reporter)
+        certificates = settings.certificates
+        return WatchedTable(
+            target, name, ttl_s, self.note, reporter=reporter, certificates=certificates
+        )
 
     async def _listen(self) -> None:
         settings = self._settings
         loop, http = asyncio.get_running_loop(), self._runner.server
         assert http is not None
+        certificates = settings.certificates
+        tls = certificates.server_context(everybody=True) if certificates else None
         try:
             self._listening = await loop.create_server(
                 self._server.guard(http),
                 settings.host,
                 settings.port,
                 backlog=BACKLOG,
+                ssl=tls,
+                ssl_handshake_timeout=settings.head_timeout_s if tls else None,
             )
         except OSError as error:
             if error.errno == errno.EADDRINUSE:

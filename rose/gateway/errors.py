@@ -3,6 +3,8 @@
 RefusedError
 └── TurnError
     ├── BadRequest             400
+    ├── Unauthorized           401, WWW-Authenticate
+    ├── Forbidden              403
     ├── UnknownModel           404
     ├── VersionUnavailable     409
     ├── TurnAborted            409
@@ -48,6 +50,20 @@ class BadRequest(TurnError):  # noqa: N818 - named as in HTTP
 
     status = 400
     kind = "BadRequestError"
+
+
+class Unauthorized(TurnError):  # noqa: N818 - named as in HTTP
+    """The caller has not proved who it is."""
+
+    status = 401
+    kind = "AuthenticationError"
+
+
+class Forbidden(TurnError):  # noqa: N818 - named as in HTTP
+    """The caller may not do this."""
+
+    status = 403
+    kind = "PermissionDeniedError"
 
 
 class UnknownModel(TurnError):  # noqa: N818 - a state, as in the tree above

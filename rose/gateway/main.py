@@ -34,7 +34,8 @@ async def _serve(settings: GatewaySettings) -> None:
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop.set)
     async with Gateway(settings) as gateway:
-        sys.stdout.write(f"rose gateway: listening on http://{settings.host}:{gateway.port}\n")
+        scheme = "https" if settings.certificates else "http"
+        sys.stdout.write(f"rose gateway: listening on {scheme}://{settings.host}:{gateway.port}\n")
         sys.stdout.flush()
         gateway.background.start("garbage", collect_in_small_steps)
         waits = {asyncio.ensure_future(stop.wait()), asyncio.ensure_future(gateway.failed())}

@@ -28,10 +28,11 @@ from rose.gateway.apis import ChatFrontend, CompletionFrontend, SglangFrontend, 
 from rose.gateway.apis import tokenize as tokens
 from rose.gateway.apis.frontend import ApiFrontend, ApiRequest
 from rose.gateway.apis.wire import clean, encode, read_json, vllm_error
+from rose.gateway.authentication import Authenticator, caller_of, held_to
 from rose.gateway.backends.http_pool import Upstream
 from rose.gateway.connections import Connection, Connections, connections_allowed
 from rose.gateway.delivery import Delivery
-from rose.gateway.errors import BadRequest, TurnError
+from rose.gateway.errors import BadRequest, TurnError, Unauthorized
 from rose.gateway.replicas.dispatcher import Dispatcher, EventSink
 from rose.gateway.request_limits import Bodies, LimitLog, header_of
 from rose.gateway.settings import GatewaySettings
@@ -63,6 +64,7 @@ class GatewayServer:
         on_event: EventSink,
         model: ServedModel,
         health: Callable[[], GatewayHealth],
+        authenticator: Authenticator,
     ) -> None:
         self._settings = settings
         self._dispatcher = dispatcher
@@ -81,6 +83,7 @@ class GatewayServer:
         )
         self._on_event = on_event
         self._health_now = health
+        self._authenticator = authenticator
 
     def guard(self, server: web.Server) -> Callable[[], Connection]:
         """Makes the protocol of a new connection, whose requests `server` of `application` handles.
@@ -163,6 +166,9 @@ class GatewayServer:
 
     async def _serve(self, frontend: ApiFrontend, http: web.Request) -> web.StreamResponse:
         ask = await frontend.read(await self._bodies.read(http), http.headers)
+        caller = caller_of(http)
+        for request in ask.turns:
+            held_to(caller, request)
         delivery = Delivery(http, self._settings.slow_reader_s, self._stats)
         if len(ask.turns) == 1:
             turn = self._turns.open(ask.turns[0])
@@ -200,6 +206,7 @@ class GatewayServer:
         try:
             if http.headers.get("Expect", CONTINUE).lower() != CONTINUE:
                 raise web.HTTPExpectationFailed  # noqa: TRY301 - as aiohttp would for text
+            self._authenticator.admit(http)
             return await routed(http)
         except TurnError as error:
             return _refusal(error, vllm_error(error))
@@ -226,7 +233,8 @@ class GatewayServer:
         """vLLM's `request_ids` and SGLang's `rid`: those turns end now, whoever reads them."""
         names = read_json(_decode_names, await self._bodies.read(http))
         wanted = names.request_ids if names.rid is None else [*names.request_ids, names.rid]
-        aborted = [name for name in wanted if self._turns.cancel(name)]
+        scope = caller_of(http).scope
+        aborted = [name for name in wanted if self._turns.cancel(scope + name)]
         return _json(Aborted(aborted))
 
     async def _finish_session(self, http: web.Request) -> web.Response:
@@ -236,19 +244,24 @@ class GatewayServer:
         session = header_of(http.headers, SESSION_HEADER) or names.session_id
         if not session:
             raise BadRequest(f"name the session: header {SESSION_HEADER} or session_id")
-        aborted = self._turns.finish_session(session)
+        scope = caller_of(http).scope
+        aborted = self._turns.finish_session(scope + session)
         # A turn that was aborted leaves nothing behind, so whatever is known is forgotten here.
-        self._dispatcher.forget(session)
+        self._dispatcher.forget(scope + session)
         return _json(SessionFinished(session, aborted))
 
     async def _explain(self, http: web.Request) -> web.Response:
         """Where the turns of a request or trajectory were placed, and why."""
         subject = http.match_info["subject"]
-        decisions = self._dispatcher.explained(subject)
+        scope = caller_of(http).scope
+        decisions = self._dispatcher.explained(scope + subject)
         if not decisions:
             raise web.HTTPNotFound(reason=f"no choice is remembered for {subject[:200]!r}")
         now_s = asyncio.get_running_loop().time()
-        rows = [Choosing(now_s - each.at_s, *each[1:]) for each in decisions]
+        rows = [
+            Choosing(now_s - each.at_s, each.request_id.removeprefix(scope), *each[2:])
+            for each in decisions
+        ]
         return _json(Explanation(subject, rows))
 
     async def _models(self, http: web.Request) -> web.Response:
@@ -299,6 +312,8 @@ async def _delivered(
 
 def _refusal(error: TurnError, body: bytes) -> web.Response:
     headers = {"Retry-After": str(error.retry_after_s)} if error.retry_after_s else {}
+    if error.status == Unauthorized.status:
+        headers["WWW-Authenticate"] = "Bearer"
     return web.Response(status=error.status, body=body, content_type=JSON, headers=headers)
 
 

@@ -11,6 +11,13 @@ from rose.addresses import check_exposure
 from rose.cli.main import add_log_limits, taken_log_limits
 from rose.errors import ConfigError
 from rose.logs.rotating_jsonl import BOUNDED, LogLimits
+from rose.security.certificates import (
+    CertificateFiles,
+    add_certificate_options,
+    taken_certificates,
+)
+from rose.security.roles import Role
+from rose.security.tokens import AUDIENCE
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +65,16 @@ class GatewaySettings:
     slow_reader_s: float = 30.0
     shutdown_s: float = 5.0
     insecure: bool = False
+    certificates: CertificateFiles | None = None
+    token_keys: Path | None = None
+    token_audience: str = AUDIENCE
 
     def __post_init__(self) -> None:
-        check_exposure(self.host, self.insecure, "use every replica and end anybody's turns")
+        if self.certificates is None:
+            what = "use every replica and end anybody's turns"
+            check_exposure(self.host, self.insecure, what)
+        if self.certificates is not None:
+            self.certificates.insist(Role.GATEWAY)
         if not 0 <= self.port <= 65_535:
             raise ConfigError(f"--port is {self.port}; give one from 0 to 65535")
         self._check_times()
@@ -129,6 +143,14 @@ def parse_settings(argv: list[str]) -> GatewaySettings:
         action="store_true",
         help="serve an address of the network, though nobody is asked who he is",
     )
+    add_certificate_options(parser)
+    parser.add_argument(
+        "--token-keys",
+        type=Path,
+        metavar="FILE",
+        help="public keys of `rose token key`: callers bear tokens, or show certificates",
+    )
+    parser.add_argument("--token-audience", default=AUDIENCE, metavar="NAME", help="rose")
     parser.add_argument("--scheduler", metavar="HOST:PORT", help="watch its replica table")
     parser.add_argument(
         "--replica",
@@ -150,6 +172,7 @@ def parse_settings(argv: list[str]) -> GatewaySettings:
     options = vars(parser.parse_args(argv))
     cap = options.pop("replica_max_sequences")
     options["log_limits"] = taken_log_limits(options)
+    options["certificates"] = taken_certificates(options)
     replicas = tuple(_static_replica(text, cap) for text in options.pop("replica"))
     return GatewaySettings(replicas=replicas, **options)
 

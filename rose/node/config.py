@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Literal, Self
@@ -13,6 +14,8 @@ from rose.addresses import checked_url
 from rose.engines import Device, EngineRole, EngineSpec, check_profile, weight_bytes
 from rose.errors import ConfigError
 from rose.logs.rotating_jsonl import LEAST_FILE_BYTES, LogLimits
+from rose.security.certificates import CertificateFiles, files_of
+from rose.security.roles import Role
 from rose.weight_distribution import Caps, Credentials
 
 # Whose weights an engine takes, whose orders, and what it is: no file's `extra_env` says otherwise.
@@ -238,12 +241,29 @@ class ReceiverConfig(Frozen):
         return Caps(self.bytes_per_s, self.disk_bytes, self.threads, self.nice)
 
 
+class CertificateConfig(Frozen):
+    """PEM files by which this node proves who it is: all three, or none on loopback.
+
+    They are read again when they change. The certificate's role is node, and its name this one's.
+    """
+
+    ca: Path | None = None
+    certificate: Path | None = None
+    key: Path | None = None
+
+    @cached_property
+    def files(self) -> CertificateFiles | None:
+        """Read from the files. ConfigError says which one cannot be used."""
+        return files_of(self.ca, self.certificate, self.key)
+
+
 class TransportConfig(Frozen):
     """Credentials of this node for fetching and serving weights, and the origins it believes.
 
-    token_file: what every caller of a cluster bears. ca, certificate, key: PEM files; with them
-    both sides of a connection prove who they are. Give all three or none. origins: scheme, host
-    and port of the publisher and the relays that get the token where there are no certificates.
+    token_file: what every caller of a cluster bears. ca, certificate, key: PEM files of other
+    certificates than the node's own, which serve for weights too. Give all three or none. origins:
+    scheme, host and port of the publisher and the relays that get the token where there are no
+    certificates.
     """
 
     token_file: Path | None = None
@@ -252,10 +272,12 @@ class TransportConfig(Frozen):
     key: Path | None = None
     origins: tuple[str, ...] = ()
 
-    @property
-    def credentials(self) -> Credentials:
-        """Read from the files. ConfigError says which one cannot be used."""
-        files = self.token_file, self.ca, self.certificate, self.key
+    def credentials(self, own: CertificateConfig) -> Credentials:
+        """Read from the files; `own` where it names none. ConfigError: one cannot be used."""
+        given: TransportConfig | CertificateConfig = self
+        if (self.ca, self.certificate, self.key) == (None, None, None):
+            given = own
+        files = self.token_file, given.ca, given.certificate, given.key
         return Credentials.read(*files, origins=self.origins)
 
 
@@ -300,6 +322,7 @@ class LogConfig(Frozen):
 class NodeConfig(Frozen):
     """One node. `run_dir` holds its weights, its guests' records and the local kill file `KILL`.
 
+    certificates: this node's own; on all but loopback the scheduler asks for one.
     cluster: nodes of the same label share what they fetch; those with a `relay` pass it on.
     fanout: a group of GPUs inside the cluster that start and stop together.
 
@@ -319,6 +342,7 @@ class NodeConfig(Frozen):
     unsigned: bool = False
     cgroup: Path | None = None
     receiver: ReceiverConfig = ReceiverConfig()
+    certificates: CertificateConfig = CertificateConfig()
     cluster: str = ""
     relay: RelayConfig | None = None
     fanout: FanoutConfig | None = None
@@ -351,10 +375,22 @@ class NodeConfig(Frozen):
             raise ConfigError(
                 f"{path}: {' and '.join(guests)} would share one host; give each host one guest"
             )
+        config._check_identity(path)
         config._check_weights(path)
         config._check_profiles(path)
         config._check_fanout(path)
         return config
+
+    def _check_identity(self, path: Path) -> None:
+        files = self.certificates.files
+        if files is None:
+            return
+        own = files.insist(Role.NODE)
+        if own.name != self.node:
+            raise ConfigError(
+                f"{path}: the certificate is of node {own.name}, and this is {self.node}; a node"
+                " speaks under the name of its certificate"
+            )
 
     def _check_weights(self, path: Path) -> None:
         if self.verify_key is None and not self.unsigned:

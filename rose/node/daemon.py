@@ -68,6 +68,7 @@ class NodeDaemon:
             self._events,
             config.cluster,
             self._network.relay_url,
+            config.certificates.files,
         )
 
     def stop(self) -> None:

@@ -24,6 +24,7 @@ from rose.node.metrics import ReplicaFigures
 from rose.node.replica import Replica
 from rose.rpc import rose_pb2, rose_pb2_grpc
 from rose.rpc.channel import make_channel
+from rose.security.certificates import CertificateFiles
 
 OFFER_TTL_S = 3.0
 _KINDS = {
@@ -155,7 +156,9 @@ class SchedulerSession:
         events: EventLog,
         cluster: str = "",
         relay_url: str = "",
+        certificates: CertificateFiles | None = None,
     ) -> None:
+        self._certificates = certificates
         self._hello = rose_pb2.Hello(protocol=PROTOCOL, cluster=cluster, relay_url=relay_url)
         self._scheduler = scheduler
         self._node = node
@@ -177,19 +180,20 @@ class SchedulerSession:
 
     async def run(self) -> None:
         backoff_s = FIRST_BACKOFF_S
-        async with make_channel(self._scheduler) as channel:
-            stub = rose_pb2_grpc.SchedulerStub(channel)
-            while True:
-                # Leases of a lost stream are over for the scheduler: what was left to say is moot.
-                self._pending.clear()
+        while True:
+            # Leases of a lost stream are over for the scheduler: what was left to say is moot.
+            self._pending.clear()
+            # A channel for each stream: it shows the certificate of the moment it was made.
+            async with make_channel(self._scheduler, self._certificates) as channel:
+                stub = rose_pb2_grpc.SchedulerStub(channel)
                 try:
                     async for command in stub.Attach(self._outgoing()):
                         backoff_s = FIRST_BACKOFF_S
                         self._take(command)
                 except grpc.aio.AioRpcError as error:
                     self._events.write("scheduler_lost", message=str(error.details()))
-                await asyncio.sleep(backoff_s)
-                backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
 
     def _take(self, command: rose_pb2.NodeCommand) -> None:
         """Obey one command. One that cannot be obeyed is left out: the next ones still count."""

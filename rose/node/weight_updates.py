@@ -190,7 +190,8 @@ class WeightNetwork:
     def __init__(self, config: NodeConfig) -> None:
         self._config = config
         leader = [config.fanout.leader] if config.fanout and config.fanout.leader else []
-        self._credentials: Credentials = config.transport.credentials.naming(leader)
+        credentials: Credentials = config.transport.credentials(config.certificates)
+        self._credentials = credentials.naming(leader)
         if relay := config.relay:
             self._credentials.check_exposure(relay.host, insecure=relay.insecure)
         self._session: aiohttp.ClientSession | None = None

@@ -1,7 +1,15 @@
-"""Channels and servers of ROSE, in plain text: the same limits and keepalives on both ends."""
+"""Channels and servers of ROSE: the same limits and keepalives on both ends.
+
+With certificates both sides prove who they are, and a server asks its table who may call what;
+without, in plain text, they speak on loopback, or in a network that its operator has fenced.
+"""
 
 import grpc
 import grpc.aio
+
+from rose.security.certificates import CertificateFiles
+from rose.security.roles import Role
+from rose.security.rpc_access import AccessInterceptor
 
 # Frames are small by design (leases, names, figures): anything larger is a mistake or an attack.
 MAX_REQUEST_BYTES = 256 << 10
@@ -51,11 +59,40 @@ def server_options() -> tuple[tuple[str, int], ...]:
     )
 
 
-def make_channel(address: str) -> grpc.aio.Channel:
-    """A channel to HOST:PORT; it connects when first used and reconnects by itself."""
-    return grpc.aio.insecure_channel(address, options=channel_options())
+def make_channel(address: str, certificates: CertificateFiles | None = None) -> grpc.aio.Channel:
+    """A channel to the scheduler at HOST:PORT; it connects when first used, and reconnects.
+
+    It shows the certificate that the files held when it was made: make another one for each life
+    of a stream. Raises ConfigError for a certificate without an identity.
+    """
+    options = channel_options()
+    if certificates is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    return grpc.aio.secure_channel(
+        address,
+        certificates.channel_credentials(),
+        options=(*options, *certificates.channel_options(Role.SCHEDULER)),
+    )
 
 
-def make_server() -> grpc.aio.Server:
-    """A server without services and ports."""
-    return grpc.aio.server(options=server_options(), maximum_concurrent_rpcs=MAX_CALLS)
+def make_blocking_channel(
+    address: str, certificates: CertificateFiles | None = None
+) -> grpc.Channel:
+    """As `make_channel`, for callers without an event loop."""
+    options = channel_options()
+    if certificates is None:
+        return grpc.insecure_channel(address, options)
+    return grpc.secure_channel(
+        address,
+        certificates.channel_credentials(),
+        (*options, *certificates.channel_options(Role.SCHEDULER)),
+    )
+
+
+def make_server(access: AccessInterceptor | None = None) -> grpc.aio.Server:
+    """A server without services and ports. access: checks each call; its ports must be secure."""
+    return grpc.aio.server(
+        options=server_options(),
+        maximum_concurrent_rpcs=MAX_CALLS,
+        interceptors=[] if access is None else [access],
+    )

@@ -31,6 +31,13 @@ from rose.scheduler.leasing import LeaseTimes
 from rose.scheduler.persistence import load
 from rose.scheduler.service import SchedulerService
 from rose.scheduler.standby import LeaderHandlers
+from rose.security.certificates import (
+    CertificateFiles,
+    add_certificate_options,
+    taken_certificates,
+)
+from rose.security.roles import Role
+from rose.security.rpc_access import AccessInterceptor
 from rose.store import (
     FencedStore,
     Leadership,
@@ -58,11 +65,14 @@ class SchedulerSettings:
     log_limits: LogLimits = BOUNDED
     insecure: bool = False
     advertise: str = ""
+    certificates: CertificateFiles | None = None
 
     def __post_init__(self) -> None:
-        check_exposure(
-            self.host, self.insecure, "lease every replica, announce weights and see every prompt"
-        )
+        if self.certificates is None:
+            what = "lease every replica, announce weights and see every prompt"
+            check_exposure(self.host, self.insecure, what)
+        else:
+            self.certificates.insist(Role.SCHEDULER)
         if not 0 <= self.port < 1 << 16:
             raise ConfigError(f"port {self.port} does not exist; give --port 1 to 65535")
         if not (math.isfinite(self.cooldown_s) and self.cooldown_s >= 0):
@@ -117,6 +127,7 @@ def settings_of(argv: Sequence[str]) -> SchedulerSettings:
         action="store_true",
         help="serve an address of the network, though nobody is asked who he is",
     )
+    add_certificate_options(parser)
     args = parser.parse_args(argv)
     return SchedulerSettings(
         args.host,
@@ -129,6 +140,7 @@ def settings_of(argv: Sequence[str]) -> SchedulerSettings:
         taken_log_limits(vars(args)),
         args.insecure,
         args.advertise,
+        taken_certificates(vars(args)),
     )
 
 
@@ -140,14 +152,14 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
         logs = Logs(settings.log_dir, settings.log_limits)
         stack.callback(logs.close)
         events = logs.events("scheduler")
-        server = make_server()
+        handlers = LeaderHandlers(lambda: leadership.address)
+        server = make_server(_access(settings, handlers))
         port = _bind(server, settings)
 
         async def lead(fenced: FencedStore) -> None:
             await _lead(settings, fenced, leadership, handlers, logs, events)
 
         leadership = Leadership(store, settings.reached_at(port), lead, events.write)
-        handlers = LeaderHandlers(lambda: leadership.address)
         server.add_generic_rpc_handlers((handlers,))
         await server.start()
         events.write("scheduler_started", port=port)
@@ -171,11 +183,12 @@ async def _lead(
     times = LeaseTimes(cooldown_s=settings.cooldown_s)
     core = SchedulerCore(saved, settings.harvest, times, make_policy(settings.policy))
     background = Background(events.write)
+    expiry = settings.certificates.troubles if settings.certificates else list[str]
     service = SchedulerService(
         core,
         store,
         events,
-        lambda: [*background.troubles(), *logs.troubles()],
+        lambda: [*background.troubles(), *logs.troubles(), *expiry()],
         leads=leadership.leads,
     )
     background.start("tick", service.tick)
@@ -201,6 +214,12 @@ async def _until_stopped(leadership: Leadership, stop: asyncio.Event) -> None:
         await asyncio.gather(leading, stopping, return_exceptions=True)
 
 
+def _access(settings: SchedulerSettings, handlers: LeaderHandlers) -> AccessInterceptor | None:
+    if settings.certificates is None:
+        return None
+    return AccessInterceptor(settings.certificates.identity.cluster, handlers.refused)
+
+
 def _bind(server: grpc.aio.Server, settings: SchedulerSettings) -> int:
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     address = f"{host}:{settings.port}"
@@ -208,7 +227,11 @@ def _bind(server: grpc.aio.Server, settings: SchedulerSettings) -> int:
         # Asked of the kernel first: gRPC prints lines of its own when it cannot bind.
         family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
         socket.create_server((settings.host, settings.port), family=family).close()
-        port: int = server.add_insecure_port(address)
+        port: int = (
+            server.add_secure_port(address, settings.certificates.server_credentials())
+            if settings.certificates
+            else server.add_insecure_port(address)
+        )
     except (OSError, RuntimeError) as error:
         raise ConfigError(
             f"{address} cannot be bound ({error}); free the port or give another --port"

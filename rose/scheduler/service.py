@@ -108,6 +108,10 @@ class SchedulerService(SchedulerServicer):
                 await asyncio.sleep(BROKEN_TICK_S)
             await asyncio.sleep(TICK_S)
 
+    def refused(self, who: str, method: str, reason: str) -> None:
+        """Record a call that its caller's certificate did not allow."""
+        self._complain("call_refused", who, f"{method}: {reason}")
+
     def close(self) -> None:
         """End all streams, so that none is cut off when the server stops; write no more."""
         for queue in self._queues.values():

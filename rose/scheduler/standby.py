@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from rose.rpc.leader import LEADER_METADATA
 from rose.rpc.rose_pb2_grpc import SchedulerServicer, add_SchedulerServicer_to_server
+from rose.scheduler.service import SchedulerService
 
 STANDBY = "this scheduler is a standby; ask the one that leads"
 
@@ -30,14 +31,22 @@ class LeaderHandlers(grpc.GenericRpcHandler):  # type: ignore[type-arg]
             for method, handler in _handlers_of(SchedulerServicer()).items()  # type: ignore[abstract]
         }
         self._now = self._refusals
+        self._service: SchedulerService | None = None
 
-    def lead(self, service: SchedulerServicer) -> None:
+    def lead(self, service: "SchedulerService") -> None:
         """From now on the service answers."""
         self._now = _handlers_of(service)
+        self._service = service
 
     def stand_by(self) -> None:
         """From now on nobody is served here."""
         self._now = self._refusals
+        self._service = None
+
+    def refused(self, who: str, method: str, reason: str) -> None:
+        """Record a call that its caller's certificate did not allow; a standby serves nobody."""
+        if self._service is not None:
+            self._service.refused(who, method, reason)
 
     @override
     def service(

@@ -16,6 +16,7 @@ from yarl import URL
 
 from rose.addresses import checked_url, is_loopback
 from rose.errors import ConfigError
+from rose.security.certificates import CertificateFiles, files_of
 
 MOST_CONNECTIONS = 256
 
@@ -73,6 +74,11 @@ class Credentials:
         checked = (URL(checked_url(url, "an address that gets the token")) for url in urls)
         return replace(self, origins=self.origins | {str(url.origin()) for url in checked})
 
+    def proving(self, certificates: CertificateFiles) -> Self:
+        """With a process's own certificates."""
+        ca, certificate, key = certificates.paths
+        return replace(self, ca=ca, certificate=certificate, key=key)
+
     def check_exposure(self, host: str, *, insecure: bool) -> None:
         """Raise ConfigError where other machines reach a server that nobody proves himself to.
 
@@ -92,23 +98,28 @@ class Credentials:
 
     def server(self) -> ssl.SSLContext | None:
         """For a server, which asks for the caller's certificate; None without TLS. ConfigError."""
-        context = self._context(ssl.Purpose.CLIENT_AUTH)
-        if context:
-            context.verify_mode = ssl.CERT_REQUIRED
-        return context
-
-    def client(self) -> ssl.SSLContext | None:
-        """For a caller, which checks the server's name and certificate. ConfigError."""
-        return self._context(ssl.Purpose.SERVER_AUTH)
+        files = self._files()
+        return files.server_context() if files else None
 
     def session(self) -> aiohttp.ClientSession:
-        """Connections that show what they have to. ConfigError."""
-        context = self.client()
+        """Connections that show what they have to, of files that may change. ConfigError."""
+        files = self._files()
+        context = files.client_context() if files else None
+        shown = files.material() if files else None
+
+        async def prove(
+            request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
+        ) -> aiohttp.ClientResponse:
+            nonlocal shown
+            if files and context and shown:
+                shown = files.refresh(context, shown)
+            return await self._shown(request, handler)
+
         # A wait in line holds its connection, and all neighbours may be waited for at once.
         connector = aiohttp.TCPConnector(
             limit=MOST_CONNECTIONS, ssl=True if context is None else context
         )
-        return aiohttp.ClientSession(connector=connector, middlewares=(self._shown,))
+        return aiohttp.ClientSession(connector=connector, middlewares=(prove,))
 
     def bears(self, url: URL) -> bool:
         """Whether a request there carries the token. OriginRefused: none goes there at all."""
@@ -132,23 +143,8 @@ class Credentials:
             request.headers["Authorization"] = f"Bearer {self.token}"
         return await handler(request)
 
-    def _context(self, purpose: ssl.Purpose) -> ssl.SSLContext | None:
-        if self.ca is None:
-            return None
-        assert self.certificate
-        assert self.key
-        for path in (self.ca, self.certificate, self.key):
-            if not path.is_file():
-                raise ConfigError(f"TLS file {path} is missing")
-        try:
-            context = ssl.create_default_context(purpose, cafile=str(self.ca))
-            context.load_cert_chain(self.certificate, self.key)
-        except (OSError, ssl.SSLError) as error:
-            raise ConfigError(
-                f"{self.ca}, {self.certificate} and {self.key} cannot be used for TLS: {error}"
-            ) from error
-        context.minimum_version = ssl.TLSVersion.TLSv1_3
-        return context
+    def _files(self) -> CertificateFiles | None:
+        return files_of(self.ca, self.certificate, self.key)
 
 
 def _place(url: URL) -> tuple[str, str | None, int | None]:

@@ -20,6 +20,8 @@ from rose.errors import RefusedError, UnavailableError
 from rose.process.background_tasks import described
 from rose.rpc import rose_pb2, rose_pb2_grpc
 from rose.rpc.channel import make_channel
+from rose.security.certificates import CertificateFiles, Material
+from rose.security.roles import Role
 from rose.weight_distribution.credentials import OPEN, Credentials
 from rose.weight_distribution.level import AUTO, LevelChoice, level_for
 from rose.weight_distribution.version_server import ReadLeases, Signer, VersionServer
@@ -157,6 +159,33 @@ class Receipt:
     level: Level = Level.FAST
 
 
+class SchedulerLink:
+    """A trainer's channel to the scheduler, made anew when its certificate's files have changed."""
+
+    def __init__(self, scheduler: str, certificates: CertificateFiles | None) -> None:
+        """Raises ConfigError for a certificate that is no trainer's."""
+        if certificates is not None:
+            certificates.insist(Role.TRAINER)
+        self._scheduler = scheduler
+        self._certificates = certificates
+        self._shown: Material | None = None
+        self._channel: grpc.aio.Channel | None = None
+
+    async def stub(self) -> "rose_pb2_grpc.SchedulerAsyncStub":
+        """For the next call."""
+        now = self._certificates.material() if self._certificates else None
+        if self._channel is None or now is not self._shown:
+            await self.close()
+            self._channel, self._shown = make_channel(self._scheduler, self._certificates), now
+        return rose_pb2_grpc.SchedulerStub(self._channel)
+
+    async def close(self) -> None:
+        """End the channel; the next call makes another one."""
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.close(None)
+
+
 class WeightPublisher:
     """Publishes the versions of one job: durable first, then announced.
 
@@ -179,8 +208,12 @@ class WeightPublisher:
         on_update: OnUpdate = OnUpdate.RECOMPUTE,
         insecure: bool = False,
         level: LevelChoice = AUTO,
+        certificates: CertificateFiles | None = None,
     ) -> None:
         """`host`: an address that all nodes reach. `credentials`: what they must show.
+
+        `certificates`: the trainer's own, of its job; used towards the scheduler, and towards nodes
+        where `credentials` name none.
 
         `insecure`: other machines may reach it without certificates. ConfigError without.
         `on_update`: what becomes of turns in flight when a replica takes a version.
@@ -188,6 +221,8 @@ class WeightPublisher:
         """
         store = ChunkStore(root)
         leases = ReadLeases(time.monotonic())
+        if certificates is not None and credentials.ca is None:
+            credentials = credentials.proving(certificates)
         self._level = level
         self._job = job
         self._max_staleness = max_staleness
@@ -201,10 +236,9 @@ class WeightPublisher:
             signer=Signer(job, key),
             insecure=insecure,
         )
+        self._link = SchedulerLink(scheduler, certificates)
         bases = Publisher(store, job, "rose-trainer", key, on_update=on_update)
         self._retention = RetentionTask(store, bases, leases, _log.warning)
-        self._channel = make_channel(scheduler)
-        self._scheduler = rose_pb2_grpc.SchedulerStub(self._channel)
 
     @property
     def url(self) -> str:
@@ -217,9 +251,8 @@ class WeightPublisher:
         self._retention.start()
         request = rose_pb2.RegisterJobRequest(job=self._job, max_staleness=self._max_staleness)
         try:
-            await self._scheduler.RegisterJob(
-                request, timeout=ANNOUNCE_TIMEOUT_S, wait_for_ready=True
-            )
+            stub = await self._link.stub()
+            await stub.RegisterJob(request, timeout=ANNOUNCE_TIMEOUT_S, wait_for_ready=True)
         except grpc.aio.AioRpcError as error:
             raise UnavailableError(
                 f"the scheduler did not register job {self._job}: {error.details()}"
@@ -249,9 +282,8 @@ class WeightPublisher:
             job=self._job, version=version, parent=parent, url=self._server.url
         )
         try:
-            await self._scheduler.AnnounceVersion(
-                request, timeout=ANNOUNCE_TIMEOUT_S, wait_for_ready=True
-            )
+            stub = await self._link.stub()
+            await stub.AnnounceVersion(request, timeout=ANNOUNCE_TIMEOUT_S, wait_for_ready=True)
         except grpc.aio.AioRpcError as error:
             raise UnavailableError(
                 f"version {version} is published but could not be announced: {error.details()}"
@@ -274,7 +306,7 @@ class WeightPublisher:
         """Stop serving; published files stay."""
         await self._retention.close()
         await self._server.close()
-        await self._channel.close(None)
+        await self._link.close()
 
     async def __aenter__(self) -> Self:
         await self.start()

@@ -27,6 +27,8 @@ from rose.gateway.demand import DemandReporter
 from rose.gateway.replicas.dispatcher import EventSink
 from rose.gateway.replicas.table import ReplicaEntry, TableSink
 from rose.rpc import rose_pb2, rose_pb2_grpc
+from rose.rpc.channel import make_channel
+from rose.security.certificates import CertificateFiles
 
 T = TypeVar("T")
 BACKOFF_FIRST_S = 0.1
@@ -84,8 +86,10 @@ class WatchedTable:
         on_event: EventSink,
         clock: Callable[[], float] = time.monotonic,
         reporter: DemandReporter | None = None,
+        certificates: CertificateFiles | None = None,
     ) -> None:
         self._target = target
+        self._certificates = certificates
         self._reporter = reporter
         self._name = name
         self._ttl_s = ttl_s
@@ -116,7 +120,7 @@ class WatchedTable:
     async def _follow(self, sink: TableSink) -> bool:
         """Read one stream to its end; whether it brought a table."""
         brought = False
-        async with grpc.aio.insecure_channel(self._target) as channel:
+        async with make_channel(self._target, self._certificates) as channel:
             stub = rose_pb2_grpc.SchedulerStub(channel)
             call = stub.WatchReplicas(rose_pb2.WatchReplicasRequest(gateway=self._name))
             async with self._reporting(stub):

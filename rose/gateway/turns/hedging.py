@@ -313,7 +313,7 @@ class Hedging:
             yield ALONE
             return
         group.running += 1
-        self._idle.pop((origin.job, origin.group), None)
+        self._idle.pop((origin.job, origin.scope + origin.group), None)
         try:
             yield HedgedTurn(group, place)
         finally:
@@ -321,7 +321,7 @@ class Hedging:
             group.racing.pop(place, None)
             if not group.core.is_done(place):
                 group.vacant.append(place)
-            self._settle((origin.job, origin.group), group)
+            self._settle((origin.job, origin.scope + origin.group), group)
 
     def sweep(self) -> None:
         """Start the copies that pay by now; called every `SWEEP_S`."""
@@ -334,7 +334,7 @@ class Hedging:
                     self._on_event("group_not_judged", group=key[1], message=described(error))
 
     def _group(self, origin: Origin) -> _Group:
-        key = (origin.job, origin.group)
+        key = (origin.job, origin.scope + origin.group)
         group = self._groups.get(key)
         if group is not None and group.core.complete:
             group = None

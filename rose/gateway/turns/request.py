@@ -92,6 +92,7 @@ class Origin:
     """Empty where the caller says nothing. Turns of a group are samples of one prompt.
 
     `hedges`: so many second copies may all `group_size` turns of the group have together.
+    `scope`: of the caller, whose names are its own (rose/security/callers.py).
     """
 
     session: str = ""
@@ -99,6 +100,7 @@ class Origin:
     job: str = ""
     group_size: int = 0
     hedges: int = 0
+    scope: str = ""
 
 
 ANONYMOUS = Origin()
@@ -166,6 +168,11 @@ class TurnRequest:
     text: TextPlan | None = None
     life: str = field(default_factory=_new_life)
 
+    @property
+    def key(self) -> str:
+        """The request id among all callers'."""
+        return self.origin.scope + self.request_id
+
     def attempt_id(self, attempt: int) -> str:
         """What a replica is told: an engine refuses an id that it knows still.
 
@@ -208,15 +215,16 @@ class TurnRequest:
 
     def need(self) -> TurnNeed:
         """What the router has to know of a new turn."""
+        scope, session, group = self.origin.scope, self.origin.session, self.origin.group
         return TurnNeed(
-            self.origin.session,
+            scope + session if session else "",
             len(self.token_ids),
             self.sampling.max_tokens,
             self.min_version,
             self.exact_version,
-            self.request_id,
+            self.key,
             self.origin.job,
-            self.origin.group,
+            scope + group if group else "",
         )
 
     def fingerprint(self) -> int:

@@ -117,6 +117,7 @@ class SharedTurn:
     """A running or answered turn and how many connections follow it."""
 
     request_id: str
+    key: str
     session: str
     named: bool
     feed: TokenStream
@@ -156,7 +157,7 @@ class SharedTurns:
         """
         request.check()
         fingerprint = request.fingerprint()
-        known = self._answers.find(request.request_id, fingerprint)
+        known = self._answers.find(request.key, fingerprint)
         if isinstance(known, Conflict):
             raise BadRequest(f"{known.value}: {request.request_id}", "request_id")
         if known is not None:
@@ -167,10 +168,12 @@ class SharedTurns:
         self._dispatcher.check_admission(request.need())
         text = None if request.text is None else request.text.track()
         feed = TokenStream(request.journal(self._settings.max_attempts), text)
-        shared = SharedTurn(request.request_id, request.origin.session, request.named, feed)
+        origin = request.origin
+        session = origin.scope + origin.session
+        shared = SharedTurn(request.request_id, request.key, session, request.named, feed)
         shared.task = asyncio.create_task(self._run(request, shared))
-        self._answers.open(request.request_id, fingerprint, shared)
-        self._running[request.request_id] = shared
+        self._answers.open(shared.key, fingerprint, shared)
+        self._running[shared.key] = shared
         return shared
 
     @contextmanager
@@ -193,19 +196,22 @@ class SharedTurns:
                 if shared.readers == 0 and not shared.feed.over:
                     self._abandon(shared, self._grace_s(shared) if stream else 0.0)
 
-    def cancel(self, request_id: str) -> bool:
-        """Abort a running turn; its readers get a TurnCancelled. Whether there was one."""
-        shared = self._running.get(request_id)
+    def cancel(self, key: str) -> bool:
+        """Abort a running turn; its readers get a TurnCancelled. Whether there was one.
+
+        key: its caller's scope and its request id.
+        """
+        shared = self._running.get(key)
         if shared is None:
             return False
-        shared.feed.fail(TurnAborted(f"the turn {request_id} was aborted"))
+        shared.feed.fail(TurnAborted(f"the turn {shared.request_id} was aborted"))
         self._drop(shared)
         return True
 
     def finish_session(self, session: str) -> int:
-        """Abort what still runs for a session; how many turns."""
-        names = [name for name, shared in self._running.items() if shared.session == session]
-        return sum(map(self.cancel, names))
+        """Abort what still runs for a session, of which its caller's scope is part; how many."""
+        keys = [key for key, shared in self._running.items() if shared.session == session]
+        return sum(map(self.cancel, keys))
 
     async def close(self, timeout_s: float) -> None:
         """Refuse new turns, let running ones finish for a while, then cancel them."""
@@ -231,8 +237,8 @@ class SharedTurns:
 
     def _drop(self, shared: SharedTurn) -> None:
         """End a turn that nobody wants; its id may be used anew."""
-        self._running.pop(shared.request_id, None)
-        self._answers.forget(shared.request_id, shared)
+        self._running.pop(shared.key, None)
+        self._answers.forget(shared.key, shared)
         if shared.last_call is not None:
             shared.last_call.cancel()
         # One that never began would keep its task, and the task this turn.
@@ -244,11 +250,11 @@ class SharedTurns:
         try:
             await self._runner.run(request, shared.feed)
         except TurnError as error:
-            self._answers.forget(request.request_id, shared)
+            self._answers.forget(shared.key, shared)
             shared.feed.fail(error)
         except BaseException:
             # Cancelled, or a fault of this program, which its readers must not wait out.
-            self._answers.forget(request.request_id, shared)
+            self._answers.forget(shared.key, shared)
             shared.feed.fail(TurnError("the gateway gave the turn up: send it again"))
             raise
         finally:
@@ -256,13 +262,13 @@ class SharedTurns:
             shared.task = None
             if shared.feed.finish_reason is None:
                 self._stats.failed += 1
-            if self._running.get(request.request_id) is shared:
-                del self._running[request.request_id]
-        self._settle(request.request_id, shared)
+            if self._running.get(shared.key) is shared:
+                del self._running[shared.key]
+        self._settle(shared)
 
-    def _settle(self, request_id: str, shared: SharedTurn) -> None:
+    def _settle(self, shared: SharedTurn) -> None:
         if shared.feed.finish_reason is not None:
-            self._answers.close(request_id, shared, shared.feed.size_bytes + 4 * len(request_id))
+            self._answers.close(shared.key, shared, shared.feed.size_bytes + 4 * len(shared.key))
         if shared.last_call is not None:
             shared.last_call.cancel()
             shared.last_call = None

@@ -19,7 +19,8 @@ SCHEDULER = """
 """
 CLIENT = """
     AnswerBroken BlockingRolloutClient BlockingRolloutPipeline BlockingSession ClientClosed
-    DroppedGroup GatewayUnavailable Group GroupsDropped Member Progress RequestRefused Retry
+    DroppedGroup GatewayCredentials GatewayUnavailable Group GroupsDropped Member Progress
+    RequestRefused Retry
     RolloutClient RolloutError RolloutPipeline RolloutProgress Sampling Session
     StalenessBound StepPlan TailPlan TokenChunk TrainingGroup TrainingStep Turn
     TurnCancelled TurnProgress TurnStream TurnTimedOut VersionNotServed

@@ -144,7 +144,7 @@ def test_a_relay_of_other_machines_needs_certificates_or_the_operators_word(benc
 def test_relays_are_off_by_default(tmp_path: Path) -> None:
     config = NodeConfig(node="n", scheduler="s", run_dir=tmp_path, log_dir=tmp_path, replicas=())
     assert config.relay is None
-    assert config.transport.credentials.server() is None
+    assert config.transport.credentials(config.certificates).server() is None
 
 
 async def test_an_engine_with_other_weights_is_given_a_base(bench: Bench) -> None:

@@ -15,6 +15,8 @@ from rose.rpc.channel import make_channel, make_server
 from rose.rpc.rose_pb2_grpc import SchedulerStub, add_SchedulerServicer_to_server
 from rose.scheduler import LeaseTimes, SchedulerCore, SchedulerService
 from rose.scheduler.persistence import Saved, load
+from rose.security.certificates import CertificateFiles
+from rose.security.rpc_access import AccessInterceptor
 from rose.store import Store
 from tests.fakes.memory_store import InMemoryStore
 from tests.patience import PATIENCE_S
@@ -61,7 +63,13 @@ class FakeNode:
 
 
 class Bench:
-    def __init__(self, store: Store, folder: Path, answer_s: float = 5.0) -> None:
+    def __init__(
+        self,
+        store: Store,
+        folder: Path,
+        answer_s: float = 5.0,
+        certificates: CertificateFiles | None = None,
+    ) -> None:
         self.store = store
         self.events = EventLog(folder, "scheduler")
         self.log = folder / "events-scheduler.jsonl"
@@ -69,9 +77,16 @@ class Bench:
         saved = load(store.entries) if isinstance(store, InMemoryStore) else Saved()
         self.core = SchedulerCore(saved, HarvestMode.ACTIVE, LeaseTimes(cooldown_s=0.05))
         self.service = SchedulerService(self.core, store, self.events, answer_s=answer_s)
-        self.server = make_server()
+        access = None
+        if certificates:
+            access = AccessInterceptor(certificates.identity.cluster, self.service.refused)
+        self.server = make_server(access)
         add_SchedulerServicer_to_server(self.service, self.server)
-        port = self.server.add_insecure_port("127.0.0.1:0")
+        if certificates:
+            credentials = certificates.server_credentials()
+            port = self.server.add_secure_port("127.0.0.1:0", credentials)
+        else:
+            port = self.server.add_insecure_port("127.0.0.1:0")
         self.address = f"127.0.0.1:{port}"
         self.channel = make_channel(self.address)
         self.stub = SchedulerStub(self.channel)

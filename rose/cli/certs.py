@@ -1,0 +1,104 @@
+"""`rose certs init|issue|show`: a development CA, and what a certificate says.
+
+A cluster with cert-manager or SPIRE needs none of it: any CA does whose certificates have the URI
+and the DNS name of docs/security.md.
+"""
+
+import argparse
+import datetime
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rose.cli.main import Parser
+from rose.errors import ConfigError
+from rose.security.certificates import identity_of, leaf_of
+from rose.security.development_ca import CA_LIFE_S, LIFE_S, LOOPBACK, DevelopmentCa
+from rose.security.roles import Role
+
+DEFAULT_DIR = Path("certs")
+_DURATION = re.compile(r"(\d{1,6})([smhd])")
+_UNITS_S = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
+
+
+def duration_s(text: str) -> float:
+    """Seconds in `90s`, `15m`, `1h` or `30d`; a type for argparse."""
+    match = _DURATION.fullmatch(text)
+    if match is None or int(match[1]) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time; give 90s, 15m, 1h or 30d")
+    return float(int(match[1]) * _UNITS_S[match[2]])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb. Raises RoseError with one line."""
+    parser = Parser(prog="rose certs", description="Make and show certificates of a cluster.")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    init = commands.add_parser("init", help="make a CA for development in a folder")
+    init.add_argument("--cluster", default="dev", metavar="NAME", help="default dev")
+    init.add_argument("--ttl", type=duration_s, default=CA_LIFE_S, metavar="TIME", help="365d")
+    init.set_defaults(work=_init)
+    issue = commands.add_parser("issue", help="write ROLE-NAME.pem and ROLE-NAME.key")
+    issue.add_argument("role", choices=[role.value for role in Role])
+    issue.add_argument("name", metavar="NAME", help="a node's, a gateway's; a trainer's is its job")
+    issue.add_argument(
+        "--host",
+        action="append",
+        default=[],
+        metavar="HOST",
+        help="name or address under which HTTP clients reach it (default: this machine)",
+    )
+    issue.add_argument("--ttl", type=duration_s, default=LIFE_S, metavar="TIME", help="30d")
+    issue.set_defaults(work=_issue)
+    show = commands.add_parser("show", help="say whose certificates these are, and until when")
+    show.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    show.set_defaults(work=_show)
+    for command in (init, issue):
+        command.add_argument(
+            "--dir", type=Path, default=DEFAULT_DIR, metavar="DIR", help=f"default {DEFAULT_DIR}"
+        )
+    args = parser.parse_args(argv)
+    return int(args.work(args))
+
+
+def _init(args: argparse.Namespace) -> int:
+    ca = DevelopmentCa.make(args.dir, args.cluster, args.ttl)
+    return _say(f"{ca.file}: the CA of cluster {args.cluster}; keep {args.dir}/ca.key to yourself")
+
+
+def _issue(args: argparse.Namespace) -> int:
+    ca = DevelopmentCa.open(args.dir)
+    issued = ca.issue(Role(args.role), args.name, args.host or LOOPBACK, args.ttl)
+    return _say(
+        f"{issued.identity.uri} for {_span(args.ttl)}; start it with --ca {ca.file}"
+        f" --certificate {issued.certificate} --key {issued.key}"
+    )
+
+
+def _show(args: argparse.Namespace) -> int:
+    now = datetime.datetime.now(datetime.UTC)
+    expired = False
+    for path in args.files:
+        leaf = leaf_of(path)
+        try:
+            whose = identity_of(leaf).uri
+        except ConfigError:
+            whose = f"no identity, {leaf.subject.rfc4514_string()}"
+        left_s = (leaf.not_valid_after_utc - now).total_seconds()
+        expired |= left_s <= 0
+        until = f"{leaf.not_valid_after_utc:%Y-%m-%d %H:%M} UTC"
+        when = f"until {until}, {_span(left_s)} from now" if left_s > 0 else f"EXPIRED on {until}"
+        _say(f"{path}: {whose}; {when}; issued by {leaf.issuer.rfc4514_string()}")
+    return 1 if expired else 0
+
+
+def _span(seconds: float) -> str:
+    for unit in "dhm":
+        if seconds >= _UNITS_S[unit]:
+            return f"{seconds / _UNITS_S[unit]:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _say(line: str) -> int:
+    sys.stdout.write(line + "\n")
+    return 0

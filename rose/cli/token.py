@@ -1,0 +1,69 @@
+"""`rose token key|issue`: the operator's signing key, and tokens of one job for gateways.
+
+A token is a secret: it is printed to standard output, or written to a file of mode 0600, and never
+passed as an argument, which every user of the machine could read.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rose.cli.certs import duration_s
+from rose.cli.main import Parser
+from rose.errors import ConfigError
+from rose.security.callers import TRAINER
+from rose.security.development_ca import write_private
+from rose.security.tokens import AUDIENCE, LIFE_S, issue
+from weight_transfer import SigningKey, WeightError
+
+DEFAULT_KEY = Path("token.key")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb. Raises RoseError with one line."""
+    parser = Parser(prog="rose token", description="Make keys and tokens for callers of gateways.")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    key = commands.add_parser("key", help="make a signing key, and FILE.pub for --token-keys")
+    key.add_argument("--out", type=Path, default=DEFAULT_KEY, metavar="FILE", help="token.key")
+    key.set_defaults(work=_key)
+    made = commands.add_parser("issue", help="sign a token of one job")
+    made.add_argument("--job", required=True, metavar="JOB")
+    made.add_argument("--ttl", type=duration_s, default=LIFE_S, metavar="TIME", help="1h; 24h most")
+    made.add_argument(
+        "--subject", default=TRAINER, metavar="NAME", help="whose turns are its own (trainer)"
+    )
+    made.add_argument("--audience", default=AUDIENCE, metavar="NAME", help=AUDIENCE)
+    made.add_argument("--key", type=Path, default=DEFAULT_KEY, metavar="FILE", help="token.key")
+    made.add_argument("--out", type=Path, metavar="FILE", help="replaced whole; else printed")
+    made.set_defaults(work=_issue)
+    args = parser.parse_args(argv)
+    return int(args.work(args))
+
+
+def _key(args: argparse.Namespace) -> int:
+    key, public = SigningKey.generate(), args.out.with_name(args.out.name + ".pub")
+    try:
+        key.save(args.out)
+    except FileExistsError as error:
+        raise ConfigError(f"{args.out} exists; give another --out, or remove it") from error
+    except OSError as error:
+        raise ConfigError(f"{args.out} cannot be written ({error.strerror})") from error
+    write_private(public, f"{key.verify_key.hex}\n".encode())
+    sys.stdout.write(f"{args.out}: keep it; gateways take --token-keys {public}\n")
+    return 0
+
+
+def _issue(args: argparse.Namespace) -> int:
+    try:
+        key = SigningKey.load(args.key)
+    except (OSError, UnicodeDecodeError, WeightError) as error:
+        raise ConfigError(
+            f"{args.key} is no signing key that can be read; make one: rose token key"
+        ) from error
+    token = issue(key, args.job, args.subject, args.audience, args.ttl)
+    if args.out is None:
+        sys.stdout.write(token + "\n")
+    else:
+        write_private(args.out, f"{token}\n".encode())
+    return 0

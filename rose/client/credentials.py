@@ -1,0 +1,92 @@
+"""Credentials of a trainer towards gateways: a token in a file, a CA, a certificate of its own.
+
+All are paths, so that clients travel between processes; files are read again when they change.
+"""
+
+import ssl
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import aiohttp
+from yarl import URL
+
+from rose.addresses import is_loopback
+from rose.errors import ConfigError
+from rose.security.certificates import CertificateFiles
+from rose.security.tokens import TokenFile
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayCredentials:
+    """token_file: of `rose token issue --out`. ca: of gateways that speak TLS, PEM.
+
+    certificate, key: the trainer's own, with or instead of a token; both or none.
+    """
+
+    token_file: Path | None = None
+    ca: Path | None = None
+    certificate: Path | None = None
+    key: Path | None = None
+
+    def __post_init__(self) -> None:
+        if (self.certificate is None) != (self.key is None):
+            raise ConfigError("TLS needs `ca`, `certificate` and `key`; give all three or none")
+        if self.certificate is not None and self.ca is None:
+            raise ConfigError("`certificate` needs the gateways' `ca`")
+
+    def check(self, url: str) -> None:
+        """Raise ConfigError for an address at which whoever listens would learn the token."""
+        place = urlsplit(url)
+        if self.token_file and place.scheme == "http" and not is_loopback(place.hostname or ""):
+            raise ConfigError(
+                f"{url!r:.80} would get the token in the clear; give https://, and the gateways' ca"
+            )
+
+    def session(
+        self, urls: Iterable[str], limit: int, timeout: aiohttp.ClientTimeout
+    ) -> aiohttp.ClientSession:
+        """Connections that show the gateways `urls` what they ask for. ConfigError."""
+        shown = Shown(self, frozenset(URL(url).origin() for url in urls))
+        connector = aiohttp.TCPConnector(
+            limit=limit, keepalive_timeout=120.0, ssl=shown.context or True
+        )
+        return aiohttp.ClientSession(
+            connector=connector, timeout=timeout, middlewares=(shown.prove,)
+        )
+
+
+class Shown:
+    """What one session shows: the newest of each file."""
+
+    def __init__(self, credentials: GatewayCredentials, origins: frozenset[URL]) -> None:
+        """Raises ConfigError for files that cannot be used."""
+        self._origins = origins
+        own = credentials
+        self._token = TokenFile(own.token_file) if own.token_file else None
+        self._files: CertificateFiles | None = None
+        self.context: ssl.SSLContext | None = None
+        if own.ca and own.certificate and own.key:
+            self._files = CertificateFiles(own.ca, own.certificate, own.key)
+            self._material = self._files.material()
+            self.context = self._files.client_context()
+        elif own.ca:
+            try:
+                self.context = ssl.create_default_context(cafile=str(own.ca))
+            except (OSError, ssl.SSLError) as error:
+                raise ConfigError(f"{own.ca} cannot be used for TLS: {error}") from error
+
+    async def prove(
+        self, request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
+    ) -> aiohttp.ClientResponse:
+        """A middleware: the newest token and certificate with each request."""
+        if self._files and self.context:
+            self._material = self._files.refresh(self.context, self._material)
+        # Not after a redirect to somebody else.
+        if self._token and request.url.origin() in self._origins:
+            request.headers["Authorization"] = f"Bearer {self._token.token()}"
+        return await handler(request)
+
+
+NOTHING_SHOWN = GatewayCredentials()

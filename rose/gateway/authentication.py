@@ -1,0 +1,147 @@
+"""Authentication of a gateway's callers, by certificate or token; names and jobs are held to it.
+
+open routes                     ──► anybody
+neither certificates nor tokens ──► ANYBODY (loopback, or a network that the operator fenced)
+a token     ──► its job and subject; a trainer's certificate beside it must be of the same job
+a certificate alone ──► trainer: its job; operator: any job; other roles: 403
+nothing     ──► 401
+"""
+
+import ssl
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from typing import Final
+
+from aiohttp import web
+
+from rose.errors import ConfigError
+from rose.gateway.errors import Forbidden, Unauthorized
+from rose.gateway.turns.request import TurnRequest
+from rose.security.callers import ANYBODY, TRAINER, Caller, ForeignJobError
+from rose.security.certificates import EXPIRED, CertificateFiles, Peer
+from rose.security.roles import HTTP_CALLERS, Identity, Role
+from rose.security.tokens import TokenRefusedError, TokenVerifier
+
+OPEN_ROUTES: Final = frozenset({"/health", "/metrics"})
+"""Asked by probes and scrapers, which have nothing to show; they tell of no turn."""
+
+CALLER: Final = web.RequestKey("rose.caller", Caller)
+MINUTE_S = 60.0
+MOST_A_MINUTE = 60
+
+
+class Authenticator:
+    """Says who calls. `clock`: Unix seconds; `say`: told of refusals, as many as are read."""
+
+    def __init__(
+        self,
+        certificates: CertificateFiles | None,
+        tokens: TokenVerifier | None,
+        clock: Callable[[], float],
+        say: Callable[..., None],
+    ) -> None:
+        self._cluster = certificates.identity.cluster if certificates else ""
+        self._tokens = tokens
+        self._asks = bool(certificates or tokens)
+        self._clock = clock
+        self._say = say
+        self._minute_s = 0.0
+        self._said = 0
+
+    def admit(self, http: web.BaseRequest) -> None:
+        """Note whose request it is. Raises Unauthorized or Forbidden."""
+        if not self._asks or http.path in OPEN_ROUTES:
+            return
+        try:
+            http[CALLER] = self._caller(http)
+        except (Unauthorized, Forbidden) as error:
+            self._complain(http, str(error))
+            raise
+
+    def _caller(self, http: web.BaseRequest) -> Caller:
+        peer = self._peer(http)
+        bearer = http.headers.getall("Authorization", [])
+        if not bearer:
+            return self._by_certificate(peer)
+        scheme, _, token = bearer[0].partition(" ")
+        if len(bearer) > 1 or scheme.lower() != "bearer":
+            raise Unauthorized("Authorization: send one header, Bearer TOKEN")
+        if self._tokens is None:
+            raise Unauthorized("this gateway takes no tokens: show a certificate instead")
+        try:
+            caller = self._tokens.caller(token.strip())
+        except TokenRefusedError as error:
+            raise Unauthorized(str(error)) from error
+        if peer and peer.identity.role is Role.TRAINER and peer.identity.name != caller.job:
+            raise Forbidden(
+                f"the token is of job {caller.job!r} and the certificate of {peer.identity}: a"
+                " token is shown by its own job"
+            )
+        return caller
+
+    def _by_certificate(self, peer: Peer | None) -> Caller:
+        if peer is None:
+            raise Unauthorized("say who you are: Authorization: Bearer TOKEN, or a certificate")
+        who = peer.identity
+        if who.role not in HTTP_CALLERS:
+            roles = " or ".join(sorted(HTTP_CALLERS))
+            raise Forbidden(f"{who} may not use a gateway; {roles} may: use such a certificate")
+        if who.role is Role.TRAINER:
+            return Caller(who.name, TRAINER)
+        return Caller(None, f"{who.role}/{who.name}")
+
+    def _peer(self, http: web.BaseRequest) -> Peer | None:
+        """Who showed a certificate, which TLS has proved when the connection was made."""
+        transport = http.transport
+        shown = transport.get_extra_info("peercert") if transport else None
+        if not shown:
+            return None
+        names: tuple[tuple[str, str], ...] = shown.get("subjectAltName", ())
+        try:
+            peer = _peer_of(names, shown["notAfter"])
+        except ConfigError as error:
+            raise Unauthorized(str(error)) from error
+        if peer.not_after_s <= self._clock():
+            raise Unauthorized(EXPIRED.format(peer.identity))
+        if peer.identity.cluster != self._cluster:
+            raise Forbidden(
+                f"{peer.identity} is of cluster {peer.identity.cluster}; this is {self._cluster}"
+            )
+        return peer
+
+    def _complain(self, http: web.BaseRequest, reason: str) -> None:
+        now_s = self._clock()
+        if not 0 <= now_s - self._minute_s < MINUTE_S:
+            self._minute_s, self._said = now_s, 0
+        self._said += 1
+        if self._said <= MOST_A_MINUTE:
+            path = http.path.encode("utf-8", "replace").decode()[:200]
+            self._say("caller_refused", caller=str(http.remote), path=path, reason=reason)
+
+
+@lru_cache(maxsize=1_024)
+def _peer_of(names: tuple[tuple[str, str], ...], not_after: str) -> Peer:
+    identity = Identity.of_uris(name for kind, name in names if kind == "URI")
+    return Peer(identity, ssl.cert_time_to_seconds(not_after))
+
+
+def caller_of(http: web.BaseRequest) -> Caller:
+    """Whose request it is, after `admit`."""
+    found: Caller = http.get(CALLER, ANYBODY)
+    return found
+
+
+def held_to(caller: Caller, turn: TurnRequest) -> None:
+    """Give a turn its caller's job and scope. Raises Forbidden for another job's."""
+    if caller is ANYBODY:
+        return
+    turn.origin = replace(turn.origin, job=job_of(caller, turn.origin.job), scope=caller.scope)
+
+
+def job_of(caller: Caller, asked: str) -> str:
+    """The job of a request that names this one, or none (""). Raises Forbidden."""
+    try:
+        return caller.job_for(asked)
+    except ForeignJobError as error:
+        raise Forbidden(str(error), "job") from error

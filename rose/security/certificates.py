@@ -1,0 +1,334 @@
+"""Certificate files: read once, read again when they change, handed to gRPC, asyncio and aiohttp.
+
+    files (cert-manager, SPIRE's helper, `rose certs`) ── changed? ──► material ──► new handshakes
+                                                  └── does not fit: the old one stays, `trouble`
+
+Connections that live keep what they were made with, up to the end of the peer's certificate; so a
+rotation needs no restart on either side, and a half-written one disturbs nobody.
+"""
+
+import argparse
+import ssl
+import threading
+import time
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import grpc
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    PublicFormat,
+    load_pem_private_key,
+)
+
+from rose.errors import ConfigError
+from rose.security.roles import Identity, Role, server_name
+
+EXPIRED = "the certificate of {} has expired; connect again with a newer one"
+MAX_PEM_BYTES = 1 << 20
+WARN_BEFORE_S = 24 * 3_600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """The other side of a connection, as its certificate names it; `not_after_s` is Unix time."""
+
+    identity: Identity
+    not_after_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Material:
+    """What the files held when they were read last: PEM bytes, and what they say."""
+
+    ca: bytes
+    certificate: bytes
+    key: bytes
+    leaf: x509.Certificate
+
+    @property
+    def not_after_s(self) -> float:
+        """Unix time at which the certificate is over."""
+        return self.leaf.not_valid_after_utc.timestamp()
+
+    def identity(self) -> Identity:
+        """Its owner. Raises ConfigError for a certificate without an identity."""
+        return identity_of(self.leaf)
+
+
+class CertificateFiles:
+    """A CA's file, a certificate and its key, all PEM; any thread may use it."""
+
+    def __init__(self, ca: Path, certificate: Path, key: Path) -> None:
+        """Raises ConfigError for files that cannot be used."""
+        self._paths = ca, certificate, key
+        self._lock = threading.Lock()
+        self._trouble = ""
+        self._seen = self._stamps()
+        self._material = self._read()
+        self._contexts: dict[bool, tuple[Material, ssl.SSLContext]] = {}
+
+    def material(self) -> Material:
+        """What the files hold now, or held before something unusable was put there."""
+        with self._lock:
+            try:
+                stamps = self._stamps()
+                if stamps != self._seen:
+                    self._material = self._read()
+                    self._seen = stamps
+                self._trouble = ""
+            except ConfigError as error:
+                # Certificate and key are replaced one after the other: looked at again next time.
+                self._trouble = str(error)
+            return self._material
+
+    @property
+    def paths(self) -> tuple[Path, Path, Path]:
+        """CA, certificate, key."""
+        return self._paths
+
+    @property
+    def identity(self) -> Identity:
+        """The owner. Raises ConfigError for a certificate without an identity."""
+        return self.material().identity()
+
+    def insist(self, *roles: Role) -> Identity:
+        """The owner, who must be of one of these roles. Raises ConfigError."""
+        own = self.identity
+        if own.role not in roles:
+            raise ConfigError(
+                f"{self._paths[1]} is the certificate of {own}; give one of role"
+                f" {' or '.join(roles)}: rose certs issue {roles[0]} NAME"
+            )
+        return own
+
+    def troubles(self) -> list[str]:
+        """What an operator should mend, a line each."""
+        material = self.material()
+        lines = [f"certificates: {self._trouble}"] if self._trouble else []
+        left_s = material.not_after_s - time.time()
+        if left_s <= 0:
+            lines.append(f"{self._paths[1]} has expired; issue another one")
+        elif left_s < min(WARN_BEFORE_S, _life_s(material.leaf) / 4):
+            lines.append(f"{self._paths[1]} expires in {left_s / 60:.0f} min; renew it")
+        return lines
+
+    # ---- gRPC ----
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """Of a client's new channel; a channel keeps what it was made with."""
+        now = self.material()
+        return grpc.ssl_channel_credentials(now.ca, now.key, now.certificate)
+
+    def channel_options(self, role: Role) -> tuple[tuple[str, str], ...]:
+        """Options by which a channel accepts servers of that role, in this cluster, and no other.
+
+        Raises ConfigError for a certificate without an identity.
+        """
+        return (("grpc.ssl_target_name_override", server_name(role, self.identity.cluster)),)
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """Of a server that asks each caller for a certificate; new handshakes use the newest."""
+
+        def newest() -> grpc.ServerCertificateConfiguration:
+            return _configuration(self.material())
+
+        return grpc.dynamic_ssl_server_credentials(
+            newest(), newest, require_client_authentication=True
+        )
+
+    # ---- HTTP ----
+
+    def server_context(self, *, everybody: bool = False) -> ssl.SSLContext:
+        """For a server; each handshake is made with the newest files. ConfigError.
+
+        everybody: callers without a certificate come in too, and prove themselves otherwise.
+        """
+        first = self._context(everybody)
+
+        def choose(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+            # Asked in each handshake, whether its client sends a server's name or none.
+            connection.context = self._context(everybody)
+
+        front = self._new_context(ssl.Purpose.CLIENT_AUTH)
+        front.verify_mode = first.verify_mode
+        front.sni_callback = choose
+        return front
+
+    def client_context(self) -> ssl.SSLContext:
+        """For a client, which checks the server's name and certificate. ConfigError.
+
+        `refresh` it before a connection is made.
+        """
+        context = self._new_context(ssl.Purpose.SERVER_AUTH)
+        context.check_hostname = True
+        return context
+
+    def refresh(self, context: ssl.SSLContext, shown: Material) -> Material:
+        """Put what is newer than `shown` into a client's context; returns what it shows now."""
+        now = self.material()
+        if now is shown:
+            return shown
+        try:
+            self._load(context)
+        except ConfigError:
+            return shown  # replaced once more, just now
+        return now
+
+    def _context(self, everybody: bool) -> ssl.SSLContext:
+        now = self.material()
+        kept = self._contexts.get(everybody)
+        if kept is not None and kept[0] is now:
+            return kept[1]
+        try:
+            context = self._new_context(ssl.Purpose.CLIENT_AUTH)
+        except ConfigError:
+            # Replaced once more, just now: the next handshake looks again.
+            if kept is None:
+                raise
+            return kept[1]
+        context.verify_mode = ssl.CERT_OPTIONAL if everybody else ssl.CERT_REQUIRED
+        self._contexts[everybody] = now, context
+        return context
+
+    def _new_context(self, purpose: ssl.Purpose) -> ssl.SSLContext:
+        # Not the system's authorities: a cluster's own one vouches for its members.
+        protocol = (
+            ssl.PROTOCOL_TLS_SERVER
+            if purpose is ssl.Purpose.CLIENT_AUTH
+            else ssl.PROTOCOL_TLS_CLIENT
+        )
+        context = ssl.SSLContext(protocol)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        self._load(context)
+        return context
+
+    def _load(self, context: ssl.SSLContext) -> None:
+        ca, certificate, key = self._paths
+        try:
+            context.load_verify_locations(cafile=str(ca))
+            context.load_cert_chain(certificate, key)
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(
+                f"{ca}, {certificate} and {key} cannot be used for TLS: {error}"
+            ) from error
+
+    # ---- files ----
+
+    def _stamps(self) -> tuple[tuple[int, int, int], ...]:
+        return tuple(_stamp(path) for path in self._paths)
+
+    def _read(self) -> Material:
+        ca, certificate, key = self._paths
+        found = Material(
+            _bytes_of(ca), _bytes_of(certificate), _bytes_of(key), leaf_of(certificate)
+        )
+        try:
+            x509.load_pem_x509_certificates(found.ca)
+            private = load_pem_private_key(found.key, None)
+        except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+            # The reason may hold bytes of the key.
+            raise ConfigError(
+                f"{ca}, {certificate} and {key} cannot be used for TLS: CA or key is no PEM"
+                " that is read without a password"
+            ) from error
+        form = Encoding.DER, PublicFormat.SubjectPublicKeyInfo
+        if private.public_key().public_bytes(*form) != found.leaf.public_key().public_bytes(*form):
+            raise ConfigError(
+                f"{ca}, {certificate} and {key} cannot be used for TLS: the key is not the"
+                " certificate's"
+            )
+        if found.not_after_s <= time.time():
+            raise ConfigError(
+                f"{certificate} expired on {found.leaf.not_valid_after_utc:%Y-%m-%d %H:%M} UTC;"
+                " issue another one"
+            )
+        return found
+
+
+def identity_of(certificate: x509.Certificate) -> Identity:
+    """The identity in a certificate. Raises ConfigError where there is none."""
+    try:
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        uris = names.get_values_for_type(x509.UniformResourceIdentifier)
+    except (x509.ExtensionNotFound, ValueError):
+        uris = []
+    return Identity.of_uris(uris)
+
+
+@lru_cache(maxsize=4_096)
+def peer_of(pem: bytes) -> Peer:
+    """The owner of a certificate that a handshake has proved. Raises ConfigError."""
+    try:
+        leaf = x509.load_pem_x509_certificate(pem)
+    except ValueError as error:
+        raise ConfigError("the certificate cannot be read") from error
+    return Peer(identity_of(leaf), leaf.not_valid_after_utc.timestamp())
+
+
+def leaf_of(path: Path) -> x509.Certificate:
+    """The first certificate of a file. Raises ConfigError."""
+    try:
+        return x509.load_pem_x509_certificates(_bytes_of(path))[0]
+    except ValueError as error:
+        raise ConfigError(f"{path} cannot be used for TLS: it holds no certificate") from error
+
+
+def _configuration(now: Material) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(now.key, now.certificate)], now.ca)
+
+
+def _life_s(leaf: x509.Certificate) -> float:
+    return (leaf.not_valid_after_utc - leaf.not_valid_before_utc).total_seconds()
+
+
+def _stamp(path: Path) -> tuple[int, int, int]:
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise ConfigError(f"TLS file {path} is missing ({error.strerror})") from error
+    return found.st_mtime_ns, found.st_ino, found.st_size
+
+
+def _bytes_of(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_PEM_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"TLS file {path} is missing ({error.strerror})") from error
+    if len(data) > MAX_PEM_BYTES:
+        raise ConfigError(f"TLS file {path} is longer than {MAX_PEM_BYTES} bytes; give a PEM file")
+    return data
+
+
+# ---- command lines ----
+
+PATHS = ("ca", "certificate", "key")
+
+
+def files_of(
+    ca: Path | None, certificate: Path | None, key: Path | None
+) -> CertificateFiles | None:
+    """The files where they are given, all three or none. Raises ConfigError."""
+    if ca is None and certificate is None and key is None:
+        return None
+    if ca is None or certificate is None or key is None:
+        raise ConfigError("TLS needs `ca`, `certificate` and `key`; give all three or none")
+    return CertificateFiles(ca, certificate, key)
+
+
+def add_certificate_options(parser: argparse.ArgumentParser) -> None:
+    """Options for a process that proves who it is; read them with `taken_certificates`."""
+    group = parser.add_argument_group("certificates", "all three, PEM; read again when they change")
+    group.add_argument("--ca", type=Path, metavar="FILE", help="who vouches for the others")
+    group.add_argument("--certificate", type=Path, metavar="FILE", help="this process's own")
+    group.add_argument("--key", type=Path, metavar="FILE", help="its private key")
+
+
+def taken_certificates(options: dict[str, Any]) -> CertificateFiles | None:
+    """The files of parsed options, which are taken out. Raises ConfigError."""
+    return files_of(*(options.pop(name) for name in PATHS))

@@ -1,0 +1,221 @@
+"""Access check of a gRPC server: each call against the table `RPCS`, by the caller's certificate.
+
+    handshake: of our CA, not expired ──► identity, of this cluster ──► role may call the method
+        ──► each request speaks for its caller only ──► the service
+    a stream ends with its caller's certificate: whoever has a newer one comes back with it
+
+Refused calls reach no service, so they change nothing; each is told to `on_refused` with a reason.
+"""
+
+import asyncio
+import contextlib
+import inspect
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Protocol, cast
+
+import grpc
+import grpc.aio
+from typing_extensions import override
+
+from rose.errors import ConfigError, RoseError
+from rose.security.certificates import EXPIRED, Peer, peer_of
+from rose.security.roles import RPCS, Leave, Rules
+
+OnRefused = Callable[[str, str, str], None]
+"""Told (who, method, reason)."""
+
+Context = grpc.aio.ServicerContext
+Handler = Callable[[Any, "Context[Any, Any]"], Any]
+FIRST_S = 1.0
+_CERTIFICATE = "x509_pem_cert"
+
+
+class _Handler(Protocol):
+    """What a service registers for a method; of the four the one that its streams say."""
+
+    request_streaming: bool
+    response_streaming: bool
+    request_deserializer: Any
+    response_serializer: Any
+    unary_unary: Any
+    unary_stream: Any
+    stream_unary: Any
+    stream_stream: Any
+
+
+class RefusedPeerError(RoseError):
+    """A caller may not do this; `code` is what it is told beside the line."""
+
+    def __init__(self, code: grpc.StatusCode, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # in stubs only
+    """Checks all calls of one server, whose callers all have shown certificates of its CA."""
+
+    def __init__(
+        self,
+        cluster: str,
+        on_refused: OnRefused,
+        rpcs: "dict[str, Rules] | None" = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """cluster: the server's own; a CA may vouch for several. clock: Unix seconds."""
+        self._cluster = cluster
+        self._on_refused = on_refused
+        self._rpcs = RPCS if rpcs is None else rpcs
+        self._clock = clock
+
+    @override
+    async def intercept_service(
+        self,
+        continuation: Callable[
+            [grpc.HandlerCallDetails], Awaitable["grpc.RpcMethodHandler[Any, Any]"]
+        ],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> "grpc.RpcMethodHandler[Any, Any]":
+        """Wrap the handler: only there the caller's certificate is known."""
+        handler = await continuation(handler_call_details)
+        return handler and self._checked(
+            handler_call_details.method.rpartition("/")[2], cast(Any, handler)
+        )
+
+    def _checked(self, method: str, handler: _Handler) -> "grpc.RpcMethodHandler[Any, Any]":
+        coders = handler.request_deserializer, handler.response_serializer
+        if handler.request_streaming and handler.response_streaming:
+            both = self._stream(method, handler.stream_stream, streams_in=True)
+            return grpc.stream_stream_rpc_method_handler(both, *coders)
+        if handler.request_streaming:
+            taking = self._stream(method, handler.stream_unary, streams_in=True)
+            return grpc.stream_unary_rpc_method_handler(taking, *coders)
+        if handler.response_streaming:
+            giving = self._stream(method, handler.unary_stream, streams_in=False)
+            return grpc.unary_stream_rpc_method_handler(giving, *coders)
+        return grpc.unary_unary_rpc_method_handler(
+            self._unary(method, handler.unary_unary), *coders
+        )
+
+    def _unary(self, method: str, call: Handler) -> Handler:
+        async def checked(request: object, context: "Context[Any, Any]") -> object:
+            try:
+                peer, leave = self._admitted(method, context)
+                _check(peer, leave, method, request)
+            except RefusedPeerError as error:
+                await self._refuse(method, context, error)
+            return await call(request, context)
+
+        return checked
+
+    def _stream(self, method: str, call: Handler, *, streams_in: bool) -> Handler:
+        async def checked(given: object, context: "Context[Any, Any]") -> object:
+            try:
+                try:
+                    peer, leave = self._admitted(method, context)
+                except RefusedPeerError:
+                    if streams_in:
+                        await _first_of(cast(AsyncIterator[object], given))
+                    raise
+                if streams_in:
+                    given = _each_checked(peer, leave, method, cast(AsyncIterator[object], given))
+                else:
+                    _check(peer, leave, method, given)
+                async with asyncio.timeout(peer.not_after_s - self._clock()) as life:
+                    return await _called(call, given, context)
+            except RefusedPeerError as error:
+                await self._refuse(method, context, error)
+            except TimeoutError:
+                if not life.expired():
+                    raise
+                expired = RefusedPeerError(
+                    grpc.StatusCode.UNAUTHENTICATED, EXPIRED.format(peer.identity)
+                )
+                await self._refuse(method, context, expired)
+            return None
+
+        return checked
+
+    def _admitted(self, method: str, context: "Context[Any, Any]") -> tuple[Peer, Leave]:
+        """The caller, and what it may do. Raises RefusedPeerError."""
+        peer = _peer(context)
+        who = peer.identity
+        if peer.not_after_s <= self._clock():
+            # The connection is older than that: TLS lets nobody in who comes with one.
+            raise RefusedPeerError(grpc.StatusCode.UNAUTHENTICATED, EXPIRED.format(who))
+        if who.cluster != self._cluster:
+            raise RefusedPeerError(
+                grpc.StatusCode.PERMISSION_DENIED,
+                f"{who} is of cluster {who.cluster}; this is {self._cluster}",
+            )
+        rules = self._rpcs.get(method, {})
+        leave = rules.get(who.role)
+        if leave is None:
+            allowed = " or ".join(rules) or "nobody"
+            raise RefusedPeerError(
+                grpc.StatusCode.PERMISSION_DENIED,
+                f"{who} may not call {method}; {allowed} may: use such a certificate",
+            )
+        return peer, leave
+
+    async def _refuse(
+        self, method: str, context: "Context[Any, Any]", error: RefusedPeerError
+    ) -> None:
+        self._on_refused(_named(context), method, str(error))
+        await context.abort(error.code, str(error))
+
+
+async def _called(call: Handler, given: object, context: "Context[Any, Any]") -> object:
+    """Run a handler of either kind: a coroutine, or a generator of what is sent."""
+    result = call(given, context)
+    if inspect.isasyncgen(result):
+        async for message in result:
+            await context.write(message)
+        return None
+    return await result
+
+
+def _check(peer: Peer, leave: Leave, method: str, request: object) -> None:
+    """Raises RefusedPeerError for a request in another's name."""
+    if not leave.permits(peer.identity.name, request):
+        said = str(getattr(request, leave.field))[:80]
+        raise RefusedPeerError(
+            grpc.StatusCode.PERMISSION_DENIED,
+            f"{peer.identity} may not call {method} with {leave.field} {said!r}: only with"
+            f" {leave.own}",
+        )
+
+
+async def _each_checked(
+    peer: Peer, leave: Leave, method: str, requests: AsyncIterator[object]
+) -> AsyncIterator[object]:
+    async for request in requests:
+        _check(peer, leave, method, request)
+        yield request
+
+
+async def _first_of(requests: AsyncIterator[object]) -> None:
+    """Let a caller finish its first message: one whose write breaks off is told no reason."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(FIRST_S):
+            await anext(aiter(requests), None)
+
+
+def _peer(context: "Context[Any, Any]") -> Peer:
+    certificates = context.auth_context().get(_CERTIFICATE) or ()
+    if not certificates:
+        raise RefusedPeerError(
+            grpc.StatusCode.UNAUTHENTICATED, "no certificate was shown; connect with one"
+        )
+    try:
+        return peer_of(bytes(next(iter(certificates))))
+    except ConfigError as error:
+        raise RefusedPeerError(grpc.StatusCode.UNAUTHENTICATED, str(error)) from error
+
+
+def _named(context: "Context[Any, Any]") -> str:
+    try:
+        return str(_peer(context).identity)
+    except RefusedPeerError:
+        # Without its port, which is another one each time.
+        return str(context.peer()).rpartition(":")[0][:40]

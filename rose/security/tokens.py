@@ -1,0 +1,243 @@
+"""Job tokens: short-lived bearers of one job, signed by an operator's Ed25519 key.
+
+    rose1.PAYLOAD.SIGNATURE, both base64url without padding
+    PAYLOAD    JSON: job, sub (subject), aud (audience), iat and exp (Unix seconds), jti
+    SIGNATURE  Ed25519 of "rose/token/1\\n" and the payload as it is sent
+
+The signature is checked over the bytes that came, before anything reads them. A token is not taken
+back: it lives for a day at most, an hour where nothing else is said, and its file is replaced.
+"""
+
+import base64
+import binascii
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from rose.errors import ConfigError, RefusedError, decoded
+from rose.security.callers import TRAINER, Caller
+from weight_transfer import SigningKey, VerifyKey, WeightError
+
+PREFIX: Final = "rose1"
+AUDIENCE: Final = "rose"
+LIFE_S: Final = 3_600.0
+MAX_LIFE_S: Final = 86_400.0
+# Clocks of a cluster differ.
+LEEWAY_S: Final = 5.0
+MAX_TOKEN_CHARS: Final = 2_048
+MAX_NAME_CHARS: Final = 253
+MAX_KEYS: Final = 8
+MAX_FILE_BYTES = 16 << 10
+REMEMBERED = 1_024
+_DOMAIN: Final = b"rose/token/1\n"
+
+
+class TokenRefusedError(RefusedError):
+    """A token is none of these gateways', or of this time."""
+
+
+class Claims(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a token says. Times are Unix seconds."""
+
+    job: str
+    sub: str
+    aud: str
+    iat: int
+    exp: int
+    jti: str
+
+
+_CLAIMS = msgspec.json.Decoder(Claims)
+
+
+def issue(
+    key: SigningKey,
+    job: str,
+    subject: str = TRAINER,
+    audience: str = AUDIENCE,
+    life_s: float = LIFE_S,
+    now_s: float | None = None,
+) -> str:
+    """Make a token. Raises ConfigError for names and times that no gateway takes."""
+    for name, whose in ((job, "job"), (subject, "subject"), (audience, "audience")):
+        if not _is_name(name):
+            raise ConfigError(
+                f"{whose} {name[:40]!r} is no name; give 1 to {MAX_NAME_CHARS} printable characters"
+            )
+    if not 1 <= life_s <= MAX_LIFE_S:
+        raise ConfigError(
+            f"a token lives for 1 s to {MAX_LIFE_S / 3_600:.0f} h: it cannot be taken back"
+        )
+    begins = int(time.time() if now_s is None else now_s)
+    claims = Claims(job, subject, audience, begins, begins + int(life_s), secrets.token_hex(8))
+    payload = msgspec.json.encode(claims)
+    token = f"{PREFIX}.{_text(payload)}.{_text(key.sign(_DOMAIN + payload))}"
+    if len(token) > MAX_TOKEN_CHARS:
+        raise ConfigError("job, subject and audience are too long for one token; give shorter ones")
+    return token
+
+
+class TokenVerifier:
+    """Verifies tokens for one audience by the public keys of a file, a line of hex for each.
+
+    The file is read again when it changes: with two keys in it the old one can be retired.
+    """
+
+    def __init__(
+        self, keys: Path, audience: str = AUDIENCE, clock: Callable[[], float] = time.time
+    ) -> None:
+        """Raises ConfigError for a file that holds no keys."""
+        self._file = keys
+        self._audience = audience
+        self._clock = clock
+        self._stamp = _stamp_of(keys)
+        self._keys = _keys_of(keys)
+        self._known: dict[str, Claims] = {}
+
+    def caller(self, token: str) -> Caller:
+        """Whose token it is. Raises TokenRefusedError with a line that quotes none of it."""
+        claims = self._signed(token)
+        now_s = self._clock()
+        if claims.aud != self._audience:
+            raise TokenRefusedError(
+                f"the token is for {claims.aud[:80]!r}, not for {self._audience!r}: issue one with"
+                f" --audience {self._audience}"
+            )
+        if not 0 < claims.exp - claims.iat <= MAX_LIFE_S:
+            raise TokenRefusedError("the token lives too long: issue one of a day at most")
+        if now_s < claims.iat - LEEWAY_S:
+            raise TokenRefusedError("the token is not valid yet: are the clocks right?")
+        if now_s >= claims.exp + LEEWAY_S:
+            raise TokenRefusedError(
+                f"the token expired {now_s - claims.exp:.0f} s ago: put a newer one in its file"
+            )
+        return Caller(claims.job, claims.sub)
+
+    def _signed(self, token: str) -> Claims:
+        """Its claims, if one of the keys signed them."""
+        self._reload()
+        known = self._known.get(token)
+        if known is not None:
+            return known
+        claims = _claims_of(token, self._keys)
+        if len(self._known) >= REMEMBERED:
+            self._known.clear()
+        self._known[token] = claims
+        return claims
+
+    def _reload(self) -> None:
+        try:
+            stamp = _stamp_of(self._file)
+            if stamp == self._stamp:
+                return
+            self._keys = _keys_of(self._file)
+        except ConfigError:
+            return  # the old keys stay until there are usable ones
+        self._stamp = stamp
+        self._known.clear()
+
+
+class TokenFile:
+    """A token in a file that somebody else keeps fresh; read again when it changes."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ConfigError for a file without a token."""
+        self._path = path
+        self._stamp = _stamp_of(path)
+        self._token = _token_of(path)
+
+    def token(self) -> str:
+        """The newest one."""
+        try:
+            stamp = _stamp_of(self._path)
+            if stamp != self._stamp:
+                self._token = _token_of(self._path)
+                self._stamp = stamp
+        except ConfigError:
+            pass  # half written: the old one until it can be read
+        return self._token
+
+
+def _claims_of(token: str, keys: tuple[VerifyKey, ...]) -> Claims:
+    parts = token.split(".")
+    if len(token) > MAX_TOKEN_CHARS or len(parts) != 3 or parts[0] != PREFIX:
+        raise TokenRefusedError("this is no token of ROSE: issue one with `rose token issue`")
+    try:
+        payload, signature = _data(parts[1]), _data(parts[2])
+    except (ValueError, binascii.Error) as error:
+        raise TokenRefusedError("the token is damaged: issue another one") from error
+    if not any(_signs(key, payload, signature) for key in keys):
+        raise TokenRefusedError("no key of this gateway signed the token: issue one with its key")
+    try:
+        claims = decoded(_CLAIMS, payload)
+    except msgspec.DecodeError as error:
+        raise TokenRefusedError("the token says something else than a token of ROSE") from error
+    if not (_is_name(claims.job) and _is_name(claims.sub)):
+        raise TokenRefusedError("the token names no job or no subject")
+    return claims
+
+
+def _signs(key: VerifyKey, payload: bytes, signature: bytes) -> bool:
+    try:
+        key.verify(_DOMAIN + payload, signature)
+    except WeightError:
+        return False
+    return True
+
+
+def _is_name(name: str) -> bool:
+    return 0 < len(name) <= MAX_NAME_CHARS and name.isprintable()
+
+
+def _text(data: bytes) -> str:
+    return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
+
+
+def _data(text: str) -> bytes:
+    data = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
+    if _text(data) != text:
+        raise ValueError("another text of the same bytes")
+    return data
+
+
+def _stamp_of(path: Path) -> tuple[int, int, int]:
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror})") from error
+    return found.st_mtime_ns, found.st_ino, found.st_size
+
+
+def _lines_of(path: Path) -> list[str]:
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_FILE_BYTES).decode("ascii")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError:
+        raise ConfigError(
+            f"{path} is no text; keys are lines of hex, a token is one line"
+        ) from None
+    return [line for line in map(str.strip, text.splitlines()) if line and line[0] != "#"]
+
+
+def _keys_of(path: Path) -> tuple[VerifyKey, ...]:
+    lines = _lines_of(path)
+    hexadecimal = all(len(line) == 64 and set(line) <= set("0123456789abcdef") for line in lines)
+    if not (0 < len(lines) <= MAX_KEYS and hexadecimal):
+        raise ConfigError(
+            f"{path} holds no public keys: 1 to {MAX_KEYS} lines of 64 hex digits each, as"
+            " `rose token key` writes them"
+        )
+    return tuple(map(VerifyKey, lines))
+
+
+def _token_of(path: Path) -> str:
+    lines = _lines_of(path)
+    if len(lines) != 1 or len(lines[0]) > MAX_TOKEN_CHARS:
+        raise ConfigError(f"{path} holds no token: one line, as `rose token issue` prints it")
+    return lines[0]

@@ -1,0 +1,229 @@
+"""A gateway asks who calls: by certificate over TLS, by token, and by both together."""
+
+import asyncio
+import json
+import ssl
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from gateway_cases import entry, gateway_with
+from wire_cases import VLLM, vllm_body
+
+from rose.cli.commands import explain
+from rose.client import GatewayCredentials, RequestRefused, RolloutClient, Sampling
+from rose.errors import ConfigError, RefusedError
+from rose.gateway import Gateway, GatewaySettings
+from rose.security import CertificateFiles, Role
+from rose.security.tokens import issue
+from tests.certificates import Certificates
+from tests.fakes.replica import StandInReplica
+from weight_transfer import SigningKey
+
+JOB = "grpo"
+
+
+class Case:
+    """A gateway with TLS that also takes tokens."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.certificates = Certificates(folder / "ca")
+        self.key = SigningKey.generate()
+        (folder / "keys").write_text(self.key.verify_key.hex)
+        self.replica: StandInReplica
+        self.gateway: Gateway
+
+    @property
+    def url(self) -> str:
+        return f"https://127.0.0.1:{self.gateway.port}"
+
+    async def turn(
+        self, files: CertificateFiles | None, token: str = "", **body: Any
+    ) -> tuple[int, str]:
+        """Status and line of a turn that a caller asks for with what it has."""
+        context = (files or self.certificates.of(Role.TRAINER, "reader")).client_context()
+        if files is None:
+            # The gateway's CA alone: nothing is shown.
+            context = ssl.create_default_context(cafile=str(self.certificates.ca.file))
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        connector = aiohttp.TCPConnector(ssl=context)
+        async with (
+            aiohttp.ClientSession(self.url, connector=connector, headers=headers) as session,
+            session.post(VLLM, json=vllm_body(2, **body)) as answer,
+        ):
+            told = await answer.json()
+            if answer.status == 401:
+                assert answer.headers["WWW-Authenticate"] == "Bearer"
+            return answer.status, told.get("error", {}).get("message", "")
+
+
+@pytest.fixture
+async def case(tmp_path: Path) -> AsyncIterator[Case]:
+    case = Case(tmp_path)
+    async with (
+        StandInReplica() as case.replica,
+        gateway_with(
+            entry(case.replica, "own-0"),
+            certificates=case.certificates.of(Role.GATEWAY, "gw"),
+            token_keys=tmp_path / "keys",
+            log_dir=tmp_path / "log",
+        ) as case.gateway,
+    ):
+        yield case
+
+
+async def test_a_trainers_certificate_is_of_its_job(case: Case) -> None:
+    trainer = case.certificates.of(Role.TRAINER, JOB)
+    assert (await case.turn(trainer))[0] == 200
+    assert (await case.turn(trainer, job=JOB))[0] == 200
+    status, line = await case.turn(trainer, job="ppo")
+    assert status == 403
+    assert "this caller's job is 'grpo', not 'ppo'" in line
+
+
+async def test_an_operator_may_name_any_job(case: Case) -> None:
+    operator = case.certificates.of(Role.OPERATOR, "ada")
+    for job in (None, JOB, "ppo"):
+        assert (await case.turn(operator, job=job))[0] == 200
+
+
+@pytest.mark.parametrize("role", [Role.NODE, Role.GATEWAY, Role.SCHEDULER, Role.RELAY])
+async def test_other_roles_use_no_gateway(case: Case, role: Role) -> None:
+    status, line = await case.turn(case.certificates.of(role, "x"))
+    assert status == 403
+    assert f"{role} x may not use a gateway; operator or trainer may" in line
+
+
+async def test_who_shows_nothing_is_told_what_to_show(case: Case) -> None:
+    status, line = await case.turn(None)
+    assert status == 401
+    assert "Bearer TOKEN, or a certificate" in line
+
+
+async def test_a_token_is_enough(case: Case) -> None:
+    assert (await case.turn(None, issue(case.key, JOB)))[0] == 200
+    assert (await case.turn(None, issue(case.key, JOB), job="ppo"))[0] == 403
+
+
+async def test_bad_tokens_are_refused_recorded_and_never_repeated(case: Case) -> None:
+    now_s = 1_000_000_000.0
+    tokens = {
+        "expired": issue(case.key, JOB, now_s=now_s),
+        "not for 'rose'": issue(case.key, JOB, audience="staging"),
+        "no key": issue(SigningKey.generate(), JOB),
+        "no token": "x" * 3_000,
+    }
+    for line, token in tokens.items():
+        # A good certificate does not make a bad token better.
+        for files in (None, case.certificates.of(Role.TRAINER, JOB)):
+            status, said = await case.turn(files, token)
+            assert (status, line in said) == (401, True), said
+    assert case.replica.requests == []
+    case.gateway.flush_logs()
+    (log,) = (case.folder / "log").glob("events-gateway.jsonl")
+    text = log.read_text()
+    refusals = [e for e in map(json.loads, text.splitlines()) if e["event"] == "caller_refused"]
+    assert len(refusals) == 2 * len(tokens)
+    assert {each["path"] for each in refusals} == {VLLM}
+    assert not any(token[:40] in text for token in tokens.values())
+
+
+async def test_a_borrowed_token_is_refused_to_another_jobs_trainer(case: Case) -> None:
+    status, line = await case.turn(case.certificates.of(Role.TRAINER, "ppo"), issue(case.key, JOB))
+    assert status == 403
+    assert "a token is shown by its own job" in line
+
+
+async def test_another_cas_and_expired_certificates_are_refused_by_tls(case: Case) -> None:
+    foreign = Certificates(case.folder / "theirs")
+    late = case.certificates.ca.issue(Role.TRAINER, "late", life_s=-10)
+    for certificate, key in (
+        (foreign.of(Role.TRAINER, JOB).paths[1], foreign.of(Role.TRAINER, JOB).paths[2]),
+        (late.certificate, late.key),
+    ):
+        context = ssl.create_default_context(cafile=str(case.certificates.ca.file))
+        context.load_cert_chain(certificate, key)
+        connector = aiohttp.TCPConnector(ssl=context)
+        async with aiohttp.ClientSession(case.url, connector=connector) as session:
+            with pytest.raises((aiohttp.ClientError, OSError)):
+                await session.post(VLLM, json=vllm_body(2))
+    assert case.replica.requests == []
+
+
+async def test_another_clusters_member_is_refused_under_one_ca(case: Case) -> None:
+    other = Certificates(case.folder / "staging", "staging")
+    ours = case.certificates.ca.file
+    theirs = other.of(Role.TRAINER, JOB)
+    ours.write_bytes(ours.read_bytes() + other.ca.file.read_bytes())
+    _, certificate, key = theirs.paths
+    status, line = await case.turn(CertificateFiles(ours, certificate, key))
+    assert status == 403
+    assert "is of cluster staging; this is prod" in line
+
+
+async def test_probes_and_scrapers_show_nothing(case: Case) -> None:
+    context = ssl.create_default_context(cafile=str(case.certificates.ca.file))
+    connector = aiohttp.TCPConnector(ssl=context)
+    async with aiohttp.ClientSession(case.url, connector=connector) as session:
+        for path, status in (
+            ("/health", 200),
+            ("/metrics", 200),
+            ("/rose/v1/stats", 401),
+            ("/v1/models", 401),
+            ("/rose/v1/explain/x", 401),
+            ("/health/../rose/v1/stats", 401),
+        ):
+            async with session.get(path) as answer:
+                assert answer.status == status, path
+        for path in ("/inference/v1/abort_requests", "/finish_session", "/tokenize", "/nowhere"):
+            async with session.post(path, json={}) as answer:
+                assert answer.status == 401, path
+
+
+async def test_the_trainers_client_shows_its_newest_token(case: Case) -> None:
+    file = case.folder / "token"
+    file.write_text(issue(case.key, JOB))
+    credentials = GatewayCredentials(token_file=file, ca=case.certificates.ca.file)
+    async with RolloutClient(case.url, credentials=credentials) as client:
+        turn = await client.generate([1, 2], Sampling(max_tokens=2))
+        assert len(turn.token_ids) == 2
+        file.write_text(issue(case.key, JOB, audience="elsewhere"))
+        with pytest.raises(RequestRefused, match="HTTP 401"):
+            await client.generate([1, 2], Sampling(max_tokens=2))
+        file.write_text(issue(case.key, JOB, "eval"))
+        await client.generate([1, 2], Sampling(max_tokens=2), request_id="q")
+    assert (await _explained(case, "q", issue(case.key, JOB, "eval"))) == 0
+    with pytest.raises(RefusedError, match="remembers no choice"):
+        await _explained(case, "q", issue(case.key, JOB))
+    with pytest.raises(RefusedError, match="--token-file"):
+        await _explained(case, "q", "")
+
+
+async def _explained(case: Case, subject: str, token: str) -> int:
+    reader = case.certificates.of(Role.NODE, "reader")
+    return await asyncio.to_thread(explain, case.url, subject, token, reader)
+
+
+async def test_a_client_with_a_certificate_needs_no_token(case: Case) -> None:
+    ca, certificate, key = case.certificates.of(Role.TRAINER, JOB).paths
+    credentials = GatewayCredentials(ca=ca, certificate=certificate, key=key)
+    async with RolloutClient(case.url, credentials=credentials) as client:
+        assert (await client.generate([1], Sampling(max_tokens=2))).token_ids
+
+
+def test_a_client_sends_no_token_in_the_clear(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="in the clear"):
+        RolloutClient("http://gw:8000", credentials=GatewayCredentials(token_file=tmp_path))
+    with pytest.raises(ConfigError, match="all three"):
+        GatewayCredentials(certificate=tmp_path)
+    RolloutClient("http://127.0.0.1:8000", credentials=GatewayCredentials(token_file=tmp_path))
+
+
+def test_the_network_is_not_served_by_tokens_alone(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(SigningKey.generate().verify_key.hex)
+    with pytest.raises(ConfigError, match="give --ca, --certificate and --key"):
+        GatewaySettings(port=0, host="0.0.0.0", scheduler="127.0.0.1:1", token_keys=keys)
