@@ -55,7 +55,8 @@ from elastic_scheduler.leases.lease_table import Lease, LeaseState, Offer, Repli
 DEPLOYMENT_LABEL: Final = "rose.dev/deployment"
 # The policy of a scheduler that was told a mode on its command line, and of a store of 0.2.0.
 CLI: Final = "cli"
-MAX_POLICIES: Final = 1_024
+# All of them fit one reply.
+MAX_POLICIES: Final = 128
 JUDGE_S: Final = 1.0
 # Burn rates are of minutes and hours, and cost a walk over slices for each host.
 JUDGE_BUDGETS_S: Final = 5.0
@@ -77,11 +78,10 @@ def cli_policy() -> CapacityPolicy:
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
-    """What is known of an attached node; `lends`: a lease of a guest of its lives."""
+    """An attached node and the labels by which policies select it."""
 
     name: str
     labels: Mapping[str, str] = field(default_factory=dict)
-    lends: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +147,7 @@ class CapacityGate:
         self._judged_s = self._budgeted_s = -math.inf
         self._wall_s: float | None = None
         self._changed = True
+        self.judgements = 0
 
     # ---- policies ----
 
@@ -154,6 +155,10 @@ class CapacityGate:
     def policies(self) -> tuple[CapacityPolicy, ...]:
         """All policies in force, by name."""
         return tuple(self._policies[name] for name in sorted(self._policies))
+
+    def policy(self, name: str) -> CapacityPolicy:
+        """The policy of that name. Raises KeyError without one."""
+        return self._policies[name]
 
     def halted(self, policy: str) -> str | None:
         """Why a policy's canary is halted, None while it is not."""
@@ -220,6 +225,7 @@ class CapacityGate:
         if not self._changed and now_s < self._judged_s + JUDGE_S:
             return []
         self._judged_s, self._changed = now_s, False
+        self.judgements += 1
         facts = sorted(nodes(), key=lambda each: each.name)
         for each in facts:
             if self._labels.get(each.name) != each.labels or each.name not in self._effective:

@@ -29,7 +29,7 @@ from elastic_scheduler.capacity.values import Bytes, CountOrShare, Seconds, Shar
 from elastic_scheduler.errors import PolicyError
 from elastic_scheduler.leases.lease_table import MAX_NAME_CHARS
 
-MAX_POLICY_BYTES: Final = 64 << 10
+MAX_POLICY_BYTES: Final = 16 << 10
 MAX_WINDOWS: Final = 64
 MAX_TENANTS: Final = 256
 # What a lease lives unrenewed: beyond it a cut-off node harvests nothing in any case.

@@ -4,6 +4,8 @@
 | --- | --- |
 | `epochs/{replica}` | newest lease epoch |
 | `harvest` , `harvest/{replica}` | mode |
+| `stop` | {"mode"}: the operator's stop, which any scheduler obeys; written beside `harvest` |
+| `policies/{name}` | {"policy", "halted"}: a capacity policy, and why its canary is halted |
 | `job` | {"job", "max_staleness"} |
 | `versions/{version, 20 digits}` | {"version", "parent", "url"} |
 
@@ -23,14 +25,19 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import reduce
 
 from elastic_scheduler import HarvestMode
+from elastic_scheduler.capacity import CapacityPolicy, policy_of
+from elastic_scheduler.errors import PolicyError
+from elastic_scheduler.leases.harvest_mode import stricter
 from elastic_scheduler.leases.lease_table import MAX_EPOCH, MAX_VERSION
 from rose.errors import ConfigError, UnavailableError
 from rose.scheduler.messages import StoreWrite
 from rose.scheduler.store import Store, StoreEntry
 
 EPOCHS, HARVEST, JOB, VERSIONS = "epochs/", "harvest", "job", "versions/"
+POLICIES, STOP = "policies/", "stop"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,31 +66,48 @@ class Saved:
     overrides: dict[str, HarvestMode] = field(default_factory=dict)
     job: JobRecord | None = None
     versions: tuple[VersionRecord, ...] = ()
+    policies: tuple[CapacityPolicy, ...] = ()
+    halted: dict[str, str] = field(default_factory=dict)
 
 
 def load(store: Store) -> Saved:
     """Read all of it. Raises `ConfigError` when the store holds something else."""
     try:
         return _load(store)
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, PolicyError) as error:
         raise ConfigError(
             f"the store holds what no scheduler wrote ({error!r}); give another --store"
         ) from error
 
 
 def _load(store: Store) -> Saved:
-    mode, job = store.get(HARVEST), store.get(JOB)
+    job = store.get(JOB)
     own = HARVEST + "/"
+    policies = {e.key.removeprefix(POLICIES): json.loads(e.value) for e in store.list(POLICIES)}
     return Saved(
         epochs={entry.key.removeprefix(EPOCHS): _epoch(entry) for entry in store.list(EPOCHS)},
-        mode=HarvestMode(json.loads(mode.value)) if mode else None,
+        mode=_mode(store.get(HARVEST), store.get(STOP)),
         overrides={
             entry.key.removeprefix(own): HarvestMode(json.loads(entry.value))
             for entry in store.list(own)
         },
         job=JobRecord(**json.loads(job.value)) if job else None,
         versions=tuple(_version(entry) for entry in store.list(VERSIONS)),
+        policies=tuple(policy_of(said["policy"]) for said in policies.values()),
+        halted={name: said["halted"] for name, said in policies.items() if said.get("halted")},
     )
+
+
+def _mode(harvest: StoreEntry | None, stop: StoreEntry | None) -> HarvestMode | None:
+    """The stricter of the two: 0.2.0 knows `harvest` alone, and may have been here meanwhile."""
+    said = [HarvestMode(json.loads(harvest.value))] if harvest else []
+    said += [stop_of(stop.value)] if stop else []
+    return reduce(stricter, said) if said else None
+
+
+def stop_of(value: bytes) -> HarvestMode:
+    """The mode under `stop`. Raises ValueError, TypeError or KeyError for something else."""
+    return HarvestMode(json.loads(value)["mode"])
 
 
 def _epoch(entry: StoreEntry) -> int:
@@ -111,6 +135,22 @@ def save_mode(mode: HarvestMode, replica: str | None) -> StoreWrite:
         return StoreWrite(HARVEST, _encode(mode.value))
     key = f"{HARVEST}/{replica}"
     return StoreWrite(key, None if mode is HarvestMode.ACTIVE else _encode(mode.value))
+
+
+def save_stop(mode: HarvestMode) -> StoreWrite:
+    """The operator's stop, for every scheduler of the store."""
+    return StoreWrite(STOP, _encode({"mode": mode.value}))
+
+
+def save_policy(policy: CapacityPolicy, halted: str | None = None) -> StoreWrite:
+    """A capacity policy, and why its canary is halted."""
+    value = {"policy": json.loads(policy.to_json()), "halted": halted or ""}
+    return StoreWrite(POLICIES + policy.name, _encode(value))
+
+
+def drop_policy(name: str) -> StoreWrite:
+    """A capacity policy is in force no more."""
+    return StoreWrite(POLICIES + name, None)
 
 
 def save_job(job: JobRecord) -> StoreWrite:
