@@ -52,6 +52,12 @@ class EffectivePolicy:
     slo_budget: SloBudget | None = None
     decided_by: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def has_caps(self) -> bool:
+        """Whether the node itself has to keep within something."""
+        caps = (self.compute, self.memory_bytes, self.slack_share, self.watermarks)
+        return self.kv_headroom > 0 or any(cap is not None for cap in caps)
+
     def fields(self) -> list[tuple[str, str, str]]:
         """Each field's path, value and policy, for a person; what nothing bounds is left out."""
         return [

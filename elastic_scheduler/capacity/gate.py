@@ -78,10 +78,11 @@ def cli_policy() -> CapacityPolicy:
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
-    """An attached node and the labels by which policies select it."""
+    """An attached node, the labels by which policies select it, and whether it obeys caps."""
 
     name: str
     labels: Mapping[str, str] = field(default_factory=dict)
+    takes_caps: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,12 +351,15 @@ class CapacityGate:
         return acts
 
     def _judge_nodes(self, facts: list[NodeFacts]) -> list[Note | Halt]:
-        admitted = self._admit(facts)
+        beyond = self._admit(facts)
         held = self._busy.status() | self._budgets.status()
         acts: list[Note | Halt] = []
         verdicts = {}
         for each in facts:
-            verdict = self._verdict(each.name, admitted.get(each.name, ()), held.get(each.name))
+            whys = beyond.get(each.name, ())
+            if self._effective[each.name].has_caps and not each.takes_caps:
+                whys += ("its node is of 0.2.0 and keeps within no caps; upgrade it",)
+            verdict = self._verdict(each.name, whys, held.get(each.name))
             verdicts[each.name] = verdict
             before = self._verdicts.get(each.name)
             if before is None or (before.mode, before.would) != (verdict.mode, verdict.would):

@@ -44,6 +44,9 @@ class Frozen(BaseModel):
 Gpu = Annotated[int, Field(ge=0, strict=True)] | Annotated[str, Field(pattern="^GPU-")]
 
 
+Label = Annotated[str, Field(min_length=1, max_length=253)]
+
+
 class HostConfig(Frozen):
     """The production engine of this node: it is watched, never started or stopped.
 
@@ -300,6 +303,8 @@ class LogConfig(Frozen):
 class NodeConfig(Frozen):
     """One node. `run_dir` holds its weights, its guests' records and the local kill file `KILL`.
 
+    labels: what capacity policies select nodes by; `rose.dev/deployment` names the hosts that share
+    one router's load.
     cluster: nodes of the same label share what they fetch; those with a `relay` pass it on.
     fanout: a group of GPUs inside the cluster that start and stop together.
 
@@ -319,6 +324,7 @@ class NodeConfig(Frozen):
     unsigned: bool = False
     cgroup: Path | None = None
     receiver: ReceiverConfig = ReceiverConfig()
+    labels: dict[Label, str] = Field(default={}, max_length=64)
     cluster: str = ""
     relay: RelayConfig | None = None
     fanout: FanoutConfig | None = None

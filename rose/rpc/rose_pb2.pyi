@@ -161,11 +161,14 @@ class Hello(_message.Message):
     CLUSTER_FIELD_NUMBER: _builtins.int
     RELAY_URL_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
+    TAKES_CAPS_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     cluster: _builtins.str
     """nodes of one label are near each other"""
     relay_url: _builtins.str
     """where neighbours fetch weights from it; empty for a node that relays nothing"""
+    takes_caps: _builtins.bool
+    """it obeys Caps; where a policy bounds one, others lend nothing"""
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """what capacity policies select nodes by"""
@@ -177,10 +180,11 @@ class Hello(_message.Message):
         cluster: _builtins.str = ...,
         relay_url: _builtins.str = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        takes_caps: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "labels", b"labels", "protocol", b"protocol", "relay_url", b"relay_url"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "labels", b"labels", "protocol", b"protocol", "relay_url", b"relay_url", "takes_caps", b"takes_caps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

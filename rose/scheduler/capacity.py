@@ -184,22 +184,24 @@ class Capacity:
         actions: list[Action] = []
         told: dict[int, tuple[bytes, ...]] = {}
         for view in fleet.nodes:
-            commands = self._commands(view.node)
+            commands = self._commands(view)
             said = told[view.stream] = tuple(each.SerializeToString() for each in commands)
             if said != self._told.get(view.stream):
                 actions += [Command(view.stream, each) for each in commands]
         self._told = told
         return actions
 
-    def _commands(self, node: str) -> list[pb.NodeCommand]:
+    def _commands(self, view: NodeView) -> list[pb.NodeCommand]:
         """The node's mode, then what holds for replicas with a mode of their own, then caps."""
+        node = view.node
         verdict = self.gate.verdict(node)
         mode = stricter(self.stop.mode, verdict.mode)
         commands = [harvest_command(mode)]
         for replica in sorted(self.stop.overrides):
             commands.append(harvest_command(self.gate.mode_of(replica, node), replica))
-        if set(verdict.policy.policies) - {CLI}:
-            commands.append(pb.NodeCommand(caps=caps_of(verdict.policy)))
+        if view.takes_caps:
+            # First: what is lent is never lent without its caps.
+            commands.insert(0, pb.NodeCommand(caps=caps_of(verdict.policy)))
         return commands
 
     # ---- operators ----
@@ -255,7 +257,7 @@ class Capacity:
 
 
 def _facts(fleet: Fleet) -> Callable[[], list[NodeFacts]]:
-    return lambda: [NodeFacts(view.node, view.labels) for view in fleet.nodes]
+    return lambda: [NodeFacts(view.node, view.labels, view.takes_caps) for view in fleet.nodes]
 
 
 def caps_of(policy: EffectivePolicy) -> pb.Caps:

@@ -242,7 +242,7 @@ class SchedulerCore:
         self._fleet.attach(event.node, event.stream, event.cluster, event.relay_url, now_s)
         view = self._fleet.of_stream(event.stream)
         assert view is not None
-        view.labels = dict(event.labels)
+        view.labels, view.takes_caps = dict(event.labels), event.takes_caps
         self.capacity.gate.changed()
         actions += self.capacity.judge(self._fleet, now_s)
         actions += [Command(event.stream, command) for command in self._chain.commands()]

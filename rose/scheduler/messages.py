@@ -72,6 +72,7 @@ class Attached:
     cluster: str = ""
     relay_url: str = ""
     labels: dict[str, str] = field(default_factory=dict)
+    takes_caps: bool = False
 
 
 @dataclass(frozen=True, slots=True)

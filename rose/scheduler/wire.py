@@ -75,7 +75,7 @@ def attached(first: pb.NodeReport, stream: int) -> Attached:
         checked_name(key, f"a label of node {node}"): cut_text(value)
         for key, value in hello.labels.items()
     }
-    return Attached(node, stream, cluster, relay, labels)
+    return Attached(node, stream, cluster, relay, labels, hello.takes_caps)
 
 
 def event_of(report: pb.NodeReport, stream: int) -> Event | None:
