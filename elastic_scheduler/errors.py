@@ -4,6 +4,7 @@ SchedulerError
 ├── LeaseError
 │   ├── LeaseHeld        the replica is leased already
 │   └── StaleEpoch       the lease that is meant is over
+├── PolicyError          a capacity policy says what cannot be
 └── JournalError         a replica sent what the turn did not ask for
 """
 
@@ -22,6 +23,10 @@ class LeaseHeld(LeaseError):  # noqa: N818 - a state, as in the tree above
 
 class StaleEpoch(LeaseError):  # noqa: N818 - a state, as in the tree above
     """The epoch is not that of the replica's live lease: the caller acts on an old one."""
+
+
+class PolicyError(SchedulerError):
+    """A capacity policy cannot be used: the line has the field's path, and what to do."""
 
 
 class JournalError(SchedulerError):

@@ -36,6 +36,10 @@ class FreezeReason(StrEnum):
     DRAINED = "drained", "its turns were handed back"
     DRAINING = "draining", "its turns are being handed back"
     OPERATOR_HOLD = "operator_hold", "the operator holds it"
+    CUT_OFF = (
+        "cut_off",
+        "its node has heard no scheduler for longer than staleAfter: nothing is harvested",
+    )
     NO_LEASE = "no_lease", "no job has leased it"
     PRESSURE = "kv_pressure", "the host needs its KV cache"
     LEASED = "leased", "a job has leased it"

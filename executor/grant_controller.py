@@ -18,6 +18,7 @@ from typing import Final
 from executor.control_page.host_seat import HostView
 from executor.control_page.seqlock_records import Grant, GrantMode, GuestState, HostState
 from executor.freeze_reason import FreezeReason
+from executor.harvest_caps import UNCAPPED, HarvestCaps
 from executor.kv.capacity_policy import (
     LEAST_CAP,
     NO_CAP,
@@ -95,7 +96,8 @@ class Seen:
     `guest`: None when unreadable (an absent guest is no reason to freeze: it reads its grant when
     it starts). `lease_epoch`: of the lease that holds now, None without one. `reclaim_cap`: KV
     granules that a reclaim leaves the guest (0: all of them), None without. `warming`: its engine
-    starts and takes no turns yet; it may run in host-idle time.
+    starts and takes no turns yet; it may run in host-idle time. `caps`: of capacity policies.
+    `cut_off`: its node has not heard a scheduler for too long; it keeps no memory but the least.
     """
 
     view: HostView
@@ -107,6 +109,8 @@ class Seen:
     operator_hold: bool = False
     reclaim_cap: int | None = None
     warming: bool = False
+    caps: HarvestCaps = UNCAPPED
+    cut_off: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,14 +182,19 @@ class GrantController:
         leased = event.lease_epoch is not None and event.lease_epoch > self._void_epoch
         doubt = event.host_doubt or event.view.doubt(now_ns)
         host = None if doubt else event.view.state
-        cap = self._cap(now_ns, host, event.guest, self._limit(host, event.guest))
-        cap = min((n for n in (cap, event.reclaim_cap or NO_CAP) if n > NO_CAP), default=NO_CAP)
+        self._pressure.bound(*event.caps.pressure(self._config.pressure))
+        limit = self._limit(host, event.guest, event.caps)
+        cap = _tightest(
+            self._cap(now_ns, host, event.guest, limit),
+            event.reclaim_cap or NO_CAP,
+            LEAST_CAP if event.cut_off else NO_CAP,
+        )
         mode, reason = self._judge(event, doubt, stalled=stalled, leased=leased)
         self._last_step_ns = now_ns
         if mode is not self._mode:
             self._mode = mode
             self._epoch += 1
-        grant = self._grant(now_ns, mode, reason, cap, leased=leased)
+        grant = self._grant(now_ns, mode, reason, cap, event.caps, leased=leased)
         actions: list[Action] = [Write(grant)]
         if stalled:
             self._void_epoch = self._newest_lease
@@ -219,6 +228,7 @@ class GrantController:
             drained,
             event.draining,
             event.operator_hold,
+            event.cut_off,
             not (leased or event.warming),
             self._pressure.pressed,
             leased,
@@ -248,17 +258,20 @@ class GrantController:
         last_ns = self._last_step_ns
         return last_ns is not None and now_ns - last_ns > self._config.ttl_ns
 
-    def _limit(self, host: HostState | None, guest: GuestState | None) -> int:
+    def _limit(self, host: HostState | None, guest: GuestState | None, caps: HarvestCaps) -> int:
         """Granules it may keep at most; with memory of its own: that and what is lent now."""
         config = self._config
+        granule_bytes = guest.granule_bytes if guest is not None else 0
+        most = _tightest(config.kv_granule_cap, caps.granules(granule_bytes))
         if not config.kv_base_bytes:
-            return config.kv_granule_cap
+            return most
         self._owed_bytes = owed_bytes(config.kv_base_bytes, host, guest)
-        limit = guest_granules(config.kv_base_bytes, host, guest)
-        bytes_granted = limit * guest.granule_bytes if guest is not None else 0
+        limit = guest_granules(config.kv_base_bytes, host, guest, caps.kv_headroom)
         # Reserved headroom is never granted.
-        assert limit == LEAST_CAP or bytes_granted <= config.kv_base_bytes + lent_bytes(host)
-        return min((n for n in (config.kv_granule_cap, limit) if n > NO_CAP), default=LEAST_CAP)
+        assert limit == LEAST_CAP or limit * granule_bytes <= config.kv_base_bytes + lent_bytes(
+            host
+        )
+        return _tightest(most, limit)
 
     def _cap(
         self, now_ns: int, host: HostState | None, guest: GuestState | None, limit: int
@@ -268,10 +281,17 @@ class GrantController:
         guest = guest or GuestState()
         most = min((n for n in (limit, guest.granules_total) if n > 0), default=0)
         cap = self._pressure.step(now_ns, used, most, guest.granules_mapped, guest.policy_version)
-        return min((n for n in (limit, cap) if n > NO_CAP), default=NO_CAP)
+        return _tightest(limit, cap)
 
     def _grant(
-        self, now_ns: int, mode: GrantMode, reason: FreezeReason, cap: int, *, leased: bool
+        self,
+        now_ns: int,
+        mode: GrantMode,
+        reason: FreezeReason,
+        cap: int,
+        caps: HarvestCaps,
+        *,
+        leased: bool,
     ) -> Grant:
         config = self._config
         budget = 0
@@ -279,18 +299,25 @@ class GrantController:
             budget = config.token_budget
         elif mode is GrantMode.THROTTLE:
             budget = max(1, config.token_budget // 2)
+        # Its mode stays: no epoch and no line of a log changes twice a second.
+        budget = budget if caps.computes(now_ns) else 0
         return Grant(
             mode=mode,
             token_budget=budget,
             max_sequences=config.max_sequences if budget else 0,
             # In every mode: no cap would let a frozen guest grow back.
             kv_granule_cap=cap,
-            slack_share=config.slack_share if leased else 0.0,
+            slack_share=caps.slack(config.slack_share) if leased else 0.0,
             epoch=self._epoch,
             expiry_ns=now_ns + config.ttl_ns,
             heartbeat_ns=now_ns,
             reason=reason,
         )
+
+
+def _tightest(*caps: int) -> int:
+    """The least of the caps that are there."""
+    return min((cap for cap in caps if cap > NO_CAP), default=NO_CAP)
 
 
 # None: whatever speaks against the host.
@@ -303,6 +330,7 @@ _LADDER: Final[tuple[tuple[GrantMode, FreezeReason | None], ...]] = (
     (GrantMode.FREEZE, FreezeReason.DRAINED),
     (GrantMode.DRAIN, FreezeReason.DRAINING),
     (GrantMode.FREEZE, FreezeReason.OPERATOR_HOLD),
+    (GrantMode.FREEZE, FreezeReason.CUT_OFF),
     (GrantMode.FREEZE, FreezeReason.NO_LEASE),
     (GrantMode.THROTTLE, FreezeReason.PRESSURE),
     (GrantMode.RUN, FreezeReason.LEASED),

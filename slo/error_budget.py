@@ -96,12 +96,12 @@ class ErrorBudget:
         Infinite where nothing may be bad and something was. Raises ValueError for a window longer
         than the period.
         """
-        good, bad = self._totals(now_s, window_s)
+        good, bad = self.counts(now_s, window_s)
         return self._burnt(good, bad)
 
     def remaining(self, now_s: float) -> float:
         """Share of the period's budget that is left: 1 without traffic, below 0 when overspent."""
-        good, bad = self._totals(now_s, self.period_s)
+        good, bad = self.counts(now_s, self.period_s)
         return 1.0 - self._burnt(good, bad)
 
     def alerts(self, now_s: float, rules: tuple[BurnRule, ...] = RULES) -> tuple[BurnAlert, ...]:
@@ -120,7 +120,8 @@ class ErrorBudget:
         allowed = 1.0 - self.objective
         return bad / (good + bad) / allowed if allowed else math.inf
 
-    def _totals(self, now_s: float, window_s: float) -> tuple[int, int]:
+    def counts(self, now_s: float, window_s: float) -> tuple[int, int]:
+        """Good and bad requests in the window; raises as `burn_rate` does."""
         # The finest ring that holds the window and the slice that is still running.
         for ring in self._rings:
             if window_s + ring.slice_s <= ring.span_s + 1e-6:

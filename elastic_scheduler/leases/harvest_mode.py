@@ -30,6 +30,11 @@ class HarvestMode(StrEnum):
 _STRICTEST_FIRST = tuple(HarvestMode)
 
 
+def stricter(one: HarvestMode, other: HarvestMode) -> HarvestMode:
+    """Return the mode of the two that lends less."""
+    return min(one, other, key=_STRICTEST_FIRST.index)
+
+
 @dataclass(frozen=True, slots=True)
 class HarvestPlan:
     """Changes that follow from the modes now.
@@ -73,7 +78,7 @@ class HarvestModes:
     def mode_of(self, replica: str) -> HarvestMode:
         """The mode that holds for a guest."""
         own = self._overrides.get(replica, HarvestMode.ACTIVE)
-        return min(self.mode, own, key=_STRICTEST_FIRST.index)
+        return stricter(self.mode, own)
 
     def plan(self, offers: Iterable[Offer], leases: Iterable[Lease]) -> HarvestPlan:
         """Decide over live offers and live leases.

@@ -20,7 +20,7 @@ on elsewhere, as with the guest's balloon): a version long in coming leaves a sm
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
 
@@ -78,6 +78,11 @@ class PressureCore:
         self._version: int | None = None
         self._forecast = LoadForecast(slice_s=limits.grow_ns / _NS)
         self._last_ns: int | None = None
+
+    def bound(self, high: float, low: float) -> None:
+        """Go by other watermarks from now on."""
+        if (high, low) != (self._limits.high, self._limits.low):
+            self._limits = replace(self._limits, high=high, low=low)
 
     @property
     def pressed(self) -> bool:
@@ -218,23 +223,32 @@ class LendingCore:
         return max(0, self.reserve - (free.plain + free.cached) // a_granule)
 
 
-def lent_bytes(host: HostState | None) -> int:
-    """What a guest may have of its host's memory now: what is lent, less what its reserve lacks."""
+def lent_bytes(host: HostState | None, headroom: float = 0.0) -> int:
+    """What a guest may have of its host's memory now: what is lent, less what its reserve lacks.
+
+    `headroom`: share of the host's KV memory that stays neither used nor lent.
+    """
     if host is None or host.granules_lent <= 0:
         return 0
     # What the reserve lacks the host will take next: it is not to be granted any more.
     missing = host.bytes_lent * host.reserve_missing // host.granules_lent
-    return max(0, host.bytes_lent - missing)
+    lent = max(0, host.bytes_lent - missing)
+    if headroom <= 0 or host.kv_total <= 0:
+        return lent
+    whole = host.bytes_lent * host.granules_total // host.granules_lent
+    return min(lent, max(0, int(whole * (1 - host.kv_used / host.kv_total - headroom))))
 
 
-def guest_granules(base_bytes: int, host: HostState | None, guest: GuestState | None) -> int:
+def guest_granules(
+    base_bytes: int, host: HostState | None, guest: GuestState | None, headroom: float = 0.0
+) -> int:
     """The cap of a guest that has `base_bytes` of its own and what its host lends now.
 
     LEAST_CAP, for no guest gives back its last granule, where a section cannot be read.
     """
     if guest is None or guest.granule_bytes <= 0:
         return LEAST_CAP
-    granules = (base_bytes + lent_bytes(host)) // guest.granule_bytes
+    granules = (base_bytes + lent_bytes(host, headroom)) // guest.granule_bytes
     return max(LEAST_CAP, min(granules, guest.granules_total))
 
 

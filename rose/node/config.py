@@ -47,6 +47,9 @@ class Frozen(BaseModel):
 Gpu = Annotated[int, Field(ge=0, strict=True)] | Annotated[str, Field(pattern="^GPU-")]
 
 
+Label = Annotated[str, Field(min_length=1, max_length=253)]
+
+
 class HostConfig(Frozen):
     """The production engine of this node: it is watched, never started or stopped.
 
@@ -323,6 +326,8 @@ class NodeConfig(Frozen):
     """One node. `run_dir` holds its weights, its guests' records and the local kill file `KILL`.
 
     certificates: this node's own; on all but loopback the scheduler asks for one.
+    labels: what capacity policies select nodes by; `rose.dev/deployment` names the hosts that share
+    one router's load.
     cluster: nodes of the same label share what they fetch; those with a `relay` pass it on.
     fanout: a group of GPUs inside the cluster that start and stop together.
 
@@ -343,6 +348,7 @@ class NodeConfig(Frozen):
     cgroup: Path | None = None
     receiver: ReceiverConfig = ReceiverConfig()
     certificates: CertificateConfig = CertificateConfig()
+    labels: dict[Label, str] = Field(default={}, max_length=64)
     cluster: str = ""
     relay: RelayConfig | None = None
     fanout: FanoutConfig | None = None

@@ -5,12 +5,14 @@ from contextlib import AsyncExitStack
 
 import aiohttp
 
-from executor import ControlPage
+from executor import ControlPage, LatencyRecord
 from rose.errors import RoseError
 from rose.logs.eventlog import Logs
 from rose.logs.rotating_jsonl import private_folder, trim_output
 from rose.node.config import NodeConfig
+from rose.node.grants.caps import Contact, ToldCaps
 from rose.node.grants.guard_thread import GUEST_SAMPLES, GuardThread
+from rose.node.grants.host_load import HostLoad, SloCounter
 from rose.node.grants.host_watch import HOST_LATENCY, HostWatch
 from rose.node.guest.harvest_switch import HarvestSwitch
 from rose.node.guest.kill_switch import KillSwitch
@@ -45,16 +47,21 @@ class NodeDaemon:
         self._background = Background(self._events.write)
         self._chain = AnnouncedVersions()
         self._harvest = HarvestSwitch()
+        contact = Contact()
+        self._caps = ToldCaps(contact.lost_s)
         self._kill_switch = KillSwitch(config.kill_file)
         self._stopping = asyncio.Event()
         self._guard_broke = asyncio.Event()
         self._metrics = NodeMetrics(config.host, self._views, self._health)
         self._events.listen(self._metrics.heard)
+        self._slo = SloCounter()
+        self._load = HostLoad()
         self._host: HostSide | None = None
         if config.host:
             page = ControlPage.ensure(config.host.page, config.host.page_group)
             latencies = self._logs.records(HOST_LATENCY)
-            watch = HostWatch(latencies, self._metrics.served, page.latency.cursor)
+            watch = HostWatch(latencies, self._served, page.latency.cursor)
+            self._slo = SloCounter(config.host.ttft_target_s, config.host.tpot_target_s)
             self._host = HostSide(config.host, page, watch)
         self._guards: dict[str, GuardThread] = {}
         self._reclaimers: dict[str, Reclaimer] = {}
@@ -69,6 +76,8 @@ class NodeDaemon:
             config.cluster,
             self._network.relay_url,
             config.certificates.files,
+            config.labels,
+            contact,
         )
 
     def stop(self) -> None:
@@ -107,7 +116,7 @@ class NodeDaemon:
         assembly = Wiring(
             self._config, self._events, self._harvest, self._kill_switch,
             self._logs.records(GUEST_SAMPLES), self._host, self._guards, self._gpus,
-            self._reclaimers,
+            self._caps, self._reclaimers,
         )  # fmt: skip
         for config in self._config.replicas:
             self._replicas[config.id] = replica = Replica(
@@ -164,7 +173,24 @@ class NodeDaemon:
 
     def _reports(self) -> list[rose_pb2.NodeReport]:
         watch = self._host.watch if self._host else None
-        return build_reports(self._config, self._replicas, self._guards, watch)
+        reports = build_reports(self._config, self._replicas, self._guards, watch)
+        for report in reports:
+            if report.telemetry.HasField("host"):
+                self._add_load(report.telemetry.host)
+        return reports
+
+    def _served(self, record: LatencyRecord) -> None:
+        self._slo.count(record)
+        self._metrics.served(record)
+
+    def _add_load(self, host: rose_pb2.HostTelemetry) -> None:
+        """What capacity policies go by."""
+        host.source = "plugin"
+        host.slo_good, host.slo_bad = self._slo.good, self._slo.bad
+        seen = next((guard.host for guard in self._guards.values() if guard.host), None)
+        share = self._load.busy_share(None if seen is None else seen.busy_ns)
+        if share is not None:
+            host.busy_share = share
 
     def _views(self) -> list[ReplicaFigures]:
         return [
@@ -180,7 +206,8 @@ class NodeDaemon:
         match command.WhichOneof("command"):
             case "lease":
                 if replica := self._replicas.get(command.lease.replica):
-                    replica.lease_agent.grant(command.lease.epoch, command.lease.ttl_s)
+                    ttl_s = self._caps.lease_ttl_s(command.lease.ttl_s)
+                    replica.lease_agent.grant(command.lease.epoch, ttl_s)
             case "release":
                 if replica := self._replicas.get(command.release.replica):
                     replica.lease_agent.release(command.release.epoch, command.release.reason)
@@ -193,6 +220,8 @@ class NodeDaemon:
                     replica.updates.wake()
             case "harvest":
                 self._harvest.take(command.harvest)
+            case "caps":
+                self._caps.take(command.caps)
             case "relays":
                 self._network.enrol(command.relays.urls)
             case other:

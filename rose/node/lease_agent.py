@@ -13,6 +13,7 @@ from collections.abc import Callable
 from rose.addresses import checked_url
 from rose.errors import ConfigError, RefusedError, UnavailableError
 from rose.logs.eventlog import EventLog
+from rose.node.grants.caps import check_caps
 from rose.node.lease_fsm import (
     Admit,
     Drain,
@@ -47,6 +48,8 @@ def check_order(command: rose_pb2.NodeCommand) -> None:
             _check_version(command.version)
         case "relays":
             _check_relays(command.relays)
+        case "caps":
+            check_caps(command.caps)
 
 
 def _check_lease(lease: rose_pb2.Lease) -> None:

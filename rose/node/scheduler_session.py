@@ -16,6 +16,7 @@ import grpc.aio
 from executor import GuestState
 from rose.logs.eventlog import EventLog
 from rose.node.config import NodeConfig
+from rose.node.grants.caps import Contact
 from rose.node.grants.guard_thread import GuardThread
 from rose.node.grants.host_watch import HostWatch
 from rose.node.lease_agent import check_order
@@ -143,7 +144,8 @@ MAX_PENDING_REPORTS = 1_024
 class SchedulerSession:
     """Keeps an Attach stream open. `reports` gives what to say now; `obey` takes a command.
 
-    cluster, relay_url: which nodes it shares weights with, and where they find it.
+    cluster, relay_url: which nodes it shares weights with, and where they find it. labels: what
+    capacity policies select it by. contact: told when a scheduler is heard, and when it is lost.
     `obey` must not wait for an engine: renewals of other leases stand behind it.
     """
 
@@ -157,9 +159,18 @@ class SchedulerSession:
         cluster: str = "",
         relay_url: str = "",
         certificates: CertificateFiles | None = None,
+        labels: Mapping[str, str] | None = None,
+        contact: Contact | None = None,
     ) -> None:
         self._certificates = certificates
-        self._hello = rose_pb2.Hello(protocol=PROTOCOL, cluster=cluster, relay_url=relay_url)
+        self._hello = rose_pb2.Hello(
+            protocol=PROTOCOL,
+            cluster=cluster,
+            relay_url=relay_url,
+            labels=labels,
+            takes_caps=True,
+        )
+        self._contact = contact or Contact()
         self._scheduler = scheduler
         self._node = node
         self._reports = reports
@@ -189,9 +200,11 @@ class SchedulerSession:
                 try:
                     async for command in stub.Attach(self._outgoing()):
                         backoff_s = FIRST_BACKOFF_S
+                        self._contact.heard()
                         self._take(command)
                 except grpc.aio.AioRpcError as error:
                     self._events.write("scheduler_lost", message=str(error.details()))
+            self._contact.lost()
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
 

@@ -10,6 +10,7 @@ from executor import ControlPage, GrantController, GuardConfig, PageUnreadable
 from rose.engines import share_of
 from rose.logs.eventlog import EventLog, JsonlLog
 from rose.node.config import HostConfig, NodeConfig, ReplicaConfig
+from rose.node.grants.caps import ToldCaps
 from rose.node.grants.guard_thread import GuardThread
 from rose.node.grants.host_watch import HostWatch
 from rose.node.guest.cpu_placement import CgroupRefusedError, CpuBoost, guest_cgroup
@@ -24,6 +25,7 @@ from rose.process.launcher import Share
 
 OFF = "harvest is off"
 UNTOLD = "no scheduler has spoken"
+CUT_OFF = "no scheduler was heard for longer than staleAfter"
 OVERDUE = "it keeps KV memory that its host took back"
 HOST_BUSY = "its host is busy, and a start runs on the same GPU"
 
@@ -49,6 +51,7 @@ class Wiring:
     host: HostSide | None
     guards: dict[str, GuardThread]
     gpus: Gpus
+    caps: ToldCaps
     reclaimers: dict[str, Reclaimer]
 
     def supervisor_of(self, config: ReplicaConfig) -> Callable[[Replica], Supervisor]:
@@ -114,6 +117,7 @@ class Wiring:
             ),
             lambda owed_bytes: in_loop(self._overdue, guest, owed_bytes),
             lambda: guest.supervisor.warming,
+            self.caps,
         )
         self.guards[config.id] = guard
         guard.start()
@@ -172,7 +176,10 @@ class Wiring:
         if self._healthy_group(guest) is not None:
             config, guard = guest.config, self.guards[guest.config.id]
             self.reclaimers[config.id].begin(
-                owed_bytes, config.reclaim_s, OVERDUE, lambda: guard.owed_bytes == 0
+                owed_bytes,
+                self.caps.reclaim_s(config.reclaim_s),
+                OVERDUE,
+                lambda: guard.owed_bytes == 0,
             )
 
     def _rules(self, guest: Replica) -> SupervisorHooks:
@@ -195,6 +202,8 @@ class Wiring:
     def _must_wait(self, guest: ReplicaConfig) -> str | None:
         if not self.harvest.known:
             return UNTOLD
+        if self.caps.cut_off:
+            return CUT_OFF
         reclaimer = self.reclaimers.get(guest.id)
         if reclaimer and reclaimer.holding:
             return reclaimer.holding

@@ -8,7 +8,7 @@ What crosses the wall between the scheduler and its nodes, gateways, trainers an
   gateway  -- WatchReplicas -------> the whole replica table, on change and every second
            -- ReportDemand --------> what its turns still need, every second and when the first turn comes
   trainer  -- RegisterJob, AnnounceVersion
-  operator -- SetHarvest, Revoke, Snapshot
+  operator -- SetHarvest, Revoke, Snapshot, ApplyPolicy, DeletePolicy, ListPolicies, ExplainPolicy
 
 The node is the authority over its capacity: a lease that it did not renew by a live offer is over, and expiry means
 revoked. Frames are small by design: rose/rpc/channel.py bounds what a scheduler takes and what it sends.
@@ -137,24 +137,54 @@ Global___NodeReport: _TypeAlias = NodeReport  # noqa: Y015
 class Hello(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LabelsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     PROTOCOL_FIELD_NUMBER: _builtins.int
     CLUSTER_FIELD_NUMBER: _builtins.int
     RELAY_URL_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
+    TAKES_CAPS_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     cluster: _builtins.str
     """nodes of one label are near each other"""
     relay_url: _builtins.str
     """where neighbours fetch weights from it; empty for a node that relays nothing"""
+    takes_caps: _builtins.bool
+    """it obeys Caps; where a policy bounds one, others lend nothing"""
+    @_builtins.property
+    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """what capacity policies select nodes by"""
+
     def __init__(
         self,
         *,
         protocol: _builtins.int = ...,
         cluster: _builtins.str = ...,
         relay_url: _builtins.str = ...,
+        labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        takes_caps: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "protocol", b"protocol", "relay_url", b"relay_url"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "labels", b"labels", "protocol", b"protocol", "relay_url", b"relay_url", "takes_caps", b"takes_caps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -273,6 +303,10 @@ class HostTelemetry(_message.Message):
     TPOT_P95_S_FIELD_NUMBER: _builtins.int
     TTFT_TARGET_S_FIELD_NUMBER: _builtins.int
     TPOT_TARGET_S_FIELD_NUMBER: _builtins.int
+    BUSY_SHARE_FIELD_NUMBER: _builtins.int
+    SLO_GOOD_FIELD_NUMBER: _builtins.int
+    SLO_BAD_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     busy_ns: _builtins.int
     """cumulative"""
@@ -287,6 +321,14 @@ class HostTelemetry(_message.Message):
     tpot_p95_s: _builtins.float
     ttft_target_s: _builtins.float
     tpot_target_s: _builtins.float
+    busy_share: _builtins.float
+    """of the last second or so; absent while nobody knows"""
+    slo_good: _builtins.int
+    """requests that met both targets; counts from the daemon's start"""
+    slo_bad: _builtins.int
+    """requests that missed one"""
+    source: _builtins.str
+    """plugin: every request was seen; scrape: /metrics, some seconds old"""
     def __init__(
         self,
         *,
@@ -302,12 +344,18 @@ class HostTelemetry(_message.Message):
         tpot_p95_s: _builtins.float = ...,
         ttft_target_s: _builtins.float = ...,
         tpot_target_s: _builtins.float = ...,
+        busy_share: _builtins.float | None = ...,
+        slo_good: _builtins.int = ...,
+        slo_bad: _builtins.int = ...,
+        source: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_busy_share", b"_busy_share", "busy_share", b"busy_share"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_ns", b"busy_ns", "node", b"node", "running", b"running", "tpot_p50_s", b"tpot_p50_s", "tpot_p95_s", b"tpot_p95_s", "tpot_target_s", b"tpot_target_s", "ttft_p50_s", b"ttft_p50_s", "ttft_p95_s", b"ttft_p95_s", "ttft_target_s", b"ttft_target_s", "waiting", b"waiting", "window_requests", b"window_requests", "window_s", b"window_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_busy_share", b"_busy_share", "busy_ns", b"busy_ns", "busy_share", b"busy_share", "node", b"node", "running", b"running", "slo_bad", b"slo_bad", "slo_good", b"slo_good", "source", b"source", "tpot_p50_s", b"tpot_p50_s", "tpot_p95_s", b"tpot_p95_s", "tpot_target_s", b"tpot_target_s", "ttft_p50_s", b"ttft_p50_s", "ttft_p95_s", b"ttft_p95_s", "ttft_target_s", b"ttft_target_s", "waiting", b"waiting", "window_requests", b"window_requests", "window_s", b"window_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__busy_share: _TypeAlias = _typing.Literal["busy_share"]  # noqa: Y015
+    _WhichOneofArgType__busy_share: _TypeAlias = _typing.Literal["_busy_share", b"_busy_share"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__busy_share) -> _WhichOneofReturnType__busy_share | None: ...
 
 Global___HostTelemetry: _TypeAlias = HostTelemetry  # noqa: Y015
 
@@ -325,6 +373,7 @@ class GuestTelemetry(_message.Message):
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     RESTARTS_FIELD_NUMBER: _builtins.int
+    HELD_BYTES_FIELD_NUMBER: _builtins.int
     replica: _builtins.str
     mode: _builtins.str
     """of the grant: run, throttle, freeze, drain, kill; "none" for a replica without a gate"""
@@ -339,6 +388,8 @@ class GuestTelemetry(_message.Message):
     state: _builtins.str
     """of the supervisor: starting, healthy, backoff, stopped, failed"""
     restarts: _builtins.int
+    held_bytes: _builtins.int
+    """all memory that its processes hold, as measured; said while harvest is off"""
     def __init__(
         self,
         *,
@@ -352,12 +403,15 @@ class GuestTelemetry(_message.Message):
         policy_version: _builtins.int = ...,
         state: _builtins.str = ...,
         restarts: _builtins.int = ...,
+        held_bytes: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_held_bytes", b"_held_bytes", "held_bytes", b"held_bytes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["duty", b"duty", "mode", b"mode", "policy_version", b"policy_version", "reason", b"reason", "replica", b"replica", "restarts", b"restarts", "running", b"running", "state", b"state", "tokens_total", b"tokens_total", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_held_bytes", b"_held_bytes", "duty", b"duty", "held_bytes", b"held_bytes", "mode", b"mode", "policy_version", b"policy_version", "reason", b"reason", "replica", b"replica", "restarts", b"restarts", "running", b"running", "state", b"state", "tokens_total", b"tokens_total", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__held_bytes: _TypeAlias = _typing.Literal["held_bytes"]  # noqa: Y015
+    _WhichOneofArgType__held_bytes: _TypeAlias = _typing.Literal["_held_bytes", b"_held_bytes"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__held_bytes) -> _WhichOneofReturnType__held_bytes | None: ...
 
 Global___GuestTelemetry: _TypeAlias = GuestTelemetry  # noqa: Y015
 
@@ -450,6 +504,7 @@ class NodeCommand(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     HARVEST_FIELD_NUMBER: _builtins.int
     RELAYS_FIELD_NUMBER: _builtins.int
+    CAPS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def lease(self) -> Global___Lease:
         """granted or renewed: a renewal carries the same epoch"""
@@ -464,6 +519,8 @@ class NodeCommand(_message.Message):
     def harvest(self) -> Global___Harvest: ...
     @_builtins.property
     def relays(self) -> Global___Relays: ...
+    @_builtins.property
+    def caps(self) -> Global___Caps: ...
     def __init__(
         self,
         *,
@@ -472,16 +529,95 @@ class NodeCommand(_message.Message):
         version: Global___Version | None = ...,
         harvest: Global___Harvest | None = ...,
         relays: Global___Relays | None = ...,
+        caps: Global___Caps | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "harvest", b"harvest", "lease", b"lease", "relays", b"relays", "release", b"release", "version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["caps", b"caps", "command", b"command", "harvest", b"harvest", "lease", b"lease", "relays", b"relays", "release", b"release", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "harvest", b"harvest", "lease", b"lease", "relays", b"relays", "release", b"release", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["caps", b"caps", "command", b"command", "harvest", b"harvest", "lease", b"lease", "relays", b"relays", "release", b"release", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["lease", "release", "version", "harvest", "relays"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["lease", "release", "version", "harvest", "relays", "caps"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
 Global___NodeCommand: _TypeAlias = NodeCommand  # noqa: Y015
+
+@_typing.final
+class Caps(_message.Message):
+    """What capacity policies leave this node; it replaces what was said before. Absent: no policy bounds it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COMPUTE_FIELD_NUMBER: _builtins.int
+    KV_BYTES_FIELD_NUMBER: _builtins.int
+    KV_HEADROOM_FIELD_NUMBER: _builtins.int
+    SLACK_SHARE_FIELD_NUMBER: _builtins.int
+    HIGH_WATERMARK_FIELD_NUMBER: _builtins.int
+    LOW_WATERMARK_FIELD_NUMBER: _builtins.int
+    STALE_AFTER_S_FIELD_NUMBER: _builtins.int
+    RECLAIM_DEADLINE_S_FIELD_NUMBER: _builtins.int
+    compute: _builtins.float
+    """share of each second in which a guest may begin steps"""
+    kv_bytes: _builtins.int
+    """KV memory that a guest may keep"""
+    kv_headroom: _builtins.float
+    """share of the host's KV memory that is neither used nor lent"""
+    slack_share: _builtins.float
+    high_watermark: _builtins.float
+    low_watermark: _builtins.float
+    stale_after_s: _builtins.float
+    """unheard for so long it harvests nothing"""
+    reclaim_deadline_s: _builtins.float
+    """by when what was lent is back"""
+    def __init__(
+        self,
+        *,
+        compute: _builtins.float | None = ...,
+        kv_bytes: _builtins.int | None = ...,
+        kv_headroom: _builtins.float | None = ...,
+        slack_share: _builtins.float | None = ...,
+        high_watermark: _builtins.float | None = ...,
+        low_watermark: _builtins.float | None = ...,
+        stale_after_s: _builtins.float | None = ...,
+        reclaim_deadline_s: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_compute", b"_compute", "_high_watermark", b"_high_watermark", "_kv_bytes", b"_kv_bytes", "_kv_headroom", b"_kv_headroom", "_low_watermark", b"_low_watermark", "_reclaim_deadline_s", b"_reclaim_deadline_s", "_slack_share", b"_slack_share", "_stale_after_s", b"_stale_after_s", "compute", b"compute", "high_watermark", b"high_watermark", "kv_bytes", b"kv_bytes", "kv_headroom", b"kv_headroom", "low_watermark", b"low_watermark", "reclaim_deadline_s", b"reclaim_deadline_s", "slack_share", b"slack_share", "stale_after_s", b"stale_after_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_compute", b"_compute", "_high_watermark", b"_high_watermark", "_kv_bytes", b"_kv_bytes", "_kv_headroom", b"_kv_headroom", "_low_watermark", b"_low_watermark", "_reclaim_deadline_s", b"_reclaim_deadline_s", "_slack_share", b"_slack_share", "_stale_after_s", b"_stale_after_s", "compute", b"compute", "high_watermark", b"high_watermark", "kv_bytes", b"kv_bytes", "kv_headroom", b"kv_headroom", "low_watermark", b"low_watermark", "reclaim_deadline_s", b"reclaim_deadline_s", "slack_share", b"slack_share", "stale_after_s", b"stale_after_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__compute: _TypeAlias = _typing.Literal["compute"]  # noqa: Y015
+    _WhichOneofArgType__compute: _TypeAlias = _typing.Literal["_compute", b"_compute"]  # noqa: Y015
+    _WhichOneofReturnType__high_watermark: _TypeAlias = _typing.Literal["high_watermark"]  # noqa: Y015
+    _WhichOneofArgType__high_watermark: _TypeAlias = _typing.Literal["_high_watermark", b"_high_watermark"]  # noqa: Y015
+    _WhichOneofReturnType__kv_bytes: _TypeAlias = _typing.Literal["kv_bytes"]  # noqa: Y015
+    _WhichOneofArgType__kv_bytes: _TypeAlias = _typing.Literal["_kv_bytes", b"_kv_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__kv_headroom: _TypeAlias = _typing.Literal["kv_headroom"]  # noqa: Y015
+    _WhichOneofArgType__kv_headroom: _TypeAlias = _typing.Literal["_kv_headroom", b"_kv_headroom"]  # noqa: Y015
+    _WhichOneofReturnType__low_watermark: _TypeAlias = _typing.Literal["low_watermark"]  # noqa: Y015
+    _WhichOneofArgType__low_watermark: _TypeAlias = _typing.Literal["_low_watermark", b"_low_watermark"]  # noqa: Y015
+    _WhichOneofReturnType__reclaim_deadline_s: _TypeAlias = _typing.Literal["reclaim_deadline_s"]  # noqa: Y015
+    _WhichOneofArgType__reclaim_deadline_s: _TypeAlias = _typing.Literal["_reclaim_deadline_s", b"_reclaim_deadline_s"]  # noqa: Y015
+    _WhichOneofReturnType__slack_share: _TypeAlias = _typing.Literal["slack_share"]  # noqa: Y015
+    _WhichOneofArgType__slack_share: _TypeAlias = _typing.Literal["_slack_share", b"_slack_share"]  # noqa: Y015
+    _WhichOneofReturnType__stale_after_s: _TypeAlias = _typing.Literal["stale_after_s"]  # noqa: Y015
+    _WhichOneofArgType__stale_after_s: _TypeAlias = _typing.Literal["_stale_after_s", b"_stale_after_s"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__compute) -> _WhichOneofReturnType__compute | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__high_watermark) -> _WhichOneofReturnType__high_watermark | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__kv_bytes) -> _WhichOneofReturnType__kv_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__kv_headroom) -> _WhichOneofReturnType__kv_headroom | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__low_watermark) -> _WhichOneofReturnType__low_watermark | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reclaim_deadline_s) -> _WhichOneofReturnType__reclaim_deadline_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__slack_share) -> _WhichOneofReturnType__slack_share | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__stale_after_s) -> _WhichOneofReturnType__stale_after_s | None: ...
+
+Global___Caps: _TypeAlias = Caps  # noqa: Y015
 
 @_typing.final
 class Relays(_message.Message):
@@ -924,18 +1060,22 @@ class SetHarvestRequest(_message.Message):
 
     MODE_FIELD_NUMBER: _builtins.int
     REPLICA_FIELD_NUMBER: _builtins.int
+    STOP_ALONE_FIELD_NUMBER: _builtins.int
     mode: Global___HarvestMode.ValueType
     replica: _builtins.str
     """empty: the whole cluster"""
+    stop_alone: _builtins.bool
+    """change the stop and no policy: without one nothing is lent whatever the mode is"""
     def __init__(
         self,
         *,
         mode: Global___HarvestMode.ValueType = ...,
         replica: _builtins.str = ...,
+        stop_alone: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["mode", b"mode", "replica", b"replica"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["mode", b"mode", "replica", b"replica", "stop_alone", b"stop_alone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1004,6 +1144,263 @@ class RevokeReply(_message.Message):
 Global___RevokeReply: _TypeAlias = RevokeReply  # noqa: Y015
 
 @_typing.final
+class ApplyPolicyRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_FIELD_NUMBER: _builtins.int
+    DRY_RUN_FIELD_NUMBER: _builtins.int
+    policy: _builtins.str
+    """JSON, as docs/capacity-policy.md says"""
+    dry_run: _builtins.bool
+    """check it and change nothing"""
+    def __init__(
+        self,
+        *,
+        policy: _builtins.str = ...,
+        dry_run: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dry_run", b"dry_run", "policy", b"policy"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ApplyPolicyRequest: _TypeAlias = ApplyPolicyRequest  # noqa: Y015
+
+@_typing.final
+class ApplyPolicyReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHANGED_FIELD_NUMBER: _builtins.int
+    changed: _builtins.bool
+    def __init__(
+        self,
+        *,
+        changed: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changed", b"changed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ApplyPolicyReply: _TypeAlias = ApplyPolicyReply  # noqa: Y015
+
+@_typing.final
+class DeletePolicyRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeletePolicyRequest: _TypeAlias = DeletePolicyRequest  # noqa: Y015
+
+@_typing.final
+class DeletePolicyReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeletePolicyReply: _TypeAlias = DeletePolicyReply  # noqa: Y015
+
+@_typing.final
+class ListPoliciesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListPoliciesRequest: _TypeAlias = ListPoliciesRequest  # noqa: Y015
+
+@_typing.final
+class ListPoliciesReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICIES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def policies(self) -> _containers.RepeatedCompositeFieldContainer[Global___PolicyView]: ...
+    def __init__(
+        self,
+        *,
+        policies: _abc.Iterable[Global___PolicyView] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["policies", b"policies"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListPoliciesReply: _TypeAlias = ListPoliciesReply  # noqa: Y015
+
+@_typing.final
+class PolicyView(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    HALTED_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    policy: _builtins.str
+    """JSON"""
+    halted: _builtins.str
+    """why its canary is halted, empty while it is not"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        policy: _builtins.str = ...,
+        halted: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["halted", b"halted", "name", b"name", "policy", b"policy"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PolicyView: _TypeAlias = PolicyView  # noqa: Y015
+
+@_typing.final
+class ExplainPolicyRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    """empty: all"""
+    def __init__(
+        self,
+        *,
+        node: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node", b"node"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainPolicyRequest: _TypeAlias = ExplainPolicyRequest  # noqa: Y015
+
+@_typing.final
+class ExplainPolicyReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeCapacity]: ...
+    def __init__(
+        self,
+        *,
+        nodes: _abc.Iterable[Global___NodeCapacity] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["nodes", b"nodes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainPolicyReply: _TypeAlias = ExplainPolicyReply  # noqa: Y015
+
+@_typing.final
+class NodeCapacity(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
+    WOULD_FIELD_NUMBER: _builtins.int
+    LIMITS_FIELD_NUMBER: _builtins.int
+    FIELDS_FIELD_NUMBER: _builtins.int
+    POLICIES_FIELD_NUMBER: _builtins.int
+    BUSY_SHARE_FIELD_NUMBER: _builtins.int
+    POLICY_MODE_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    mode: Global___HarvestMode.ValueType
+    """what holds, the operator's stop included"""
+    would: Global___HarvestMode.ValueType
+    """what an Active policy would say, the stop aside"""
+    busy_share: _builtins.float
+    policy_mode: _builtins.str
+    """Off, Advisory, Active"""
+    @_builtins.property
+    def limits(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """why not more, in words"""
+
+    @_builtins.property
+    def fields(self) -> _containers.RepeatedCompositeFieldContainer[Global___PolicyField]: ...
+    @_builtins.property
+    def policies(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """that match the node"""
+
+    def __init__(
+        self,
+        *,
+        node: _builtins.str = ...,
+        mode: Global___HarvestMode.ValueType = ...,
+        would: Global___HarvestMode.ValueType = ...,
+        limits: _abc.Iterable[_builtins.str] | None = ...,
+        fields: _abc.Iterable[Global___PolicyField] | None = ...,
+        policies: _abc.Iterable[_builtins.str] | None = ...,
+        busy_share: _builtins.float | None = ...,
+        policy_mode: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_busy_share", b"_busy_share", "busy_share", b"busy_share"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_busy_share", b"_busy_share", "busy_share", b"busy_share", "fields", b"fields", "limits", b"limits", "mode", b"mode", "node", b"node", "policies", b"policies", "policy_mode", b"policy_mode", "would", b"would"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__busy_share: _TypeAlias = _typing.Literal["busy_share"]  # noqa: Y015
+    _WhichOneofArgType__busy_share: _TypeAlias = _typing.Literal["_busy_share", b"_busy_share"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__busy_share) -> _WhichOneofReturnType__busy_share | None: ...
+
+Global___NodeCapacity: _TypeAlias = NodeCapacity  # noqa: Y015
+
+@_typing.final
+class PolicyField(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    path: _builtins.str
+    value: _builtins.str
+    policy: _builtins.str
+    """that decided it"""
+    def __init__(
+        self,
+        *,
+        path: _builtins.str = ...,
+        value: _builtins.str = ...,
+        policy: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["path", b"path", "policy", b"policy", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PolicyField: _TypeAlias = PolicyField  # noqa: Y015
+
+@_typing.final
 class SnapshotRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1032,6 +1429,7 @@ class SnapshotReply(_message.Message):
     OVERRIDES_FIELD_NUMBER: _builtins.int
     TROUBLES_FIELD_NUMBER: _builtins.int
     STORE_STALLED_S_FIELD_NUMBER: _builtins.int
+    CAPACITY_FIELD_NUMBER: _builtins.int
     harvest: Global___HarvestMode.ValueType
     latest_version: _builtins.int
     store_stalled_s: _builtins.float
@@ -1052,6 +1450,10 @@ class SnapshotReply(_message.Message):
     def troubles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """of the scheduler's own process: tasks, logs"""
 
+    @_builtins.property
+    def capacity(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeCapacity]:
+        """of each attached node; empty where no policy was applied"""
+
     def __init__(
         self,
         *,
@@ -1065,10 +1467,11 @@ class SnapshotReply(_message.Message):
         overrides: _abc.Iterable[Global___HarvestOverride] | None = ...,
         troubles: _abc.Iterable[_builtins.str] | None = ...,
         store_stalled_s: _builtins.float = ...,
+        capacity: _abc.Iterable[Global___NodeCapacity] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["guests", b"guests", "harvest", b"harvest", "hosts", b"hosts", "jobs", b"jobs", "latest_version", b"latest_version", "leases", b"leases", "overrides", b"overrides", "replicas", b"replicas", "store_stalled_s", b"store_stalled_s", "troubles", b"troubles"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity", b"capacity", "guests", b"guests", "harvest", b"harvest", "hosts", b"hosts", "jobs", b"jobs", "latest_version", b"latest_version", "leases", b"leases", "overrides", b"overrides", "replicas", b"replicas", "store_stalled_s", b"store_stalled_s", "troubles", b"troubles"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -74,6 +74,26 @@ class SchedulerStub:
                 request_serializer=rose_dot_rpc_dot_rose__pb2.SnapshotRequest.SerializeToString,
                 response_deserializer=rose_dot_rpc_dot_rose__pb2.SnapshotReply.FromString,
                 _registered_method=True)
+        self.ApplyPolicy = channel.unary_unary(
+                '/rose.v1.Scheduler/ApplyPolicy',
+                request_serializer=rose_dot_rpc_dot_rose__pb2.ApplyPolicyRequest.SerializeToString,
+                response_deserializer=rose_dot_rpc_dot_rose__pb2.ApplyPolicyReply.FromString,
+                _registered_method=True)
+        self.DeletePolicy = channel.unary_unary(
+                '/rose.v1.Scheduler/DeletePolicy',
+                request_serializer=rose_dot_rpc_dot_rose__pb2.DeletePolicyRequest.SerializeToString,
+                response_deserializer=rose_dot_rpc_dot_rose__pb2.DeletePolicyReply.FromString,
+                _registered_method=True)
+        self.ListPolicies = channel.unary_unary(
+                '/rose.v1.Scheduler/ListPolicies',
+                request_serializer=rose_dot_rpc_dot_rose__pb2.ListPoliciesRequest.SerializeToString,
+                response_deserializer=rose_dot_rpc_dot_rose__pb2.ListPoliciesReply.FromString,
+                _registered_method=True)
+        self.ExplainPolicy = channel.unary_unary(
+                '/rose.v1.Scheduler/ExplainPolicy',
+                request_serializer=rose_dot_rpc_dot_rose__pb2.ExplainPolicyRequest.SerializeToString,
+                response_deserializer=rose_dot_rpc_dot_rose__pb2.ExplainPolicyReply.FromString,
+                _registered_method=True)
 
 
 class SchedulerServicer:
@@ -127,6 +147,30 @@ class SchedulerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ApplyPolicy(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeletePolicy(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListPolicies(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ExplainPolicy(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SchedulerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -169,6 +213,26 @@ def add_SchedulerServicer_to_server(servicer, server):
                     servicer.Snapshot,
                     request_deserializer=rose_dot_rpc_dot_rose__pb2.SnapshotRequest.FromString,
                     response_serializer=rose_dot_rpc_dot_rose__pb2.SnapshotReply.SerializeToString,
+            ),
+            'ApplyPolicy': grpc.unary_unary_rpc_method_handler(
+                    servicer.ApplyPolicy,
+                    request_deserializer=rose_dot_rpc_dot_rose__pb2.ApplyPolicyRequest.FromString,
+                    response_serializer=rose_dot_rpc_dot_rose__pb2.ApplyPolicyReply.SerializeToString,
+            ),
+            'DeletePolicy': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeletePolicy,
+                    request_deserializer=rose_dot_rpc_dot_rose__pb2.DeletePolicyRequest.FromString,
+                    response_serializer=rose_dot_rpc_dot_rose__pb2.DeletePolicyReply.SerializeToString,
+            ),
+            'ListPolicies': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListPolicies,
+                    request_deserializer=rose_dot_rpc_dot_rose__pb2.ListPoliciesRequest.FromString,
+                    response_serializer=rose_dot_rpc_dot_rose__pb2.ListPoliciesReply.SerializeToString,
+            ),
+            'ExplainPolicy': grpc.unary_unary_rpc_method_handler(
+                    servicer.ExplainPolicy,
+                    request_deserializer=rose_dot_rpc_dot_rose__pb2.ExplainPolicyRequest.FromString,
+                    response_serializer=rose_dot_rpc_dot_rose__pb2.ExplainPolicyReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -387,6 +451,114 @@ class Scheduler:
             '/rose.v1.Scheduler/Snapshot',
             rose_dot_rpc_dot_rose__pb2.SnapshotRequest.SerializeToString,
             rose_dot_rpc_dot_rose__pb2.SnapshotReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ApplyPolicy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rose.v1.Scheduler/ApplyPolicy',
+            rose_dot_rpc_dot_rose__pb2.ApplyPolicyRequest.SerializeToString,
+            rose_dot_rpc_dot_rose__pb2.ApplyPolicyReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeletePolicy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rose.v1.Scheduler/DeletePolicy',
+            rose_dot_rpc_dot_rose__pb2.DeletePolicyRequest.SerializeToString,
+            rose_dot_rpc_dot_rose__pb2.DeletePolicyReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListPolicies(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rose.v1.Scheduler/ListPolicies',
+            rose_dot_rpc_dot_rose__pb2.ListPoliciesRequest.SerializeToString,
+            rose_dot_rpc_dot_rose__pb2.ListPoliciesReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExplainPolicy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rose.v1.Scheduler/ExplainPolicy',
+            rose_dot_rpc_dot_rose__pb2.ExplainPolicyRequest.SerializeToString,
+            rose_dot_rpc_dot_rose__pb2.ExplainPolicyReply.FromString,
             options,
             channel_credentials,
             insecure,

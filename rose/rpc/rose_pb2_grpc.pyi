@@ -8,7 +8,7 @@ What crosses the wall between the scheduler and its nodes, gateways, trainers an
   gateway  -- WatchReplicas -------> the whole replica table, on change and every second
            -- ReportDemand --------> what its turns still need, every second and when the first turn comes
   trainer  -- RegisterJob, AnnounceVersion
-  operator -- SetHarvest, Revoke, Snapshot
+  operator -- SetHarvest, Revoke, Snapshot, ApplyPolicy, DeletePolicy, ListPolicies, ExplainPolicy
 
 The node is the authority over its capacity: a lease that it did not renew by a live offer is over, and expiry means
 revoked. Frames are small by design: rose/rpc/channel.py bounds what a scheduler takes and what it sends.
@@ -50,6 +50,10 @@ class SchedulerStub:
     SetHarvest: _grpc.UnaryUnaryMultiCallable[_rose_pb2.SetHarvestRequest, _rose_pb2.SetHarvestReply]
     Revoke: _grpc.UnaryUnaryMultiCallable[_rose_pb2.RevokeRequest, _rose_pb2.RevokeReply]
     Snapshot: _grpc.UnaryUnaryMultiCallable[_rose_pb2.SnapshotRequest, _rose_pb2.SnapshotReply]
+    ApplyPolicy: _grpc.UnaryUnaryMultiCallable[_rose_pb2.ApplyPolicyRequest, _rose_pb2.ApplyPolicyReply]
+    DeletePolicy: _grpc.UnaryUnaryMultiCallable[_rose_pb2.DeletePolicyRequest, _rose_pb2.DeletePolicyReply]
+    ListPolicies: _grpc.UnaryUnaryMultiCallable[_rose_pb2.ListPoliciesRequest, _rose_pb2.ListPoliciesReply]
+    ExplainPolicy: _grpc.UnaryUnaryMultiCallable[_rose_pb2.ExplainPolicyRequest, _rose_pb2.ExplainPolicyReply]
 
 @_typing.type_check_only
 class SchedulerAsyncStub(SchedulerStub):
@@ -62,6 +66,10 @@ class SchedulerAsyncStub(SchedulerStub):
     SetHarvest: _aio.UnaryUnaryMultiCallable[_rose_pb2.SetHarvestRequest, _rose_pb2.SetHarvestReply]  # type: ignore[assignment]
     Revoke: _aio.UnaryUnaryMultiCallable[_rose_pb2.RevokeRequest, _rose_pb2.RevokeReply]  # type: ignore[assignment]
     Snapshot: _aio.UnaryUnaryMultiCallable[_rose_pb2.SnapshotRequest, _rose_pb2.SnapshotReply]  # type: ignore[assignment]
+    ApplyPolicy: _aio.UnaryUnaryMultiCallable[_rose_pb2.ApplyPolicyRequest, _rose_pb2.ApplyPolicyReply]  # type: ignore[assignment]
+    DeletePolicy: _aio.UnaryUnaryMultiCallable[_rose_pb2.DeletePolicyRequest, _rose_pb2.DeletePolicyReply]  # type: ignore[assignment]
+    ListPolicies: _aio.UnaryUnaryMultiCallable[_rose_pb2.ListPoliciesRequest, _rose_pb2.ListPoliciesReply]  # type: ignore[assignment]
+    ExplainPolicy: _aio.UnaryUnaryMultiCallable[_rose_pb2.ExplainPolicyRequest, _rose_pb2.ExplainPolicyReply]  # type: ignore[assignment]
 
 class SchedulerServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -119,5 +127,33 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
         request: _rose_pb2.SnapshotRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rose_pb2.SnapshotReply, _abc.Awaitable[_rose_pb2.SnapshotReply]]: ...
+
+    @_abc_1.abstractmethod
+    def ApplyPolicy(
+        self,
+        request: _rose_pb2.ApplyPolicyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rose_pb2.ApplyPolicyReply, _abc.Awaitable[_rose_pb2.ApplyPolicyReply]]: ...
+
+    @_abc_1.abstractmethod
+    def DeletePolicy(
+        self,
+        request: _rose_pb2.DeletePolicyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rose_pb2.DeletePolicyReply, _abc.Awaitable[_rose_pb2.DeletePolicyReply]]: ...
+
+    @_abc_1.abstractmethod
+    def ListPolicies(
+        self,
+        request: _rose_pb2.ListPoliciesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rose_pb2.ListPoliciesReply, _abc.Awaitable[_rose_pb2.ListPoliciesReply]]: ...
+
+    @_abc_1.abstractmethod
+    def ExplainPolicy(
+        self,
+        request: _rose_pb2.ExplainPolicyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rose_pb2.ExplainPolicyReply, _abc.Awaitable[_rose_pb2.ExplainPolicyReply]]: ...
 
 def add_SchedulerServicer_to_server(servicer: SchedulerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

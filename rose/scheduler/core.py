@@ -1,12 +1,13 @@
 """The scheduler without sockets, files and clocks: `step(event, now_s) -> actions`.
 
-    node attaches --> harvest modes, whole version chain
+    node attaches --> its mode and caps, whole version chain
     stream breaks --> its leases end at once
     offers, tick  --> leases expire, are renewed, granted, released, as the mode allows
     revocation    --> the lease ends, a pause, a new lease under a greater epoch
     version       --> stored, then told to all nodes
     demand        --> kept for each gateway: what a policy goes by
     silence       --> the node relays no weights until it speaks again
+    policy, stop  --> each node that it changes is told its mode and caps
 
 What must survive this process is durable before anybody is told. `writes` says what that is for a
 request, which is carried out once it is written. Of leases it is their epochs: a `Reserve` action
@@ -14,9 +15,10 @@ asks for one, and the lease is granted with the `EpochReserved` that follows. No
 the store, so live leases are renewed while it does not answer.
 """
 
-from elastic_scheduler import HarvestMode, HarvestModes, Policy
+from elastic_scheduler import HarvestMode, Policy, ReplicaKind
 from rose.errors import RefusedError
 from rose.rpc import rose_pb2 as pb
+from rose.scheduler.capacity import Capacity
 from rose.scheduler.demand import DemandBook
 from rose.scheduler.fleet import Fleet, HealthBook, NodeView, Relays
 from rose.scheduler.leasing import LeaseTimes, Leasing, replica_rows, snapshot
@@ -36,6 +38,8 @@ from rose.scheduler.messages import (
     JobRegistered,
     LogRecord,
     Offered,
+    PolicyApplied,
+    PolicyDeleted,
     PublishTable,
     RatesMeasured,
     ReplicaDrained,
@@ -51,15 +55,12 @@ from rose.scheduler.persistence import (
     Saved,
     VersionRecord,
     save_job,
-    save_mode,
     save_version,
 )
 from rose.scheduler.version_registry import VersionRegistry
-from rose.scheduler.wire import harvest_command
 
 TABLE_INTERVAL_S = 1.0
 MAX_NODES = 4_096
-MAX_OVERRIDES = 1_024
 # Of one stream: a node's engines keep their names.
 MAX_NAMED = 4_096
 
@@ -74,7 +75,7 @@ class SchedulerCore:
         times: LeaseTimes | None = None,
         leasing_policy: Policy | None = None,
     ) -> None:
-        self._policy = HarvestModes(saved.mode or default_mode, saved.overrides)
+        self.capacity = Capacity(saved, default_mode)
         self._fleet = Fleet()
         self._relays = Relays()
         self._healths = HealthBook()
@@ -82,7 +83,7 @@ class SchedulerCore:
         self._leasing = Leasing(
             times or LeaseTimes(),
             saved.epochs,
-            self._policy,
+            self.capacity.gate,
             self._healths,
             self.demand,
             leasing_policy,
@@ -96,6 +97,8 @@ class SchedulerCore:
         """What follows from an event at `now_s`, a monotonic clock's seconds."""
         self.demand.drop_silent(now_s)
         actions = self._react(event, now_s)
+        wall_s = event.wall_s if isinstance(event, Tick) else None
+        actions += self.capacity.judge(self._fleet, now_s, wall_s)
         regulated = self._leasing.regulate(self._chain, self._fleet, now_s)
         if isinstance(event, HarvestSet):
             releasing = [
@@ -120,9 +123,8 @@ class SchedulerCore:
             case VersionAnnounced():
                 record = VersionRecord(event.version, event.parent, event.url)
                 return (save_version(record),) if self._chain.check(event.job, record) else ()
-            case HarvestSet():
-                self._check_mode(event)
-                return (save_mode(event.mode, event.replica),)
+            case HarvestSet() | PolicyApplied() | PolicyDeleted():
+                return self.capacity.writes(event)
 
     def complain(self, event: str, peer: str, reason: str, now_s: float) -> list[LogRecord]:
         """What to record of a peer's mistake: each once, and so many a minute.
@@ -133,7 +135,7 @@ class SchedulerCore:
 
     def status(self, now_s: float) -> pb.SnapshotReply:
         """Everything an operator may ask about."""
-        views = (self._fleet, self._leasing, self._healths, self._chain, self._policy)
+        views = (self._fleet, self._leasing, self._healths, self._chain, self.capacity)
         return snapshot(*views, self.demand, now_s)
 
     def _react(self, event: Event, now_s: float) -> list[Action]:
@@ -155,7 +157,13 @@ class SchedulerCore:
                 return []
             case Tick():
                 return []
-            case JobRegistered() | VersionAnnounced() | HarvestSet():
+            case (
+                JobRegistered()
+                | VersionAnnounced()
+                | HarvestSet()
+                | PolicyApplied()
+                | PolicyDeleted()
+            ):
                 return self._carry_out(event, now_s)
         view = self._fleet.of_stream(event.stream)
         if view is None:  # A stream that was replaced or lost has no say any more.
@@ -170,10 +178,8 @@ class SchedulerCore:
                 return [*self._rejudge(now_s), Answer(self._chain.latest)]
             case VersionAnnounced():
                 return self._announce(event, now_s)
-            case HarvestSet():
-                self._check_mode(event)
-                self._policy.set_mode(event.mode, event.replica)
-                return self._tell_modes()
+            case HarvestSet() | PolicyApplied() | PolicyDeleted():
+                return self.capacity.carry_out(event)
 
     def _hear(
         self,
@@ -186,6 +192,7 @@ class SchedulerCore:
                 return self._offered(event, view, now_s)
             case RatesMeasured():
                 view.telemetry = event.telemetry
+                self.capacity.heard(view, event.telemetry, now_s, lends=self._lends(view, now_s))
                 return []
             case TakenBack():
                 return self._leasing.taken_back(
@@ -233,8 +240,12 @@ class SchedulerCore:
                 CloseStream(earlier.stream, f"node {event.node} attached anew"),
             ]
         self._fleet.attach(event.node, event.stream, event.cluster, event.relay_url, now_s)
-        told = [*self._mode_commands(), *self._chain.commands()]
-        actions += [Command(event.stream, command) for command in told]
+        view = self._fleet.of_stream(event.stream)
+        assert view is not None
+        view.labels, view.takes_caps = dict(event.labels), event.takes_caps
+        self.capacity.gate.changed()
+        actions += self.capacity.judge(self._fleet, now_s)
+        actions += [Command(event.stream, command) for command in self._chain.commands()]
         return [*actions, LogRecord("node_attached", {"node": event.node})]
 
     def _detach(self, stream: int) -> list[Action]:
@@ -242,6 +253,7 @@ class SchedulerCore:
         if view is None:
             return []
         self._healths.forget(view.named)
+        self.capacity.detached(view)
         return [LogRecord("node_lost", {"node": view.node}), *self._leasing.lost(stream)]
 
     def _activated(self, event: Activated, view: NodeView) -> list[Action]:
@@ -277,25 +289,12 @@ class SchedulerCore:
         lease, actions = revoked
         return [*actions, Answer(lease.epoch)]
 
-    def _mode_commands(self) -> list[pb.NodeCommand]:
-        """The cluster's mode, then what holds for replicas with a mode of their own."""
-        own = sorted(self._policy.overrides)
-        return [
-            harvest_command(self._policy.mode),
-            *(harvest_command(self._policy.mode_of(replica), replica) for replica in own),
-        ]
-
-    def _tell_modes(self) -> list[Action]:
-        commands = self._mode_commands()
-        return [Command(stream, each) for stream in self._fleet.streams for each in commands]
-
-    def _check_mode(self, event: HarvestSet) -> None:
-        own = self._policy.overrides
-        more = event.mode is not HarvestMode.ACTIVE and event.replica is not None
-        if more and event.replica not in own and len(own) >= MAX_OVERRIDES:
-            raise RefusedError(
-                f"{MAX_OVERRIDES} replicas have modes of their own; set the mode of the cluster"
-            )
+    def _lends(self, view: NodeView, now_s: float) -> bool:
+        """Whether a guest of the node is leased now."""
+        return any(
+            offer.kind is ReplicaKind.GUEST and self._leasing.active(offer.replica, now_s)
+            for offer in view.offers.values()
+        )
 
     def _publish(self, now_s: float) -> list[Action]:
         table = pb.ReplicaTable(

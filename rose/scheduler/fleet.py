@@ -85,6 +85,8 @@ class NodeView:
     cluster: str = ""
     relay_url: str = ""
     heard_s: float = 0.0
+    labels: dict[str, str] = field(default_factory=dict)
+    takes_caps: bool = False
     offers: dict[str, Offer] = field(default_factory=dict)
     named: set[str] = field(default_factory=set)  # replicas that it ever offered
     offered_s: float = 0.0

@@ -4,12 +4,11 @@ Gateways get the table on every change, operators a snapshot on request.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from elastic_scheduler import (
     Decision,
-    HarvestModes,
     HarvestPlan,
     Holding,
     Lease,
@@ -25,7 +24,9 @@ from elastic_scheduler import (
     Situation,
     make_policy,
 )
+from elastic_scheduler.capacity import CapacityGate
 from rose.rpc import rose_pb2 as pb
+from rose.scheduler.capacity import Capacity
 from rose.scheduler.demand import DemandBook, JobFigures, Switched
 from rose.scheduler.fleet import Fleet, HealthBook
 from rose.scheduler.messages import Action, Command, EpochReserved, LogRecord, Reserve
@@ -33,6 +34,7 @@ from rose.scheduler.persistence import JobRecord, save_epoch
 from rose.scheduler.version_registry import VersionRegistry
 from rose.scheduler.wire import KIND_TO, MODE_TO, lease_command, release_command
 
+GUEST = ReplicaKind.GUEST
 # A leased replica may miss turns this long, to catch up with a version, before others are sought.
 HELPLESS_S = 15.0
 # From a lease to its first token: an engine that takes longer has failed.
@@ -74,7 +76,7 @@ class Leasing:
         self,
         times: LeaseTimes,
         epochs: Mapping[str, int],
-        allowed: HarvestModes,
+        allowed: CapacityGate,
         healths: HealthBook,
         demand: DemandBook,
         policy: Policy | None = None,
@@ -293,7 +295,8 @@ class Leasing:
         if now_s < self._policy_rests_until_s:
             return nothing, []
         try:
-            jobs = (self._demand.demand(job, step, now_s),)
+            demand = self._demand.demand(job, step, now_s)
+            jobs = (replace(demand, weight=demand.weight * self._allowed.weight_of(job)),)
             return self._policy.decide(Situation(now_s, free, held + promised, jobs)), []
         except Exception as error:  # noqa: BLE001 - a broken policy must not end live leases
             self._policy_rests_until_s = now_s + BROKEN_PAUSE_S
@@ -323,6 +326,8 @@ class Leasing:
     ) -> list[Action]:
         """Grant under an epoch that is durable; without one, have the next one made so."""
         offer = offers[move.replica]
+        if not self._has_room(move.job, offer):
+            return []
         if self._book.reserved(offer.replica, offer.epoch):
             return self._grant(move, offer, fleet, now_s)
         if len(self._promises) >= MAX_PROMISES:
@@ -336,6 +341,11 @@ class Leasing:
         # An epoch that a node saw must never be handed out again.
         write = save_epoch(offer.replica, epoch, move.job)
         return [Reserve(write, EpochReserved(offer.replica, epoch))]
+
+    def _has_room(self, job: str, offer: Offer) -> bool:
+        """Whether the quotas that policies give the job leave room for one more guest."""
+        held = [(h.job, h.offer.node) for h in self._holdings.values() if h.offer.kind is GUEST]
+        return self._allowed.admits(job, offer, held)
 
     def _give_back(self, move: Move, now_s: float) -> list[Action]:
         self._note("give back", move, now_s)
@@ -361,9 +371,10 @@ class Leasing:
 
     def _revoke(self, lease: Lease, reason: str, by: str, now_s: float) -> LogRecord:
         self._book.revoke(lease.replica, lease.epoch)
-        self._not_before_s[lease.replica] = now_s + self._times.cooldown_s
-        self._log.note(lease.replica, Reason(now_s, "revoked", f"{by}: {reason}"))
         holding = self._holdings.pop(lease.replica, None)
+        pause_s = self._allowed.cooldown_s(holding.offer.node) if holding is not None else 0.0
+        self._not_before_s[lease.replica] = now_s + max(self._times.cooldown_s, pause_s)
+        self._log.note(lease.replica, Reason(now_s, "revoked", f"{by}: {reason}"))
         if holding is not None and by == "node":
             guests = [h for h in self._holdings.values() if h.offer.kind is ReplicaKind.GUEST]
             self._policy.revoked(holding, len(guests) + 1, now_s)
@@ -405,7 +416,7 @@ def snapshot(
     leasing: Leasing,
     healths: HealthBook,
     chain: VersionRegistry,
-    policy: HarvestModes,
+    capacity: Capacity,
     demand: DemandBook,
     now_s: float,
 ) -> pb.SnapshotReply:
@@ -428,13 +439,14 @@ def snapshot(
         ],
         hosts=[telemetry.host for telemetry in told if telemetry.HasField("host")],
         guests=[guest for telemetry in told for guest in telemetry.guests],
-        harvest=MODE_TO[policy.mode],
+        harvest=MODE_TO[capacity.shown_mode],
         latest_version=chain.latest,
         jobs=[_job(job, chain.latest, demand.figures(job.job, now_s)) for job in jobs],
         overrides=[
             pb.HarvestOverride(replica=replica, mode=MODE_TO[mode])
-            for replica, mode in sorted(policy.overrides.items())
+            for replica, mode in sorted(capacity.stop.overrides.items())
         ],
+        capacity=capacity.rows(),
     )
 
 

@@ -60,6 +60,7 @@ class Complaints:
 MAX_REPLICAS = 256
 MAX_JOBS = 256
 MAX_SWITCHES = 4_096
+MAX_LABELS = 64
 MAX_TEXT_CHARS = 512
 # Of telemetry: latencies, windows, shares.
 MAX_FIGURE = 1e9

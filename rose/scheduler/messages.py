@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import grpc
 
 from elastic_scheduler import HarvestMode, Offer
+from elastic_scheduler.capacity import CapacityPolicy
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler.demand import JobFigures, Switched
 
@@ -70,6 +71,8 @@ class Attached:
     stream: int
     cluster: str = ""
     relay_url: str = ""
+    labels: dict[str, str] = field(default_factory=dict)
+    takes_caps: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,10 +159,28 @@ class VersionAnnounced:
 
 @dataclass(frozen=True, slots=True)
 class HarvestSet:
-    """An operator set the mode of a replica, or of all (None). Answered with leases released."""
+    """An operator set the mode of a replica, or of all (None). Answered with leases released.
+
+    opens: where no policy is in force, a mode above OFF lets all be lent, as in 0.2.0.
+    """
 
     mode: HarvestMode
     replica: str | None
+    opens: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyApplied:
+    """An operator put a capacity policy in force. Answered with 1 when that changed anything."""
+
+    policy: CapacityPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyDeleted:
+    """An operator took a capacity policy out of force. Answered with 1."""
+
+    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,12 +201,14 @@ class EpochReserved:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time passed."""
+    """Time passed. wall_s: Unix seconds, None where nobody looked at that clock."""
+
+    wall_s: float | None = None
 
 
 # Events that change what is stored: `SchedulerCore.writes` says how, and once that is durable the
 # event is carried out.
-StoredEvent = JobRegistered | VersionAnnounced | HarvestSet
+StoredEvent = JobRegistered | VersionAnnounced | HarvestSet | PolicyApplied | PolicyDeleted
 
 
 Event = (
@@ -200,6 +223,8 @@ Event = (
     | JobRegistered
     | VersionAnnounced
     | HarvestSet
+    | PolicyApplied
+    | PolicyDeleted
     | RevokeAsked
     | EpochReserved
     | Tick
@@ -222,6 +247,13 @@ class Reserve:
 
     write: StoreWrite
     then: EpochReserved
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Make a value durable; nothing waits for it, and it is true whether that succeeds or not."""
+
+    write: StoreWrite
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,4 +294,4 @@ class Answer:
     value: int
 
 
-Action = Reserve | Command | CloseStream | PublishTable | LogRecord | Answer
+Action = Reserve | Save | Command | CloseStream | PublishTable | LogRecord | Answer

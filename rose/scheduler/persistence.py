@@ -4,6 +4,8 @@
 | --- | --- |
 | `epochs/{replica}` | {"epoch", "job"}: the newest lease's; of 0.2 the epoch alone |
 | `harvest` , `harvest/{replica}` | mode |
+| `stop` | {"mode"}: the operator's stop, which any scheduler obeys; written beside `harvest` |
+| `policies/{name}` | {"policy", "halted"}: a capacity policy, and why its canary is halted |
 | `job` | {"job", "max_staleness"} |
 | `versions/{version, 20 digits}` | {"version", "parent", "url"} |
 
@@ -24,14 +26,19 @@ import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 
 from elastic_scheduler import HarvestMode
+from elastic_scheduler.capacity import CapacityPolicy, policy_of
+from elastic_scheduler.errors import PolicyError
+from elastic_scheduler.leases.harvest_mode import stricter
 from elastic_scheduler.leases.lease_table import MAX_EPOCH, MAX_VERSION
 from rose.errors import ConfigError, UnavailableError
 from rose.scheduler.messages import StoreWrite
 from rose.store import Delete, Put, Store, StoreEntry, Write
 
 EPOCHS, HARVEST, JOB, VERSIONS = "epochs/", "harvest", "job", "versions/"
+POLICIES, STOP = "policies/", "stop"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +71,15 @@ class Saved:
     overrides: dict[str, HarvestMode] = field(default_factory=dict)
     job: JobRecord | None = None
     versions: tuple[VersionRecord, ...] = ()
+    policies: tuple[CapacityPolicy, ...] = ()
+    halted: dict[str, str] = field(default_factory=dict)
 
 
 def load(entries: Iterable[StoreEntry]) -> Saved:
     """Read all of it. Raises `ConfigError` when the store holds something else."""
     try:
         return _load(sorted(entries, key=lambda entry: entry.key))
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, PolicyError) as error:
         raise ConfigError(
             f"the store holds what no scheduler wrote ({error!r}); give another --store"
         ) from error
@@ -78,23 +87,38 @@ def load(entries: Iterable[StoreEntry]) -> Saved:
 
 def _load(entries: Sequence[StoreEntry]) -> Saved:
     found = {entry.key: entry for entry in entries}
-    mode, job = found.get(HARVEST), found.get(JOB)
+    job = found.get(JOB)
     epochs = {name: _epoch(entry) for name, entry in _below(EPOCHS, entries)}
+    policies = {name: json.loads(entry.value) for name, entry in _below(POLICIES, entries)}
     return Saved(
         epochs={name: epoch for name, (epoch, _) in epochs.items()},
         holders={name: job for name, (_, job) in epochs.items() if job},
-        mode=HarvestMode(json.loads(mode.value)) if mode else None,
+        mode=_mode(found.get(HARVEST), found.get(STOP)),
         overrides={
             name: HarvestMode(json.loads(entry.value))
             for name, entry in _below(HARVEST + "/", entries)
         },
         job=JobRecord(**json.loads(job.value)) if job else None,
         versions=tuple(_version(entry) for _, entry in _below(VERSIONS, entries)),
+        policies=tuple(policy_of(said["policy"]) for said in policies.values()),
+        halted={name: said["halted"] for name, said in policies.items() if said.get("halted")},
     )
 
 
 def _below(prefix: str, entries: Iterable[StoreEntry]) -> list[tuple[str, StoreEntry]]:
     return [(e.key.removeprefix(prefix), e) for e in entries if e.key.startswith(prefix)]
+
+
+def _mode(harvest: StoreEntry | None, stop: StoreEntry | None) -> HarvestMode | None:
+    """The stricter of the two: 0.2.0 knows `harvest` alone, and may have been here meanwhile."""
+    said = [HarvestMode(json.loads(harvest.value))] if harvest else []
+    said += [stop_of(stop.value)] if stop else []
+    return reduce(stricter, said) if said else None
+
+
+def stop_of(value: bytes) -> HarvestMode:
+    """The mode under `stop`. Raises ValueError, TypeError or KeyError for something else."""
+    return HarvestMode(json.loads(value)["mode"])
 
 
 def _epoch(entry: StoreEntry) -> tuple[int, str]:
@@ -123,6 +147,22 @@ def save_mode(mode: HarvestMode, replica: str | None) -> StoreWrite:
         return StoreWrite(HARVEST, _encode(mode.value))
     key = f"{HARVEST}/{replica}"
     return StoreWrite(key, None if mode is HarvestMode.ACTIVE else _encode(mode.value))
+
+
+def save_stop(mode: HarvestMode) -> StoreWrite:
+    """The operator's stop, for every scheduler of the store."""
+    return StoreWrite(STOP, _encode({"mode": mode.value}))
+
+
+def save_policy(policy: CapacityPolicy, halted: str | None = None) -> StoreWrite:
+    """A capacity policy, and why its canary is halted."""
+    value = {"policy": json.loads(policy.to_json()), "halted": halted or ""}
+    return StoreWrite(POLICIES + policy.name, _encode(value))
+
+
+def drop_policy(name: str) -> StoreWrite:
+    """A capacity policy is in force no more."""
+    return StoreWrite(POLICIES + name, None)
 
 
 def save_job(job: JobRecord) -> StoreWrite:

@@ -20,6 +20,7 @@ from rose.logs.eventlog import EventLog
 from rose.rpc import rose_pb2 as pb
 from rose.rpc.rose_pb2_grpc import SchedulerServicer
 from rose.scheduler import wire
+from rose.scheduler.capacity import policy_applied, policy_deleted
 from rose.scheduler.core import SchedulerCore
 from rose.scheduler.messages import (
     Action,
@@ -33,6 +34,7 @@ from rose.scheduler.messages import (
     LogRecord,
     PublishTable,
     Reserve,
+    Save,
     StoredEvent,
     TableSlot,
     Tick,
@@ -100,7 +102,7 @@ class SchedulerService(SchedulerServicer):
         while True:
             self._writer.check()
             try:
-                self._step(Tick())
+                self._step(Tick(time.time()))
             except LeadershipLostError:
                 await asyncio.sleep(BROKEN_TICK_S)  # the end of the term is under way
             except Exception as error:  # noqa: BLE001 - leases must go on; recorded, with a pause
@@ -288,6 +290,46 @@ class SchedulerService(SchedulerServicer):
         reply.troubles.extend(self._troubles())
         return reply
 
+    @override
+    async def ApplyPolicy(
+        self, request: pb.ApplyPolicyRequest, context: "Context[object, object]"
+    ) -> pb.ApplyPolicyReply:
+        """An operator puts a capacity policy in force, or only has it checked."""
+        if request.dry_run:
+            try:
+                changes = self._core.capacity.would_change(policy_applied(request))
+            except Exception as error:  # noqa: BLE001 - whatever it is, this call ends by it
+                await self._refuse(error, "ApplyPolicy", context)
+            return pb.ApplyPolicyReply(changed=changes)
+        changed = await self._stored(policy_applied, request, context)
+        return pb.ApplyPolicyReply(changed=bool(changed))
+
+    @override
+    async def DeletePolicy(
+        self, request: pb.DeletePolicyRequest, context: "Context[object, object]"
+    ) -> pb.DeletePolicyReply:
+        """An operator takes a capacity policy out of force."""
+        await self._stored(policy_deleted, request, context)
+        return pb.DeletePolicyReply()
+
+    @override
+    async def ListPolicies(
+        self, request: pb.ListPoliciesRequest, context: "Context[object, object]"
+    ) -> pb.ListPoliciesReply:
+        """All capacity policies in force."""
+        return pb.ListPoliciesReply(policies=self._core.capacity.listed())
+
+    @override
+    async def ExplainPolicy(
+        self, request: pb.ExplainPolicyRequest, context: "Context[object, object]"
+    ) -> pb.ExplainPolicyReply:
+        """Which policy decided what, of one node or of all."""
+        try:
+            nodes = self._core.capacity.explained(request.node)
+        except Exception as error:  # noqa: BLE001 - whatever it is, this call ends by it
+            await self._refuse(error, "ExplainPolicy", context)
+        return pb.ExplainPolicyReply(nodes=nodes)
+
     async def _stored(
         self,
         event_of: Callable[[Request], StoredEvent],
@@ -376,6 +418,10 @@ class SchedulerService(SchedulerServicer):
                     task.add_done_callback(self._reservations.discard)
                 case LogRecord():
                     self._events.write(action.event, **action.fields)
+                case Save():
+                    saving = asyncio.create_task(self._writer.write((action.write,)))
+                    self._reservations.add(saving)
+                    saving.add_done_callback(self._reservations.discard)
                 case _:
                     self._tell(action)
         return answer

@@ -13,6 +13,7 @@ from rose.rpc import rose_pb2 as pb
 from rose.scheduler.demand import MOST, JobFigures, Switched
 from rose.scheduler.limits import (
     MAX_JOBS,
+    MAX_LABELS,
     MAX_REPLICAS,
     MAX_SWITCHES,
     check_number,
@@ -69,7 +70,12 @@ def attached(first: pb.NodeReport, stream: int) -> Attached:
     node = checked_name(first.node, "the node's name")
     cluster = hello.cluster and checked_name(hello.cluster, f"the cluster of node {node}")
     relay = hello.relay_url and checked_url(hello.relay_url, f"the relay_url of node {node}")
-    return Attached(node, stream, cluster, relay)
+    check_number(hello.labels, MAX_LABELS, f"labels of node {node}")
+    labels = {
+        checked_name(key, f"a label of node {node}"): cut_text(value)
+        for key, value in hello.labels.items()
+    }
+    return Attached(node, stream, cluster, relay, labels, hello.takes_caps)
 
 
 def event_of(report: pb.NodeReport, stream: int) -> Event | None:
@@ -194,7 +200,7 @@ def version_announced(request: pb.AnnounceVersionRequest) -> VersionAnnounced:
 def harvest_set(request: pb.SetHarvestRequest) -> HarvestSet:
     """An operator's mode."""
     replica = request.replica and checked_name(request.replica, "SetHarvest.replica")
-    return HarvestSet(mode_of(request.mode), replica or None)
+    return HarvestSet(mode_of(request.mode), replica or None, opens=not request.stop_alone)
 
 
 def revoke_asked(request: pb.RevokeRequest) -> RevokeAsked:

@@ -137,6 +137,10 @@ RPCS: Final[Mapping[str, Rules]] = MappingProxyType(
         "SetHarvest": {Role.OPERATOR: ANYTHING},
         "Revoke": {Role.OPERATOR: ANYTHING},
         "Snapshot": {Role.OPERATOR: ANYTHING},
+        "ApplyPolicy": {Role.OPERATOR: ANYTHING},
+        "DeletePolicy": {Role.OPERATOR: ANYTHING},
+        "ListPolicies": {Role.OPERATOR: ANYTHING},
+        "ExplainPolicy": {Role.OPERATOR: ANYTHING},
     }
 )
 """Methods of `rose.v1.Scheduler`, and who may call each of them."""

@@ -20,6 +20,7 @@ from executor import ControlPage, Grant, GrantController, GuestState, HostState
 from executor.freeze_reason import FreezeReason, explained
 from executor.grant_controller import Boost, Reclaim, Seen, VoidLeases, Write
 from rose.logs.eventlog import EventLog, JsonlLog
+from rose.node.grants.caps import ToldCaps
 from rose.node.grants.host_watch import HostProcess, HostWatch
 from rose.node.guest.cpu_placement import CpuBoost
 from rose.node.guest.kill_switch import KillSwitch
@@ -101,11 +102,13 @@ class GuardThread:
         boost: CpuBoost | None = None,
         on_overdue: Callable[[int], object] = lambda owed_bytes: None,
         warming: Callable[[], bool] = lambda: False,
+        caps: ToldCaps | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         """`lease_epoch`: of the lease that holds now, None without one; asked in this thread.
 
         So is `warming`: whether the guest's engine starts and takes no turns yet.
+        `caps`: of capacity policies; none where nobody told any.
         So are both others called: when the loop ends unasked, when the process stood still. After
         a stop longer than a grant lives the lease of that time grants nothing any more.
         `events` and `samples` must not wait for a disk.
@@ -128,6 +131,7 @@ class GuardThread:
         self._on_overdue = on_overdue
         self._reclaim_cap: int | None = None
         self._warming = warming
+        self._caps = caps or ToldCaps()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rose-guard", daemon=True)
         self._duty = DutyMeter()
@@ -214,6 +218,8 @@ class GuardThread:
             host_doubt=doubt,
             reclaim_cap=self._reclaim_cap,
             warming=self._warming(),
+            caps=self._caps.harvest,
+            cut_off=self._caps.cut_off,
         )
         for action in self._core.step(seen, now_ns):
             match action:

@@ -15,6 +15,7 @@ from rose.scheduler.messages import (
     Offered,
     PublishTable,
     Reserve,
+    Save,
     StoredEvent,
     StoreWrite,
     Tick,
@@ -78,6 +79,8 @@ class CoreBench:
             if isinstance(action, PublishTable):
                 assert action.table.revision > self.table.revision
                 self.table = action.table
+            if isinstance(action, Save):
+                self.write(action.write)
             if isinstance(action, Reserve) and self.locked:
                 self.waiting.append(action)
             elif isinstance(action, Reserve):

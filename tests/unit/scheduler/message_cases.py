@@ -42,6 +42,8 @@ def _made(kind: type[Message], values: dict[str, object]) -> Message:
 
 def _values(field: FieldDescriptor) -> st.SearchStrategy[object]:
     one: st.SearchStrategy[object]
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        return st.dictionaries(st.sampled_from(NAMES), st.sampled_from(NAMES), max_size=3)
     if field.message_type is not None:
         one = filled(getattr(pb, field.message_type.name))
     elif field.enum_type is not None:

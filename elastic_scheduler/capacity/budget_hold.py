@@ -1,0 +1,296 @@
+"""Holds of hosts whose SLO budget burns while they lend, and of hosts that are too busy.
+
+    requests, lending ──> BudgetHold ──> a node is held ──> several of one deployment: all of it is
+    busy share        ──> BusyHold   ──> a node is held
+
+Burn rates are those of the SRE workbook (`slo.error_budget`): its two paging rules begin a hold, so
+a slow leak that only wants a ticket does not. A hold ends by hysteresis. Lending that makes hosts
+slow shows in several of a deployment at once, since a router evens their load out; one slow host
+shows alone.
+
+Both are state machines without a clock: `step(event, now_s) -> actions` and `status()`.
+"""
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from elastic_scheduler.capacity.policy import MaxHostBusy, SloBudget
+from slo import RULES, ErrorBudget
+
+PAGING: Final = tuple(rule for rule in RULES if rule.severity == "page")
+# Below it the budget lasts for the whole period.
+CALM_BURN: Final = 1.0
+CALM_WINDOW_S: Final = 300.0
+# A host that stopped lending so long ago burns its budget by itself.
+LENT_LATELY_S: Final = 300.0
+LEAST_OF_DEPLOYMENT: Final = 2
+SHARE_OF_DEPLOYMENT: Final = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """Requests of a node's host since it was heard last; `lends`: a lease of its guest lives."""
+
+    node: str
+    good: int
+    bad: int
+    lends: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """Time to decide. limits: what holds for each node. deployments: of each node."""
+
+    limits: Mapping[str, SloBudget | None]
+    deployments: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """A node is there no more; its budget is forgotten when it is not back within the period."""
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A hold begins; `why` says its numbers. `deployment`: of all its nodes, None of `node`."""
+
+    node: str
+    why: str
+    deployment: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Freed:
+    """A hold ends."""
+
+    node: str
+    why: str
+    deployment: str | None = None
+
+
+@dataclass(slots=True)
+class _Host:
+    budget: ErrorBudget
+    objective: float
+    lent_s: float = -math.inf
+    held: str | None = None
+    calm_since_s: float | None = None
+
+
+class BudgetHold:
+    """Holds of nodes, and of deployments of which several nodes are held."""
+
+    def __init__(self) -> None:
+        self._hosts: dict[str, _Host] = {}
+        self._deployments: dict[str, str] = {}
+        self._of: dict[str, str] = {}
+
+    def step(self, event: Served | Judge | Gone, now_s: float) -> list[Held | Freed]:
+        """What follows; only `Judge` decides."""
+        match event:
+            case Served():
+                self._serve(event, now_s)
+                return []
+            case Gone():
+                host = self._hosts.get(event.node)
+                if host is not None and host.held is None:
+                    del self._hosts[event.node]
+                return []
+            case Judge():
+                return self._judge(event, now_s)
+
+    def status(self) -> dict[str, str]:
+        """Why each held node is held: by its own burn, or by its deployment's."""
+        own = {node: host.held for node, host in self._hosts.items() if host.held is not None}
+        by_deployment = {
+            node: self._deployments[name]
+            for node, name in self._of.items()
+            if name in self._deployments
+        }
+        return by_deployment | own
+
+    def _serve(self, event: Served, now_s: float) -> None:
+        host = self._hosts.get(event.node)
+        if host is None:
+            host = self._hosts[event.node] = _Host(ErrorBudget(0.99), 0.99)
+        if event.good or event.bad:
+            host.budget.add(now_s, event.good, event.bad)
+        if event.lends:
+            host.lent_s = now_s
+
+    def _judge(self, event: Judge, now_s: float) -> list[Held | Freed]:
+        acts: list[Held | Freed] = []
+        self._of = dict(event.deployments)
+        for node, host in self._hosts.items():
+            limit = event.limits.get(node)
+            if limit is None:
+                if node in event.limits and host.held is not None:
+                    host.held = host.calm_since_s = None
+                    acts.append(Freed(node, "no policy bounds its SLO budget any more"))
+                continue
+            host.budget.objective = limit.objective
+            if host.held is None:
+                why = self._burns(host, limit, now_s)
+                if why is not None:
+                    host.held, host.calm_since_s = why, None
+                    acts.append(Held(node, why))
+            elif self._calm(host, limit, now_s):
+                host.held = host.calm_since_s = None
+                acts.append(
+                    Freed(
+                        node,
+                        f"its burn rate was at most {CALM_BURN:g} for {limit.release_after_s:g} s",
+                    )
+                )
+        return acts + self._judge_deployments(event.deployments)
+
+    def _burns(self, host: _Host, limit: SloBudget, now_s: float) -> str | None:
+        if now_s > host.lent_s + LENT_LATELY_S:
+            return None
+        for alert in host.budget.alerts(now_s, PAGING):
+            good, bad = host.budget.counts(now_s, alert.rule.long_s)
+            if bad >= limit.min_bad:
+                threshold = alert.rule.threshold(host.budget.period_s)
+                return (
+                    f"SLO budget: {bad} of {good + bad} requests missed their targets in"
+                    f" {alert.rule.long_s / 60:.0f} min; burn rate {alert.long_burn:.1f} there and"
+                    f" {alert.short_burn:.1f} in {alert.rule.short_s / 60:.0f} min, at most"
+                    f" {threshold:.1f} while it lends"
+                )
+        return None
+
+    def _calm(self, host: _Host, limit: SloBudget, now_s: float) -> bool:
+        if host.budget.burn_rate(now_s, CALM_WINDOW_S) > CALM_BURN:
+            host.calm_since_s = None
+            return False
+        if host.calm_since_s is None:
+            host.calm_since_s = now_s
+        return now_s >= host.calm_since_s + limit.release_after_s
+
+    def _judge_deployments(self, deployments: Mapping[str, str]) -> list[Held | Freed]:
+        members: dict[str, list[str]] = {}
+        for node, name in deployments.items():
+            members.setdefault(name, []).append(node)
+        acts: list[Held | Freed] = []
+        for name, nodes in members.items():
+            burning = [n for n in nodes if n in self._hosts and self._hosts[n].held is not None]
+            most = max(LEAST_OF_DEPLOYMENT, math.ceil(SHARE_OF_DEPLOYMENT * len(nodes)))
+            if name not in self._deployments and len(burning) >= most:
+                why = (
+                    f"SLO budget: {len(burning)} of {len(nodes)} hosts of deployment"
+                    f" {name or '(none)'} burn theirs, {most} hold all"
+                )
+                self._deployments[name] = why
+                acts.append(Held("", why, name))
+            elif name in self._deployments and not burning:
+                del self._deployments[name]
+                acts.append(Freed("", "no host of it burns its budget any more", name))
+        for name in [n for n in self._deployments if n not in members]:
+            del self._deployments[name]
+        return acts
+
+
+@dataclass(frozen=True, slots=True)
+class BusySeen:
+    """Share of the time since the last report in which a node's host worked."""
+
+    node: str
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class JudgeBusy:
+    """Time to decide; limits: what holds for each node."""
+
+    limits: Mapping[str, MaxHostBusy | None]
+
+
+@dataclass(slots=True)
+class _Load:
+    samples: deque[tuple[float, float]]
+    since_s: float
+    held: str | None = None
+
+
+# A node reports twice a second, for at most ten minutes of average.
+_MOST_SAMPLES: Final = 2_400
+
+
+class BusyHold:
+    """Holds of nodes whose host is busy: less idle time than a guest is worth."""
+
+    def __init__(self) -> None:
+        self._loads: dict[str, _Load] = {}
+
+    def step(self, event: BusySeen | JudgeBusy | Gone, now_s: float) -> list[Held | Freed]:
+        """What follows; only `JudgeBusy` decides."""
+        match event:
+            case BusySeen():
+                load = self._loads.get(event.node)
+                if load is None:
+                    load = _Load(deque(maxlen=_MOST_SAMPLES), now_s)
+                    self._loads[event.node] = load
+                load.samples.append((now_s, min(1.0, max(0.0, event.share))))
+                return []
+            case Gone():
+                self._loads.pop(event.node, None)
+                return []
+            case JudgeBusy():
+                return self._judge(event, now_s)
+
+    def status(self) -> dict[str, str]:
+        """Why each held node is held."""
+        return {node: load.held for node, load in self._loads.items() if load.held is not None}
+
+    def share(self, node: str) -> float | None:
+        """Newest busy share of a node's host; None while it was not said."""
+        load = self._loads.get(node)
+        return load.samples[-1][1] if load is not None and load.samples else None
+
+    def _judge(self, event: JudgeBusy, now_s: float) -> list[Held | Freed]:
+        acts: list[Held | Freed] = []
+        for node, load in self._loads.items():
+            limit = event.limits.get(node)
+            if limit is None:
+                if load.held is not None and node in event.limits:
+                    load.held = None
+                    acts.append(Freed(node, "no policy bounds how busy its host may be any more"))
+                continue
+            mean = self._mean(load, limit.over_s, now_s)
+            if mean is None:
+                continue
+            if load.held is None and mean >= limit.share:
+                load.held = (
+                    f"busy: its host worked {mean:.0%} of the last {limit.over_s:g} s, at most"
+                    f" {limit.share:.0%} while it lends"
+                )
+                acts.append(Held(node, load.held))
+            elif load.held is not None and mean < limit.resume:
+                load.held = None
+                why = (
+                    f"its host worked {mean:.0%} of the last {limit.over_s:g} s, below"
+                    f" {limit.resume:.0%}"
+                )
+                acts.append(Freed(node, why))
+        return acts
+
+    def _mean(self, load: _Load, over_s: float, now_s: float) -> float | None:
+        """Average by time; None until a whole window was seen, or while nothing is said."""
+        if now_s < load.since_s + over_s:
+            return None
+        since_s = now_s - over_s
+        weighted = weight = 0.0
+        before_s: float | None = None
+        for at_s, share in load.samples:
+            # A sample speaks for the time since the one before it.
+            if before_s is not None and at_s > since_s:
+                span_s = at_s - max(before_s, since_s)
+                weighted += share * span_s
+                weight += span_s
+            before_s = at_s
+        return weighted / weight if weight > over_s / 2 else None

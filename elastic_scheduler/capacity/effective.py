@@ -1,0 +1,201 @@
+"""Effective policy of a node: of all policies that match it the strictest, field by field.
+
+    policies ── match the node's name and labels ──> each field's strictest value, and whose it is
+
+A node that no policy matches lends nothing, and `decided_by` says so.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any, Final
+
+from elastic_scheduler.capacity.blackout import BlackoutWindow
+from elastic_scheduler.capacity.policy import (
+    LEASE_TTL_S,
+    CapacityPolicy,
+    MaxHostBusy,
+    PolicyMode,
+    SloBudget,
+    StopPolicy,
+    Watermarks,
+)
+
+NO_POLICY: Final = "no policy matches this node"
+_MODES: Final = tuple(PolicyMode)
+_STOPS: Final = tuple(StopPolicy)
+
+
+@dataclass(frozen=True, slots=True)
+class EffectivePolicy:
+    """What holds for one node. None: no policy bounds the field.
+
+    policies: names of those that match. decided_by: the policy behind each field that one decided,
+    by the field's path in files. `blackouts`: each window with its policy.
+    """
+
+    policies: tuple[str, ...] = ()
+    mode: PolicyMode = PolicyMode.OFF
+    stop_policy: StopPolicy = StopPolicy.NONE
+    compute: float | None = None
+    memory_bytes: int | None = None
+    deployment_share: float | None = None
+    kv_headroom: float = 0.0
+    slack_share: float | None = None
+    watermarks: Watermarks | None = None
+    cooldown_s: float = 0.0
+    blackouts: tuple[tuple[str, BlackoutWindow], ...] = ()
+    canary_percent: float = 100.0
+    stale_after_s: float = LEASE_TTL_S
+    reclaim_deadline_s: float | None = None
+    max_host_busy: MaxHostBusy | None = None
+    slo_budget: SloBudget | None = None
+    decided_by: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def has_caps(self) -> bool:
+        """Whether the node itself has to keep within something."""
+        caps = (self.compute, self.memory_bytes, self.slack_share, self.watermarks)
+        return self.kv_headroom > 0 or any(cap is not None for cap in caps)
+
+    def fields(self) -> list[tuple[str, str, str]]:
+        """Each field's path, value and policy, for a person; what nothing bounds is left out."""
+        return [
+            (path, _shown(getattr(self, name)), self.decided_by.get(path, ""))
+            for path, name in PATHS.items()
+            if path in self.decided_by
+        ]
+
+
+PATHS: Final[Mapping[str, str]] = {
+    "mode": "mode",
+    "stopPolicy": "stop_policy",
+    "maxHarvest.compute": "compute",
+    "maxHarvest.memory": "memory_bytes",
+    "maxHarvest.deploymentShare": "deployment_share",
+    "reserve.kvHeadroom": "kv_headroom",
+    "slackShare": "slack_share",
+    "watermarks": "watermarks",
+    "cooldown": "cooldown_s",
+    "blackoutWindows": "blackouts",
+    "canary.percent": "canary_percent",
+    "staleAfter": "stale_after_s",
+    "reclaimDeadline": "reclaim_deadline_s",
+    "maxHostBusy": "max_host_busy",
+    "sloBudget": "slo_budget",
+}
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, Watermarks):
+        return f"high {value.high:g}, low {value.low:g}"
+    if isinstance(value, MaxHostBusy):
+        return f"{value.share:g} over {value.over_s:g} s, again below {value.resume:g}"
+    if isinstance(value, SloBudget):
+        return f"objective {value.objective:g}, at least {value.min_bad} missed"
+    if isinstance(value, tuple):
+        return "; ".join(str(window) for _, window in value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _least(value: Any) -> Any:  # noqa: ANN401 - of any ordered field
+    return value
+
+
+def _most(value: Any) -> Any:  # noqa: ANN401 - of any number
+    return -value
+
+
+@dataclass(slots=True)
+class _Fold:
+    """Picks the strictest of the policies' values, and remembers whose it was."""
+
+    policies: Sequence[CapacityPolicy]
+    decided_by: dict[str, str]
+
+    def pick(
+        self,
+        path: str,
+        of: Callable[[CapacityPolicy], Any],
+        strictness: Callable[[Any], Any],
+        default: Any = None,  # noqa: ANN401 - of the field
+    ) -> Any:  # noqa: ANN401 - of the field
+        """Smallest by `strictness`; the default where no policy says anything."""
+        said = [(of(policy), policy.name) for policy in self.policies]
+        bound = [(value, name) for value, name in said if value is not None]
+        if not bound:
+            return default
+        value, name = min(bound, key=lambda pair: strictness(pair[0]))
+        if value != default or path == "mode":
+            self.decided_by[path] = name
+        return value
+
+
+def _busiest(busy: MaxHostBusy) -> tuple[float, float, float]:
+    return busy.share, busy.resume, busy.over_s
+
+
+def _tightest(budget: SloBudget) -> tuple[float, int, float]:
+    # The higher objective allows fewer misses, and fewer misses are needed to count.
+    return -budget.objective, budget.min_bad, -budget.release_after_s
+
+
+def effective(
+    policies: Iterable[CapacityPolicy], node: str, labels: Mapping[str, str]
+) -> EffectivePolicy:
+    """Fold all policies that match a node into one."""
+    matching = tuple(
+        sorted(
+            (policy for policy in policies if policy.node_selector.matches(node, labels)),
+            key=lambda policy: policy.name,
+        )
+    )
+    if not matching:
+        return EffectivePolicy(decided_by={"mode": NO_POLICY})
+    decided: dict[str, str] = {}
+    fold = _Fold(matching, decided)
+    blackouts = tuple((p.name, window) for p in matching for window in p.blackout_windows)
+    if blackouts:
+        decided["blackoutWindows"] = ", ".join(dict.fromkeys(name for name, _ in blackouts))
+    high = fold.pick("watermarks", lambda p: p.watermarks, lambda w: (w.high, w.low))
+    lows = [p.watermarks.low for p in matching if p.watermarks is not None]
+    return EffectivePolicy(
+        policies=tuple(policy.name for policy in matching),
+        mode=fold.pick("mode", lambda p: p.mode, _MODES.index),
+        stop_policy=fold.pick(
+            "stopPolicy", lambda p: p.stop_policy, lambda s: -_STOPS.index(s), StopPolicy.NONE
+        ),
+        compute=fold.pick("maxHarvest.compute", lambda p: p.max_harvest.compute, _least),
+        memory_bytes=fold.pick("maxHarvest.memory", lambda p: p.max_harvest.memory, _least),
+        deployment_share=fold.pick(
+            "maxHarvest.deploymentShare", lambda p: p.max_harvest.deployment_share, _least
+        ),
+        kv_headroom=fold.pick("reserve.kvHeadroom", lambda p: p.reserve.kv_headroom, _most, 0.0),
+        slack_share=fold.pick("slackShare", lambda p: p.slack_share, _least),
+        watermarks=None if high is None else Watermarks(high=high.high, low=min(lows)),
+        cooldown_s=fold.pick("cooldown", lambda p: p.cooldown_s, _most, 0.0),
+        blackouts=blackouts,
+        canary_percent=fold.pick("canary.percent", lambda p: p.canary.percent, _least, 100.0),
+        stale_after_s=fold.pick("staleAfter", lambda p: p.stale_after_s, _least, LEASE_TTL_S),
+        reclaim_deadline_s=fold.pick("reclaimDeadline", lambda p: p.reclaim_deadline_s, _least),
+        max_host_busy=fold.pick("maxHostBusy", lambda p: p.max_host_busy, _busiest),
+        slo_budget=fold.pick("sloBudget", lambda p: p.slo_budget, _tightest),
+        decided_by=decided,
+    )
+
+
+_BUCKETS: Final = 1 << 32
+
+
+def in_canary(node: str, percent: float) -> bool:
+    """Whether a node acts while a policy is tried on a share of its nodes.
+
+    By a hash of the name: no order of arrival or restart changes the choice, and each larger
+    percentage contains the smaller one.
+    """
+    return rank_of(node) < percent / 100 * _BUCKETS
+
+
+def rank_of(node: str) -> int:
+    """Place of a node among all, evenly spread and the same everywhere."""
+    return int.from_bytes(blake2b(node.encode(), digest_size=4).digest(), "big")

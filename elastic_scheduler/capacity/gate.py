@@ -1,0 +1,476 @@
+"""Capacity gate: which nodes may lend now, why not, and what one that only advises would do.
+
+    policies, stop state, labels, budgets, busy shares, wall time ──> a verdict for each node
+    verdicts, offers, leases ──> which leases to grant, renew and give back
+
+The ladder of a node's verdict, the first that applies:
+
+    no policy, mode Off                            nothing is lent, its guests end
+    outside the canary, canary halted              as a policy in mode Advisory
+    Advisory                                       nothing is lent; what Active would do is said
+    beyond maxHarvest.nodes or deploymentShare     nothing is lent, its guests end
+    blackout, SLO budget, busy host, HoldAndDrain  nothing new is lent, what is lent is given back
+    Hold                                           nothing new is lent
+    otherwise                                      lent within the caps
+
+The operator's stop state (`HarvestModes`) stands above all of it: the stricter of both holds.
+Dedicated replicas belong to the jobs and are leased whatever is said here.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from elastic_scheduler.capacity.budget_hold import (
+    BudgetHold,
+    BusyHold,
+    BusySeen,
+    Freed,
+    Gone,
+    Held,
+    Judge,
+    JudgeBusy,
+    Served,
+)
+from elastic_scheduler.capacity.effective import (
+    NO_POLICY,
+    EffectivePolicy,
+    effective,
+    in_canary,
+    rank_of,
+)
+from elastic_scheduler.capacity.policy import CapacityPolicy, PolicyMode, StopPolicy
+from elastic_scheduler.capacity.values import most_of
+from elastic_scheduler.errors import PolicyError
+from elastic_scheduler.leases.harvest_mode import (
+    HarvestMode,
+    HarvestModes,
+    HarvestPlan,
+    stricter,
+)
+from elastic_scheduler.leases.lease_table import Lease, LeaseState, Offer, ReplicaKind
+
+DEPLOYMENT_LABEL: Final = "rose.dev/deployment"
+# The policy of a scheduler that was told a mode on its command line, and of a store of 0.2.0.
+CLI: Final = "cli"
+# All of them fit one reply.
+MAX_POLICIES: Final = 128
+JUDGE_S: Final = 1.0
+# Burn rates are of minutes and hours, and cost a walk over slices for each host.
+JUDGE_BUDGETS_S: Final = 5.0
+
+
+def cli_policy() -> CapacityPolicy:
+    """All may be lent, as in 0.2.0, where the operator's mode alone decided."""
+    return CapacityPolicy.model_validate(
+        {
+            "name": CLI,
+            "mode": "Active",
+            "maxHostBusy": None,
+            "sloBudget": None,
+            # A node's own time for a reclaim holds.
+            "reclaimDeadline": "10m",
+        }
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFacts:
+    """An attached node, the labels by which policies select it, and whether it obeys caps."""
+
+    name: str
+    labels: Mapping[str, str] = field(default_factory=dict)
+    takes_caps: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What holds for one node now, before the operator's stop state.
+
+    mode: as its node is told. would: what an Active policy would say; the same where one is.
+    limits: why not more, each with the policy or hold behind it.
+    """
+
+    node: str
+    mode: HarvestMode
+    would: HarvestMode
+    policy: EffectivePolicy
+    limits: tuple[str, ...] = ()
+
+    @property
+    def advises(self) -> bool:
+        """Whether it says what it would do, and does not do it."""
+        return self.policy.mode is PolicyMode.ADVISORY or self.mode is not self.would
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A change of a verdict, a hold or a canary, for logs."""
+
+    event: str
+    fields: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Halt:
+    """A policy's canary is halted: persist it; it ends when the policy is applied again."""
+
+    policy: str
+    why: str
+
+
+NOTHING: Final = Verdict(
+    "", HarvestMode.OFF, HarvestMode.OFF, EffectivePolicy(decided_by={"mode": NO_POLICY})
+)
+
+
+class CapacityGate:
+    """Policies in force and the verdict of each node. No clock: both clocks are handed in."""
+
+    def __init__(
+        self,
+        stop: HarvestModes,
+        policies: Iterable[CapacityPolicy] = (),
+        halted: Mapping[str, str] | None = None,
+    ) -> None:
+        """`halted`: why, by the name of the policy whose canary was halted."""
+        self.stop = stop
+        self._policies = {policy.name: policy for policy in policies}
+        self._halted = dict(halted or {})
+        self._budgets, self._busy = BudgetHold(), BusyHold()
+        self._counted: dict[str, tuple[int, int]] = {}
+        self._labels: dict[str, dict[str, str]] = {}
+        self._effective: dict[str, EffectivePolicy] = {}
+        self._verdicts: dict[str, Verdict] = {}
+        self._admitted: dict[str, set[str]] = {}
+        self._judged_s = self._budgeted_s = -math.inf
+        self._wall_s: float | None = None
+        self._changed = True
+        self.judgements = 0
+
+    # ---- policies ----
+
+    @property
+    def policies(self) -> tuple[CapacityPolicy, ...]:
+        """All policies in force, by name."""
+        return tuple(self._policies[name] for name in sorted(self._policies))
+
+    def policy(self, name: str) -> CapacityPolicy:
+        """The policy of that name. Raises KeyError without one."""
+        return self._policies[name]
+
+    def halted(self, policy: str) -> str | None:
+        """Why a policy's canary is halted, None while it is not."""
+        return self._halted.get(policy)
+
+    def check_room(self, name: str) -> None:
+        """Raise PolicyError for one policy more than a scheduler holds."""
+        if name not in self._policies and len(self._policies) >= MAX_POLICIES:
+            raise PolicyError(f"{MAX_POLICIES} policies are in force; delete one first")
+
+    def apply(self, policy: CapacityPolicy) -> bool:
+        """Put a policy in force now; whether that changes anything. It ends its canary's halt."""
+        self.check_room(policy.name)
+        same = self._policies.get(policy.name) == policy and policy.name not in self._halted
+        self._policies[policy.name] = policy
+        self._halted.pop(policy.name, None)
+        self._forget()
+        return not same
+
+    def delete(self, name: str) -> bool:
+        """Take a policy out of force; whether it was there."""
+        self._halted.pop(name, None)
+        self._forget()
+        return self._policies.pop(name, None) is not None
+
+    # ---- what is heard ----
+
+    def heard(
+        self, node: str, busy: float | None, good: int, bad: int, now_s: float, *, lends: bool
+    ) -> None:
+        """A node's telemetry: its host's busy share, and its counters, which only grow."""
+        if busy is not None:
+            self._busy.step(BusySeen(node, busy), now_s)
+        before = self._counted.get(node)
+        self._counted[node] = good, bad
+        # Counters that fell are those of a new daemon; the first ones are of times unknown here.
+        fell = before is not None and (good < before[0] or bad < before[1])
+        since = (0, 0) if fell else before or (good, bad)
+        self._budgets.step(Served(node, good - since[0], bad - since[1], lends), now_s)
+
+    def forget(self, node: str) -> None:
+        """A node is lost; its budget is kept while it is held, so that it cannot shake it off."""
+        for hold in (self._budgets, self._busy):
+            hold.step(Gone(node), 0.0)
+        for known in (self._counted, self._labels, self._effective, self._verdicts):
+            known.pop(node, None)
+        self._changed = True
+
+    # ---- verdicts ----
+
+    def judge(
+        self,
+        nodes: Callable[[], Iterable[NodeFacts]],
+        now_s: float,
+        wall_s: float | None = None,
+    ) -> list[Note | Halt]:
+        """Judge all nodes when it is time, or at once after a change.
+
+        `wall_s`: Unix seconds, for blackout windows; None while nobody knows: every window counts.
+        """
+        if wall_s is not None:
+            self._changed |= self._wall_s is None
+            self._wall_s = wall_s
+        if not self._changed and now_s < self._judged_s + JUDGE_S:
+            return []
+        self._judged_s, self._changed = now_s, False
+        self.judgements += 1
+        facts = sorted(nodes(), key=lambda each: each.name)
+        for each in facts:
+            if self._labels.get(each.name) != each.labels or each.name not in self._effective:
+                self._labels[each.name] = dict(each.labels)
+                self._effective[each.name] = effective(self.policies, each.name, each.labels)
+        acts = self._judge_holds(facts, now_s)
+        return acts + self._judge_nodes(facts)
+
+    def changed(self) -> None:
+        """Something that verdicts hang on is new: judge at the next occasion."""
+        self._changed = True
+
+    def verdict(self, node: str) -> Verdict:
+        """The node's newest verdict; nothing is lent by one that was not judged yet."""
+        return self._verdicts.get(node, NOTHING)
+
+    def verdicts(self) -> tuple[Verdict, ...]:
+        """Verdicts of all nodes, by name."""
+        return tuple(self._verdicts[name] for name in sorted(self._verdicts))
+
+    def mode_of(self, replica: str, node: str) -> HarvestMode:
+        """What holds for a guest: the stricter of the stop state and its node's verdict."""
+        return stricter(self.stop.mode_of(replica), self.verdict(node).mode)
+
+    def busy_share(self, node: str) -> float | None:
+        """How much of the time the node's host worked, as last heard."""
+        return self._busy.share(node)
+
+    # ---- leases ----
+
+    def plan(self, offers: Iterable[Offer], leases: Iterable[Lease]) -> HarvestPlan:
+        """Decide over live offers and live leases.
+
+        An unhealthy replica gets no new lease but keeps the one it has: it gets no turns either
+        way, and it may be catching up.
+        """
+        offered = {offer.replica: offer for offer in offers}
+        held = {lease.replica: lease for lease in leases}
+        active = [lease for lease in held.values() if lease.state is LeaseState.ACTIVE]
+        known = [(lease, offered[lease.replica]) for lease in active if lease.replica in offered]
+        return HarvestPlan(
+            lease=tuple(
+                offer
+                for offer in offered.values()
+                if offer.replica not in held
+                and offer.healthy
+                and self._allows(offer, HarvestMode.ACTIVE)
+            ),
+            renew=tuple(lease for lease, offer in known if self._keeps(offer)),
+            release=tuple(lease for lease, offer in known if not self._keeps(offer)),
+        )
+
+    def cooldown_s(self, node: str) -> float:
+        """Least pause after a revocation on a node."""
+        return self.verdict(node).policy.cooldown_s
+
+    def weight_of(self, job: str) -> float:
+        """Priority of a job: the least that any policy gives it, 1 where none does."""
+        said = [t.priority for p in self._policies.values() for t in p.tenants if t.job == job]
+        return min(said, default=1.0)
+
+    def admits(self, job: str, offer: Offer, held: Iterable[tuple[str, str]]) -> bool:
+        """Whether a job's quotas leave room for one more guest; held: (job, node) of each lease."""
+        if offer.kind is ReplicaKind.DEDICATED:
+            return True
+        quotas = [
+            (policy, tenant.max_guests)
+            for policy in self._policies.values()
+            for tenant in policy.tenants
+            if tenant.job == job and tenant.max_guests is not None
+        ]
+        own = [node for owner, node in held if owner == job] if quotas else []
+        return all(
+            sum(self._matches(policy, node) for node in own) < most
+            for policy, most in quotas
+            if self._matches(policy, offer.node)
+        )
+
+    def _allows(self, offer: Offer, *modes: HarvestMode) -> bool:
+        dedicated = offer.kind is ReplicaKind.DEDICATED
+        return dedicated or self.mode_of(offer.replica, offer.node) in modes
+
+    def _keeps(self, offer: Offer) -> bool:
+        return self._allows(offer, HarvestMode.ACTIVE, HarvestMode.HOLD)
+
+    def _matches(self, policy: CapacityPolicy, node: str) -> bool:
+        return policy.node_selector.matches(node, self._labels.get(node, {}))
+
+    def _forget(self) -> None:
+        self._effective.clear()
+        self._changed = True
+
+    # ---- how verdicts come about ----
+
+    def _judge_holds(self, facts: list[NodeFacts], now_s: float) -> list[Note | Halt]:
+        busy_limits = {each.name: self._effective[each.name].max_host_busy for each in facts}
+        changes = self._busy.step(JudgeBusy(busy_limits), now_s)
+        if now_s >= self._budgeted_s + JUDGE_BUDGETS_S:
+            self._budgeted_s = now_s
+            budgets = {each.name: self._effective[each.name].slo_budget for each in facts}
+            deployments = {
+                each.name: each.labels[DEPLOYMENT_LABEL]
+                for each in facts
+                if each.labels.get(DEPLOYMENT_LABEL)
+            }
+            burns = self._budgets.step(Judge(budgets, deployments), now_s)
+            acts = [act for each in burns for act in self._halts(each)]
+            return [*map(_noted, [*changes, *burns]), *acts]
+        return [*map(_noted, changes)]
+
+    def _halts(self, change: Held | Freed) -> list[Note | Halt]:
+        """Halt every partial canary that a burning host was part of."""
+        if not isinstance(change, Held) or change.deployment is not None:
+            return []
+        acts: list[Note | Halt] = []
+        for name in self._effective[change.node].policies:
+            percent = self._policies[name].canary.percent
+            if percent < 100 and name not in self._halted and in_canary(change.node, percent):
+                self._halted[name] = why = f"{change.node}: {change.why}"
+                self._changed = True
+                acts += [Halt(name, why), Note("canary_halted", {"policy": name, "why": why})]
+        return acts
+
+    def _judge_nodes(self, facts: list[NodeFacts]) -> list[Note | Halt]:
+        beyond = self._admit(facts)
+        held = self._busy.status() | self._budgets.status()
+        acts: list[Note | Halt] = []
+        verdicts = {}
+        for each in facts:
+            whys = beyond.get(each.name, ())
+            if self._effective[each.name].has_caps and not each.takes_caps:
+                whys += ("its node is of 0.2.0 and keeps within no caps; upgrade it",)
+            verdict = self._verdict(each.name, whys, held.get(each.name))
+            verdicts[each.name] = verdict
+            before = self._verdicts.get(each.name)
+            if before is None or (before.mode, before.would) != (verdict.mode, verdict.would):
+                acts += self._said(verdict)
+        self._verdicts = verdicts
+        return acts
+
+    def _said(self, verdict: Verdict) -> list[Note | Halt]:
+        # 0.2.0 knew no policies: a scheduler without any says nothing new.
+        if set(self._policies) <= {CLI}:
+            return []
+        why = "; ".join(verdict.limits)
+        fields = {"node": verdict.node, "mode": verdict.mode.value, "why": why}
+        if verdict.advises:
+            return [Note("capacity_advice", {**fields, "would": verdict.would.value})]
+        return [Note("capacity", fields)]
+
+    def _verdict(self, node: str, beyond: tuple[str, ...], held: str | None) -> Verdict:
+        policy = self._effective[node]
+        if policy.mode is PolicyMode.OFF:
+            whose = policy.decided_by["mode"]
+            why = whose if whose == NO_POLICY else f"mode Off ({whose})"
+            return Verdict(node, HarvestMode.OFF, HarvestMode.OFF, policy, (why,))
+        would, limits = self._would(policy, beyond, held)
+        advises = self._only_advises(node, policy)
+        if advises:
+            return Verdict(node, HarvestMode.OFF, would, policy, (advises, *limits))
+        return Verdict(node, would, would, policy, limits)
+
+    def _only_advises(self, node: str, policy: EffectivePolicy) -> str | None:
+        if policy.mode is PolicyMode.ADVISORY:
+            return f"mode Advisory ({policy.decided_by['mode']})"
+        for name in policy.policies:
+            if name in self._halted:
+                return f"canary halted ({name}): {self._halted[name]}"
+            percent = self._policies[name].canary.percent
+            if not in_canary(node, percent):
+                return f"outside the canary of {percent:g}% ({name})"
+        return None
+
+    def _would(
+        self, policy: EffectivePolicy, beyond: tuple[str, ...], held: str | None
+    ) -> tuple[HarvestMode, tuple[str, ...]]:
+        """The mode of an acting policy, and everything that stands against more."""
+        found = [(HarvestMode.OFF, why) for why in beyond]
+        for name, window in policy.blackouts:
+            if self._wall_s is None or window.holds_at(self._wall_s):
+                found.append((HarvestMode.HOLD_AND_DRAIN, f"blackout {window} ({name})"))
+        if held is not None:
+            found.append((HarvestMode.HOLD_AND_DRAIN, held))
+        if policy.stop_policy is not StopPolicy.NONE:
+            drains = policy.stop_policy is StopPolicy.HOLD_AND_DRAIN
+            mode = HarvestMode.HOLD_AND_DRAIN if drains else HarvestMode.HOLD
+            whose = policy.decided_by["stopPolicy"]
+            found.append((mode, f"stopPolicy {policy.stop_policy.value} ({whose})"))
+        mode = HarvestMode.ACTIVE
+        for each, _ in found:
+            mode = stricter(mode, each)
+        return mode, tuple(why for _, why in found)
+
+    def _admit(self, facts: list[NodeFacts]) -> dict[str, tuple[str, ...]]:
+        """Nodes beyond a cap on their number, with whose; those admitted before come first."""
+        beyond: dict[str, list[str]] = {}
+
+        def cap(key: str, members: list[str], most: int, why: str) -> None:
+            before = self._admitted.get(key, set())
+            order = sorted(members, key=lambda node: (node not in before, rank_of(node), node))
+            chosen[key] = set(order[:most])
+            for node in order[most:]:
+                beyond.setdefault(node, []).append(why)
+
+        chosen: dict[str, set[str]] = {}
+        lendable = [each for each in facts if self._lendable(each.name)]
+        for policy in self.policies:
+            limit = policy.max_harvest.nodes
+            if limit is None:
+                continue
+            count = sum(self._matches(policy, each.name) for each in facts)
+            members = [each.name for each in lendable if self._matches(policy, each.name)]
+            most = most_of(limit, count)
+            why = f"maxHarvest.nodes {limit}: {most} of {count} nodes ({policy.name})"
+            cap(policy.name, members, most, why)
+        totals = Counter(each.labels.get(DEPLOYMENT_LABEL, "") for each in facts)
+        for name, total in totals.items():
+            members = [e.name for e in lendable if e.labels.get(DEPLOYMENT_LABEL, "") == name]
+            shares = [
+                (share, node)
+                for node in members
+                if (share := self._effective[node].deployment_share) is not None
+            ]
+            if shares:
+                share, node = min(shares)
+                whose = self._effective[node].decided_by["maxHarvest.deploymentShare"]
+                most = int(share * total + 1e-9)
+                why = f"maxHarvest.deploymentShare {share:g}: {most} of {total} hosts ({whose})"
+                cap(f"deployment/{name}", members, most, why)
+        self._admitted = chosen
+        return {node: tuple(whys) for node, whys in beyond.items()}
+
+    def _lendable(self, node: str) -> bool:
+        """Whether a node counts against a cap on nodes: not one that lends nothing anyway."""
+        policy = self._effective[node]
+        if policy.mode is PolicyMode.OFF:
+            return False
+        # One that only advises is counted with those that act where all advise.
+        return policy.mode is PolicyMode.ADVISORY or self._only_advises(node, policy) is None
+
+
+def _noted(change: Held | Freed) -> Note:
+    begins = isinstance(change, Held)
+    whose = (
+        {"node": change.node} if change.deployment is None else {"deployment": change.deployment}
+    )
+    return Note("capacity_held" if begins else "capacity_freed", {**whose, "why": change.why})

@@ -1,0 +1,365 @@
+"""CapacityPolicy: what an operator allows to be lent, on which nodes, under which conditions.
+
+It is the one place where a policy is described: files, the CRD's schema, the table in the docs and
+the checks come from it. Fields are camelCase in files and snake_case here, with units in the names.
+
+Nothing in a policy lends by itself: the default mode computes and says what it would do.
+"""
+
+import difflib
+import json
+import re
+from collections.abc import Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, Final, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+from pydantic.alias_generators import to_camel
+
+from elastic_scheduler.capacity.blackout import BlackoutWindow
+from elastic_scheduler.capacity.values import Bytes, CountOrShare, Seconds, Share
+from elastic_scheduler.errors import PolicyError
+from elastic_scheduler.leases.lease_table import MAX_NAME_CHARS
+
+MAX_POLICY_BYTES: Final = 16 << 10
+MAX_WINDOWS: Final = 64
+MAX_TENANTS: Final = 256
+# What a lease lives unrenewed: beyond it a cut-off node harvests nothing in any case.
+LEASE_TTL_S: Final = 5.0
+_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
+
+
+class PolicyMode(StrEnum):
+    """Mode of a policy, strictest first."""
+
+    OFF = "Off"
+    ADVISORY = "Advisory"
+    ACTIVE = "Active"
+
+
+class StopPolicy(StrEnum):
+    """Stop in a policy: none, no new leases, or also giving back what is lent."""
+
+    NONE = "None"
+    HOLD = "Hold"
+    HOLD_AND_DRAIN = "HoldAndDrain"
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        allow_inf_nan=False,
+        alias_generator=to_camel,
+        populate_by_name=True,
+    )
+
+
+def _policy_name(name: str) -> str:
+    if len(name) > MAX_NAME_CHARS or not _NAME.fullmatch(name):
+        raise ValueError(f"{name[:40]!r} is no name; write lower-case letters, digits, - and .")
+    return name
+
+
+class NodeSelector(_Part):
+    """Nodes that a policy is for: those with all of the labels, and of the names if there are."""
+
+    match_labels: dict[str, str] = Field(
+        default={}, description="labels that a node must have, all of them"
+    )
+    names: tuple[str, ...] = Field(
+        default=(), description="names of nodes, any of them; none: all nodes"
+    )
+
+    def matches(self, node: str, labels: Mapping[str, str]) -> bool:
+        """Whether a node with these labels is meant."""
+        named = not self.names or node in self.names
+        return named and all(labels.get(key) == value for key, value in self.match_labels.items())
+
+
+class MaxHarvest(_Part):
+    """Caps of what may be lent; a field that is left out does not bound it."""
+
+    compute: Share | None = Field(
+        default=None, description="share of each second in which a guest may begin steps"
+    )
+    memory: Annotated[Bytes, Field(gt=0)] | None = Field(
+        default=None, description="KV memory that a guest may keep, as 8Gi"
+    )
+    nodes: CountOrShare | None = Field(
+        default=None, description="nodes of this policy that lend at once, as 3 or 25%"
+    )
+    deployment_share: Share | None = Field(
+        default=None,
+        description="share of the hosts of one deployment (label rose.dev/deployment) that lend"
+        " at once",
+    )
+
+
+class Reserve(_Part):
+    """Memory of the host that stays free."""
+
+    kv_headroom: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
+        default=0.0, description="share of the host's KV memory that is neither used nor lent"
+    )
+
+
+class Watermarks(_Part):
+    """Shares of the host's KV memory in use between which guests give way."""
+
+    high: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        default=0.90, description="above it a guest's KV memory is halved"
+    )
+    low: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        default=0.80, description="below it a guest may grow again"
+    )
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.low > self.high:
+            raise ValueError(f"low {self.low} is above high {self.high}; swap them")
+        return self
+
+
+class TenantLimit(_Part):
+    """Priority and quota of one job."""
+
+    job: str = Field(min_length=1, max_length=MAX_NAME_CHARS, description="name of the job")
+    priority: float = Field(
+        default=1.0, gt=0.0, le=1_000.0, description="its weight when jobs share, beside its own"
+    )
+    max_guests: int | None = Field(
+        default=None, ge=0, description="guests that it may have at once on nodes of this policy"
+    )
+
+
+class Canary(_Part):
+    """Share of the policy's nodes that act while the others only advise."""
+
+    percent: float = Field(
+        default=100.0,
+        ge=0.0,
+        le=100.0,
+        description="percent of all names of nodes; the same nodes each time, more as it grows."
+        " When a host burns its SLO budget while it lends, the policy halts",
+    )
+
+
+class SloBudget(_Part):
+    """Error budget of each host, which lending must not burn."""
+
+    objective: float = Field(
+        default=0.99,
+        gt=0.0,
+        lt=1.0,
+        description="share of the host's requests that must meet its targets",
+    )
+    min_bad: int = Field(
+        default=10,
+        ge=1,
+        description="requests that must have missed, in the window, before it counts",
+    )
+    release_after_s: Seconds = Field(
+        default=300.0,
+        alias="releaseAfter",
+        description="how long a host must burn no faster than allowed before it lends again",
+    )
+
+
+class MaxHostBusy(_Part):
+    """Busy share of a host above which it lends nothing."""
+
+    share: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        default=0.85, description="busy share at which it is held"
+    )
+    resume: Share = Field(default=0.70, description="busy share below which it lends again")
+    over_s: Seconds = Field(
+        default=10.0, alias="over", description="time over which the share is averaged, 1s to 10m"
+    )
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.resume >= self.share:
+            raise ValueError(
+                f"resume {self.resume} is not below share {self.share}; lower it, so that a host"
+                " does not change each second"
+            )
+        if not 1.0 <= self.over_s <= 600.0:
+            raise ValueError(f"over is {self.over_s:g} s; write 1s to 10m")
+        return self
+
+
+class CapacityPolicy(_Part):
+    """Policy for the nodes that its selector names. Of several the strictest wins, by field."""
+
+    name: Annotated[str, AfterValidator(_policy_name)] = Field(
+        description="its name; applying another of the same name replaces it"
+    )
+    node_selector: NodeSelector = Field(
+        default=NodeSelector(), description="nodes that it is for (all)"
+    )
+    mode: PolicyMode = Field(
+        default=PolicyMode.ADVISORY,
+        description="Off lends nothing; Advisory computes and says what it would do, and lends"
+        " nothing; Active lends",
+    )
+    stop_policy: StopPolicy = Field(
+        default=StopPolicy.NONE,
+        description="Hold grants no new leases; HoldAndDrain also gives back those that live",
+    )
+    max_harvest: MaxHarvest = Field(default=MaxHarvest(), description="caps of what is lent")
+    reserve: Reserve = Field(default=Reserve(), description="what stays free")
+    slack_share: Share | None = Field(
+        default=None,
+        description="most of a busy host's slack that a guest may use; 0: idle time alone. A"
+        " node's own `slack_share` may be lower",
+    )
+    watermarks: Watermarks | None = Field(
+        default=None, description="when guests give KV memory back"
+    )
+    cooldown_s: Seconds = Field(
+        default=0.0,
+        alias="cooldown",
+        description="least pause between a revocation and the next lease of the replica",
+    )
+    blackout_windows: Annotated[tuple[BlackoutWindow, ...], Field(max_length=MAX_WINDOWS)] = Field(
+        default=(), description="hours in which nothing is lent"
+    )
+    tenants: Annotated[tuple[TenantLimit, ...], Field(max_length=MAX_TENANTS)] = Field(
+        default=(), description="priorities and quotas of jobs; others have 1 and none"
+    )
+    canary: Canary = Field(default=Canary(), description="how many of its nodes act")
+    stale_after_s: Seconds = Field(
+        default=LEASE_TTL_S,
+        alias="staleAfter",
+        description="a node that has not heard a scheduler for so long harvests nothing, 2s to 5s:"
+        " a lease lives no longer unrenewed",
+    )
+    reclaim_deadline_s: Seconds = Field(
+        default=5.0,
+        alias="reclaimDeadline",
+        description="by when what was lent is back after a stop or a demand, 1s to 10m. A node's"
+        " own `reclaim_s` may be shorter",
+    )
+    max_host_busy: MaxHostBusy | None = Field(
+        default=MaxHostBusy(), description="when a host is too busy to lend; null: never"
+    )
+    slo_budget: SloBudget | None = Field(
+        default=SloBudget(),
+        description="when a host has missed too many targets to lend; null: never",
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if not 2.0 <= self.stale_after_s <= LEASE_TTL_S:
+            raise ValueError(
+                f"staleAfter: {self.stale_after_s:g} s; write 2s to {LEASE_TTL_S:.0f}s, since"
+                " leases are renewed each second and live no longer"
+            )
+        if not 1.0 <= self.reclaim_deadline_s <= 600.0:
+            raise ValueError(f"reclaimDeadline: {self.reclaim_deadline_s:g} s; write 1s to 10m")
+        if not self.cooldown_s <= 86_400.0:
+            raise ValueError("cooldown: more than a day; write a blackout window, or mode Off")
+        jobs = [tenant.job for tenant in self.tenants]
+        twice = next((job for job in jobs if jobs.count(job) > 1), None)
+        if twice is not None:
+            raise ValueError(f"tenants: job {twice!r} is there twice; write it once")
+        nothing = self._lends_nothing()
+        if self.mode is PolicyMode.ACTIVE and nothing:
+            raise ValueError(
+                f"{nothing} lends nothing, though mode is Active; raise it, or write mode Off"
+            )
+        return self
+
+    def _lends_nothing(self) -> str | None:
+        most = self.max_harvest
+        for path, cap in (
+            ("maxHarvest.compute", most.compute),
+            ("maxHarvest.nodes", most.nodes),
+            ("maxHarvest.deploymentShare", most.deployment_share),
+        ):
+            if cap in (0, "0%"):
+                return f"{path} {cap}"
+        return None
+
+    def to_json(self) -> str:
+        """Write it as a file has it, without what is as by default."""
+        said = self.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+        return json.dumps({"name": self.name, **said}, separators=(",", ":"))
+
+
+def parse_policy(text: str | bytes) -> CapacityPolicy:
+    """Read one policy. Raises PolicyError with the field's path and what to do, in one line."""
+    if len(text) > MAX_POLICY_BYTES:
+        raise PolicyError(f"a policy of {len(text)} bytes; write one of at most {MAX_POLICY_BYTES}")
+    try:
+        said = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise PolicyError(f"the policy is no JSON ({error}); write one object") from None
+    return policy_of(said)
+
+
+def policy_of(said: object) -> CapacityPolicy:
+    """Check what a file says. Raises as `parse_policy` does."""
+    try:
+        return CapacityPolicy.model_validate(said)
+    except ValidationError as error:
+        raise PolicyError(_line(error)) from None
+
+
+def read_policies(path: Path) -> tuple[CapacityPolicy, ...]:
+    """Read a file of one policy, or of a list of them. Raises PolicyError, naming the file."""
+    try:
+        said = json.loads(path.read_bytes())
+    except OSError as error:
+        raise PolicyError(f"{path} cannot be read ({error.strerror}); check the path") from None
+    except (ValueError, RecursionError) as error:
+        raise PolicyError(f"{path} is no JSON ({error}); write one policy, or a list") from None
+    try:
+        return tuple(policy_of(each) for each in (said if isinstance(said, list) else [said]))
+    except PolicyError as error:
+        raise PolicyError(f"{path}: {error}") from None
+
+
+def _line(error: ValidationError) -> str:
+    first: Any = error.errors()[0]
+    path = "".join(
+        f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]
+    ).removeprefix(".")
+    message = str(first["msg"]).removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(str(first["loc"][-1]), _known_keys(), n=1)
+        message = "there is no such field; " + (
+            f"did you mean {near[0]}?" if near else "see docs/capacity-policy.md"
+        )
+    elif first["type"] == "missing":
+        message = "is missing; write it"
+    elif ";" not in message and first["type"] != "value_error":
+        message = f"{message} (it is {str(first['input'])[:40]!r}); see docs/capacity-policy.md"
+    return f"{path}: {message}" if path else message
+
+
+PARTS: Final[tuple[type[BaseModel], ...]] = (
+    CapacityPolicy,
+    NodeSelector,
+    MaxHarvest,
+    Reserve,
+    Watermarks,
+    BlackoutWindow,
+    TenantLimit,
+    Canary,
+    MaxHostBusy,
+    SloBudget,
+)
+
+
+def _known_keys() -> list[str]:
+    return sorted({f.alias or n for part in PARTS for n, f in part.model_fields.items()})

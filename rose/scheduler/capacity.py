@@ -1,0 +1,287 @@
+"""Capacity of the fleet: policies, the operator's stop, and what each node is told of them.
+
+    policies, stop, telemetry ──> CapacityGate ──> verdicts ──> modes and caps, to nodes that change
+
+Where no policy is in force nothing is lent. One named `cli` is implied, which lends everything as
+0.2.0 did, by a mode on the scheduler's command line, and by a store or an operator of 0.2.0 that
+opened the harvest; beside policies of an operator the strictest wins, as ever.
+"""
+
+import json
+from collections.abc import Callable
+from typing import Final
+
+from elastic_scheduler import HarvestMode, HarvestModes
+from elastic_scheduler.capacity import (
+    CLI,
+    CapacityGate,
+    EffectivePolicy,
+    Halt,
+    NodeFacts,
+    Verdict,
+    cli_policy,
+    parse_policy,
+)
+from elastic_scheduler.errors import PolicyError
+from elastic_scheduler.leases.harvest_mode import stricter
+from rose.errors import ConfigError, RefusedError
+from rose.rpc import rose_pb2 as pb
+from rose.scheduler.fleet import Fleet, NodeView
+from rose.scheduler.limits import checked_name, cut_text
+from rose.scheduler.messages import (
+    Action,
+    Answer,
+    Command,
+    HarvestSet,
+    LogRecord,
+    PolicyApplied,
+    PolicyDeleted,
+    Save,
+    StoreWrite,
+)
+from rose.scheduler.persistence import Saved, drop_policy, save_mode, save_policy, save_stop
+from rose.scheduler.wire import MODE_TO, harvest_command
+
+MAX_OVERRIDES: Final = 1_024
+
+
+class Capacity:
+    """Policies in force, and what each stream was told last."""
+
+    def __init__(self, saved: Saved, default_mode: HarvestMode = HarvestMode.OFF) -> None:
+        """`default_mode`: of the command line, for a store in which no operator set one."""
+        opened = default_mode is not HarvestMode.OFF
+        self._cli_of_flag = opened
+        stop = saved.mode
+        if stop is None:
+            stop = default_mode if opened else HarvestMode.ACTIVE
+        elif stop is not HarvestMode.OFF and not saved.policies:
+            opened = True  # by an operator of 0.2.0
+        policies = {policy.name: policy for policy in saved.policies}
+        if opened:
+            policies.setdefault(CLI, cli_policy())
+        self.gate = CapacityGate(
+            HarvestModes(stop, saved.overrides), policies.values(), saved.halted
+        )
+        self._told: dict[int, tuple[bytes, ...]] = {}
+
+    @property
+    def stop(self) -> HarvestModes:
+        """What the operator's hold, drain, resume and stop-all have set."""
+        return self.gate.stop
+
+    @property
+    def shown_mode(self) -> HarvestMode:
+        """Mode of the cluster as 0.2.0 shows it: OFF where no policy lets anything be lent."""
+        return self.stop.mode if self.gate.policies else HarvestMode.OFF
+
+    # ---- requests ----
+
+    def writes(self, event: HarvestSet | PolicyApplied | PolicyDeleted) -> tuple[StoreWrite, ...]:
+        """What has to be durable first. Raises RefusedError for what cannot be."""
+        match event:
+            case HarvestSet():
+                return self._stop_writes(event)
+            case PolicyApplied():
+                self._check_room(event)
+                return (save_policy(event.policy), *self._implied())
+            case PolicyDeleted():
+                self._check_known(event)
+                implied = () if event.name == CLI else self._implied()
+                return (drop_policy(event.name), *implied)
+
+    def carry_out(self, event: HarvestSet | PolicyApplied | PolicyDeleted) -> list[Action]:
+        """Put a request in force. Raises as `writes` does; of a stop `told` says the rest."""
+        match event:
+            case HarvestSet():
+                self._check_mode(event)
+                if self._opens(event):
+                    self.gate.apply(cli_policy())
+                self.stop.set_mode(event.mode, event.replica)
+                self.gate.changed()
+                return []
+            case PolicyApplied():
+                self._check_room(event)
+                changed = self.gate.apply(event.policy)
+                said = json.loads(event.policy.to_json())
+                return [LogRecord("policy_applied", {"policy": said}), Answer(int(changed))]
+            case PolicyDeleted():
+                self._check_known(event)
+                self.gate.delete(event.name)
+                return [LogRecord("policy_deleted", {"policy": event.name}), Answer(1)]
+
+    def would_change(self, event: PolicyApplied) -> bool:
+        """Whether applying a policy changes anything. Raises as `writes` does."""
+        self._check_room(event)
+        name = event.policy.name
+        return event.policy not in self.gate.policies or self.gate.halted(name) is not None
+
+    def _stop_writes(self, event: HarvestSet) -> tuple[StoreWrite, ...]:
+        self._check_mode(event)
+        mode = save_mode(event.mode, event.replica)
+        if event.replica is not None:
+            return (mode,)
+        cli = (save_policy(cli_policy()),) if self._opens(event) else ()
+        return (mode, save_stop(event.mode), *cli)
+
+    def _opens(self, event: HarvestSet) -> bool:
+        """Whether this is an operator of 0.2.0, who opens the harvest and knows no policies."""
+        above = event.mode is not HarvestMode.OFF and event.replica is None
+        return event.opens and above and not self.gate.policies
+
+    def _implied(self) -> tuple[StoreWrite, ...]:
+        """The policy `cli`, where it was implied by what a store of 0.2.0 holds."""
+        known = any(policy.name == CLI for policy in self.gate.policies)
+        return (save_policy(cli_policy()),) if known and not self._cli_of_flag else ()
+
+    def _check_mode(self, event: HarvestSet) -> None:
+        own = self.stop.overrides
+        more = event.mode is not HarvestMode.ACTIVE and event.replica is not None
+        if more and event.replica not in own and len(own) >= MAX_OVERRIDES:
+            raise RefusedError(
+                f"{MAX_OVERRIDES} replicas have modes of their own; set the mode of the cluster"
+            )
+
+    def _check_room(self, event: PolicyApplied) -> None:
+        try:
+            self.gate.check_room(event.policy.name)
+        except PolicyError as error:
+            raise RefusedError(str(error)) from None
+
+    def _check_known(self, event: PolicyDeleted) -> None:
+        names = [policy.name for policy in self.gate.policies]
+        if event.name not in names:
+            known = ", ".join(names) or "none"
+            raise RefusedError(f"there is no policy {event.name!r}; in force: {known}")
+
+    # ---- nodes ----
+
+    def heard(self, view: NodeView, telemetry: pb.Telemetry, now_s: float, *, lends: bool) -> None:
+        """A node's telemetry: what its host's load and SLO say counts for its policies."""
+        if telemetry.HasField("host"):
+            host = telemetry.host
+            busy = host.busy_share if host.HasField("busy_share") else None
+            self.gate.heard(view.node, busy, host.slo_good, host.slo_bad, now_s, lends=lends)
+
+    def judge(self, fleet: Fleet, now_s: float, wall_s: float | None = None) -> list[Action]:
+        """Judge the nodes when it is time; what changed for each of them it is told."""
+        before = self.gate.judgements
+        actions: list[Action] = []
+        for act in self.gate.judge(_facts(fleet), now_s, wall_s):
+            if isinstance(act, Halt):
+                actions.append(Save(save_policy(self.gate.policy(act.policy), act.why)))
+            else:
+                actions.append(LogRecord(act.event, dict(act.fields)))
+        # Verdicts change with a judgement alone, and this is asked at every step.
+        return actions if self.gate.judgements == before else actions + self._tell(fleet)
+
+    def detached(self, view: NodeView) -> None:
+        """A node is lost."""
+        self.gate.forget(view.node)
+
+    def _tell(self, fleet: Fleet) -> list[Action]:
+        """Modes and caps of each node that are not what it was told last."""
+        actions: list[Action] = []
+        told: dict[int, tuple[bytes, ...]] = {}
+        for view in fleet.nodes:
+            commands = self._commands(view)
+            said = told[view.stream] = tuple(each.SerializeToString() for each in commands)
+            if said != self._told.get(view.stream):
+                actions += [Command(view.stream, each) for each in commands]
+        self._told = told
+        return actions
+
+    def _commands(self, view: NodeView) -> list[pb.NodeCommand]:
+        """The node's mode, then what holds for replicas with a mode of their own, then caps."""
+        node = view.node
+        verdict = self.gate.verdict(node)
+        mode = stricter(self.stop.mode, verdict.mode)
+        commands = [harvest_command(mode)]
+        for replica in sorted(self.stop.overrides):
+            commands.append(harvest_command(self.gate.mode_of(replica, node), replica))
+        if view.takes_caps:
+            # First: what is lent is never lent without its caps.
+            commands.insert(0, pb.NodeCommand(caps=caps_of(verdict.policy)))
+        return commands
+
+    # ---- operators ----
+
+    def listed(self) -> list[pb.PolicyView]:
+        """All policies in force."""
+        return [
+            pb.PolicyView(
+                name=each.name,
+                policy=each.to_json(),
+                halted=cut_text(self.gate.halted(each.name) or ""),
+            )
+            for each in self.gate.policies
+        ]
+
+    def rows(self) -> list[pb.NodeCapacity]:
+        """A line for each node; none where no operator applied a policy."""
+        if {policy.name for policy in self.gate.policies} <= {CLI}:
+            return []
+        return [self._row(verdict) for verdict in self.gate.verdicts()]
+
+    def explained(self, node: str) -> list[pb.NodeCapacity]:
+        """Which policy decided each field, of one node or of all. RefusedError for an unknown."""
+        verdicts = [v for v in self.gate.verdicts() if node in ("", v.node)]
+        if node and not verdicts:
+            raise RefusedError(f"no node {node!r} is attached; `rose status` lists nodes")
+        rows = []
+        for verdict in verdicts:
+            row = self._row(verdict)
+            row.fields.extend(
+                pb.PolicyField(path=path, value=value, policy=policy)
+                for path, value, policy in verdict.policy.fields()
+            )
+            rows.append(row)
+        return rows
+
+    def _row(self, verdict: Verdict) -> pb.NodeCapacity:
+        limits = [cut_text(why) for why in verdict.limits]
+        if self.stop.mode is not HarvestMode.ACTIVE:
+            limits.insert(0, f"the operator's stop: {self.stop.mode.value}")
+        row = pb.NodeCapacity(
+            node=verdict.node,
+            mode=MODE_TO[stricter(self.stop.mode, verdict.mode)],
+            would=MODE_TO[verdict.would],
+            limits=limits,
+            policies=verdict.policy.policies,
+            policy_mode=verdict.policy.mode.value,
+        )
+        share = self.gate.busy_share(verdict.node)
+        if share is not None:
+            row.busy_share = share
+        return row
+
+
+def _facts(fleet: Fleet) -> Callable[[], list[NodeFacts]]:
+    return lambda: [NodeFacts(view.node, view.labels, view.takes_caps) for view in fleet.nodes]
+
+
+def caps_of(policy: EffectivePolicy) -> pb.Caps:
+    """What a node is to keep within; what no policy bounds is left out."""
+    return pb.Caps(
+        compute=policy.compute,
+        kv_bytes=policy.memory_bytes,
+        kv_headroom=policy.kv_headroom or None,
+        slack_share=policy.slack_share,
+        high_watermark=policy.watermarks.high if policy.watermarks else None,
+        low_watermark=policy.watermarks.low if policy.watermarks else None,
+        stale_after_s=policy.stale_after_s,
+        reclaim_deadline_s=policy.reclaim_deadline_s,
+    )
+
+
+def policy_applied(request: pb.ApplyPolicyRequest) -> PolicyApplied:
+    """An operator's policy. Raises ConfigError with the field's path."""
+    try:
+        return PolicyApplied(parse_policy(request.policy))
+    except PolicyError as error:
+        raise ConfigError(str(error)) from None
+
+
+def policy_deleted(request: pb.DeletePolicyRequest) -> PolicyDeleted:
+    """The name of a policy that shall be in force no more."""
+    return PolicyDeleted(checked_name(request.name, "DeletePolicy.name"))

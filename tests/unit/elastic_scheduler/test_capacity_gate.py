@@ -1,0 +1,204 @@
+"""Verdicts of the capacity gate: which nodes lend, and what stands against the others."""
+
+from collections.abc import Iterable
+
+import pytest
+
+from elastic_scheduler import HarvestMode, HarvestModes, LeaseTable, Offer, ReplicaKind
+from elastic_scheduler.capacity import CapacityGate, Halt, NodeFacts, Note, cli_policy, policy_of
+from elastic_scheduler.capacity.effective import in_canary
+
+ACTIVE, HOLD = HarvestMode.ACTIVE, HarvestMode.HOLD
+DRAIN, OFF = HarvestMode.HOLD_AND_DRAIN, HarvestMode.OFF
+NOON_S = 1_700_000_000.0  # 2023-11-14 22:13 UTC
+
+
+def gate(*said: dict[str, object], stop: HarvestMode = ACTIVE) -> CapacityGate:
+    policies = [
+        policy_of({"name": f"p{n}", "mode": "Active", **each}) for n, each in enumerate(said)
+    ]
+    return CapacityGate(HarvestModes(stop), policies)
+
+
+def judge(
+    core: CapacityGate, *nodes: str | NodeFacts, now_s: float = 0.0, wall_s: float | None = NOON_S
+) -> list[Note | Halt]:
+    facts = [NodeFacts(each) if isinstance(each, str) else each for each in nodes]
+    core.changed()
+    return core.judge(lambda: facts, now_s, wall_s)
+
+
+def modes(core: CapacityGate) -> dict[str, HarvestMode]:
+    return {verdict.node: verdict.mode for verdict in core.verdicts()}
+
+
+def offer(node: str, kind: ReplicaKind = ReplicaKind.GUEST) -> Offer:
+    return Offer(f"g-{node}", kind, "http://h:1", node, 4096, 1e3, 1e4, 0, True, 2.0, 0, 8)
+
+
+def test_without_any_policy_nothing_is_lent() -> None:
+    core = gate()
+    judge(core, "n")
+    assert core.verdict("n").mode is OFF
+    assert core.verdict("n").limits == ("no policy matches this node",)
+    own = offer("n", ReplicaKind.DEDICATED)
+    assert core.plan([offer("n"), own], []).lease == (own,), "dedicated replicas are the job's"
+
+
+def test_the_policy_of_the_command_line_lends_as_0_2_0_did() -> None:
+    core = CapacityGate(HarvestModes(ACTIVE), [cli_policy()])
+    assert judge(core, "n") == [], "and says nothing new"
+    assert core.plan([offer("n")], []).lease == (offer("n"),)
+
+
+def test_a_node_that_was_not_judged_yet_lends_nothing() -> None:
+    assert gate({}).plan([offer("new")], []).lease == ()
+
+
+@pytest.mark.parametrize("stop", [HOLD, DRAIN, OFF])
+def test_the_operators_stop_stands_above_every_policy(stop: HarvestMode) -> None:
+    core = gate({}, stop=stop)
+    judge(core, "n")
+    assert core.mode_of("g-n", "n") is stop
+    assert core.plan([offer("n")], []).lease == ()
+
+
+def test_a_stop_policy_gives_back_or_keeps_what_is_lent() -> None:
+    book = LeaseTable(2.0)
+    book.reserve("g-n", 1)
+    book.grant("job", "g-n", 0.0)
+    for said, renewed in (("None", 1), ("Hold", 1), ("HoldAndDrain", 0)):
+        core = gate({"stopPolicy": said})
+        judge(core, "n")
+        plan = core.plan([offer("n")], book.leases())
+        assert (len(plan.renew), len(plan.release)) == (renewed, 1 - renewed)
+
+
+def test_advisory_says_what_it_would_do_and_does_nothing() -> None:
+    core = gate({"mode": "Advisory"})
+    [note] = judge(core, "n")
+    verdict = core.verdict("n")
+    assert (verdict.mode, verdict.would) == (OFF, ACTIVE)
+    assert isinstance(note, Note)
+    assert (note.event, note.fields["would"]) == ("capacity_advice", "active")
+    assert core.plan([offer("n")], []).lease == ()
+
+
+def test_in_a_blackout_what_is_lent_is_given_back() -> None:
+    window = {"from": "22:00", "to": "23:00", "timeZone": "UTC"}
+    core = gate({"blackoutWindows": [window]})
+    judge(core, "n", wall_s=None)
+    assert core.verdict("n").mode is DRAIN, "nobody knows what time it is"
+    judge(core, "n", wall_s=NOON_S)
+    assert core.verdict("n").mode is DRAIN
+    assert "blackout daily 22:00-23:00 UTC (p0)" in core.verdict("n").limits
+    judge(core, "n", wall_s=NOON_S + 3_600)
+    assert core.verdict("n").mode is ACTIVE
+
+
+def test_a_cap_on_nodes_is_kept_and_who_lends_stays() -> None:
+    nodes = [f"n{i}" for i in range(8)]
+    core = gate({"maxHarvest": {"nodes": "25%"}})
+    judge(core, *nodes)
+    lending = {node for node, mode in modes(core).items() if mode is ACTIVE}
+    assert len(lending) == 2
+    assert {m for n, m in modes(core).items() if n not in lending} == {OFF}
+    judge(core, *nodes, "a", "b", "c", "d")
+    assert lending < {node for node, mode in modes(core).items() if mode is ACTIVE}
+    core.apply(policy_of({"name": "p0", "mode": "Active", "maxHarvest": {"nodes": 1}}))
+    judge(core, *nodes)
+    assert sum(mode is ACTIVE for mode in modes(core).values()) == 1
+
+
+def test_only_so_many_hosts_of_a_deployment_lend() -> None:
+    def host(name: str, deployment: str) -> NodeFacts:
+        return NodeFacts(name, {"rose.dev/deployment": deployment})
+
+    core = gate({"maxHarvest": {"deploymentShare": 0.5}})
+    judge(core, *(host(f"c{i}", "chat") for i in range(4)), host("solo", "code"))
+    lending = [node for node, mode in modes(core).items() if mode is ACTIVE]
+    assert len(lending) == 2
+    assert "solo" not in lending, "half of one host is none"
+    assert "0 of 1 hosts (p0)" in core.verdict("solo").limits[0]
+
+
+def test_a_canary_acts_on_its_nodes_alone() -> None:
+    nodes = [f"n{i}" for i in range(40)]
+    core = gate({"canary": {"percent": 25}})
+    judge(core, *nodes)
+    assert {n for n, m in modes(core).items() if m is ACTIVE} == {
+        n for n in nodes if in_canary(n, 25)
+    }
+    outside = next(n for n in nodes if not in_canary(n, 25))
+    assert core.verdict(outside).would is ACTIVE
+    assert "outside the canary of 25% (p0)" in core.verdict(outside).limits
+
+
+def burn(core: CapacityGate, node: str) -> float:
+    now_s, bad = 0.0, 0
+    core.heard(node, 0.1, 0, 0, now_s, lends=True)
+    for _ in range(60):
+        now_s, bad = now_s + 60.0, bad + 50
+        core.heard(node, 0.1, bad, bad, now_s, lends=True)
+    return now_s
+
+
+def test_a_canary_halts_when_a_host_burns_its_budget_until_it_is_applied_anew() -> None:
+    nodes = [f"n{i}" for i in range(40)]
+    core = gate({"canary": {"percent": 25}})
+    judge(core, *nodes)
+    first = next(n for n in nodes if in_canary(n, 25))
+    now_s = burn(core, first)
+    acts = judge(core, *nodes, now_s=now_s)
+    [halt] = [act for act in acts if isinstance(act, Halt)]
+    assert halt.policy == "p0"
+    assert first in halt.why
+    assert set(modes(core).values()) == {OFF}
+    again = CapacityGate(HarvestModes(ACTIVE), core.policies, {"p0": halt.why})
+    judge(again, *nodes)
+    assert set(modes(again).values()) == {OFF}, "also after a restart"
+    core.apply(core.policies[0])
+    judge(core, *nodes, now_s=now_s)
+    assert ACTIVE in modes(core).values()
+
+
+def test_a_host_that_burns_its_budget_gives_back_what_it_lends() -> None:
+    core = gate({})
+    judge(core, "n", "m")
+    now_s = burn(core, "n")
+    acts = judge(core, "n", "m", now_s=now_s)
+    assert modes(core) == {"m": ACTIVE, "n": DRAIN}
+    assert "capacity_held" in [act.event for act in acts if isinstance(act, Note)]
+
+
+def test_counters_of_a_new_daemon_begin_anew() -> None:
+    core = gate({})
+    judge(core, "n")
+    core.heard("n", None, 1_000, 900, 0.0, lends=True)
+    core.heard("n", None, 10, 0, 60.0, lends=True)
+    judge(core, "n", now_s=61.0)
+    assert core.verdict("n").mode is ACTIVE, "what was before it was heard first counts for nothing"
+
+
+def test_quotas_and_priorities_of_jobs_are_the_strictest() -> None:
+    tenants: Iterable[dict[str, object]] = [{"job": "grpo", "priority": 2.0, "maxGuests": 1}]
+    core = gate({"tenants": tenants}, {"tenants": [{"job": "grpo", "priority": 0.5}]})
+    judge(core, "n", "m")
+    assert core.weight_of("grpo") == 0.5
+    assert core.weight_of("other") == 1.0
+    assert core.admits("grpo", offer("m"), [("other", "n")])
+    assert not core.admits("grpo", offer("m"), [("grpo", "n")])
+    assert core.admits("grpo", offer("m", ReplicaKind.DEDICATED), [("grpo", "n")])
+
+
+def test_a_policy_that_is_deleted_no_longer_holds() -> None:
+    core = gate({}, {"stopPolicy": "HoldAndDrain"})
+    judge(core, "n")
+    assert core.verdict("n").mode is DRAIN
+    assert core.delete("p1")
+    judge(core, "n")
+    assert core.verdict("n").mode is ACTIVE
+    assert core.delete("p0")
+    judge(core, "n")
+    assert core.verdict("n").mode is OFF, "without any policy nothing is lent"
+    assert not core.delete("p0")

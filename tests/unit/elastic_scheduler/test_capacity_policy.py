@@ -1,0 +1,228 @@
+"""What a capacity policy may say, and the one line for one that says what cannot be."""
+
+import json
+from datetime import datetime
+from itertools import pairwise
+from pathlib import Path
+from zoneinfo import ZoneInfo
+
+import pytest
+
+from elastic_scheduler.capacity import (
+    CapacityPolicy,
+    crd_schema,
+    docs_table,
+    effective,
+    in_canary,
+    parse_policy,
+    policy_of,
+    read_policies,
+)
+from elastic_scheduler.capacity.blackout import BlackoutWindow
+from elastic_scheduler.capacity.effective import NO_POLICY
+from elastic_scheduler.capacity.values import most_of
+from elastic_scheduler.errors import PolicyError
+
+FULL = {
+    "name": "serving",
+    "nodeSelector": {"matchLabels": {"pool": "chat"}, "names": ["a", "b"]},
+    "mode": "Active",
+    "stopPolicy": "Hold",
+    "maxHarvest": {"compute": 0.5, "memory": "8Gi", "nodes": "25%", "deploymentShare": 0.5},
+    "reserve": {"kvHeadroom": 0.2},
+    "slackShare": 0.3,
+    "watermarks": {"high": 0.8, "low": 0.7},
+    "cooldown": "30s",
+    "blackoutWindows": [
+        {"days": ["Mon", "Fri"], "from": "08:00", "to": "20:00", "timeZone": "Europe/Berlin"}
+    ],
+    "tenants": [{"job": "grpo", "priority": 2.0, "maxGuests": 4}],
+    "canary": {"percent": 10.0},
+    "staleAfter": "3s",
+    "reclaimDeadline": "8s",
+    "maxHostBusy": {"share": 0.8, "resume": 0.6, "over": "20s"},
+    "sloBudget": {"objective": 0.999, "minBad": 5, "releaseAfter": "10m"},
+}
+
+
+def test_a_policy_says_the_same_after_it_was_written() -> None:
+    policy = policy_of(FULL)
+    assert parse_policy(policy.to_json()) == policy
+    assert json.loads(policy.to_json()) == FULL
+
+
+def test_a_policy_lends_nothing_unless_it_says_so() -> None:
+    assert policy_of({"name": "p"}).mode == "Advisory"
+
+
+@pytest.mark.parametrize(
+    ("said", "path", "hint"),
+    [
+        ({"maxHarvst": {}}, "maxHarvst", "did you mean maxHarvest?"),
+        ({"maxHarvest": {"computer": 1}}, "maxHarvest.computer", "did you mean compute?"),
+        ({"slackShare": 1.5}, "slackShare", "less than or equal to 1"),
+        ({"watermarks": {"high": 0.5, "low": 0.6}}, "watermarks", "swap them"),
+        ({"maxHostBusy": {"share": 0.5, "resume": 0.5}}, "maxHostBusy", "lower it"),
+        ({"mode": "Active", "maxHarvest": {"nodes": 0}}, "maxHarvest.nodes", "write mode Off"),
+        ({"mode": "Active", "maxHarvest": {"nodes": "0%"}}, "maxHarvest.nodes", "write mode Off"),
+        ({"maxHarvest": {"nodes": "101%"}}, "maxHarvest.nodes", "a share as 25%"),
+        ({"maxHarvest": {"memory": "8GB"}}, "maxHarvest.memory", "8Gi"),
+        ({"staleAfter": "30s"}, "staleAfter", "2s to 5s"),
+        ({"cooldown": "soon"}, "cooldown", "500ms"),
+        ({"tenants": [{"job": "a"}, {"job": "a"}]}, "tenants", "write it once"),
+        ({"name": "No Name"}, "name", "lower-case"),
+    ],
+)
+def test_what_cannot_be_is_one_line_with_its_path(
+    said: dict[str, object], path: str, hint: str
+) -> None:
+    with pytest.raises(PolicyError) as caught:
+        policy_of({"name": "p", **said})
+    line = str(caught.value)
+    assert path in line
+    assert hint in line
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("said", "hint"),
+    [
+        ({"from": "09:00", "to": "09:00"}, "00:00 to 24:00"),
+        ({"from": "24:00", "to": "06:00"}, "00:00 of the next day"),
+        ({"from": "9:00", "to": "10:00"}, "07:30"),
+        ({"days": [], "from": "09:00", "to": "10:00"}, "name days"),
+        ({"days": ["Mon", "Mon"], "from": "09:00", "to": "10:00"}, "once"),
+        ({"from": "09:00", "to": "10:00", "timeZone": "Berlin"}, "Europe/Berlin"),
+        ({"from": "09:00", "to": "10:00", "timeZone": "../passwd"}, "IANA"),
+    ],
+)
+def test_an_impossible_window_is_refused(said: dict[str, object], hint: str) -> None:
+    with pytest.raises(PolicyError, match="blackoutWindows") as caught:
+        policy_of({"name": "p", "blackoutWindows": [{"timeZone": "UTC", **said}]})
+    assert hint in str(caught.value)
+
+
+def at(text: str, zone: str = "Europe/Berlin", fold: int = 0) -> float:
+    return datetime.fromisoformat(text).replace(tzinfo=ZoneInfo(zone), fold=fold).timestamp()
+
+
+@pytest.mark.parametrize(
+    ("moment", "inside"),
+    [
+        ("2026-11-20T21:59", False),
+        ("2026-11-20T22:00", True),  # a Friday
+        ("2026-11-21T05:59", True),
+        ("2026-11-21T06:00", False),
+        ("2026-11-21T23:00", False),  # Saturday's night is nobody's
+        ("2026-11-20T03:00", False),  # Thursday's night too
+    ],
+)
+def test_a_window_that_crosses_midnight_belongs_to_the_day_it_begins(
+    moment: str, inside: bool
+) -> None:
+    window = BlackoutWindow.model_validate(
+        {"days": ["Fri"], "from": "22:00", "to": "06:00", "timeZone": "Europe/Berlin"}
+    )
+    assert window.holds_at(at(moment)) is inside
+
+
+def test_a_window_goes_by_the_clock_on_the_wall_when_that_changes() -> None:
+    window = BlackoutWindow.model_validate(
+        {"from": "02:30", "to": "03:30", "timeZone": "Europe/Berlin"}
+    )
+    # Autumn: 02:30 to 03:00 comes twice, and the window with it.
+    assert window.holds_at(at("2026-10-25T02:45", fold=0))
+    assert window.holds_at(at("2026-10-25T02:45", fold=1))
+    assert not window.holds_at(at("2026-10-25T02:15", fold=1))
+    # Spring: after 01:59 comes 03:00, so it begins half way.
+    before = at("2026-03-29T01:59")
+    assert not window.holds_at(before)
+    assert window.holds_at(before + 60)
+    assert not window.holds_at(before + 60 + 30 * 60)
+
+
+def test_whole_days_end_at_midnight() -> None:
+    window = BlackoutWindow.model_validate(
+        {"days": ["Sun"], "from": "00:00", "to": "24:00", "timeZone": "America/New_York"}
+    )
+    assert window.holds_at(at("2026-11-22T23:59", "America/New_York"))
+    assert not window.holds_at(at("2026-11-23T00:00", "America/New_York"))
+
+
+def test_of_several_policies_the_strictest_wins_field_by_field() -> None:
+    wide = policy_of({"name": "wide", "mode": "Active", "slackShare": 0.5, "cooldown": "1s"})
+    tight = policy_of(
+        {
+            "name": "tight",
+            "mode": "Active",
+            "slackShare": 0.1,
+            "watermarks": {"high": 0.7, "low": 0.6},
+            "stopPolicy": "Hold",
+        }
+    )
+    advisory = policy_of({"name": "careful", "cooldown": "1m", "canary": {"percent": 5}})
+    both = effective([wide, tight], "n", {})
+    assert (both.mode, both.slack_share, both.cooldown_s) == ("Active", 0.1, 1.0)
+    assert both.decided_by["slackShare"] == both.decided_by["stopPolicy"] == "tight"
+    assert both.decided_by["cooldown"] == "wide"
+    all_three = effective([wide, tight, advisory], "n", {})
+    assert all_three.mode == "Advisory"
+    assert all_three.decided_by["mode"] == "careful"
+    assert all_three.canary_percent == 5
+    assert all_three.slack_share == 0.1
+
+
+def test_a_node_that_no_policy_matches_lends_nothing_and_says_so() -> None:
+    chat = policy_of(
+        {"name": "chat", "mode": "Active", "nodeSelector": {"matchLabels": {"pool": "chat"}}}
+    )
+    assert effective([chat], "n", {"pool": "chat"}).mode == "Active"
+    other = effective([chat], "n", {"pool": "code"})
+    assert other.mode == "Off"
+    assert other.decided_by["mode"] == NO_POLICY
+
+
+def test_a_larger_canary_contains_the_smaller_one() -> None:
+    nodes = [f"node-{n}" for n in range(2_000)]
+    shares = (1, 5, 25, 100)
+    chosen = [{n for n in nodes if in_canary(n, share)} for share in shares]
+    for fewer, more in pairwise(chosen):
+        assert fewer < more
+    for share, some in zip(shares, chosen, strict=True):
+        assert abs(len(some) / len(nodes) - share / 100) < 0.02
+
+
+def test_a_share_of_nodes_is_rounded_down() -> None:
+    assert [most_of("25%", n) for n in (3, 4, 100)] == [0, 1, 25]
+    assert most_of("29%", 100) == 29
+    assert most_of(7, 3) == 3
+
+
+def test_a_file_of_policies_is_read_and_its_name_is_in_its_errors(tmp_path: Path) -> None:
+    file = tmp_path / "p.json"
+    file.write_text(json.dumps([FULL, {"name": "other"}]))
+    assert [policy.name for policy in read_policies(file)] == ["serving", "other"]
+    file.write_text('{"name": "p", "mod": "Off"}')
+    with pytest.raises(PolicyError, match=r"p\.json: mod: .*did you mean mode"):
+        read_policies(file)
+
+
+def test_the_schema_is_structural_as_a_crd_must_be() -> None:
+    schema = crd_schema()
+    text = json.dumps(schema)
+    for forbidden in ('"$ref"', '"anyOf"', '"null"', '"title"', '"$defs"'):
+        assert forbidden not in text
+    fields = {field.alias or name for name, field in CapacityPolicy.model_fields.items()}
+    assert set(schema["properties"]) == fields - {"name"}
+    assert schema["properties"]["mode"]["enum"] == ["Off", "Advisory", "Active"]
+    assert schema["properties"]["maxHarvest"]["properties"]["nodes"] == {
+        "description": "nodes of this policy that lend at once, as 3 or 25%",
+        "nullable": True,
+        "x-kubernetes-int-or-string": True,
+    }
+
+
+def test_the_table_has_every_field() -> None:
+    table = docs_table()
+    for path in ("mode", "maxHarvest.deploymentShare", "blackoutWindows[].timeZone", "staleAfter"):
+        assert f"`{path}`" in table
