@@ -64,12 +64,16 @@ class TableSlot:
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """A node opened a stream; `stream` is unique within this process."""
+    """A node opened a stream; `stream` is unique within this process.
+
+    knows_jobs: it switches its replicas between jobs; one of 0.2.0 does not.
+    """
 
     node: str
     stream: int
     cluster: str = ""
     relay_url: str = ""
+    knows_jobs: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,13 +122,14 @@ class ReplicaDrained:
 
 @dataclass(frozen=True, slots=True)
 class Activated:
-    """A replica now runs `version`, or failed to."""
+    """A replica now runs `version` of `job`, or failed to; without a job, that of the only one."""
 
     stream: int
     replica: str
     version: int
     ok: bool
     message: str
+    job: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +147,16 @@ class JobRegistered:
 
     job: str
     max_staleness: int
+    model: str = ""
+    weight: float = 1.0
+    max_guests: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class JobEnded:
+    """A job needs nothing any more. Answered with leases released."""
+
+    job: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +200,7 @@ class Tick:
 
 # Events that change what is stored: `SchedulerCore.writes` says how, and once that is durable the
 # event is carried out.
-StoredEvent = JobRegistered | VersionAnnounced | HarvestSet
+StoredEvent = JobRegistered | JobEnded | VersionAnnounced | HarvestSet
 
 
 Event = (
@@ -198,6 +213,7 @@ Event = (
     | Activated
     | Demanded
     | JobRegistered
+    | JobEnded
     | VersionAnnounced
     | HarvestSet
     | RevokeAsked

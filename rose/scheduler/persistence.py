@@ -2,10 +2,13 @@
 
 | key | value (JSON) |
 | --- | --- |
-| `epochs/{replica}` | newest lease epoch |
+| `epochs/{replica}` | {"epoch", "job"}: newest lease epoch, and the job that had it |
 | `harvest` , `harvest/{replica}` | mode |
-| `job` | {"job", "max_staleness"} |
-| `versions/{version, 20 digits}` | {"version", "parent", "url"} |
+| `jobs/{job}` | {"job", "max_staleness", "model", "weight", "max_guests", "ended"} |
+| `versions/{job}/{version, 20 digits}` | {"job", "version", "parent", "url"} |
+
+A store of 0.2.0 had one job: `job`, `versions/{20 digits}`, epochs as numbers. It is read as that
+job's; what is written is of the newer form, which wins.
 
 `StoreWriter` does not block the event loop: one write at a time, tried until it is durable.
 
@@ -22,7 +25,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from elastic_scheduler import HarvestMode
 from elastic_scheduler.leases.lease_table import MAX_EPOCH, MAX_VERSION
@@ -30,21 +33,38 @@ from rose.errors import ConfigError, UnavailableError
 from rose.scheduler.messages import StoreWrite
 from rose.scheduler.store import Store, StoreEntry
 
-EPOCHS, HARVEST, JOB, VERSIONS = "epochs/", "harvest", "job", "versions/"
+EPOCHS, HARVEST, JOBS, VERSIONS = "epochs/", "harvest", "jobs/", "versions/"
+OLD_JOB = "job"
+MAX_WEIGHT = 1e6
 
 
 @dataclass(frozen=True, slots=True)
 class JobRecord:
-    """The job that this scheduler leases to; `max_staleness` in policy versions."""
+    """A job that this scheduler leases to; `max_staleness` in policy versions.
+
+    model: its version 0, "" for whatever replicas were started with. weight: its share beside those
+    of other jobs. max_guests: how many it may have leased, 0 for no bound.
+    """
 
     job: str
     max_staleness: int
+    model: str = ""
+    weight: float = 1.0
+    max_guests: int = 0
+    ended: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.weight <= MAX_WEIGHT:
+            raise ConfigError(
+                f"the weight of {self.job} is {self.weight}; give one above 0, up to {MAX_WEIGHT:g}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class VersionRecord:
     """A published policy version: GET {url}/manifests/{version}."""
 
+    job: str
     version: int
     parent: int
     url: str
@@ -55,9 +75,10 @@ class Saved:
     """Everything that a scheduler starts from. `mode` is None until an operator set one."""
 
     epochs: dict[str, int] = field(default_factory=dict)
+    epoch_jobs: dict[str, str] = field(default_factory=dict)
     mode: HarvestMode | None = None
     overrides: dict[str, HarvestMode] = field(default_factory=dict)
-    job: JobRecord | None = None
+    jobs: tuple[JobRecord, ...] = ()
     versions: tuple[VersionRecord, ...] = ()
 
 
@@ -72,37 +93,46 @@ def load(store: Store) -> Saved:
 
 
 def _load(store: Store) -> Saved:
-    mode, job = store.get(HARVEST), store.get(JOB)
+    mode, old = store.get(HARVEST), store.get(OLD_JOB)
     own = HARVEST + "/"
+    jobs = [JobRecord(**json.loads(old.value))] if old else []
+    only = jobs[0].job if jobs else ""
+    jobs += [JobRecord(**json.loads(entry.value)) for entry in store.list(JOBS)]
+    epochs = {entry.key.removeprefix(EPOCHS): _epoch(entry, only) for entry in store.list(EPOCHS)}
+    versions = [_version(entry, only) for entry in store.list(VERSIONS)]
     return Saved(
-        epochs={entry.key.removeprefix(EPOCHS): _epoch(entry) for entry in store.list(EPOCHS)},
+        epochs={replica: epoch for replica, (epoch, _) in epochs.items()},
+        epoch_jobs={replica: job for replica, (_, job) in epochs.items() if job},
         mode=HarvestMode(json.loads(mode.value)) if mode else None,
         overrides={
             entry.key.removeprefix(own): HarvestMode(json.loads(entry.value))
             for entry in store.list(own)
         },
-        job=JobRecord(**json.loads(job.value)) if job else None,
-        versions=tuple(_version(entry) for entry in store.list(VERSIONS)),
+        # Of one job and version the newer form wins.
+        jobs=tuple({record.job: record for record in jobs}.values()),
+        versions=tuple({(each.job, each.version): each for each in versions}.values()),
     )
 
 
-def _epoch(entry: StoreEntry) -> int:
-    epoch = int(json.loads(entry.value))
-    if not 0 <= epoch <= MAX_EPOCH:
+def _epoch(entry: StoreEntry, only: str) -> tuple[int, str]:
+    """The epoch, and whose lease it was: of 0.2.0's only job where the value does not say it."""
+    value = json.loads(entry.value)
+    epoch, job = (int(value["epoch"]), value["job"]) if isinstance(value, dict) else (value, only)
+    if not 0 <= int(epoch) <= MAX_EPOCH:
         raise ValueError(f"{entry.key} is {epoch}")
-    return epoch
+    return int(epoch), str(job)
 
 
-def _version(entry: StoreEntry) -> VersionRecord:
-    record = VersionRecord(**json.loads(entry.value))
+def _version(entry: StoreEntry, only: str) -> VersionRecord:
+    record = VersionRecord(**{"job": only, **json.loads(entry.value)})
     if not 0 <= record.parent < record.version <= MAX_VERSION:
         raise ValueError(f"{entry.key} has parent {record.parent}")
     return record
 
 
-def save_epoch(replica: str, epoch: int) -> StoreWrite:
-    """The newest epoch of a replica."""
-    return StoreWrite(EPOCHS + replica, _encode(epoch))
+def save_epoch(replica: str, epoch: int, job: str) -> StoreWrite:
+    """The newest epoch of a replica, and the job that gets it."""
+    return StoreWrite(EPOCHS + replica, _encode({"epoch": epoch, "job": job}))
 
 
 def save_mode(mode: HarvestMode, replica: str | None) -> StoreWrite:
@@ -114,14 +144,22 @@ def save_mode(mode: HarvestMode, replica: str | None) -> StoreWrite:
 
 
 def save_job(job: JobRecord) -> StoreWrite:
-    """The job and its staleness bound."""
-    return StoreWrite(JOB, _encode({"job": job.job, "max_staleness": job.max_staleness}))
+    """A job and its bounds."""
+    return StoreWrite(JOBS + job.job, _encode(asdict(job)))
 
 
 def save_version(record: VersionRecord) -> StoreWrite:
     """One version; its key sorts as its number does."""
-    value = {"version": record.version, "parent": record.parent, "url": record.url}
-    return StoreWrite(f"{VERSIONS}{record.version:020d}", _encode(value))
+    return StoreWrite(_version_key(record), _encode(asdict(record)))
+
+
+def forget_version(record: VersionRecord) -> StoreWrite:
+    """One version is no longer needed. What 0.2.0 wrote stays; of an ended job it is not read."""
+    return StoreWrite(_version_key(record), None)
+
+
+def _version_key(record: VersionRecord) -> str:
+    return f"{VERSIONS}{record.job}/{record.version:020d}"
 
 
 def _encode(value: object) -> bytes:

@@ -16,7 +16,7 @@ from service_cases import Bench, FakeNode, running, shows
 from rose.rpc import rose_pb2 as pb
 from rose.rpc.channel import make_channel
 from rose.rpc.rose_pb2_grpc import SchedulerStub
-from rose.scheduler.version_registry import MAX_VERSION_LEAD
+from rose.scheduler.job_registry import MAX_VERSION_LEAD
 from tests.fakes.memory_store import InMemoryStore
 from tests.patience import PATIENCE_S
 
