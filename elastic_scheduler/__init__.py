@@ -18,7 +18,14 @@ from elastic_scheduler.hedging import Hedge, HedgedGroup, MemberView, Won
 from elastic_scheduler.idempotency import Conflict, IdempotencyCache
 from elastic_scheduler.leases.harvest_mode import HarvestMode, HarvestModes, HarvestPlan
 from elastic_scheduler.leases.health import Health, HealthReport, ReplicaHealth
-from elastic_scheduler.leases.lease_table import Lease, LeaseState, LeaseTable, Offer, ReplicaKind
+from elastic_scheduler.leases.lease_table import (
+    Lease,
+    LeaseState,
+    LeaseTable,
+    Offer,
+    ReplicaKind,
+    SwitchKind,
+)
 from elastic_scheduler.policies import Policy, make_policy, policy_names
 from elastic_scheduler.policies.drf import FairShares
 from elastic_scheduler.policies.types import Decision, Holding, JobDemand, Move, Situation
@@ -110,6 +117,7 @@ __all__ = [
     "StalenessBound",
     "StartRun",
     "StepPlan",
+    "SwitchKind",
     "TailBatcher",
     "TailPlan",
     "TakenGroup",

@@ -16,9 +16,9 @@ revocations. The cost is the measured time from the lease to the first token: we
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from elastic_scheduler.leases.lease_table import Offer, ReplicaKind
+from elastic_scheduler.leases.lease_table import Offer, ReplicaKind, SwitchKind
 from elastic_scheduler.policies.types import JobDemand
 from elastic_scheduler.routing.cost import UNKNOWN_DECODE_TOK_S
 
@@ -55,35 +55,49 @@ class AimdLimit:
         self._changed_s = self._halved_s = now_s
 
 
-# Until one was measured: a few seconds, so that a first lease is tried.
+# Until one was measured: a few seconds, so that a first lease is tried. Another job's weights are
+# fetched and proven, another model's engine is started.
 FIRST_SWITCH_S = 5.0
+FIRST_SWITCHES_S = {SwitchKind.NONE: FIRST_SWITCH_S, SwitchKind.JOB: 15.0, SwitchKind.MODEL: 60.0}
 NEWEST_SHARE = 0.3
 KEPT = 65_536
 
 
 class SwitchCosts:
-    """Measured seconds from a lease to its first token, by replica, else by kind."""
+    """Measured seconds from a lease to its first token, by replica, else by kind of replica.
 
-    def __init__(self, first_s: float = FIRST_SWITCH_S) -> None:
+    Each kind of switch has figures of its own: a replica that keeps its job's weights is ready
+    long before one that takes another job's, or another model.
+    """
+
+    def __init__(self, first_s: Mapping[SwitchKind, float] = FIRST_SWITCHES_S) -> None:
         self._first_s = first_s
-        self._measured_s: dict[str, float] = {}
-        self._kinds_s: dict[ReplicaKind, float] = {}
+        self._measured_s: dict[tuple[str, SwitchKind], float] = {}
+        self._kinds_s: dict[tuple[ReplicaKind, SwitchKind], float] = {}
 
-    def observe(self, offer: Offer, took_s: float) -> None:
+    def observe(self, offer: Offer, took_s: float, switch: SwitchKind = SwitchKind.NONE) -> None:
         """A switch took so long. What is no duration is left out."""
         if not 0 <= took_s < math.inf:
             return
-        known_s = self._measured_s.get(offer.replica, took_s)
-        self._measured_s[offer.replica] = known_s + NEWEST_SHARE * (took_s - known_s)
-        kind_s = self._kinds_s.get(offer.kind, took_s)
-        self._kinds_s[offer.kind] = kind_s + NEWEST_SHARE * (took_s - kind_s)
+        key, kind = (offer.replica, switch), (offer.kind, switch)
+        known_s = self._measured_s.get(key, took_s)
+        self._measured_s[key] = known_s + NEWEST_SHARE * (took_s - known_s)
+        kind_s = self._kinds_s.get(kind, took_s)
+        self._kinds_s[kind] = kind_s + NEWEST_SHARE * (took_s - kind_s)
         if len(self._measured_s) > KEPT:
             del self._measured_s[next(iter(self._measured_s))]
 
-    def expected_s(self, offer: Offer) -> float:
-        """Seconds that the next switch to the replica will take."""
-        kind_s = self._kinds_s.get(offer.kind, self._first_s)
-        return self._measured_s.get(offer.replica, kind_s)
+    def expected_s(self, offer: Offer, switch: SwitchKind = SwitchKind.NONE) -> float:
+        """Seconds that such a switch of the replica will take."""
+        measured_s = self._measured_s.get(
+            (offer.replica, switch), self._kinds_s.get((offer.kind, switch))
+        )
+        if measured_s is not None:
+            return measured_s
+        if switch is SwitchKind.NONE:
+            return self._first_s[switch]
+        # Whatever it takes, it is no less than a lease that changes nothing.
+        return max(self._first_s[switch], self.expected_s(offer))
 
 
 def rate_tok_s(offers: Iterable[Offer], turns: float) -> float:

@@ -26,12 +26,16 @@ class Health(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class HealthReport:
-    """Report on a replica at one moment; `epoch` is that of the lease it works under."""
+    """Report on a replica at one moment; `epoch` is that of the lease it works under.
+
+    foreign: the weights that it holds are not those of the job that it is judged for.
+    """
 
     alive: bool
     policy_version: int
     latest_version: int
     epoch: int = 0
+    foreign: bool = False
 
 
 class ReplicaHealth:
@@ -86,6 +90,6 @@ class ReplicaHealth:
 
     def _caught_up(self, report: HealthReport) -> bool:
         """One ahead of every announced version runs weights that are not this job's."""
-        if report.policy_version > report.latest_version:
+        if report.foreign or report.policy_version > report.latest_version:
             return False
         return self._bound.admits_token(report.policy_version, report.latest_version)

@@ -39,12 +39,29 @@ class ReplicaKind(StrEnum):
     DEDICATED = "dedicated"
 
 
+class SwitchKind(StrEnum):
+    """What a replica has to do for its next job, the cheapest first.
+
+    NONE    it holds the job's weights, or the model that the job began with
+    JOB     the running engine is updated to the job's weights
+    MODEL   its engine is started anew with the job's model
+    """
+
+    NONE = "none"
+    JOB = "job"
+    MODEL = "model"
+
+
 @dataclass(frozen=True, slots=True)
 class Offer:
     """One replica's capacity; it is stale, and worth nothing, `ttl_s` after it arrived.
 
     `epoch` is the newest lease epoch that the node has seen for the replica: the next lease's is
     greater. Rates are tokens per second at full batch, 0 where the node does not know them.
+
+    `policy_version` is that of `job`, "" at version 0 of the model that it was started with. It
+    runs `model` ("" where nobody says), can be switched to any of `models`, and to those of `near`
+    by an update of its running engine.
     """
 
     replica: str
@@ -59,6 +76,10 @@ class Offer:
     ttl_s: float
     epoch: int
     max_sequences: int
+    job: str = ""
+    model: str = ""
+    models: tuple[str, ...] = ()
+    near: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Raises ValueError for what no replica can mean."""
@@ -87,6 +108,19 @@ class Offer:
                 raise ValueError(
                     f"{figure} of {self.replica} is {value}; offer a figure of 0 to {most:.0f}"
                 )
+
+    def serves(self, model: str) -> bool:
+        """Whether it can be leased to a job of that model; unnamed models are the only one."""
+        return not model or not self.model or model == self.model or model in self.models
+
+    def switch_to(self, job: str, model: str) -> "SwitchKind":
+        """What it takes until it runs the job's weights."""
+        other_model = model and self.model and model != self.model
+        if other_model and model not in self.near:
+            return SwitchKind.MODEL
+        if self.job == job or not (self.job or other_model):
+            return SwitchKind.NONE
+        return SwitchKind.JOB
 
     def is_stale(self, received_s: float, now_s: float) -> bool:
         """Whether the offer that arrived at `received_s` has run out at `now_s`."""

@@ -6,26 +6,30 @@ fewest for its weight.
 """
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 
-from elastic_scheduler.leases.lease_table import Offer, ReplicaKind
+from elastic_scheduler.leases.lease_table import Offer, ReplicaKind, SwitchKind
 from elastic_scheduler.policies.types import Decision, Holding, Move, Situation
 
 
 def spread(offers: Iterable[Offer], situation: Situation, why: str) -> tuple[Move, ...]:
-    """Each offer to the job that has the fewest replicas for its weight; none without jobs."""
-    if not situation.jobs:
-        return ()
-    count = {job.job: 0 for job in situation.jobs}
-    for holding in situation.held:
-        if holding.job in count:
-            count[holding.job] += 1
-    weight = {job.job: job.weight for job in situation.jobs}
+    """Each offer to the job that has the fewest replicas for its weight and may have it."""
+    count = Counter(holding.job for holding in situation.held)
+    guests = Counter(h.job for h in situation.held if h.offer.kind is ReplicaKind.GUEST)
     moves = []
     for offer in offers:
-        job = min(count, key=lambda name: ((count[name] + 1) / weight[name], name))
+        is_guest = offer.kind is ReplicaKind.GUEST
+        able = [
+            job
+            for job in situation.jobs
+            if offer.serves(job.model) and not (is_guest and guests[job.job] >= job.max_guests)
+        ]
+        if not able:
+            continue
+        job = min(able, key=lambda job: ((count[job.job] + 1) / job.weight, job.job)).job
         count[job] += 1
+        guests[job] += is_guest
         moves.append(Move(job, offer.replica, why))
     return tuple(moves)
 
@@ -47,7 +51,7 @@ class FixedPolicy:
     def revoked(self, holding: Holding, held: int, now_s: float) -> None:
         """Changes nothing: what is offered again is taken again."""
 
-    def switched(self, offer: Offer, took_s: float) -> None:
+    def switched(self, offer: Offer, took_s: float, switch: SwitchKind = SwitchKind.NONE) -> None:
         """Costs do not count."""
 
 
@@ -68,7 +72,7 @@ class SpotPolicy:
     def revoked(self, holding: Holding, held: int, now_s: float) -> None:
         """Changes nothing: what is offered again is taken again."""
 
-    def switched(self, offer: Offer, took_s: float) -> None:
+    def switched(self, offer: Offer, took_s: float, switch: SwitchKind = SwitchKind.NONE) -> None:
         """Costs do not count."""
 
 
@@ -108,7 +112,7 @@ class PaperPolicy:
         """Freeze the job's growth until its next step."""
         self._frozen_step[holding.job] = self._step.get(holding.job, 0)
 
-    def switched(self, offer: Offer, took_s: float) -> None:
+    def switched(self, offer: Offer, took_s: float, switch: SwitchKind = SwitchKind.NONE) -> None:
         """Costs do not count."""
 
 
@@ -153,7 +157,7 @@ class ServerlessPolicy:
     def revoked(self, holding: Holding, held: int, now_s: float) -> None:
         """Changes nothing: another is taken when turns need it."""
 
-    def switched(self, offer: Offer, took_s: float) -> None:
+    def switched(self, offer: Offer, took_s: float, switch: SwitchKind = SwitchKind.NONE) -> None:
         """Costs do not count."""
 
     @staticmethod

@@ -6,13 +6,17 @@ the next one goes to the job with the least dominant share for its weight that h
 where there are fewer replicas than jobs they take turns, by the service that each had so far.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from elastic_scheduler.leases.lease_table import Offer
+from elastic_scheduler.leases.lease_table import Offer, ReplicaKind
 from elastic_scheduler.policies.types import Holding, JobDemand
 
 # A replica stays with a job at least this long: moving it costs a switch.
 HOLD_S = 120.0
+# And for as many times what the move takes: no more than a tenth of its time is spent on moves.
+SWITCHES_HELD = 10.0
+# A replica that was asked back for a job is kept for it for so long: draining takes a while.
+MEANT_S = 30.0
 
 
 class FairShares:
@@ -22,6 +26,18 @@ class FairShares:
         self._hold_s = hold_s
         self._served: dict[str, float] = {}
         self._seen_s: float | None = None
+        # Replicas that were asked back, for whom, and when: nobody else gets them meanwhile.
+        self._meant: dict[str, tuple[str, float]] = {}
+
+    def meant_for(self, replica: str, now_s: float) -> str | None:
+        """The job that a free replica was asked back for, None where it is anybody's."""
+        job, since_s = self._meant.get(replica, ("", now_s))
+        return job if job and now_s < since_s + MEANT_S else None
+
+    def give_up(self, replicas: Iterable[str]) -> None:
+        """They are free and their jobs did not take them: they are anybody's."""
+        for replica in replicas:
+            self._meant.pop(replica, None)
 
     def account(self, jobs: Sequence[JobDemand], held: Iterable[Holding], now_s: float) -> None:
         """Count the service since the last call; a job that wants nothing gains no credit."""
@@ -46,27 +62,70 @@ class FairShares:
         """Jobs, the one that should get the next replica first."""
         return sorted(jobs, key=lambda job: (use[job.job], self._served.get(job.job, 0.0), job.job))
 
-    def move(self, jobs: Sequence[JobDemand], held: Sequence[Holding], now_s: float) -> str | None:
-        """The replica that its job should give back for one that is worse off, if any."""
+    def move(
+        self,
+        jobs: Sequence[JobDemand],
+        held: Sequence[Holding],
+        now_s: float,
+        cost_s: Callable[[Offer, JobDemand], float] | None = None,
+    ) -> str | None:
+        """The replica that its job should give back for one that is worse off, if any.
+
+        cost_s: what the switch would take. It is a small part of the time that a job keeps a
+        replica, and of equal replicas the cheapest goes.
+        """
         use = dominant_shares(jobs, held, (each.offer for each in held))
         weight = {job.job: job.weight for job in jobs}
-        poor = [job.job for job in jobs if job.turns > count_of(job.job, held)]
+        poor = [job for job in jobs if is_poor(job, held)]
         ripe = [each for each in held if now_s >= each.since_s + self._hold_s]
-        for name in sorted(poor, key=lambda name: (use[name], self._served.get(name, 0.0))):
-            for each in sorted(ripe, key=lambda each: -use.get(each.job, 0.0)):
-                if each.job == name or each.job not in weight:
+        for job in sorted(poor, key=lambda job: (use[job.job], self._served.get(job.job, 0.0))):
+            name = job.job
+            costs_s = {
+                each.offer.replica: cost_s(each.offer, job) if cost_s else 0.0 for each in ripe
+            }
+            by_use = [(-use.get(each.job, 0.0), costs_s[each.offer.replica]) for each in ripe]
+            for (_, switch_s), each in sorted(zip(by_use, ripe, strict=True), key=_first):
+                if each.job == name or each.job not in weight or not each.offer.serves(job.model):
+                    continue
+                if is_guest(each) and guests_of(name, held) >= job.max_guests:
+                    continue
+                if now_s < each.since_s + SWITCHES_HELD * switch_s:
                     continue
                 size = dominant_size(each.offer, held)
                 after_rich = use[each.job] - size / weight[each.job]
                 after_poor = use[name] + size / weight[name]
                 ahead = self._served.get(each.job, 0.0) - self._served.get(name, 0.0)
                 if max(after_poor, after_rich) < use[each.job] - 1e-9:
-                    return each.offer.replica
+                    return self._ask_back(each, name, now_s)
                 # No move makes them more even: they take turns, each as long as its weight says.
                 turn = size * self._hold_s / weight[each.job]
                 if use[name] < use[each.job] and ahead >= turn - 1e-9:
-                    return each.offer.replica
+                    return self._ask_back(each, name, now_s)
         return None
+
+    def _ask_back(self, each: Holding, job: str, now_s: float) -> str:
+        meant = {n: (j, at_s) for n, (j, at_s) in self._meant.items() if now_s < at_s + MEANT_S}
+        self._meant = {**meant, each.offer.replica: (job, now_s)}
+        return each.offer.replica
+
+
+def _first(pair: tuple[tuple[float, float], Holding]) -> tuple[float, float]:
+    return pair[0]
+
+
+def is_poor(job: JobDemand, held: Sequence[Holding]) -> bool:
+    """Whether a job could use another replica."""
+    return job.turns > count_of(job.job, held)
+
+
+def is_guest(holding: Holding) -> bool:
+    """Whether what is held is a guest."""
+    return holding.offer.kind is ReplicaKind.GUEST
+
+
+def guests_of(job: str, held: Iterable[Holding]) -> int:
+    """Guests that a job holds."""
+    return sum(each.job == job and is_guest(each) for each in held)
 
 
 def count_of(job: str, held: Iterable[Holding]) -> int:

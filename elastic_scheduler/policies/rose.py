@@ -1,11 +1,11 @@
 """ROSE's leasing policy: leases by net benefit."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from elastic_scheduler.leases.cost_model import AimdLimit, SwitchCosts, saved_s
-from elastic_scheduler.leases.lease_table import Offer, ReplicaKind
-from elastic_scheduler.policies.drf import HOLD_S, FairShares, dominant_shares
+from elastic_scheduler.leases.lease_table import Offer, ReplicaKind, SwitchKind
+from elastic_scheduler.policies.drf import HOLD_S, FairShares, dominant_shares, is_poor
 from elastic_scheduler.policies.types import Decision, Holding, JobDemand, Move, Situation
 
 # Taken when it saves more than a switch costs, given back when it saves less than a quarter.
@@ -55,15 +55,10 @@ class RosePolicy:
 
     def decide(self, situation: Situation) -> Decision:
         """Take, in the order of fair shares; give back what saves too little; move for fairness."""
-        now_s, held = situation.now_s, list(situation.held)
+        now_s = situation.now_s
         jobs = [job.cleaned() for job in situation.jobs]
-        self._fair.account(jobs, held, now_s)
-        take: list[Move] = []
-        for offer in sorted(situation.free, key=_best_first):
-            move = self._take(offer, jobs, held, situation, now_s)
-            if move is not None:
-                take.append(move)
-                held.append(Holding(move.job, offer, now_s))
+        self._fair.account(jobs, situation.held, now_s)
+        take = self._take_all(jobs, situation)
         back = self._give_back(jobs, situation.held, now_s)
         if not take and not back:
             back = self._share(jobs, situation.held, now_s)
@@ -78,38 +73,63 @@ class RosePolicy:
         if holding.offer.kind is ReplicaKind.GUEST:
             self._allowance(holding.job).revoked(held, now_s)
 
-    def switched(self, offer: Offer, took_s: float) -> None:
+    def switched(self, offer: Offer, took_s: float, switch: SwitchKind = SwitchKind.NONE) -> None:
         """Take the measured cost for the next decision."""
-        self._costs.observe(offer, took_s)
+        self._costs.observe(offer, took_s, switch)
+
+    def _take_all(self, jobs: list[JobDemand], situation: Situation) -> list[Move]:
+        """Replica after replica, each to the job whose turn it is and that can use it."""
+        held, free = list(situation.held), {offer.replica: offer for offer in situation.free}
+        offers = [*(each.offer for each in situation.held), *situation.free]
+        # What was not worth its switch is not worth it beside more replicas either.
+        refused: set[tuple[str, str]] = set()
+        take: list[Move] = []
+        while free:
+            order = self._fair.order(jobs, dominant_shares(jobs, held, offers))
+            # A dedicated replica of a job without work serves nobody, where another has some.
+            order.sort(key=lambda job: job.turns <= 0)
+            moves = (self._take(job, free, held, refused, situation.now_s) for job in order)
+            move = next((move for move in moves if move is not None), None)
+            if move is None:
+                break
+            take.append(move)
+            held.append(Holding(move.job, free.pop(move.replica), situation.now_s))
+        self._fair.give_up(free)
+        return take
 
     def _take(
         self,
-        offer: Offer,
-        jobs: list[JobDemand],
+        job: JobDemand,
+        free: Mapping[str, Offer],
         held: list[Holding],
-        situation: Situation,
+        refused: set[tuple[str, str]],
         now_s: float,
     ) -> Move | None:
-        past = self._past(offer.replica)
-        offers = [*(each.offer for each in situation.held), *situation.free]
-        use = dominant_shares(jobs, held, offers)
-        is_own = offer.kind is ReplicaKind.DEDICATED
-        cost_s = self._costs.expected_s(offer)
-        for job in self._fair.order(jobs, use):
-            mine = _offers_of(job.job, held)
+        """The best of the free replicas for the job: cheapest switch first, then the fastest."""
+        mine = _offers_of(job.job, held)
+        guests = sum(each.kind is ReplicaKind.GUEST for each in mine)
+        most = min(job.max_guests, self._allowance(job.job).limit(now_s))
+        for offer in sorted(free.values(), key=lambda each: _best_first(each, job)):
+            if (job.job, offer.replica) in refused or not offer.serves(job.model):
+                continue
+            if self._fair.meant_for(offer.replica, now_s) not in (None, job.job):
+                continue
+            past = self._past(offer.replica)
+            cost_s = self._cost_s(offer, job)
             gain_s = saved_s(job, mine, offer, self._tenure_s(offer))
             figures = {"saved_s": gain_s, "cost_s": cost_s}
-            if is_own:
+            if offer.kind is ReplicaKind.DEDICATED:
                 return Move(job.job, offer.replica, "dedicated replicas are always leased", figures)
-            guests = sum(each.kind is ReplicaKind.GUEST for each in mine)
             # A job that has nothing waits for no rest.
             resting = mine and now_s < past.not_before_s
-            if resting or guests >= self._allowance(job.job).limit(now_s):
-                continue
-            if gain_s > TAKE_ABOVE * cost_s:
+            if guests < most and not resting and gain_s > TAKE_ABOVE * cost_s:
                 self._wanted_again(past, now_s)
                 return Move(job.job, offer.replica, "saves more than the switch costs", figures)
+            refused.add((job.job, offer.replica))
         return None
+
+    def _cost_s(self, offer: Offer, job: JobDemand) -> float:
+        return self._costs.expected_s(offer, offer.switch_to(job.job, job.model))
 
     def _give_back(
         self, jobs: list[JobDemand], held: tuple[Holding, ...], now_s: float
@@ -117,7 +137,7 @@ class RosePolicy:
         demand = {job.job: job for job in jobs}
         least: dict[str, tuple[float, Holding]] = {}
         for each in held:
-            if each.offer.kind is ReplicaKind.DEDICATED:
+            if each.offer.kind is ReplicaKind.DEDICATED and not _idles(each, jobs, held):
                 continue
             past, job = self._past(each.offer.replica), demand.get(each.job)
             others = [o for o in _offers_of(each.job, held) if o.replica != each.offer.replica]
@@ -152,11 +172,10 @@ class RosePolicy:
     def _share(
         self, jobs: list[JobDemand], held: tuple[Holding, ...], now_s: float
     ) -> tuple[Move, ...]:
-        guests = [each for each in held if each.offer.kind is ReplicaKind.GUEST]
-        name = self._fair.move(jobs, guests, now_s)
+        name = self._fair.move(jobs, held, now_s, self._cost_s)
         return tuple(
             Move(each.job, name, "another job has less than its share")
-            for each in guests
+            for each in held
             if each.offer.replica == name
         )
 
@@ -180,5 +199,17 @@ def _offers_of(job: str, held: Iterable[Holding]) -> list[Offer]:
     return [each.offer for each in held if each.job == job]
 
 
-def _best_first(offer: Offer) -> tuple[bool, float, str]:
-    return offer.kind is not ReplicaKind.DEDICATED, -offer.decode_tok_s, offer.replica
+def _idles(dedicated: Holding, jobs: list[JobDemand], held: tuple[Holding, ...]) -> bool:
+    """Whether a dedicated replica's job has no work, and another one has that it could do."""
+    if any(job.turns > 0 for job in jobs if job.job == dedicated.job):
+        return False
+    offer = dedicated.offer
+    return any(job.turns > 0 and is_poor(job, held) and offer.serves(job.model) for job in jobs)
+
+
+SWITCHES = tuple(SwitchKind)
+
+
+def _best_first(offer: Offer, job: JobDemand) -> tuple[bool, int, float, str]:
+    switch = SWITCHES.index(offer.switch_to(job.job, job.model))
+    return offer.kind is not ReplicaKind.DEDICATED, switch, -offer.decode_tok_s, offer.replica

@@ -8,10 +8,10 @@ the scheduler filters the offers before and carries out the moves afterwards.
 import importlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from elastic_scheduler.leases.lease_table import Offer
+from elastic_scheduler.leases.lease_table import Offer, SwitchKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,8 @@ class JobDemand:
     """Demand of a job now; infinite where it is unknown, which asks for everything.
 
     `turns` run or wait, `owed_tokens` are still to be made by them, `step` is the policy version
-    that its trajectories work with, `weight` the operator's priority.
+    that its trajectories work with, `weight` the operator's priority, `model` what its replicas
+    have to run ("": what they were started with), `max_guests` its quota.
     """
 
     job: str
@@ -27,6 +28,8 @@ class JobDemand:
     owed_tokens: float = math.inf
     step: int = 0
     weight: float = 1.0
+    model: str = ""
+    max_guests: float = math.inf
 
     def __post_init__(self) -> None:
         if not 0 < self.weight < math.inf:
@@ -36,7 +39,7 @@ class JobDemand:
         """NaN and negative figures, as an idle meter may give them, are no work."""
         turns = self.turns if self.turns > 0 else 0.0
         owed = self.owed_tokens if self.owed_tokens > 0 else 0.0
-        return JobDemand(self.job, turns, owed, self.step, self.weight)
+        return replace(self, turns=turns, owed_tokens=owed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +90,8 @@ class Policy(Protocol):
     def revoked(self, holding: Holding, held: int, now_s: float) -> None:
         """A node took a replica back; its job held `held` guests before."""
 
-    def switched(self, offer: Offer, took_s: float) -> None:
-        """A leased replica gave its first token `took_s` after its lease."""
+    def switched(self, offer: Offer, took_s: float, switch: SwitchKind = SwitchKind.NONE) -> None:
+        """A leased replica gave its first token `took_s` after its lease and that switch."""
 
 
 _CLASSES = {

@@ -7,8 +7,11 @@ What crosses the wall between the scheduler and its nodes, gateways, trainers an
            <------------------------ leases, releases, versions, harvest mode
   gateway  -- WatchReplicas -------> the whole replica table, on change and every second
            -- ReportDemand --------> what its turns still need, every second and when the first turn comes
-  trainer  -- RegisterJob, AnnounceVersion
-  operator -- SetHarvest, Revoke, Snapshot, ApplyPolicy, DeletePolicy, ListPolicies, ExplainPolicy
+  trainer  -- RegisterJob, AnnounceVersion, EndJob
+  operator -- SetHarvest, Revoke, Snapshot, EndJob, ApplyPolicy, DeletePolicy, ListPolicies, ExplainPolicy
+
+Fields from number 20 on came after 0.2.0. An empty job is the only job that there is; peers of 0.2.0, which know
+nothing of jobs, work while there is one.
 
 The node is the authority over its capacity: a lease that it did not renew by a live offer is over, and expiry means
 revoked. Frames are small by design: rose/rpc/channel.py bounds what a scheduler takes and what it sends.
@@ -162,6 +165,7 @@ class Hello(_message.Message):
     RELAY_URL_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
     TAKES_CAPS_FIELD_NUMBER: _builtins.int
+    JOBS_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     cluster: _builtins.str
     """nodes of one label are near each other"""
@@ -169,6 +173,8 @@ class Hello(_message.Message):
     """where neighbours fetch weights from it; empty for a node that relays nothing"""
     takes_caps: _builtins.bool
     """it obeys Caps; where a policy bounds one, others lend nothing"""
+    jobs: _builtins.bool
+    """it says whose weights its replicas hold, and switches them between jobs"""
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """what capacity policies select nodes by"""
@@ -181,10 +187,11 @@ class Hello(_message.Message):
         relay_url: _builtins.str = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         takes_caps: _builtins.bool = ...,
+        jobs: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "labels", b"labels", "protocol", b"protocol", "relay_url", b"relay_url", "takes_caps", b"takes_caps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "jobs", b"jobs", "labels", b"labels", "protocol", b"protocol", "relay_url", b"relay_url", "takes_caps", b"takes_caps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -225,6 +232,10 @@ class Offer(_message.Message):
     HEALTHY_FIELD_NUMBER: _builtins.int
     TTL_S_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    JOB_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    MODELS_FIELD_NUMBER: _builtins.int
+    NEAR_FIELD_NUMBER: _builtins.int
     replica: _builtins.str
     kind: Global___ReplicaKind.ValueType
     url: _builtins.str
@@ -238,6 +249,18 @@ class Offer(_message.Message):
     ttl_s: _builtins.float
     epoch: _builtins.int
     """the newest lease epoch that this node has seen for the replica"""
+    job: _builtins.str
+    """whose policy_version it is; empty at version 0: the model as it was started"""
+    model: _builtins.str
+    """that it runs now, by the name that jobs register; empty: unknown, of 0.2.0"""
+    @_builtins.property
+    def models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """others that it can be switched to"""
+
+    @_builtins.property
+    def near(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """of those, what an update of the running engine leads to; all others need a restart"""
+
     def __init__(
         self,
         *,
@@ -252,10 +275,14 @@ class Offer(_message.Message):
         healthy: _builtins.bool = ...,
         ttl_s: _builtins.float = ...,
         epoch: _builtins.int = ...,
+        job: _builtins.str = ...,
+        model: _builtins.str = ...,
+        models: _abc.Iterable[_builtins.str] | None = ...,
+        near: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_tok_s", b"decode_tok_s", "epoch", b"epoch", "healthy", b"healthy", "kind", b"kind", "kv_tokens", b"kv_tokens", "max_sequences", b"max_sequences", "policy_version", b"policy_version", "prefill_tok_s", b"prefill_tok_s", "replica", b"replica", "ttl_s", b"ttl_s", "url", b"url"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_tok_s", b"decode_tok_s", "epoch", b"epoch", "healthy", b"healthy", "job", b"job", "kind", b"kind", "kv_tokens", b"kv_tokens", "max_sequences", b"max_sequences", "model", b"model", "models", b"models", "near", b"near", "policy_version", b"policy_version", "prefill_tok_s", b"prefill_tok_s", "replica", b"replica", "ttl_s", b"ttl_s", "url", b"url"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -473,10 +500,12 @@ class Activation(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     OK_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
+    JOB_FIELD_NUMBER: _builtins.int
     replica: _builtins.str
     version: _builtins.int
     ok: _builtins.bool
     message: _builtins.str
+    job: _builtins.str
     def __init__(
         self,
         *,
@@ -484,10 +513,11 @@ class Activation(_message.Message):
         version: _builtins.int = ...,
         ok: _builtins.bool = ...,
         message: _builtins.str = ...,
+        job: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "ok", b"ok", "replica", b"replica", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "message", b"message", "ok", b"ok", "replica", b"replica", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -650,12 +680,18 @@ class Lease(_message.Message):
     REPLICA_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     TTL_S_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     job: _builtins.str
     replica: _builtins.str
     epoch: _builtins.int
     """only grows for a replica, across restarts of the scheduler"""
     ttl_s: _builtins.float
+    model: _builtins.str
+    """of the job: its version 0; empty: what the replica was started with"""
+    version: _builtins.int
+    """the job's newest: with 0 there is nothing to fetch"""
     def __init__(
         self,
         *,
@@ -664,10 +700,12 @@ class Lease(_message.Message):
         replica: _builtins.str = ...,
         epoch: _builtins.int = ...,
         ttl_s: _builtins.float = ...,
+        model: _builtins.str = ...,
+        version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "id", b"id", "job", b"job", "replica", b"replica", "ttl_s", b"ttl_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "id", b"id", "job", b"job", "model", b"model", "replica", b"replica", "ttl_s", b"ttl_s", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -757,15 +795,19 @@ class WatchReplicasRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     GATEWAY_FIELD_NUMBER: _builtins.int
+    JOBS_FIELD_NUMBER: _builtins.int
     gateway: _builtins.str
+    jobs: _builtins.bool
+    """it keeps turns of one job off another's replicas; else it gets replicas while there is one job only"""
     def __init__(
         self,
         *,
         gateway: _builtins.str = ...,
+        jobs: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway", b"gateway"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway", b"gateway", "jobs", b"jobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -778,26 +820,54 @@ class ReplicaTable(_message.Message):
     REVISION_FIELD_NUMBER: _builtins.int
     REPLICAS_FIELD_NUMBER: _builtins.int
     LATEST_VERSION_FIELD_NUMBER: _builtins.int
+    JOBS_FIELD_NUMBER: _builtins.int
     revision: _builtins.int
     """grows with each table of one scheduler process"""
     latest_version: _builtins.int
-    """the newest announced policy version"""
+    """the newest announced policy version of the only job"""
     @_builtins.property
     def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___Replica]: ...
+    @_builtins.property
+    def jobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___JobRow]:
+        """all that are registered; empty: turns need not name one"""
+
     def __init__(
         self,
         *,
         revision: _builtins.int = ...,
         replicas: _abc.Iterable[Global___Replica] | None = ...,
         latest_version: _builtins.int = ...,
+        jobs: _abc.Iterable[Global___JobRow] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["latest_version", b"latest_version", "replicas", b"replicas", "revision", b"revision"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["jobs", b"jobs", "latest_version", b"latest_version", "replicas", b"replicas", "revision", b"revision"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReplicaTable: _TypeAlias = ReplicaTable  # noqa: Y015
+
+@_typing.final
+class JobRow(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    LATEST_VERSION_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    latest_version: _builtins.int
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        latest_version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "latest_version", b"latest_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JobRow: _TypeAlias = JobRow  # noqa: Y015
 
 @_typing.final
 class Replica(_message.Message):
@@ -816,6 +886,8 @@ class Replica(_message.Message):
     KV_TOKENS_FIELD_NUMBER: _builtins.int
     DECODE_TOK_S_FIELD_NUMBER: _builtins.int
     PREFILL_TOK_S_FIELD_NUMBER: _builtins.int
+    HELD_JOB_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     kind: Global___ReplicaKind.ValueType
     url: _builtins.str
@@ -825,11 +897,15 @@ class Replica(_message.Message):
     policy_version: _builtins.int
     max_sequences: _builtins.int
     healthy: _builtins.bool
-    """alive, offered, and caught up"""
+    """alive, offered, and caught up with the job that has it"""
     job: _builtins.str
+    """that has the lease"""
     kv_tokens: _builtins.int
     decode_tok_s: _builtins.float
     prefill_tok_s: _builtins.float
+    held_job: _builtins.str
+    """whose weights it holds; empty: the model as it was started"""
+    model: _builtins.str
     def __init__(
         self,
         *,
@@ -846,10 +922,12 @@ class Replica(_message.Message):
         kv_tokens: _builtins.int = ...,
         decode_tok_s: _builtins.float = ...,
         prefill_tok_s: _builtins.float = ...,
+        held_job: _builtins.str = ...,
+        model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_tok_s", b"decode_tok_s", "healthy", b"healthy", "id", b"id", "job", b"job", "kind", b"kind", "kv_tokens", b"kv_tokens", "lease_epoch", b"lease_epoch", "leased", b"leased", "max_sequences", b"max_sequences", "node", b"node", "policy_version", b"policy_version", "prefill_tok_s", b"prefill_tok_s", "url", b"url"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_tok_s", b"decode_tok_s", "healthy", b"healthy", "held_job", b"held_job", "id", b"id", "job", b"job", "kind", b"kind", "kv_tokens", b"kv_tokens", "lease_epoch", b"lease_epoch", "leased", b"leased", "max_sequences", b"max_sequences", "model", b"model", "node", b"node", "policy_version", b"policy_version", "prefill_tok_s", b"prefill_tok_s", "url", b"url"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -968,18 +1046,30 @@ class RegisterJobRequest(_message.Message):
 
     JOB_FIELD_NUMBER: _builtins.int
     MAX_STALENESS_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    MAX_GUESTS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     max_staleness: _builtins.int
     """in policy versions; a replica further behind is not healthy"""
+    model: _builtins.str
+    """its version 0, by the name that nodes know it by; empty: what replicas were started with"""
+    weight: _builtins.float
+    """its share beside those of other jobs; 0: 1"""
+    max_guests: _builtins.int
+    """that it may have leased at once; 0: no bound"""
     def __init__(
         self,
         *,
         job: _builtins.str = ...,
         max_staleness: _builtins.int = ...,
+        model: _builtins.str = ...,
+        weight: _builtins.float = ...,
+        max_guests: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "max_staleness", b"max_staleness"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "max_guests", b"max_guests", "max_staleness", b"max_staleness", "model", b"model", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1051,6 +1141,45 @@ class AnnounceVersionReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AnnounceVersionReply: _TypeAlias = AnnounceVersionReply  # noqa: Y015
+
+@_typing.final
+class EndJobRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EndJobRequest: _TypeAlias = EndJobRequest  # noqa: Y015
+
+@_typing.final
+class EndJobReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RELEASED_FIELD_NUMBER: _builtins.int
+    released: _builtins.int
+    """leases that this began to release"""
+    def __init__(
+        self,
+        *,
+        released: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["released", b"released"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EndJobReply: _TypeAlias = EndJobReply  # noqa: Y015
 
 @_typing.final
 class SetHarvestRequest(_message.Message):
@@ -1527,6 +1656,11 @@ class JobView(_message.Message):
     TURNS_FIELD_NUMBER: _builtins.int
     OWED_TOKENS_FIELD_NUMBER: _builtins.int
     MADE_TOK_S_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    MAX_GUESTS_FIELD_NUMBER: _builtins.int
+    LEASED_FIELD_NUMBER: _builtins.int
+    GUESTS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     latest_version: _builtins.int
     max_staleness: _builtins.int
@@ -1537,6 +1671,13 @@ class JobView(_message.Message):
     owed_tokens: _builtins.float
     """that they are expected to make still"""
     made_tok_s: _builtins.float
+    model: _builtins.str
+    weight: _builtins.float
+    max_guests: _builtins.int
+    leased: _builtins.int
+    """replicas that it has"""
+    guests: _builtins.int
+    """of those"""
     def __init__(
         self,
         *,
@@ -1547,10 +1688,15 @@ class JobView(_message.Message):
         turns: _builtins.int = ...,
         owed_tokens: _builtins.float = ...,
         made_tok_s: _builtins.float = ...,
+        model: _builtins.str = ...,
+        weight: _builtins.float = ...,
+        max_guests: _builtins.int = ...,
+        leased: _builtins.int = ...,
+        guests: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["demand_known", b"demand_known", "job", b"job", "latest_version", b"latest_version", "made_tok_s", b"made_tok_s", "max_staleness", b"max_staleness", "owed_tokens", b"owed_tokens", "turns", b"turns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["demand_known", b"demand_known", "guests", b"guests", "job", b"job", "latest_version", b"latest_version", "leased", b"leased", "made_tok_s", b"made_tok_s", "max_guests", b"max_guests", "max_staleness", b"max_staleness", "model", b"model", "owed_tokens", b"owed_tokens", "turns", b"turns", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

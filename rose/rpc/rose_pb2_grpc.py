@@ -59,6 +59,11 @@ class SchedulerStub:
                 request_serializer=rose_dot_rpc_dot_rose__pb2.AnnounceVersionRequest.SerializeToString,
                 response_deserializer=rose_dot_rpc_dot_rose__pb2.AnnounceVersionReply.FromString,
                 _registered_method=True)
+        self.EndJob = channel.unary_unary(
+                '/rose.v1.Scheduler/EndJob',
+                request_serializer=rose_dot_rpc_dot_rose__pb2.EndJobRequest.SerializeToString,
+                response_deserializer=rose_dot_rpc_dot_rose__pb2.EndJobReply.FromString,
+                _registered_method=True)
         self.SetHarvest = channel.unary_unary(
                 '/rose.v1.Scheduler/SetHarvest',
                 request_serializer=rose_dot_rpc_dot_rose__pb2.SetHarvestRequest.SerializeToString,
@@ -124,6 +129,12 @@ class SchedulerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def AnnounceVersion(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def EndJob(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -198,6 +209,11 @@ def add_SchedulerServicer_to_server(servicer, server):
                     servicer.AnnounceVersion,
                     request_deserializer=rose_dot_rpc_dot_rose__pb2.AnnounceVersionRequest.FromString,
                     response_serializer=rose_dot_rpc_dot_rose__pb2.AnnounceVersionReply.SerializeToString,
+            ),
+            'EndJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.EndJob,
+                    request_deserializer=rose_dot_rpc_dot_rose__pb2.EndJobRequest.FromString,
+                    response_serializer=rose_dot_rpc_dot_rose__pb2.EndJobReply.SerializeToString,
             ),
             'SetHarvest': grpc.unary_unary_rpc_method_handler(
                     servicer.SetHarvest,
@@ -370,6 +386,33 @@ class Scheduler:
             '/rose.v1.Scheduler/AnnounceVersion',
             rose_dot_rpc_dot_rose__pb2.AnnounceVersionRequest.SerializeToString,
             rose_dot_rpc_dot_rose__pb2.AnnounceVersionReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EndJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rose.v1.Scheduler/EndJob',
+            rose_dot_rpc_dot_rose__pb2.EndJobRequest.SerializeToString,
+            rose_dot_rpc_dot_rose__pb2.EndJobReply.FromString,
             options,
             channel_credentials,
             insecure,

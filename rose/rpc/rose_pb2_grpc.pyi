@@ -7,8 +7,11 @@ What crosses the wall between the scheduler and its nodes, gateways, trainers an
            <------------------------ leases, releases, versions, harvest mode
   gateway  -- WatchReplicas -------> the whole replica table, on change and every second
            -- ReportDemand --------> what its turns still need, every second and when the first turn comes
-  trainer  -- RegisterJob, AnnounceVersion
-  operator -- SetHarvest, Revoke, Snapshot, ApplyPolicy, DeletePolicy, ListPolicies, ExplainPolicy
+  trainer  -- RegisterJob, AnnounceVersion, EndJob
+  operator -- SetHarvest, Revoke, Snapshot, EndJob, ApplyPolicy, DeletePolicy, ListPolicies, ExplainPolicy
+
+Fields from number 20 on came after 0.2.0. An empty job is the only job that there is; peers of 0.2.0, which know
+nothing of jobs, work while there is one.
 
 The node is the authority over its capacity: a lease that it did not renew by a live offer is over, and expiry means
 revoked. Frames are small by design: rose/rpc/channel.py bounds what a scheduler takes and what it sends.
@@ -47,6 +50,7 @@ class SchedulerStub:
     ReportDemand: _grpc.UnaryUnaryMultiCallable[_rose_pb2.DemandReport, _rose_pb2.DemandReply]
     RegisterJob: _grpc.UnaryUnaryMultiCallable[_rose_pb2.RegisterJobRequest, _rose_pb2.RegisterJobReply]
     AnnounceVersion: _grpc.UnaryUnaryMultiCallable[_rose_pb2.AnnounceVersionRequest, _rose_pb2.AnnounceVersionReply]
+    EndJob: _grpc.UnaryUnaryMultiCallable[_rose_pb2.EndJobRequest, _rose_pb2.EndJobReply]
     SetHarvest: _grpc.UnaryUnaryMultiCallable[_rose_pb2.SetHarvestRequest, _rose_pb2.SetHarvestReply]
     Revoke: _grpc.UnaryUnaryMultiCallable[_rose_pb2.RevokeRequest, _rose_pb2.RevokeReply]
     Snapshot: _grpc.UnaryUnaryMultiCallable[_rose_pb2.SnapshotRequest, _rose_pb2.SnapshotReply]
@@ -63,6 +67,7 @@ class SchedulerAsyncStub(SchedulerStub):
     ReportDemand: _aio.UnaryUnaryMultiCallable[_rose_pb2.DemandReport, _rose_pb2.DemandReply]  # type: ignore[assignment]
     RegisterJob: _aio.UnaryUnaryMultiCallable[_rose_pb2.RegisterJobRequest, _rose_pb2.RegisterJobReply]  # type: ignore[assignment]
     AnnounceVersion: _aio.UnaryUnaryMultiCallable[_rose_pb2.AnnounceVersionRequest, _rose_pb2.AnnounceVersionReply]  # type: ignore[assignment]
+    EndJob: _aio.UnaryUnaryMultiCallable[_rose_pb2.EndJobRequest, _rose_pb2.EndJobReply]  # type: ignore[assignment]
     SetHarvest: _aio.UnaryUnaryMultiCallable[_rose_pb2.SetHarvestRequest, _rose_pb2.SetHarvestReply]  # type: ignore[assignment]
     Revoke: _aio.UnaryUnaryMultiCallable[_rose_pb2.RevokeRequest, _rose_pb2.RevokeReply]  # type: ignore[assignment]
     Snapshot: _aio.UnaryUnaryMultiCallable[_rose_pb2.SnapshotRequest, _rose_pb2.SnapshotReply]  # type: ignore[assignment]
@@ -106,6 +111,13 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
         request: _rose_pb2.AnnounceVersionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rose_pb2.AnnounceVersionReply, _abc.Awaitable[_rose_pb2.AnnounceVersionReply]]: ...
+
+    @_abc_1.abstractmethod
+    def EndJob(
+        self,
+        request: _rose_pb2.EndJobRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rose_pb2.EndJobReply, _abc.Awaitable[_rose_pb2.EndJobReply]]: ...
 
     @_abc_1.abstractmethod
     def SetHarvest(

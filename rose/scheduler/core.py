@@ -1,10 +1,11 @@
 """The scheduler without sockets, files and clocks: `step(event, now_s) -> actions`.
 
-    node attaches --> its mode and caps, whole version chain
+    node attaches --> its mode and caps, version chains of all jobs
     stream breaks --> its leases end at once
     offers, tick  --> leases expire, are renewed, granted, released, as the mode allows
     revocation    --> the lease ends, a pause, a new lease under a greater epoch
-    version       --> stored, then told to all nodes
+    version       --> of one job: stored, then told to all nodes
+    job ends      --> its leases are released, its name and newest version are kept
     demand        --> kept for each gateway: what a policy goes by
     silence       --> the node relays no weights until it speaks again
     policy, stop  --> each node that it changes is told its mode and caps
@@ -15,12 +16,16 @@ asks for one, and the lease is granted with the `EpochReserved` that follows. No
 the store, so live leases are renewed while it does not answer.
 """
 
-from elastic_scheduler import HarvestMode, Policy, ReplicaKind
+from collections.abc import Iterable
+from dataclasses import replace
+
+from elastic_scheduler import HarvestMode, Offer, Policy, ReplicaKind
 from rose.errors import RefusedError
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler.capacity import Capacity
 from rose.scheduler.demand import DemandBook
 from rose.scheduler.fleet import Fleet, HealthBook, NodeView, Relays
+from rose.scheduler.job_registry import JobRegistry, version_command
 from rose.scheduler.leasing import LeaseTimes, Leasing, replica_rows, snapshot
 from rose.scheduler.limits import Complaints
 from rose.scheduler.messages import (
@@ -35,6 +40,7 @@ from rose.scheduler.messages import (
     EpochReserved,
     Event,
     HarvestSet,
+    JobEnded,
     JobRegistered,
     LogRecord,
     Offered,
@@ -54,10 +60,10 @@ from rose.scheduler.persistence import (
     JobRecord,
     Saved,
     VersionRecord,
+    forget_version,
     save_job,
     save_version,
 )
-from rose.scheduler.version_registry import VersionRegistry
 
 TABLE_INTERVAL_S = 1.0
 MAX_NODES = 4_096
@@ -83,12 +89,13 @@ class SchedulerCore:
         self._leasing = Leasing(
             times or LeaseTimes(),
             saved.epochs,
+            saved.epoch_jobs,
             self.capacity.gate,
             self._healths,
             self.demand,
             leasing_policy,
         )
-        self._chain = VersionRegistry(saved.job, saved.versions)
+        self._jobs = JobRegistry(saved.jobs, saved.versions)
         self._table = pb.ReplicaTable()
         self._published_s: float | None = None
         self._complaints = Complaints()
@@ -99,14 +106,13 @@ class SchedulerCore:
         actions = self._react(event, now_s)
         wall_s = event.wall_s if isinstance(event, Tick) else None
         actions += self.capacity.judge(self._fleet, now_s, wall_s)
-        regulated = self._leasing.regulate(self._chain, self._fleet, now_s)
-        if isinstance(event, HarvestSet):
-            releasing = [
-                each
-                for each in regulated
-                if isinstance(each, LogRecord) and each.event == "lease_releasing"
-            ]
-            actions.append(Answer(len(releasing)))
+        regulated = self._leasing.regulate(self._jobs, self._fleet, now_s)
+        logged = [each.event for each in regulated if isinstance(each, LogRecord)]
+        if isinstance(event, HarvestSet | JobEnded):
+            actions.append(Answer(logged.count("lease_releasing")))
+        if "lease_granted" in logged:
+            # Another job's replica takes no turns before it has this one's weights.
+            regulated += self._rejudge(now_s)
         told = self._relays.told(self._fleet.nodes, now_s)
         unsaid = self._complaints.due(now_s)
         return actions + regulated + told + unsaid + self._publish(now_s)
@@ -118,11 +124,15 @@ class SchedulerCore:
         """
         match event:
             case JobRegistered():
-                self._chain.check_job(event.job)
-                return (save_job(JobRecord(event.job, event.max_staleness)),)
+                job = _job_of(event)
+                self._jobs.check_job(job)
+                return (save_job(job),)
+            case JobEnded():
+                ended, past = self._jobs.ending(event.job)
+                return (save_job(ended), *map(forget_version, past))
             case VersionAnnounced():
-                record = VersionRecord(event.version, event.parent, event.url)
-                return (save_version(record),) if self._chain.check(event.job, record) else ()
+                record = _version_of(event)
+                return (save_version(record),) if self._jobs.check(record) else ()
             case HarvestSet() | PolicyApplied() | PolicyDeleted():
                 return self.capacity.writes(event)
 
@@ -135,7 +145,7 @@ class SchedulerCore:
 
     def status(self, now_s: float) -> pb.SnapshotReply:
         """Everything an operator may ask about."""
-        views = (self._fleet, self._leasing, self._healths, self._chain, self.capacity)
+        views = (self._fleet, self._leasing, self._healths, self._jobs, self.capacity)
         return snapshot(*views, self.demand, now_s)
 
     def _react(self, event: Event, now_s: float) -> list[Action]:
@@ -159,6 +169,7 @@ class SchedulerCore:
                 return []
             case (
                 JobRegistered()
+                | JobEnded()
                 | VersionAnnounced()
                 | HarvestSet()
                 | PolicyApplied()
@@ -174,8 +185,11 @@ class SchedulerCore:
     def _carry_out(self, event: StoredEvent, now_s: float) -> list[Action]:
         match event:
             case JobRegistered():
-                self._chain.register(event.job, event.max_staleness)
-                return [*self._rejudge(now_s), Answer(self._chain.latest)]
+                return self._register(event, now_s)
+            case JobEnded():
+                self._jobs.end(event.job)
+                self.demand.forget(event.job)
+                return [LogRecord("job_ended", {"job": event.job})]
             case VersionAnnounced():
                 return self._announce(event, now_s)
             case HarvestSet() | PolicyApplied() | PolicyDeleted():
@@ -211,11 +225,18 @@ class SchedulerCore:
         silent = view.lapsed(now_s)
         lapsed = self._leasing.lapsed(silent) + self._healths.lapsed(silent)
         believed = tuple(each for each in event.offers if self._leasing.believes(each))
-        taken = self._fleet.replace_offers(view, believed, now_s)
-        heard = self._healths.hear(view.offers.values(), self._chain)
+        jobless = [] if view.knows_jobs else [e for e in believed if not self._one_job_only(e)]
+        told = tuple(self._attributed(each) for each in believed if each not in jobless)
+        taken = self._fleet.replace_offers(view, told, now_s)
+        heard = self._judge(view.offers.values())
         reasons = [
             *event.refused,
             *(f"{replica} is offered by another node already" for replica in taken),
+            *(
+                f"{each.replica} cannot be switched between jobs by a node of 0.2.0; upgrade its"
+                " node"
+                for each in jobless
+            ),
             *(
                 f"epoch {each.epoch} of {each.replica} is far ahead of this store; start its node"
                 " anew"
@@ -239,13 +260,11 @@ class SchedulerCore:
                 *self._detach(earlier.stream),
                 CloseStream(earlier.stream, f"node {event.node} attached anew"),
             ]
-        self._fleet.attach(event.node, event.stream, event.cluster, event.relay_url, now_s)
-        view = self._fleet.of_stream(event.stream)
-        assert view is not None
-        view.labels, view.takes_caps = dict(event.labels), event.takes_caps
+        self._fleet.attach(event, now_s)
         self.capacity.gate.changed()
         actions += self.capacity.judge(self._fleet, now_s)
-        actions += [Command(event.stream, command) for command in self._chain.commands()]
+        told = self._jobs.commands() if event.knows_jobs or self._jobs.only else []
+        actions += [Command(event.stream, command) for command in told]
         return [*actions, LogRecord("node_attached", {"node": event.node})]
 
     def _detach(self, stream: int) -> list[Action]:
@@ -257,17 +276,18 @@ class SchedulerCore:
         return [LogRecord("node_lost", {"node": view.node}), *self._leasing.lost(stream)]
 
     def _activated(self, event: Activated, view: NodeView) -> list[Action]:
+        job = event.job or self._only_job
         if event.ok:
-            self._fleet.set_version(view, event.replica, event.version)
-            return self._healths.hear(view.offers.values(), self._chain)
+            self._fleet.set_version(view, event.replica, job, event.version)
+            return self._judge(view.offers.values())
         fields = {"replica": event.replica, "version": event.version, "message": event.message}
         return [LogRecord("activation_failed", {"node": view.node, **fields})]
 
     def _announce(self, event: VersionAnnounced, now_s: float) -> list[Action]:
-        record = VersionRecord(event.version, event.parent, event.url)
-        if not self._chain.announce(event.job, record):
+        record = _version_of(event)
+        if not self._jobs.announce(record):
             return [Answer(0)]
-        streams, command = self._fleet.streams, self._chain.command(record)
+        streams, command = self._fleet.streams_for(self._jobs), version_command(record)
         fields: dict[str, object] = {"job": event.job, "version": event.version}
         return [
             *(Command(stream, command) for stream in streams),
@@ -278,7 +298,40 @@ class SchedulerCore:
 
     def _rejudge(self, now_s: float) -> list[Action]:
         """A newer version or another bound: whoever is behind gets no turns from now on."""
-        return self._healths.hear(self._fleet.live_offers(now_s), self._chain)
+        return self._judge(self._fleet.live_offers(now_s))
+
+    def _judge(self, offers: Iterable[Offer]) -> list[Action]:
+        return self._healths.hear(offers, self._jobs, self._leasing.leased_to())
+
+    def _register(self, event: JobRegistered, now_s: float) -> list[Action]:
+        """Take the job; nodes that cannot tell jobs apart offer nothing from its second one on."""
+        self._jobs.register(_job_of(event))
+        complaints: list[Action] = []
+        for view in self._fleet.nodes:
+            if not view.knows_jobs and self._jobs.only is None:
+                reason = "a node of 0.2.0 cannot switch between jobs; upgrade it"
+                complaints += self.complain("offer_refused", view.node, reason, now_s)
+                self._fleet.replace_offers(view, (), now_s)
+        return [*complaints, *self._rejudge(now_s), Answer(self._jobs.latest(event.job))]
+
+    @property
+    def _only_job(self) -> str:
+        return self._jobs.only.job if self._jobs.only else ""
+
+    def _attributed(self, offer: Offer) -> Offer:
+        """A version without a job's name is that of the only job."""
+        if offer.job or not offer.policy_version or not self._only_job:
+            return offer
+        return replace(offer, job=self._only_job)
+
+    def _one_job_only(self, offer: Offer) -> bool:
+        """Whether a replica of a node of 0.2.0 can hold no other weights than the only job's."""
+        if not self._jobs.live:
+            return True
+        return bool(self._only_job) and self._leasing.last_job(offer.replica) in (
+            "",
+            self._only_job,
+        )
 
     def _revoke(self, event: RevokeAsked, now_s: float) -> list[Action]:
         revoked = self._leasing.revoke(event.replica, event.reason, now_s)
@@ -300,7 +353,11 @@ class SchedulerCore:
         table = pb.ReplicaTable(
             revision=self._table.revision,
             replicas=replica_rows(self._fleet, self._leasing, self._healths, now_s),
-            latest_version=self._chain.latest,
+            latest_version=self._jobs.latest(self._only_job),
+            jobs=[
+                pb.JobRow(job=each.job, latest_version=self._jobs.latest(each.job))
+                for each in self._jobs.live
+            ],
         )
         due = self._published_s is None or now_s >= self._published_s + TABLE_INTERVAL_S
         if table == self._table and not due:
@@ -308,3 +365,11 @@ class SchedulerCore:
         table.revision += 1
         self._table, self._published_s = table, now_s
         return [PublishTable(table)]
+
+
+def _job_of(event: JobRegistered) -> JobRecord:
+    return JobRecord(event.job, event.max_staleness, event.model, event.weight, event.max_guests)
+
+
+def _version_of(event: VersionAnnounced) -> VersionRecord:
+    return VersionRecord(event.job, event.version, event.parent, event.url)

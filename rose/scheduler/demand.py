@@ -66,8 +66,8 @@ class DemandBook:
 
     def __init__(self, ttl_s: float = REPORT_TTL_S) -> None:
         self._ttl_s = ttl_s
-        # Of each gateway: when it was heard, and the sum of its jobs.
-        self._reports: dict[str, tuple[float, JobFigures]] = {}
+        # Of each gateway: when it was heard, and its jobs.
+        self._reports: dict[str, tuple[float, tuple[JobFigures, ...]]] = {}
         self._work: dict[str, _Work] = {}
         self._known = False
 
@@ -88,21 +88,22 @@ class DemandBook:
             )
         self._known = True
         self._reports.pop(gateway, None)
-        self._reports[gateway] = (now_s, _sum("", (each.cleaned() for each in jobs)))
+        self._reports[gateway] = (now_s, tuple(each.cleaned() for each in jobs))
 
-    def figures(self, job: str, now_s: float) -> JobFigures | None:
-        """All that live gateways say together; None while none ever reported.
+    def figures(self, job: str, now_s: float, *, alone: bool = True) -> JobFigures | None:
+        """All that live gateways say of a job together; None while none ever reported.
 
-        Turns name the job as their callers like, and all of them get what this one leased.
+        alone: it is the only job, so all turns are its own: gateways of 0.2.0 name jobs as the
+        callers like.
         """
         if not self._known:
             return None
         live = (said for heard_s, said in self._reports.values() if now_s < heard_s + self._ttl_s)
-        return _sum(job, live)
+        return _sum(job, (each for said in live for each in said if alone or each.job == job))
 
-    def demand(self, job: str, step: int, now_s: float) -> JobDemand:
+    def demand(self, job: str, step: int, now_s: float, *, alone: bool = True) -> JobDemand:
         """What a policy should reckon with; infinite while no gateway ever reported."""
-        figures = self.figures(job, now_s)
+        figures = self.figures(job, now_s, alone=alone)
         if figures is None:
             return JobDemand(job, step=step)
         if not figures.turns:
@@ -113,6 +114,10 @@ class DemandBook:
         work.seen_s = now_s
         to_come = figures.made_tok_s * min(MOST_WORK_S, now_s - work.since_s)
         return JobDemand(job, figures.turns, figures.owed_tokens + to_come, step)
+
+    def forget(self, job: str) -> None:
+        """The job was ended: registered again, its work begins anew."""
+        self._work.pop(job, None)
 
     def drop_silent(self, now_s: float) -> None:
         """Forget gateways that are gone, whether or not anybody asks for demand."""

@@ -4,34 +4,55 @@ A node's word is void once its stream is over. `HealthBook` follows the health o
 replica. `Relays` tells each node, when that changes, which nodes of its cluster relay weights.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from elastic_scheduler import Health, HealthReport, Offer, ReplicaHealth
 from rose.rpc import rose_pb2 as pb
-from rose.scheduler.messages import Action, Command, LogRecord
-from rose.scheduler.version_registry import VersionRegistry
+from rose.scheduler.job_registry import JobRegistry
+from rose.scheduler.messages import Action, Attached, Command, LogRecord
+from rose.scheduler.persistence import JobRecord
+
+
+def holds(offer: Offer, job: JobRecord) -> bool:
+    """Whether a replica's weights are a version of the job: its own, or the model it began with."""
+    if offer.job:
+        return offer.job == job.job
+    same_model = not (job.model and offer.model) or job.model == offer.model
+    return offer.policy_version == 0 and same_model
 
 
 class HealthBook:
-    """Health state machines by replica; a replica whose node attaches anew begins anew."""
+    """Health state machines by replica; a replica whose node attaches anew begins anew.
+
+    Each replica is judged for one job: that which has its lease, else that whose weights it holds.
+    """
 
     def __init__(self) -> None:
         self._replicas: dict[str, ReplicaHealth] = {}
+        self._judged_for: dict[str, str] = {}
 
-    def hear(self, offers: Iterable[Offer], chain: VersionRegistry) -> list[Action]:
-        """A node's offers arrived; the changes, for the event log."""
+    def hear(
+        self, offers: Iterable[Offer], jobs: JobRegistry, leased_to: Mapping[str, str]
+    ) -> list[Action]:
+        """A node's offers arrived; the changes, for the event log. `leased_to`: by replica."""
         changes: list[Action] = []
         for offer in offers:
+            only = jobs.only
+            name = leased_to.get(offer.replica) or offer.job or (only.job if only else "")
+            job, bound = jobs.get(name), jobs.bound(name)
             health = self._replicas.get(offer.replica)
             if health is None:
-                health = ReplicaHealth(chain.bound)
+                health = ReplicaHealth(bound)
                 self._replicas[offer.replica] = health
             before = health.state
-            health.set_bound(chain.bound)
+            health.set_bound(bound)
+            foreign = job is not None and not holds(offer, job)
+            latest = jobs.latest(name)
             health.heard(
-                HealthReport(offer.healthy, offer.policy_version, chain.latest, offer.epoch)
+                HealthReport(offer.healthy, offer.policy_version, latest, offer.epoch, foreign)
             )
+            self._judged_for[offer.replica] = name
             changes += self._changed(offer.replica, before, health.state)
         return changes
 
@@ -59,11 +80,14 @@ class HealthBook:
         """Their node is lost: what it says when it is back is all there is to know."""
         for replica in replicas:
             self._replicas.pop(replica, None)
+            self._judged_for.pop(replica, None)
 
-    def takes_turns(self, replica: str) -> bool:
-        """Whether turns may be sent to the replica."""
+    def takes_turns(self, replica: str, job: str = "") -> bool:
+        """Whether turns of the job may be sent to the replica; without one, of whatever it is."""
         health = self._replicas.get(replica)
-        return health is not None and health.takes_turns
+        if health is None or (job and self._judged_for.get(replica) != job):
+            return False
+        return health.takes_turns
 
     def _changed(self, replica: str, before: Health, after: Health) -> list[Action]:
         if before is after:
@@ -87,6 +111,7 @@ class NodeView:
     heard_s: float = 0.0
     labels: dict[str, str] = field(default_factory=dict)
     takes_caps: bool = False
+    knows_jobs: bool = True
     offers: dict[str, Offer] = field(default_factory=dict)
     named: set[str] = field(default_factory=set)  # replicas that it ever offered
     offered_s: float = 0.0
@@ -108,14 +133,27 @@ class Fleet:
         """Streams of all attached nodes."""
         return list(self._nodes)
 
+    def streams_for(self, jobs: JobRegistry) -> list[int]:
+        """Streams that versions are told on: not those of 0.2.0 while there are several jobs."""
+        return [s for s, view in self._nodes.items() if view.knows_jobs or jobs.only is not None]
+
     @property
     def nodes(self) -> list[NodeView]:
         """All attached nodes."""
         return list(self._nodes.values())
 
-    def attach(self, node: str, stream: int, cluster: str, relay_url: str, now_s: float) -> None:
+    def attach(self, event: Attached, now_s: float) -> None:
         """A node that has no stream yet is there now."""
-        self._nodes[stream] = NodeView(node, stream, cluster, relay_url, now_s)
+        self._nodes[event.stream] = NodeView(
+            event.node,
+            event.stream,
+            event.cluster,
+            event.relay_url,
+            now_s,
+            labels=dict(event.labels),
+            takes_caps=event.takes_caps,
+            knows_jobs=event.knows_jobs,
+        )
 
     def detach(self, stream: int) -> NodeView | None:
         """Forget a node; None when it is forgotten already."""
@@ -147,10 +185,10 @@ class Fleet:
         view.offered_s = now_s
         return [offer.replica for offer in offers if offer.replica in taken]
 
-    def set_version(self, view: NodeView, replica: str, version: int) -> None:
+    def set_version(self, view: NodeView, replica: str, job: str, version: int) -> None:
         """A replica runs another version than its offer says."""
         if replica in view.offers:
-            view.offers[replica] = replace(view.offers[replica], policy_version=version)
+            view.offers[replica] = replace(view.offers[replica], job=job, policy_version=version)
 
     def live_offers(self, now_s: float) -> list[Offer]:
         """Offers that have not run out, by replica id."""

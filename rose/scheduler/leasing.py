@@ -3,6 +3,8 @@
 Gateways get the table on every change, operators a snapshot on request.
 """
 
+import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,6 +13,7 @@ from elastic_scheduler import (
     Decision,
     HarvestPlan,
     Holding,
+    JobDemand,
     Lease,
     LeaseError,
     LeaseState,
@@ -22,6 +25,7 @@ from elastic_scheduler import (
     ReasonLog,
     ReplicaKind,
     Situation,
+    SwitchKind,
     make_policy,
 )
 from elastic_scheduler.capacity import CapacityGate
@@ -29,9 +33,9 @@ from rose.rpc import rose_pb2 as pb
 from rose.scheduler.capacity import Capacity
 from rose.scheduler.demand import DemandBook, JobFigures, Switched
 from rose.scheduler.fleet import Fleet, HealthBook
+from rose.scheduler.job_registry import JobRegistry
 from rose.scheduler.messages import Action, Command, EpochReserved, LogRecord, Reserve
 from rose.scheduler.persistence import JobRecord, save_epoch
-from rose.scheduler.version_registry import VersionRegistry
 from rose.scheduler.wire import KIND_TO, MODE_TO, lease_command, release_command
 
 GUEST = ReplicaKind.GUEST
@@ -76,6 +80,7 @@ class Leasing:
         self,
         times: LeaseTimes,
         epochs: Mapping[str, int],
+        epoch_jobs: Mapping[str, str],
         allowed: CapacityGate,
         healths: HealthBook,
         demand: DemandBook,
@@ -91,6 +96,10 @@ class Leasing:
         self._holdings: dict[str, Holding] = {}
         self._helped_s: dict[str, float] = {}
         self._switched: dict[str, int] = {}
+        self._switches: dict[str, SwitchKind] = {}
+        # Whose lease each replica had last: what a node of 0.2.0 cannot say.
+        self._last_jobs = dict(epoch_jobs)
+        self._jobs = JobRegistry((), ())
         self._book = LeaseTable(times.ttl_s, epochs)
         self._stream_of: dict[str, int] = {}
         self._not_before_s: dict[str, float] = {}
@@ -109,13 +118,22 @@ class Leasing:
         """All leases that were not ended."""
         return self._book.leases()
 
+    def leased_to(self) -> dict[str, str]:
+        """The job of each replica that has a lease."""
+        return {lease.replica: lease.job for lease in self._book.leases()}
+
+    def last_job(self, replica: str) -> str:
+        """The job that the replica was leased to last, "" before the first lease."""
+        return self._last_jobs.get(replica, "")
+
     def active(self, replica: str, now_s: float) -> Lease | None:
         """The lease under which turns may be sent to the replica."""
         lease = self._book.live(replica, now_s)
         return lease if lease is not None and lease.state is LeaseState.ACTIVE else None
 
-    def regulate(self, chain: VersionRegistry, fleet: Fleet, now_s: float) -> list[Action]:
+    def regulate(self, jobs: JobRegistry, fleet: Fleet, now_s: float) -> list[Action]:
         """Expire, release, renew and grant what is due: what the operator allows, as decided."""
+        self._jobs = jobs
         # First of all: after a pause of this process no lease may outlive its time by a renewal.
         actions: list[Action] = [
             LogRecord("lease_expired", _fields(lease)) for lease in self._book.expire(now_s)
@@ -123,17 +141,20 @@ class Leasing:
         offers = {offer.replica: offer for offer in fleet.live_offers(now_s)}
         actions += self._keep_promises(offers, fleet, now_s)
         plan = self._allowed.plan(offers.values(), self._book.leases())
-        for lease in plan.release:
-            release = partial(self._release, lease, "harvest", now_s)
+        over = [(lease, "harvest") for lease in plan.release] + self._undue(plan.renew, offers)
+        ended = {lease.replica for lease, _ in over}
+        plan = replace(plan, renew=tuple(e for e in plan.renew if e.replica not in ended))
+        for lease, why in over:
+            release = partial(self._release, lease, why, now_s)
             actions += self._apart(lease.replica, release, now_s)
         for lease in plan.renew:
             actions += self._apart(lease.replica, partial(self._renew, lease, now_s), now_s)
-        if chain.job is None:
+        if not jobs.live:
             return actions
         self._forget_past(now_s)
-        decision, broken = self._decide(chain.job.job, chain.latest, plan, offers, now_s)
+        decision, broken = self._decide(plan, offers, now_s)
         actions += broken
-        for move in decision.take:
+        for move in self._within_quotas(decision.take, offers):
             take = partial(self._take, move, offers, fleet, now_s)
             actions += self._apart(move.replica, take, now_s)
         for move in decision.give_back:
@@ -160,8 +181,10 @@ class Leasing:
                 refused.append(f"a switch to {lease.id} cannot have taken {each.took_s:.0f} s")
                 continue
             self._switched[each.replica] = each.epoch
-            self._policy.switched(holding.offer, each.took_s)
-            actions.append(LogRecord("first_token", {**_fields(lease), "took_s": each.took_s}))
+            switch = self._switches.get(each.replica, SwitchKind.NONE)
+            self._policy.switched(holding.offer, each.took_s, switch)
+            fields = {**_fields(lease), "took_s": each.took_s, "switch": switch.value}
+            actions.append(LogRecord("first_token", fields))
         return actions, refused
 
     def explained(self, replica: str) -> tuple[Reason, ...]:
@@ -183,7 +206,7 @@ class Leasing:
         }
         self._helped_s = {
             name: now_s
-            if self._healths.takes_turns(name)
+            if self._healths.takes_turns(name, each.job)
             else self._helped_s.get(name, each.since_s)
             for name, each in self._holdings.items()
         }
@@ -260,8 +283,69 @@ class Leasing:
         if now_s < granted_s + self._times.renew_s:
             return []
         renewed = self._book.renew(lease.replica, lease.epoch, now_s)
-        told = lease_command(renewed, self._times.ttl_s)
-        return [Command(self._stream_of[lease.replica], told)]
+        return [Command(self._stream_of[lease.replica], self._told(renewed))]
+
+    def _told(self, lease: Lease) -> pb.NodeCommand:
+        job = self._jobs.get(lease.job)
+        model = job.model if job else ""
+        return lease_command(lease, self._times.ttl_s, model, self._jobs.latest(lease.job))
+
+    def _undue(
+        self, leases: Iterable[Lease], offers: Mapping[str, Offer]
+    ) -> list[tuple[Lease, str]]:
+        """Leases of jobs that were ended, and guests beyond a quota, the newest first."""
+        live = {job.job: job for job in self._jobs.live}
+        guests: dict[str, list[Lease]] = {}
+        undue: list[tuple[Lease, str]] = []
+        for lease in leases:
+            if lease.job not in live:
+                undue.append((lease, "the job was ended"))
+            elif offers[lease.replica].kind is ReplicaKind.GUEST:
+                guests.setdefault(lease.job, []).append(lease)
+        for name, held in guests.items():
+            if live[name].max_guests:
+                held.sort(key=lambda lease: self._since_s(lease))
+                beyond = held[live[name].max_guests :]
+                undue += [(lease, "more guests than the job's quota") for lease in beyond]
+        return undue
+
+    def _since_s(self, lease: Lease) -> float:
+        holding = self._holdings.get(lease.replica)
+        return holding.since_s if holding else lease.expires_s
+
+    def _within_quotas(self, moves: Iterable[Move], offers: Mapping[str, Offer]) -> list[Move]:
+        """No policy leases more guests than a job may have, nor what cannot run its model."""
+        guests = Counter(
+            job
+            for replica, job in [
+                *self.leased_to().items(),
+                *((name, each.move.job) for name, each in self._promises.items()),
+            ]
+            if replica in offers and offers[replica].kind is ReplicaKind.GUEST
+        )
+        kept = []
+        for move in moves:
+            job, offer = self._jobs.get(move.job), offers.get(move.replica)
+            if job is None or (offer is not None and not offer.serves(job.model)):
+                continue
+            if offer is not None and offer.kind is ReplicaKind.GUEST:
+                if job.max_guests and guests[job.job] >= job.max_guests:
+                    continue
+                guests[job.job] += 1
+            kept.append(move)
+        return kept
+
+    def _demands(self, now_s: float) -> tuple[JobDemand, ...]:
+        alone = self._jobs.only is not None
+        return tuple(
+            replace(
+                self._demand.demand(job.job, self._jobs.latest(job.job), now_s, alone=alone),
+                weight=job.weight * self._allowed.weight_of(job.job),
+                model=job.model,
+                max_guests=job.max_guests or math.inf,
+            )
+            for job in self._jobs.live
+        )
 
     def _apart(self, replica: str, act: Callable[[], list[Action]], now_s: float) -> list[Action]:
         """Do something for one replica; whatever is wrong with it, the others have their leases."""
@@ -276,7 +360,7 @@ class Leasing:
             return [LogRecord("replica_broken", {"replica": replica, "message": repr(error)[:200]})]
 
     def _decide(
-        self, job: str, step: int, plan: HarvestPlan, offers: Mapping[str, Offer], now_s: float
+        self, plan: HarvestPlan, offers: Mapping[str, Offer], now_s: float
     ) -> tuple[Decision, list[Action]]:
         """Ask the policy. One that breaks is asked again later, and until then nothing changes."""
         held = self._held_now(plan.renew, offers, now_s)
@@ -295,9 +379,8 @@ class Leasing:
         if now_s < self._policy_rests_until_s:
             return nothing, []
         try:
-            demand = self._demand.demand(job, step, now_s)
-            jobs = (replace(demand, weight=demand.weight * self._allowed.weight_of(job)),)
-            return self._policy.decide(Situation(now_s, free, held + promised, jobs)), []
+            situation = Situation(now_s, free, held + promised, self._demands(now_s))
+            return self._policy.decide(situation), []
         except Exception as error:  # noqa: BLE001 - a broken policy must not end live leases
             self._policy_rests_until_s = now_s + BROKEN_PAUSE_S
             return nothing, [LogRecord("policy_broken", {"message": repr(error)[:200]})]
@@ -305,6 +388,7 @@ class Leasing:
     def _forget_past(self, now_s: float) -> None:
         self._not_before_s = {n: at_s for n, at_s in self._not_before_s.items() if now_s < at_s}
         self._switched = {n: e for n, e in self._switched.items() if n in self._holdings}
+        self._switches = {n: each for n, each in self._switches.items() if n in self._holdings}
 
     def _keep_promises(
         self, offers: Mapping[str, Offer], fleet: Fleet, now_s: float
@@ -316,7 +400,8 @@ class Leasing:
         free = {offer.replica: offer for offer in plan.lease} if plan else {}
         for name in due:
             promise = self._promises.pop(name)
-            if name in free and now_s >= self._not_before_s.get(name, now_s):
+            is_live = self._jobs.get(promise.move.job) is not None
+            if is_live and name in free and now_s >= self._not_before_s.get(name, now_s):
                 take = partial(self._take, promise.move, free, fleet, now_s)
                 actions += self._apart(name, take, now_s)
         return actions
@@ -362,10 +447,16 @@ class Leasing:
         self._stream_of[offer.replica] = view.stream
         self._holdings[offer.replica] = Holding(move.job, offer, now_s)
         self._healths.leased(offer.replica, lease.epoch)
+        self._last_jobs[offer.replica] = move.job
+        job = self._jobs.get(move.job)
+        switch = offer.switch_to(move.job, job.model if job else "")
+        self._switches[offer.replica] = switch
         self._note("lease", move, now_s)
         fields = {**_fields(lease), "node": view.node, "kind": offer.kind.value, "why": move.why}
+        if switch is not SwitchKind.NONE:
+            fields["switch"] = switch.value
         return [
-            Command(view.stream, lease_command(lease, self._times.ttl_s)),
+            Command(view.stream, self._told(lease)),
             LogRecord("lease_granted", fields),
         ]
 
@@ -403,8 +494,10 @@ def _row(offer: Offer, leasing: Leasing, healths: HealthBook, now_s: float) -> p
         lease_epoch=lease.epoch if lease else 0,
         policy_version=offer.policy_version,
         max_sequences=offer.max_sequences,
-        healthy=healths.takes_turns(offer.replica),
+        healthy=healths.takes_turns(offer.replica, lease.job if lease else ""),
         job=lease.job if lease else "",
+        held_job=offer.job,
+        model=offer.model,
         kv_tokens=offer.kv_tokens,
         decode_tok_s=offer.decode_tok_s,
         prefill_tok_s=offer.prefill_tok_s,
@@ -415,14 +508,15 @@ def snapshot(
     fleet: Fleet,
     leasing: Leasing,
     healths: HealthBook,
-    chain: VersionRegistry,
+    jobs: JobRegistry,
     capacity: Capacity,
     demand: DemandBook,
     now_s: float,
 ) -> pb.SnapshotReply:
     """Everything an operator may ask about."""
     told = [view.telemetry for view in fleet.nodes]
-    jobs = [chain.job] if chain.job else []
+    leased_to = leasing.leased_to()
+    only = jobs.only
     return pb.SnapshotReply(
         replicas=replica_rows(fleet, leasing, healths, now_s),
         leases=[
@@ -440,8 +534,20 @@ def snapshot(
         hosts=[telemetry.host for telemetry in told if telemetry.HasField("host")],
         guests=[guest for telemetry in told for guest in telemetry.guests],
         harvest=MODE_TO[capacity.shown_mode],
-        latest_version=chain.latest,
-        jobs=[_job(job, chain.latest, demand.figures(job.job, now_s)) for job in jobs],
+        latest_version=jobs.latest(only.job) if only else 0,
+        jobs=[
+            _job(
+                job,
+                jobs.latest(job.job),
+                demand.figures(job.job, now_s, alone=only is not None),
+                [
+                    each
+                    for each in fleet.live_offers(now_s)
+                    if leased_to.get(each.replica) == job.job
+                ],
+            )
+            for job in jobs.live
+        ],
         overrides=[
             pb.HarvestOverride(replica=replica, mode=MODE_TO[mode])
             for replica, mode in sorted(capacity.stop.overrides.items())
@@ -450,8 +556,19 @@ def snapshot(
     )
 
 
-def _job(job: JobRecord, latest: int, demand: JobFigures | None) -> pb.JobView:
-    view = pb.JobView(job=job.job, latest_version=latest, max_staleness=job.max_staleness)
+def _job(
+    job: JobRecord, latest: int, demand: JobFigures | None, leased: Sequence[Offer]
+) -> pb.JobView:
+    view = pb.JobView(
+        job=job.job,
+        latest_version=latest,
+        max_staleness=job.max_staleness,
+        model=job.model,
+        weight=job.weight,
+        max_guests=job.max_guests,
+        leased=len(leased),
+        guests=sum(each.kind is ReplicaKind.GUEST for each in leased),
+    )
     if demand is not None:
         view.demand_known = True
         view.turns = demand.turns

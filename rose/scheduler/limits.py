@@ -59,6 +59,7 @@ class Complaints:
 # A node runs an engine or a few; a gateway folds the jobs of its turns into 64.
 MAX_REPLICAS = 256
 MAX_JOBS = 256
+MAX_MODELS = 64
 MAX_SWITCHES = 4_096
 MAX_LABELS = 64
 MAX_TEXT_CHARS = 512

@@ -65,7 +65,10 @@ class TableSlot:
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """A node opened a stream; `stream` is unique within this process."""
+    """A node opened a stream; `stream` is unique within this process.
+
+    knows_jobs: it switches its replicas between jobs; one of 0.2.0 does not.
+    """
 
     node: str
     stream: int
@@ -73,6 +76,7 @@ class Attached:
     relay_url: str = ""
     labels: dict[str, str] = field(default_factory=dict)
     takes_caps: bool = False
+    knows_jobs: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,13 +125,14 @@ class ReplicaDrained:
 
 @dataclass(frozen=True, slots=True)
 class Activated:
-    """A replica now runs `version`, or failed to."""
+    """A replica now runs `version` of `job`, or failed to; without a job, that of the only one."""
 
     stream: int
     replica: str
     version: int
     ok: bool
     message: str
+    job: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +150,16 @@ class JobRegistered:
 
     job: str
     max_staleness: int
+    model: str = ""
+    weight: float = 1.0
+    max_guests: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class JobEnded:
+    """A job needs nothing any more. Answered with leases released."""
+
+    job: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +223,9 @@ class Tick:
 
 # Events that change what is stored: `SchedulerCore.writes` says how, and once that is durable the
 # event is carried out.
-StoredEvent = JobRegistered | VersionAnnounced | HarvestSet | PolicyApplied | PolicyDeleted
+StoredEvent = (
+    JobRegistered | JobEnded | VersionAnnounced | HarvestSet | PolicyApplied | PolicyDeleted
+)
 
 
 Event = (
@@ -221,6 +238,7 @@ Event = (
     | Activated
     | Demanded
     | JobRegistered
+    | JobEnded
     | VersionAnnounced
     | HarvestSet
     | PolicyApplied

@@ -2,12 +2,15 @@
 
 | key | value (JSON) |
 | --- | --- |
-| `epochs/{replica}` | {"epoch", "job"}: the newest lease's; of 0.2 the epoch alone |
+| `epochs/{replica}` | {"epoch", "job"}: newest lease epoch, and the job that had it |
 | `harvest` , `harvest/{replica}` | mode |
 | `stop` | {"mode"}: the operator's stop, which any scheduler obeys; written beside `harvest` |
 | `policies/{name}` | {"policy", "halted"}: a capacity policy, and why its canary is halted |
-| `job` | {"job", "max_staleness"} |
-| `versions/{version, 20 digits}` | {"version", "parent", "url"} |
+| `jobs/{job}` | {"job", "max_staleness", "model", "weight", "max_guests", "ended"} |
+| `versions/{job}/{version, 20 digits}` | {"job", "version", "parent", "url"} |
+
+A store of 0.2.0 had one job: `job`, `versions/{20 digits}`, epochs as numbers. It is read as that
+job's; what is written is of the newer form, which wins.
 
 The keys `leader` and `fence` are the election's (`rose.store`).
 
@@ -25,7 +28,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import reduce
 
 from elastic_scheduler import HarvestMode
@@ -37,22 +40,39 @@ from rose.errors import ConfigError, UnavailableError
 from rose.scheduler.messages import StoreWrite
 from rose.store import Delete, Put, Store, StoreEntry, Write
 
-EPOCHS, HARVEST, JOB, VERSIONS = "epochs/", "harvest", "job", "versions/"
+EPOCHS, HARVEST, JOBS, VERSIONS = "epochs/", "harvest", "jobs/", "versions/"
 POLICIES, STOP = "policies/", "stop"
+OLD_JOB = "job"
+MAX_WEIGHT = 1e6
 
 
 @dataclass(frozen=True, slots=True)
 class JobRecord:
-    """The job that this scheduler leases to; `max_staleness` in policy versions."""
+    """A job that this scheduler leases to; `max_staleness` in policy versions.
+
+    model: its version 0, "" for whatever replicas were started with. weight: its share beside those
+    of other jobs. max_guests: how many it may have leased, 0 for no bound.
+    """
 
     job: str
     max_staleness: int
+    model: str = ""
+    weight: float = 1.0
+    max_guests: int = 0
+    ended: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.weight <= MAX_WEIGHT:
+            raise ConfigError(
+                f"the weight of {self.job} is {self.weight}; give one above 0, up to {MAX_WEIGHT:g}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class VersionRecord:
     """A published policy version: GET {url}/manifests/{version}."""
 
+    job: str
     version: int
     parent: int
     url: str
@@ -62,14 +82,14 @@ class VersionRecord:
 class Saved:
     """Everything that a scheduler starts from. `mode` is None until an operator set one.
 
-    `holders`: the jobs of the newest epochs, of replicas for which one is known.
+    `epoch_jobs`: the jobs of the newest epochs, of replicas for which one is known.
     """
 
     epochs: dict[str, int] = field(default_factory=dict)
-    holders: dict[str, str] = field(default_factory=dict)
+    epoch_jobs: dict[str, str] = field(default_factory=dict)
     mode: HarvestMode | None = None
     overrides: dict[str, HarvestMode] = field(default_factory=dict)
-    job: JobRecord | None = None
+    jobs: tuple[JobRecord, ...] = ()
     versions: tuple[VersionRecord, ...] = ()
     policies: tuple[CapacityPolicy, ...] = ()
     halted: dict[str, str] = field(default_factory=dict)
@@ -87,19 +107,24 @@ def load(entries: Iterable[StoreEntry]) -> Saved:
 
 def _load(entries: Sequence[StoreEntry]) -> Saved:
     found = {entry.key: entry for entry in entries}
-    job = found.get(JOB)
-    epochs = {name: _epoch(entry) for name, entry in _below(EPOCHS, entries)}
+    old = found.get(OLD_JOB)
+    jobs = [JobRecord(**json.loads(old.value))] if old else []
+    only = jobs[0].job if jobs else ""
+    jobs += [JobRecord(**json.loads(entry.value)) for _, entry in _below(JOBS, entries)]
+    epochs = {name: _epoch(entry, only) for name, entry in _below(EPOCHS, entries)}
+    versions = [_version(entry, only) for _, entry in _below(VERSIONS, entries)]
     policies = {name: json.loads(entry.value) for name, entry in _below(POLICIES, entries)}
     return Saved(
-        epochs={name: epoch for name, (epoch, _) in epochs.items()},
-        holders={name: job for name, (_, job) in epochs.items() if job},
+        epochs={replica: epoch for replica, (epoch, _) in epochs.items()},
+        epoch_jobs={replica: job for replica, (_, job) in epochs.items() if job},
         mode=_mode(found.get(HARVEST), found.get(STOP)),
         overrides={
             name: HarvestMode(json.loads(entry.value))
             for name, entry in _below(HARVEST + "/", entries)
         },
-        job=JobRecord(**json.loads(job.value)) if job else None,
-        versions=tuple(_version(entry) for _, entry in _below(VERSIONS, entries)),
+        # Of one job and version the newer form wins.
+        jobs=tuple({record.job: record for record in jobs}.values()),
+        versions=tuple({(each.job, each.version): each for each in versions}.values()),
         policies=tuple(policy_of(said["policy"]) for said in policies.values()),
         halted={name: said["halted"] for name, said in policies.items() if said.get("halted")},
     )
@@ -121,23 +146,24 @@ def stop_of(value: bytes) -> HarvestMode:
     return HarvestMode(json.loads(value)["mode"])
 
 
-def _epoch(entry: StoreEntry) -> tuple[int, str]:
-    said = json.loads(entry.value)
-    epoch, job = (said["epoch"], said["job"]) if isinstance(said, dict) else (said, "")
+def _epoch(entry: StoreEntry, only: str) -> tuple[int, str]:
+    """The epoch, and whose lease it was: of 0.2.0's only job where the value does not say it."""
+    value = json.loads(entry.value)
+    epoch, job = (int(value["epoch"]), value["job"]) if isinstance(value, dict) else (value, only)
     if not 0 <= int(epoch) <= MAX_EPOCH:
         raise ValueError(f"{entry.key} is {epoch}")
     return int(epoch), str(job)
 
 
-def _version(entry: StoreEntry) -> VersionRecord:
-    record = VersionRecord(**json.loads(entry.value))
+def _version(entry: StoreEntry, only: str) -> VersionRecord:
+    record = VersionRecord(**{"job": only, **json.loads(entry.value)})
     if not 0 <= record.parent < record.version <= MAX_VERSION:
         raise ValueError(f"{entry.key} has parent {record.parent}")
     return record
 
 
 def save_epoch(replica: str, epoch: int, job: str) -> StoreWrite:
-    """The newest epoch of a replica, and the job that it is leased to under it."""
+    """The newest epoch of a replica, and the job that gets it."""
     return StoreWrite(EPOCHS + replica, _encode({"epoch": epoch, "job": job}))
 
 
@@ -166,14 +192,22 @@ def drop_policy(name: str) -> StoreWrite:
 
 
 def save_job(job: JobRecord) -> StoreWrite:
-    """The job and its staleness bound."""
-    return StoreWrite(JOB, _encode({"job": job.job, "max_staleness": job.max_staleness}))
+    """A job and its bounds."""
+    return StoreWrite(JOBS + job.job, _encode(asdict(job)))
 
 
 def save_version(record: VersionRecord) -> StoreWrite:
     """One version; its key sorts as its number does."""
-    value = {"version": record.version, "parent": record.parent, "url": record.url}
-    return StoreWrite(f"{VERSIONS}{record.version:020d}", _encode(value))
+    return StoreWrite(_version_key(record), _encode(asdict(record)))
+
+
+def forget_version(record: VersionRecord) -> StoreWrite:
+    """One version is no longer needed. What 0.2.0 wrote stays; of an ended job it is not read."""
+    return StoreWrite(_version_key(record), None)
+
+
+def _version_key(record: VersionRecord) -> str:
+    return f"{VERSIONS}{record.job}/{record.version:020d}"
 
 
 def _encode(value: object) -> bytes:

@@ -227,7 +227,7 @@ class SchedulerService(SchedulerServicer):
             slot.put(self._table)
         try:
             while (table := await slot.get()) is not None:
-                await context.write(table)
+                await context.write(table if request.jobs else wire.jobless(table))
         finally:
             self._watchers.discard(slot)
 
@@ -251,6 +251,14 @@ class SchedulerService(SchedulerServicer):
         """A trainer asks for capacity."""
         latest = await self._stored(wire.job_registered, request, context)
         return pb.RegisterJobReply(latest_version=latest)
+
+    @override
+    async def EndJob(
+        self, request: pb.EndJobRequest, context: "Context[object, object]"
+    ) -> pb.EndJobReply:
+        """A job needs nothing any more."""
+        released = await self._stored(wire.job_ended, request, context)
+        return pb.EndJobReply(released=released)
 
     @override
     async def AnnounceVersion(

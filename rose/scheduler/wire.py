@@ -5,6 +5,7 @@ that means nothing is left out, and the others of its report count.
 """
 
 import math
+from collections.abc import Iterable
 
 from elastic_scheduler import HarvestMode, Lease, Offer, ReplicaKind
 from rose.addresses import checked_url
@@ -14,6 +15,7 @@ from rose.scheduler.demand import MOST, JobFigures, Switched
 from rose.scheduler.limits import (
     MAX_JOBS,
     MAX_LABELS,
+    MAX_MODELS,
     MAX_REPLICAS,
     MAX_SWITCHES,
     check_number,
@@ -28,6 +30,7 @@ from rose.scheduler.messages import (
     Demanded,
     Event,
     HarvestSet,
+    JobEnded,
     JobRegistered,
     Offered,
     RatesMeasured,
@@ -36,6 +39,7 @@ from rose.scheduler.messages import (
     TakenBack,
     VersionAnnounced,
 )
+from rose.scheduler.persistence import MAX_WEIGHT
 
 # A node that asks for more is taken at its word only this long: silence must end a lease soon.
 MAX_OFFER_TTL_S = 10.0
@@ -75,7 +79,7 @@ def attached(first: pb.NodeReport, stream: int) -> Attached:
         checked_name(key, f"a label of node {node}"): cut_text(value)
         for key, value in hello.labels.items()
     }
-    return Attached(node, stream, cluster, relay, labels, hello.takes_caps)
+    return Attached(node, stream, cluster, relay, labels, hello.takes_caps, hello.jobs)
 
 
 def event_of(report: pb.NodeReport, stream: int) -> Event | None:
@@ -95,13 +99,24 @@ def event_of(report: pb.NodeReport, stream: int) -> Event | None:
             done = report.activation
             replica = _replica(done.replica)
             version = checked_version(done.version, f"the version of {replica}")
-            return Activated(stream, replica, version, done.ok, cut_text(done.message))
+            job = _job(done.job, replica)
+            return Activated(stream, replica, version, done.ok, cut_text(done.message), job)
         case _:
             return None
 
 
 def _replica(name: str) -> str:
     return checked_name(name, "a replica's name")
+
+
+def _job(name: str, replica: str) -> str:
+    return name and checked_name(name, f"the job of {replica}")
+
+
+def _models(names: Iterable[str], replica: str) -> tuple[str, ...]:
+    models = tuple(checked_name(name, f"a model of {replica}") for name in names)
+    check_number(models, MAX_MODELS, f"models of {replica}")
+    return models
 
 
 def _offered(report: pb.NodeReport, stream: int) -> Offered:
@@ -135,6 +150,10 @@ def offer_of(message: pb.Offer, node: str) -> Offer:
         ttl_s=min(MAX_OFFER_TTL_S, message.ttl_s),
         epoch=message.epoch,
         max_sequences=message.max_sequences,
+        job=_job(message.job, replica),
+        model=message.model and checked_name(message.model, f"the model of {replica}"),
+        models=_models(message.models, replica),
+        near=_models(message.near, replica),
     )
 
 
@@ -160,7 +179,7 @@ def _measured(telemetry: pb.Telemetry, stream: int) -> RatesMeasured:
 
 
 def demanded(report: pb.DemandReport) -> Demanded:
-    """What a gateway reports; the names of jobs are their callers', and nothing hangs on them."""
+    """What a gateway reports; a name that is no registered job's counts for nothing."""
     gateway = checked_name(report.gateway, "DemandReport.gateway")
     check_number(report.jobs, MAX_JOBS, f"jobs of gateway {gateway}")
     check_number(report.switches, MAX_SWITCHES, f"switches of gateway {gateway}")
@@ -185,7 +204,15 @@ def _switched(message: pb.Switch) -> Switched:
 
 def job_registered(request: pb.RegisterJobRequest) -> JobRegistered:
     """A trainer's job."""
-    return JobRegistered(checked_name(request.job, "RegisterJob.job"), request.max_staleness)
+    job = checked_name(request.job, "RegisterJob.job")
+    model = request.model and checked_name(request.model, f"the model of {job}")
+    weight = checked_figure(request.weight, f"the weight of {job}", MAX_WEIGHT) or 1.0
+    return JobRegistered(job, request.max_staleness, model, weight, request.max_guests)
+
+
+def job_ended(request: pb.EndJobRequest) -> JobEnded:
+    """A job that needs nothing any more."""
+    return JobEnded(checked_name(request.job, "EndJob.job"))
 
 
 def version_announced(request: pb.AnnounceVersionRequest) -> VersionAnnounced:
@@ -212,11 +239,17 @@ def revoke_asked(request: pb.RevokeRequest) -> RevokeAsked:
 # ---- to nodes ----
 
 
-def lease_command(lease: Lease, ttl_s: float) -> pb.NodeCommand:
-    """Grant or renewal."""
+def lease_command(lease: Lease, ttl_s: float, model: str = "", version: int = 0) -> pb.NodeCommand:
+    """Grant or renewal; `model` and newest `version` of the job."""
     return pb.NodeCommand(
         lease=pb.Lease(
-            id=lease.id, job=lease.job, replica=lease.replica, epoch=lease.epoch, ttl_s=ttl_s
+            id=lease.id,
+            job=lease.job,
+            replica=lease.replica,
+            epoch=lease.epoch,
+            ttl_s=ttl_s,
+            model=model,
+            version=version,
         )
     )
 
@@ -231,3 +264,21 @@ def release_command(lease: Lease, reason: str) -> pb.NodeCommand:
 def harvest_command(mode: HarvestMode, replica: str = "") -> pb.NodeCommand:
     """The mode that holds for a replica, or for the node ("")."""
     return pb.NodeCommand(harvest=pb.Harvest(mode=MODE_TO[mode], replica=replica))
+
+
+# ---- to gateways ----
+
+
+def jobless(table: pb.ReplicaTable) -> pb.ReplicaTable:
+    """The table for a gateway that knows nothing of jobs: with several it gets no replica.
+
+    It would send any job's turns anywhere.
+    """
+    if len(table.jobs) <= 1:
+        return table
+    kept = pb.ReplicaTable()
+    kept.CopyFrom(table)
+    for row in kept.replicas:
+        row.leased = False
+        row.healthy = False
+    return kept

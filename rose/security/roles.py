@@ -137,6 +137,7 @@ RPCS: Final[Mapping[str, Rules]] = MappingProxyType(
         "SetHarvest": {Role.OPERATOR: ANYTHING},
         "Revoke": {Role.OPERATOR: ANYTHING},
         "Snapshot": {Role.OPERATOR: ANYTHING},
+        "EndJob": {Role.TRAINER: Leave("job"), Role.OPERATOR: ANYTHING},
         "ApplyPolicy": {Role.OPERATOR: ANYTHING},
         "DeletePolicy": {Role.OPERATOR: ANYTHING},
         "ListPolicies": {Role.OPERATOR: ANYTHING},

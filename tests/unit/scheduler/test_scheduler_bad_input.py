@@ -20,6 +20,7 @@ from rose.errors import ConfigError, RefusedError
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler import SchedulerCore, wire
 from rose.scheduler.demand import GATEWAYS_KEPT, REPORT_TTL_S, DemandBook, JobFigures, Switched
+from rose.scheduler.job_registry import MAX_VERSION_LEAD, TOLD_VERSIONS
 from rose.scheduler.leasing import BROKEN_PAUSE_S, LeaseTimes
 from rose.scheduler.limits import MOST_A_MINUTE, Complaints
 from rose.scheduler.messages import (
@@ -31,7 +32,6 @@ from rose.scheduler.messages import (
     VersionAnnounced,
 )
 from rose.scheduler.persistence import load
-from rose.scheduler.version_registry import MAX_VERSION_LEAD, TOLD_VERSIONS
 from tests.fakes.memory_store import InMemoryStore
 from tests.patience import PATIENCE_S
 

@@ -193,7 +193,7 @@ async def test_what_is_not_durable_is_neither_answered_nor_told(locked: Bench) -
     assert not (await locked.stub.Snapshot(pb.SnapshotRequest())).jobs
     store.is_open.set()
     await locked.stub.RegisterJob(pb.RegisterJobRequest(job="j"))
-    assert await store.get("job") is not None
+    assert await store.get("jobs/j") is not None
     assert [each.job for each in (await locked.stub.Snapshot(pb.SnapshotRequest())).jobs] == ["j"]
 
 

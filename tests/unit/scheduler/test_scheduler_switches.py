@@ -5,7 +5,7 @@ import math
 import pytest
 from core_cases import CoreBench, offer
 
-from elastic_scheduler import HarvestMode, Offer, make_policy
+from elastic_scheduler import HarvestMode, Offer, SwitchKind, make_policy
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler.core import SchedulerCore
 from rose.scheduler.demand import JobFigures, Switched
@@ -21,7 +21,7 @@ NONE = (JobFigures(""),)
 def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float]]:
     told: list[tuple[str, float]] = []
 
-    def switched(self: object, each: Offer, took_s: float) -> None:
+    def switched(self: object, each: Offer, took_s: float, switch: SwitchKind) -> None:
         told.append((each.replica, took_s))
 
     monkeypatch.setattr("elastic_scheduler.policies.baselines.SpotPolicy.switched", switched)

@@ -1,0 +1,190 @@
+"""Jobs of this scheduler: what each may have, and its chain of policy versions.
+
+A job that was ended keeps its name and its newest version: registered again it goes on from there,
+so that (job, version) never means two things to a node that still holds the older one.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from elastic_scheduler import StalenessBound
+from rose.errors import ConfigError, RefusedError
+from rose.rpc import rose_pb2 as pb
+from rose.scheduler.persistence import JobRecord, VersionRecord
+
+# Steps of training are skipped, a run goes on from another's: but no version can be announced after
+# which none is left.
+MAX_VERSION_LEAD = 2**20
+# What a node that attaches is told of all jobs. It finds older ones in their publishers' catalogs.
+TOLD_VERSIONS = 1_024
+MAX_REGISTERED = 64
+MAX_KEPT = 4_096
+
+
+class VersionChain:
+    """Announced versions of one job."""
+
+    def __init__(self, job: str, versions: Iterable[VersionRecord] = ()) -> None:
+        self.job = job
+        self._versions = {record.version: record for record in versions}
+
+    @property
+    def latest(self) -> int:
+        """Newest announced version, 0 (the model of the job) before the first."""
+        return max(self._versions, default=0)
+
+    @property
+    def records(self) -> list[VersionRecord]:
+        """All of them, oldest first."""
+        return [self._versions[version] for version in sorted(self._versions)]
+
+    def check(self, record: VersionRecord) -> bool:
+        """Whether a version is news; False when exactly this one is known already.
+
+        The newest may be announced again under another url: its publisher moved. Raises
+        `RefusedError` when the version is not new, far ahead, or its parent is unknown.
+        """
+        known = self._versions.get(record.version)
+        if known == record:
+            return False
+        moved = known is not None and known.version == self.latest and known.parent == record.parent
+        if record.version <= self.latest and not moved:
+            raise RefusedError(
+                f"version {record.version} of {self.job} is not newer than {self.latest}; versions"
+                f" only grow: go on from {self.latest}, or give a new run a job name of its own"
+            )
+        if record.version > self.latest + MAX_VERSION_LEAD:
+            raise RefusedError(
+                f"version {record.version} of {self.job} is far ahead of {self.latest}; announce"
+                f" one of at most {self.latest + MAX_VERSION_LEAD}"
+            )
+        self._check_parent(record)
+        return True
+
+    def announce(self, record: VersionRecord) -> bool:
+        """Take a version that `check` passes; whether it was news."""
+        news = self.check(record)
+        if news:
+            self._versions[record.version] = record
+        return news
+
+    def cut(self) -> None:
+        """Forget all but the newest."""
+        self._versions = {record.version: record for record in self.records[-1:]}
+
+    def _check_parent(self, record: VersionRecord) -> None:
+        known = not self._versions or record.parent == 0 or record.parent in self._versions
+        if record.parent >= record.version or not known:
+            raise RefusedError(
+                f"version {record.version} has parent {record.parent}, which no node can hold;"
+                " announce the parent first"
+            )
+
+
+class JobRegistry:
+    """All jobs that were ever registered, with their chains; only those not ended count."""
+
+    def __init__(self, jobs: Iterable[JobRecord], versions: Iterable[VersionRecord]) -> None:
+        self._jobs = {record.job: record for record in jobs}
+        by_job: dict[str, list[VersionRecord]] = {}
+        for record in versions:
+            by_job.setdefault(record.job, []).append(record)
+        self._chains = {name: VersionChain(name, by_job.get(name, ())) for name in self._jobs}
+        for job in self._jobs.values():
+            if job.ended:
+                self._chains[job.job].cut()
+
+    @property
+    def live(self) -> list[JobRecord]:
+        """Registered jobs that were not ended, by name."""
+        live = (record for record in self._jobs.values() if not record.ended)
+        return sorted(live, key=lambda record: record.job)
+
+    @property
+    def only(self) -> JobRecord | None:
+        """The job of peers that name none: there is exactly one."""
+        live = self.live
+        return live[0] if len(live) == 1 else None
+
+    def get(self, job: str) -> JobRecord | None:
+        """A registered job that was not ended."""
+        record = self._jobs.get(job)
+        return None if record is None or record.ended else record
+
+    def latest(self, job: str) -> int:
+        """The job's newest version, 0 before the first."""
+        chain = self._chains.get(job)
+        return 0 if chain is None else chain.latest
+
+    def check_job(self, record: JobRecord) -> None:
+        """Raise `ConfigError` or `RefusedError` for a job that cannot be registered."""
+        if not record.job:
+            raise ConfigError("a job needs a name; send RegisterJob.job")
+        known = self._jobs.get(record.job)
+        if known is not None and known.model != record.model and self.latest(record.job):
+            raise RefusedError(
+                f"job {record.job} has versions of model {known.model or 'without a name'}; give a"
+                f" run of {record.model or 'another model'} a job name of its own"
+            )
+        if known is None and len(self._jobs) >= MAX_KEPT:
+            raise RefusedError(f"{MAX_KEPT} jobs were registered in this store; start a new one")
+        if self.get(record.job) is None and len(self.live) >= MAX_REGISTERED:
+            raise RefusedError(
+                f"{MAX_REGISTERED} jobs are registered; end one: `rose jobs end JOB`"
+            )
+
+    def register(self, record: JobRecord) -> None:
+        """Take a job, or new bounds of it. Raises as `check_job` does."""
+        self.check_job(record)
+        self._jobs[record.job] = record
+        self._chains.setdefault(record.job, VersionChain(record.job))
+
+    def ending(self, job: str) -> tuple[JobRecord, list[VersionRecord]]:
+        """An ended job's record, and the versions to forget. `RefusedError` for an unknown job."""
+        record = self._expect(job)
+        return replace(record, ended=True), self._chains[job].records[:-1]
+
+    def end(self, job: str) -> None:
+        """It gets no capacity from now on. Raises as `ending` does."""
+        self._jobs[job], _ = self.ending(job)
+        self._chains[job].cut()
+
+    def check(self, record: VersionRecord) -> bool:
+        """Whether a version is news, as `VersionChain.check`; `RefusedError` for an unknown job."""
+        self._expect(record.job)
+        return self._chains[record.job].check(record)
+
+    def announce(self, record: VersionRecord) -> bool:
+        """Take a version that `check` passes; whether it was news."""
+        self._expect(record.job)
+        return self._chains[record.job].announce(record)
+
+    def commands(self) -> list[pb.NodeCommand]:
+        """The newer end of each chain, oldest first: what a node that attaches has to catch up."""
+        live = self.live
+        each = max(1, TOLD_VERSIONS // max(1, len(live)))
+        return [
+            version_command(record)
+            for job in live
+            for record in self._chains[job.job].records[-each:]
+        ]
+
+    def bound(self, job: str) -> StalenessBound:
+        """How far a replica of the job may be behind its newest version."""
+        record = self.get(job)
+        return StalenessBound(record.max_staleness if record else 0)
+
+    def _expect(self, job: str) -> JobRecord:
+        record = self.get(job)
+        if record is None:
+            raise RefusedError(f"job {job} is unknown; call RegisterJob first")
+        return record
+
+
+def version_command(record: VersionRecord) -> pb.NodeCommand:
+    """One version as nodes are told."""
+    return pb.NodeCommand(
+        version=pb.Version(
+            job=record.job, version=record.version, parent=record.parent, url=record.url
+        )
+    )
