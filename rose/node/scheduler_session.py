@@ -87,6 +87,7 @@ def _offer(replica: Replica) -> rose_pb2.Offer:
         healthy=replica.offered,
         ttl_s=OFFER_TTL_S,
         epoch=replica.lease_agent.core.status().epoch,
+        held=replica.lease_agent.held(),
     )
 
 

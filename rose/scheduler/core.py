@@ -7,6 +7,7 @@
     version       --> stored, then told to all nodes
     demand        --> kept for each gateway: what a policy goes by
     silence       --> the node relays no weights until it speaks again
+    new leader    --> leases that nodes hold of the one before go on, under their epochs
 
 What must survive this process is durable before anybody is told. `writes` says what that is for a
 request, which is carried out once it is written. Of leases it is their epochs: a `Reserve` action
@@ -86,6 +87,7 @@ class SchedulerCore:
             self._healths,
             self.demand,
             leasing_policy,
+            saved.holders,
         )
         self._chain = VersionRegistry(saved.job, saved.versions)
         self._table = pb.ReplicaTable()
@@ -206,6 +208,8 @@ class SchedulerCore:
         believed = tuple(each for each in event.offers if self._leasing.believes(each))
         taken = self._fleet.replace_offers(view, believed, now_s)
         heard = self._healths.hear(view.offers.values(), self._chain)
+        job = self._chain.job.job if self._chain.job else ""
+        adopted = self._leasing.adopt(event.stream, view.offers.values(), event.held, job, now_s)
         reasons = [
             *event.refused,
             *(f"{replica} is offered by another node already" for replica in taken),
@@ -219,7 +223,7 @@ class SchedulerCore:
         complaints: list[Action] = []
         for reason in reasons:
             complaints += self.complain("offer_refused", view.node, reason, now_s)
-        return lapsed + heard + complaints
+        return lapsed + heard + adopted + complaints
 
     def _attach(self, event: Attached, now_s: float) -> list[Action]:
         actions: list[Action] = []
@@ -302,6 +306,7 @@ class SchedulerCore:
             revision=self._table.revision,
             replicas=replica_rows(self._fleet, self._leasing, self._healths, now_s),
             latest_version=self._chain.latest,
+            settling=self._leasing.settling(now_s),
         )
         due = self._published_s is None or now_s >= self._published_s + TABLE_INTERVAL_S
         if table == self._table and not due:

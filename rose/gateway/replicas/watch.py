@@ -6,6 +6,7 @@ Demand goes back over the same connection: a new scheduler hears of it as soon a
                              │ ttl_s in which a newer one could have been read
                              └──► over: every replica counts as revoked
 
+A leader that is new says so until it has heard of all nodes: what its table lacks stays as it was.
 The last table serves for `ttl_s`, the time for which a lease would live. Usually all three are one
 moment. But a pause of this process says nothing about the scheduler, whose tables wait to be read
 after it: live turns are given up only when there was time for that.
@@ -168,7 +169,11 @@ class WatchedTable:
         if not self._connected:
             self._connected = True
             self._on_event("scheduler_connected", scheduler=self._target)
-        self._entries = tuple(_entry(row) for row in table.replicas if self._is_replica(row))
+        entries = [_entry(row) for row in table.replicas if self._is_replica(row)]
+        if table.settling:
+            named = {row.id for row in table.replicas}
+            entries += [each for each in self._entries if each.id not in named]
+        self._entries = tuple(entries)
         sink(self._entries)
 
     def _is_replica(self, row: rose_pb2.Replica) -> bool:
