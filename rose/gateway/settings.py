@@ -129,7 +129,9 @@ def parse_settings(argv: list[str]) -> GatewaySettings:
         action="store_true",
         help="serve an address of the network, though nobody is asked who he is",
     )
-    parser.add_argument("--scheduler", metavar="HOST:PORT", help="watch its replica table")
+    parser.add_argument(
+        "--scheduler", metavar="HOST:PORT", help="watch its replica table; several with commas"
+    )
     parser.add_argument(
         "--replica",
         action="append",

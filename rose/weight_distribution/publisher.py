@@ -18,8 +18,8 @@ import grpc.aio
 from rose.contract.weights import LONGEST_TTL_S
 from rose.errors import RefusedError, UnavailableError
 from rose.process.background_tasks import described
-from rose.rpc import rose_pb2, rose_pb2_grpc
-from rose.rpc.channel import make_channel
+from rose.rpc import rose_pb2
+from rose.rpc.leader_channel import LeaderChannel
 from rose.weight_distribution.credentials import OPEN, Credentials
 from rose.weight_distribution.level import AUTO, LevelChoice, level_for
 from rose.weight_distribution.version_server import ReadLeases, Signer, VersionServer
@@ -157,6 +157,10 @@ class Receipt:
     level: Level = Level.FAST
 
 
+def _details(error: grpc.aio.AioRpcError | UnavailableError) -> str:
+    return str(error.details() if isinstance(error, grpc.aio.AioRpcError) else error)
+
+
 class WeightPublisher:
     """Publishes the versions of one job: durable first, then announced.
 
@@ -180,7 +184,9 @@ class WeightPublisher:
         insecure: bool = False,
         level: LevelChoice = AUTO,
     ) -> None:
-        """`host`: an address that all nodes reach. `credentials`: what they must show.
+        """`scheduler`: HOST:PORT, several with commas. `host`: an address that all nodes reach.
+
+        `credentials`: what they must show.
 
         `insecure`: other machines may reach it without certificates. ConfigError without.
         `on_update`: what becomes of turns in flight when a replica takes a version.
@@ -203,8 +209,7 @@ class WeightPublisher:
         )
         bases = Publisher(store, job, "rose-trainer", key, on_update=on_update)
         self._retention = RetentionTask(store, bases, leases, _log.warning)
-        self._channel = make_channel(scheduler)
-        self._scheduler = rose_pb2_grpc.SchedulerStub(self._channel)
+        self._scheduler = LeaderChannel(scheduler, "the publisher's scheduler")
 
     @property
     def url(self) -> str:
@@ -217,12 +222,12 @@ class WeightPublisher:
         self._retention.start()
         request = rose_pb2.RegisterJobRequest(job=self._job, max_staleness=self._max_staleness)
         try:
-            await self._scheduler.RegisterJob(
-                request, timeout=ANNOUNCE_TIMEOUT_S, wait_for_ready=True
+            await self._scheduler.call(
+                lambda stub, left_s: stub.RegisterJob(request, timeout=left_s), ANNOUNCE_TIMEOUT_S
             )
-        except grpc.aio.AioRpcError as error:
+        except (grpc.aio.AioRpcError, UnavailableError) as error:
             raise UnavailableError(
-                f"the scheduler did not register job {self._job}: {error.details()}"
+                f"the scheduler did not register job {self._job}: {_details(error)}"
             ) from error
 
     async def publish(
@@ -249,12 +254,13 @@ class WeightPublisher:
             job=self._job, version=version, parent=parent, url=self._server.url
         )
         try:
-            await self._scheduler.AnnounceVersion(
-                request, timeout=ANNOUNCE_TIMEOUT_S, wait_for_ready=True
+            await self._scheduler.call(
+                lambda stub, left_s: stub.AnnounceVersion(request, timeout=left_s),
+                ANNOUNCE_TIMEOUT_S,
             )
-        except grpc.aio.AioRpcError as error:
+        except (grpc.aio.AioRpcError, UnavailableError) as error:
             raise UnavailableError(
-                f"version {version} is published but could not be announced: {error.details()}"
+                f"version {version} is published but could not be announced: {_details(error)}"
             ) from error
         elements = sum(tensor.bits.size for tensor in new.values())
         return Receipt(
@@ -274,7 +280,7 @@ class WeightPublisher:
         """Stop serving; published files stay."""
         await self._retention.close()
         await self._server.close()
-        await self._channel.close(None)
+        await self._scheduler.close()
 
     async def __aenter__(self) -> Self:
         await self.start()
