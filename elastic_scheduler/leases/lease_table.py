@@ -8,7 +8,8 @@ An offer is one replica's capacity, and it goes stale soon unless the node repea
 
 A replica has one lease at a time. Every grant has a greater epoch than all before it, across
 restarts: an epoch is `proposed`, persisted, `reserve`d, and only then granted under. After a
-restart the next table is given the persisted epochs.
+restart the next table is given the persisted epochs, and may `adopt` a lease of the newest epoch,
+which lives on at its node.
 Messages that carry another epoch than the live lease's are refused, so a late release or revocation
 can never end a younger lease.
 """
@@ -223,6 +224,20 @@ class LeaseTable:
             raise StaleEpoch(f"{replica} has no persisted epoch above {seen_epoch}; reserve one")
         epoch = self._epochs[replica] = self._reserved.pop(replica)
         lease = Lease(job, replica, epoch, now_s + self.ttl_s)
+        self._leases[replica] = lease
+        return lease
+
+    def adopt(self, job: str, replica: str, epoch: int, left_s: float, now_s: float) -> Lease:
+        """Take over a lease that was granted under the newest persisted epoch, before a restart.
+
+        Raises LeaseHeld while another lease of the replica lives, StaleEpoch for another epoch.
+        """
+        held = self.live(replica, now_s)
+        if held is not None:
+            raise LeaseHeld(f"{replica} is leased to {held.job} as {held.id}; release it first")
+        if epoch != self._newest(replica):
+            raise StaleEpoch(_refusal(replica, epoch, None))
+        lease = Lease(job, replica, epoch, now_s + min(left_s, self.ttl_s))
         self._leases[replica] = lease
         return lease
 

@@ -6,12 +6,13 @@ turns were placed, and why. Failures of calls to the scheduler become errors tha
 
 import argparse
 import http.client
+import queue
 import sys
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -26,6 +27,7 @@ from rose.contract.gateway import EXPLAIN, Choosing, Explanation
 from rose.errors import BAD_BYTES, ConfigError, RefusedError, RoseError, UnavailableError
 from rose.rpc import rose_pb2 as pb
 from rose.rpc.channel import make_blocking_channel
+from rose.rpc.leader_channel import CONNECT_S, LeaderFinder, hint_of
 from rose.rpc.rose_pb2_grpc import SchedulerStub
 from rose.security.certificates import (
     CertificateFiles,
@@ -175,9 +177,7 @@ class SchedulerClient:
         timeout_s: float = CALL_TIMEOUT_S,
         certificates: CertificateFiles | None = None,
     ) -> None:
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-            raise ConfigError(f"{address!r} is no address; give --scheduler HOST:PORT")
+        self._finder = LeaderFinder(address)
         self._address = address
         self._timeout_s = timeout_s
         self._certificates = certificates
@@ -197,16 +197,26 @@ class SchedulerClient:
         return self._call(lambda stub: stub.Revoke(request, timeout=self._timeout_s)).epoch
 
     def _call(self, ask: Callable[[SchedulerStub], Reply]) -> Reply:
-        channel = make_blocking_channel(self._address, self._certificates)
-        with self._explained(), channel:
-            return ask(SchedulerStub(channel))
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        try:
-            yield
-        except grpc.RpcError as error:
-            raise self._meaning(error.code(), error.details()) from error
+        """The leader's answer. A call is made again only if it was surely not carried out."""
+        until_s = time.monotonic() + self._timeout_s
+        while True:
+            found, hint = False, ""
+            with make_blocking_channel(self._finder.address, self._certificates) as channel:
+                # Of one that is alone the failed call itself says why it cannot be reached.
+                if _connects(channel) or len(self._finder.addresses) == 1:
+                    try:
+                        return ask(SchedulerStub(channel))
+                    except grpc.RpcError as error:
+                        named = hint_of(error)
+                        if named is None:
+                            raise self._meaning(error.code(), error.details()) from error
+                        found, hint = True, named
+            self._finder.missed(hint)
+            pause_s = self._finder.pause_s
+            alone = len(self._finder.addresses) == 1 and not found
+            if alone or time.monotonic() + pause_s >= until_s:
+                raise self._meaning(grpc.StatusCode.UNAVAILABLE, None)
+            time.sleep(pause_s)
 
     def _meaning(self, code: grpc.StatusCode, details: str | None) -> RoseError:
         if code in _SAID_NO:
@@ -215,8 +225,8 @@ class SchedulerClient:
             return ConfigError(details)
         if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
             return UnavailableError(
-                f"no scheduler answers at {self._address}; start `rose scheduler` or give"
-                f" --scheduler HOST:PORT{self._hint(details or '')}"
+                f"no scheduler answers at {self._address} as the leader; start `rose scheduler`"
+                f" or give --scheduler HOST:PORT{self._hint(details or '')}"
             )
         return UnavailableError(
             f"{self._address} answers, but not as a scheduler ({code.name}); check --scheduler"
@@ -232,6 +242,24 @@ class SchedulerClient:
             "; it may have refused the certificate, or be none of this cluster's: see `rose certs"
             " show`"
         )
+
+
+def _connects(channel: grpc.Channel) -> bool:
+    """Whether somebody is there, within a moment."""
+    states: queue.SimpleQueue[grpc.ChannelConnectivity] = queue.SimpleQueue()
+    channel.subscribe(states.put, try_to_connect=True)
+    until_s = time.monotonic() + CONNECT_S
+    try:
+        while True:
+            state = states.get(timeout=max(0.0, until_s - time.monotonic()))
+            if state is grpc.ChannelConnectivity.READY:
+                return True
+            if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+                return False
+    except queue.Empty:
+        return False
+    finally:
+        channel.unsubscribe(states.put)
 
 
 DEFAULT_GATEWAY = "http://127.0.0.1:8000"
@@ -351,7 +379,7 @@ def _add_scheduler(parser: argparse.ArgumentParser) -> None:
         "--scheduler",
         default=DEFAULT_SCHEDULER,
         metavar="HOST:PORT",
-        help=f"default {DEFAULT_SCHEDULER}",
+        help=f"several with commas find the one that leads (default {DEFAULT_SCHEDULER})",
     )
     add_certificate_options(parser)
 

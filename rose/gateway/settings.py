@@ -151,7 +151,9 @@ def parse_settings(argv: list[str]) -> GatewaySettings:
         help="public keys of `rose token key`: callers bear tokens, or show certificates",
     )
     parser.add_argument("--token-audience", default=AUDIENCE, metavar="NAME", help="rose")
-    parser.add_argument("--scheduler", metavar="HOST:PORT", help="watch its replica table")
+    parser.add_argument(
+        "--scheduler", metavar="HOST:PORT", help="watch its replica table; several with commas"
+    )
     parser.add_argument(
         "--replica",
         action="append",

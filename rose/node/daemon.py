@@ -206,8 +206,9 @@ class NodeDaemon:
         match command.WhichOneof("command"):
             case "lease":
                 if replica := self._replicas.get(command.lease.replica):
-                    ttl_s = self._caps.lease_ttl_s(command.lease.ttl_s)
-                    replica.lease_agent.grant(command.lease.epoch, ttl_s)
+                    lease = command.lease
+                    ttl_s = self._caps.lease_ttl_s(lease.ttl_s)
+                    replica.lease_agent.grant(lease.epoch, ttl_s, lease.job)
             case "release":
                 if replica := self._replicas.get(command.release.replica):
                     replica.lease_agent.release(command.release.epoch, command.release.reason)

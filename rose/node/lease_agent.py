@@ -102,6 +102,7 @@ class LeaseAgent:
         on_broken: Callable[[str], None],
     ) -> None:
         self.core = LeaseStateMachine()
+        self._job = ""
         self._replica = replica
         self._client = client
         self._events = events
@@ -116,8 +117,17 @@ class LeaseAgent:
         status = self.core.status()
         return status.epoch if status.active(time.monotonic()) else None
 
-    def grant(self, epoch: int, ttl_s: float) -> None:
+    def held(self) -> rose_pb2.HeldLease | None:
+        """The lease that holds now, as a scheduler is told that knows nothing of it."""
+        status, now_s = self.core.status(), time.monotonic()
+        if not status.active(now_s):
+            return None
+        left_s = status.until_s - now_s
+        return rose_pb2.HeldLease(job=self._job, epoch=status.epoch, left_s=left_s)
+
+    def grant(self, epoch: int, ttl_s: float, job: str) -> None:
         """Take a lease or its renewal."""
+        self._job = job
         self._happened(Granted(epoch, ttl_s))
 
     def release(self, epoch: int, reason: str) -> None:

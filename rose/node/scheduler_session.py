@@ -1,4 +1,4 @@
-"""Session with the scheduler: reports go up, commands come down, reconnected for ever.
+"""Session with the scheduler that leads: reports go up, commands come down, reconnected for ever.
 
 A report is the node's offers and telemetry at that moment. A broken stream changes nothing here:
 leases run out by themselves and the guests freeze.
@@ -14,6 +14,7 @@ import grpc
 import grpc.aio
 
 from executor import GuestState
+from rose.errors import UnavailableError
 from rose.logs.eventlog import EventLog
 from rose.node.config import NodeConfig
 from rose.node.grants.caps import Contact
@@ -24,7 +25,7 @@ from rose.node.memory_gauges import Held
 from rose.node.metrics import ReplicaFigures
 from rose.node.replica import Replica
 from rose.rpc import rose_pb2, rose_pb2_grpc
-from rose.rpc.channel import make_channel
+from rose.rpc.leader_channel import LeaderChannel
 from rose.security.certificates import CertificateFiles
 
 OFFER_TTL_S = 3.0
@@ -89,6 +90,7 @@ def _offer(replica: Replica) -> rose_pb2.Offer:
         healthy=replica.offered,
         ttl_s=OFFER_TTL_S,
         epoch=replica.lease_agent.core.status().epoch,
+        held=replica.lease_agent.held(),
     )
 
 
@@ -135,15 +137,14 @@ def _guest(replica: Replica, guard: GuardThread | None) -> rose_pb2.GuestTelemet
 
 
 PROTOCOL = 1
-FIRST_BACKOFF_S = 0.2
-MAX_BACKOFF_S = 5.0
 REPORT_INTERVAL_S = 0.5
 MAX_PENDING_REPORTS = 1_024
 
 
 class SchedulerSession:
-    """Keeps an Attach stream open. `reports` gives what to say now; `obey` takes a command.
+    """Keeps an Attach stream to the leader open; `reports` gives what to say, `obey` takes orders.
 
+    scheduler: HOST:PORT, several with commas; raises `ConfigError` for what is none.
     cluster, relay_url: which nodes it shares weights with, and where they find it. labels: what
     capacity policies select it by. contact: told when a scheduler is heard, and when it is lost.
     `obey` must not wait for an engine: renewals of other leases stand behind it.
@@ -162,7 +163,6 @@ class SchedulerSession:
         labels: Mapping[str, str] | None = None,
         contact: Contact | None = None,
     ) -> None:
-        self._certificates = certificates
         self._hello = rose_pb2.Hello(
             protocol=PROTOCOL,
             cluster=cluster,
@@ -171,7 +171,8 @@ class SchedulerSession:
             takes_caps=True,
         )
         self._contact = contact or Contact()
-        self._scheduler = scheduler
+        self._leader = LeaderChannel(scheduler, "the node's scheduler", certificates)
+        self._lost = ""
         self._node = node
         self._reports = reports
         self._obey = obey
@@ -190,23 +191,33 @@ class SchedulerSession:
         self._changed.set()
 
     async def run(self) -> None:
-        backoff_s = FIRST_BACKOFF_S
-        while True:
-            # Leases of a lost stream are over for the scheduler: what was left to say is moot.
-            self._pending.clear()
-            # A channel for each stream: it shows the certificate of the moment it was made.
-            async with make_channel(self._scheduler, self._certificates) as channel:
-                stub = rose_pb2_grpc.SchedulerStub(channel)
+        async with self._leader as leader:
+            while True:
+                # Leases of a lost stream are over for the scheduler: what was left to say is moot.
+                self._pending.clear()
+                ended: Exception | None = None
                 try:
+                    stub = rose_pb2_grpc.SchedulerStub(await leader.connected())
                     async for command in stub.Attach(self._outgoing()):
-                        backoff_s = FIRST_BACKOFF_S
+                        leader.answered()
+                        self._lost = ""
                         self._contact.heard()
                         self._take(command)
                 except grpc.aio.AioRpcError as error:
-                    self._events.write("scheduler_lost", message=str(error.details()))
-            self._contact.lost()
-            await asyncio.sleep(backoff_s)
-            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+                    ended = error
+                    self._miss(str(error.details()))
+                except UnavailableError as error:
+                    ended = error
+                    self._miss(str(error))
+                self._contact.lost()
+                leader.missed(ended)
+                await asyncio.sleep(leader.pause_s)
+
+    def _miss(self, why: str) -> None:
+        """Record why nobody leads here, once for as long as it is the same."""
+        if why != self._lost:
+            self._lost = why
+            self._events.write("scheduler_lost", message=why)
 
     def _take(self, command: rose_pb2.NodeCommand) -> None:
         """Obey one command. One that cannot be obeyed is left out: the next ones still count."""

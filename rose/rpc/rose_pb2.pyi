@@ -236,6 +236,7 @@ class Offer(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     MODELS_FIELD_NUMBER: _builtins.int
     NEAR_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
     replica: _builtins.str
     kind: Global___ReplicaKind.ValueType
     url: _builtins.str
@@ -261,6 +262,10 @@ class Offer(_message.Message):
     def near(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """of those, what an update of the running engine leads to; all others need a restart"""
 
+    @_builtins.property
+    def held(self) -> Global___HeldLease:
+        """absent: turns run under no lease"""
+
     def __init__(
         self,
         *,
@@ -279,14 +284,41 @@ class Offer(_message.Message):
         model: _builtins.str = ...,
         models: _abc.Iterable[_builtins.str] | None = ...,
         near: _abc.Iterable[_builtins.str] | None = ...,
+        held: Global___HeldLease | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["held", b"held"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_tok_s", b"decode_tok_s", "epoch", b"epoch", "healthy", b"healthy", "job", b"job", "kind", b"kind", "kv_tokens", b"kv_tokens", "max_sequences", b"max_sequences", "model", b"model", "models", b"models", "near", b"near", "policy_version", b"policy_version", "prefill_tok_s", b"prefill_tok_s", "replica", b"replica", "ttl_s", b"ttl_s", "url", b"url"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_tok_s", b"decode_tok_s", "epoch", b"epoch", "healthy", b"healthy", "held", b"held", "job", b"job", "kind", b"kind", "kv_tokens", b"kv_tokens", "max_sequences", b"max_sequences", "model", b"model", "models", b"models", "near", b"near", "policy_version", b"policy_version", "prefill_tok_s", b"prefill_tok_s", "replica", b"replica", "ttl_s", b"ttl_s", "url", b"url"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Offer: _TypeAlias = Offer  # noqa: Y015
+
+@_typing.final
+class HeldLease(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    LEFT_S_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    epoch: _builtins.int
+    left_s: _builtins.float
+    """unless it is renewed"""
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        left_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "job", b"job", "left_s", b"left_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HeldLease: _TypeAlias = HeldLease  # noqa: Y015
 
 @_typing.final
 class Telemetry(_message.Message):
@@ -821,10 +853,13 @@ class ReplicaTable(_message.Message):
     REPLICAS_FIELD_NUMBER: _builtins.int
     LATEST_VERSION_FIELD_NUMBER: _builtins.int
     JOBS_FIELD_NUMBER: _builtins.int
+    SETTLING_FIELD_NUMBER: _builtins.int
     revision: _builtins.int
     """grows with each table of one scheduler process"""
     latest_version: _builtins.int
     """the newest announced policy version of the only job"""
+    settling: _builtins.bool
+    """a new leader has not heard of all nodes yet: replicas that are missing here are as they were"""
     @_builtins.property
     def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___Replica]: ...
     @_builtins.property
@@ -838,10 +873,11 @@ class ReplicaTable(_message.Message):
         replicas: _abc.Iterable[Global___Replica] | None = ...,
         latest_version: _builtins.int = ...,
         jobs: _abc.Iterable[Global___JobRow] | None = ...,
+        settling: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["jobs", b"jobs", "latest_version", b"latest_version", "replicas", b"replicas", "revision", b"revision"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["jobs", b"jobs", "latest_version", b"latest_version", "replicas", b"replicas", "revision", b"revision", "settling", b"settling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

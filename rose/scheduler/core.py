@@ -9,6 +9,7 @@
     demand        --> kept for each gateway: what a policy goes by
     silence       --> the node relays no weights until it speaks again
     policy, stop  --> each node that it changes is told its mode and caps
+    new leader    --> leases that nodes hold of the one before go on, under their epochs
 
 What must survive this process is durable before anybody is told. `writes` says what that is for a
 request, which is carried out once it is written. Of leases it is their epochs: a `Reserve` action
@@ -229,6 +230,8 @@ class SchedulerCore:
         told = tuple(self._attributed(each) for each in believed if each not in jobless)
         taken = self._fleet.replace_offers(view, told, now_s)
         heard = self._judge(view.offers.values())
+        live = {each.job for each in self._jobs.live}
+        adopted = self._leasing.adopt(event.stream, view.offers.values(), event.held, live, now_s)
         reasons = [
             *event.refused,
             *(f"{replica} is offered by another node already" for replica in taken),
@@ -247,7 +250,7 @@ class SchedulerCore:
         complaints: list[Action] = []
         for reason in reasons:
             complaints += self.complain("offer_refused", view.node, reason, now_s)
-        return lapsed + heard + complaints
+        return lapsed + heard + adopted + complaints
 
     def _attach(self, event: Attached, now_s: float) -> list[Action]:
         actions: list[Action] = []
@@ -358,6 +361,7 @@ class SchedulerCore:
                 pb.JobRow(job=each.job, latest_version=self._jobs.latest(each.job))
                 for each in self._jobs.live
             ],
+            settling=self._leasing.settling(now_s),
         )
         due = self._published_s is None or now_s >= self._published_s + TABLE_INTERVAL_S
         if table == self._table and not due:

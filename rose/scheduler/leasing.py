@@ -5,7 +5,8 @@ Gateways get the table on every change, operators a snapshot on request.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -34,7 +35,7 @@ from rose.scheduler.capacity import Capacity
 from rose.scheduler.demand import DemandBook, JobFigures, Switched
 from rose.scheduler.fleet import Fleet, HealthBook
 from rose.scheduler.job_registry import JobRegistry
-from rose.scheduler.messages import Action, Command, EpochReserved, LogRecord, Reserve
+from rose.scheduler.messages import Action, Command, EpochReserved, Held, LogRecord, Reserve
 from rose.scheduler.persistence import JobRecord, save_epoch
 from rose.scheduler.wire import KIND_TO, MODE_TO, lease_command, release_command
 
@@ -46,6 +47,9 @@ MAX_SWITCH_S = 600.0
 # A gateway may have measured from a little before the grant, by its clock.
 SWITCH_SLACK_S = 5.0
 MAX_PROMISES = 4_096
+# After a new leader began, leases of the one before live for less than that without it: it was sure
+# of its own lead until 0.2 s before, and a node's lease lives for 5 s.
+SETTLE_S = 5.0
 # What broke is tried again after this: it must neither end its neighbours' leases nor fill a disk.
 BROKEN_PAUSE_S = 30.0
 
@@ -86,6 +90,7 @@ class Leasing:
         demand: DemandBook,
         policy: Policy | None = None,
     ) -> None:
+        """`epoch_jobs`: jobs of the newest epochs, granted by a leader before this one."""
         self._times = times
         self._allowed = allowed
         self._healths = healths
@@ -105,6 +110,9 @@ class Leasing:
         self._not_before_s: dict[str, float] = {}
         self._promises: dict[str, _Promise] = {}
         self._policy_rests_until_s = 0.0
+        # Replicas of which nothing was heard since this leader began; their leases may live.
+        self._unheard = dict(epoch_jobs)
+        self._settles_s: float | None = None
 
     def believes(self, offer: Offer) -> bool:
         """Whether the node can have seen the epoch that it says."""
@@ -113,6 +121,43 @@ class Leasing:
     def reserved(self, replica: str, epoch: int) -> None:
         """The epoch is durable: `regulate` grants what was promised under it."""
         self._book.reserve(replica, epoch)
+
+    def settling(self, now_s: float) -> bool:
+        """Whether leases of the leader before may live of which nobody has said anything yet."""
+        if self._settles_s is None:
+            self._settles_s = now_s + SETTLE_S
+        return bool(self._unheard) and now_s < self._settles_s
+
+    def adopt(
+        self,
+        stream: int,
+        offers: Iterable[Offer],
+        held: Iterable[Held],
+        live: Collection[str],
+        now_s: float,
+    ) -> list[Action]:
+        """Take over what nodes hold of the leader before, when they are first heard of.
+
+        `live`: the jobs that there are.
+
+        Only then: what this leader knows to be over stays so. What is not taken over ends.
+        """
+        actions: list[Action] = []
+        holds = {each.replica: each for each in held}
+        for offer in offers:
+            holder, each = self._unheard.pop(offer.replica, None), holds.get(offer.replica)
+            if holder is None or each is None or self._book.live(offer.replica, now_s):
+                continue
+            lease = Lease(each.job, each.replica, each.epoch, now_s + each.left_s)
+            if each.left_s > 0 and each.job == holder and holder in live:
+                with suppress(LeaseError):
+                    lease = self._book.adopt(holder, each.replica, each.epoch, each.left_s, now_s)
+                    self._stream_of[each.replica] = stream
+                    self._healths.leased(each.replica, each.epoch)
+                    actions.append(LogRecord("lease_adopted", _fields(lease)))
+                    continue
+            actions.append(Command(stream, release_command(lease, "a lease that nobody granted")))
+        return actions
 
     def leases(self) -> tuple[Lease, ...]:
         """All leases that were not ended."""

@@ -87,12 +87,23 @@ class Detached:
 
 
 @dataclass(frozen=True, slots=True)
+class Held:
+    """A lease that lives at a node for `left_s` more."""
+
+    replica: str
+    job: str
+    epoch: int
+    left_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Offered:
     """Offers of a node, all of them; earlier offers of it are void."""
 
     stream: int
     offers: tuple[Offer, ...]
     refused: tuple[str, ...] = ()  # why malformed offers were dropped
+    held: tuple[Held, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

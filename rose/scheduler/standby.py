@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 from typing_extensions import override
 
-from rose.rpc.leader import LEADER_METADATA
+from rose.rpc.leader_channel import LEADER_METADATA
 from rose.rpc.rose_pb2_grpc import SchedulerServicer, add_SchedulerServicer_to_server
 from rose.scheduler.service import SchedulerService
 

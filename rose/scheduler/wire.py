@@ -30,6 +30,7 @@ from rose.scheduler.messages import (
     Demanded,
     Event,
     HarvestSet,
+    Held,
     JobEnded,
     JobRegistered,
     Offered,
@@ -121,13 +122,22 @@ def _models(names: Iterable[str], replica: str) -> tuple[str, ...]:
 
 def _offered(report: pb.NodeReport, stream: int) -> Offered:
     check_number(report.offers.offers, MAX_REPLICAS, f"offers of node {report.node}")
-    offers, refused = [], []
+    offers, refused, held = [], [], []
     for message in report.offers.offers:
         try:
             offers.append(offer_of(message, report.node))
+            if message.HasField("held"):
+                held.append(_held(message))
         except (ValueError, ConfigError) as error:
             refused.append(cut_text(str(error)))
-    return Offered(stream, tuple(offers), tuple(refused))
+    return Offered(stream, tuple(offers), tuple(refused), tuple(held))
+
+
+def _held(message: pb.Offer) -> Held:
+    held = message.held
+    job = checked_name(held.job, f"the job of the lease that {message.replica} holds")
+    left_s = checked_figure(held.left_s, f"left_s of {message.replica}")
+    return Held(message.replica, job, held.epoch, left_s)
 
 
 def offer_of(message: pb.Offer, node: str) -> Offer:

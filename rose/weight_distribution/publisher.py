@@ -18,9 +18,9 @@ import grpc.aio
 from rose.contract.weights import LONGEST_TTL_S
 from rose.errors import RefusedError, UnavailableError
 from rose.process.background_tasks import described
-from rose.rpc import rose_pb2, rose_pb2_grpc
-from rose.rpc.channel import make_channel
-from rose.security.certificates import CertificateFiles, Material
+from rose.rpc import rose_pb2
+from rose.rpc.leader_channel import LeaderChannel
+from rose.security.certificates import CertificateFiles
 from rose.security.roles import Role
 from rose.weight_distribution.credentials import OPEN, Credentials
 from rose.weight_distribution.level import AUTO, LevelChoice, level_for
@@ -159,31 +159,15 @@ class Receipt:
     level: Level = Level.FAST
 
 
-class SchedulerLink:
-    """A trainer's channel to the scheduler, made anew when its certificate's files have changed."""
+def trainers_channel(scheduler: str, certificates: CertificateFiles | None) -> LeaderChannel:
+    """Make a trainer's way to the scheduler. ConfigError for a certificate of another role."""
+    if certificates is not None:
+        certificates.insist(Role.TRAINER)
+    return LeaderChannel(scheduler, "the publisher's scheduler", certificates)
 
-    def __init__(self, scheduler: str, certificates: CertificateFiles | None) -> None:
-        """Raises ConfigError for a certificate that is no trainer's."""
-        if certificates is not None:
-            certificates.insist(Role.TRAINER)
-        self._scheduler = scheduler
-        self._certificates = certificates
-        self._shown: Material | None = None
-        self._channel: grpc.aio.Channel | None = None
 
-    async def stub(self) -> "rose_pb2_grpc.SchedulerAsyncStub":
-        """For the next call."""
-        now = self._certificates.material() if self._certificates else None
-        if self._channel is None or now is not self._shown:
-            await self.close()
-            self._channel, self._shown = make_channel(self._scheduler, self._certificates), now
-        return rose_pb2_grpc.SchedulerStub(self._channel)
-
-    async def close(self) -> None:
-        """End the channel; the next call makes another one."""
-        channel, self._channel = self._channel, None
-        if channel is not None:
-            await channel.close(None)
+def _details(error: grpc.aio.AioRpcError | UnavailableError) -> str:
+    return str(error.details() if isinstance(error, grpc.aio.AioRpcError) else error)
 
 
 class WeightPublisher:
@@ -210,7 +194,9 @@ class WeightPublisher:
         level: LevelChoice = AUTO,
         certificates: CertificateFiles | None = None,
     ) -> None:
-        """`host`: an address that all nodes reach. `credentials`: what they must show.
+        """`scheduler`: HOST:PORT, several with commas. `host`: an address that all nodes reach.
+
+        `credentials`: what they must show.
 
         `certificates`: the trainer's own, of its job; used towards the scheduler, and towards nodes
         where `credentials` name none.
@@ -236,9 +222,9 @@ class WeightPublisher:
             signer=Signer(job, key),
             insecure=insecure,
         )
-        self._link = SchedulerLink(scheduler, certificates)
         bases = Publisher(store, job, "rose-trainer", key, on_update=on_update)
         self._retention = RetentionTask(store, bases, leases, _log.warning)
+        self._scheduler = trainers_channel(scheduler, certificates)
 
     @property
     def url(self) -> str:
@@ -251,11 +237,12 @@ class WeightPublisher:
         self._retention.start()
         request = rose_pb2.RegisterJobRequest(job=self._job, max_staleness=self._max_staleness)
         try:
-            stub = await self._link.stub()
-            await stub.RegisterJob(request, timeout=ANNOUNCE_TIMEOUT_S, wait_for_ready=True)
-        except grpc.aio.AioRpcError as error:
+            await self._scheduler.call(
+                lambda stub, left_s: stub.RegisterJob(request, timeout=left_s), ANNOUNCE_TIMEOUT_S
+            )
+        except (grpc.aio.AioRpcError, UnavailableError) as error:
             raise UnavailableError(
-                f"the scheduler did not register job {self._job}: {error.details()}"
+                f"the scheduler did not register job {self._job}: {_details(error)}"
             ) from error
 
     async def publish(
@@ -282,11 +269,13 @@ class WeightPublisher:
             job=self._job, version=version, parent=parent, url=self._server.url
         )
         try:
-            stub = await self._link.stub()
-            await stub.AnnounceVersion(request, timeout=ANNOUNCE_TIMEOUT_S, wait_for_ready=True)
-        except grpc.aio.AioRpcError as error:
+            await self._scheduler.call(
+                lambda stub, left_s: stub.AnnounceVersion(request, timeout=left_s),
+                ANNOUNCE_TIMEOUT_S,
+            )
+        except (grpc.aio.AioRpcError, UnavailableError) as error:
             raise UnavailableError(
-                f"version {version} is published but could not be announced: {error.details()}"
+                f"version {version} is published but could not be announced: {_details(error)}"
             ) from error
         elements = sum(tensor.bits.size for tensor in new.values())
         return Receipt(
@@ -306,7 +295,7 @@ class WeightPublisher:
         """Stop serving; published files stay."""
         await self._retention.close()
         await self._server.close()
-        await self._link.close()
+        await self._scheduler.close()
 
     async def __aenter__(self) -> Self:
         await self.start()

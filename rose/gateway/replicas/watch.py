@@ -6,6 +6,7 @@ Demand goes back over the same connection: a new scheduler hears of it as soon a
                              │ ttl_s in which a newer one could have been read
                              └──► over: every replica counts as revoked
 
+A leader that is new says so until it has heard of all nodes: what its table lacks stays as it was.
 The last table serves for `ttl_s`, the time for which a lease would live. Usually all three are one
 moment. But a pause of this process says nothing about the scheduler, whose tables wait to be read
 after it: live turns are given up only when there was time for that.
@@ -22,17 +23,15 @@ import grpc
 
 from elastic_scheduler import ReplicaKind
 from rose.addresses import checked_url
-from rose.errors import ConfigError
+from rose.errors import ConfigError, UnavailableError
 from rose.gateway.demand import DemandReporter
 from rose.gateway.replicas.dispatcher import EventSink
 from rose.gateway.replicas.table import ReplicaEntry, TableSink
 from rose.rpc import rose_pb2, rose_pb2_grpc
-from rose.rpc.channel import make_channel
+from rose.rpc.leader_channel import LeaderChannel
 from rose.security.certificates import CertificateFiles
 
 T = TypeVar("T")
-BACKOFF_FIRST_S = 0.1
-BACKOFF_MAX_S = 2.0
 ROWS_NOTED = 256
 KINDS = {
     rose_pb2.REPLICA_KIND_GUEST: ReplicaKind.GUEST,
@@ -76,7 +75,10 @@ class Silence:
 
 
 class WatchedTable:
-    """Follows `WatchReplicas` of one scheduler, reconnecting with backoff."""
+    """Follows `WatchReplicas` of the scheduler that leads, reconnecting with pauses.
+
+    target: HOST:PORT, several with commas; raises `ConfigError` for what is none.
+    """
 
     def __init__(
         self,
@@ -88,8 +90,7 @@ class WatchedTable:
         reporter: DemandReporter | None = None,
         certificates: CertificateFiles | None = None,
     ) -> None:
-        self._target = target
-        self._certificates = certificates
+        self._leader = LeaderChannel(target, certificates=certificates)
         self._reporter = reporter
         self._name = name
         self._ttl_s = ttl_s
@@ -102,38 +103,41 @@ class WatchedTable:
 
     async def run(self, sink: TableSink) -> None:
         """Hand every table to `sink`, an empty one once the last is too old; until cancelled."""
-        backoff_s = BACKOFF_FIRST_S
         try:
             # One that dies ends the other: nobody watches a table that nobody lets expire.
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._expire(sink))
                 while True:
-                    if await self._follow(sink):
-                        backoff_s = BACKOFF_FIRST_S
-                    await asyncio.sleep(backoff_s)
-                    backoff_s = min(2 * backoff_s, BACKOFF_MAX_S)
+                    self._leader.missed(await self._follow(sink))
+                    await asyncio.sleep(self._leader.pause_s)
         except Exception:
             # Whatever broke: until this runs again no lease is known to hold.
             sink(())
             raise
+        finally:
+            await self._leader.close()
 
-    async def _follow(self, sink: TableSink) -> bool:
-        """Read one stream to its end; whether it brought a table."""
-        brought = False
-        async with make_channel(self._target, self._certificates) as channel:
-            stub = rose_pb2_grpc.SchedulerStub(channel)
-            call = stub.WatchReplicas(rose_pb2.WatchReplicasRequest(gateway=self._name))
-            async with self._reporting(stub):
-                try:
-                    while True:
-                        table = await self._within_ttl(call.read())
-                        if not isinstance(table, rose_pb2.ReplicaTable):
-                            break
-                        brought = True
-                        self._note(sink, table)
-                except (grpc.aio.AioRpcError, TimeoutError) as error:
-                    self._lost(str(getattr(error, "details", lambda: "silent")()))
-        return brought
+    async def _follow(self, sink: TableSink) -> Exception | None:
+        """Read one stream to its end; returns what ended it."""
+        try:
+            stub = rose_pb2_grpc.SchedulerStub(await self._leader.connected())
+        except UnavailableError as error:
+            self._lost(str(error))
+            return error
+        call = stub.WatchReplicas(rose_pb2.WatchReplicasRequest(gateway=self._name))
+        async with self._reporting(stub):
+            try:
+                while True:
+                    table = await self._within_ttl(call.read())
+                    if not isinstance(table, rose_pb2.ReplicaTable):
+                        return None
+                    self._leader.answered()
+                    self._note(sink, table)
+            except (grpc.aio.AioRpcError, TimeoutError) as error:
+                self._lost(str(getattr(error, "details", lambda: "silent")()))
+                return error
+            finally:
+                call.cancel()
 
     async def _within_ttl(self, read: Awaitable[T]) -> T:
         """What was read. Raises TimeoutError where nothing comes.
@@ -171,8 +175,12 @@ class WatchedTable:
         self._silence.heard()
         if not self._connected:
             self._connected = True
-            self._on_event("scheduler_connected", scheduler=self._target)
-        self._entries = tuple(_entry(row) for row in table.replicas if self._is_replica(row))
+            self._on_event("scheduler_connected", scheduler=self._leader.address)
+        entries = [_entry(row) for row in table.replicas if self._is_replica(row)]
+        if table.settling:
+            named = {row.id for row in table.replicas}
+            entries += [each for each in self._entries if each.id not in named]
+        self._entries = tuple(entries)
         sink(self._entries)
 
     def _is_replica(self, row: rose_pb2.Replica) -> bool:
@@ -189,7 +197,7 @@ class WatchedTable:
     def _lost(self, why: str) -> None:
         if self._connected:
             self._connected = False
-            self._on_event("scheduler_lost", scheduler=self._target, reason=why)
+            self._on_event("scheduler_lost", scheduler=self._leader.address, reason=why)
 
     async def _expire(self, sink: TableSink) -> None:
         silence, held, over = self._silence, False, False

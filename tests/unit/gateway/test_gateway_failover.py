@@ -14,6 +14,7 @@ from rose.gateway import ReplicaEntry
 from rose.gateway.replicas import watch
 from rose.gateway.replicas.watch import WatchedTable
 from rose.rpc import rose_pb2
+from rose.rpc.leader_channel import LeaderChannel
 from tests.fakes.replica import StandInReplica
 
 TURNS, TOKENS = 30, 20
@@ -109,6 +110,9 @@ async def test_a_pushed_table_takes_effect_within_50_ms(monkeypatch: pytest.Monk
         async def read(self) -> Any:
             return await pushed.get()
 
+        def cancel(self) -> None:
+            """Nobody reads any more."""
+
     class Stub:
         def __init__(self, channel: Any) -> None:
             del channel
@@ -117,7 +121,11 @@ async def test_a_pushed_table_takes_effect_within_50_ms(monkeypatch: pytest.Monk
             del request
             return Call()
 
+    async def connected(self: LeaderChannel) -> None:
+        del self
+
     monkeypatch.setattr(watch.rose_pb2_grpc, "SchedulerStub", Stub)
+    monkeypatch.setattr(LeaderChannel, "connected", connected)
     taken: list[tuple[int, bool]] = []
 
     def sink(rows: tuple[ReplicaEntry, ...]) -> None:

@@ -20,7 +20,7 @@ from rose.rpc import rose_pb2 as pb
 from rose.scheduler.main import SchedulerSettings, serve, settings_of
 from rose.security import CertificateFiles, Role
 from rose.security.certificates import add_certificate_options, taken_certificates
-from rose.weight_distribution.publisher import SchedulerLink
+from rose.weight_distribution.publisher import trainers_channel
 from tests.awaited import until_async
 from tests.certificates import Certificates
 from tests.patience import PATIENCE_S
@@ -59,7 +59,16 @@ async def test_node_gateway_trainer_and_operator_are_served(
         watch = WatchedTable(
             address, "gw", 5.0, lambda event, **_: heard.append(event), certificates=gateway
         )
-        link = SchedulerLink(address, cluster.of(Role.TRAINER, "grpo"))
+        trainer = trainers_channel(address, cluster.of(Role.TRAINER, "grpo"))
+
+        async def register() -> None:
+            await trainer.call(
+                lambda stub, left_s: stub.RegisterJob(
+                    pb.RegisterJobRequest(job="grpo"), timeout=left_s
+                ),
+                PATIENCE_S,
+            )
+
         tasks = [
             asyncio.create_task(session.run()),
             asyncio.create_task(watch.run(tables.append)),
@@ -68,15 +77,13 @@ async def test_node_gateway_trainer_and_operator_are_served(
             await until_async(
                 lambda: bool(told and "scheduler_connected" in heard), PATIENCE_S, "both"
             )
-            stub = await link.stub()
-            await stub.RegisterJob(pb.RegisterJobRequest(job="grpo"))
-            assert await link.stub() is not None
+            await register()
             operator = SchedulerClient(address, certificates=cluster.of(Role.OPERATOR, "ada"))
             snapshot = await asyncio.to_thread(operator.snapshot)
             assert [job.job for job in snapshot.jobs] == ["grpo"]
             # The trainer's certificate is renewed: its next call shows the new one.
             cluster.of(Role.TRAINER, "grpo")
-            await (await link.stub()).RegisterJob(pb.RegisterJobRequest(job="grpo"))
+            await register()
             for files, error, line in (
                 (None, UnavailableError, "give --ca, --certificate and --key"),
                 (cluster.of(Role.NODE, "n1"), RefusedError, "may not call Snapshot; operator may"),
@@ -94,7 +101,7 @@ async def test_node_gateway_trainer_and_operator_are_served(
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await link.close()
+            await trainer.close()
             stop.set()
             await serving
 
@@ -108,7 +115,7 @@ def test_a_process_refuses_a_certificate_of_another_role(
     with pytest.raises(ConfigError, match="give one of role gateway"):
         GatewaySettings(port=0, scheduler="127.0.0.1:1", certificates=node)
     with pytest.raises(ConfigError, match="give one of role trainer"):
-        SchedulerLink("127.0.0.1:1", node)
+        trainers_channel("127.0.0.1:1", node)
 
 
 def test_the_network_is_served_with_certificates_or_not_at_all(

@@ -1,0 +1,202 @@
+"""LeaderChannel: a client's way to the scheduler that leads, of a list `HOST:PORT,HOST:PORT`.
+
+Any address of the list leads there: a standby names the leader, one that does not answer is passed
+over. `LeaderFinder` decides without IO whom to ask next, and how long to pause.
+
+    ask the one that led last ── answers ──► it leads
+        │ names another ──► ask that one
+        │ does not answer ──► ask the next of the list; a pause after each round
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+import grpc
+import grpc.aio
+
+from rose.errors import UnavailableError
+from rose.rpc.addresses import checked_addresses, is_address
+from rose.rpc.channel import make_channel
+from rose.rpc.rose_pb2_grpc import SchedulerStub
+from rose.security.certificates import CertificateFiles, Material
+
+if TYPE_CHECKING:
+    from rose.rpc.rose_pb2_grpc import SchedulerAsyncStub
+
+R = TypeVar("R")
+# Trailing metadata of a standby's refusal: HOST:PORT of the leader, empty while it knows of none.
+LEADER_METADATA = "rose-leader"
+
+FIRST_PAUSE_S = 0.1
+# While a new leader is to be expected, which is sooner than leases end; and later.
+SEARCH_PAUSE_S = 0.4
+SEARCH_ROUNDS = 30
+MAX_PAUSE_S = 5.0
+
+
+class LeaderFinder:
+    """The address that is believed to lead.
+
+    Raises `ConfigError` for a list that is none; `whose` begins the message.
+    """
+
+    def __init__(self, addresses: str, whose: str = "--scheduler") -> None:
+        self.addresses = checked_addresses(addresses, whose)
+        self._at = 0
+        self._named = ""
+        self._misses = 0
+
+    @property
+    def address(self) -> str:
+        """Whom to ask now."""
+        return self._named or self.addresses[self._at]
+
+    @property
+    def pause_s(self) -> float:
+        """How long to wait before: not at all until each was asked once more."""
+        size = len(self.addresses)
+        rounds, left = divmod(self._misses, size + (size > 1))
+        if left or not rounds:
+            return 0.0
+        most_s = SEARCH_PAUSE_S if rounds < SEARCH_ROUNDS else MAX_PAUSE_S
+        return min(FIRST_PAUSE_S * 2.0 ** min(rounds - 1, 16), most_s)
+
+    def answered(self) -> None:
+        """The one that was asked leads."""
+        self._misses = 0
+
+    def missed(self, hint: str = "") -> None:
+        """The one that was asked does not lead: it named another (`hint`), or did not answer."""
+        self._misses += 1
+        if is_address(hint) and hint != self.address:
+            self._named = hint
+            return
+        self._named = ""
+        self._at = (self._at + 1) % len(self.addresses)
+
+
+def hint_of(error: grpc.RpcError) -> str | None:
+    """The leader that a standby named in its refusal; None when it was no standby's."""
+    metadata: Any = error.trailing_metadata() or ()
+    return next((str(value) for key, value in metadata if key == LEADER_METADATA), None)
+
+
+# A machine that is gone does not refuse to be connected to.
+CONNECT_S = 1.0
+
+
+class LeaderChannel:
+    """Channels to the schedulers of a list, of which one is believed to lead.
+
+    For a stream: `connected`, then `answered` with its first message, `missed` at its end, and a
+    pause of `pause_s`. For a single call: `call`.
+    """
+
+    def __init__(
+        self,
+        addresses: str,
+        whose: str = "--scheduler",
+        certificates: CertificateFiles | None = None,
+    ) -> None:
+        """Certificates are shown as their files are when a stream or a call begins."""
+        self._finder = LeaderFinder(addresses, whose)
+        self._certificates = certificates
+        self._shown: Material | None = None
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    @property
+    def address(self) -> str:
+        """Whom to ask now."""
+        return self._finder.address
+
+    @property
+    def pause_s(self) -> float:
+        """How long to wait before `connected` is called again."""
+        return self._finder.pause_s
+
+    async def connected(self) -> grpc.aio.Channel:
+        """A channel to the one that is believed to lead. Raises `UnavailableError`.
+
+        A call on it that fails may have been carried out, but this surely was none.
+        """
+        shown = self._certificates.material() if self._certificates else None
+        if shown is not self._shown:
+            await self.close()
+            self._shown = shown
+        address = self._finder.address
+        channel = self._channels.get(address)
+        if channel is None:
+            channel = self._channels[address] = make_channel(address, self._certificates)
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                await _ready(channel)
+        except (TimeoutError, UnavailableError) as error:
+            # The next attempt begins anew: this channel would wait before it connects again.
+            del self._channels[address]
+            await channel.close(None)
+            raise UnavailableError(f"no scheduler answers at {address}") from error
+        return channel
+
+    def answered(self) -> None:
+        """The one that was asked leads."""
+        self._finder.answered()
+
+    def missed(self, error: Exception | None = None) -> None:
+        """A stream or a call came to its end: the next attempt may go elsewhere."""
+        hint = hint_of(error) if isinstance(error, grpc.RpcError) else None
+        self._finder.missed(hint or "")
+
+    async def call(
+        self,
+        ask: "Callable[[SchedulerAsyncStub, float], Awaitable[R]]",
+        timeout_s: float,
+    ) -> R:
+        """The leader's answer; `ask` gets the seconds that are left.
+
+        A call that was not answered is made again: it has to be one that may be carried out twice.
+        Raises `UnavailableError`, or the `AioRpcError` of a refusal.
+        """
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + timeout_s
+        failure: Exception | None = None
+        while True:
+            try:
+                stub: SchedulerAsyncStub = SchedulerStub(await self.connected())
+                reply = await ask(stub, max(0.0, until_s - loop.time()))
+            except UnavailableError as error:
+                failure = error
+            except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and failure is not None:
+                    raise failure from error  # which says more than that time is over
+                if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    raise
+                failure = error
+            else:
+                self.answered()
+                return reply
+            self.missed(failure)
+            pause_s = self.pause_s
+            if loop.time() + pause_s >= until_s:
+                raise failure
+            await asyncio.sleep(pause_s)
+
+    async def close(self) -> None:
+        for channel in self._channels.values():
+            await channel.close(None)
+        self._channels.clear()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+async def _ready(channel: grpc.aio.Channel) -> None:
+    state = channel.get_state(try_to_connect=True)
+    while state is not grpc.ChannelConnectivity.READY:
+        if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+            raise UnavailableError("it cannot be connected to")
+        await channel.wait_for_state_change(state)
+        state = channel.get_state(try_to_connect=True)
