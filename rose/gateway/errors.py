@@ -4,6 +4,7 @@ RefusedError
 └── TurnError
     ├── BadRequest             400
     ├── UnknownModel           404
+    ├── UnknownJob             404
     ├── VersionUnavailable     409
     ├── TurnAborted            409
     ├── BodyTooSlow            408
@@ -52,6 +53,13 @@ class BadRequest(TurnError):  # noqa: N818 - named as in HTTP
 
 class UnknownModel(TurnError):  # noqa: N818 - a state, as in the tree above
     """The gateway serves another model."""
+
+    status = 404
+    kind = "NotFoundError"
+
+
+class UnknownJob(TurnError):  # noqa: N818 - a state, as in the tree above
+    """The job is not registered with the scheduler."""
 
     status = 404
     kind = "NotFoundError"

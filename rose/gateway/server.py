@@ -38,6 +38,7 @@ from rose.gateway.settings import GatewaySettings
 from rose.gateway.stats import GatewayHealth, GatewayStats, GatewayStatus
 from rose.gateway.text_codec import ServedModel
 from rose.gateway.turns.hedging import Hedging
+from rose.gateway.turns.request import job_of
 from rose.gateway.turns.runner import SharedTurn, SharedTurns, TurnRunner
 from rose.gateway.turns.token_stream import TokenStream, all_finished
 
@@ -215,18 +216,26 @@ class GatewayServer:
             return _refusal(broken, vllm_error(broken))
 
     async def _tokenize(self, http: web.Request) -> web.Response:
+        self._check_job(http)
         body = await tokens.tokenize(self._model, await self._bodies.read(http))
         return web.Response(body=body, content_type=JSON)
 
     async def _detokenize(self, http: web.Request) -> web.Response:
+        self._check_job(http)
         body = await tokens.detokenize(self._model, await self._bodies.read(http))
         return web.Response(body=body, content_type=JSON)
+
+    def _check_job(self, http: web.Request) -> None:
+        """Raise UnknownJob where the request names one that is not registered."""
+        if named := job_of(http.headers, None):
+            self._dispatcher.resolve(named)
 
     async def _abort(self, http: web.Request) -> web.Response:
         """vLLM's `request_ids` and SGLang's `rid`: those turns end now, whoever reads them."""
         names = read_json(_decode_names, await self._bodies.read(http))
+        job = self._dispatcher.owner(job_of(http.headers, names.job))
         wanted = names.request_ids if names.rid is None else [*names.request_ids, names.rid]
-        aborted = [name for name in wanted if self._turns.cancel(name)]
+        aborted = [name for name in wanted if self._turns.cancel(name, job)]
         return _json(Aborted(aborted))
 
     async def _finish_session(self, http: web.Request) -> web.Response:
@@ -236,15 +245,17 @@ class GatewayServer:
         session = header_of(http.headers, SESSION_HEADER) or names.session_id
         if not session:
             raise BadRequest(f"name the session: header {SESSION_HEADER} or session_id")
-        aborted = self._turns.finish_session(session)
+        job = self._dispatcher.owner(job_of(http.headers, names.job))
+        aborted = self._turns.finish_session(job, session)
         # A turn that was aborted leaves nothing behind, so whatever is known is forgotten here.
-        self._dispatcher.forget(session)
+        self._dispatcher.forget(session, job)
         return _json(SessionFinished(session, aborted))
 
     async def _explain(self, http: web.Request) -> web.Response:
         """Where the turns of a request or trajectory were placed, and why."""
         subject = http.match_info["subject"]
-        decisions = self._dispatcher.explained(subject)
+        job = self._dispatcher.owner(job_of(http.headers, http.query.get("job")))
+        decisions = self._dispatcher.explained(subject, job)
         if not decisions:
             raise web.HTTPNotFound(reason=f"no choice is remembered for {subject[:200]!r}")
         now_s = asyncio.get_running_loop().time()

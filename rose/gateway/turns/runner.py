@@ -10,7 +10,7 @@ open ── running ── over: kept among the newest answers, replayed to whoe
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elastic_scheduler import (
     Conflict,
@@ -71,6 +71,7 @@ class TurnRunner:
         journal = copy.journal
         while True:
             live = await self._place_of(copy)
+            copy.belongs_to(live)
             attempt = AttemptStream(race, copy, live, self._dispatcher)
             live.may_move = journal.attempts < self._settings.max_attempts
             copy.live = live
@@ -117,12 +118,23 @@ class SharedTurn:
     """A running or answered turn and how many connections follow it."""
 
     request_id: str
+    job: str
     session: str
     named: bool
     feed: TokenStream
     task: "asyncio.Task[None] | None" = None
     readers: int = 0
     last_call: asyncio.TimerHandle | None = None
+
+    @property
+    def key(self) -> str:
+        """Its name among all turns: two jobs may use one request id."""
+        return _key(self.job, self.request_id)
+
+
+def _key(job: str, request_id: str) -> str:
+    # No name of a job has a newline.
+    return f"{job}\n{request_id}"
 
 
 class SharedTurns:
@@ -156,7 +168,11 @@ class SharedTurns:
         """
         request.check()
         fingerprint = request.fingerprint()
-        known = self._answers.find(request.request_id, fingerprint)
+        named = self._dispatcher.resolve(request.origin.job)
+        request.origin = replace(request.origin, job=named)
+        job = self._dispatcher.owner(named)
+        key = _key(job, request.request_id)
+        known = self._answers.find(key, fingerprint)
         if isinstance(known, Conflict):
             raise BadRequest(f"{known.value}: {request.request_id}", "request_id")
         if known is not None:
@@ -167,10 +183,10 @@ class SharedTurns:
         self._dispatcher.check_admission(request.need())
         text = None if request.text is None else request.text.track()
         feed = TokenStream(request.journal(self._settings.max_attempts), text)
-        shared = SharedTurn(request.request_id, request.origin.session, request.named, feed)
+        shared = SharedTurn(request.request_id, job, request.origin.session, request.named, feed)
         shared.task = asyncio.create_task(self._run(request, shared))
-        self._answers.open(request.request_id, fingerprint, shared)
-        self._running[request.request_id] = shared
+        self._answers.open(key, fingerprint, shared)
+        self._running[key] = shared
         return shared
 
     @contextmanager
@@ -193,19 +209,20 @@ class SharedTurns:
                 if shared.readers == 0 and not shared.feed.over:
                     self._abandon(shared, self._grace_s(shared) if stream else 0.0)
 
-    def cancel(self, request_id: str) -> bool:
-        """Abort a running turn; its readers get a TurnCancelled. Whether there was one."""
-        shared = self._running.get(request_id)
+    def cancel(self, request_id: str, job: str = "") -> bool:
+        """Abort a job's running turn; its readers get a TurnAborted. Whether there was one."""
+        shared = self._running.get(_key(job, request_id))
         if shared is None:
             return False
         shared.feed.fail(TurnAborted(f"the turn {request_id} was aborted"))
         self._drop(shared)
         return True
 
-    def finish_session(self, session: str) -> int:
-        """Abort what still runs for a session; how many turns."""
-        names = [name for name, shared in self._running.items() if shared.session == session]
-        return sum(map(self.cancel, names))
+    def finish_session(self, job: str, session: str) -> int:
+        """Abort what still runs for a job's session; how many turns."""
+        running = tuple(self._running.values())
+        names = [each.request_id for each in running if (each.job, each.session) == (job, session)]
+        return sum(self.cancel(name, job) for name in names)
 
     async def close(self, timeout_s: float) -> None:
         """Refuse new turns, let running ones finish for a while, then cancel them."""
@@ -231,8 +248,8 @@ class SharedTurns:
 
     def _drop(self, shared: SharedTurn) -> None:
         """End a turn that nobody wants; its id may be used anew."""
-        self._running.pop(shared.request_id, None)
-        self._answers.forget(shared.request_id, shared)
+        self._running.pop(shared.key, None)
+        self._answers.forget(shared.key, shared)
         if shared.last_call is not None:
             shared.last_call.cancel()
         # One that never began would keep its task, and the task this turn.
@@ -244,11 +261,11 @@ class SharedTurns:
         try:
             await self._runner.run(request, shared.feed)
         except TurnError as error:
-            self._answers.forget(request.request_id, shared)
+            self._answers.forget(shared.key, shared)
             shared.feed.fail(error)
         except BaseException:
             # Cancelled, or a fault of this program, which its readers must not wait out.
-            self._answers.forget(request.request_id, shared)
+            self._answers.forget(shared.key, shared)
             shared.feed.fail(TurnError("the gateway gave the turn up: send it again"))
             raise
         finally:
@@ -256,13 +273,14 @@ class SharedTurns:
             shared.task = None
             if shared.feed.finish_reason is None:
                 self._stats.failed += 1
-            if self._running.get(request.request_id) is shared:
-                del self._running[request.request_id]
-        self._settle(request.request_id, shared)
+            if self._running.get(shared.key) is shared:
+                del self._running[shared.key]
+        self._settle(shared)
 
-    def _settle(self, request_id: str, shared: SharedTurn) -> None:
+    def _settle(self, shared: SharedTurn) -> None:
         if shared.feed.finish_reason is not None:
-            self._answers.close(request_id, shared, shared.feed.size_bytes + 4 * len(request_id))
+            size_bytes = shared.feed.size_bytes + 4 * len(shared.key)
+            self._answers.close(shared.key, shared, size_bytes)
         if shared.last_call is not None:
             shared.last_call.cancel()
             shared.last_call = None
