@@ -84,17 +84,22 @@ class BlockingRolloutClient:
     """
 
     def __init__(
-        self, urls: str | Sequence[str], timeout_s: float = 300.0, *, retry: Retry | None = None
+        self,
+        urls: str | Sequence[str],
+        timeout_s: float = 300.0,
+        *,
+        retry: Retry | None = None,
+        job: str = "",
     ) -> None:
         """As `RolloutClient`."""
-        self._client = RolloutClient(urls, timeout_s, retry=retry)
+        self._client = RolloutClient(urls, timeout_s, retry=retry, job=job)
         self._lock = threading.Lock()
         self._thread: LoopThread | None = None
         self._closed = False
 
     def __reduce__(self) -> tuple[object, ...]:
         settings = self._client.settings
-        return _rebuilt, (settings.urls, settings.timeout_s, settings.retry)
+        return _rebuilt, (settings.urls, settings.timeout_s, settings.retry, settings.job)
 
     @property
     def settings(self) -> ClientSettings:
@@ -192,7 +197,7 @@ class BlockingRolloutClient:
             if self._thread is None or not self._thread.alive:
                 settings = self._client.settings
                 self._client = RolloutClient(
-                    settings.urls, settings.timeout_s, retry=settings.retry
+                    settings.urls, settings.timeout_s, retry=settings.retry, job=settings.job
                 )
                 self._thread = LoopThread("rose-client")
                 self._thread.call(self._client.__aenter__())
@@ -251,5 +256,7 @@ async def _on_loop(work: Callable[[], T]) -> T:
     return work()
 
 
-def _rebuilt(urls: tuple[str, ...], timeout_s: float, retry: Retry) -> BlockingRolloutClient:
-    return BlockingRolloutClient(urls, timeout_s, retry=retry)
+def _rebuilt(
+    urls: tuple[str, ...], timeout_s: float, retry: Retry, job: str
+) -> BlockingRolloutClient:
+    return BlockingRolloutClient(urls, timeout_s, retry=retry, job=job)

@@ -40,10 +40,20 @@ class RolloutClient:
     """
 
     def __init__(
-        self, urls: str | Sequence[str], timeout_s: float = 300.0, *, retry: Retry | None = None
+        self,
+        urls: str | Sequence[str],
+        timeout_s: float = 300.0,
+        *,
+        retry: Retry | None = None,
+        job: str = "",
     ) -> None:
-        """Raises ConfigError for what is no address. `timeout_s`: of a turn with all its tries."""
-        self._settings = ClientSettings(gateway_urls(urls), timeout_s, retry=retry or Retry())
+        """Raises ConfigError for what is no address. `timeout_s`: of a turn with all its tries.
+
+        `job`: the training run whose turns these are; none is needed where there is only one.
+        """
+        self._settings = ClientSettings(
+            gateway_urls(urls), timeout_s, retry=retry or Retry(), job=job
+        )
         self._ledger = Ledger()
         self._http: aiohttp.ClientSession | None = None
 
@@ -86,13 +96,14 @@ class RolloutClient:
 
         Raises an error of `rose.client.errors`; all of them are RolloutError.
         """
-        return await self._run(ask_for(token_ids, sampling, **options), self._open().whole)
+        ask = ask_for(token_ids, sampling, **self._named(options))
+        return await self._run(ask, self._open().whole)
 
     def stream(
         self, token_ids: Sequence[int], sampling: Sampling, **options: Unpack[TurnOptions]
     ) -> TurnStream:
         """As `generate`, token by token; when a gateway dies, the received tokens are kept."""
-        ask = ask_for(token_ids, sampling, **options)
+        ask = ask_for(token_ids, sampling, **self._named(options))
 
         async def run(sink: ChunkSink) -> Turn:
             return await self._run(ask, lambda row: self._open().streamed(row, sink))
@@ -153,6 +164,9 @@ class RolloutClient:
         running = self._ledger.running
         return self._ledger.snapshot(asyncio.get_running_loop().time() if running else 0.0)
 
+    def _named(self, options: TurnOptions) -> TurnOptions:
+        return {**options, "job": options.get("job") or self._settings.job}
+
     def _open(self) -> Tries:
         if self._http is None:
             raise ClientClosed("use `async with RolloutClient(...)`: it is not open now")
@@ -182,11 +196,12 @@ class RolloutClient:
             self._ledger.close(row, None if turn is None else len(turn.token_ids))
         return turn
 
-    async def _finish_session(self, session_id: str) -> None:
+    async def _finish_session(self, session_id: str, job: str = "") -> None:
         """Tell every gateway, once: one that does not hear it forgets idle sessions by itself."""
         if self._http is None:
             return
-        body = wire.encode(NamesBody(session_id=session_id))
+        job = job or self._settings.job
+        body = wire.encode(NamesBody(session_id=session_id, job=job or None))
         headers = {"Content-Type": "application/json", SESSION_HEADER: session_id}
         timeout = aiohttp.ClientTimeout(total=FINISH_SESSION_S)
         for url in self._settings.urls:
@@ -205,4 +220,4 @@ def _current_is_cancelled() -> bool:
 
 
 def _rebuilt(kind: type[RolloutClient], settings: ClientSettings) -> RolloutClient:
-    return kind(settings.urls, settings.timeout_s, retry=settings.retry)
+    return kind(settings.urls, settings.timeout_s, retry=settings.retry, job=settings.job)

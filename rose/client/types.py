@@ -37,6 +37,7 @@ class Retry:
 @dataclass(frozen=True, slots=True)
 class ClientSettings:
     """urls: of all gateways. timeout_s: of a turn, all tries together. connect_s: of a connection.
+    job: whose turns they are that name no other; empty for the only job that the gateways know.
 
     A gateway that answered no health probe `probes` times in a row, each `probe_s` long, is dead.
     """
@@ -47,6 +48,7 @@ class ClientSettings:
     probe_s: float = 2.0
     probes: int = 3
     retry: Retry = Retry()
+    job: str = ""
 
     def __post_init__(self) -> None:
         for url in self.urls:
@@ -129,7 +131,7 @@ class ClientTurn:
 class GroupOptions(TypedDict, total=False):
     """min_version, exact_version: policy versions that are accepted. priority: lower goes first.
 
-    job: the training run's name; turns of one job are alike in length.
+    job: whose turn it is, by the name that its trainer registered; else the client's `job`.
     """
 
     min_version: int | None

@@ -1,12 +1,14 @@
 """Turns of several jobs at one gateway: each goes to its job's replicas and meets no other's."""
 
 import asyncio
+import pickle
 from typing import Any
 
 import aiohttp
 import pytest
 from gateway_cases import base_url, entry, gateway_with, until
 
+from rose.client import RolloutClient, Sampling
 from rose.gateway import Gateway
 from rose.gateway.demand import DemandMeter
 from rose.rpc import rose_pb2
@@ -191,3 +193,18 @@ async def test_demand_is_reported_for_the_job_that_a_turn_belongs_to() -> None:
         assert job == rose_pb2.JobDemand(job="a", turns=1, owed_tokens=job.owed_tokens)
         turn.cancel()
         await asyncio.gather(turn, return_exceptions=True)
+
+
+async def test_a_client_names_its_job_with_turns_and_at_a_sessions_end() -> None:
+    two = Sampling(max_tokens=2)
+    async with StandInReplica() as one, StandInReplica() as other, gateway_with() as gateway:
+        gateway.set_table((entry(one, "guest-0", job="a"), entry(other, "guest-1", job="b")), JOBS)
+        mine: RolloutClient = pickle.loads(pickle.dumps(RolloutClient(base_url(gateway), job="a")))
+        async with mine as client:
+            async with client.session("s") as session:
+                await session.generate([1, 5], two)
+                await session.generate([1, 5], two, job="b")
+                assert gateway.status().sessions_known > 0
+            # Both jobs heard that the session is over.
+            assert gateway.status().sessions_known == 0
+        assert (len(one.requests), len(other.requests)) == (1, 1)
