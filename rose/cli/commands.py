@@ -1,4 +1,4 @@
-"""Operator's subcommands of `rose`: status, explain, harvest, revoke, kill, unkill.
+"""Operator's subcommands of `rose`: status, explain, jobs, harvest, revoke, kill, unkill.
 
 `rose status` prints a snapshot of the cluster as tables. `rose explain TRAJECTORY` prints where its
 turns were placed, and why. Failures of calls to the scheduler become errors that a person reads.
@@ -50,6 +50,30 @@ def show(snapshot: pb.SnapshotReply, console: Console | None = None) -> None:
             console.print(table)
 
 
+def show_jobs(snapshot: pb.SnapshotReply, console: Console | None = None) -> int:
+    """Print a row for each job: what it has, and what it may have."""
+    console = console or _console()
+    if not snapshot.jobs:
+        console.print("no job is registered", markup=False, highlight=False)
+        return 0
+    names = ("job", "model", "version", "staleness", "weight", "replicas", "guests", "turns")
+    table = Table(*names, box=None)
+    for job in snapshot.jobs:
+        quota = f" of {job.max_guests}" if job.max_guests else ""
+        table.add_row(
+            escape(job.job),
+            escape(job.model or "-"),
+            str(job.latest_version),
+            f"<= {job.max_staleness}",
+            f"{job.weight:g}",
+            str(job.leased),
+            f"{job.guests}{quota}",
+            str(job.turns) if job.demand_known else "unknown",
+        )
+    console.print(table)
+    return 0
+
+
 def summary(snapshot: pb.SnapshotReply) -> str:
     """`harvest OFF, job grpo at version 3 (staleness <= 1), 2 replicas, 1 leased`."""
     mode = _mode(snapshot.harvest)
@@ -91,6 +115,13 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
+def _held(replica: pb.Replica) -> str:
+    """`3`, and of weights that its lease is not for `3 of other`."""
+    foreign = replica.held_job and replica.job and replica.held_job != replica.job
+    version = str(replica.policy_version)
+    return f"{version} of {escape(replica.held_job)}" if foreign else version
+
+
 def _replicas(snapshot: pb.SnapshotReply) -> Table:
     table = _table(
         "replicas",
@@ -112,7 +143,7 @@ def _replicas(snapshot: pb.SnapshotReply) -> Table:
             pb.ReplicaKind.Name(replica.kind).removeprefix("REPLICA_KIND_").lower(),
             escape(replica.node),
             "yes" if replica.healthy else "no",
-            str(replica.policy_version),
+            _held(replica),
             f"epoch {lease.epoch}" if lease else "-",
             lease.state if lease else "-",
             f"{lease.expires_in_s:.1f} s" if lease else "-",
@@ -190,6 +221,11 @@ class SchedulerClient:
         """Set the mode of one replica, or of the cluster (""); returns the leases it released."""
         request = pb.SetHarvestRequest(mode=mode, replica=replica)
         return self._call(lambda stub: stub.SetHarvest(request, timeout=self._timeout_s)).released
+
+    def end_job(self, job: str) -> int:
+        """End a job; returns the leases that this releases."""
+        request = pb.EndJobRequest(job=job)
+        return self._call(lambda stub: stub.EndJob(request, timeout=self._timeout_s)).released
 
     def revoke(self, replica: str, reason: str) -> int:
         """End the replica's lease; returns its epoch."""
@@ -269,10 +305,14 @@ SHOWN = 5
 
 
 def explain(
-    gateway: str, subject: str, token: str = "", certificates: CertificateFiles | None = None
+    gateway: str,
+    subject: str,
+    job: str = "",
+    token: str = "",
+    certificates: CertificateFiles | None = None,
 ) -> int:
     """Print each remembered choice, oldest first. Raises RoseError when there is nothing to say."""
-    for decision in _ask(gateway, subject, token, certificates):
+    for decision in _ask(gateway, subject, job, token, certificates):
         sys.stdout.write(line_of(decision) + "\n")
     return 0
 
@@ -290,12 +330,13 @@ def line_of(decision: Choosing) -> str:
 
 
 def _ask(
-    gateway: str, subject: str, token: str, certificates: CertificateFiles | None
+    gateway: str, subject: str, job: str, token: str, certificates: CertificateFiles | None
 ) -> list[Choosing]:
     base = gateway.rstrip("/")
     if urllib.parse.urlsplit(base).scheme not in ("http", "https"):
         raise ConfigError(f"--gateway {gateway} is no URL; write http://HOST:PORT")
-    url = f"{base}{EXPLAIN}{urllib.parse.quote(subject, safe='')}"
+    query = f"?{urllib.parse.urlencode({'job': job})}" if job else ""
+    url = f"{base}{EXPLAIN}{urllib.parse.quote(subject, safe='')}{query}"
     asked = urllib.request.Request(url, headers=_bearing(token))  # noqa: S310 - checked
     context = certificates.client_context() if certificates else None
     try:
@@ -351,7 +392,14 @@ def add_operator_commands(subparsers: "Subparsers") -> None:
     )
     why.add_argument("--token-file", type=Path, metavar="FILE", help="of `rose token issue --out`")
     add_certificate_options(why)
+    why.add_argument("--job", default="", metavar="J", help="whose it is, where there are several")
     why.set_defaults(run=_explain)
+
+    jobs = subparsers.add_parser("jobs", help="list the registered jobs, or end one")
+    jobs.add_argument("do", nargs="?", choices=("list", "end"), default="list", help="default list")
+    jobs.add_argument("job", nargs="?", default="", metavar="JOB", help="the one to end")
+    _add_scheduler(jobs)
+    jobs.set_defaults(run=_jobs)
 
     harvest = subparsers.add_parser("harvest", help="say how much may be lent")
     harvest.add_argument("mode", choices=MODES, help="off and drain also end what is lent")
@@ -398,7 +446,19 @@ def _status(args: argparse.Namespace) -> int:
 def _explain(args: argparse.Namespace) -> int:
     token = TokenFile(args.token_file).token() if args.token_file else ""
     certificates = taken_certificates(vars(args))
-    return explain(args.gateway, args.subject, token, certificates)
+    return explain(args.gateway, args.subject, args.job, token, certificates)
+
+
+def _jobs(args: argparse.Namespace) -> int:
+    scheduler = SchedulerClient(args.scheduler, certificates=taken_certificates(vars(args)))
+    if args.do == "list":
+        if args.job:
+            raise ConfigError(f"`rose jobs list` lists all of them; leave {args.job!r} out")
+        return show_jobs(scheduler.snapshot())
+    if not args.job:
+        raise ConfigError("say which job to end: `rose jobs end JOB`; `rose jobs` lists them")
+    released = scheduler.end_job(args.job)
+    return _say(f"job {args.job} is ended; {released} leases are being released")
 
 
 def _harvest(args: argparse.Namespace) -> int:

@@ -102,7 +102,7 @@ EXIT_UNEXPECTED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
 
 # Commands with options of their own: everything after the name goes to their main(argv).
 PROCESSES = {
-    "scheduler": ("rose.scheduler.main", "lease what nodes offer to the job"),
+    "scheduler": ("rose.scheduler.main", "lease what nodes offer to jobs"),
     "gateway": ("rose.gateway.main", "route rollout turns to leased replicas"),
     "node": ("rose.node.main", "guard the hosts of this machine and run its guests"),
     "profile": ("rose.profile.main", "measure how long an engine's steps take"),

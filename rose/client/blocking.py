@@ -91,9 +91,10 @@ class BlockingRolloutClient:
         *,
         retry: Retry | None = None,
         credentials: GatewayCredentials = NOTHING_SHOWN,
+        job: str = "",
     ) -> None:
         """As `RolloutClient`."""
-        self._client = RolloutClient(urls, timeout_s, retry=retry, credentials=credentials)
+        self._client = RolloutClient(urls, timeout_s, retry=retry, credentials=credentials, job=job)
         self._lock = threading.Lock()
         self._thread: LoopThread | None = None
         self._closed = False
@@ -202,6 +203,7 @@ class BlockingRolloutClient:
                     settings.timeout_s,
                     retry=settings.retry,
                     credentials=settings.credentials,
+                    job=settings.job,
                 )
                 self._thread = LoopThread("rose-client")
                 self._thread.call(self._client.__aenter__())
@@ -266,4 +268,5 @@ def _rebuilt(settings: ClientSettings) -> BlockingRolloutClient:
         settings.timeout_s,
         retry=settings.retry,
         credentials=settings.credentials,
+        job=settings.job,
     )

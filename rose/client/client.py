@@ -47,13 +47,15 @@ class RolloutClient:
         *,
         retry: Retry | None = None,
         credentials: GatewayCredentials = NOTHING_SHOWN,
+        job: str = "",
     ) -> None:
         """Raises ConfigError for what is no address. `timeout_s`: of a turn with all its tries.
 
-        `credentials`: what the gateways ask for.
+        `credentials`: what the gateways ask for. `job`: the training run whose turns these are;
+        none is needed where there is only one.
         """
         self._settings = ClientSettings(
-            gateway_urls(urls), timeout_s, retry=retry or Retry(), credentials=credentials
+            gateway_urls(urls), timeout_s, retry=retry or Retry(), credentials=credentials, job=job
         )
         self._ledger = Ledger()
         self._http: aiohttp.ClientSession | None = None
@@ -95,13 +97,14 @@ class RolloutClient:
 
         Raises an error of `rose.client.errors`; all of them are RolloutError.
         """
-        return await self._run(ask_for(token_ids, sampling, **options), self._open().whole)
+        ask = ask_for(token_ids, sampling, **self._named(options))
+        return await self._run(ask, self._open().whole)
 
     def stream(
         self, token_ids: Sequence[int], sampling: Sampling, **options: Unpack[TurnOptions]
     ) -> TurnStream:
         """As `generate`, token by token; when a gateway dies, the received tokens are kept."""
-        ask = ask_for(token_ids, sampling, **options)
+        ask = ask_for(token_ids, sampling, **self._named(options))
 
         async def run(sink: ChunkSink) -> Turn:
             return await self._run(ask, lambda row: self._open().streamed(row, sink))
@@ -162,6 +165,9 @@ class RolloutClient:
         running = self._ledger.running
         return self._ledger.snapshot(asyncio.get_running_loop().time() if running else 0.0)
 
+    def _named(self, options: TurnOptions) -> TurnOptions:
+        return {**options, "job": options.get("job") or self._settings.job}
+
     def _open(self) -> Tries:
         if self._http is None:
             raise ClientClosed("use `async with RolloutClient(...)`: it is not open now")
@@ -191,11 +197,12 @@ class RolloutClient:
             self._ledger.close(row, None if turn is None else len(turn.token_ids))
         return turn
 
-    async def _finish_session(self, session_id: str) -> None:
+    async def _finish_session(self, session_id: str, job: str = "") -> None:
         """Tell every gateway, once: one that does not hear it forgets idle sessions by itself."""
         if self._http is None:
             return
-        body = wire.encode(NamesBody(session_id=session_id))
+        job = job or self._settings.job
+        body = wire.encode(NamesBody(session_id=session_id, job=job or None))
         headers = {"Content-Type": "application/json", SESSION_HEADER: session_id}
         timeout = aiohttp.ClientTimeout(total=FINISH_SESSION_S)
         for url in self._settings.urls:
@@ -219,4 +226,5 @@ def _rebuilt(kind: type[RolloutClient], settings: ClientSettings) -> RolloutClie
         settings.timeout_s,
         retry=settings.retry,
         credentials=settings.credentials,
+        job=settings.job,
     )

@@ -319,7 +319,7 @@ class RolloutPipeline(Generic[P, T]):
         self._act()
 
 
-async def _told_outside(session_id: str) -> None:
+async def _told_outside(session_id: str, job: str) -> None:
     """The pipeline tells the end of a session, once its episode is over."""
 
 

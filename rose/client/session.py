@@ -107,7 +107,7 @@ class Session:
         self,
         source: TurnSource,
         session_id: str,
-        finish: Callable[[str], Awaitable[None]],
+        finish: Callable[[str, str], Awaitable[None]],
         group_id: str = "",
     ) -> None:
         self.id = session_id
@@ -115,6 +115,8 @@ class Session:
         self._source = source
         self._finish = finish
         self._turns = 0
+        # The jobs that its turns named: one, usually.
+        self._jobs: set[str] = set()
 
     async def __aenter__(self) -> Self:
         return self
@@ -129,7 +131,8 @@ class Session:
 
     async def finish(self) -> None:
         """Tell the gateways that there are no more turns, as leaving the block does."""
-        await self._finish(self.id)
+        for job in sorted(self._jobs or {""}):
+            await self._finish(self.id, job)
 
     async def generate(
         self, token_ids: Sequence[int], sampling: Sampling, **options: Unpack[SessionOptions]
@@ -145,6 +148,7 @@ class Session:
 
     def _next(self, options: SessionOptions) -> TurnOptions:
         self._turns += 1
+        self._jobs.add(options.get("job", ""))
         request_id = options.get("request_id") or f"{self.id}/{self._turns}"
         names: TurnOptions = {"session_id": self.id, "group_id": self._group_id}
         return {**options, "request_id": request_id, **names}

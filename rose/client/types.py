@@ -38,6 +38,7 @@ class Retry:
 @dataclass(frozen=True, slots=True)
 class ClientSettings:
     """urls: of all gateways. timeout_s: of a turn, all tries together. connect_s: of a connection.
+    job: whose turns they are that name no other; empty for the only job that the gateways know.
 
     A gateway that answered no health probe `probes` times in a row, each `probe_s` long, is dead.
     """
@@ -49,6 +50,7 @@ class ClientSettings:
     probes: int = 3
     retry: Retry = Retry()
     credentials: GatewayCredentials = NOTHING_SHOWN
+    job: str = ""
 
     def __post_init__(self) -> None:
         for url in self.urls:
@@ -132,7 +134,7 @@ class ClientTurn:
 class GroupOptions(TypedDict, total=False):
     """min_version, exact_version: policy versions that are accepted. priority: lower goes first.
 
-    job: the training run's name; turns of one job are alike in length.
+    job: whose turn it is, by the name that its trainer registered; else the client's `job`.
     """
 
     min_version: int | None

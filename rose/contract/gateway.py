@@ -30,7 +30,9 @@ EXPLAIN: Final = "/rose/v1/explain/"
 # A header wins over the body's field, a body's `timeout_s` and `resume_from` over the header.
 SESSION_HEADER: Final = "X-Session-ID"
 GROUP_HEADER: Final = "X-Group-ID"
-JOB_HEADER: Final = "X-Job"
+JOB_HEADER: Final = "X-Rose-Job"
+# Of 0.2.0, where a job was a label.
+OLD_JOB_HEADER: Final = "X-Job"
 REQUEST_ID_HEADER: Final = "X-Request-Id"
 TIMEOUT_HEADER: Final = "X-Request-Timeout"
 EVENT_ID_HEADER: Final = "Last-Event-ID"
@@ -176,6 +178,7 @@ class NamesBody(Struct, omit_defaults=True):
     request_ids: list[str] = field(default_factory=list)
     rid: str | None = None
     session_id: str | None = None
+    job: str | None = None
 
 
 class Aborted(Struct):

@@ -60,13 +60,17 @@ class Sampling(Struct, frozen=True, gc=False):
 
 
 class GenerateBody(Struct, frozen=True, gc=False):
-    """A turn, or the rest of one."""
+    """A turn, or the rest of one.
+
+    `job`: whose it is; a replica that is leased to another one refuses it. Empty: of whichever.
+    """
 
     request_id: Name
     token_ids: list[TokenId]
     sampling: Sampling = Sampling()
     cache_salt: Name | None = None
     priority: Int32 = 0
+    job: Name = ""
 
 
 class StreamLine(Struct, frozen=True, gc=False, omit_defaults=True):
@@ -97,10 +101,11 @@ class Refusal(Struct, frozen=True):
 
 
 class EpochBody(Struct, frozen=True, omit_defaults=True):
-    """Opens or closes admission for a lease."""
+    """Opens or closes admission for a lease of `job`."""
 
     epoch: Epoch
     reason: Name = ""
+    job: Name = ""
 
 
 class Drained(Struct, frozen=True):

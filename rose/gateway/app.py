@@ -97,9 +97,9 @@ class Gateway:
         """Wait, not in the event loop, until events are on disk; False when that takes long."""
         return self._logs is None or self._logs.flush()
 
-    def set_table(self, entries: tuple[ReplicaEntry, ...]) -> None:
-        """Take a new replica table."""
-        self._dispatcher.set_table(entries)
+    def set_table(self, entries: tuple[ReplicaEntry, ...], jobs: tuple[str, ...] = ()) -> None:
+        """Take a new replica table, and which jobs there are; none where nobody knows."""
+        self._dispatcher.set_table(entries, jobs)
 
     @property
     def stats(self) -> GatewayStats:

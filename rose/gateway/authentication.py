@@ -136,10 +136,10 @@ def held_to(caller: Caller, turn: TurnRequest) -> None:
     """Give a turn its caller's job and scope. Raises Forbidden for another job's."""
     if caller is ANYBODY:
         return
-    turn.origin = replace(turn.origin, job=job_of(caller, turn.origin.job), scope=caller.scope)
+    turn.origin = replace(turn.origin, job=own_job(caller, turn.origin.job), scope=caller.scope)
 
 
-def job_of(caller: Caller, asked: str) -> str:
+def own_job(caller: Caller, asked: str) -> str:
     """The job of a request that names this one, or none (""). Raises Forbidden."""
     try:
         return caller.job_for(asked)

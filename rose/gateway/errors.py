@@ -6,6 +6,7 @@ RefusedError
     ├── Unauthorized           401, WWW-Authenticate
     ├── Forbidden              403
     ├── UnknownModel           404
+    ├── UnknownJob             404
     ├── VersionUnavailable     409
     ├── TurnAborted            409
     ├── BodyTooSlow            408
@@ -68,6 +69,13 @@ class Forbidden(TurnError):  # noqa: N818 - named as in HTTP
 
 class UnknownModel(TurnError):  # noqa: N818 - a state, as in the tree above
     """The gateway serves another model."""
+
+    status = 404
+    kind = "NotFoundError"
+
+
+class UnknownJob(TurnError):  # noqa: N818 - a state, as in the tree above
+    """The job is not registered with the scheduler."""
 
     status = 404
     kind = "NotFoundError"

@@ -28,7 +28,7 @@ from rose.gateway.apis import ChatFrontend, CompletionFrontend, SglangFrontend, 
 from rose.gateway.apis import tokenize as tokens
 from rose.gateway.apis.frontend import ApiFrontend, ApiRequest
 from rose.gateway.apis.wire import clean, encode, read_json, vllm_error
-from rose.gateway.authentication import Authenticator, caller_of, held_to
+from rose.gateway.authentication import Authenticator, caller_of, held_to, own_job
 from rose.gateway.backends.http_pool import Upstream
 from rose.gateway.connections import Connection, Connections, connections_allowed
 from rose.gateway.delivery import Delivery
@@ -39,6 +39,7 @@ from rose.gateway.settings import GatewaySettings
 from rose.gateway.stats import GatewayHealth, GatewayStats, GatewayStatus
 from rose.gateway.text_codec import ServedModel
 from rose.gateway.turns.hedging import Hedging
+from rose.gateway.turns.request import job_of
 from rose.gateway.turns.runner import SharedTurn, SharedTurns, TurnRunner
 from rose.gateway.turns.token_stream import TokenStream, all_finished
 
@@ -222,19 +223,31 @@ class GatewayServer:
             return _refusal(broken, vllm_error(broken))
 
     async def _tokenize(self, http: web.Request) -> web.Response:
+        self._check_job(http)
         body = await tokens.tokenize(self._model, await self._bodies.read(http))
         return web.Response(body=body, content_type=JSON)
 
     async def _detokenize(self, http: web.Request) -> web.Response:
+        self._check_job(http)
         body = await tokens.detokenize(self._model, await self._bodies.read(http))
         return web.Response(body=body, content_type=JSON)
+
+    def _check_job(self, http: web.Request) -> None:
+        """Raise UnknownJob where the request names one that is not registered."""
+        if named := job_of(http.headers, None):
+            self._dispatcher.resolve(named)
+
+    def _job(self, http: web.Request, named: str | None) -> str:
+        """The registered job that a caller's names are of, "" where jobs are labels."""
+        return self._dispatcher.owner(own_job(caller_of(http), job_of(http.headers, named)))
 
     async def _abort(self, http: web.Request) -> web.Response:
         """vLLM's `request_ids` and SGLang's `rid`: those turns end now, whoever reads them."""
         names = read_json(_decode_names, await self._bodies.read(http))
+        job = self._job(http, names.job)
         wanted = names.request_ids if names.rid is None else [*names.request_ids, names.rid]
         scope = caller_of(http).scope
-        aborted = [name for name in wanted if self._turns.cancel(scope + name)]
+        aborted = [name for name in wanted if self._turns.cancel(scope + name, job)]
         return _json(Aborted(aborted))
 
     async def _finish_session(self, http: web.Request) -> web.Response:
@@ -244,17 +257,17 @@ class GatewayServer:
         session = header_of(http.headers, SESSION_HEADER) or names.session_id
         if not session:
             raise BadRequest(f"name the session: header {SESSION_HEADER} or session_id")
-        scope = caller_of(http).scope
-        aborted = self._turns.finish_session(scope + session)
+        job, scope = self._job(http, names.job), caller_of(http).scope
+        aborted = self._turns.finish_session(job, scope + session)
         # A turn that was aborted leaves nothing behind, so whatever is known is forgotten here.
-        self._dispatcher.forget(scope + session)
+        self._dispatcher.forget(scope + session, job)
         return _json(SessionFinished(session, aborted))
 
     async def _explain(self, http: web.Request) -> web.Response:
         """Where the turns of a request or trajectory were placed, and why."""
         subject = http.match_info["subject"]
-        scope = caller_of(http).scope
-        decisions = self._dispatcher.explained(scope + subject)
+        job, scope = self._job(http, http.query.get("job")), caller_of(http).scope
+        decisions = self._dispatcher.explained(scope + subject, job)
         if not decisions:
             raise web.HTTPNotFound(reason=f"no choice is remembered for {subject[:200]!r}")
         now_s = asyncio.get_running_loop().time()

@@ -193,6 +193,9 @@ class WeightPublisher:
         insecure: bool = False,
         level: LevelChoice = AUTO,
         certificates: CertificateFiles | None = None,
+        model: str = "",
+        weight: float = 1.0,
+        max_guests: int = 0,
     ) -> None:
         """`scheduler`: HOST:PORT, several with commas. `host`: an address that all nodes reach.
 
@@ -204,6 +207,8 @@ class WeightPublisher:
         `insecure`: other machines may reach it without certificates. ConfigError without.
         `on_update`: what becomes of turns in flight when a replica takes a version.
         `level`: `fast`, `compact` (fewer bytes, more work), or by the speed that readers show.
+        `model`: version 0, by the name that nodes know it by; empty: what replicas start with.
+        `weight`, `max_guests`: the job's share beside other jobs', and its quota (0 for none).
         """
         store = ChunkStore(root)
         leases = ReadLeases(time.monotonic())
@@ -211,7 +216,9 @@ class WeightPublisher:
             credentials = credentials.proving(certificates)
         self._level = level
         self._job = job
-        self._max_staleness = max_staleness
+        self._registration = rose_pb2.RegisterJobRequest(
+            job=job, max_staleness=max_staleness, model=model, weight=weight, max_guests=max_guests
+        )
         self._publisher = Publisher(store, job, "rose-trainer", key, on_update=on_update)
         self._server = self._server_class(
             store,
@@ -235,10 +242,10 @@ class WeightPublisher:
         """Serve, and register the job with the scheduler."""
         await self._server.start()
         self._retention.start()
-        request = rose_pb2.RegisterJobRequest(job=self._job, max_staleness=self._max_staleness)
         try:
             await self._scheduler.call(
-                lambda stub, left_s: stub.RegisterJob(request, timeout=left_s), ANNOUNCE_TIMEOUT_S
+                lambda stub, left_s: stub.RegisterJob(self._registration, timeout=left_s),
+                ANNOUNCE_TIMEOUT_S,
             )
         except (grpc.aio.AioRpcError, UnavailableError) as error:
             raise UnavailableError(
@@ -286,6 +293,27 @@ class WeightPublisher:
             publish_s=time.perf_counter() - started_s,
             level=level,
         )
+
+    async def publish_base(self, version: int, tensors: Mapping[str, TensorBits]) -> None:
+        """Publish a version as a whole, so that replicas of other jobs come to it by an update.
+
+        Of version 0, the job's model, before its first version: without any base a replica that
+        held another job's weights starts its engine anew. Nothing is announced.
+        """
+        async with self._retention.publishing:
+            await asyncio.to_thread(self._publisher.publish_base, version, tensors)
+
+    async def end_job(self) -> None:
+        """Give back all that the job has leased, when no more rollouts are wanted."""
+        request = rose_pb2.EndJobRequest(job=self._job)
+        try:
+            await self._scheduler.call(
+                lambda stub, left_s: stub.EndJob(request, timeout=left_s), ANNOUNCE_TIMEOUT_S
+            )
+        except (grpc.aio.AioRpcError, UnavailableError) as error:
+            raise UnavailableError(
+                f"the scheduler did not end job {self._job}: {_details(error)}"
+            ) from error
 
     async def settle(self) -> None:
         """Return once the bases that are due are made and what nobody needs is gone."""

@@ -22,8 +22,9 @@ class RoseBackend:
                 request.attempt_id(attempt.number),
                 attempt.token_ids,
                 request.sampling.rest(attempt.max_tokens),
-                request.cache_salt,
+                request.salt,
                 request.priority,
+                request.job,
             )
         )
 

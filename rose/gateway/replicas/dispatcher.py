@@ -10,7 +10,7 @@ import asyncio
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 
 from elastic_scheduler import End, Quote, Router, RoutingDecision, TurnNeed, TurnPlacement
@@ -22,6 +22,7 @@ from rose.gateway.errors import (
     VersionUnavailable,
     fresh,
 )
+from rose.gateway.replicas.jobs import JobRouters
 from rose.gateway.replicas.table import ReplicaApi, ReplicaEntry
 from rose.gateway.settings import GatewaySettings
 from rose.gateway.stats import GatewayStats, LeaseLatencyClock
@@ -35,9 +36,14 @@ EventSink = Callable[..., None]
 
 @dataclass(slots=True, eq=False)
 class LiveAttempt:
-    """A turn on a replica. `interrupt` ends its stream from outside."""
+    """A turn on a replica. `interrupt` ends its stream from outside.
+
+    job: the registered one that the replica is leased to, "" where jobs are labels.
+    """
 
     entry: ReplicaEntry
+    router: Router
+    job: str
     placement: TurnPlacement
     need: TurnNeed
     last_token_s: float
@@ -80,7 +86,7 @@ class Dispatcher:
         self._stats = stats
         self._clock = clock
         self._on_event = on_event
-        self._router = Router()
+        self._routers = JobRouters()
         self._entries: dict[str, ReplicaEntry] = {}
         self._live: set[LiveAttempt] = set()
         # Sorted by priority (lower first); of equal ones turns that continue, then by arrival.
@@ -110,29 +116,41 @@ class Dispatcher:
 
     def live_turns(self) -> dict[str, int]:
         """Turns on each replica of the table."""
-        return self._router.live_turns()
+        return self._routers.live_turns()
 
     def owed(self) -> Iterator[tuple[str, int]]:
         """Each turn, running or waiting: its job, and tokens that it is expected to make still."""
         for live in self._live:
             yield live.need.job, live.placement.owed_tokens
         for waiter in self._waiting:
-            yield waiter.need.job, self._router.expected_tokens(waiter.need)
+            router = self._routers.of(waiter.need.job)
+            yield waiter.need.job, router.expected_tokens(waiter.need)
 
-    def explained(self, subject: str) -> tuple[RoutingDecision, ...]:
-        """Past choices for a request id or a trajectory, oldest first."""
-        return self._router.explained(subject)
+    def resolve(self, job: str) -> str:
+        """The job of a turn that names this one. Raises UnknownJob, BadRequest."""
+        return self._routers.resolve(job)
 
-    def forget(self, session: str) -> None:
+    def owner(self, job: str) -> str:
+        """The registered job that names, sessions and turns belong to, "" where it is a label.
+
+        Raises as `resolve` does.
+        """
+        return self._routers.registered(self._routers.resolve(job))
+
+    def explained(self, subject: str, job: str = "") -> tuple[RoutingDecision, ...]:
+        """Past choices for a request id or a trajectory of a job, oldest first."""
+        return self._routers.of(job).explained(subject)
+
+    def forget(self, session: str, job: str = "") -> None:
         """A trajectory is over: its prefix is nobody's any more."""
-        self._router.forget(session)
+        self._routers.of(job).forget(session)
 
     @property
     def sessions_known(self) -> int:
         """Trajectories that the router remembers."""
-        return self._router.sessions_known
+        return sum(router.sessions_known for router in self._routers.all)
 
-    def set_table(self, entries: tuple[ReplicaEntry, ...]) -> None:
+    def set_table(self, entries: tuple[ReplicaEntry, ...], jobs: tuple[str, ...] = ()) -> None:
         """Replace the table; streams whose lease is over are cancelled before this returns."""
         now_s = self._clock()
         self.switches.set_table(entries, now_s)
@@ -142,7 +160,9 @@ class Dispatcher:
                 self._on_event("replica_lost", replica=entry.id, epoch=entry.lease_epoch)
         # A replica under a new lease starts with a clean load: its old turns are ended below.
         renewed = {e.id for e in entries if e.id in old and _begins_anew(old[e.id], e)}
-        self._router.set_table([entry.view() for entry in entries], now_s, renewed)
+        self._routers.set_table(entries, jobs, now_s, renewed)
+        for waiter in self._waiting:
+            self._name_job(waiter)
         for live in self._live:
             if not live.entry.continues(self._entries.get(live.entry.id)):
                 live.interrupt(End.REVOKED)
@@ -150,10 +170,27 @@ class Dispatcher:
 
     def check_admission(self, need: TurnNeed) -> None:
         """Raise QueueFull or BadRequest for a new turn that must not even wait."""
-        if len(self._waiting) >= self._settings.max_waiting:
-            raise QueueFull(f"{len(self._waiting)} turns wait already; send this one again later")
-        if not self._router.fits(need):
+        if self._queue_full(need.job, self._settings.max_waiting):
+            most = self._settings.max_waiting
+            raise QueueFull(f"{most} turns wait already; send this one again later")
+        if not self._routers.of(need.job).fits(need):
             raise BadRequest("prompt and max_tokens together exceed the KV memory of every replica")
+
+    def _queue_full(self, job: str, most: int) -> bool:
+        """Whether as many turns of the job wait: one that floods leaves the others their places."""
+        if len(self._waiting) < most:
+            return False
+        mine = self._routers.of(job)
+        return sum(self._routers.of(each.need.job) is mine for each in self._waiting) >= most
+
+    def _name_job(self, waiter: _Waiter) -> None:
+        """Jobs changed: a turn that named none is the only one's, that of a gone job is over."""
+        if waiter.granted.done():
+            return
+        try:
+            waiter.need = replace(waiter.need, job=self._routers.resolve(waiter.need.job))
+        except TurnError as error:
+            waiter.granted.set_result(fresh(error))
 
     async def acquire(self, need: TurnNeed, avoid: str = "", priority: int = 0) -> LiveAttempt:
         """A place on a replica, now or when there is one; hand it back with `finish`.
@@ -161,8 +198,9 @@ class Dispatcher:
         `avoid` is the replica that just failed this turn, empty for a turn that begins.
 
         Raises QueueFull when too many wait, VersionUnavailable or NoReplica when waiting did not
-        help.
+        help, UnknownJob when its job was ended.
         """
+        need = replace(need, job=self._routers.resolve(need.job))
         if not self._live and not self._waiting:
             self.work_began.set()
         granted: asyncio.Future[LiveAttempt | TurnError] = (
@@ -173,7 +211,8 @@ class Dispatcher:
         waiter = _Waiter(need, avoid, self._clock(), granted, turn)
         insort(self._waiting, waiter, key=_in_turn)
         self.pump()
-        if not avoid and not granted.done() and len(self._waiting) > self._settings.max_waiting:
+        over = not avoid and not granted.done()
+        if over and self._queue_full(need.job, self._settings.max_waiting + 1):
             # Here each sample of a request counts: they were all admitted before the first waited.
             self._waiting.remove(waiter)
             raise QueueFull(
@@ -203,7 +242,7 @@ class Dispatcher:
         now_s = self._clock()
         self.switches.ended(live.entry.id, live.entry.lease_epoch, now_s)
         self._live.discard(live)
-        self._router.end(
+        live.router.end(
             live.placement,
             now_s,
             revoked=end is End.REVOKED,
@@ -214,14 +253,14 @@ class Dispatcher:
             self._stats.ends[end.value] += 1
             rest_s = REST_S.get(end)
             if rest_s is not None and live.entry.continues(self._entries.get(live.entry.id)):
-                self._router.rest(live.entry.id, now_s + rest_s)
+                live.router.rest(live.entry.id, now_s + rest_s)
         if self._waiting:
             self.pump()
 
     def journaled(self, live: LiveAttempt, tokens: int) -> None:
         """Tokens of a live attempt are in its journal."""
         live.last_token_s = self._clock()
-        self._router.progress(live.placement, tokens, live.last_token_s)
+        live.router.progress(live.placement, tokens, live.last_token_s)
         self._stats.tokens[live.entry.id] += tokens
         if self.made_tokens is not None:
             self.made_tokens[live.need.job] += tokens
@@ -231,19 +270,20 @@ class Dispatcher:
     def pump(self) -> None:
         """Place as many waiting turns as there is room for, in their order."""
         now_s = self._clock()
-        blocked: set[tuple[int | None, int | None]] = set()
+        blocked: set[tuple[Router, int | None, int | None]] = set()
         still: list[_Waiter] = []
         tried = 0
         for waiter in self._waiting:
-            if not self._router.has_room():
+            if not self._routers.has_room():
                 break
             tried += 1
-            constraint = (waiter.need.min_version, waiter.need.exact_version)
+            router = self._routers.of(waiter.need.job)
+            constraint = (router, waiter.need.min_version, waiter.need.exact_version)
             if waiter.granted.done():
                 continue
             name = None
-            if constraint not in blocked:
-                name = self._router.choose(waiter.need, now_s, waiter.avoid)
+            if constraint not in blocked and router.has_room():
+                name = router.choose(waiter.need, now_s, waiter.avoid)
             if name is None:
                 blocked.add(constraint)
                 still.append(waiter)
@@ -275,7 +315,7 @@ class Dispatcher:
         """Move a stalled turn where another replica is the better place for it."""
         waited_s = now_s - live.last_token_s
         if live.may_move and live.interrupted is None:
-            other = self._router.escape(live.need, live.entry.id, waited_s, now_s, claimed)
+            other = live.router.escape(live.need, live.entry.id, waited_s, now_s, claimed)
             if other is not None:
                 claimed[other] += 1
                 live.interrupt(End.STALLED)
@@ -295,33 +335,38 @@ class Dispatcher:
 
     def left_s(self, live: LiveAttempt, need: TurnNeed) -> float:
         """Seconds that a live turn will still take; `need` is what is left of it."""
-        return self._router.left_s(live.placement, need, self._clock() - live.last_token_s)
+        return live.router.left_s(live.placement, need, self._clock() - live.last_token_s)
 
     def copy_of(self, live: LiveAttempt, need: TurnNeed) -> Quote | None:
         """Where a copy of a live turn could run; nowhere while other turns wait for a place."""
         if self._waiting:
             return None
-        return self._router.copy_of(need, live.entry.id, self._clock())
+        return live.router.copy_of(need, live.entry.id, self._clock())
 
     def place_copy(self, quote: Quote, why: str) -> LiveAttempt:
         """Take what was just quoted; hand it back with `finish`."""
         now_s = self._clock()
-        return self._admit(self._router.take(quote, why, now_s), now_s)
+        router = self._routers.of(quote.ask.need.job)
+        return self._admit(router, router.take(quote, why, now_s), now_s)
 
     def _place(self, waiter: _Waiter, name: str, now_s: float) -> None:
-        placement = self._router.begin(name, waiter.need, now_s)
-        waiter.granted.set_result(self._admit(placement, now_s))
+        router = self._routers.of(waiter.need.job)
+        placement = router.begin(name, waiter.need, now_s)
+        waiter.granted.set_result(self._admit(router, placement, now_s))
 
-    def _admit(self, placement: TurnPlacement, now_s: float) -> LiveAttempt:
+    def _admit(self, router: Router, placement: TurnPlacement, now_s: float) -> LiveAttempt:
         self.switches.tried(placement.replica, now_s)
-        live = LiveAttempt(self._entries[placement.replica], placement, placement.need, now_s)
+        entry, need = self._entries[placement.replica], placement.need
+        job = self._routers.registered(need.job)
+        live = LiveAttempt(entry, router, job, placement, need, now_s)
         self._live.add(live)
         self._stats.attempts += 1
         return live
 
     def _hopeless(self, waiter: _Waiter, now_s: float) -> TurnError | None:
         need, waited_s = waiter.need, now_s - waiter.since_s
-        if not self._router.reachable(need):
+        router = self._routers.of(need.job)
+        if not router.reachable(need):
             return VersionUnavailable(
                 f"version {need.exact_version} is over on every replica; ask for a newer one"
             )
@@ -332,7 +377,7 @@ class Dispatcher:
                 "leave min_version and exact_version out"
             )
         too_late = wanted is not None and waited_s > self._settings.version_wait_s
-        if too_late and not self._router.has_version(need):
+        if too_late and not router.has_version(need):
             return VersionUnavailable(f"no replica runs version {wanted} after {waited_s:.0f} s")
         if waited_s > self._settings.queue_wait_s:
             return NoReplica(f"no replica was free for {waited_s:.0f} s; send the turn again later")

@@ -44,7 +44,7 @@ class StaticTable:
         while True:
             entries = tuple(await asyncio.gather(*map(self._poll, self._replicas)))
             if entries != last:
-                sink(entries)
+                sink(entries, ())
                 last = entries
             await asyncio.sleep(POLL_S)
 

@@ -31,6 +31,7 @@ class ReplicaEntry:
     decode_tok_s: float = 0.0
     prefill_tok_s: float = 0.0
     api: ReplicaApi = ReplicaApi.ROSE
+    job: str = ""  # that has its lease
 
     def view(self) -> ReplicaView:
         """The row as the router reads it."""
@@ -55,4 +56,5 @@ class ReplicaEntry:
         )
 
 
-TableSink = Callable[[tuple[ReplicaEntry, ...]], None]
+# All replicas, and all jobs that are registered: none where nobody knows them.
+TableSink = Callable[[tuple[ReplicaEntry, ...], tuple[str, ...]], None]

@@ -100,6 +100,7 @@ class WatchedTable:
         self._connected = False
         self._noted: set[str] = set()
         self._entries: tuple[ReplicaEntry, ...] = ()
+        self._jobs: tuple[str, ...] = ()
 
     async def run(self, sink: TableSink) -> None:
         """Hand every table to `sink`, an empty one once the last is too old; until cancelled."""
@@ -112,7 +113,7 @@ class WatchedTable:
                     await asyncio.sleep(self._leader.pause_s)
         except Exception:
             # Whatever broke: until this runs again no lease is known to hold.
-            sink(())
+            sink((), self._jobs)
             raise
         finally:
             await self._leader.close()
@@ -124,7 +125,7 @@ class WatchedTable:
         except UnavailableError as error:
             self._lost(str(error))
             return error
-        call = stub.WatchReplicas(rose_pb2.WatchReplicasRequest(gateway=self._name))
+        call = stub.WatchReplicas(rose_pb2.WatchReplicasRequest(gateway=self._name, jobs=True))
         async with self._reporting(stub):
             try:
                 while True:
@@ -181,7 +182,8 @@ class WatchedTable:
             named = {row.id for row in table.replicas}
             entries += [each for each in self._entries if each.id not in named]
         self._entries = tuple(entries)
-        sink(self._entries)
+        self._jobs = tuple(row.job for row in table.jobs)
+        sink(self._entries, self._jobs)
 
     def _is_replica(self, row: rose_pb2.Replica) -> bool:
         """Whether turns can be sent there at all; a row that means nothing is noted once."""
@@ -204,9 +206,9 @@ class WatchedTable:
         while True:
             silence.look()
             if silence.too_long and not over:
-                sink(())
+                sink((), self._jobs)
             elif silence.outdated and not held:
-                sink(tuple(replace(entry, healthy=False) for entry in self._entries))
+                sink(tuple(replace(entry, healthy=False) for entry in self._entries), self._jobs)
             held, over = silence.outdated, silence.too_long
             await asyncio.sleep(silence.look_s)
 
@@ -219,9 +221,11 @@ def _entry(row: rose_pb2.Replica) -> ReplicaEntry:
         leased=row.leased,
         lease_epoch=row.lease_epoch,
         healthy=row.healthy,
-        policy_version=row.policy_version,
+        # Of another job's weights the number means nothing: to its job the replica has none yet.
+        policy_version=row.policy_version if row.held_job in ("", row.job) else 0,
         max_sequences=row.max_sequences,
         kv_tokens=row.kv_tokens,
         decode_tok_s=row.decode_tok_s,
         prefill_tok_s=row.prefill_tok_s,
+        job=row.job,
     )

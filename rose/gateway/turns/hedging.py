@@ -61,6 +61,11 @@ class TurnCopy:
         last = self.journal.tokens[-1] if self.journal.tokens else None
         return last if last in (self.request.sampling.stop_token_ids or ()) else None
 
+    def belongs_to(self, live: LiveAttempt) -> None:
+        """It goes on as a turn of the job that the place is leased to, whatever it was named."""
+        self.request.job = live.job
+        self.need = replace(self.need, job=live.need.job)
+
     def need_now(self) -> TurnNeed:
         """What the rest of the turn asks of a replica."""
         journal = self.journal

@@ -19,6 +19,7 @@ from rose.contract.gateway import (
     MAX_GROUP_SIZE,
     MAX_NAME_CHARS,
     MAX_REQUEST_ID_CHARS,
+    OLD_JOB_HEADER,
     SESSION_HEADER,
     TurnFields,
 )
@@ -112,7 +113,7 @@ def origin_of(headers: Mapping[str, str], body: TurnFields) -> Origin:
     origin = Origin(
         _name(headers.get(SESSION_HEADER) or body.session_id, "session_id"),
         _name(headers.get(GROUP_HEADER) or body.group_id, "group_id"),
-        _name(headers.get(JOB_HEADER) or body.job, "job"),
+        job_of(headers, body.job),
         size,
         hedges,
     )
@@ -129,6 +130,11 @@ def origin_of(headers: Mapping[str, str], body: TurnFields) -> Origin:
             "hedges",
         )
     return origin
+
+
+def job_of(headers: Mapping[str, str], given: str | None) -> str:
+    """The job that a request names, "" for none. Raises BadRequest for what is no name."""
+    return _name(headers.get(JOB_HEADER) or headers.get(OLD_JOB_HEADER) or given, "job")
 
 
 def _name(given: str | None, field: str) -> str:
@@ -152,7 +158,8 @@ class TurnRequest:
 
     `priority`: lower goes first, as in vLLM. `timeout_s` counts from arrival. `named`: the caller
     chose the request id, so it can ask for the same turn again. `text` wants the output as text.
-    `life` tells turns of one request id apart, of which the earlier ones came to nothing.
+    `life` tells turns of one request id apart, of which the earlier ones came to nothing. `job`:
+    the registered one, once a replica of it is found; `origin.job` may be a label.
     """
 
     request_id: str
@@ -167,9 +174,10 @@ class TurnRequest:
     named: bool = False
     text: TextPlan | None = None
     life: str = field(default_factory=_new_life)
+    job: str = ""
 
     @property
-    def key(self) -> str:
+    def name(self) -> str:
         """The request id among all callers'."""
         return self.origin.scope + self.request_id
 
@@ -180,6 +188,11 @@ class TurnRequest:
         alone would not do.
         """
         return f"{self.request_id}.{self.life}.{attempt}"
+
+    @property
+    def salt(self) -> str | None:
+        """The cache salt: no cached block of one job is another's."""
+        return f"{self.job}/{self.cache_salt or ''}" if self.job else self.cache_salt
 
     def check(self) -> None:
         """Raise BadRequest for what the schema of a body alone cannot say."""
@@ -222,7 +235,7 @@ class TurnRequest:
             self.sampling.max_tokens,
             self.min_version,
             self.exact_version,
-            self.key,
+            self.name,
             self.origin.job,
             scope + group if group else "",
         )

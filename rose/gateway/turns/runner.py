@@ -10,7 +10,7 @@ open ── running ── over: kept among the newest answers, replayed to whoe
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elastic_scheduler import (
     Conflict,
@@ -71,6 +71,7 @@ class TurnRunner:
         journal = copy.journal
         while True:
             live = await self._place_of(copy)
+            copy.belongs_to(live)
             attempt = AttemptStream(race, copy, live, self._dispatcher)
             live.may_move = journal.attempts < self._settings.max_attempts
             copy.live = live
@@ -114,16 +115,30 @@ class TurnRunner:
 
 @dataclass(slots=True, eq=False)
 class SharedTurn:
-    """A running or answered turn and how many connections follow it."""
+    """A running or answered turn and how many connections follow it.
+
+    name: its caller's scope and its request id.
+    """
 
     request_id: str
-    key: str
+    name: str
+    job: str
     session: str
     named: bool
     feed: TokenStream
     task: "asyncio.Task[None] | None" = None
     readers: int = 0
     last_call: asyncio.TimerHandle | None = None
+
+    @property
+    def key(self) -> str:
+        """Its name among all turns: two jobs may use one request id."""
+        return _key(self.job, self.name)
+
+
+def _key(job: str, name: str) -> str:
+    # No name of a job has a newline.
+    return f"{job}\n{name}"
 
 
 class SharedTurns:
@@ -157,7 +172,11 @@ class SharedTurns:
         """
         request.check()
         fingerprint = request.fingerprint()
-        known = self._answers.find(request.key, fingerprint)
+        named = self._dispatcher.resolve(request.origin.job)
+        request.origin = replace(request.origin, job=named)
+        job = self._dispatcher.owner(named)
+        key = _key(job, request.name)
+        known = self._answers.find(key, fingerprint)
         if isinstance(known, Conflict):
             raise BadRequest(f"{known.value}: {request.request_id}", "request_id")
         if known is not None:
@@ -170,10 +189,10 @@ class SharedTurns:
         feed = TokenStream(request.journal(self._settings.max_attempts), text)
         origin = request.origin
         session = origin.scope + origin.session
-        shared = SharedTurn(request.request_id, request.key, session, request.named, feed)
+        shared = SharedTurn(request.request_id, request.name, job, session, request.named, feed)
         shared.task = asyncio.create_task(self._run(request, shared))
-        self._answers.open(shared.key, fingerprint, shared)
-        self._running[shared.key] = shared
+        self._answers.open(key, fingerprint, shared)
+        self._running[key] = shared
         return shared
 
     @contextmanager
@@ -196,22 +215,23 @@ class SharedTurns:
                 if shared.readers == 0 and not shared.feed.over:
                     self._abandon(shared, self._grace_s(shared) if stream else 0.0)
 
-    def cancel(self, key: str) -> bool:
-        """Abort a running turn; its readers get a TurnCancelled. Whether there was one.
+    def cancel(self, name: str, job: str = "") -> bool:
+        """Abort a job's running turn; its readers get a TurnAborted. Whether there was one.
 
-        key: its caller's scope and its request id.
+        name: its caller's scope and its request id.
         """
-        shared = self._running.get(key)
+        shared = self._running.get(_key(job, name))
         if shared is None:
             return False
         shared.feed.fail(TurnAborted(f"the turn {shared.request_id} was aborted"))
         self._drop(shared)
         return True
 
-    def finish_session(self, session: str) -> int:
-        """Abort what still runs for a session, of which its caller's scope is part; how many."""
-        keys = [key for key, shared in self._running.items() if shared.session == session]
-        return sum(map(self.cancel, keys))
+    def finish_session(self, job: str, session: str) -> int:
+        """Abort what still runs for a job's session, of which its caller's scope is part; count."""
+        running = tuple(self._running.values())
+        names = [each.name for each in running if (each.job, each.session) == (job, session)]
+        return sum(self.cancel(name, job) for name in names)
 
     async def close(self, timeout_s: float) -> None:
         """Refuse new turns, let running ones finish for a while, then cancel them."""
@@ -268,7 +288,8 @@ class SharedTurns:
 
     def _settle(self, shared: SharedTurn) -> None:
         if shared.feed.finish_reason is not None:
-            self._answers.close(shared.key, shared, shared.feed.size_bytes + 4 * len(shared.key))
+            size_bytes = shared.feed.size_bytes + 4 * len(shared.key)
+            self._answers.close(shared.key, shared, size_bytes)
         if shared.last_call is not None:
             shared.last_call.cancel()
             shared.last_call = None

@@ -42,12 +42,22 @@ class AnsweringScheduler(SchedulerServicer):  # type: ignore[misc]
                     job="grpo",
                     latest_version=3,
                     max_staleness=1,
+                    model="m-7b",
+                    weight=2.0,
+                    max_guests=4,
+                    leased=3,
+                    guests=2,
                     demand_known=True,
                     turns=96,
                     owed_tokens=41_200.4,
                 )
             ],
         )
+
+    def EndJob(self, request, context):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+        if request.job != "grpo":
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, "job is unknown")
+        return pb.EndJobReply(released=3)
 
     def SetHarvest(self, request, context):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
         self.asked.append((request.mode, request.replica))
@@ -133,6 +143,22 @@ def test_status_shows_every_part(
         "120 / 2000",
     ):
         assert cell in out
+
+
+def test_jobs_are_listed_and_ended(
+    scheduler: tuple[AnsweringScheduler, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, address = scheduler
+    assert main(["jobs", "--scheduler", address]) == 0
+    out = capsys.readouterr().out
+    for cell in ("grpo", "m-7b", "<= 1", "2 of 4", "96"):
+        assert cell in out
+    assert main(["jobs", "end", "grpo", "--scheduler", address]) == 0
+    assert capsys.readouterr().out == "job grpo is ended; 3 leases are being released\n"
+    assert main(["jobs", "end", "other", "--scheduler", address]) == 2
+    assert capsys.readouterr().err == "rose: job is unknown\n"
+    assert main(["jobs", "end", "--scheduler", address]) == 2
+    assert "say which job to end" in capsys.readouterr().err
 
 
 def test_harvest_and_revoke_say_what_happened(

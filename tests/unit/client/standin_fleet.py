@@ -47,7 +47,7 @@ class StandInFleet:
         self.open_sessions.add(session_id)
         return Session(self, session_id, self._finish)
 
-    async def _finish(self, session_id: str) -> None:
+    async def _finish(self, session_id: str, job: str) -> None:
         await asyncio.sleep(self.dice.choice(self.finish_s))
         self.open_sessions.remove(session_id)
 

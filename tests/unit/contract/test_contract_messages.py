@@ -26,11 +26,11 @@ ORIGIN: dict[str, Any] = {"group_id": "g", "job": "j", "group_size": 4, "hedges"
 
 MESSAGES: tuple[msgspec.Struct, ...] = (
     SAMPLING,
-    replica.GenerateBody("turn.1f.1", [1, 100], SAMPLING, "7", -2),
+    replica.GenerateBody("turn.1f.1", [1, 100], SAMPLING, "7", -2, "j"),
     replica.StreamLine([101, 102], [-0.5, -1.25], 3, 2, "stop", "a message"),
     replica.Fault("draining", "no turns now"),
     replica.Refusal(replica.Fault("draining", "no turns now")),
-    replica.EpochBody(5, "lease lost"),
+    replica.EpochBody(5, "lease lost", "j"),
     replica.Drained(2),
     replica.Admitted(),
     weights.ApplyBody("/c", "/m/1", ["/m/1", "/m/2"], OnUpdate.KEEP),
@@ -102,7 +102,7 @@ MESSAGES: tuple[msgspec.Struct, ...] = (
     gateway.StreamEvent(
         [gateway.StreamChoice([101, 102], LOGPROBS)], [SPAN, OLD_KV], (SEGMENT,), 2, FAULT
     ),
-    gateway.NamesBody(["a", "b"], "c", "s"),
+    gateway.NamesBody(["a", "b"], "c", "s", "j"),
     gateway.Aborted(["a"]),
     gateway.SessionFinished("s", 2),
     gateway.GatewayCounters({"n1/g0": 9}, {"n1/g0": 1}, 2, 3, 4, 5, 6, 7, 8, 9, 10, 0.5, 0.25),

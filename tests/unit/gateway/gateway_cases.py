@@ -43,7 +43,8 @@ async def gateway_with(*rows: ReplicaEntry, **settings: object) -> AsyncIterator
 
     values = {"port": 0, "scheduler": "127.0.0.1:1", "shutdown_s": 0.1, **settings}
     async with TestGateway(GatewaySettings(**values)) as gateway:
-        gateway.set_table(rows)
+        if rows:
+            gateway.set_table(rows)
         yield gateway
 
 

@@ -128,7 +128,7 @@ async def test_a_pushed_table_takes_effect_within_50_ms(monkeypatch: pytest.Monk
     monkeypatch.setattr(LeaderChannel, "connected", connected)
     taken: list[tuple[int, bool]] = []
 
-    def sink(rows: tuple[ReplicaEntry, ...]) -> None:
+    def sink(rows: tuple[ReplicaEntry, ...], _: tuple[str, ...]) -> None:
         taken.append((ticks.count, bool(rows and rows[0].leased)))
 
     table = WatchedTable("127.0.0.1:1", "g", 5.0, lambda *a, **kw: None)

@@ -164,7 +164,7 @@ async def test_a_source_that_dies_is_asked_again_and_nothing_counts_as_leased_me
             lives.append(len(lives))
             if len(lives) == 1:
                 raise RuntimeError("a fault of the program")
-            sink((row,))
+            sink((row,), ())
             await asyncio.Event().wait()
 
     class TestGateway(Gateway):

@@ -204,7 +204,7 @@ async def test_the_trainers_client_shows_its_newest_token(case: Case) -> None:
 
 async def _explained(case: Case, subject: str, token: str) -> int:
     reader = case.certificates.of(Role.NODE, "reader")
-    return await asyncio.to_thread(explain, case.url, subject, token, reader)
+    return await asyncio.to_thread(explain, case.url, subject, "", token, reader)
 
 
 async def test_a_client_with_a_certificate_needs_no_token(case: Case) -> None:

@@ -13,7 +13,7 @@ SCHEDULER = """
     LeaseState LeaseTable MemberView Move Offer Outcome Policy PromptQueue Quote RateMeter
     Reason ReasonLog ReplicaHealth ReplicaKind ReplicaView RolloutBuffer RolloutProgress
     Round RoundDone Router RoutingDecision SampleRun SchedulerError Segment Situation
-    StaleEpoch StalenessAdmission StalenessBound StartRun StepPlan TailBatcher TailPlan
+    StaleEpoch StalenessAdmission StalenessBound StartRun StepPlan SwitchKind TailBatcher TailPlan
     TakenGroup TrainingGroup TrainingStep TurnJournal TurnNeed TurnPlacement TurnTicket
     VersionSpan Won make_policy policy_names
 """

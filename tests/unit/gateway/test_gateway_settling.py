@@ -13,7 +13,8 @@ def row(name: str, epoch: int, **fields: object) -> pb.Replica:
 def test_replicas_that_a_new_leader_has_not_heard_of_stay_until_it_has_settled() -> None:
     taken: list[dict[str, int]] = []
 
-    def sink(entries: tuple[ReplicaEntry, ...]) -> None:
+    def sink(entries: tuple[ReplicaEntry, ...], jobs: tuple[str, ...]) -> None:
+        del jobs
         taken.append({each.id: each.lease_epoch for each in entries})
 
     table = WatchedTable("127.0.0.1:1", "g", 5.0, lambda *a, **kw: None)

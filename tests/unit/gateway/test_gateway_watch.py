@@ -52,7 +52,7 @@ async def test_the_table_arrives_expires_in_silence_and_comes_back() -> None:
         f"127.0.0.1:{port}", "gw", 0.1, lambda event, **fields: events.append(event)
     )
     arrived: asyncio.Queue[tuple[ReplicaEntry, ...]] = asyncio.Queue()
-    task = asyncio.create_task(watch.run(arrived.put_nowait))
+    task = asyncio.create_task(watch.run(lambda rows, _: arrived.put_nowait(rows)))
     async with asyncio.timeout(30):
         while () not in tables or not any(tables[tables.index(()) :]):
             tables.append(await arrived.get())
@@ -71,7 +71,7 @@ async def test_a_watch_that_breaks_leaves_no_table_behind() -> None:
     """Nobody lets a table expire any more: it counts as expired at once, and the error is told."""
     tables: list[tuple[ReplicaEntry, ...]] = []
 
-    def breaks_once(table: tuple[ReplicaEntry, ...]) -> None:
+    def breaks_once(table: tuple[ReplicaEntry, ...], _: tuple[str, ...]) -> None:
         tables.append(table)
         if len(tables) == 1:
             raise KeyError("a fault of the program")
@@ -106,7 +106,7 @@ async def test_a_row_whose_address_cannot_be_one_is_left_out() -> None:
         f"127.0.0.1:{port}", "gw", 60.0, lambda event, **fields: events.append(event)
     )
     arrived: asyncio.Queue[tuple[ReplicaEntry, ...]] = asyncio.Queue()
-    task = asyncio.create_task(watch.run(arrived.put_nowait))
+    task = asyncio.create_task(watch.run(lambda rows, _: arrived.put_nowait(rows)))
     async with asyncio.timeout(30):
         for _ in range(2):
             assert [entry.id for entry in await arrived.get()] == ["guest-0"]
@@ -137,7 +137,7 @@ async def test_a_pause_of_the_loop_takes_no_replica_away_while_the_scheduler_tal
     watch = WatchedTable(
         f"127.0.0.1:{port}", "gw", 0.4, lambda event, **fields: events.append(event)
     )
-    task = asyncio.create_task(watch.run(tables.append))
+    task = asyncio.create_task(watch.run(lambda rows, _: tables.append(rows)))
     for _ in range(2):
         seen = len(tables)
         async with asyncio.timeout(30):

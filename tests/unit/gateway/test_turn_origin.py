@@ -16,13 +16,13 @@ BODIES = {
     "/v1/completions": {"prompt": [1, 100], "max_tokens": 9},
 }
 NAMES = {"session_id": "s", "group_id": "g", "job": "j"}
-HEADERS = {"X-Session-ID": "s", "X-Group-ID": "g", "X-Job": "j"}
+HEADERS = {"X-Session-ID": "s", "X-Group-ID": "g", "X-Rose-Job": "j"}
 
 
 def needs(gateway: Any) -> list[Any]:
     """What the router was told of each turn that begins from now on."""
     seen: list[Any] = []
-    router = gateway.dispatcher._router
+    router = gateway.dispatcher._routers.of("")
     begin = router.begin
 
     def noting(replica: str, need: Any, now_s: float) -> Any:

@@ -3,6 +3,8 @@
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import aiohttp
 import numpy as np
@@ -145,7 +147,10 @@ async def test_a_publisher_encodes_for_the_link_that_its_server_saw(
     async def announce(request: object, **_: object) -> None:
         announced.append(request)
 
-    monkeypatch.setattr(publisher._scheduler, "AnnounceVersion", announce)
+    async def call(ask: Any, timeout_s: float) -> None:
+        await ask(SimpleNamespace(AnnounceVersion=announce), timeout_s)
+
+    monkeypatch.setattr(publisher._scheduler, "call", call)
     old, new = step
     unknown = await publisher.publish(1, 0, old, new)
     monkeypatch.setattr(VersionServer, "link_bytes_s", 1000.0)

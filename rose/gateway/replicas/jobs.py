@@ -1,0 +1,93 @@
+"""Routers of a gateway, one for each job: turns, prefixes and forecasts of one job meet no other's.
+
+A gateway that watches a scheduler knows its jobs. Where nobody says which jobs there are (replicas
+of the command line, a scheduler of 0.2.0 or without a job) one router has all replicas, and a
+turn's job is a label.
+"""
+
+from collections.abc import Collection, Iterable
+
+from elastic_scheduler import Router
+from rose.gateway.errors import BadRequest, UnknownJob
+from rose.gateway.replicas.table import ReplicaEntry
+
+ANY = ""
+
+
+class JobRouters:
+    """The routers, and which turns go to which."""
+
+    def __init__(self) -> None:
+        self._names: frozenset[str] = frozenset()
+        self._routers: dict[str, Router] = {ANY: Router()}
+
+    def resolve(self, named: str) -> str:
+        """The job of a turn that names this one. Raises UnknownJob, or BadRequest to name one."""
+        names = self._names
+        if not names or named in names:
+            return named
+        if named:
+            raise UnknownJob(f"job {named!r} is not registered here; name another, or none", "job")
+        if len(names) == 1:
+            return next(iter(names))
+        raise BadRequest(
+            f"{len(names)} jobs are registered: name yours in the header X-Rose-Job or the field"
+            " job",
+            "job",
+        )
+
+    def registered(self, job: str) -> str:
+        """The job where it is a registered one, "" where it is a label."""
+        return job if job in self._names else ANY
+
+    def of(self, job: str) -> Router:
+        """The router of turns of a job that `resolve` gave."""
+        if not self._names:
+            return self._routers[ANY]
+        return self._routers.get(job) or self._routers[ANY]
+
+    @property
+    def all(self) -> Collection[Router]:
+        """Every router."""
+        return self._routers.values()
+
+    def has_room(self) -> bool:
+        """Whether any turn could be placed."""
+        return any(router.has_room() for router in self._routers.values())
+
+    def live_turns(self) -> dict[str, int]:
+        """Turns on each replica of the table."""
+        found: dict[str, int] = {}
+        for router in self._routers.values():
+            found |= router.live_turns()
+        return found
+
+    def set_table(
+        self,
+        entries: Iterable[ReplicaEntry],
+        jobs: Iterable[str],
+        now_s: float,
+        renewed: set[str],
+    ) -> None:
+        """Take a new table: to each router the replicas that are leased to its job."""
+        self._names = frozenset(jobs)
+        for name in self._names - self._routers.keys():
+            self._routers[name] = Router()
+        rows: dict[str, list[ReplicaEntry]] = {name: [] for name in self._routers}
+        for entry in entries:
+            owner = self._owner(entry)
+            if owner is not None:
+                rows[owner].append(entry)
+        for name, mine in rows.items():
+            self._routers[name].set_table([entry.view() for entry in mine], now_s, renewed)
+        for name in self._routers.keys() - self._names - {ANY}:
+            del self._routers[name]
+
+    def _owner(self, entry: ReplicaEntry) -> str | None:
+        """Which router has the replica. Of several jobs none has what is leased to nobody."""
+        if not self._names:
+            return ANY
+        if len(self._names) == 1:
+            [only] = self._names
+            return only if entry.job in ("", only) else None
+        return entry.job if entry.job in self._names else None

@@ -1,0 +1,210 @@
+"""Turns of several jobs at one gateway: each goes to its job's replicas and meets no other's."""
+
+import asyncio
+import pickle
+from typing import Any
+
+import aiohttp
+import pytest
+from gateway_cases import base_url, entry, gateway_with, until
+
+from rose.client import RolloutClient, Sampling
+from rose.gateway import Gateway
+from rose.gateway.demand import DemandMeter
+from rose.rpc import rose_pb2
+from tests.fakes.replica import StandInReplica
+
+PATH = "/inference/v1/generate"
+JOBS = ("a", "b")
+BODIES: dict[str, dict[str, Any]] = {
+    PATH: {"token_ids": [1, 100], "sampling_params": {"max_tokens": 3}},
+    "/generate": {"input_ids": [1, 100], "sampling_params": {"max_new_tokens": 3}},
+    "/v1/completions": {"prompt": [1, 100], "max_tokens": 3},
+}
+
+
+async def ask(
+    gateway: Gateway, body: dict[str, Any] | None = None, path: str = PATH, **headers: str
+) -> tuple[int, Any]:
+    named = {key.replace("_", "-"): value for key, value in headers.items()}
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(
+            base_url(gateway) + path, json=BODIES.get(path, {}) | (body or {}), headers=named
+        ) as reply,
+    ):
+        return reply.status, await reply.json()
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_the_job_selects_the_replica_on_every_route(path: str) -> None:
+    async with StandInReplica() as one, StandInReplica() as two, gateway_with() as gateway:
+        gateway.set_table((entry(one, "guest-0", job="a"), entry(two, "guest-1", job="b")), JOBS)
+        for _ in range(3):
+            assert (await ask(gateway, {"job": "a"}, path))[0] == 200
+            assert (await ask(gateway, None, path, X_Rose_Job="b"))[0] == 200
+            # The header of 0.2.0, and both: the header wins.
+            assert (await ask(gateway, {"job": "b"}, path, X_Job="a"))[0] == 200
+        assert [each["job"] for each in one.requests] == ["a"] * 6
+        assert [each["job"] for each in two.requests] == ["b"] * 3
+        # Cached blocks of one job are not another's.
+        assert {each["cache_salt"] for each in one.requests} == {"a/"}
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_an_unknown_job_is_not_found_and_none_has_to_be_named(path: str) -> None:
+    async with StandInReplica() as one, gateway_with() as gateway:
+        row = entry(one, "guest-0", job="a")
+        gateway.set_table((row,), JOBS)
+        status, said = await ask(gateway, {"job": "c"}, path)
+        assert status == 404
+        assert "'c' is not registered" in str(said)
+        status, said = await ask(gateway, None, path)
+        assert status == 400
+        assert "X-Rose-Job" in str(said)
+        # Clients of 0.2.0 name none, which is the only one.
+        gateway.set_table((row,), ("a",))
+        assert (await ask(gateway, None, path))[0] == 200
+        assert one.requests[0]["job"] == "a"
+
+
+async def test_other_routes_know_the_job_too() -> None:
+    async with StandInReplica(delay_s=0.05) as one, gateway_with() as gateway:
+        gateway.set_table((entry(one, "guest-0", job="a"), entry(one, "guest-1", job="b")), JOBS)
+        body = {
+            "request_id": "r",
+            "session_id": "s",
+            "sampling_params": {"max_tokens": 1_000},
+        }
+        turns = [asyncio.create_task(ask(gateway, body | {"job": job})) for job in JOBS]
+        await until(lambda: len(one.requests) == 2)
+        for path, names in (
+            ("/inference/v1/abort_requests", {"request_ids": ["r"]}),
+            ("/finish_session", {"session_id": "s"}),
+        ):
+            assert (await ask(gateway, names | {"job": "c"}, path))[0] == 404
+            assert (await ask(gateway, names, path))[0] == 400
+        # One request id of two jobs is two turns, and so is a session.
+        aborted = await ask(
+            gateway, {"request_ids": ["r"], "job": "a"}, "/inference/v1/abort_requests"
+        )
+        assert aborted[1] == {"aborted": ["r"]}
+        assert (await turns[0])[0] == 409
+        assert not turns[1].done()
+        ended = await ask(gateway, {"session_id": "s"}, "/finish_session", X_Rose_Job="b")
+        assert ended[1]["aborted"] == 1
+        assert (await turns[1])[0] == 409
+        async with aiohttp.ClientSession(base_url(gateway)) as http:
+            for query, status in (("?job=a", 200), ("?job=c", 404), ("", 400)):
+                async with http.get("/rose/v1/explain/r" + query) as reply:
+                    assert reply.status == status
+            async with http.post(
+                "/tokenize", json={"prompt": "x"}, headers={"X-Rose-Job": "c"}
+            ) as reply:
+                assert reply.status == 404
+
+
+async def test_an_answer_of_one_job_is_not_given_to_another() -> None:
+    async with StandInReplica() as one, StandInReplica() as two, gateway_with() as gateway:
+        gateway.set_table((entry(one, "guest-0", job="a"), entry(two, "guest-1", job="b")), JOBS)
+        for job in ("a", "a", "b"):
+            assert (await ask(gateway, {"request_id": "same", "job": job}))[0] == 200
+        assert (len(one.requests), len(two.requests)) == (1, 1)
+
+
+async def test_a_turn_leaves_a_replica_that_another_job_gets() -> None:
+    async with StandInReplica() as one, StandInReplica() as two, gateway_with() as gateway:
+        one.hang_after = 1
+        first = entry(one, "guest-0", job="a")
+        gateway.set_table((first,), JOBS)
+        turn = asyncio.create_task(ask(gateway, {"job": "a"}))
+        await until(lambda: one.live == 1)
+        gateway.set_table((entry(one, "guest-0", job="b", lease_epoch=2),), JOBS)
+        await until(lambda: one.live == 0)
+        assert gateway.status().waiting == 1
+        gateway.set_table(
+            (
+                entry(one, "guest-0", job="b", lease_epoch=2),
+                entry(two, "guest-1", job="a", lease_epoch=1),
+            ),
+            JOBS,
+        )
+        status, said = await turn
+        assert status == 200
+        assert said["choices"][0]["token_ids"] == [101, 102, 103]
+        assert len(two.requests) == 1
+        assert len(one.requests) == 1
+
+
+async def test_turns_that_came_before_the_table_are_the_only_jobs_or_told() -> None:
+    async with StandInReplica() as one, gateway_with() as gateway:
+        turns = {
+            job: asyncio.create_task(ask(gateway, {"job": job} if job else {}))
+            for job in ("", "a", "c")
+        }
+        await until(lambda: gateway.status().waiting == 3)
+        gateway.set_table((entry(one, "guest-0", job="a"),), ("a",))
+        statuses = {job: (await turn)[0] for job, turn in turns.items()}
+        assert statuses == {"": 200, "a": 200, "c": 404}
+        assert {each["job"] for each in one.requests} == {"a"}
+
+
+async def test_turns_of_a_job_that_ends_are_told() -> None:
+    async with StandInReplica() as one, gateway_with() as gateway:
+        gateway.set_table((entry(one, "guest-0", job="b"),), JOBS)
+        turn = asyncio.create_task(ask(gateway, {"job": "a"}))
+        await until(lambda: gateway.status().waiting == 1)
+        gateway.set_table((entry(one, "guest-0", job="b"),), ("b",))
+        assert (await turn)[0] == 404
+
+
+async def test_a_flood_of_one_job_leaves_another_its_place_in_the_line() -> None:
+    async with StandInReplica() as one, gateway_with(max_waiting=2) as gateway:
+        gateway.set_table((entry(one, "guest-0", job="b"),), JOBS)
+        flood = [asyncio.create_task(ask(gateway, {"job": "a"})) for _ in range(2)]
+        await until(lambda: gateway.status().waiting == 2)
+        assert (await ask(gateway, {"job": "a"}))[0] == 429
+        assert (await ask(gateway, {"job": "b"}))[0] == 200
+        for turn in flood:
+            turn.cancel()
+        await asyncio.gather(*flood, return_exceptions=True)
+
+
+async def test_a_version_is_the_jobs_own() -> None:
+    async with (
+        StandInReplica(5) as one,
+        StandInReplica(1) as two,
+        gateway_with(version_wait_s=0.2) as gateway,
+    ):
+        gateway.set_table((entry(one, "guest-0", job="a"), entry(two, "guest-1", job="b")), JOBS)
+        assert (await ask(gateway, {"job": "b", "min_version": 2}))[0] == 409
+        assert (await ask(gateway, {"job": "a", "min_version": 2}))[0] == 200
+        assert (await ask(gateway, {"job": "b", "exact_version": 1}))[0] == 200
+
+
+async def test_demand_is_reported_for_the_job_that_a_turn_belongs_to() -> None:
+    async with StandInReplica() as one, gateway_with() as gateway:
+        one.hang_after = 0
+        gateway.set_table((entry(one, "guest-0", job="a"),), ("a",))
+        turn = asyncio.create_task(ask(gateway))
+        await until(lambda: one.live == 1)
+        meter = DemandMeter(gateway.dispatcher, "gw", 0.0)
+        [job] = meter.report(1.0).jobs
+        assert job == rose_pb2.JobDemand(job="a", turns=1, owed_tokens=job.owed_tokens)
+        turn.cancel()
+        await asyncio.gather(turn, return_exceptions=True)
+
+
+async def test_a_client_names_its_job_with_turns_and_at_a_sessions_end() -> None:
+    two = Sampling(max_tokens=2)
+    async with StandInReplica() as one, StandInReplica() as other, gateway_with() as gateway:
+        gateway.set_table((entry(one, "guest-0", job="a"), entry(other, "guest-1", job="b")), JOBS)
+        mine: RolloutClient = pickle.loads(pickle.dumps(RolloutClient(base_url(gateway), job="a")))
+        async with mine as client:
+            async with client.session("s") as session:
+                await session.generate([1, 5], two)
+                await session.generate([1, 5], two, job="b")
+                assert gateway.status().sessions_known > 0
+            # Both jobs heard that the session is over.
+            assert gateway.status().sessions_known == 0
+        assert (len(one.requests), len(other.requests)) == (1, 1)
