@@ -295,7 +295,22 @@ def add_operator_commands(subparsers: "Subparsers") -> None:
     ):
         parser = subparsers.add_parser(name, help=what)
         parser.add_argument("folder", type=Path, metavar="RUN_DIR", help="the node's run folder")
+        if run is _kill:
+            parser.add_argument(
+                "--within",
+                type=_positive_seconds,
+                default=5.0,
+                metavar="S",
+                help="by when everything must be back (default 5)",
+            )
         parser.set_defaults(run=run)
+
+
+def _positive_seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds <= 600:
+        raise argparse.ArgumentTypeError(f"{text} is no time of up to 600 s")
+    return seconds
 
 
 def _add_scheduler(parser: argparse.ArgumentParser) -> None:
@@ -334,11 +349,14 @@ def _kill(args: argparse.Namespace) -> int:
     from rose.node.guest.kill_switch import end_guests
 
     file = _kill_file(args.folder)
-    ended = end_guests(args.folder, file)
-    _say(f"{file} is set: no guest starts until `rose unkill {args.folder}` takes it back")
-    for guest in ended:
+    ended = end_guests(args.folder, file, args.within)
+    if ended.barred:
+        _say(f"{file} is set: no guest starts until `rose unkill {args.folder}` takes it back")
+    else:
+        _say(f"{file} cannot be written and no daemon runs: one that starts may start guests anew")
+    for guest in ended.guests:
         _say(f"{guest.name} (process {guest.pid}) {guest.outcome}")
-    return 0 if all(guest.gone for guest in ended) else 1
+    return 0 if ended.barred and all(guest.in_time for guest in ended.guests) else 1
 
 
 def _unkill(args: argparse.Namespace) -> int:

@@ -28,6 +28,7 @@ from rose.rpc import rose_pb2
 
 STOPPING = "node stops"
 TRIM_EVERY_S = 60.0
+MEASURE_EVERY_S = 0.25
 
 
 class GuardDiedError(RoseError):
@@ -66,6 +67,7 @@ class NodeDaemon:
         self._guards: dict[str, GuardThread] = {}
         self._reclaimers: dict[str, Reclaimer] = {}
         self._replicas: dict[str, Replica] = {}
+        self._still_held: dict[str, int | None] = {}
         self._network = WeightNetwork(config)
         self._session = SchedulerSession(
             config.scheduler,
@@ -135,6 +137,7 @@ class NodeDaemon:
         # Without its scheduler a node's leases run out: it looks for one for ever.
         self._background.start("session", self._session.run, restarts=None)
         self._background.start("guards", self._watch_guards, restarts=0)
+        self._background.start("held memory", self._measure_held, restarts=None)
         self._background.start("engine logs", self._trim_engine_logs, restarts=None)
         for replica in self._replicas.values():
             replica.start(self._background)
@@ -176,7 +179,25 @@ class NodeDaemon:
         for report in reports:
             if report.telemetry.HasField("host"):
                 self._add_load(report.telemetry.host)
+            for guest in report.telemetry.guests:
+                self._add_held(guest)
         return reports
+
+    def _add_held(self, guest: rose_pb2.GuestTelemetry) -> None:
+        """What a guest that must not be there holds all the same: a stop is proved by measuring."""
+        amount = self._still_held.get(guest.replica)
+        if amount is not None and self._harvest.off(guest.replica):
+            guest.held_bytes = amount
+
+    async def _measure_held(self) -> None:
+        """In a thread: a kernel or driver that hangs must not hold up leases."""
+        while True:
+            for name in self._reclaimers:
+                held = None
+                if self._harvest.off(name):
+                    held = await asyncio.to_thread(self._held, name)
+                self._still_held[name] = held.amount if held else None
+            await asyncio.sleep(MEASURE_EVERY_S)
 
     def _served(self, record: LatencyRecord) -> None:
         self._slo.count(record)

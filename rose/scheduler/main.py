@@ -136,6 +136,7 @@ async def _until_stopped(
     background: Background, service: SchedulerService, stop: asyncio.Event
 ) -> None:
     background.start("tick", service.tick)
+    background.start("stop", service.watch_stop, restarts=None)
     failed = asyncio.create_task(background.failed())
     stopping = asyncio.create_task(stop.wait())
     try:

@@ -209,6 +209,15 @@ class StoreWriter:
                 self._said = False
                 self._on_event("store_answers")
 
+    async def read(self, key: str) -> StoreEntry | None:
+        """The entry of a key, None without one or while the store does not answer."""
+        async with self._turn:
+            loop = asyncio.get_running_loop()
+            try:
+                return await loop.run_in_executor(self._thread, self._store.get, key)
+            except UnavailableError:
+                return None
+
     async def _until_durable(self, write: StoreWrite) -> None:
         loop = asyncio.get_running_loop()
         while True:

@@ -15,6 +15,7 @@ import grpc.aio
 from typing_extensions import override
 
 from elastic_scheduler import HarvestMode
+from elastic_scheduler.leases.harvest_mode import stricter
 from rose.errors import ConfigError, RefusedError
 from rose.logs.eventlog import EventLog
 from rose.rpc import rose_pb2 as pb
@@ -39,13 +40,15 @@ from rose.scheduler.messages import (
     TableSlot,
     Tick,
 )
-from rose.scheduler.persistence import StoreWriter
-from rose.scheduler.store import Store
+from rose.scheduler.persistence import STOP, StoreWriter, stop_of
+from rose.scheduler.store import ABSENT, Store
 
 PROTOCOL = 1
 TICK_S = 0.1
 # After a tick that broke: its cause is likely still there.
 BROKEN_TICK_S = 1.0
+# The operator's stop may be written by another scheduler, or by hand while none runs.
+STOP_POLL_S = 0.5
 HELLO_S = 10.0
 MAX_WATCHERS = 1_024
 # How long a caller waits for the store, and how many may.
@@ -102,6 +105,26 @@ class SchedulerService(SchedulerServicer):
                 self._complain("tick_broken", "tick", repr(error))
                 await asyncio.sleep(BROKEN_TICK_S)
             await asyncio.sleep(TICK_S)
+
+    async def watch_stop(self) -> None:
+        """Until cancelled: obey the stop in the store, whoever has written it there."""
+        seen = ABSENT
+        while True:
+            entry = await self._writer.read(STOP)
+            # One of ours is on its way there while a request is carried out.
+            if entry is not None and entry.revision != seen and not self._commits:
+                self._obey_stop(stop_of(entry.value), first=seen == ABSENT)
+                seen = entry.revision
+            await asyncio.sleep(STOP_POLL_S)
+
+    def _obey_stop(self, mode: HarvestMode, *, first: bool) -> None:
+        now = self._core.capacity.stop.mode
+        # What was there at the start was read then, with what 0.2.0 may have said meanwhile.
+        if mode is now or (first and stricter(mode, now) is now):
+            return
+        self._closings += mode is not HarvestMode.ACTIVE
+        self._events.write("stop_read", mode=mode.value)
+        self._step(HarvestSet(mode, None, opens=False))
 
     def close(self) -> None:
         """End all streams, so that none is cut off when the server stops; write no more."""
