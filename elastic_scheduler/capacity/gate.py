@@ -56,6 +56,9 @@ DEPLOYMENT_LABEL: Final = "rose.dev/deployment"
 # The policy of a scheduler that was told a mode on its command line, and of a store of 0.2.0.
 CLI: Final = "cli"
 # All of them fit one reply.
+SCRAPED: Final = (
+    "its host is watched through /metrics alone, seconds late: start the host with the plugin"
+)
 MAX_POLICIES: Final = 128
 JUDGE_S: Final = 1.0
 # Burn rates are of minutes and hours, and cost a walk over slices for each host.
@@ -140,6 +143,7 @@ class CapacityGate:
         self._policies = {policy.name: policy for policy in policies}
         self._halted = dict(halted or {})
         self._budgets, self._busy = BudgetHold(), BusyHold()
+        self._scraped: set[str] = set()
         self._counted: dict[str, tuple[int, int]] = {}
         self._labels: dict[str, dict[str, str]] = {}
         self._effective: dict[str, EffectivePolicy] = {}
@@ -200,10 +204,17 @@ class CapacityGate:
         since = (0, 0) if fell else before or (good, bad)
         self._budgets.step(Served(node, good - since[0], bad - since[1], lends), now_s)
 
+    def watched(self, node: str, *, scraped: bool) -> None:
+        """How a node knows its host: scraped, it is too late to yield to it, and lends nothing."""
+        if scraped != (node in self._scraped):
+            (self._scraped.add if scraped else self._scraped.discard)(node)
+            self._changed = True
+
     def forget(self, node: str) -> None:
         """A node is lost; its budget is kept while it is held, so that it cannot shake it off."""
         for hold in (self._budgets, self._busy):
             hold.step(Gone(node), 0.0)
+        self._scraped.discard(node)
         for known in (self._counted, self._labels, self._effective, self._verdicts):
             known.pop(node, None)
         self._changed = True
@@ -392,6 +403,8 @@ class CapacityGate:
     def _only_advises(self, node: str, policy: EffectivePolicy) -> str | None:
         if policy.mode is PolicyMode.ADVISORY:
             return f"mode Advisory ({policy.decided_by['mode']})"
+        if node in self._scraped:
+            return SCRAPED
         for name in policy.policies:
             if name in self._halted:
                 return f"canary halted ({name}): {self._halted[name]}"

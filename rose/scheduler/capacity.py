@@ -43,6 +43,8 @@ from rose.scheduler.persistence import Saved, drop_policy, save_mode, save_polic
 from rose.scheduler.wire import MODE_TO, harvest_command
 
 MAX_OVERRIDES: Final = 1_024
+# How a node names a host that it knows through /metrics alone.
+SCRAPE: Final = "scrape"
 
 
 class Capacity:
@@ -162,6 +164,7 @@ class Capacity:
             host = telemetry.host
             busy = host.busy_share if host.HasField("busy_share") else None
             self.gate.heard(view.node, busy, host.slo_good, host.slo_bad, now_s, lends=lends)
+            self.gate.watched(view.node, scraped=host.source == SCRAPE)
 
     def judge(self, fleet: Fleet, now_s: float, wall_s: float | None = None) -> list[Action]:
         """Judge the nodes when it is time; what changed for each of them it is told."""

@@ -202,3 +202,14 @@ def test_a_policy_that_is_deleted_no_longer_holds() -> None:
     judge(core, "n")
     assert core.verdict("n").mode is OFF, "without any policy nothing is lent"
     assert not core.delete("p0")
+
+
+def test_a_host_that_is_watched_through_metrics_alone_is_advised_on_and_never_lends() -> None:
+    core = gate({})
+    core.watched("n", scraped=True)
+    judge(core, "n")
+    assert (core.verdict("n").mode, core.verdict("n").would) == (OFF, ACTIVE)
+    assert "start the host with the plugin" in core.verdict("n").limits[0]
+    core.watched("n", scraped=False)
+    judge(core, "n")
+    assert core.verdict("n").mode is ACTIVE
