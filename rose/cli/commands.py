@@ -37,7 +37,7 @@ def show(snapshot: pb.SnapshotReply, console: Console | None = None) -> None:
     console.print(summary(snapshot), markup=False, highlight=False)
     for trouble in snapshot.troubles:
         console.print(f"scheduler: {trouble}", markup=False, highlight=False)
-    for table in (_replicas(snapshot), _hosts(snapshot), _guests(snapshot)):
+    for table in (_capacity(snapshot), _replicas(snapshot), _hosts(snapshot), _guests(snapshot)):
         if table.row_count:
             console.print(table)
 
@@ -80,6 +80,20 @@ def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", caption_justify="left")
     for column in columns:
         table.add_column(column, no_wrap=True)
+    return table
+
+
+def _capacity(snapshot: pb.SnapshotReply) -> Table:
+    """Nodes under capacity policies; nothing where no operator applied one."""
+    table = _table("nodes", "node", "policy", "mode", "would be", "held back by")
+    for row in snapshot.capacity:
+        table.add_row(
+            escape(row.node),
+            row.policy_mode,
+            _mode(row.mode),
+            _mode(row.would),
+            escape("; ".join(row.limits) or "-"),
+        )
     return table
 
 
