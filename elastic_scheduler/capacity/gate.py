@@ -20,7 +20,7 @@ Dedicated replicas belong to the jobs and are leased whatever is said here.
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from elastic_scheduler.capacity.budget_hold import (
@@ -61,6 +61,8 @@ SCRAPED: Final = (
 )
 MAX_POLICIES: Final = 128
 JUDGE_S: Final = 1.0
+# After a start nodes attach within this time; before that a share of all of them means little.
+SETTLE_S: Final = 10.0
 # Burn rates are of minutes and hours, and cost a walk over slices for each host.
 JUDGE_BUDGETS_S: Final = 5.0
 
@@ -93,7 +95,9 @@ class Verdict:
     """What holds for one node now, before the operator's stop state.
 
     mode: as its node is told. would: what an Active policy would say; the same where one is.
-    limits: why not more, each with the policy or hold behind it.
+    limits: why not more, each with the policy or hold behind it. settled: False while the node may
+    only seem beyond a cap on the number of nodes, since others have not attached yet: until then it
+    keeps what it lends, and is told nothing.
     """
 
     node: str
@@ -101,6 +105,7 @@ class Verdict:
     would: HarvestMode
     policy: EffectivePolicy
     limits: tuple[str, ...] = ()
+    settled: bool = True
 
     @property
     def advises(self) -> bool:
@@ -144,12 +149,14 @@ class CapacityGate:
         self._halted = dict(halted or {})
         self._budgets, self._busy = BudgetHold(), BusyHold()
         self._scraped: set[str] = set()
+        self._held: dict[str, str] = {}
         self._counted: dict[str, tuple[int, int]] = {}
         self._labels: dict[str, dict[str, str]] = {}
         self._effective: dict[str, EffectivePolicy] = {}
         self._verdicts: dict[str, Verdict] = {}
         self._admitted: dict[str, set[str]] = {}
         self._judged_s = self._budgeted_s = -math.inf
+        self._began_s: float | None = None
         self._wall_s: float | None = None
         self._changed = True
         self.judgements = 0
@@ -237,6 +244,7 @@ class CapacityGate:
         if not self._changed and now_s < self._judged_s + JUDGE_S:
             return []
         self._judged_s, self._changed = now_s, False
+        self._begin(now_s)
         self.judgements += 1
         facts = sorted(nodes(), key=lambda each: each.name)
         for each in facts:
@@ -244,7 +252,21 @@ class CapacityGate:
                 self._labels[each.name] = dict(each.labels)
                 self._effective[each.name] = effective(self.policies, each.name, each.labels)
         acts = self._judge_holds(facts, now_s)
-        return acts + self._judge_nodes(facts)
+        return acts + self._judge_nodes(facts, now_s)
+
+    def greet(self, node: NodeFacts, now_s: float) -> list[Note | Halt]:
+        """Judge a node that attached, by itself: thousands may come at once.
+
+        Where a cap counts nodes it waits for the next judgement, which sees them all.
+        """
+        self._begin(now_s)
+        self._changed = True
+        self._labels[node.name] = dict(node.labels)
+        self._effective[node.name] = effective(self.policies, node.name, node.labels)
+        counted = ("other nodes are not counted yet",) if self._is_counted(node.name) else ()
+        verdict = self._judged(node, counted, settled=not counted)
+        self._verdicts[node.name] = verdict
+        return self._said(verdict) if verdict.settled else []
 
     def changed(self) -> None:
         """Something that verdicts hang on is new: judge at the next occasion."""
@@ -361,16 +383,34 @@ class CapacityGate:
                 acts += [Halt(name, why), Note("canary_halted", {"policy": name, "why": why})]
         return acts
 
-    def _judge_nodes(self, facts: list[NodeFacts]) -> list[Note | Halt]:
+    def _begin(self, now_s: float) -> None:
+        if self._began_s is None:
+            self._began_s = now_s
+
+    def _is_counted(self, node: str) -> bool:
+        policy = self._effective[node]
+        caps = (self._policies[name].max_harvest.nodes for name in policy.policies)
+        return policy.deployment_share is not None or any(cap is not None for cap in caps)
+
+    def _judged(self, node: NodeFacts, beyond: tuple[str, ...], *, settled: bool) -> Verdict:
+        whys = beyond
+        if self._effective[node.name].has_caps and not node.takes_caps:
+            whys += ("its node is of 0.2.0 and keeps within no caps; upgrade it",)
+            settled = True
+        verdict = self._verdict(node.name, whys, self._held.get(node.name))
+        if settled or verdict.advises or verdict.policy.mode is PolicyMode.OFF:
+            return verdict
+        return replace(verdict, mode=HarvestMode.HOLD, would=HarvestMode.HOLD, settled=False)
+
+    def _judge_nodes(self, facts: list[NodeFacts], now_s: float) -> list[Note | Halt]:
         beyond = self._admit(facts)
-        held = self._busy.status() | self._budgets.status()
+        self._held = self._busy.status() | self._budgets.status()
+        settled = self._began_s is not None and now_s >= self._began_s + SETTLE_S
         acts: list[Note | Halt] = []
         verdicts = {}
         for each in facts:
             whys = beyond.get(each.name, ())
-            if self._effective[each.name].has_caps and not each.takes_caps:
-                whys += ("its node is of 0.2.0 and keeps within no caps; upgrade it",)
-            verdict = self._verdict(each.name, whys, held.get(each.name))
+            verdict = self._judged(each, whys, settled=settled or not whys)
             verdicts[each.name] = verdict
             before = self._verdicts.get(each.name)
             if before is None or (before.mode, before.would) != (verdict.mode, verdict.would):

@@ -97,8 +97,9 @@ class SchedulerCore:
         """What follows from an event at `now_s`, a monotonic clock's seconds."""
         self.demand.drop_silent(now_s)
         actions = self._react(event, now_s)
-        wall_s = event.wall_s if isinstance(event, Tick) else None
-        actions += self.capacity.judge(self._fleet, now_s, wall_s)
+        if isinstance(event, Tick | HarvestSet | PolicyApplied | PolicyDeleted):
+            wall_s = event.wall_s if isinstance(event, Tick) else None
+            actions += self.capacity.judge(self._fleet, now_s, wall_s)
         regulated = self._leasing.regulate(self._chain, self._fleet, now_s)
         if isinstance(event, HarvestSet):
             releasing = [
@@ -243,8 +244,7 @@ class SchedulerCore:
         view = self._fleet.of_stream(event.stream)
         assert view is not None
         view.labels, view.takes_caps = dict(event.labels), event.takes_caps
-        self.capacity.gate.changed()
-        actions += self.capacity.judge(self._fleet, now_s)
+        actions += self.capacity.greet(view, now_s)
         actions += [Command(event.stream, command) for command in self._chain.commands()]
         return [*actions, LogRecord("node_attached", {"node": event.node})]
 

@@ -94,6 +94,8 @@ class SchedulerService(SchedulerServicer):
         self._commits: set[asyncio.Task[int | None]] = set()
         self._reservations: set[asyncio.Task[None]] = set()
         self._closings = 0
+        # Blackout windows hang on the wall clock: no node may attach before the core knows it.
+        self._step(Tick(time.time()))
 
     async def tick(self) -> None:
         """Until cancelled: let time pass for the core. A tick that breaks is not the last one."""
