@@ -150,6 +150,7 @@ class CapacityGate:
         self._budgets, self._busy = BudgetHold(), BusyHold()
         self._scraped: set[str] = set()
         self._held: dict[str, str] = {}
+        self._dark: dict[str, list[str]] = {}
         self._counted: dict[str, tuple[int, int]] = {}
         self._labels: dict[str, dict[str, str]] = {}
         self._effective: dict[str, EffectivePolicy] = {}
@@ -245,6 +246,7 @@ class CapacityGate:
             return []
         self._judged_s, self._changed = now_s, False
         self._begin(now_s)
+        self._look_at_the_clock()
         self.judgements += 1
         facts = sorted(nodes(), key=lambda each: each.name)
         for each in facts:
@@ -260,6 +262,8 @@ class CapacityGate:
         Where a cap counts nodes it waits for the next judgement, which sees them all.
         """
         self._begin(now_s)
+        if not self._dark:
+            self._look_at_the_clock()
         self._changed = True
         self._labels[node.name] = dict(node.labels)
         self._effective[node.name] = effective(self.policies, node.name, node.labels)
@@ -387,6 +391,17 @@ class CapacityGate:
         if self._began_s is None:
             self._began_s = now_s
 
+    def _look_at_the_clock(self) -> None:
+        """Windows of each policy that hold now, once for all nodes."""
+        self._dark = {
+            policy.name: [
+                f"blackout {window} ({policy.name})"
+                for window in policy.blackout_windows
+                if self._wall_s is None or window.holds_at(self._wall_s)
+            ]
+            for policy in self._policies.values()
+        }
+
     def _is_counted(self, node: str) -> bool:
         policy = self._effective[node]
         caps = (self._policies[name].max_harvest.nodes for name in policy.policies)
@@ -458,9 +473,8 @@ class CapacityGate:
     ) -> tuple[HarvestMode, tuple[str, ...]]:
         """The mode of an acting policy, and everything that stands against more."""
         found = [(HarvestMode.OFF, why) for why in beyond]
-        for name, window in policy.blackouts:
-            if self._wall_s is None or window.holds_at(self._wall_s):
-                found.append((HarvestMode.HOLD_AND_DRAIN, f"blackout {window} ({name})"))
+        for name in policy.policies:
+            found += [(HarvestMode.HOLD_AND_DRAIN, why) for why in self._dark.get(name, ())]
         if held is not None:
             found.append((HarvestMode.HOLD_AND_DRAIN, held))
         if policy.stop_policy is not StopPolicy.NONE:
@@ -490,14 +504,19 @@ class CapacityGate:
             limit = policy.max_harvest.nodes
             if limit is None:
                 continue
-            count = sum(self._matches(policy, each.name) for each in facts)
-            members = [each.name for each in lendable if self._matches(policy, each.name)]
+            count = sum(policy.name in self._effective[each.name].policies for each in facts)
+            members = [
+                each.name for each in lendable if policy.name in self._effective[each.name].policies
+            ]
             most = most_of(limit, count)
             why = f"maxHarvest.nodes {limit}: {most} of {count} nodes ({policy.name})"
             cap(policy.name, members, most, why)
         totals = Counter(each.labels.get(DEPLOYMENT_LABEL, "") for each in facts)
-        for name, total in totals.items():
-            members = [e.name for e in lendable if e.labels.get(DEPLOYMENT_LABEL, "") == name]
+        hosts: dict[str, list[str]] = {}
+        for each in lendable:
+            hosts.setdefault(each.labels.get(DEPLOYMENT_LABEL, ""), []).append(each.name)
+        for name, members in hosts.items():
+            total = totals[name]
             shares = [
                 (share, node)
                 for node in members
