@@ -8,7 +8,7 @@ set -euo pipefail
 
 mkdir -p run/logs
 
-# A new store lends nothing until an operator says so; `rose harvest off` takes everything back.
+# A new store lends nothing until an operator says so; `rose stop-all` takes everything back.
 rose scheduler \
   --port 7400 \
   --store run/scheduler.sqlite \

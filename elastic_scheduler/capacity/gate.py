@@ -20,7 +20,7 @@ Dedicated replicas belong to the jobs and are leased whatever is said here.
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from elastic_scheduler.capacity.budget_hold import (
@@ -56,8 +56,13 @@ DEPLOYMENT_LABEL: Final = "rose.dev/deployment"
 # The policy of a scheduler that was told a mode on its command line, and of a store of 0.2.0.
 CLI: Final = "cli"
 # All of them fit one reply.
+SCRAPED: Final = (
+    "its host is watched through /metrics alone, seconds late: start the host with the plugin"
+)
 MAX_POLICIES: Final = 128
 JUDGE_S: Final = 1.0
+# After a start nodes attach within this time; before that a share of all of them means little.
+SETTLE_S: Final = 10.0
 # Burn rates are of minutes and hours, and cost a walk over slices for each host.
 JUDGE_BUDGETS_S: Final = 5.0
 
@@ -90,7 +95,9 @@ class Verdict:
     """What holds for one node now, before the operator's stop state.
 
     mode: as its node is told. would: what an Active policy would say; the same where one is.
-    limits: why not more, each with the policy or hold behind it.
+    limits: why not more, each with the policy or hold behind it. settled: False while the node may
+    only seem beyond a cap on the number of nodes, since others have not attached yet: until then it
+    keeps what it lends, and is told nothing.
     """
 
     node: str
@@ -98,6 +105,7 @@ class Verdict:
     would: HarvestMode
     policy: EffectivePolicy
     limits: tuple[str, ...] = ()
+    settled: bool = True
 
     @property
     def advises(self) -> bool:
@@ -140,12 +148,16 @@ class CapacityGate:
         self._policies = {policy.name: policy for policy in policies}
         self._halted = dict(halted or {})
         self._budgets, self._busy = BudgetHold(), BusyHold()
+        self._scraped: set[str] = set()
+        self._held: dict[str, str] = {}
+        self._dark: dict[str, list[str]] = {}
         self._counted: dict[str, tuple[int, int]] = {}
         self._labels: dict[str, dict[str, str]] = {}
         self._effective: dict[str, EffectivePolicy] = {}
         self._verdicts: dict[str, Verdict] = {}
         self._admitted: dict[str, set[str]] = {}
         self._judged_s = self._budgeted_s = -math.inf
+        self._began_s: float | None = None
         self._wall_s: float | None = None
         self._changed = True
         self.judgements = 0
@@ -200,10 +212,17 @@ class CapacityGate:
         since = (0, 0) if fell else before or (good, bad)
         self._budgets.step(Served(node, good - since[0], bad - since[1], lends), now_s)
 
+    def watched(self, node: str, *, scraped: bool) -> None:
+        """How a node knows its host: scraped, it is too late to yield to it, and lends nothing."""
+        if scraped != (node in self._scraped):
+            (self._scraped.add if scraped else self._scraped.discard)(node)
+            self._changed = True
+
     def forget(self, node: str) -> None:
         """A node is lost; its budget is kept while it is held, so that it cannot shake it off."""
         for hold in (self._budgets, self._busy):
             hold.step(Gone(node), 0.0)
+        self._scraped.discard(node)
         for known in (self._counted, self._labels, self._effective, self._verdicts):
             known.pop(node, None)
         self._changed = True
@@ -226,6 +245,8 @@ class CapacityGate:
         if not self._changed and now_s < self._judged_s + JUDGE_S:
             return []
         self._judged_s, self._changed = now_s, False
+        self._begin(now_s)
+        self._look_at_the_clock()
         self.judgements += 1
         facts = sorted(nodes(), key=lambda each: each.name)
         for each in facts:
@@ -233,7 +254,23 @@ class CapacityGate:
                 self._labels[each.name] = dict(each.labels)
                 self._effective[each.name] = effective(self.policies, each.name, each.labels)
         acts = self._judge_holds(facts, now_s)
-        return acts + self._judge_nodes(facts)
+        return acts + self._judge_nodes(facts, now_s)
+
+    def greet(self, node: NodeFacts, now_s: float) -> list[Note | Halt]:
+        """Judge a node that attached, by itself: thousands may come at once.
+
+        Where a cap counts nodes it waits for the next judgement, which sees them all.
+        """
+        self._begin(now_s)
+        if not self._dark:
+            self._look_at_the_clock()
+        self._changed = True
+        self._labels[node.name] = dict(node.labels)
+        self._effective[node.name] = effective(self.policies, node.name, node.labels)
+        counted = ("other nodes are not counted yet",) if self._is_counted(node.name) else ()
+        verdict = self._judged(node, counted, settled=not counted)
+        self._verdicts[node.name] = verdict
+        return self._said(verdict) if verdict.settled else []
 
     def changed(self) -> None:
         """Something that verdicts hang on is new: judge at the next occasion."""
@@ -350,16 +387,45 @@ class CapacityGate:
                 acts += [Halt(name, why), Note("canary_halted", {"policy": name, "why": why})]
         return acts
 
-    def _judge_nodes(self, facts: list[NodeFacts]) -> list[Note | Halt]:
+    def _begin(self, now_s: float) -> None:
+        if self._began_s is None:
+            self._began_s = now_s
+
+    def _look_at_the_clock(self) -> None:
+        """Windows of each policy that hold now, once for all nodes."""
+        self._dark = {
+            policy.name: [
+                f"blackout {window} ({policy.name})"
+                for window in policy.blackout_windows
+                if self._wall_s is None or window.holds_at(self._wall_s)
+            ]
+            for policy in self._policies.values()
+        }
+
+    def _is_counted(self, node: str) -> bool:
+        policy = self._effective[node]
+        caps = (self._policies[name].max_harvest.nodes for name in policy.policies)
+        return policy.deployment_share is not None or any(cap is not None for cap in caps)
+
+    def _judged(self, node: NodeFacts, beyond: tuple[str, ...], *, settled: bool) -> Verdict:
+        whys = beyond
+        if self._effective[node.name].has_caps and not node.takes_caps:
+            whys += ("its node is of 0.2.0 and keeps within no caps; upgrade it",)
+            settled = True
+        verdict = self._verdict(node.name, whys, self._held.get(node.name))
+        if settled or verdict.advises or verdict.policy.mode is PolicyMode.OFF:
+            return verdict
+        return replace(verdict, mode=HarvestMode.HOLD, would=HarvestMode.HOLD, settled=False)
+
+    def _judge_nodes(self, facts: list[NodeFacts], now_s: float) -> list[Note | Halt]:
         beyond = self._admit(facts)
-        held = self._busy.status() | self._budgets.status()
+        self._held = self._busy.status() | self._budgets.status()
+        settled = self._began_s is not None and now_s >= self._began_s + SETTLE_S
         acts: list[Note | Halt] = []
         verdicts = {}
         for each in facts:
             whys = beyond.get(each.name, ())
-            if self._effective[each.name].has_caps and not each.takes_caps:
-                whys += ("its node is of 0.2.0 and keeps within no caps; upgrade it",)
-            verdict = self._verdict(each.name, whys, held.get(each.name))
+            verdict = self._judged(each, whys, settled=settled or not whys)
             verdicts[each.name] = verdict
             before = self._verdicts.get(each.name)
             if before is None or (before.mode, before.would) != (verdict.mode, verdict.would):
@@ -392,6 +458,8 @@ class CapacityGate:
     def _only_advises(self, node: str, policy: EffectivePolicy) -> str | None:
         if policy.mode is PolicyMode.ADVISORY:
             return f"mode Advisory ({policy.decided_by['mode']})"
+        if node in self._scraped:
+            return SCRAPED
         for name in policy.policies:
             if name in self._halted:
                 return f"canary halted ({name}): {self._halted[name]}"
@@ -405,9 +473,8 @@ class CapacityGate:
     ) -> tuple[HarvestMode, tuple[str, ...]]:
         """The mode of an acting policy, and everything that stands against more."""
         found = [(HarvestMode.OFF, why) for why in beyond]
-        for name, window in policy.blackouts:
-            if self._wall_s is None or window.holds_at(self._wall_s):
-                found.append((HarvestMode.HOLD_AND_DRAIN, f"blackout {window} ({name})"))
+        for name in policy.policies:
+            found += [(HarvestMode.HOLD_AND_DRAIN, why) for why in self._dark.get(name, ())]
         if held is not None:
             found.append((HarvestMode.HOLD_AND_DRAIN, held))
         if policy.stop_policy is not StopPolicy.NONE:
@@ -437,14 +504,19 @@ class CapacityGate:
             limit = policy.max_harvest.nodes
             if limit is None:
                 continue
-            count = sum(self._matches(policy, each.name) for each in facts)
-            members = [each.name for each in lendable if self._matches(policy, each.name)]
+            count = sum(policy.name in self._effective[each.name].policies for each in facts)
+            members = [
+                each.name for each in lendable if policy.name in self._effective[each.name].policies
+            ]
             most = most_of(limit, count)
             why = f"maxHarvest.nodes {limit}: {most} of {count} nodes ({policy.name})"
             cap(policy.name, members, most, why)
         totals = Counter(each.labels.get(DEPLOYMENT_LABEL, "") for each in facts)
-        for name, total in totals.items():
-            members = [e.name for e in lendable if e.labels.get(DEPLOYMENT_LABEL, "") == name]
+        hosts: dict[str, list[str]] = {}
+        for each in lendable:
+            hosts.setdefault(each.labels.get(DEPLOYMENT_LABEL, ""), []).append(each.name)
+        for name, members in hosts.items():
+            total = totals[name]
             shares = [
                 (share, node)
                 for node in members

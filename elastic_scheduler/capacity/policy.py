@@ -291,9 +291,10 @@ class CapacityPolicy(_Part):
         return None
 
     def to_json(self) -> str:
-        """Write it as a file has it, without what is as by default."""
+        """Write it as a file has it: its mode, and what is not as by default."""
         said = self.model_dump(mode="json", by_alias=True, exclude_defaults=True)
-        return json.dumps({"name": self.name, **said}, separators=(",", ":"))
+        first = {"name": self.name, "mode": self.mode.value}
+        return json.dumps(first | said, separators=(",", ":"))
 
 
 def parse_policy(text: str | bytes) -> CapacityPolicy:

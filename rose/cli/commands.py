@@ -45,7 +45,7 @@ def show(snapshot: pb.SnapshotReply, console: Console | None = None) -> None:
     console.print(summary(snapshot), markup=False, highlight=False)
     for trouble in snapshot.troubles:
         console.print(f"scheduler: {trouble}", markup=False, highlight=False)
-    for table in (_replicas(snapshot), _hosts(snapshot), _guests(snapshot)):
+    for table in (_capacity(snapshot), _replicas(snapshot), _hosts(snapshot), _guests(snapshot)):
         if table.row_count:
             console.print(table)
 
@@ -120,6 +120,20 @@ def _held(replica: pb.Replica) -> str:
     foreign = replica.held_job and replica.job and replica.held_job != replica.job
     version = str(replica.policy_version)
     return f"{version} of {escape(replica.held_job)}" if foreign else version
+
+
+def _capacity(snapshot: pb.SnapshotReply) -> Table:
+    """Nodes under capacity policies; nothing where no operator applied one."""
+    table = _table("nodes", "node", "policy", "mode", "would be", "held back by")
+    for row in snapshot.capacity:
+        table.add_row(
+            escape(row.node),
+            row.policy_mode,
+            _mode(row.mode),
+            _mode(row.would),
+            escape("; ".join(row.limits) or "-"),
+        )
+    return table
 
 
 def _replicas(snapshot: pb.SnapshotReply) -> Table:
@@ -382,7 +396,7 @@ MODES = {
 def add_operator_commands(subparsers: "Subparsers") -> None:
     """Add them to the command line; `args.run` is what carries one out."""
     status = subparsers.add_parser("status", help="replicas, leases, hosts and guests right now")
-    _add_scheduler(status)
+    add_scheduler_options(status)
     status.set_defaults(run=_status)
 
     why = subparsers.add_parser("explain", help="say where turns were placed lately, and why")
@@ -398,19 +412,19 @@ def add_operator_commands(subparsers: "Subparsers") -> None:
     jobs = subparsers.add_parser("jobs", help="list the registered jobs, or end one")
     jobs.add_argument("do", nargs="?", choices=("list", "end"), default="list", help="default list")
     jobs.add_argument("job", nargs="?", default="", metavar="JOB", help="the one to end")
-    _add_scheduler(jobs)
+    add_scheduler_options(jobs)
     jobs.set_defaults(run=_jobs)
 
     harvest = subparsers.add_parser("harvest", help="say how much may be lent")
     harvest.add_argument("mode", choices=MODES, help="off and drain also end what is lent")
     harvest.add_argument("--replica", default="", metavar="R", help="only this one (default: all)")
-    _add_scheduler(harvest)
+    add_scheduler_options(harvest)
     harvest.set_defaults(run=_harvest)
 
     revoke = subparsers.add_parser("revoke", help="end a replica's lease now")
     revoke.add_argument("replica", metavar="REPLICA")
     revoke.add_argument("--reason", default="operator", metavar="TEXT", help="for the event log")
-    _add_scheduler(revoke)
+    add_scheduler_options(revoke)
     revoke.set_defaults(run=_revoke)
 
     for name, run, what in (
@@ -419,10 +433,26 @@ def add_operator_commands(subparsers: "Subparsers") -> None:
     ):
         parser = subparsers.add_parser(name, help=what)
         parser.add_argument("folder", type=Path, metavar="RUN_DIR", help="the node's run folder")
+        if run is _kill:
+            parser.add_argument(
+                "--within",
+                type=_positive_seconds,
+                default=5.0,
+                metavar="S",
+                help="by when everything must be back (default 5)",
+            )
         parser.set_defaults(run=run)
 
 
-def _add_scheduler(parser: argparse.ArgumentParser) -> None:
+def _positive_seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds <= 600:
+        raise argparse.ArgumentTypeError(f"{text} is no time of up to 600 s")
+    return seconds
+
+
+def add_scheduler_options(parser: argparse.ArgumentParser) -> None:
+    """Add `--scheduler`, and what it may ask for."""
     parser.add_argument(
         "--scheduler",
         default=DEFAULT_SCHEDULER,
@@ -450,7 +480,7 @@ def _explain(args: argparse.Namespace) -> int:
 
 
 def _jobs(args: argparse.Namespace) -> int:
-    scheduler = SchedulerClient(args.scheduler, certificates=taken_certificates(vars(args)))
+    scheduler = _client(args)
     if args.do == "list":
         if args.job:
             raise ConfigError(f"`rose jobs list` lists all of them; leave {args.job!r} out")
@@ -477,11 +507,14 @@ def _kill(args: argparse.Namespace) -> int:
     from rose.node.guest.kill_switch import end_guests
 
     file = _kill_file(args.folder)
-    ended = end_guests(args.folder, file)
-    _say(f"{file} is set: no guest starts until `rose unkill {args.folder}` takes it back")
-    for guest in ended:
+    ended = end_guests(args.folder, file, args.within)
+    if ended.barred:
+        _say(f"{file} is set: no guest starts until `rose unkill {args.folder}` takes it back")
+    else:
+        _say(f"{file} cannot be written and no daemon runs: one that starts may start guests anew")
+    for guest in ended.guests:
         _say(f"{guest.name} (process {guest.pid}) {guest.outcome}")
-    return 0 if all(guest.gone for guest in ended) else 1
+    return 0 if ended.barred and all(guest.in_time for guest in ended.guests) else 1
 
 
 def _unkill(args: argparse.Namespace) -> int:

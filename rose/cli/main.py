@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rose.cli.commands import add_operator_commands
+from rose.cli.policy import add_policy_commands
 from rose.errors import ConfigError, RoseError
 from rose.logs.rotating_jsonl import BOUNDED, LogLimits
 
@@ -174,6 +175,7 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     for name, (_, what) in PROCESSES.items():
         commands.add_parser(name, help=what)
     add_operator_commands(commands)
+    add_policy_commands(commands)
     return parser
 
 

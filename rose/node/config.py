@@ -58,6 +58,8 @@ class HostConfig(Frozen):
     headroom_bytes: memory of the machine, and of the GPU, that no guest may take from it.
     device: index or UUID of its GPU, None without one.
     step_profile: file of `rose profile` for its model; guests judge its queue by it.
+    metrics_url: `/metrics` of a host that runs without the plugin: it is watched, and its guest
+    stays frozen. metrics_model: the model whose figures count, where it serves several.
     """
 
     page: Path
@@ -68,6 +70,15 @@ class HostConfig(Frozen):
     headroom_bytes: int = Field(default=512 << 20, ge=0)
     device: Gpu | None = None
     step_profile: Path | None = None
+    metrics_url: str | None = None
+    metrics_model: str | None = None
+
+    @field_validator("metrics_url")
+    @classmethod
+    def _an_address(cls, url: str | None) -> str | None:
+        if url is not None and not url.startswith(("http://", "https://")):
+            raise ValueError("write http://HOST:PORT/metrics")
+        return url
 
 
 class ReplicaConfig(Frozen):

@@ -1,7 +1,9 @@
 """NodeDaemon: assembles guard, supervisors, weight receiver and the scheduler session."""
 
 import asyncio
+import time
 from contextlib import AsyncExitStack
+from functools import partial
 
 import aiohttp
 
@@ -13,6 +15,8 @@ from rose.node.config import NodeConfig
 from rose.node.grants.caps import Contact, ToldCaps
 from rose.node.grants.guard_thread import GUEST_SAMPLES, GuardThread
 from rose.node.grants.host_load import HostLoad, SloCounter
+from rose.node.grants.host_scrape import HostScrape
+from rose.node.grants.host_scrape import watch as watch_metrics
 from rose.node.grants.host_watch import HOST_LATENCY, HostWatch
 from rose.node.guest.harvest_switch import HarvestSwitch
 from rose.node.guest.kill_switch import KillSwitch
@@ -28,6 +32,7 @@ from rose.rpc import rose_pb2
 
 STOPPING = "node stops"
 TRIM_EVERY_S = 60.0
+MEASURE_EVERY_S = 0.25
 
 
 class GuardDiedError(RoseError):
@@ -56,16 +61,21 @@ class NodeDaemon:
         self._events.listen(self._metrics.heard)
         self._slo = SloCounter()
         self._load = HostLoad()
+        self._scrape: HostScrape | None = None
         self._host: HostSide | None = None
         if config.host:
             page = ControlPage.ensure(config.host.page, config.host.page_group)
             latencies = self._logs.records(HOST_LATENCY)
             watch = HostWatch(latencies, self._served, page.latency.cursor)
-            self._slo = SloCounter(config.host.ttft_target_s, config.host.tpot_target_s)
+            targets = config.host.ttft_target_s, config.host.tpot_target_s
+            self._slo = SloCounter(*targets)
+            if config.host.metrics_url:
+                self._scrape = HostScrape(*targets, config.host.metrics_model)
             self._host = HostSide(config.host, page, watch)
         self._guards: dict[str, GuardThread] = {}
         self._reclaimers: dict[str, Reclaimer] = {}
         self._replicas: dict[str, Replica] = {}
+        self._still_held: dict[str, int | None] = {}
         self._network = WeightNetwork(config)
         self._session = SchedulerSession(
             config.scheduler,
@@ -99,7 +109,7 @@ class NodeDaemon:
             http = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
             stack.push_async_callback(self._network.close)
             self._build(await self._network.start(http, self._chain))
-            self._start()
+            self._start(http)
             stopping = asyncio.create_task(self._stopping.wait())
             failed = asyncio.create_task(self._background.failed())
             try:
@@ -132,10 +142,15 @@ class NodeDaemon:
                 assembly.guard_of(replica, self._host, self._guard_broke.set)
         self._events.write("node_started", node=self._config.node)
 
-    def _start(self) -> None:
+    def _start(self, http: aiohttp.ClientSession) -> None:
+        host = self._config.host
+        if host and host.metrics_url and self._scrape:
+            scraping = partial(watch_metrics, host.metrics_url, self._scrape, http)
+            self._background.start("scrape", scraping, restarts=None)
         # Without its scheduler a node's leases run out: it looks for one for ever.
         self._background.start("session", self._session.run, restarts=None)
         self._background.start("guards", self._watch_guards, restarts=0)
+        self._background.start("held memory", self._measure_held, restarts=None)
         self._background.start("engine logs", self._trim_engine_logs, restarts=None)
         for replica in self._replicas.values():
             replica.start(self._background)
@@ -166,6 +181,19 @@ class NodeDaemon:
         self._events.write("node_stopped", node=self._config.node)
         await asyncio.to_thread(self._logs.close)
 
+    def _add_scraped(self, host: rose_pb2.HostTelemetry, seen: HostScrape, now_s: float) -> None:
+        """The same, of a host without the plugin."""
+        host.source = "scrape"
+        host.slo_good, host.slo_bad = seen.good, seen.bad
+        host.running, host.waiting = seen.running(now_s) or (0, 0)
+        said = seen.summary(now_s)
+        host.window_requests, host.window_s = said.requests, said.window_s
+        host.ttft_p50_s, host.ttft_p95_s = said.ttft_p50_s, said.ttft_p95_s
+        host.tpot_p50_s, host.tpot_p95_s = said.tpot_p50_s, said.tpot_p95_s
+        share = seen.busy_share(now_s)
+        if share is not None:
+            host.busy_share = share
+
     def _health(self) -> NodeHealth:
         return NodeHealth(
             self._logs.dropped, self._background.restarted(), self._background.running()
@@ -177,7 +205,25 @@ class NodeDaemon:
         for report in reports:
             if report.telemetry.HasField("host"):
                 self._add_load(report.telemetry.host)
+            for guest in report.telemetry.guests:
+                self._add_held(guest)
         return reports
+
+    def _add_held(self, guest: rose_pb2.GuestTelemetry) -> None:
+        """What a guest that must not be there holds all the same: a stop is proved by measuring."""
+        amount = self._still_held.get(guest.replica)
+        if amount is not None and self._harvest.off(guest.replica):
+            guest.held_bytes = amount
+
+    async def _measure_held(self) -> None:
+        """In a thread: a kernel or driver that hangs must not hold up leases."""
+        while True:
+            for name in self._reclaimers:
+                held = None
+                if self._harvest.off(name):
+                    held = await asyncio.to_thread(self._held, name)
+                self._still_held[name] = held.amount if held else None
+            await asyncio.sleep(MEASURE_EVERY_S)
 
     def _served(self, record: LatencyRecord) -> None:
         self._slo.count(record)
@@ -185,6 +231,9 @@ class NodeDaemon:
 
     def _add_load(self, host: rose_pb2.HostTelemetry) -> None:
         """What capacity policies go by."""
+        if self._scrape is not None:
+            self._add_scraped(host, self._scrape, time.monotonic())
+            return
         host.source = "plugin"
         host.slo_good, host.slo_bad = self._slo.good, self._slo.bad
         seen = next((guard.host for guard in self._guards.values() if guard.host), None)

@@ -218,6 +218,9 @@ class Wiring:
         """Whether the guest may not exist now. The kill switch waits for nothing."""
         if self.kill_switch.engaged:
             return KILLED
-        # Without a right to exist it still may finish handing its turns back.
-        off = self.harvest.off(guest.config.id) and guest.lease_agent.core.status().vacant
-        return OFF if off else None
+        # Without a right to exist it still may finish handing its turns back, within its deadline.
+        name = guest.config.id
+        if not self.harvest.off(name):
+            return None
+        late = self.harvest.off_s(name) >= self.caps.reclaim_s(guest.config.reclaim_s)
+        return OFF if late or guest.lease_agent.core.status().vacant else None

@@ -8,7 +8,7 @@ opened the harvest; beside policies of an operator the strictest wins, as ever.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from elastic_scheduler import HarvestMode, HarvestModes
@@ -18,6 +18,7 @@ from elastic_scheduler.capacity import (
     EffectivePolicy,
     Halt,
     NodeFacts,
+    Note,
     Verdict,
     cli_policy,
     parse_policy,
@@ -43,6 +44,8 @@ from rose.scheduler.persistence import Saved, drop_policy, save_mode, save_polic
 from rose.scheduler.wire import MODE_TO, harvest_command
 
 MAX_OVERRIDES: Final = 1_024
+# How a node names a host that it knows through /metrics alone.
+SCRAPE: Final = "scrape"
 
 
 class Capacity:
@@ -63,7 +66,7 @@ class Capacity:
         self.gate = CapacityGate(
             HarvestModes(stop, saved.overrides), policies.values(), saved.halted
         )
-        self._told: dict[int, tuple[bytes, ...]] = {}
+        self._told: dict[int, object] = {}
 
     @property
     def stop(self) -> HarvestModes:
@@ -162,46 +165,53 @@ class Capacity:
             host = telemetry.host
             busy = host.busy_share if host.HasField("busy_share") else None
             self.gate.heard(view.node, busy, host.slo_good, host.slo_bad, now_s, lends=lends)
+            self.gate.watched(view.node, scraped=host.source == SCRAPE)
 
     def judge(self, fleet: Fleet, now_s: float, wall_s: float | None = None) -> list[Action]:
         """Judge the nodes when it is time; what changed for each of them it is told."""
         before = self.gate.judgements
-        actions: list[Action] = []
-        for act in self.gate.judge(_facts(fleet), now_s, wall_s):
-            if isinstance(act, Halt):
-                actions.append(Save(save_policy(self.gate.policy(act.policy), act.why)))
-            else:
-                actions.append(LogRecord(act.event, dict(act.fields)))
+        actions = self._recorded(self.gate.judge(_facts(fleet), now_s, wall_s))
         # Verdicts change with a judgement alone, and this is asked at every step.
-        return actions if self.gate.judgements == before else actions + self._tell(fleet)
+        return actions if self.gate.judgements == before else actions + self._tell(fleet.nodes)
 
     def detached(self, view: NodeView) -> None:
         """A node is lost."""
+        self._told.pop(view.stream, None)
         self.gate.forget(view.node)
 
-    def _tell(self, fleet: Fleet) -> list[Action]:
+    def _recorded(self, acts: Iterable[Note | Halt]) -> list[Action]:
+        return [
+            Save(save_policy(self.gate.policy(act.policy), act.why))
+            if isinstance(act, Halt)
+            else LogRecord(act.event, dict(act.fields))
+            for act in acts
+        ]
+
+    def greet(self, view: NodeView, now_s: float) -> list[Action]:
+        """A node attached: it is told what holds for it, as far as that hangs on it alone."""
+        return self._recorded(self.gate.greet(_fact(view), now_s)) + self._tell([view])
+
+    def _tell(self, views: Iterable[NodeView]) -> list[Action]:
         """Modes and caps of each node that are not what it was told last."""
         actions: list[Action] = []
-        told: dict[int, tuple[bytes, ...]] = {}
-        for view in fleet.nodes:
-            commands = self._commands(view)
-            said = told[view.stream] = tuple(each.SerializeToString() for each in commands)
-            if said != self._told.get(view.stream):
-                actions += [Command(view.stream, each) for each in commands]
-        self._told = told
+        stop = self.stop.mode, tuple(sorted(self.stop.overrides.items()))
+        for view in views:
+            verdict = self.gate.verdict(view.node)
+            said = stop, verdict.mode, verdict.policy
+            if verdict.settled and said != self._told.get(view.stream):
+                self._told[view.stream] = said
+                actions += [Command(view.stream, each) for each in self._commands(view, verdict)]
         return actions
 
-    def _commands(self, view: NodeView) -> list[pb.NodeCommand]:
-        """The node's mode, then what holds for replicas with a mode of their own, then caps."""
-        node = view.node
-        verdict = self.gate.verdict(node)
-        mode = stricter(self.stop.mode, verdict.mode)
-        commands = [harvest_command(mode)]
+    def _commands(self, view: NodeView, verdict: Verdict) -> list[pb.NodeCommand]:
+        """Caps, the node's mode, then what holds for replicas with a mode of their own.
+
+        In this order, so that what is lent is never lent without its caps.
+        """
+        commands = [pb.NodeCommand(caps=caps_of(verdict.policy))] if view.takes_caps else []
+        commands.append(harvest_command(stricter(self.stop.mode, verdict.mode)))
         for replica in sorted(self.stop.overrides):
-            commands.append(harvest_command(self.gate.mode_of(replica, node), replica))
-        if view.takes_caps:
-            # First: what is lent is never lent without its caps.
-            commands.insert(0, pb.NodeCommand(caps=caps_of(verdict.policy)))
+            commands.append(harvest_command(self.gate.mode_of(replica, view.node), replica))
         return commands
 
     # ---- operators ----
@@ -257,7 +267,11 @@ class Capacity:
 
 
 def _facts(fleet: Fleet) -> Callable[[], list[NodeFacts]]:
-    return lambda: [NodeFacts(view.node, view.labels, view.takes_caps) for view in fleet.nodes]
+    return lambda: [_fact(view) for view in fleet.nodes]
+
+
+def _fact(view: NodeView) -> NodeFacts:
+    return NodeFacts(view.node, view.labels, view.takes_caps)
 
 
 def caps_of(policy: EffectivePolicy) -> pb.Caps:

@@ -105,8 +105,9 @@ class SchedulerCore:
         """What follows from an event at `now_s`, a monotonic clock's seconds."""
         self.demand.drop_silent(now_s)
         actions = self._react(event, now_s)
-        wall_s = event.wall_s if isinstance(event, Tick) else None
-        actions += self.capacity.judge(self._fleet, now_s, wall_s)
+        if isinstance(event, Tick | HarvestSet | PolicyApplied | PolicyDeleted):
+            wall_s = event.wall_s if isinstance(event, Tick) else None
+            actions += self.capacity.judge(self._fleet, now_s, wall_s)
         regulated = self._leasing.regulate(self._jobs, self._fleet, now_s)
         logged = [each.event for each in regulated if isinstance(each, LogRecord)]
         if isinstance(event, HarvestSet | JobEnded):
@@ -264,8 +265,9 @@ class SchedulerCore:
                 CloseStream(earlier.stream, f"node {event.node} attached anew"),
             ]
         self._fleet.attach(event, now_s)
-        self.capacity.gate.changed()
-        actions += self.capacity.judge(self._fleet, now_s)
+        view = self._fleet.of_stream(event.stream)
+        assert view is not None
+        actions += self.capacity.greet(view, now_s)
         told = self._jobs.commands() if event.knows_jobs or self._jobs.only else []
         actions += [Command(event.stream, command) for command in told]
         return [*actions, LogRecord("node_attached", {"node": event.node})]

@@ -192,6 +192,7 @@ async def _lead(
         leads=leadership.leads,
     )
     background.start("tick", service.tick)
+    background.start("stop", service.watch_stop, restarts=None)
     handlers.lead(service)
     try:
         await background.failed()

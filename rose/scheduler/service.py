@@ -15,7 +15,8 @@ import grpc.aio
 from typing_extensions import override
 
 from elastic_scheduler import HarvestMode
-from rose.errors import ConfigError, RefusedError
+from elastic_scheduler.leases.harvest_mode import stricter
+from rose.errors import ConfigError, RefusedError, UnavailableError
 from rose.logs.eventlog import EventLog
 from rose.rpc import rose_pb2 as pb
 from rose.rpc.rose_pb2_grpc import SchedulerServicer
@@ -39,13 +40,15 @@ from rose.scheduler.messages import (
     TableSlot,
     Tick,
 )
-from rose.scheduler.persistence import StoreWriter
-from rose.store import LeadershipLostError, Store
+from rose.scheduler.persistence import STOP, StoreWriter, stop_of
+from rose.store import ABSENT, LeadershipLostError, Store, StoreEntry
 
 PROTOCOL = 1
 TICK_S = 0.1
 # After a tick that broke: its cause is likely still there.
 BROKEN_TICK_S = 1.0
+# The operator's stop may be written by another scheduler, or by hand while none runs.
+STOP_POLL_S = 0.5
 HELLO_S = 10.0
 MAX_WATCHERS = 1_024
 # How long a caller waits for the store, and how many may.
@@ -84,6 +87,7 @@ class SchedulerService(SchedulerServicer):
         self._leads = leads
         self._troubles = troubles
         self._core = core
+        self._store = store
         self._writer = StoreWriter(store, events.write)
         self._events = events
         self._answer_s = answer_s
@@ -96,6 +100,8 @@ class SchedulerService(SchedulerServicer):
         self._commits: set[asyncio.Task[int | None]] = set()
         self._reservations: set[asyncio.Task[None]] = set()
         self._closings = 0
+        # Blackout windows hang on the wall clock: no node may attach before the core knows it.
+        self._step(Tick(time.time()))
 
     async def tick(self) -> None:
         """Until cancelled: let time pass for the core. A tick that breaks is not the last one."""
@@ -113,6 +119,33 @@ class SchedulerService(SchedulerServicer):
     def refused(self, who: str, method: str, reason: str) -> None:
         """Record a call that its caller's certificate did not allow."""
         self._complain("call_refused", who, f"{method}: {reason}")
+
+    async def watch_stop(self) -> None:
+        """Until cancelled: obey the stop in the store, whoever has written it there."""
+        seen = ABSENT
+        while True:
+            entry = await self._stored_stop()
+            # One of ours is on its way there while a request is carried out.
+            if entry is not None and entry.revision != seen and not self._commits:
+                self._obey_stop(stop_of(entry.value), first=seen == ABSENT)
+                seen = entry.revision
+            await asyncio.sleep(STOP_POLL_S)
+
+    async def _stored_stop(self) -> StoreEntry | None:
+        """What is under `stop`; None without it, or while the store does not answer."""
+        try:
+            return await self._store.get(STOP)
+        except UnavailableError:
+            return None
+
+    def _obey_stop(self, mode: HarvestMode, *, first: bool) -> None:
+        now = self._core.capacity.stop.mode
+        # What was there at the start was read then, with what 0.2.0 may have said meanwhile.
+        if mode is now or (first and stricter(mode, now) is now):
+            return
+        self._closings += mode is not HarvestMode.ACTIVE
+        self._events.write("stop_read", mode=mode.value)
+        self._step(HarvestSet(mode, None, opens=False))
 
     def close(self) -> None:
         """End all streams, so that none is cut off when the server stops; write no more."""

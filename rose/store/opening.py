@@ -70,14 +70,15 @@ def open_store(name: StoreName) -> Store:
     return EtcdStore(name.access()) if name.is_etcd else SqliteStore(Path(name.name))
 
 
-def add_store_options(parser: argparse.ArgumentParser) -> None:
-    """Add `--store` and what belongs to it."""
+def add_store_options(parser: argparse.ArgumentParser, optional: str = "") -> None:
+    """Add `--store` and what belongs to it. optional: what it is for where none is needed."""
     add = parser.add_argument
     add(
         "--store",
-        required=True,
+        required=not optional,
         metavar="FILE|etcd://H:P,…[/PREFIX]",
-        help="SQLite file, made if missing, or an etcd cluster (keys below PREFIX, default rose)",
+        help=f"{optional}SQLite file, made if missing, or an etcd cluster (keys below PREFIX,"
+        " default rose)",
     )
     add("--store-user", default="", metavar="NAME", help="user of etcd")
     add("--store-password-file", type=Path, metavar="FILE", help="its password")

@@ -95,6 +95,9 @@ MOST_FORGOTTEN_A_CALL: Final = 4
 AWAKE_NS: Final = 250_000_000
 # How long a host that lends no more waits after a refusal of the driver's before it tries again.
 RETRY_NS: Final = 100_000_000
+# How long an idle host that lends no more takes empty steps for pages that are still out: a guest
+# that keeps them is ended by its node's ladder before that. Later the next request finds them.
+RETIRE_NS: Final = 15_000_000_000
 
 
 class KvLent(NamedTuple):
@@ -132,6 +135,7 @@ class HostLender:
         self._moved = 0, 0
         self._retires = self._lost = False
         self._retry_ns = 0
+        self._retires_until_ns = 0
         # A host that was just started is idle, and all its memory is resident.
         self.pending = True
 
@@ -232,17 +236,20 @@ class HostLender:
 
         On a GPU that takes until they are back: `step` goes on with it until it is `over`.
         """
-        self.pending = False
         self._retires = True
+        self._retires_until_ns = self.clock_ns() + RETIRE_NS
         self._lost |= isinstance(why, MappingLost)
         self._wanted = len(self.pool.held)
         if self._hold is None:
             self.pool.held.clear()  # On host memory lent blocks have memory all the same.
         if not self.pool.held:
             self.pool.dissolve()
+        # Pages come back to who asks, so an idle host goes on to ask.
+        self.pending = bool(self.pool.held) and not self._lost
 
     def _retire(self) -> None:
         now_ns = self.clock_ns()
+        self.pending = not (self._lost or self.over) and now_ns < self._retires_until_ns
         if self._lost or self.over or now_ns < self._retry_ns:
             return
         pool = self.pool
@@ -255,6 +262,7 @@ class HostLender:
         except (DeviceError, LoanError):
             self._retry_ns = now_ns + RETRY_NS
         self._wanted = len(pool.held)
+        self.pending &= bool(pool.held) and not self._lost
         if not pool.held:
             pool.dissolve()
 

@@ -1,5 +1,8 @@
 """Harvest switch of a node: the operator's modes as the scheduler last told them."""
 
+import time
+from collections.abc import Callable
+
 from rose.rpc import rose_pb2
 
 
@@ -11,7 +14,9 @@ class HarvestSwitch:
     themselves.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
+        self._clock_s = clock_s
+        self._off_since_s: dict[str, float] = {}
         self._cluster = rose_pb2.HARVEST_MODE_UNSPECIFIED
         self._own: dict[str, rose_pb2.HarvestMode.ValueType] = {}
 
@@ -31,4 +36,14 @@ class HarvestSwitch:
     def off(self, replica: str) -> bool:
         """Whether the guest shall not exist at all."""
         barred = rose_pb2.HARVEST_MODE_OFF
-        return barred in (self._cluster, self._own.get(replica))
+        off = barred in (self._cluster, self._own.get(replica))
+        if off:
+            self._off_since_s.setdefault(replica, self._clock_s())
+        else:
+            self._off_since_s.pop(replica, None)
+        return off
+
+    def off_s(self, replica: str) -> float:
+        """For how long the guest has not been allowed to exist, as far as anybody asked; else 0."""
+        since_s = self._off_since_s.get(replica)
+        return self._clock_s() - since_s if self.off(replica) and since_s is not None else 0.0

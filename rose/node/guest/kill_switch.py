@@ -2,7 +2,10 @@
 
 kill file ──► keepers and the daemon end the guests ──► still there after a while? SIGKILL
 
-`end_guests` ends a node's guests from outside, with the daemon alive, stopped or dead.
+`end_guests` ends a node's guests from outside, with the daemon alive, stopped or dead, and measures
+that they are gone: bytes that their processes hold, and time that they use. A signal does the same:
+SIGUSR1 to the daemon sets the file, SIGUSR1 to a guest's process group wakes its keeper, which ends
+the group.
 """
 
 import contextlib
@@ -12,11 +15,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from rose.errors import ConfigError
+import psutil
+
 from rose.node.guest.guest_record import running_guests
 from rose.process.child import group_alive
 from rose.process.filelock import holder_of
 from rose.process.launcher import kill_group
+from rose.process.procfs import group_bytes, group_members
 
 KILLED = "kill switch"
 
@@ -42,57 +47,100 @@ class KillSwitch:
 
 
 PATIENCE_S = 1.0
-LAST_PATIENCE_S = 5.0
+# `reclaimDeadline` of a policy that does not say another.
+DEADLINE_S = 5.0
 POLL_S = 0.01
+DUTY_WINDOW_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class EndedGuest:
-    """Record of one guest's end; `seconds` from the order on."""
+    """Record of one guest's end, as measured; `seconds` from the order on.
+
+    held_before, held: bytes of its processes, None when the kernel does not say. duty: share of a
+    core's time that they use now. deadline_s: by when all of it was to be back.
+    """
 
     name: str
     pid: int
     seconds: float
     gone: bool
+    held_before: int | None = None
+    held: int | None = None
+    duty: float = 0.0
+    deadline_s: float = DEADLINE_S
+
+    @property
+    def in_time(self) -> bool:
+        """Whether nothing of it was left by the deadline."""
+        return self.gone and not self.held and self.seconds <= self.deadline_s
 
     @property
     def outcome(self) -> str:
         """For a person."""
+        measured = f"{_size(self.held_before)} before, {_size(self.held)} now, duty {self.duty:.0%}"
         if self.gone:
-            return f"is gone after {self.seconds:.2f} s"
-        return f"still runs after {self.seconds:.1f} s; end it with `kill -9 -{self.pid}` as root"
+            late = "" if self.in_time else f", later than {self.deadline_s:g} s"
+            return f"is gone after {self.seconds:.2f} s{late}: {measured}"
+        return (
+            f"still runs after {self.seconds:.1f} s ({measured}); end it with"
+            f" `kill -9 -{self.pid}` as root"
+        )
 
 
-def end_guests(run_dir: Path, kill_file: Path) -> list[EndedGuest]:
-    """Set the kill file and see every guest of the node gone.
+def _size(amount: int | None) -> str:
+    return "an unknown size" if amount is None else f"{amount / (1 << 20):.1f} MiB"
 
-    Where the file cannot be written the daemon is told by signal; ConfigError when there is none.
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """All guests of a node that ran; `barred`: whether none starts again by itself."""
+
+    guests: tuple[EndedGuest, ...]
+    barred: bool
+
+
+def end_guests(run_dir: Path, kill_file: Path, deadline_s: float = DEADLINE_S) -> Ended:
+    """Set the kill file and see every guest of the node gone. Again changes nothing.
+
+    Where the file cannot be written the daemon is told by signal; without one the guests are killed
+    from here all the same, and only a daemon that starts later could start them anew.
     """
     began_s = time.monotonic()
     guests = running_guests(run_dir)
-    _order(run_dir, kill_file)
-    return [_seen_gone(name, t.identity.pid, began_s) for name, t in guests.items()]
+    before = {name: group_bytes(each.identity.pid) for name, each in guests.items()}
+    barred = _order(run_dir, kill_file)
+    patience_s = min(PATIENCE_S, deadline_s / 2) if barred else 0.0
+    ended = []
+    for name, guest in guests.items():
+        pid = guest.identity.pid
+        gone = _end(pid, began_s + patience_s, began_s + deadline_s)
+        seconds = time.monotonic() - began_s
+        duty = 0.0 if gone else _duty(pid)
+        held = group_bytes(pid)
+        ended.append(EndedGuest(name, pid, seconds, gone, before[name], held, duty, deadline_s))
+    return Ended(tuple(ended), barred)
 
 
-def _order(run_dir: Path, kill_file: Path) -> None:
+def _order(run_dir: Path, kill_file: Path) -> bool:
+    """Bar guests, by the file or else by the daemon; False when neither takes the order."""
     try:
         kill_file.touch()
-    except OSError as error:
+    except OSError:
         daemon = holder_of(run_dir / "daemon.lock")
         if daemon is None:
-            raise ConfigError(
-                f"{kill_file} cannot be written ({error.strerror}); check its owner"
-            ) from error
+            return False
         os.kill(daemon, signal.SIGUSR1)
+    return True
 
 
-def _seen_gone(name: str, pid: int, began_s: float) -> EndedGuest:
-    if not _gone_by(pid, began_s + PATIENCE_S):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            kill_group(pid)
-            os.killpg(pid, signal.SIGKILL)
-    gone = _gone_by(pid, began_s + LAST_PATIENCE_S)
-    return EndedGuest(name, pid, time.monotonic() - began_s, gone)
+def _end(pid: int, patient_until_s: float, deadline_s: float) -> bool:
+    if _gone_by(pid, patient_until_s):
+        return True
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        kill_group(pid)
+        os.killpg(pid, signal.SIGKILL)
+    return _gone_by(pid, deadline_s)
 
 
 def _gone_by(pid: int, deadline_s: float) -> bool:
@@ -101,3 +149,19 @@ def _gone_by(pid: int, deadline_s: float) -> bool:
             return False
         time.sleep(POLL_S)
     return True
+
+
+def _duty(group: int) -> float:
+    """Share of a core's time that the group's processes use."""
+    began_s, began = time.monotonic(), _cpu_s(group)
+    time.sleep(DUTY_WINDOW_S)
+    return max(0.0, _cpu_s(group) - began) / (time.monotonic() - began_s)
+
+
+def _cpu_s(group: int) -> float:
+    total = 0.0
+    for pid, _ in group_members(group):
+        with contextlib.suppress(OSError, psutil.Error):
+            times = psutil.Process(pid).cpu_times()
+            total += times.user + times.system
+    return total

@@ -12,6 +12,7 @@ from unittest.mock import create_autospec
 import numpy as np
 import pytest
 
+from elastic_scheduler.capacity import docs_table, effective, read_policies
 from executor.vllm.settings import EngineSettings
 from rose.client import RolloutClient
 from rose.node.config import NodeConfig
@@ -53,6 +54,20 @@ def called(
 
 def node() -> NodeConfig:
     return NodeConfig.load(EXAMPLES / "node.json")
+
+
+def test_the_capacity_policies_are_what_a_scheduler_takes() -> None:
+    policies = read_policies(EXAMPLES / "capacity-policy.json")
+    assert [policy.name for policy in policies] == ["everywhere", "chat"]
+    held = effective(policies, "serving-0", {"rose.dev/deployment": "chat"})
+    assert held.decided_by["maxHarvest.compute"] == "chat"
+    assert held.decided_by["reserve.kvHeadroom"] == "everywhere"
+
+
+def test_the_table_of_policy_fields_is_current() -> None:
+    page = (EXAMPLES.parent / "docs/capacity-policy.md").read_text(encoding="utf-8")
+    table = page.partition("<!-- table -->")[2].partition("<!-- /table -->")[0].strip()
+    assert table == docs_table(), "write what docs_table() returns between the two marks"
 
 
 def test_the_host_gets_an_environment_that_its_plugin_takes(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 from elastic_scheduler import HarvestMode, HarvestModes, LeaseTable, Offer, ReplicaKind
 from elastic_scheduler.capacity import CapacityGate, Halt, NodeFacts, Note, cli_policy, policy_of
 from elastic_scheduler.capacity.effective import in_canary
+from elastic_scheduler.capacity.gate import SETTLE_S
 
 ACTIVE, HOLD = HarvestMode.ACTIVE, HarvestMode.HOLD
 DRAIN, OFF = HarvestMode.HOLD_AND_DRAIN, HarvestMode.OFF
@@ -26,6 +27,12 @@ def judge(
     facts = [NodeFacts(each) if isinstance(each, str) else each for each in nodes]
     core.changed()
     return core.judge(lambda: facts, now_s, wall_s)
+
+
+def judge_settled(core: CapacityGate, *nodes: str | NodeFacts) -> None:
+    """Once at the start, and once when all nodes had time to attach."""
+    judge(core, *nodes)
+    judge(core, *nodes, now_s=SETTLE_S)
 
 
 def modes(core: CapacityGate) -> dict[str, HarvestMode]:
@@ -99,14 +106,14 @@ def test_in_a_blackout_what_is_lent_is_given_back() -> None:
 def test_a_cap_on_nodes_is_kept_and_who_lends_stays() -> None:
     nodes = [f"n{i}" for i in range(8)]
     core = gate({"maxHarvest": {"nodes": "25%"}})
-    judge(core, *nodes)
+    judge_settled(core, *nodes)
     lending = {node for node, mode in modes(core).items() if mode is ACTIVE}
     assert len(lending) == 2
     assert {m for n, m in modes(core).items() if n not in lending} == {OFF}
-    judge(core, *nodes, "a", "b", "c", "d")
+    judge_settled(core, *nodes, "a", "b", "c", "d")
     assert lending < {node for node, mode in modes(core).items() if mode is ACTIVE}
     core.apply(policy_of({"name": "p0", "mode": "Active", "maxHarvest": {"nodes": 1}}))
-    judge(core, *nodes)
+    judge_settled(core, *nodes)
     assert sum(mode is ACTIVE for mode in modes(core).values()) == 1
 
 
@@ -115,11 +122,23 @@ def test_only_so_many_hosts_of_a_deployment_lend() -> None:
         return NodeFacts(name, {"rose.dev/deployment": deployment})
 
     core = gate({"maxHarvest": {"deploymentShare": 0.5}})
-    judge(core, *(host(f"c{i}", "chat") for i in range(4)), host("solo", "code"))
+    judge_settled(core, *(host(f"c{i}", "chat") for i in range(4)), host("solo", "code"))
     lending = [node for node, mode in modes(core).items() if mode is ACTIVE]
     assert len(lending) == 2
     assert "solo" not in lending, "half of one host is none"
     assert "0 of 1 hosts (p0)" in core.verdict("solo").limits[0]
+
+
+def test_after_a_start_a_node_that_seems_beyond_a_cap_keeps_what_it_lends() -> None:
+    core = gate({"maxHarvest": {"nodes": "50%"}})
+    assert core.greet(NodeFacts("n0"), 0.0) == []
+    assert (core.verdict("n0").mode, core.verdict("n0").settled) == (HOLD, False)
+    judge(core, "n0")
+    assert (core.verdict("n0").mode, core.verdict("n0").settled) == (HOLD, False)
+    judge(core, "n0", "n1", now_s=1.0)
+    assert sorted(modes(core).values()) == [ACTIVE, HOLD]
+    judge(core, "n0", "n1", now_s=SETTLE_S)
+    assert sorted(modes(core).values()) == [ACTIVE, OFF]
 
 
 def test_a_canary_acts_on_its_nodes_alone() -> None:
@@ -202,3 +221,14 @@ def test_a_policy_that_is_deleted_no_longer_holds() -> None:
     judge(core, "n")
     assert core.verdict("n").mode is OFF, "without any policy nothing is lent"
     assert not core.delete("p0")
+
+
+def test_a_host_that_is_watched_through_metrics_alone_is_advised_on_and_never_lends() -> None:
+    core = gate({})
+    core.watched("n", scraped=True)
+    judge(core, "n")
+    assert (core.verdict("n").mode, core.verdict("n").would) == (OFF, ACTIVE)
+    assert "start the host with the plugin" in core.verdict("n").limits[0]
+    core.watched("n", scraped=False)
+    judge(core, "n")
+    assert core.verdict("n").mode is ACTIVE

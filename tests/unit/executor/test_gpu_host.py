@@ -23,7 +23,7 @@ from executor.errors import DeviceError
 from executor.kv.capacity_policy import lent_bytes, owed_bytes
 from executor.kv.reclaim_ladder import OverdueTimer
 from executor.vllm.host.block_pools import MOST_BYTES_A_CALL
-from executor.vllm.host.kv_lender import HOLD_NS
+from executor.vllm.host.kv_lender import HOLD_NS, RETIRE_NS
 from tests.fakes.driver import PAGE, StandInDevice, scripted
 
 KV_PAGES = 32
@@ -312,3 +312,36 @@ def test_where_addresses_may_be_without_memory_the_host_serves_on_with_the_other
         assert (rig.lender, rig.pool.held) == (lost, held), "none of them is handed out again"
         assert lent_bytes(rig.published) == 0, "and a guest may have none of it"
         rig.leaks = True
+
+
+@WAYS
+def test_an_idle_host_that_stops_lending_takes_its_pages_back_without_a_request(
+    pair: Pair,
+) -> None:
+    scheduler = pair.rig.scheduler
+    assert pair.lent
+    scheduler.stop_lending()
+    for _ in range(400):
+        if not scheduler.has_requests():
+            break
+        pair.rig.turn()
+        pair.guest.obey()
+    assert not scheduler.has_requests(), "and is idle again"
+    assert scheduler.lender is None
+    assert pair.rig.stock.num_gpu_blocks == BLOCKS
+    assert pair.rig.published.granules_lent == 0
+
+
+@pytest.mark.parametrize("by_handle", [True], ids=["by handle"])
+def test_an_idle_host_waits_for_pages_that_do_not_come_back_for_a_bounded_time(pair: Pair) -> None:
+    scheduler = pair.rig.scheduler
+    scheduler.stop_lending()
+    assert scheduler.has_requests()
+    pair.rig.turn()
+    pair.rig.now_ns += RETIRE_NS
+    pair.rig.turn()
+    assert not scheduler.has_requests()
+    pair.guest.give_all()
+    pair.rig.add("next", prompt_of(9, 50), 5)
+    pair.rig.settle(60)
+    assert scheduler.lender is None, "the next request finds them"

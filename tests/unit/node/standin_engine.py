@@ -19,6 +19,8 @@ MUTE = JOURNAL.with_name("mute")
 OTHER = JOURNAL.with_name("other")
 # Where CORE exists at its start it has a process that calls itself as vLLM's engine cores do.
 CORE = JOURNAL.with_name("core")
+# While DEAF exists a drain is not answered.
+DEAF = JOURNAL.with_name("deaf")
 UNPROVEN, CLOSED = JOURNAL.with_name("unproven"), JOURNAL.with_name("closed")
 
 
@@ -72,6 +74,8 @@ class Handler(BaseHTTPRequestHandler):
         if call == "admit" and CLOSED.exists():
             self.answer(409, {"error": {"type": "stale_epoch", "message": "closed"}})
             return
+        while call == "drain" and DEAF.exists():
+            time.sleep(0.02)
         note(call, epoch=body["epoch"])
         SAID.update(epoch=body["epoch"], admitting=call == "admit")
         self.answer(200, {"aborted": 3})

@@ -1,0 +1,169 @@
+"""A node's guests end at once by file and by signal, with everything else alive or dead."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from rose.node.guest.guest_record import FOLDER, running_guests
+from rose.node.guest.harvest_switch import HarvestSwitch
+from rose.node.guest.kill_switch import EndedGuest, end_guests
+from rose.process.child import group_alive
+from rose.process.filelock import HeldFile
+from rose.process.procfs import ProcessIdentity, group_bytes
+from rose.rpc import rose_pb2 as pb
+from tests.awaited import until
+from tests.patience import PATIENCE_S
+
+# A guest of two processes with some memory, which ignores what can be ignored.
+GUEST = """
+import os, signal, sys, time
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    signal.signal(number, signal.SIG_IGN)
+held = bytearray(8 << 20)
+os.fork()
+open(sys.argv[1] + str(os.getpid()), "w").close()
+while True:
+    time.sleep(0.01)
+"""
+TRIALS = 25
+
+
+class Node:
+    """A run folder with a guest and its keeper, as a daemon that then died left them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run_dir = folder
+        self.kill_file = folder / "KILL"
+        (folder / FOLDER).mkdir()
+        self._claim = HeldFile.take(folder / FOLDER / "guest.json")
+        self._children: list[subprocess.Popen[bytes]] = []
+
+    def start(self) -> int:
+        """A new life of the guest; returns its group."""
+        mark = f"{self.run_dir}/up{len(self._children)}-"
+        launcher = [sys.executable, "-S", "-m", "rose.process.launcher"]
+        claim = self._claim.descriptor
+        options = [f"claim={claim}", "orphan_s=600", f"kill_file={self.kill_file}"]
+        argv = [*launcher, *options, "--", sys.executable, "-S", "-c", GUEST, mark]
+        child = subprocess.Popen(argv, pass_fds=[claim], start_new_session=True)
+        self._children.append(child)
+        found = mark.rsplit("/", 1)[1] + "*"
+        until(lambda: len(list(self.run_dir.glob(found))) == 2, PATIENCE_S, "both processes")
+        identity = ProcessIdentity.of(child.pid)
+        assert identity is not None
+        record = {"identity": asdict(identity), "spec": "s", "secret": "x"}
+        self._claim.write(json.dumps(record).encode())
+        return child.pid
+
+    def reap(self) -> None:
+        self._children[-1].wait(10)
+
+    def close(self) -> None:
+        for child in self._children:
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait(10)
+        self._claim.close()
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    node = Node(tmp_path)
+    yield node
+    node.close()
+
+
+def gone(group: int) -> bool:
+    return not group_alive(group)
+
+
+def by_rose_kill(node: Node, group: int) -> EndedGuest:
+    [guest] = end_guests(node.run_dir, node.kill_file).guests
+    assert guest.pid == group
+    return guest
+
+
+def by_file(node: Node, group: int) -> None:
+    node.kill_file.touch()
+
+
+def by_signal(node: Node, group: int) -> None:
+    os.killpg(group, signal.SIGUSR1)
+
+
+@pytest.mark.parametrize("order", [by_rose_kill, by_file, by_signal])
+def test_every_guest_is_gone_and_its_memory_back_each_time_with_nothing_else_alive(
+    node: Node, order: Callable[[Node, int], object]
+) -> None:
+    for _ in range(TRIALS):
+        group = node.start()
+        held = group_bytes(group)
+        assert held is not None
+        assert held > 8 << 20
+        said = order(node, group)
+        node.reap()
+        until(partial(gone, group), PATIENCE_S, "the whole group gone")
+        assert group_bytes(group) == 0
+        if isinstance(said, EndedGuest):
+            assert said.in_time
+            assert (said.held, said.duty) == (0, 0.0)
+            assert said.held_before is not None
+            assert said.held_before > 8 << 20
+        node.kill_file.unlink(missing_ok=True)
+
+
+def test_an_order_that_is_given_again_changes_nothing(node: Node) -> None:
+    by_rose_kill(node, node.start())
+    node.reap()
+    again = end_guests(node.run_dir, node.kill_file)
+    assert (again.guests, again.barred) == ((), True)
+    assert node.kill_file.exists()
+    assert running_guests(node.run_dir) == {}
+
+
+def test_without_disk_and_daemon_the_guests_are_ended_all_the_same(node: Node) -> None:
+    group = node.start()
+    ended = end_guests(node.run_dir, node.run_dir / "no" / "KILL")
+    node.reap()
+    assert [guest.gone for guest in ended.guests] == [True]
+    assert not ended.barred, "and it is said that a daemon could start them anew"
+    assert not group_alive(group)
+
+
+@pytest.mark.parametrize(
+    ("guest", "in_time"),
+    [
+        (EndedGuest("g", 1, 0.5, True, 9 << 20, 0), True),
+        (EndedGuest("g", 1, 6.0, True, 9 << 20, 0), False),
+        (EndedGuest("g", 1, 0.5, True, 9 << 20, 1), False),
+        (EndedGuest("g", 1, 0.5, False, 9 << 20, 9 << 20, 0.4), False),
+    ],
+)
+def test_in_time_is_what_was_measured_by_the_deadline(guest: EndedGuest, in_time: bool) -> None:
+    assert guest.in_time is in_time
+    assert "9.0 MiB before" in guest.outcome
+    if guest.duty:
+        assert "duty 40%" in guest.outcome
+
+
+def test_a_switch_knows_for_how_long_a_guest_may_not_exist() -> None:
+    now_s = [10.0]
+    switch = HarvestSwitch(lambda: now_s[0])
+    switch.take(pb.Harvest(mode=pb.HARVEST_MODE_ACTIVE))
+    assert switch.off_s("g") == 0.0
+    switch.take(pb.Harvest(mode=pb.HARVEST_MODE_OFF))
+    assert switch.off("g")
+    now_s[0] = 13.0
+    switch.take(pb.Harvest(mode=pb.HARVEST_MODE_OFF))
+    assert switch.off_s("g") == 3.0, "said again it does not begin anew"
+    switch.take(pb.Harvest(mode=pb.HARVEST_MODE_HOLD))
+    assert switch.off_s("g") == 0.0

@@ -1,0 +1,69 @@
+"""With the control plane up a stop ends a node's guest each time, proved by what is measured."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from node_bench import Bench
+
+from rose.process.child import group_alive
+from rose.process.procfs import group_bytes
+from rose.rpc import rose_pb2 as pb
+from tests.patience import PATIENCE_S
+
+# With those of test_node_kill_switch.py these are a hundred.
+TRIALS = [5, pytest.param(25, marks=pytest.mark.nightly)]
+
+
+@pytest.fixture
+async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
+    bench = Bench(tmp_path, "guest")
+    await bench.start()
+    yield bench
+    await bench.close()
+
+
+async def stop(bench: Bench, mode: "pb.HarvestMode.ValueType") -> None:
+    await bench.stub.SetHarvest(pb.SetHarvestRequest(mode=mode, stop_alone=True))
+
+
+async def proved(bench: Bench) -> pb.GuestTelemetry:
+    """The guest as the node says it is, once nothing of it is left."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            for guest in (await bench.stub.Snapshot(pb.SnapshotRequest())).guests:
+                empty = guest.HasField("held_bytes") and not guest.held_bytes
+                if empty and guest.state in ("stopped", "backoff"):
+                    return guest
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("trials", TRIALS)
+async def test_the_stop_of_the_control_plane_ends_the_guest_each_time(
+    bench: Bench, trials: int
+) -> None:
+    bench.spawn()
+    for trial in range(trials):
+        await bench.until("leased", lambda row: row.leased and row.healthy)
+        group = bench.calls("start")[trial]["pid"]
+        await stop(bench, pb.HARVEST_MODE_OFF)
+        await stop(bench, pb.HARVEST_MODE_OFF)
+        guest = await proved(bench)
+        assert guest.duty == 0.0
+        assert not group_alive(group)
+        assert group_bytes(group) == 0
+        await stop(bench, pb.HARVEST_MODE_ACTIVE)
+    assert len(bench.noted("engine_reclaimed")) == trials
+
+
+async def test_turns_that_are_not_handed_back_do_not_outlive_the_deadline(bench: Bench) -> None:
+    (bench.folder / "deaf").touch()
+    bench.settings["replicas"][0]["reclaim_s"] = 1.0
+    bench.spawn()
+    await bench.until("leased", lambda row: row.leased and row.healthy)
+    await bench.until_noted("lease_taken")
+    await stop(bench, pb.HARVEST_MODE_OFF)
+    await proved(bench)
+    assert bench.noted("engine_reclaimed")[0]["reason"] == "harvest is off"

@@ -1,0 +1,200 @@
+"""`rose policy` and the operator's stops, against a scheduler."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from service_cases import Bench, FakeNode, running
+
+from elastic_scheduler import HarvestMode
+from rose.cli.main import main
+from rose.cli.policy import still_there
+from rose.rpc import rose_pb2 as pb
+from rose.scheduler.persistence import load
+from rose.store import SqliteStore, StoreEntry
+from tests.fakes.memory_store import InMemoryStore
+
+POLICY = {"name": "serving", "mode": "Active", "slackShare": 0.5}
+
+
+@pytest.fixture
+async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
+    async with running(Bench(InMemoryStore(), tmp_path)) as bench:
+        yield bench
+
+
+async def rose(bench: Bench, *words: str) -> int:
+    return await asyncio.to_thread(main, [*words, "--scheduler", bench.address])
+
+
+def write(folder: Path, *policies: dict[str, object]) -> str:
+    path = folder / "policies.json"
+    path.write_text(json.dumps(policies))
+    return str(path)
+
+
+async def test_a_policys_life_on_the_command_line(
+    bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path, POLICY)
+    assert await rose(bench, "policy", "diff", file) == 1
+    assert capsys.readouterr().out == "policy serving: new\n"
+    assert await rose(bench, "policy", "apply", file, "--dry-run") == 0
+    assert capsys.readouterr().out == "policy serving: would change\n"
+    assert await rose(bench, "policy", "apply", file) == 0
+    assert await rose(bench, "policy", "apply", file) == 0
+    assert capsys.readouterr().out == "policy serving: applied\npolicy serving: unchanged\n"
+    assert await rose(bench, "policy", "diff", file) == 0
+    changes = ["slackShare=0.2", "maxHarvest.nodes=25%", "mode=Advisory"]
+    assert await rose(bench, "policy", "set", "serving", *changes) == 0
+    capsys.readouterr()
+    assert await rose(bench, "policy", "get", "serving") == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "name": "serving",
+        "mode": "Advisory",
+        "slackShare": 0.2,
+        "maxHarvest": {"nodes": "25%"},
+    }
+    assert await rose(bench, "policy", "diff", file) == 1
+    assert "policy serving: slackShare: 0.2 -> 0.5" in capsys.readouterr().out
+    assert await rose(bench, "policy", "delete", "serving") == 0
+    capsys.readouterr()
+    assert await rose(bench, "policy", "get") == 0
+    assert [each["name"] for each in json.loads(capsys.readouterr().out)] == ["cli"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["set", "cli", "slackShare"], "write FIELD=VALUE"),
+        (["set", "cli", "slackShre=1"], "did you mean slackShare?"),
+        (["set", "cli", "mode.deep=1"], "set it whole"),
+        (["set", "other", "mode=Off"], "in force: cli"),
+        (["delete", "other"], "in force: cli"),
+        (["get", "other"], "in force: cli"),
+        (["explain", "nowhere"], "rose status"),
+        (["apply", "/nowhere.json"], "check the path"),
+    ],
+)
+async def test_a_mistake_is_one_line_and_changes_nothing(
+    bench: Bench, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert await rose(bench, "policy", *words) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+async def test_a_file_with_one_bad_policy_puts_none_in_force(
+    bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path, POLICY, {"name": "bad", "slackShare": 9})
+    assert await rose(bench, "policy", "apply", file) == 2
+    assert "slackShare" in capsys.readouterr().err
+    assert [each.name for each in bench.core.capacity.gate.policies] == ["cli"]
+
+
+async def test_explain_says_what_holds_and_whose_each_field_is(
+    bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    node = FakeNode(bench.stub)
+    await node.hears("harvest")
+    await rose(bench, "policy", "apply", write(tmp_path, {"name": "careful", "cooldown": "1m"}))
+    capsys.readouterr()
+    assert await rose(bench, "policy", "explain", "n0") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "n0: lends nothing; an Active policy would: lends"
+    assert "  held back by mode Advisory (careful)" in lines
+    assert "  cooldown: 60 (careful)" in lines
+    await node.leave()
+
+
+async def test_stops_and_resume_change_no_policy(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stop = bench.core.capacity.stop
+    for word, mode in (
+        ("hold", HarvestMode.HOLD),
+        ("drain", HarvestMode.HOLD_AND_DRAIN),
+        ("resume", HarvestMode.ACTIVE),
+    ):
+        assert await rose(bench, word) == 0
+        assert stop.mode is mode
+        assert f"{word} of all replicas" in capsys.readouterr().out
+    assert await rose(bench, "hold", "--replica", "g0") == 0
+    assert stop.overrides == {"g0": HarvestMode.HOLD}
+
+
+async def test_stop_all_returns_when_every_guest_is_measured_to_be_gone(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    node = FakeNode(bench.stub)
+    node.offer()
+    there = {"replica": "g0", "state": "healthy", "duty": 0.4}
+    node.say(telemetry=pb.Telemetry(guests=[pb.GuestTelemetry(**there, held_bytes=1 << 20)]))
+    await node.hears("harvest")
+    stopping = asyncio.create_task(rose(bench, "stop-all", "--within", "20"))
+    while (await node.hears("harvest")).harvest.mode != pb.HARVEST_MODE_OFF:
+        continue
+    gone = pb.GuestTelemetry(replica="g0", state="stopped", held_bytes=0)
+    node.say(telemetry=pb.Telemetry(guests=[gone]))
+    assert await stopping == 0
+    assert "stopped 1/1 guests" in capsys.readouterr().out
+    await node.leave()
+
+
+async def test_stop_all_says_what_is_left_at_the_deadline(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    node = FakeNode(bench.stub)
+    left = pb.GuestTelemetry(replica="g0", state="healthy", duty=0.4, held_bytes=3 << 20)
+    node.say(telemetry=pb.Telemetry(guests=[left]))
+    async with asyncio.timeout(20):
+        while not (await bench.stub.Snapshot(pb.SnapshotRequest())).guests:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert await rose(bench, "stop-all", "--within", "0.1") == 1
+    said = capsys.readouterr().out
+    assert "g0: healthy, holds 3.0 MiB, duty 40%" in said
+    assert "stopped 0/1 guests" in said
+    await node.leave()
+
+
+def test_a_guest_that_holds_nothing_is_gone() -> None:
+    assert not still_there(pb.GuestTelemetry(replica="g", state="stopped", held_bytes=0))
+    assert still_there(pb.GuestTelemetry(replica="g", state="stopped", held_bytes=1))
+
+
+def test_without_a_scheduler_the_stop_is_left_in_its_store(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "s.sqlite"
+    asyncio.run(SqliteStore(path).close())
+    words = ["stop-all", "--scheduler", "127.0.0.1:1", "--store", str(path)]
+    assert main(words) == 1
+    assert "the next one obeys it" in capsys.readouterr().out
+    assert load(asyncio.run(_entries(path))).mode is HarvestMode.OFF
+    assert main([*words[:-1], str(tmp_path / "none")]) == 2
+
+
+async def _entries(path: Path) -> tuple[StoreEntry, ...]:
+    store = SqliteStore(path)
+    try:
+        return (await store.list("")).entries
+    finally:
+        await store.close()
+
+
+async def test_a_running_scheduler_obeys_a_stop_that_another_wrote(tmp_path: Path) -> None:
+    bench = Bench(InMemoryStore(), tmp_path)
+    async with running(bench):
+        watching = asyncio.create_task(bench.service.watch_stop())
+        node = FakeNode(bench.stub)
+        assert (await node.hears("harvest")).harvest.mode == pb.HARVEST_MODE_ACTIVE
+        bench.store.write("stop", b'{"mode": "off"}')
+        assert (await node.hears("harvest")).harvest.mode == pb.HARVEST_MODE_OFF
+        bench.store.write("stop", b'{"mode": "active"}')
+        assert (await node.hears("harvest")).harvest.mode == pb.HARVEST_MODE_ACTIVE
+        watching.cancel()
+        await node.leave()
