@@ -31,6 +31,11 @@ class LeaderHandlers(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         }
         self._now = self._refusals
 
+    @property
+    def leads(self) -> bool:
+        """Whether a service answers."""
+        return self._now is not self._refusals
+
     def lead(self, service: SchedulerServicer) -> None:
         """From now on the service answers."""
         self._now = _handlers_of(service)
