@@ -141,16 +141,30 @@ def schedulers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Sched
 async def running(
     schedulers: Schedulers, tmp_path: Path
 ) -> AsyncIterator[tuple[Schedulers, Node, Gateway]]:
-    node, gateway = Node(schedulers.addresses, tmp_path), Gateway(schedulers.addresses)
+    async with following(schedulers, tmp_path) as (node, gateway):
+        yield schedulers, node, gateway
+
+
+@contextlib.asynccontextmanager
+async def following(schedulers: Schedulers, folder: Path) -> AsyncIterator[tuple[Node, Gateway]]:
+    """A node and a gateway, each with its own way to the leader."""
+    node, gateway = Node(schedulers.addresses, folder), Gateway(schedulers.addresses)
     tasks = [
         asyncio.create_task(node.session.run()),
         asyncio.create_task(gateway.watch.run(gateway.sink)),
     ]
-    yield schedulers, node, gateway
+    yield node, gateway
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     node.events.close()
+
+
+async def leased(node: Node, gateway: Gateway) -> None:
+    """Until the replica is leased, and both have heard of it."""
+    async with asyncio.timeout(PATIENCE_S):
+        while gateway.tables[-1:] != [{REPLICA: 1}] or not node.epochs:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 async def announce(channel: LeaderChannel, version: int) -> None:
@@ -177,9 +191,7 @@ async def test_a_leader_that_ends_takes_no_lease_job_or_version_with_it(
     async with LeaderChannel(schedulers.addresses) as trainer:
         await register(trainer)
         await announce(trainer, 1)
-        async with asyncio.timeout(PATIENCE_S):
-            while gateway.tables[-1:] != [{REPLICA: 1}] or not node.epochs:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await leased(node, gateway)
         first = schedulers.leader()
         assert first is not None
         tables, renewals = len(gateway.tables), len(node.epochs)
@@ -214,3 +226,39 @@ async def test_a_leader_that_ends_takes_no_lease_job_or_version_with_it(
     assert not node.ended
     assert all(table == {REPLICA: 1} for table in gateway.tables[tables:])
     sys.stdout.write(f"led {led_s:.2f} s, renewed {renewed_s:.2f} s, table {table_s:.2f} s\n")
+
+
+@needs_etcd
+@pytest.mark.nightly
+async def test_the_loss_of_etcds_own_leader_costs_no_lease(tmp_path: Path) -> None:
+    """With etcd's own times: a second and more without a leader, in which nothing is answered."""
+    folder = tmp_path / "etcd"
+    folder.mkdir()
+    with (
+        running_etcd(folder, members=3, election_ms=1_000) as cluster,
+        contextlib.closing(
+            Schedulers(tmp_path, f"etcd://{','.join(cluster.endpoints)}")
+        ) as schedulers,
+    ):
+        async with (
+            following(schedulers, tmp_path) as (node, gateway),
+            LeaderChannel(schedulers.addresses) as trainer,
+        ):
+            await register(trainer)
+            await leased(node, gateway)
+            for version in (1, 2):
+                lost, tables = await asyncio.to_thread(cluster.leader), len(gateway.tables)
+                await asyncio.to_thread(cluster.kill, lost)
+                await announce(trainer, version)
+                await asyncio.to_thread(cluster.start, lost)
+                await asyncio.to_thread(cluster.wait)
+                assert all(table == {REPLICA: 1} for table in gateway.tables[tables:])
+            assert await register(trainer) == 2
+            said = "".join(schedulers.says(number) for number in (0, 1))
+            sys.stdout.write(f"{said.count('scheduler_steps_down')} times stepped down\n")
+            renewals = len(node.epochs)
+            async with asyncio.timeout(PATIENCE_S):
+                while len(node.epochs) == renewals:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+        assert set(node.epochs) == {1}
+        assert not node.refused
