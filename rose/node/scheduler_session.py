@@ -9,6 +9,7 @@ import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -26,6 +27,7 @@ from rose.node.metrics import ReplicaFigures
 from rose.node.replica import Replica
 from rose.rpc import rose_pb2, rose_pb2_grpc
 from rose.rpc.leader_channel import LeaderChannel
+from rose.rpc.silence import read_unless_silent
 from rose.security.certificates import CertificateFiles
 
 OFFER_TTL_S = 3.0
@@ -137,6 +139,9 @@ def _guest(replica: Replica, guard: GuardThread | None) -> rose_pb2.GuestTelemet
 
 
 PROTOCOL = 1
+# A leader renews leases, and says that it lives, each second. One that is silent for longer is
+# gone, and there are 2 s left of a lease to find the next one.
+SILENT_S = 3.0
 REPORT_INTERVAL_S = 0.5
 MAX_PENDING_REPORTS = 1_024
 
@@ -172,7 +177,9 @@ class SchedulerSession:
         )
         self._contact = contact or Contact()
         self._leader = LeaderChannel(scheduler, "the node's scheduler", certificates)
-        self._lost = ""
+        self._lost = False
+        self._holds = False
+        self._beats = False
         self._node = node
         self._reports = reports
         self._obey = obey
@@ -198,25 +205,42 @@ class SchedulerSession:
                 ended: Exception | None = None
                 try:
                     stub = rose_pb2_grpc.SchedulerStub(await leader.connected())
-                    async for command in stub.Attach(self._outgoing()):
-                        leader.answered()
-                        self._lost = ""
-                        self._contact.heard()
-                        self._take(command)
+                    await self._follow(stub.Attach(self._outgoing()))
                 except grpc.aio.AioRpcError as error:
                     ended = error
                     self._miss(str(error.details()))
-                except UnavailableError as error:
+                except (UnavailableError, TimeoutError) as error:
                     ended = error
-                    self._miss(str(error))
+                    self._miss(str(error) or "it has fallen silent")
                 self._contact.lost()
                 leader.missed(ended)
                 await asyncio.sleep(leader.pause_s)
 
+    async def _follow(self, call: "grpc.aio.StreamStreamCall[Any, Any]") -> None:
+        """Obey one stream to its end. Raises TimeoutError where the leader falls silent.
+
+        One of 0.2 says nothing by itself: nothing is expected of it but renewals.
+        """
+        self._beats = False
+        try:
+            while True:
+                command = await read_unless_silent(
+                    call.read(), SILENT_S, expected=lambda: self._holds or self._beats
+                )
+                if not isinstance(command, rose_pb2.NodeCommand):
+                    return
+                self._leader.answered()
+                self._lost = False
+                self._contact.heard()
+                self._beats = self._beats or command.WhichOneof("command") is None
+                self._take(command)
+        finally:
+            call.cancel()
+
     def _miss(self, why: str) -> None:
-        """Record why nobody leads here, once for as long as it is the same."""
-        if why != self._lost:
-            self._lost = why
+        """Record that the leader is lost, once until one is found."""
+        if not self._lost:
+            self._lost = True
             self._events.write("scheduler_lost", message=why)
 
     def _take(self, command: rose_pb2.NodeCommand) -> None:
@@ -236,6 +260,8 @@ class SchedulerSession:
             while self._pending:
                 yield self._pending.popleft()
             for report in self._reports():
+                if report.HasField("offers"):
+                    self._holds = any(offer.HasField("held") for offer in report.offers.offers)
                 yield report
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(REPORT_INTERVAL_S):

@@ -65,6 +65,9 @@ class LeaderFinder:
     def answered(self) -> None:
         """The one that was asked leads."""
         self._misses = 0
+        if self._named in self.addresses:
+            # So that the next one is another, once this one is lost.
+            self._at, self._named = self.addresses.index(self._named), ""
 
     def missed(self, hint: str = "") -> None:
         """The one that was asked does not lead: it named another (`hint`), or did not answer."""
@@ -84,6 +87,9 @@ def hint_of(error: grpc.RpcError) -> str | None:
 
 # A machine that is gone does not refuse to be connected to.
 CONNECT_S = 1.0
+# A leader answers within 5 s, whatever its store does.
+ANSWER_S = 6.0
+UNANSWERED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
 class LeaderChannel:
@@ -152,7 +158,7 @@ class LeaderChannel:
         ask: "Callable[[SchedulerAsyncStub, float], Awaitable[R]]",
         timeout_s: float,
     ) -> R:
-        """The leader's answer; `ask` gets the seconds that are left.
+        """The leader's answer; `ask` gets the seconds that it may take.
 
         A call that was not answered is made again: it has to be one that may be carried out twice.
         Raises `UnavailableError`, or the `AioRpcError` of a refusal.
@@ -163,15 +169,15 @@ class LeaderChannel:
         while True:
             try:
                 stub: SchedulerAsyncStub = SchedulerStub(await self.connected())
-                reply = await ask(stub, max(0.0, until_s - loop.time()))
+                reply = await ask(stub, max(0.0, min(ANSWER_S, until_s - loop.time())))
             except UnavailableError as error:
                 failure = error
             except grpc.aio.AioRpcError as error:
-                if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and failure is not None:
-                    raise failure from error  # which says more than that time is over
-                if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                if error.code() not in UNANSWERED:
                     raise
-                failure = error
+                # That time is over says less than an earlier failure.
+                late = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+                failure = failure if late and failure is not None else error
             else:
                 self.answered()
                 return reply

@@ -11,7 +11,8 @@ import math
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,6 +50,10 @@ from rose.store import (
 
 DEFAULT_PORT = 7400
 STOP_GRACE_S = 0.5
+# How long a new process lets its callers wait for a leader: an earlier life of its own may still
+# have a lease.
+KNOWN_S = 3.0
+KNOWN_LOOK_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,12 +164,22 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
         async def lead(fenced: FencedStore) -> None:
             await _lead(settings, fenced, leadership, handlers, logs, events)
 
-        leadership = Leadership(store, settings.reached_at(port), lead, events.write)
+        me = settings.reached_at(port)
+        leadership = Leadership(store, me, lead, events.write)
         server.add_generic_rpc_handlers((handlers,))
-        await server.start()
-        events.write("scheduler_started", port=port)
+
+        def known() -> bool:
+            return stop.is_set() or handlers.leads or leadership.address not in ("", me)
+
+        async def answer() -> None:
+            # Callers are answered once somebody is known to lead: they wait at the bound port.
+            await _until(known, KNOWN_S)
+            await server.start()
+            events.write("scheduler_started", port=port)
+            await stop.wait()
+
         try:
-            await _until_stopped(leadership, stop)
+            await _until_stopped(leadership, answer())
         finally:
             await server.stop(STOP_GRACE_S)
             events.write("scheduler_stopped")
@@ -202,17 +217,24 @@ async def _lead(
         await background.close()
 
 
-async def _until_stopped(leadership: Leadership, stop: asyncio.Event) -> None:
-    leading = asyncio.create_task(leadership.run())
-    stopping = asyncio.create_task(stop.wait())
+async def _until_stopped(
+    leadership: Leadership, answering: Coroutine[object, object, None]
+) -> None:
+    tasks = [asyncio.create_task(leadership.run()), asyncio.create_task(answering)]
     try:
-        await asyncio.wait([leading, stopping], return_when=asyncio.FIRST_COMPLETED)
-        if leading.done():
-            leading.result()
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
     finally:
-        for task in (leading, stopping):
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(leading, stopping, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _until(known: Callable[[], bool], most_s: float) -> None:
+    until_s = time.monotonic() + most_s
+    while not known() and time.monotonic() < until_s:  # noqa: ASYNC110 - a few looks, once
+        await asyncio.sleep(KNOWN_LOOK_S)
 
 
 def _access(settings: SchedulerSettings, handlers: LeaderHandlers) -> AccessInterceptor | None:

@@ -45,6 +45,7 @@ from rose.store import ABSENT, LeadershipLostError, Store, StoreEntry
 
 PROTOCOL = 1
 TICK_S = 0.1
+HEARTBEAT_S = 1.0
 # After a tick that broke: its cause is likely still there.
 BROKEN_TICK_S = 1.0
 # The operator's stop may be written by another scheduler, or by hand while none runs.
@@ -105,10 +106,14 @@ class SchedulerService(SchedulerServicer):
 
     async def tick(self) -> None:
         """Until cancelled: let time pass for the core. A tick that breaks is not the last one."""
+        beat_s = time.monotonic()
         while True:
             self._writer.check()
             try:
                 self._step(Tick(time.time()))
+                if time.monotonic() >= beat_s:
+                    beat_s = time.monotonic() + HEARTBEAT_S
+                    self._beat()
             except LeadershipLostError:
                 await asyncio.sleep(BROKEN_TICK_S)  # the end of the term is under way
             except Exception as error:  # noqa: BLE001 - leases must go on; recorded, with a pause
@@ -146,6 +151,11 @@ class SchedulerService(SchedulerServicer):
         self._closings += mode is not HarvestMode.ACTIVE
         self._events.write("stop_read", mode=mode.value)
         self._step(HarvestSet(mode, None, opens=False))
+
+    def _beat(self) -> None:
+        """An empty command to each node: one that hears nothing looks for another leader."""
+        for queue in self._queues.values():
+            queue.put(pb.NodeCommand())
 
     def close(self) -> None:
         """End all streams, so that none is cut off when the server stops; write no more."""

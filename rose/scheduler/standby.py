@@ -33,7 +33,12 @@ class LeaderHandlers(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         self._now = self._refusals
         self._service: SchedulerService | None = None
 
-    def lead(self, service: "SchedulerService") -> None:
+    @property
+    def leads(self) -> bool:
+        """Whether a service answers."""
+        return self._now is not self._refusals
+
+    def lead(self, service: SchedulerService) -> None:
         """From now on the service answers."""
         self._now = _handlers_of(service)
         self._service = service

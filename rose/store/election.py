@@ -207,6 +207,7 @@ class Election:
         self._ttl_s = ttl_s
         self._address = ""
         self._lease = 0
+        self._given_up = 0
         self._term = 0
         self._valid_until_s = 0.0
         self._next_s = 0.0
@@ -257,6 +258,10 @@ class Election:
 
     def _seen(self, event: Seen, now_s: float) -> list[Action]:
         self._address = address_of(event.entry)
+        if event.entry is not None and event.entry.value == self._me.value():
+            # Of a term that is over: the store did not hear that its lease was given up.
+            self._next_s = now_s + RETRY_S
+            return [GiveUpLease(self._given_up)] if self._given_up else []
         if event.entry is not None:
             self._next_s = now_s + LOOK_S
             return []
@@ -289,4 +294,5 @@ class Election:
 
     def _give_up(self) -> list[Action]:
         lease, self._lease = self._lease, 0
+        self._given_up = lease or self._given_up
         return [GiveUpLease(lease)] if lease else []

@@ -15,9 +15,8 @@ after it: live turns are given up only when there was time for that.
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
-from typing import TypeVar
 
 import grpc
 
@@ -29,49 +28,14 @@ from rose.gateway.replicas.dispatcher import EventSink
 from rose.gateway.replicas.table import ReplicaEntry, TableSink
 from rose.rpc import rose_pb2, rose_pb2_grpc
 from rose.rpc.leader_channel import LeaderChannel
+from rose.rpc.silence import Silence, read_unless_silent
 from rose.security.certificates import CertificateFiles
 
-T = TypeVar("T")
 ROWS_NOTED = 256
 KINDS = {
     rose_pb2.REPLICA_KIND_GUEST: ReplicaKind.GUEST,
     rose_pb2.REPLICA_KIND_DEDICATED: ReplicaKind.DEDICATED,
 }
-
-
-# A clock is looked at so often within the time that it measures; a longer gap was a pause.
-LOOKS = 10
-PAUSE_LOOKS = 2
-
-
-class Silence:
-    """Seconds since something was heard, in which this process was listening."""
-
-    def __init__(self, limit_s: float, clock: Callable[[], float]) -> None:
-        self.look_s = limit_s / LOOKS
-        self._limit_s = limit_s
-        self._clock = clock
-        self.heard()
-
-    def heard(self) -> None:
-        """Begin anew."""
-        self._silent_s = 0.0
-        self._heard_s = self._looked_s = self._clock()
-
-    def look(self) -> None:
-        """Look at the clock; to be done every `look_s`."""
-        before_s, self._looked_s = self._looked_s, self._clock()
-        self._silent_s += min(self._looked_s - before_s, PAUSE_LOOKS * self.look_s)
-
-    @property
-    def too_long(self) -> bool:
-        """Whether nothing was heard for as long as the limit, though somebody listened."""
-        return self._silent_s >= self._limit_s
-
-    @property
-    def outdated(self) -> bool:
-        """Whether what was heard last is as old as the limit, whoever listened since."""
-        return self._looked_s - self._heard_s >= self._limit_s
 
 
 class WatchedTable:
@@ -119,7 +83,11 @@ class WatchedTable:
             await self._leader.close()
 
     async def _follow(self, sink: TableSink) -> Exception | None:
-        """Read one stream to its end; returns what ended it."""
+        """Read one stream to its end; returns what ended it.
+
+        A live leader sends every second: silence for half of a table's life is a lost one, and
+        the other half is there to find the next.
+        """
         try:
             stub = rose_pb2_grpc.SchedulerStub(await self._leader.connected())
         except UnavailableError as error:
@@ -129,7 +97,7 @@ class WatchedTable:
         async with self._reporting(stub):
             try:
                 while True:
-                    table = await self._within_ttl(call.read())
+                    table = await read_unless_silent(call.read(), self._ttl_s / 2, self._clock)
                     if not isinstance(table, rose_pb2.ReplicaTable):
                         return None
                     self._leader.answered()
@@ -139,22 +107,6 @@ class WatchedTable:
                 return error
             finally:
                 call.cancel()
-
-    async def _within_ttl(self, read: Awaitable[T]) -> T:
-        """What was read. Raises TimeoutError where nothing comes.
-
-        A live scheduler sends every second: silence is a lost connection.
-        """
-        silence, reading = Silence(self._ttl_s, self._clock), asyncio.ensure_future(read)
-        try:
-            while not reading.done():
-                silence.look()
-                if silence.too_long:
-                    raise TimeoutError
-                await asyncio.wait({reading}, timeout=silence.look_s)
-            return reading.result()
-        finally:
-            reading.cancel()
 
     @contextlib.asynccontextmanager
     async def _reporting(self, stub: "rose_pb2_grpc.SchedulerAsyncStub") -> AsyncIterator[None]:

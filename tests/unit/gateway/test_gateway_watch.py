@@ -7,8 +7,9 @@ import grpc
 import pytest
 
 from rose.gateway.replicas.table import ReplicaEntry
-from rose.gateway.replicas.watch import LOOKS, Silence, WatchedTable
+from rose.gateway.replicas.watch import WatchedTable
 from rose.rpc import rose_pb2, rose_pb2_grpc
+from rose.rpc.silence import LOOKS, Silence
 
 TABLE = rose_pb2.ReplicaTable(
     revision=1,

@@ -160,6 +160,15 @@ def test_each_address_is_asked_once_before_a_pause_and_pauses_stay_short_for_a_w
     assert finder.pause_s == 0
 
 
+def test_a_leader_named_by_a_standby_is_left_for_the_other_and_not_for_itself() -> None:
+    finder = LeaderFinder("a:1,b:1,c:1")
+    finder.missed()
+    finder.missed("a:1")
+    finder.answered()
+    finder.missed()
+    assert finder.address == "b:1"
+
+
 def test_an_only_scheduler_is_asked_again_after_a_pause() -> None:
     finder = LeaderFinder("a:1")
     finder.missed()

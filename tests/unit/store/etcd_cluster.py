@@ -33,7 +33,10 @@ needs_etcd = pytest.mark.skipif(
 class EtcdCluster:
     """Members by number. With `tls`, a folder of certificates, clients must show one."""
 
-    def __init__(self, folder: Path, members: int, tls: Path | None = None) -> None:
+    def __init__(
+        self, folder: Path, members: int, tls: Path | None = None, election_ms: int = 500
+    ) -> None:
+        self._election_ms = election_ms
         self.folder = folder
         self._tls = tls
         self._scheme = "https" if tls else "http"
@@ -59,8 +62,8 @@ class EtcdCluster:
             "listen-peer-urls": peers[member],
             "initial-advertise-peer-urls": peers[member],
             "initial-cluster": ",".join(f"m{n}={peer}" for n, peer in enumerate(peers)),
-            "heartbeat-interval": "50",
-            "election-timeout": "500",
+            "heartbeat-interval": str(self._election_ms // 10),
+            "election-timeout": str(self._election_ms),
             "log-level": "error",
             "experimental-watch-progress-notify-interval": "1s",
         }
@@ -131,9 +134,11 @@ class EtcdCluster:
 
 
 @contextmanager
-def running_etcd(folder: Path, members: int = 1, tls: Path | None = None) -> Iterator[EtcdCluster]:
+def running_etcd(
+    folder: Path, members: int = 1, tls: Path | None = None, election_ms: int = 500
+) -> Iterator[EtcdCluster]:
     """A cluster that takes writes."""
-    cluster = EtcdCluster(folder, members, tls)
+    cluster = EtcdCluster(folder, members, tls, election_ms)
     try:
         cluster.start_all()
         yield cluster

@@ -104,6 +104,17 @@ def test_a_leader_steps_down_by_its_own_clock_while_a_call_hangs() -> None:
     assert election.status().role is Role.FOLLOWER
 
 
+def test_a_leader_that_finds_its_key_of_a_term_that_is_over_gives_that_lease_up_again() -> None:
+    """As after an outage of the store, in which it could not be given up."""
+    election = elected(100.0)
+    election.step(ElectionTick(), 101.8)
+    assert election.step(CallFailed(), 102.0) == []
+    assert election.step(ElectionTick(), 102.1) == [Look()]
+    assert election.step(Seen(StoreEntry(LEADER, ME.value(), 41)), 102.2) == [GiveUpLease(7)]
+    assert election.step(ElectionTick(), 102.3) == [Look()]
+    assert election.step(Seen(None), 102.3) == [AskLease(2.0)]
+
+
 def test_a_leader_tries_again_after_a_failed_renewal() -> None:
     election = elected(100.0)
     election.step(ElectionTick(), 100.5)

@@ -1,0 +1,68 @@
+"""Silence of a peer that speaks regularly: how long it lasted, in time in which this one listened.
+
+A pause of this process says nothing about the other, whose words wait to be read after it.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+# A clock is looked at so often within the time that it measures; a longer gap was a pause.
+LOOKS = 10
+PAUSE_LOOKS = 2
+
+
+class Silence:
+    """Seconds since something was heard, in which this process was listening."""
+
+    def __init__(self, limit_s: float, clock: Callable[[], float]) -> None:
+        self.look_s = limit_s / LOOKS
+        self._limit_s = limit_s
+        self._clock = clock
+        self.heard()
+
+    def heard(self) -> None:
+        """Begin anew."""
+        self._silent_s = 0.0
+        self._heard_s = self._looked_s = self._clock()
+
+    def look(self) -> None:
+        """Look at the clock; to be done every `look_s`."""
+        before_s, self._looked_s = self._looked_s, self._clock()
+        self._silent_s += min(self._looked_s - before_s, PAUSE_LOOKS * self.look_s)
+
+    @property
+    def too_long(self) -> bool:
+        """Whether nothing was heard for as long as the limit, though somebody listened."""
+        return self._silent_s >= self._limit_s
+
+    @property
+    def outdated(self) -> bool:
+        """Whether what was heard last is as old as the limit, whoever listened since."""
+        return self._looked_s - self._heard_s >= self._limit_s
+
+
+async def read_unless_silent(
+    read: Awaitable[T],
+    limit_s: float,
+    clock: Callable[[], float] = time.monotonic,
+    expected: Callable[[], bool] = lambda: True,
+) -> T:
+    """What was read. Raises TimeoutError, and cancels the reading, where nothing comes.
+
+    expected: whether anything is to come; silence counts only while it is.
+    """
+    silence, reading = Silence(limit_s, clock), asyncio.ensure_future(read)
+    try:
+        while not reading.done():
+            silence.look()
+            if not expected():
+                silence.heard()
+            if silence.too_long:
+                raise TimeoutError
+            await asyncio.wait({reading}, timeout=silence.look_s)
+        return reading.result()
+    finally:
+        reading.cancel()
