@@ -27,6 +27,7 @@ OPEN_ROUTES: Final = frozenset({"/health", "/metrics"})
 """Asked by probes and scrapers, which have nothing to show; they tell of no turn."""
 
 CALLER: Final = web.RequestKey("rose.caller", Caller)
+ROUTE_CHARS = 32
 MINUTE_S = 60.0
 MOST_A_MINUTE = 60
 
@@ -116,7 +117,8 @@ class Authenticator:
             self._minute_s, self._said = now_s, 0
         self._said += 1
         if self._said <= MOST_A_MINUTE:
-            path = http.path.encode("utf-8", "replace").decode()[:200]
+            # As much as says the route: what follows may be anything that a caller mistook for it.
+            path = http.path.encode("utf-8", "replace").decode()[:ROUTE_CHARS]
             self._say("caller_refused", caller=str(http.remote), path=path, reason=reason)
 
 

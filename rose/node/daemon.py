@@ -1,6 +1,7 @@
 """NodeDaemon: assembles guard, supervisors, weight receiver and the scheduler session."""
 
 import asyncio
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 
 import aiohttp
@@ -23,9 +24,26 @@ from rose.node.weight_updates import AnnouncedVersions, KnownVersion, WeightNetw
 from rose.node.wiring import HostSide, Wiring
 from rose.process.background_tasks import Background
 from rose.rpc import rose_pb2
+from rose.security.audit_log import AuditLog, audit_file
 
 STOPPING = "node stops"
 TRIM_EVERY_S = 60.0
+# What takes capacity, gives it back, ends a guest or decides which weights it runs.
+AUDITED = frozenset(
+    {
+        "command_refused",
+        "engine_reclaimed",
+        "engine_unwanted",
+        "kill_switch_set",
+        "lease_ended",
+        "lease_taken",
+        "lease_taken_back",
+        "node_started",
+        "node_stopped",
+        "quarantined",
+        "version_refused",
+    }
+)
 
 
 class GuardDiedError(RoseError):
@@ -49,7 +67,8 @@ class NodeDaemon:
         self._stopping = asyncio.Event()
         self._guard_broke = asyncio.Event()
         self._metrics = NodeMetrics(config.host, self._views, self._health)
-        self._events.listen(self._metrics.heard)
+        self._events.listen(self._heard)
+        self._audit = AuditLog(audit_file(config.log_dir, config.node), config.node)
         self._host: HostSide | None = None
         if config.host:
             page = ControlPage.ensure(config.host.page, config.host.page_group)
@@ -104,6 +123,7 @@ class NodeDaemon:
 
     def _build(self, source: WeightSource) -> None:
         activations = self._logs.records("activations.jsonl")
+        activations.listen(lambda record: self._audit.write("activated", dict(record)))
         assembly = Wiring(
             self._config, self._events, self._harvest, self._kill_switch,
             self._logs.records(GUEST_SAMPLES), self._host, self._guards, self._gpus,
@@ -156,11 +176,17 @@ class NodeDaemon:
         self._metrics.close()
         self._events.write("node_stopped", node=self._config.node)
         await asyncio.to_thread(self._logs.close)
+        await asyncio.to_thread(self._audit.close)
 
     def _health(self) -> NodeHealth:
         return NodeHealth(
             self._logs.dropped, self._background.restarted(), self._background.running()
         )
+
+    def _heard(self, event: str, fields: Mapping[str, object]) -> None:
+        self._metrics.heard(event, fields)
+        if event in AUDITED:
+            self._audit.write(event, dict(fields))
 
     def _reports(self) -> list[rose_pb2.NodeReport]:
         watch = self._host.watch if self._host else None

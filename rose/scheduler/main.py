@@ -28,6 +28,7 @@ from rose.scheduler.leasing import LeaseTimes
 from rose.scheduler.persistence import load
 from rose.scheduler.service import SchedulerService
 from rose.scheduler.store import SqliteStore
+from rose.security.audit_log import AuditLog, audit_file
 from rose.security.certificates import (
     CertificateFiles,
     add_certificate_options,
@@ -125,25 +126,33 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
         logs = Logs(settings.log_dir, settings.log_limits)
         stack.callback(logs.close)
         events = logs.events("scheduler")
+        audit = AuditLog(audit_file(settings.log_dir, "scheduler"), "scheduler")
+        stack.callback(audit.close)
         times = LeaseTimes(cooldown_s=settings.cooldown_s)
         core = SchedulerCore(load(store), settings.harvest, times, make_policy(settings.policy))
         background = Background(events.write)
         certificates = settings.certificates
         expiry = certificates.troubles if certificates else list[str]
         service = SchedulerService(
-            core, store, events, lambda: [*background.troubles(), *logs.troubles(), *expiry()]
+            core,
+            store,
+            events,
+            lambda: [*background.troubles(), *logs.troubles(), *expiry(), *audit.troubles()],
+            audit=audit.write,
         )
         server = make_server(_access(settings, service))
         add_SchedulerServicer_to_server(service, server)
         port = _bind(server, settings)
         await server.start()
         events.write("scheduler_started", port=port)
+        audit.write("scheduler_started", {"port": port, "policy": settings.policy})
         try:
             await _until_stopped(background, service, stop)
         finally:
             service.close()
             await server.stop(STOP_GRACE_S)
             events.write("scheduler_stopped")
+            audit.write("scheduler_stopped", {})
 
 
 async def _until_stopped(

@@ -12,6 +12,8 @@ from typing import NoReturn, TypeVar
 
 import grpc
 import grpc.aio
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
 from typing_extensions import override
 
 from elastic_scheduler import HarvestMode
@@ -39,6 +41,7 @@ from rose.scheduler.messages import (
 )
 from rose.scheduler.persistence import StoreWriter
 from rose.scheduler.store import Store
+from rose.security.rpc_access import CALLING
 
 PROTOCOL = 1
 TICK_S = 0.1
@@ -50,7 +53,11 @@ MAX_WATCHERS = 1_024
 ANSWER_S = 5.0
 MAX_COMMITS = 64
 
-Request = TypeVar("Request")
+Request = TypeVar("Request", bound=Message)
+AuditSink = Callable[[str, dict[str, object], str], None]
+"""Takes an event, its fields, and by whose call it came."""
+# Figures that follow from others, and complaints of the process about itself, which may repeat.
+UNAUDITED = frozenset({"health_changed", "first_token", "policy_broken", "replica_broken"})
 Context = grpc.aio.ServicerContext
 CODES = {
     ConfigError: grpc.StatusCode.INVALID_ARGUMENT,
@@ -73,8 +80,10 @@ class SchedulerService(SchedulerServicer):
         events: EventLog,
         troubles: Callable[[], Iterable[str]] = tuple,
         answer_s: float = ANSWER_S,
+        audit: AuditSink = lambda event, fields, by: None,
     ) -> None:
-        """`troubles`: what the process lacks now, for a snapshot."""
+        """`troubles`: what the process lacks now, for a snapshot. `audit`: takes decisions."""
+        self._audit = audit
         self._troubles = troubles
         self._core = core
         self._writer = StoreWriter(store, events.write)
@@ -293,6 +302,8 @@ class SchedulerService(SchedulerServicer):
         except Exception as error:  # noqa: BLE001 - whatever it is, this call ends by it
             await self._refuse(error, type(request).__name__.removesuffix("Request"), context)
         assert value is not None
+        asked = MessageToDict(request, preserving_proto_field_name=True)
+        self._audit(type(request).__name__, {**asked, "answer": value}, CALLING.get())
         return value
 
     def _begin(self, event: StoredEvent) -> "asyncio.Task[int | None]":
@@ -346,7 +357,12 @@ class SchedulerService(SchedulerServicer):
 
     def _complain(self, event: str, peer: str, reason: str) -> None:
         for record in self._core.complain(event, peer, reason[:200], time.monotonic()):
-            self._events.write(record.event, **record.fields)
+            self._write(record)
+
+    def _write(self, record: LogRecord) -> None:
+        self._events.write(record.event, **record.fields)
+        if record.event not in UNAUDITED:
+            self._audit(record.event, dict(record.fields), CALLING.get())
 
     def _carry_out(self, actions: list[Action]) -> int | None:
         answer = None
@@ -359,7 +375,7 @@ class SchedulerService(SchedulerServicer):
                     self._reservations.add(task)
                     task.add_done_callback(self._reservations.discard)
                 case LogRecord():
-                    self._events.write(action.event, **action.fields)
+                    self._write(action)
                 case _:
                     self._tell(action)
         return answer

@@ -11,10 +11,11 @@ import argparse
 import ssl
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 from cryptography import x509
@@ -58,6 +59,12 @@ class Material:
     def identity(self) -> Identity:
         """Its owner. Raises ConfigError for a certificate without an identity."""
         return identity_of(self.leaf)
+
+
+# gRPC's threads ask for the newest certificate as long as a handshake lasts, and keep no reference
+# of Python's: credentials that were freed with their server would end the process. A process has a
+# few.
+_served: list[grpc.ServerCredentials] = []
 
 
 class CertificateFiles:
@@ -134,12 +141,25 @@ class CertificateFiles:
     def server_credentials(self) -> grpc.ServerCredentials:
         """Of a server that asks each caller for a certificate; new handshakes use the newest."""
 
-        def newest() -> grpc.ServerCertificateConfiguration:
-            return _configuration(self.material())
+        shown = self.material()
 
-        return grpc.dynamic_ssl_server_credentials(
-            newest(), newest, require_client_authentication=True
+        def newest() -> grpc.ServerCertificateConfiguration | None:
+            # None where nothing changed: gRPC replaces what it has without a lock against other
+            # handshakes, so a process that replaced it in each would soon end by that.
+            nonlocal shown
+            now = self.material()
+            if now is shown:
+                return None
+            shown = now
+            return _configuration(now)
+
+        credentials = grpc.dynamic_ssl_server_credentials(
+            _configuration(shown),
+            cast(Callable[[], grpc.ServerCertificateConfiguration], newest),
+            require_client_authentication=True,
         )
+        _served.append(credentials)
+        return credentials
 
     # ---- HTTP ----
 

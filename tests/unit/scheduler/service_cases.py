@@ -74,7 +74,14 @@ class Bench:
         self.log = folder / "events-scheduler.jsonl"
         self.ticking: asyncio.Task[None]
         self.core = SchedulerCore(load(store), HarvestMode.ACTIVE, LeaseTimes(cooldown_s=0.05))
-        self.service = SchedulerService(self.core, store, self.events, answer_s=answer_s)
+        self.audited: list[tuple[str, dict[str, object], str]] = []
+        self.service = SchedulerService(
+            self.core,
+            store,
+            self.events,
+            answer_s=answer_s,
+            audit=lambda *record: self.audited.append(record),
+        )
         access = None
         if certificates:
             access = AccessInterceptor(certificates.identity.cluster, self.service.refused)

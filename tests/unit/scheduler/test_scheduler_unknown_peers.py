@@ -244,6 +244,26 @@ async def test_refusals_are_recorded_with_their_reason_once(case: Case) -> None:
     (said,) = case.refusals()
     assert said["node"] == "node serving-1"
     assert "may not call SetHarvest; operator may" in said["reason"]
+    (audited,) = [fields for event, fields, _ in case.bench.audited if event == "call_refused"]
+    assert audited["reason"] == said["reason"]
+
+
+async def test_decisions_are_audited_with_their_figures_and_whose_call_they_followed(
+    case: Case,
+) -> None:
+    await case.operator.Revoke(pb.RevokeRequest(replica=OWNED, reason="drill"))
+    await case.operator.SetHarvest(pb.SetHarvestRequest(mode=pb.HARVEST_MODE_HOLD))
+    by_event = {event: (fields, by) for event, fields, by in case.bench.audited}
+    granted, _ = by_event["lease_granted"]
+    assert granted["replica"] == OWNED
+    assert {"epoch", "job", "node", "why", "figures"} <= granted.keys()
+    revoked, by = by_event["revoked"]
+    assert (revoked["reason"], by) == ("drill", "operator ada")
+    asked, by = by_event["SetHarvestRequest"]
+    assert (asked["mode"], by) == ("HARVEST_MODE_HOLD", "operator ada")
+    announced, by = by_event["version_announced"]
+    assert (announced["version"], by) == (1, f"trainer {JOB}")
+    assert by_event["node_attached"] == ({"node": "serving-0"}, "node serving-0")
 
 
 async def test_another_clusters_members_are_strangers_under_one_ca(case: Case) -> None:
