@@ -8,6 +8,7 @@ rotation needs no restart on either side, and a half-written one disturbs nobody
 """
 
 import argparse
+import asyncio
 import ssl
 import threading
 import time
@@ -15,9 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-import grpc
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.serialization import (
@@ -28,6 +28,10 @@ from cryptography.hazmat.primitives.serialization import (
 
 from rose.errors import ConfigError
 from rose.security.roles import Identity, Role, server_name
+
+if TYPE_CHECKING:
+    # Imported where it is used: a trainer's client needs none of it.
+    import grpc
 
 EXPIRED = "the certificate of {} has expired; connect again with a newer one"
 MAX_PEM_BYTES = 1 << 20
@@ -64,7 +68,7 @@ class Material:
 # gRPC's threads ask for the newest certificate as long as a handshake lasts, and keep no reference
 # of Python's: credentials that were freed with their server would end the process. A process has a
 # few.
-_served: list[grpc.ServerCredentials] = []
+_served: "list[grpc.ServerCredentials]" = []
 
 
 class CertificateFiles:
@@ -126,8 +130,10 @@ class CertificateFiles:
 
     # ---- gRPC ----
 
-    def channel_credentials(self) -> grpc.ChannelCredentials:
+    def channel_credentials(self) -> "grpc.ChannelCredentials":
         """Of a client's new channel; a channel keeps what it was made with."""
+        import grpc
+
         now = self.material()
         return grpc.ssl_channel_credentials(now.ca, now.key, now.certificate)
 
@@ -138,12 +144,13 @@ class CertificateFiles:
         """
         return (("grpc.ssl_target_name_override", server_name(role, self.identity.cluster)),)
 
-    def server_credentials(self) -> grpc.ServerCredentials:
+    def server_credentials(self) -> "grpc.ServerCredentials":
         """Of a server that asks each caller for a certificate; new handshakes use the newest."""
+        import grpc
 
         shown = self.material()
 
-        def newest() -> grpc.ServerCertificateConfiguration | None:
+        def newest() -> "grpc.ServerCertificateConfiguration | None":
             # None where nothing changed: gRPC replaces what it has without a lock against other
             # handshakes, so a process that replaced it in each would soon end by that.
             nonlocal shown
@@ -155,7 +162,7 @@ class CertificateFiles:
 
         credentials = grpc.dynamic_ssl_server_credentials(
             _configuration(shown),
-            cast(Callable[[], grpc.ServerCertificateConfiguration], newest),
+            cast("Callable[[], grpc.ServerCertificateConfiguration]", newest),
             require_client_authentication=True,
         )
         _served.append(credentials)
@@ -290,6 +297,21 @@ def peer_of(pem: bytes) -> Peer:
     return Peer(identity_of(leaf), leaf.not_valid_after_utc.timestamp())
 
 
+def peer_over(transport: asyncio.BaseTransport | None) -> Peer | None:
+    """Who showed a certificate over a connection; None: nobody did. ConfigError: it names no role.
+
+    TLS has proved it when the connection was made, and may have done so long ago.
+    """
+    shown = transport.get_extra_info("peercert") if transport else None
+    return _peer_named(shown.get("subjectAltName", ()), shown["notAfter"]) if shown else None
+
+
+@lru_cache(maxsize=4_096)
+def _peer_named(names: tuple[tuple[str, str], ...], not_after: str) -> Peer:
+    identity = Identity.of_uris(name for kind, name in names if kind == "URI")
+    return Peer(identity, ssl.cert_time_to_seconds(not_after))
+
+
 def leaf_of(path: Path) -> x509.Certificate:
     """The first certificate of a file. Raises ConfigError."""
     try:
@@ -298,7 +320,9 @@ def leaf_of(path: Path) -> x509.Certificate:
         raise ConfigError(f"{path} cannot be used for TLS: it holds no certificate") from error
 
 
-def _configuration(now: Material) -> grpc.ServerCertificateConfiguration:
+def _configuration(now: Material) -> "grpc.ServerCertificateConfiguration":
+    import grpc
+
     return grpc.ssl_server_certificate_configuration([(now.key, now.certificate)], now.ca)
 
 

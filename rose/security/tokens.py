@@ -14,13 +14,16 @@ import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from rose.errors import ConfigError, RefusedError, decoded
 from rose.security.callers import TRAINER, Caller
-from weight_transfer import SigningKey, VerifyKey, WeightError
+
+if TYPE_CHECKING:
+    # Its codecs take a second to import; a client only bears tokens.
+    from weight_transfer import SigningKey, VerifyKey
 
 PREFIX: Final = "rose1"
 AUDIENCE: Final = "rose"
@@ -55,7 +58,7 @@ _CLAIMS = msgspec.json.Decoder(Claims)
 
 
 def issue(
-    key: SigningKey,
+    key: "SigningKey",
     job: str,
     subject: str = TRAINER,
     audience: str = AUDIENCE,
@@ -162,7 +165,7 @@ class TokenFile:
         return self._token
 
 
-def _claims_of(token: str, keys: tuple[VerifyKey, ...]) -> Claims:
+def _claims_of(token: str, keys: "tuple[VerifyKey, ...]") -> Claims:
     parts = token.split(".")
     if len(token) > MAX_TOKEN_CHARS or len(parts) != 3 or parts[0] != PREFIX:
         raise TokenRefusedError("this is no token of ROSE: issue one with `rose token issue`")
@@ -181,7 +184,9 @@ def _claims_of(token: str, keys: tuple[VerifyKey, ...]) -> Claims:
     return claims
 
 
-def _signs(key: VerifyKey, payload: bytes, signature: bytes) -> bool:
+def _signs(key: "VerifyKey", payload: bytes, signature: bytes) -> bool:
+    from weight_transfer import WeightError
+
     try:
         key.verify(_DOMAIN + payload, signature)
     except WeightError:
@@ -225,7 +230,9 @@ def _lines_of(path: Path) -> list[str]:
     return [line for line in map(str.strip, text.splitlines()) if line and line[0] != "#"]
 
 
-def _keys_of(path: Path) -> tuple[VerifyKey, ...]:
+def _keys_of(path: Path) -> "tuple[VerifyKey, ...]":
+    from weight_transfer import VerifyKey
+
     lines = _lines_of(path)
     hexadecimal = all(len(line) == 64 and set(line) <= set("0123456789abcdef") for line in lines)
     if not (0 < len(lines) <= MAX_KEYS and hexadecimal):
