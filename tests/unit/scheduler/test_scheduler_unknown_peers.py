@@ -248,6 +248,34 @@ async def test_refusals_are_recorded_with_their_reason_once(case: Case) -> None:
     assert audited["reason"] == said["reason"]
 
 
+async def test_frames_that_are_none_end_their_call_only(
+    case: Case, capfd: pytest.CaptureFixture[str]
+) -> None:
+    operator = case.certificates.of(Role.OPERATOR, "ada")
+    async with make_channel(case.bench.address, operator) as channel:
+        method = channel.unary_unary("/rose.v1.Scheduler/SetHarvest")
+        for frame in (b"\xff" * 64, b"\x08" + b"\xff" * 20, b"\x12\xff\xff\xff\x7f"):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await method(frame)
+            assert "Traceback" not in str(caught.value.details())
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await channel.unary_unary("/rose.v1.Scheduler/NoSuchMethod")(b"")
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    long = pb.RevokeRequest(replica="x" * (300 << 10))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await case.operator.Revoke(long)
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    # Bytes that are no handshake, and one that is never finished.
+    host, port = case.bench.address.split(":")
+    for noise in (b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\xff\xff" + b"\0" * 9_000, b""):
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(noise)
+        writer.close()
+        del reader
+    await case.stays_as_it_was()
+    assert "Traceback" not in "".join(capfd.readouterr())
+
+
 async def test_decisions_are_audited_with_their_figures_and_whose_call_they_followed(
     case: Case,
 ) -> None:
