@@ -12,6 +12,7 @@ whoever grants never waits for a disk.
 """
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import logging
@@ -42,6 +43,7 @@ MAX_CUT_CHARS: Final = 4 << 10
 # Six bytes for a character that JSON escapes, and the rest.
 MAX_LINE_BYTES: Final = 128 << 10
 CLOSE_S = 2.0
+MOST_WRITERS = 16
 _HEAD_BYTES = 256
 _logger = logging.getLogger("rose.audit")
 
@@ -108,8 +110,12 @@ class AuditLog:
         limits: LogLimits = AUDIT_LIMITS,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Raises ConfigError for a file that this user cannot have. clock: Unix seconds."""
-        self._path = path
+        """Raises ConfigError for a file that this user cannot have. clock: Unix seconds.
+
+        Another process's chain is left alone: a second writer of a name has `NAME-2`, and so on.
+        """
+        self._lock: int | None = None
+        self._path = path = self._own(path)
         self._head_path = path.with_suffix(".head")
         self._source = source
         self._limits = limits
@@ -141,6 +147,11 @@ class AuditLog:
         if not self._thread.put(partial(self._append, {**body, "fields": said})):
             self._lose()
 
+    @property
+    def path(self) -> Path:
+        """The file that is written."""
+        return self._path
+
     def troubles(self) -> list[str]:
         """Why records are lost now, a line; none while all are written."""
         return [f"log {self._path.name}: {self._trouble}"] if self._trouble else []
@@ -153,6 +164,28 @@ class AuditLog:
         """Write what waits, and close."""
         self._thread.close(CLOSE_S)
         self._leave()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _own(self, path: Path) -> Path:
+        """The first of its names that no other process writes."""
+        for number in range(1, MOST_WRITERS + 1):
+            name = path if number == 1 else path.with_stem(f"{path.stem}-{number}")
+            try:
+                private_folder(name.parent)
+                flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+                lock = os.open(name.with_suffix(".lock"), flags, 0o600)
+            except OSError:
+                break  # nothing can be written there: that is said by who tries
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                os.close(lock)
+                continue
+            self._lock = lock
+            return name
+        return path
 
     # ---- in the log's thread ----
 

@@ -107,6 +107,11 @@ class CertificateFiles:
         """The owner. Raises ConfigError for a certificate without an identity."""
         return self.material().identity()
 
+    @property
+    def until(self) -> str:
+        """When the certificate is over, for people."""
+        return f"{self.material().leaf.not_valid_after_utc:%Y-%m-%d %H:%M} UTC"
+
     def insist(self, *roles: Role) -> Identity:
         """The owner, who must be of one of these roles. Raises ConfigError."""
         own = self.identity

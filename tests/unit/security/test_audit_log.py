@@ -203,6 +203,20 @@ def test_fields_are_as_they_were_when_they_were_written(path: Path) -> None:
     assert lines(path)[0]["fields"] == {"replica": "g0"}
 
 
+def test_two_writers_of_one_name_have_a_chain_each(path: Path) -> None:
+    first, second = AuditLog(path, "scheduler"), AuditLog(path, "scheduler")
+    assert second.path.name == "audit-scheduler-2.jsonl"
+    for log in (first, second, first):
+        log.write("x", {})
+        log.flush()
+    for log in (first, second):
+        log.close()
+    assert [verify(log.path).records for log in (first, second)] == [2, 1]
+    third = AuditLog(path, "scheduler")
+    third.close()
+    assert third.path == path
+
+
 def test_a_line_that_is_none_is_refused() -> None:
     for line in (b"", b"{}", b"[" * 9_999, b'{"hash":"' + b"0" * 64 + b'"}', b"\xff" * 200_000):
         with pytest.raises(ValueError, match=r"no record|edited"):
