@@ -236,6 +236,9 @@ class CertificateFiles:
         )
         context = ssl.SSLContext(protocol)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
+        if purpose is ssl.Purpose.CLIENT_AUTH:
+            # Who resumes a session is not verified again, by whichever CA.
+            context.num_tickets = 0
         self._load(context)
         return context
 

@@ -179,6 +179,12 @@ async def test_a_server_shows_its_newest_certificate_and_trusts_the_newest_ca(
     assert ("URI", "spiffe://rose/prod/trainer/job") in seen[0]["subjectAltName"]  # type: ignore[operator]
 
 
+def test_no_session_is_resumed_past_its_certificate(ca: DevelopmentCa) -> None:
+    """A ticket would let its owner in again for hours, whatever became of its CA."""
+    own = files(ca, ca.issue(Role.GATEWAY, "gw"))
+    assert own.server_context().num_tickets == 0
+
+
 def test_the_command_line_makes_and_shows_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
