@@ -9,6 +9,7 @@ rotation needs no restart on either side, and a half-written one disturbs nobody
 
 import argparse
 import asyncio
+import math
 import ssl
 import threading
 import time
@@ -63,6 +64,34 @@ class Material:
     def identity(self) -> Identity:
         """Its owner. Raises ConfigError for a certificate without an identity."""
         return identity_of(self.leaf)
+
+
+# gRPC replaces a server's credentials without a lock against other handshakes, which may use what
+# is freed just then: the first one after a pause replaces them, or any one after a while.
+QUIET_S = 0.05
+MOST_WAIT_S = 30.0
+
+
+class _Turn:
+    """When a server goes over to newer files; asked in each handshake, one after the other."""
+
+    def __init__(self, shown: Material) -> None:
+        self.shown = shown
+        self._asked_s = -math.inf
+        self._waits_since_s: float | None = None
+
+    def is_due(self, now: Material, now_s: float) -> bool:
+        """Whether this handshake is the first with `now`. now_s: monotonic."""
+        pause_s, self._asked_s = now_s - self._asked_s, now_s
+        if now is self.shown:
+            self._waits_since_s = None
+            return False
+        if self._waits_since_s is None:
+            self._waits_since_s = now_s
+        if pause_s < QUIET_S and now_s - self._waits_since_s < MOST_WAIT_S:
+            return False
+        self.shown, self._waits_since_s = now, None
+        return True
 
 
 # gRPC's threads ask for the newest certificate as long as a handshake lasts, and keep no reference
@@ -153,20 +182,14 @@ class CertificateFiles:
         """Of a server that asks each caller for a certificate; new handshakes use the newest."""
         import grpc
 
-        shown = self.material()
+        turn = _Turn(self.material())
 
         def newest() -> "grpc.ServerCertificateConfiguration | None":
-            # None where nothing changed: gRPC replaces what it has without a lock against other
-            # handshakes, so a process that replaced it in each would soon end by that.
-            nonlocal shown
             now = self.material()
-            if now is shown:
-                return None
-            shown = now
-            return _configuration(now)
+            return _configuration(now) if turn.is_due(now, time.monotonic()) else None
 
         credentials = grpc.dynamic_ssl_server_credentials(
-            _configuration(shown),
+            _configuration(turn.shown),
             cast("Callable[[], grpc.ServerCertificateConfiguration]", newest),
             require_client_authentication=True,
         )

@@ -312,7 +312,11 @@ async def test_another_clusters_members_are_strangers_under_one_ca(case: Case) -
     )
     async with channel:
         error = await refused(
-            SchedulerStub(channel).SetHarvest(pb.SetHarvestRequest(mode=pb.HARVEST_MODE_OFF))
+            SchedulerStub(channel).SetHarvest(
+                pb.SetHarvestRequest(mode=pb.HARVEST_MODE_OFF),
+                wait_for_ready=True,
+                timeout=PATIENCE_S,
+            )
         )
     assert "is of cluster staging; this is prod" in str(error.details())
 
@@ -357,5 +361,7 @@ async def test_a_scheduler_shows_a_newer_certificate_without_a_restart(case: Cas
     (folder / "scheduler-s0.pem").write_bytes(fresh.certificate.read_bytes())
     before.write_bytes(other.ca.file.read_bytes())
     operator = await case.connected(other.of(Role.OPERATOR, "ada"))
-    assert (await operator.Snapshot(pb.SnapshotRequest())).replicas
+    # A client waits for a scheduler that others are connecting to right now.
+    shown = await operator.Snapshot(pb.SnapshotRequest(), wait_for_ready=True, timeout=PATIENCE_S)
+    assert shown.replicas
     assert not case.owner.call.done()
