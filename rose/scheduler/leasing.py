@@ -353,10 +353,9 @@ class Leasing:
         self._healths.leased(offer.replica, lease.epoch)
         self._note("lease", move, now_s)
         fields = {**_fields(lease), "node": view.node, "kind": offer.kind.value, "why": move.why}
-        fields["figures"] = dict(move.figures)
         return [
             Command(view.stream, lease_command(lease, self._times.ttl_s)),
-            LogRecord("lease_granted", fields),
+            LogRecord("lease_granted", fields, move.figures),
         ]
 
     def _revoke(self, lease: Lease, reason: str, by: str, now_s: float) -> LogRecord:

@@ -362,7 +362,10 @@ class SchedulerService(SchedulerServicer):
     def _write(self, record: LogRecord) -> None:
         self._events.write(record.event, **record.fields)
         if record.event not in UNAUDITED:
-            self._audit(record.event, dict(record.fields), CALLING.get())
+            fields = dict(record.fields)
+            if record.figures:
+                fields["figures"] = dict(record.figures)
+            self._audit(record.event, fields, CALLING.get())
 
     def _carry_out(self, actions: list[Action]) -> int | None:
         answer = None

@@ -11,6 +11,7 @@ from aiohttp import web
 
 from rose.addresses import free_port
 from rose.bench.weights.steps import adam_step, rate_for
+from rose.rpc.rose_pb2_grpc import SchedulerStub
 from rose.weight_distribution import VersionServer, WeightPublisher
 from rose.weight_distribution.level import (
     BURST_BYTES,
@@ -145,7 +146,13 @@ async def test_a_publisher_encodes_for_the_link_that_its_server_saw(
     async def announce(request: object, **_: object) -> None:
         announced.append(request)
 
-    monkeypatch.setattr(publisher._scheduler, "AnnounceVersion", announce)
+    stub = await publisher._link.stub()
+    monkeypatch.setattr(stub, "AnnounceVersion", announce)
+
+    async def stubbed() -> SchedulerStub:
+        return stub
+
+    monkeypatch.setattr(publisher._link, "stub", stubbed)
     old, new = step
     unknown = await publisher.publish(1, 0, old, new)
     monkeypatch.setattr(VersionServer, "link_bytes_s", 1000.0)
