@@ -3,7 +3,7 @@
 #
 #   examples/gateway.sh                          ends with both when it is interrupted
 #
-# Both listen on loopback: see docs/threats.md before you give them an address of the network.
+# Both listen on loopback: see docs/security.md before you give them an address of the network.
 set -euo pipefail
 
 mkdir -p run/logs

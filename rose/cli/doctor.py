@@ -253,6 +253,7 @@ def node_checks(config: NodeConfig, gpus: Gpus) -> Iterator[Finding]:
     running = set(running_guests(config.run_dir)) if config.run_dir.is_dir() else set()
     yield checked("daemon", partial(_daemon, config))
     yield checked("kill switch", partial(_kill_switch, config))
+    yield checked("certificates", partial(_certificates, config))
     yield checked("scheduler", partial(_scheduler, config))
     for replica in config.replicas:
         host = config.host if replica.kind == "guest" else None
@@ -279,6 +280,17 @@ def _kill_switch(config: NodeConfig) -> Finding:
         what = f"{config.kill_file} is set: no guest runs"
         return wrong("kill switch", what, f"take it back with `rose unkill {config.run_dir}`")
     return ok("kill switch", "not set")
+
+
+def _certificates(config: NodeConfig) -> Finding:
+    files = config.certificates.files
+    if files is None:
+        return note("certificates", "none", "fine on loopback; see `certificates` elsewhere")
+    troubles = files.troubles()
+    if troubles:
+        what, _, do = troubles[0].partition("; ")
+        return wrong("certificates", what, do)
+    return ok("certificates", f"{files.identity}, until {files.until}")
 
 
 def _scheduler(config: NodeConfig) -> Finding:

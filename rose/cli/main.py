@@ -114,6 +114,7 @@ PROCESSES = {
     "weights": ("rose.cli.weights", "write, apply and check what changed between checkpoints"),
     "certs": ("rose.cli.certs", "make a CA for development, issue and show certificates"),
     "token": ("rose.cli.token", "make keys and job tokens for callers of gateways"),
+    "audit": ("rose.cli.audit", "check and read the audit log of a scheduler or node"),
     "doctor": ("rose.cli.doctor", "say what stands in a node's way, and what to do"),
 }
 

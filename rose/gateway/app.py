@@ -28,6 +28,7 @@ from rose.gateway.stats import GatewayHealth, GatewayStats, GatewayStatus
 from rose.gateway.text_codec import ServedModel, TextCodec, TextLimits
 from rose.logs.eventlog import Logs
 from rose.process.background_tasks import Background
+from rose.security.audit_log import AuditLog, audit_file
 from rose.security.tokens import TokenVerifier
 
 BACKLOG = 1_024
@@ -46,6 +47,8 @@ class Gateway:
         self._stats = GatewayStats()
         self.background = Background(self.note)
         self.port = settings.port
+        self._audit: AuditLog | None = None
+        self._authenticator = self._asking()
 
     async def __aenter__(self) -> Self:
         settings, stats = self._settings, self._stats
@@ -64,7 +67,7 @@ class Gateway:
             self._note_aloud,
             self._model,
             self._health,
-            self._authenticator(),
+            self._authenticator,
         )
         self._runner = web.AppRunner(
             self._server.application(), handler_cancellation=True, shutdown_timeout=1.0
@@ -137,15 +140,24 @@ class Gateway:
             *self.background.troubles(),
             *(logs.troubles() if logs else []),
             *(certificates.troubles() if certificates else []),
+            *(self._audit.troubles() if self._audit else []),
         ]
         return GatewayHealth(troubles, logs.dropped if logs else 0, self.background.restarted())
 
-    def _authenticator(self) -> Authenticator:
+    def _asking(self) -> Authenticator:
+        """Raises ConfigError for keys that cannot be used."""
         settings = self._settings
         tokens = None
         if settings.token_keys is not None:
             tokens = TokenVerifier(settings.token_keys, settings.token_audience)
-        return Authenticator(settings.certificates, tokens, time.time, self.note)
+        if settings.log_dir and (tokens or settings.certificates):
+            self._audit = AuditLog(audit_file(settings.log_dir, "gateway"), "gateway")
+        return Authenticator(settings.certificates, tokens, time.time, self._refused)
+
+    def _refused(self, event: str, **fields: object) -> None:
+        self.note(event, **fields)
+        if self._audit is not None:
+            self._audit.write(event, fields)
 
     def _load_codec(self) -> TextCodec | None:
         settings = self._settings
@@ -220,6 +232,8 @@ class Gateway:
             await self._codec.close()
         if self._logs is not None:
             await asyncio.to_thread(self._logs.close)
+        if self._audit is not None:
+            await asyncio.to_thread(self._audit.close)
 
 
 def _tell(what: str) -> None:

@@ -7,10 +7,8 @@ a certificate alone ──► trainer: its job; operator: any job; other roles: 
 nothing     ──► 401
 """
 
-import ssl
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
 from typing import Final
 
 from aiohttp import web
@@ -19,14 +17,15 @@ from rose.errors import ConfigError
 from rose.gateway.errors import Forbidden, Unauthorized
 from rose.gateway.turns.request import TurnRequest
 from rose.security.callers import ANYBODY, TRAINER, Caller, ForeignJobError
-from rose.security.certificates import EXPIRED, CertificateFiles, Peer
-from rose.security.roles import HTTP_CALLERS, Identity, Role
+from rose.security.certificates import EXPIRED, CertificateFiles, Peer, peer_over
+from rose.security.roles import HTTP_CALLERS, Role
 from rose.security.tokens import TokenRefusedError, TokenVerifier
 
 OPEN_ROUTES: Final = frozenset({"/health", "/metrics"})
 """Asked by probes and scrapers, which have nothing to show; they tell of no turn."""
 
 CALLER: Final = web.RequestKey("rose.caller", Caller)
+ROUTE_CHARS = 32
 MINUTE_S = 60.0
 MOST_A_MINUTE = 60
 
@@ -93,15 +92,12 @@ class Authenticator:
 
     def _peer(self, http: web.BaseRequest) -> Peer | None:
         """Who showed a certificate, which TLS has proved when the connection was made."""
-        transport = http.transport
-        shown = transport.get_extra_info("peercert") if transport else None
-        if not shown:
-            return None
-        names: tuple[tuple[str, str], ...] = shown.get("subjectAltName", ())
         try:
-            peer = _peer_of(names, shown["notAfter"])
+            peer = peer_over(http.transport)
         except ConfigError as error:
             raise Unauthorized(str(error)) from error
+        if peer is None:
+            return None
         if peer.not_after_s <= self._clock():
             raise Unauthorized(EXPIRED.format(peer.identity))
         if peer.identity.cluster != self._cluster:
@@ -116,14 +112,9 @@ class Authenticator:
             self._minute_s, self._said = now_s, 0
         self._said += 1
         if self._said <= MOST_A_MINUTE:
-            path = http.path.encode("utf-8", "replace").decode()[:200]
+            # As much as says the route: what follows may be anything that a caller mistook for it.
+            path = http.path.encode("utf-8", "replace").decode()[:ROUTE_CHARS]
             self._say("caller_refused", caller=str(http.remote), path=path, reason=reason)
-
-
-@lru_cache(maxsize=1_024)
-def _peer_of(names: tuple[tuple[str, str], ...], not_after: str) -> Peer:
-    identity = Identity.of_uris(name for kind, name in names if kind == "URI")
-    return Peer(identity, ssl.cert_time_to_seconds(not_after))
 
 
 def caller_of(http: web.BaseRequest) -> Caller:

@@ -65,8 +65,9 @@ class GatewayServer:
         on_event: EventSink,
         model: ServedModel,
         health: Callable[[], GatewayHealth],
-        authenticator: Authenticator,
+        authenticator: Authenticator | None = None,
     ) -> None:
+        """authenticator: who asks callers who they are; without one nobody does."""
         self._settings = settings
         self._dispatcher = dispatcher
         self._stats = stats
@@ -84,7 +85,7 @@ class GatewayServer:
         )
         self._on_event = on_event
         self._health_now = health
-        self._authenticator = authenticator
+        self._authenticator = authenticator or Authenticator(None, None, time.time, on_event)
 
     def guard(self, server: web.Server) -> Callable[[], Connection]:
         """Makes the protocol of a new connection, whose requests `server` of `application` handles.

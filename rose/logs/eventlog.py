@@ -49,13 +49,20 @@ class JsonlLog:
         """`thread`: who writes; None writes at once, in the caller."""
         self._file = BoundedFile(path, limits, marker)
         self._thread = thread
+        self._listener: Callable[[Mapping[str, object]], None] | None = None
         if thread is None:
             self._file.begin()
         else:
             thread.put(self._file.begin)
 
+    def listen(self, listener: Callable[[Mapping[str, object]], None]) -> None:
+        """Hand every record to one listener as well, in the thread that writes it."""
+        self._listener = listener
+
     def write(self, record: Mapping[str, object]) -> None:
         """Append one record, or drop and count it."""
+        if self._listener:
+            self._listener(record)
         line = json.dumps(record, separators=(",", ":"), default=str).encode() + b"\n"
         if self._thread is None:
             self._file.append(line)

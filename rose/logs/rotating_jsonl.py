@@ -229,7 +229,7 @@ class BoundedFile:
         most = self._limits.file_bytes
         if most is not None and self._size and self._size + wanted > most:
             self._leave()
-            _rotate(self._path, self._limits.files)
+            rotate_parts(self._path, self._limits.files)
             self._open()
 
     def _in_place(self, descriptor: int) -> bool:
@@ -356,7 +356,7 @@ def _rotated(path: Path) -> list[tuple[int, Path]]:
     return [(int(match[1]), each) for match, each in found]
 
 
-def _rotate(path: Path, files: int) -> None:
+def rotate_parts(path: Path, files: int) -> None:
     """Every part becomes one older; what is then one too many goes. Raises OSError."""
     for age, part in sorted(_rotated(path), reverse=True):
         if age >= files - 1:

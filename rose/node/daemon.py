@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from functools import partial
 
@@ -29,10 +30,27 @@ from rose.node.weight_updates import AnnouncedVersions, KnownVersion, WeightNetw
 from rose.node.wiring import HostSide, Wiring
 from rose.process.background_tasks import Background
 from rose.rpc import rose_pb2
+from rose.security.audit_log import AuditLog, audit_file
 
 STOPPING = "node stops"
 TRIM_EVERY_S = 60.0
 MEASURE_EVERY_S = 0.25
+# What takes capacity, gives it back, ends a guest or decides which weights it runs.
+AUDITED = frozenset(
+    {
+        "command_refused",
+        "engine_reclaimed",
+        "engine_unwanted",
+        "kill_switch_set",
+        "lease_ended",
+        "lease_taken",
+        "lease_taken_back",
+        "node_started",
+        "node_stopped",
+        "quarantined",
+        "version_refused",
+    }
+)
 
 
 class GuardDiedError(RoseError):
@@ -58,7 +76,8 @@ class NodeDaemon:
         self._stopping = asyncio.Event()
         self._guard_broke = asyncio.Event()
         self._metrics = NodeMetrics(config.host, self._views, self._health)
-        self._events.listen(self._metrics.heard)
+        self._events.listen(self._heard)
+        self._audit = AuditLog(audit_file(config.log_dir, config.node), config.node)
         self._slo = SloCounter()
         self._load = HostLoad()
         self._scrape: HostScrape | None = None
@@ -123,6 +142,7 @@ class NodeDaemon:
 
     def _build(self, source: WeightSource) -> None:
         activations = self._logs.records("activations.jsonl")
+        activations.listen(lambda record: self._audit.write("activated", dict(record)))
         assembly = Wiring(
             self._config, self._events, self._harvest, self._kill_switch,
             self._logs.records(GUEST_SAMPLES), self._host, self._guards, self._gpus,
@@ -180,6 +200,7 @@ class NodeDaemon:
         self._metrics.close()
         self._events.write("node_stopped", node=self._config.node)
         await asyncio.to_thread(self._logs.close)
+        await asyncio.to_thread(self._audit.close)
 
     def _add_scraped(self, host: rose_pb2.HostTelemetry, seen: HostScrape, now_s: float) -> None:
         """The same, of a host without the plugin."""
@@ -198,6 +219,11 @@ class NodeDaemon:
         return NodeHealth(
             self._logs.dropped, self._background.restarted(), self._background.running()
         )
+
+    def _heard(self, event: str, fields: Mapping[str, object]) -> None:
+        self._metrics.heard(event, fields)
+        if event in AUDITED:
+            self._audit.write(event, dict(fields))
 
     def _reports(self) -> list[rose_pb2.NodeReport]:
         watch = self._host.watch if self._host else None

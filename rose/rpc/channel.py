@@ -19,6 +19,8 @@ MAX_REPLY_BYTES = 4 << 20
 MAX_STREAMS = 1_024
 MAX_CALLS = 8_192
 KEEPALIVE_MS = 2_000
+# A peer that never finishes its TLS handshake holds a descriptor for so long.
+HANDSHAKE_TIMEOUT_MS = 10_000
 KEEPALIVE_TIMEOUT_MS = 3_000
 RECONNECT_MAX_MS = 1_000
 
@@ -51,6 +53,7 @@ def server_options() -> tuple[tuple[str, int], ...]:
         ("grpc.max_send_message_length", MAX_REPLY_BYTES),
         ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
         ("grpc.max_concurrent_streams", MAX_STREAMS),
+        ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_MS // 2),

@@ -502,7 +502,7 @@ class Leasing:
             fields["switch"] = switch.value
         return [
             Command(view.stream, self._told(lease)),
-            LogRecord("lease_granted", fields),
+            LogRecord("lease_granted", fields, move.figures),
         ]
 
     def _revoke(self, lease: Lease, reason: str, by: str, now_s: float) -> LogRecord:

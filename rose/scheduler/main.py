@@ -32,6 +32,7 @@ from rose.scheduler.leasing import LeaseTimes
 from rose.scheduler.persistence import load
 from rose.scheduler.service import SchedulerService
 from rose.scheduler.standby import LeaderHandlers
+from rose.security.audit_log import AuditLog, audit_file
 from rose.security.certificates import (
     CertificateFiles,
     add_certificate_options,
@@ -157,12 +158,14 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
         logs = Logs(settings.log_dir, settings.log_limits)
         stack.callback(logs.close)
         events = logs.events("scheduler")
+        audit = AuditLog(audit_file(settings.log_dir, "scheduler"), "scheduler")
+        stack.callback(audit.close)
         handlers = LeaderHandlers(lambda: leadership.address)
         server = make_server(_access(settings, handlers))
         port = _bind(server, settings)
 
         async def lead(fenced: FencedStore) -> None:
-            await _lead(settings, fenced, leadership, handlers, logs, events)
+            await _lead(settings, fenced, leadership, handlers, logs, events, audit)
 
         me = settings.reached_at(port)
         leadership = Leadership(store, me, lead, events.write)
@@ -176,6 +179,7 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
             await _until(known, KNOWN_S)
             await server.start()
             events.write("scheduler_started", port=port)
+            audit.write("scheduler_started", {"port": port, "policy": settings.policy})
             await stop.wait()
 
         try:
@@ -183,6 +187,7 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
         finally:
             await server.stop(STOP_GRACE_S)
             events.write("scheduler_stopped")
+            audit.write("scheduler_stopped", {})
 
 
 async def _lead(
@@ -192,6 +197,7 @@ async def _lead(
     handlers: LeaderHandlers,
     logs: Logs,
     events: EventLog,
+    audit: AuditLog,
 ) -> None:
     """One term, until cancelled: a core of what is stored, and the service that feeds it."""
     saved = load((await store.list("")).entries)
@@ -203,8 +209,9 @@ async def _lead(
         core,
         store,
         events,
-        lambda: [*background.troubles(), *logs.troubles(), *expiry()],
+        lambda: [*background.troubles(), *logs.troubles(), *expiry(), *audit.troubles()],
         leads=leadership.leads,
+        audit=audit.write,
     )
     background.start("tick", service.tick)
     background.start("stop", service.watch_stop, restarts=None)

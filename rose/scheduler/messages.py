@@ -1,6 +1,7 @@
 """Messages of the scheduler's core: its events and actions, and bounded queues to the streams."""
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import grpc
@@ -310,10 +311,11 @@ class PublishTable:
 
 @dataclass(frozen=True, slots=True)
 class LogRecord:
-    """Append to the event log."""
+    """Append to the event log; figures: what decided it, for the audit log besides."""
 
     event: str
     fields: dict[str, object] = field(default_factory=dict)
+    figures: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

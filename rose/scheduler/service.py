@@ -12,6 +12,8 @@ from typing import NoReturn, TypeVar
 
 import grpc
 import grpc.aio
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
 from typing_extensions import override
 
 from elastic_scheduler import HarvestMode
@@ -41,6 +43,7 @@ from rose.scheduler.messages import (
     Tick,
 )
 from rose.scheduler.persistence import STOP, StoreWriter, stop_of
+from rose.security.rpc_access import CALLING
 from rose.store import ABSENT, LeadershipLostError, Store, StoreEntry
 
 PROTOCOL = 1
@@ -56,7 +59,11 @@ MAX_WATCHERS = 1_024
 ANSWER_S = 5.0
 MAX_COMMITS = 64
 
-Request = TypeVar("Request")
+Request = TypeVar("Request", bound=Message)
+AuditSink = Callable[[str, dict[str, object], str], None]
+"""Takes an event, its fields, and by whose call it came."""
+# Figures that follow from others, and complaints of the process about itself, which may repeat.
+UNAUDITED = frozenset({"health_changed", "first_token", "policy_broken", "replica_broken"})
 Context = grpc.aio.ServicerContext
 CODES = {
     ConfigError: grpc.StatusCode.INVALID_ARGUMENT,
@@ -80,12 +87,14 @@ class SchedulerService(SchedulerServicer):
         troubles: Callable[[], Iterable[str]] = tuple,
         answer_s: float = ANSWER_S,
         leads: Callable[[], bool] = lambda: True,
+        audit: AuditSink = lambda event, fields, by: None,
     ) -> None:
-        """`troubles`: what the process lacks now, for a snapshot.
+        """`troubles`: what the process lacks now, for a snapshot. `audit`: takes decisions.
 
         leads: whether this process surely leads; the core takes no step when it does not.
         """
         self._leads = leads
+        self._audit = audit
         self._troubles = troubles
         self._core = core
         self._store = store
@@ -395,6 +404,8 @@ class SchedulerService(SchedulerServicer):
         except Exception as error:  # noqa: BLE001 - whatever it is, this call ends by it
             await self._refuse(error, type(request).__name__.removesuffix("Request"), context)
         assert value is not None
+        asked = MessageToDict(request, preserving_proto_field_name=True)
+        self._audit(type(request).__name__, {**asked, "answer": value}, CALLING.get())
         return value
 
     def _begin(self, event: StoredEvent) -> "asyncio.Task[int | None]":
@@ -455,7 +466,15 @@ class SchedulerService(SchedulerServicer):
 
     def _complain(self, event: str, peer: str, reason: str) -> None:
         for record in self._core.complain(event, peer, reason[:200], time.monotonic()):
-            self._events.write(record.event, **record.fields)
+            self._write(record)
+
+    def _write(self, record: LogRecord) -> None:
+        self._events.write(record.event, **record.fields)
+        if record.event not in UNAUDITED:
+            fields = dict(record.fields)
+            if record.figures:
+                fields["figures"] = dict(record.figures)
+            self._audit(record.event, fields, CALLING.get())
 
     def _carry_out(self, actions: list[Action]) -> int | None:
         answer = None
@@ -468,7 +487,7 @@ class SchedulerService(SchedulerServicer):
                     self._reservations.add(task)
                     task.add_done_callback(self._reservations.discard)
                 case LogRecord():
-                    self._events.write(action.event, **action.fields)
+                    self._write(action)
                 case Save():
                     saving = asyncio.create_task(self._writer.write((action.write,)))
                     self._reservations.add(saving)

@@ -8,15 +8,17 @@ rotation needs no restart on either side, and a half-written one disturbs nobody
 """
 
 import argparse
+import asyncio
+import math
 import ssl
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
-import grpc
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.serialization import (
@@ -27,6 +29,10 @@ from cryptography.hazmat.primitives.serialization import (
 
 from rose.errors import ConfigError
 from rose.security.roles import Identity, Role, server_name
+
+if TYPE_CHECKING:
+    # Imported where it is used: a trainer's client needs none of it.
+    import grpc
 
 EXPIRED = "the certificate of {} has expired; connect again with a newer one"
 MAX_PEM_BYTES = 1 << 20
@@ -58,6 +64,40 @@ class Material:
     def identity(self) -> Identity:
         """Its owner. Raises ConfigError for a certificate without an identity."""
         return identity_of(self.leaf)
+
+
+# gRPC replaces a server's credentials without a lock against other handshakes, which may use what
+# is freed just then: the first one after a pause replaces them, or any one after a while.
+QUIET_S = 0.05
+MOST_WAIT_S = 30.0
+
+
+class _Turn:
+    """When a server goes over to newer files; asked in each handshake, one after the other."""
+
+    def __init__(self, shown: Material) -> None:
+        self.shown = shown
+        self._asked_s = -math.inf
+        self._waits_since_s: float | None = None
+
+    def is_due(self, now: Material, now_s: float) -> bool:
+        """Whether this handshake is the first with `now`. now_s: monotonic."""
+        pause_s, self._asked_s = now_s - self._asked_s, now_s
+        if now is self.shown:
+            self._waits_since_s = None
+            return False
+        if self._waits_since_s is None:
+            self._waits_since_s = now_s
+        if pause_s < QUIET_S and now_s - self._waits_since_s < MOST_WAIT_S:
+            return False
+        self.shown, self._waits_since_s = now, None
+        return True
+
+
+# gRPC's threads ask for the newest certificate as long as a handshake lasts, and keep no reference
+# of Python's: credentials that were freed with their server would end the process. A process has a
+# few.
+_served: "list[grpc.ServerCredentials]" = []
 
 
 class CertificateFiles:
@@ -96,6 +136,11 @@ class CertificateFiles:
         """The owner. Raises ConfigError for a certificate without an identity."""
         return self.material().identity()
 
+    @property
+    def until(self) -> str:
+        """When the certificate is over, for people."""
+        return f"{self.material().leaf.not_valid_after_utc:%Y-%m-%d %H:%M} UTC"
+
     def insist(self, *roles: Role) -> Identity:
         """The owner, who must be of one of these roles. Raises ConfigError."""
         own = self.identity
@@ -119,8 +164,10 @@ class CertificateFiles:
 
     # ---- gRPC ----
 
-    def channel_credentials(self) -> grpc.ChannelCredentials:
+    def channel_credentials(self) -> "grpc.ChannelCredentials":
         """Of a client's new channel; a channel keeps what it was made with."""
+        import grpc
+
         now = self.material()
         return grpc.ssl_channel_credentials(now.ca, now.key, now.certificate)
 
@@ -131,15 +178,23 @@ class CertificateFiles:
         """
         return (("grpc.ssl_target_name_override", server_name(role, self.identity.cluster)),)
 
-    def server_credentials(self) -> grpc.ServerCredentials:
+    def server_credentials(self) -> "grpc.ServerCredentials":
         """Of a server that asks each caller for a certificate; new handshakes use the newest."""
+        import grpc
 
-        def newest() -> grpc.ServerCertificateConfiguration:
-            return _configuration(self.material())
+        turn = _Turn(self.material())
 
-        return grpc.dynamic_ssl_server_credentials(
-            newest(), newest, require_client_authentication=True
+        def newest() -> "grpc.ServerCertificateConfiguration | None":
+            now = self.material()
+            return _configuration(now) if turn.is_due(now, time.monotonic()) else None
+
+        credentials = grpc.dynamic_ssl_server_credentials(
+            _configuration(turn.shown),
+            cast("Callable[[], grpc.ServerCertificateConfiguration]", newest),
+            require_client_authentication=True,
         )
+        _served.append(credentials)
+        return credentials
 
     # ---- HTTP ----
 
@@ -204,6 +259,9 @@ class CertificateFiles:
         )
         context = ssl.SSLContext(protocol)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
+        if purpose is ssl.Purpose.CLIENT_AUTH:
+            # Who resumes a session is not verified again, by whichever CA.
+            context.num_tickets = 0
         self._load(context)
         return context
 
@@ -270,6 +328,21 @@ def peer_of(pem: bytes) -> Peer:
     return Peer(identity_of(leaf), leaf.not_valid_after_utc.timestamp())
 
 
+def peer_over(transport: asyncio.BaseTransport | None) -> Peer | None:
+    """Who showed a certificate over a connection; None: nobody did. ConfigError: it names no role.
+
+    TLS has proved it when the connection was made, and may have done so long ago.
+    """
+    shown = transport.get_extra_info("peercert") if transport else None
+    return _peer_named(shown.get("subjectAltName", ()), shown["notAfter"]) if shown else None
+
+
+@lru_cache(maxsize=4_096)
+def _peer_named(names: tuple[tuple[str, str], ...], not_after: str) -> Peer:
+    identity = Identity.of_uris(name for kind, name in names if kind == "URI")
+    return Peer(identity, ssl.cert_time_to_seconds(not_after))
+
+
 def leaf_of(path: Path) -> x509.Certificate:
     """The first certificate of a file. Raises ConfigError."""
     try:
@@ -278,7 +351,9 @@ def leaf_of(path: Path) -> x509.Certificate:
         raise ConfigError(f"{path} cannot be used for TLS: it holds no certificate") from error
 
 
-def _configuration(now: Material) -> grpc.ServerCertificateConfiguration:
+def _configuration(now: Material) -> "grpc.ServerCertificateConfiguration":
+    import grpc
+
     return grpc.ssl_server_certificate_configuration([(now.key, now.certificate)], now.ca)
 
 

@@ -12,6 +12,7 @@ import contextlib
 import inspect
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextvars import ContextVar
 from typing import Any, Protocol, cast
 
 import grpc
@@ -29,6 +30,10 @@ Context = grpc.aio.ServicerContext
 Handler = Callable[[Any, "Context[Any, Any]"], Any]
 FIRST_S = 1.0
 _CERTIFICATE = "x509_pem_cert"
+
+
+CALLING: ContextVar[str] = ContextVar("calling", default="")
+"""Whose call is being served: `operator ada`; empty without certificates, and between calls."""
 
 
 class _Handler(Protocol):
@@ -104,6 +109,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
                 _check(peer, leave, method, request)
             except RefusedPeerError as error:
                 await self._refuse(method, context, error)
+            CALLING.set(str(peer.identity))
             return await call(request, context)
 
         return checked
@@ -121,6 +127,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
                     given = _each_checked(peer, leave, method, cast(AsyncIterator[object], given))
                 else:
                     _check(peer, leave, method, given)
+                CALLING.set(str(peer.identity))
                 async with asyncio.timeout(peer.not_after_s - self._clock()) as life:
                     return await _called(call, given, context)
             except RefusedPeerError as error:

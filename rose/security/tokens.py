@@ -14,13 +14,18 @@ import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from rose.errors import ConfigError, RefusedError, decoded
 from rose.security.callers import TRAINER, Caller
-from weight_transfer import SigningKey, VerifyKey, WeightError
+
+if TYPE_CHECKING:
+    # Of its codecs neither a gateway nor a client has any use.
+    from weight_transfer import SigningKey
 
 PREFIX: Final = "rose1"
 AUDIENCE: Final = "rose"
@@ -55,7 +60,7 @@ _CLAIMS = msgspec.json.Decoder(Claims)
 
 
 def issue(
-    key: SigningKey,
+    key: "SigningKey",
     job: str,
     subject: str = TRAINER,
     audience: str = AUDIENCE,
@@ -162,7 +167,7 @@ class TokenFile:
         return self._token
 
 
-def _claims_of(token: str, keys: tuple[VerifyKey, ...]) -> Claims:
+def _claims_of(token: str, keys: tuple[Ed25519PublicKey, ...]) -> Claims:
     parts = token.split(".")
     if len(token) > MAX_TOKEN_CHARS or len(parts) != 3 or parts[0] != PREFIX:
         raise TokenRefusedError("this is no token of ROSE: issue one with `rose token issue`")
@@ -181,10 +186,10 @@ def _claims_of(token: str, keys: tuple[VerifyKey, ...]) -> Claims:
     return claims
 
 
-def _signs(key: VerifyKey, payload: bytes, signature: bytes) -> bool:
+def _signs(key: Ed25519PublicKey, payload: bytes, signature: bytes) -> bool:
     try:
-        key.verify(_DOMAIN + payload, signature)
-    except WeightError:
+        key.verify(signature, _DOMAIN + payload)
+    except InvalidSignature:
         return False
     return True
 
@@ -225,7 +230,7 @@ def _lines_of(path: Path) -> list[str]:
     return [line for line in map(str.strip, text.splitlines()) if line and line[0] != "#"]
 
 
-def _keys_of(path: Path) -> tuple[VerifyKey, ...]:
+def _keys_of(path: Path) -> tuple[Ed25519PublicKey, ...]:
     lines = _lines_of(path)
     hexadecimal = all(len(line) == 64 and set(line) <= set("0123456789abcdef") for line in lines)
     if not (0 < len(lines) <= MAX_KEYS and hexadecimal):
@@ -233,7 +238,7 @@ def _keys_of(path: Path) -> tuple[VerifyKey, ...]:
             f"{path} holds no public keys: 1 to {MAX_KEYS} lines of 64 hex digits each, as"
             " `rose token key` writes them"
         )
-    return tuple(map(VerifyKey, lines))
+    return tuple(Ed25519PublicKey.from_public_bytes(bytes.fromhex(line)) for line in lines)
 
 
 def _token_of(path: Path) -> str:

@@ -17,6 +17,7 @@ lease that a flood took comes back, and no peer can take the place of another.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import OrderedDict
@@ -41,6 +42,8 @@ from rose.contract.weights import (
     LeaseGranted,
 )
 from rose.errors import ConfigError, RefusedError
+from rose.security.certificates import peer_over
+from rose.security.roles import WEIGHT_READERS
 from rose.weight_distribution.credentials import OPEN, Credentials
 from rose.weight_distribution.fetch import publisher_client
 from rose.weight_distribution.fetch.fetcher import ChunkFetcher
@@ -282,6 +285,11 @@ class VersionServer:
         shown = given.encode("utf-8", "surrogateescape")
         if token and not compare_digest(shown, f"Bearer {token}".encode()):
             raise web.HTTPUnauthorized(text="bear the token of this cluster")
+        # Of the CA it is anyway; certificates of clusters without roles name none.
+        with contextlib.suppress(ConfigError):
+            peer = peer_over(request.transport)
+            if peer is not None and peer.identity.role not in WEIGHT_READERS:
+                raise web.HTTPForbidden(text=f"{peer.identity} has no use for weights")
 
     async def _doubt(self, request: web.Request) -> web.Response:
         self._admit(request)

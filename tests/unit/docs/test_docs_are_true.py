@@ -194,7 +194,7 @@ def exists(dotted: str) -> bool:
     return False
 
 
-NO_MODULE = re.compile(r"rose\.proto|rose\.dev")
+NO_MODULE = re.compile(r"rose\.proto|rose\.dev|rose\.internal")
 DOTTED = re.compile(rf"\b(?:{'|'.join(PACKAGES)})(?:\.[A-Za-z_]\w*)+")
 
 

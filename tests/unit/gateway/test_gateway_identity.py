@@ -9,7 +9,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from gateway_cases import entry, gateway_with
+from gateway_cases import entry, gateway_with, until
 from wire_cases import VLLM, vllm_body
 
 from rose.cli.commands import explain
@@ -17,6 +17,7 @@ from rose.client import GatewayCredentials, RequestRefused, RolloutClient, Sampl
 from rose.errors import ConfigError, RefusedError
 from rose.gateway import Gateway, GatewaySettings
 from rose.security import CertificateFiles, Role
+from rose.security.audit_log import verify
 from rose.security.tokens import issue
 from tests.certificates import Certificates
 from tests.fakes.replica import StandInReplica
@@ -129,6 +130,9 @@ async def test_bad_tokens_are_refused_recorded_and_never_repeated(case: Case) ->
     assert len(refusals) == 2 * len(tokens)
     assert {each["path"] for each in refusals} == {VLLM}
     assert not any(token[:40] in text for token in tokens.values())
+    audited = case.folder / "log" / "audit-gateway.jsonl"
+    await until(lambda: audited.exists() and verify(audited).records == len(refusals))
+    assert verify(audited).wrong == ""
 
 
 async def test_a_borrowed_token_is_refused_to_another_jobs_trainer(case: Case) -> None:

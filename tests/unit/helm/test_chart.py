@@ -34,6 +34,14 @@ def test_an_open_port_is_not_installed_by_mistake() -> None:
         chart.render()
 
 
+def test_certificates_make_a_port_that_asks() -> None:
+    chart = Chart.load(str(CHART))
+    rendered = str(chart.render(values={"tls": {"secretName": "rose-scheduler-tls"}}))
+    assert "--certificate=/etc/rose/tls/tls.crt" in rendered
+    assert "secretName: rose-scheduler-tls" in rendered
+    assert "--insecure" not in rendered
+
+
 def test_only_members_reach_the_scheduler() -> None:
     rendered = str(Chart.load(str(CHART)).render(values={"insecure": True}))
     assert "--insecure" in rendered

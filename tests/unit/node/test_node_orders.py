@@ -21,6 +21,7 @@ from rose.rpc import rose_pb2 as pb
 from rose.rpc.channel import make_server
 from rose.rpc.rose_pb2_grpc import SchedulerServicer, add_SchedulerServicer_to_server
 from rose.scheduler.messages import JobRegistered, VersionAnnounced
+from rose.security.audit_log import audit_file, opened, read, verify
 from tests.patience import PATIENCE_S
 
 GOOD = [
@@ -125,3 +126,9 @@ async def test_a_stored_version_that_cannot_be_fetched_ends_no_daemon_at_any_sta
             await running
     finally:
         await bench.close()
+    # Both lives are one chain.
+    audited = audit_file(bench.config.log_dir, bench.config.node)
+    assert verify(audited).wrong == ""
+    said = [opened(line).event for _, line in read(audited)]
+    assert said.count("node_started") == said.count("node_stopped") == 2
+    assert {"lease_taken", "lease_ended", "command_refused"} <= set(said)

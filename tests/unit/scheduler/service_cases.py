@@ -76,7 +76,14 @@ class Bench:
         self.ticking: asyncio.Task[None]
         saved = load(store.entries) if isinstance(store, InMemoryStore) else Saved()
         self.core = SchedulerCore(saved, HarvestMode.ACTIVE, LeaseTimes(cooldown_s=0.05))
-        self.service = SchedulerService(self.core, store, self.events, answer_s=answer_s)
+        self.audited: list[tuple[str, dict[str, object], str]] = []
+        self.service = SchedulerService(
+            self.core,
+            store,
+            self.events,
+            answer_s=answer_s,
+            audit=lambda *record: self.audited.append(record),
+        )
         access = None
         if certificates:
             access = AccessInterceptor(certificates.identity.cluster, self.service.refused)

@@ -244,6 +244,54 @@ async def test_refusals_are_recorded_with_their_reason_once(case: Case) -> None:
     (said,) = case.refusals()
     assert said["node"] == "node serving-1"
     assert "may not call SetHarvest; operator may" in said["reason"]
+    (audited,) = [fields for event, fields, _ in case.bench.audited if event == "call_refused"]
+    assert audited["reason"] == said["reason"]
+
+
+async def test_frames_that_are_none_end_their_call_only(
+    case: Case, capfd: pytest.CaptureFixture[str]
+) -> None:
+    operator = case.certificates.of(Role.OPERATOR, "ada")
+    async with make_channel(case.bench.address, operator) as channel:
+        method = channel.unary_unary("/rose.v1.Scheduler/SetHarvest")
+        for frame in (b"\xff" * 64, b"\x08" + b"\xff" * 20, b"\x12\xff\xff\xff\x7f"):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await method(frame)
+            assert "Traceback" not in str(caught.value.details())
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await channel.unary_unary("/rose.v1.Scheduler/NoSuchMethod")(b"")
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    long = pb.RevokeRequest(replica="x" * (300 << 10))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await case.operator.Revoke(long)
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    # Bytes that are no handshake, and one that is never finished.
+    host, port = case.bench.address.split(":")
+    for noise in (b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\xff\xff" + b"\0" * 9_000, b""):
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(noise)
+        writer.close()
+        del reader
+    await case.stays_as_it_was()
+    assert "Traceback" not in "".join(capfd.readouterr())
+
+
+async def test_decisions_are_audited_with_their_figures_and_whose_call_they_followed(
+    case: Case,
+) -> None:
+    await case.operator.Revoke(pb.RevokeRequest(replica=OWNED, reason="drill"))
+    await case.operator.SetHarvest(pb.SetHarvestRequest(mode=pb.HARVEST_MODE_HOLD))
+    by_event = {event: (fields, by) for event, fields, by in case.bench.audited}
+    granted, _ = by_event["lease_granted"]
+    assert granted["replica"] == OWNED
+    assert {"epoch", "job", "node", "why", "figures"} <= granted.keys()
+    revoked, by = by_event["revoked"]
+    assert (revoked["reason"], by) == ("drill", "operator ada")
+    asked, by = by_event["SetHarvestRequest"]
+    assert (asked["mode"], by) == ("HARVEST_MODE_HOLD", "operator ada")
+    announced, by = by_event["version_announced"]
+    assert (announced["version"], by) == (1, f"trainer {JOB}")
+    assert by_event["node_attached"] == ({"node": "serving-0"}, "node serving-0")
 
 
 async def test_another_clusters_members_are_strangers_under_one_ca(case: Case) -> None:
@@ -264,7 +312,11 @@ async def test_another_clusters_members_are_strangers_under_one_ca(case: Case) -
     )
     async with channel:
         error = await refused(
-            SchedulerStub(channel).SetHarvest(pb.SetHarvestRequest(mode=pb.HARVEST_MODE_OFF))
+            SchedulerStub(channel).SetHarvest(
+                pb.SetHarvestRequest(mode=pb.HARVEST_MODE_OFF),
+                wait_for_ready=True,
+                timeout=PATIENCE_S,
+            )
         )
     assert "is of cluster staging; this is prod" in str(error.details())
 
@@ -309,5 +361,7 @@ async def test_a_scheduler_shows_a_newer_certificate_without_a_restart(case: Cas
     (folder / "scheduler-s0.pem").write_bytes(fresh.certificate.read_bytes())
     before.write_bytes(other.ca.file.read_bytes())
     operator = await case.connected(other.of(Role.OPERATOR, "ada"))
-    assert (await operator.Snapshot(pb.SnapshotRequest())).replicas
+    # A client waits for a scheduler that others are connecting to right now.
+    shown = await operator.Snapshot(pb.SnapshotRequest(), wait_for_ready=True, timeout=PATIENCE_S)
+    assert shown.replicas
     assert not case.owner.call.done()

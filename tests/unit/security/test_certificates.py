@@ -10,7 +10,7 @@ import pytest
 from rose.cli.main import main
 from rose.errors import ConfigError, RefusedError
 from rose.security import CertificateFiles, Identity, Role
-from rose.security.certificates import files_of, identity_of, leaf_of
+from rose.security.certificates import MOST_WAIT_S, QUIET_S, _Turn, files_of, identity_of, leaf_of
 from rose.security.development_ca import DevelopmentCa, Issued
 
 
@@ -177,6 +177,30 @@ async def test_a_server_shows_its_newest_certificate_and_trusts_the_newest_ca(
     finally:
         server.close()
     assert ("URI", "spiffe://rose/prod/trainer/job") in seen[0]["subjectAltName"]  # type: ignore[operator]
+
+
+def test_credentials_of_a_server_change_in_a_pause_or_after_a_while(ca: DevelopmentCa) -> None:
+    own = files(ca, ca.issue(Role.SCHEDULER, "s"))
+    turn = _Turn(own.material())
+    assert not turn.is_due(own.material(), 1.0)
+    ca.issue(Role.SCHEDULER, "s")
+    newer = own.material()
+    # Handshakes follow each other closely.
+    assert not turn.is_due(newer, 1.0 + QUIET_S / 2)
+    assert turn.is_due(newer, 1.0 + 2 * QUIET_S)
+    assert not turn.is_due(newer, 9.0)
+    ca.issue(Role.SCHEDULER, "s")
+    newest, now_s = own.material(), 9.0
+    while not turn.is_due(newest, now_s := now_s + QUIET_S / 2):
+        assert now_s < 9.0 + MOST_WAIT_S + 1.0
+    assert now_s >= 9.0 + MOST_WAIT_S
+    assert turn.shown is newest
+
+
+def test_no_session_is_resumed_past_its_certificate(ca: DevelopmentCa) -> None:
+    """A ticket would let its owner in again for hours, whatever became of its CA."""
+    own = files(ca, ca.issue(Role.GATEWAY, "gw"))
+    assert own.server_context().num_tickets == 0
 
 
 def test_the_command_line_makes_and_shows_them(

@@ -19,6 +19,7 @@ from rose.node.scheduler_session import SchedulerSession
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler.main import SchedulerSettings, serve, settings_of
 from rose.security import CertificateFiles, Role
+from rose.security.audit_log import audit_file, verify
 from rose.security.certificates import add_certificate_options, taken_certificates
 from rose.weight_distribution.publisher import trainers_channel
 from tests.awaited import until_async
@@ -104,6 +105,9 @@ async def test_node_gateway_trainer_and_operator_are_served(
             await trainer.close()
             stop.set()
             await serving
+    audited = verify(audit_file(tmp_path / "log", "scheduler"))
+    assert audited.wrong == ""
+    assert audited.records >= 4
 
 
 def test_a_process_refuses_a_certificate_of_another_role(

@@ -13,6 +13,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from rose.errors import ConfigError
+from rose.security import Role
+from rose.security.roles import WEIGHT_READERS
 from rose.weight_distribution import (
     Caps,
     ChunkFetcher,
@@ -24,6 +26,7 @@ from rose.weight_distribution import (
     fetch_version,
 )
 from rose.weight_distribution.fetch import fetcher as fetcher_module
+from tests.certificates import Certificates
 from weight_transfer import ChunkStore, Publisher, SigningKey, TensorBits
 
 KEY = SigningKey.generate()
@@ -211,3 +214,24 @@ def test_other_machines_reach_weights_only_where_both_sides_prove_themselves(
     VersionServer(store, 1, credentials=certified, host=host)
     VersionServer(store, 1, host=host, insecure=True)
     VersionServer(store, 1, host="127.0.0.1")
+
+
+@pytest.mark.parametrize("role", list(Role))
+async def test_a_role_that_has_no_use_for_weights_reads_none(
+    tmp_path: Path, unused_tcp_port: int, role: Role
+) -> None:
+    certificates = Certificates(tmp_path / "ca")
+    own = Credentials().proving(certificates.of(Role.TRAINER, "job"))
+    server = VersionServer(published(tmp_path / "store"), unused_tcp_port, credentials=own)
+    await server.start()
+    caller = Credentials().proving(certificates.of(role, "it"))
+    try:
+        async with (
+            caller.session() as session,
+            session.get(f"{server.url}/manifests/1") as answer,
+        ):
+            said = await answer.text(errors="replace")
+    finally:
+        await server.close()
+    assert answer.status == (200 if role in WEIGHT_READERS else 403)
+    assert (f"{role} it has no use for weights" in said) is (role not in WEIGHT_READERS)

@@ -1,0 +1,72 @@
+"""`rose audit verify|tail`: whether an audit log is whole, and what it says.
+
+Exit code 0 for a whole chain, 1 for one with something wrong, 2 for what is no audit log.
+"""
+
+import argparse
+import datetime
+import json
+import re
+import sys
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+from rose.cli.main import Parser
+from rose.security.audit_log import Record, opened, read, verify
+
+_KNOWN = re.compile(r"(\d{1,18}):([0-9a-f]{64})")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb. Raises RoseError with one line."""
+    parser = Parser(prog="rose audit", description="Check and read the audit log of a process.")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    check = commands.add_parser("verify", help="follow the chain of hashes from end to end")
+    check.add_argument(
+        "--head", type=_known, metavar="N:HASH", help="a record that you noted elsewhere"
+    )
+    check.set_defaults(work=_verify)
+    tail = commands.add_parser("tail", help="print the newest records")
+    tail.add_argument("-n", type=int, default=20, metavar="COUNT", help="default 20")
+    tail.set_defaults(work=_tail)
+    for command in (check, tail):
+        command.add_argument("file", type=Path, metavar="FILE", help="LOG_DIR/audit-NAME.jsonl")
+    args = parser.parse_args(argv)
+    return int(args.work(args))
+
+
+def _known(text: str) -> tuple[int, str]:
+    match = _KNOWN.fullmatch(text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text[:90]!r} is no N:HASH, as `rose audit verify` says")
+    return int(match[1]), match[2]
+
+
+def _verify(args: argparse.Namespace) -> int:
+    found = verify(args.file, args.head)
+    if found.wrong:
+        sys.stdout.write(f"NOT WHOLE after {found.records} good records: {found.wrong}\n")
+        return 1
+    lost = f"; {found.lost} could not be written, and it says so" if found.lost else ""
+    sys.stdout.write(
+        f"{args.file}: records {found.head.first} to {found.head.n} are whole{lost}; head"
+        f" {found.head.n}:{found.head.hash}\n"
+    )
+    return 0
+
+
+def _tail(args: argparse.Namespace) -> int:
+    for place, line in deque(read(args.file), maxlen=max(0, args.n)):
+        try:
+            sys.stdout.write(_line_of(opened(line)) + "\n")
+        except ValueError as error:
+            sys.stdout.write(f"{place}: {error}\n")
+    return 0
+
+
+def _line_of(record: Record) -> str:
+    when = datetime.datetime.fromtimestamp(record.t, datetime.UTC)
+    by = f" by {record.by}" if record.by else ""
+    fields = json.dumps(record.fields, separators=(", ", ": "))
+    return f"{when:%Y-%m-%d %H:%M:%S}Z {record.n} {record.source} {record.event}{by} {fields}"
