@@ -179,7 +179,7 @@ class NodeDaemon:
         match command.WhichOneof("command"):
             case "lease":
                 if replica := self._replicas.get(command.lease.replica):
-                    replica.lease_agent.grant(command.lease.epoch, command.lease.ttl_s)
+                    replica.lease(command.lease)
             case "release":
                 if replica := self._replicas.get(command.release.replica):
                     replica.lease_agent.release(command.release.epoch, command.release.reason)

@@ -84,6 +84,10 @@ def _offer(replica: Replica) -> rose_pb2.Offer:
         prefill_tok_s=config.prefill_tok_s,
         max_sequences=config.max_sequences,
         policy_version=replica.version,
+        job=replica.job,
+        model=replica.model,
+        models=sorted(replica.config.folders.keys() - {replica.model}),
+        near=replica.near,
         healthy=replica.offered,
         ttl_s=OFFER_TTL_S,
         epoch=replica.lease_agent.core.status().epoch,
@@ -156,7 +160,9 @@ class SchedulerSession:
         cluster: str = "",
         relay_url: str = "",
     ) -> None:
-        self._hello = rose_pb2.Hello(protocol=PROTOCOL, cluster=cluster, relay_url=relay_url)
+        self._hello = rose_pb2.Hello(
+            protocol=PROTOCOL, cluster=cluster, relay_url=relay_url, jobs=True
+        )
         self._scheduler = scheduler
         self._node = node
         self._reports = reports
