@@ -396,7 +396,11 @@ class Updates:
     @property
     def _foreign(self) -> bool:
         """Whether it has weights that are no version of the job that it is leased to."""
-        return bool(self._wanted) and (self._other_model or self.job not in ("", self._wanted))
+        if not self._wanted:
+            return False
+        # An engine of 0.2.0 that was adopted does not say whose version it has.
+        unnamed = self.version > 0 and not self.job and not self._source.chain.only_job
+        return self._other_model or unnamed or self.job not in ("", self._wanted)
 
     def _due(self) -> KnownVersion | None:
         """The version that it should have and has not."""
