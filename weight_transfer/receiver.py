@@ -51,6 +51,7 @@ class StagedUpdate:
     parent: int
     tensors: tuple[StagedTensor, ...]
     wire_bytes: int
+    job: str = ""
 
     @property
     def changed(self) -> int:
@@ -70,6 +71,7 @@ class UpdatePlan:
     based: bool
     wire_bytes: int
     tensors: Mapping[str, tuple[TensorUpdate, ...]]
+    job: str = ""
 
     def most_changed(self, name: str, elements: int) -> int:
         """No more weights of a tensor of `elements` weights change than these."""
@@ -79,7 +81,7 @@ class UpdatePlan:
     def update(self, tensors: Iterable[StagedTensor]) -> StagedUpdate:
         """The update that its decoded tensors make."""
         changed = tuple(tensor for tensor in tensors if tensor.indices.size)
-        return StagedUpdate(self.version, self.parent, changed, self.wire_bytes)
+        return StagedUpdate(self.version, self.parent, changed, self.wire_bytes, self.job)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,17 +130,23 @@ class PrivateCopy:
 
 
 class Receiver:
-    """The active version of one job in checkpoint coordinates, and the way to the next."""
+    """The active version of a job in checkpoint coordinates, and the way to the next.
+
+    `job` is "" for the model as it was started. From one job's weights only a base leads to those
+    of another: a number of a version means nothing without its job.
+    """
 
     def __init__(self, tensors: Mapping[str, TensorBits], version: int = 0) -> None:
         """Receive on a private copy of `tensors`."""
         self._copy: WeightCopy = PrivateCopy(tensors, version)
+        self.job = ""
 
     @classmethod
     def over(cls, copy: WeightCopy) -> Receiver:
         """Receive on weights that are somewhere else."""
         receiver = cls.__new__(cls)
         receiver._copy = copy
+        receiver.job = ""
         return receiver
 
     @property
@@ -206,6 +214,7 @@ class Receiver:
             tensors={
                 name: tuple(update[name] for update in updates) for name in sorted(self.tensors)
             },
+            job=last.job,
         )
 
     def decode_tensor(
@@ -216,7 +225,7 @@ class Receiver:
 
     def commit(self, staged: StagedUpdate) -> None:
         """Make `staged` the active version; committing the active version again is a no-op."""
-        if staged.version == self.version:
+        if (staged.version, staged.job) == (self.version, self.job):
             return
         if staged.parent != self.version:
             raise WrongBaseError(
@@ -224,6 +233,7 @@ class Receiver:
             )
         new = (Overwrite(t.name, t.indices, t.values, t.digest_after) for t in staged.tensors)
         self._copy.write(new, staged.version)
+        self.job = staged.job
 
     def _check(self, manifest: Manifest, verify_key: VerifyKey | None) -> None:
         if verify_key is not None:
@@ -236,9 +246,17 @@ class Receiver:
             raise ManifestError(f"manifest and model differ in {len(odd)} tensors: {odd[:4]}")
 
     def _check_order(self, manifests: Sequence[Manifest]) -> None:
-        active = self.version
+        active, job = self.version, manifests[0].job
+        if any(manifest.job != job for manifest in manifests):
+            raise ManifestError("versions of several jobs in one update; apply those of one job")
+        if self.job not in ("", job) and not manifests[0].is_base:
+            raise WrongBaseError(
+                f"version {manifests[0].version} of {job} builds on {job}'s weights, active are"
+                f" {self.job}'s; rebase"
+            )
         for at, manifest in enumerate(manifests):
-            if manifest.is_base and at == 0 and manifest.version > active:
+            newer = job != self.job or manifest.version > active
+            if manifest.is_base and at == 0 and newer:
                 pass
             elif manifest.parent != active or manifest.version <= manifest.parent:
                 raise WrongBaseError(

@@ -1,6 +1,6 @@
 """ROSE's leasing policy: leases by net benefit."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from elastic_scheduler.leases.cost_model import AimdLimit, SwitchCosts, saved_s
@@ -84,11 +84,21 @@ class RosePolicy:
         # What was not worth its switch is not worth it beside more replicas either.
         refused: set[tuple[str, str]] = set()
         take: list[Move] = []
+        ranked = {job.job: _ranked(situation.free, job) for job in jobs}
         while free:
             order = self._fair.order(jobs, dominant_shares(jobs, held, offers))
             # A dedicated replica of a job without work serves nobody, where another has some.
             order.sort(key=lambda job: job.turns <= 0)
-            moves = (self._take(job, free, held, refused, situation.now_s) for job in order)
+            moves = (
+                self._take(
+                    job,
+                    [offer for offer in ranked[job.job] if offer.replica in free],
+                    held,
+                    refused,
+                    situation.now_s,
+                )
+                for job in order
+            )
             move = next((move for move in moves if move is not None), None)
             if move is None:
                 break
@@ -100,16 +110,16 @@ class RosePolicy:
     def _take(
         self,
         job: JobDemand,
-        free: Mapping[str, Offer],
+        ranked: Iterable[Offer],
         held: list[Holding],
         refused: set[tuple[str, str]],
         now_s: float,
     ) -> Move | None:
-        """The best of the free replicas for the job: cheapest switch first, then the fastest."""
+        """The best for the job of these replicas, best first."""
         mine = _offers_of(job.job, held)
         guests = sum(each.kind is ReplicaKind.GUEST for each in mine)
         most = min(job.max_guests, self._allowance(job.job).limit(now_s))
-        for offer in sorted(free.values(), key=lambda each: _best_first(each, job)):
+        for offer in ranked:
             if (job.job, offer.replica) in refused or not offer.serves(job.model):
                 continue
             if self._fair.meant_for(offer.replica, now_s) not in (None, job.job):
@@ -208,6 +218,11 @@ def _idles(dedicated: Holding, jobs: list[JobDemand], held: tuple[Holding, ...])
 
 
 SWITCHES = tuple(SwitchKind)
+
+
+def _ranked(offers: Iterable[Offer], job: JobDemand) -> list[Offer]:
+    """For the job the best first: cheapest switch, then the fastest."""
+    return sorted(offers, key=lambda offer: _best_first(offer, job))
 
 
 def _best_first(offer: Offer, job: JobDemand) -> tuple[bool, int, float, str]:

@@ -128,7 +128,10 @@ class WarmUpState(Struct, frozen=True):
 
 
 class ReplicaState(Struct, frozen=True, gc=False, kw_only=True):
-    """A replica's account of itself. What does not say that its weights are proven gives none."""
+    """A replica's account of itself. What does not say that its weights are proven gives none.
+
+    `job`: whose `policy_version` it is, "" for the model as it was started.
+    """
 
     replica_id: str = ""
     role: str = ""
@@ -142,3 +145,4 @@ class ReplicaState(Struct, frozen=True, gc=False, kw_only=True):
     kv_tokens: int = 0
     warm: bool = False
     warm_up: WarmUpState = WarmUpState()
+    job: str = ""

@@ -35,7 +35,7 @@ class StaleWeights(ReplicaWeights):
         self, manifest_paths: Sequence[Path], chunks_dir: Path, attempt: str
     ) -> StagedUpdate:
         last = self._manifests(manifest_paths)[-1]
-        return StagedUpdate(last.version, self._receiver.version, (), last.wire_bytes)
+        return StagedUpdate(last.version, self._receiver.version, (), last.wire_bytes, last.job)
 
     def _activate(self, prepared: Prepared) -> CommitReport:
         self._claimed = prepared.update.version

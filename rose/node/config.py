@@ -84,6 +84,8 @@ class HostConfig(Frozen):
 class ReplicaConfig(Frozen):
     """A rollout engine that this node runs. A guest shares the GPU (here: the core) of the host.
 
+    model: the name by which jobs name its model, that of its folder when left out.
+    models: folders of other models by their names, to which it may be switched for a job.
     token_budget: most tokens in one guest step. slack_share: 0 uses host-idle time only.
     pressure_policy, kv_*_watermark: how its KV memory gives way when that share of the host's own
     is in use (`executor.kv.capacity_policy`).
@@ -108,6 +110,8 @@ class ReplicaConfig(Frozen):
     id: str = Field(min_length=1, max_length=253)
     kind: Literal["guest", "dedicated"]
     model_dir: Path
+    model: str = Field(default="", max_length=253)
+    models: dict[str, Path] = {}
     port: int = Field(gt=0, lt=65_536)
     core: int | None = None
     kv_bytes: int = Field(default=64 << 20, gt=0)
@@ -167,6 +171,16 @@ class ReplicaConfig(Frozen):
     def wants_mps(self) -> bool:
         """Whether its engine is to be a client of MPS."""
         return self.mps_priority is not None or self.mps_thread_percentage is not None
+
+    @property
+    def model_name(self) -> str:
+        """The model that it is started with."""
+        return self.model or self.model_dir.name
+
+    @property
+    def folders(self) -> dict[str, Path]:
+        """Folders of all models that it can run, by name."""
+        return {**self.models, self.model_name: self.model_dir}
 
     @property
     def weights_bytes(self) -> int:

@@ -281,9 +281,8 @@ class NodeDaemon:
         match command.WhichOneof("command"):
             case "lease":
                 if replica := self._replicas.get(command.lease.replica):
-                    lease = command.lease
-                    ttl_s = self._caps.lease_ttl_s(lease.ttl_s)
-                    replica.lease_agent.grant(lease.epoch, ttl_s, lease.job)
+                    ttl_s = self._caps.lease_ttl_s(command.lease.ttl_s)
+                    replica.lease(command.lease, ttl_s)
             case "release":
                 if replica := self._replicas.get(command.release.replica):
                     replica.lease_agent.release(command.release.epoch, command.release.reason)

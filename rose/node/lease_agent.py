@@ -29,6 +29,7 @@ from rose.node.lease_fsm import (
     LeaseTick,
     Released,
     Revoked,
+    SwitchBegun,
 )
 from rose.node.replica_client import ReplicaClient
 from rose.rpc import rose_pb2
@@ -37,6 +38,7 @@ from rose.rpc import rose_pb2
 MAX_LEASE_TTL_S = 60.0
 MAX_EPOCH = MAX_VERSION = 2**53
 MAX_NEIGHBOURS = 4_096
+MAX_NAME_CHARS = 253
 
 
 def check_order(command: rose_pb2.NodeCommand) -> None:
@@ -55,6 +57,8 @@ def check_order(command: rose_pb2.NodeCommand) -> None:
 def _check_lease(lease: rose_pb2.Lease) -> None:
     if lease.epoch > MAX_EPOCH:
         raise RefusedError(f"epoch {lease.epoch} of {lease.replica} is above 2^53")
+    if max(len(lease.job), len(lease.model)) > MAX_NAME_CHARS:
+        raise RefusedError(f"the job of {lease.replica} has a name of over {MAX_NAME_CHARS}")
     if not (math.isfinite(lease.ttl_s) and 0 < lease.ttl_s <= MAX_LEASE_TTL_S):
         raise RefusedError(
             f"a lease of {lease.replica} for {lease.ttl_s} s; it may live for up to"
@@ -102,7 +106,6 @@ class LeaseAgent:
         on_broken: Callable[[str], None],
     ) -> None:
         self.core = LeaseStateMachine()
-        self._job = ""
         self._replica = replica
         self._client = client
         self._events = events
@@ -111,6 +114,7 @@ class LeaseAgent:
         self._wake = asyncio.Event()
         self._quiet = asyncio.Event()
         self._failures = 0
+        self.job = ""
 
     def lease_epoch(self) -> int | None:
         """Under which lease turns may run now; safe to ask from another thread."""
@@ -123,12 +127,20 @@ class LeaseAgent:
         if not status.active(now_s):
             return None
         left_s = status.until_s - now_s
-        return rose_pb2.HeldLease(job=self._job, epoch=status.epoch, left_s=left_s)
+        return rose_pb2.HeldLease(job=self.job, epoch=status.epoch, left_s=left_s)
 
-    def grant(self, epoch: int, ttl_s: float, job: str) -> None:
-        """Take a lease or its renewal."""
-        self._job = job
+    def grant(self, epoch: int, ttl_s: float, job: str = "") -> bool:
+        """Take a lease of a job or its renewal; whether it is not one of the past."""
+        if epoch < self.core.status().epoch:
+            return False
+        self.job = job
         self._happened(Granted(epoch, ttl_s))
+        return True
+
+    def switching(self, for_s: float) -> None:
+        """The engine is about to be started anew for the lease's job."""
+        self._happened(SwitchBegun(for_s))
+        self._happened(EngineDown())
 
     def release(self, epoch: int, reason: str) -> None:
         """End the lease and its turns."""
@@ -198,7 +210,7 @@ class LeaseAgent:
 
     async def _admit(self, call: Admit) -> None:
         try:
-            await self._client.admit(call.epoch)
+            await self._client.admit(call.epoch, self.job)
         except (RefusedError, UnavailableError) as error:
             self._log("admit_failed", epoch=call.epoch, message=str(error))
             await self._failed(MAX_ADMIT_FAILURES)
@@ -219,6 +231,10 @@ class LeaseAgent:
 
     async def _failed(self, limit: int) -> None:
         """An engine that does not obey is ended: nothing else takes its turns from it."""
+        if not self.core.status().engine_up:
+            # It was ended meanwhile: the next one is asked.
+            self._failures = 0
+            return
         self._failures += 1
         if self._failures < limit:
             await asyncio.sleep(RETRY_PAUSE_S)

@@ -2,8 +2,9 @@
 
     grant ──► Admit ──► (turns run) ──► release, expiry, node's own revocation ──► Drain ──► Ended
 
-A new engine admits no turn, so a lease never outlives the engine that it was granted for: the node
-revokes it, and the scheduler grants another one when the next engine is healthy. No IO.
+A new engine admits no turn, so a lease does not outlive the engine that it was granted for: the
+node revokes it, and the scheduler grants another one when the next engine is healthy. Only an
+engine that is started anew for the lease's own job does not end it (`SwitchBegun`). No IO.
 
 Every event returns all that is to be done now. Words to the scheduler (TakenBack, Ended) come once.
 Admit and Drain are calls of the engine: they are asked for again by every step until the answer is
@@ -72,6 +73,13 @@ class EngineDown:
 
 
 @dataclass(frozen=True, slots=True)
+class SwitchBegun:
+    """The engine is started anew for the lease's job: the lease lives on, for so long at most."""
+
+    for_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Granted:
     """The scheduler granted or renewed the lease."""
 
@@ -118,6 +126,7 @@ class LeaseTick:
 Event = (
     EngineUp
     | EngineDown
+    | SwitchBegun
     | Granted
     | Released
     | Revoked
@@ -204,6 +213,7 @@ class LeaseStateMachine:
         self._held = HeldLease()
         self._life = 0
         self._engine_up = False
+        self._switching_until_s = 0.0
         # The lease whose turns the engine may run: from the call on, for its answer may be lost.
         self._admits: int | None = None
         self._answered = False
@@ -214,7 +224,7 @@ class LeaseStateMachine:
         """What to do now; a call of the engine, Admit or Drain, comes last."""
         actions: list[Action] = []
         self._take(event, now_s, actions)
-        if self._held.open and not self._engine_up:
+        if self._held.open and not self._engine_up and now_s >= self._switching_until_s:
             self._take_back(ENGINE_DOWN, actions)
         if self._held.open and not self._held.active(now_s):
             self._take_back(EXPIRED, actions)
@@ -225,7 +235,8 @@ class LeaseStateMachine:
             actions.append(Ended(ending.epoch, ending.reason, self._aborted, ending.asked))
             self._ending, self._aborted = None, 0
         epoch = self._held.epoch
-        if self._held.open and not (self._answered and self._admits == epoch):
+        answered = self._answered and self._admits == epoch
+        if self._held.open and self._engine_up and not answered:
             self._admits, self._answered = epoch, False
             actions.append(Admit(epoch, self._life))
         return actions
@@ -252,6 +263,8 @@ class LeaseStateMachine:
                     self._ending = _Ending(event.epoch, event.reason, asked=True)
             case Revoked():
                 self._take_back(event.reason, actions)
+            case SwitchBegun():
+                self._switching_until_s = now_s + event.for_s
             case EngineUp() | EngineDown() | EngineAdmitted() | EngineDrained():
                 self._hear(event)
             case LeaseTick():
@@ -263,6 +276,7 @@ class LeaseStateMachine:
             case EngineUp():
                 self._life += 1
                 self._engine_up = True
+                self._switching_until_s = 0.0
                 self._admits = event.epoch if event.admitting else None
                 self._held.end(event.epoch)
                 if event.admitting:

@@ -1,7 +1,12 @@
 """One replica of a node: its engine, its lease agent and its policy version."""
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
 
+from rose.errors import RefusedError
 from rose.logs.eventlog import EventLog, JsonlLog
 from rose.node.config import ReplicaConfig
 from rose.node.guest.supervisor import EngineState, Supervisor
@@ -50,9 +55,12 @@ class Replica:
             events,
             self._activated,
             self._unproven,
+            self._start_anew,
         )
         self.gauge = ReplicaPoller(client, lambda: self.offered)
         self._trusted = True
+        self.model = config.model_name
+        self._wanted_model = self._started_model = config.model_name
         self.supervisor = supervisor(self)
 
     @property
@@ -61,9 +69,39 @@ class Replica:
         return self.updates.version
 
     @property
+    def job(self) -> str:
+        """The job of that version, "" for the model as it was started."""
+        return self.updates.job
+
+    @property
+    def near(self) -> list[str]:
+        """Other models to which an update of the running engine leads."""
+        folders = self.config.folders
+        here = folders[self.model]
+        others = (name for name in folders if name != self.model)
+        return [name for name in others if same_architecture(here, folders[name])]
+
+    @property
     def offered(self) -> bool:
         """Whether its capacity may be leased. One that lags behind may: it gets no turns yet."""
         return self._trusted and self.supervisor.state is EngineState.HEALTHY
+
+    def lease(self, lease: rose_pb2.Lease, ttl_s: float) -> None:
+        """Take a lease or its renewal for `ttl_s`, and come to the weights of its job."""
+        model = lease.model or self.config.model_name
+        if model not in self.config.folders:
+            raise RefusedError(
+                f"{lease.replica} was leased for model {model!r}, which it has no folder of;"
+                " add it to the replica's `models`"
+            )
+        if not self.lease_agent.grant(lease.epoch, ttl_s, lease.job):
+            return
+        self._wanted_model = model
+        other = model != self.model
+        if other and model not in self.near:
+            self._start_anew(f"job {lease.job} needs model {model}")
+            other = False
+        self.updates.serve(lease.job, lease.version, other_model=other)
 
     def start(self, background: Background) -> None:
         """Begin with what runs for as long as the node does."""
@@ -94,12 +132,14 @@ class Replica:
             if said.proven:
                 self._trusted = True
                 self.lease_agent.engine_up(said.epoch, said.admitting)
-                self.updates.engine_up(said.policy_version)
+                self.updates.engine_up(said.policy_version, said.job)
             else:
                 self._broken("it does not know which weights it runs")
         else:
             self.lease_agent.engine_down()
             self.updates.engine_down()
+            # The next life begins with the folder again, whatever this one was updated to.
+            self.model = self._started_model
         self._log("engine_state", state=state.value)
         self._changed()
 
@@ -121,11 +161,25 @@ class Replica:
                 )
             )
 
-    def _activated(self, version: int) -> None:
-        self._report(_activation(self.config.id, version, "", ok=True))
+    def _start_anew(self, why: str) -> None:
+        """Start the engine with the leased job's model; the lease lives on meanwhile."""
+        if self.supervisor.state is not EngineState.HEALTHY and self.model == self._wanted_model:
+            return  # That is what starts now.
+        self.model = self._started_model = self._wanted_model
+        self.updates.engine_down()
+        self.lease_agent.switching(self.config.start_timeout_s)
+        folder = self.config.folders[self.model]
+        self._log("engine_switched", model=self.model, reason=why)
+        self.supervisor.switch(replace(self.supervisor.spec, model_dir=folder), why)
+
+    def _activated(self, job: str, version: int) -> None:
+        if self.model != self._wanted_model and job == self.lease_agent.job:
+            # Its weights are now those of the other model, which has the same architecture.
+            self.model = self._wanted_model
+        self._report(_activation(self.config.id, job, version, "", ok=True))
 
     def _unproven(self, version: int, why: str) -> None:
-        self._report(_activation(self.config.id, version, why, ok=False))
+        self._report(_activation(self.config.id, self.lease_agent.job, version, why, ok=False))
         self._broken(f"version {version} is not proven")
 
     def _broken(self, reason: str) -> None:
@@ -138,7 +192,28 @@ class Replica:
         self._events.write(event, replica=self.config.id, **fields)
 
 
-def _activation(replica: str, version: int, message: str, *, ok: bool) -> rose_pb2.NodeReport:
+# Of a model's configuration, what says nothing about the shape or the meaning of its weights.
+UNSHAPED = frozenset({"_name_or_path", "dtype", "torch_dtype", "transformers_version"})
+
+
+@lru_cache(maxsize=256)
+def same_architecture(one: Path, other: Path) -> bool:
+    """Whether two models differ in their weights alone; unreadable configurations do not agree."""
+    try:
+        first, second = (
+            {k: v for k, v in said.items() if k not in UNSHAPED}
+            for said in (json.loads((f / "config.json").read_text()) for f in (one, other))
+        )
+    except (OSError, ValueError, AttributeError):
+        return False
+    return first == second
+
+
+def _activation(
+    replica: str, job: str, version: int, message: str, *, ok: bool
+) -> rose_pb2.NodeReport:
     return rose_pb2.NodeReport(
-        activation=rose_pb2.Activation(replica=replica, version=version, ok=ok, message=message)
+        activation=rose_pb2.Activation(
+            replica=replica, job=job, version=version, ok=ok, message=message
+        )
     )

@@ -76,9 +76,9 @@ class ReplicaClient:
             raise UnavailableError(f"{self._url} gives no account of itself: {answer.said}")
         return account
 
-    async def admit(self, epoch: int) -> None:
-        """Open admission for a lease."""
-        await self._checked(ADMIT, EpochBody(epoch))
+    async def admit(self, epoch: int, job: str = "") -> None:
+        """Open admission for a job's lease."""
+        await self._checked(ADMIT, EpochBody(epoch, job=job))
 
     async def drain(self, epoch: int, reason: str) -> int:
         """Close admission and end all turns; returns how many were ended."""

@@ -89,6 +89,10 @@ def _offer(replica: Replica) -> rose_pb2.Offer:
         prefill_tok_s=config.prefill_tok_s,
         max_sequences=config.max_sequences,
         policy_version=replica.version,
+        job=replica.job,
+        model=replica.model,
+        models=sorted(replica.config.folders.keys() - {replica.model}),
+        near=replica.near,
         healthy=replica.offered,
         ttl_s=OFFER_TTL_S,
         epoch=replica.lease_agent.core.status().epoch,
@@ -174,6 +178,7 @@ class SchedulerSession:
             relay_url=relay_url,
             labels=labels,
             takes_caps=True,
+            jobs=True,
         )
         self._contact = contact or Contact()
         self._leader = LeaderChannel(scheduler, "the node's scheduler", certificates)

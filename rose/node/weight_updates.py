@@ -2,9 +2,10 @@
 
 held ──δ──► … ──δ──► target       one folded update: versions between are never active here
 base ──δ──► … ──δ──► target       where that is fewer bytes, or the held weights are not the version
+another job's ──base──► target    a lease for another job; without a base its engine starts anew
 
-`AnnouncedVersions` are the versions that the node knows of; they say which one a replica needs
-next.
+`AnnouncedVersions` are the versions that the node knows of, of each job; they say which one a
+replica needs next. A version means nothing without its job.
 
 `WeightNetwork` is the node's part of the weight plane: the fetcher for its own replicas and, where
 configured, the relay for its neighbours. `Updates` keeps one engine at the newest version; a
@@ -62,23 +63,39 @@ class KnownVersion:
 
 
 class AnnouncedVersions:
-    """Announced versions by their parent; version 0 is the model every engine starts from."""
+    """Announced versions of each job by their parent; version 0 is the job's model."""
 
     def __init__(self) -> None:
-        self._by_parent: dict[int, KnownVersion] = {}
-        self.newest: KnownVersion | None = None
+        self._by_parent: dict[str, dict[int, KnownVersion]] = {}
+        self._newest: dict[str, KnownVersion] = {}
 
     def add(self, known: KnownVersion) -> None:
         """Learn of a version; learning it twice changes nothing."""
-        self._by_parent[known.parent] = known
-        if len(self._by_parent) > STEPS_KEPT:
-            del self._by_parent[min(self._by_parent)]
-        if self.newest is None or known.version >= self.newest.version:
-            self.newest = known
+        steps = self._by_parent.setdefault(known.job, {})
+        steps[known.parent] = known
+        if len(steps) > STEPS_KEPT:
+            del steps[min(steps)]
+        newest = self._newest.get(known.job)
+        if newest is None or known.version >= newest.version:
+            self._newest[known.job] = known
 
-    def after(self, version: int) -> KnownVersion | None:
-        """The step that follows `version`, None when a replica at it is up to date."""
-        return self._by_parent.get(version)
+    @property
+    def only_job(self) -> str:
+        """The job of which all versions are, "" where there are none, or several jobs' ones."""
+        return next(iter(self._newest)) if len(self._newest) == 1 else ""
+
+    @property
+    def newest(self) -> KnownVersion | None:
+        """The newest version of the only job."""
+        return self.newest_of(self.only_job)
+
+    def newest_of(self, job: str) -> KnownVersion | None:
+        """The job's newest version, None before the first."""
+        return self._newest.get(job)
+
+    def after(self, version: int, job: str = "") -> KnownVersion | None:
+        """The job's step that follows `version`, None when a replica at it is up to date."""
+        return self._by_parent.get(job or self.only_job, {}).get(version)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +129,13 @@ class FetchedUpdate:
 
 @dataclass(frozen=True, slots=True)
 class UpdateRequest:
-    """Request for a replica's update. `rebase`: it holds other weights than its version says."""
+    """Request for a replica's update. `held`: its version of the target's job, None: another's.
+
+    `rebase`: it holds other weights than its version says.
+    """
 
     replica: str
-    held: int
+    held: int | None
     target: KnownVersion
     rebase: bool = False
 
@@ -129,7 +149,7 @@ async def fetch_update(
     needed and there is none.
     """
     url = request.target.url
-    async with source.reader.lease(url, request.replica, request.held):
+    async with source.reader.lease(url, request.replica, request.held or 0):
         plan = await _plan(source, request)
         steps = [(version, False) for version in plan.deltas]
         if plan.base is not None:
@@ -155,7 +175,7 @@ async def fetch_update(
 
 async def _plan(source: WeightSource, request: UpdateRequest) -> FetchPlan:
     target = request.target
-    if request.rebase:
+    if request.rebase or request.held is None:
         return rebased(
             await source.reader.catalog(target.url, target.job), request.held, target.version
         )
@@ -166,15 +186,16 @@ async def _plan(source: WeightSource, request: UpdateRequest) -> FetchPlan:
         return catalog.plan(request.held, target.version)
     except (FetchError, IndexFormatError, CatalogError):
         # What was announced is known without a catalog, one step after the other.
-        step = source.chain.after(request.held)
+        step = source.chain.after(request.held, target.job)
         if step is None:
             raise
         return FetchPlan(None, (step.version,), 0)
 
 
-def rebased(catalog: Catalog, held: int, target: int) -> FetchPlan:
+def rebased(catalog: Catalog, held: int | None, target: int) -> FetchPlan:
     """The cheapest way to `target` from a base after `held`; CatalogError without any."""
-    newer = {version: size for version, size in catalog.bases.items() if version > held}
+    after = -1 if held is None else held
+    newer = {version: size for version, size in catalog.bases.items() if version > after}
     return Catalog(newer, catalog.deltas).plan(None, target)
 
 
@@ -274,8 +295,15 @@ FIRST_PAUSE_S = 0.3
 MAX_PAUSE_S = 5.0
 
 
+def _nobody(why: str) -> None:
+    """Nobody is told."""
+
+
 class Updates:
-    """The version of one engine.
+    """The version of one engine, and the job that it is of.
+
+    It follows the job that it was leased to last, before any lease that whose weights it has.
+    Another job's weights are replaced through a base; where there is none, `on_foreign` is told.
 
     A version that cannot be fetched leaves the replica stale, and it is tried again, less and less
     often. An engine that holds other weights than its version says is given a base. One that cannot
@@ -290,11 +318,16 @@ class Updates:
         source: WeightSource,
         activations: JsonlLog,
         events: EventLog,
-        on_active: Callable[[int], None],
+        on_active: Callable[[str, int], None],
         on_unproven: Callable[[int, str], None],
+        on_foreign: Callable[[str], None] = _nobody,
     ) -> None:
-        """`on_active(version)`; `on_unproven(version, why)`."""
+        """`on_active(job, version)`; `on_unproven(version, why)`.
+
+        `on_foreign(why)`: its engine has to start anew for the job that it is leased to.
+        """
         self.version = 0
+        self.job = ""
         self._replica = replica
         self._kind = kind
         self._client = client
@@ -303,15 +336,32 @@ class Updates:
         self._events = events
         self._on_active = on_active
         self._on_unproven = on_unproven
+        self._on_foreign = on_foreign
+        self._wanted = ""
+        self._latest = 0
+        self._other_model = False
         self._life = 0
         self._up = False
         self._refusals = 0
         self._rebase = False
         self._wake = asyncio.Event()
 
-    def engine_up(self, version: int) -> None:
+    def serve(self, job: str, latest: int, *, other_model: bool = False) -> None:
+        """It is leased to a job, whose newest version is `latest`.
+
+        other_model: the engine runs another model of the same architecture.
+        """
+        changed = (job, other_model) != (self._wanted, self._other_model)
+        self._wanted, self._latest, self._other_model = job, latest, other_model
+        if changed:
+            self._refusals = 0
+            self._rebase = False
+            self._wake.set()
+
+    def engine_up(self, version: int, job: str = "") -> None:
         """An engine answers: a new one runs the base, an adopted one what it has proven."""
         self._life += 1
+        self.job = job
         self._up = True
         self._refusals = 0
         self._rebase = False
@@ -323,6 +373,7 @@ class Updates:
         self._life += 1
         self._up = False
         self.version = 0
+        self.job = ""
 
     def wake(self) -> None:
         """A new version is known."""
@@ -332,8 +383,8 @@ class Updates:
         pause_s = FIRST_PAUSE_S
         while True:
             self._wake.clear()
-            known = self._source.chain.newest if self._up else None
-            if known is None or known.version <= self.version:
+            known = self._due() if self._up else None
+            if known is None:
                 await self._wake.wait()
             elif await self._try(known):
                 pause_s = FIRST_PAUSE_S
@@ -342,6 +393,25 @@ class Updates:
                     async with asyncio.timeout(pause_s):
                         await self._wake.wait()
                 pause_s = min(2 * pause_s, MAX_PAUSE_S)
+
+    @property
+    def _foreign(self) -> bool:
+        """Whether it has weights that are no version of the job that it is leased to."""
+        if not self._wanted:
+            return False
+        # An engine of 0.2.0 that was adopted does not say whose version it has.
+        unnamed = self.version > 0 and not self.job and not self._source.chain.only_job
+        return self._other_model or unnamed or self.job not in ("", self._wanted)
+
+    def _due(self) -> KnownVersion | None:
+        """The version that it should have and has not."""
+        chain = self._source.chain
+        newest = chain.newest_of(self._wanted or self.job or chain.only_job)
+        if self._foreign:
+            if newest is None and not self._latest:
+                self._on_foreign(f"job {self._wanted} is at version 0")
+            return newest
+        return newest if newest is not None and newest.version > self.version else None
 
     async def _try(self, known: KnownVersion) -> bool:
         """One update, which ends by whatever goes wrong in it: neither this task nor the node."""
@@ -355,34 +425,53 @@ class Updates:
 
     async def _bring(self, known: KnownVersion, hold: set[str]) -> bool:
         source, life = self._source, self._life
-        request = UpdateRequest(self._replica, self.version, known, self._rebase)
+        foreign = self._foreign
+        held = None if foreign else self.version
+        request = UpdateRequest(self._replica, held, known, self._rebase)
         try:
             fetched = await fetch_update(source, request, self._rejected, hold)
         except (RoseError, WeightError) as error:
             self._log("version_not_fetched", version=known.version, message=str(error))
-            if isinstance(error, CatalogError) and request.rebase:
+            if isinstance(error, CatalogError) and foreign:
+                self._restart_for(known, str(error), life)
+            elif isinstance(error, CatalogError) and request.rebase:
                 self._refused(known.version, str(error), life)
             return False
         if life != self._life:
             return True
-        try:
-            applied = await self._client.apply(
-                fetched.manifests, source.receiving.store.chunks_dir, fetched.on_update
-            )
-        except WrongBaseError as error:
-            self._wrong_base(fetched.version, str(error), life)
+        applied = await self._applied(known, fetched, life, foreign=foreign)
+        if applied is None:
             return False
+        self._record(known.job, fetched.version, applied, fetched.wire_bytes)
+        if life == self._life:
+            self._settle(known.job, fetched.version, applied)
+        return True
+
+    async def _applied(
+        self, known: KnownVersion, fetched: FetchedUpdate, life: int, *, foreign: bool
+    ) -> UpdateApplied | None:
+        """The engine's report; None where it did not take the version, which is judged here."""
+        # No KV of another job's weights is kept.
+        on_update = OnUpdate.RECOMPUTE if foreign else fetched.on_update
+        chunks = self._source.receiving.store.chunks_dir
+        try:
+            return await self._client.apply(fetched.manifests, chunks, on_update)
+        except WrongBaseError as error:
+            if foreign:
+                self._restart_for(known, str(error), life)
+            else:
+                self._wrong_base(fetched.version, str(error), life)
         except UnprovenError as error:
             if life == self._life:
                 self._unproven(fetched.version, str(error))
-            return False
         except (RefusedError, UnavailableError) as error:
             await self._not_taken(fetched.version, error, life)
-            return False
-        self._record(fetched.version, applied, fetched.wire_bytes)
-        if life == self._life:
-            self._settle(fetched.version, applied)
-        return True
+        return None
+
+    def _restart_for(self, known: KnownVersion, why: str, life: int) -> None:
+        """Its engine cannot be updated to another job's weights."""
+        if life == self._life and self._foreign and known.job == self._wanted:
+            self._on_foreign(why)
 
     async def _not_taken(
         self, version: int, error: RefusedError | UnavailableError, life: int
@@ -405,18 +494,20 @@ class Updates:
             return
         if not account.proven:
             self._unproven(version, "it does not know which weights it runs")
-        elif account.policy_version > self.version:
-            self._refusals = 0
-            self._rebase = False
-            self.version = account.policy_version
-            self._on_active(self.version)
+        elif (account.job or self.job, account.policy_version) != (self.job, self.version):
+            self._holds(account.job or self.job, account.policy_version)
 
-    def _settle(self, version: int, applied: UpdateApplied) -> None:
+    def _holds(self, job: str, version: int) -> None:
+        self._refusals = 0
+        self._rebase = False
+        if job == self._wanted:
+            self._other_model = False
+        self.job, self.version = job, version
+        self._on_active(job, version)
+
+    def _settle(self, job: str, version: int, applied: UpdateApplied) -> None:
         if applied.ok and applied.version == version:
-            self._refusals = 0
-            self._rebase = False
-            self.version = version
-            self._on_active(version)
+            self._holds(job, version)
         else:
             self._unproven(version, f"engine reports version {applied.version} without proof")
 
@@ -441,12 +532,13 @@ class Updates:
         self.engine_down()
         self._on_unproven(version, why)
 
-    def _record(self, version: int, applied: UpdateApplied, wire_bytes: int) -> None:
+    def _record(self, job: str, version: int, applied: UpdateApplied, wire_bytes: int) -> None:
         self._activations.write(
             {
                 "t_s": time.monotonic(),
                 "replica": self._replica,
                 "kind": self._kind,
+                "job": job,
                 "version": version,
                 "digest_ok": applied.digest_ok,
                 "probe_ok": applied.probe_ok,

@@ -66,6 +66,8 @@ class Admission:
     def __init__(self) -> None:
         self.open = False
         self.epoch = 0
+        # Whose lease it is; "" where nobody says.
+        self.job = ""
         self.reason = "no lease yet"
         self._quarantined = False
 
@@ -74,12 +76,17 @@ class Admission:
         """Whether it is closed for as long as this process lives."""
         return self._quarantined
 
-    def admit(self, epoch: int) -> None:
-        """Open for the lease `epoch`. Raises an AdmissionError."""
+    def takes(self, job: str) -> bool:
+        """Whether turns of a job are taken: not those that were sent under another job's lease."""
+        return not (job and self.job) or job == self.job
+
+    def admit(self, epoch: int, job: str = "") -> None:
+        """Open for a job's lease `epoch`. Raises an AdmissionError."""
         self._take(epoch)
         if self._quarantined:
             raise QuarantinedError(f"{self.reason}; restart this replica")
         self.open = True
+        self.job = job
         self.reason = ""
 
     def close(self, epoch: int, reason: str) -> None:

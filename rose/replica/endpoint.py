@@ -60,6 +60,12 @@ class GenerateApp:
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
         self.turns: Turns | None = None
+        self.weights: WeightUpdater | None = None
+
+    def _serves(self, job: str) -> bool:
+        """Whether a turn of the job may begin: its lease is here, and no other job's weights."""
+        held = self.weights.job if self.weights else ""
+        return self._admission.takes(job) and (not job or held in ("", job))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -78,6 +84,9 @@ class GenerateApp:
         # Nothing is awaited from here until the turn is open: no drain can fall in between.
         if not self._admission.open or self.turns is None:
             await refuse(send, 503, "draining", f"no turns now: {self._admission.reason}")
+            return
+        if not self._serves(body.job):
+            await refuse(send, 503, "draining", f"no turns of {body.job} here")
             return
         await self.turns.serve(self.turns.open(body), receive, send)
 
@@ -137,6 +146,7 @@ class ReplicaEndpoint:
         self._weights = WeightUpdater(
             engine_client, str(args.model), self._turns, self._admission, self._control
         )
+        self._generate.weights = self._weights
         cache = engine_client.vllm_config.cache_config
         self._kv_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
         self._control.start_waking(engine_client)
@@ -155,7 +165,8 @@ class ReplicaEndpoint:
 
     async def _admit(self, raw: bytes) -> Response:
         try:
-            self._admission.admit(decoded(_EPOCH, raw).epoch)
+            body = decoded(_EPOCH, raw)
+            self._admission.admit(body.epoch, body.job)
         except (msgspec.MsgspecError, AdmissionError) as error:
             return _refused(error)
         return _json(contract.Admitted())
@@ -209,6 +220,7 @@ class ReplicaEndpoint:
                 kv_tokens=self._kv_tokens,
                 warm=self._warm_up.warm,
                 warm_up=contract.WarmUpState(self._warm_up.failed, self._warm_up.said),
+                job=self._weights.job,
             )
         )
 

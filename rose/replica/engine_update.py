@@ -180,6 +180,7 @@ class WeightUpdater:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._audits = Audits(self._call_all)
         self.version = 0
+        self.job = ""
 
     def start(self) -> None:
         """Prepare in the background: kernels compile for seconds, and the loader map is traced.
@@ -223,6 +224,7 @@ class WeightUpdater:
                 await self._control.wait_host_idle(SWITCH_PATIENCE_S)
                 started_s = time.perf_counter()
                 report = await self._switch(int(loaded["version"]), on_update)
+                self.job = str(loaded.get("job", ""))
                 pause_s = time.perf_counter() - started_s
             await self._settle()
             return report | {

@@ -17,7 +17,8 @@ from rose.scheduler.persistence import JobRecord, VersionRecord
 MAX_VERSION_LEAD = 2**20
 # What a node that attaches is told of all jobs. It finds older ones in their publishers' catalogs.
 TOLD_VERSIONS = 1_024
-MAX_REGISTERED = 64
+# Fewer than a gateway tells apart in its reports.
+MAX_REGISTERED = 48
 MAX_KEPT = 4_096
 
 

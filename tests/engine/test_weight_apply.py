@@ -77,10 +77,11 @@ class Served:
     def stage(self, version: int) -> Any:
         return self.load([str(self.store.manifest_path(version))])
 
-    def load(self, manifests: list[str]) -> Any:
+    def load(self, manifests: list[str], chunks: str = "") -> Any:
         """Decode versions and load them at once."""
         self.attempts += 1
-        self.rpc("rose_weights_decode", manifests, str(self.store.chunks_dir), str(self.attempts))
+        chunks = chunks or str(self.store.chunks_dir)
+        self.rpc("rose_weights_decode", manifests, chunks, str(self.attempts))
         return self.rpc("rose_weights_load")
 
     def apply(self, new: dict[str, TensorBits]) -> dict[str, Any]:
@@ -360,6 +361,42 @@ def test_a_chain_and_then_a_base_come_into_force_at_once(served: Served) -> None
         assert proofs_hold(report), report
         assert report["version"] == version == served.run(active_version)
     served.version, served.active = first + 2, three
+
+
+def test_another_jobs_weights_come_into_force_through_a_base_only(
+    served: Served, tmp_path: Path
+) -> None:
+    """What a replica is given that another job leased: versions below its own, and back again."""
+    store = ChunkStore(tmp_path)
+    other = Publisher(store, "other", "test", served.publisher._key)
+    theirs = sgd_like(served.base, seed=21, size=1e-3)
+    other.publish_base(0, served.base)
+    other.publish(1, 0, served.base, theirs)
+    base, first = (str(store.manifest_path(v, base=not v)) for v in (0, 1))
+    chunks, own = str(store.chunks_dir), served.run(active_version)
+    served.start(20)
+    before = served.finish()
+    served.start(20)
+    assert served.finish() == before
+    with pytest.raises(WrongBaseError, match="rebase"):
+        served.load([first], chunks)
+    assert served.run(active_version) == own
+    assert served.load([base, first], chunks)["job"] == "other"
+    report = served.rpc("rose_weights_commit")
+    assert proofs_hold(report), report
+    assert report["version"] == 1 == served.run(active_version)
+    served.llm.reset_prefix_cache()
+    served.start(20)
+    assert served.finish() != before
+    # Back: its first job's base has a version of its own, whatever the other one's number is.
+    served.publisher.publish_base(served.version, served.active)
+    served.load([str(served.store.manifest_path(served.version, base=True))])
+    report = served.rpc("rose_weights_commit")
+    assert proofs_hold(report), report
+    served.llm.reset_prefix_cache()
+    assert served.run(active_version) == own
+    served.start(20)
+    assert served.finish() == before
 
 
 def test_faulty_workers_claim_what_is_not_there(served: Served) -> None:

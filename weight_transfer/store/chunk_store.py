@@ -4,6 +4,7 @@ root/chunks/<blake3>              encoded chunks
 root/parts/<blake3>               chunks that are on their way, from the first byte on
 root/manifests/<version>.manifest       how a version follows from its parent
 root/manifests/<version>.base.manifest  all of a version, where it was published so too
+root/manifests/<job>@<version>….manifest  of a reader, whose store has that number of another job
 
 All of it is its owner's alone: folders are 0700 and files 0600. Files and folders appear whole or
 not at all.
@@ -11,6 +12,7 @@ not at all.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import tempfile
@@ -71,7 +73,7 @@ def private_folder(path: Path) -> None:
         path.chmod(0o700)
 
 
-_DELTA, _BASE = ".manifest", ".base.manifest"
+_DELTA, _BASE, _APART = ".manifest", ".base.manifest", "@"
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,11 +146,14 @@ class ChunkStore:
             (self.chunks_dir / name).unlink(missing_ok=True)
         return damaged
 
-    def put_manifest(self, manifest: Manifest, origin: int | None = None) -> Path:
+    def put_manifest(
+        self, manifest: Manifest, origin: int | None = None, *, jobs: bool = False
+    ) -> Path:
         """Publish a version: refused unless every chunk is durable, final once written.
 
         The same version may come again, signed anew: the one that expires last is kept.
         Chunks of other origins than this store's are vouched for by the ranks that put them there.
+        jobs: the store of a reader, where a version of another job may have the same number.
         """
         missing = [c.id for c in manifest.chunks if c.origin == origin and not self.has(c.id)]
         if missing:
@@ -158,10 +163,13 @@ class ChunkStore:
             )
         path = self.manifest_path(manifest.version, base=manifest.is_base)
         if path.exists():
-            known = self.get_manifest(manifest.version, base=manifest.is_base)
+            known = Manifest.from_bytes(path.read_bytes())
+            if jobs and known.job != manifest.job:
+                path = self.apart_path(manifest)
+                known = Manifest.from_bytes(path.read_bytes()) if path.exists() else manifest
             if not known.says_as_much_as(manifest):
                 raise StoreError(f"version {manifest.version} is published already; take the next")
-            if known.expires_s >= manifest.expires_s:
+            if path.exists() and known.expires_s >= manifest.expires_s:
                 return path
         _write_durably(path, manifest.parts())
         return path
@@ -177,14 +185,20 @@ class ChunkStore:
         """Return where a version's manifest is, or would be."""
         return self.manifests_dir / f"{version}{_BASE if base else _DELTA}"
 
+    def apart_path(self, manifest: Manifest) -> Path:
+        """Return where a version is whose number another job's version has here."""
+        job = hashlib.blake2b(manifest.job.encode(), digest_size=8).hexdigest()
+        suffix = _BASE if manifest.is_base else _DELTA
+        return self.manifests_dir / f"{job}{_APART}{manifest.version}{suffix}"
+
     def versions(self) -> tuple[int, ...]:
         """Return the versions that follow a parent, ascending."""
-        names = (path.name for path in self.manifests_dir.glob(f"*{_DELTA}"))
+        names = (path.name for path in self.manifests_dir.glob(f"*{_DELTA}") if _own(path))
         return tuple(sorted(int(n.removesuffix(_DELTA)) for n in names if not n.endswith(_BASE)))
 
     def bases(self) -> tuple[int, ...]:
         """Return the versions that are here as a whole, ascending."""
-        names = (path.name for path in self.manifests_dir.glob(f"*{_BASE}"))
+        names = (path.name for path in self.manifests_dir.glob(f"*{_BASE}") if _own(path))
         return tuple(sorted(int(name.removesuffix(_BASE)) for name in names))
 
     def catalog(self) -> Catalog:
@@ -232,6 +246,10 @@ class ChunkStore:
     def discard(self, file: StoredFile) -> None:
         """Remove one; whoever needs it again fetches it again."""
         file.path.unlink(missing_ok=True)
+
+
+def _own(manifest: Path) -> bool:
+    return _APART not in manifest.name
 
 
 def _remove(path: Path) -> int:

@@ -136,6 +136,7 @@ class ReplicaWeights:
         warm_kernels(base, engine.device)
         self.map, self.load_plan = map_engine(engine, base)
         self._receiver = Receiver.over(self._copy)
+        self._shared = place is not None
         self._staging: Staging | None = None
         self._unsettled: StagedUpdate | None = None
         self._settling = threading.Lock()
@@ -143,6 +144,11 @@ class ReplicaWeights:
     @property
     def version(self) -> int:
         return self._unsettled.version if self._unsettled else self._receiver.version
+
+    @property
+    def job(self) -> str:
+        """Whose version that is, "" for the model as it was started."""
+        return self._unsettled.job if self._unsettled else self._receiver.job
 
     def settle(self) -> None:
         """Bring the checkpoint copy to the active version: what a pause need not wait for."""
@@ -223,6 +229,10 @@ class ReplicaWeights:
     ) -> StagedUpdate:
         manifests = self._manifests(manifest_paths)
         plan = self._receiver.plan(manifests, self._verify_key, time.time())
+        if self._shared and self._receiver.job not in ("", plan.job):
+            raise WrongBaseError(
+                "ranks that share a copy do not change jobs; start the engine anew"
+            )
         chunks = _ChunkFiles(self._files, chunks_dir, manifests)
         return self._copy.decode(
             plan, lambda name: self._receiver.decode_tensor(plan, name, chunks), attempt

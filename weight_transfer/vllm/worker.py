@@ -146,6 +146,7 @@ def _loaded(prepared: Prepared, began_s: float) -> dict[str, Any]:
     update = prepared.update
     return {
         "version": update.version,
+        "job": update.job,
         "tensors": len(update.tensors),
         "changed_elements": update.changed,
         "wire_bytes": update.wire_bytes,

@@ -135,6 +135,7 @@ class Supervisor:
         self._waits_for: str | None = None
         self._short_lives = 0
         self._fresh = False
+        self._switched = False
 
     @property
     def warming(self) -> bool:
@@ -180,6 +181,12 @@ class Supervisor:
         """End this life of the engine; the next one begins as after any other end."""
         self._log("engine_unwanted", reason=reason)
         self._unwanted = reason
+
+    def switch(self, spec: EngineSpec, reason: str) -> None:
+        """End this life of the engine; the next one is of `spec`. That is no failure of either."""
+        self.spec = spec
+        self._switched = True
+        self.restart(reason)
 
     async def stop(self) -> None:
         """End the engine and do not start it again."""
@@ -292,6 +299,8 @@ class Supervisor:
             if self._claim:
                 self._claim.drop()
         stable = healthy and time.monotonic() - started_s >= STABLE_S
+        if self._switched:
+            stable, self._switched = True, False
         self._short_lives = 0 if stable else self._short_lives + 1
         return healthy
 

@@ -119,9 +119,10 @@ class ChunkFetcher:
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._tasks: dict[str, asyncio.Task[Any]] = {}
         self._downloads: dict[str, Download] = {}
-        self._kept: Counter[str] = Counter()
+        self._kept: Counter[tuple[str, str]] = Counter()
         self._following: tuple[str, str, VerifyKey | None] | None = None
-        self._manifests: OrderedDict[str, _Known] = OrderedDict()
+        # By job and path: versions of two jobs have the same paths.
+        self._manifests: OrderedDict[tuple[str, str], _Known] = OrderedDict()
         self._learned = asyncio.Event()
         self.group: FixedGroup | None = None
         """GPUs that hand chunks to each other; None where neighbours share over HTTP alone."""
@@ -156,37 +157,37 @@ class ChunkFetcher:
         path = path_of(version, base=base)
         route = self.route(f"{job}/{path}", origin)
         wanted = _Wanted(job, version, base, verify_key)
-        async with self._locks.setdefault(path, asyncio.Lock()):
-            known = self._fresh(path)
+        async with self._locks.setdefault(f"{job}/{path}", asyncio.Lock()):
+            known = self._fresh(job, path)
             if known and known.origin == origin:
                 read = partial(wanted.read, known.raw, relayed=False)
                 return await self._receiving.read(read), 0
             raw, manifest = await self._object(path, [*route.before, origin], wanted)
             learned = await self._receiving.read(partial(_Known.of, raw, manifest, origin))
-            self._learn(path, learned)
+            self._learn((job, path), learned)
         return manifest, len(raw)
 
     @contextlib.contextmanager
-    def keeping(self, version: int, *, base: bool = False) -> Iterator[None]:
+    def keeping(self, job: str, version: int, *, base: bool = False) -> Iterator[None]:
         """Within the block what is known of a version stays, whatever others ask for."""
-        path = path_of(version, base=base)
-        self._kept[path] += 1
+        key = job, path_of(version, base=base)
+        self._kept[key] += 1
         try:
             yield
         finally:
-            self._kept[path] -= 1
-            if not self._kept[path]:
-                del self._kept[path]
+            self._kept[key] -= 1
+            if not self._kept[key]:
+                del self._kept[key]
             self._forget()
 
-    def _fresh(self, path: str) -> _Known | None:
+    def _fresh(self, job: str, path: str) -> _Known | None:
         # One that expired may have been signed anew.
-        known = self._manifests.get(path)
+        known = self._manifests.get((job, path))
         return known if known and time.time() < known.expires_s else None
 
     def _where(self, name: str) -> _Where | None:
         """Of a chunk, by the newest manifest that names it."""
-        for path, known in reversed(self._manifests.items()):
+        for (_, path), known in reversed(self._manifests.items()):
             if ref := known.refs.get(name):
                 return _Where(ref, known.origin_of(ref), path)
         return None
@@ -226,13 +227,20 @@ class ChunkFetcher:
     async def known_manifest(self, path: str) -> bytearray | None:
         """A manifest that this node has, or gets: for a neighbour's sake, or waited for shortly."""
         named = _MANIFEST.fullmatch(path)
-        if self._fresh(path) is None and self._following and named:
-            job, origin, key = self._following
+        followed = self._following
+        if followed and named and self._fresh(followed[0], path) is None:
+            job, origin, key = followed
             with contextlib.suppress(RoseError, WeightError):
                 await self.manifest(job, int(named[1]), origin, key, base=bool(named[2]))
         else:
-            await self._learns(lambda: path in self._manifests)
-        return self._manifests[path].raw if path in self._manifests else None
+            await self._learns(lambda: self._named(path) is not None)
+        found = self._named(path)
+        return None if found is None else found.raw
+
+    def _named(self, path: str) -> _Known | None:
+        """The newest of that path: a neighbour that wants another job's asks further on."""
+        known = reversed(self._manifests.items())
+        return next((each for (_, its), each in known if its == path), None)
 
     async def close(self) -> None:
         """Stop all downloads; what came of them stays."""
@@ -307,9 +315,9 @@ class ChunkFetcher:
     def _gate_of(self, source: str, origin: str) -> AbstractAsyncContextManager[object]:
         return self._gate if source == origin else nullcontext()
 
-    def _learn(self, path: str, known: _Known) -> None:
-        self._manifests[path] = known
-        self._manifests.move_to_end(path)
+    def _learn(self, key: tuple[str, str], known: _Known) -> None:
+        self._manifests[key] = known
+        self._manifests.move_to_end(key)
         self._forget()
         learned, self._learned = self._learned, asyncio.Event()
         learned.set()
@@ -317,11 +325,11 @@ class ChunkFetcher:
     def _forget(self) -> None:
         """All but the newest, and those that are kept."""
         size = sum(len(known.raw) for known in self._manifests.values())
-        for path in list(self._manifests)[:-1]:
+        for key in list(self._manifests)[:-1]:
             if len(self._manifests) <= KNOWN_VERSIONS and size <= MOST_KNOWN_BYTES:
                 return
-            if path not in self._kept:
-                known = self._manifests.pop(path)
+            if key not in self._kept:
+                known = self._manifests.pop(key)
                 size -= len(known.raw)
                 while known.refs:  # All at once would hold the interpreter's lock.
                     known.refs.popitem()
@@ -400,16 +408,17 @@ async def fetch_version(
     Raises FetchError after a bounded number of attempts, WeightError for a wrong manifest,
     StorageError when the disk refuses.
     """
-    with fetcher.keeping(version, base=base):
+    with fetcher.keeping(job, version, base=base):
         manifest, size = await fetcher.manifest(job, version, url, verify_key, base=base)
         if not on_the_way and time.time() >= manifest.expires_s:
             raise ManifestExpired(
                 f"version {version} of {job} expired; publish a newer one, or check this clock"
             )
         hold.update(ref.id for ref in manifest.chunks)
-        hold.add(fetcher.receiving.store.manifest_path(version, base=base).name)
+        store = fetcher.receiving.store
+        hold.update((store.manifest_path(version, base=base).name, store.apart_path(manifest).name))
         received = await _chunks(fetcher, manifest, on_reject)
-    path = await fetcher.receiving.work(partial(fetcher.receiving.store.put_manifest, manifest))
+    path = await fetcher.receiving.work(partial(store.put_manifest, manifest, jobs=True))
     return Fetched(manifest, path, size + received)
 
 

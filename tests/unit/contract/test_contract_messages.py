@@ -66,6 +66,7 @@ MESSAGES: tuple[msgspec.Struct, ...] = (
         kv_tokens=4096,
         warm=True,
         warm_up=replica.WarmUpState(said="warm after 4 sizes"),
+        job="j",
     ),
     gateway.TurnFields(
         session_id="s",

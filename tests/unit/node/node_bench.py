@@ -38,6 +38,7 @@ def standin_spec(journal: Path) -> Callable[[EngineSpec], ProcessSpec]:
 
     def spec_of(spec: EngineSpec) -> ProcessSpec:
         argv = (sys.executable, "-S", str(HERE / "standin_engine.py"), str(spec.port), str(journal))
+        argv += (spec.model_dir.name,)
         return ProcessSpec(spec.name, argv, log=spec.log, family=True)
 
     return spec_of

@@ -1,4 +1,4 @@
-"""StandInEngine: answers a replica's control calls and writes each down. argv: port, journal."""
+"""StandInEngine: answers a replica's calls, writes each down. argv: port, journal, model."""
 
 import json
 import os
@@ -8,10 +8,16 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
-PORT, JOURNAL = int(sys.argv[1]), Path(sys.argv[2])
+PORT, JOURNAL, MODEL = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 # While UNPROVEN exists the engine cannot prove any version, with CLOSED it refuses admission.
 # While COLD exists it has not warmed up, with TOO_COLD it never will.
-SAID = {"policy_version": 0, "epoch": 0, "admitting": False, "proven": True}
+SAID: dict[str, Any] = {
+    "policy_version": 0,
+    "epoch": 0,
+    "admitting": False,
+    "proven": True,
+    "job": "",
+}
 COLD, TOO_COLD = JOURNAL.with_name("cold"), JOURNAL.with_name("too_cold")
 # While MUTE exists at its start it does not answer at all.
 MUTE = JOURNAL.with_name("mute")
@@ -38,7 +44,10 @@ def note(call: str, **fields: object) -> None:
 def apply(body: dict[str, Any]) -> tuple[int, dict[str, object]]:
     manifests = [_first_line(Path(path)) for path in body["manifests"]]
     version, based = manifests[-1]["version"], manifests[0]["parent"] == manifests[0]["version"]
-    if (OTHER.exists() or manifests[0]["parent"] != SAID["policy_version"]) and not based:
+    job = manifests[-1]["job"]
+    foreign = SAID["job"] not in ("", job)
+    wrong = OTHER.exists() or foreign or manifests[0]["parent"] != SAID["policy_version"]
+    if wrong and not based:
         note("wrong_base", version=version)
         return 409, {"error": {"type": "wrong_base", "message": "other weights are active"}}
     if UNPROVEN.exists() or not SAID["proven"]:
@@ -50,8 +59,8 @@ def apply(body: dict[str, Any]) -> tuple[int, dict[str, object]]:
     report = {"version": version, "digest_ok": True, "probe_ok": True, "wire_bytes": 1}
     zeros = dict.fromkeys(("probe_max_abs_diff", "pause_s", "apply_s", "changed_elements"), 0)
     steps, on_update = [each["version"] for each in manifests], body.get("on_update", "recompute")
-    note("apply", version=version, steps=steps, based=based, on_update=on_update)
-    SAID["policy_version"] = version
+    note("apply", version=version, steps=steps, based=based, on_update=on_update, job=job)
+    SAID.update(policy_version=version, job=job)
     return 200, {**report, **zeros}
 
 
@@ -76,7 +85,7 @@ class Handler(BaseHTTPRequestHandler):
             return
         while call == "drain" and DEAF.exists():
             time.sleep(0.02)
-        note(call, epoch=body["epoch"])
+        note(call, epoch=body["epoch"], job=body.get("job", ""))
         SAID.update(epoch=body["epoch"], admitting=call == "admit")
         self.answer(200, {"aborted": 3})
 
@@ -99,7 +108,7 @@ def core() -> None:
     time.sleep(600)
 
 
-note("start")
+note("start", model=MODEL)
 if CORE.exists():
     core()
 while MUTE.exists():

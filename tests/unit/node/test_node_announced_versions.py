@@ -21,3 +21,14 @@ def test_an_up_to_date_replica_has_nothing_to_do() -> None:
     chain = AnnouncedVersions()
     chain.add(KnownVersion("job", 1, 0, "http://127.0.0.1:1"))
     assert chain.after(1) is None
+
+
+def test_versions_of_one_job_are_not_anothers() -> None:
+    chain = AnnouncedVersions()
+    chain.add(KnownVersion("a", 2, 1, "http://127.0.0.1:1"))
+    assert chain.only_job == "a"
+    chain.add(KnownVersion("b", 1, 0, "http://127.0.0.1:2"))
+    assert (chain.only_job, chain.newest) == ("", None)
+    assert [chain.newest_of(job).version for job in ("a", "b")] == [2, 1]  # type: ignore[union-attr]
+    assert chain.after(1, "a").version == 2  # type: ignore[union-attr]
+    assert chain.after(1, "b") is None

@@ -21,6 +21,7 @@ from rose.node.lease_fsm import (
     LeaseTick,
     Released,
     Revoked,
+    SwitchBegun,
 )
 from tests.examples import times
 
@@ -31,6 +32,7 @@ HAPPENINGS = st.lists(
         st.builds(Revoked, st.just("own")),
         st.just(EngineUp()),
         st.just(EngineDown()),
+        st.just(SwitchBegun(4.0)),
         st.just(LeaseTick()),
     ),
     max_size=40,

@@ -62,7 +62,7 @@ class Engine:
         self, manifests: list[Path], chunks: Path, on_update: OnUpdate
     ) -> UpdateApplied:
         read = [Manifest.from_bytes(path.read_bytes()) for path in manifests]
-        assert on_update is read[-1].on_update
+        self.on_update = on_update
         store = ChunkStore(chunks.parent)
         bodies = {ref.id: store.get(ref.id) for each in read for ref in each.chunks}
         try:
@@ -95,6 +95,7 @@ class Case:
         self.chain = AnnouncedVersions()
         self.receiving = DownloadLimits(ChunkStore(folder / "node"), Caps())
         self.unproven: list[str] = []
+        self.foreign: list[str] = []
         self.logs = ExitStack()
         source = WeightSource(
             session,
@@ -110,8 +111,9 @@ class Case:
             source,
             self.logs.enter_context(JsonlLog(folder / "activations.jsonl")),
             EventLog(folder, "n0"),
-            lambda _: None,
+            lambda _, __: None,
             lambda _, why: self.unproven.append(why),
+            self.foreign.append,
         )
 
     def publish(self, version: int, key: SigningKey = KEY, lifetime_s: float = 60.0) -> None:
@@ -455,3 +457,28 @@ async def test_an_update_that_breaks_in_a_way_nobody_thought_of_is_tried_again(
     case.announce(2)
     assert "Error" in await case.noted("update_broken")
     await case.active(2)
+
+
+async def test_another_jobs_version_is_never_taken_for_the_replicas_own(case: Case) -> None:
+    """Of the same number and made for just these weights, from an address that serves both."""
+    case.publish(2)
+    case.announce(2)
+    await case.active(2)
+    case.chain.add(KnownVersion("other", 3, 2, case.server.url))
+    case.updates.serve("other", 3)
+    # Its catalog is of another job, and so is every manifest there.
+    assert "job" in await case.noted("version_not_fetched")
+    assert (case.updates.job, case.updates.version) == ("job", 2)
+    case.updates.serve("job", 2)
+    case.publish(3)
+    case.announce(3)
+    await case.active(3)
+
+
+async def test_a_job_without_any_version_needs_a_new_engine(case: Case) -> None:
+    case.updates.serve("other", 0)
+    async with asyncio.timeout(PATIENCE_S):
+        while not case.foreign:  # noqa: ASYNC110 -- it has nobody to tell
+            await asyncio.sleep(0.01)
+    assert case.foreign[0] == "job other is at version 0"
+    assert case.unproven == []

@@ -36,3 +36,14 @@ def test_a_quarantined_replica_never_opens_again() -> None:
     admission.close(3, "drained")
     assert not admission.open
     assert admission.reason == "unproven"
+
+
+def test_turns_of_another_job_than_the_leases_are_not_taken() -> None:
+    admission = Admission()
+    admission.admit(1, "a")
+    assert [admission.takes(job) for job in ("a", "b", "")] == [True, False, True]
+    admission.admit(2, "b")
+    assert not admission.takes("a")
+    # A node of 0.2.0 does not say whose lease it is.
+    admission.admit(3)
+    assert admission.takes("a")

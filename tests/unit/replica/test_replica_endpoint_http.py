@@ -82,6 +82,7 @@ async def test_a_lease_opens_a_drain_closes_and_an_old_lease_does_nothing(
         "kv_tokens": 128,
         "warm": True,
         "warm_up": {"failed": False, "said": "no warm-up was asked for"},
+        "job": "",
     }
     assert (await replica.ask("drain", {"epoch": 4, "reason": "old"}))[0] == 409
     assert (await replica.ask("admit", {"epoch": 4}))[0] == 409
@@ -89,6 +90,25 @@ async def test_a_lease_opens_a_drain_closes_and_an_old_lease_does_nothing(
     assert (await turn.done()).lines[-1] == {"finish_reason": "revoked"}
     assert not (await replica.state())["admitting"]
     assert (await replica.ask("drain", {"reason": 1}))[0] == 400
+
+
+async def test_a_turn_of_another_job_than_the_leases_or_the_weights_is_not_begun(
+    replica: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (await replica.ask("admit", {"epoch": 1, "job": "a"}))[0] == 200
+    assert (await replica.ask("generate", {**TURN, "job": "b"}))[0] == 503
+    monkeypatch.setattr(replica.endpoint._weights, "job", "b")
+    # Its lease is here, and another job's weights still are.
+    assert (await replica.ask("generate", {**TURN, "job": "a"}))[0] == 503
+    assert (await replica.state())["job"] == "b"
+    monkeypatch.setattr(replica.endpoint._weights, "job", "a")
+    turn = replica.begin("generate", {**TURN, "job": "a"})
+    await settle()
+    replica.engine.step()
+    await settle()
+    assert (await replica.state())["running"] == 1
+    await replica.ask("drain", {"epoch": 1})
+    await turn.done()
 
 
 @pytest.mark.parametrize(

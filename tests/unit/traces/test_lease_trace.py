@@ -18,6 +18,7 @@ from rose.node.lease_fsm import (
     LeaseTick,
     Released,
     Revoked,
+    SwitchBegun,
 )
 
 Values = dict[str, str]
@@ -29,6 +30,7 @@ EVENTS: Final[dict[str, Callable[[Values], Event]]] = {
     "revoked": lambda v: Revoked(v["reason"]),
     "admitted": lambda v: EngineAdmitted(int(v["epoch"]), int(v["life"])),
     "drained": lambda v: EngineDrained(int(v["life"]), int(v.get("aborted", "0"))),
+    "switch": lambda v: SwitchBegun(nanoseconds(v["for"]) / 1e9),
     "tick": lambda _: LeaseTick(),
 }
 

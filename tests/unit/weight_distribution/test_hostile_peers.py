@@ -134,7 +134,7 @@ async def test_chunks_of_a_version_come_however_many_others_are_asked_for(
     """A base over a slow link, while neighbours ask a relay for more versions than it keeps."""
     async with following_many(publishing, tmp_path / "node", monkeypatch) as fetcher:
         url = publishing.server.url
-        with fetcher.keeping(1, base=True):
+        with fetcher.keeping("job", 1, base=True):
             manifest, _ = await fetcher.manifest("job", 1, url, KEY.verify_key, base=True)
             first, *rest = manifest.chunks
             await fetcher.obtain(first)

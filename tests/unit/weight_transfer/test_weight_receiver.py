@@ -297,3 +297,59 @@ def test_what_nobody_needs_is_deleted_and_nothing_else(link: Link) -> None:
     link.store.collect([], NOW_S)
     assert link.store.versions() == (4,)
     assert link.store.has(chunk_id(b"a chunk of a version that is being published"))
+
+
+def other_jobs(folder: Path, job: str = "other") -> tuple[Publisher, ChunkStore]:
+    store = ChunkStore(folder)
+    return Publisher(store, job, "trainer", KEY), store
+
+
+def test_only_a_base_leads_from_one_jobs_weights_to_anothers(link: Link, tmp_path: Path) -> None:
+    mine = [next_model(link.base, seed) for seed in (5, 6, 7)]
+    for version, (old, new) in enumerate(zip([link.base, *mine], mine, strict=False), start=1):
+        link.receiver.commit(link.stage(*link.publish(version, version - 1, old, new)))
+    assert (link.receiver.job, link.receiver.version) == ("job", 3)
+    theirs, store = other_jobs(tmp_path / "theirs")
+    other = next_model(link.base, 9)
+    base, first = theirs.publish_base(0, link.base), theirs.publish(1, 0, link.base, other)
+    # Of the number that follows, and made for just these weights: it is another job's all the same.
+    stolen = theirs.publish(4, 3, mine[-1], other)
+    for chain in ([first], [stolen]):
+        with pytest.raises(WrongBaseError, match="active are job's"):
+            link.receiver.decode_chain(chain, bodies(store, chain), KEY.verify_key, NOW_S)
+    assert_holds(link.receiver, mine[-1], 3)
+    staged = link.receiver.decode_chain(
+        [base, first], bodies(store, [base, first]), KEY.verify_key, NOW_S
+    )
+    link.receiver.commit(staged)
+    assert link.receiver.job == "other"
+    assert_holds(link.receiver, other, 1)
+
+
+def test_the_same_number_of_another_job_is_another_version(link: Link, tmp_path: Path) -> None:
+    mine, other = next_model(link.base, 5), next_model(link.base, 9)
+    link.receiver.commit(link.stage(*link.publish(1, 0, link.base, mine)))
+    theirs, store = other_jobs(tmp_path / "theirs")
+    base = theirs.publish_base(1, other)
+    staged = link.receiver.decode_chain([base], bodies(store, [base]), KEY.verify_key, NOW_S)
+    link.receiver.commit(staged)
+    assert_holds(link.receiver, other, 1)
+
+
+def test_one_update_is_of_one_job(link: Link, tmp_path: Path) -> None:
+    new = next_model(link.base, 5)
+    first, _ = link.publish(1, 0, link.base, new)
+    theirs, _ = other_jobs(tmp_path / "theirs")
+    second = theirs.publish(2, 1, new, next_model(link.base, 6))
+    with pytest.raises(ManifestError, match="several jobs"):
+        link.receiver.decode_chain([first, second], {}, KEY.verify_key, NOW_S)
+
+
+def test_a_signature_is_for_one_job_only(link: Link) -> None:
+    manifest, _ = link.publish(1, 0, link.base, next_model(link.base, 5))
+    with pytest.raises(SignatureError):
+        replace(manifest, job="other").verify(KEY.verify_key)
+
+
+def bodies(store: ChunkStore, manifests: list[Manifest]) -> dict[str, bytes]:
+    return {ref.id: store.get(ref.id) for each in manifests for ref in each.chunks}

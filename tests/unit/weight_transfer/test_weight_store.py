@@ -12,6 +12,7 @@ from weight_transfer.errors import (
     SignatureError,
     StoreError,
 )
+from weight_transfer.format.manifest import Manifest
 from weight_transfer.format.signing import SigningKey
 from weight_transfer.publish.publisher import Publisher
 from weight_transfer.store.chunk_store import ChunkStore
@@ -116,3 +117,19 @@ def test_only_what_this_key_signed_for_this_job_is_signed_anew(tmp_path: Path) -
         late("job", "t", SigningKey.generate()).renew()
     with pytest.raises(ManifestError, match="not of other"):
         late("other", "t", KEY).renew()
+
+
+def test_a_readers_store_has_one_number_of_two_jobs(tmp_path: Path) -> None:
+    old, store = model(1), ChunkStore(tmp_path / "reader")
+    found = {}
+    for job in ("a", "b", "a"):
+        origin = ChunkStore(tmp_path / job / str(len(found)))
+        made = Publisher(origin, job, "trainer", KEY, chunk_bytes=256, clock=lambda: 100.0)
+        manifest = made.publish(1, 0, old, next_model(old, ord(job)))
+        for chunk in manifest.chunks:
+            store.put(origin.get(chunk.id))
+        path = store.put_manifest(manifest, jobs=True)
+        assert found.setdefault(job, path) == path
+        assert Manifest.from_bytes(path.read_bytes()).job == job
+    assert store.versions() == (1,)
+    assert {file.path for file in store.files()} >= set(found.values())

@@ -1,0 +1,139 @@
+"""A node that is leased to another job: an update through a base, else a new engine, no mix."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from node_bench import AllCorruptPublisher, Bench, standin_spec, tensors
+
+from rose.addresses import free_port
+from rose.engines import launch
+from rose.node import NodeDaemon
+from rose.node.guest import supervisor
+from rose.node.replica import same_architecture
+from rose.rpc import rose_pb2 as pb
+
+OTHER = "other"
+
+
+class JobsBench(Bench):
+    """Two jobs and one replica; the second one's publisher starts when a test wants it."""
+
+    def __init__(self, folder: Path) -> None:
+        large = folder / "m-large"
+        large.mkdir()
+        (large / "config.json").write_text('{"hidden_size": 8}')
+        for name in ("tokenizer.json", "model.safetensors"):
+            (large / name).write_text("{}")
+        super().__init__(folder, "dedicated", models={"m-large": str(large)})
+        self.node = NodeDaemon(self.config)
+        self.others: list[AllCorruptPublisher] = []
+
+    async def register(self, model: str = "") -> AllCorruptPublisher:
+        folder = self.folder / "published-other"
+        options = {"model": model}
+        other = AllCorruptPublisher(OTHER, self.address, folder, free_port(), self.key, **options)
+        self.others.append(other)
+        await other.start()
+        return other
+
+    async def hand_over(self) -> pb.Replica:
+        """The first job has version 1 here and ends: what it held is leased to the other one."""
+        first = await self.until("the first job's", lambda row: row.job == "job" and row.healthy)
+        assert (first.held_job, first.policy_version) == ("job", 1)
+        await self.publisher.end_job()
+        return first
+
+
+@pytest.fixture
+async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[JobsBench]:
+    bench = JobsBench(tmp_path)
+    monkeypatch.setattr(launch, "process_spec", standin_spec(bench.journal))
+    monkeypatch.setattr(launch, "POLL_INTERVAL_S", 0.02)
+    monkeypatch.setattr(supervisor, "FIRST_BACKOFF_S", 0.02)
+    await bench.start()
+    await bench.publish(1)
+    running = asyncio.create_task(bench.node.run())
+    await bench.until("caught up", lambda row: row.healthy and row.policy_version == 1)
+    yield bench
+    bench.node.stop()
+    await running
+    for other in bench.others:
+        await other.close()
+    await bench.close()
+
+
+def is_others(row: pb.Replica) -> bool:
+    return row.job == OTHER and row.held_job == OTHER and row.healthy
+
+
+async def test_another_jobs_weights_come_as_a_base_into_the_running_engine(
+    bench: JobsBench,
+) -> None:
+    other = await bench.register()
+    await other.publish_base(0, tensors(0))
+    await other.publish(1, 0, tensors(0), tensors(5))
+    await bench.hand_over()
+    row = await bench.until("the other's", is_others)
+    assert row.policy_version == 1
+    [start] = bench.calls("start")
+    assert start["model"] == "model"
+    last = bench.calls("apply")[-1]
+    assert (last["job"], last["steps"], last["based"]) == (OTHER, [0, 1], True)
+    assert last["on_update"] == "recompute"
+    assert [call["job"] for call in bench.calls("admit")] == ["job", OTHER]
+
+
+async def test_without_a_base_the_engine_starts_anew_and_keeps_its_lease(bench: JobsBench) -> None:
+    other = await bench.register()
+    await other.publish(1, 0, tensors(0), tensors(5))
+    first = await bench.hand_over()
+    row = await bench.until("the other's", is_others)
+    assert row.lease_epoch == first.lease_epoch + 1
+    assert not bench.noted("lease_taken_back")
+    assert len(bench.calls("start")) == 2
+    last = bench.calls("apply")[-1]
+    assert (last["job"], last["steps"], last["based"]) == (OTHER, [1], False)
+
+
+async def test_a_job_that_has_published_nothing_gets_the_model_itself(bench: JobsBench) -> None:
+    await bench.register()
+    await bench.hand_over()
+    row = await bench.until("the other's", lambda row: row.job == OTHER and row.healthy)
+    assert (row.held_job, row.policy_version) == ("", 0)
+    assert len(bench.calls("start")) == 2
+
+
+async def test_another_model_is_another_engine(bench: JobsBench) -> None:
+    other = await bench.register("m-large")
+    await other.publish(1, 0, tensors(0), tensors(5))
+    first = await bench.hand_over()
+    row = await bench.until("the other's", is_others)
+    assert (row.model, row.lease_epoch) == ("m-large", first.lease_epoch + 1)
+    assert [call["model"] for call in bench.calls("start")] == ["model", "m-large"]
+
+
+async def test_a_replica_follows_its_own_job_whatever_others_publish(bench: JobsBench) -> None:
+    other = await bench.register()
+    for version in (1, 2, 3):
+        await other.publish(version, version - 1, tensors(version - 1), tensors(version))
+    await bench.publish(2)
+    await bench.until("caught up", lambda row: row.policy_version == 2 and row.healthy)
+    assert {call["job"] for call in bench.calls("apply")} == {"job"}
+
+
+def test_models_of_one_architecture_differ_in_their_weights_alone(tmp_path: Path) -> None:
+    said = {
+        "one": '{"hidden_size": 8, "torch_dtype": "bfloat16", "_name_or_path": "a"}',
+        "two": '{"_name_or_path": "b", "hidden_size": 8}',
+        "large": '{"hidden_size": 16}',
+    }
+    folders = {name: tmp_path / name for name in (*said, "none")}
+    for name, folder in folders.items():
+        folder.mkdir()
+        if name in said:
+            (folder / "config.json").write_text(said[name])
+    assert same_architecture(folders["one"], folders["two"])
+    assert not same_architecture(folders["one"], folders["large"])
+    assert not same_architecture(folders["one"], folders["none"])
