@@ -142,10 +142,10 @@ async def test_a_publisher_encodes_for_the_link_that_its_server_saw(
     publisher = WeightPublisher("job", "127.0.0.1:1", tmp_path, free_port(), SigningKey.generate())
     announced = []
 
-    async def announce(request: object, **_: object) -> None:
-        announced.append(request)
+    async def announce(ask: object, timeout_s: float) -> None:
+        announced.append(ask)
 
-    monkeypatch.setattr(publisher._scheduler, "AnnounceVersion", announce)
+    monkeypatch.setattr(publisher._scheduler, "call", announce)
     old, new = step
     unknown = await publisher.publish(1, 0, old, new)
     monkeypatch.setattr(VersionServer, "link_bytes_s", 1000.0)
