@@ -75,7 +75,9 @@ class Follower:
         async with asyncio.timeout(PATIENCE_S):
             while self.state != truth:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
-        assert self.revisions == sorted(self.revisions)
+        # By their revisions: keys of one revision come in any order.
+        order = [revision for revision, _ in self.revisions]
+        assert order == sorted(order)
         assert len(self.revisions) == len(set(self.revisions))
 
 

@@ -3,8 +3,6 @@
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import aiohttp
 import numpy as np
@@ -144,13 +142,10 @@ async def test_a_publisher_encodes_for_the_link_that_its_server_saw(
     publisher = WeightPublisher("job", "127.0.0.1:1", tmp_path, free_port(), SigningKey.generate())
     announced = []
 
-    async def announce(request: object, **_: object) -> None:
-        announced.append(request)
+    async def announce(ask: object, timeout_s: float) -> None:
+        announced.append(ask)
 
-    async def call(ask: Any, timeout_s: float) -> None:
-        await ask(SimpleNamespace(AnnounceVersion=announce), timeout_s)
-
-    monkeypatch.setattr(publisher._scheduler, "call", call)
+    monkeypatch.setattr(publisher._scheduler, "call", announce)
     old, new = step
     unknown = await publisher.publish(1, 0, old, new)
     monkeypatch.setattr(VersionServer, "link_bytes_s", 1000.0)
