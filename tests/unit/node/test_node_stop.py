@@ -56,6 +56,17 @@ async def test_the_stop_of_the_control_plane_ends_the_guest_each_time(
         assert group_bytes(group) == 0
         await stop(bench, pb.HARVEST_MODE_ACTIVE)
     assert len(bench.noted("engine_reclaimed")) == trials
+    proofs = bench.noted("stop_proved")
+    assert [proof["in_time"] for proof in proofs[:trials]] == [True] * len(proofs[:trials])
+    assert len(proofs) >= trials - 1, "the last one may be under way"
+
+
+async def test_a_dropped_file_is_proved_too(bench: Bench) -> None:
+    bench.spawn()
+    await bench.until("leased", lambda row: row.leased and row.healthy)
+    (bench.run_dir / "KILL").touch()
+    proof = await bench.until_noted("stop_proved")
+    assert (proof["held_bytes"], proof["duty"], proof["in_time"]) == (0, 0.0, True)
 
 
 async def test_turns_that_are_not_handed_back_do_not_outlive_the_deadline(bench: Bench) -> None:
