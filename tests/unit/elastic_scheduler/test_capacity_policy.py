@@ -182,6 +182,18 @@ def test_a_node_that_no_policy_matches_lends_nothing_and_says_so() -> None:
     assert other.decided_by["mode"] == NO_POLICY
 
 
+def test_every_field_that_a_policy_bounds_is_explained_with_its_policy() -> None:
+    held = effective([policy_of({**FULL, "nodeSelector": {}}), policy_of({"name": "z"})], "n", {})
+    said = {path: (value, policy) for path, value, policy in held.fields()}
+    assert said["mode"] == ("Advisory", "z")
+    assert said["maxHarvest.nodes"] == ("25% (serving)", "serving")
+    assert said["tenants"] == ("grpo: priority 2, at most 4 guests (serving)", "serving")
+    assert said["blackoutWindows"] == ("Mon,Fri 08:00-20:00 Europe/Berlin (serving)", "serving")
+    assert said["watermarks"] == ("high 0.8, low 0.7", "serving")
+    assert said["staleAfter"] == ("3", "serving")
+    assert said["maxHostBusy"][0] == "0.8 over 20 s, again below 0.6"
+
+
 def test_a_larger_canary_contains_the_smaller_one() -> None:
     nodes = [f"node-{n}" for n in range(2_000)]
     shares = (1, 5, 25, 100)
