@@ -18,6 +18,7 @@ from elastic_scheduler.capacity.policy import (
     PolicyMode,
     SloBudget,
     StopPolicy,
+    TenantLimit,
     Watermarks,
 )
 
@@ -31,7 +32,8 @@ class EffectivePolicy:
     """What holds for one node. None: no policy bounds the field.
 
     policies: names of those that match. decided_by: the policy behind each field that one decided,
-    by the field's path in files. `blackouts`: each window with its policy.
+    by the field's path in files. `blackouts`, `node_caps`, `tenants`: each with its policy, for all
+    of them hold.
     """
 
     policies: tuple[str, ...] = ()
@@ -39,12 +41,14 @@ class EffectivePolicy:
     stop_policy: StopPolicy = StopPolicy.NONE
     compute: float | None = None
     memory_bytes: int | None = None
+    node_caps: tuple[tuple[str, int | str], ...] = ()
     deployment_share: float | None = None
     kv_headroom: float = 0.0
     slack_share: float | None = None
     watermarks: Watermarks | None = None
     cooldown_s: float = 0.0
     blackouts: tuple[tuple[str, BlackoutWindow], ...] = ()
+    tenants: tuple[tuple[str, TenantLimit], ...] = ()
     canary_percent: float = 100.0
     stale_after_s: float = LEASE_TTL_S
     reclaim_deadline_s: float | None = None
@@ -72,12 +76,14 @@ PATHS: Final[Mapping[str, str]] = {
     "stopPolicy": "stop_policy",
     "maxHarvest.compute": "compute",
     "maxHarvest.memory": "memory_bytes",
+    "maxHarvest.nodes": "node_caps",
     "maxHarvest.deploymentShare": "deployment_share",
     "reserve.kvHeadroom": "kv_headroom",
     "slackShare": "slack_share",
     "watermarks": "watermarks",
     "cooldown": "cooldown_s",
     "blackoutWindows": "blackouts",
+    "tenants": "tenants",
     "canary.percent": "canary_percent",
     "staleAfter": "stale_after_s",
     "reclaimDeadline": "reclaim_deadline_s",
@@ -93,8 +99,11 @@ def _shown(value: object) -> str:
         return f"{value.share:g} over {value.over_s:g} s, again below {value.resume:g}"
     if isinstance(value, SloBudget):
         return f"objective {value.objective:g}, at least {value.min_bad} missed"
+    if isinstance(value, TenantLimit):
+        most = "" if value.max_guests is None else f", at most {value.max_guests} guests"
+        return f"{value.job}: priority {value.priority:g}{most}"
     if isinstance(value, tuple):
-        return "; ".join(str(window) for _, window in value)
+        return "; ".join(f"{_shown(each)} ({name})" for name, each in value)
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -155,8 +164,17 @@ def effective(
     decided: dict[str, str] = {}
     fold = _Fold(matching, decided)
     blackouts = tuple((p.name, window) for p in matching for window in p.blackout_windows)
-    if blackouts:
-        decided["blackoutWindows"] = ", ".join(dict.fromkeys(name for name, _ in blackouts))
+    node_caps = tuple(
+        (p.name, p.max_harvest.nodes) for p in matching if p.max_harvest.nodes is not None
+    )
+    tenants = tuple((p.name, tenant) for p in matching for tenant in p.tenants)
+    for path, each in (
+        ("blackoutWindows", blackouts),
+        ("maxHarvest.nodes", node_caps),
+        ("tenants", tenants),
+    ):
+        if each:
+            decided[path] = ", ".join(dict.fromkeys(name for name, _ in each))
     high = fold.pick("watermarks", lambda p: p.watermarks, lambda w: (w.high, w.low))
     lows = [p.watermarks.low for p in matching if p.watermarks is not None]
     return EffectivePolicy(
@@ -175,6 +193,8 @@ def effective(
         watermarks=None if high is None else Watermarks(high=high.high, low=min(lows)),
         cooldown_s=fold.pick("cooldown", lambda p: p.cooldown_s, _most, 0.0),
         blackouts=blackouts,
+        node_caps=node_caps,
+        tenants=tenants,
         canary_percent=fold.pick("canary.percent", lambda p: p.canary.percent, _least, 100.0),
         stale_after_s=fold.pick("staleAfter", lambda p: p.stale_after_s, _least, LEASE_TTL_S),
         reclaim_deadline_s=fold.pick("reclaimDeadline", lambda p: p.reclaim_deadline_s, _least),

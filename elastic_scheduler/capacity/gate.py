@@ -404,8 +404,7 @@ class CapacityGate:
 
     def _is_counted(self, node: str) -> bool:
         policy = self._effective[node]
-        caps = (self._policies[name].max_harvest.nodes for name in policy.policies)
-        return policy.deployment_share is not None or any(cap is not None for cap in caps)
+        return policy.deployment_share is not None or bool(policy.node_caps)
 
     def _judged(self, node: NodeFacts, beyond: tuple[str, ...], *, settled: bool) -> Verdict:
         whys = beyond

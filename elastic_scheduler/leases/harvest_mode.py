@@ -1,4 +1,7 @@
-"""Harvest modes of an operator: which replicas may be lent, and the effect on their leases.
+"""Harvest modes: which guests may be lent, and the effect on their leases.
+
+The operator's stop is one of the cluster and stricter ones of single replicas; a capacity policy's
+verdict on a node is one too (`elastic_scheduler.capacity.gate`), and the stricter holds.
 
 | mode | new leases of guests | live leases of guests |
 | --- | --- | --- |
@@ -11,11 +14,11 @@ Dedicated replicas belong to the jobs, not to the operator of a serving cluster:
 every mode.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from elastic_scheduler.leases.lease_table import Lease, LeaseState, Offer, ReplicaKind
+from elastic_scheduler.leases.lease_table import Lease, Offer
 
 
 class HarvestMode(StrEnum):
@@ -48,7 +51,7 @@ class HarvestPlan:
 
 
 class HarvestModes:
-    """The cluster's mode and the modes of single replicas; the stricter of the two holds.
+    """The operator's stop: the cluster's mode and those of single replicas; the stricter holds.
 
     Stricter wins so that a forgotten permission for one replica never defeats a cluster-wide stop.
     """
@@ -79,32 +82,3 @@ class HarvestModes:
         """The mode that holds for a guest."""
         own = self._overrides.get(replica, HarvestMode.ACTIVE)
         return stricter(self.mode, own)
-
-    def plan(self, offers: Iterable[Offer], leases: Iterable[Lease]) -> HarvestPlan:
-        """Decide over live offers and live leases.
-
-        An unhealthy replica gets no new lease but keeps the one it has: it gets no turns either
-        way, and it may be catching up.
-        """
-        offered = {offer.replica: offer for offer in offers}
-        held = {lease.replica: lease for lease in leases}
-        active = [lease for lease in held.values() if lease.state is LeaseState.ACTIVE]
-        known = [(lease, offered[lease.replica]) for lease in active if lease.replica in offered]
-        return HarvestPlan(
-            lease=tuple(
-                offer
-                for offer in offered.values()
-                if offer.replica not in held and offer.healthy and self._may_grant(offer)
-            ),
-            renew=tuple(lease for lease, offer in known if self._may_keep(offer)),
-            release=tuple(lease for lease, offer in known if not self._may_keep(offer)),
-        )
-
-    def _may_grant(self, offer: Offer) -> bool:
-        return (
-            offer.kind is ReplicaKind.DEDICATED or self.mode_of(offer.replica) is HarvestMode.ACTIVE
-        )
-
-    def _may_keep(self, offer: Offer) -> bool:
-        kept = (HarvestMode.ACTIVE, HarvestMode.HOLD)
-        return offer.kind is ReplicaKind.DEDICATED or self.mode_of(offer.replica) in kept

@@ -13,8 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import grpc
+
 from rose.cli.commands import SchedulerClient, add_scheduler_options
-from rose.errors import ConfigError, RefusedError, UnavailableError
+from rose.errors import ConfigError, RefusedError, RoseError, UnavailableError
 from rose.rpc import rose_pb2 as pb
 from rose.security.certificates import taken_certificates
 from rose.store.opening import StoreName, add_store_options, open_store, taken_store
@@ -42,6 +44,14 @@ STOPS: Final = {
 
 class PolicyClient(SchedulerClient):
     """Calls of a scheduler about policies. Raises as `SchedulerClient` does."""
+
+    def _meaning(self, code: grpc.StatusCode, details: str | None) -> RoseError:
+        if code is grpc.StatusCode.UNIMPLEMENTED:
+            return RefusedError(
+                f"the scheduler at {self._address} is of an older release and knows no policies;"
+                " upgrade it, or use `rose harvest`"
+            )
+        return super()._meaning(code, details)
 
     def policies(self) -> list[pb.PolicyView]:
         """All policies in force."""

@@ -21,6 +21,7 @@ from rose.node.grants.host_scrape import watch as watch_metrics
 from rose.node.grants.host_watch import HOST_LATENCY, HostWatch
 from rose.node.guest.harvest_switch import HarvestSwitch
 from rose.node.guest.kill_switch import KillSwitch
+from rose.node.guest.stop_proof import Measured, StopProof
 from rose.node.memory_gauges import Gpus, Held
 from rose.node.metrics import NodeHealth, NodeMetrics, ReplicaFigures
 from rose.node.reclaimer import Reclaimer
@@ -238,18 +239,27 @@ class NodeDaemon:
     def _add_held(self, guest: rose_pb2.GuestTelemetry) -> None:
         """What a guest that must not be there holds all the same: a stop is proved by measuring."""
         amount = self._still_held.get(guest.replica)
-        if amount is not None and self._harvest.off(guest.replica):
+        if amount is not None and self._barred(guest.replica):
             guest.held_bytes = amount
 
     async def _measure_held(self) -> None:
         """In a thread: a kernel or driver that hangs must not hold up leases."""
+        proofs = {name: StopProof() for name in self._reclaimers}
         while True:
-            for name in self._reclaimers:
-                held = None
-                if self._harvest.off(name):
+            for name, proof in proofs.items():
+                held: Held | None = None
+                barred = self._barred(name)
+                if barred:
                     held = await asyncio.to_thread(self._held, name)
-                self._still_held[name] = held.amount if held else None
+                self._still_held[name] = amount = held.amount if held else None
+                deadline_s = self._caps.reclaim_s(self._replicas[name].config.reclaim_s)
+                seen = Measured(barred, amount, self._guards[name].duty(), deadline_s)
+                for said in proof.step(seen, time.monotonic()):
+                    self._events.write(said.event, replica=name, **said.fields)
             await asyncio.sleep(MEASURE_EVERY_S)
+
+    def _barred(self, name: str) -> bool:
+        return self._kill_switch.engaged or self._harvest.off(name)
 
     def _served(self, record: LatencyRecord) -> None:
         self._slo.count(record)

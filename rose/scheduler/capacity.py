@@ -19,6 +19,7 @@ from elastic_scheduler.capacity import (
     Halt,
     NodeFacts,
     Note,
+    PolicyMode,
     Verdict,
     cli_policy,
     parse_policy,
@@ -76,7 +77,8 @@ class Capacity:
     @property
     def shown_mode(self) -> HarvestMode:
         """Mode of the cluster as 0.2.0 shows it: OFF where no policy lets anything be lent."""
-        return self.stop.mode if self.gate.policies else HarvestMode.OFF
+        acts = any(policy.mode is PolicyMode.ACTIVE for policy in self.gate.policies)
+        return self.stop.mode if acts else HarvestMode.OFF
 
     # ---- requests ----
 

@@ -12,6 +12,7 @@ from elastic_scheduler import HarvestMode
 from rose.errors import ConfigError, RefusedError
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler import SchedulerCore, wire
+from rose.scheduler.capacity import policy_applied, policy_deleted
 from rose.scheduler.messages import (
     Action,
     Attached,
@@ -19,6 +20,7 @@ from rose.scheduler.messages import (
     Event,
     JobRegistered,
     Reserve,
+    Save,
     StoredEvent,
     Tick,
     VersionAnnounced,
@@ -36,6 +38,8 @@ UNARY = (
     (pb.AnnounceVersionRequest, wire.version_announced),
     (pb.SetHarvestRequest, wire.harvest_set),
     (pb.RevokeRequest, wire.revoke_asked),
+    (pb.ApplyPolicyRequest, policy_applied),
+    (pb.DeletePolicyRequest, policy_deleted),
 )
 
 
@@ -60,6 +64,8 @@ class Scheduler:
                 self._write(write.key, write.value)
         actions: list[Action] = self.core.step(event, self.now_s)
         for action in actions:  # it grows
+            if isinstance(action, Save):
+                self._write(action.write.key, action.write.value)
             if isinstance(action, Reserve):
                 self._write(action.write.key, action.write.value)
                 actions += self.core.step(action.then, self.now_s)

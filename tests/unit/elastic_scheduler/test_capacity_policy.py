@@ -1,15 +1,19 @@
 """What a capacity policy may say, and the one line for one that says what cannot be."""
 
 import json
+import math
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 from zoneinfo import ZoneInfo
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from elastic_scheduler.capacity import (
     CapacityPolicy,
+    EffectivePolicy,
     crd_schema,
     docs_table,
     effective,
@@ -182,6 +186,18 @@ def test_a_node_that_no_policy_matches_lends_nothing_and_says_so() -> None:
     assert other.decided_by["mode"] == NO_POLICY
 
 
+def test_every_field_that_a_policy_bounds_is_explained_with_its_policy() -> None:
+    held = effective([policy_of({**FULL, "nodeSelector": {}}), policy_of({"name": "z"})], "n", {})
+    said = {path: (value, policy) for path, value, policy in held.fields()}
+    assert said["mode"] == ("Advisory", "z")
+    assert said["maxHarvest.nodes"] == ("25% (serving)", "serving")
+    assert said["tenants"] == ("grpo: priority 2, at most 4 guests (serving)", "serving")
+    assert said["blackoutWindows"] == ("Mon,Fri 08:00-20:00 Europe/Berlin (serving)", "serving")
+    assert said["watermarks"] == ("high 0.8, low 0.7", "serving")
+    assert said["staleAfter"] == ("3", "serving")
+    assert said["maxHostBusy"][0] == "0.8 over 20 s, again below 0.6"
+
+
 def test_a_larger_canary_contains_the_smaller_one() -> None:
     nodes = [f"node-{n}" for n in range(2_000)]
     shares = (1, 5, 25, 100)
@@ -226,3 +242,51 @@ def test_the_table_has_every_field() -> None:
     table = docs_table()
     for path in ("mode", "maxHarvest.deploymentShare", "blackoutWindows[].timeZone", "staleAfter"):
         assert f"`{path}`" in table
+
+
+SHARE = st.none() | st.sampled_from([0.1, 0.3, 0.5, 0.9])
+DURATION = st.sampled_from(["2s", "3s", "5s"])
+SAID = st.fixed_dictionaries(
+    {},
+    optional={
+        "mode": st.sampled_from(["Off", "Advisory", "Active"]),
+        "stopPolicy": st.sampled_from(["None", "Hold", "HoldAndDrain"]),
+        "maxHarvest": st.fixed_dictionaries(
+            {}, optional={"compute": SHARE, "memory": st.integers(1, 99), "deploymentShare": SHARE}
+        ),
+        "reserve": st.fixed_dictionaries({"kvHeadroom": st.sampled_from([0.0, 0.2, 0.5])}),
+        "slackShare": SHARE,
+        "cooldown": DURATION,
+        "staleAfter": DURATION,
+        "reclaimDeadline": DURATION,
+        "canary": st.fixed_dictionaries({"percent": st.sampled_from([0, 10, 100])}),
+    },
+)
+MODES, STOPS = ["Off", "Advisory", "Active"], ["HoldAndDrain", "Hold", "None"]
+
+
+def room(held: EffectivePolicy) -> list[float]:
+    """How much each field leaves: more is laxer."""
+    bounds = (held.compute, held.memory_bytes, held.deployment_share, held.slack_share)
+    return [
+        MODES.index(held.mode),
+        STOPS.index(held.stop_policy),
+        *(math.inf if bound is None else bound for bound in bounds),
+        -held.kv_headroom,
+        -held.cooldown_s,
+        held.canary_percent,
+        held.stale_after_s,
+        math.inf if held.reclaim_deadline_s is None else held.reclaim_deadline_s,
+    ]
+
+
+@given(st.lists(SAID, min_size=1, max_size=4))
+def test_no_policy_ever_gives_more_than_another_one_allows(said: list[dict[str, object]]) -> None:
+    policies = [policy_of({"name": f"p{n}", **each}) for n, each in enumerate(said)]
+    together = effective(policies, "n", {})
+    alone = [room(effective([policy], "n", {})) for policy in policies]
+    assert room(together) == [min(column) for column in zip(*alone, strict=True)]
+    assert effective(policies[::-1], "n", {}) == together, "whatever their order"
+    names = {policy.name for policy in policies}
+    for whose in together.decided_by.values():
+        assert set(whose.split(", ")) <= names

@@ -1,6 +1,15 @@
+"""The operator's stop, where policies stand in nobody's way."""
+
 import pytest
 
 from elastic_scheduler import HarvestMode, HarvestModes, LeaseTable, Offer, ReplicaKind
+from elastic_scheduler.capacity import CapacityGate, NodeFacts, cli_policy
+
+
+def open_gate(mode: HarvestMode = HarvestMode.ACTIVE) -> CapacityGate:
+    gate = CapacityGate(HarvestModes(mode), [cli_policy()])
+    gate.greet(NodeFacts("n"), 0.0)
+    return gate
 
 
 def offer(replica: str, kind: ReplicaKind = ReplicaKind.GUEST, healthy: bool = True) -> Offer:
@@ -23,7 +32,7 @@ def test_the_mode_decides_over_guests_and_never_over_dedicated_replicas(
     book.reserve("held", 1)
     book.grant("job", "held", 0.0)
     offers = [offer("held"), offer("new"), offer("own", ReplicaKind.DEDICATED)]
-    plan = HarvestModes(mode).plan(offers, book.leases())
+    plan = open_gate(mode).plan(offers, book.leases())
     assert [o.replica for o in plan.lease] == ["new"] * grants + ["own"]
     assert len(plan.renew) == renews
     assert len(plan.release) == releases
@@ -42,12 +51,12 @@ def test_the_stricter_of_cluster_and_replica_wins() -> None:
 
 
 def test_an_unhealthy_replica_gets_no_new_lease() -> None:
-    assert HarvestModes().plan([offer("g", healthy=False)], []).lease == ()
+    assert open_gate().plan([offer("g", healthy=False)], []).lease == ()
 
 
 def test_a_lease_without_a_live_offer_is_left_to_expire() -> None:
     book = LeaseTable(2.0)
     book.reserve("gone", 1)
     book.grant("job", "gone", 0.0)
-    plan = HarvestModes().plan([], book.leases())
+    plan = open_gate().plan([], book.leases())
     assert plan.renew == plan.release == ()

@@ -16,6 +16,7 @@ import pytest
 from rose.node.guest.guest_record import FOLDER, running_guests
 from rose.node.guest.harvest_switch import HarvestSwitch
 from rose.node.guest.kill_switch import EndedGuest, end_guests
+from rose.node.guest.stop_proof import Measured, StopProof
 from rose.process.child import group_alive
 from rose.process.filelock import HeldFile
 from rose.process.procfs import ProcessIdentity, group_bytes
@@ -167,3 +168,32 @@ def test_a_switch_knows_for_how_long_a_guest_may_not_exist() -> None:
     assert switch.off_s("g") == 3.0, "said again it does not begin anew"
     switch.take(pb.Harvest(mode=pb.HARVEST_MODE_HOLD))
     assert switch.off_s("g") == 0.0
+
+
+def test_a_stop_is_proved_once_by_what_was_measured() -> None:
+    proof = StopProof()
+    told = [
+        [(said.event, said.fields.get("in_time")) for said in proof.step(seen, now_s)]
+        for now_s, seen in (
+            (0.0, Measured(False, None, 0.9, 5.0)),
+            (1.0, Measured(True, None, 0.9, 5.0)),
+            (2.0, Measured(True, 9 << 20, 0.2, 5.0)),
+            (3.0, Measured(True, 0, 0.2, 5.0)),
+            (4.0, Measured(True, 0, 0.0, 5.0)),
+            (5.0, Measured(True, 0, 0.0, 5.0)),
+        )
+    ]
+    assert told == [[], [], [], [], [("stop_proved", True)], []]
+
+
+def test_a_stop_that_takes_too_long_says_what_is_left_and_when_it_is_gone() -> None:
+    proof = StopProof()
+    assert proof.step(Measured(True, 7, 0.5, 2.0), 0.0) == []
+    [late] = proof.step(Measured(True, 7, 0.5, 2.0), 2.1)
+    assert late.event == "stop_overdue"
+    assert (late.fields["held_bytes"], late.fields["duty"]) == (7, 0.5)
+    assert proof.step(Measured(True, None, 0.5, 2.0), 3.0) == []
+    [done] = proof.step(Measured(True, 0, 0.0, 2.0), 9.0)
+    assert (done.event, done.fields["in_time"]) == ("stop_proved", False)
+    proof.step(Measured(False, None, 0.5, 2.0), 10.0)
+    assert proof.step(Measured(True, 0, 0.0, 2.0), 20.0)[0].fields["seconds"] == 0.0

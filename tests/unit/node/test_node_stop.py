@@ -1,12 +1,15 @@
 """With the control plane up a stop ends a node's guest each time, proved by what is measured."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import json
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 from node_bench import Bench
 
+from executor import FreezeReason, Grant
+from executor.kv.capacity_policy import LEAST_CAP, NO_CAP
 from rose.process.child import group_alive
 from rose.process.procfs import group_bytes
 from rose.rpc import rose_pb2 as pb
@@ -56,6 +59,17 @@ async def test_the_stop_of_the_control_plane_ends_the_guest_each_time(
         assert group_bytes(group) == 0
         await stop(bench, pb.HARVEST_MODE_ACTIVE)
     assert len(bench.noted("engine_reclaimed")) == trials
+    proofs = bench.noted("stop_proved")
+    assert [proof["in_time"] for proof in proofs[:trials]] == [True] * len(proofs[:trials])
+    assert len(proofs) >= trials - 1, "the last one may be under way"
+
+
+async def test_a_dropped_file_is_proved_too(bench: Bench) -> None:
+    bench.spawn()
+    await bench.until("leased", lambda row: row.leased and row.healthy)
+    (bench.run_dir / "KILL").touch()
+    proof = await bench.until_noted("stop_proved")
+    assert (proof["held_bytes"], proof["duty"], proof["in_time"]) == (0, 0.0, True)
 
 
 async def test_turns_that_are_not_handed_back_do_not_outlive_the_deadline(bench: Bench) -> None:
@@ -67,3 +81,32 @@ async def test_turns_that_are_not_handed_back_do_not_outlive_the_deadline(bench:
     await stop(bench, pb.HARVEST_MODE_OFF)
     await proved(bench)
     assert bench.noted("engine_reclaimed")[0]["reason"] == "harvest is off"
+
+
+async def granted(bench: Bench, what: str, holds: Callable[[Grant], bool]) -> None:
+    grant: Grant | None = None
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                grant = bench.page.grant.peek()
+                if grant is not None and holds(grant):
+                    return
+                await asyncio.sleep(0.02)
+    except TimeoutError:
+        raise AssertionError(f"never {what}: {grant}") from None
+
+
+async def test_caps_of_a_policy_reach_the_grant_and_silence_ends_it(bench: Bench) -> None:
+    bench.spawn()
+    await bench.until("leased", lambda row: row.leased and row.healthy)
+    await granted(bench, "uncapped", lambda grant: grant.kv_granule_cap == NO_CAP)
+    said = {"name": "p", "mode": "Active", "maxHarvest": {"memory": "1Ki"}, "staleAfter": "2s"}
+    await bench.stub.ApplyPolicy(pb.ApplyPolicyRequest(policy=json.dumps(said)))
+    await granted(bench, "capped", lambda grant: grant.kv_granule_cap == LEAST_CAP)
+    assert (await bench.row() or pb.Replica()).leased
+    del said["maxHarvest"]
+    await bench.stub.ApplyPolicy(pb.ApplyPolicyRequest(policy=json.dumps(said)))
+    await granted(bench, "free again", lambda grant: grant.kv_granule_cap == NO_CAP)
+    await bench.server.stop(0)
+    await granted(bench, "cut off", lambda grant: grant.reason == FreezeReason.CUT_OFF)
+    await granted(bench, "without memory", lambda grant: grant.kv_granule_cap == LEAST_CAP)

@@ -8,6 +8,7 @@ import pytest
 from datadriven import nanoseconds, stories, tell
 
 from elastic_scheduler import HarvestMode, ReplicaKind
+from elastic_scheduler.capacity import policy_of
 from rose.errors import RefusedError
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler.messages import (
@@ -23,6 +24,8 @@ from rose.scheduler.messages import (
     JobRegistered,
     LogRecord,
     Offered,
+    PolicyApplied,
+    PolicyDeleted,
     PublishTable,
     ReplicaDrained,
     Reserve,
@@ -54,8 +57,27 @@ def _offered(values: Values) -> Offered:
     return Offered(int(values["stream"]), tuple(offers))
 
 
+def _policy(values: Values) -> PolicyApplied:
+    said: dict[str, object] = {"name": values["policy"], "mode": values["mode"]}
+    if "stop" in values:
+        said["stopPolicy"] = values["stop"]
+    if "slack" in values:
+        said["slackShare"] = float(values["slack"])
+    if "blackout" in values:
+        begin, end = values["blackout"].split("-")
+        said["blackoutWindows"] = [{"from": begin, "to": end, "timeZone": "UTC"}]
+    return PolicyApplied(policy_of(said))
+
+
+def _tick(values: Values) -> Tick:
+    if "clock" not in values:
+        return Tick()
+    hours, minutes = values["clock"].split(":")
+    return Tick(int(hours) * 3_600.0 + int(minutes) * 60.0)
+
+
 EVENTS: Final[dict[str, Callable[[Values], Event]]] = {
-    "attached": lambda v: Attached(v["node"], int(v["stream"])),
+    "attached": lambda v: Attached(v["node"], int(v["stream"]), takes_caps="caps" in v),
     "detached": lambda v: Detached(int(v["stream"])),
     "offered": _offered,
     "job": lambda v: JobRegistered(JOB, int(v["staleness"])),
@@ -67,7 +89,9 @@ EVENTS: Final[dict[str, Callable[[Values], Event]]] = {
     "revoke": lambda v: RevokeAsked(v["replica"], v["reason"]),
     "taken-back": lambda v: TakenBack(int(v["stream"]), v["replica"], int(v["epoch"]), v["reason"]),
     "drained": lambda v: ReplicaDrained(int(v["stream"]), v["replica"], int(v["epoch"]), 0),
-    "tick": lambda _: Tick(),
+    "tick": _tick,
+    "policy": _policy,
+    "deleted": lambda v: PolicyDeleted(v["deleted"]),
 }
 
 
@@ -140,6 +164,9 @@ def _command(command: pb.NodeCommand) -> str:
     if kind == "harvest":
         mode = pb.HarvestMode.Name(command.harvest.mode).removeprefix("HARVEST_MODE_").lower()
         return f"harvest mode={mode} replica={command.harvest.replica or 'all'}"
+    if kind == "caps":
+        said = " ".join(f"{field.name}={value:g}" for field, value in command.caps.ListFields())
+        return f"caps {said}"
     return f"relays urls=[{', '.join(command.relays.urls)}]"
 
 
