@@ -253,7 +253,8 @@ class NodeDaemon:
                     held = await asyncio.to_thread(self._held, name)
                 self._still_held[name] = amount = held.amount if held else None
                 deadline_s = self._caps.reclaim_s(self._replicas[name].config.reclaim_s)
-                seen = Measured(barred, amount, self._guards[name].duty(), deadline_s)
+                duty, order_s = self._guards[name].duty(), self._harvest.off_since_s(name)
+                seen = Measured(barred, amount, duty, deadline_s, order_s)
                 for said in proof.step(seen, time.monotonic()):
                     self._events.write(said.event, replica=name, **said.fields)
             await asyncio.sleep(MEASURE_EVERY_S)

@@ -27,6 +27,9 @@ class HarvestSwitch:
         else:
             self._cluster = command.mode
             self._own.clear()
+        # A stop that is over for a moment begins anew, whoever looks when.
+        for replica in list(self._off_since_s):
+            self.off(replica)
 
     @property
     def known(self) -> bool:
@@ -42,6 +45,10 @@ class HarvestSwitch:
         else:
             self._off_since_s.pop(replica, None)
         return off
+
+    def off_since_s(self, replica: str) -> float:
+        """Since when the guest has not been allowed to exist, which tells stops apart; else 0."""
+        return self._off_since_s.get(replica, 0.0) if self.off(replica) else 0.0
 
     def off_s(self, replica: str) -> float:
         """For how long the guest has not been allowed to exist, as far as anybody asked; else 0."""

@@ -15,13 +15,15 @@ from dataclasses import dataclass
 class Measured:
     """One look at a guest; held_bytes is None when nobody could measure.
 
-    deadline_s: how long the stop may take. duty: share of the last second in which it ran.
+    deadline_s: how long the stop may take. duty: share of the last second in which it ran. order_s:
+    tells stops apart between which nobody looked.
     """
 
     barred: bool
     held_bytes: int | None
     duty: float
     deadline_s: float
+    order_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +39,16 @@ class StopProof:
 
     def __init__(self) -> None:
         self._since_s: float | None = None
+        self._order_s = 0.0
         self._proved = False
         self._overdue = False
 
     def step(self, seen: Measured, now_s: float) -> list[Said]:
         """What to record now."""
-        if not seen.barred:
+        if not seen.barred or seen.order_s != self._order_s:
             self._since_s, self._proved, self._overdue = None, False, False
+            self._order_s = seen.order_s
+        if not seen.barred:
             return []
         if self._since_s is None:
             self._since_s = now_s

@@ -186,6 +186,18 @@ def test_a_stop_is_proved_once_by_what_was_measured() -> None:
     assert told == [[], [], [], [], [("stop_proved", True)], []]
 
 
+def test_a_stop_that_follows_another_unseen_is_proved_again() -> None:
+    proof = StopProof()
+    said = [
+        proof.step(Measured(True, 0, 0.0, 5.0, order_s), order_s) for order_s in (1.0, 1.0, 2.0)
+    ]
+    assert [[each.event for each in words] for words in said] == [
+        ["stop_proved"],
+        [],
+        ["stop_proved"],
+    ]
+
+
 def test_a_stop_that_takes_too_long_says_what_is_left_and_when_it_is_gone() -> None:
     proof = StopProof()
     assert proof.step(Measured(True, 7, 0.5, 2.0), 0.0) == []

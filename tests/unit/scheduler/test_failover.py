@@ -119,7 +119,8 @@ class Gateway:
         self.tables: list[dict[str, int]] = []
         self.watch = WatchedTable(addresses, "gw", 5.0, lambda *a, **kw: None)
 
-    def sink(self, entries: tuple[ReplicaEntry, ...]) -> None:
+    def sink(self, entries: tuple[ReplicaEntry, ...], jobs: tuple[str, ...]) -> None:
+        del jobs
         self.tables.append({each.id: each.lease_epoch for each in entries if each.leased})
 
 

@@ -1,7 +1,7 @@
 """Several jobs share the guests: by weight, within their quotas, and no flood starves another."""
 
 import pytest
-from standin_fleet import StandinFleet
+from leased_fleet import StandinFleet
 
 from rose.scheduler.demand import JobFigures
 from rose.scheduler.messages import JobRegistered
