@@ -13,10 +13,10 @@ from rose.errors import ConfigError, UnavailableError
 from rose.store import ABSENT, Change, EtcdAccess, EtcdStore, Put
 from rose.store.etcd import end_of
 from rose.store.etcd_link import EtcdLink, UnansweredError
+from tests.etcd_cluster import EtcdCluster, needs_etcd, running_etcd
 from tests.patience import PATIENCE_S
-from tests.unit.store.etcd_cluster import EtcdCluster, needs_etcd, running_etcd
 
-pytestmark = [needs_etcd, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.engine, needs_etcd, pytest.mark.timeout(180)]
 
 
 @pytest.fixture(scope="module")

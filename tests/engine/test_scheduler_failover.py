@@ -20,10 +20,10 @@ from rose.node.lease_fsm import HeldLease
 from rose.node.scheduler_session import SchedulerSession
 from rose.rpc import rose_pb2 as pb
 from rose.rpc.leader_channel import LeaderChannel
+from tests.etcd_cluster import needs_etcd, running_etcd
 from tests.patience import PATIENCE_S
-from tests.unit.store.etcd_cluster import needs_etcd, running_etcd
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(180)]
 JOB, REPLICA = "grpo", "g0"
 
 
