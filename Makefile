@@ -35,7 +35,7 @@ test: unit engine
 
 # All of it: also what is marked `nightly`.
 nightly: install
-	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -q tests/unit -n 3 --dist loadfile --durations=25 $(ARGS)
+	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -q tests/unit -n 3 --dist loadfile --timeout=1800 --durations=25 $(ARGS)
 	$(BIN)/pytest -q tests/engine --durations=25 $(ARGS)
 
 demo: install

@@ -16,7 +16,7 @@ class StandsStillError(AssertionError):
     """Every task waits for another one."""
 
 
-class _Skipping(selectors.SelectSelector):
+class _Skipping(selectors.PollSelector):
     """Waits by moving the clock."""
 
     now_s = 0.0
