@@ -177,6 +177,10 @@ class LeaseTable:
         """All leases that were not yet ended or collected by `expire`."""
         return tuple(self._leases.values())
 
+    def held(self, replica: str) -> Lease | None:
+        """The replica's lease, run out or not, until it was ended or collected."""
+        return self._leases.get(replica)
+
     def live(self, replica: str, now_s: float) -> Lease | None:
         """The replica's lease unless it has run out."""
         lease = self._leases.get(replica)

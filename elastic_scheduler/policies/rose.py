@@ -1,7 +1,7 @@
 """ROSE's leasing policy: leases by net benefit."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from elastic_scheduler.leases.cost_model import AimdLimit, Supply, SwitchCosts, saved_beside_s
 from elastic_scheduler.leases.lease_table import Offer, ReplicaKind, SwitchKind
@@ -213,7 +213,7 @@ class RosePolicy:
 class _Owned:
     """Replicas of one job while a decision is made."""
 
-    supply: Supply = Supply()
+    supply: Supply = field(default_factory=Supply)
     guests: int = 0
 
     def add(self, offer: Offer) -> None:

@@ -97,7 +97,7 @@ class ScaledFleet:
             self._step(Tick(WALL_S + self.now_s))
         for number in range(self._gateways):
             jobs = [
-                pb.JobDemand(job=job, turns=40 * self._nodes, owed_tokens=1e7, made_tok_s=1e5)
+                pb.JobDemand(job=job, turns=40 * self._nodes, owed_tokens=1e9, made_tok_s=1e6)
                 for job in JOBS
             ]
             report = pb.DemandReport(gateway=f"gw{number}", jobs=jobs)
