@@ -55,8 +55,9 @@ BROKEN_PAUSE_S = 30.0
 # A fleet of so many replicas is regulated whole, and its table made, at every event.
 SMALL_FLEET = 64
 # A larger one no more often than this: what happens meanwhile is news for the next time. Leases
-# expire, are renewed and granted, and nodes are told at every event all the same.
+# expire, end and are granted at every event all the same, and are renewed nearly so.
 PACE_S = 0.25
+RENEW_PACE_S = 0.1
 # A policy is asked no less often.
 WHOLE_S = 1.0
 
@@ -122,6 +123,7 @@ class Leasing:
         self._seen = (0, 0)
         self._regulated_s = -math.inf
         self._kept: tuple[str, ...] = ()
+        self._renewed_s = -math.inf
         self._policy_rests_until_s = 0.0
         # Replicas of which nothing was heard since this leader began; their leases may live.
         self._unheard = dict(epoch_jobs)
@@ -217,7 +219,9 @@ class Leasing:
         self._news |= news or bool(actions) or seen != self._seen
         self._seen = seen
         if not (at_once or self._is_due(now_s)):
-            return actions + self._renew_all(self._kept, offers, now_s)
+            if now_s >= self._renewed_s + RENEW_PACE_S:
+                actions += self._renew_all(self._kept, offers, now_s)
+            return actions
         self._news, self._regulated_s = False, now_s
         return actions + self._regulate_whole(offers, fleet, now_s)
 
@@ -375,6 +379,7 @@ class Leasing:
         self, replicas: Iterable[str], offers: Mapping[str, Offer], now_s: float
     ) -> list[Action]:
         """Renew what is due; what is offered no more runs out."""
+        self._renewed_s = now_s
         actions: list[Action] = []
         due_s = now_s + self._times.ttl_s - self._times.renew_s
         for replica in replicas:

@@ -47,6 +47,7 @@ from slo import percentile
 JOBS = ("grpo", "ppo")
 TICKS_A_S = 10
 OF_CLUSTER = 50
+SWITCH_S = 0.02
 WARM_UP_S = 15
 MOST_CPU_SHARE = 0.5
 MOST_TABLE_S = 1.0
@@ -68,6 +69,8 @@ class ScaledFleet:
         # Epoch and job of what each replica was told last; the nodes say them with their offers.
         self._leases: dict[str, tuple[int, str]] = {}
         self.leased = 0
+        # First tokens that a gateway has seen since its last report.
+        self._switches: list[pb.Switch] = []
         for job in JOBS:
             for event in (JobRegistered(job, 4), VersionAnnounced(job, 1, 0, "http://trainer")):
                 self._core.writes(event)
@@ -88,7 +91,7 @@ class ScaledFleet:
             )
             self._step(wire.attached(hello, number))
 
-    def play_second(self) -> None:
+    def play_second(self, revocations: int = 0) -> None:
         """One second: each node reports, at a moment of its own; ten ticks."""
         for tick in range(TICKS_A_S):
             for number in range(tick, self._nodes, TICKS_A_S):
@@ -100,9 +103,10 @@ class ScaledFleet:
                 pb.JobDemand(job=job, turns=40 * self._nodes, owed_tokens=1e9, made_tok_s=1e6)
                 for job in JOBS
             ]
-            report = pb.DemandReport(gateway=f"gw{number}", jobs=jobs)
+            report = pb.DemandReport(gateway=f"gw{number}", jobs=jobs, switches=self._switches)
+            self._switches = []
             self._step(wire.demanded(report))
-        for _ in range(self._nodes // 250):
+        for _ in range(revocations):
             self._take_back(self._random.randrange(self._nodes))
 
     def _hear(self, number: int) -> None:
@@ -160,6 +164,9 @@ class ScaledFleet:
         for command in sent:
             if command.HasField("lease"):
                 lease = command.lease
+                if self._leases.get(lease.replica, (0, ""))[0] != lease.epoch:
+                    new = pb.Switch(replica=lease.replica, epoch=lease.epoch, took_s=SWITCH_S)
+                    self._switches.append(new)
                 self._leases[lease.replica] = lease.epoch, lease.job
         for action in actions:
             if isinstance(action, Reserve):
@@ -194,7 +201,7 @@ def measure(nodes: int, replicas: int, gateways: int, seconds: int) -> dict[str,
     # As the scheduler does not: what is there stays, and a collector that walks it measures itself.
     gc.collect()
     for _ in range(seconds):
-        fleet.play_second()
+        fleet.play_second(nodes // 250)
     began_s = time.perf_counter()
     table = pb.ReplicaTable.FromString(fleet.table)
     table.SerializeToString()
