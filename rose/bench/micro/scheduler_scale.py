@@ -198,7 +198,7 @@ def measure(nodes: int, replicas: int, gateways: int, seconds: int) -> dict[str,
     start_cpu_s, fleet.cpu_s = fleet.cpu_s, 0.0
     start_step_ms, fleet.steps_ms = max(fleet.steps_ms), []
     fleet.published = fleet.sent = 0
-    # As the scheduler does not: what is there stays, and a collector that walks it measures itself.
+    # What the beginning left is not the steady state's.
     gc.collect()
     for _ in range(seconds):
         fleet.play_second(nodes // 250)
