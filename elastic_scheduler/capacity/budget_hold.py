@@ -285,9 +285,15 @@ class BusyHold:
             return None
         since_s = now_s - over_s
         weighted = weight = 0.0
+        # Minutes of them are kept, for the longest window; only the newest lie in this one, with
+        # one before it. A sample speaks for the time since the one before it.
+        recent: list[tuple[float, float]] = []
+        for sample in reversed(load.samples):
+            recent.append(sample)
+            if sample[0] <= since_s:
+                break
         before_s: float | None = None
-        for at_s, share in load.samples:
-            # A sample speaks for the time since the one before it.
+        for at_s, share in reversed(recent):
             if before_s is not None and at_s > since_s:
                 span_s = at_s - max(before_s, since_s)
                 weighted += share * span_s

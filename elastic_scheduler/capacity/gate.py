@@ -302,19 +302,24 @@ class CapacityGate:
         """
         offered = {offer.replica: offer for offer in offers}
         held = {lease.replica: lease for lease in leases}
-        active = [lease for lease in held.values() if lease.state is LeaseState.ACTIVE]
-        known = [(lease, offered[lease.replica]) for lease in active if lease.replica in offered]
+        renew: list[Lease] = []
+        release: list[Lease] = []
+        for lease in held.values():
+            if lease.state is LeaseState.ACTIVE and lease.replica in offered:
+                (renew if self._keeps(offered[lease.replica]) else release).append(lease)
         return HarvestPlan(
             lease=tuple(
                 offer
                 for offer in offered.values()
-                if offer.replica not in held
-                and offer.healthy
-                and self._allows(offer, HarvestMode.ACTIVE)
+                if offer.replica not in held and self.may_lease(offer)
             ),
-            renew=tuple(lease for lease, offer in known if self._keeps(offer)),
-            release=tuple(lease for lease, offer in known if not self._keeps(offer)),
+            renew=tuple(renew),
+            release=tuple(release),
         )
+
+    def may_lease(self, offer: Offer) -> bool:
+        """Whether a replica without a lease may get one."""
+        return offer.healthy and self._allows(offer, HarvestMode.ACTIVE)
 
     def cooldown_s(self, node: str) -> float:
         """Least pause after a revocation on a node."""

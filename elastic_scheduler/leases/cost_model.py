@@ -17,6 +17,7 @@ revocations. The cost is the measured time from the lease to the first token: we
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from elastic_scheduler.leases.lease_table import Offer, ReplicaKind, SwitchKind
 from elastic_scheduler.policies.types import JobDemand
@@ -100,17 +101,59 @@ class SwitchCosts:
         return max(self._first_s[switch], self.expected_s(offer))
 
 
+@dataclass(frozen=True, slots=True)
+class Supply:
+    """Replicas together: what a job has, so that one more or less is weighed without all others."""
+
+    count: int = 0
+    decode_tok_s: float = 0.0
+    places: float = 0.0
+
+    def plus(self, offer: Offer) -> "Supply":
+        """With one more replica."""
+        return Supply(
+            self.count + 1,
+            self.decode_tok_s + (offer.decode_tok_s or UNKNOWN_DECODE_TOK_S),
+            self.places + offer.max_sequences,
+        )
+
+    def minus(self, offer: Offer) -> "Supply":
+        """Without one of its replicas; without the last one exactly nothing."""
+        if self.count <= 1:
+            return Supply()
+        return Supply(
+            self.count - 1,
+            self.decode_tok_s - (offer.decode_tok_s or UNKNOWN_DECODE_TOK_S),
+            self.places - offer.max_sequences,
+        )
+
+    def rate_tok_s(self, turns: float) -> float:
+        """Tokens per second that `turns` turns get out of them."""
+        return self.decode_tok_s * min(1.0, turns / self.places) if self.places > 0 else 0.0
+
+
+def supply_of(offers: Iterable[Offer]) -> Supply:
+    """Sum replicas up."""
+    supply = Supply()
+    for offer in offers:
+        supply = supply.plus(offer)
+    return supply
+
+
 def rate_tok_s(offers: Iterable[Offer], turns: float) -> float:
     """Tokens per second that `turns` turns get out of these replicas."""
-    rate = places = 0.0
-    for offer in offers:
-        rate += offer.decode_tok_s or UNKNOWN_DECODE_TOK_S
-        places += offer.max_sequences
-    return rate * min(1.0, turns / places) if places else 0.0
+    return supply_of(offers).rate_tok_s(turns)
 
 
 def saved_s(
     demand: JobDemand, have: Iterable[Offer], offer: Offer, tenure_s: float = math.inf
+) -> float:
+    """Return what `saved_beside_s` does, of replicas that are not summed up yet."""
+    return saved_beside_s(demand, supply_of(have), offer, tenure_s)
+
+
+def saved_beside_s(
+    demand: JobDemand, have: Supply, offer: Offer, tenure_s: float = math.inf
 ) -> float:
     """Seconds that the job would be done sooner with `offer` beside those that it has.
 
@@ -120,9 +163,8 @@ def saved_s(
         return 0.0
     if math.isinf(demand.owed_tokens):
         return math.inf
-    have = tuple(have)
-    before = rate_tok_s(have, demand.turns)
-    after = rate_tok_s((*have, offer), demand.turns)
+    before = have.rate_tok_s(demand.turns)
+    after = have.plus(offer).rate_tok_s(demand.turns)
     if after <= before:
         return 0.0
     if before <= 0:

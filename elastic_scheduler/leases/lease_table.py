@@ -168,6 +168,8 @@ class LeaseTable:
         self._epochs = dict(epochs or {})  # the newest used of each replica
         self._reserved: dict[str, int] = {}  # persisted and not used yet
         self._leases: dict[str, Lease] = {}
+        # No lease runs out before this: renewals only make them longer.
+        self._none_over_until_s = math.inf
 
     def epochs(self) -> dict[str, int]:
         """The newest epoch of every replica, used or reserved: what a store has across restarts."""
@@ -176,6 +178,10 @@ class LeaseTable:
     def leases(self) -> tuple[Lease, ...]:
         """All leases that were not yet ended or collected by `expire`."""
         return tuple(self._leases.values())
+
+    def held(self, replica: str) -> Lease | None:
+        """The replica's lease, run out or not, until it was ended or collected."""
+        return self._leases.get(replica)
 
     def live(self, replica: str, now_s: float) -> Lease | None:
         """The replica's lease unless it has run out."""
@@ -223,9 +229,7 @@ class LeaseTable:
         if not self.reserved(replica, seen_epoch):
             raise StaleEpoch(f"{replica} has no persisted epoch above {seen_epoch}; reserve one")
         epoch = self._epochs[replica] = self._reserved.pop(replica)
-        lease = Lease(job, replica, epoch, now_s + self.ttl_s)
-        self._leases[replica] = lease
-        return lease
+        return self._begin(Lease(job, replica, epoch, now_s + self.ttl_s))
 
     def adopt(self, job: str, replica: str, epoch: int, left_s: float, now_s: float) -> Lease:
         """Take over a lease that was granted under the newest persisted epoch, before a restart.
@@ -237,9 +241,7 @@ class LeaseTable:
             raise LeaseHeld(f"{replica} is leased to {held.job} as {held.id}; release it first")
         if epoch != self._newest(replica):
             raise StaleEpoch(_refusal(replica, epoch, None))
-        lease = Lease(job, replica, epoch, now_s + min(left_s, self.ttl_s))
-        self._leases[replica] = lease
-        return lease
+        return self._begin(Lease(job, replica, epoch, now_s + min(left_s, self.ttl_s)))
 
     def renew(self, replica: str, epoch: int, now_s: float) -> Lease:
         """Let the lease live for another TTL from now, under its epoch.
@@ -272,10 +274,19 @@ class LeaseTable:
 
     def expire(self, now_s: float) -> tuple[Lease, ...]:
         """End and return every lease that has run out; expiry means revoked."""
+        if now_s < self._none_over_until_s:
+            return ()
         over = tuple(lease for lease in self._leases.values() if now_s >= lease.expires_s)
         for lease in over:
             del self._leases[lease.replica]
+        left = (lease.expires_s for lease in self._leases.values())
+        self._none_over_until_s = min(left, default=math.inf)
         return over
+
+    def _begin(self, lease: Lease) -> Lease:
+        self._leases[lease.replica] = lease
+        self._none_over_until_s = min(self._none_over_until_s, lease.expires_s)
+        return lease
 
     def _newest(self, replica: str) -> int:
         return max(self._epochs.get(replica, 0), self._reserved.get(replica, 0))

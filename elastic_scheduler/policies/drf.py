@@ -78,20 +78,26 @@ class FairShares:
         weight = {job.job: job.weight for job in jobs}
         poor = [job for job in jobs if is_poor(job, held)]
         ripe = [each for each in held if now_s >= each.since_s + self._hold_s]
+        total = _total(each.offer for each in held)
         for job in sorted(poor, key=lambda job: (use[job.job], self._served.get(job.job, 0.0))):
             name = job.job
-            costs_s = {
-                each.offer.replica: cost_s(each.offer, job) if cost_s else 0.0 for each in ripe
-            }
-            by_use = [(-use.get(each.job, 0.0), costs_s[each.offer.replica]) for each in ripe]
-            for (_, switch_s), each in sorted(zip(by_use, ripe, strict=True), key=_first):
-                if each.job == name or each.job not in weight or not each.offer.serves(job.model):
-                    continue
-                if is_guest(each) and guests_of(name, held) >= job.max_guests:
-                    continue
+            full = guests_of(name, held) >= job.max_guests
+            others = [
+                each
+                for each in ripe
+                if each.job != name
+                and each.job in weight
+                and each.offer.serves(job.model)
+                and not (full and is_guest(each))
+            ]
+            by_use = [
+                (-use.get(each.job, 0.0), cost_s(each.offer, job) if cost_s else 0.0)
+                for each in others
+            ]
+            for (_, switch_s), each in sorted(zip(by_use, others, strict=True), key=_first):
                 if now_s < each.since_s + SWITCHES_HELD * switch_s:
                     continue
-                size = dominant_size(each.offer, held)
+                size = _dominant(_total((each.offer,)), total)
                 after_rich = use[each.job] - size / weight[each.job]
                 after_poor = use[name] + size / weight[name]
                 ahead = self._served.get(each.job, 0.0) - self._served.get(name, 0.0)
@@ -137,19 +143,36 @@ def dominant_shares(
     jobs: Iterable[JobDemand], held: Iterable[Holding], all_offers: Iterable[Offer]
 ) -> dict[str, float]:
     """Each job's dominant share of all offers, divided by its weight."""
-    held, total = tuple(held), _total(all_offers)
-    shares = {}
-    for job in jobs:
-        mine = _total(each.offer for each in held if each.job == job.job)
-        shares[job.job] = max(a / b if b else 0.0 for a, b in zip(mine, total, strict=True))
-        shares[job.job] /= job.weight
-    return shares
+    supplies = Supplies(all_offers)
+    for each in held:
+        supplies.add(each.job, each.offer)
+    return supplies.shares(jobs)
 
 
-def dominant_size(offer: Offer, held: Sequence[Holding]) -> float:
-    """One replica's dominant share of all that is held."""
-    total = _total(each.offer for each in held)
-    mine = _total((offer,))
+class Supplies:
+    """Resources that each job holds of a whole, counted up as replicas are given out."""
+
+    def __init__(self, all_offers: Iterable[Offer]) -> None:
+        self._total = _total(all_offers)
+        self._held: dict[str, tuple[float, float]] = {}
+
+    def add(self, job: str, offer: Offer) -> None:
+        """A job holds one more replica."""
+        decode_tok_s, kv_tokens = self._held.get(job, (0.0, 0.0))
+        self._held[job] = (
+            decode_tok_s + (offer.decode_tok_s or 1.0),
+            kv_tokens + (offer.kv_tokens or 1.0),
+        )
+
+    def shares(self, jobs: Iterable[JobDemand]) -> dict[str, float]:
+        """Each job's dominant share, divided by its weight."""
+        return {
+            job.job: _dominant(self._held.get(job.job, (0.0, 0.0)), self._total) / job.weight
+            for job in jobs
+        }
+
+
+def _dominant(mine: tuple[float, float], total: tuple[float, float]) -> float:
     return max(a / b if b else 0.0 for a, b in zip(mine, total, strict=True))
 
 

@@ -1,11 +1,11 @@
 """ROSE's leasing policy: leases by net benefit."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
-from elastic_scheduler.leases.cost_model import AimdLimit, SwitchCosts, saved_s
+from elastic_scheduler.leases.cost_model import AimdLimit, Supply, SwitchCosts, saved_beside_s
 from elastic_scheduler.leases.lease_table import Offer, ReplicaKind, SwitchKind
-from elastic_scheduler.policies.drf import HOLD_S, FairShares, dominant_shares, is_poor
+from elastic_scheduler.policies.drf import HOLD_S, FairShares, Supplies, is_poor
 from elastic_scheduler.policies.types import Decision, Holding, JobDemand, Move, Situation
 
 # Taken when it saves more than a switch costs, given back when it saves less than a quarter.
@@ -79,63 +79,63 @@ class RosePolicy:
 
     def _take_all(self, jobs: list[JobDemand], situation: Situation) -> list[Move]:
         """Replica after replica, each to the job whose turn it is and that can use it."""
-        held, free = list(situation.held), {offer.replica: offer for offer in situation.free}
-        offers = [*(each.offer for each in situation.held), *situation.free]
-        # What was not worth its switch is not worth it beside more replicas either.
-        refused: set[tuple[str, str]] = set()
+        free = {offer.replica: offer for offer in situation.free}
+        if not free:
+            return []
+        supplies = Supplies([*(each.offer for each in situation.held), *situation.free])
+        owned = {job.job: _Owned() for job in jobs}
+        for each in situation.held:
+            supplies.add(each.job, each.offer)
+            if each.job in owned:
+                owned[each.job].add(each.offer)
         take: list[Move] = []
-        ranked = {job.job: _ranked(situation.free, job) for job in jobs}
+        # What was not worth its switch is not worth it beside more replicas either, so a job
+        # looks at each replica once.
+        ranked = {job.job: iter(_ranked(situation.free, job)) for job in jobs}
         while free:
-            order = self._fair.order(jobs, dominant_shares(jobs, held, offers))
+            order = self._fair.order(jobs, supplies.shares(jobs))
             # A dedicated replica of a job without work serves nobody, where another has some.
             order.sort(key=lambda job: job.turns <= 0)
             moves = (
-                self._take(
-                    job,
-                    [offer for offer in ranked[job.job] if offer.replica in free],
-                    held,
-                    refused,
-                    situation.now_s,
-                )
+                self._take(job, ranked[job.job], free, owned[job.job], situation.now_s)
                 for job in order
             )
             move = next((move for move in moves if move is not None), None)
             if move is None:
                 break
             take.append(move)
-            held.append(Holding(move.job, free.pop(move.replica), situation.now_s))
+            offer = free.pop(move.replica)
+            supplies.add(move.job, offer)
+            owned[move.job].add(offer)
         self._fair.give_up(free)
         return take
 
     def _take(
         self,
         job: JobDemand,
-        ranked: Iterable[Offer],
-        held: list[Holding],
-        refused: set[tuple[str, str]],
+        ranked: Iterator[Offer],
+        free: Mapping[str, Offer],
+        mine: "_Owned",
         now_s: float,
     ) -> Move | None:
         """The best for the job of these replicas, best first."""
-        mine = _offers_of(job.job, held)
-        guests = sum(each.kind is ReplicaKind.GUEST for each in mine)
         most = min(job.max_guests, self._allowance(job.job).limit(now_s))
         for offer in ranked:
-            if (job.job, offer.replica) in refused or not offer.serves(job.model):
+            if offer.replica not in free or not offer.serves(job.model):
                 continue
             if self._fair.meant_for(offer.replica, now_s) not in (None, job.job):
                 continue
             past = self._past(offer.replica)
             cost_s = self._cost_s(offer, job)
-            gain_s = saved_s(job, mine, offer, self._tenure_s(offer))
+            gain_s = saved_beside_s(job, mine.supply, offer, self._tenure_s(offer))
             figures = {"saved_s": gain_s, "cost_s": cost_s}
             if offer.kind is ReplicaKind.DEDICATED:
                 return Move(job.job, offer.replica, "dedicated replicas are always leased", figures)
             # A job that has nothing waits for no rest.
-            resting = mine and now_s < past.not_before_s
-            if guests < most and not resting and gain_s > TAKE_ABOVE * cost_s:
+            resting = mine.supply.count and now_s < past.not_before_s
+            if mine.guests < most and not resting and gain_s > TAKE_ABOVE * cost_s:
                 self._wanted_again(past, now_s)
                 return Move(job.job, offer.replica, "saves more than the switch costs", figures)
-            refused.add((job.job, offer.replica))
         return None
 
     def _cost_s(self, offer: Offer, job: JobDemand) -> float:
@@ -145,13 +145,17 @@ class RosePolicy:
         self, jobs: list[JobDemand], held: tuple[Holding, ...], now_s: float
     ) -> tuple[Move, ...]:
         demand = {job.job: job for job in jobs}
+        owned: dict[str, _Owned] = {}
+        for each in held:
+            owned.setdefault(each.job, _Owned()).add(each.offer)
+        poor = [job for job in jobs if job.turns > 0 and is_poor(job, held)]
         least: dict[str, tuple[float, Holding]] = {}
         for each in held:
-            if each.offer.kind is ReplicaKind.DEDICATED and not _idles(each, jobs, held):
+            if each.offer.kind is ReplicaKind.DEDICATED and not _idles(each, demand, poor):
                 continue
             past, job = self._past(each.offer.replica), demand.get(each.job)
-            others = [o for o in _offers_of(each.job, held) if o.replica != each.offer.replica]
-            gain_s = saved_s(job, others, each.offer, self._tenure_s(each.offer)) if job else 0.0
+            others, tenure_s = owned[each.job].supply.minus(each.offer), self._tenure_s(each.offer)
+            gain_s = saved_beside_s(job, others, each.offer, tenure_s) if job else 0.0
             cost_s = self._costs.expected_s(each.offer)
             if gain_s >= KEEP_ABOVE * cost_s:
                 past.useless_since_s = None
@@ -205,16 +209,24 @@ class RosePolicy:
         return self._allowances.setdefault(job, AimdLimit())
 
 
-def _offers_of(job: str, held: Iterable[Holding]) -> list[Offer]:
-    return [each.offer for each in held if each.job == job]
+@dataclass(slots=True)
+class _Owned:
+    """Replicas of one job while a decision is made."""
+
+    supply: Supply = field(default_factory=Supply)
+    guests: int = 0
+
+    def add(self, offer: Offer) -> None:
+        self.supply = self.supply.plus(offer)
+        self.guests += offer.kind is ReplicaKind.GUEST
 
 
-def _idles(dedicated: Holding, jobs: list[JobDemand], held: tuple[Holding, ...]) -> bool:
+def _idles(dedicated: Holding, demand: Mapping[str, JobDemand], poor: list[JobDemand]) -> bool:
     """Whether a dedicated replica's job has no work, and another one has that it could do."""
-    if any(job.turns > 0 for job in jobs if job.job == dedicated.job):
+    job = demand.get(dedicated.job)
+    if job is not None and job.turns > 0:
         return False
-    offer = dedicated.offer
-    return any(job.turns > 0 and is_poor(job, held) and offer.serves(job.model) for job in jobs)
+    return any(dedicated.offer.serves(job.model) for job in poor)
 
 
 SWITCHES = tuple(SwitchKind)

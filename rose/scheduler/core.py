@@ -17,6 +17,7 @@ asks for one, and the lease is granted with the `EpochReserved` that follows. No
 the store, so live leases are renewed while it does not answer.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -25,9 +26,16 @@ from rose.errors import RefusedError
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler.capacity import Capacity
 from rose.scheduler.demand import DemandBook
-from rose.scheduler.fleet import Fleet, HealthBook, NodeView, Relays
+from rose.scheduler.fleet import LAPSED_S, Fleet, HealthBook, NodeView, Relays
 from rose.scheduler.job_registry import JobRegistry, version_command
-from rose.scheduler.leasing import LeaseTimes, Leasing, replica_rows, snapshot
+from rose.scheduler.leasing import (
+    PACE_S,
+    SMALL_FLEET,
+    LeaseTimes,
+    Leasing,
+    replica_rows,
+    snapshot,
+)
 from rose.scheduler.limits import Complaints
 from rose.scheduler.messages import (
     Action,
@@ -68,6 +76,7 @@ from rose.scheduler.persistence import (
 
 TABLE_INTERVAL_S = 1.0
 MAX_NODES = 4_096
+LEASE_GRANTED = "lease_granted"
 # Of one stream: a node's engines keep their names.
 MAX_NAMED = 4_096
 
@@ -99,6 +108,10 @@ class SchedulerCore:
         self._jobs = JobRegistry(saved.jobs, saved.versions)
         self._table = pb.ReplicaTable()
         self._published_s: float | None = None
+        # What rows were made of last, and when.
+        self._made_of: tuple[object, ...] = ()
+        self._made_s = -math.inf
+        self._news = False
         self._complaints = Complaints()
 
     def step(self, event: Event, now_s: float) -> list[Action]:
@@ -108,16 +121,23 @@ class SchedulerCore:
         if isinstance(event, Tick | HarvestSet | PolicyApplied | PolicyDeleted):
             wall_s = event.wall_s if isinstance(event, Tick) else None
             actions += self.capacity.judge(self._fleet, now_s, wall_s)
-        regulated = self._leasing.regulate(self._jobs, self._fleet, now_s)
-        logged = [each.event for each in regulated if isinstance(each, LogRecord)]
+        news = not isinstance(event, Tick | Offered | RatesMeasured | EpochReserved)
+        # Of these the answer says what follows.
+        at_once = isinstance(event, HarvestSet | JobEnded | PolicyApplied | PolicyDeleted)
+        regulated = self._leasing.regulate(
+            self._jobs, self._fleet, now_s, news=news, at_once=at_once
+        )
+        records = [each for each in regulated if isinstance(each, LogRecord)]
+        granted = [str(each.fields["replica"]) for each in records if each.event == LEASE_GRANTED]
         if isinstance(event, HarvestSet | JobEnded):
-            actions.append(Answer(logged.count("lease_releasing")))
-        if "lease_granted" in logged:
-            # Another job's replica takes no turns before it has this one's weights.
-            regulated += self._rejudge(now_s)
-        told = self._relays.told(self._fleet.nodes, now_s)
+            actions.append(Answer(sum(each.event == "lease_releasing" for each in records)))
+        # Another job's replica takes no turns before it has this one's weights.
+        offers = self._fleet.live_offers(now_s)
+        regulated += self._judge(offers[name] for name in granted if name in offers)
+        told = self._relays.told(lambda: self._fleet.nodes, now_s)
         unsaid = self._complaints.due(now_s)
-        return actions + regulated + told + unsaid + self._publish(now_s)
+        news |= bool(records) or any(isinstance(each, LogRecord) for each in actions)
+        return actions + regulated + told + unsaid + self._publish(now_s, news=news)
 
     def writes(self, event: StoredEvent) -> tuple[StoreWrite, ...]:
         """What has to be durable before the event is carried out.
@@ -181,7 +201,6 @@ class SchedulerCore:
         view = self._fleet.of_stream(event.stream)
         if view is None:  # A stream that was replaced or lost has no say any more.
             return []
-        view.heard_s = now_s
         return self._hear(event, view, now_s)
 
     def _carry_out(self, event: StoredEvent, now_s: float) -> list[Action]:
@@ -203,6 +222,9 @@ class SchedulerCore:
         view: NodeView,
         now_s: float,
     ) -> list[Action]:
+        if now_s >= view.heard_s + LAPSED_S:
+            self._relays.changed()
+        view.heard_s = now_s
         match event:
             case Offered():
                 return self._offered(event, view, now_s)
@@ -265,6 +287,7 @@ class SchedulerCore:
                 CloseStream(earlier.stream, f"node {event.node} attached anew"),
             ]
         self._fleet.attach(event, now_s)
+        self._relays.changed()
         view = self._fleet.of_stream(event.stream)
         assert view is not None
         actions += self.capacity.greet(view, now_s)
@@ -276,6 +299,7 @@ class SchedulerCore:
         view = self._fleet.detach(stream)
         if view is None:
             return []
+        self._relays.changed()
         self._healths.forget(view.named)
         self.capacity.detached(view)
         return [LogRecord("node_lost", {"node": view.node}), *self._leasing.lost(stream)]
@@ -303,10 +327,10 @@ class SchedulerCore:
 
     def _rejudge(self, now_s: float) -> list[Action]:
         """A newer version or another bound: whoever is behind gets no turns from now on."""
-        return self._judge(self._fleet.live_offers(now_s))
+        return self._judge(self._fleet.live_offers(now_s).values())
 
     def _judge(self, offers: Iterable[Offer]) -> list[Action]:
-        return self._healths.hear(offers, self._jobs, self._leasing.leased_to())
+        return self._healths.hear(offers, self._jobs, self._leasing.leased_to)
 
     def _register(self, event: JobRegistered, now_s: float) -> list[Action]:
         """Take the job; nodes that cannot tell jobs apart offer nothing from its second one on."""
@@ -354,7 +378,18 @@ class SchedulerCore:
             for offer in view.offers.values()
         )
 
-    def _publish(self, now_s: float) -> list[Action]:
+    def _publish(self, now_s: float, *, news: bool) -> list[Action]:
+        """The table, where it changed and each second; of a large fleet at its pace."""
+        due = self._published_s is None or now_s >= self._published_s + TABLE_INTERVAL_S
+        settling = self._leasing.settling(now_s)
+        self._fleet.live_offers(now_s)  # what ran out counts as a revision
+        made_of = (self._fleet.revision, self._healths.revision, settling)
+        self._news |= news or made_of != self._made_of
+        self._made_of = made_of
+        paced = self._news and now_s >= self._made_s + PACE_S
+        if not (due or paced or self._fleet.size <= SMALL_FLEET):
+            return []
+        self._made_s, self._news = now_s, False
         table = pb.ReplicaTable(
             revision=self._table.revision,
             replicas=replica_rows(self._fleet, self._leasing, self._healths, now_s),
@@ -363,9 +398,8 @@ class SchedulerCore:
                 pb.JobRow(job=each.job, latest_version=self._jobs.latest(each.job))
                 for each in self._jobs.live
             ],
-            settling=self._leasing.settling(now_s),
+            settling=settling,
         )
-        due = self._published_s is None or now_s >= self._published_s + TABLE_INTERVAL_S
         if table == self._table and not due:
             return []
         table.revision += 1

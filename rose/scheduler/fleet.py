@@ -4,7 +4,8 @@ A node's word is void once its stream is over. `HealthBook` follows the health o
 replica. `Relays` tells each node, when that changes, which nodes of its cluster relay weights.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from elastic_scheduler import Health, HealthReport, Offer, ReplicaHealth
@@ -31,15 +32,20 @@ class HealthBook:
     def __init__(self) -> None:
         self._replicas: dict[str, ReplicaHealth] = {}
         self._judged_for: dict[str, str] = {}
+        # Counts up with whatever `takes_turns` hangs on.
+        self.revision = 0
 
     def hear(
-        self, offers: Iterable[Offer], jobs: JobRegistry, leased_to: Mapping[str, str]
+        self, offers: Iterable[Offer], jobs: JobRegistry, leased_to: Callable[[str], str]
     ) -> list[Action]:
-        """A node's offers arrived; the changes, for the event log. `leased_to`: by replica."""
+        """A node's offers arrived; the changes, for the event log.
+
+        leased_to: the job of a replica's lease, "" without one.
+        """
         changes: list[Action] = []
         for offer in offers:
             only = jobs.only
-            name = leased_to.get(offer.replica) or offer.job or (only.job if only else "")
+            name = leased_to(offer.replica) or offer.job or (only.job if only else "")
             job, bound = jobs.get(name), jobs.bound(name)
             health = self._replicas.get(offer.replica)
             if health is None:
@@ -52,7 +58,9 @@ class HealthBook:
             health.heard(
                 HealthReport(offer.healthy, offer.policy_version, latest, offer.epoch, foreign)
             )
-            self._judged_for[offer.replica] = name
+            if self._judged_for.get(offer.replica) != name:
+                self._judged_for[offer.replica] = name
+                self.revision += 1
             changes += self._changed(offer.replica, before, health.state)
         return changes
 
@@ -72,12 +80,14 @@ class HealthBook:
         health = self._replicas.get(replica)
         if health is None:
             return
+        self.revision += 1
         health.leased(epoch)
         if health.state is Health.DEAD:
             health.restarted(epoch)
 
     def forget(self, replicas: Iterable[str]) -> None:
         """Their node is lost: what it says when it is back is all there is to know."""
+        self.revision += 1
         for replica in replicas:
             self._replicas.pop(replica, None)
             self._judged_for.pop(replica, None)
@@ -92,6 +102,7 @@ class HealthBook:
     def _changed(self, replica: str, before: Health, after: Health) -> list[Action]:
         if before is after:
             return []
+        self.revision += 1
         fields: dict[str, object] = {
             "replica": replica,
             "before": before.value,
@@ -127,6 +138,18 @@ class Fleet:
 
     def __init__(self) -> None:
         self._nodes: dict[int, NodeView] = {}
+        self._by_name: dict[str, NodeView] = {}
+        # By replica: the streams that offer it, of which one at most is believed.
+        self._offered_by: dict[str, list[int]] = {}
+        # Counts up with every change of `live_offers`.
+        self.revision = 0
+        self._live: dict[str, Offer] | None = None
+        self._live_until_s = 0.0
+
+    @property
+    def size(self) -> int:
+        """Replicas that are offered, or were until lately."""
+        return len(self._offered_by)
 
     @property
     def streams(self) -> list[int]:
@@ -144,7 +167,7 @@ class Fleet:
 
     def attach(self, event: Attached, now_s: float) -> None:
         """A node that has no stream yet is there now."""
-        self._nodes[event.stream] = NodeView(
+        self._nodes[event.stream] = self._by_name[event.node] = NodeView(
             event.node,
             event.stream,
             event.cluster,
@@ -157,7 +180,12 @@ class Fleet:
 
     def detach(self, stream: int) -> NodeView | None:
         """Forget a node; None when it is forgotten already."""
-        return self._nodes.pop(stream, None)
+        view = self._nodes.pop(stream, None)
+        if view is not None:
+            if self._by_name.get(view.node) is view:
+                del self._by_name[view.node]
+            self._index(view, {})
+        return view
 
     def of_stream(self, stream: int) -> NodeView | None:
         """The node behind a stream, None for one that was replaced or lost."""
@@ -165,40 +193,70 @@ class Fleet:
 
     def of_node(self, node: str) -> NodeView | None:
         """The attached node of that name."""
-        return next((view for view in self._nodes.values() if view.node == node), None)
+        return self._by_name.get(node)
 
     def of_replica(self, replica: str) -> NodeView | None:
         """The node that offers the replica."""
-        return next((view for view in self._nodes.values() if replica in view.offers), None)
+        streams = self._offered_by.get(replica)
+        return self._nodes[min(streams)] if streams else None
 
     def replace_offers(self, view: NodeView, offers: tuple[Offer, ...], now_s: float) -> list[str]:
         """All that a node offers now; returns the replicas that another node offers already."""
-        taken = {
-            replica
-            for other in self._nodes.values()
-            if other is not view
-            for replica, offer in other.offers.items()
-            if not offer.is_stale(other.offered_s, now_s)
-        }
-        view.offers = {offer.replica: offer for offer in offers if offer.replica not in taken}
-        view.named.update(view.offers)
+        taken = {o.replica for o in offers if self._is_taken(o.replica, view, now_s)}
+        news = {offer.replica: offer for offer in offers if offer.replica not in taken}
+        if news != view.offers or view.lapsed(now_s):
+            self._index(view, news)
+            view.named.update(view.offers)
         view.offered_s = now_s
         return [offer.replica for offer in offers if offer.replica in taken]
+
+    def _is_taken(self, replica: str, view: NodeView, now_s: float) -> bool:
+        """Whether another node offers the replica now."""
+        return any(
+            stream != view.stream
+            and not (other := self._nodes[stream]).offers[replica].is_stale(other.offered_s, now_s)
+            for stream in self._offered_by.get(replica, ())
+        )
+
+    def _index(self, view: NodeView, offers: dict[str, Offer]) -> None:
+        for replica in view.offers.keys() - offers.keys():
+            streams = self._offered_by[replica]
+            streams.remove(view.stream)
+            if not streams:
+                del self._offered_by[replica]
+        for replica in offers.keys() - view.offers.keys():
+            self._offered_by.setdefault(replica, []).append(view.stream)
+        view.offers = offers
+        self._forget_live()
+
+    def _forget_live(self) -> None:
+        self.revision += 1
+        self._live = None
 
     def set_version(self, view: NodeView, replica: str, job: str, version: int) -> None:
         """A replica runs another version than its offer says."""
         if replica in view.offers:
             view.offers[replica] = replace(view.offers[replica], job=job, policy_version=version)
+            self._forget_live()
 
-    def live_offers(self, now_s: float) -> list[Offer]:
-        """Offers that have not run out, by replica id."""
-        live = [
-            offer
-            for view in self._nodes.values()
-            for offer in view.offers.values()
-            if not offer.is_stale(view.offered_s, now_s)
-        ]
-        return sorted(live, key=lambda offer: offer.replica)
+    def live_offers(self, now_s: float) -> Mapping[str, Offer]:
+        """Offers that have not run out, in the order of their replicas' ids."""
+        if self._live is None or now_s >= self._live_until_s:
+            live: list[Offer] = []
+            # Whoever reports meanwhile lives longer: until then nothing runs out.
+            until_s = math.inf
+            for view in self._nodes.values():
+                for offer in view.offers.values():
+                    if not offer.is_stale(view.offered_s, now_s):
+                        live.append(offer)
+                        until_s = min(until_s, view.offered_s + offer.ttl_s)
+            live.sort(key=lambda offer: offer.replica)
+            before = self._live
+            self._live = {offer.replica: offer for offer in live}
+            self._live_until_s = until_s
+            if before is not None and len(before) != len(live):
+                self.revision += 1
+        return self._live
 
 
 # A node reports twice a second.
@@ -210,14 +268,28 @@ class Relays:
 
     def __init__(self) -> None:
         self._told: dict[int, tuple[str, ...]] = {}
+        self._until_s = -math.inf
 
-    def told(self, nodes: Sequence[NodeView], now_s: float) -> list[Command]:
+    def changed(self) -> None:
+        """A node came, went, or is heard again after a silence."""
+        self._until_s = -math.inf
+
+    def told(self, nodes: Callable[[], Sequence[NodeView]], now_s: float) -> list[Command]:
         """What is to be said now; nothing where nothing changed. A new stream knows of nobody."""
+        if now_s < self._until_s:
+            return []
+        return self._tell(nodes(), now_s)
+
+    def _tell(self, nodes: Sequence[NodeView], now_s: float) -> list[Command]:
+        # Until the first of them may have fallen silent, or somebody says `changed`.
+        heard_s = [view.heard_s for view in nodes if now_s < view.heard_s + LAPSED_S]
+        self._until_s = min(heard_s, default=math.inf) + LAPSED_S
         live: dict[str, list[str]] = {}
         for view in nodes:
             if view.relay_url and now_s < view.heard_s + LAPSED_S:
                 live.setdefault(view.cluster, []).append(view.relay_url)
-        wanted = {v.stream: tuple(sorted(set(live.get(v.cluster, ())))) for v in nodes}
+        urls_of = {cluster: tuple(sorted(set(urls))) for cluster, urls in live.items()}
+        wanted = {view.stream: urls_of.get(view.cluster, ()) for view in nodes}
         changed = {s: urls for s, urls in wanted.items() if urls != self._told.get(s, ())}
         self._told = wanted
         return [

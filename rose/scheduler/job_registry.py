@@ -28,11 +28,12 @@ class VersionChain:
     def __init__(self, job: str, versions: Iterable[VersionRecord] = ()) -> None:
         self.job = job
         self._versions = {record.version: record for record in versions}
+        self._latest = max(self._versions, default=0)
 
     @property
     def latest(self) -> int:
         """Newest announced version, 0 (the model of the job) before the first."""
-        return max(self._versions, default=0)
+        return self._latest
 
     @property
     def records(self) -> list[VersionRecord]:
@@ -67,6 +68,7 @@ class VersionChain:
         news = self.check(record)
         if news:
             self._versions[record.version] = record
+            self._latest = max(self._latest, record.version)
         return news
 
     def cut(self) -> None:
@@ -94,18 +96,22 @@ class JobRegistry:
         for job in self._jobs.values():
             if job.ended:
                 self._chains[job.job].cut()
+        # Asked for each offer of each report.
+        self._live = self._sorted()
 
     @property
-    def live(self) -> list[JobRecord]:
+    def live(self) -> tuple[JobRecord, ...]:
         """Registered jobs that were not ended, by name."""
-        live = (record for record in self._jobs.values() if not record.ended)
-        return sorted(live, key=lambda record: record.job)
+        return self._live
 
     @property
     def only(self) -> JobRecord | None:
         """The job of peers that name none: there is exactly one."""
-        live = self.live
-        return live[0] if len(live) == 1 else None
+        return self._live[0] if len(self._live) == 1 else None
+
+    def _sorted(self) -> tuple[JobRecord, ...]:
+        live = (record for record in self._jobs.values() if not record.ended)
+        return tuple(sorted(live, key=lambda record: record.job))
 
     def get(self, job: str) -> JobRecord | None:
         """A registered job that was not ended."""
@@ -138,6 +144,7 @@ class JobRegistry:
         """Take a job, or new bounds of it. Raises as `check_job` does."""
         self.check_job(record)
         self._jobs[record.job] = record
+        self._live = self._sorted()
         self._chains.setdefault(record.job, VersionChain(record.job))
 
     def ending(self, job: str) -> tuple[JobRecord, list[VersionRecord]]:
@@ -148,6 +155,7 @@ class JobRegistry:
     def end(self, job: str) -> None:
         """It gets no capacity from now on. Raises as `ending` does."""
         self._jobs[job], _ = self.ending(job)
+        self._live = self._sorted()
         self._chains[job].cut()
 
     def check(self, record: VersionRecord) -> bool:

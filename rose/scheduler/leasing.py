@@ -52,6 +52,14 @@ MAX_PROMISES = 4_096
 SETTLE_S = 5.0
 # What broke is tried again after this: it must neither end its neighbours' leases nor fill a disk.
 BROKEN_PAUSE_S = 30.0
+# A fleet of so many replicas is regulated whole, and its table made, at every event.
+SMALL_FLEET = 64
+# A larger one no more often than this: what happens meanwhile is news for the next time. Leases
+# expire, end and are granted at every event all the same, and are renewed nearly so.
+PACE_S = 0.25
+RENEW_PACE_S = 0.1
+# A policy is asked no less often.
+WHOLE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +117,13 @@ class Leasing:
         self._stream_of: dict[str, int] = {}
         self._not_before_s: dict[str, float] = {}
         self._promises: dict[str, _Promise] = {}
+        self._durable: list[str] = []
+        # Since `_regulated_s`, and what may be renewed until the next time.
+        self._news = True
+        self._seen = (0, 0)
+        self._regulated_s = -math.inf
+        self._kept: tuple[str, ...] = ()
+        self._renewed_s = -math.inf
         self._policy_rests_until_s = 0.0
         # Replicas of which nothing was heard since this leader began; their leases may live.
         self._unheard = dict(epoch_jobs)
@@ -121,6 +136,7 @@ class Leasing:
     def reserved(self, replica: str, epoch: int) -> None:
         """The epoch is durable: `regulate` grants what was promised under it."""
         self._book.reserve(replica, epoch)
+        self._durable.append(replica)
 
     def settling(self, now_s: float) -> bool:
         """Whether leases of the leader before may live of which nobody has said anything yet."""
@@ -163,9 +179,10 @@ class Leasing:
         """All leases that were not ended."""
         return self._book.leases()
 
-    def leased_to(self) -> dict[str, str]:
-        """The job of each replica that has a lease."""
-        return {lease.replica: lease.job for lease in self._book.leases()}
+    def leased_to(self, replica: str) -> str:
+        """The job that has a lease of the replica, "" without one."""
+        lease = self._book.held(replica)
+        return lease.job if lease is not None else ""
 
     def last_job(self, replica: str) -> str:
         """The job that the replica was leased to last, "" before the first lease."""
@@ -176,15 +193,49 @@ class Leasing:
         lease = self._book.live(replica, now_s)
         return lease if lease is not None and lease.state is LeaseState.ACTIVE else None
 
-    def regulate(self, jobs: JobRegistry, fleet: Fleet, now_s: float) -> list[Action]:
-        """Expire, release, renew and grant what is due: what the operator allows, as decided."""
+    def regulate(
+        self,
+        jobs: JobRegistry,
+        fleet: Fleet,
+        now_s: float,
+        *,
+        news: bool = True,
+        at_once: bool = False,
+    ) -> list[Action]:
+        """Expire, release, renew and grant what is due: what the operator allows, as decided.
+
+        news: something happened that decisions hang on, besides offers, verdicts and time, which
+        are looked at here. at_once: decide now, however large the fleet.
+        """
         self._jobs = jobs
         # First of all: after a pause of this process no lease may outlive its time by a renewal.
         actions: list[Action] = [
             LogRecord("lease_expired", _fields(lease)) for lease in self._book.expire(now_s)
         ]
-        offers = {offer.replica: offer for offer in fleet.live_offers(now_s)}
+        offers = fleet.live_offers(now_s)
         actions += self._keep_promises(offers, fleet, now_s)
+        seen = fleet.revision, self._allowed.judgements
+        at_once |= fleet.size <= SMALL_FLEET or seen[1] != self._seen[1]
+        self._news |= news or bool(actions) or seen != self._seen
+        self._seen = seen
+        if not (at_once or self._is_due(now_s)):
+            if now_s >= self._renewed_s + RENEW_PACE_S:
+                actions += self._renew_all(self._kept, offers, now_s)
+            return actions
+        self._news, self._regulated_s = False, now_s
+        return actions + self._regulate_whole(offers, fleet, now_s)
+
+    def _is_due(self, now_s: float) -> bool:
+        since_s = now_s - self._regulated_s
+        if since_s < PACE_S:
+            return False
+        rested = any(now_s >= at_s for at_s in self._not_before_s.values())
+        return self._news or rested or since_s >= WHOLE_S
+
+    def _regulate_whole(
+        self, offers: Mapping[str, Offer], fleet: Fleet, now_s: float
+    ) -> list[Action]:
+        actions: list[Action] = []
         plan = self._allowed.plan(offers.values(), self._book.leases())
         over = [(lease, "harvest") for lease in plan.release] + self._undue(plan.renew, offers)
         ended = {lease.replica for lease, _ in over}
@@ -192,9 +243,9 @@ class Leasing:
         for lease, why in over:
             release = partial(self._release, lease, why, now_s)
             actions += self._apart(lease.replica, release, now_s)
-        for lease in plan.renew:
-            actions += self._apart(lease.replica, partial(self._renew, lease, now_s), now_s)
-        if not jobs.live:
+        self._kept = tuple(lease.replica for lease in plan.renew)
+        actions += self._renew_all(self._kept, offers, now_s)
+        if not self._jobs.live:
             return actions
         self._forget_past(now_s)
         decision, broken = self._decide(plan, offers, now_s)
@@ -240,14 +291,8 @@ class Leasing:
         self, leases: Sequence[Lease], offers: Mapping[str, Offer], now_s: float
     ) -> tuple[Holding, ...]:
         """Leases that help their job: what takes no turns for long must not count as capacity."""
-        since_s = {name: holding.since_s for name, holding in self._holdings.items()}
         self._holdings = {
-            lease.replica: Holding(
-                lease.job,
-                offers[lease.replica],
-                since_s.get(lease.replica, lease.expires_s - self._times.ttl_s),
-            )
-            for lease in leases
+            lease.replica: self._holding(lease, offers[lease.replica]) for lease in leases
         }
         self._helped_s = {
             name: now_s
@@ -260,6 +305,14 @@ class Leasing:
             for name, each in self._holdings.items()
             if now_s < max(each.since_s, self._helped_s[name]) + HELPLESS_S
         )
+
+    def _holding(self, lease: Lease, offer: Offer) -> Holding:
+        before = self._holdings.get(lease.replica)
+        if before is None:
+            return Holding(lease.job, offer, lease.expires_s - self._times.ttl_s)
+        if before.offer is offer and before.job == lease.job:
+            return before
+        return Holding(lease.job, offer, before.since_s)
 
     def _note(self, what: str, move: Move, now_s: float) -> None:
         self._log.note(move.replica, Reason(now_s, what, move.why, dict(move.figures)))
@@ -292,7 +345,8 @@ class Leasing:
 
         Its lease may have run out there while it lives here: only a new epoch is believed again.
         """
-        over = [lease for lease in self._book.leases() if lease.replica in replicas]
+        held = (self._book.held(replica) for replica in dict.fromkeys(replicas))
+        over = [lease for lease in held if lease is not None]
         for lease in over:
             self._book.revoke(lease.replica, lease.epoch)
         return [LogRecord("lease_expired", _fields(lease)) for lease in over]
@@ -311,10 +365,8 @@ class Leasing:
         return self._current(replica, epoch) if self._stream_of.get(replica) == stream else None
 
     def _current(self, replica: str, epoch: int) -> Lease | None:
-        for lease in self._book.leases():
-            if lease.replica == replica and lease.epoch == epoch:
-                return lease
-        return None
+        lease = self._book.held(replica)
+        return lease if lease is not None and lease.epoch == epoch else None
 
     def _release(self, lease: Lease, reason: str, now_s: float) -> list[Action]:
         self._book.begin_release(lease.replica, lease.epoch, now_s)
@@ -323,10 +375,22 @@ class Leasing:
             LogRecord("lease_releasing", {**_fields(lease), "reason": reason}),
         ]
 
+    def _renew_all(
+        self, replicas: Iterable[str], offers: Mapping[str, Offer], now_s: float
+    ) -> list[Action]:
+        """Renew what is due; what is offered no more runs out."""
+        self._renewed_s = now_s
+        actions: list[Action] = []
+        due_s = now_s + self._times.ttl_s - self._times.renew_s
+        for replica in replicas:
+            lease = self._book.held(replica)
+            if lease is None or lease.expires_s > due_s or replica not in offers:
+                continue
+            if lease.state is LeaseState.ACTIVE:
+                actions += self._apart(replica, partial(self._renew, lease, now_s), now_s)
+        return actions
+
     def _renew(self, lease: Lease, now_s: float) -> list[Action]:
-        granted_s = lease.expires_s - self._times.ttl_s
-        if now_s < granted_s + self._times.renew_s:
-            return []
         renewed = self._book.renew(lease.replica, lease.epoch, now_s)
         return [Command(self._stream_of[lease.replica], self._told(renewed))]
 
@@ -358,12 +422,14 @@ class Leasing:
         holding = self._holdings.get(lease.replica)
         return holding.since_s if holding else lease.expires_s
 
-    def _within_quotas(self, moves: Iterable[Move], offers: Mapping[str, Offer]) -> list[Move]:
+    def _within_quotas(self, moves: Sequence[Move], offers: Mapping[str, Offer]) -> list[Move]:
         """No policy leases more guests than a job may have, nor what cannot run its model."""
+        if not moves:
+            return []
         guests = Counter(
             job
             for replica, job in [
-                *self.leased_to().items(),
+                *((lease.replica, lease.job) for lease in self._book.leases()),
                 *((name, each.move.job) for name, each in self._promises.items()),
             ]
             if replica in offers and offers[replica].kind is ReplicaKind.GUEST
@@ -397,9 +463,9 @@ class Leasing:
         try:
             return act()
         except Exception as error:  # noqa: BLE001 - one replica must not end all; it rests
-            for lease in self._book.leases():
-                if lease.replica == replica:
-                    self._book.revoke(replica, lease.epoch)
+            lease = self._book.held(replica)
+            if lease is not None:
+                self._book.revoke(replica, lease.epoch)
             self._promises.pop(replica, None)
             self._not_before_s[replica] = now_s + BROKEN_PAUSE_S
             return [LogRecord("replica_broken", {"replica": replica, "message": repr(error)[:200]})]
@@ -440,14 +506,17 @@ class Leasing:
     ) -> list[Action]:
         """Grant what was decided, once its epoch is durable and if it still may be."""
         actions: list[Action] = []
-        due = [n for n, each in self._promises.items() if self._book.reserved(n, each.epoch - 1)]
-        plan = self._allowed.plan(offers.values(), self._book.leases()) if due else None
-        free = {offer.replica: offer for offer in plan.lease} if plan else {}
-        for name in due:
-            promise = self._promises.pop(name)
+        durable, self._durable = self._durable, []
+        for name in durable:
+            promise = self._promises.get(name)
+            if promise is None or not self._book.reserved(name, promise.epoch - 1):
+                continue
+            del self._promises[name]
+            offer = offers.get(name)
+            is_free = self._book.held(name) is None and now_s >= self._not_before_s.get(name, now_s)
             is_live = self._jobs.get(promise.move.job) is not None
-            if is_live and name in free and now_s >= self._not_before_s.get(name, now_s):
-                take = partial(self._take, promise.move, free, fleet, now_s)
+            if is_live and is_free and offer is not None and self._allowed.may_lease(offer):
+                take = partial(self._take, promise.move, offers, fleet, now_s)
                 actions += self._apart(name, take, now_s)
         return actions
 
@@ -474,7 +543,8 @@ class Leasing:
 
     def _has_room(self, job: str, offer: Offer) -> bool:
         """Whether the quotas that policies give the job leave room for one more guest."""
-        held = [(h.job, h.offer.node) for h in self._holdings.values() if h.offer.kind is GUEST]
+        # Looked at where a quota holds: this is asked of every replica that is leased.
+        held = ((h.job, h.offer.node) for h in self._holdings.values() if h.offer.kind is GUEST)
         return self._allowed.admits(job, offer, held)
 
     def _give_back(self, move: Move, now_s: float) -> list[Action]:
@@ -525,7 +595,7 @@ def replica_rows(
     fleet: Fleet, leasing: Leasing, healths: HealthBook, now_s: float
 ) -> list[pb.Replica]:
     """One row for each live offer, by replica id."""
-    return [_row(offer, leasing, healths, now_s) for offer in fleet.live_offers(now_s)]
+    return [_row(offer, leasing, healths, now_s) for offer in fleet.live_offers(now_s).values()]
 
 
 def _row(offer: Offer, leasing: Leasing, healths: HealthBook, now_s: float) -> pb.Replica:
@@ -560,7 +630,6 @@ def snapshot(
 ) -> pb.SnapshotReply:
     """Everything an operator may ask about."""
     told = [view.telemetry for view in fleet.nodes]
-    leased_to = leasing.leased_to()
     only = jobs.only
     return pb.SnapshotReply(
         replicas=replica_rows(fleet, leasing, healths, now_s),
@@ -587,8 +656,8 @@ def snapshot(
                 demand.figures(job.job, now_s, alone=only is not None),
                 [
                     each
-                    for each in fleet.live_offers(now_s)
-                    if leased_to.get(each.replica) == job.job
+                    for each in fleet.live_offers(now_s).values()
+                    if leasing.leased_to(each.replica) == job.job
                 ],
             )
             for job in jobs.live
