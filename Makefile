@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # Processes of tests are many: each would compile the project anew where this forbids to keep it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install check test nightly unit unit-light engine demo demo-accept bench-demo bench-coserve bench-kv bench-host-overhead bench-weights bench-gateway bench-routing bench-scheduler chaos soak fuzz gpu docs protos lock clean
+.PHONY: install check test nightly unit unit-light engine demo demo-accept bench-demo bench-coserve bench-kv bench-host-overhead bench-weights bench-gateway bench-routing bench-scheduler chaos chaos-sim soak fuzz gpu docs protos lock clean
 
 install: $(STAMP)
 
@@ -78,6 +78,11 @@ soak: install
 FUZZ_S ?= 3600
 fuzz: install
 	$(BIN)/python -m tests.fuzz --seconds $(FUZZ_S) $(ARGS)
+
+# Deterministic chaos: one seed, one history; a seed that breaks prints how to replay it.
+SEEDS ?= 500
+chaos-sim: install
+	$(BIN)/python -m tests.chaos --seeds $(SEEDS) $(ARGS)
 
 # On a machine with an NVIDIA GPU, by the Python that has torch for it. Installs nothing.
 GPU_PYTHON ?= python3

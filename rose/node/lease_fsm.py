@@ -51,6 +51,7 @@ class HeldLease:
 EXPIRED = "expired"
 ENGINE_DOWN = "engine is not running"
 ADOPTED = "its node daemon was started anew"
+SUPERSEDED = "another lease took its place"
 
 # ---- events ----
 
@@ -257,7 +258,11 @@ class LeaseStateMachine:
     def _take(self, event: Event, now_s: float, actions: list[Action]) -> None:
         match event:
             case Granted():
-                self._held.grant(event.epoch, event.ttl_s, now_s)
+                before = self._held.epoch
+                taken = self._held.grant(event.epoch, event.ttl_s, now_s)
+                if taken and event.epoch > before and self._admits is not None:
+                    # It may be another job's: turns of the one before end with it, seen or unseen.
+                    self._ending = self._ending or _Ending(before, SUPERSEDED, asked=False)
             case Released():
                 if self._held.end(event.epoch):
                     self._ending = _Ending(event.epoch, event.reason, asked=True)

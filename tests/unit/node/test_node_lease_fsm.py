@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rose.node.lease_fsm import (
+    SUPERSEDED,
     Action,
     Admit,
     Drain,
@@ -100,3 +101,17 @@ def test_an_end_is_told_only_of_an_engine_that_runs_nothing_of_the_lease(
             match carried_out(core.step(LeaseTick(), now_s)):
                 case [*_, Admit() | Drain() as call]:
                     pass
+
+
+def test_a_newer_lease_begins_once_the_turns_of_the_one_before_are_ended() -> None:
+    # The scheduler saw the older one end before this node looked at its clock; the newer one may
+    # be another job's, whose weights must not meet these turns.
+    core = LeaseStateMachine()
+    core.step(EngineUp(), 0.0)
+    core.step(Granted(1, 3.0), 0.0)
+    core.step(EngineAdmitted(1, life=1), 0.0)
+    assert core.step(Granted(2, 3.0), 3.1) == [Drain(1, SUPERSEDED, life=1)]
+    assert core.step(EngineDrained(1, aborted=4), 3.1) == [
+        Ended(1, SUPERSEDED, 4, asked=False),
+        Admit(2, life=1),
+    ]

@@ -52,6 +52,7 @@ async def test_the_stop_of_the_control_plane_ends_the_guest_each_time(
     for trial in range(trials):
         await bench.until("leased", lambda row: row.leased and row.healthy)
         group = bench.calls("start")[trial]["pid"]
+        earlier = len(bench.noted("stop_proved"))
         await stop(bench, pb.HARVEST_MODE_OFF)
         await stop(bench, pb.HARVEST_MODE_OFF)
         guest = await proved(bench)
@@ -59,11 +60,14 @@ async def test_the_stop_of_the_control_plane_ends_the_guest_each_time(
         assert not group_alive(group)
         assert group_bytes(group) == 0
         await until_async(
-            lambda done=trial: len(bench.noted("stop_proved")) > done, PATIENCE_S, "the proof"
+            lambda done=earlier: len(bench.noted("stop_proved")) > done, PATIENCE_S, "the proof"
         )
         await stop(bench, pb.HARVEST_MODE_ACTIVE)
     assert len(bench.noted("engine_reclaimed")) == trials
-    assert [proof["in_time"] for proof in bench.noted("stop_proved")] == [True] * trials
+    # Orders that are told in two words may be proved twice.
+    proofs = bench.noted("stop_proved")
+    assert len(proofs) >= trials
+    assert all(proof["in_time"] for proof in proofs)
 
 
 async def test_a_dropped_file_is_proved_too(bench: Bench) -> None:

@@ -1,0 +1,35 @@
+"""Deterministic chaos: worlds hold, a seed replays exactly, and planted bugs are found.
+
+`make chaos-sim` runs many more seeds.
+"""
+
+import pytest
+
+from tests.chaos.planted_bugs import FIRST_SEED
+from tests.chaos.world import live, shrink
+
+LEAST_EVENTS = 2_000
+
+
+@pytest.mark.parametrize("seed", [0, 110, 142, 290])
+def test_a_world_of_faults_breaks_no_invariant(seed: int) -> None:
+    outcome = live(seed)
+    assert outcome.broken == ""
+    assert outcome.events >= LEAST_EVENTS
+
+
+def test_a_seed_has_one_history() -> None:
+    assert live(3) == live(3)
+
+
+@pytest.mark.parametrize(("bug", "seed"), FIRST_SEED.items())
+def test_a_planted_bug_is_found(bug: str, seed: int) -> None:
+    assert live(seed, bugs=(bug,)).broken
+    assert not live(seed).broken
+
+
+def test_a_failure_is_shrunk_to_the_faults_that_it_needs() -> None:
+    failed = live(5, bugs=("no fencing",))
+    shrunk = shrink(failed, ("no fencing",))
+    assert shrunk.broken
+    assert len(shrunk.faults) < len(failed.faults)
