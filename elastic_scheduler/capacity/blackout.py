@@ -16,7 +16,6 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from pydantic.alias_generators import to_camel
 
 _CLOCK = re.compile(r"([01]\d|2[0-3]):([0-5]\d)|24:00")
-WHOLE_DAY: Final = 24 * 60
 
 
 class Day(StrEnum):

@@ -68,6 +68,7 @@ async def test_the_stop_of_the_control_plane_ends_the_guest_each_time(
     proofs = bench.noted("stop_proved")
     assert len(proofs) >= trials
     assert all(proof["in_time"] for proof in proofs)
+    assert bench.noted("command_ignored") == [], "a heartbeat is no order"
 
 
 async def test_a_dropped_file_is_proved_too(bench: Bench) -> None:
