@@ -99,7 +99,10 @@ class EtcdCluster:
         process.wait()
 
     def pause(self, member: int) -> None:
-        self._processes[member].send_signal(signal.SIGSTOP)
+        process = self._processes[member]
+        process.send_signal(signal.SIGSTOP)
+        # A signal takes effect later; what is asked meanwhile would be answered.
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
 
     def resume(self, member: int) -> None:
         self._processes[member].send_signal(signal.SIGCONT)

@@ -71,10 +71,15 @@ class Follower:
 
     async def equals(self, writer: EtcdStore) -> None:
         """Until it knows what the store holds; each event came once and in order."""
-        truth = {entry.key: entry.value for entry in (await writer.list("w/")).entries}
-        async with asyncio.timeout(PATIENCE_S):
-            while self.state != truth:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+        truth: dict[str, bytes] = {}
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                # Listed anew: a write that was not answered may be done late.
+                while self.state != truth or not truth:
+                    await asyncio.sleep(0.05)
+                    truth = {each.key: each.value for each in (await writer.list("w/")).entries}
+        except TimeoutError:
+            raise AssertionError(f"knows {self.state}, not {truth}") from None
         # By their revisions: keys of one revision come in any order.
         order = [revision for revision, _ in self.revisions]
         assert order == sorted(order)
