@@ -179,12 +179,13 @@ class SchedulerSession:
             labels=labels,
             takes_caps=True,
             jobs=True,
+            heartbeats=True,
         )
         self._contact = contact or Contact()
         self._leader = LeaderChannel(scheduler, "the node's scheduler", certificates)
         self._lost = False
         self._holds = False
-        self._beats = False
+        self._greeted = self._beats = False
         self._node = node
         self._reports = reports
         self._obey = obey
@@ -224,16 +225,20 @@ class SchedulerSession:
     async def _follow(self, call: "grpc.aio.StreamStreamCall[Any, Any]") -> None:
         """Obey one stream to its end. Raises TimeoutError where the leader falls silent.
 
-        One of 0.2 says nothing by itself: nothing is expected of it but renewals.
+        Whoever leads says its mode at once. One of 0.2.0 says nothing by itself after that:
+        nothing is expected of it but renewals.
         """
-        self._beats = False
+        self._greeted = self._beats = False
         try:
             while True:
                 command = await read_unless_silent(
-                    call.read(), SILENT_S, expected=lambda: self._holds or self._beats
+                    call.read(),
+                    SILENT_S,
+                    expected=lambda: not self._greeted or self._holds or self._beats,
                 )
                 if not isinstance(command, rose_pb2.NodeCommand):
                     return
+                self._greeted = True
                 self._leader.answered()
                 self._lost = False
                 self._contact.heard()

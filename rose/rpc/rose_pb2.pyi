@@ -166,6 +166,7 @@ class Hello(_message.Message):
     LABELS_FIELD_NUMBER: _builtins.int
     TAKES_CAPS_FIELD_NUMBER: _builtins.int
     JOBS_FIELD_NUMBER: _builtins.int
+    HEARTBEATS_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     cluster: _builtins.str
     """nodes of one label are near each other"""
@@ -175,6 +176,8 @@ class Hello(_message.Message):
     """it obeys Caps; where a policy bounds one, others lend nothing"""
     jobs: _builtins.bool
     """it says whose weights its replicas hold, and switches them between jobs"""
+    heartbeats: _builtins.bool
+    """an empty command means to it that the leader lives; others get none"""
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """what capacity policies select nodes by"""
@@ -188,10 +191,11 @@ class Hello(_message.Message):
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         takes_caps: _builtins.bool = ...,
         jobs: _builtins.bool = ...,
+        heartbeats: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "jobs", b"jobs", "labels", b"labels", "protocol", b"protocol", "relay_url", b"relay_url", "takes_caps", b"takes_caps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "heartbeats", b"heartbeats", "jobs", b"jobs", "labels", b"labels", "protocol", b"protocol", "relay_url", b"relay_url", "takes_caps", b"takes_caps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,11 +25,11 @@ from tests.patience import PATIENCE_S
 class FakeNode:
     """Offers one guest and remembers what it is told."""
 
-    def __init__(self, stub: SchedulerStub, node: str = "n0") -> None:
+    def __init__(self, stub: SchedulerStub, node: str = "n0", *, heartbeats: bool = False) -> None:
         self._reports: asyncio.Queue[pb.NodeReport | None] = asyncio.Queue()
         self.node = node
         self.told: asyncio.Queue[pb.NodeCommand] = asyncio.Queue()
-        self.say(hello=pb.Hello(protocol=1))
+        self.say(hello=pb.Hello(protocol=1, heartbeats=heartbeats))
         self.call = stub.Attach(self._outgoing())
         self._listener = asyncio.create_task(self._listen())
 
@@ -40,7 +40,7 @@ class FakeNode:
         fields = {"replica": "g0", "kind": 1, "url": "http://g0", "ttl_s": 3.0, "healthy": True}
         self.say(offers=pb.Offers(offers=[pb.Offer(**{**fields, **changes})]))  # type: ignore[arg-type]
 
-    async def hears(self, kind: str) -> pb.NodeCommand:
+    async def hears(self, kind: str | None) -> pb.NodeCommand:
         async with asyncio.timeout(PATIENCE_S):
             while True:
                 command = await self.told.get()

@@ -17,6 +17,7 @@ from rose.errors import UnavailableError
 from rose.rpc import rose_pb2 as pb
 from rose.rpc.channel import MAX_REQUEST_BYTES, make_channel, make_server
 from rose.rpc.rose_pb2_grpc import SchedulerStub
+from rose.scheduler import service
 from rose.scheduler.main import SchedulerSettings, main, serve
 from rose.scheduler.messages import CommandQueue, TableSlot
 from rose.scheduler.standby import LeaderHandlers
@@ -86,6 +87,21 @@ async def test_the_whole_round_from_offer_to_loss(bench: Bench, tmp_path: Path) 
     names = [json.loads(line)["event"] for line in lines]
     for name in ("node_attached", "lease_granted", "version_announced", "revoked", "node_lost"):
         assert name in names
+
+
+async def test_heartbeats_go_to_nodes_that_know_them_and_to_no_others(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of 0.2.0 would record each as an order that it does not know."""
+    monkeypatch.setattr(service, "HEARTBEAT_S", 0.01)
+    old, new = FakeNode(bench.stub, "old"), FakeNode(bench.stub, "new", heartbeats=True)
+    for node in (old, new):
+        await node.hears("harvest")
+    for _ in range(3):
+        assert await new.hears(None) == pb.NodeCommand()
+    assert [old.told.get_nowait() for _ in range(old.told.qsize())] == []
+    for node in (old, new):
+        await node.leave()
 
 
 async def test_refusals_carry_their_line_and_code(bench: Bench) -> None:
