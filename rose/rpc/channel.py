@@ -41,6 +41,9 @@ def channel_options() -> tuple[tuple[str, int], ...]:
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.max_reconnect_backoff_ms", RECONNECT_MAX_MS),
         ("grpc.initial_reconnect_backoff_ms", 100),
+        # A channel that is given up takes its connection with it: others of the process that hang
+        # on the same one would hand it to the next channel.
+        ("grpc.use_local_subchannel_pool", 1),
         # Loopback and cluster addresses never go through a proxy of the environment.
         ("grpc.enable_http_proxy", 0),
     )

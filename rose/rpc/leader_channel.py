@@ -6,6 +6,10 @@ over. `LeaderFinder` decides without IO whom to ask next, and how long to pause.
     ask the one that led last ── answers ──► it leads
         │ names another ──► ask that one
         │ does not answer ──► ask the next of the list; a pause after each round
+        │ falls silent ──► ask others, whoever names it, until one leads; for a while
+
+A leader that hangs still has its connections, and is still named by a standby whose turn has not
+come yet: whoever believed that would wait out the same silence again.
 """
 
 import asyncio
@@ -33,6 +37,8 @@ FIRST_PAUSE_S = 0.1
 SEARCH_PAUSE_S = 0.4
 SEARCH_ROUNDS = 30
 MAX_PAUSE_S = 5.0
+# How often others are asked in the place of one that fell silent: some 2 s, less than a lease.
+SKIPS = 16
 
 
 class LeaderFinder:
@@ -46,6 +52,7 @@ class LeaderFinder:
         self._at = 0
         self._named = ""
         self._misses = 0
+        self._silent, self._skips = "", 0
 
     @property
     def address(self) -> str:
@@ -64,19 +71,30 @@ class LeaderFinder:
 
     def answered(self) -> None:
         """The one that was asked leads."""
-        self._misses = 0
+        self._misses = self._skips = 0
         if self._named in self.addresses:
             # So that the next one is another, once this one is lost.
             self._at, self._named = self.addresses.index(self._named), ""
 
-    def missed(self, hint: str = "") -> None:
-        """The one that was asked does not lead: it named another (`hint`), or did not answer."""
+    def missed(self, hint: str = "", *, silent: bool = False) -> None:
+        """The one that was asked does not lead: it named another (`hint`), or did not answer.
+
+        silent: it said nothing at all, though its address may still take connections.
+        """
         self._misses += 1
+        if silent:
+            self._silent, self._skips = self.address, SKIPS
         if is_address(hint) and hint != self.address:
             self._named = hint
-            return
-        self._named = ""
-        self._at = (self._at + 1) % len(self.addresses)
+        else:
+            self._named = ""
+            self._at = (self._at + 1) % len(self.addresses)
+        others = [each for each in self.addresses if each != self._silent]
+        if self.address == self._silent and others and self._skips:
+            self._skips -= 1
+            self._named = ""
+            if self.address == self._silent:
+                self._at = (self._at + 1) % len(self.addresses)
 
 
 def hint_of(error: grpc.RpcError) -> str | None:
@@ -110,6 +128,7 @@ class LeaderChannel:
         self._certificates = certificates
         self._shown: Material | None = None
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._given_up: list[grpc.aio.Channel] = []
 
     @property
     def address(self) -> str:
@@ -126,6 +145,7 @@ class LeaderChannel:
 
         A call on it that fails may have been carried out, but this surely was none.
         """
+        await self._close_given_up()
         shown = self._certificates.material() if self._certificates else None
         if shown is not self._shown:
             await self.close()
@@ -139,7 +159,7 @@ class LeaderChannel:
                 await _ready(channel)
         except (TimeoutError, UnavailableError) as error:
             # The next attempt begins anew: this channel would wait before it connects again.
-            del self._channels[address]
+            self._channels.pop(address, None)
             await channel.close(None)
             raise UnavailableError(f"no scheduler answers at {address}") from error
         return channel
@@ -149,9 +169,17 @@ class LeaderChannel:
         self._finder.answered()
 
     def missed(self, error: Exception | None = None) -> None:
-        """A stream or a call came to its end: the next attempt may go elsewhere."""
+        """A stream or a call came to its end: the next attempt may go elsewhere.
+
+        After a stream's silence (`TimeoutError`) its connection is given up: a process that is
+        stopped keeps it, and does not open another.
+        """
         hint = hint_of(error) if isinstance(error, grpc.RpcError) else None
-        self._finder.missed(hint or "")
+        if isinstance(error, TimeoutError):
+            channel = self._channels.pop(self._finder.address, None)
+            self._given_up += [channel] if channel else []
+        silent = any(isinstance(each, TimeoutError) for each in (error, error and error.__cause__))
+        self._finder.missed(hint or "", silent=silent)
 
     async def call(
         self,
@@ -172,25 +200,30 @@ class LeaderChannel:
                 reply = await ask(stub, max(0.0, min(ANSWER_S, until_s - loop.time())))
             except UnavailableError as error:
                 failure = error
+                self.missed(error)
             except grpc.aio.AioRpcError as error:
                 if error.code() not in UNANSWERED:
                     raise
                 # That time is over says less than an earlier failure.
                 late = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
                 failure = failure if late and failure is not None else error
+                self.missed(error)
             else:
                 self.answered()
                 return reply
-            self.missed(failure)
             pause_s = self.pause_s
             if loop.time() + pause_s >= until_s:
                 raise failure
             await asyncio.sleep(pause_s)
 
     async def close(self) -> None:
-        for channel in self._channels.values():
-            await channel.close(None)
+        self._given_up += self._channels.values()
         self._channels.clear()
+        await self._close_given_up()
+
+    async def _close_given_up(self) -> None:
+        while self._given_up:
+            await self._given_up.pop().close(None)
 
     async def __aenter__(self) -> Self:
         return self

@@ -17,6 +17,7 @@ from rose.rpc.leader_channel import (
     FIRST_PAUSE_S,
     MAX_PAUSE_S,
     SEARCH_PAUSE_S,
+    SKIPS,
     LeaderChannel,
     LeaderFinder,
 )
@@ -167,6 +168,45 @@ def test_a_leader_named_by_a_standby_is_left_for_the_other_and_not_for_itself() 
     finder.answered()
     finder.missed()
     assert finder.address == "b:1"
+
+
+def test_one_that_fell_silent_is_not_asked_again_at_once_though_a_standby_names_it() -> None:
+    finder = LeaderFinder("hangs:1,standby:1")
+    finder.missed(silent=True)
+    asked = []
+    for _ in range(SKIPS + 2):
+        asked.append(finder.address)
+        finder.missed("hangs:1" if finder.address == "standby:1" else "")
+    assert asked == [*["standby:1"] * (SKIPS + 1), "hangs:1"], "and it is not forgotten"
+
+
+def test_the_next_leader_is_believed_when_it_names_one_that_was_silent_before() -> None:
+    finder = LeaderFinder("hung:1,standby:1")
+    finder.missed(silent=True)
+    finder.answered()
+    finder.missed("hung:1")
+    assert finder.address == "hung:1"
+
+
+def test_an_only_scheduler_is_asked_again_though_it_fell_silent() -> None:
+    finder = LeaderFinder("a:1")
+    finder.missed(silent=True)
+    assert finder.address == "a:1"
+
+
+async def test_the_connection_to_one_that_fell_silent_is_given_up(
+    two: tuple[Process, Process],
+) -> None:
+    """A process that is stopped keeps its connections: they say nothing about its life."""
+    hangs, standby = two
+    hangs.lead()
+    standby.leader = hangs.address
+    async with LeaderChannel(f"{hangs.address},{standby.address}") as channel:
+        before = await channel.connected()
+        channel.missed(TimeoutError())
+        assert channel.address == standby.address
+        await channel.connected()
+        assert before.get_state() is grpc.ChannelConnectivity.SHUTDOWN
 
 
 def test_an_only_scheduler_is_asked_again_after_a_pause() -> None:
