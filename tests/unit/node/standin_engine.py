@@ -108,9 +108,14 @@ def core() -> None:
     time.sleep(600)
 
 
-note("start", model=MODEL)
-if CORE.exists():
-    core()
-while MUTE.exists():
-    time.sleep(0.02)
-HTTPServer(("127.0.0.1", PORT), Handler).serve_forever()
+def main(server: type[HTTPServer] = HTTPServer, handler: type[Handler] = Handler) -> None:
+    note("start", model=MODEL)
+    if CORE.exists():
+        core()
+    while MUTE.exists():
+        time.sleep(0.02)
+    server(("127.0.0.1", PORT), handler).serve_forever()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,337 @@
+"""LittleCluster: schedulers, nodes with counting engines, and gateways, each a process of its own.
+
+Any of them may be of another release, and any may be ended, stopped and started again: a process
+keeps its name, its port and its folder. The hosts beside the guests live in the test's process.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import signal
+import subprocess
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import grpc
+import numpy as np
+
+from executor import ControlPage, Grant, GrantMode
+from rose.addresses import free_ports
+from rose.errors import UnavailableError
+from rose.process.child import group_alive
+from rose.rpc import rose_pb2 as pb
+from rose.rpc.leader_channel import LeaderChannel
+from tests.patience import PATIENCE_S
+from tests.releases import HEAD, Release, program
+from tests.seated_host import SeatedHost
+from weight_transfer import SigningKey, TensorBits
+
+DAEMON = Path(__file__).with_name("counting_daemon.py")
+JOB = "grpo"
+STOP_S = 30.0
+
+
+def tensors(version: int) -> dict[str, TensorBits]:
+    """Weights of a version."""
+    bits = np.arange(4_096, dtype=np.uint16)
+    bits[::7] += np.uint16(version)
+    return {"w": TensorBits("w", "bfloat16", (64, 64), bits)}
+
+
+@dataclass
+class Member:
+    """One process of the cluster, in all its lives."""
+
+    name: str
+    argv: Sequence[str]
+    log: Path
+    release: Release = HEAD
+    process: "subprocess.Popen[str] | None" = None
+    lives: int = 0
+
+    def start(self) -> None:
+        self.process = self.release.popen(*self.argv, log=self.log)
+        self.lives += 1
+
+    @property
+    def running(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def send(self, number: signal.Signals) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+        if number is signal.SIGSTOP:
+            # It takes effect later; what is asked meanwhile would be answered.
+            os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
+
+    def end(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """Returns its exit code, once nothing of it runs."""
+        assert self.process is not None
+        self.process.send_signal(number)
+        code = self.process.wait(STOP_S)
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+        return code
+
+    def close(self) -> None:
+        if self.running:
+            self.end(signal.SIGKILL)
+
+
+@dataclass
+class LittleHost:
+    """The host of one node, as idle as can be, and the page between them."""
+
+    path: Path
+    page: ControlPage = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.page = ControlPage.create(self.path)
+        self._host = SeatedHost(self.page)
+        self._host.tell()
+        self._host.seat.start()
+
+    @property
+    def grant(self) -> Grant:
+        return self.page.grant.peek() or Grant()
+
+    @property
+    def harvests(self) -> bool:
+        """Whether a guest may make steps now."""
+        grant = self.grant
+        lives = time.monotonic_ns() < grant.expiry_ns
+        return lives and grant.mode in (GrantMode.RUN, GrantMode.THROTTLE)
+
+    def close(self) -> None:
+        self._host.close()
+        self.page.close()
+
+
+class LittleCluster:
+    """Members by name: s0, s1, …; n0, n1, …; gw0, gw1, …
+
+    releases: of members that are not of this tree, by the letter of their kind or by name.
+    store: what the schedulers are told; a SQLite file unless given.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        schedulers: int = 2,
+        nodes: int = 3,
+        gateways: int = 2,
+        store: str = "",
+        releases: dict[str, Release] | None = None,
+    ) -> None:
+        self.folder = folder
+        # Of nothing but this test's weights; a trainer in a process of its own is told it.
+        self.seed = secrets.token_hex(32)
+        self.key = SigningKey.from_hex(self.seed)
+        self.store = store or str(folder / "store.sqlite")
+        self._releases = releases or {}
+        ports = free_ports(schedulers + gateways + nodes + 1)
+        self._s, self._gw = ports[:schedulers], ports[schedulers : schedulers + gateways]
+        self._n, self.trainer_port = ports[schedulers + gateways : -1], ports[-1]
+        self.members: dict[str, Member] = {}
+        self.hosts = {f"n{k}": LittleHost(folder / f"page-n{k}") for k in range(nodes)}
+        for number in range(schedulers):
+            self._add(f"s{number}", self._scheduler(number))
+        for number in range(nodes):
+            self._add(f"n{number}", self._node(number))
+        for number in range(gateways):
+            self._add(f"gw{number}", self._gateway(number))
+
+    @property
+    def addresses(self) -> str:
+        """Of all schedulers."""
+        return ",".join(f"127.0.0.1:{port}" for port in self._s)
+
+    @property
+    def urls(self) -> list[str]:
+        """Of all gateways."""
+        return [f"http://127.0.0.1:{port}" for port in self._gw]
+
+    def of(self, kind: str) -> list[Member]:
+        """All schedulers (`s`), nodes (`n`) or gateways (`gw`)."""
+        return [each for name, each in self.members.items() if name.rstrip("0123456789") == kind]
+
+    def start(self, names: Iterable[str] = ()) -> None:
+        for name in names or self.members:
+            self.members[name].start()
+
+    def close(self) -> None:
+        for member in self.members.values():
+            member.close()
+        for pid in {call["pid"] for node in self.hosts for call in self.calls(node, "start")}:
+            if group_alive(pid):
+                os.killpg(pid, signal.SIGKILL)
+        for host in self.hosts.values():
+            host.close()
+
+    # ---- what is seen of it ----
+
+    def calls(self, node: str, *calls: str) -> list[dict[str, Any]]:
+        """What the engine of a node wrote down."""
+        return _records(self.folder / f"g{node[1:]}.journal", "call", calls)
+
+    def events(self, name: str, event: str) -> list[dict[str, Any]]:
+        """What a member wrote down."""
+        kind = {"s": "scheduler", "n": name, "g": "gateway"}[name[0]]
+        return _records(self.folder / name / f"events-{kind}.jsonl", "event", (event,))
+
+    def leader(self, but: str = "") -> str | None:
+        """Who leads by its own word, of those that run."""
+        for member in self.of("s"):
+            if member.name == but:
+                continue
+            log = self.folder / member.name / "events-scheduler.jsonl"
+            said = log.read_text() if log.exists() else ""
+            if member.running and said.rfind("scheduler_leads") > max(
+                said.rfind("steps_down"), said.rfind("scheduler_stopped")
+            ):
+                return member.name
+        return None
+
+    async def snapshot(self) -> pb.SnapshotReply | None:
+        """What the leader says; None while nobody does."""
+        async with LeaderChannel(self.addresses) as channel:
+            with contextlib.suppress(UnavailableError, grpc.aio.AioRpcError):
+                return await channel.call(
+                    lambda stub, left_s: stub.Snapshot(pb.SnapshotRequest(), timeout=left_s), 3.0
+                )
+        return None
+
+    async def until(
+        self, what: str, holds: Callable[[pb.SnapshotReply], object]
+    ) -> pb.SnapshotReply:
+        """Wait until a snapshot is so."""
+        seen: pb.SnapshotReply | None = None
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                while True:
+                    seen = await self.snapshot()
+                    if seen is not None and holds(seen):
+                        return seen
+                    await asyncio.sleep(0.05)
+        except TimeoutError:
+            raise AssertionError(f"never {what}: {seen}\n{self.last_words()}") from None
+
+    async def leased(self, version: int | None = None) -> pb.SnapshotReply:
+        """Wait until every node has its replica leased, at `version`, and its guest may run."""
+
+        def all_leased(seen: pb.SnapshotReply) -> bool:
+            rows = [
+                row
+                for row in seen.replicas
+                if row.leased and row.healthy and version in (None, row.policy_version)
+            ]
+            return len(rows) == len(self.hosts) and all(h.harvests for h in self.hosts.values())
+
+        return await self.until("all leased", all_leased)
+
+    async def led(self, but: str = "") -> str:
+        """Wait until somebody leads."""
+        async with asyncio.timeout(PATIENCE_S):
+            while (leader := self.leader(but)) is None:  # noqa: ASYNC110 - nobody tells
+                await asyncio.sleep(0.01)
+        return leader
+
+    async def started(self, name: str) -> None:
+        """Wait until a scheduler's newest life answers, as leader or standby."""
+        lives = self.members[name].lives
+        async with asyncio.timeout(PATIENCE_S):
+            while len(self.events(name, "scheduler_started")) < lives:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+
+    async def served(self, name: str) -> None:
+        """Wait until a gateway answers, and sends turns somewhere."""
+        url = self.urls[int(name[2:])]
+        async with aiohttp.ClientSession() as http, asyncio.timeout(PATIENCE_S):
+            while True:
+                with contextlib.suppress(aiohttp.ClientError, OSError):
+                    async with http.get(f"{url}/health") as answer:
+                        if (await answer.json())["replicas"]:
+                            return
+                await asyncio.sleep(0.05)
+
+    def last_words(self) -> str:
+        """What a failed test leaves to read."""
+        words = []
+        for name, member in self.members.items():
+            log = member.log.read_text()[-800:] if member.log.exists() else ""
+            words.append(f"-- {name}, running {member.running}, {member.lives} lives\n{log}")
+            for events in sorted((self.folder / name).glob("events-*.jsonl")):
+                words += events.read_text().splitlines()[-6:]
+        return "\n".join(words)
+
+    # ---- command lines ----
+
+    def _add(self, name: str, argv: Sequence[str]) -> None:
+        release = self._releases.get(name) or self._releases.get(name.rstrip("0123456789"), HEAD)
+        self.members[name] = Member(name, argv, self.folder / f"{name}.log", release)
+
+    def _scheduler(self, number: int) -> Sequence[str]:
+        # All that is offered is leased at once, whatever it is worth to the job.
+        return [
+            *(*program("scheduler"), f"--port={self._s[number]}", f"--store={self.store}"),
+            *(f"--log-dir={self.folder / f's{number}'}", "--harvest=ACTIVE", "--policy=spot"),
+            "--cooldown-s=0.2",
+        ]
+
+    def _gateway(self, number: int) -> Sequence[str]:
+        return [
+            *(*program("gateway"), f"--port={self._gw[number]}", "--max-attempts=64"),
+            *(f"--scheduler={self.addresses}", f"--log-dir={self.folder / f'gw{number}'}"),
+        ]
+
+    def _node(self, number: int) -> Sequence[str]:
+        name = f"n{number}"
+        model = self.folder / "model"
+        model.mkdir(exist_ok=True)
+        for file in ("config.json", "tokenizer.json", "model.safetensors"):
+            (model / file).write_text("{}")
+        replica = {
+            "id": f"g{number}",
+            "kind": "guest",
+            "model_dir": str(model),
+            "port": self._n[number],
+            "orphan_s": 20.0,
+        }
+        settings = {
+            "node": name,
+            "scheduler": self.addresses,
+            "run_dir": str(self.folder / name / "run"),
+            "log_dir": str(self.folder / name),
+            "verify_key": self.key.verify_key.hex,
+            "host": {"page": str(self.hosts[name].path), "pid": os.getpid()},
+            "replicas": [replica],
+        }
+        config = self.folder / f"{name}.json"
+        config.write_text(json.dumps(settings))
+        return str(DAEMON), str(self.folder), "--config", str(config)
+
+
+def _records(path: Path, key: str, values: Sequence[str]) -> list[dict[str, Any]]:
+    lines = path.read_text().splitlines() if path.exists() else []
+    # The last line may be half written.
+    whole = (line for line in lines if line.endswith("}"))
+    return [record for line in whole if (record := json.loads(line)).get(key) in values]
+
+
+@contextlib.asynccontextmanager
+async def little_cluster(folder: Path, **wanted: Any) -> AsyncIterator[LittleCluster]:
+    """A cluster whose processes are started; nothing of it is left afterwards."""
+    cluster = LittleCluster(folder, **wanted)
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.close()
