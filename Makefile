@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # Processes of tests are many: each would compile the project anew where this forbids to keep it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install check test nightly unit unit-light engine demo demo-accept bench-demo bench-coserve bench-kv bench-host-overhead bench-weights bench-gateway bench-routing bench-scheduler chaos chaos-sim soak fuzz gpu docs protos lock clean
+.PHONY: install check test nightly unit unit-light engine demo demo-accept bench-demo bench-coserve bench-kv bench-host-overhead bench-weights bench-gateway bench-routing bench-scheduler bench-kill chaos chaos-sim soak fuzz gpu docs protos lock clean
 
 install: $(STAMP)
 
@@ -64,6 +64,9 @@ bench-routing: install
 
 bench-scheduler: install
 	$(BIN)/python -m rose.bench.micro.scheduler_scale --out out/bench/scheduler.json $(ARGS)
+
+bench-kill: install
+	$(BIN)/python -m rose.bench.kill $(ARGS)
 
 bench-gateway: install
 	$(BIN)/python -m rose.bench.gateway $(if $(QUICK),--quick) $(ARGS)
