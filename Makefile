@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # Processes of tests are many: each would compile the project anew where this forbids to keep it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install check test nightly unit unit-light engine demo demo-accept bench-demo bench-coserve bench-kv bench-host-overhead bench-weights bench-gateway bench-routing bench-scheduler bench-failover chaos chaos-sim soak fuzz gpu docs protos lock clean
+.PHONY: install check test nightly unit unit-light engine demo demo-accept bench-demo bench-coserve bench-kv bench-host-overhead bench-weights bench-gateway bench-routing bench-scheduler bench-failover bench-kill chaos chaos-sim soak fuzz gpu docs protos lock clean
 
 install: $(STAMP)
 
@@ -67,6 +67,9 @@ bench-scheduler: install
 
 bench-failover: install
 	$(BIN)/python -m rose.bench.micro.failover --out out/bench/failover.json $(ARGS)
+
+bench-kill: install
+	$(BIN)/python -m rose.bench.kill $(ARGS)
 
 bench-gateway: install
 	$(BIN)/python -m rose.bench.gateway $(if $(QUICK),--quick) $(ARGS)

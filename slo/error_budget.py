@@ -50,6 +50,14 @@ class BurnAlert:
     short_burn: float
 
 
+def burnt(good: int, bad: int, objective: float) -> float:
+    """Share of bad requests ÷ share that may be bad; infinite where nothing may be and was."""
+    if not bad:
+        return 0.0
+    allowed = 1.0 - objective
+    return bad / (good + bad) / allowed if allowed else math.inf
+
+
 class _Counts:
     __slots__ = ("bad", "good")
 
@@ -97,12 +105,12 @@ class ErrorBudget:
         than the period.
         """
         good, bad = self.counts(now_s, window_s)
-        return self._burnt(good, bad)
+        return burnt(good, bad, self.objective)
 
     def remaining(self, now_s: float) -> float:
         """Share of the period's budget that is left: 1 without traffic, below 0 when overspent."""
         good, bad = self.counts(now_s, self.period_s)
-        return 1.0 - self._burnt(good, bad)
+        return 1.0 - burnt(good, bad, self.objective)
 
     def alerts(self, now_s: float, rules: tuple[BurnRule, ...] = RULES) -> tuple[BurnAlert, ...]:
         """Rules whose both windows burn at least as fast as their threshold."""
@@ -113,12 +121,6 @@ class ErrorBudget:
             if min(long_burn, short_burn) >= rule.threshold(self.period_s):
                 fired.append(BurnAlert(rule, long_burn, short_burn))
         return tuple(fired)
-
-    def _burnt(self, good: int, bad: int) -> float:
-        if not bad:
-            return 0.0
-        allowed = 1.0 - self.objective
-        return bad / (good + bad) / allowed if allowed else math.inf
 
     def counts(self, now_s: float, window_s: float) -> tuple[int, int]:
         """Good and bad requests in the window; raises as `burn_rate` does."""

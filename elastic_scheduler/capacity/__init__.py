@@ -1,5 +1,6 @@
 """Capacity policies: what may be lent, where, under which conditions, and who decided it."""
 
+from elastic_scheduler.capacity.advice import Advice, AdviceBook, Lendable
 from elastic_scheduler.capacity.effective import EffectivePolicy, effective, in_canary
 from elastic_scheduler.capacity.gate import (
     CLI,
@@ -22,10 +23,13 @@ from elastic_scheduler.capacity.schema import crd_schema, docs_table
 
 __all__ = [
     "CLI",
+    "Advice",
+    "AdviceBook",
     "CapacityGate",
     "CapacityPolicy",
     "EffectivePolicy",
     "Halt",
+    "Lendable",
     "NodeFacts",
     "Note",
     "PolicyMode",

@@ -19,6 +19,7 @@ from typing import Final
 
 from elastic_scheduler.capacity.policy import MaxHostBusy, SloBudget
 from slo import RULES, ErrorBudget
+from slo.error_budget import burnt
 
 PAGING: Final = tuple(rule for rule in RULES if rule.severity == "page")
 # Below it the budget lasts for the whole period.
@@ -113,6 +114,23 @@ class BudgetHold:
             if name in self._deployments
         }
         return by_deployment | own
+
+    def left(self, now_s: float) -> dict[str, float]:
+        """Share of the period's budget that is left of all hosts of a deployment together.
+
+        1 without traffic, below 0 when overspent; the hosts of no deployment are one ("").
+        """
+        counts: dict[str, tuple[int, int]] = {}
+        objectives: dict[str, float] = {}
+        for node, host in self._hosts.items():
+            name = self._of.get(node, "")
+            good, bad = host.budget.counts(now_s, host.budget.period_s)
+            before = counts.get(name, (0, 0))
+            counts[name] = before[0] + good, before[1] + bad
+            objectives[name] = max(objectives.get(name, 0.0), host.budget.objective)
+        return {
+            name: 1.0 - burnt(good, bad, objectives[name]) for name, (good, bad) in counts.items()
+        }
 
     def _serve(self, event: Served, now_s: float) -> None:
         host = self._hosts.get(event.node)

@@ -165,6 +165,11 @@ class CapacityGate:
     # ---- policies ----
 
     @property
+    def wall_s(self) -> float | None:
+        """Unix seconds, as last told; None while nobody knows."""
+        return self._wall_s
+
+    @property
     def policies(self) -> tuple[CapacityPolicy, ...]:
         """All policies in force, by name."""
         return tuple(self._policies[name] for name in sorted(self._policies))
@@ -287,6 +292,10 @@ class CapacityGate:
     def mode_of(self, replica: str, node: str) -> HarvestMode:
         """What holds for a guest: the stricter of the stop state and its node's verdict."""
         return stricter(self.stop.mode_of(replica), self.verdict(node).mode)
+
+    def budget_left(self, now_s: float) -> dict[str, float]:
+        """Share of the SLO budget that is left, by deployment; "" for hosts of none."""
+        return self._budgets.left(now_s)
 
     def busy_share(self, node: str) -> float | None:
         """How much of the time the node's host worked, as last heard."""

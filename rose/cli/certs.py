@@ -15,7 +15,7 @@ from rose.cli.main import Parser
 from rose.errors import ConfigError
 from rose.security.certificates import identity_of, leaf_of
 from rose.security.development_ca import CA_LIFE_S, LIFE_S, LOOPBACK, DevelopmentCa
-from rose.security.roles import Role
+from rose.security.roles import Identity, Role
 
 DEFAULT_DIR = Path("certs")
 _DURATION = re.compile(r"(\d{1,6})([smhd])")
@@ -67,6 +67,8 @@ def _init(args: argparse.Namespace) -> int:
 
 
 def _issue(args: argparse.Namespace) -> int:
+    if args.role == Role.TRAINER:
+        Identity.check_job(args.name)
     ca = DevelopmentCa.open(args.dir)
     issued = ca.issue(Role(args.role), args.name, args.host or LOOPBACK, args.ttl)
     return _say(

@@ -1,7 +1,8 @@
 """Capacity policies and the operator's stop: `rose policy`, hold, drain, resume, stop-all.
 
 `rose stop-all` returns when every guest that the scheduler knows is gone, as its node measured, or
-says which is not; without a scheduler it leaves the stop in the store, where the next one finds it.
+says which is not, and of which nothing is known; without a scheduler it leaves the stop in the
+store, where the next one finds it.
 """
 
 import argparse
@@ -28,8 +29,14 @@ if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 EXIT_DIFFERENT: Final = 1
+# Of `stop-all`: something is there still; nobody measured that nothing is.
+EXIT_LEFT: Final = 1
+EXIT_UNPROVED: Final = 3
+# The longest `staleAfter` that a policy may say: a node without a scheduler lends nothing then.
+STALE_AFTER_S: Final = 5.0
 WITHIN_S: Final = 10.0
 POLL_S: Final = 0.1
+_GIB: Final = 1 << 30
 # A node of 0.2.0 never measures.
 MEASURED_S: Final = 2.0
 STOPS: Final = {
@@ -219,10 +226,30 @@ def explained(row: pb.NodeCapacity) -> Iterator[str]:
         f"; its host works {row.busy_share:.0%} of the time" if row.HasField("busy_share") else ""
     )
     yield f"{row.node}: {mode}{advice}{busy}"
+    yield from _in_figures(row)
     for limit in row.limits:
         yield f"  held back by {limit}"
     for field in row.fields:
         yield f"  {field.path}: {field.value} ({field.policy})"
+
+
+def _in_figures(row: pb.NodeCapacity) -> Iterator[str]:
+    """What it lends, or would, in bytes and share of compute: now, and on the average."""
+    verb = "lends up to" if row.mode == row.would else "would lend"
+    figures = []
+    if row.HasField("lend_bytes"):
+        figures.append(f"{row.lend_bytes / _GIB:.1f} GiB of KV memory")
+    if row.HasField("lend_compute"):
+        figures.append(f"{row.lend_compute:.0%} of compute")
+    if not figures:
+        return
+    yield f"  {verb} {' and '.join(figures)} now"
+    if row.advised_s > 0:
+        memory = row.advised_byte_s / row.advised_s / _GIB
+        compute = row.advised_compute_s / row.advised_s
+        yield (
+            f"  on the average of {row.advised_s / 60:.0f} min: {memory:.1f} GiB and {compute:.0%}"
+        )
 
 
 def _mode(mode: "pb.HarvestMode.ValueType") -> str:
@@ -319,8 +346,9 @@ def _stop_all(args: argparse.Namespace) -> int:
             ) from None
         asyncio.run(_leave_in_store(name))
         _print(f"no scheduler answers: {args.store} says stop, and the next one obeys it")
-        _print("nodes without a scheduler lend nothing after staleAfter (5 s)")
-        return 1
+        _print(f"nodes without a scheduler lend nothing after staleAfter ({STALE_AFTER_S:g} s)")
+        _print("no node was asked what is left: nothing is proved")
+        return EXIT_UNPROVED
     return _see_gone(client, began_s, began_s + args.within)
 
 
@@ -339,26 +367,55 @@ async def _leave_in_store(name: StoreName) -> None:
 
 
 def _see_gone(client: PolicyClient, began_s: float, deadline_s: float) -> int:
-    """Until no guest holds anything, as measured; what is left at the deadline is said."""
+    """Until no guest holds anything, as measured; what is left at the deadline is said.
+
+    Also until each known node is attached, or was away for so long that it surely lends nothing.
+    """
     while True:
         snapshot = client.snapshot()
         guests = guests_of(snapshot)
         left = [line for guest in guests if (line := still_there(guest))]
-        unmeasured = sum(not guest.HasField("held_bytes") for guest in guests)
+        unmeasured = unmeasured_of(snapshot)
         now_s = time.monotonic()
         measured = not unmeasured or now_s > began_s + MEASURED_S
-        if (measured and not left) or now_s > deadline_s:
+        settled = all(node.away_s > STALE_AFTER_S for node in snapshot.away)
+        if (measured and settled and not left) or now_s > deadline_s:
             break
         time.sleep(POLL_S)
-    for line in left:
+    for line in (*left, *map(_unproved, snapshot.away)):
         _print(line)
-    aside = f", {unmeasured} of nodes that do not measure" if unmeasured else ""
+    if unmeasured:
+        _print(f"unproved: {', '.join(unmeasured)}: nobody measured what is left; ask its node")
     took_s = time.monotonic() - began_s
+    away = f"; {len(snapshot.away)} known nodes are not attached" if snapshot.away else ""
     _print(
         f"stopped {len(guests) - len(left)}/{len(guests)} guests in {took_s:.1f} s: 0 bytes held,"
-        f" duty 0%{aside}"
+        f" duty 0%{away}"
     )
-    return 1 if left else 0
+    if left:
+        return EXIT_LEFT
+    return EXIT_UNPROVED if unmeasured or snapshot.away else 0
+
+
+def _unproved(node: pb.AwayNode) -> str:
+    """What is known of a node that nobody can ask."""
+    lends = (
+        "it holds no lease any more, and lends nothing"
+        if node.away_s > STALE_AFTER_S
+        else f"it lends nothing from staleAfter ({STALE_AFTER_S:g} s) on"
+    )
+    return (
+        f"unproved: node {node.node} is not attached, last heard {node.away_s:.0f} s ago: {lends};"
+        " `rose kill RUN_DIR` there measures its guest"
+    )
+
+
+def unmeasured_of(snapshot: pb.SnapshotReply) -> list[str]:
+    """Guests of attached nodes of which nobody said what they hold, by name."""
+    measured = {guest.replica for guest in snapshot.guests if guest.HasField("held_bytes")}
+    told = {guest.replica for guest in guests_of(snapshot)}
+    offered = {each.id for each in snapshot.replicas if each.kind == pb.REPLICA_KIND_GUEST}
+    return sorted((told | offered) - measured)
 
 
 def guests_of(snapshot: pb.SnapshotReply) -> list[pb.GuestTelemetry]:

@@ -17,7 +17,7 @@ import grpc.aio
 from executor import GuestState
 from rose.errors import UnavailableError
 from rose.logs.eventlog import EventLog
-from rose.node.config import NodeConfig
+from rose.node.config import NodeConfig, ReplicaConfig
 from rose.node.grants.caps import Contact
 from rose.node.grants.guard_thread import GuardThread
 from rose.node.grants.host_watch import HostWatch
@@ -130,6 +130,7 @@ def _guest(replica: Replica, guard: GuardThread | None) -> rose_pb2.GuestTelemet
         reason = state.gate_reason
     return rose_pb2.GuestTelemetry(
         replica=replica.config.id,
+        lend_bytes=_lend_bytes(replica.config, guard),
         mode=grant.mode.name.lower() if grant else "none",
         reason=reason,
         tokens_total=state.tokens_total,
@@ -140,6 +141,18 @@ def _guest(replica: Replica, guard: GuardThread | None) -> rose_pb2.GuestTelemet
         state=replica.supervisor.state.value,
         restarts=replica.supervisor.restarts,
     )
+
+
+def _lend_bytes(config: ReplicaConfig, guard: GuardThread | None) -> int | None:
+    """KV memory of a guest that has everything; beyond its own only what its host does not use."""
+    if guard is None:
+        return None
+    own, host = config.kv_base_bytes, guard.host
+    if own is None or own >= config.kv_bytes:
+        return config.kv_bytes
+    if host is None or not host.kv_total:
+        return own
+    return own + round((config.kv_bytes - own) * (1.0 - host.kv_used / host.kv_total))
 
 
 PROTOCOL = 1

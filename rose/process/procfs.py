@@ -1,10 +1,13 @@
 """Processes in /proc: identity across reused numbers, groups, and the memory of a group."""
 
+import contextlib
 import mmap
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
+
+import psutil
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 # The kernel numbers its first process namespace so on every machine (PROC_PID_INIT_INO).
@@ -121,6 +124,16 @@ def group_bytes(group: int) -> int | None:
             continue  # It ended meanwhile.
         except OSError:
             return None
+    return total
+
+
+def group_cpu_s(group: int) -> float:
+    """Processor time that the group's living processes have used."""
+    total = 0.0
+    for pid, _ in group_members(group):
+        with contextlib.suppress(OSError, psutil.Error):
+            times = psutil.Process(pid).cpu_times()
+            total += times.user + times.system
     return total
 
 

@@ -167,6 +167,7 @@ class Hello(_message.Message):
     TAKES_CAPS_FIELD_NUMBER: _builtins.int
     JOBS_FIELD_NUMBER: _builtins.int
     HEARTBEATS_FIELD_NUMBER: _builtins.int
+    TAKES_RENEWALS_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     cluster: _builtins.str
     """nodes of one label are near each other"""
@@ -178,6 +179,8 @@ class Hello(_message.Message):
     """it says whose weights its replicas hold, and switches them between jobs"""
     heartbeats: _builtins.bool
     """an empty command means to it that the leader lives; others get none"""
+    takes_renewals: _builtins.bool
+    """leases may be renewed together; others are told each by itself"""
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """what capacity policies select nodes by"""
@@ -192,10 +195,11 @@ class Hello(_message.Message):
         takes_caps: _builtins.bool = ...,
         jobs: _builtins.bool = ...,
         heartbeats: _builtins.bool = ...,
+        takes_renewals: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "heartbeats", b"heartbeats", "jobs", b"jobs", "labels", b"labels", "protocol", b"protocol", "relay_url", b"relay_url", "takes_caps", b"takes_caps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "heartbeats", b"heartbeats", "jobs", b"jobs", "labels", b"labels", "protocol", b"protocol", "relay_url", b"relay_url", "takes_caps", b"takes_caps", "takes_renewals", b"takes_renewals"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -437,6 +441,7 @@ class GuestTelemetry(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     RESTARTS_FIELD_NUMBER: _builtins.int
     HELD_BYTES_FIELD_NUMBER: _builtins.int
+    LEND_BYTES_FIELD_NUMBER: _builtins.int
     replica: _builtins.str
     mode: _builtins.str
     """of the grant: run, throttle, freeze, drain, kill; "none" for a replica without a gate"""
@@ -453,6 +458,8 @@ class GuestTelemetry(_message.Message):
     restarts: _builtins.int
     held_bytes: _builtins.int
     """all memory that its processes hold, as measured; said while harvest is off"""
+    lend_bytes: _builtins.int
+    """of a guest: its KV memory when all of it is lent, as its host stands now"""
     def __init__(
         self,
         *,
@@ -467,14 +474,20 @@ class GuestTelemetry(_message.Message):
         state: _builtins.str = ...,
         restarts: _builtins.int = ...,
         held_bytes: _builtins.int | None = ...,
+        lend_bytes: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_held_bytes", b"_held_bytes", "held_bytes", b"held_bytes"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_held_bytes", b"_held_bytes", "_lend_bytes", b"_lend_bytes", "held_bytes", b"held_bytes", "lend_bytes", b"lend_bytes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_held_bytes", b"_held_bytes", "duty", b"duty", "held_bytes", b"held_bytes", "mode", b"mode", "policy_version", b"policy_version", "reason", b"reason", "replica", b"replica", "restarts", b"restarts", "running", b"running", "state", b"state", "tokens_total", b"tokens_total", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_held_bytes", b"_held_bytes", "_lend_bytes", b"_lend_bytes", "duty", b"duty", "held_bytes", b"held_bytes", "lend_bytes", b"lend_bytes", "mode", b"mode", "policy_version", b"policy_version", "reason", b"reason", "replica", b"replica", "restarts", b"restarts", "running", b"running", "state", b"state", "tokens_total", b"tokens_total", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__held_bytes: _TypeAlias = _typing.Literal["held_bytes"]  # noqa: Y015
     _WhichOneofArgType__held_bytes: _TypeAlias = _typing.Literal["_held_bytes", b"_held_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__lend_bytes: _TypeAlias = _typing.Literal["lend_bytes"]  # noqa: Y015
+    _WhichOneofArgType__lend_bytes: _TypeAlias = _typing.Literal["_lend_bytes", b"_lend_bytes"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__held_bytes) -> _WhichOneofReturnType__held_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__lend_bytes) -> _WhichOneofReturnType__lend_bytes | None: ...
 
 Global___GuestTelemetry: _TypeAlias = GuestTelemetry  # noqa: Y015
 
@@ -571,6 +584,7 @@ class NodeCommand(_message.Message):
     HARVEST_FIELD_NUMBER: _builtins.int
     RELAYS_FIELD_NUMBER: _builtins.int
     CAPS_FIELD_NUMBER: _builtins.int
+    RENEWALS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def lease(self) -> Global___Lease:
         """granted or renewed: a renewal carries the same epoch"""
@@ -587,6 +601,8 @@ class NodeCommand(_message.Message):
     def relays(self) -> Global___Relays: ...
     @_builtins.property
     def caps(self) -> Global___Caps: ...
+    @_builtins.property
+    def renewals(self) -> Global___Renewals: ...
     def __init__(
         self,
         *,
@@ -596,16 +612,39 @@ class NodeCommand(_message.Message):
         harvest: Global___Harvest | None = ...,
         relays: Global___Relays | None = ...,
         caps: Global___Caps | None = ...,
+        renewals: Global___Renewals | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["caps", b"caps", "command", b"command", "harvest", b"harvest", "lease", b"lease", "relays", b"relays", "release", b"release", "version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["caps", b"caps", "command", b"command", "harvest", b"harvest", "lease", b"lease", "relays", b"relays", "release", b"release", "renewals", b"renewals", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["caps", b"caps", "command", b"command", "harvest", b"harvest", "lease", b"lease", "relays", b"relays", "release", b"release", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["caps", b"caps", "command", b"command", "harvest", b"harvest", "lease", b"lease", "relays", b"relays", "release", b"release", "renewals", b"renewals", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["lease", "release", "version", "harvest", "relays", "caps"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["lease", "release", "version", "harvest", "relays", "caps", "renewals"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
 Global___NodeCommand: _TypeAlias = NodeCommand  # noqa: Y015
+
+@_typing.final
+class Renewals(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def leases(self) -> _containers.RepeatedCompositeFieldContainer[Global___Lease]:
+        """each as if it were told by itself"""
+
+    def __init__(
+        self,
+        *,
+        leases: _abc.Iterable[Global___Lease] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leases", b"leases"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Renewals: _TypeAlias = Renewals  # noqa: Y015
 
 @_typing.final
 class Caps(_message.Message):
@@ -1503,6 +1542,11 @@ class NodeCapacity(_message.Message):
     POLICIES_FIELD_NUMBER: _builtins.int
     BUSY_SHARE_FIELD_NUMBER: _builtins.int
     POLICY_MODE_FIELD_NUMBER: _builtins.int
+    LEND_BYTES_FIELD_NUMBER: _builtins.int
+    LEND_COMPUTE_FIELD_NUMBER: _builtins.int
+    ADVISED_S_FIELD_NUMBER: _builtins.int
+    ADVISED_BYTE_S_FIELD_NUMBER: _builtins.int
+    ADVISED_COMPUTE_S_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     mode: Global___HarvestMode.ValueType
     """what holds, the operator's stop included"""
@@ -1511,6 +1555,16 @@ class NodeCapacity(_message.Message):
     busy_share: _builtins.float
     policy_mode: _builtins.str
     """Off, Advisory, Active"""
+    lend_bytes: _builtins.int
+    """KV memory that `would` lends now; absent while its node does not say"""
+    lend_compute: _builtins.float
+    """share of each second that its host leaves idle now, within the cap"""
+    advised_s: _builtins.float
+    """time over which the next two are sums"""
+    advised_byte_s: _builtins.float
+    """of lend_bytes"""
+    advised_compute_s: _builtins.float
+    """of lend_compute"""
     @_builtins.property
     def limits(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """why not more, in words"""
@@ -1532,14 +1586,28 @@ class NodeCapacity(_message.Message):
         policies: _abc.Iterable[_builtins.str] | None = ...,
         busy_share: _builtins.float | None = ...,
         policy_mode: _builtins.str = ...,
+        lend_bytes: _builtins.int | None = ...,
+        lend_compute: _builtins.float | None = ...,
+        advised_s: _builtins.float = ...,
+        advised_byte_s: _builtins.float = ...,
+        advised_compute_s: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_busy_share", b"_busy_share", "busy_share", b"busy_share"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_busy_share", b"_busy_share", "_lend_bytes", b"_lend_bytes", "_lend_compute", b"_lend_compute", "busy_share", b"busy_share", "lend_bytes", b"lend_bytes", "lend_compute", b"lend_compute"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_busy_share", b"_busy_share", "busy_share", b"busy_share", "fields", b"fields", "limits", b"limits", "mode", b"mode", "node", b"node", "policies", b"policies", "policy_mode", b"policy_mode", "would", b"would"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_busy_share", b"_busy_share", "_lend_bytes", b"_lend_bytes", "_lend_compute", b"_lend_compute", "advised_byte_s", b"advised_byte_s", "advised_compute_s", b"advised_compute_s", "advised_s", b"advised_s", "busy_share", b"busy_share", "fields", b"fields", "lend_bytes", b"lend_bytes", "lend_compute", b"lend_compute", "limits", b"limits", "mode", b"mode", "node", b"node", "policies", b"policies", "policy_mode", b"policy_mode", "would", b"would"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__busy_share: _TypeAlias = _typing.Literal["busy_share"]  # noqa: Y015
     _WhichOneofArgType__busy_share: _TypeAlias = _typing.Literal["_busy_share", b"_busy_share"]  # noqa: Y015
+    _WhichOneofReturnType__lend_bytes: _TypeAlias = _typing.Literal["lend_bytes"]  # noqa: Y015
+    _WhichOneofArgType__lend_bytes: _TypeAlias = _typing.Literal["_lend_bytes", b"_lend_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__lend_compute: _TypeAlias = _typing.Literal["lend_compute"]  # noqa: Y015
+    _WhichOneofArgType__lend_compute: _TypeAlias = _typing.Literal["_lend_compute", b"_lend_compute"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__busy_share) -> _WhichOneofReturnType__busy_share | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__lend_bytes) -> _WhichOneofReturnType__lend_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__lend_compute) -> _WhichOneofReturnType__lend_compute | None: ...
 
 Global___NodeCapacity: _TypeAlias = NodeCapacity  # noqa: Y015
 
@@ -1599,6 +1667,7 @@ class SnapshotReply(_message.Message):
     TROUBLES_FIELD_NUMBER: _builtins.int
     STORE_STALLED_S_FIELD_NUMBER: _builtins.int
     CAPACITY_FIELD_NUMBER: _builtins.int
+    AWAY_FIELD_NUMBER: _builtins.int
     harvest: Global___HarvestMode.ValueType
     latest_version: _builtins.int
     store_stalled_s: _builtins.float
@@ -1623,6 +1692,10 @@ class SnapshotReply(_message.Message):
     def capacity(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeCapacity]:
         """of each attached node; empty where no policy was applied"""
 
+    @_builtins.property
+    def away(self) -> _containers.RepeatedCompositeFieldContainer[Global___AwayNode]:
+        """known and not attached: what they hold nobody measures"""
+
     def __init__(
         self,
         *,
@@ -1637,14 +1710,38 @@ class SnapshotReply(_message.Message):
         troubles: _abc.Iterable[_builtins.str] | None = ...,
         store_stalled_s: _builtins.float = ...,
         capacity: _abc.Iterable[Global___NodeCapacity] | None = ...,
+        away: _abc.Iterable[Global___AwayNode] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity", b"capacity", "guests", b"guests", "harvest", b"harvest", "hosts", b"hosts", "jobs", b"jobs", "latest_version", b"latest_version", "leases", b"leases", "overrides", b"overrides", "replicas", b"replicas", "store_stalled_s", b"store_stalled_s", "troubles", b"troubles"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["away", b"away", "capacity", b"capacity", "guests", b"guests", "harvest", b"harvest", "hosts", b"hosts", "jobs", b"jobs", "latest_version", b"latest_version", "leases", b"leases", "overrides", b"overrides", "replicas", b"replicas", "store_stalled_s", b"store_stalled_s", "troubles", b"troubles"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SnapshotReply: _TypeAlias = SnapshotReply  # noqa: Y015
+
+@_typing.final
+class AwayNode(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    AWAY_S_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    away_s: _builtins.float
+    """since it was heard last, or since this leader began"""
+    def __init__(
+        self,
+        *,
+        node: _builtins.str = ...,
+        away_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["away_s", b"away_s", "node", b"node"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AwayNode: _TypeAlias = AwayNode  # noqa: Y015
 
 @_typing.final
 class LeaseView(_message.Message):

@@ -14,6 +14,8 @@ from typing import Final
 from elastic_scheduler import HarvestMode, HarvestModes
 from elastic_scheduler.capacity import (
     CLI,
+    Advice,
+    AdviceBook,
     CapacityGate,
     EffectivePolicy,
     Halt,
@@ -45,6 +47,8 @@ from rose.scheduler.persistence import Saved, drop_policy, save_mode, save_polic
 from rose.scheduler.wire import MODE_TO, harvest_command
 
 MAX_OVERRIDES: Final = 1_024
+# Of all memory of a node: a figure from outside.
+MOST_BYTES: Final = 1 << 50
 # How a node names a host that it knows through /metrics alone.
 SCRAPE: Final = "scrape"
 
@@ -68,6 +72,7 @@ class Capacity:
             HarvestModes(stop, saved.overrides), policies.values(), saved.halted
         )
         self._told: dict[int, object] = {}
+        self._advice = AdviceBook()
 
     @property
     def stop(self) -> HarvestModes:
@@ -168,26 +173,42 @@ class Capacity:
             busy = host.busy_share if host.HasField("busy_share") else None
             self.gate.heard(view.node, busy, host.slo_good, host.slo_bad, now_s, lends=lends)
             self.gate.watched(view.node, scraped=host.source == SCRAPE)
+        said = [guest.lend_bytes for guest in telemetry.guests if guest.HasField("lend_bytes")]
+        if said:
+            self._advice.heard(view.node, min(MOST_BYTES, sum(said)))
 
     def judge(self, fleet: Fleet, now_s: float, wall_s: float | None = None) -> list[Action]:
         """Judge the nodes when it is time; what changed for each of them it is told."""
         before = self.gate.judgements
-        actions = self._recorded(self.gate.judge(_facts(fleet), now_s, wall_s))
+        acts = self.gate.judge(_facts(fleet), now_s, wall_s)
         # Verdicts change with a judgement alone, and this is asked at every step.
-        return actions if self.gate.judgements == before else actions + self._tell(fleet.nodes)
+        if self.gate.judgements == before:
+            return self._recorded(acts)
+        verdicts = ((each.node, each.would, each.policy) for each in self.gate.verdicts())
+        self._advice.judged(verdicts, self.gate.busy_share, now_s)
+        return self._recorded(acts) + self._tell(fleet.nodes)
 
     def detached(self, view: NodeView) -> None:
         """A node is lost."""
         self._told.pop(view.stream, None)
         self.gate.forget(view.node)
+        self._advice.forget(view.node)
 
     def _recorded(self, acts: Iterable[Note | Halt]) -> list[Action]:
         return [
             Save(save_policy(self.gate.policy(act.policy), act.why))
             if isinstance(act, Halt)
-            else LogRecord(act.event, dict(act.fields))
+            else LogRecord(act.event, {**act.fields, **self._figures(act)})
             for act in acts
         ]
+
+    def _figures(self, note: Note) -> dict[str, object]:
+        """What advice comes to, as far as the node has said it."""
+        if note.event != "capacity_advice":
+            return {}
+        now = self._advice.of(str(note.fields["node"])).now
+        figures = {"bytes": now.memory_bytes, "compute": now.compute}
+        return {name: figure for name, figure in figures.items() if figure is not None}
 
     def greet(self, view: NodeView, now_s: float) -> list[Action]:
         """A node attached: it is told what holds for it, as far as that hangs on it alone."""
@@ -215,6 +236,10 @@ class Capacity:
         for replica in sorted(self.stop.overrides):
             commands.append(harvest_command(self.gate.mode_of(replica, view.node), replica))
         return commands
+
+    def advice_of(self, node: str) -> Advice:
+        """What the node lends, or would, in figures."""
+        return self._advice.of(node)
 
     # ---- operators ----
 
@@ -262,6 +287,13 @@ class Capacity:
             policies=verdict.policy.policies,
             policy_mode=verdict.policy.mode.value,
         )
+        advice = self._advice.of(verdict.node)
+        if advice.now.memory_bytes is not None:
+            row.lend_bytes = advice.now.memory_bytes
+        if advice.now.compute is not None:
+            row.lend_compute = advice.now.compute
+        row.advised_s, row.advised_byte_s = advice.over_s, advice.byte_s
+        row.advised_compute_s = advice.compute_s
         share = self.gate.busy_share(verdict.node)
         if share is not None:
             row.busy_share = share

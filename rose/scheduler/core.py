@@ -26,7 +26,8 @@ from rose.errors import RefusedError
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler.capacity import Capacity
 from rose.scheduler.demand import DemandBook
-from rose.scheduler.fleet import LAPSED_S, Fleet, HealthBook, NodeView, Relays
+from rose.scheduler.figures import SchedulerFigures, figures_of
+from rose.scheduler.fleet import FORGOTTEN_S, LAPSED_S, Fleet, HealthBook, NodeView, Relays
 from rose.scheduler.job_registry import JobRegistry, version_command
 from rose.scheduler.leasing import (
     PACE_S,
@@ -93,6 +94,7 @@ class SchedulerCore:
     ) -> None:
         self.capacity = Capacity(saved, default_mode)
         self._fleet = Fleet()
+        self._stored_nodes = saved.nodes
         self._relays = Relays()
         self._healths = HealthBook()
         self.demand = DemandBook()
@@ -117,6 +119,8 @@ class SchedulerCore:
     def step(self, event: Event, now_s: float) -> list[Action]:
         """What follows from an event at `now_s`, a monotonic clock's seconds."""
         self.demand.drop_silent(now_s)
+        if isinstance(event, Tick):
+            self._recall(event, now_s)
         actions = self._react(event, now_s)
         if isinstance(event, Tick | HarvestSet | PolicyApplied | PolicyDeleted):
             wall_s = event.wall_s if isinstance(event, Tick) else None
@@ -170,6 +174,11 @@ class SchedulerCore:
         views = (self._fleet, self._leasing, self._healths, self._jobs, self.capacity)
         return snapshot(*views, self.demand, now_s)
 
+    def figures(self, now_s: float, *, budgets: bool = True) -> SchedulerFigures:
+        """Everything that metrics count."""
+        views = (self._fleet, self._leasing, self._jobs, self.capacity, self.demand)
+        return figures_of(*views, now_s, budgets=budgets)
+
     def _react(self, event: Event, now_s: float) -> list[Action]:
         match event:
             case Attached():
@@ -202,6 +211,14 @@ class SchedulerCore:
         if view is None:  # A stream that was replaced or lost has no say any more.
             return []
         return self._hear(event, view, now_s)
+
+    def _recall(self, event: Tick, now_s: float) -> None:
+        """Nodes that had leases lately, as the store says, are known though they do not attach."""
+        if self._stored_nodes and event.wall_s is not None:
+            since_s = event.wall_s - FORGOTTEN_S
+            lately = [node for node, at_s in self._stored_nodes.items() if at_s >= since_s]
+            self._fleet.recall(lately, now_s)
+            self._stored_nodes = {}
 
     def _carry_out(self, event: StoredEvent, now_s: float) -> list[Action]:
         match event:

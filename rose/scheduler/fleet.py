@@ -133,10 +133,17 @@ class NodeView:
         return [name for name, each in self.offers.items() if each.is_stale(self.offered_s, now_s)]
 
 
+# A node that was not attached for so long is no part of the fleet any more.
+FORGOTTEN_S = 86_400.0
+MAX_AWAY = 4_096
+
+
 class Fleet:
-    """All attached nodes, by their streams."""
+    """All attached nodes, by their streams; and the names of those that were, lately."""
 
     def __init__(self) -> None:
+        # Those that are not attached: when they were heard last, the oldest first.
+        self._away: dict[str, float] = {}
         self._nodes: dict[int, NodeView] = {}
         self._by_name: dict[str, NodeView] = {}
         # By replica: the streams that offer it, of which one at most is believed.
@@ -167,6 +174,7 @@ class Fleet:
 
     def attach(self, event: Attached, now_s: float) -> None:
         """A node that has no stream yet is there now."""
+        self._away.pop(event.node, None)
         self._nodes[event.stream] = self._by_name[event.node] = NodeView(
             event.node,
             event.stream,
@@ -184,8 +192,29 @@ class Fleet:
         if view is not None:
             if self._by_name.get(view.node) is view:
                 del self._by_name[view.node]
+                self._left(view.node, view.heard_s)
             self._index(view, {})
         return view
+
+    def recall(self, nodes: Iterable[str], now_s: float) -> None:
+        """Know of nodes that an earlier leader leased from, and that are not attached here."""
+        for node in nodes:
+            if node not in self._by_name and node not in self._away:
+                self._left(node, now_s)
+
+    def away(self, now_s: float) -> list[tuple[str, float]]:
+        """Known nodes that are not attached, and for how long nothing was heard of them."""
+        for node, heard_s in list(self._away.items()):
+            if now_s < heard_s + FORGOTTEN_S:
+                break
+            del self._away[node]
+        return sorted((node, now_s - heard_s) for node, heard_s in self._away.items())
+
+    def _left(self, node: str, heard_s: float) -> None:
+        self._away.pop(node, None)
+        self._away[node] = heard_s
+        if len(self._away) > MAX_AWAY:
+            del self._away[next(iter(self._away))]
 
     def of_stream(self, stream: int) -> NodeView | None:
         """The node behind a stream, None for one that was replaced or lost."""

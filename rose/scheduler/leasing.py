@@ -175,6 +175,11 @@ class Leasing:
             actions.append(Command(stream, release_command(lease, "a lease that nobody granted")))
         return actions
 
+    @property
+    def promised(self) -> int:
+        """Leases that are decided, and wait for their epochs to be durable."""
+        return len(self._promises)
+
     def leases(self) -> tuple[Lease, ...]:
         """All leases that were not ended."""
         return self._book.leases()
@@ -538,7 +543,7 @@ class Leasing:
             return [LogRecord("lease_refused", {"replica": offer.replica, "reason": str(error)})]
         self._promises[offer.replica] = _Promise(move, epoch, now_s)
         # An epoch that a node saw must never be handed out again.
-        write = save_epoch(offer.replica, epoch, move.job)
+        write = save_epoch(offer.replica, epoch, move.job, offer.node, self._allowed.wall_s)
         return [Reserve(write, EpochReserved(offer.replica, epoch))]
 
     def _has_room(self, job: str, offer: Offer) -> bool:
@@ -667,6 +672,7 @@ def snapshot(
             for replica, mode in sorted(capacity.stop.overrides.items())
         ],
         capacity=capacity.rows(),
+        away=[pb.AwayNode(node=node, away_s=away_s) for node, away_s in fleet.away(now_s)],
     )
 
 

@@ -29,6 +29,7 @@ from rose.rpc.addresses import is_address
 from rose.rpc.channel import make_server
 from rose.scheduler.core import SchedulerCore
 from rose.scheduler.leasing import LeaseTimes
+from rose.scheduler.metrics import MetricsServer, SchedulerMetrics
 from rose.scheduler.persistence import load
 from rose.scheduler.service import SchedulerService
 from rose.scheduler.standby import LeaderHandlers
@@ -43,6 +44,7 @@ from rose.security.rpc_access import AccessInterceptor
 from rose.store import (
     FencedStore,
     Leadership,
+    MeteredStore,
     StoreName,
     add_store_options,
     open_store,
@@ -72,15 +74,22 @@ class SchedulerSettings:
     insecure: bool = False
     advertise: str = ""
     certificates: CertificateFiles | None = None
+    metrics_port: int | None = None
+    metrics_host: str = "127.0.0.1"
 
     def __post_init__(self) -> None:
         if self.certificates is None:
             what = "lease every replica, announce weights and see every prompt"
             check_exposure(self.host, self.insecure, what)
+            if self.metrics_port is not None:
+                what = "read how much each job and node uses"
+                check_exposure(self.metrics_host, self.insecure, what)
         else:
             self.certificates.insist(Role.SCHEDULER)
         if not 0 <= self.port < 1 << 16:
             raise ConfigError(f"port {self.port} does not exist; give --port 1 to 65535")
+        if self.metrics_port is not None and not 0 < self.metrics_port < 1 << 16:
+            raise ConfigError(f"metrics port {self.metrics_port} does not exist; give 1 to 65535")
         if not (math.isfinite(self.cooldown_s) and self.cooldown_s >= 0):
             raise ConfigError(f"a pause of {self.cooldown_s} s is none; give --cooldown-s >= 0")
         if self.advertise and not is_address(self.advertise):
@@ -133,6 +142,19 @@ def settings_of(argv: Sequence[str]) -> SchedulerSettings:
         action="store_true",
         help="serve an address of the network, though nobody is asked who he is",
     )
+    add(
+        "--metrics-port",
+        type=int,
+        default=None,
+        metavar="N",
+        help="serve /metrics there (default: nowhere)",
+    )
+    add(
+        "--metrics-host",
+        default="127.0.0.1",
+        metavar="HOST",
+        help="address of /metrics (default: loopback; others over TLS, or with --insecure)",
+    )
     add_certificate_options(parser)
     args = parser.parse_args(argv)
     return SchedulerSettings(
@@ -147,19 +169,24 @@ def settings_of(argv: Sequence[str]) -> SchedulerSettings:
         args.insecure,
         args.advertise,
         taken_certificates(vars(args)),
+        args.metrics_port,
+        args.metrics_host,
     )
 
 
 async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
     """Serve until `stop` is set. Raises `RoseError` when it cannot begin or go on."""
     async with contextlib.AsyncExitStack() as stack:
-        store = open_store(settings.store)
-        stack.push_async_callback(store.close)
+        opened = open_store(settings.store)
+        stack.push_async_callback(opened.close)
         logs = Logs(settings.log_dir, settings.log_limits)
         stack.callback(logs.close)
         events = logs.events("scheduler")
         audit = AuditLog(audit_file(settings.log_dir, "scheduler"), "scheduler")
         stack.callback(audit.close)
+        metrics = SchedulerMetrics(audit)
+        store = MeteredStore(opened, metrics.called)
+        events.listen(metrics.heard)
         handlers = LeaderHandlers(lambda: leadership.address)
         server = make_server(_access(settings, handlers))
         port = _bind(server, settings)
@@ -170,6 +197,12 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
         me = settings.reached_at(port)
         leadership = Leadership(store, me, lead, events.write)
         server.add_generic_rpc_handlers((handlers,))
+        metrics.watch(leadership, lambda: handlers.service_now)
+        if settings.metrics_port is not None:
+            files = settings.certificates
+            page = MetricsServer(metrics, settings.metrics_host, settings.metrics_port, files)
+            await page.start()
+            stack.push_async_callback(page.close)
 
         def known() -> bool:
             return stop.is_set() or handlers.leads or leadership.address not in ("", me)

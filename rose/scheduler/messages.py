@@ -37,6 +37,11 @@ class CommandQueue:
             self.closed, self.code = reason, code
             self._queue.put_nowait(None)
 
+    @property
+    def waiting(self) -> int:
+        """Commands that the node has not taken yet."""
+        return self._queue.qsize()
+
     async def get(self) -> pb.NodeCommand | None:
         """The next command, None when the stream shall end."""
         return await self._queue.get()

@@ -2,7 +2,7 @@
 
 | key | value (JSON) |
 | --- | --- |
-| `epochs/{replica}` | {"epoch", "job"}: newest lease epoch, and the job that had it |
+| `epochs/{replica}` | {"epoch", "job", "node", "at_s"}: newest lease epoch: whose, where, since |
 | `harvest` , `harvest/{replica}` | mode |
 | `stop` | {"mode"}: the operator's stop, which any scheduler obeys; written beside `harvest` |
 | `policies/{name}` | {"policy", "halted"}: a capacity policy, and why its canary is halted |
@@ -82,7 +82,8 @@ class VersionRecord:
 class Saved:
     """Everything that a scheduler starts from. `mode` is None until an operator set one.
 
-    `epoch_jobs`: the jobs of the newest epochs, of replicas for which one is known.
+    `epoch_jobs`: the jobs of the newest epochs, of replicas for which one is known. `nodes`: nodes
+    that had a lease, and when they were granted the last one, Unix seconds.
     """
 
     epochs: dict[str, int] = field(default_factory=dict)
@@ -93,6 +94,7 @@ class Saved:
     versions: tuple[VersionRecord, ...] = ()
     policies: tuple[CapacityPolicy, ...] = ()
     halted: dict[str, str] = field(default_factory=dict)
+    nodes: dict[str, float] = field(default_factory=dict)
 
 
 def load(entries: Iterable[StoreEntry]) -> Saved:
@@ -127,7 +129,19 @@ def _load(entries: Sequence[StoreEntry]) -> Saved:
         versions=tuple({(each.job, each.version): each for each in versions}.values()),
         policies=tuple(policy_of(said["policy"]) for said in policies.values()),
         halted={name: said["halted"] for name, said in policies.items() if said.get("halted")},
+        nodes=_nodes(entries),
     )
+
+
+def _nodes(entries: Iterable[StoreEntry]) -> dict[str, float]:
+    """Where leases were granted, by what the newest epochs say; those of 0.2.0 do not."""
+    said = [json.loads(entry.value) for _, entry in _below(EPOCHS, entries)]
+    nodes: dict[str, float] = {}
+    for each in said:
+        if isinstance(each, dict) and each.get("node"):
+            node = str(each["node"])
+            nodes[node] = max(nodes.get(node, 0.0), float(each.get("at_s", 0.0)))
+    return nodes
 
 
 def _below(prefix: str, entries: Iterable[StoreEntry]) -> list[tuple[str, StoreEntry]]:
@@ -162,9 +176,14 @@ def _version(entry: StoreEntry, only: str) -> VersionRecord:
     return record
 
 
-def save_epoch(replica: str, epoch: int, job: str) -> StoreWrite:
-    """The newest epoch of a replica, and the job that gets it."""
-    return StoreWrite(EPOCHS + replica, _encode({"epoch": epoch, "job": job}))
+def save_epoch(
+    replica: str, epoch: int, job: str, node: str = "", at_s: float | None = None
+) -> StoreWrite:
+    """The newest epoch of a replica, the job that gets it, and its node; at_s: Unix seconds."""
+    value: dict[str, object] = {"epoch": epoch, "job": job}
+    if node:
+        value |= {"node": node, "at_s": round(at_s or 0.0)}
+    return StoreWrite(EPOCHS + replica, _encode(value))
 
 
 def save_mode(mode: HarvestMode, replica: str | None) -> StoreWrite:

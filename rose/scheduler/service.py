@@ -8,6 +8,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
 import grpc
@@ -25,6 +26,7 @@ from rose.rpc.rose_pb2_grpc import SchedulerServicer
 from rose.scheduler import wire
 from rose.scheduler.capacity import policy_applied, policy_deleted
 from rose.scheduler.core import SchedulerCore
+from rose.scheduler.figures import SchedulerFigures
 from rose.scheduler.messages import (
     Action,
     Answer,
@@ -70,6 +72,22 @@ CODES = {
     RefusedError: grpc.StatusCode.FAILED_PRECONDITION,
 }
 BROKEN = "the scheduler could not handle this; see its events"
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceFigures:
+    """Figures of the core and of what waits around it.
+
+    commands: that nodes have not taken yet, in all and in the longest queue. commits: requests that
+    wait for the store, which has not answered for stalled_s.
+    """
+
+    core: SchedulerFigures
+    watchers: int = 0
+    commands: int = 0
+    longest: int = 0
+    commits: int = 0
+    stalled_s: float = 0.0
 
 
 class SchedulerService(SchedulerServicer):
@@ -131,6 +149,18 @@ class SchedulerService(SchedulerServicer):
                 self._complain("tick_broken", "tick", repr(error))
                 await asyncio.sleep(BROKEN_TICK_S)
             await asyncio.sleep(TICK_S)
+
+    def figures(self, *, budgets: bool = True) -> ServiceFigures:
+        """What metrics count, at this moment; SLO budgets only where asked for."""
+        queues = [queue.waiting for queue in self._queues.values()]
+        return ServiceFigures(
+            self._core.figures(time.monotonic(), budgets=budgets),
+            watchers=len(self._watchers),
+            commands=sum(queues),
+            longest=max(queues, default=0),
+            commits=len(self._commits),
+            stalled_s=self._writer.stalled_s,
+        )
 
     def refused(self, who: str, method: str, reason: str) -> None:
         """Record a call that its caller's certificate did not allow."""

@@ -38,6 +38,11 @@ class LeaderHandlers(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         """Whether a service answers."""
         return self._now is not self._refusals
 
+    @property
+    def service_now(self) -> SchedulerService | None:
+        """The service that answers, None while this process stands by."""
+        return self._service
+
     def lead(self, service: SchedulerService) -> None:
         """From now on the service answers."""
         self._now = _handlers_of(service)

@@ -152,6 +152,16 @@ class AuditLog:
         """The file that is written."""
         return self._path
 
+    @property
+    def records(self) -> int:
+        """Number of the newest record, over all lives of the process."""
+        return self._head.n
+
+    @property
+    def lost(self) -> int:
+        """Records that are missing since the newest one."""
+        return self._lost
+
     def troubles(self) -> list[str]:
         """Why records are lost now, a line; none while all are written."""
         return [f"log {self._path.name}: {self._trouble}"] if self._trouble else []

@@ -57,6 +57,18 @@ class Identity:
                 " . _ and -"
             )
 
+    @staticmethod
+    def check_job(job: str) -> None:
+        """Raise ConfigError for a job that no trainer's certificate can name.
+
+        Jobs may be called almost anything; a segment of a SPIFFE ID may not, and knows no escapes.
+        """
+        if not _NAME.fullmatch(job):
+            raise ConfigError(
+                f"job {job[:80]!r} can have no certificate, whose names are 1 to 253 of A-Z, a-z,"
+                " 0-9, . _ and -; register the job under such a name"
+            )
+
     @property
     def uri(self) -> str:
         """As a certificate bears it."""

@@ -8,6 +8,7 @@ from rose.store.etcd import EtcdStore
 from rose.store.etcd_link import EtcdAccess
 from rose.store.fenced import FencedStore, LeadershipLostError
 from rose.store.leadership import Leadership
+from rose.store.metered import MeteredStore
 from rose.store.opening import StoreName, add_store_options, open_store, taken_store
 from rose.store.protocol import (
     ABSENT,
@@ -35,6 +36,7 @@ __all__ = [
     "LeadershipLostError",
     "LeaseGoneError",
     "Listing",
+    "MeteredStore",
     "Put",
     "SqliteStore",
     "Store",

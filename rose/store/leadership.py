@@ -77,6 +77,11 @@ class Leadership:
         """The leader's address, "" while nobody is known to lead."""
         return self._election.status().address
 
+    @property
+    def term(self) -> int:
+        """The term in which this process leads, 0 while it stands by."""
+        return self._election.status().term
+
     def leads(self) -> bool:
         """Whether this process surely leads now."""
         status = self._election.status()

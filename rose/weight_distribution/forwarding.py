@@ -8,11 +8,12 @@ import asyncio
 import contextlib
 import os
 import time
+from urllib.parse import unquote
 
 from aiohttp import web
 
 from rose.errors import RoseError
-from rose.weight_distribution.fetch.download import BLOCK_BYTES, HELD, MANIFEST, Download
+from rose.weight_distribution.fetch.download import BLOCK_BYTES, HELD, JOB, MANIFEST, Download
 from rose.weight_distribution.fetch.fetcher import ChunkFetcher
 from weight_transfer import ChunkRef, ChunkStore
 
@@ -33,7 +34,8 @@ class ChunkForwarder:
         download = self._fetcher.download(name)
         if HELD in request.headers and not (download and download.from_origin):
             raise web.HTTPConflict(text=f"chunk {name} is not held here")
-        ref = await self._fetcher.known(name, request.headers.get(MANIFEST, ""))
+        manifest, job = request.headers.get(MANIFEST, ""), unquote(request.headers.get(JOB, ""))
+        ref = await self._fetcher.known(name, manifest, job)
         if ref is None:
             raise web.HTTPNotFound(text=f"chunk {name} is not here")
         wanted = asyncio.create_task(self._fetcher.obtain(ref))

@@ -1,4 +1,4 @@
-"""`rose relay`: fetch the weights of one job and pass them on to neighbours, without a scheduler.
+"""`rose relay`: fetch the weights of jobs and pass them on to neighbours, without a scheduler.
 
 Serves until SIGTERM or SIGINT. Exit code 2 with one line for bad input.
 """
@@ -8,8 +8,9 @@ import asyncio
 import signal
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from rose.cli.main import Parser
 from rose.errors import ConfigError
@@ -18,6 +19,15 @@ from rose.weight_distribution.fetch.fetcher import ChunkFetcher
 from rose.weight_distribution.fetch.limits import Caps, DownloadLimits
 from rose.weight_distribution.version_server import VersionServer
 from weight_transfer import ChunkStore, VerifyKey
+
+
+@dataclass(frozen=True, slots=True)
+class FollowedJob:
+    """A job whose versions a relay passes on, its publisher, and its trainer's key."""
+
+    job: str
+    origin: str
+    verify_key: VerifyKey | None
 
 
 class Relay:
@@ -40,15 +50,18 @@ class Relay:
         credentials: Credentials = OPEN,
         caps: Caps | None = None,
         insecure: bool = False,
+        others: Iterable[FollowedJob] = (),
     ) -> None:
         """`verify_key`: of the job's trainer; None passes on what nobody signed.
+
+        others: further jobs; who asks says whose version it wants.
 
         `insecure`: other machines may reach it without certificates. ConfigError without.
         """
         credentials.check_exposure(host, insecure=insecure)
-        members = tuple(members)
+        members, others = tuple(members), tuple(others)
         # Whoever configures this relay names them; no announcement does.
-        credentials = credentials.naming((origin, *members))
+        credentials = credentials.naming((origin, *(each.origin for each in others), *members))
         self._session = credentials.session()
         store = ChunkStore(root)
         me = f"{credentials.scheme}://{host}:{port}"
@@ -58,7 +71,8 @@ class Relay:
         self._server = VersionServer(
             store, port, fetcher=self.fetcher, credentials=credentials, host=host, insecure=insecure
         )
-        self.fetcher.follow(job, origin, verify_key)
+        for each in (*others, FollowedJob(job, origin, verify_key)):
+            self.fetcher.follow(each.job, each.origin, each.verify_key)
 
     @property
     def url(self) -> str:
@@ -102,17 +116,19 @@ async def _serve(args: argparse.Namespace, credentials: Credentials) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    first, *others = followed_jobs(args.job, args.origin, args.verify_key)
     relay = Relay(
         args.store,
-        args.origin.rstrip("/"),
-        args.job,
+        first.origin,
+        first.job,
         args.host,
         args.port,
         args.members,
         credentials=credentials,
         caps=Caps(args.bytes_per_s),
-        verify_key=VerifyKey(args.verify_key) if args.verify_key else None,
+        verify_key=first.verify_key,
         insecure=args.insecure,
+        others=others,
     )
     try:
         await relay.start()
@@ -120,6 +136,24 @@ async def _serve(args: argparse.Namespace, credentials: Credentials) -> None:
         await stop.wait()
     finally:
         await relay.close()
+
+
+def followed_jobs(
+    jobs: Sequence[str], origins: Sequence[str], keys: Sequence[str]
+) -> list[FollowedJob]:
+    """Each job with its origin and key. Raises ConfigError where they do not fit each other."""
+    if len(origins) != len(jobs) or len(set(jobs)) != len(jobs):
+        raise ConfigError(f"{len(jobs)} --job and {len(origins)} --origin: give each job its own")
+    if len(keys) not in (0, 1, len(jobs)):
+        raise ConfigError(
+            f"{len(jobs)} --job and {len(keys)} --verify-key: give one for all, or one for each"
+        )
+    each_key = keys if len(keys) == len(jobs) else [*keys] * len(jobs)
+    verify_keys: list[VerifyKey | None] = [*map(VerifyKey, each_key)] or [None] * len(jobs)
+    return [
+        FollowedJob(job, origin.rstrip("/"), key)
+        for job, origin, key in zip(jobs, origins, verify_keys, strict=True)
+    ]
 
 
 def _say(line: str) -> None:
@@ -132,14 +166,21 @@ def _parser() -> argparse.ArgumentParser:
         prog="rose relay", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--store", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--origin", required=True, metavar="URL", help="the job's publisher")
-    parser.add_argument("--job", required=True, metavar="NAME")
+    more: dict[str, Any] = {"action": "append", "required": True}
+    parser.add_argument("--origin", metavar="URL", help="the job's publisher", **more)
+    parser.add_argument("--job", metavar="NAME", help="again, with --origin, for another", **more)
     parser.add_argument("--host", default="127.0.0.1", help="an address that the members reach")
     parser.add_argument("--port", type=int, required=True, metavar="N")
     parser.add_argument(
         "--members", nargs="*", default=(), metavar="URL", help="all relays, this one among them"
     )
-    parser.add_argument("--verify-key", metavar="HEX", help="of the job's trainer")
+    parser.add_argument(
+        "--verify-key",
+        action="append",
+        default=[],
+        metavar="HEX",
+        help="of the trainer: one for all jobs, or one for each in their order",
+    )
     parser.add_argument("--unsigned", action="store_true", help="keep what nobody signed")
     parser.add_argument(
         "--insecure", action="store_true", help="serve other machines without certificates"

@@ -1,6 +1,7 @@
 """HTTP server of manifests and chunks: the trainer's, or a node's for its neighbours.
 
-GET /manifests/{version}        a signed manifest; `{version}.base` for all of a version
+GET /manifests/{version}        a signed manifest; `{version}.base` for all of a version, `?job=` of
+                                that job: versions of two jobs have the same numbers
 GET /chunks/{blake3}            encoded bytes, `Range: bytes=N-` goes on at byte N; 202: in line
 POST /chunks/{blake3}/doubt     it arrived corrupt: a relay drops a copy that is damaged
 GET /catalog                    all published versions, signed (`publisher_client`); of a publisher
@@ -22,6 +23,7 @@ import logging
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
+from functools import partial
 from hmac import compare_digest
 from math import isfinite
 from pathlib import Path
@@ -212,13 +214,15 @@ class VersionServer:
     async def _manifest(self, request: web.Request) -> web.StreamResponse:
         self._admit(request)
         version, _, base = request.match_info["version"].partition(".")
-        path = self._store.manifest_path(int(version), base=bool(base))
-        raw: bytes | bytearray | None = await asyncio.to_thread(_bytes_of, path)
+        job = request.query.get("job", "")
+        stored = partial(self._store.manifest_bytes, job, int(version), base=bool(base))
+        raw: bytes | bytearray | None = await asyncio.to_thread(stored)
         if self._fetcher and (raw is None or _expired(raw)):
             # One that expired may have been signed anew.
-            raw = await self._fetcher.known_manifest(request.path.lstrip("/")) or raw
+            raw = await self._fetcher.known_manifest(request.path.lstrip("/"), job) or raw
         if raw is None:
-            raise web.HTTPNotFound(text=f"version {request.match_info['version']} is not here")
+            of = f" of job {job[:80]!r}" if job else ""
+            raise web.HTTPNotFound(text=f"version {request.match_info['version']}{of} is not here")
         answer = web.Response(
             body=raw, content_type="application/octet-stream", zlib_executor_size=1 << 16
         )
@@ -314,13 +318,6 @@ class _MeteredFile(web.FileResponse):
             return writer
         finally:
             self._meter.ended(peer, size, time.monotonic())
-
-
-def _bytes_of(path: Path) -> bytes | None:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        return None
 
 
 def _expired(raw: bytes | bytearray) -> bool:

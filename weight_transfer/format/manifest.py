@@ -267,9 +267,18 @@ class Manifest:
 
 def expiry_of(raw: bytes | bytearray) -> float:
     """When a manifest expires, read from its first line alone; raises ManifestError."""
+    return _first_of(raw).expires_s
+
+
+def job_of(raw: bytes | bytearray) -> str:
+    """Whose version a manifest is, read from its first line alone; raises ManifestError."""
+    return _first_of(raw).job
+
+
+def _first_of(raw: bytes | bytearray) -> _Head:
     first = raw[: HEAD_BYTES + MOST_LINE_BYTES + 1]
     Envelope.of(first, Kind.MANIFEST, MAX_MANIFEST_BYTES)
-    return _head_of(next(_lines(first), b"")).expires_s
+    return _head_of(next(_lines(first), b""))
 
 
 def hex_digest(digest: int) -> str:

@@ -22,9 +22,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from weight_transfer.errors import ChunkDigestError, ChunkMissingError, StoreError
+from weight_transfer.errors import (
+    ChunkDigestError,
+    ChunkMissingError,
+    ManifestError,
+    StoreError,
+)
 from weight_transfer.format.chunk import check_id, chunk_id
-from weight_transfer.format.manifest import Manifest
+from weight_transfer.format.manifest import Manifest, job_of
 from weight_transfer.store.catalog import Catalog, Published, ReaderPin
 
 DRAFT = ".tmp-"
@@ -187,9 +192,25 @@ class ChunkStore:
 
     def apart_path(self, manifest: Manifest) -> Path:
         """Return where a version is whose number another job's version has here."""
-        job = hashlib.blake2b(manifest.job.encode(), digest_size=8).hexdigest()
-        suffix = _BASE if manifest.is_base else _DELTA
-        return self.manifests_dir / f"{job}{_APART}{manifest.version}{suffix}"
+        return self._apart(manifest.job, manifest.version, base=manifest.is_base)
+
+    def manifest_bytes(self, job: str, version: int, *, base: bool = False) -> bytes | None:
+        """Return a version's manifest as it is stored, of whichever job for ""; None without."""
+        paths = [self.manifest_path(version, base=base)]
+        if job:
+            paths.append(self._apart(job, version, base=base))
+        for path in paths:
+            try:
+                raw = path.read_bytes()
+            except FileNotFoundError:
+                continue
+            if not job or _is_of(raw, job):
+                return raw
+        return None
+
+    def _apart(self, job: str, version: int, *, base: bool) -> Path:
+        digest = hashlib.blake2b(job.encode(), digest_size=8).hexdigest()
+        return self.manifests_dir / f"{digest}{_APART}{version}{_BASE if base else _DELTA}"
 
     def versions(self) -> tuple[int, ...]:
         """Return the versions that follow a parent, ascending."""
@@ -292,3 +313,11 @@ def _write_durably(path: Path, parts: Iterable[bytes]) -> None:
             f"{path.parent} does not take {path.name}: {error.strerror}; make room and "
             "publish again"
         ) from error
+
+
+def _is_of(raw: bytes, job: str) -> bool:
+    """Whether a manifest is of the job, or so damaged that its reader has to say so."""
+    try:
+        return job_of(raw) == job
+    except ManifestError:
+        return True

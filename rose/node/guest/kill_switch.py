@@ -15,13 +15,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from rose.node.guest.guest_record import running_guests
 from rose.process.child import group_alive
 from rose.process.filelock import holder_of
 from rose.process.launcher import kill_group
-from rose.process.procfs import group_bytes, group_members
+from rose.process.procfs import group_bytes, group_cpu_s
 
 KILLED = "kill switch"
 
@@ -153,15 +151,6 @@ def _gone_by(pid: int, deadline_s: float) -> bool:
 
 def _duty(group: int) -> float:
     """Share of a core's time that the group's processes use."""
-    began_s, began = time.monotonic(), _cpu_s(group)
+    began_s, began = time.monotonic(), group_cpu_s(group)
     time.sleep(DUTY_WINDOW_S)
-    return max(0.0, _cpu_s(group) - began) / (time.monotonic() - began_s)
-
-
-def _cpu_s(group: int) -> float:
-    total = 0.0
-    for pid, _ in group_members(group):
-        with contextlib.suppress(OSError, psutil.Error):
-            times = psutil.Process(pid).cpu_times()
-            total += times.user + times.system
-    return total
+    return max(0.0, group_cpu_s(group) - began) / (time.monotonic() - began_s)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import BinaryIO
+from urllib.parse import quote
 
 import aiohttp
 import blake3
@@ -30,8 +31,8 @@ MOST_TURNS_IN_LINE = 300
 # Asks for what is held already, or comes from the origin: nothing is to be fetched for this.
 HELD = "Rose-Held"
 ASK_ANOTHER = 409
-# Which manifest names the chunk.
-MANIFEST = "Rose-Manifest"
+# Which manifest names the chunk, and whose it is.
+MANIFEST, JOB = "Rose-Manifest", "Rose-Job"
 
 
 _CALL = aiohttp.ClientTimeout(total=5.0)
@@ -75,10 +76,14 @@ class Download:
         scores: PeerScores,
         on_reject: Callable[[str], None],
         manifest: str,
+        job: str,
     ) -> None:
-        """`manifest`: path of one that names the chunk, for relays that do not know it yet."""
+        """`manifest`: path of one that names the chunk, for relays that do not know it yet.
+
+        job: whose it is.
+        """
         self.ref = ref
-        self._manifest = manifest
+        self._named_by = {MANIFEST: manifest, JOB: quote(job, safe="")}
         self.here = 0
         self.restarts = 0
         self.received = 0
@@ -178,7 +183,7 @@ class Download:
 
     async def _ask(self, session: aiohttp.ClientSession, source: str, route: Route) -> bool:
         """Take what a source sends; False when it says that the chunk is in line there."""
-        headers = {MANIFEST: self._manifest}
+        headers = dict(self._named_by)
         if self.here:
             headers["Range"] = f"bytes={self.here}-"
         if source in route.holders:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
+from urllib.parse import quote
 from weakref import WeakValueDictionary
 
 import aiohttp
@@ -55,6 +56,8 @@ from weight_transfer.format.manifest import MAX_MANIFEST_BYTES
 PARALLEL_CHUNKS = 4
 # Versions whose chunks a neighbour may still ask for before they are here.
 KNOWN_VERSIONS = 32
+# As many as a scheduler has.
+MOST_JOBS = 256
 MOST_KNOWN_BYTES = 64 << 20
 # How long a neighbour that asks early waits until this node knows what it asks for.
 KNOWN_WITHIN_S = 2.0
@@ -90,6 +93,7 @@ class _Where:
     ref: ChunkRef
     origin: str
     path: str
+    job: str
 
 
 def path_of(version: int, *, base: bool = False) -> str:
@@ -120,7 +124,8 @@ class ChunkFetcher:
         self._tasks: dict[str, asyncio.Task[Any]] = {}
         self._downloads: dict[str, Download] = {}
         self._kept: Counter[tuple[str, str]] = Counter()
-        self._following: tuple[str, str, VerifyKey | None] | None = None
+        # By job: where its versions come from. The job that was announced last is the last.
+        self._following: OrderedDict[str, tuple[str, VerifyKey | None]] = OrderedDict()
         # By job and path: versions of two jobs have the same paths.
         self._manifests: OrderedDict[tuple[str, str], _Known] = OrderedDict()
         self._learned = asyncio.Event()
@@ -187,9 +192,9 @@ class ChunkFetcher:
 
     def _where(self, name: str) -> _Where | None:
         """Of a chunk, by the newest manifest that names it."""
-        for (_, path), known in reversed(self._manifests.items()):
+        for (job, path), known in reversed(self._manifests.items()):
             if ref := known.refs.get(name):
-                return _Where(ref, known.origin_of(ref), path)
+                return _Where(ref, known.origin_of(ref), path, job)
         return None
 
     async def obtain(self, ref: ChunkRef, on_reject: Callable[[str], None] = nobody_told) -> int:
@@ -212,35 +217,45 @@ class ChunkFetcher:
         return received if mine else 0
 
     def follow(self, job: str, origin: str, verify_key: VerifyKey | None) -> None:
-        """From now on what neighbours ask for and is not known here is fetched from there."""
-        self._following = job, origin, verify_key
+        """From now on what neighbours ask for and is not known here is fetched from there.
 
-    async def known(self, name: str, path: str = "") -> ChunkRef | None:
+        Of other jobs, too: neighbours serve whichever they are leased to.
+        """
+        self._following[job] = origin, verify_key
+        self._following.move_to_end(job)
+        if len(self._following) > MOST_JOBS:
+            self._following.popitem(last=False)
+
+    async def known(self, name: str, path: str = "", job: str = "") -> ChunkRef | None:
         """A chunk of a manifest that this node has, waited for shortly. `path`: of the manifest."""
         if self._where(name) is None and path:
-            await self.known_manifest(path)
+            await self.known_manifest(path, job)
         else:
             await self._learns(lambda: self._where(name) is not None)
         where = self._where(name)
         return where.ref if where else None
 
-    async def known_manifest(self, path: str) -> bytearray | None:
-        """A manifest that this node has, or gets: for a neighbour's sake, or waited for shortly."""
+    async def known_manifest(self, path: str, job: str = "") -> bytearray | None:
+        """A manifest that this node has, or gets: for a neighbour's sake, or waited for shortly.
+
+        job: whose; a neighbour of 0.2.0 does not say it (""), and means that of all, or the newest.
+        """
         named = _MANIFEST.fullmatch(path)
-        followed = self._following
-        if followed and named and self._fresh(followed[0], path) is None:
-            job, origin, key = followed
+        of = job or next(reversed(self._following), "")
+        followed = self._following.get(of)
+        if followed and named and self._fresh(of, path) is None:
+            origin, key = followed
             with contextlib.suppress(RoseError, WeightError):
-                await self.manifest(job, int(named[1]), origin, key, base=bool(named[2]))
+                await self.manifest(of, int(named[1]), origin, key, base=bool(named[2]))
         else:
-            await self._learns(lambda: self._named(path) is not None)
-        found = self._named(path)
+            await self._learns(lambda: self._named(path, job) is not None)
+        found = self._named(path, job)
         return None if found is None else found.raw
 
-    def _named(self, path: str) -> _Known | None:
-        """The newest of that path: a neighbour that wants another job's asks further on."""
+    def _named(self, path: str, job: str) -> _Known | None:
+        """The job's version of that path; without a job the newest one."""
         known = reversed(self._manifests.items())
-        return next((each for (_, its), each in known if its == path), None)
+        return next((k for (whose, its), k in known if its == path and job in ("", whose)), None)
 
     async def close(self) -> None:
         """Stop all downloads; what came of them stays."""
@@ -255,7 +270,7 @@ class ChunkFetcher:
         ref, store = where.ref, self._receiving.store
         if await self._receiving.work(partial(store.has, ref.id)):
             return 0
-        download = Download(ref, self._receiving, self._scores, on_reject, where.path)
+        download = Download(ref, self._receiving, self._scores, on_reject, where.path, where.job)
         self._downloads[ref.id] = download
         try:
             route = self.route(ref.id, where.origin)
@@ -280,9 +295,17 @@ class ChunkFetcher:
         for attempt in range(ATTEMPTS_PER_SOURCE):
             for source in self._scores.ordered(sources, time.monotonic()):
                 try:
-                    raw = await self._whole(f"{source}/{path}", timeout)
+                    # 0.2.0 looks at the path alone.
+                    query = f"?job={quote(wanted.job, safe='')}"
+                    raw = await self._whole(f"{source}/{path}{query}", timeout)
                     read = partial(wanted.read, raw, relayed=source != sources[-1])
                     return raw, await self._receiving.read(read)
+                except _ForeignJobError as error:
+                    if source == sources[-1]:
+                        raise
+                    # A relay of 0.2.0, which knows nothing of jobs: that is no damage.
+                    failure = error
+                    self._scores.failed(source, time.monotonic())
                 except (WeightError, FetchError) as error:
                     if source == sources[-1]:  # Nobody has another one than its publisher.
                         raise
@@ -343,6 +366,10 @@ class ChunkFetcher:
             return
 
 
+class _ForeignJobError(FetchError):
+    """A version of another job came."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Wanted:
     """Request for a manifest: version, job and key."""
@@ -358,10 +385,13 @@ class _Wanted:
         relayed: it came from a neighbour, whose copy may be older than the publisher's.
         """
         manifest = Manifest.from_bytes(raw, self.verify_key)
-        if (manifest.job, manifest.version) != (self.job, self.version):
+        if manifest.job != self.job:
+            raise _ForeignJobError(
+                f"asked for version {self.version} of {self.job}, was given one of {manifest.job}"
+            )
+        if manifest.version != self.version:
             raise FetchError(
-                f"asked for version {self.version} of {self.job}, was given {manifest.version} of"
-                f" {manifest.job}"
+                f"asked for version {self.version} of {self.job}, was given {manifest.version}"
             )
         if manifest.is_base is not self.base:
             raise ManifestError(f"version {self.version} came as a base, or instead of one")

@@ -172,6 +172,36 @@ async def test_stop_all_says_what_is_left_at_the_deadline(
     await node.leave()
 
 
+async def test_stop_all_names_known_nodes_that_are_not_attached(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    node = FakeNode(bench.stub)
+    node.offer()
+    await node.hears("harvest")
+    await node.leave()
+    async with asyncio.timeout(20):
+        while not (await bench.stub.Snapshot(pb.SnapshotRequest())).away:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert await rose(bench, "stop-all", "--within", "0.1") == 3
+    said = capsys.readouterr().out
+    assert "unproved: node n0 is not attached" in said
+    assert "1 known nodes are not attached" in said
+
+
+async def test_a_guest_that_nobody_measured_is_not_proved_gone(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    node = FakeNode(bench.stub)
+    node.offer()
+    node.say(telemetry=pb.Telemetry(guests=[pb.GuestTelemetry(replica="g0", state="stopped")]))
+    async with asyncio.timeout(20):
+        while not (await bench.stub.Snapshot(pb.SnapshotRequest())).guests:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert await rose(bench, "stop-all", "--within", "0.1") == 3
+    assert "unproved: g0: nobody measured what is left" in capsys.readouterr().out
+    await node.leave()
+
+
 def test_a_guest_that_holds_nothing_is_gone() -> None:
     assert not still_there(pb.GuestTelemetry(replica="g", state="stopped", held_bytes=0))
     assert still_there(pb.GuestTelemetry(replica="g", state="stopped", held_bytes=1))
@@ -183,8 +213,10 @@ def test_without_a_scheduler_the_stop_is_left_in_its_store(
     path = tmp_path / "s.sqlite"
     asyncio.run(SqliteStore(path).close())
     words = ["stop-all", "--scheduler", "127.0.0.1:1", "--store", str(path)]
-    assert main(words) == 1
-    assert "the next one obeys it" in capsys.readouterr().out
+    assert main(words) == 3
+    said = capsys.readouterr().out
+    assert "the next one obeys it" in said
+    assert "nothing is proved" in said
     assert load(asyncio.run(_entries(path))).mode is HarvestMode.OFF
     assert main([*words[:-1], str(tmp_path / "none")]) == 2
 

@@ -10,12 +10,14 @@ from service_cases import Bench, FakeNode, running, shows
 
 from elastic_scheduler import HarvestMode
 from elastic_scheduler.capacity import policy_of
+from rose.cli.policy import explained
 from rose.errors import ConfigError, RefusedError
 from rose.rpc import rose_pb2 as pb
-from rose.scheduler.capacity import MAX_OVERRIDES, policy_applied
+from rose.scheduler.capacity import MAX_OVERRIDES, MOST_BYTES, policy_applied
 from rose.scheduler.messages import (
     Attached,
     HarvestSet,
+    LogRecord,
     Offered,
     PolicyApplied,
     PolicyDeleted,
@@ -65,6 +67,34 @@ def test_a_policy_opens_the_harvest_and_another_closes_it_live() -> None:
     assert modes(bench.commands()) == [pb.HARVEST_MODE_OFF], "without a policy nothing is lent"
     with pytest.raises(RefusedError, match="in force: none"):
         bench.step(PolicyDeleted("p"))
+
+
+def test_advice_says_bytes_and_compute() -> None:
+    bench = closed()
+    apply(bench, mode="Advisory", maxHarvest={"memory": "1Gi"})
+    attach(bench)
+    host = pb.HostTelemetry(node="n0", busy_share=0.25)
+    guest = pb.GuestTelemetry(replica="g0", lend_bytes=4 << 30)
+    bench.step(RatesMeasured(1, pb.Telemetry(host=host, guests=[guest])))
+    bench.at(bench.now_s + 1.0).at(bench.now_s + 2.0)
+    [row] = bench.core.capacity.explained("n0")
+    assert (row.mode, row.would) == (pb.HARVEST_MODE_OFF, pb.HARVEST_MODE_ACTIVE)
+    assert (row.lend_bytes, row.lend_compute) == (1 << 30, 0.75)
+    assert (row.advised_byte_s, row.advised_compute_s) == (2.0 * (1 << 30), 1.5)
+    assert "  would lend 1.0 GiB of KV memory and 75% of compute now" in [*explained(row)]
+    apply(bench, mode="Advisory", stopPolicy="Hold")
+    [note] = [a for a in bench.actions if isinstance(a, LogRecord) and a.event == "capacity_advice"]
+    assert (note.fields["would"], note.fields["bytes"], note.fields["compute"]) == ("hold", 0, 0.0)
+
+
+def test_no_figure_of_a_node_breaks_what_operators_ask() -> None:
+    bench = closed()
+    apply(bench, mode="Advisory")
+    attach(bench)
+    guests = [pb.GuestTelemetry(replica=f"g{n}", lend_bytes=2**64 - 1) for n in range(3)]
+    bench.step(RatesMeasured(1, pb.Telemetry(guests=guests)))
+    bench.at(bench.now_s + 1.0).at(bench.now_s + 2.0)
+    assert bench.core.capacity.explained("n0")[0].lend_bytes == MOST_BYTES
 
 
 def test_caps_come_before_the_mode_and_follow_every_change() -> None:

@@ -224,3 +224,14 @@ def test_the_command_line_makes_and_shows_them(
     ):
         assert main(["certs", *bad, "--dir", folder]) == 2
         assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("job", ["a b", "team/grpo", "größe", "grpo:1", ".."])
+def test_a_job_that_no_certificate_can_name_is_refused_with_what_to_do(
+    job: str, ca: DevelopmentCa, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["certs", "issue", "trainer", job, "--dir", str(ca.file.parent)]) == 2
+    said = capsys.readouterr().err
+    assert "register the job under such a name" in said
+    assert said.count("\n") == 1
+    assert not list(ca.file.parent.glob("trainer-*")), "nothing half done"

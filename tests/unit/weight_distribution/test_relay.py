@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from rose.cli.main import main as rose
+from rose.errors import ConfigError
 from rose.weight_distribution import (
     Caps,
     ChunkFetcher,
@@ -21,19 +22,22 @@ from rose.weight_distribution import (
     forwarding,
 )
 from rose.weight_distribution.fetch.relay_order import Route, order
+from rose.weight_distribution.relay import FollowedJob, followed_jobs
 from weight_transfer import ChunkStore, Manifest, Publisher, SigningKey, TensorBits
 
 KEY = SigningKey.generate()
 
 
-def published(root: Path, chunk_bytes: int = 100_000) -> tuple[ChunkStore, Manifest]:
-    rng = np.random.default_rng(0)
+def published(
+    root: Path, chunk_bytes: int = 100_000, job: str = "job", key: SigningKey = KEY
+) -> tuple[ChunkStore, Manifest]:
+    rng = np.random.default_rng(len(job))
     old, new = (
         {"w": TensorBits("w", "bfloat16", (400, 500), rng.integers(0, 1 << 16, 200_000, "<u2"))}
         for _ in range(2)
     )
     store = ChunkStore(root)
-    return store, Publisher(store, "job", "trainer", KEY, chunk_bytes).publish(1, 0, old, new)
+    return store, Publisher(store, job, "trainer", key, chunk_bytes).publish(1, 0, old, new)
 
 
 async def test_relays_with_fixed_members_share_the_origin(
@@ -70,6 +74,71 @@ async def test_relays_with_fixed_members_share_the_origin(
             held = {path.name for path in relay.fetcher.receiving.store.chunks_dir.iterdir()}
             assert held == mine, "each fetched its share, and nothing else"
     await origin.close()
+
+
+async def test_a_relay_serves_the_version_of_the_job_that_is_asked_for(
+    tmp_path: Path, unused_tcp_port_factory: Callable[[], int]
+) -> None:
+    jobs = {"grpo": SigningKey.generate(), "a/b ä": SigningKey.generate()}
+    origins, manifests = [], {}
+    for number, (job, key) in enumerate(jobs.items()):
+        store, manifests[job] = published(tmp_path / f"origin-{number}", job=job, key=key)
+        origins.append(VersionServer(store, unused_tcp_port_factory()))
+        await origins[-1].start()
+    follows = [
+        FollowedJob(job, origin.url, key.verify_key)
+        for origin, (job, key) in zip(origins, jobs.items(), strict=True)
+    ]
+    port = unused_tcp_port_factory()
+    members = [f"http://127.0.0.1:{port}"]
+    first, *others = follows
+    relay = Relay(
+        tmp_path / "relay",
+        first.origin,
+        first.job,
+        "127.0.0.1",
+        port,
+        members,
+        verify_key=first.verify_key,
+        others=others,
+    )
+    async with relay, aiohttp.ClientSession() as session:
+        receiving = DownloadLimits(ChunkStore(tmp_path / "node"), Caps())
+        fetcher = ChunkFetcher(session, receiving, "", members)
+        for _ in range(2):  # once from the relay's memory, once from its folder as well
+            for each in follows:
+                # What the relay does not give would have to come from here, where nobody is.
+                fetched = await fetch_version(
+                    fetcher,
+                    "http://127.0.0.1:9",
+                    each.job,
+                    1,
+                    each.verify_key,
+                    lambda _: None,
+                    set(),
+                )
+                assert fetched.manifest.job == each.job
+                assert fetched.manifest.chunks == manifests[each.job].chunks
+            fetcher = ChunkFetcher(session, receiving, "", members)
+        async with session.get(f"{members[0]}/manifests/1?job=nobodys") as answer:
+            assert answer.status == 404
+            assert "of job 'nobodys'" in await answer.text()
+    for origin in origins:
+        await origin.close()
+
+
+def test_each_job_of_a_relay_has_its_origin_and_its_key() -> None:
+    key = KEY.verify_key.hex
+    both = followed_jobs(["a", "b"], ["http://a/", "http://b"], [key])
+    assert [(each.job, each.origin) for each in both] == [("a", "http://a"), ("b", "http://b")]
+    assert all(each.verify_key is not None for each in both)
+    for jobs, origins, keys in (
+        (["a", "b"], ["http://a"], []),
+        (["a", "a"], ["http://a", "http://a"], []),
+        (["a"], ["http://a"], [key, key]),
+    ):
+        with pytest.raises(ConfigError, match=r"give (each|one)"):
+            followed_jobs(jobs, origins, keys)
 
 
 async def test_who_waits_in_line_is_neither_refused_nor_sent_to_the_origin(

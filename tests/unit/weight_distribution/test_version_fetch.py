@@ -105,15 +105,32 @@ async def test_a_version_that_is_not_there_is_a_clear_error(tmp_path: Path) -> N
         await server.close()
 
 
-async def test_a_version_of_another_job_is_refused(tmp_path: Path) -> None:
+class JoblessStore(ChunkStore):
+    """As 0.2.0 served it: whichever version has the number."""
+
+    def manifest_bytes(self, job: str, version: int, *, base: bool = False) -> bytes | None:
+        return super().manifest_bytes("", version, base=base)
+
+
+@pytest.mark.parametrize(
+    ("store", "said"),
+    [
+        (ChunkStore, "HTTP 404"),
+        (JoblessStore, "version 1 of mine, was given one of job"),
+    ],
+    ids=["a server that knows jobs", "one of 0.2.0"],
+)
+async def test_a_version_of_another_job_is_refused(
+    tmp_path: Path, store: type[ChunkStore], said: str
+) -> None:
     key = SigningKey.generate()
     _publish(tmp_path / "from", key)
-    server = VersionServer(ChunkStore(tmp_path / "from"), free_port())
+    server = VersionServer(store(tmp_path / "from"), free_port())
     await server.start()
     try:
         async with aiohttp.ClientSession() as session:
             receiving = DownloadLimits(ChunkStore(tmp_path / "to"), Caps())
-            with pytest.raises(FetchError, match="version 1 of mine, was given 1 of job"):
+            with pytest.raises(FetchError, match=said):
                 await fetch_version(
                     ChunkFetcher(session, receiving),
                     server.url,

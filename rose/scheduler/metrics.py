@@ -1,0 +1,301 @@
+"""Metrics of a scheduler: `/metrics` on a port of its own, as a leader and as a standby.
+
+    events, store calls, audit records ──► counters, as they happen
+    scrape ──► figures of the leading service, counted on its loop ──► text, made beside it
+
+Label values are few: jobs are those that are registered, nodes those that are attached, and beyond
+`MOST_JOBS` names that were ever counted all others are one. No request id, replica or reason in
+words is a label. Names end in their units (`_seconds`, `_bytes`, `_total` for what only grows).
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TypeVar
+
+from aiohttp import web
+from aiohttp.http import HttpProcessingError
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.registry import Collector
+
+from elastic_scheduler.capacity import Advice
+from rose.errors import ConfigError
+from rose.scheduler.service import SchedulerService, ServiceFigures
+from rose.security.audit_log import AuditLog
+from rose.security.certificates import CertificateFiles
+from rose.store.leadership import Leadership
+
+MOST_JOBS = 256
+OTHERS = "(others)"
+STORE_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+ENDS = {
+    "lease_expired": "expired",
+    "lease_released": "released",
+    "revoked": "revoked",
+}
+COMPLAINTS = frozenset({"call_refused", "offer_refused", "peer_refused", "switch_refused"})
+# Budgets are over 30 days, and cost a walk over all hosts.
+BUDGETS_EVERY_S = 15.0
+
+Labels = TypeVar("Labels", bound=tuple[str, ...])
+
+_log = logging.getLogger(__name__)
+# Answered with 400: a traceback for each would let strangers fill the log.
+_log.addFilter(
+    lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+)
+
+
+class SchedulerMetrics(Collector):
+    """Counters of this process, and figures of the service while it leads."""
+
+    def __init__(self, audit: AuditLog) -> None:
+        self._audit = audit
+        self._leadership: Leadership | None = None
+        self._service: Callable[[], SchedulerService | None] = lambda: None
+        self._figures: ServiceFigures | None = None
+        self._budgets: Mapping[str, float] = {}
+        self._budgeted_s: float | None = None
+        self._jobs: set[str] = set()
+        self.registry = CollectorRegistry()
+        self._grants = self._counter("rose_scheduler_lease_grants", "Leases granted.", "job")
+        self._ends = self._counter(
+            "rose_scheduler_lease_ends", "Leases over, by what ended them.", "job", "how"
+        )
+        self._revocations = self._counter(
+            "rose_scheduler_revocations", "Leases taken back, by whom.", "job", "by"
+        )
+        self._terms = self._counter(
+            "rose_scheduler_terms", "Terms that this process led, or ended.", "event"
+        )
+        self._complaints = self._counter(
+            "rose_scheduler_complaints", "Refused peers, at most 60 a minute.", "of"
+        )
+        self._store_s = Histogram(
+            "rose_scheduler_store_seconds",
+            "Calls of the store.",
+            ("call",),
+            buckets=STORE_BOUNDS_S,
+            registry=self.registry,
+        )
+        self._store_errors = self._counter(
+            "rose_scheduler_store_errors", "Calls it did not answer.", "call"
+        )
+        self.registry.register(self)
+
+    def watch(self, leadership: Leadership, service: Callable[[], SchedulerService | None]) -> None:
+        """Whom to ask at each scrape."""
+        self._leadership, self._service = leadership, service
+
+    def heard(self, event: str, fields: Mapping[str, object]) -> None:
+        """Take one event of the log."""
+        job = self._known(str(fields.get("job", "")))
+        if event == "lease_granted":
+            self._grants.labels(job).inc()
+        elif event in ENDS:
+            self._ends.labels(job, ENDS[event]).inc()
+            if event == "revoked":
+                self._revocations.labels(job, str(fields.get("by", ""))).inc()
+        elif event in ("scheduler_leads", "scheduler_steps_down"):
+            self._terms.labels(event.removeprefix("scheduler_")).inc()
+        elif event in COMPLAINTS:
+            self._complaints.labels(event.removesuffix("_refused")).inc()
+
+    def called(self, call: str, seconds: float, answered: bool) -> None:
+        """Take one call of the store."""
+        self._store_s.labels(call).observe(seconds)
+        if not answered:
+            self._store_errors.labels(call).inc()
+
+    def look(self) -> None:
+        """Count what a scrape shows; on the service's loop, between its steps."""
+        service = self._service()
+        now_s = time.monotonic()
+        if service is None:
+            self._figures, self._budgeted_s = None, None
+            return
+        is_due = self._budgeted_s is None or now_s >= self._budgeted_s + BUDGETS_EVERY_S
+        self._figures = service.figures(budgets=is_due)
+        if is_due:
+            self._budgets, self._budgeted_s = self._figures.core.budget_left, now_s
+
+    def describe(self) -> Iterable[Metric]:
+        """Names are checked for clashes without asking anybody."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """All families of the newest look."""
+        leadership = self._leadership
+        leads = leadership is not None and leadership.leads()
+        yield _gauge(
+            "rose_scheduler_leader", "1 while this process surely leads, 0 on a standby.", leads
+        )
+        term = leadership.term if leadership else 0
+        yield _gauge(
+            "rose_scheduler_term", "The store's revision that this term began with; 0: none.", term
+        )
+        records = CounterMetricFamily(
+            "rose_scheduler_audit_records", "Of its chain, all lives.", value=self._audit.records
+        )
+        yield records
+        yield _gauge(
+            "rose_scheduler_audit_missing_records", "Not written yet, or lost.", self._audit.lost
+        )
+        if self._figures is not None:
+            yield from self._of_service(self._figures)
+
+    def _of_service(self, seen: ServiceFigures) -> Iterator[Metric]:
+        core = seen.core
+        yield _gauge("rose_scheduler_nodes", "Attached.", core.nodes)
+        yield _gauge("rose_scheduler_away_nodes", "Known, and not attached.", core.away)
+        yield _gauge("rose_scheduler_gateways", "That report demand.", core.gateways)
+        yield _gauge("rose_scheduler_watchers", "Gateways that are sent the table.", seen.watchers)
+        yield _by(
+            "rose_scheduler_replicas",
+            "Offered now.",
+            ("kind", "state"),
+            {labels: float(count) for labels, count in core.offers.items()},
+        )
+        yield _by("rose_scheduler_leases", "That live.", ("job", "kind"), core.leases)
+        yield _by_one(
+            "rose_scheduler_node_leases", "That live on a node.", "node", core.node_leases
+        )
+        yield _gauge(
+            "rose_scheduler_promised_leases",
+            "Decided; their epochs are not durable.",
+            core.promised,
+        )
+        yield _gauge(
+            "rose_scheduler_queued_commands", "That nodes have not taken yet.", seen.commands
+        )
+        yield _gauge("rose_scheduler_longest_command_queue", "Of one node.", seen.longest)
+        yield _gauge(
+            "rose_scheduler_waiting_requests",
+            "Of trainers and operators, for the store.",
+            seen.commits,
+        )
+        yield _gauge("rose_scheduler_store_stalled_seconds", "0 while it answers.", seen.stalled_s)
+        turns = {each.job: each.turns for each in core.demand}
+        yield _by_one(
+            "rose_scheduler_job_turns", "Running and waiting, at all gateways.", "job", turns
+        )
+        owed = {each.job: each.owed_tokens for each in core.demand}
+        yield _by_one("rose_scheduler_job_owed_tokens", "That its turns are to make.", "job", owed)
+        made = {each.job: each.made_tok_s for each in core.demand}
+        yield _by_one("rose_scheduler_job_tokens_per_second", "That it makes.", "job", made)
+        yield _by_one(
+            "rose_scheduler_node_modes", "Nodes by what their policies say.", "mode", core.modes
+        )
+        yield _by_one(
+            "rose_scheduler_held_nodes", "Nodes by what holds them back.", "reason", core.held
+        )
+        yield from _advised(core.advice)
+        left = GaugeMetricFamily(
+            "rose_scheduler_slo_budget_left_ratio",
+            "Of 30 days; below 0: overspent.",
+            labels=["deployment"],
+        )
+        for deployment, share in self._budgets.items():
+            left.add_metric([deployment], share)
+        yield left
+
+    def _known(self, job: str) -> str:
+        if job in self._jobs or len(self._jobs) < MOST_JOBS:
+            self._jobs.add(job)
+            return job
+        return OTHERS
+
+    def _counter(self, name: str, what: str, *labels: str) -> Counter:
+        return Counter(name, what, labels, registry=self.registry)
+
+
+def _advised(advice: Mapping[str, Advice]) -> Iterator[Metric]:
+    """What each node lends, or would: now, and the sums of which rates are made."""
+    labels = ["node"]
+    memory = GaugeMetricFamily(
+        "rose_scheduler_node_lendable_bytes", "KV memory that it would lend.", labels=labels
+    )
+    compute = GaugeMetricFamily(
+        "rose_scheduler_node_lendable_compute_ratio", "Of each second.", labels=labels
+    )
+    byte_s = CounterMetricFamily(
+        "rose_scheduler_node_lendable_byte_seconds", "Its sum over time.", labels=labels
+    )
+    compute_s = CounterMetricFamily(
+        "rose_scheduler_node_lendable_compute_seconds", "Its sum over time.", labels=labels
+    )
+    for node, each in advice.items():
+        if each.now.memory_bytes is not None:
+            memory.add_metric([node], each.now.memory_bytes)
+        if each.now.compute is not None:
+            compute.add_metric([node], each.now.compute)
+        byte_s.add_metric([node], each.byte_s)
+        compute_s.add_metric([node], each.compute_s)
+    yield from (memory, compute, byte_s, compute_s)
+
+
+def _gauge(name: str, what: str, value: float) -> Metric:
+    return GaugeMetricFamily(name, what, value=float(value))
+
+
+def _by_one(name: str, what: str, label: str, values: Mapping[str, float]) -> Metric:
+    return _by(name, what, (label,), {(key,): value for key, value in values.items()})
+
+
+def _by(name: str, what: str, labels: tuple[str, ...], values: Mapping[Labels, float]) -> Metric:
+    family = GaugeMetricFamily(name, what, labels=list(labels))
+    for key, value in values.items():
+        family.add_metric(list(key), float(value))
+    return family
+
+
+class MetricsServer:
+    """Answers `GET /metrics`, and nothing else. With certificates over TLS, to everybody."""
+
+    def __init__(
+        self,
+        metrics: SchedulerMetrics,
+        host: str,
+        port: int,
+        certificates: CertificateFiles | None = None,
+    ) -> None:
+        self._metrics = metrics
+        self._host, self._port = host, port
+        self._certificates = certificates
+        self._runner: web.AppRunner | None = None
+        self._order = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Bind the port. ConfigError when it is taken."""
+        app = web.Application()
+        app.router.add_get("/metrics", self._answer)
+        files = self._certificates
+        tls = files.server_context(everybody=True) if files else None
+        self._runner = web.AppRunner(app, access_log=None, logger=_log)
+        await self._runner.setup()
+        try:
+            site = web.TCPSite(self._runner, self._host, self._port, ssl_context=tls)
+            await site.start()
+        except OSError as error:
+            await self.close()
+            raise ConfigError(
+                f"metrics port {self._port} cannot be served: {error.strerror}; give another"
+                " --metrics-port"
+            ) from error
+
+    async def close(self) -> None:
+        """Stop answering."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        del request
+        # One text at a time: nobody makes this process busier by asking twice.
+        async with self._order:
+            self._metrics.look()
+            text = await asyncio.to_thread(generate_latest, self._metrics.registry)
+        return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})
