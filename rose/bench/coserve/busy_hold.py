@@ -1,6 +1,6 @@
 """maxHostBusy in the benchmark: the capacity gate of a scheduler holds the guest of a busy host.
 
-    host's busy counter ──> HostLoad (as a node) ──> CapacityGate (as a scheduler) ──> a lease or none
+    host's busy counter ──> HostLoad, as of a node ──> CapacityGate, as of a scheduler ──> a lease
 
 A load of the benchmark comes in pieces: one block for each arm of each round, with others between
 them. A hold of a real host lives on under its load, so each load has a gate of its own, whose time

@@ -231,8 +231,8 @@ def draw_jobs(records: Records) -> Figure:
         lent.broken_barh(spans, (0, 1), facecolors=color, label=job)
         had_s = [_had_s(own, at_s) for at_s in edges_s]
         all_s = [_had_s(leases, at_s) for at_s in edges_s]
-        shares = [mine / whole if whole else math.nan for mine, whole in zip(had_s, all_s, strict=True)]
-        part.plot([at_s - t0_s for at_s in edges_s], shares, color=color, linewidth=2)
+        parts = [mine / (all_ or math.nan) for mine, all_ in zip(had_s, all_s, strict=True)]
+        part.plot([at_s - t0_s for at_s in edges_s], parts, color=color, linewidth=2)
     for limit in (MIN_GUEST_SHARE, 1 - MIN_GUEST_SHARE):
         part.axhline(limit, color=ALARM, linewidth=0.8, linestyle="--")
     lent.set(yticks=(), title="The guest's time")

@@ -268,8 +268,10 @@ class Records:
     @property
     def jobs(self) -> list[str]:
         """Names of the jobs where there are several, in order; none where there is one."""
-        names = sorted({step.job for step in self.steps})
-        return names if len(names) > 1 else []
+        leased = (event.job for event in self.events if event.event == LEASE_GRANTED)
+        # A job that never came to a step had leases, or trajectories at least.
+        names = {*leased, *(row.job for row in (*self.steps, *self.trajectories))} - {"", None}
+        return sorted(filter(None, names)) if len(names) > 1 else []
 
     def of_job(self, job: str) -> "Records":
         """The same run as if it had this job alone: what its trainer wrote."""
