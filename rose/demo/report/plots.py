@@ -257,7 +257,7 @@ PICTURES = {
 
 def pictures_of(records: Records) -> dict[str, Callable[[Records], Figure]]:
     """Pictures of a run by their names: one more where several jobs shared it."""
-    return {**PICTURES, "jobs.png": draw_jobs} if records.jobs else PICTURES
+    return {**PICTURES, **({"jobs.png": draw_jobs} if records.jobs else {})}
 
 
 def draw_all(records: Records, folder: Path) -> list[Path]:

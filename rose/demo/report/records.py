@@ -268,10 +268,11 @@ class Records:
     @property
     def jobs(self) -> list[str]:
         """Names of the jobs where there are several, in order; none where there is one."""
-        leased = (event.job for event in self.events if event.event == LEASE_GRANTED)
         # A job that never came to a step had leases, or trajectories at least.
-        names = {*leased, *(row.job for row in (*self.steps, *self.trajectories))} - {"", None}
-        return sorted(filter(None, names)) if len(names) > 1 else []
+        names = {event.job for event in self.events if event.event == LEASE_GRANTED}
+        names |= {step.job for step in self.steps} | {one.job for one in self.trajectories}
+        said = sorted(name for name in names if name)
+        return said if len(said) > 1 else []
 
     def of_job(self, job: str) -> "Records":
         """The same run as if it had this job alone: what its trainer wrote."""

@@ -93,7 +93,7 @@ def test_the_limit_is_the_policys_own_and_keeps_its_hysteresis() -> None:
 
 def test_the_option_is_a_share_and_is_part_of_what_was_measured(tmp_path: Path) -> None:
     assert quick_settings(tmp_path).max_host_busy == MaxHostBusy().share
-    with pytest.raises(ConfigError, match="--max-host-busy 1.5"):
+    with pytest.raises(ConfigError, match="--max-host-busy"):
         quick_settings(tmp_path, max_host_busy=1.5)
 
 
