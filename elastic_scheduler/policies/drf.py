@@ -6,6 +6,7 @@ the next one goes to the job with the least dominant share for its weight that h
 where there are fewer replicas than jobs they take turns, by the service that each had so far.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from elastic_scheduler.leases.lease_table import Offer, ReplicaKind
@@ -17,6 +18,8 @@ HOLD_S = 120.0
 SWITCHES_HELD = 10.0
 # A replica that was asked back for a job is kept for it for so long: draining takes a while.
 MEANT_S = 30.0
+# Trainers pause between rounds of rollouts: one that pauses so long still waits for its turn.
+PAUSE_S = 25.0
 
 
 class FairShares:
@@ -25,6 +28,7 @@ class FairShares:
     def __init__(self, hold_s: float = HOLD_S) -> None:
         self._hold_s = hold_s
         self._served: dict[str, float] = {}
+        self._wanted_s: dict[str, float] = {}
         self._seen_s: float | None = None
         # Replicas that were asked back, for whom, and when: nobody else gets them meanwhile.
         self._meant: dict[str, tuple[str, float]] = {}
@@ -40,12 +44,20 @@ class FairShares:
             self._meant.pop(replica, None)
 
     def account(self, jobs: Sequence[JobDemand], held: Iterable[Holding], now_s: float) -> None:
-        """Count the service since the last call; a job that wants nothing gains no credit."""
+        """Count the service since the last call.
+
+        A job that wants nothing for longer than a pause gains no credit; what it had beyond its
+        turn it still owes, or a trainer that pauses while it holds a replica would keep it.
+        """
         elapsed_s = 0.0 if self._seen_s is None else max(0.0, now_s - self._seen_s)
         self._seen_s = now_s
         held = tuple(held)
         use = dominant_shares(jobs, held, (each.offer for each in held))
-        active = {job.job for job in jobs if job.turns > 0}
+        self._wanted_s = {
+            job.job: now_s if job.turns > 0 else self._wanted_s.get(job.job, -math.inf)
+            for job in jobs
+        }
+        active = {name for name, at_s in self._wanted_s.items() if now_s <= at_s + PAUSE_S}
         served = {
             job.job: self._served[job.job] + elapsed_s * use[job.job]
             for job in jobs
@@ -53,9 +65,10 @@ class FairShares:
         }
         # A newcomer starts level with the least served, so that it owes and is owed nothing.
         least = min((served[name] for name in active if name in served), default=0.0)
+        so_far = {job.job: served.get(job.job, least) for job in jobs}
         self._served = {
-            job.job: (served.get(job.job, least) if job.job in active else least) - least
-            for job in jobs
+            name: (had_s if name in active else max(had_s, least)) - least
+            for name, had_s in so_far.items()
         }
 
     def order(self, jobs: Sequence[JobDemand], use: Mapping[str, float]) -> list[JobDemand]:

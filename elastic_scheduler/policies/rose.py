@@ -3,7 +3,13 @@
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from elastic_scheduler.leases.cost_model import AimdLimit, Supply, SwitchCosts, saved_beside_s
+from elastic_scheduler.leases.cost_model import (
+    FIRST_SWITCHES_S,
+    AimdLimit,
+    Supply,
+    SwitchCosts,
+    saved_beside_s,
+)
 from elastic_scheduler.leases.lease_table import Offer, ReplicaKind, SwitchKind
 from elastic_scheduler.policies.drf import HOLD_S, FairShares, Supplies, is_poor
 from elastic_scheduler.policies.types import Decision, Holding, JobDemand, Move, Situation
@@ -48,7 +54,13 @@ class RosePolicy:
     name = "rose"
 
     def __init__(self, hold_s: float = HOLD_S) -> None:
-        self._costs = SwitchCosts()
+        """`hold_s`: a replica stays with a job at least so long, before another has its turn.
+
+        A shorter one says that switches are cheap here: what was not measured yet is expected to
+        cost less in proportion, or the first guess alone would hold a replica for minutes.
+        """
+        cheaper = min(1.0, hold_s / HOLD_S)
+        self._costs = SwitchCosts({k: cheaper * cost_s for k, cost_s in FIRST_SWITCHES_S.items()})
         self._fair = FairShares(hold_s)
         self._allowances: dict[str, AimdLimit] = {}
         self._pasts: dict[str, _Past] = {}

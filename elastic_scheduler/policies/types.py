@@ -108,12 +108,12 @@ def policy_names() -> tuple[str, ...]:
     return tuple(_CLASSES)
 
 
-def make_policy(name: str) -> Policy:
-    """A policy with its defaults. Raises ValueError for an unknown name."""
+def make_policy(name: str, **options: float) -> Policy:
+    """A policy by its name; options are those of its class. ValueError for an unknown name."""
     if name not in _CLASSES:
         raise ValueError(f"there is no policy {name!r}; choose from {', '.join(_CLASSES)}")
     module, policy_class = _CLASSES[name]
     policy: Policy = getattr(
         importlib.import_module(f"elastic_scheduler.policies.{module}"), policy_class
-    )()
+    )(**options)
     return policy

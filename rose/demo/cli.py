@@ -23,6 +23,8 @@ CONTROLS: tuple[Control, ...] = get_args(Control)
 DEFAULT_STEPS = 60
 MIN_STEPS = 4
 HELD_OUT_MAPS = 512
+JOB = "frozen-lake"
+MAX_JOBS = 2
 MAX_STEPS = 1_000
 MAX_SEED = 9_999
 # The demo takes consecutive ports from its base on.
@@ -36,7 +38,8 @@ class DemoSettings:
     """One run of the demo; every field is an option of `rose demo`.
 
     Without `accept`, `control` and `compare` it is the quickstart: the loop and its faults, seen
-    once. A control is an acceptance run that breaks one thing, as short as its claim allows.
+    once; of several `jobs`, how they share the guest. A control is an acceptance run that breaks
+    one thing, as short as its claim allows.
     Raises `RoseError` when a value cannot be run.
     """
 
@@ -52,14 +55,19 @@ class DemoSettings:
     host_model: Path | None = None
     # One arm for the whole run instead of the experiment: what `--compare` runs in pairs.
     only: Literal["leased", "frozen"] | None = None
+    jobs: int = 1
 
     def __post_init__(self) -> None:
         if not MIN_STEPS <= self.steps <= MAX_STEPS:
             raise RoseError(f"--steps {self.steps}: choose {MIN_STEPS} to {MAX_STEPS}")
         if self.compare and (self.control or self.accept):
             raise RoseError("--compare goes with neither --accept nor --control; choose one")
-        # `--compare` trains on the next seeds, too.
-        most = MAX_SEED - 9 if self.compare else MAX_SEED
+        if not 1 <= self.jobs <= MAX_JOBS:
+            raise RoseError(f"--jobs {self.jobs}: choose 1 or {MAX_JOBS}")
+        if self.jobs > 1 and not self.quickstart:
+            raise RoseError("--jobs goes with none of --accept, --control and --compare")
+        # `--compare` trains on the next seeds, too, and so does each further job.
+        most = MAX_SEED - 9 if self.compare else MAX_SEED - self.jobs + 1
         if not 0 <= self.seed <= most:
             raise RoseError(f"--seed {self.seed}: choose 0 to {most}")
         if not MIN_PORT <= self.port_base <= MAX_PORT - PORTS_TAKEN:
@@ -77,6 +85,13 @@ class DemoSettings:
     def quickstart(self) -> bool:
         """Whether the run only shows the loop."""
         return not (self.accept or self.control or self.compare or self.only)
+
+    @property
+    def job_names(self) -> tuple[str, ...]:
+        """The training runs, each a job of its own."""
+        if self.jobs == 1:
+            return (JOB,)
+        return tuple(f"{JOB}-{number}" for number in range(1, self.jobs + 1))
 
     @property
     def held_out_maps(self) -> int:
@@ -103,7 +118,8 @@ The demo runs the whole loop on this machine: a host vLLM under bursty load, a g
 on the same core, a dedicated one, and a trainer whose every step publishes new weights to both.
 For a minute the guest lends the host's idle time; it is revoked in mid-turn, then killed.
 --accept measures instead: every claim of docs/demo.md, in about six minutes.
-Both end with report.md, report.json and pictures in --out, all computed from raw records there.
+--jobs 2 trains two policies that have nothing but the guest, and share its time.
+All end with report.md, report.json and pictures in --out, all computed from raw records there.
 Exit code: 0 when no claim fails, 1 when one does (of --control: when none does), 2 for bad input.
 """
 
@@ -139,6 +155,13 @@ def _add_experiment(parser: argparse.ArgumentParser) -> None:
     )
     add("--seed", type=int, default=0, metavar="N", help="seed of everything (default 0)")
     add("--trace", type=Path, metavar="FILE", help="load the host from this Azure trace (CSV)")
+    add(
+        "--jobs",
+        type=int,
+        default=1,
+        metavar="N",
+        help=f"training runs of equal weight that share what is borrowed (1 or {MAX_JOBS})",
+    )
     add("--long-turns", action="store_true", help="every turn has 32 tokens or more")
     add("--control", choices=CONTROLS, help="accept with one thing broken: a claim must fail")
     add(
@@ -175,6 +198,7 @@ def settings_of(args: argparse.Namespace) -> DemoSettings:
         compare=args.compare,
         port_base=args.port_base,
         host_model=args.host_model,
+        jobs=args.jobs,
     )
 
 

@@ -5,7 +5,7 @@ import os
 import time
 
 from rose.demo.experiment.watcher import Watcher
-from rose.demo.stack import DEDICATED, GUEST, START_TIMEOUT_S, Stack
+from rose.demo.stack import START_TIMEOUT_S, Stack
 from rose.demo.view import Board, TrainingProgress
 from rose.errors import EngineStartError, UnavailableError
 from rose.logs.eventlog import EventLog
@@ -25,11 +25,12 @@ async def wait_ready(stack: Stack, watcher: Watcher, board: Board, events: Event
     started_s = time.monotonic()
     parts = {
         "host": asyncio.create_task(stack.wait_host(START_TIMEOUT_S)),
-        GUEST: asyncio.create_task(_wait_replica(stack, watcher, GUEST)),
-        DEDICATED: asyncio.create_task(_wait_replica(stack, watcher, DEDICATED)),
     }
-    if stack.trainer and stack.load:
-        parts["trainer"] = asyncio.create_task(_heard(stack.trainer))
+    for name in stack.replicas:
+        parts[name] = asyncio.create_task(_wait_replica(stack, watcher, name))
+    for name, trainer in stack.trainers.items():
+        parts[name] = asyncio.create_task(_heard(trainer))
+    if stack.load:
         parts["load"] = asyncio.create_task(_heard(stack.load))
     try:
         while not all(part.done() for part in parts.values()):

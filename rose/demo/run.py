@@ -51,7 +51,8 @@ def run_demo(settings: DemoSettings) -> int:
 
 
 def _preflight(settings: DemoSettings, ports: Ports) -> None:
-    check_host(ENGINES)
+    # Several jobs share the guest, and have no dedicated engine.
+    check_host(ENGINES if settings.jobs == 1 else ENGINES - 1)
     ports.check()
     if settings.trace:
         read_trace(settings.trace)
@@ -89,7 +90,8 @@ class _Run:
         self._ports = ports
         self._plan = plan
         self._t0_s = time.monotonic()
-        self._board = Board(self._t0_s)
+        jobs = settings.job_names if settings.jobs > 1 else ()
+        self._board = Board(self._t0_s, jobs=jobs)
         self._events = EventLog(layout.logs, "demo", KEEP_ALL)
 
     async def play(self) -> int:
@@ -142,10 +144,10 @@ class _Run:
         _raise_first(ended)
 
     async def _train(self, stack: Stack, watcher: Watcher) -> None:
-        assert stack.trainer is not None
         assert stack.load is not None
         await wait_ready(stack, watcher, self._board, self._events)
-        yield_to_trainer(stack.roots, DEDICATED)
+        if DEDICATED in stack.replicas:
+            yield_to_trainer(stack.roots, DEDICATED)
         if self._settings.control == "naive":
             level_with_host(stack.roots, GUEST)
         drills = Drills(stack, watcher, self._events)
@@ -156,59 +158,71 @@ class _Run:
         self._note(await stack.load.expect("paced", PACE_TIMEOUT_S))
         # The host has no load yet: both replicas play, and both are warm when blocks begin.
         await watcher.harvest(rose_pb2.HARVEST_MODE_ACTIVE)
-        await stack.trainer.say(cmd="start")
+        for trainer in stack.trainers.values():
+            await trainer.say(cmd="start")
         if self._settings.held_out_maps:
             self._board.stage = "held-out maps before training"
-            self._note(await stack.trainer.expect("eval", EVALUATION_TIMEOUT_S))
+            for job, trainer in stack.trainers.items():
+                self._note(await trainer.expect("eval", EVALUATION_TIMEOUT_S), job)
         self._board.stage = "training"
         blocks = asyncio.create_task(conductor.run())
+        following = [
+            asyncio.create_task(self._follow_trainer(job, stack, conductor, blocks))
+            for job in stack.trainers
+        ]
         try:
-            await self._follow_trainer(stack, conductor, blocks)
+            await asyncio.gather(*following)
             await blocks
         finally:
-            blocks.cancel()
+            for task in (blocks, *following):
+                task.cancel()
 
     async def _follow_trainer(
-        self, stack: Stack, conductor: Conductor, blocks: "asyncio.Task[None]"
+        self, job: str, stack: Stack, conductor: Conductor, blocks: "asyncio.Task[None]"
     ) -> None:
-        assert stack.trainer is not None
         while True:
-            event = await self._next_event(stack, blocks)
+            event = await self._next_event(job, stack, blocks)
             match event["event"]:
                 case "step":
-                    self._board.stepped(event)
-                    await conductor.step_done()
+                    self._board.stepped(job, event)
+                    await conductor.step_done(job)
                 case "eval":
-                    self._note(event)
+                    self._note(event, job)
                     self._board.stage = "finishing"
                 case "done":
-                    self._note(event)
+                    self._note(event, job)
                     return
                 case _:
                     continue
 
-    async def _next_event(self, stack: Stack, blocks: "asyncio.Task[None]") -> dict[str, object]:
+    async def _next_event(
+        self, job: str, stack: Stack, blocks: "asyncio.Task[None]"
+    ) -> dict[str, object]:
         """The trainer's next event, unless the experiment around it breaks first."""
-        assert stack.trainer is not None
-        waiting = asyncio.create_task(stack.trainer.next())
+        waiting = asyncio.create_task(stack.trainers[job].next())
         watched: set[asyncio.Task[Any]] = {waiting}
         if not blocks.done():
             watched.add(blocks)
-        done, _ = await asyncio.wait(
-            watched, timeout=FINISH_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED
-        )
-        stack.check()
-        if blocks in done:
-            blocks.result()
-        if not done:
+        try:
+            done, _ = await asyncio.wait(
+                watched, timeout=FINISH_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED
+            )
+            stack.check()
+            if blocks in done:
+                blocks.result()
+            if not done:
+                raise RoseError(
+                    f"the trainer of {job} was silent for {FINISH_TIMEOUT_S:.0f} s; see its log"
+                )
+            return await waiting
+        finally:
             waiting.cancel()
-            raise RoseError(f"the trainer was silent for {FINISH_TIMEOUT_S:.0f} s; see its log")
-        return await waiting
 
-    def _note(self, event: dict[str, object]) -> None:
-        """Keep an event of the trainer among the raw records."""
+    def _note(self, event: dict[str, object], job: str | None = None) -> None:
+        """Keep an event of a child, or of a job's trainer, among the raw records."""
         fields = {name: value for name, value in event.items() if name != "event"}
-        self._events.write(str(event["event"]), **fields)
+        whose = {} if job is None else {"job": job}
+        self._events.write(str(event["event"]), **fields, **whose)
 
     def _write_run_info(self, end_s: float | None) -> None:
         info = {"t0_s": self._t0_s, "settings": self._settings.as_record(), "end_s": end_s}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
 
-from rose.demo.cli import DemoSettings
+from rose.demo.cli import JOB, DemoSettings
 from rose.demo.report.records import RunLayout
 from rose.demo.training.records import Control as TrainControl
 from rose.engines import EngineProcess, EngineRole, EngineSpec
@@ -27,11 +27,12 @@ class Ports:
     guest: int
     dedicated: int
     publisher: int
+    second_publisher: int
 
     @classmethod
     def from_base(cls, base: int) -> "Ports":
         """Consecutive ports."""
-        return cls(*range(base, base + 6))
+        return cls(*range(base, base + 7))
 
     def check(self) -> None:
         """Raise ConfigError when one is taken."""
@@ -46,6 +47,13 @@ SERVING_NODE, TRAINING_NODE = "serving-0", "train-0"
 MAX_SEQUENCES = 48
 # As many as both replicas take together: neither ever waits for work while it may run.
 STREAMS = 2 * MAX_SEQUENCES
+# What several jobs have is the guest: a batch of each is half as large, and waits for it.
+SHARED_STREAMS = MAX_SEQUENCES + 16
+SHARED_GROUPS, SHARED_GROUP_SIZE = 8, 8
+# A turn of a job's: many of them in a run, and each long enough to be worth its switch.
+SHARED_HOLD_S = 10.0
+# How long a turn may wait for its job to have the guest.
+SHARED_WAIT_S = 240.0
 # No measured block is longer: it never hears its segment twice.
 SEGMENT_S = 10.0
 # Training goes on until it is told to finish.
@@ -75,7 +83,8 @@ class Stack:
     host_dir: Path
     processes: dict[str, ManagedProcess] = field(default_factory=dict)
     host: EngineProcess | None = None
-    trainer: JsonlProcess | None = None
+    # By their jobs.
+    trainers: dict[str, JsonlProcess] = field(default_factory=dict)
     load: JsonlProcess | None = None
 
     @property
@@ -87,14 +96,21 @@ class Stack:
         return f"http://127.0.0.1:{self.ports.gateway}"
 
     @property
+    def replicas(self) -> tuple[str, ...]:
+        """Engines that take turns: several jobs have nothing but what is borrowed."""
+        return (GUEST, DEDICATED) if self.settings.jobs == 1 else (GUEST,)
+
+    @property
     def roots(self) -> dict[str, int]:
         """Pids of everything started here, by name."""
         pids = {name: process.pid for name, process in self.processes.items()}
         if self.host:
             pids["host"] = self.host.process.pid
-        for name, child in (("trainer", self.trainer), ("load", self.load)):
-            if child:
-                pids[name] = child.process.pid
+        children = {_trainer_name(job): child for job, child in self.trainers.items()}
+        if self.load:
+            children["load"] = self.load
+        for name, child in children.items():
+            pids[name] = child.process.pid
         return pids
 
     async def start(self) -> None:
@@ -106,18 +122,18 @@ class Stack:
         self.host = await EngineProcess.start(self._host_spec(page))
         await self._module("scheduler", "rose.scheduler.main", self._scheduler_args())
         await self._module("gateway", "rose.gateway.main", self._gateway_args())
-        nodes = {
-            SERVING_NODE: (SERVING_CORE, self.serving_node(page, key.verify_key.hex)),
-            TRAINING_NODE: (TRAINING_CORE, self._training_node(key.verify_key.hex)),
-        }
+        nodes = {SERVING_NODE: (SERVING_CORE, self.serving_node(page, key.verify_key.hex))}
+        if DEDICATED in self.replicas:
+            nodes[TRAINING_NODE] = (TRAINING_CORE, self._training_node(key.verify_key.hex))
         for name, (core, config) in nodes.items():
             path = self._write_config(name, config)
             faulty = name == SERVING_NODE and self.settings.control in _FAULTY_WORKERS
             module = "rose.demo.faulty_node" if faulty else "rose.node.main"
             await self._module(name, module, ["--config", str(path)], core)
-        self.trainer = await self._child(
-            "trainer", "rose.demo.training.main", self._trainer(key_path)
-        )
+        for number, job in enumerate(self.settings.job_names):
+            self.trainers[job] = await self._child(
+                _trainer_name(job), "rose.demo.training.main", self._trainer(job, number, key_path)
+            )
         self.load = await self._child("load", "rose.bench.load.generator", self._load())
 
     async def wait_host(self, timeout_s: float) -> None:
@@ -137,9 +153,8 @@ class Stack:
 
     async def stop(self) -> None:
         """End the trainer and the load, then nodes (which end their engines), then the rest."""
-        for child in (self.load, self.trainer):
-            if child:
-                await child.stop()
+        for child in (*([self.load] if self.load else []), *self.trainers.values()):
+            await child.stop()
         await asyncio.gather(*(process.stop(grace_s=15.0) for process in self.processes.values()))
         if self.host:
             await self.host.stop()
@@ -198,9 +213,14 @@ class Stack:
             "--log-file-bytes=0",
             "--harvest=HOLD",
             "--cooldown-s=0.3",
-            # The plan says when the guest is lent: what a lease is worth must not change that.
-            "--policy=spot",
+            *self._leasing(),
         ]
+
+    def _leasing(self) -> list[str]:
+        if self.settings.jobs > 1:
+            return ["--policy=rose", f"--hold-s={SHARED_HOLD_S}"]
+        # The plan says when the guest is lent: what a lease is worth must not change that.
+        return ["--policy=spot"]
 
     def _gateway_args(self) -> list[str]:
         return [
@@ -208,7 +228,13 @@ class Stack:
             f"--scheduler={self.scheduler}",
             f"--log-dir={self.layout.logs}",
             "--log-file-bytes=0",
+            *self._waits(),
         ]
+
+    def _waits(self) -> list[str]:
+        if self.settings.jobs == 1:
+            return []
+        return [f"--queue-wait-s={SHARED_WAIT_S}", f"--version-wait-s={SHARED_WAIT_S}"]
 
     def serving_node(self, page: Path, verify_key: str) -> dict[str, object]:
         """Return the file of the node that guards the host."""
@@ -253,17 +279,22 @@ class Stack:
             "decode_tok_s": DECODE_TOK_S,
         }
 
-    def _trainer(self, key_path: Path) -> dict[str, object]:
+    def _trainer(self, job: str, number: int, key_path: Path) -> dict[str, object]:
         control = self.settings.control
+        shared = self.settings.jobs > 1
         return {
-            "seed": self.settings.seed,
+            "job": job,
+            "seed": self.settings.seed + number,
             "model_dir": str(self.policy_dir),
             "gateway_url": self.gateway_url,
             "scheduler": self.scheduler,
-            "out": str(self.layout.out),
-            "publish_root": str(self.layout.scratch / "published"),
-            "publish_port": self.ports.publisher,
-            "streams": STREAMS,
+            # Records of several trainers are merged with all others when the run ends.
+            "out": str(self.layout.logs / job if shared else self.layout.out),
+            "publish_root": str(self.layout.scratch / "published" / job),
+            "publish_port": (self.ports.publisher, self.ports.second_publisher)[number],
+            "streams": SHARED_STREAMS if shared else STREAMS,
+            "shared": shared,
+            **({"groups": SHARED_GROUPS, "group_size": SHARED_GROUP_SIZE} if shared else {}),
             "steps": MAX_STEPS,
             "held_out_maps": self.settings.held_out_maps,
             "decay_steps": self.settings.steps,
@@ -289,6 +320,11 @@ class Stack:
             "min_output_tokens": 3,
             "max_output_tokens": 6,
         }
+
+
+def _trainer_name(job: str) -> str:
+    """Name of a job's trainer among the processes: the only one is the trainer."""
+    return "trainer" if job == JOB else f"trainer{job.removeprefix(JOB)}"
 
 
 def last_line(log: Path | None) -> str:

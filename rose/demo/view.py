@@ -59,6 +59,17 @@ class TrainingProgress:
 
 
 @dataclass(frozen=True, slots=True)
+class JobView:
+    """One job of several; `share`: its part of the time in which any of them had the guest."""
+
+    name: str
+    rewards: Sequence[float] = ()
+    version: int = 0
+    share: float | None = None
+    has_guest: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ViewState:
     """Everything on the page at one moment."""
 
@@ -80,6 +91,8 @@ class ViewState:
     memory_bytes: int = 0
     progress: Sequence[TrainingProgress] = ()
     note: str = ""
+    # Of several; empty where there is one.
+    jobs: Sequence[JobView] = ()
 
 
 class DemoView(Protocol):
@@ -116,7 +129,6 @@ def _latency(p50_s: float | None, p95_s: float | None, target_s: float | None) -
 
 
 def _rows(state: ViewState) -> list[tuple[str, RenderableType]]:
-    reward = f"{state.rewards[-1]:.2f}  " if state.rewards else ""
     rates = "   ".join(f"{name} {rate:,.0f}" for name, rate in sorted(state.tokens_per_s.items()))
     host = state.host
     sent = f"v{state.version}   {state.wire_bytes / 1e6:.1f} MB sent"
@@ -127,16 +139,36 @@ def _rows(state: ViewState) -> list[tuple[str, RenderableType]]:
     moved = f"{state.revocations} revocations   {state.continued_turns} turns went on elsewhere"
     served = f"{host.requests} requests   {host.errors} failed"
     return [
-        ("reward", Text(reward + sparkline(state.rewards), style="cyan")),
+        *_reward_rows(state),
         ("tokens/s", Text(rates or "–")),
         ("host TTFT", _latency(host.ttft_p50_s, host.ttft_p95_s, host.ttft_target_s)),
         ("host TPOT", _latency(host.tpot_p50_s, host.tpot_p95_s, host.tpot_target_s)),
         ("host", Text(served, style="bold red" if host.errors else "")),
         ("guest", guest),
-        ("moved", Text(moved)),
+        *([] if state.jobs else [("moved", Text(moved))]),
         ("weights", Text(sent)),
         ("memory", Text(f"{state.memory_bytes / 2**30:.1f} GiB")),
     ]
+
+
+def _reward_rows(state: ViewState) -> list[tuple[str, RenderableType]]:
+    if not state.jobs:
+        reward = f"{state.rewards[-1]:.2f}  " if state.rewards else ""
+        return [("reward", Text(reward + sparkline(state.rewards), style="cyan"))]
+    return [row for number, job in enumerate(state.jobs, 1) for row in _job_rows(number, job)]
+
+
+def _job_rows(number: int, job: JobView) -> list[tuple[str, RenderableType]]:
+    """A job's learning, and its part of the guest's time, marked while it has the guest."""
+    reward = f"{job.rewards[-1]:.2f}  " if job.rewards else ""
+    part = Text(_percent(job.share), style="bold" if job.has_guest else "")
+    part.append(" of the guest's time" + ("   has it now" if job.has_guest else ""), style="dim")
+    learned = Text(f"v{job.version}  {reward}{sparkline(job.rewards)}", style="cyan")
+    return [(f"job {number}", learned), ("", part)]
+
+
+def _percent(share: float | None) -> str:
+    return "–" if share is None else f"{share:.0%}"
 
 
 def render(state: ViewState) -> RenderableType:
@@ -196,9 +228,12 @@ def plain_line(state: ViewState) -> str:
     reward = f" reward={state.rewards[-1]:.2f}" if state.rewards else ""
     ttft_s = state.host.ttft_p95_s
     host = "" if ttft_s is None else f" host_ttft_p95={ttft_s * 1e3:.1f}ms"
+    version = f" v{state.version}"
+    if state.jobs:
+        version = "".join(f" {j.name}=v{j.version},{_percent(j.share)}" for j in state.jobs)
     return (
         f"{line}: step {state.step} {state.arm}{reward} tokens/s {rates}{host}"
-        f" guest={state.guest_mode or '–'} v{state.version}"
+        f" guest={state.guest_mode or '–'}{version}"
     )
 
 
@@ -242,7 +277,10 @@ ASK_INTERVAL_S = 0.5
 
 @dataclass(slots=True)
 class Board:
-    """The state of a run as a person sees it. Whoever knows better writes into it."""
+    """The state of a run as a person sees it. Whoever knows better writes into it.
+
+    jobs: names of the jobs, where there are several.
+    """
 
     t0_s: float
     stage: str = "checking this machine"
@@ -253,6 +291,10 @@ class Board:
     version: int = 0
     wire_bytes: int = 0
     full_bytes: int = 0
+    jobs: Sequence[str] = ()
+    _learned: dict[str, tuple[list[float], int]] = field(default_factory=dict)
+    _guest_s: dict[str, float] = field(default_factory=dict)
+    _guest_job: str = ""
     _rates: dict[str, float] = field(default_factory=dict)
     _stats: GatewayFigures = field(default_factory=GatewayFigures)
     _stats_at_s: float = 0.0
@@ -267,10 +309,13 @@ class Board:
         self._conductor = conductor
         self._drills = drills
 
-    def stepped(self, event: dict[str, object]) -> None:
-        """The trainer finished a step."""
-        self.rewards.append(float(str(event["reward_mean"])))
-        self.version = int(str(event["version"]))
+    def stepped(self, job: str, event: dict[str, object]) -> None:
+        """The job's trainer finished a step."""
+        reward, version = float(str(event["reward_mean"])), int(str(event["version"]))
+        self.rewards.append(reward)
+        self.version = max(self.version, version)
+        rewards, _ = self._learned.get(job, ([], 0))
+        self._learned[job] = [*rewards, reward], version
         self.wire_bytes += int(str(event["wire_bytes"]))
         self.full_bytes += int(str(event["full_bytes"]))
 
@@ -311,7 +356,14 @@ class Board:
             memory_bytes=self.memory_bytes,
             progress=self.progress,
             note=self.note,
+            jobs=[self._job_view(job) for job in self.jobs],
         )
+
+    def _job_view(self, job: str) -> JobView:
+        rewards, version = self._learned.get(job, ([], 0))
+        whole_s = sum(self._guest_s.values())
+        share = self._guest_s.get(job, 0.0) / whole_s if whole_s else None
+        return JobView(job, rewards, version, share, self._guest_job == job)
 
     def _take(self, snapshot: rose_pb2.SnapshotReply, stats: GatewayFigures) -> None:
         now_s = time.monotonic()
@@ -320,6 +372,11 @@ class Board:
             name: (count - self._stats.tokens.get(name, 0)) / elapsed_s
             for name, count in stats.tokens.items()
         }
+        if self._guest_job and self._stats_at_s and self._conductor is not None:
+            had_s = self._guest_s.get(self._guest_job, 0.0)
+            self._guest_s[self._guest_job] = had_s + elapsed_s
+        leased = [lease.job for lease in snapshot.leases if lease.replica == GUEST]
+        self._guest_job = leased[0] if leased else ""
         self._stats, self._stats_at_s = stats, now_s
         self.note = ""
         for host in snapshot.hosts:

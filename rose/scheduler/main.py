@@ -19,6 +19,7 @@ from pathlib import Path
 import grpc.aio
 
 from elastic_scheduler import HarvestMode, make_policy, policy_names
+from elastic_scheduler.policies.drf import HOLD_S
 from rose.addresses import check_exposure
 from rose.cli.main import Parser, add_log_limits, taken_log_limits
 from rose.errors import ConfigError, RoseError
@@ -52,6 +53,7 @@ from rose.store import (
 )
 
 DEFAULT_PORT = 7400
+MOST_HOLD_S = 86_400.0
 STOP_GRACE_S = 0.5
 # How long a new process lets its callers wait for a leader: an earlier life of its own may still
 # have a lease.
@@ -76,6 +78,7 @@ class SchedulerSettings:
     certificates: CertificateFiles | None = None
     metrics_port: int | None = None
     metrics_host: str = "127.0.0.1"
+    hold_s: float | None = None
 
     def __post_init__(self) -> None:
         if self.certificates is None:
@@ -92,6 +95,10 @@ class SchedulerSettings:
             raise ConfigError(f"metrics port {self.metrics_port} does not exist; give 1 to 65535")
         if not (math.isfinite(self.cooldown_s) and self.cooldown_s >= 0):
             raise ConfigError(f"a pause of {self.cooldown_s} s is none; give --cooldown-s >= 0")
+        if self.hold_s is not None and self.policy != "rose":
+            raise ConfigError("--hold-s is of the policy rose; leave it out, or give --policy rose")
+        if self.hold_s is not None and not 1 <= self.hold_s <= MOST_HOLD_S:
+            raise ConfigError(f"--hold-s {self.hold_s}: choose 1 to {MOST_HOLD_S:.0f}")
         if self.advertise and not is_address(self.advertise):
             raise ConfigError(f"{self.advertise!r} is no address; give --advertise HOST:PORT")
 
@@ -138,6 +145,12 @@ def settings_of(argv: Sequence[str]) -> SchedulerSettings:
         help="which offers are leased (default rose: by net benefit)",
     )
     add(
+        "--hold-s",
+        type=float,
+        metavar="S",
+        help=f"least time that a guest stays with a job before another's turn (default {HOLD_S:g})",
+    )
+    add(
         "--insecure",
         action="store_true",
         help="serve an address of the network, though nobody is asked who he is",
@@ -171,6 +184,7 @@ def settings_of(argv: Sequence[str]) -> SchedulerSettings:
         taken_certificates(vars(args)),
         args.metrics_port,
         args.metrics_host,
+        args.hold_s,
     )
 
 
@@ -235,7 +249,9 @@ async def _lead(
     """One term, until cancelled: a core of what is stored, and the service that feeds it."""
     saved = load((await store.list("")).entries)
     times = LeaseTimes(cooldown_s=settings.cooldown_s)
-    core = SchedulerCore(saved, settings.harvest, times, make_policy(settings.policy))
+    options = {} if settings.hold_s is None else {"hold_s": settings.hold_s}
+    policy = make_policy(settings.policy, **options)
+    core = SchedulerCore(saved, settings.harvest, times, policy)
     background = Background(events.write)
     expiry = settings.certificates.troubles if settings.certificates else list[str]
     service = SchedulerService(

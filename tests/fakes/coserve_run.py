@@ -28,6 +28,8 @@ class StandInBench:
     guest_share_of_idle: float = 0.92
     guest_share_lent: float = 0.75
     guest_step_s: float = 0.006
+    settings: dict[str, Any] = field(default_factory=dict)
+    held_arm: str = ""
 
     def write(self) -> Path:
         self.out.mkdir(parents=True, exist_ok=True)
@@ -59,7 +61,7 @@ class StandInBench:
         return {
             "seed": 0,
             "quick": False,
-            "settings": {"window_s": 2.0},
+            "settings": {"window_s": 2.0, **self.settings},
             "machine": {},
             "capacity_rps": 4 * self.rate_per_s,
             "calibrations": [],
@@ -103,7 +105,8 @@ class StandInBench:
     def _sample(self, block: PlanBlock, at_s: float) -> dict[str, Any]:
         pressed = block.arm.policy == "paper"
         zeros = ("running", "tokens_total", "step_seq", "yielded_ns", "host_busy_ns")
-        sample = {"t_s": at_s + 1, "mode": "throttle" if pressed else "run", "reason": "ok"}
+        reason = "no_lease" if block.arm.name == self.held_arm else "ok"
+        sample = {"t_s": at_s + 1, "mode": "throttle" if pressed else "run", "reason": reason}
         kv = {"kv_bytes": 1 << 20 if pressed else 4 << 20, "host_running": 0, "host_kv": 0.5}
         return sample | dict.fromkeys(zeros, 0) | kv
 

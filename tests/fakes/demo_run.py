@@ -11,7 +11,13 @@ from typing import Any
 import msgspec
 
 from rose.bench.load.arrivals import LoadShape, generate_segment
-from rose.demo.experiment.plan import BLOCK_S, STORM_STEPS, ExperimentBlock, accept_plan
+from rose.demo.experiment.plan import (
+    BLOCK_S,
+    STORM_STEPS,
+    ExperimentBlock,
+    accept_plan,
+    sharing_plan,
+)
 
 T0_S = 1000.0
 FROZEN_STEP_S = BLOCK_S / 2
@@ -57,6 +63,9 @@ class StandInRun:
     forced_revocations: int = 12
     mid_turn: bool = True
     kill_signal: int | None = 9
+    # Of a run of two jobs: whose lease the guest had, one after the other, and for how long.
+    leases: tuple[tuple[str, float], ...] = ()
+    new_engines: int = 0
 
     def write(self, folder: Path) -> Path:
         """Write all raw records into `folder` and return it."""
@@ -68,6 +77,8 @@ class StandInRun:
         """Contents by name."""
         writer = _Writer(self)
         writer.play()
+        if self.leases:
+            _share(writer)
         encoder = msgspec.json.Encoder()
         files = {f"{name}.jsonl": encoder.encode_lines(v) for name, v in writer.files.items()}
         settings = {"seed": self.seed, "steps": self.steps, "control": self.control}
@@ -99,7 +110,8 @@ class _Writer:
 
     def play(self) -> None:
         self._evaluate("warm_start", self.run.warm_start)
-        for block in accept_plan(self.run.seed, self.run.steps).blocks:
+        plan = sharing_plan() if self.run.leases else accept_plan(self.run.seed, self.run.steps)
+        for block in plan.blocks:
             self._block(block)
         self._evaluate("final", self.run.final)
         self._spoil_trajectories()
@@ -324,3 +336,35 @@ class _Writer:
         for second in range(int(self.now_s - T0_S)):
             sizes = {"host": 900_000_000, "guest": 880_000_000 + second * 1_000_000}
             self.files["memory"].append({"t_s": T0_S + second, "bytes": sizes})
+
+
+HANDOVER_S = 0.2
+
+
+def _share(writer: _Writer) -> None:
+    """Make it the run of two jobs that have the same names for everything, and one guest."""
+    files = writer.files
+    for turn in files["turns"]:
+        turn["segments"] = [
+            ["guest-0", "guest" if kind == "dedicated" else kind, start, end]
+            for _, kind, start, end in turn["segments"]
+        ]
+        turn["gap"] = {k.replace("dedicated", "guest"): gap for k, gap in turn["gap"].items()}
+    jobs = sorted({job for job, _ in writer.run.leases})
+    for name in ("turns", "steps", "trajectories"):
+        files[name] = [{"job": job, **row} for job in jobs for row in files[name]]
+    [done] = [event for event in files["events"] if event["event"] == "done"]
+    others = [event for event in files["events"] if event["event"] not in ("done", "eval")]
+    files["events"] = [*others, *({**done, "job": job} for job in jobs)]
+    at_s = float(files["blocks"][0]["start_s"])
+    for epoch, (job, seconds) in enumerate(writer.run.leases, 1):
+        lease = {"replica": "guest-0", "epoch": epoch, "job": job}
+        writer._event("scheduler", "lease_granted", at_s, kind="guest", **lease)
+        if epoch > 1:
+            took = {"switch": "job", "took_s": 2.0}
+            writer._event("scheduler", "first_token", at_s + 2.0, **lease, **took)
+        at_s += seconds
+        writer._event("scheduler", "lease_released", at_s, reason="drained", **lease)
+        at_s += HANDOVER_S
+    for _ in range(writer.run.new_engines):
+        writer._event("node", "engine_switched", replica="guest-0")

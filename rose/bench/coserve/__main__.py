@@ -43,6 +43,13 @@ def _parser() -> argparse.ArgumentParser:
         default="background",
         help="how the kernel schedules a guest that may use slack",
     )
+    run.add_argument(
+        "--max-host-busy",
+        type=float,
+        default=BenchSettings(DEFAULT_OUT).max_host_busy,
+        metavar="SHARE",
+        help="busy share of a host from which on its guest is held (default %(default)s; 1: never)",
+    )
     run.add_argument("--ttft-target-s", type=float, help="default: from what the host does alone")
     run.add_argument("--tpot-target-s", type=float)
     for name, what in (
@@ -62,6 +69,7 @@ def _run(args: argparse.Namespace) -> int:
         "trace": args.trace,
         "port_base": args.port_base,
         "lent_priority": args.lent_priority,
+        "max_host_busy": args.max_host_busy,
         "ttft_target_s": args.ttft_target_s,
         "tpot_target_s": args.tpot_target_s,
     }

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from elastic_scheduler.capacity.policy import MaxHostBusy
 from rose.errors import ConfigError
 
 HOST, GUEST, NAIVE = "host", "guest", "naive"
@@ -33,6 +34,8 @@ class GuestLoad:
 BUSY_TARGETS = (0.3, 0.6, 0.9)
 # The first window of a weight apply, a guest kill and a guest start has this load.
 EVENT_BUSY = 0.6
+# Below it a policy lends nothing that would be worth measuring.
+LEAST_HOST_BUSY = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +47,8 @@ class BenchSettings:
     dropped, evenly, until they fit. lent_priority: how the kernel
     schedules a guest that may use slack; one that may not is always in the background.
     window_s: arrivals this close share batches and bursts, so the
-    bootstrap takes them together. event_rounds: windows of each event.
+    bootstrap takes them together. event_rounds: windows of each event. max_host_busy: as a capacity
+    policy's `maxHostBusy.share`: beside a host that is busier nothing is lent; 1 for no such limit.
     """
 
     out: Path
@@ -71,6 +75,7 @@ class BenchSettings:
     guest_prompt_tokens: int = 32
     guest_output_tokens: int = 64
     guest_token_budget: int = 64
+    max_host_busy: float = MaxHostBusy().share
 
     def __post_init__(self) -> None:
         if not self.busy_targets or not all(0 < busy < 1 for busy in self.busy_targets):
@@ -79,6 +84,11 @@ class BenchSettings:
             raise ConfigError("give both --ttft-target-s and --tpot-target-s, or neither")
         if min(self.ttft_target_s or 1.0, self.tpot_target_s or 1.0) <= 0:
             raise ConfigError("targets are positive times in seconds")
+        if not LEAST_HOST_BUSY <= self.max_host_busy <= 1:
+            raise ConfigError(
+                f"--max-host-busy {self.max_host_busy}: give a share from {LEAST_HOST_BUSY}, 1 for"
+                " no limit"
+            )
         if self.trace is not None and not self.trace.is_file():
             raise ConfigError(f"{self.trace} is no file; name a trace in the Azure format")
 

@@ -5,6 +5,7 @@ import itertools
 import random
 import re
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,7 @@ from executor import (
     PressureLimits,
     PressurePolicy,
 )
+from rose.bench.coserve.busy_hold import HostBusyHold, limit_of
 from rose.bench.coserve.plan import GUEST, HOST, NAIVE, Arm, GuestLoad, PlanBlock
 from rose.bench.coserve.records import CoserveBlockRecord, Counters
 from rose.bench.load.generator import CompletionBody, complete
@@ -146,7 +148,10 @@ def guard_config(arm: Arm, token_budget: int, max_sequences: int) -> GuardConfig
 class Granting:
     """Runs one guard at a time; without a ROSE guest in the arm it grants nothing."""
 
-    def __init__(self, page: ControlPage, out: Path, logs: Path) -> None:
+    def __init__(
+        self, page: ControlPage, out: Path, logs: Path, max_host_busy: float = 1.0
+    ) -> None:
+        """`max_host_busy`: as a capacity policy's `maxHostBusy.share`; 1 lends at any load."""
         self._page = page
         self._logs = logs
         # Figures are computed from every record; and nobody's host waits for this disk.
@@ -156,6 +161,12 @@ class Granting:
         self._guard: GuardThread | None = None
         self._broken = False
         self._arm = 0
+        self._hold = HostBusyHold(
+            limit_of(max_host_busy), lambda note: self._events.write(note.event, **note.fields)
+        )
+        self._lent = True
+        # Loads begin and end in one thread, the guard asks in its own.
+        self._holding = threading.Lock()
 
     def rule(self, arm: Arm, host_pid: int | None, token_budget: int, max_sequences: int) -> None:
         """Grant by the arm's rules from now on."""
@@ -166,7 +177,7 @@ class Granting:
             name=arm.name,
             page=self._page,
             core=GrantController(config, self._uncapped()),
-            lease_epoch=lambda: self._arm if arm.guest == "rose" else None,
+            lease_epoch=lambda: self._lease_epoch(arm),
             kill_switch=KillSwitch(self._logs / "KILL"),
             host_pid=host_pid,
             watch=self._watch,
@@ -176,6 +187,14 @@ class Granting:
             on_stall=self._stall,
         )
         self._guard.start()
+
+    def loaded(self, load: str | None) -> None:
+        """The host has this load from now on, or none that a guest could be too much beside."""
+        with self._holding:
+            if load is None:
+                self._hold.end()
+            else:
+                self._hold.begin(load)
 
     def check(self) -> None:
         """Raise when the guard ended by itself: what was measured since says nothing."""
@@ -194,6 +213,17 @@ class Granting:
         if self._guard is not None:
             self._guard.stop()
             self._guard = None
+
+    def _lease_epoch(self, arm: Arm) -> int | None:
+        """The lease that holds now. What a naive guest does to its host is no load of its own."""
+        if arm.guest != "naive":
+            host = self._page.host.peek()
+            with self._holding:
+                lends = self._hold.lends(host.busy_ns if host else None, time.monotonic())
+            # As from a scheduler: lent again it has another lease.
+            self._arm += lends and not self._lent
+            self._lent = lends
+        return self._arm if self._lent and arm.guest == "rose" else None
 
     def _uncapped(self) -> Grant | None:
         """The last grant, whose epoch goes on; no arm begins with what another one took."""
@@ -291,6 +321,7 @@ class Player:
         await self.load.say(cmd="off")
         # What is still out was asked for under this arm's rules, so it is served under them.
         await self._host_empty(block.arm)
+        self.granting.loaded(None)
         if streams:
             await streams.stop()
         if beside:
@@ -304,6 +335,7 @@ class Player:
     async def _load_host(self, block: PlanBlock, number: int) -> None:
         if block.cell is None:
             return
+        self.granting.loaded(f"{block.cell.busy_target} {block.cell.traffic}")
         await self.load.say(
             cmd="segment",
             segment=block.segment,

@@ -9,13 +9,14 @@ import msgspec
 
 from rose.bench.common.checks import FAILS, HOLDS, INCONCLUSIVE, Verdict, number, text_table, worst
 from rose.bench.common.stats import FieldDifference, compare, read_json
+from rose.bench.coserve.busy_hold import OFF, limit_of
 from rose.bench.coserve.plan import ROSE_ARMS
 from rose.bench.coserve.records import CoserveEvent, CoserveRecords, read_run
 from rose.bench.coserve.rows import Analysis, Row, arm_of
 
 HEAD = (
     *("busy", "traffic", "mode", "share", "n", "ttft p90", "× alone", "tpot p90", "× alone"),
-    *("attain", "guest/s", "idle eff", "spare eff", "pressed", "kv MiB", "verdict"),
+    *("attain", "guest/s", "idle eff", "spare eff", "held", "pressed", "kv MiB", "verdict"),
 )
 
 
@@ -34,6 +35,7 @@ def render(result: dict[str, Any]) -> str:
         "",
         f"targets TTFT {run['ttft_target_s']:.3f} s, TPOT {run['tpot_target_s']:.4f} s"
         f" ({run['targets_from']})",
+        f"max host busy: {_limit(run['settings'])}",
         f"capacity {run['capacity_rps']:.1f} requests/s; all engines on one CPU core",
         "naive co-location harms the host: "
         + ("yes" if result["danger"] == "FAILS" else "not shown, so nothing is proved"),
@@ -58,9 +60,21 @@ def _cells(row: Row) -> tuple[str, ...]:
         f"{row['guest_tok_s']:.1f}",
         number(row["idle_efficiency"], 2),
         number(row["spare_efficiency"], 2),
+        number(row["held"], 2),
         number(row["host_kv_pressed"], 2),
         number(_mib(row["guest_kv_bytes"]), 1),
         row["verdict"],
+    )
+
+
+def _limit(settings: dict[str, Any]) -> str:
+    """The limit of the run's capacity policy; runs before there was one had none."""
+    limit = limit_of(settings.get("max_host_busy", OFF))
+    if limit is None:
+        return "no limit, a guest is lent beside any load"
+    return (
+        f"{limit.share:g} over {limit.over_s:g} s; held from there on, lent again below"
+        f" {limit.resume:g}"
     )
 
 

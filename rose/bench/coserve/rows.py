@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from executor import GrantMode
+from executor import FreezeReason, GrantMode
 from rose.bench.common.checks import REFERENCE, Check, row_verdict
 from rose.bench.common.pairing import METRICS, RequestIndex, Window, latency_s, percentile_ratio
 from rose.bench.common.pairing import slo_latency as as_slo
@@ -94,7 +94,7 @@ class Analysis:
             "idle_efficiency": _value(found.idle_efficiency),
             "spare_efficiency": _value(found.spare_efficiency),
             **guest,
-            **self._kv(group),
+            **self._pressed(group),
             "host_preemptions": _preemptions(group, alone=False),
             "token_mismatches": mismatches(windows),
             "checks": [] if reference else [_plain(asdict(check)) for check in checks],
@@ -182,13 +182,14 @@ class Analysis:
                 found.append(yields_s(steps["guest"], arrivals))
         return [window for window in found if window]
 
-    def _kv(self, group: FigureGroup) -> Row:
-        """How often the host was short of KV memory, and how much the guest kept meanwhile."""
+    def _pressed(self, group: FigureGroup) -> Row:
+        """How often the host was too busy or short of KV memory, and what the guest kept then."""
         if group.arm.guest != "rose":
-            return {"host_kv_pressed": None, "guest_kv_bytes": None}
+            return {"held": None, "host_kv_pressed": None, "guest_kv_bytes": None}
         spans = [(arm.start_s, arm.end_s) for arm, _ in group.pairs]
         seen = [s for s in self._records.guest if any(a <= s.t_s < b for a, b in spans)]
         return {
+            "held": _mean([float(s.reason == FreezeReason.NO_LEASE) for s in seen]),
             "host_kv_pressed": _mean([float(s.mode == THROTTLED) for s in seen]),
             "guest_kv_bytes": _mean([float(s.kv_bytes) for s in seen]),
         }

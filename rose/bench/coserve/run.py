@@ -116,7 +116,7 @@ class _Run:
         settings = self._settings
         key = SigningKey.generate()
         page = ControlPage.create(scratch / "page")
-        granting = Granting(page, self._out, self._logs)
+        granting = Granting(page, self._out, self._logs, settings.max_host_busy)
         engines = Engines(
             settings=settings,
             page=scratch / "page",

@@ -164,7 +164,7 @@ class Conductor:
         drills: Drills,
     ) -> None:
         assert stack.load is not None
-        self.steps_done = 0
+        self._steps = dict.fromkeys(stack.trainers, 0)
         self.arm: str = ""
         self._plan = plan
         self._stack = stack
@@ -174,19 +174,24 @@ class Conductor:
         self._blocks = JsonlLog(stack.layout.out / "blocks.jsonl", KEEP_ALL)
         self._stepped = asyncio.Condition()
 
-    async def step_done(self) -> None:
-        """The trainer finished a step."""
+    @property
+    def steps_done(self) -> int:
+        """Steps that every trainer has finished."""
+        return min(self._steps.values())
+
+    async def step_done(self, job: str) -> None:
+        """The job's trainer finished a step."""
         async with self._stepped:
-            self.steps_done += 1
+            self._steps[job] += 1
             self._stepped.notify_all()
 
     async def run(self) -> None:
-        """Every block of the plan, then tell the trainer to finish the batch under way."""
-        assert self._stack.trainer is not None
+        """Every block of the plan, then tell the trainers to finish the batch under way."""
         for block in self._plan.blocks:
             await self._run_block(block)
         await self._load.say(cmd="off")
-        await self._stack.trainer.say(cmd="finish")
+        for trainer in self._stack.trainers.values():
+            await trainer.say(cmd="finish")
 
     async def _run_block(self, block: ExperimentBlock) -> None:
         self.arm = "faults" if block.revocations else block.arm
@@ -245,7 +250,7 @@ class Conductor:
         snapshot, gateway = await asyncio.gather(self._watcher.snapshot(), self._watcher.gateway())
         cpu_s = await asyncio.to_thread(cpu_seconds, self._stack.roots)
         return BlockStats(
-            steps=self.steps_done,
+            steps=sum(self._steps.values()),
             tokens=gateway.tokens,
             host_busy_ns=sum(host.busy_ns for host in snapshot.hosts),
             cpu_s=cpu_s,

@@ -108,6 +108,9 @@ CONTROL_PAIRS = 5
 WEIGHTS_STEPS = 12
 LEARNING_STEPS = 40
 QUICKSTART_S = 20.0
+# Jobs that take turns differ by one turn at most: several of them make that a small part.
+SHARING_S = 120.0
+SHARING_STEPS = 2
 # After the guest was killed training goes on without it.
 STORM_STEPS = 2
 REVOCATIONS = 13
@@ -153,7 +156,14 @@ def plan_of(settings: DemoSettings) -> ExperimentPlan:
         return control_plan(settings.seed, settings.control)
     if settings.accept:
         return accept_plan(settings.seed, settings.steps)
-    return quickstart_plan()
+    return quickstart_plan() if settings.jobs == 1 else sharing_plan()
+
+
+def sharing_plan() -> ExperimentPlan:
+    """Several jobs with the guest, for some turns of each, and no faults."""
+    return ExperimentPlan(
+        (ExperimentBlock(0, None, "leased", 0, seconds=SHARING_S, until_step=SHARING_STEPS),)
+    )
 
 
 def quickstart_plan() -> ExperimentPlan:

@@ -32,6 +32,7 @@ from rose.demo.report.records import (
     TRAINER_DONE,
     BlockRecord,
     Records,
+    StepRow,
     TurnRecord,
 )
 from rose.node.grants.guard_thread import GuestSample
@@ -113,20 +114,20 @@ class FaultMeasures:
     guest_kills: int
 
 
-def fifths(records: Records) -> tuple[list[int], list[int]]:
-    """Numbers of the first and of the last fifth of the steps."""
-    steps = [step.step for step in records.steps]
+def fifths(records: Records) -> tuple[list[StepRow], list[StepRow]]:
+    """The first and the last fifth of the steps."""
+    steps = records.steps
     size = max(1, len(steps) // 5)
     return (steps[:size], steps[-size:]) if len(steps) >= 2 else ([], [])
 
 
-def rewards_by_group(records: Records, steps: Iterable[int]) -> list[list[float]]:
+def rewards_by_group(records: Records, steps: Iterable[StepRow]) -> list[list[float]]:
     """Rewards of delivered trajectories of these steps, one list for each group (one map)."""
-    wanted = set(steps)
-    groups: dict[tuple[int | None, str | int], list[float]] = defaultdict(list)
-    for trajectory in records.trajectories:
-        if trajectory.step in wanted and trajectory.delivered:
-            groups[trajectory.step, trajectory.group].append(trajectory.reward)
+    wanted = {(step.job, step.step) for step in steps}
+    groups: dict[tuple[str, int | None, str | int], list[float]] = defaultdict(list)
+    for one in records.trajectories:
+        if (one.job, one.step) in wanted and one.delivered:
+            groups[one.job, one.step, one.group].append(one.reward)
     return list(groups.values())
 
 
@@ -134,7 +135,7 @@ def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _mean_reward(records: Records, steps: Iterable[int]) -> float | None:
+def _mean_reward(records: Records, steps: Iterable[StepRow]) -> float | None:
     return _mean([reward for group in rewards_by_group(records, steps) for reward in group])
 
 
@@ -144,7 +145,7 @@ def reward(records: Records) -> Reward:
     return Reward(
         first_fifth=_mean_reward(records, first),
         last_fifth=_mean_reward(records, last),
-        by_step=[_mean_reward(records, [step.step]) for step in records.steps],
+        by_step=[_mean_reward(records, [step]) for step in records.steps],
     )
 
 
@@ -170,12 +171,14 @@ def crossings(records: Records) -> list[tuple[float, float]]:
 
 def _max_staleness(records: Records) -> int | None:
     """Most versions between the policy a step trained and the oldest token it trained on."""
-    trained = {step.step: step.version - 1 for step in records.steps}
+    trained: dict[tuple[str, int | None], int] = {
+        (step.job, step.step): step.version - 1 for step in records.steps
+    }
     return max(
         (
-            trained[trajectory.step] - min(trajectory.versions)
-            for trajectory in records.trajectories
-            if trajectory.step in trained and trajectory.versions
+            trained[one.job, one.step] - min(one.versions)
+            for one in records.trajectories
+            if (one.job, one.step) in trained and one.versions
         ),
         default=None,
     )
@@ -183,20 +186,20 @@ def _max_staleness(records: Records) -> int | None:
 
 def trajectories(records: Records) -> Trajectories:
     """Counts from trajectory and turn records; the trainer's own count may only make it worse."""
-    copies: Counter[str | int] = Counter()
+    copies: Counter[tuple[str, str | int]] = Counter()
     for trajectory in records.trajectories:
-        copies[trajectory.trajectory] += trajectory.delivered
+        copies[trajectory.job, trajectory.trajectory] += trajectory.delivered
     # A trajectory of which only turns were recorded was started and never delivered.
     for turn in records.turns:
-        copies[turn.trajectory] += 0
+        copies[turn.job, turn.trajectory] += 0
     done = records.events_named(TRAINER_DONE)
     delivered = [t for t in records.trajectories if t.delivered]
     return Trajectories(
-        started=max([len(copies), *(event.started or 0 for event in done)]),
+        started=max(len(copies), sum(event.started or 0 for event in done)),
         delivered=sum(count > 0 for count in copies.values()),
-        lost=max([sum(n == 0 for n in copies.values()), *(event.lost or 0 for event in done)]),
+        lost=max(sum(n == 0 for n in copies.values()), sum(event.lost or 0 for event in done)),
         duplicated=max(
-            [sum(n > 1 for n in copies.values()), *(event.duplicated or 0 for event in done)]
+            sum(n > 1 for n in copies.values()), sum(event.duplicated or 0 for event in done)
         ),
         spanning_versions=sum(len(set(t.versions)) > 1 for t in delivered),
         revoked_mid_turn=sum(t.revoked_mid_turn for t in records.trajectories),
@@ -236,7 +239,7 @@ def weights(records: Records) -> WeightMeasures:
     """What was published, and every proof of a replica that failed."""
     rejected = len(records.events_named(CHUNK_REJECTED))
     return WeightMeasures(
-        versions=len({step.version for step in records.steps}),
+        versions=len({(step.job, step.version) for step in records.steps}),
         full_bytes=sum(step.full_bytes for step in records.steps),
         wire_bytes=sum(step.wire_bytes for step in records.steps),
         density_by_step=[step.density for step in records.steps],

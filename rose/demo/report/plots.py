@@ -1,6 +1,7 @@
-"""The four pictures of a report, drawn from the raw records."""
+"""The pictures of a report, drawn from the raw records."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,8 +15,10 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
 
 from rose.bench.load.protocol import join_requests
+from rose.demo.report.claims import MIN_GUEST_SHARE
 from rose.demo.report.measures import reward
 from rose.demo.report.records import FORCED_REVOCATION, GUEST_KILLED, Records
+from rose.demo.report.sharing import GuestLease, guest_leases
 
 ARM_COLORS = {
     "leased": "#2a7f9e",
@@ -25,6 +28,9 @@ ARM_COLORS = {
 }
 ALARM = "#c0392b"
 INK = "#22313f"
+# Of each job: its points or bars, and its line.
+REWARD_COLORS = ((ARM_COLORS["leased"], INK), (ARM_COLORS["ceiling"], "#7a5a14"))
+BAR_WIDTH = 0.8
 FAULT_WIDTHS = {FORCED_REVOCATION: 0.8, GUEST_KILLED: 2.5}
 SHADE = 0.16
 ROLLING_STEPS = 5
@@ -73,21 +79,27 @@ def _shade_arms(axes: Axes, records: Records) -> list[Artist]:
     ]
 
 
+def _apart(records: Records) -> list[tuple[str, Records]]:
+    """Each job's records with its name, or all of them without one where there is one job."""
+    return [(job, records.of_job(job)) for job in records.jobs] or [("", records)]
+
+
 def draw_reward(records: Records) -> Figure:
     """Sampled reward by step with its rolling mean."""
     figure = Figure(figsize=(8, 3.6))
     axes = figure.subplots()
-    by_step = reward(records).by_step
-    steps = [step.step for step in records.steps]
-    points = [float("nan") if value is None else value for value in by_step]
-    axes.plot(steps, points, "o", color=ARM_COLORS["leased"], alpha=0.45, label="step")
-    axes.plot(
-        steps,
-        rolling_mean(by_step, ROLLING_STEPS),
-        color=INK,
-        linewidth=2,
-        label=f"mean of {ROLLING_STEPS} steps",
-    )
+    for (job, own), (color, line) in zip(_apart(records), REWARD_COLORS, strict=False):
+        by_step = reward(own).by_step
+        steps = [step.step for step in own.steps]
+        points = [float("nan") if value is None else value for value in by_step]
+        axes.plot(steps, points, "o", color=color, alpha=0.45, label=f"{job} step".strip())
+        axes.plot(
+            steps,
+            rolling_mean(by_step, ROLLING_STEPS),
+            color=line,
+            linewidth=2,
+            label=f"{job} mean of {ROLLING_STEPS} steps".strip(),
+        )
     axes.set(title="Sampled reward", xlabel="training step", ylabel="mean reward", ylim=(0, 1))
     axes.legend(loc="lower right")
     return figure
@@ -184,13 +196,19 @@ def draw_wire(records: Records) -> Figure:
     """Bytes on the wire against the size of the weights, for each version."""
     figure = Figure(figsize=(8, 3.6))
     axes = figure.subplots()
-    versions = [step.version for step in records.steps]
-    wire_kb = [step.wire_bytes / 1e3 for step in records.steps]
-    full_kb = [step.full_bytes / 1e3 for step in records.steps]
-    axes.bar(versions, full_kb, color="#dfe3e7", label="all weights")
-    axes.bar(versions, wire_kb, color=ARM_COLORS["leased"], label="sent")
     density = axes.twinx()
-    density.plot(versions, [s.density for s in records.steps], ".-", color=ALARM, linewidth=1)
+    apart = _apart(records)
+    width = BAR_WIDTH / len(apart)
+    for at, (job, own) in enumerate(apart):
+        shift = (at - (len(apart) - 1) / 2) * width
+        versions = [step.version + shift for step in own.steps]
+        wire_kb = [step.wire_bytes / 1e3 for step in own.steps]
+        full_kb = [step.full_bytes / 1e3 for step in own.steps]
+        color = REWARD_COLORS[at][0]
+        whole = "all weights" if not at else None
+        axes.bar(versions, full_kb, width, color="#dfe3e7", label=whole)
+        axes.bar(versions, wire_kb, width, color=color, label=f"{job} sent".strip())
+        density.plot(versions, [s.density for s in own.steps], ".-", color=ALARM, linewidth=1)
     density.set(ylim=(0, 1), ylabel="changed weights")
     density.yaxis.label.set_color(ALARM)
     density.spines["right"].set_visible(True)
@@ -198,6 +216,35 @@ def draw_wire(records: Records) -> Figure:
     axes.set(title="Each version on the wire", xlabel="version", ylabel="kB")
     figure.legend(ncols=2, loc="outside upper right")
     return figure
+
+
+def draw_jobs(records: Records) -> Figure:
+    """Whose lease the guest had, and below it the part of its time that each job had by then."""
+    figure = Figure(figsize=(10, 3.6))
+    lent, part = figure.subplots(2, 1, sharex=True, height_ratios=(1, 2))
+    t0_s = records.run.t0_s
+    leases = guest_leases(records)
+    edges_s = sorted({at_s for lease in leases for at_s in (lease.start_s, lease.end_s)})
+    for job, (color, _) in zip(records.jobs, REWARD_COLORS, strict=False):
+        own = [lease for lease in leases if lease.job == job]
+        spans = [(lease.start_s - t0_s, lease.end_s - lease.start_s) for lease in own]
+        lent.broken_barh(spans, (0, 1), facecolors=color, label=job)
+        had_s = [_had_s(own, at_s) for at_s in edges_s]
+        all_s = [_had_s(leases, at_s) for at_s in edges_s]
+        parts = [mine / (all_ or math.nan) for mine, all_ in zip(had_s, all_s, strict=True)]
+        part.plot([at_s - t0_s for at_s in edges_s], parts, color=color, linewidth=2)
+    for limit in (MIN_GUEST_SHARE, 1 - MIN_GUEST_SHARE):
+        part.axhline(limit, color=ALARM, linewidth=0.8, linestyle="--")
+    lent.set(yticks=(), title="The guest's time")
+    part.set(ylim=(0, 1), ylabel="part so far", xlabel="seconds since start")
+    if records.blocks:
+        part.set_xlim(*_span_s(records))
+    figure.legend(ncols=4, loc="outside upper right")
+    return figure
+
+
+def _had_s(leases: Sequence[GuestLease], until_s: float) -> float:
+    return sum(max(0.0, min(lease.end_s, until_s) - lease.start_s) for lease in leases)
 
 
 PICTURES = {
@@ -208,11 +255,16 @@ PICTURES = {
 }
 
 
+def pictures_of(records: Records) -> dict[str, Callable[[Records], Figure]]:
+    """Pictures of a run by their names: one more where several jobs shared it."""
+    return {**PICTURES, **({"jobs.png": draw_jobs} if records.jobs else {})}
+
+
 def draw_all(records: Records, folder: Path) -> list[Path]:
     """Draw and save every picture; returns their paths."""
     paths = []
     with mpl.rc_context(STYLE):
-        for name, draw in PICTURES.items():
+        for name, draw in pictures_of(records).items():
             draw(records).savefig(folder / name, dpi=DPI)
             paths.append(folder / name)
     return paths

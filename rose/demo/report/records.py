@@ -4,7 +4,7 @@ Everything a report says is computed from these files. Times are CLOCK_MONOTONIC
 """
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -82,6 +82,10 @@ GUEST_KILLED = "guest_killed"
 CHUNK_REJECTED = "chunk_rejected"
 EVALUATION = "eval"
 TRAINER_DONE = "done"
+LEASE_GRANTED = "lease_granted"
+LEASE_ENDS = ("lease_released", "revoked", "lease_expired")
+FIRST_TOKEN = "first_token"  # noqa: S105 - an event's name
+ENGINE_SWITCHED = "engine_switched"
 
 
 class TurnRecord(msgspec.Struct, frozen=True):
@@ -105,6 +109,7 @@ class TurnRecord(msgspec.Struct, frozen=True):
     finish_reason: str
     gap: dict[str, tuple[float, int]]
     unstamped: int
+    job: str = ""
 
 
 class StepRow(msgspec.Struct, frozen=True):
@@ -126,6 +131,7 @@ class StepRow(msgspec.Struct, frozen=True):
     wire_bytes: int
     publish_s: float
     train_s: float
+    job: str = ""
 
 
 class TrajectoryRecord(msgspec.Struct, frozen=True):
@@ -141,6 +147,7 @@ class TrajectoryRecord(msgspec.Struct, frozen=True):
     versions: list[int]
     delivered: int
     revoked_mid_turn: bool
+    job: str = ""
 
 
 class BlockStats(msgspec.Struct, frozen=True):
@@ -219,6 +226,12 @@ class Event(msgspec.Struct, frozen=True):
     lost: int | None = None
     duplicated: int | None = None
     signal: int | None = None
+    job: str | None = None
+    replica: str | None = None
+    epoch: int | None = None
+    kind: str | None = None
+    switch: str | None = None
+    took_s: float | None = None
 
 
 class MemorySample(msgspec.Struct, frozen=True):
@@ -251,6 +264,25 @@ class Records:
     events: list[Event]
     guest: list[GuestSample]
     memory: list[MemorySample]
+
+    @property
+    def jobs(self) -> list[str]:
+        """Names of the jobs where there are several, in order; none where there is one."""
+        # A job that never came to a step had leases, or trajectories at least.
+        names = {event.job for event in self.events if event.event == LEASE_GRANTED}
+        names |= {step.job for step in self.steps} | {one.job for one in self.trajectories}
+        said = sorted(name for name in names if name)
+        return said if len(said) > 1 else []
+
+    def of_job(self, job: str) -> "Records":
+        """The same run as if it had this job alone: what its trainer wrote."""
+        return replace(
+            self,
+            turns=[turn for turn in self.turns if turn.job == job],
+            steps=[step for step in self.steps if step.job == job],
+            trajectories=[one for one in self.trajectories if one.job == job],
+            events=[event for event in self.events if event.job in (None, job)],
+        )
 
     def blocks_of(self, arm: str) -> list[BlockRecord]:
         """The blocks of one arm in the order in which they ran."""

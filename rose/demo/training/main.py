@@ -17,8 +17,9 @@ import torch
 from rose.client import RolloutClient, RolloutError
 from rose.demo.corrupt_publisher import CorruptPublisher
 from rose.demo.experiment.conductor import LossyJournal
+from rose.demo.training.forward import load_version_zero
 from rose.demo.training.records import TrainConfig
-from rose.demo.training.trainer import DemoTrainer
+from rose.demo.training.trainer import BasePublisher, DemoTrainer
 from rose.errors import RoseError
 from rose.weight_distribution import WeightPublisher
 from weight_transfer import SigningKey
@@ -51,7 +52,9 @@ async def train(config: TrainConfig) -> None:
         config.publish_port,
         SigningKey.load(config.key),
     )
-    async with RolloutClient(config.gateway_url) as client, publisher:
+    async with RolloutClient(config.gateway_url, job=config.job) as client, publisher:
+        if config.shared:
+            await publish_model(publisher, config)
         source = LossyJournal(client) if config.control == "drop-token" else client
         trainer = DemoTrainer(config, source, publisher, say)
         say({"event": "ready"})
@@ -62,6 +65,16 @@ async def train(config: TrainConfig) -> None:
             await trainer.run()
         finally:
             listening.cancel()
+        if config.shared:
+            # Whoever trains on has the guest for itself from now on.
+            await publisher.end_job()
+
+
+async def publish_model(publisher: BasePublisher, config: TrainConfig) -> None:
+    """Publish the model as the first version, with a base that leads to it from any other job's."""
+    model = load_version_zero(config.model_dir)
+    await publisher.publish_base(0, model)
+    await publisher.publish(config.first_version, 0, model, model)
 
 
 async def _listen(stdin: asyncio.StreamReader, trainer: DemoTrainer) -> None:

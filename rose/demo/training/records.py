@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from rose.demo.cli import MAX_SEED
+from rose.demo.cli import JOB, MAX_SEED
 from rose.demo.training.forward import turn_gap
 from rose.demo.training.rollouts import Trajectory
 from rose.errors import ConfigError
@@ -17,7 +17,8 @@ Control = Literal["none", "shuffled-advantage", "lr0", "drop-token", "corrupt-ch
 
 class TrainConfig(BaseModel):
     """One training run. `streams`: trajectories in flight; a step is `groups` x `group_size`. The
-    learning rate falls until `decay_steps`. Without `held_out_maps` nothing is evaluated."""
+    learning rate falls until `decay_steps`. Without `held_out_maps` nothing is evaluated.
+    `shared`: other jobs have its replicas at times."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -28,7 +29,7 @@ class TrainConfig(BaseModel):
     publish_root: Path
     publish_port: int = Field(ge=0, le=65_535)
     key: Path
-    job: str = "frozen-lake"
+    job: str = JOB
     seed: int = Field(default=0, ge=0, le=MAX_SEED)
     steps: int = Field(default=34, ge=1, le=1_000)
     decay_steps: int | None = Field(default=None, ge=1)
@@ -40,6 +41,16 @@ class TrainConfig(BaseModel):
     control: Control = "none"
     long_turns: bool = False
     torch_threads: int = Field(default=1, ge=1)
+    shared: bool = False
+
+    @property
+    def first_version(self) -> int:
+        """The version that training begins with.
+
+        A running engine that has another job's weights comes to a version of this job by an
+        update, but to none before the first: so the model is published as version 1, too.
+        """
+        return int(self.shared)
 
     @classmethod
     def read(cls, path: Path) -> "TrainConfig":
@@ -52,16 +63,17 @@ class TrainConfig(BaseModel):
 
 
 class TrainRecords:
-    """Writes `turns.jsonl`, `trajectories.jsonl` and `steps.jsonl`."""
+    """Writes `turns.jsonl`, `trajectories.jsonl` and `steps.jsonl` of one job."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, job: str) -> None:
+        self._job = job
         self._turns = JsonlLog(folder / "turns.jsonl", KEEP_ALL)
         self._trajectories = JsonlLog(folder / "trajectories.jsonl", KEEP_ALL)
         self._steps = JsonlLog(folder / "steps.jsonl", KEEP_ALL)
 
     def step(self, record: dict[str, object]) -> None:
         """One update of the policy."""
-        self._steps.write(record)
+        self._steps.write({"job": self._job, **record})
 
     def delivered(
         self,
@@ -71,9 +83,9 @@ class TrainRecords:
     ) -> None:
         """Finished episodes and their turns; `step` None for those that no step was trained on."""
         for trajectory in batch:
-            self._trajectories.write(_trajectory(trajectory, step))
+            self._trajectories.write({"job": self._job, **_trajectory(trajectory, step)})
             for record in _turns(trajectory, scores[trajectory.name], step):
-                self._turns.write(record)
+                self._turns.write({"job": self._job, **record})
 
     def close(self) -> None:
         for log in (self._turns, self._trajectories, self._steps):

@@ -156,7 +156,10 @@ async def play(
 
 @dataclass(frozen=True, slots=True)
 class RolloutPlan:
-    """Plan of the rollouts: `batches` of `groups` x `group_size` trajectories."""
+    """Plan of the rollouts: `batches` of `groups` x `group_size` trajectories.
+
+    `first`: the version that batch 0 trains.
+    """
 
     batches: int
     groups: int
@@ -165,10 +168,11 @@ class RolloutPlan:
     max_staleness: int
     how: Sampling
     lake_of: Callable[[int], Lake]
+    first: int = 0
 
     def first_version(self, batch: int) -> int:
         """The version that must be published before a group of `batch` may start."""
-        return max(0, batch - self.max_staleness)
+        return self.first + max(0, batch - self.max_staleness)
 
 
 class Rollouts:
@@ -178,7 +182,7 @@ class Rollouts:
         self._source = source
         self._plan = plan
         self._batches = plan.batches
-        self._version = 0
+        self._version = plan.first
         self._moved = asyncio.Condition()
         self._stopped = False
         self._streams = asyncio.Semaphore(plan.streams)

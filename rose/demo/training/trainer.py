@@ -39,6 +39,14 @@ class DemoPublisher(Protocol):
         ...
 
 
+class BasePublisher(DemoPublisher, Protocol):
+    """Publisher of whole versions, too."""
+
+    async def publish_base(self, version: int, tensors: Mapping[str, TensorBits]) -> None:
+        """Publish all weights of a version."""
+        ...
+
+
 class DemoTrainer:
     """One run. `emit` is told every event of the protocol in docs/contracts/demo-processes.md."""
 
@@ -53,7 +61,7 @@ class DemoTrainer:
         self._source = source
         self._publisher = publisher
         self._emit = emit
-        self._records = TrainRecords(config.out)
+        self._records = TrainRecords(config.out, config.job)
         self._how = sampling(long_turns=config.long_turns)
         self._learner = Learner(
             load_version_zero(config.model_dir),
@@ -64,15 +72,20 @@ class DemoTrainer:
             decay_steps=config.decay_steps,
         )
         self._snapshots = Snapshots()
-        self._snapshots.keep(0, self._learner.values)
+        self._taken = 0
+        self._snapshots.keep(self._version, self._learner.values)
         self._rollouts = Rollouts(source, _plan(config, self._how))
-        self._version = 0
         self._scoring: asyncio.Task[None] | None = None
         self._steps = config.steps
 
+    @property
+    def _version(self) -> int:
+        """The newest version, which the next step trains."""
+        return self._config.first_version + self._taken
+
     def cut(self) -> None:
         """Finish the batch under way and stop there."""
-        self._steps = min(self._steps, self._version + 1)
+        self._steps = min(self._steps, self._taken + 1)
         self._rollouts.end_with(self._steps - 1)
 
     async def run(self) -> None:
@@ -80,7 +93,7 @@ class DemoTrainer:
         await self._evaluate("warm_start")
         starting = asyncio.create_task(self._rollouts.run())
         try:
-            while self._version < self._steps:
+            while self._taken < self._steps:
                 await self._step(await self._batch(starting))
             left = await self._rollouts.finish()
             await starting
@@ -106,7 +119,7 @@ class DemoTrainer:
 
     async def _batch(self, starting: asyncio.Task[None]) -> list[Trajectory]:
         """The next batch, or what broke the agent loops that should have filled it."""
-        batch = asyncio.create_task(self._rollouts.batch(self._version))
+        batch = asyncio.create_task(self._rollouts.batch(self._taken))
         try:
             await asyncio.wait({batch, starting}, return_when=asyncio.FIRST_COMPLETED)
             if starting.done():
@@ -116,21 +129,21 @@ class DemoTrainer:
             batch.cancel()
 
     async def _step(self, batch: Sequence[Trajectory]) -> None:
-        number, start_s = self._version, time.monotonic()
+        number, held, start_s = self._taken, self._version, time.monotonic()
         # A lost trajectory has no reward: to train on it would blame the policy for the system.
         delivered = [one for one in batch if not one.lost]
         if not delivered:
             raise UnavailableError(f"all trajectories of step {number} were lost; see the gateway")
         update = await asyncio.to_thread(self._learner.step, delivered)
-        receipt = await self._publisher.publish(number + 1, number, update.old, update.new)
+        receipt = await self._publisher.publish(held + 1, held, update.old, update.new)
         await self._scored()
-        self._version = number + 1
+        self._taken = number + 1
         self._snapshots.keep(self._version, self._learner.values)
         await self._rollouts.published(self._version)
         record = _step_record(number, start_s, delivered, update, receipt)
         self._records.step(record)
         self._emit({"event": "step", **record})
-        known = {(name, number): values for name, values in update.logprobs.items()}
+        known = {(name, held): values for name, values in update.logprobs.items()}
         self._scoring = asyncio.create_task(self._score(batch, known, number))
 
     async def _scored(self) -> None:
@@ -169,6 +182,7 @@ def _plan(config: TrainConfig, how: Sampling) -> RolloutPlan:
         max_staleness=config.max_staleness,
         how=how,
         lake_of=partial(training_lake, config.seed),
+        first=config.first_version,
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from rose.demo.experiment.watcher import GatewayFigures, Watcher
 from rose.demo.stack import GUEST
-from rose.demo.view import Board
+from rose.demo.view import Board, JobView
 from rose.rpc import rose_pb2
 
 
@@ -48,3 +48,12 @@ def test_a_guest_that_is_up_is_told_by_its_grant() -> None:
     )
     told = followed(guest).state()
     assert (told.guest_mode, told.guest_reason) == ("freeze", "no_lease")
+
+
+def test_each_jobs_learning_is_shown_as_its_own() -> None:
+    board = Board(t0_s=0.0, jobs=("a", "b"))
+    for job, reward, version in (("a", 0.5, 2), ("b", 0.25, 2), ("a", 0.75, 3)):
+        event = {"reward_mean": reward, "version": version, "wire_bytes": 1, "full_bytes": 2}
+        board.stepped(job, event)
+    assert board.state().jobs == [JobView("a", [0.5, 0.75], 3), JobView("b", [0.25], 2)]
+    assert board.state().step == 3

@@ -23,6 +23,13 @@ def test_without_options_it_is_the_quickstart_and_a_control_is_an_acceptance_run
     assert not cli.settings_of(parse("--compare")).quickstart
 
 
+def test_each_job_has_a_name_of_its_own() -> None:
+    assert cli.settings_of(parse()).job_names == ("frozen-lake",)
+    two = cli.settings_of(parse("--jobs", "2"))
+    assert two.quickstart
+    assert two.job_names == ("frozen-lake-1", "frozen-lake-2")
+
+
 def test_every_option_reaches_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[DemoSettings] = []
     fake_run = types.ModuleType("rose.demo.run")
@@ -60,6 +67,10 @@ def test_every_option_reaches_the_run(tmp_path: Path, monkeypatch: pytest.Monkey
         "--host-model no",
         "--compare --control lr0",
         "--compare --accept",
+        "--jobs 0",
+        "--jobs 3",
+        "--jobs 2 --accept",
+        "--jobs 2 --control lr0",
     ],
 )
 def test_bad_input_is_refused_in_one_line_before_anything_starts(options: str) -> None:

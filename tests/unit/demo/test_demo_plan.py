@@ -13,7 +13,9 @@ from rose.demo.experiment.plan import (
     control_plan,
     plan_of,
     quickstart_plan,
+    sharing_plan,
 )
+from rose.demo.stack import SHARED_HOLD_S
 
 STEPS = 60
 
@@ -72,6 +74,14 @@ def test_a_control_is_shorter_than_what_it_controls(control: Control) -> None:
     assert plan_of(DemoSettings(Path("out"), accept=True, control=control)) == shown
 
 
+def test_jobs_share_a_guest_that_nothing_else_happens_to() -> None:
+    [block] = sharing_plan().blocks
+    assert (block.arm, block.revocations) == ("leased", 0)
+    # With turns of ten seconds or more, one turn is less than a tenth of it.
+    assert block.seconds >= 10 * SHARED_HOLD_S
+
+
 def test_the_settings_choose_the_plan() -> None:
+    assert plan_of(DemoSettings(Path("out"), jobs=2)) == sharing_plan()
     assert plan_of(DemoSettings(Path("out"))) == quickstart_plan()
     assert plan_of(DemoSettings(Path("out"), accept=True, seed=3)) == accept_plan(3, STEPS)

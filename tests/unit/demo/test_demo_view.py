@@ -1,14 +1,17 @@
 import io
+from dataclasses import replace
 
 from rich.console import Console
 
 from rose.demo.view import (
     HostFigures,
+    JobView,
     LiveView,
     PlainView,
     TrainingProgress,
     ViewState,
     open_view,
+    plain_line,
     render,
     sparkline,
 )
@@ -92,3 +95,20 @@ def test_on_a_terminal_the_page_is_redrawn_and_left_standing() -> None:
         view.show(ViewState("starting"))
         view.show(TRAINING)
     assert "3   " in stream.getvalue()
+
+
+SHARED = replace(
+    TRAINING,
+    jobs=(
+        JobView("frozen-lake-1", (0.4, 0.5), 4, 0.52, has_guest=True),
+        JobView("frozen-lake-2", (0.3,), 3, 0.48),
+    ),
+)
+
+
+def test_several_jobs_have_a_line_each_for_learning_and_for_their_part_of_the_guest() -> None:
+    page = drawn(SHARED)
+    for text in ("job 1", "v4  0.50", "52% of the guest's time   has it now", "job 2", "48% of"):
+        assert text in page
+    assert "frozen-lake-1=v4,52% frozen-lake-2=v3,48%" in plain_line(SHARED)
+    assert all(len(line) <= 80 for line in drawn(SHARED, width=80).splitlines())

@@ -22,6 +22,20 @@ def test_two_equal_jobs_get_equal_guest_time_over_200_switches(guests: int) -> N
     assert abs(a - b) < 0.1 * (a + b) / 2
 
 
+@pytest.mark.parametrize("guests", [1, 3])
+def test_a_pause_between_rounds_costs_a_job_neither_its_turn_nor_its_debt(guests: int) -> None:
+    """Trainers that stop asking while they train, each in a rhythm of its own."""
+    fleet = StandinFleet(guests, {"a": 1.0, "b": 1.0})
+
+    def rounds(_: float) -> tuple[JobFigures, ...]:
+        now_s = fleet.bench.now_s
+        return (busy("a", MUCH if now_s % 13 > 3 else 0), busy("b", MUCH if now_s % 17 > 3 else 0))
+
+    fleet.play_until(100, rounds)
+    a, b = fleet.served_s["a"], fleet.served_s["b"]
+    assert abs(a - b) < 0.1 * (a + b) / 2
+
+
 def test_five_jobs_share_by_their_weights() -> None:
     weights = {"a": 4.0, "b": 2.0, "c": 1.0, "d": 0.5, "e": 0.5}
     fleet = StandinFleet(8, weights)

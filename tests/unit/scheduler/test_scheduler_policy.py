@@ -4,6 +4,7 @@ import pytest
 from core_cases import JOB, CoreBench, offer
 
 from elastic_scheduler import HarvestMode, ReplicaKind, make_policy
+from rose.errors import ConfigError
 from rose.scheduler.core import SchedulerCore
 from rose.scheduler.leasing import LeaseTimes
 from rose.scheduler.main import settings_of
@@ -87,3 +88,13 @@ def test_the_policy_is_chosen_at_the_start(tmp_path: object) -> None:
     assert settings_of([*argv, "--policy", "spot"]).policy == "spot"
     with pytest.raises(Exception, match="did you mean 'spot'"):
         settings_of([*argv, "--policy", "spott"])
+
+
+def test_how_long_a_guest_stays_with_a_job_is_chosen_for_the_policy_that_holds_it(
+    tmp_path: object,
+) -> None:
+    argv = ["--store", f"{tmp_path}/s", "--log-dir", f"{tmp_path}"]
+    assert settings_of([*argv, "--hold-s", "20"]).hold_s == 20
+    for options in (["--policy", "spot", "--hold-s", "20"], ["--hold-s", "0"], ["--hold-s", "nan"]):
+        with pytest.raises(ConfigError, match="--hold-s"):
+            settings_of([*argv, *options])

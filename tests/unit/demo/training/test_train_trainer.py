@@ -11,6 +11,7 @@ from rose.client import Turn as ClientTurn
 from rose.demo.frozen_lake import vocab
 from rose.demo.frozen_lake.models import new_policy, save_model
 from rose.demo.report.records import StepRow, TrajectoryRecord, TurnRecord
+from rose.demo.training.main import publish_model
 from rose.demo.training.records import TrainConfig
 from rose.demo.training.trainer import DemoTrainer
 from rose.errors import UnavailableError
@@ -27,6 +28,11 @@ class FakePublisher:
     def __init__(self, source: StandInSource) -> None:
         self._source = source
         self.published: list[tuple[int, int]] = []
+        self.bases: list[int] = []
+
+    async def publish_base(self, version: int, tensors: Mapping[str, TensorBits]) -> None:
+        assert tensors
+        self.bases.append(version)
 
     async def publish(
         self,
@@ -98,6 +104,24 @@ async def test_without_held_out_maps_nothing_is_evaluated(model_dir: Path, tmp_p
     source = StandInSource()
     await DemoTrainer(config, source, FakePublisher(source), events.append).run()
     assert [event["event"] for event in events] == [*["step"] * STEPS, "done"]
+
+
+async def test_a_run_that_shares_its_replicas_begins_with_its_model_as_version_1(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    """At version 0 no engine that has another job's weights could be updated to this job's."""
+    changed = {"held_out_maps": 0, "shared": True}
+    config = _config(model_dir, tmp_path).model_copy(update=changed)
+    source = StandInSource()
+    publisher = FakePublisher(source)
+    await publish_model(publisher, config)
+    await DemoTrainer(config, source, publisher, lambda event: None).run()
+    assert publisher.bases == [0]
+    assert publisher.published == [(1, 0), (2, 1), (3, 2), (4, 3)]
+    assert min(oldest or 0 for _, oldest in source.asked) == 1
+    assert all(turn["gap"]["dedicated"][1] == 3 for turn in _lines(tmp_path / "turns.jsonl"))
+    first = _lines(tmp_path / "steps.jsonl")[0]
+    assert (first["job"], first["step"], first["version"]) == ("frozen-lake", 0, 2)
 
 
 async def test_records_are_those_of_the_report(model_dir: Path, tmp_path: Path) -> None:

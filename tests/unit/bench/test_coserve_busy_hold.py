@@ -1,0 +1,118 @@
+"""In the benchmark the scheduler's own gate decides beside which host a guest is held."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_scheduler.capacity import Note
+from elastic_scheduler.capacity.policy import MaxHostBusy
+from rose.bench.coserve.busy_hold import HostBusyHold, limit_of
+from rose.bench.coserve.plan import quick_settings
+from rose.bench.coserve.records import read_run
+from rose.bench.coserve.result import build_result, render
+from rose.bench.coserve.rows import arm_of
+from rose.errors import ConfigError
+from tests.fakes.coserve_run import StandInBench
+
+TICK_S = 0.02
+
+
+class Hosts:
+    """One host that is loaded for a while, and the guard that asks 50 times a second."""
+
+    def __init__(self, share: float = 0.85) -> None:
+        self.notes: list[Note] = []
+        self.hold = HostBusyHold(limit_of(share), self.notes.append)
+        self.now_s = 100.0
+        self.busy_s = 0.0
+
+    def play(self, load: str, busy: float, seconds: float) -> float:
+        """Share of a block in which the guest was lent."""
+        self.hold.begin(load)
+        lent = self._ticks(busy, seconds)
+        self.hold.end()
+        return lent
+
+    def _ticks(self, busy: float, seconds: float) -> float:
+        lent = 0
+        ticks = round(seconds / TICK_S)
+        for _ in range(ticks):
+            self.now_s += TICK_S
+            self.busy_s += TICK_S * busy
+            lent += self.hold.lends(round(self.busy_s * 1e9), self.now_s)
+        return lent / ticks
+
+
+def test_a_host_that_works_nine_tenths_of_the_time_is_held_once_a_window_was_seen() -> None:
+    hosts = Hosts()
+    lent = hosts.play("0.9", 0.9, 20.0)
+    assert 0.5 <= lent <= 0.65
+    assert [note.event for note in hosts.notes if note.event == "capacity_held"]
+
+
+def test_loads_of_three_and_six_tenths_are_never_held() -> None:
+    hosts = Hosts()
+    for busy in (0.3, 0.6):
+        assert hosts.play(str(busy), busy, 60.0) == 1.0
+
+
+def test_a_hold_lives_on_under_its_load_whatever_is_played_between() -> None:
+    hosts = Hosts()
+    hosts.play("0.9", 0.9, 8.0)
+    assert hosts.play("0.3", 0.3, 8.0) == 1.0
+    hosts.play("0.9", 0.9, 8.0)
+    assert hosts.play("0.3", 0.3, 8.0) == 1.0
+    assert hosts.play("0.9", 0.9, 8.0) == 0.0
+
+
+def test_between_the_thresholds_it_stays_as_it_is() -> None:
+    hosts = Hosts()
+    assert hosts.play("one", 0.8, 30.0) == 1.0
+    hosts.play("one", 0.95, 15.0)
+    assert hosts.play("one", 0.8, 15.0) == 0.0
+    hosts.play("one", 0.5, 15.0)
+    assert hosts.play("one", 0.8, 15.0) == 1.0
+
+
+def test_without_load_and_without_a_limit_nothing_is_held() -> None:
+    hosts = Hosts(share=1.0)
+    assert hosts.play("0.9", 1.0, 30.0) == 1.0
+    limited = Hosts()
+    limited.play("0.9", 1.0, 30.0)
+    assert limited._ticks(1.0, 2.0) == 1.0
+
+
+def test_the_limit_is_the_policys_own_and_keeps_its_hysteresis() -> None:
+    assert limit_of(0.85) == MaxHostBusy()
+    assert limit_of(1.0) is None
+    lower = limit_of(0.5)
+    assert lower is not None
+    assert lower.resume < lower.share == 0.5
+
+
+def test_the_option_is_a_share_and_is_part_of_what_was_measured(tmp_path: Path) -> None:
+    assert quick_settings(tmp_path).max_host_busy == MaxHostBusy().share
+    with pytest.raises(ConfigError, match="--max-host-busy"):
+        quick_settings(tmp_path, max_host_busy=1.5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({}, "no limit"),
+        ({"max_host_busy": 1.0}, "no limit"),
+        ({"max_host_busy": 0.85}, "0.85 over 10 s; held from there on, lent again below 0.7"),
+    ],
+)
+def test_the_table_says_the_limit_and_how_long_each_guest_was_held(
+    tmp_path: Path, settings: dict[str, Any], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rose.bench.common.stats.RESAMPLES", 100)
+    bench = StandInBench(tmp_path / "run", rounds=1, settings=settings, held_arm="paper-0.0")
+    result = build_result(read_run(bench.write()))
+    held = {arm_of(row).name: row["held"] for row in result["rows"]}
+    assert (held["paper-0.0"], held["adaptive-0.0"], held["alone"]) == (1.0, 0.0, None)
+    page = render(result)
+    assert f"max host busy: {told}" in page
+    assert " held " in page.splitlines()[0]
