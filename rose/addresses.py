@@ -10,22 +10,30 @@ callers for no credentials.
 """
 
 import ipaddress
+import random
 import re
 import socket
+from contextlib import ExitStack, suppress
 
 from rose.errors import ConfigError
 
+# Below those that the kernel hands out by itself (from 32,768 on Linux): a connection of anybody's
+# could take one of them before whoever asked here listens on it.
+_FREE = range(10_000, 18_000)
+
 
 def free_ports(count: int) -> list[int]:
-    """So many different ones, on loopback."""
-    probes = [socket.socket() for _ in range(count)]
-    try:
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()
+    """So many different ones, on loopback, that nobody listens on."""
+    with ExitStack() as probes:
+        found: list[int] = []
+        for port in random.SystemRandom().sample(_FREE, len(_FREE)):
+            if len(found) == count:
+                return found
+            probe = probes.enter_context(socket.socket())
+            with suppress(OSError):
+                probe.bind(("127.0.0.1", port))
+                found.append(port)
+    raise ConfigError(f"{count} ports of {_FREE.start} to {_FREE.stop - 1} are not free here")
 
 
 def free_port() -> int:
