@@ -163,8 +163,8 @@ class LittleCluster:
         """All schedulers (`s`), nodes (`n`) or gateways (`gw`)."""
         return [each for name, each in self.members.items() if name.rstrip("0123456789") == kind]
 
-    def start(self, names: Iterable[str] = ()) -> None:
-        for name in names or self.members:
+    def start(self, names: Iterable[str]) -> None:
+        for name in names:
             self.members[name].start()
 
     def close(self) -> None:
@@ -331,7 +331,9 @@ async def little_cluster(folder: Path, **wanted: Any) -> AsyncIterator[LittleClu
     """A cluster whose processes are started; nothing of it is left afterwards."""
     cluster = LittleCluster(folder, **wanted)
     try:
-        cluster.start()
+        cluster.start(each.name for each in cluster.of("s"))
+        await cluster.until("led", lambda seen: True)
+        cluster.start(each.name for kind in ("n", "gw") for each in cluster.of(kind))
         yield cluster
     finally:
         cluster.close()
