@@ -28,6 +28,8 @@ _LIMITS: tuple[tuple[str, int], ...] = (
     # A peer that vanished without closing (power, cable) is noticed within one lease's life.
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+    # Of any ping; gRPC waits for a minute by itself, and sends no other one before.
+    ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),
     ("grpc.http2.max_pings_without_data", 0),
 )
 

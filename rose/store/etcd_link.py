@@ -31,6 +31,8 @@ OPTIONS = (
     # etcd closes connections that ping more often than each 5 s.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 3_000),
+    # Of any ping; gRPC waits for a minute by itself, and sends no other one before.
+    ("grpc.http2.ping_timeout_ms", 3_000),
     # A watch sends nothing for hours: gRPC would stop pinging after two.
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),

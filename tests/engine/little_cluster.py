@@ -51,13 +51,23 @@ class Member:
     name: str
     argv: Sequence[str]
     log: Path
+    events: Path
     release: Release = HEAD
     process: "subprocess.Popen[str] | None" = None
     lives: int = 0
+    # What earlier lives wrote down.
+    _past_bytes: int = 0
 
     def start(self) -> None:
+        self._past_bytes = self.events.stat().st_size if self.events.exists() else 0
         self.process = self.release.popen(*self.argv, log=self.log)
         self.lives += 1
+
+    @property
+    def said(self) -> str:
+        """What this life wrote down."""
+        whole = self.events.read_bytes() if self.events.exists() else b""
+        return whole[self._past_bytes :].decode()
 
     @property
     def running(self) -> bool:
@@ -163,8 +173,8 @@ class LittleCluster:
         """All schedulers (`s`), nodes (`n`) or gateways (`gw`)."""
         return [each for name, each in self.members.items() if name.rstrip("0123456789") == kind]
 
-    def start(self, names: Iterable[str] = ()) -> None:
-        for name in names or self.members:
+    def start(self, names: Iterable[str]) -> None:
+        for name in names:
             self.members[name].start()
 
     def close(self) -> None:
@@ -184,19 +194,15 @@ class LittleCluster:
 
     def events(self, name: str, event: str) -> list[dict[str, Any]]:
         """What a member wrote down."""
-        kind = {"s": "scheduler", "n": name, "g": "gateway"}[name[0]]
-        return _records(self.folder / name / f"events-{kind}.jsonl", "event", (event,))
+        return _records(self.members[name].events, "event", (event,))
 
     def leader(self, but: str = "") -> str | None:
         """Who leads by its own word, of those that run."""
         for member in self.of("s"):
             if member.name == but:
                 continue
-            log = self.folder / member.name / "events-scheduler.jsonl"
-            said = log.read_text() if log.exists() else ""
-            if member.running and said.rfind("scheduler_leads") > max(
-                said.rfind("steps_down"), said.rfind("scheduler_stopped")
-            ):
+            said = member.said
+            if member.running and said.rfind("scheduler_leads") > said.rfind("steps_down"):
                 return member.name
         return None
 
@@ -246,9 +252,9 @@ class LittleCluster:
 
     async def started(self, name: str) -> None:
         """Wait until a scheduler's newest life answers, as leader or standby."""
-        lives = self.members[name].lives
+        member = self.members[name]
         async with asyncio.timeout(PATIENCE_S):
-            while len(self.events(name, "scheduler_started")) < lives:  # noqa: ASYNC110
+            while "scheduler_started" not in member.said:  # noqa: ASYNC110 - nobody tells
                 await asyncio.sleep(0.02)
 
     async def served(self, name: str) -> None:
@@ -276,7 +282,9 @@ class LittleCluster:
 
     def _add(self, name: str, argv: Sequence[str]) -> None:
         release = self._releases.get(name) or self._releases.get(name.rstrip("0123456789"), HEAD)
-        self.members[name] = Member(name, argv, self.folder / f"{name}.log", release)
+        kind = {"s": "scheduler", "n": name, "g": "gateway"}[name[0]]
+        events = self.folder / name / f"events-{kind}.jsonl"
+        self.members[name] = Member(name, argv, self.folder / f"{name}.log", events, release)
 
     def _scheduler(self, number: int) -> Sequence[str]:
         # All that is offered is leased at once, whatever it is worth to the job.
@@ -331,7 +339,9 @@ async def little_cluster(folder: Path, **wanted: Any) -> AsyncIterator[LittleClu
     """A cluster whose processes are started; nothing of it is left afterwards."""
     cluster = LittleCluster(folder, **wanted)
     try:
-        cluster.start()
+        cluster.start(each.name for each in cluster.of("s"))
+        await cluster.until("led", lambda seen: True)
+        cluster.start(each.name for kind in ("n", "gw") for each in cluster.of(kind))
         yield cluster
     finally:
         cluster.close()

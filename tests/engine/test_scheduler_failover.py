@@ -7,7 +7,9 @@ import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 
 from rose.bench.micro.failover import (
@@ -22,7 +24,10 @@ from rose.bench.micro.failover import (
     register,
 )
 from rose.cli.commands import SchedulerClient
+from rose.rpc import rose_pb2 as pb
+from rose.rpc.channel import make_channel
 from rose.rpc.leader_channel import LeaderChannel
+from rose.rpc.rose_pb2_grpc import SchedulerStub
 from tests.etcd_cluster import needs_etcd, running_etcd
 from tests.patience import PATIENCE_S
 
@@ -97,6 +102,29 @@ async def test_a_leader_that_ends_takes_no_lease_job_or_version_with_it(
     assert not node.ended
     assert all(table == {REPLICA: 1} for table in gateway.tables[tables:])
     sys.stdout.write(f"led {led_s:.2f} s, renewed {renewed_s:.2f} s, table {table_s:.2f} s\n")
+
+
+async def read_on(watch: Any) -> None:
+    while True:
+        await watch.read()
+
+
+async def test_a_stream_to_a_scheduler_that_hangs_breaks_though_nothing_is_expected_of_it(
+    tmp_path: Path,
+) -> None:
+    """Its kernel still takes what is sent: only a ping that it does not answer tells."""
+    with contextlib.closing(
+        SchedulerProcesses(tmp_path, str(tmp_path / "s.sqlite"), count=1)
+    ) as schedulers:
+        async with LeaderChannel(schedulers.addresses) as trainer:
+            await register(trainer)
+        async with make_channel(schedulers.addresses) as channel:
+            watch = SchedulerStub(channel).WatchReplicas(pb.WatchReplicasRequest(gateway="gw"))
+            async with asyncio.timeout(PATIENCE_S):
+                await watch.read()
+                schedulers.end(0, signal.SIGSTOP)
+                with pytest.raises(grpc.aio.AioRpcError, match="ping timeout"):
+                    await read_on(watch)
 
 
 @needs_etcd

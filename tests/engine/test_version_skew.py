@@ -118,3 +118,36 @@ async def test_leases_versions_turns_and_a_stop_work_between_releases(
             for event in ("command_ignored", "command_refused", "scheduler_lost"):
                 assert cluster.events(node, event) == []
             assert len(cluster.events(node, "lease_taken")) == 1, "one lease, until the stop"
+
+
+@pytest.mark.nightly
+async def test_a_cluster_of_0_2_0_is_upgraded_under_load(tmp_path: Path) -> None:
+    """Scheduler, nodes, gateways: in the order and in the way that docs/control-plane.md says."""
+    releases = skewed({"s", "n", "gw", "t"})
+    async with little_cluster(tmp_path, schedulers=1, nodes=2, releases=releases) as cluster:
+        trainer = Trainer(cluster, releases["t"])
+        try:
+            await trainer("start")
+            async with counted_turns(cluster.urls) as turns:
+                await trainer("publish 1")
+                await cluster.leased(version=1)
+                for version, name in enumerate(("s0", "n0", "n1", "gw0", "gw1"), 2):
+                    member = cluster.members[name]
+                    assert await asyncio.to_thread(member.end) == 0
+                    member.release = HEAD
+                    member.start()
+                    seen = await cluster.leased(version=version - 1)
+                    assert [(job.job, job.latest_version) for job in seen.jobs] == [
+                        (JOB, version - 1)
+                    ]
+                    if name[0] == "g":
+                        await cluster.served(name)
+                    await turns.settled()
+                    await trainer(f"publish {version}")
+                await cluster.leased(version=version)
+            assert turns.moved, "the restarts hit turns"
+        finally:
+            trainer.close()
+        for node in cluster.hosts:
+            assert cluster.events(node, "command_refused") == []
+            assert cluster.calls(node, "wrong_base") == []

@@ -1,13 +1,15 @@
 """How long a cluster is without a leading scheduler.
 
-    python -m rose.bench.micro.failover [--rounds N] [--how HOW] [--beside N] [--out FILE]
+    python -m rose.bench.micro.failover [--rounds N] [--how HOW] [--beside N]
+        [--late S] [--out FILE]
 
 Prints one JSON object. Two scheduler processes share a SQLite file; a node's session, a gateway's
 watch and a trainer follow whoever leads. In each round the leader is killed, told to stop, or
 stopped (SIGSTOP); the times are from that moment until the other one leads (`led_s`), the node's
 lease is renewed (`renewed_s`), the gateway has a table (`table_s`), and a version of a trainer that
 was connected to the old leader is announced (`announced_s`). `--beside`: so many processes compute
-all the while. Exit code 1 when a lease was lost, or one of the first three is above 5 s.
+all the while. `--late`: for so long the other scheduler stands still too, as on a machine that is
+overloaded. Exit code 1 when a lease was lost, or one of the first three is above 5 s.
 """
 
 import argparse
@@ -26,6 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rose.addresses import free_ports
+from rose.errors import UnavailableError
 from rose.gateway.replicas.table import ReplicaEntry
 from rose.gateway.replicas.watch import WatchedTable
 from rose.logs.eventlog import EventLog
@@ -167,9 +170,13 @@ async def following(
 
 async def leased(node: FollowingNode, gateway: FollowingGateway) -> None:
     """Wait until the replica is leased, and both have heard of it."""
-    async with asyncio.timeout(PATIENCE_S):
-        while gateway.tables[-1:] != [{REPLICA: 1}] or not node.epochs:  # noqa: ASYNC110
-            await asyncio.sleep(LOOK_S)
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            while gateway.tables[-1:] != [{REPLICA: 1}] or not node.epochs:  # noqa: ASYNC110
+                await asyncio.sleep(LOOK_S)
+    except TimeoutError:
+        seen = f"tables {gateway.tables[-3:]}, epochs {node.epochs[-3:]}, {node.lease}"
+        raise UnavailableError(f"the replica was not leased, or not once: {seen}") from None
 
 
 async def announce(channel: LeaderChannel, version: int) -> None:
@@ -206,8 +213,8 @@ class Failover:
         return self.lease_kept and max(self.led_s, self.renewed_s, self.table_s) <= MOST_S
 
 
-async def fail_over(how: str, folder: Path) -> Failover:
-    """End a leader in one way, and measure."""
+async def fail_over(how: str, folder: Path, late_s: float = 0.0) -> Failover:
+    """End a leader in one way, and measure; the other one may lead after `late_s`."""
     schedulers = SchedulerProcesses(folder, str(folder / "store.sqlite"))
     try:
         async with (
@@ -221,6 +228,9 @@ async def fail_over(how: str, folder: Path) -> Failover:
             tables, renewals = len(gateway.tables), len(node.epochs)
             began_s = time.monotonic()
             schedulers.end(first, HOWS[how])
+            if late_s:
+                schedulers.end(1 - first, signal.SIGSTOP)
+                asyncio.get_running_loop().call_later(late_s, schedulers.resume, 1 - first)
 
             async def since(happened: Callable[[], bool]) -> float:
                 async with asyncio.timeout(PATIENCE_S):
@@ -265,6 +275,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--rounds", type=int, default=3, help="of each way to end")
     parser.add_argument("--how", choices=[*HOWS], help="how the leader ends; else each way")
+    parser.add_argument("--late", type=float, default=0.0, metavar="S")
     parser.add_argument("--beside", type=int, default=0, help="processes that compute meanwhile")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(argv)
@@ -273,10 +284,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         for how in [options.how] if options.how else HOWS:
             for _ in range(options.rounds):
                 with tempfile.TemporaryDirectory() as folder:
-                    found.append(asyncio.run(fail_over(how, Path(folder))))
+                    found.append(asyncio.run(fail_over(how, Path(folder), options.late)))
     machine = {"python": platform.python_version(), "cpus": os.cpu_count()}
     rows = [asdict(each) for each in found]
-    text = json.dumps({"rows": rows, "beside": options.beside, "machine": machine}, indent=1)
+    load = {"beside": options.beside, "late_s": options.late}
+    text = json.dumps({"rows": rows, "load": load, "machine": machine}, indent=1)
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(text + "\n", encoding="utf-8")
