@@ -1,5 +1,6 @@
 """Two jobs in one run: each one's part of the guest's time, and what each got, from the records."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from tests.fakes.demo_run import StandInRun
 
 A, B = "frozen-lake-1", "frozen-lake-2"
 EQUAL = ((A, 24.8), (B, 24.8), (A, 19.8), (B, 24.8), (A, 24.8))
+# Few steps: they are the same in every run here.
+shared = partial(StandInRun, quickstart=True, leased_speedup=0.3)
 SHARE = "sharing: part of the guest's time that {} had"
 
 
@@ -22,7 +25,7 @@ def judged(folder: Path, run: StandInRun) -> dict[str, Claim]:
 
 
 def test_equal_jobs_share_the_guest_and_every_claim_holds(tmp_path: Path) -> None:
-    run = StandInRun(leases=EQUAL, quickstart=True)
+    run = shared(leases=EQUAL)
     report = write_report(run.write(tmp_path))
     assert {claim.verdict for claim in report.verdicts} == {"HOLDS"}
     assert report.sharing is not None
@@ -39,7 +42,7 @@ def test_equal_jobs_share_the_guest_and_every_claim_holds(tmp_path: Path) -> Non
 
 
 def test_two_jobs_of_one_name_for_everything_are_kept_apart(tmp_path: Path) -> None:
-    claims = judged(tmp_path, StandInRun(leases=EQUAL, quickstart=True))
+    claims = judged(tmp_path, shared(leases=EQUAL))
     for job in (A, B):
         assert claims[f"{job}: trajectories: lost or delivered twice"].value == 0
         assert claims[f"{job}: trajectories: staleness"].value == 1
@@ -50,16 +53,16 @@ def test_two_jobs_of_one_name_for_everything_are_kept_apart(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("run", "broken"),
     [
-        (StandInRun(leases=((A, 80.0), (B, 19.8), (A, 19.8))), SHARE.format(B)),
-        (StandInRun(leases=((A, 39.8), (B, 79.8))), SHARE.format(A)),
-        (StandInRun(leases=((A, 49.8), (B, 49.8))), "sharing: changes from one job to another"),
+        (shared(leases=((A, 80.0), (B, 19.8), (A, 19.8))), SHARE.format(B)),
+        (shared(leases=((A, 39.8), (B, 79.8))), SHARE.format(A)),
+        (shared(leases=((A, 49.8), (B, 49.8))), "sharing: changes from one job to another"),
         (
-            StandInRun(leases=((A, 30.0), (B, 30.0), (A, 20.0))),
+            shared(leases=((A, 30.0), (B, 30.0), (A, 20.0))),
             "sharing: time in which a job had the guest",
         ),
-        (StandInRun(leases=EQUAL, new_engines=1), "sharing: engines started anew for that"),
-        (StandInRun(leases=EQUAL, lost=1), f"{B}: trajectories: lost or delivered twice"),
-        (StandInRun(leases=EQUAL, staleness=2), f"{A}: trajectories: staleness"),
+        (shared(leases=EQUAL, new_engines=1), "sharing: engines started anew for that"),
+        (shared(leases=EQUAL, lost=1), f"{B}: trajectories: lost or delivered twice"),
+        (shared(leases=EQUAL, staleness=2), f"{A}: trajectories: staleness"),
     ],
     ids=["less", "more", "changes", "idle", "engines", "lost", "stale"],
 )
@@ -74,7 +77,7 @@ def test_a_claim_of_sharing_fails_when_it_is_not_so(
 def test_time_counts_only_while_the_guest_is_lent_and_a_lease_that_lives_on_ends_with_it(
     tmp_path: Path,
 ) -> None:
-    run = StandInRun(leases=((A, 60.0), (B, 900.0)), quickstart=True)
+    run = shared(leases=((A, 60.0), (B, 900.0)))
     records = read_records(run.write(tmp_path))
     [first, second] = guest_leases(records)
     [block] = records.blocks
