@@ -14,6 +14,7 @@ import random
 import re
 import socket
 from contextlib import ExitStack, suppress
+from functools import lru_cache
 
 from rose.errors import ConfigError
 
@@ -42,6 +43,8 @@ def free_port() -> int:
 
 
 MAX_URL_CHARS = 2_048
+# Longer ones are looked at each time, so that what is remembered stays small.
+KEPT_URL_CHARS = 256
 MAX_HOST_CHARS = 253  # RFC 1035, 2.3.4, without the root's dot
 MAX_PORT = 65_535
 _SHOWN_CHARS = 80
@@ -64,6 +67,22 @@ def checked_url(url: str, whose: str, schemes: tuple[str, ...] = ("http", "https
     labels (an international one in its xn-- form); a port is optional. Raises `ConfigError` for
     anything else: another scheme, credentials, a query, blanks, a port out of 1..65535, 2 kB.
     """
+    # The same addresses come again and again: every node's offers, each second.
+    if len(url) <= KEPT_URL_CHARS and _is_checked(url, schemes):
+        return url
+    return _checked(url, whose, schemes)
+
+
+@lru_cache(maxsize=16_384)
+def _is_checked(url: str, schemes: tuple[str, ...]) -> bool:
+    try:
+        _checked(url, "", schemes)
+    except ConfigError:
+        return False
+    return True
+
+
+def _checked(url: str, whose: str, schemes: tuple[str, ...]) -> str:
     match = _URL.fullmatch(url) if len(url) <= MAX_URL_CHARS else None
     if match is None or match["scheme"] not in schemes:
         wanted = f"give {' or '.join(schemes)}://HOST[:PORT][/PATH]"

@@ -7,7 +7,7 @@ leases run out by themselves and the guests freeze.
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -143,6 +143,13 @@ def _guest(replica: Replica, guard: GuardThread | None) -> rose_pb2.GuestTelemet
     )
 
 
+def _apart(command: rose_pb2.NodeCommand) -> Sequence[rose_pb2.NodeCommand]:
+    """Renewals that come together, each by itself: one that is refused leaves the others."""
+    if command.WhichOneof("command") != "renewals":
+        return (command,)
+    return [rose_pb2.NodeCommand(lease=lease) for lease in command.renewals.leases]
+
+
 def _lend_bytes(config: ReplicaConfig, guard: GuardThread | None) -> int | None:
     """KV memory of a guest that has everything; beyond its own only what its host does not use."""
     if guard is None:
@@ -193,6 +200,7 @@ class SchedulerSession:
             takes_caps=True,
             jobs=True,
             heartbeats=True,
+            takes_renewals=True,
         )
         self._contact = contact or Contact()
         self._leader = LeaderChannel(scheduler, "the node's scheduler", certificates)
@@ -256,7 +264,8 @@ class SchedulerSession:
                 self._lost = False
                 self._contact.heard()
                 self._beats = self._beats or command.WhichOneof("command") is None
-                self._take(command)
+                for order in _apart(command):
+                    self._take(order)
         finally:
             call.cancel()
 

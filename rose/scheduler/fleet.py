@@ -123,6 +123,7 @@ class NodeView:
     labels: dict[str, str] = field(default_factory=dict)
     takes_caps: bool = False
     knows_jobs: bool = True
+    takes_renewals: bool = False
     offers: dict[str, Offer] = field(default_factory=dict)
     named: set[str] = field(default_factory=set)  # replicas that it ever offered
     offered_s: float = 0.0
@@ -167,6 +168,11 @@ class Fleet:
         """Streams that versions are told on: not those of 0.2.0 while there are several jobs."""
         return [s for s, view in self._nodes.items() if view.knows_jobs or jobs.only is not None]
 
+    def takes_renewals(self, stream: int) -> bool:
+        """Whether the node behind a stream takes renewals of its leases in one command."""
+        view = self._nodes.get(stream)
+        return view is not None and view.takes_renewals
+
     @property
     def nodes(self) -> list[NodeView]:
         """All attached nodes."""
@@ -184,6 +190,7 @@ class Fleet:
             labels=dict(event.labels),
             takes_caps=event.takes_caps,
             knows_jobs=event.knows_jobs,
+            takes_renewals=event.takes_renewals,
         )
 
     def detach(self, stream: int) -> NodeView | None:

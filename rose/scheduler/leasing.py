@@ -58,6 +58,8 @@ SMALL_FLEET = 64
 # expire, end and are granted at every event all the same, and are renewed nearly so.
 PACE_S = 0.25
 RENEW_PACE_S = 0.1
+# With the renewals that are due for a node go those that would be within this share of the period.
+EARLY_SHARE = 0.6
 # A policy is asked no less often.
 WHOLE_S = 1.0
 
@@ -225,7 +227,7 @@ class Leasing:
         self._seen = seen
         if not (at_once or self._is_due(now_s)):
             if now_s >= self._renewed_s + RENEW_PACE_S:
-                actions += self._renew_all(self._kept, offers, now_s)
+                actions += self._renew_all(self._kept, offers, fleet, now_s)
             return actions
         self._news, self._regulated_s = False, now_s
         return actions + self._regulate_whole(offers, fleet, now_s)
@@ -249,7 +251,7 @@ class Leasing:
             release = partial(self._release, lease, why, now_s)
             actions += self._apart(lease.replica, release, now_s)
         self._kept = tuple(lease.replica for lease in plan.renew)
-        actions += self._renew_all(self._kept, offers, now_s)
+        actions += self._renew_all(self._kept, offers, fleet, now_s)
         if not self._jobs.live:
             return actions
         self._forget_past(now_s)
@@ -381,19 +383,32 @@ class Leasing:
         ]
 
     def _renew_all(
-        self, replicas: Iterable[str], offers: Mapping[str, Offer], now_s: float
+        self, replicas: Iterable[str], offers: Mapping[str, Offer], fleet: Fleet, now_s: float
     ) -> list[Action]:
-        """Renew what is due; what is offered no more runs out."""
+        """Renew what is due; what is offered no more runs out.
+
+        With one lease of a node that takes renewals together those are renewed that soon would be.
+        """
         self._renewed_s = now_s
-        actions: list[Action] = []
         due_s = now_s + self._times.ttl_s - self._times.renew_s
+        soon_s = due_s + self._times.renew_s * EARLY_SHARE
+        soon: list[Lease] = []
+        due: set[int] = set()
         for replica in replicas:
             lease = self._book.held(replica)
-            if lease is None or lease.expires_s > due_s or replica not in offers:
+            if lease is None or lease.expires_s > soon_s or replica not in offers:
                 continue
             if lease.state is LeaseState.ACTIVE:
-                actions += self._apart(replica, partial(self._renew, lease, now_s), now_s)
-        return actions
+                soon.append(lease)
+                if lease.expires_s <= due_s:
+                    due.add(self._stream_of[replica])
+        together = {stream for stream in due if fleet.takes_renewals(stream)}
+        actions: list[Action] = []
+        for lease in soon:
+            if lease.expires_s <= due_s or self._stream_of[lease.replica] in together:
+                renew = partial(self._renew, lease, now_s)
+                actions += self._apart(lease.replica, renew, now_s)
+        return _bundled(actions, together)
 
     def _renew(self, lease: Lease, now_s: float) -> list[Action]:
         renewed = self._book.renew(lease.replica, lease.epoch, now_s)
@@ -590,6 +605,22 @@ class Leasing:
             guests = [h for h in self._holdings.values() if h.offer.kind is ReplicaKind.GUEST]
             self._policy.revoked(holding, len(guests) + 1, now_s)
         return LogRecord("revoked", {**_fields(lease), "reason": reason, "by": by})
+
+
+def _bundled(actions: Iterable[Action], together: Collection[int]) -> list[Action]:
+    """Renewals of each of these streams in one command, in the place of the first."""
+    renewals: dict[int, pb.Renewals] = {}
+    kept: list[Action] = []
+    for action in actions:
+        if not isinstance(action, Command) or action.stream not in together:
+            kept.append(action)
+        elif action.stream in renewals:
+            renewals[action.stream].leases.append(action.command.lease)
+        else:
+            command = pb.NodeCommand(renewals=pb.Renewals(leases=[action.command.lease]))
+            renewals[action.stream] = command.renewals
+            kept.append(Command(action.stream, command))
+    return kept
 
 
 def _fields(lease: Lease) -> dict[str, object]:

@@ -73,7 +73,8 @@ class TableSlot:
 class Attached:
     """A node opened a stream; `stream` is unique within this process.
 
-    knows_jobs: it switches its replicas between jobs; one of 0.2.0 does not.
+    knows_jobs: it switches its replicas between jobs; one of 0.2.0 does not. takes_renewals: its
+    leases may be renewed in one command.
     """
 
     node: str
@@ -83,6 +84,7 @@ class Attached:
     labels: dict[str, str] = field(default_factory=dict)
     takes_caps: bool = False
     knows_jobs: bool = True
+    takes_renewals: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,6 +130,8 @@ class SchedulerService(SchedulerServicer):
         self._commits: set[asyncio.Task[int | None]] = set()
         self._reservations: set[asyncio.Task[None]] = set()
         self._closings = 0
+        # Streams on which something was sent since the last beat.
+        self._told: set[int] = set()
         # Blackout windows hang on the wall clock: no node may attach before the core knows it.
         self._step(Tick(time.time()))
 
@@ -194,9 +196,13 @@ class SchedulerService(SchedulerServicer):
         self._step(HarvestSet(mode, None, opens=False))
 
     def _beat(self) -> None:
-        """An empty command to each node: one that hears nothing looks for another leader."""
-        for stream in self._beaten:
+        """An empty command to each node that was told nothing else since the last time.
+
+        One that hears nothing looks for another leader.
+        """
+        for stream in self._beaten - self._told:
             self._queues[stream].put(pb.NodeCommand())
+        self._told.clear()
 
     def close(self) -> None:
         """End all streams, so that none is cut off when the server stops; write no more."""
@@ -549,6 +555,7 @@ class SchedulerService(SchedulerServicer):
             case Command():
                 if action.stream in self._queues:
                     self._queues[action.stream].put(action.command)
+                    self._told.add(action.stream)
             case CloseStream():
                 if action.stream in self._queues:
                     self._queues[action.stream].close(action.reason)

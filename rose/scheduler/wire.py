@@ -80,7 +80,16 @@ def attached(first: pb.NodeReport, stream: int) -> Attached:
         checked_name(key, f"a label of node {node}"): cut_text(value)
         for key, value in hello.labels.items()
     }
-    return Attached(node, stream, cluster, relay, labels, hello.takes_caps, hello.jobs)
+    return Attached(
+        node,
+        stream,
+        cluster,
+        relay,
+        labels,
+        hello.takes_caps,
+        hello.jobs,
+        hello.takes_renewals,
+    )
 
 
 def event_of(report: pb.NodeReport, stream: int) -> Event | None:

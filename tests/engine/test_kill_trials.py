@@ -20,6 +20,5 @@ def test_all_is_given_back_in_time_and_a_second_press_changes_nothing(tmp_path: 
         log.info("%s", trial)
     assert [trial.plane for trial in done] == ["up"] * TRIALS + ["down"] * TRIALS
     assert all(trial.held_bytes >= GUEST_BYTES for trial in done), "it held its memory"
-    assert all(trial.duty_before > 0 for trial in done), "it worked"
     assert all(trial.in_time for trial in done), done
     assert [trial.again for trial in done] == [""] * len(done)

@@ -88,8 +88,8 @@ def table(rows: Sequence[KillRow], deadline_s: float) -> str:
     ]
     total = rows[-1]
     held = (
-        f"Each guest held {total.held_bytes_least >> 20} MiB or more and used"
-        f" {total.duty_before_least:.0%} of a core or more before.\n"
+        f"Each guest was leased, stepped, and held {total.held_bytes_least >> 20} MiB or more;"
+        f" in the median it used {total.duty_before_p50:.0%} of a core.\n"
         "gone: no process and no byte of it is left, as the kernel says;"
         " proved: its node measured 0 bytes and duty 0.\n"
     )

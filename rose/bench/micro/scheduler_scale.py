@@ -1,6 +1,6 @@
 """How many nodes one scheduler carries.
 
-    python -m rose.bench.micro.scheduler_scale [--nodes N] [--replicas N] [--seconds S]
+    python -m rose.bench.micro.scheduler_scale [--grpc] [--nodes N] [--replicas N] [--seconds S]
 
 Prints one JSON object. Stand-in nodes attach, report offers and telemetry once a second each, obey
 leases, and some take a replica back every second; gateways report their demand. Their messages go
@@ -11,6 +11,10 @@ Time is the load's: `cpu_share` is CPU seconds that the scheduler needs for each
 `start_cpu_s` is what it takes until all nodes have attached and all replicas are leased. A new
 gateway gets the newest table as soon as the step that runs is done: `first_table_s` is the longest
 step with the time to serialise and read a table.
+
+`--grpc` plays the same fleet over real connections into a real scheduler process
+(`rose.bench.micro.scheduler_rpc`): there `cpu_share` is the process's, as the kernel counts it, and
+`first_table_s` the longest wait of a gateway that was new.
 
 Exit code 1 when `cpu_share` or `first_table_s` is above its target.
 """
@@ -27,6 +31,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from elastic_scheduler import HarvestMode
+from rose.bench.micro import scheduler_rpc
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler import wire
 from rose.scheduler.core import SchedulerCore
@@ -236,8 +241,11 @@ def main() -> int:
     parser.add_argument("--gateways", type=int, default=4)
     parser.add_argument("--seconds", type=int, default=30)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--grpc", action="store_true", help="over real connections")
+    parser.add_argument("--spy", type=Path, metavar="FILE", help="with --grpc: py-spy's raw stacks")
     options = parser.parse_args()
-    row = measure(options.nodes, options.replicas, options.gateways, options.seconds)
+    fleet = options.nodes, options.replicas, options.gateways, options.seconds
+    row = scheduler_rpc.measure(*fleet, options.spy) if options.grpc else measure(*fleet)
     machine = {"python": platform.python_version(), "cpus": os.cpu_count()}
     text = json.dumps({"rows": [row], "machine": machine}, indent=1)
     if options.out is not None:
