@@ -24,10 +24,11 @@ TURNS = 6
 # Members that are of 0.2.0, all others are of this tree; t is the trainer, with its client.
 MIXES = {
     "old-scheduler": {"s"},
+    "old-trainer-gateway-and-one-node": {"t", "gw", "n0"},
     "old-nodes-and-gateway": {"n", "gw"},
-    "old-trainer-and-one-old-node": {"t", "n0"},
+    "new-trainer-alone": {"s", "n", "gw"},
 }
-ALL_BUT_THE_TRAINER = {"s", "n", "gw"}
+OFTEN = ("old-scheduler", "old-trainer-gateway-and-one-node")
 
 
 class Trainer:
@@ -88,12 +89,13 @@ async def stopped(cluster: LittleCluster) -> None:
 
 
 @pytest.mark.parametrize(
-    "mix", [*MIXES, pytest.param("new-trainer-alone", marks=pytest.mark.nightly)]
+    "mix",
+    [each if each in OFTEN else pytest.param(each, marks=pytest.mark.nightly) for each in MIXES],
 )
 async def test_leases_versions_turns_and_a_stop_work_between_releases(
     mix: str, tmp_path: Path
 ) -> None:
-    old = MIXES.get(mix, ALL_BUT_THE_TRAINER)
+    old = MIXES[mix]
     releases = skewed(old)
     async with little_cluster(
         tmp_path, schedulers=1, nodes=2, gateways=1, releases=releases
