@@ -57,7 +57,7 @@ SMALL_FLEET = 64
 # A larger one no more often than this: what happens meanwhile is news for the next time. Leases
 # expire, end and are granted at every event all the same, and are renewed nearly so.
 PACE_S = 0.25
-RENEW_PACE_S = 0.1
+RENEW_PACE_S = 0.25
 # With the renewals that are due for a node go those that would be within this share of the period.
 EARLY_SHARE = 0.6
 # A policy is asked no less often.

@@ -355,7 +355,14 @@ def _started(module: str, *options: str) -> "subprocess.Popen[bytes]":
 
 
 def _spied(pid: int, seconds: int, out: Path) -> "subprocess.Popen[bytes]":
-    words = ("py-spy", "record", "--format=raw", f"--pid={pid}", f"--duration={seconds - 5}")
+    words = (
+        "py-spy",
+        "record",
+        "--gil",
+        "--format=raw",
+        f"--pid={pid}",
+        f"--duration={seconds - 5}",
+    )
     return subprocess.Popen((*words, "--rate=200", f"--output={out}"))  # noqa: S603 - our own
 
 
@@ -378,6 +385,8 @@ def _heard(load: "subprocess.Popen[str]", wanted: str) -> dict[str, object]:
     assert load.stdout is not None
     for line in load.stdout:
         event: dict[str, object] = json.loads(line)
+        if event["event"] == "failed":
+            raise UnavailableError(str(event["message"]))
         if event["event"] == wanted:
             return event
     raise UnavailableError(f"the load ended before it said {wanted!r}")
@@ -396,7 +405,10 @@ def main() -> int:
     for name in ("nodes", "replicas", "gateways", "seconds"):
         parser.add_argument(f"--{name}", type=int, required=True)
     args = parser.parse_args()
-    say(event="found", **asyncio.run(_loaded(args)))
+    try:
+        say(event="found", **asyncio.run(_loaded(args)))
+    except* UnavailableError as group:
+        say(event="failed", message=str(group.exceptions[0]))
     # Its thousand channels have nothing to say any more, and closing each takes its time.
     os._exit(0)
 

@@ -32,6 +32,7 @@ from pathlib import Path
 
 from elastic_scheduler import HarvestMode
 from rose.bench.micro import scheduler_rpc
+from rose.errors import RoseError
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler import wire
 from rose.scheduler.core import SchedulerCore
@@ -62,7 +63,17 @@ WALL_S = 1.7e9
 class ScaledFleet:
     """Stand-in nodes around a core, whose steps are timed."""
 
-    def __init__(self, nodes: int, replicas: int, gateways: int, seed: int = 0) -> None:
+    def __init__(
+        self,
+        nodes: int,
+        replicas: int,
+        gateways: int,
+        seed: int = 0,
+        *,
+        takes_renewals: bool = True,
+    ) -> None:
+        """`takes_renewals`: False for nodes of 0.2.0."""
+        self._takes_renewals = takes_renewals
         self._random = random.Random(seed)  # noqa: S311 - a load, not a secret
         self._core = SchedulerCore(load({}), HarvestMode.ACTIVE)
         self._nodes, self._replicas, self._gateways = nodes, replicas, gateways
@@ -92,6 +103,7 @@ class ScaledFleet:
                     relay_url=f"http://10.0.{number // 250}.{number % 250}:7500",
                     takes_caps=True,
                     jobs=True,
+                    takes_renewals=self._takes_renewals,
                 ),
             )
             self._step(wire.attached(hello, number))
@@ -167,8 +179,8 @@ class ScaledFleet:
         self.cpu_s += took_s
         self.steps_ms.append(took_s * 1e3)
         for command in sent:
-            if command.HasField("lease"):
-                lease = command.lease
+            told = [command.lease] if command.HasField("lease") else command.renewals.leases
+            for lease in told:
                 if self._leases.get(lease.replica, (0, ""))[0] != lease.epoch:
                     new = pb.Switch(replica=lease.replica, epoch=lease.epoch, took_s=SWITCH_S)
                     self._switches.append(new)
@@ -245,7 +257,11 @@ def main() -> int:
     parser.add_argument("--spy", type=Path, metavar="FILE", help="with --grpc: py-spy's raw stacks")
     options = parser.parse_args()
     fleet = options.nodes, options.replicas, options.gateways, options.seconds
-    row = scheduler_rpc.measure(*fleet, options.spy) if options.grpc else measure(*fleet)
+    try:
+        row = scheduler_rpc.measure(*fleet, options.spy) if options.grpc else measure(*fleet)
+    except RoseError as error:
+        sys.stderr.write(f"bench-scheduler: {error}\n")
+        return 2
     machine = {"python": platform.python_version(), "cpus": os.cpu_count()}
     text = json.dumps({"rows": [row], "machine": machine}, indent=1)
     if options.out is not None:

@@ -8,7 +8,9 @@ from rose.errors import RefusedError
 from rose.logs.eventlog import EventLog
 from rose.node.scheduler_session import SchedulerSession, _apart
 from rose.rpc import rose_pb2 as pb
-from rose.scheduler.messages import Attached, Offered
+from rose.scheduler.messages import Attached, Command, CommandQueue, Offered
+from rose.scheduler.service import SchedulerService
+from tests.fakes.memory_store import InMemoryStore
 from tests.unit.scheduler.core_cases import CoreBench, offer
 
 GUESTS = ("g0", "g1", "g2", "g3")
@@ -81,6 +83,16 @@ def test_a_node_obeys_each_renewal_and_leaves_out_the_one_that_it_refuses(
         session._take(order)
     events.close()
     assert taken == ["g0", "g2", "g3"]
+
+
+def test_a_node_that_was_told_something_gets_no_heartbeat_besides(tmp_path: Path) -> None:
+    service = SchedulerService(CoreBench().core, InMemoryStore(), EventLog(tmp_path, "scheduler"))
+    told, silent = service._queues[1], service._queues[2] = CommandQueue(), CommandQueue()
+    service._tell(Command(1, pb.NodeCommand(relays=pb.Relays())))
+    service._beat()
+    assert (told.waiting, silent.waiting) == (1, 1)
+    service._beat()
+    assert (told.waiting, silent.waiting) == (2, 2), "never two beats of silence"
 
 
 @pytest.mark.parametrize("command", [pb.NodeCommand(), pb.NodeCommand(relays=pb.Relays())])
