@@ -33,10 +33,12 @@ engine: install
 
 test: unit engine
 
-# All of it: also what is marked `nightly`.
+# All of it: also what is marked `nightly`, and an hour of deterministic chaos at most.
+NIGHTLY_SEEDS ?= 10000
 nightly: install
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -q tests/unit -n 3 --dist loadfile --timeout=1800 --durations=25 $(ARGS)
 	$(BIN)/pytest -q tests/engine --durations=25 $(ARGS)
+	$(BIN)/python -m tests.chaos --seeds $(NIGHTLY_SEEDS)
 
 demo: install
 	$(BIN)/rose demo $(ARGS)
@@ -85,7 +87,8 @@ FUZZ_S ?= 3600
 fuzz: install
 	$(BIN)/python -m tests.fuzz --seconds $(FUZZ_S) $(ARGS)
 
-# Deterministic chaos: one seed, one history; a seed that breaks prints how to replay it.
+# Deterministic chaos: one seed, one history, and new seeds each time; a seed that breaks prints how
+# to replay it. These are two minutes of two cores.
 SEEDS ?= 500
 chaos-sim: install
 	$(BIN)/python -m tests.chaos --seeds $(SEEDS) $(ARGS)

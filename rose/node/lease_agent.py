@@ -7,10 +7,10 @@ of anything that answers in its place, are checked before they are obeyed.
 import asyncio
 import contextlib
 import math
-import time
 from collections.abc import Callable
 
 from rose.addresses import checked_url
+from rose.clock import boot_clock_s
 from rose.errors import ConfigError, RefusedError, UnavailableError
 from rose.logs.eventlog import EventLog
 from rose.node.grants.caps import check_caps
@@ -104,8 +104,10 @@ class LeaseAgent:
         events: EventLog,
         tell: Callable[[LeaseTakenBack | Ended], None],
         on_broken: Callable[[str], None],
+        clock: Callable[[], float] = boot_clock_s,
     ) -> None:
         self.core = LeaseStateMachine()
+        self._clock = clock
         self._replica = replica
         self._client = client
         self._events = events
@@ -119,11 +121,11 @@ class LeaseAgent:
     def lease_epoch(self) -> int | None:
         """Under which lease turns may run now; safe to ask from another thread."""
         status = self.core.status()
-        return status.epoch if status.active(time.monotonic()) else None
+        return status.epoch if status.active(self._clock()) else None
 
     def held(self) -> rose_pb2.HeldLease | None:
         """The lease that holds now, as a scheduler is told that knows nothing of it."""
-        status, now_s = self.core.status(), time.monotonic()
+        status, now_s = self.core.status(), self._clock()
         if not status.active(now_s):
             return None
         left_s = status.until_s - now_s
@@ -176,7 +178,7 @@ class LeaseAgent:
 
     async def _sleep(self) -> None:
         until_s = self.core.status().until_s
-        patience_s = max(0.0, until_s - time.monotonic()) if until_s else None
+        patience_s = max(0.0, until_s - self._clock()) if until_s else None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience_s):
                 await self._wake.wait()
@@ -189,7 +191,7 @@ class LeaseAgent:
     def _step(self, event: Event) -> Admit | Drain | None:
         """Tell what there is to tell; returns the call that the engine is to get."""
         call: Admit | Drain | None = None
-        for action in self.core.step(event, time.monotonic()):
+        for action in self.core.step(event, self._clock()):
             match action:
                 case LeaseTakenBack() | Ended():
                     self._told(action)

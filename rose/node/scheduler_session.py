@@ -2,6 +2,10 @@
 
 A report is the node's offers and telemetry at that moment. A broken stream changes nothing here:
 leases run out by themselves and the guests freeze.
+
+A node that stood still (SIGSTOP, a suspended machine, a loop that hung) finds in its socket what
+the leader said meanwhile: grants among it whose leases may be over by now. It obeys none of that:
+it leaves the stream and attaches anew, and is told what holds now.
 """
 
 import asyncio
@@ -15,6 +19,7 @@ import grpc
 import grpc.aio
 
 from executor import GuestState
+from rose.clock import Stall, boot_clock_s
 from rose.errors import UnavailableError
 from rose.logs.eventlog import EventLog
 from rose.node.config import NodeConfig, ReplicaConfig
@@ -166,8 +171,15 @@ PROTOCOL = 1
 # A leader renews leases, and says that it lives, each second. One that is silent for longer is
 # gone, and there are 2 s left of a lease to find the next one.
 SILENT_S = 3.0
+# A node that stood still for longer does not believe what waits for it: a fifth of a lease's life,
+# half of the least that `staleAfter` can be.
+STALL_S = 1.0
 REPORT_INTERVAL_S = 0.5
 MAX_PENDING_REPORTS = 1_024
+
+
+class StalledError(UnavailableError):
+    """This process stood still while a stream was open."""
 
 
 class SchedulerSession:
@@ -176,6 +188,7 @@ class SchedulerSession:
     scheduler: HOST:PORT, several with commas; raises `ConfigError` for what is none.
     cluster, relay_url: which nodes it shares weights with, and where they find it. labels: what
     capacity policies select it by. contact: told when a scheduler is heard, and when it is lost.
+    clock: one that counts suspended time.
     `obey` must not wait for an engine: renewals of other leases stand behind it.
     """
 
@@ -191,7 +204,9 @@ class SchedulerSession:
         certificates: CertificateFiles | None = None,
         labels: Mapping[str, str] | None = None,
         contact: Contact | None = None,
+        clock: Callable[[], float] = boot_clock_s,
     ) -> None:
+        self._clock = clock
         self._hello = rose_pb2.Hello(
             protocol=PROTOCOL,
             cluster=cluster,
@@ -232,7 +247,13 @@ class SchedulerSession:
                 ended: Exception | None = None
                 try:
                     stub = rose_pb2_grpc.SchedulerStub(await leader.connected())
-                    await self._follow(stub.Attach(self._outgoing()))
+                    # From before the stream is there: what stands in it is then younger than that.
+                    stall = Stall(STALL_S, self._clock)
+                    await self._follow(stub.Attach(self._outgoing()), stall)
+                except StalledError as error:
+                    self._events.write("session_stalled", message=str(error))
+                    self._contact.lost()
+                    continue  # nothing speaks against the same leader
                 except grpc.aio.AioRpcError as error:
                     ended = error
                     self._miss(str(error.details()))
@@ -243,19 +264,28 @@ class SchedulerSession:
                 leader.missed(ended)
                 await asyncio.sleep(leader.pause_s)
 
-    async def _follow(self, call: "grpc.aio.StreamStreamCall[Any, Any]") -> None:
+    async def _follow(self, call: "grpc.aio.StreamStreamCall[Any, Any]", stall: Stall) -> None:
         """Obey one stream to its end. Raises TimeoutError where the leader falls silent.
 
-        Whoever leads says its mode at once. One of 0.2.0 says nothing by itself after that:
-        nothing is expected of it but renewals.
+        Raises StalledError where this process stood still. Whoever leads says its mode at once.
+        One of 0.2.0 says nothing by itself after that: nothing is expected of it but renewals.
         """
+
+        def look() -> None:
+            if stood_s := stall.look():
+                raise StalledError(
+                    f"this node stood still for {stood_s:.1f} s; what waited for it is old"
+                )
+
         self._greeted = self._beats = False
         try:
             while True:
                 command = await read_unless_silent(
                     call.read(),
                     SILENT_S,
+                    self._clock,
                     expected=lambda: not self._greeted or self._holds or self._beats,
+                    look=look,
                 )
                 if not isinstance(command, rose_pb2.NodeCommand):
                     return

@@ -49,20 +49,24 @@ async def read_unless_silent(
     limit_s: float,
     clock: Callable[[], float] = time.monotonic,
     expected: Callable[[], bool] = lambda: True,
+    look: Callable[[], None] = lambda: None,
 ) -> T:
     """What was read. Raises TimeoutError, and cancels the reading, where nothing comes.
 
-    expected: whether anything is to come; silence counts only while it is.
+    expected: whether anything is to come; silence counts only while it is. look: called every
+    `limit_s / LOOKS`, and before anything is returned; what it raises ends the reading.
     """
     silence, reading = Silence(limit_s, clock), asyncio.ensure_future(read)
     try:
-        while not reading.done():
+        while True:
+            look()
+            if reading.done():
+                return reading.result()
             silence.look()
             if not expected():
                 silence.heard()
             if silence.too_long:
                 raise TimeoutError
             await asyncio.wait({reading}, timeout=silence.look_s)
-        return reading.result()
     finally:
         reading.cancel()

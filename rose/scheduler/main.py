@@ -206,7 +206,7 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
         port = _bind(server, settings)
 
         async def lead(fenced: FencedStore) -> None:
-            await _lead(settings, fenced, leadership, handlers, logs, events, audit)
+            await _lead(settings, fenced, handlers, logs, events, audit)
 
         me = settings.reached_at(port)
         leadership = Leadership(store, me, lead, events.write)
@@ -240,7 +240,6 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
 async def _lead(
     settings: SchedulerSettings,
     store: FencedStore,
-    leadership: Leadership,
     handlers: LeaderHandlers,
     logs: Logs,
     events: EventLog,
@@ -259,7 +258,8 @@ async def _lead(
         store,
         events,
         lambda: [*background.troubles(), *logs.troubles(), *expiry(), *audit.troubles()],
-        leads=leadership.leads,
+        # Of this term: what is left of its streams must not go on in the next one.
+        leads=store.leads,
         audit=audit.write,
     )
     background.start("tick", service.tick)

@@ -8,6 +8,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
@@ -46,15 +47,15 @@ from rose.scheduler.messages import (
 )
 from rose.scheduler.persistence import STOP, StoreWriter, stop_of
 from rose.security.rpc_access import CALLING
-from rose.store import ABSENT, LeadershipLostError, Store, StoreEntry
+from rose.store import ABSENT, LeadershipLostError, Store
 
 PROTOCOL = 1
 TICK_S = 0.1
 HEARTBEAT_S = 1.0
 # After a tick that broke: its cause is likely still there.
 BROKEN_TICK_S = 1.0
-# The operator's stop may be written by another scheduler, or by hand while none runs.
-STOP_POLL_S = 0.5
+# The stop is watched for again after this where the store does not answer.
+STOP_RETRY_S = 0.5
 HELLO_S = 10.0
 MAX_WATCHERS = 1_024
 # How long a caller waits for the store, and how many may.
@@ -71,6 +72,7 @@ CODES = {
     ConfigError: grpc.StatusCode.INVALID_ARGUMENT,
     RefusedError: grpc.StatusCode.FAILED_PRECONDITION,
 }
+LEADS_NO_MORE = "this scheduler leads no more; ask the one that does"
 BROKEN = "the scheduler could not handle this; see its events"
 
 
@@ -106,12 +108,19 @@ class SchedulerService(SchedulerServicer):
         answer_s: float = ANSWER_S,
         leads: Callable[[], bool] = lambda: True,
         audit: AuditSink = lambda event, fields, by: None,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+        tick_s: float = TICK_S,
     ) -> None:
         """`troubles`: what the process lacks now, for a snapshot. `audit`: takes decisions.
 
         leads: whether this process surely leads; the core takes no step when it does not.
+        clock, wall_clock: the core's times, and those of blackout windows.
         """
         self._leads = leads
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._tick_s = tick_s
         self._audit = audit
         self._troubles = troubles
         self._core = core
@@ -123,40 +132,41 @@ class SchedulerService(SchedulerServicer):
         self._queues: dict[int, CommandQueue] = {}
         # Streams whose nodes know what an empty command means; one of 0.2.0 records it as a fault.
         self._beaten: set[int] = set()
-        self._watchers: set[TableSlot] = set()
+        # In order, so that a history can be repeated.
+        self._watchers: dict[TableSlot, None] = {}
         self._table: pb.ReplicaTable | None = None
         # Requests change the store in the order in which they came.
         self._order = asyncio.Lock()
         self._commits: set[asyncio.Task[int | None]] = set()
         self._reservations: set[asyncio.Task[None]] = set()
-        self._closings = 0
+        self._closings = self._begun = 0
         # Streams on which something was sent since the last beat.
         self._told: set[int] = set()
         # Blackout windows hang on the wall clock: no node may attach before the core knows it.
-        self._step(Tick(time.time()))
+        self._step(Tick(self._wall_clock()))
 
     async def tick(self) -> None:
         """Until cancelled: let time pass for the core. A tick that breaks is not the last one."""
-        beat_s = time.monotonic()
+        beat_s = self._clock()
         while True:
             self._writer.check()
             try:
-                self._step(Tick(time.time()))
-                if time.monotonic() >= beat_s:
-                    beat_s = time.monotonic() + HEARTBEAT_S
+                self._step(Tick(self._wall_clock()))
+                if self._clock() >= beat_s:
+                    beat_s = self._clock() + HEARTBEAT_S
                     self._beat()
             except LeadershipLostError:
                 await asyncio.sleep(BROKEN_TICK_S)  # the end of the term is under way
             except Exception as error:  # noqa: BLE001 - leases must go on; recorded, with a pause
                 self._complain("tick_broken", "tick", repr(error))
                 await asyncio.sleep(BROKEN_TICK_S)
-            await asyncio.sleep(TICK_S)
+            await asyncio.sleep(self._tick_s)
 
     def figures(self, *, budgets: bool = True) -> ServiceFigures:
         """What metrics count, at this moment; SLO budgets only where asked for."""
         queues = [queue.waiting for queue in self._queues.values()]
         return ServiceFigures(
-            self._core.figures(time.monotonic(), budgets=budgets),
+            self._core.figures(self._clock(), budgets=budgets),
             watchers=len(self._watchers),
             commands=sum(queues),
             longest=max(queues, default=0),
@@ -169,22 +179,35 @@ class SchedulerService(SchedulerServicer):
         self._complain("call_refused", who, f"{method}: {reason}")
 
     async def watch_stop(self) -> None:
-        """Until cancelled: obey the stop in the store, whoever has written it there."""
+        """Until cancelled: obey the stop in the store, whoever has written it there.
+
+        The watch says only that there is news. A change may be older than what this scheduler was
+        asked since, so what is there now is read, while no request of its own is under way.
+        """
         seen = ABSENT
         while True:
-            entry = await self._stored_stop()
-            # One of ours is on its way there while a request is carried out.
-            if entry is not None and entry.revision != seen and not self._commits:
-                self._obey_stop(stop_of(entry.value), first=seen == ABSENT)
-                seen = entry.revision
-            await asyncio.sleep(STOP_POLL_S)
+            with suppress(UnavailableError):
+                since = await self._store.list(STOP)
+                seen = await self._obey_stored(seen)
+                async with aclosing(self._store.watch(since)) as changes:
+                    async for change in changes:
+                        if change.key == STOP:
+                            seen = await self._obey_stored(seen)
+            await asyncio.sleep(STOP_RETRY_S)
 
-    async def _stored_stop(self) -> StoreEntry | None:
-        """What is under `stop`; None without it, or while the store does not answer."""
-        try:
-            return await self._store.get(STOP)
-        except UnavailableError:
-            return None
+    async def _obey_stored(self, seen: int) -> int:
+        """Obey what is under `stop`, if it is not of the revision `seen`; returns its revision."""
+        while True:
+            if self._commits:
+                await asyncio.wait(self._commits)
+            begun = self._begun
+            entry = await self._store.get(STOP)
+            if self._begun == begun and not self._commits:
+                break
+        if entry is None or entry.revision == seen:
+            return seen
+        self._obey_stop(stop_of(entry.value), first=seen == ABSENT)
+        return entry.revision
 
     def _obey_stop(self, mode: HarvestMode, *, first: bool) -> None:
         now = self._core.capacity.stop.mode
@@ -310,19 +333,21 @@ class SchedulerService(SchedulerServicer):
         context: "Context[pb.WatchReplicasRequest, pb.ReplicaTable]",
     ) -> None:
         """The newest table, on every change and each second."""
+        if not self._leads():  # It was called in a term, and comes after its end.
+            await context.abort(grpc.StatusCode.UNAVAILABLE, LEADS_NO_MORE)
         if len(self._watchers) >= MAX_WATCHERS:
             await context.abort(
                 grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_WATCHERS} gateways watch; stop others"
             )
         slot = TableSlot()
-        self._watchers.add(slot)
+        self._watchers[slot] = None
         if self._table is not None:
             slot.put(self._table)
         try:
             while (table := await slot.get()) is not None:
                 await context.write(table if request.jobs else wire.jobless(table))
         finally:
-            self._watchers.discard(slot)
+            self._watchers.pop(slot, None)
 
     @override
     async def ReportDemand(
@@ -386,7 +411,7 @@ class SchedulerService(SchedulerServicer):
         self, request: pb.SnapshotRequest, context: "Context[object, object]"
     ) -> pb.SnapshotReply:
         """Everything an operator may ask about."""
-        reply = self._core.status(time.monotonic())
+        reply = self._core.status(self._clock())
         reply.store_stalled_s = self._writer.stalled_s
         reply.troubles.extend(self._troubles())
         return reply
@@ -452,6 +477,7 @@ class SchedulerService(SchedulerServicer):
     def _begin(self, event: StoredEvent) -> "asyncio.Task[int | None]":
         """What takes away is done at once, what gives when it is durable."""
         closing = isinstance(event, HarvestSet) and event.mode is not HarvestMode.ACTIVE
+        self._begun += 1
         released = self._step(event) if closing else None
         self._closings += closing
         if len(self._commits) >= MAX_COMMITS:
@@ -502,11 +528,11 @@ class SchedulerService(SchedulerServicer):
         A process that was stopped for a while must not act on what it believed before.
         """
         if not self._leads():
-            raise LeadershipLostError("this scheduler leads no more; ask the one that does")
-        return self._carry_out(self._core.step(event, time.monotonic()))
+            raise LeadershipLostError(LEADS_NO_MORE)
+        return self._carry_out(self._core.step(event, self._clock()))
 
     def _complain(self, event: str, peer: str, reason: str) -> None:
-        for record in self._core.complain(event, peer, reason[:200], time.monotonic()):
+        for record in self._core.complain(event, peer, reason[:200], self._clock()):
             self._write(record)
 
     def _write(self, record: LogRecord) -> None:

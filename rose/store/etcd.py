@@ -16,7 +16,7 @@ What etcd's API leaves to its clients:
 import asyncio
 import itertools
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 
@@ -168,7 +168,7 @@ class EtcdStore(TxnStore):
             return _Readback(False, None)
         return _Readback(False, written.pop() if written else reply.header.revision)
 
-    async def watch(self, since: Listing) -> AsyncIterator[Change]:
+    async def watch(self, since: Listing) -> AsyncGenerator[Change, None]:
         known = {entry.key: entry.revision for entry in since.entries}
         seen, at, pause_s, refused = since.revision, self._link.at, WATCH_PAUSE_S, 0
         while True:

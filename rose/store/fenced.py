@@ -8,7 +8,7 @@ be carried out after a later one.
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 from typing_extensions import override
 
@@ -85,13 +85,17 @@ class FencedStore(TxnStore):
         self._on_lost()
         raise LeadershipLostError("this scheduler leads no more; ask the one that does")
 
+    def leads(self) -> bool:
+        """Whether the term surely lasts; a later one of the same process is another."""
+        return self._leads()
+
     async def get(self, key: str) -> StoreEntry | None:
         return await self._store.get(key)
 
     async def list(self, prefix: str) -> Listing:
         return await self._store.list(prefix)
 
-    def watch(self, since: Listing) -> AsyncIterator[Change]:
+    def watch(self, since: Listing) -> AsyncGenerator[Change, None]:
         return self._store.watch(since)
 
     async def grant_lease(self, ttl_s: float) -> int:

@@ -5,10 +5,11 @@ The store is called beside the clock: a store that hangs does not keep a leader 
 
 import asyncio
 import secrets
-import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 
+from rose.clock import boot_clock_s
 from rose.errors import RefusedError, UnavailableError
 from rose.store.election import (
     LEADER,
@@ -32,7 +33,7 @@ from rose.store.election import (
     TermFailed,
     WriteRefused,
 )
-from rose.store.fenced import FencedStore
+from rose.store.fenced import FencedStore, LeadershipLostError
 from rose.store.protocol import ABSENT, Store
 
 TICK_S = 0.05
@@ -41,16 +42,12 @@ GIVE_UP_S = 1.0
 Work = Callable[[FencedStore], Awaitable[None]]
 
 
-def boot_clock_s() -> float:
-    """Seconds of a clock that goes on while the machine is suspended."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
-
-
 class Leadership:
     """One process's part in the election.
 
     work: what a leader does; it is started with the term's store and cancelled when the term ends.
-    One that raises `UnavailableError` gives the term up; anything else it raises ends `run`.
+    One that raises `UnavailableError` gives the term up, `LeadershipLostError` finds it over;
+    anything else that it raises ends `run`.
     on_event(event, **fields): takes `scheduler_leads`, `scheduler_steps_down`.
     """
 
@@ -61,6 +58,7 @@ class Leadership:
         work: Work,
         on_event: Callable[..., None],
         clock: Callable[[], float] = boot_clock_s,
+        tick_s: float = TICK_S,
     ) -> None:
         self._store = store
         self._me = Candidate(address, secrets.token_hex(8))
@@ -68,6 +66,7 @@ class Leadership:
         self._work = work
         self._on_event = on_event
         self._clock = clock
+        self._tick_s = tick_s
         self._call: asyncio.Task[Event] | None = None
         self._term: asyncio.Task[None] | None = None
         self._ends: set[asyncio.Task[None]] = set()
@@ -82,9 +81,11 @@ class Leadership:
         """The term in which this process leads, 0 while it stands by."""
         return self._election.status().term
 
-    def leads(self) -> bool:
-        """Whether this process surely leads now."""
+    def leads(self, term: int | None = None) -> bool:
+        """Whether this process surely leads now; where a term is given: in that one."""
         status = self._election.status()
+        if term is not None and term != status.term:
+            return False
         return status.term != 0 and self._clock() < status.valid_until_s
 
     async def run(self) -> None:
@@ -106,7 +107,7 @@ class Leadership:
                 fenced = FencedStore(
                     self._store,
                     term,
-                    self.leads,
+                    partial(self.leads, term),
                     lambda: self._step(WriteRefused(term)),
                 )
                 self._on_event("scheduler_leads", term=term)
@@ -129,6 +130,9 @@ class Leadership:
             await self._work(fenced)
         except UnavailableError as error:
             self._step(TermFailed(term, str(error)))
+        except LeadershipLostError:
+            # It stood still: the work found the term over before the clock was looked at here.
+            self._step(WriteRefused(term))
 
     async def _called(self, action: Look | AskLease | Campaign | KeepLease) -> Event:
         begun_s = self._clock()
@@ -151,9 +155,9 @@ class Leadership:
         """Until the clock is to be looked at, a call is answered, or a term's work ended."""
         running = {task for task in (self._call, self._term) if task is not None}
         if running:
-            await asyncio.wait(running, timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(running, timeout=self._tick_s, return_when=asyncio.FIRST_COMPLETED)
         else:
-            await asyncio.sleep(TICK_S)
+            await asyncio.sleep(self._tick_s)
         if self._term is not None and self._term.done():
             term, self._term = self._term, None
             if not term.cancelled():

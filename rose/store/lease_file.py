@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from rose.clock import boot_clock_s
 from rose.errors import UnavailableError
 
 _LEASE = struct.Struct("<Qdd")
@@ -52,7 +53,7 @@ class LeaseFile:
         """Make a lease that lives for `ttl_s` from now; returns its id."""
         lease = secrets.randbits(62) | 1
         with self._locked():
-            now_s = _now_s()
+            now_s = boot_clock_s()
             for slot, (_, _, end_s) in self._slots():
                 if end_s <= now_s:
                     self._write(slot, lease, ttl_s, now_s + ttl_s)
@@ -62,7 +63,7 @@ class LeaseFile:
     def keep(self, lease: int) -> float:
         """Renew; returns the seconds left, 0 for one that is over."""
         with self._locked():
-            now_s = _now_s()
+            now_s = boot_clock_s()
             for slot, (name, ttl_s, end_s) in self._slots():
                 if name == lease and now_s < end_s:
                     self._write(slot, lease, ttl_s, now_s + ttl_s)
@@ -80,7 +81,7 @@ class LeaseFile:
         """Which of them are over; these cannot be renewed from now on."""
         over = set(leases)
         with self._locked():
-            now_s = _now_s()
+            now_s = boot_clock_s()
             for slot, (name, _, end_s) in self._slots():
                 if name in over and now_s < end_s:
                     over.discard(name)
@@ -127,7 +128,3 @@ class LeaseFile:
         except BlockingIOError:
             return False
         return True
-
-
-def _now_s() -> float:
-    return time.clock_gettime(time.CLOCK_BOOTTIME)

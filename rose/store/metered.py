@@ -1,7 +1,7 @@
 """MeteredStore: any store, whose calls are timed and whose failures are counted."""
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from typing_extensions import override
@@ -56,7 +56,7 @@ class MeteredStore(TxnStore):
         """As `Store.revoke_lease`."""
         return await self._timed("revoke_lease", self._store.revoke_lease(lease))
 
-    def watch(self, since: Listing) -> AsyncIterator[Change]:
+    def watch(self, since: Listing) -> AsyncGenerator[Change, None]:
         """As `Store.watch`."""
         return self._store.watch(since)
 

@@ -11,7 +11,7 @@ A key may be written under a lease: when the lease ends, the key is deleted, and
 of its own. `watch` follows the history from a listing on.
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -133,7 +133,7 @@ class Store(Protocol):
         """End the lease and its keys now; one that is gone stays gone."""
         ...
 
-    def watch(self, since: Listing) -> AsyncIterator[Change]:
+    def watch(self, since: Listing) -> AsyncGenerator[Change, None]:
         """All changes after a listing, in order, each once; until cancelled.
 
         It outlasts restarts of the store. Where history was compacted meanwhile, it lists again and

@@ -8,7 +8,7 @@ SQLite is called in a thread of its own: a locked file or a slow disk stops no e
 import asyncio
 import os
 import sqlite3
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -120,7 +120,7 @@ class SqliteStore(TxnStore):
     async def txn(self, expect: Sequence[Expect], writes: Sequence[Write]) -> int | None:
         return await self._ask(lambda: self._txn(expect, writes))
 
-    async def watch(self, since: Listing) -> AsyncIterator[Change]:
+    async def watch(self, since: Listing) -> AsyncGenerator[Change, None]:
         known = {entry.key: entry.revision for entry in since.entries}
         seen = since.revision
         while True:

@@ -1,12 +1,17 @@
 """Invariants: what must never happen, asked whenever something happens that could be it.
 
 Whoever asks sees the whole world: the store as it is, what was promised to whom, and true time.
+Bounds on time are those that the docs promise (a lease lives for `staleAfter`, 5 s at most, after
+its node read the last word), and what the parts between may add. Where there is no fault anywhere
+they are a second or two, well within `reclaimDeadline` (5 s).
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from elastic_scheduler import HarvestMode
+from rose.node.scheduler_session import STALL_S
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler.messages import LogRecord
 from rose.scheduler.persistence import EPOCHS, POLICIES, STOP, VERSIONS, Saved, load, stop_of
@@ -16,14 +21,26 @@ from rose.store.fenced import FENCE
 from tests.chaos.simulated_store import SimulatedStore, Txn
 from tests.chaos.simulation import InvariantError
 
-# After a stop is promised: a leader that was cut off leads for 2 s at most, its last renewal may be
-# late, and lives for 5 s; clocks differ a little.
-STOP_BOUND_S = 2.0 + 4.75 + 5.0 + 0.5
 # Clocks of the world differ by less than this share.
 DRIFT = 1.03
-# A message is late by up to 1.5 s, a partition is seen after 3 s of silence, and the last grant on
-# the page lives for 0.25 s.
-GRACE_S = 3.0 + 1.5 + 0.25
+# A guest's step goes by the grant on its page, which counts for 0.25 s and is written each 0.1 s.
+PAGE_S = 0.25 + 0.1
+# A word of a scheduler waits in a node's socket for no longer than the node may stand still
+# unnoticed.
+SOCKET_S = STALL_S * DRIFT
+# What a scheduler said before it heard of a stop may be under way: a partition is seen after 3 s of
+# silence, by looks each 0.3 s, and a message is late by up to 1.5 s. Then a lease lives for 5 s.
+# Nobody renews one after a stop (`commanded`), so that it is the last.
+STOP_BOUND_S = 3.3 + 1.5 + SOCKET_S + 5.0 * DRIFT + PAGE_S
+# After a fault: its lease and its silence are over, and everybody has found the leader.
+RECOVERED_S = 6.0
+# With no fault anywhere: a release, or the order to end the guest, and its supervisor's look.
+CALM_STOP_S = 1.0
+# A stop that was left in the store, with no fault anywhere: a look of the watch that may fail
+# once, for calls that are given up after 0.5 s, and a request of the scheduler's own before it.
+CALM_WATCH_S = 2.0
+# It writes a stop of its own into the store, which nothing fences.
+OPERATOR = "operator"
 CLOSED = (HarvestMode.OFF, HarvestMode.HOLD_AND_DRAIN)
 
 
@@ -39,16 +56,31 @@ class Promised:
 class Invariants:
     """Each method raises InvariantError, with the line that says what was broken."""
 
-    def __init__(self, now_s: Callable[[], float], note: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        now_s: Callable[[], float],
+        note: Callable[[str], None],
+        failed: Callable[[BaseException], None],
+        calm_since_s: Callable[[], float],
+    ) -> None:
+        """`calm_since_s`: since when there is no fault, infinity while there is one.
+
+        failed: takes what broke; who asked may not pass it on.
+        """
         self._now_s = now_s
         self._note = note
+        self._failed = failed
+        self._calm_since_s = calm_since_s
         self.store: SimulatedStore | None = None
         self.promised = Promised()
         self.steps = self.delivered = self.grants = self.adopted = 0
         self._newest_epoch: dict[str, int] = {}
         self._granted_to: dict[tuple[str, int], str] = {}
-        # Since when a stop is promised that nobody has taken back or asked to; else None.
+        # Since when a stop is promised that nobody has taken back or asked to; else None. The same
+        # of one that was left in the store, and of one that ends guests.
         self._stopped_s: float | None = None
+        self._stored_s: float | None = None
+        self._ended_s: float | None = None
         self._delivered: set[str] = set()
 
     # ---- the store ----
@@ -58,7 +90,7 @@ class Invariants:
         entries = self._entries
         others = [each.key for each in txn.writes if each.key not in (LEADER, FENCE)]
         leader = entries.get(LEADER)
-        if others and (leader is None or leader.revision != txn.term):
+        if others and sender != OPERATOR and (leader is None or leader.revision != txn.term):
             now = leader.revision if leader else "nobody's"
             self._broken(f"{sender} of term {txn.term} wrote {others} while the term is {now}")
         for write in txn.writes:
@@ -106,7 +138,7 @@ class Invariants:
 
     def recorded(self, scheduler: str, record: LogRecord) -> None:
         """Epochs grow, and none is granted twice."""
-        if record.event in ("replica_broken", "policy_broken"):
+        if record.event in ("replica_broken", "policy_broken", "peer_broken", "tick_broken"):
             self._broken(f"{scheduler}: {record.event} {record.fields}")
         if record.event not in ("lease_granted", "lease_adopted"):
             return
@@ -118,6 +150,9 @@ class Invariants:
             self.adopted += 1
             if self._granted_to.get((replica, epoch)) != job or epoch != newest:
                 self._broken(f"{replica}@{epoch} was adopted for {job}; the newest is {newest}")
+            stored = self.saved().epochs.get(replica, 0)
+            if epoch != stored:
+                self._broken(f"{replica}@{epoch} was adopted; {stored} may be anybody's by now")
             return
         self.grants += 1
         if epoch <= newest:
@@ -128,27 +163,61 @@ class Invariants:
         self._newest_epoch[replica] = epoch
         self._granted_to[replica, epoch] = job
 
-    def commanded(self, node: str, command: pb.NodeCommand) -> None:
-        """A version is told once it is durable."""
-        if command.WhichOneof("command") == "version":
-            said = command.version
-            if not self._announced(said.job, said.version):
-                self._broken(f"{node} is told {said.job}/{said.version}, which is not durable")
+    def commanded(self, scheduler: str, term: int, node: str, command: pb.NodeCommand) -> None:
+        """Only who leads commands, a version is told once it is durable, a stop ends renewals."""
+        leader = self._entries.get(LEADER)
+        if leader is None or leader.revision != term:
+            self._broken(f"{scheduler} of term {term} commands {node}, and does not lead")
+        match command.WhichOneof("command"):
+            case "version":
+                said = command.version
+                if not self._announced(said.job, said.version):
+                    self._broken(f"{node} is told {said.job}/{said.version}, which is not durable")
+            case "lease":
+                self._leased(scheduler, command.lease)
+            case "renewals":
+                for lease in command.renewals.leases:
+                    self._leased(scheduler, lease)
+
+    def _leased(self, scheduler: str, lease: pb.Lease) -> None:
+        what = f"{scheduler} leases {lease.replica}@{lease.epoch}"
+        if self._stopped_s is not None:
+            self._broken(f"{what} {self._now_s() - self._stopped_s:.3f} s after a stop")
+        if self._overdue(self._stored_s, CALM_WATCH_S):
+            self._broken(f"{what}, and a stop has been in the store since {self._stored_s}")
+
+    def _overdue(self, since_s: float | None, bound_s: float) -> bool:
+        """Whether that is so for longer, and so long after the last fault."""
+        if since_s is None:
+            return False
+        return self._now_s() > max(since_s, self._calm_since_s() + RECOVERED_S) + bound_s
 
     # ---- nodes ----
+
+    def renewed(self, replica: str, waited_s: float) -> None:
+        """A word was obeyed that had waited in the node's socket for so long."""
+        if waited_s > SOCKET_S:
+            self._broken(f"{replica} was leased by a word that waited for {waited_s:.2f} s")
 
     def stepped(
         self, replica: str, epoch: int | None, silent_s: float, stale_after_s: float
     ) -> None:
-        """A guest took a step. `silent_s`: since the word was sent by which its lease lives."""
+        """A guest took a step. `silent_s`: since the word was read by which its lease lives."""
         self.steps += 1
         if epoch is None or (replica, epoch) not in self._granted_to:
             self._broken(f"a guest of {replica} stepped under {epoch}, which nobody granted")
-        if silent_s > stale_after_s * DRIFT + GRACE_S:
-            self._broken(f"{replica} stepped, {silent_s:.1f} s after its lease was renewed")
+        if silent_s > stale_after_s * DRIFT + PAGE_S:
+            self._broken(f"{replica} stepped, {silent_s:.2f} s after its lease was renewed")
         since_s = self._stopped_s
-        if since_s is not None and self._now_s() > since_s + STOP_BOUND_S:
-            self._broken(f"{replica} stepped {self._now_s() - since_s:.1f} s after a stop")
+        if since_s is None:
+            return
+        if self._now_s() > since_s + STOP_BOUND_S or self._overdue(since_s, CALM_STOP_S):
+            self._broken(f"{replica} stepped {self._now_s() - since_s:.2f} s after a stop")
+
+    def lives(self, replica: str) -> None:
+        """A guest's engine is there."""
+        if self._overdue(self._ended_s, CALM_STOP_S):
+            self._broken(f"the guest of {replica} lives, and was to end at {self._ended_s:.3f}")
 
     def activated(self, replica: str, job: str, version: int) -> None:
         """A version is active only if it was announced for that job."""
@@ -164,10 +233,18 @@ class Invariants:
             if entry is None or stop_of(entry.value) not in CLOSED:
                 self._broken(f"{mode.value} was promised, and is not durable")
             self._stopped_s = self._now_s()
+            self._ended_s = self._now_s() if mode is HarvestMode.OFF else None
 
-    def resume_asked(self) -> None:
-        """From now on a stop may end at any time."""
-        self._stopped_s = None
+    def stop_stored(self) -> None:
+        """A stop is in the store, and whoever leads finds it there."""
+        self._stored_s = self._now_s()
+
+    def asked(self, mode: HarvestMode) -> None:
+        """From now on a stop may end at any time, or leave guests be."""
+        if mode not in CLOSED:
+            self._stopped_s = self._stored_s = None
+        if mode is not HarvestMode.OFF:
+            self._ended_s = None
 
     # ---- turns ----
 
@@ -203,5 +280,7 @@ class Invariants:
     def _announced(self, job: str, version: int) -> bool:
         return f"{VERSIONS}{job}/{version:020d}" in self._entries
 
-    def _broken(self, line: str) -> None:
-        raise InvariantError(line)
+    def _broken(self, line: str) -> NoReturn:
+        error = InvariantError(line)
+        self._failed(error)
+        raise error

@@ -1,7 +1,8 @@
 """Simulated gateway: turns by the real journal, placed by the newest table of the leader.
 
 A turn goes to a healthy replica that is leased to its job. An attempt that falls silent is given
-up, and its stream left open: what it still sends must not count.
+up, and its stream left open: what it still sends must not count. `TurnJournal` and `LeaderFinder`
+are the product's own; how a replica is picked is a copy, and nothing hangs on it here.
 """
 
 import itertools
@@ -9,17 +10,24 @@ from dataclasses import dataclass, field
 
 from elastic_scheduler.turn_journal import Continue, Deliver, End, GiveUp, TurnJournal
 from rose.rpc import rose_pb2 as pb
-from rose.scheduler.demand import JobFigures
-from rose.scheduler.messages import Demanded
+from rose.rpc.leader_channel import LeaderFinder
 from tests.chaos.invariants import Invariants
+from tests.chaos.simulated_grpc import (
+    WATCH_REPLICAS,
+    Begin,
+    Call,
+    Status,
+    addresses_of,
+    name_of,
+)
 from tests.chaos.simulated_node import AttemptEnded, Chunk, Generate, token_of
-from tests.chaos.simulated_scheduler import WatchTables
 from tests.chaos.simulation import SimulatedProcess, Simulation, Stream
 
 TICK_S = 0.3
 STALL_S = 1.0
 SILENT_S = 3.0
-CONNECT_PAUSE_S = 0.3
+LEAST_PAUSE_S = 0.02
+REPORT_DEMAND = "/rose.v1.Scheduler/ReportDemand"
 MOST_TURNS = 6
 PROMPT_TOKENS = 4
 MAX_ATTEMPTS = 1_000
@@ -51,11 +59,12 @@ class SimulatedGateway(SimulatedProcess):
     ) -> None:
         """`engines`: names of the engines by replica."""
         super().__init__(world, "gateway")
-        self._schedulers = schedulers
+        self._addresses = addresses_of(schedulers)
         self._engines = engines
         self._jobs = jobs
         self._invariants = invariants
         self._bugs = bugs
+        self._calls = itertools.count(1)
         self._numbers = itertools.count(1)  # Request ids are new, whoever is started anew.
 
     def started(self) -> None:
@@ -63,22 +72,24 @@ class SimulatedGateway(SimulatedProcess):
         self._turns: dict[int, _Turn] = {}
         self._attempts: dict[int, tuple[_Turn, int]] = {}
         self._watch: Stream | None = None
-        self._at = 0
+        self._finder = LeaderFinder(self._addresses)
         self._heard_s = self.now_s()
         self.after(0.1, self._connect)
         self.every(TICK_S, self._tick)
         self.every(1.0, self._report)
 
     def _connect(self) -> None:
-        self._watch = self.open_stream(self._schedulers[self._at])
+        self._watch = self.open_stream(name_of(self._finder.address))
         self._heard_s = self.now_s()
-        self._watch.send(self.name, WatchTables())
+        self._watch.send(self.name, Begin(WATCH_REPLICAS))
+        self._watch.send(self.name, pb.WatchReplicasRequest(jobs=True))
 
     def stream_heard(self, stream: Stream, message: object) -> None:
         if isinstance(message, pb.ReplicaTable):
             if stream is self._watch:
                 self._heard_s = self.now_s()
                 self._table = message
+                self._finder.answered()
             return
         turn, number = self._attempts.get(stream.number, (None, 0))
         if turn is None:
@@ -102,8 +113,9 @@ class SimulatedGateway(SimulatedProcess):
     def stream_ended(self, stream: Stream) -> None:
         if stream is self._watch:
             self._watch = None
-            self._at = (self._at + 1) % len(self._schedulers)
-            self.after(CONNECT_PAUSE_S, self._connect)
+            said = stream.reason
+            self._finder.missed(said.leader if isinstance(said, Status) else "")
+            self.after(max(LEAST_PAUSE_S, self._finder.pause_s), self._connect)
             return
         turn, number = self._attempts.pop(stream.number, (None, 0))
         if turn is not None:
@@ -170,9 +182,11 @@ class SimulatedGateway(SimulatedProcess):
         )
 
     def _report(self) -> None:
-        figures = tuple(
-            JobFigures(job, len(of), sum(turn.journal.remaining for turn in of), 10.0)
-            for job in self._jobs
-            if (of := [turn for turn in self._turns.values() if turn.job == job])
-        )
-        self.send(self._schedulers[self._at], Demanded(self.name, figures))
+        """Its answer is waited for by nobody: the next report says it all again."""
+        report = pb.DemandReport(gateway=self.name)
+        for job in self._jobs:
+            of = [turn for turn in self._turns.values() if turn.job == job]
+            if of:
+                owed = sum(turn.journal.remaining for turn in of)
+                report.jobs.add(job=job, turns=len(of), owed_tokens=owed, made_tok_s=10.0)
+        self.send(name_of(self._finder.address), Call(next(self._calls), REPORT_DEMAND, report))

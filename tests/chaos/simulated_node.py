@@ -4,54 +4,52 @@
                             │ lease, switch, caps, contact           ▲ turns of gateways
                             └──────── admit, drain, update ──────────┘
 
-The daemon's decisions are those of `LeaseStateMachine`, `HarvestSwitch`, `ToldCaps`, `Contact` and
-`GrantController`; the engine asks `decide` before each step. Host and page are always well: what
-they can do wrong is tested elsewhere. Both processes are of one machine and read one clock.
+The product's own: `SchedulerSession`, `NodeDaemon._obey`, `Replica`, `LeaseAgent`, `HarvestSwitch`,
+`ToldCaps`, `Contact`, `AnnouncedVersions`, `GrantController`; the engine asks `decide` before each
+step. Stand-ins, for what starts processes or fetches files: of the engine's HTTP, `Supervisor` and
+`Updates`. A copy: the guard's tick, after `rose.node.grants.guard_thread`. Host and page are always
+well: what they can do wrong is tested elsewhere. Both processes are of one machine and read one
+clock.
 """
 
-from dataclasses import dataclass, field
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
 
-from elastic_scheduler import Offer, ReplicaKind
 from executor.control_page.host_seat import HostView
 from executor.control_page.seqlock_records import Grant, HostState, SeatState
+from executor.freeze_reason import FreezeReason
 from executor.grant_controller import GrantController, GuardConfig, Seen, VoidLeases, Write
 from executor.step_decision import GateLimits, Run, decide
-from rose.errors import ConfigError, RefusedError
-from rose.node.grants.caps import Contact, ToldCaps
+from rose.contract.replica import ReplicaState
+from rose.errors import RefusedError, UnavailableError
+from rose.node.daemon import NodeDaemon
+from rose.node.grants.caps import STALE_AFTER_S, Contact, ToldCaps
 from rose.node.guest.harvest_switch import HarvestSwitch
-from rose.node.lease_agent import check_order
-from rose.node.lease_fsm import (
-    Admit,
-    Drain,
-    Ended,
-    EngineAdmitted,
-    EngineDown,
-    EngineDrained,
-    EngineUp,
-    Event,
-    Granted,
-    LeaseStateMachine,
-    LeaseTakenBack,
-    LeaseTick,
-    Released,
-    Revoked,
-)
+from rose.node.guest.supervisor import EngineState
+from rose.node.lease_agent import LeaseAgent
+from rose.node.metrics import Reading
+from rose.node.replica import Replica
+from rose.node.scheduler_session import SchedulerSession, build_reports
+from rose.node.weight_updates import AnnouncedVersions
 from rose.rpc import rose_pb2 as pb
-from rose.scheduler.messages import Activated, Held, Offered, ReplicaDrained, TakenBack
 from slo import StepModel, StepProfile
 from tests.chaos.invariants import Invariants
-from tests.chaos.simulated_scheduler import Hello
+from tests.chaos.simulated_grpc import LoopProcess, SimulatedLeaderChannel, addresses_of
 from tests.chaos.simulation import SimulatedProcess, Simulation, Stream
 
 GUARD_TICK_S = 0.1
 STEP_S = 0.12
-REPORT_S = 0.5
 WATCH_S = 0.25
-SILENT_S = 3.0
-CONNECT_PAUSE_S = 0.2
 CALL_S = 0.03
 FETCH_S = 0.3
-OFFER_TTL_S = 3.0
+# A guest that stands still for longer is ended.
+HANG_S = 2.0
+MODEL = "m"
+TELEMETRY_EACH = 6
+IGNORANT = {"staleAfter ignored", "a lease lives for ever"}
 _NS = 1_000_000_000
 _MODEL = StepModel(StepProfile(base_s=0.001, per_token_s=1e-6))
 _LIMITS = GateLimits()
@@ -128,9 +126,10 @@ class SimulatedEngine(SimulatedProcess):
         self.every(STEP_S, self._step)
 
     def admit(self, epoch: int, job: str) -> None:
-        """Take turns of the job under its lease; an epoch of the past changes nothing."""
-        if epoch >= self.epoch:
-            self.epoch, self.admits, self._admitted_job = epoch, True, job
+        """Take turns of the job under its lease. Raises RefusedError for an epoch of the past."""
+        if epoch < self.epoch:
+            raise RefusedError(f"epoch {epoch} is over, {self.epoch} holds")
+        self.epoch, self.admits, self._admitted_job = epoch, True, job
 
     def drain(self) -> int:
         """Take no more turns, and end those that run."""
@@ -151,6 +150,7 @@ class SimulatedEngine(SimulatedProcess):
         self._turns.pop(stream.number, None)
 
     def _step(self) -> None:
+        self._invariants.lives(self.replica)
         now_ns = int(self.now_s() * _NS)
         decided = decide(host_view(now_ns), self._page.grant, _MODEL, now_ns, _LIMITS)
         if not isinstance(decided, Run):
@@ -176,14 +176,214 @@ def host_view(now_ns: int) -> HostView:
     return HostView(HostState(heartbeat_ns=now_ns), seat, seated=True, vetoed=False, replaced=False)
 
 
-@dataclass(slots=True)
-class _Told:
-    """Versions that the node was told of, by job."""
+class EngineCalls:
+    """In the place of `ReplicaClient`: calls of the engine, whose answers may never come."""
 
-    versions: dict[str, int] = field(default_factory=dict)
+    def __init__(self, engine: SimulatedEngine) -> None:
+        self._engine = engine
+
+    async def state(self) -> ReplicaState:
+        """Its own account of itself."""
+        engine = self._engine
+        await self._reach(engine.life)
+        return ReplicaState(
+            policy_version=engine.version,
+            proven=True,
+            admitting=engine.admits,
+            epoch=engine.epoch,
+            running=0,
+            waiting=0,
+            tokens_total=0,
+            job=engine.job,
+        )
+
+    async def admit(self, epoch: int, job: str = "") -> None:
+        """Open admission for a job's lease."""
+        life = self._engine.life
+        await self._reach(life)
+        self._engine.admit(epoch, job)
+        await self._reach(life)
+
+    async def drain(self, epoch: int, reason: str) -> int:
+        """Close admission; how many turns that ended."""
+        life = self._engine.life
+        await self._reach(life)
+        aborted = self._engine.drain()
+        await self._reach(life)
+        return aborted
+
+    async def _reach(self, life: int) -> None:
+        """One way to it, or back."""
+        await asyncio.sleep(CALL_S)
+        engine = self._engine
+        if not engine.up or engine.paused or engine.life != life:
+            raise UnavailableError(f"{engine.name} does not answer")
 
 
-class SimulatedNode(SimulatedProcess):
+class SimulatedUpdates:
+    """In the place of `Updates`: comes to the newest version of the leased job, one at a time."""
+
+    def __init__(
+        self,
+        engine: SimulatedEngine,
+        chain: AnnouncedVersions,
+        activated: Callable[[str, int], None],
+    ) -> None:
+        self._engine = engine
+        self._chain = chain
+        self._activated = activated
+        self._wake = asyncio.Event()
+        self._wanted = ""
+        self._life = 0
+        self.job, self.version = "", 0
+
+    def serve(self, job: str, version: int, *, other_model: bool) -> None:
+        """Come to the job's weights."""
+        assert not other_model
+        self._wanted = job
+        self._wake.set()
+
+    def wake(self) -> None:
+        """There may be a newer version."""
+        self._wake.set()
+
+    def engine_up(self, version: int, job: str) -> None:
+        """An engine answers, with these weights."""
+        self.job, self.version, self._life = job, version, self._engine.life
+        self._wake.set()
+
+    def engine_down(self) -> None:
+        """It ended."""
+        self.job, self.version, self._life = "", 0, 0
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            engine, job, life = self._engine, self._wanted, self._life
+            newest = self._chain.newest_of(job)
+            version = newest.version if newest else 0
+            if not job or not life or (self.job, self.version) == (job, version):
+                continue
+            await asyncio.sleep(FETCH_S)
+            self._wake.set()
+            if engine.up and not engine.paused and engine.life == life == self._life:
+                engine.job, engine.version = self.job, self.version = job, version
+                self._activated(job, version)
+
+
+class SimulatedSupervisor:
+    """In the place of `Supervisor`: starts the guest, ends it, and sees what becomes of it."""
+
+    def __init__(self, node: "SimulatedNode", engine: SimulatedEngine) -> None:
+        self._node = node
+        self._engine = engine
+        self._life = 0
+        self._silent_s = 0.0
+        self.state = EngineState.STARTING
+        self.restarts = 0
+
+    def restart(self, reason: str) -> None:
+        """End it; the next one is started."""
+        self._node.world.crash(self._engine.name)
+
+    async def run(self, replica: Replica) -> None:
+        """Until cancelled."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            await self._look(replica)
+
+    async def _look(self, replica: Replica) -> None:
+        engine, node = self._engine, self._node
+        self._silent_s = self._silent_s + WATCH_S if engine.paused else 0.0
+        if self._silent_s >= HANG_S:
+            self.restart("it hangs")
+        if self._life and (not engine.up or engine.life != self._life):
+            await self._entered(replica, EngineState.BACKOFF)
+        if node.barred and engine.up:
+            node.world.crash(engine.name)
+            await self._entered(replica, EngineState.STOPPED)
+        elif node.may_start and not engine.up:
+            node.world.start(engine.name)
+        elif engine.up and not engine.paused and not self._life:
+            self._life = engine.life
+            await self._entered(replica, EngineState.HEALTHY)
+
+    async def _entered(self, replica: Replica, state: EngineState) -> None:
+        self.state = state
+        if state is not EngineState.HEALTHY:
+            self._life = 0
+        try:
+            await replica.entered(state)
+        except UnavailableError as error:
+            self.restart(str(error))
+
+
+class SimulatedReplica(Replica):
+    """The product's replica, between stand-ins of its engine."""
+
+    def __init__(self, node: "SimulatedNode", engine: SimulatedEngine) -> None:
+        folders = {MODEL: Path(MODEL)}
+        self.config = SimpleNamespace(  # type: ignore[assignment]
+            id=engine.replica,
+            kind="guest",
+            kv_tokens=100_000,
+            decode_tok_s=1_000.0,
+            prefill_tok_s=10_000.0,
+            max_sequences=16,
+            model_name=MODEL,
+            folders=folders,
+            start_timeout_s=60.0,
+        )
+        self.url = "http://127.0.0.1:8000"
+        self._events = node.events  # type: ignore[assignment]
+        self._report = node.session.say
+        self._changed = node.session.changed
+        self._client = EngineCalls(engine)  # type: ignore[assignment]
+        self.lease_agent = LeaseAgent(
+            engine.replica,
+            self._client,
+            node.events,  # type: ignore[arg-type]
+            self._lease_told,
+            self._broken,
+            node.lease_clock_s,
+        )
+        self.updates = SimulatedUpdates(engine, node._chain, node.activated)  # type: ignore[assignment]
+        self.gauge = SimpleNamespace(reading=Reading())  # type: ignore[assignment]
+        self._trusted = True
+        self.model = self._wanted_model = self._started_model = MODEL
+        self.supervisor = SimulatedSupervisor(node, engine)  # type: ignore[assignment]
+
+
+class IgnorantCaps(ToldCaps):
+    """Caps with a planted bug: no lease ends before the scheduler's time."""
+
+    forever = False
+
+    def lease_ttl_s(self, ttl_s: float) -> float:
+        return 1e6 if self.forever else ttl_s
+
+    @property
+    def cut_off(self) -> bool:
+        return False
+
+
+class NodeEvents:
+    """In the place of the event log."""
+
+    def __init__(self, node: "SimulatedNode") -> None:
+        self._node = node
+
+    def write(self, event: str, **fields: object) -> None:
+        """One line of the log. No scheduler of the simulation says what a node must refuse."""
+        if event in ("session_stalled", "lease_taken_back"):
+            self._node.world.note(f"{self._node.name}: {event} {fields}")
+        if event == "command_refused":
+            self._node.world.failed(AssertionError(f"{self._node.name}: {event} {fields}"))
+
+
+class SimulatedNode(LoopProcess):
     """Daemon of one machine with one guest."""
 
     def __init__(
@@ -197,256 +397,142 @@ class SimulatedNode(SimulatedProcess):
         bugs: frozenset[str],
     ) -> None:
         super().__init__(world, name)
-        self._schedulers = schedulers
+        self._addresses = addresses_of(schedulers)
         self._engine = engine
-        self._replica = engine.replica
         self._page = page
         self._invariants = invariants
         self._bugs = bugs
-        self._caps = ToldCaps()
-        # When the newest word was sent by which the lease lives, by true time.
-        self._asked_s = self._woke_s = 0.0
+        # When the newest word was read by which the lease lives, by true time, and for how long.
+        self._renewed_s, self._lease_s = 0.0, STALE_AFTER_S
         # The lease of the grant on the page, which lives on when the daemon does not.
         self._granted_under: int | None = None
-        self._fsm = LeaseStateMachine()
         engine.node = self
 
-    def started(self) -> None:
-        self._fsm = LeaseStateMachine()
+    def begin(self) -> None:
+        self.events = NodeEvents(self)
+        self._reported = 0
         self._harvest = HarvestSwitch(self.now_s)
-        self._contact = Contact(self.now_s)
-        self._caps = ToldCaps(self._contact.lost_s)
+        self._contact = Contact(self._clock_s)
+        caps = IgnorantCaps if self._bugs & IGNORANT else ToldCaps
+        self._caps = caps(self._contact.lost_s)
+        if isinstance(self._caps, IgnorantCaps):
+            self._caps.forever = "a lease lives for ever" in self._bugs
         self._guard = GrantController(_GUARD, self._page.grant)
-        self._told = _Told()
-        self._job = ""
-        self._calling = False
-        self._updating = False
-        self._seen_life = 0
-        self._stream: Stream | None = None
-        self._at = 0
-        self._heard_s = self.now_s()
-        self.after(0.1, self._connect)
+        self._chain = AnnouncedVersions()
+        self._network = SimpleNamespace(follow=lambda known: None, enrol=lambda urls: None)
+        self.session = SchedulerSession(
+            self._addresses,
+            self.name,
+            self._reports,
+            self._obey,
+            self.events,  # type: ignore[arg-type]
+            contact=self._contact,
+            clock=self._clock_s,
+        )
+        self.session._leader = SimulatedLeaderChannel(self, self._addresses)
+        if "asks one scheduler only" in self._bugs:
+            self.session._leader.missed = lambda error=None: None  # type: ignore[method-assign]
+        self._replica = replica = SimulatedReplica(self, self._engine)
+        self._replicas = {replica.config.id: replica}
+        self.keep(self.session.run)
+        self.keep(replica.lease_agent.run)
+        self.keep(replica.updates.run)
+        self.keep(lambda: replica.supervisor.run(replica))  # type: ignore[call-arg]
         self._tick_guard()
-        self.every(GUARD_TICK_S, self._tick_guard)
-        self.every(REPORT_S, self._report)
-        self.every(WATCH_S, self._watch_engine)
+        self.every(GUARD_TICK_S, lambda: self.loop.run(self._tick_guard))
+
+    @property
+    def attached(self) -> bool:
+        """Whether it hears a scheduler."""
+        return self.up and self._contact.lost_s() == 0.0
+
+    @property
+    def leased_to(self) -> str:
+        """The job whose lease it holds now, "" without one."""
+        agent = self._replica.lease_agent
+        return agent.job if self.up and agent.lease_epoch() is not None else ""
+
+    @property
+    def barred(self) -> bool:
+        """Whether its guest must not exist."""
+        off = self._harvest.off(self._engine.replica)
+        return off and "a stop leaves its guest" not in self._bugs
+
+    @property
+    def may_start(self) -> bool:
+        """Whether a guest may be started."""
+        return self._harvest.known and not self._harvest.off(self._engine.replica)
 
     def guest_steps(self) -> None:
         """The engine took a step: whether it may is asked by true time."""
-        # A grant that lay in the socket of a daemon that stood still counts from when it goes on.
-        silent_s = self.world.now_s - max(self._asked_s, self._woke_s)
         self._invariants.stepped(
-            self._replica, self._granted_under, silent_s, self._caps.stale_after_s
+            self._engine.replica,
+            self._granted_under,
+            self.world.now_s - self._renewed_s,
+            self._lease_s,
         )
+
+    def activated(self, job: str, version: int) -> None:
+        """The engine has proven a version."""
+        self._invariants.activated(self._engine.replica, job, version)
+        self._replica._activated(job, version)
+
+    # ---- clocks ----
+
+    def _clock_s(self) -> float:
+        """What its session goes by."""
+        deaf = {"a pause counts for nothing", "reads on after a stall"} & self._bugs
+        return self.now_s() - (self.paused_s if deaf else 0.0)
+
+    def lease_clock_s(self) -> float:
+        """What its lease agent goes by."""
+        deaf = "a pause counts for nothing" in self._bugs
+        return self.now_s() - (self.paused_s if deaf else 0.0)
 
     # ---- scheduler ----
 
-    def _connect(self) -> None:
-        self._stream = self.open_stream(self._schedulers[self._at])
-        self._heard_s = self.now_s()
-        self._stream.send(self.name, Hello(self.name))
-        self._report()
+    def _reports(self) -> list[pb.NodeReport]:
+        config = SimpleNamespace(node=self.name, host=None)
+        offers, telemetry = build_reports(config, self._replicas, {}, None)  # type: ignore[arg-type]
+        self._reported += 1
+        # The host is idle and says so now and then.
+        return [offers] if self._reported % TELEMETRY_EACH else [offers, telemetry]
 
-    def stream_ended(self, stream: Stream) -> None:
-        if stream is self._stream:
-            self._lost()
-
-    def _lost(self) -> None:
-        if self._stream is not None:
-            self._stream.close(self.name)
-        self._stream = None
-        self._contact.lost()
-        self._at = (self._at + 1) % len(self._schedulers)
-        self.after(CONNECT_PAUSE_S, self._connect)
-
-    def stream_heard(self, stream: Stream, message: object) -> None:
-        if stream is not self._stream or not isinstance(message, pb.NodeCommand):
+    def _obey(self, command: pb.NodeCommand) -> None:
+        """The daemon's own way with it; what renews the lease is noted."""
+        kind, word = command.WhichOneof("command"), self.word
+        if kind == "release" and "a release is not obeyed" in self._bugs:
             return
-        self._heard_s = self.now_s()
-        self._contact.heard()
-        try:
-            check_order(message)
-        except (RefusedError, ConfigError) as error:
-            self.world.note(f"{self.name} refused: {error}")
-            return
-        self._obey(message, stream.sent_s)
+        before = self._replica.lease_agent.core.status()
+        NodeDaemon._obey(self, command)  # type: ignore[arg-type]
+        after = self._replica.lease_agent.core.status()
+        if kind == "lease" and (after.epoch, after.until_s) != (before.epoch, before.until_s):
+            assert word is not None
+            self._renewed_s, self._lease_s = self.world.now_s, self._caps.stale_after_s
+            waited_s = self.world.now_s - word.arrived_s
+            self._invariants.renewed(self._engine.replica, waited_s)
 
-    def _obey(self, command: pb.NodeCommand, sent_s: float) -> None:
-        match command.WhichOneof("command"):
-            case "lease":
-                self._lease(command.lease, sent_s)
-            case "release":
-                self._happened(Released(command.release.epoch, command.release.reason))
-            case "version":
-                said = command.version
-                known = self._told.versions
-                known[said.job] = max(known.get(said.job, 0), said.version)
-                self._update()
-            case "harvest":
-                self._harvest.take(command.harvest)
-            case "caps":
-                self._caps.take(command.caps)
+    def _ignore(self, command: pb.NodeCommand) -> None:
+        """An empty command says only that the leader lives."""
+        assert not command.ByteSize()
 
-    def _lease(self, lease: pb.Lease, sent_s: float) -> None:
-        if lease.epoch < self._fsm.status().epoch and "takes any epoch" not in self._bugs:
-            return
-        ttl_s = self._caps.lease_ttl_s(lease.ttl_s)
-        if "staleAfter ignored" in self._bugs:
-            ttl_s = lease.ttl_s
-        if "a lease lives for ever" in self._bugs:
-            ttl_s = 1e6
-        if "takes any epoch" in self._bugs:
-            self._fsm._held.epoch = min(self._fsm._held.epoch, lease.epoch)
-        self._job = lease.job
-        before = self._fsm.status()
-        self._happened(Granted(lease.epoch, ttl_s))
-        after = self._fsm.status()
-        if (after.epoch, after.until_s) != (before.epoch, before.until_s):
-            self._asked_s = sent_s
-            self._woke_s = self.resumed_s if lease.epoch > before.epoch else 0.0
-        self._update()
-
-    def _report(self) -> None:
-        stream = self._stream
-        if stream is None:
-            return
-        if self.now_s() > self._heard_s + SILENT_S:
-            self._lost()
-            return
-        engine, status, now_s = self._engine, self._fsm.status(), self.now_s()
-        known = engine.up and self._seen_life == engine.life
-        offer = Offer(
-            self._replica,
-            ReplicaKind.GUEST,
-            f"http://127.0.0.1/{self._replica}",
-            self.name,
-            100_000,
-            1_000.0,
-            10_000.0,
-            engine.version if known else 0,
-            known,
-            OFFER_TTL_S,
-            status.epoch,
-            16,
-            job=engine.job if known else "",
-        )
-        held = ()
-        if status.active(now_s):
-            held = (Held(self._replica, self._job, status.epoch, status.until_s - now_s),)
-        stream.send(self.name, Offered(stream.number, (offer,), (), held))
-
-    # ---- lease ----
-
-    def _lease_epoch(self) -> int | None:
-        status = self._fsm.status()
-        return status.epoch if status.active(self._lease_clock_s()) else None
-
-    def _lease_clock_s(self) -> float:
-        if "a pause counts for nothing" in self._bugs:
-            return self.now_s() - self.paused_s
-        return self.now_s()
-
-    def _happened(self, event: Event) -> None:
-        for action in self._fsm.step(event, self._lease_clock_s()):
-            match action:
-                case LeaseTakenBack(epoch, reason):
-                    self._say(lambda n, e=epoch, r=reason: TakenBack(n, self._replica, e, r))  # type: ignore[misc]
-                case Ended(epoch, _, aborted, asked):
-                    if asked:
-                        self._say(
-                            lambda n, e=epoch, a=aborted: ReplicaDrained(n, self._replica, e, a)  # type: ignore[misc]
-                        )
-                case Admit() | Drain():
-                    self._call(action)
-
-    def _say(self, report: object) -> None:
-        if self._stream is not None:
-            self._stream.send(self.name, report(self._stream.number))  # type: ignore[operator]
-
-    def _call(self, call: Admit | Drain) -> None:
-        """One call of the engine at a time; its answer may come late, or never."""
-        if self._calling:
-            return
-        self._calling = True
-        engine, life = self._engine, self._engine.life
-
-        def reached() -> None:
-            answers = engine.up and not engine.paused and engine.life == life
-            aborted = 0
-            if answers and isinstance(call, Admit):
-                engine.admit(call.epoch, self._job)
-            elif answers:
-                aborted = engine.drain()
-            self.after(CALL_S, lambda: answered(answers, aborted))
-
-        def answered(answers: bool, aborted: int) -> None:
-            self._calling = False
-            if not answers:
-                return
-            if isinstance(call, Admit):
-                self._happened(EngineAdmitted(call.epoch, call.life))
-            else:
-                self._happened(EngineDrained(call.life, aborted))
-
-        self.after(CALL_S, reached)
-
-    # ---- engine ----
-
-    def _watch_engine(self) -> None:
-        """After the supervisor: it starts the guest, ends it, and sees what becomes of it."""
-        engine = self._engine
-        if self._seen_life and (not engine.up or engine.life != self._seen_life):
-            self._seen_life = 0
-            self._happened(EngineDown())
-        barred = self._harvest.off(self._replica)
-        if barred and engine.up and "a stop leaves its guest" not in self._bugs:
-            self.world.crash(engine.name)
-            self._happened(EngineDown())
-            self._seen_life = 0
-        elif not barred and self._harvest.known and not engine.up:
-            self.world.start(engine.name)
-        elif engine.up and not engine.paused and not self._seen_life:
-            self._seen_life = engine.life
-            self._happened(EngineUp(engine.epoch, engine.admits))
-
-    def _update(self) -> None:
-        """Come to the newest version of the leased job, one at a time."""
-        engine, job = self._engine, self._job
-        version = self._told.versions.get(job, 0)
-        if self._updating or not job or (engine.job, engine.version) == (job, version):
-            return
-        if not engine.up or self._seen_life != engine.life:
-            return
-        self._updating = True
-        life = engine.life
-
-        def fetched() -> None:
-            self._updating = False
-            if not engine.up or engine.life != life or engine.paused:
-                return
-            engine.job, engine.version = job, version
-            self._invariants.activated(self._replica, job, version)
-            self._say(lambda n: Activated(n, self._replica, version, True, "", job))
-            self._update()
-
-        self.after(FETCH_S, fetched)
+    # ---- the guest's grant ----
 
     def _tick_guard(self) -> None:
-        self._happened(LeaseTick())
-        self._update()
+        """After `GuardThread`: one grant."""
+        agent = self._replica.lease_agent
         now_ns = int(self.now_s() * _NS)
         if "a pause counts for nothing" in self._bugs:
             self._guard._last_step_ns = None
-        ignored = {"staleAfter ignored", "a lease lives for ever"} & self._bugs
         seen = Seen(
             host_view(now_ns),
-            lease_epoch=self._lease_epoch(),
+            lease_epoch=agent.lease_epoch(),
             caps=self._caps.harvest,
-            cut_off=self._caps.cut_off and not ignored,
+            cut_off=self._caps.cut_off,
         )
         for action in self._guard.step(seen, now_ns):
             match action:
                 case Write(grant):
                     self._page.grant, self._granted_under = grant, seen.lease_epoch
                 case VoidLeases():
-                    self._happened(Revoked("the node stood still"))
+                    agent.take_back(FreezeReason.STALLED)

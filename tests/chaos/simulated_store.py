@@ -8,18 +8,27 @@ start anew when it does, so that one may live longer than its holder believes, a
 History can be compacted: a watch that asks for what is gone is told so, and has to list again.
 """
 
+import asyncio
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
-from rose.store import Change, Delete, Expect, Listing, Put, StoreEntry
-from rose.store.protocol import difference, note
-from tests.chaos.simulation import SimulatedProcess, Simulation
+from typing_extensions import override
+
+from rose.errors import UnavailableError
+from rose.store import Change, Delete, Expect, LeaseGoneError, Listing, Put, StoreEntry, Write
+from rose.store.election import LEADER
+from rose.store.protocol import TxnStore, difference, note
+from tests.chaos.simulated_grpc import LoopProcess
+from tests.chaos.simulation import SKIPPED, SimulatedProcess, Simulation
 
 STORE = "store"
 ANSWER_S = 0.5
 LEASE_TICK_S = 0.2
-LOOK_S = 0.4
+# As of a file; etcd pushes.
+LOOK_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +84,7 @@ class ChangesSince:
 
 
 COMPACTED = "compacted"
+LEASE_GONE = "lease gone"
 Request = Txn | Get | RevokeLease | List | GrantLease | KeepLease | ChangesSince
 
 
@@ -165,14 +175,14 @@ class SimulatedStore(SimulatedProcess):
                     if change.revision > request.revision and change.key.startswith(request.prefix)
                 ), self.revision
 
-    def _txn(self, sender: str, txn: Txn) -> int | None:
+    def _txn(self, sender: str, txn: Txn) -> int | str | None:
         for each in txn.expect:
             entry = self.entries.get(each.key)
             if (entry.revision if entry else 0) != each.revision:
                 return None
         for write in txn.writes:
             if isinstance(write, Put) and write.lease and write.lease not in self._leases:
-                return None
+                return LEASE_GONE
         self._before_write(sender, txn)
         self._write(txn.writes)
         return self.revision
@@ -221,48 +231,81 @@ class StoreClient:
         """The store answered; what nobody waits for any more is dropped."""
         self._over(answer.number, answer.value, known=True)
 
-    def _over(self, number: int, value: object, *, known: bool) -> None:
+    def _over(self, number: int, value: object, *, known: bool) -> object:
         then = self._open.pop(number, None)
-        if then is not None:
-            then(value, known)
+        return SKIPPED if then is None else then(value, known)
 
 
-class SimulatedWatch:
-    """A watch of one prefix, by asking again and again; lists anew after a compaction."""
+class StoreStub(TxnStore):
+    """The store as the product's coroutines see it: the contract of `rose.store.protocol`."""
 
-    def __init__(
-        self,
-        process: SimulatedProcess,
-        client: StoreClient,
-        since: Listing,
-        on_change: Callable[[Change], None],
-    ) -> None:
+    def __init__(self, process: LoopProcess, bugs: frozenset[str]) -> None:
         self._process = process
-        self._client = client
-        self._prefix, self._revision = since.prefix, since.revision
-        self._known = {entry.key: entry.revision for entry in since.entries}
-        self._on_change = on_change
+        self._client = StoreClient(process)
+        self._bugs = bugs
 
-    def look(self) -> None:
-        """Ask for news, and go on asking."""
-        self._client.ask(ChangesSince(self._prefix, self._revision), self._heard)
+    def heard(self, answer: Answer) -> None:
+        """The store answered."""
+        self._client.heard(answer)
 
-    def _heard(self, value: object, known: bool) -> None:
-        if known and value == COMPACTED:
-            self._client.ask(List(self._prefix), self._listed)
-            return
-        if known:
-            changes, revision = value  # type: ignore[misc]
-            self._take(changes, revision)
-        self._process.after(LOOK_S, self.look)
+    async def get(self, key: str) -> StoreEntry | None:
+        return await self._ask(Get(key))
 
-    def _listed(self, value: object, known: bool) -> None:
-        if known and isinstance(value, Listing):
-            self._take(difference(self._known, value), value.revision)
-        self._process.after(LOOK_S, self.look)
+    async def list(self, prefix: str) -> Listing:
+        listing: Listing = await self._ask(List(prefix))
+        return listing
 
-    def _take(self, changes: Sequence[Change], revision: int) -> None:
-        for change in changes:
-            note(self._known, change)
-            self._on_change(change)
-        self._revision = max(self._revision, revision)
+    @override
+    async def txn(self, expect: Sequence[Expect], writes: Sequence[Write]) -> int | None:
+        term = next((each.revision for each in expect if each.key == LEADER), 0)
+        if "no fencing" in self._bugs and term:
+            expect = ()
+        done = await self._ask(Txn(tuple(expect), tuple(writes), term))
+        if done == LEASE_GONE:
+            raise LeaseGoneError("the lease is over")
+        return done
+
+    async def watch(self, since: Listing) -> AsyncGenerator[Change, None]:
+        known, seen = {entry.key: entry.revision for entry in since.entries}, since.revision
+        while True:
+            changes: Sequence[Change] = ()
+            with suppress(UnavailableError):
+                news = await self._ask(ChangesSince(since.prefix, seen))
+                if news == COMPACTED and "a lost re-list after compaction" in self._bugs:
+                    seen = (await self.list(since.prefix)).revision
+                elif news == COMPACTED:
+                    listing = await self.list(since.prefix)
+                    changes, seen = difference(known, listing), listing.revision
+                else:
+                    changes, seen = news
+            for change in changes:
+                note(known, change)
+                yield change
+            await asyncio.sleep(LOOK_S)
+
+    async def grant_lease(self, ttl_s: float) -> int:
+        return int(await self._ask(GrantLease(ttl_s)))
+
+    async def keep_lease(self, lease: int) -> float:
+        return float(await self._ask(KeepLease(lease)))
+
+    async def revoke_lease(self, lease: int) -> None:
+        await self._ask(RevokeLease(lease))
+
+    async def close(self) -> None:
+        """Nothing to let go of."""
+
+    async def _ask(self, request: Request) -> Any:
+        answered: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+
+        def settle(value: object, known: bool) -> None:
+            if answered.done():
+                return
+            if known:
+                answered.set_result(value)
+            else:
+                answered.set_exception(UnavailableError("the store does not answer"))
+
+        run = self._process.loop.run
+        self._client.ask(request, lambda value, known: run(lambda: settle(value, known)))
+        return await answered

@@ -4,10 +4,10 @@
     send ──► dropped, late, out of order, or lost in a partition ──► heap
     Stream ──► in order, late, held back by a partition, or broken ──► heap
 
-Processes are objects with handlers. A crash forgets every timer and message of the life before; a
-pause holds them back, and they come together when it ends, as after SIGSTOP and SIGCONT. Each
-process has a clock of its own, which may run fast, slow or ahead. Nothing here reads a real clock
-or a source of randomness besides the seed.
+Processes are objects with handlers; one that runs asyncio has a `SimulatedLoop`. A crash forgets
+every timer and message of the life before; a pause holds them back, and they come together when it
+ends, as after SIGSTOP and SIGCONT. Each process has a clock of its own, which may run fast, slow or
+ahead. Nothing here reads a real clock or a source of randomness besides the seed.
 """
 
 import heapq
@@ -20,6 +20,11 @@ from dataclasses import dataclass
 LEAST_DELAY_S, MOST_DELAY_S = 0.001, 0.02
 LATE_S = 1.5
 HISTORY_LINES = 4_000
+# After `rose.rpc.channel`: a ping after 2 s, which waits for 3 s.
+KEEPALIVE_S = 1.0
+KEEPALIVE_MISSES = 5
+# What a call returns that did nothing at all, and is no event.
+SKIPPED = object()
 
 
 class InvariantError(AssertionError):
@@ -54,6 +59,9 @@ class SimulatedProcess:
     def started(self) -> None:
         """It starts, for the first time or after a crash: all that it knew is gone."""
 
+    def crashed(self) -> None:
+        """It ended without a word."""
+
     def heard(self, sender: str, message: object) -> None:
         """A message came."""
 
@@ -70,7 +78,7 @@ class SimulatedProcess:
         """Its own monotonic clock."""
         return self.clock_offset_s + self.clock_rate * self.world.now_s
 
-    def after(self, delay_s: float, call: Callable[[], None]) -> None:
+    def after(self, delay_s: float, call: Callable[[], object]) -> None:
         """Call after so long by its own clock, in this life."""
         self.world.at(delay_s / self.clock_rate, self, call)
 
@@ -99,8 +107,11 @@ class Stream:
         self.number = number
         self.ends = (opener, acceptor)
         self.closed: set[str] = set()
-        # When the message that is handled now was sent, by true time.
-        self.sent_s = 0.0
+        # When the message that is handled now was sent, and reached the receiver's machine.
+        self.sent_s = self.arrived_s = 0.0
+        # What whoever closed it said.
+        self.reason: object = None
+        self.missed = 0
         self._world = world
         self._lives = {name: world.processes[name].life for name in self.ends}
         self._last_s = {opener: 0.0, acceptor: 0.0}
@@ -112,6 +123,8 @@ class Stream:
 
     def send(self, sender: str, message: object) -> None:
         """Send after everything that was sent before."""
+        if sender in self.closed:
+            return
         receiver, sent_s = self._world.processes[self.other(sender)], self._world.now_s
 
         def heard() -> None:
@@ -120,19 +133,33 @@ class Stream:
 
         self._pass_on(sender, heard)
 
-    def close(self, by: str) -> None:
-        """End it: at this end now, at the other one once that hears it."""
+    def close(self, by: str, reason: object = None) -> None:
+        """End it: at this end now, at the other one once that hears it, with a reason."""
         if by in self.closed:
             return
         receiver = self._world.processes[self.other(by)]
 
         def ended() -> None:
+            self.reason = reason
             self.closed.add(receiver.name)
+            self._world.drop_stream(self)
             receiver.stream_ended(self)
 
         self._pass_on(by, ended)
         self.closed.add(by)
         self._world.drop_stream(self)
+
+    def broke(self) -> None:
+        """Nobody answers at the other end: both ends find it over by themselves."""
+        for name in self.ends:
+            process = self._world.processes[name]
+            if name not in self.closed and self._lives[name] == process.life:
+                self._world.at(0.0, process, lambda process=process: self._found_broken(process))  # type: ignore[misc]
+
+    def _found_broken(self, process: SimulatedProcess) -> None:
+        if process.name not in self.closed:
+            self.closed.add(process.name)
+            process.stream_ended(self)
 
     def opened(self) -> None:
         """Tell the acceptor."""
@@ -146,8 +173,6 @@ class Stream:
             self._pass_on(sender, call)
 
     def _pass_on(self, sender: str, call: Callable[[], None]) -> None:
-        if sender in self.closed:
-            return
         world, to = self._world, self.other(sender)
         receiver, life = world.processes[to], self._lives[to]
 
@@ -157,6 +182,7 @@ class Stream:
             if world.is_cut(sender, to):
                 self._held.append((sender, call))
                 return
+            self.arrived_s = due_s
             call()
 
         due_s = max(world.now_s + world.delay_s(), self._last_s[to] + 1e-6)
@@ -167,8 +193,7 @@ class Stream:
 class Simulation:
     """The world: runs events in the order of their times until none is due."""
 
-    def __init__(self, seed: int, check: Callable[[], None] = lambda: None) -> None:
-        """`check` is called after every event, and raises when something must not be."""
+    def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.now_s = 0.0
         self.events = 0
@@ -177,13 +202,14 @@ class Simulation:
         self.history: list[str] = []
         self._streams: dict[int, Stream] = {}
         self._cuts: set[frozenset[str]] = set()
-        self._check = check
-        self._heap: list[tuple[float, int, SimulatedProcess | None, int, Callable[[], None]]] = []
+        self._heap: list[tuple[float, int, SimulatedProcess | None, int, Callable[[], object]]] = []
         self._number = itertools.count(1)
-        self._held: dict[str, list[Callable[[], None]]] = {}
+        self._held: dict[str, list[Callable[[], object]]] = {}
+        self._failure: BaseException | None = None
+        self.at(KEEPALIVE_S, None, self._keep_alive)
 
     def at(
-        self, delay_s: float, process: SimulatedProcess | None, call: Callable[[], None]
+        self, delay_s: float, process: SimulatedProcess | None, call: Callable[[], object]
     ) -> None:
         """Have `call` run in the process's life of now; None: a fault, which nothing holds up."""
         life = process.life if process is not None else 0
@@ -227,7 +253,7 @@ class Simulation:
             self._streams.pop(stream.number, None)
 
     def run(self, until_s: float) -> None:
-        """Run until that time. Raises what `check` raises."""
+        """Run until that time. Raises what `failed` was told first."""
         heap = self._heap
         while heap and heap[0][0] <= until_s:
             due_s, _, process, life, call = heapq.heappop(heap)
@@ -238,16 +264,31 @@ class Simulation:
                 if process.paused:
                     self._held.setdefault(process.name, []).append(call)
                     continue
-            self.events += 1
-            call()
-            self._check()
+            if call() is not SKIPPED:
+                self.events += 1
+            if self._failure is not None:
+                raise self._failure
         self.now_s = max(self.now_s, until_s)
+
+    def failed(self, error: BaseException) -> None:
+        """Something broke that nobody else would hear of: the world ends with this event."""
+        self._failure = self._failure or error
 
     def note(self, line: str) -> None:
         """Add a line to the history that a failure prints."""
         self.history.append(f"{self.now_s:9.3f} {line}")
         if len(self.history) > HISTORY_LINES:
             del self.history[: HISTORY_LINES // 2]
+
+    def _keep_alive(self) -> None:
+        """Both ends of each connection ping the other, and give it up when no answer comes."""
+        for stream in list(self._streams.values()):
+            deaf = any(self.processes[name].paused for name in stream.ends)
+            stream.missed = stream.missed + 1 if deaf or self.is_cut(*stream.ends) else 0
+            if stream.missed >= KEEPALIVE_MISSES:
+                stream.broke()
+                self._streams.pop(stream.number)
+        self.at(KEEPALIVE_S, None, self._keep_alive)
 
     # ---- faults ----
 
@@ -269,6 +310,7 @@ class Simulation:
                 stream.close(name)
         process.up, process.paused, process.life = False, False, process.life + 1
         self._held.pop(name, None)
+        process.crashed()
 
     def pause(self, name: str) -> None:
         """Stop a process in its tracks; its timers and messages wait."""

@@ -1,12 +1,19 @@
 """World of a seed: its processes, and the faults that the seed draws for it.
 
 Faults are a list made before anything runs, so that a failure can be run again with fewer of them.
+
+    0 s ── faults ── FAULTS_S ── everything comes back ── LIVES_S ── drain, stop-all ── END_S
+                        │ the operator resumes               │ it does                  │ no guest
 """
 
+import gc
+import math
 import random
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 
+from elastic_scheduler import HarvestMode
 from tests.chaos.invariants import Invariants
 from tests.chaos.simulated_clients import SimulatedOperator, SimulatedTrainer
 from tests.chaos.simulated_gateway import SimulatedGateway
@@ -18,9 +25,17 @@ from tests.chaos.simulation import InvariantError, Simulation, Weather
 SCHEDULERS = ("scheduler-0", "scheduler-1")
 NODES = ("node-0", "node-1", "node-2")
 JOBS = ("a", "b")
-# Faults come until then; afterwards the world has to come to rest.
-FAULTS_S = 40.0
-END_S = 48.0
+# Faults come until then, and none lasts longer.
+FAULTS_S = 34.0
+# The longest way back: whoever looked for a leader for long pauses for 5 s, a leader's lease is
+# over after 2 s, an operator rests for 2 s before it resumes and finds the leader by its third
+# call, and a replica that was revoked rests for 1 s.
+LIVES_S = FAULTS_S + 12.0
+DRAINED_S = LIVES_S + 2.0
+END_S = DRAINED_S + 2.0
+CALM_REST_S = 0.2
+# How long a scheduler has from SIGTERM on; then it is gone.
+TERM_S = 0.5
 MOST_FAULTS = 24
 
 
@@ -52,7 +67,20 @@ def draw_faults(seed: int) -> tuple[Fault, ...]:
     faults = []
     for _ in range(rng.randint(3, MOST_FAULTS)):
         at_s = rng.uniform(1.0, FAULTS_S)
-        kind = rng.choice(("crash", "crash", "pause", "pause", "cut", "cut", "storm", "compact"))
+        kind = rng.choice(
+            (
+                "crash",
+                "crash",
+                "pause",
+                "pause",
+                "cut",
+                "cut",
+                "storm",
+                "compact",
+                "stop",
+                "handover",
+            )
+        )
         target, other = rng.choice(processes), ""
         for_s = min(rng.choice((0.3, 1.0, 3.0, 8.0)) * rng.uniform(0.5, 1.5), FAULTS_S - at_s)
         if kind == "cut":
@@ -60,8 +88,26 @@ def draw_faults(seed: int) -> tuple[Fault, ...]:
             other = rng.choice([name for name in everybody if name != target])
         if kind in ("storm", "compact"):
             target = STORE
+        if kind == "stop":
+            target, for_s = rng.choice(SCHEDULERS), max(for_s, 2 * TERM_S)
+        if kind == "handover":
+            faults += draw_handover(rng, min(at_s, FAULTS_S - 8.0))
+            continue
         faults.append(Fault(at_s, kind, target, other, for_s))
     return tuple(sorted(faults, key=lambda fault: fault.at_s))
+
+
+def draw_handover(rng: random.Random, at_s: float) -> list[Fault]:
+    """A node loses the leader, which leases it anew unheard and then stops.
+
+    Its next leader hears of a lease that still lives there and is over all the same.
+    """
+    scheduler, node = rng.choice(SCHEDULERS), rng.choice(NODES)
+    return [
+        Fault(at_s, "cut", scheduler, node, rng.uniform(3.0, 6.0)),
+        Fault(at_s + rng.uniform(0.05, 0.3), "revoke", f"{node}/guest"),
+        Fault(at_s + rng.uniform(1.2, 2.5), "stop", scheduler, "", rng.uniform(2.0, 5.0)),
+    ]
 
 
 class ChaosWorld:
@@ -74,20 +120,32 @@ class ChaosWorld:
         self.faults = draw_faults(seed) if faults is None else tuple(faults)
         self.simulation = world = Simulation(seed)
         planted = frozenset(bugs)
-        self.invariants = Invariants(lambda: world.now_s, world.note)
+        # How many faults there are now, and since when there is none.
+        self._faults = 0
+        self._calm_since_s = 0.0
+        self.invariants = Invariants(
+            lambda: world.now_s,
+            world.note,
+            world.failed,
+            lambda: math.inf if self._faults else self._calm_since_s,
+        )
         self.store = SimulatedStore(world, self.invariants.before_write)
         self.invariants.store = self.store
-        for name in SCHEDULERS:
-            SimulatedScheduler(world, name, self.invariants, planted)
+        self.schedulers = [
+            SimulatedScheduler(world, name, self.invariants, planted) for name in SCHEDULERS
+        ]
         engines = {}
+        self.nodes = []
         for node in NODES:
             page, replica = Page(), f"{node}/guest"
             engine = SimulatedEngine(world, engine_of(node), replica, page, self.invariants)
             engines[replica] = engine.name
-            SimulatedNode(world, node, SCHEDULERS, engine, page, self.invariants, planted)
+            self.nodes.append(
+                SimulatedNode(world, node, SCHEDULERS, engine, page, self.invariants, planted)
+            )
         for job in JOBS:
             SimulatedTrainer(world, job, SCHEDULERS, self.invariants)
-        SimulatedOperator(world, SCHEDULERS, self.invariants)
+        self.operator = SimulatedOperator(world, SCHEDULERS, self.invariants, self.store.compact)
         SimulatedGateway(world, SCHEDULERS, engines, JOBS, self.invariants, planted)
         self._skew()
 
@@ -99,8 +157,47 @@ class ChaosWorld:
                 world.start(name)
         for fault in self.faults:
             world.at(fault.at_s, None, lambda fault=fault: self._strike(fault))  # type: ignore[misc]
-        world.run(END_S)
-        self.invariants.end()
+        try:
+            world.run(FAULTS_S)
+            self.operator.insist(HarvestMode.ACTIVE)
+            world.run(LIVES_S)
+            self._must_live()
+            self.operator.insist(HarvestMode.HOLD_AND_DRAIN, CALM_REST_S)
+            world.run(DRAINED_S)
+            self.operator.insist(HarvestMode.OFF, CALM_REST_S)
+            world.run(END_S)
+            self._must_be_over()
+            self.invariants.end()
+        finally:
+            for each in (*self.schedulers, *self.nodes):
+                if each.up:
+                    each.loop.end()
+
+    def _must_live(self) -> None:
+        """With no fault left: one leads, every node is attached, both jobs have a lease."""
+        leaders = [each for each in self.schedulers if each.leads()]
+        if len(leaders) != 1:
+            raise InvariantError(f"{[each.name for each in leaders]} lead at {LIVES_S} s")
+        core, now_s = leaders[0].core, leaders[0].now_s()
+        assert core is not None
+        status = core.status(now_s)
+        lost = [each.name for each in self.nodes if not each.attached]
+        offered = {row.node for row in status.replicas}
+        if lost or offered != set(NODES):
+            raise InvariantError(f"{lost} are not attached, {sorted(offered)} offer")
+        leased = {lease.job for lease in status.leases}
+        served = {each.leased_to for each in self.nodes}
+        if not (leased >= set(JOBS) and served >= set(JOBS)):
+            raise InvariantError(f"{sorted(leased)} are leased, nodes serve {sorted(served)}")
+
+    def _must_be_over(self) -> None:
+        """A stop that nothing disturbed was obeyed: no lease, and no guest."""
+        said = [each.core.status(each.now_s()) for each in self.schedulers if each.core]
+        leases = [lease.id for status in said for lease in status.leases]
+        processes = self.simulation.processes
+        guests = [name for name in map(engine_of, NODES) if processes[name].up]
+        if leases or guests or self.operator.said is not HarvestMode.OFF:
+            raise InvariantError(f"after stop-all there are {leases}, {guests}")
 
     def _skew(self) -> None:
         """Clocks that started at other times, and some that run a little fast or slow."""
@@ -115,27 +212,43 @@ class ChaosWorld:
             engine.clock_offset_s, engine.clock_rate = daemon.clock_offset_s, daemon.clock_rate
 
     def _strike(self, fault: Fault) -> None:
-        world, later = self.simulation, self._later
+        world = self.simulation
         world.note(f"FAULT {fault.kind} {fault.target} {fault.other} for {fault.for_s:.2f} s")
+        undo: Callable[[], None] | None = None
         match fault.kind:
             case "crash":
                 world.crash(fault.target)
+                # An engine is started by its node.
                 if not fault.target.startswith("engine"):
-                    later(fault, lambda: world.start(fault.target))
+                    undo = partial(world.start, fault.target)
             case "pause":
                 world.pause(fault.target)
-                later(fault, lambda: world.resume(fault.target))
+                undo = partial(world.resume, fault.target)
             case "cut":
                 world.cut(fault.target, fault.other)
-                later(fault, lambda: world.heal(fault.target, fault.other))
+                undo = partial(world.heal, fault.target, fault.other)
             case "storm":
                 world.weather = Weather(drop=0.1, late=0.2)
-                later(fault, self._calm)
+                undo = self._calm
             case "compact":
                 self.store.compact()
+            case "revoke":
+                self.operator.revoke(fault.target)
+            case "stop":
+                scheduler = next(each for each in self.schedulers if each.name == fault.target)
+                scheduler.stop()
+                world.at(TERM_S, None, partial(world.crash, fault.target))
+                undo = partial(world.start, fault.target)
+        # Neither of these is in anybody's way.
+        if fault.kind not in ("compact", "revoke"):
+            self._faults += 1
+            world.at(fault.for_s, None, partial(self._over, undo))
 
-    def _later(self, fault: Fault, call: Callable[[], None]) -> None:
-        self.simulation.at(fault.for_s, None, call)
+    def _over(self, undo: Callable[[], None] | None) -> None:
+        if undo is not None:
+            undo()
+        self._faults -= 1
+        self._calm_since_s = self.simulation.now_s
 
     def _calm(self) -> None:
         self.simulation.weather = Weather()
@@ -156,12 +269,17 @@ def live(seed: int, faults: Sequence[Fault] | None = None, bugs: Collection[str]
     """Run a world to its end, or until an invariant is broken."""
     world = ChaosWorld(seed, faults, bugs)
     broken = ""
+    collects = gc.isenabled()
+    gc.disable()  # a world is short, and full of cycles
     try:
         world.run()
     except InvariantError as error:
         broken = str(error)
     except Exception as error:
         broken = repr(error)
+    finally:
+        if collects:
+            gc.enable()
     simulation = world.simulation
     return Outcome(seed, simulation.events, broken, world.faults, tuple(simulation.history))
 

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 from rose.store.protocol import (
     ABSENT,
@@ -69,7 +69,7 @@ class InMemoryStore(TxnStore):
             self._set(each.key, value, lease)
         return self._revision
 
-    async def watch(self, since: Listing) -> AsyncIterator[Change]:
+    async def watch(self, since: Listing) -> AsyncGenerator[Change, None]:
         known = {entry.key: entry.revision for entry in since.entries}
         seen = since.revision
         while True:

@@ -5,11 +5,11 @@ none for `staleAfter` harvests nothing: its guest is frozen and keeps no KV memo
 """
 
 import math
-import time
 from collections.abc import Callable
 from typing import Final
 
 from executor.harvest_caps import UNCAPPED, HarvestCaps
+from rose.clock import boot_clock_s
 from rose.errors import RefusedError
 from rose.rpc import rose_pb2
 
@@ -79,7 +79,7 @@ def check_caps(caps: rose_pb2.Caps) -> None:
 class Contact:
     """When a scheduler was heard last: for as long as its stream is open it counts as heard."""
 
-    def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock_s: Callable[[], float] = boot_clock_s) -> None:
         self._clock_s = clock_s
         self._lost_at_s: float | None = clock_s()
 

@@ -241,3 +241,20 @@ async def test_a_running_scheduler_obeys_a_stop_that_another_wrote(tmp_path: Pat
         assert (await node.hears("harvest")).harvest.mode == pb.HARVEST_MODE_ACTIVE
         watching.cancel()
         await node.leave()
+
+
+async def test_a_stop_that_was_compacted_away_is_obeyed_and_an_older_one_is_not(
+    tmp_path: Path,
+) -> None:
+    bench = Bench(InMemoryStore(), tmp_path)
+    async with running(bench):
+        watching = asyncio.create_task(bench.service.watch_stop())
+        node = FakeNode(bench.stub)
+        assert (await node.hears("harvest")).harvest.mode == pb.HARVEST_MODE_ACTIVE
+        # Both at once, and their history gone: the newer one counts, and only it.
+        bench.store.write("stop", b'{"mode": "hold_and_drain"}')
+        newest = bench.store.write("stop", b'{"mode": "off"}')
+        await bench.store.compact(newest)
+        assert (await node.hears("harvest")).harvest.mode == pb.HARVEST_MODE_OFF
+        watching.cancel()
+        await node.leave()

@@ -208,6 +208,32 @@ async def test_a_leader_that_stops_is_followed_at_once_by_another() -> None:
     assert await store.get(LEADER) is None
 
 
+async def test_work_that_finds_its_term_over_ends_the_term_and_not_the_process() -> None:
+    loop, store = asyncio.get_running_loop(), InMemoryStore()
+    terms: list[FencedStore] = []
+    again = asyncio.Event()
+
+    async def work(fenced: FencedStore) -> None:
+        terms.append(fenced)
+        if len(terms) == 1:
+            raise LeadershipLostError("this process stood still")
+        again.set()
+        await asyncio.Event().wait()
+
+    events: list[str] = []
+    leadership = Leadership(
+        store, "one:1", work, lambda event, **_: events.append(event), loop.time
+    )
+    running = asyncio.create_task(leadership.run())
+    async with asyncio.timeout(PATIENCE_S):
+        await again.wait()
+    assert events == ["scheduler_leads", "scheduler_steps_down", "scheduler_leads"]
+    assert leadership.leads()
+    assert [term.leads() for term in terms] == [False, True]
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
 async def test_a_leader_cut_off_from_its_store_is_down_before_another_is_up() -> None:
     loop = asyncio.get_running_loop()
     store = Hanging(loop.time)
