@@ -128,6 +128,7 @@ class SchedulerService(SchedulerServicer):
         self._commits: set[asyncio.Task[int | None]] = set()
         self._reservations: set[asyncio.Task[None]] = set()
         self._closings = 0
+        self._door = asyncio.Lock()
         # Streams on which something was sent since the last beat.
         self._told: set[int] = set()
         # Blackout windows hang on the wall clock: no node may attach before the core knows it.
@@ -226,7 +227,7 @@ class SchedulerService(SchedulerServicer):
         queue = self._queues[stream] = CommandQueue()
         reader: asyncio.Task[None] | None = None
         try:
-            if self._handle(queue, first.node, lambda: wire.attached(first, stream)):
+            if await self._greet(queue, first, stream):
                 reader = asyncio.create_task(
                     self._read(request_iterator, first.node, stream, queue)
                 )
@@ -241,6 +242,17 @@ class SchedulerService(SchedulerServicer):
                 reader.cancel()
             del self._queues[stream]
             self._handle(queue, first.node, lambda: Detached(stream))
+
+    async def _greet(self, queue: CommandQueue, first: pb.NodeReport, stream: int) -> bool:
+        """Let a node in; False when it is refused.
+
+        One in each turn of the loop: to greet a thousand at once, as after a failover, would keep
+        this process for so long from keeping its lead that it loses it.
+        """
+        async with self._door:
+            greeted = self._handle(queue, first.node, lambda: wire.attached(first, stream))
+            await asyncio.sleep(0)
+        return greeted
 
     async def _hello(
         self,
