@@ -140,6 +140,7 @@ class SchedulerService(SchedulerServicer):
         self._commits: set[asyncio.Task[int | None]] = set()
         self._reservations: set[asyncio.Task[None]] = set()
         self._closings = self._begun = 0
+        self._door = asyncio.Lock()
         # Streams on which something was sent since the last beat.
         self._told: set[int] = set()
         # Blackout windows hang on the wall clock: no node may attach before the core knows it.
@@ -252,7 +253,7 @@ class SchedulerService(SchedulerServicer):
             self._beaten.add(stream)
         reader: asyncio.Task[None] | None = None
         try:
-            if self._handle(queue, first.node, lambda: wire.attached(first, stream)):
+            if await self._greet(queue, first, stream):
                 reader = asyncio.create_task(
                     self._read(request_iterator, first.node, stream, queue)
                 )
@@ -268,6 +269,17 @@ class SchedulerService(SchedulerServicer):
             del self._queues[stream]
             self._beaten.discard(stream)
             self._handle(queue, first.node, lambda: Detached(stream))
+
+    async def _greet(self, queue: CommandQueue, first: pb.NodeReport, stream: int) -> bool:
+        """Let a node in; False when it is refused.
+
+        One in each turn of the loop: to greet a thousand at once, as after a failover, would keep
+        this process for so long from keeping its lead that it loses it.
+        """
+        async with self._door:
+            greeted = self._handle(queue, first.node, lambda: wire.attached(first, stream))
+            await asyncio.sleep(0)
+        return greeted
 
     async def _hello(
         self,

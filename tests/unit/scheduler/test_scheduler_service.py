@@ -19,7 +19,7 @@ from rose.rpc.channel import MAX_REQUEST_BYTES, make_channel, make_server
 from rose.rpc.rose_pb2_grpc import SchedulerStub
 from rose.scheduler import service
 from rose.scheduler.main import SchedulerSettings, main, serve
-from rose.scheduler.messages import CommandQueue, TableSlot
+from rose.scheduler.messages import Action, Attached, CommandQueue, Event, TableSlot
 from rose.scheduler.standby import LeaderHandlers
 from rose.store import Expect, SqliteStore, StoreName, Write
 from rose.store.sqlite import BUSY_TIMEOUT_S
@@ -410,3 +410,31 @@ async def test_one_that_is_not_sure_to_lead_acts_on_nothing(bench: Bench) -> Non
         await bench.stub.RegisterJob(pb.RegisterJobRequest(job="j"))
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     await node.leave()
+
+
+async def test_nodes_that_come_together_are_let_in_one_in_each_turn_of_the_loop(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thousand greeted at once would keep the process from keeping its lead."""
+    turn, greeted, step = 0, list[int](), bench.core.step
+
+    async def turns() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    def watched(event: Event, now_s: float) -> list[Action]:
+        if isinstance(event, Attached):
+            greeted.append(turn)
+        return step(event, now_s)
+
+    monkeypatch.setattr(bench.core, "step", watched)
+    counting = asyncio.create_task(turns())
+    nodes = [FakeNode(bench.stub, f"n{number}") for number in range(16)]
+    for node in nodes:
+        await node.hears("harvest")
+    counting.cancel()
+    assert len(set(greeted)) == len(greeted) == len(nodes)
+    for node in nodes:
+        await node.leave()
