@@ -50,7 +50,7 @@ class SimulatedProcess:
         self.paused = False
         # For how long it stood still in all, by true time.
         self.paused_s = 0.0
-        self.pause_began_s = self.resumed_s = 0.0
+        self.pause_began_s = 0.0
         # Its monotonic clock: offset + rate * time of the simulation.
         self.clock_offset_s = 0.0
         self.clock_rate = 1.0
@@ -325,7 +325,6 @@ class Simulation:
             return
         process.paused = False
         process.paused_s += self.now_s - process.pause_began_s
-        process.resumed_s = self.now_s
         for call in self._held.pop(name, []):
             self.at(0.0, process, call)
 

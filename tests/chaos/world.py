@@ -98,14 +98,15 @@ def draw_faults(seed: int) -> tuple[Fault, ...]:
 
 
 def draw_handover(rng: random.Random, at_s: float) -> list[Fault]:
-    """A node loses the leader, which leases it anew unheard and then stops.
+    """A node loses the leader, which leases it anew unheard, for no other is free, and then stops.
 
     Its next leader hears of a lease that still lives there and is over all the same.
     """
     scheduler, node = rng.choice(SCHEDULERS), rng.choice(NODES)
+    revoked_s = at_s + rng.uniform(0.05, 0.3)
     return [
         Fault(at_s, "cut", scheduler, node, rng.uniform(3.0, 6.0)),
-        Fault(at_s + rng.uniform(0.05, 0.3), "revoke", f"{node}/guest"),
+        *(Fault(revoked_s, "revoke", f"{each}/guest") for each in NODES),
         Fault(at_s + rng.uniform(1.2, 2.5), "stop", scheduler, "", rng.uniform(2.0, 5.0)),
     ]
 
