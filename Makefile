@@ -17,12 +17,12 @@ $(STAMP): requirements/cpu.txt pyproject.toml scripts/install
 check: install
 	scripts/check
 
-# In three processes for two cores, since a third of their time is waiting; a file is run by one of
+# In four processes for two cores, since half of their time is waiting; a file is run by one of
 # them. Engine tests need all cores, and with them is what takes as long as they do.
-UNIT := $(BIN)/python -m pytest -q -m "not engine and not nightly" --dist loadfile --durations=25
+UNIT := $(BIN)/python -m pytest -q -m "not engine and not nightly and not chaos" --dist loadfile --durations=25
 
 unit: install
-	$(UNIT) -n 3 $(ARGS)
+	$(UNIT) -n 4 $(ARGS)
 
 # Without those that import torch or vLLM, which leaves more of what waits.
 unit-light: install
@@ -92,6 +92,7 @@ fuzz: install
 SEEDS ?= 500
 chaos-sim: install
 	$(BIN)/python -m tests.chaos --seeds $(SEEDS) $(ARGS)
+	$(BIN)/python -m pytest -q tests/unit/chaos -m "chaos and not nightly" -n 2
 
 # On a machine with an NVIDIA GPU, by the Python that has torch for it. Installs nothing.
 GPU_PYTHON ?= python3

@@ -5,10 +5,15 @@ first two draw the same examples each time, so that a run of them proves the sam
 nightly draws new ones. A test that wants more than others says how many times as many.
 """
 
+import gc
 import os
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# What is imported here stays: looking through it again and again is a seventh of the collection, and
+# most of each full collection of garbage after it.
+gc.disable()
 
 EXAMPLES = {"dev": 25, "ci": 100, "nightly": 1000}
 
@@ -37,3 +42,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("engine") is None:
             item.add_marker(pytest.mark.unit)
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
+    gc.enable()

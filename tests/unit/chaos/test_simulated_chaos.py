@@ -1,6 +1,6 @@
 """Deterministic chaos: worlds hold, a seed replays exactly, and planted bugs are found.
 
-`make chaos-sim` runs many more seeds, new ones each time.
+`make chaos-sim` runs many more seeds, new ones each time, and what is marked `chaos` here.
 """
 
 import pytest
@@ -23,6 +23,7 @@ def test_a_seed_has_one_history() -> None:
     assert live(3) == live(3)
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize(("bug", "seed"), FIRST_SEED.items())
 def test_a_planted_bug_is_found(bug: str, seed: int) -> None:
     # Any change of a core moves the seed a little.
@@ -38,6 +39,7 @@ def test_a_planted_bug_is_found_within_five_hundred_seeds(bug: str) -> None:
     assert not live(found, faults).broken
 
 
+@pytest.mark.chaos
 def test_a_failure_is_shrunk_to_the_faults_that_it_needs() -> None:
     bug = "grants before the epoch is durable"
     failed = live(FIRST_SEED[bug], bugs=(bug,))

@@ -88,6 +88,7 @@ def test_a_node_obeys_each_renewal_and_leaves_out_the_one_that_it_refuses(
 def test_a_node_that_was_told_something_gets_no_heartbeat_besides(tmp_path: Path) -> None:
     service = SchedulerService(CoreBench().core, InMemoryStore(), EventLog(tmp_path, "scheduler"))
     told, silent = service._queues[1], service._queues[2] = CommandQueue(), CommandQueue()
+    service._beaten = {1, 2}
     service._tell(Command(1, pb.NodeCommand(relays=pb.Relays())))
     service._beat()
     assert (told.waiting, silent.waiting) == (1, 1)
