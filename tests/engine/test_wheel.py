@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.engine
+
 ROOT = Path(__file__).resolve().parents[2]
 EXTRAS = ("replica", "control", "cuda", "trainer", "nccl")
 # What no extra-less environment has: importing one of them there ends the process.

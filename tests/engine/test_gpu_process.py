@@ -17,6 +17,8 @@ from rose.bench.gpu.sizes import REHEARSAL, Sizes
 from tests.fakes.gpu import CARD, StandInReader
 from tests.left_behind import left_behind
 
+pytestmark = pytest.mark.engine
+
 HERE = str(Path(__file__).parent)
 (COPY,) = pieces_of(("copy",))
 
