@@ -11,8 +11,8 @@ import os
 import pytest
 from hypothesis import HealthCheck, settings
 
-# What is imported here stays: looking through it again and again is a seventh of the collection, and
-# most of each full collection of garbage after it.
+# What is imported here stays: to look through it for garbage again and again takes a seventh of the
+# time in which tests are collected, and most of each full look later.
 gc.disable()
 
 EXAMPLES = {"dev": 25, "ci": 100, "nightly": 1000}
