@@ -108,7 +108,8 @@ class Supervisor:
     """Runs `spec` until `stop`. `on_change` is awaited with each new state.
 
     MAX_SHORT_LIVES lives in a row shorter than STABLE_S are one too many: it stays `failed`, which
-    telemetry says, and the rest of the node goes on.
+    telemetry says, and the rest of the node goes on. A life that the rules end is neither short nor
+    stable: an operator's stops are no failures of the engine.
     """
 
     def __init__(
@@ -136,6 +137,7 @@ class Supervisor:
         self._short_lives = 0
         self._fresh = False
         self._switched = False
+        self._forbidden = False
 
     @property
     def warming(self) -> bool:
@@ -250,7 +252,7 @@ class Supervisor:
         start = asyncio.create_task(engine.wait_healthy(self._start_timeout_s, self._held_up))
         try:
             while not (await asyncio.wait((start,), timeout=POLL_S))[0]:
-                if reason := self._rules.must_end() or self._unwanted:
+                if reason := self._must_end() or self._unwanted:
                     await self._reclaim(engine, reason)
                     break
             await start
@@ -261,10 +263,15 @@ class Supervisor:
         """Exit status of the engine; whatever stands against it ends it first."""
         ended = asyncio.create_task(engine.process.wait())
         while not (await asyncio.wait((ended,), timeout=POLL_S))[0]:
-            reason = self._rules.must_end() or self._unwanted or self._rules.hangs()
+            reason = self._must_end() or self._unwanted or self._rules.hangs()
             if reason:
                 await self._reclaim(engine, reason)
         return ended.result()
+
+    def _must_end(self) -> str | None:
+        reason = self._rules.must_end()
+        self._forbidden = self._forbidden or reason is not None
+        return reason
 
     async def _reclaim(self, engine: EngineProcess, reason: str) -> None:
         began_s = time.monotonic()
@@ -277,6 +284,7 @@ class Supervisor:
         self._waits_for = None
         healthy = False
         self._unwanted = None
+        self._forbidden = False
         self._fresh = adopted is None
         started_s = time.monotonic()
         try:
@@ -301,7 +309,10 @@ class Supervisor:
         stable = healthy and time.monotonic() - started_s >= STABLE_S
         if self._switched:
             stable, self._switched = True, False
-        self._short_lives = 0 if stable else self._short_lives + 1
+        if stable:
+            self._short_lives = 0
+        elif not self._forbidden:
+            self._short_lives += 1
         return healthy
 
     def _note_place(self, pid: int) -> None:

@@ -1,0 +1,112 @@
+"""An engine that ends again and again is given up; one that was stopped as often is not."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from rose.engines.spec import EngineRole, EngineSpec
+from rose.logs.eventlog import EventLog
+from rose.node.guest import supervisor
+from rose.node.guest.supervisor import MAX_SHORT_LIVES, EngineState, Supervisor, SupervisorHooks
+from tests.patience import PATIENCE_S
+
+
+class StandInEngine:
+    """Healthy at once; lives until `die`, or `process.kill`."""
+
+    secret = ""
+    lives: list["StandInEngine"]
+
+    def __init__(self) -> None:
+        self._over = asyncio.Event()
+        self.process = SimpleNamespace(pid=0, wait=self._wait, kill=self._kill)
+
+    @classmethod
+    async def start(cls, *_: object) -> "StandInEngine":
+        cls.lives.append(cls())
+        return cls.lives[-1]
+
+    async def wait_healthy(self, *_: object) -> None:
+        pass
+
+    async def stop(self) -> None:
+        self._over.set()
+
+    def die(self) -> None:
+        self._over.set()
+
+    async def _wait(self) -> int:
+        await self._over.wait()
+        return 1
+
+    async def _kill(self) -> None:
+        self._over.set()
+
+
+class Bench:
+    """A supervisor of stand-in engines; `forbidden` is what its rules say."""
+
+    def __init__(self, folder: Path) -> None:
+        self.forbidden: str | None = None
+        self.events = EventLog(folder, "node")
+        hooks = SupervisorHooks(must_end=lambda: self.forbidden)
+        spec = EngineSpec("g0", EngineRole.GUEST, folder, 1, folder / "log")
+        self.supervisor = Supervisor(spec, 1.0, self.events, self._changed, hooks)
+
+    async def _changed(self, state: EngineState) -> None:
+        pass
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while not holds():  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+
+    async def healthy(self) -> StandInEngine:
+        await self.until(lambda: self.supervisor.state is EngineState.HEALTHY)
+        return StandInEngine.lives[-1]
+
+    async def dies(self) -> None:
+        engine = await self.healthy()
+        engine.die()
+        await self.until(lambda: self.supervisor.state is not EngineState.HEALTHY)
+
+    async def stopped_and_let_on(self) -> None:
+        await self.healthy()
+        self.forbidden = "stopped by the operator"
+        await self.until(lambda: self.supervisor.state is EngineState.STOPPED)
+        self.forbidden = None
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    StandInEngine.lives = []
+    monkeypatch.setattr(supervisor, "EngineProcess", StandInEngine)
+    monkeypatch.setattr(supervisor, "POLL_S", 0.001)
+    monkeypatch.setattr(supervisor, "FIRST_BACKOFF_S", 0.001)
+    monkeypatch.setattr(supervisor, "MAX_BACKOFF_S", 0.001)
+    return Bench(tmp_path)
+
+
+async def test_an_engine_that_dies_young_each_time_is_given_up(bench: Bench) -> None:
+    running = asyncio.create_task(bench.supervisor.run())
+    for _ in range(MAX_SHORT_LIVES):
+        await bench.dies()
+    await bench.until(lambda: bench.supervisor.state is EngineState.FAILED)
+    assert len(StandInEngine.lives) == MAX_SHORT_LIVES
+    await bench.supervisor.stop()
+    await running
+
+
+async def test_an_engine_that_was_stopped_each_time_is_started_again_after_a_crash(
+    bench: Bench,
+) -> None:
+    running = asyncio.create_task(bench.supervisor.run())
+    for _ in range(MAX_SHORT_LIVES):
+        await bench.stopped_and_let_on()
+    await bench.dies()
+    await bench.healthy()
+    await bench.supervisor.stop()
+    await running
