@@ -5,6 +5,7 @@ To kill is to abort every connection and to drop everything but the files.
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -148,10 +149,11 @@ class Member:
 
     def landed(self, name: str) -> int:
         """Bytes of a chunk that are on its disk."""
-        if self.store.has(name):
-            return (self.store.chunks_dir / name).stat().st_size
-        part = self.store.part_path(name)
-        return part.stat().st_size if part.exists() else 0
+        # In this order: a part may become the whole chunk at any moment.
+        for path in (self.store.part_path(name), self.store.chunks_dir / name):
+            with suppress(FileNotFoundError):
+                return path.stat().st_size
+        return 0
 
     def weights(self) -> dict[str, TensorBits]:
         """What an engine at version 0 has after this node's version 1."""
