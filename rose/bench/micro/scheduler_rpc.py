@@ -28,16 +28,13 @@ import grpc.aio
 import psutil
 
 from rose.addresses import free_port
+from rose.bench.micro.scheduler_fleet import JOBS, SWITCH_S, guest_offer, hello
 from rose.errors import UnavailableError
 from rose.rpc import rose_pb2 as pb
 from rose.rpc.channel import channel_options
 from rose.rpc.rose_pb2_grpc import SchedulerStub
 from slo import percentile
 
-JOBS = ("grpo", "ppo")
-OF_CLUSTER = 50
-SWITCH_S = 0.02
-OFFER_TTL_S = 3.0
 START_S = 180.0
 WARM_UP_S = 15.0
 NEWCOMER_EVERY_S = 2.0
@@ -115,15 +112,7 @@ class StandInNode:
         self._until_s[lease.replica] = time.monotonic() + lease.ttl_s
 
     async def _reports(self) -> AsyncIterator[pb.NodeReport]:
-        hello = pb.Hello(
-            protocol=1,
-            cluster=f"c{self._number // OF_CLUSTER}",
-            relay_url=f"http://10.0.{self._number // 250}.{self._number % 250}:7500",
-            takes_caps=True,
-            jobs=True,
-            takes_renewals=True,
-        )
-        yield pb.NodeReport(node=self.name, hello=hello)
+        yield pb.NodeReport(node=self.name, hello=hello(self._number))
         next_s = time.monotonic()
         while True:
             said, self._said = self._said, []
@@ -148,26 +137,12 @@ class StandInNode:
 
     def _offer(self, each: int) -> pb.Offer:
         replica = f"{self.name}.g{each}"
-        lease, now_s = self._leases.get(replica), time.monotonic()
-        left_s = self._until_s[replica] - now_s if lease else 0.0
-        return pb.Offer(
-            replica=replica,
-            kind=pb.REPLICA_KIND_GUEST,
-            url=f"http://10.0.{self._number // 250}.{self._number % 250}:{9000 + each}",
-            kv_tokens=100_000,
-            decode_tok_s=900.0,
-            prefill_tok_s=9_000.0,
-            policy_version=1 if lease else 0,
-            healthy=True,
-            ttl_s=OFFER_TTL_S,
-            epoch=lease.epoch if lease else 0,
-            max_sequences=16,
-            job=lease.job if lease else "",
-            model="m",
-            held=pb.HeldLease(job=lease.job, epoch=lease.epoch, left_s=left_s)
-            if lease and left_s > 0
-            else None,
-        )
+        lease = self._leases.get(replica)
+        if lease is None:
+            return guest_offer(self._number, each, 0, "")
+        left_s = self._until_s[replica] - time.monotonic()
+        held = pb.HeldLease(job=lease.job, epoch=lease.epoch, left_s=left_s) if left_s > 0 else None
+        return guest_offer(self._number, each, lease.epoch, lease.job, held)
 
 
 class Load:

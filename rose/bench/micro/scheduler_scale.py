@@ -32,6 +32,7 @@ from pathlib import Path
 
 from elastic_scheduler import HarvestMode
 from rose.bench.micro import scheduler_rpc
+from rose.bench.micro.scheduler_fleet import JOBS, SWITCH_S, guest_offer, hello
 from rose.errors import RoseError
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler import wire
@@ -50,10 +51,7 @@ from rose.scheduler.messages import (
 from rose.scheduler.persistence import load
 from slo import percentile
 
-JOBS = ("grpo", "ppo")
 TICKS_A_S = 10
-OF_CLUSTER = 50
-SWITCH_S = 0.02
 WARM_UP_S = 15
 MOST_CPU_SHARE = 0.5
 MOST_TABLE_S = 1.0
@@ -95,18 +93,9 @@ class ScaledFleet:
     def attach(self) -> None:
         """All nodes say hello and offer, within one second; then all replicas are leased."""
         for number in range(self._nodes):
-            hello = pb.NodeReport(
-                node=f"n{number}",
-                hello=pb.Hello(
-                    protocol=1,
-                    cluster=f"c{number // OF_CLUSTER}",
-                    relay_url=f"http://10.0.{number // 250}.{number % 250}:7500",
-                    takes_caps=True,
-                    jobs=True,
-                    takes_renewals=self._takes_renewals,
-                ),
-            )
-            self._step(wire.attached(hello, number))
+            said = hello(number, takes_renewals=self._takes_renewals)
+            report = pb.NodeReport(node=f"n{number}", hello=said)
+            self._step(wire.attached(report, number))
 
     def play_second(self, revocations: int = 0) -> None:
         """One second: each node reports, at a moment of its own; ten ticks."""
@@ -141,21 +130,7 @@ class ScaledFleet:
         for each in range(self._replicas):
             replica = f"n{number}.g{each}"
             epoch, job = self._leases.get(replica, (0, ""))
-            yield pb.Offer(
-                replica=replica,
-                kind=pb.REPLICA_KIND_GUEST,
-                url=f"http://10.0.{number // 250}.{number % 250}:{9000 + each}",
-                kv_tokens=100_000,
-                decode_tok_s=900.0,
-                prefill_tok_s=9_000.0,
-                policy_version=1 if job else 0,
-                healthy=True,
-                ttl_s=3.0,
-                epoch=epoch,
-                max_sequences=16,
-                job=job,
-                model="m",
-            )
+            yield guest_offer(number, each, epoch, job)
 
     def _take_back(self, number: int) -> None:
         replica = f"n{number}.g0"
