@@ -8,6 +8,7 @@ SQLite is called in a thread of its own: a locked file or a slow disk stops no e
 import asyncio
 import os
 import sqlite3
+import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -38,6 +39,7 @@ T = TypeVar("T")
 BUSY_TIMEOUT_S = 2.0
 # Nobody is served before the store is open, so that may wait for longer.
 OPEN_TIMEOUT_S = 10.0
+BUSY_PAUSE_S = 0.01
 POLL_S = 0.1
 KEPT_REVISIONS = 1_024
 SCHEMA_VERSION = 2
@@ -82,7 +84,7 @@ class SqliteStore(TxnStore):
             self._db = sqlite3.connect(
                 path, timeout=OPEN_TIMEOUT_S, isolation_level=None, check_same_thread=False
             )
-            self._open()
+            self._open_when_free()
             self._leases = LeaseFile(path.with_name(path.name + "-leases"))
         except (OSError, sqlite3.Error, UnavailableError) as error:
             raise ConfigError(
@@ -92,6 +94,20 @@ class SqliteStore(TxnStore):
         # Leases are renewed while a write waits for somebody's lock.
         self._lease_thread = ThreadPoolExecutor(1, "rose-leases")
         self._closed = False
+
+    def _open_when_free(self) -> None:
+        # Of two that make a file, SQLite lets one wait and refuses the other at once, whatever its
+        # timeout: to wait for each other would be for ever.
+        until_s = time.monotonic() + OPEN_TIMEOUT_S
+        while True:
+            try:
+                return self._open()
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY:
+                    raise
+                if time.monotonic() >= until_s:
+                    raise
+            time.sleep(BUSY_PAUSE_S)
 
     def _open(self) -> None:
         self._db.execute("PRAGMA journal_mode = WAL")

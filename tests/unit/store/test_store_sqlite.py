@@ -1,7 +1,9 @@
 """What a store in a file promises beyond the contract: restarts, neighbours, locks, old files."""
 
+import asyncio
 import os
 import sqlite3
+import threading
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,18 @@ async def test_two_processes_on_one_file_see_each_others_writes_and_leases(tmp_p
     assert await one.get("leased") is None
     await one.close()
     await other.close()
+
+
+async def test_two_that_open_a_new_file_at_once_both_get_it(tmp_path: Path) -> None:
+    for number in range(20):
+        path, together = tmp_path / f"{number}.sqlite", threading.Barrier(2)
+
+        def opened(path: Path = path, together: threading.Barrier = together) -> SqliteStore:
+            together.wait()
+            return SqliteStore(path)
+
+        for store in await asyncio.gather(*(asyncio.to_thread(opened) for _ in range(2))):
+            await store.close()
 
 
 async def test_a_lease_is_kept_while_another_program_locks_the_file(tmp_path: Path) -> None:
