@@ -252,7 +252,8 @@ class Leasing:
             actions += self._apart(lease.replica, release, now_s)
         self._kept = tuple(lease.replica for lease in plan.renew)
         actions += self._renew_all(self._kept, offers, fleet, now_s)
-        if not self._jobs.live:
+        if not self._jobs.live or (len(self._jobs.live) > 1 and self.settling(now_s)):
+            # Whose share is too small is not known before it is known what each job holds.
             return actions
         self._forget_past(now_s)
         decision, broken = self._decide(plan, offers, now_s)

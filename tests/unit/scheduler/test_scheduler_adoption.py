@@ -6,7 +6,14 @@ from elastic_scheduler import HarvestMode
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler import wire
 from rose.scheduler.leasing import SETTLE_S
-from rose.scheduler.messages import HarvestSet, Held, Offered, RevokeAsked, Tick
+from rose.scheduler.messages import (
+    HarvestSet,
+    Held,
+    JobRegistered,
+    Offered,
+    RevokeAsked,
+    Tick,
+)
 from tests.unit.scheduler.core_cases import JOB, CoreBench, offer
 
 
@@ -90,6 +97,25 @@ def test_the_table_says_that_it_settles_until_all_were_heard_of_or_their_leases_
     silent.at(silent.now_s + SETTLE_S)
     assert not silent.table.settling
     assert not CoreBench().with_job().table.settling, "a new store has nothing to wait for"
+
+
+def test_of_several_jobs_none_gets_more_before_it_is_known_what_each_holds() -> None:
+    before = led_before("g0", "g1", "g2")
+    before.step(JobRegistered("other", 1))
+    bench = new_leader(before)
+    bench.attach()
+    bench.step(Offered(1, (offer("g2", epoch=1),)))
+    assert "lease_granted" not in bench.records(), "g0 and g1 may be leased"
+    both = (offer(epoch=1), offer("g1", epoch=1))
+    bench.step(Offered(1, (offer("g2", epoch=1), *both), held=(held(), held("g1"))))
+    assert bench.records().count("lease_adopted") == 2
+    assert bench.row("g2").leased
+    silent = new_leader(before)
+    silent.attach()
+    silent.step(Offered(1, (offer("g2", epoch=1),)))
+    silent.at(silent.now_s + SETTLE_S)
+    silent.offered(offer("g2", epoch=1))
+    assert silent.row("g2").leased, "whoever held the others holds them no more"
 
 
 def test_an_epoch_of_0_2_says_no_job_and_its_lease_is_granted_anew() -> None:
