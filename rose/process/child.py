@@ -271,6 +271,15 @@ class JsonlProcess:
             raise RoseError(f"{self.process.spec.name}: {event.get('message')}")
         return event
 
+    def check(self) -> None:
+        """Raise `RoseError` where the child said an error or has ended; skips all other events."""
+        while not self.events.empty():
+            event = self.events.get_nowait()
+            if event["event"] == "error":
+                raise RoseError(f"{self.process.spec.name}: {event.get('message')}")
+        if self.process.returncode is not None:
+            raise RoseError(f"{self.process.spec.name} ended; see {self.process.spec.log}")
+
     async def expect(self, name: str, timeout_s: float) -> dict[str, Any]:
         """Skip events until one of this name; UnavailableError when it does not come in time."""
         try:

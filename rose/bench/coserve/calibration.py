@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from rose.bench.coserve.plan import CALIBRATION, HOST, BenchSettings, Cell, PlanBlock
 from rose.bench.coserve.player import ClosedLoop, Player
 from rose.bench.coserve.records import Calibration, CoserveBlockRecord
-from rose.bench.load.arrivals import LoadShape, generate_segment
+from rose.bench.load.arrivals import MOST_RATE_PER_S, LoadShape, generate_segment
 from rose.bench.load.protocol import Request
 from rose.errors import RoseError
 from slo import percentile
@@ -40,9 +40,10 @@ class RateSearch:
         proposed = self._rate(-math.log(1 - busy) / rate)
         low = max((r for r, b in self.tries if b <= self.target), default=0.0)
         high = min((r for r, b in self.tries if b > self.target), default=math.inf)
-        if low < proposed < high:
-            return proposed
-        return math.sqrt(low * high) if 0 < low < high < math.inf else proposed
+        if not low < proposed < high and 0 < low < high < math.inf:
+            proposed = math.sqrt(low * high)
+        # A try in a calm stretch of a trace knows little: it may propose what nobody can play.
+        return min(proposed, MOST_RATE_PER_S)
 
     @property
     def nearest(self) -> tuple[float, float]:

@@ -330,6 +330,7 @@ class Player:
         await self._guests_empty()
         self.granting.check()
         self.engines.check()
+        self.load.check()
         return self._recorded(block, number, start, end)
 
     async def _load_host(self, block: PlanBlock, number: int) -> None:

@@ -18,6 +18,7 @@ from rose.errors import RoseError
 
 COLUMNS = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
 MAX_REQUESTS = 2_000_000
+MOST_RATE_PER_S = 1_000.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,7 @@ class LoadShape:
     max_output_tokens: int = 16
 
     def __post_init__(self) -> None:
-        if not (0 < self.mean_rate_per_s <= 1_000 and 0 < self.segment_s <= 3_600):
+        if not (0 < self.mean_rate_per_s <= MOST_RATE_PER_S and 0 < self.segment_s <= 3_600):
             raise RoseError("a load needs a rate of 0 to 1000 per second and segments up to 1 h")
         if not (self.burst_ratio >= 1 and 0 < self.burst_share < 1 and self.burst_s > 0):
             raise RoseError("bursts need ratio >= 1, a share between 0 and 1, and a duration")

@@ -19,6 +19,7 @@ from rose.bench.coserve.plan import (
 )
 from rose.bench.coserve.player import guard_config
 from rose.bench.coserve.run import _prepare
+from rose.bench.load.arrivals import MOST_RATE_PER_S
 from rose.errors import ConfigError
 
 CELLS = [Cell(0.3, "poisson", 5.0), Cell(0.9, "bursty", 30.0)]
@@ -80,6 +81,13 @@ def test_the_rate_search_keeps_the_nearest_try_when_a_host_jumps() -> None:
         rate = search.rate_per_s
         search.measured(rate, 0.2 if rate < 6 else 0.95)
     assert search.nearest[1] == 0.2
+
+
+def test_a_try_in_a_calm_stretch_proposes_no_rate_that_cannot_be_played() -> None:
+    search = RateSearch(0.9, request_s=0.04)
+    search.measured(60.9, 0.095)
+    search.measured(search.rate_per_s, 0.0)
+    assert search.rate_per_s <= MOST_RATE_PER_S
 
 
 def test_the_guard_gets_the_arms_share_and_its_policy() -> None:

@@ -21,3 +21,20 @@ async def test_a_child_that_says_no_event_is_an_error_and_no_silence(said: str) 
                 await child.next()
     finally:
         await child.stop()
+
+
+async def test_a_child_that_gave_up_is_noticed_by_whoever_only_gives_it_commands() -> None:
+    code = """print('{"event": "error", "message": "cannot"}')"""
+    spec = ProcessSpec("child", (sys.executable, "-S", "-c", code), piped=True)
+    child = await JsonlProcess.start(spec)
+    try:
+        await child.process.wait()
+        async with asyncio.timeout(PATIENCE_S):
+            while child.events.qsize() < 2:  # noqa: ASYNC110 - what it said and its end
+                await asyncio.sleep(0)
+        with pytest.raises(RoseError, match="child: cannot"):
+            child.check()
+        with pytest.raises(RoseError, match="child ended"):
+            child.check()
+    finally:
+        await child.stop()
