@@ -87,6 +87,10 @@ class StandInRun:
         return files | {"run.json": json.dumps(run).encode()}
 
 
+# Most runs hear the same arrivals.
+_segment = cache(generate_segment)
+
+
 @cache
 def _good_run() -> dict[str, bytes]:
     """The files of a run in which everything went well: they take most of a second to make."""
@@ -255,7 +259,7 @@ class _Writer:
     def _requests(self, block: ExperimentBlock, start_s: float) -> None:
         segment = block.segment or 0
         shape = LoadShape(mean_rate_per_s=self.run.rate_per_s, segment_s=60)
-        for index, arrival in enumerate(generate_segment(shape, self.run.seed, segment)):
+        for index, arrival in enumerate(_segment(shape, self.run.seed, segment)):
             if start_s + arrival.offset_s >= self.now_s:
                 return
             # The same arrival takes about as long in both arms, whatever the arm does to it.
