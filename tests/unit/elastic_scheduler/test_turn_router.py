@@ -159,3 +159,23 @@ def test_caps_are_never_exceeded_and_loads_return_to_zero(
     for placement in live:
         router.end(placement, now_s)
     assert all(c.owed_tokens == 0 for c in router.explain(NEED, now_s))
+
+
+def test_long_prompts_and_long_answers_go_to_the_pools_that_suit_them() -> None:
+    """Compute-rich cards take prompts, bandwidth-rich ones take answers; nobody configures it."""
+    router = router_with(
+        *(view(f"compute-{k}", prefill_tok_s=40e3, decode_tok_s=500.0) for k in range(2)),
+        *(view(f"bandwidth-{k}", prefill_tok_s=5e3, decode_tok_s=2e3) for k in range(2)),
+    )
+    placed = {"read": list[str](), "write": list[str]()}
+    for number in range(8):
+        for kind, prompt, answer in (("read", 8_000, 16), ("write", 64, 512)):
+            need = TurnNeed(f"{kind}{number}", prompt, answer)
+            chosen = router.choose(need, 0.0)
+            assert chosen is not None
+            router.begin(chosen, need, 0.0)
+            placed[kind].append(chosen)
+    assert all(name.startswith("compute") for name in placed["read"][:4])
+    assert all(name.startswith("bandwidth") for name in placed["write"])
+    by_pool = [name.startswith("compute") for name in placed["read"]]
+    assert sum(by_pool) >= 6, "a pool that is full sends some to the other one"
