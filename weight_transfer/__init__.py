@@ -48,6 +48,7 @@ from weight_transfer.publish.sharding import (
 )
 from weight_transfer.receiver import Receiver, StagedTensor, StagedUpdate
 from weight_transfer.store.chunk_store import ChunkStore, StoredFile, read_chunk
+from weight_transfer.store.restore import newest_version, restore
 
 __all__ = [
     "Block",
@@ -100,10 +101,12 @@ __all__ = [
     "encode_chunk",
     "gate_up",
     "grouped_qkv",
+    "newest_version",
     "piece",
     "read_chunk",
     "read_model_dir",
     "read_safetensors",
+    "restore",
     "row_shard",
     "stacked",
     "tensor_bits",

@@ -294,7 +294,7 @@ class Receiver:
         scratch = TensorBits(active.name, active.dtype, active.shape, bits)
         digest = digest_of(bits) if based else self.digests[active.name]
         for update in updates:
-            digest = _overwritten(scratch, digest, update, chunks)
+            digest = overwritten(scratch, digest, update, chunks)
         return bits, digest
 
 
@@ -321,10 +321,13 @@ def _changed(
     return _Changed(indices, values, after)
 
 
-def _overwritten(
+def overwritten(
     tensor: TensorBits, digest: int, update: TensorUpdate, chunks: Mapping[str, bytes]
 ) -> int:
-    """Make the tensor what one version makes of it; returns its proved digest."""
+    """Make the tensor what one version makes of it; returns its proved digest.
+
+    Raises the WeightError that names what is wrong; the tensor is then of no version.
+    """
     _check_base(tensor, digest, update)
     growth = sum(overwrite_chunk(_fetch(ref, chunks), tensor, digest) for ref in update.chunks)
     after = (digest + growth) % MODULUS

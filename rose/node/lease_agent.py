@@ -67,7 +67,7 @@ def _check_lease(lease: rose_pb2.Lease) -> None:
 
 
 def _check_version(version: rose_pb2.Version) -> None:
-    if not version.parent < version.version <= MAX_VERSION:
+    if not (version.parent <= version.version <= MAX_VERSION and version.version):
         raise RefusedError(
             f"version {version.version} with parent {version.parent}; versions grow, up to 2^53"
         )

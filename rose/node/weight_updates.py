@@ -54,7 +54,10 @@ STEPS_KEPT = 4_096
 
 @dataclass(frozen=True, slots=True)
 class KnownVersion:
-    """A version that was announced: whose it is, what it builds on and where it is."""
+    """A version that was announced: whose it is, what it builds on and where it is.
+
+    parent: the version itself for a base, which builds on nothing.
+    """
 
     job: str
     version: int
@@ -72,7 +75,11 @@ class AnnouncedVersions:
     def add(self, known: KnownVersion) -> None:
         """Learn of a version; learning it twice changes nothing."""
         steps = self._by_parent.setdefault(known.job, {})
-        steps[known.parent] = known
+        if known.parent == known.version:
+            # A run that starts anew: no step of the chain before leads to it.
+            steps.clear()
+        else:
+            steps[known.parent] = known
         if len(steps) > STEPS_KEPT:
             del steps[min(steps)]
         newest = self._newest.get(known.job)

@@ -822,6 +822,7 @@ class Version(_message.Message):
     job: _builtins.str
     version: _builtins.int
     parent: _builtins.int
+    """the version itself: a base, which replaces the job's chain"""
     url: _builtins.str
     """base of the publisher: GET {url}/manifests/{version}, {url}/chunks/{id}"""
     def __init__(
@@ -1128,6 +1129,7 @@ class RegisterJobRequest(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     WEIGHT_FIELD_NUMBER: _builtins.int
     MAX_GUESTS_FIELD_NUMBER: _builtins.int
+    CLAIM_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     max_staleness: _builtins.int
     """in policy versions; a replica further behind is not healthy"""
@@ -1137,6 +1139,10 @@ class RegisterJobRequest(_message.Message):
     """its share beside those of other jobs; 0: 1"""
     max_guests: _builtins.int
     """that it may have leased at once; 0: no bound"""
+    @_builtins.property
+    def claim(self) -> Global___Claim:
+        """absent: a trainer of 0.2.0, which nothing tells from another"""
+
     def __init__(
         self,
         *,
@@ -1145,29 +1151,69 @@ class RegisterJobRequest(_message.Message):
         model: _builtins.str = ...,
         weight: _builtins.float = ...,
         max_guests: _builtins.int = ...,
+        claim: Global___Claim | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["claim", b"claim"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "max_guests", b"max_guests", "max_staleness", b"max_staleness", "model", b"model", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["claim", b"claim", "job", b"job", "max_guests", b"max_guests", "max_staleness", b"max_staleness", "model", b"model", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RegisterJobRequest: _TypeAlias = RegisterJobRequest  # noqa: Y015
 
 @_typing.final
+class Claim(_message.Message):
+    """One process of one run of a job. A run lives where its versions are: the same root is the same run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    PROCESS_FIELD_NUMBER: _builtins.int
+    HOLDER_FIELD_NUMBER: _builtins.int
+    run: _builtins.str
+    """named by the root"""
+    process: _builtins.str
+    """drawn at each start: of two processes with copies of one root the later one has the job"""
+    holder: _builtins.str
+    """host and pid, and what the run is called; for people"""
+    def __init__(
+        self,
+        *,
+        run: _builtins.str = ...,
+        process: _builtins.str = ...,
+        holder: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["holder", b"holder", "process", b"process", "run", b"run"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Claim: _TypeAlias = Claim  # noqa: Y015
+
+@_typing.final
 class RegisterJobReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LATEST_VERSION_FIELD_NUMBER: _builtins.int
+    LATEST_RUN_FIELD_NUMBER: _builtins.int
+    LATEST_PARENT_FIELD_NUMBER: _builtins.int
     latest_version: _builtins.int
+    """that is used up: the next one is greater"""
+    latest_run: _builtins.str
+    """that announced it, empty where none said so"""
+    latest_parent: _builtins.int
+    """of the newest announced version"""
     def __init__(
         self,
         *,
         latest_version: _builtins.int = ...,
+        latest_run: _builtins.str = ...,
+        latest_parent: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["latest_version", b"latest_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["latest_parent", b"latest_parent", "latest_run", b"latest_run", "latest_version", b"latest_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1181,10 +1227,14 @@ class AnnounceVersionRequest(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     PARENT_FIELD_NUMBER: _builtins.int
     URL_FIELD_NUMBER: _builtins.int
+    CLAIM_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     version: _builtins.int
     parent: _builtins.int
+    """the version itself: a base, which replaces the job's chain"""
     url: _builtins.str
+    @_builtins.property
+    def claim(self) -> Global___Claim: ...
     def __init__(
         self,
         *,
@@ -1192,10 +1242,11 @@ class AnnounceVersionRequest(_message.Message):
         version: _builtins.int = ...,
         parent: _builtins.int = ...,
         url: _builtins.str = ...,
+        claim: Global___Claim | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["claim", b"claim"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "parent", b"parent", "url", b"url", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["claim", b"claim", "job", b"job", "parent", b"parent", "url", b"url", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -158,7 +158,10 @@ class SchedulerCore:
                 return (save_job(ended), *map(forget_version, past))
             case VersionAnnounced():
                 record = _version_of(event)
-                return (save_version(record),) if self._jobs.check(record) else ()
+                if not self._jobs.check(record):
+                    return ()
+                past = self._jobs.replaced_by(record)
+                return (save_version(record), *map(forget_version, past))
             case HarvestSet() | PolicyApplied() | PolicyDeleted():
                 return self.capacity.writes(event)
 
@@ -168,6 +171,10 @@ class SchedulerCore:
         Not an event of `step`, whose own failure is complained of.
         """
         return self._complaints.about(event, peer, reason, now_s)
+
+    def newest(self, job: str) -> VersionRecord | None:
+        """The job's newest version as it was announced, None before the first."""
+        return self._jobs.newest(job)
 
     def status(self, now_s: float) -> pb.SnapshotReply:
         """Everything an operator may ask about."""
@@ -429,4 +436,4 @@ def _job_of(event: JobRegistered) -> JobRecord:
 
 
 def _version_of(event: VersionAnnounced) -> VersionRecord:
-    return VersionRecord(event.job, event.version, event.parent, event.url)
+    return VersionRecord(event.job, event.version, event.parent, event.url, event.run)

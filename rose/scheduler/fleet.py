@@ -54,6 +54,8 @@ class HealthBook:
             before = health.state
             health.set_bound(bound)
             foreign = job is not None and not holds(offer, job)
+            # Weights of a run that another one has replaced are nobody's to sample from.
+            foreign |= offer.policy_version < jobs.first(name)
             latest = jobs.latest(name)
             health.heard(
                 HealthReport(offer.healthy, offer.policy_version, latest, offer.epoch, foreign)

@@ -23,17 +23,33 @@ MAX_KEPT = 4_096
 
 
 class VersionChain:
-    """Announced versions of one job."""
+    """Announced versions of one job.
+
+    A base that names itself as its parent begins the chain anew: a run that did not go on from the
+    one before. Numbers go on growing, so replicas come to it as to any newer version.
+    """
 
     def __init__(self, job: str, versions: Iterable[VersionRecord] = ()) -> None:
         self.job = job
         self._versions = {record.version: record for record in versions}
         self._latest = max(self._versions, default=0)
+        bases = (record.version for record in self._versions.values() if record.is_base)
+        self._first = max(bases, default=0)
 
     @property
     def latest(self) -> int:
         """Newest announced version, 0 (the model of the job) before the first."""
         return self._latest
+
+    @property
+    def first(self) -> int:
+        """Version before which all weights are another run's, 0 where the chain has no base."""
+        return self._first
+
+    @property
+    def newest(self) -> VersionRecord | None:
+        """The newest announced version, None before the first."""
+        return self._versions.get(self._latest)
 
     @property
     def records(self) -> list[VersionRecord]:
@@ -53,7 +69,7 @@ class VersionChain:
         if record.version <= self.latest and not moved:
             raise RefusedError(
                 f"version {record.version} of {self.job} is not newer than {self.latest}; versions"
-                f" only grow: go on from {self.latest}, or give a new run a job name of its own"
+                f" only grow: go on from there, or publish {self.latest + 1} anew, as a base"
             )
         if record.version > self.latest + MAX_VERSION_LEAD:
             raise RefusedError(
@@ -67,9 +83,18 @@ class VersionChain:
         """Take a version that `check` passes; whether it was news."""
         news = self.check(record)
         if news:
+            for past in self.replaced_by(record):
+                del self._versions[past.version]
             self._versions[record.version] = record
             self._latest = max(self._latest, record.version)
+            self._first = record.version if record.is_base else self._first
         return news
+
+    def replaced_by(self, record: VersionRecord) -> list[VersionRecord]:
+        """What nobody needs any more once this version is taken: all before a base."""
+        if not record.is_base:
+            return []
+        return [each for each in self.records if each.version < record.version]
 
     def cut(self) -> None:
         """Forget all but the newest."""
@@ -77,7 +102,7 @@ class VersionChain:
 
     def _check_parent(self, record: VersionRecord) -> None:
         known = not self._versions or record.parent == 0 or record.parent in self._versions
-        if record.parent >= record.version or not known:
+        if record.parent > record.version or not (known or record.is_base):
             raise RefusedError(
                 f"version {record.version} has parent {record.parent}, which no node can hold;"
                 " announce the parent first"
@@ -123,6 +148,16 @@ class JobRegistry:
         chain = self._chains.get(job)
         return 0 if chain is None else chain.latest
 
+    def newest(self, job: str) -> VersionRecord | None:
+        """The job's newest version as it was announced, None before the first."""
+        chain = self._chains.get(job)
+        return None if chain is None else chain.newest
+
+    def first(self, job: str) -> int:
+        """The oldest version whose weights are of the job's chain: older ones are another run's."""
+        chain = self._chains.get(job)
+        return 0 if chain is None else chain.first
+
     def check_job(self, record: JobRecord) -> None:
         """Raise `ConfigError` or `RefusedError` for a job that cannot be registered."""
         if not record.job:
@@ -162,6 +197,10 @@ class JobRegistry:
         """Whether a version is news, as `VersionChain.check`; `RefusedError` for an unknown job."""
         self._expect(record.job)
         return self._chains[record.job].check(record)
+
+    def replaced_by(self, record: VersionRecord) -> list[VersionRecord]:
+        """The versions to forget once this one is taken, as `VersionChain.replaced_by`."""
+        return self._chains[record.job].replaced_by(record)
 
     def announce(self, record: VersionRecord) -> bool:
         """Take a version that `check` passes; whether it was news."""

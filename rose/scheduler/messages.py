@@ -183,12 +183,16 @@ class JobEnded:
 
 @dataclass(frozen=True, slots=True)
 class VersionAnnounced:
-    """A trainer published a version. Answered with the number of nodes told."""
+    """A trainer published a version. Answered with the number of nodes told.
+
+    parent: the version itself for a base that replaces the job's chain. run: the trainer's.
+    """
 
     job: str
     version: int
     parent: int
     url: str
+    run: str = ""
 
 
 @dataclass(frozen=True, slots=True)

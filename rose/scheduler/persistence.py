@@ -7,7 +7,7 @@
 | `stop` | {"mode"}: the operator's stop, which any scheduler obeys; written beside `harvest` |
 | `policies/{name}` | {"policy", "halted"}: a capacity policy, and why its canary is halted |
 | `jobs/{job}` | {"job", "max_staleness", "model", "weight", "max_guests", "ended"} |
-| `versions/{job}/{version, 20 digits}` | {"job", "version", "parent", "url"} |
+| `versions/{job}/{version, 20 digits}` | {"job", "version", "parent", "url", "run"} |
 
 A store of 0.2.0 had one job: `job`, `versions/{20 digits}`, epochs as numbers. It is read as that
 job's; what is written is of the newer form, which wins.
@@ -70,12 +70,21 @@ class JobRecord:
 
 @dataclass(frozen=True, slots=True)
 class VersionRecord:
-    """A published policy version: GET {url}/manifests/{version}."""
+    """A published policy version: GET {url}/manifests/{version}.
+
+    parent: the version itself for a base that replaces all before it. run: that announced it.
+    """
 
     job: str
     version: int
     parent: int
     url: str
+    run: str = ""
+
+    @property
+    def is_base(self) -> bool:
+        """Whether it builds on nothing."""
+        return self.parent == self.version
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +180,7 @@ def _epoch(entry: StoreEntry, only: str) -> tuple[int, str]:
 
 def _version(entry: StoreEntry, only: str) -> VersionRecord:
     record = VersionRecord(**{"job": only, **json.loads(entry.value)})
-    if not 0 <= record.parent < record.version <= MAX_VERSION:
+    if not 0 <= record.parent <= record.version <= MAX_VERSION:
         raise ValueError(f"{entry.key} has parent {record.parent}")
     return record
 

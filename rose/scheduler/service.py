@@ -380,7 +380,10 @@ class SchedulerService(SchedulerServicer):
     ) -> pb.RegisterJobReply:
         """A trainer asks for capacity."""
         latest = await self._stored(wire.job_registered, request, context)
-        return pb.RegisterJobReply(latest_version=latest)
+        reply = pb.RegisterJobReply(latest_version=latest)
+        if newest := self._core.newest(request.job):
+            reply.latest_run, reply.latest_parent = newest.run, newest.parent
+        return reply
 
     @override
     async def EndJob(

@@ -240,7 +240,8 @@ def version_announced(request: pb.AnnounceVersionRequest) -> VersionAnnounced:
     version = checked_version(request.version, f"the version of {job}")
     parent = checked_version(request.parent, f"the parent of version {version}")
     url = checked_url(request.url, f"the url of version {version}")
-    return VersionAnnounced(job, version, parent, url)
+    run = request.claim.run and checked_name(request.claim.run, f"the run of version {version}")
+    return VersionAnnounced(job, version, parent, url, run)
 
 
 def harvest_set(request: pb.SetHarvestRequest) -> HarvestSet:

@@ -1,143 +1,53 @@
 """Weight publisher: called by a trainer after each update of its policy.
 
-A version is durable first, then announced. `RetentionTask` works behind the training: it makes base
-snapshots, collects garbage, and renews signatures.
+A version is durable first, then announced. A trainer that starts again goes on from its root, or
+begins a chain of its own:
+
+    start ── root and scheduler agree ──► resumed: restore, publish what follows
+        └── a new root, or another run came between ──► publish_anew: a base, numbered on
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self, TypeVar
 
 import grpc.aio
 
-from rose.contract.weights import LONGEST_TTL_S
 from rose.errors import RefusedError, UnavailableError
-from rose.process.background_tasks import described
 from rose.rpc import rose_pb2
 from rose.rpc.leader_channel import LeaderChannel
 from rose.security.certificates import CertificateFiles
 from rose.security.roles import Role
 from rose.weight_distribution.credentials import OPEN, Credentials
 from rose.weight_distribution.level import AUTO, LevelChoice, level_for
+from rose.weight_distribution.retention import Latest, RetentionTask
+from rose.weight_distribution.run_root import RunRoot
 from rose.weight_distribution.version_server import ReadLeases, Signer, VersionServer
-from weight_transfer import ChunkStore, OnUpdate, Publisher, SigningKey, TensorBits, WeightError
+from weight_transfer import (
+    CatalogError,
+    ChunkStore,
+    Manifest,
+    OnUpdate,
+    Publisher,
+    SigningKey,
+    TensorBits,
+    WeightError,
+    newest_version,
+    read_model_dir,
+    restore,
+)
 from weight_transfer.format.delta_codec import Level
-from weight_transfer.store.catalog import Catalog
+from weight_transfer.store.restore import way_to
 
-# Signatures live for a day and are renewed from half of that on.
-RENEW_EVERY_S = 3_600.0
+if TYPE_CHECKING:
+    from rose.rpc.rose_pb2_grpc import SchedulerAsyncStub
 
-
-@dataclass(frozen=True, slots=True)
-class Latest:
-    """A version that was published, with all of its weights, which do not change any more."""
-
-    version: int
-    parent: int
-    tensors: Mapping[str, TensorBits]
-
-
-class RetentionTask:
-    """Retention after each version: makes a base where one is due, then collects unneeded files.
-
-    publisher: one of its own, since it works beside the training. It keeps the newest weights for
-    as long as it works on them.
-    """
-
-    def __init__(
-        self,
-        store: ChunkStore,
-        publisher: Publisher,
-        leases: ReadLeases,
-        on_trouble: Callable[[str], None],
-    ) -> None:
-        self.publishing = asyncio.Lock()
-        """Held while chunks are put whose manifest is not written yet: none is collected then."""
-        self._store = store
-        self._publisher = publisher
-        self._leases = leases
-        self._on_trouble = on_trouble
-        self._latest: Latest | None = None
-        self._task: asyncio.Task[None] | None = None
-        self._renewing: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        """From now on the newest version is signed anew before it expires, however old it gets."""
-        self._renewing = asyncio.create_task(self._renew())
-
-    async def renew(self) -> None:
-        """Sign the newest version anew where that is due."""
-        async with self.publishing:
-            try:
-                await asyncio.to_thread(self._publisher.renew)
-            except (WeightError, OSError) as error:
-                self._on_trouble(f"the newest version was not signed anew: {error}")
-
-    async def _renew(self) -> None:
-        while True:
-            await self.renew()
-            await asyncio.sleep(RENEW_EVERY_S)
-
-    def published(self, latest: Latest) -> None:
-        """A version was published: it is announced next. Returns at once."""
-        # Whoever hears of it has that long to take a lease of its own.
-        self._hold(f"announced {latest.version}", latest.parent)
-        self._latest = latest
-        if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._work())
-
-    async def settle(self) -> None:
-        """Return once nothing is left to do."""
-        if self._task:
-            await self._task
-
-    async def close(self) -> None:
-        """Stop; a base that is half made is made again after the next version."""
-        tasks = [task for task in (self._task, self._renewing) if task]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _work(self) -> None:
-        while self._latest:
-            latest, self._latest = self._latest, None
-            try:
-                if await asyncio.to_thread(self._base_due, latest):
-                    make = partial(self._publisher.publish_base, latest.version, latest.tensors)
-                    await asyncio.to_thread(make)
-                await self._collect()
-            except (WeightError, OSError) as error:
-                self._on_trouble(f"retention after version {latest.version}: {error}")
-            except Exception as error:  # noqa: BLE001 - it is told, and the next version is kept up
-                self._on_trouble(f"retention after version {latest.version}: {described(error)}")
-
-    def _base_due(self, latest: Latest) -> bool:
-        found = self._store.catalog()
-        size = sum(tensor.bits.nbytes for tensor in latest.tensors.values())
-        # What the chain begins with is the model that every engine starts from: a base too.
-        parents = {delta.parent for delta in found.deltas}
-        roots = parents - {delta.version for delta in found.deltas} - found.bases.keys()
-        return Catalog({**dict.fromkeys(roots, size), **found.bases}, found.deltas).base_due()
-
-    async def _collect(self) -> None:
-        now_s = time.monotonic()
-        if self._leases.settled(now_s):
-            async with self.publishing:
-                leases = self._leases.live(now_s)
-                await asyncio.to_thread(self._store.collect, leases, now_s)
-
-    def _hold(self, name: str, version: int) -> None:
-        try:
-            self._leases.take(name, version, LONGEST_TTL_S, time.monotonic())
-        except RefusedError as error:
-            self._on_trouble(str(error))
-
-
+R = TypeVar("R")
 _log = logging.getLogger(__name__)
 
 # A scheduler that restarts is waited for: training goes on meanwhile anywhere but here.
@@ -157,6 +67,20 @@ class Receipt:
     density: float
     publish_s: float
     level: Level = Level.FAST
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """What a publisher found at its start.
+
+    latest: newest version that the job has, 0 before the first; the next one is greater. resumed:
+    newest version in the root that can be restored and gone on from, None where a new base is to be
+    published. why_anew: why there is none, for people.
+    """
+
+    latest: int
+    resumed: int | None = None
+    why_anew: str = ""
 
 
 def trainers_channel(scheduler: str, certificates: CertificateFiles | None) -> LeaderChannel:
@@ -196,6 +120,8 @@ class WeightPublisher:
         model: str = "",
         weight: float = 1.0,
         max_guests: int = 0,
+        run: str = "",
+        checkpoint: Path | None = None,
     ) -> None:
         """`scheduler`: HOST:PORT, several with commas. `host`: an address that all nodes reach.
 
@@ -209,13 +135,21 @@ class WeightPublisher:
         `level`: `fast`, `compact` (fewer bytes, more work), or by the speed that readers show.
         `model`: version 0, by the name that nodes know it by; empty: what replicas start with.
         `weight`, `max_guests`: the job's share beside other jobs', and its quota (0 for none).
+        `run`: what people shall read where this run is named.
+        `checkpoint`: folder of version 0, the model that replicas start with; a run is restored
+        from it until its root has a base.
         """
-        store = ChunkStore(root)
+        store = self._store = ChunkStore(root)
+        self._root, self._run_name = root, run
+        self._checkpoint = checkpoint
+        self._held: RunRoot | None = None
+        self._begun: Begun | None = None
         leases = ReadLeases(time.monotonic())
         if certificates is not None and credentials.ca is None:
             credentials = credentials.proving(certificates)
         self._level = level
         self._job = job
+        self._key = key
         self._registration = rose_pb2.RegisterJobRequest(
             job=job, max_staleness=max_staleness, model=model, weight=weight, max_guests=max_guests
         )
@@ -238,19 +172,115 @@ class WeightPublisher:
         """Address from which versions are fetched."""
         return self._server.url
 
-    async def start(self) -> None:
-        """Serve, and register the job with the scheduler."""
+    @property
+    def begun(self) -> Begun:
+        """What `start` found. RefusedError before it."""
+        if self._begun is None:
+            raise RefusedError("the publisher was not started; call start() first")
+        return self._begun
+
+    async def start(self) -> Begun:
+        """Serve, register the job, and find out what may be gone on from.
+
+        A version that is durable and was never announced, since its trainer was killed, is
+        announced now. RefusedError where a trainer that lives publishes from the same root.
+        """
+        self._held = await asyncio.to_thread(RunRoot.take, self._root, self._run_name)
+        try:
+            return await self._start()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _start(self) -> Begun:
         await self._server.start()
         self._retention.start()
-        try:
-            await self._scheduler.call(
-                lambda stub, left_s: stub.RegisterJob(self._registration, timeout=left_s),
-                ANNOUNCE_TIMEOUT_S,
+        self._registration.claim.CopyFrom(self._claim)
+        reply = await self._call(
+            lambda stub, left_s: stub.RegisterJob(self._registration, timeout=left_s),
+            f"the scheduler did not register job {self._job}",
+        )
+        begun = await asyncio.to_thread(self._found, reply)
+        if begun.resumed is not None:
+            for version, parent in await asyncio.to_thread(self._news, begun.resumed, reply):
+                await self._announce(version, parent)
+        self._begun = begun
+        return begun
+
+    @property
+    def _claim(self) -> rose_pb2.Claim:
+        assert self._held is not None
+        run = self._held.run
+        return rose_pb2.Claim(run=run.run, process=run.process, holder=run.holder)
+
+    def _found(self, reply: rose_pb2.RegisterJobReply) -> Begun:
+        """What the root holds, beside what the scheduler knows. RefusedError for another job's."""
+        assert self._held is not None
+        latest, newest = int(reply.latest_version), newest_version(self._store)
+        if not newest:  # A base of version 0 is the model.
+            return Begun(latest, why_anew=f"{self._root} holds no version")
+        used = max(latest, newest)
+        manifest = self._manifest(newest)
+        if manifest.job != self._job:
+            raise RefusedError(
+                f"{self._root} holds versions of job {manifest.job}; give job {self._job} a root"
+                " of its own"
             )
-        except (grpc.aio.AioRpcError, UnavailableError) as error:
-            raise UnavailableError(
-                f"the scheduler did not register job {self._job}: {_details(error)}"
-            ) from error
+        if latest and reply.latest_run not in ("", self._held.run.run):
+            return Begun(used, why_anew=f"another run announced version {latest}")
+        if newest < latest:
+            return Begun(used, why_anew=f"the root ends at {newest}, the job is at {latest}")
+        try:
+            manifest.verify(self._key.verify_key)
+            way_to(self._store.catalog(), newest, model=self._checkpoint is not None)
+        except CatalogError:
+            return Begun(used, why_anew="the root has no base yet, and no checkpoint was named")
+        except WeightError as error:
+            return Begun(used, why_anew=f"version {newest} cannot be gone on from: {error}")
+        return Begun(used, resumed=newest)
+
+    def _news(self, resumed: int, reply: rose_pb2.RegisterJobReply) -> list[tuple[int, int]]:
+        """(version, parent) of what the scheduler is to be told, oldest first.
+
+        Of what it knows the newest one is said again: this publisher may serve elsewhere.
+        """
+        if resumed == reply.latest_version:
+            return [(resumed, int(reply.latest_parent))]
+        plan = way_to(self._store.catalog(), resumed, model=self._checkpoint is not None)
+        steps = [*([plan.base] if plan.base is not None else []), *plan.deltas]
+        if not reply.latest_version:
+            # It knows nothing of the chain, whose parts nodes find in the catalog.
+            steps = [resumed]
+        return [
+            (each, self._manifest(each).parent) for each in steps if each > reply.latest_version
+        ]
+
+    def _manifest(self, version: int) -> Manifest:
+        """How a version was announced: as a delta, where it has both."""
+        delta = self._store.manifest_path(version).is_file()
+        return self._store.get_manifest(version, base=not delta)
+
+    async def restore(self) -> Mapping[str, TensorBits]:
+        """Return the weights of the version that is gone on from, proved against its digests.
+
+        RefusedError where there is none. WeightError for parts that are damaged; `publish_anew`
+        then begins a chain without them.
+        """
+        resumed = self.begun.resumed
+        if resumed is None:
+            raise RefusedError(
+                f"there is no version to go on from ({self.begun.why_anew}); publish version"
+                f" {self.begun.latest + 1} anew"
+            )
+        return await asyncio.to_thread(self._restored, resumed)
+
+    def _restored(self, version: int) -> Mapping[str, TensorBits]:
+        try:
+            return restore(self._store, version)
+        except CatalogError:
+            if self._checkpoint is None:
+                raise
+        return restore(self._store, version, read_model_dir(self._checkpoint))
 
     async def publish(
         self,
@@ -264,6 +294,7 @@ class WeightPublisher:
         `new` is read once more behind the caller's back, where a base is due: hand in weights that
         are not written to any more.
         """
+        self._check_next(version, parent)
         started_s = time.perf_counter()
         async with self._retention.publishing:
             level = await asyncio.to_thread(
@@ -272,21 +303,68 @@ class WeightPublisher:
             publish = partial(self._publisher.publish, level=level)
             manifest = await asyncio.to_thread(publish, version, parent, old, new)
         self._retention.published(Latest(version, parent, new))
-        request = rose_pb2.AnnounceVersionRequest(
-            job=self._job, version=version, parent=parent, url=self._server.url
-        )
-        try:
-            await self._scheduler.call(
-                lambda stub, left_s: stub.AnnounceVersion(request, timeout=left_s),
-                ANNOUNCE_TIMEOUT_S,
+        await self._announce(version, parent)
+        return self._receipt(manifest, new, level, started_s)
+
+    async def publish_anew(self, version: int, tensors: Mapping[str, TensorBits]) -> Receipt:
+        """Publish all weights as a version without a parent, which replaces the job's chain.
+
+        Replicas come to it by an ordinary update, whatever version they are at. `version` is
+        greater than all that the job had: RefusedError otherwise. The old chain is dropped by the
+        scheduler at once, and from the root once nobody reads it. `tensors` are read behind the
+        caller's back no more.
+        """
+        if version <= self.begun.latest:
+            raise RefusedError(
+                f"version {version} of {self._job} is used up; publish {self.begun.latest + 1} anew"
             )
+        started_s = time.perf_counter()
+        async with self._retention.publishing:
+            manifest = await asyncio.to_thread(self._publisher.publish_base, version, tensors)
+        self._retention.published(Latest(version, version, tensors))
+        await self._announce(version, version)
+        return self._receipt(manifest, tensors, Level.FAST, started_s)
+
+    def _check_next(self, version: int, parent: int) -> None:
+        """Raise RefusedError for a step that no replica could take."""
+        begun = self.begun
+        if version <= begun.latest:
+            raise RefusedError(
+                f"version {version} of {self._job} is used up, the job is at {begun.latest}; go on"
+                f" from there (start().resumed, restore()) or publish {begun.latest + 1} anew"
+            )
+        here = (self._store.manifest_path(parent, base=base) for base in (False, True))
+        if parent < begun.latest or (parent and not any(path.is_file() for path in here)):
+            raise RefusedError(
+                f"version {version} cannot follow {parent}: {begun.why_anew or 'it is not newest'};"
+                f" publish it anew, as a base"
+            )
+
+    async def _announce(self, version: int, parent: int) -> None:
+        request = rose_pb2.AnnounceVersionRequest(
+            job=self._job, version=version, parent=parent, url=self._server.url, claim=self._claim
+        )
+        await self._call(
+            lambda stub, left_s: stub.AnnounceVersion(request, timeout=left_s),
+            f"version {version} is published but could not be announced",
+        )
+
+    async def _call(
+        self, ask: "Callable[[SchedulerAsyncStub, float], Awaitable[R]]", failure: str
+    ) -> R:
+        """Ask the scheduler; UnavailableError begins with `failure`."""
+        try:
+            return await self._scheduler.call(ask, ANNOUNCE_TIMEOUT_S)
         except (grpc.aio.AioRpcError, UnavailableError) as error:
-            raise UnavailableError(
-                f"version {version} is published but could not be announced: {_details(error)}"
-            ) from error
+            raise UnavailableError(f"{failure}: {_details(error)}") from error
+
+    @staticmethod
+    def _receipt(
+        manifest: Manifest, new: Mapping[str, TensorBits], level: Level, started_s: float
+    ) -> Receipt:
         elements = sum(tensor.bits.size for tensor in new.values())
         return Receipt(
-            version=version,
+            version=manifest.version,
             wire_bytes=manifest.wire_bytes + manifest.size,
             full_bytes=sum(tensor.bits.nbytes for tensor in new.values()),
             density=manifest.changed / elements,
@@ -306,14 +384,10 @@ class WeightPublisher:
     async def end_job(self) -> None:
         """Give back all that the job has leased, when no more rollouts are wanted."""
         request = rose_pb2.EndJobRequest(job=self._job)
-        try:
-            await self._scheduler.call(
-                lambda stub, left_s: stub.EndJob(request, timeout=left_s), ANNOUNCE_TIMEOUT_S
-            )
-        except (grpc.aio.AioRpcError, UnavailableError) as error:
-            raise UnavailableError(
-                f"the scheduler did not end job {self._job}: {_details(error)}"
-            ) from error
+        await self._call(
+            lambda stub, left_s: stub.EndJob(request, timeout=left_s),
+            f"the scheduler did not end job {self._job}",
+        )
 
     async def settle(self) -> None:
         """Return once the bases that are due are made and what nobody needs is gone."""
@@ -324,6 +398,8 @@ class WeightPublisher:
         await self._retention.close()
         await self._server.close()
         await self._scheduler.close()
+        if self._held is not None:
+            self._held.close()
 
     async def __aenter__(self) -> Self:
         await self.start()

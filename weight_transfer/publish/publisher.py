@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from weight_transfer.errors import ManifestError
+from weight_transfer.errors import ManifestError, WrongBaseError
 from weight_transfer.format.chunk import DEFAULT_CHUNK_BYTES, EncodedChunk, encode_chunk, row_ranges
 from weight_transfer.format.delta_codec import Level
 from weight_transfer.format.device_tensor import AnyTensor, zeros_like
@@ -137,11 +137,31 @@ class Publisher:
         return True
 
     def _digests_of(self, version: int, tensors: Mapping[str, AnyTensor]) -> Mapping[str, int]:
-        """Known of the version that was published last; any other is read once, all of it."""
+        """Known of the version that was published last; any other is read once, all of it.
+
+        Raises WrongBaseError where other weights were published as that version: a trainer that
+        went on from another checkpoint would diff against what nobody has.
+        """
         known, digests = self._known
         if known == version and digests.keys() == tensors.keys():
             return digests
-        return {name: digest_of(tensor.bits) for name, tensor in tensors.items()}
+        found = {name: digest_of(tensor.bits) for name, tensor in tensors.items()}
+        for base in (False, True):
+            if self._store.manifest_path(version, base=base).is_file():
+                self._check_held(self._store.get_manifest(version, base=base), found)
+        return found
+
+    def _check_held(self, published: Manifest, found: Mapping[str, int]) -> None:
+        if published.job != self._job:
+            raise ManifestError(
+                f"the store holds versions of {published.job}; give {self._job} one of its own"
+            )
+        for tensor in published.tensors:
+            if tensor.name in found and hex_digest(found[tensor.name]) != tensor.digest_after:
+                raise WrongBaseError(
+                    f"{tensor.name} is not what version {published.version} was published as;"
+                    " go on from the weights that were restored, or publish a new base"
+                )
 
     def _tensor(self, old: AnyTensor, new: AnyTensor, before: int, level: Level) -> TensorUpdate:
         if (old.dtype, old.shape) != (new.dtype, new.shape):

@@ -38,7 +38,7 @@ BAD = [
         for ttl_s in (math.nan, math.inf, -1.0, 0.0, 1e9)
     ),
     pb.NodeCommand(version=pb.Version(job="j", version=2**64 - 1, url="http://t")),
-    pb.NodeCommand(version=pb.Version(job="j", version=1, parent=1, url="http://t")),
+    pb.NodeCommand(version=pb.Version(job="j", version=1, parent=2, url="http://t")),
     *(
         pb.NodeCommand(version=pb.Version(job="j", version=1, url=url))
         for url in ("", "http://a..b", "http://" + "a" * 64, "file:///etc/passwd")

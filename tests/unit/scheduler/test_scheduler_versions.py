@@ -105,3 +105,32 @@ def test_no_offer_outlives_its_bound() -> None:
 def test_an_unknown_mode_is_refused() -> None:
     with pytest.raises(ConfigError):
         mode_of(pb.HARVEST_MODE_UNSPECIFIED)
+
+
+def test_a_base_replaces_the_chain_in_memory_and_in_the_store() -> None:
+    bench = CoreBench().with_job()
+    bench.attach()
+    for version in (1, 2, 3):
+        bench.announce(version)
+    bench.announce(4, parent=4)
+    assert [c.version.parent for c in bench.commands()] == [4]
+    bench.announce(5)
+    for each in (bench, CoreBench(store=bench.store)):
+        told = [c.version for c in each.attach(2, "n1") if c.HasField("version")]
+        assert [(v.version, v.parent) for v in told] == [(4, 4), (5, 4)]
+        with pytest.raises(RefusedError, match="not newer than 5"):
+            each.announce(3, parent=2)
+        with pytest.raises(RefusedError, match="parent"):
+            each.announce(6, parent=3)
+
+
+def test_weights_of_the_run_before_take_no_turns_however_stale_a_job_allows() -> None:
+    bench = CoreBench().with_job(max_staleness=9)
+    bench.announce(1)
+    bench.attach()
+    bench.offered(offer(policy_version=1, job=JOB))
+    assert bench.row().healthy
+    bench.announce(2, parent=2)
+    assert not bench.row().healthy
+    bench.offered(offer(policy_version=2, job=JOB))
+    assert bench.row().healthy

@@ -31,7 +31,7 @@ from rose.weight_distribution import (
     VersionServer,
 )
 from rose.weight_distribution.fetch import publisher_client
-from rose.weight_distribution.publisher import Latest, RetentionTask
+from rose.weight_distribution.retention import Latest, RetentionTask
 from rose.weight_distribution.version_server import MOST_OF_A_PEER, MOST_READERS, ReadLeases
 from tests.patience import PATIENCE_S
 from weight_transfer import (

@@ -11,6 +11,7 @@ from aiohttp import web
 
 from rose.addresses import free_port
 from rose.bench.weights.steps import adam_step, rate_for
+from rose.rpc import rose_pb2 as pb
 from rose.weight_distribution import VersionServer, WeightPublisher
 from rose.weight_distribution.level import (
     BURST_BYTES,
@@ -142,10 +143,13 @@ async def test_a_publisher_encodes_for_the_link_that_its_server_saw(
     publisher = WeightPublisher("job", "127.0.0.1:1", tmp_path, free_port(), SigningKey.generate())
     announced = []
 
-    async def announce(ask: object, timeout_s: float) -> None:
+    async def announce(ask: object, timeout_s: float) -> pb.RegisterJobReply:
         announced.append(ask)
+        return pb.RegisterJobReply()
 
     monkeypatch.setattr(publisher._scheduler, "call", announce)
+    await publisher.start()
+    announced.clear()
     old, new = step
     unknown = await publisher.publish(1, 0, old, new)
     monkeypatch.setattr(VersionServer, "link_bytes_s", 1000.0)

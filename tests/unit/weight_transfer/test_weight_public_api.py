@@ -51,10 +51,12 @@ digest_of
 encode_chunk
 gate_up
 grouped_qkv
+newest_version
 piece
 read_chunk
 read_model_dir
 read_safetensors
+restore
 row_shard
 stacked
 tensor_bits

@@ -1,0 +1,125 @@
+"""Retention behind a publisher: makes bases, collects garbage, renews signatures.
+
+It works beside the training, and never holds a version up.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from rose.contract.weights import LONGEST_TTL_S
+from rose.errors import RefusedError
+from rose.process.background_tasks import described
+from rose.weight_distribution.version_server import ReadLeases
+from weight_transfer import ChunkStore, Publisher, TensorBits, WeightError
+from weight_transfer.store.catalog import Catalog
+
+# Signatures live for a day and are renewed from half of that on.
+RENEW_EVERY_S = 3_600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Latest:
+    """A version that was published, with all of its weights, which do not change any more."""
+
+    version: int
+    parent: int
+    tensors: Mapping[str, TensorBits]
+
+
+class RetentionTask:
+    """Retention after each version: makes a base where one is due, then collects unneeded files.
+
+    publisher: one of its own, since it works beside the training. It keeps the newest weights for
+    as long as it works on them.
+    """
+
+    def __init__(
+        self,
+        store: ChunkStore,
+        publisher: Publisher,
+        leases: ReadLeases,
+        on_trouble: Callable[[str], None],
+    ) -> None:
+        self.publishing = asyncio.Lock()
+        """Held while chunks are put whose manifest is not written yet: none is collected then."""
+        self._store = store
+        self._publisher = publisher
+        self._leases = leases
+        self._on_trouble = on_trouble
+        self._latest: Latest | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._renewing: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """From now on the newest version is signed anew before it expires, however old it gets."""
+        self._renewing = asyncio.create_task(self._renew())
+
+    async def renew(self) -> None:
+        """Sign the newest version anew where that is due."""
+        async with self.publishing:
+            try:
+                await asyncio.to_thread(self._publisher.renew)
+            except (WeightError, OSError) as error:
+                self._on_trouble(f"the newest version was not signed anew: {error}")
+
+    async def _renew(self) -> None:
+        while True:
+            await self.renew()
+            await asyncio.sleep(RENEW_EVERY_S)
+
+    def published(self, latest: Latest) -> None:
+        """A version was published: it is announced next. Returns at once."""
+        # Whoever hears of it has that long to take a lease of its own.
+        self._hold(f"announced {latest.version}", latest.parent)
+        self._latest = latest
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._work())
+
+    async def settle(self) -> None:
+        """Return once nothing is left to do."""
+        if self._task:
+            await self._task
+
+    async def close(self) -> None:
+        """Stop; a base that is half made is made again after the next version."""
+        tasks = [task for task in (self._task, self._renewing) if task]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _work(self) -> None:
+        while self._latest:
+            latest, self._latest = self._latest, None
+            try:
+                if await asyncio.to_thread(self._base_due, latest):
+                    make = partial(self._publisher.publish_base, latest.version, latest.tensors)
+                    await asyncio.to_thread(make)
+                await self._collect()
+            except (WeightError, OSError) as error:
+                self._on_trouble(f"retention after version {latest.version}: {error}")
+            except Exception as error:  # noqa: BLE001 - it is told, and the next version is kept up
+                self._on_trouble(f"retention after version {latest.version}: {described(error)}")
+
+    def _base_due(self, latest: Latest) -> bool:
+        found = self._store.catalog()
+        size = sum(tensor.bits.nbytes for tensor in latest.tensors.values())
+        # What the chain begins with is the model that every engine starts from: a base too.
+        parents = {delta.parent for delta in found.deltas}
+        roots = parents - {delta.version for delta in found.deltas} - found.bases.keys()
+        return Catalog({**dict.fromkeys(roots, size), **found.bases}, found.deltas).base_due()
+
+    async def _collect(self) -> None:
+        now_s = time.monotonic()
+        if self._leases.settled(now_s):
+            async with self.publishing:
+                leases = self._leases.live(now_s)
+                await asyncio.to_thread(self._store.collect, leases, now_s)
+
+    def _hold(self, name: str, version: int) -> None:
+        try:
+            self._leases.take(name, version, LONGEST_TTL_S, time.monotonic())
+        except RefusedError as error:
+            self._on_trouble(str(error))

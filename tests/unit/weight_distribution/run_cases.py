@@ -1,0 +1,73 @@
+"""A scheduler over real gRPC in this process, which trainers of one job start and end beside."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from rose.addresses import free_port
+from rose.logs.eventlog import EventLog
+from rose.rpc.channel import make_server
+from rose.rpc.rose_pb2_grpc import add_SchedulerServicer_to_server
+from rose.scheduler import SchedulerCore, SchedulerService
+from rose.scheduler.persistence import VersionRecord, load
+from rose.weight_distribution import WeightPublisher
+from tests.fakes.memory_store import InMemoryStore
+from weight_transfer import SigningKey, TensorBits
+
+JOB = "grpo"
+
+
+def tensors(step: int) -> dict[str, TensorBits]:
+    bits = np.arange(1_024, dtype=np.uint16)
+    bits[::8] += np.uint16(step)
+    return {"w": TensorBits("w", "bfloat16", (32, 32), bits)}
+
+
+@dataclass
+class Cluster:
+    """What outlives a trainer: the scheduler, its store, the job's key."""
+
+    folder: Path
+    store: InMemoryStore
+    port: int
+    key: SigningKey
+
+    def trainer(self, root: str = "root", **options: object) -> WeightPublisher:
+        """A trainer of the job, not started yet."""
+        address = f"127.0.0.1:{self.port}"
+        options = {"job": JOB, "key": self.key, **options}
+        return WeightPublisher(
+            scheduler=address, root=self.folder / root, port=free_port(), **options
+        )  # type: ignore[arg-type]
+
+    @property
+    def chain(self) -> list[VersionRecord]:
+        """What a scheduler would start from."""
+        return sorted(load(self.store.entries).versions, key=lambda record: record.version)
+
+    @property
+    def numbers(self) -> list[tuple[int, int]]:
+        """Of the chain: (version, parent)."""
+        return [(record.version, record.parent) for record in self.chain]
+
+    @asynccontextmanager
+    async def scheduler(self) -> AsyncIterator[SchedulerService]:
+        """One life of the scheduler."""
+        events = EventLog(self.folder, "scheduler")
+        service = SchedulerService(SchedulerCore(load(self.store.entries)), self.store, events)
+        server = make_server()
+        add_SchedulerServicer_to_server(service, server)
+        self.port = server.add_insecure_port(f"127.0.0.1:{self.port}")
+        await server.start()
+        ticking = asyncio.create_task(service.tick())
+        try:
+            yield service
+        finally:
+            ticking.cancel()
+            service.close()
+            await server.stop(0)
+            events.close()

@@ -1,0 +1,177 @@
+"""A trainer that starts again goes on from its root, or begins a chain of its own."""
+
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+from run_cases import Cluster, tensors
+
+from rose.errors import RefusedError, UnavailableError
+from rose.weight_distribution import WeightPublisher, publisher
+from tests.fakes.memory_store import InMemoryStore
+from weight_transfer import ChunkStore, SigningKey, TensorBits, WeightError
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
+    cluster = Cluster(tmp_path, InMemoryStore(), 0, SigningKey.generate())
+    async with cluster.scheduler():
+        yield cluster
+
+
+def same(found: Mapping[str, TensorBits], wanted: Mapping[str, TensorBits]) -> bool:
+    return np.array_equal(found["w"].bits, wanted["w"].bits)
+
+
+async def publish(trainer: WeightPublisher, version: int) -> None:
+    await trainer.publish(version, version - 1, tensors(version - 1), tensors(version))
+
+
+async def test_a_second_training_run_on_the_same_root_goes_on_from_the_first_ones_weights(
+    cluster: Cluster,
+) -> None:
+    async with cluster.trainer() as first:
+        await first.publish_anew(1, tensors(1))
+        await publish(first, 2)
+    async with cluster.trainer() as second:
+        assert (second.begun.latest, second.begun.resumed) == (2, 2)
+        weights = await second.restore()
+        assert same(weights, tensors(2))
+        await second.publish(3, 2, weights, tensors(30))
+        assert same(await second.restore(), tensors(2))
+    assert cluster.numbers == [(1, 1), (2, 1), (3, 2)]
+    assert cluster.chain[-1].url == second.url
+
+
+async def test_the_same_script_again_is_told_where_to_go_on(cluster: Cluster) -> None:
+    async with cluster.trainer() as first:
+        await publish(first, 1)
+    async with cluster.trainer() as second:
+        with pytest.raises(RefusedError, match=r"version 1 of grpo is used up.*publish 2 anew"):
+            await publish(second, 1)
+        await second.publish_anew(2, tensors(0))
+
+
+async def test_a_version_that_was_never_announced_is_announced_at_the_next_start(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def lost(*_: object) -> None:
+        raise UnavailableError("killed")
+
+    async with cluster.trainer() as first:
+        await first.publish_anew(1, tensors(1))
+        with monkeypatch.context() as broken:
+            broken.setattr(first._scheduler, "call", lost)
+            for version in (2, 3):
+                with pytest.raises(UnavailableError, match="could not be announced"):
+                    await publish(first, version)
+    assert cluster.numbers == [(1, 1)]
+    async with cluster.trainer() as second:
+        assert (second.begun.latest, second.begun.resumed) == (3, 3)
+        assert cluster.numbers == [(1, 1), (2, 1), (3, 2)]
+        assert same(await second.restore(), tensors(3))
+
+
+async def test_a_new_root_begins_after_the_newest_version_and_the_old_chain_is_dropped(
+    cluster: Cluster,
+) -> None:
+    async with cluster.trainer() as first:
+        for version in (1, 2, 3):
+            await publish(first, version)
+    async with cluster.trainer("elsewhere") as second:
+        assert (second.begun.latest, second.begun.resumed) == (3, None)
+        with pytest.raises(RefusedError, match="publish version 4 anew"):
+            await second.restore()
+        with pytest.raises(RefusedError, match=r"cannot follow 3.*anew"):
+            await publish(second, 4)
+        receipt = await second.publish_anew(4, tensors(9))
+        assert (receipt.version, receipt.full_bytes) == (4, 2_048)
+        assert cluster.numbers == [(4, 4)]
+        await second.publish(5, 4, tensors(9), tensors(10))
+    async with cluster.trainer() as stale:
+        assert (stale.begun.latest, stale.begun.resumed) == (5, None)
+        assert "another run announced version 5" in stale.begun.why_anew
+
+
+async def test_starting_anew_on_the_old_root_collects_its_chain(cluster: Cluster) -> None:
+    async with cluster.trainer() as first:
+        for version in (1, 2):
+            await publish(first, version)
+    async with cluster.trainer() as second:
+        # Nobody reads the old chain, and the times in which somebody might begin to are over.
+        second._retention._leases._settled_s = 0.0
+        await second.publish_anew(3, tensors(7))
+        second._retention._leases._by_peer.clear()
+        await second.publish(4, 3, tensors(7), tensors(8))
+        await second.settle()
+    store = ChunkStore(cluster.folder / "root")
+    assert min(store.versions() + store.bases()) == 3, "nothing of the old chain is left"
+
+
+async def test_until_there_is_a_base_the_checkpoint_is_what_a_run_is_restored_from(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with cluster.trainer() as first:
+        await publish(first, 1)
+    async with cluster.trainer() as bare:
+        assert bare.begun.resumed is None
+        assert "no checkpoint was named" in bare.begun.why_anew
+    checkpoint = cluster.folder / "model"
+    monkeypatch.setattr(publisher, "read_model_dir", lambda _: tensors(0))
+    async with cluster.trainer(checkpoint=checkpoint) as second:
+        assert second.begun.resumed == 1
+        assert same(await second.restore(), tensors(1))
+        await publish(second, 2)
+    monkeypatch.setattr(publisher, "read_model_dir", lambda _: tensors(5))
+    async with cluster.trainer(checkpoint=checkpoint) as other:
+        with pytest.raises(WeightError, match="other weights"):
+            await other.restore()
+
+
+async def test_a_root_of_another_job_or_of_another_key_is_not_gone_on_from(
+    cluster: Cluster,
+) -> None:
+    async with cluster.trainer() as first:
+        await first.publish_anew(1, tensors(1))
+    with pytest.raises(RefusedError, match="holds versions of job grpo; give job ppo"):
+        await cluster.trainer(job="ppo").start()
+    async with cluster.trainer(key=SigningKey.generate()) as second:
+        assert (second.begun.latest, second.begun.resumed) == (1, None)
+        assert "version 1 cannot be gone on from" in second.begun.why_anew
+
+
+async def test_weights_of_version_0_that_were_published_are_no_version_to_resume(
+    cluster: Cluster,
+) -> None:
+    async with cluster.trainer() as first:
+        await first.publish_base(0, tensors(0))
+    async with cluster.trainer() as second:
+        assert (second.begun.latest, second.begun.resumed) == (0, None)
+        await publish(second, 1)
+    async with cluster.trainer() as third:
+        assert same(await third.restore(), tensors(1))
+
+
+async def test_a_root_has_one_living_trainer(cluster: Cluster) -> None:
+    async with cluster.trainer(run="sweep-3") as first:
+        with pytest.raises(RefusedError, match="close that one first"):
+            await cluster.trainer().start()
+        await publish(first, 1)
+    async with cluster.trainer():
+        pass
+
+
+async def test_a_scheduler_that_knows_nothing_any_more_is_told_the_newest_version(
+    tmp_path: Path,
+) -> None:
+    cluster = Cluster(tmp_path, InMemoryStore(), 0, SigningKey.generate())
+    async with cluster.scheduler(), cluster.trainer() as first:
+        await first.publish_anew(1, tensors(1))
+        for version in (2, 3):
+            await publish(first, version)
+    cluster.store = InMemoryStore()
+    async with cluster.scheduler(), cluster.trainer() as second:
+        assert second.begun.resumed == 3
+        assert cluster.numbers == [(3, 2)]
+        await publish(second, 4)
