@@ -27,6 +27,7 @@ from rose.client.pipeline import BlockingRolloutPipeline, RolloutPipeline
 from rose.client.session import Group, Member, Session
 from rose.client.stream import Progress, TurnProgress, TurnStream
 from rose.client.types import Retry, TokenChunk, Turn
+from rose.contract.gateway import Versions
 from rose.contract.replica import Sampling
 
 __all__ = [
@@ -62,4 +63,5 @@ __all__ = [
     "TurnStream",
     "TurnTimedOut",
     "VersionNotServed",
+    "Versions",
 ]

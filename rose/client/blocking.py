@@ -26,6 +26,7 @@ from rose.client.types import (
     Turn,
     TurnOptions,
 )
+from rose.contract.gateway import Versions
 from rose.contract.replica import Sampling
 
 T = TypeVar("T")
@@ -180,6 +181,11 @@ class BlockingRolloutClient:
         """As `RolloutClient.cancel`, from any thread."""
         loop = self._loop()
         return loop.call(_on_loop(lambda: self._client.cancel(request_id)))
+
+    def versions(self, job: str = "") -> Versions:
+        """As `RolloutClient.versions`."""
+        loop = self._loop()
+        return loop.call(self._client.versions(job))
 
     def progress(self) -> Progress:
         """As `RolloutClient.progress`."""

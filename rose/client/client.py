@@ -26,7 +26,7 @@ from rose.client.types import (
     ask_for,
     gateway_urls,
 )
-from rose.contract.gateway import FINISH_SESSION, SESSION_HEADER, NamesBody
+from rose.contract.gateway import FINISH_SESSION, SESSION_HEADER, NamesBody, Versions
 from rose.contract.replica import Sampling
 
 FINISH_SESSION_S = 5.0
@@ -159,6 +159,15 @@ class RolloutClient:
         if row is not None:
             row.cancel()
         return row is not None
+
+    async def versions(self, job: str = "") -> Versions:
+        """Which policy version each replica serves, and what is the newest of each job.
+
+        `job`: of that one only, by default the client's; of a job that is not registered yet there
+        is nothing. A trainer that waits until k replicas serve version v asks for this again and
+        again. Raises GatewayUnavailable, RequestRefused, AnswerBroken.
+        """
+        return await self._open().versions(job or self._settings.job)
 
     def progress(self) -> Progress:
         """What runs and what ended since the client was made."""

@@ -33,9 +33,10 @@ from rose.client.resume import AnotherTurnError, Received
 from rose.client.stream import RunningTurn
 from rose.client.types import ClientSettings, ClientTurn, TokenChunk, Turn
 from rose.client.wire import events
-from rose.contract.gateway import GENERATE, RETRIED
+from rose.contract.gateway import GENERATE, RETRIED, VERSIONS, Versions
 
 REST_S = 2.0
+VERSIONS_S = 5.0
 
 
 class GatewayRing:
@@ -159,6 +160,24 @@ class Tries:
                 return wire.decode_turn(await response.read())
 
         return await self._until_done(row, ask, lambda: 0)
+
+    async def versions(self, job: str) -> Versions:
+        """What replicas serve, as the first gateway that answers says it."""
+        loop, trouble = asyncio.get_running_loop(), ""
+        params, timeout = ({"job": job} if job else {}), aiohttp.ClientTimeout(total=VERSIONS_S)
+        for url in self._ring.order("", loop.time()):
+            try:
+                async with self._http.get(
+                    f"{url}{VERSIONS}", params=params, timeout=timeout
+                ) as response:
+                    body = await response.read()
+                if response.status not in RETRIED:
+                    return wire.decode_versions(response.status, body)
+                trouble = f"{url}: {wire.message(response.status, body)}"
+            except _DEAD as error:
+                trouble = f"{url}: {type(error).__name__} {error}".strip()
+                self._ring.failed(url, loop.time())
+        raise GatewayUnavailable(f"no gateway says which versions are served; {trouble}")
 
     async def streamed(self, row: RunningTurn, sink: ChunkSink) -> Turn:
         """The turn as a stream of chunks into `sink`, and whole at the end."""

@@ -19,12 +19,14 @@ from rose.contract.gateway import (
     SamplingParams,
     StreamEvent,
     TurnAnswer,
+    Versions,
 )
 from rose.errors import decoded
 
 encode = msgspec.json.Encoder().encode
 _ANSWER = msgspec.json.Decoder(TurnAnswer)
 _EVENT = msgspec.json.Decoder(StreamEvent)
+_VERSIONS = msgspec.json.Decoder(Versions)
 _REFUSAL = msgspec.json.Decoder(GatewayRefusal)
 
 
@@ -93,6 +95,18 @@ def decode_event(data: bytes) -> StreamEvent:
         return decoded(_EVENT, data)
     except msgspec.MsgspecError as error:
         raise AnswerBroken(f"the gateway's stream is not a turn: {error}") from error
+
+
+def decode_versions(status: int, body: bytes) -> Versions:
+    """What replicas serve; of a job that is not registered nothing. Raises RolloutError."""
+    try:
+        if status == 200:
+            return decoded(_VERSIONS, body)
+        if status == 404 and decoded(_REFUSAL, body).error.param == "job":
+            return Versions()
+    except msgspec.MsgspecError as error:
+        raise AnswerBroken(f"the gateway's answer says no versions: {error}") from error
+    raise refusal(status, message(status, body))
 
 
 def message(status: int, body: bytes) -> str:

@@ -6,6 +6,7 @@ abort      NamesBody ──► Aborted
 finish     NamesBody ──► SessionFinished
 stats      ──► Stats
 explain    ──► Explanation, of a request or a session
+versions   ──► Versions: which policy version each replica serves
 health     ──► HealthReport
 
 Request and answer of `generate` are vLLM's, of which these are the parts that the client uses; all
@@ -26,6 +27,7 @@ ABORT: Final = "/inference/v1/abort_requests"
 FINISH_SESSION: Final = "/finish_session"
 STATS: Final = "/rose/v1/stats"
 EXPLAIN: Final = "/rose/v1/explain/"
+VERSIONS: Final = "/rose/v1/versions"
 
 # A header wins over the body's field, a body's `timeout_s` and `resume_from` over the header.
 SESSION_HEADER: Final = "X-Session-ID"
@@ -236,6 +238,55 @@ class Explanation(Struct):
 
     subject: str
     decisions: list[Choosing]
+
+
+SERVING: Final = "serving"
+"""State of a replica that is leased and has caught up with its job: it gets turns."""
+SYNCING: Final = "syncing"
+"""Leased, and not healthy: it starts, fetches a version, or does not answer."""
+IDLE: Final = "idle"
+"""Leased to no job."""
+
+
+class ReplicaVersion(Struct, frozen=True):
+    """What one replica serves. `version` is None where nobody knows it: of a stock engine.
+
+    `job` has its lease, "" where none has one or jobs are labels. `state`: SERVING, SYNCING, IDLE.
+    """
+
+    id: str
+    kind: str
+    job: str
+    version: int | None
+    state: str
+
+
+class JobVersion(Struct, frozen=True):
+    """The newest version that a job has announced, 0 before the first."""
+
+    job: str
+    latest_version: int
+
+
+class Versions(Struct, frozen=True):
+    """Which policy version each replica serves, and what is the newest of each registered job."""
+
+    jobs: tuple[JobVersion, ...] = ()
+    replicas: tuple[ReplicaVersion, ...] = ()
+
+    def latest(self, job: str = "") -> int:
+        """The newest version of a job, "" for the only one; 0 where it is not registered."""
+        return max((each.latest_version for each in self.jobs if job in ("", each.job)), default=0)
+
+    def serving(self, version: int, job: str = "") -> int:
+        """How many replicas get turns of a job, "" for any, at this version or a later one."""
+        return sum(
+            each.state == SERVING
+            and each.version is not None
+            and each.version >= version
+            and job in ("", each.job)
+            for each in self.replicas
+        )
 
 
 class GatewayHealthReport(Struct):

@@ -7,6 +7,7 @@ import secrets
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Self
 
@@ -196,8 +197,17 @@ class Gateway:
         target, ttl_s = settings.scheduler, settings.table_ttl_s
         certificates = settings.certificates
         return WatchedTable(
-            target, name, ttl_s, self.note, reporter=reporter, certificates=certificates
+            target,
+            name,
+            ttl_s,
+            self.note,
+            reporter=reporter,
+            certificates=certificates,
+            on_versions=self._set_newest,
         )
+
+    def _set_newest(self, newest: Mapping[str, int]) -> None:
+        self._dispatcher.newest = newest
 
     async def _listen(self) -> None:
         settings = self._settings

@@ -14,14 +14,17 @@ from rose.contract.gateway import (
     FINISH_SESSION,
     SESSION_HEADER,
     STATS,
+    VERSIONS,
     Aborted,
     Choosing,
     Explanation,
     GatewayFault,
     GatewayHealthReport,
     GatewayRefusal,
+    JobVersion,
     NamesBody,
     SessionFinished,
+    Versions,
 )
 from rose.gateway import stats as metrics
 from rose.gateway.apis import ChatFrontend, CompletionFrontend, SglangFrontend, VllmFrontend
@@ -128,6 +131,7 @@ class GatewayServer:
         get("/metrics", self._metrics)
         get(STATS, self._show_stats)
         get(EXPLAIN + "{subject:.+}", self._explain)
+        get(VERSIONS, self._versions)
         return app
 
     def status(self) -> GatewayStatus:
@@ -277,6 +281,15 @@ class GatewayServer:
             for each in decisions
         ]
         return _json(Explanation(subject, rows))
+
+    async def _versions(self, http: web.Request) -> web.Response:
+        """What each replica serves, of all jobs or of the one that the caller names or is."""
+        named = own_job(caller_of(http), job_of(http.headers, http.query.get("job")))
+        job = self._dispatcher.owner(named) if named else ""
+        newest = sorted(self._dispatcher.newest.items())
+        jobs = tuple(JobVersion(*each) for each in newest if job in ("", each[0]))
+        rows = [row.served() for row in self._dispatcher.entries if job in ("", row.job)]
+        return _json(Versions(jobs, tuple(sorted(rows, key=lambda row: row.id))))
 
     async def _models(self, http: web.Request) -> web.Response:
         name = self._model.name

@@ -9,7 +9,7 @@ acquire --> waiting --pump--> live --finish--> (gone)
 import asyncio
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import count
 
@@ -88,6 +88,8 @@ class Dispatcher:
         self._on_event = on_event
         self._routers = JobRouters()
         self._entries: dict[str, ReplicaEntry] = {}
+        self.newest: Mapping[str, int] = {}
+        """Newest version of each registered job; nothing where no scheduler is watched."""
         self._live: set[LiveAttempt] = set()
         # Sorted by priority (lower first); of equal ones turns that continue, then by arrival.
         self._waiting: list[_Waiter] = []
@@ -108,6 +110,11 @@ class Dispatcher:
         """Replicas that are stock engines, without versions and gate, and what they are."""
         rows = self._entries.values()
         return {row.id: row.api.value for row in rows if row.api is not ReplicaApi.ROSE}
+
+    @property
+    def entries(self) -> Collection[ReplicaEntry]:
+        """The replica table as it is now."""
+        return self._entries.values()
 
     @property
     def usable(self) -> int:

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from elastic_scheduler import ReplicaKind, ReplicaView
+from rose.contract.fields import UNVERSIONED
+from rose.contract.gateway import IDLE, SERVING, SYNCING, ReplicaVersion
 
 
 class ReplicaApi(StrEnum):
@@ -45,6 +47,12 @@ class ReplicaEntry:
             decode_tok_s=self.decode_tok_s,
             prefill_tok_s=self.prefill_tok_s,
         )
+
+    def served(self) -> ReplicaVersion:
+        """The row as callers are told it."""
+        state = IDLE if not self.leased else SERVING if self.healthy else SYNCING
+        version = None if self.policy_version == UNVERSIONED else self.policy_version
+        return ReplicaVersion(self.id, self.kind.value, self.job, version, state)
 
     def continues(self, newer: "ReplicaEntry | None") -> bool:
         """Whether turns begun under this row may go on under `newer`: same engine, same lease."""

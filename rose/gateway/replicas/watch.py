@@ -15,7 +15,7 @@ after it: live turns are given up only when there was time for that.
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
 
 import grpc
@@ -53,7 +53,10 @@ class WatchedTable:
         clock: Callable[[], float] = time.monotonic,
         reporter: DemandReporter | None = None,
         certificates: CertificateFiles | None = None,
+        on_versions: Callable[[Mapping[str, int]], None] = lambda newest: None,
     ) -> None:
+        """on_versions: told the newest version of each job before each table."""
+        self._on_versions = on_versions
         self._leader = LeaderChannel(target, certificates=certificates)
         self._reporter = reporter
         self._name = name
@@ -135,6 +138,7 @@ class WatchedTable:
             entries += [each for each in self._entries if each.id not in named]
         self._entries = tuple(entries)
         self._jobs = tuple(row.job for row in table.jobs)
+        self._on_versions({row.job: row.latest_version for row in table.jobs})
         sink(self._entries, self._jobs)
 
     def _is_replica(self, row: rose_pb2.Replica) -> bool:

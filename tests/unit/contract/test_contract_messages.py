@@ -24,6 +24,8 @@ FAULT = gateway.GatewayFault("no replica was free", "ServiceUnavailableError", N
 CHOOSING = gateway.Choosing(1.5, "turn", None, "all are full", 9, True, (("n1/g0", 0.5),))
 ORIGIN: dict[str, Any] = {"group_id": "g", "job": "j", "group_size": 4, "hedges": 1}
 
+SERVED = gateway.ReplicaVersion("n1/g0", "guest", "j", 6, gateway.SYNCING)
+
 MESSAGES: tuple[msgspec.Struct, ...] = (
     SAMPLING,
     replica.GenerateBody("turn.1f.1", [1, 100], SAMPLING, "7", -2, "j"),
@@ -109,6 +111,9 @@ MESSAGES: tuple[msgspec.Struct, ...] = (
     gateway.GatewayCounters({"n1/g0": 9}, {"n1/g0": 1}, 2, 3, 4, 5, 6, 7, 8, 9, 10, 0.5, 0.25),
     CHOOSING,
     gateway.Explanation("s", [CHOOSING]),
+    SERVED,
+    gateway.JobVersion("j", 7),
+    gateway.Versions((gateway.JobVersion("j", 7),), (SERVED,)),
     gateway.GatewayHealthReport("degraded", ("no tokenizer",), 1, 2, {"e0": "vllm"}),
     weights.Listing("j", 60.0, ((0, 900),), ((1, 0, 90), (2, 1, 80))),
     weights.LeaseBody("n1/g0", 1, 60.0),

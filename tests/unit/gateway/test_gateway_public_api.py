@@ -23,7 +23,7 @@ CLIENT = """
     RequestRefused Retry
     RolloutClient RolloutError RolloutPipeline RolloutProgress Sampling Session
     StalenessBound StepPlan TailPlan TokenChunk TrainingGroup TrainingStep Turn
-    TurnCancelled TurnProgress TurnStream TurnTimedOut VersionNotServed
+    TurnCancelled TurnProgress TurnStream TurnTimedOut VersionNotServed Versions
 """
 GATEWAY = "Gateway GatewaySettings GatewayStatus ReplicaEntry StaticReplica"
 
