@@ -258,6 +258,9 @@ class SchedulerService(SchedulerServicer):
                     self._read(request_iterator, first.node, stream, queue)
                 )
             while (command := await queue.get()) is not None:
+                if not self._leads():
+                    queue.close(LEADS_NO_MORE, grpc.StatusCode.UNAVAILABLE)
+                    break
                 await context.write(command)
             if reader is not None and reader.done():
                 reader.result()  # an error of reading is an error of this call

@@ -70,6 +70,7 @@ class Leadership:
         self._call: asyncio.Task[Event] | None = None
         self._term: asyncio.Task[None] | None = None
         self._ends: set[asyncio.Task[None]] = set()
+        self._resigned = False
 
     @property
     def address(self) -> str:
@@ -84,7 +85,7 @@ class Leadership:
     def leads(self, term: int | None = None) -> bool:
         """Whether this process surely leads now; where a term is given: in that one."""
         status = self._election.status()
-        if term is not None and term != status.term:
+        if self._resigned or (term is not None and term != status.term):
             return False
         return status.term != 0 and self._clock() < status.valid_until_s
 
@@ -177,6 +178,8 @@ class Leadership:
                 await self._store.revoke_lease(lease)
 
     async def _resign(self) -> None:
+        # From now on another may lead at any moment, whatever of this term is still under way.
+        self._resigned = True
         for task in (self._call, self._term):
             if task is not None:
                 task.cancel()

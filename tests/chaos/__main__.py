@@ -61,10 +61,11 @@ def main() -> int:
     seeds = range(first, first + options.seeds)
     sys.stdout.write(f"{len(seeds)} seeds from {first} on\n")
     sys.stdout.flush()
-    began_s, events, failures = time.monotonic(), 0, 0
+    began_s, lived, events, failures = time.monotonic(), 0, 0, 0
     least = sys.maxsize
     with multiprocessing.get_context("forkserver").Pool(options.jobs) as pool:
         for outcome in pool.imap(live, seeds, chunksize=4):
+            lived += 1
             events += outcome.events
             least = min(least, outcome.events)
             if outcome.broken:
@@ -73,8 +74,8 @@ def main() -> int:
                 break
     took_s = time.monotonic() - began_s
     sys.stdout.write(
-        f"{'a seed broke' if failures else f'{len(seeds)} seeds held'}: {events} events, at least"
-        f" {least} a seed, {took_s:.1f} s, {len(seeds) / took_s:.1f} seeds/s\n"
+        f"{f'the last of {lived} seeds broke' if failures else f'{lived} seeds held'}: {events}"
+        f" events, at least {least} a seed, {took_s:.1f} s, {lived / took_s:.1f} seeds/s\n"
     )
     return 1 if failures else 0
 

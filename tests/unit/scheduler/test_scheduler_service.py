@@ -104,6 +104,21 @@ async def test_heartbeats_go_to_nodes_that_know_them_and_to_no_others(
         await node.leave()
 
 
+async def test_what_waits_for_a_node_is_not_sent_once_another_may_lead(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = FakeNode(bench.stub)
+    await node.hears("harvest")
+    [queue] = bench.service._queues.values()
+    monkeypatch.setattr(bench.service, "_leads", lambda: False)
+    queue.put(pb.NodeCommand(version=pb.Version(job="j", version=1, url="http://t")))
+    async with asyncio.timeout(PATIENCE_S):
+        assert await node.call.code() is grpc.StatusCode.UNAVAILABLE
+    told = [node.told.get_nowait() for _ in range(node.told.qsize())]
+    assert not any(command.HasField("version") for command in told)
+    await node.leave()
+
+
 async def test_refusals_carry_their_line_and_code(bench: Bench) -> None:
     for call, code in (
         (

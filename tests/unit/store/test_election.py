@@ -202,6 +202,8 @@ async def test_a_leader_that_stops_is_followed_at_once_by_another() -> None:
             await asyncio.sleep(0.01)
     assert not other.leads.is_set()
     await one.stop()
+    assert not one.leadership.leads()
+    assert not one.terms[0].leads(), "what of its term is still under way does nothing more"
     await other.until(leads=True)
     assert other.leadership.address == "other:1"
     await other.stop()
