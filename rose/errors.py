@@ -5,6 +5,8 @@ RoseError
 ├── EngineStartError     an engine could not be started
 ├── UnavailableError     a process of ROSE does not answer
 └── RefusedError         a request breaks a rule (stale epoch, wrong version, no room)
+    ├── RunHeldError     another trainer has the job
+    └── RunFencedError   this trainer had the job, and another has it now
 
 `decoded` makes one error of all that is wrong with bytes from outside.
 msgspec has errors of its own for bytes that are not what they should be, but raises
@@ -55,3 +57,11 @@ class UnavailableError(RoseError):
 
 class RefusedError(RoseError):
     """A request breaks a rule: stale epoch, wrong version, no room."""
+
+
+class RunHeldError(RefusedError):
+    """Another trainer that lives has the job: stop it, or take over."""
+
+
+class RunFencedError(RefusedError):
+    """This trainer has lost its job to another one: it must not publish any more."""

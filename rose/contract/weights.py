@@ -24,6 +24,8 @@ GROUP: Final = "/group"
 APPLY: Final = f"{ROUTES}weights/apply"
 AUDIT: Final = f"{ROUTES}weights/audit"
 
+RUN_TTL_S: Final = 10.0
+"""A trainer that renews its run no more is believed to be dead after this."""
 MOST_BODY_BYTES: Final = 4_096
 MOST_DELTAS: Final = 3_072
 MOST_BASES: Final = 256

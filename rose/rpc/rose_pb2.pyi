@@ -7,8 +7,8 @@ What crosses the wall between the scheduler and its nodes, gateways, trainers an
            <------------------------ leases, releases, versions, harvest mode
   gateway  -- WatchReplicas -------> the whole replica table, on change and every second
            -- ReportDemand --------> what its turns still need, every second and when the first turn comes
-  trainer  -- RegisterJob, AnnounceVersion, EndJob
-  operator -- SetHarvest, Revoke, Snapshot, EndJob, ApplyPolicy, DeletePolicy, ListPolicies, ExplainPolicy
+  trainer  -- RegisterJob, RenewRun each few seconds, AnnounceVersion, EndRun, EndJob
+  operator -- SetHarvest, Revoke, Snapshot, EndJob, DropJob, ApplyPolicy, DeletePolicy, ListPolicies, ExplainPolicy
 
 Fields from number 20 on came after 0.2.0. An empty job is the only job that there is; peers of 0.2.0, which know
 nothing of jobs, work while there is one.
@@ -1130,6 +1130,7 @@ class RegisterJobRequest(_message.Message):
     WEIGHT_FIELD_NUMBER: _builtins.int
     MAX_GUESTS_FIELD_NUMBER: _builtins.int
     CLAIM_FIELD_NUMBER: _builtins.int
+    TAKE_OVER_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     max_staleness: _builtins.int
     """in policy versions; a replica further behind is not healthy"""
@@ -1139,6 +1140,8 @@ class RegisterJobRequest(_message.Message):
     """its share beside those of other jobs; 0: 1"""
     max_guests: _builtins.int
     """that it may have leased at once; 0: no bound"""
+    take_over: _builtins.bool
+    """fence the run that has the job"""
     @_builtins.property
     def claim(self) -> Global___Claim:
         """absent: a trainer of 0.2.0, which nothing tells from another"""
@@ -1152,10 +1155,11 @@ class RegisterJobRequest(_message.Message):
         weight: _builtins.float = ...,
         max_guests: _builtins.int = ...,
         claim: Global___Claim | None = ...,
+        take_over: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["claim", b"claim"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["claim", b"claim", "job", b"job", "max_guests", b"max_guests", "max_staleness", b"max_staleness", "model", b"model", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["claim", b"claim", "job", b"job", "max_guests", b"max_guests", "max_staleness", b"max_staleness", "model", b"model", "take_over", b"take_over", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1197,11 +1201,14 @@ class RegisterJobReply(_message.Message):
 
     LATEST_VERSION_FIELD_NUMBER: _builtins.int
     LATEST_RUN_FIELD_NUMBER: _builtins.int
+    RUN_TTL_S_FIELD_NUMBER: _builtins.int
     LATEST_PARENT_FIELD_NUMBER: _builtins.int
     latest_version: _builtins.int
     """that is used up: the next one is greater"""
     latest_run: _builtins.str
     """that announced it, empty where none said so"""
+    run_ttl_s: _builtins.float
+    """a run that is not renewed for so long may be replaced"""
     latest_parent: _builtins.int
     """of the newest announced version"""
     def __init__(
@@ -1209,11 +1216,12 @@ class RegisterJobReply(_message.Message):
         *,
         latest_version: _builtins.int = ...,
         latest_run: _builtins.str = ...,
+        run_ttl_s: _builtins.float = ...,
         latest_parent: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["latest_parent", b"latest_parent", "latest_run", b"latest_run", "latest_version", b"latest_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["latest_parent", b"latest_parent", "latest_run", b"latest_run", "latest_version", b"latest_version", "run_ttl_s", b"run_ttl_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1310,6 +1318,129 @@ class EndJobReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EndJobReply: _TypeAlias = EndJobReply  # noqa: Y015
+
+@_typing.final
+class RenewRunRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    CLAIM_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    @_builtins.property
+    def claim(self) -> Global___Claim: ...
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        claim: Global___Claim | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["claim", b"claim"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["claim", b"claim", "job", b"job"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RenewRunRequest: _TypeAlias = RenewRunRequest  # noqa: Y015
+
+@_typing.final
+class RenewRunReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LATEST_VERSION_FIELD_NUMBER: _builtins.int
+    latest_version: _builtins.int
+    def __init__(
+        self,
+        *,
+        latest_version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["latest_version", b"latest_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RenewRunReply: _TypeAlias = RenewRunReply  # noqa: Y015
+
+@_typing.final
+class EndRunRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    CLAIM_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    @_builtins.property
+    def claim(self) -> Global___Claim: ...
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        claim: Global___Claim | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["claim", b"claim"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["claim", b"claim", "job", b"job"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EndRunRequest: _TypeAlias = EndRunRequest  # noqa: Y015
+
+@_typing.final
+class EndRunReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EndRunReply: _TypeAlias = EndRunReply  # noqa: Y015
+
+@_typing.final
+class DropJobRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    FORCE_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    force: _builtins.bool
+    """though its run lives, which is fenced by this"""
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        force: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["force", b"force", "job", b"job"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DropJobRequest: _TypeAlias = DropJobRequest  # noqa: Y015
+
+@_typing.final
+class DropJobReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSIONS_FIELD_NUMBER: _builtins.int
+    versions: _builtins.int
+    """that are forgotten"""
+    def __init__(
+        self,
+        *,
+        versions: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["versions", b"versions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DropJobReply: _TypeAlias = DropJobReply  # noqa: Y015
 
 @_typing.final
 class SetHarvestRequest(_message.Message):
@@ -1849,6 +1980,11 @@ class JobView(_message.Message):
     MAX_GUESTS_FIELD_NUMBER: _builtins.int
     LEASED_FIELD_NUMBER: _builtins.int
     GUESTS_FIELD_NUMBER: _builtins.int
+    RUN_FIELD_NUMBER: _builtins.int
+    CHAIN_FIELD_NUMBER: _builtins.int
+    FIRST_VERSION_FIELD_NUMBER: _builtins.int
+    BASE_FIELD_NUMBER: _builtins.int
+    STANDING_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     latest_version: _builtins.int
     max_staleness: _builtins.int
@@ -1866,6 +2002,18 @@ class JobView(_message.Message):
     """replicas that it has"""
     guests: _builtins.int
     """of those"""
+    chain: _builtins.int
+    """versions that nodes are told of"""
+    first_version: _builtins.int
+    """of the chain"""
+    base: _builtins.bool
+    """the first one is a base, else it follows the model"""
+    standing: _builtins.bool
+    """named by --job, and no trainer has registered it: dedicated replicas only"""
+    @_builtins.property
+    def run(self) -> Global___RunView:
+        """absent: no trainer of this release has registered it"""
+
     def __init__(
         self,
         *,
@@ -1881,14 +2029,57 @@ class JobView(_message.Message):
         max_guests: _builtins.int = ...,
         leased: _builtins.int = ...,
         guests: _builtins.int = ...,
+        run: Global___RunView | None = ...,
+        chain: _builtins.int = ...,
+        first_version: _builtins.int = ...,
+        base: _builtins.bool = ...,
+        standing: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["demand_known", b"demand_known", "guests", b"guests", "job", b"job", "latest_version", b"latest_version", "leased", b"leased", "made_tok_s", b"made_tok_s", "max_guests", b"max_guests", "max_staleness", b"max_staleness", "model", b"model", "owed_tokens", b"owed_tokens", "turns", b"turns", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "chain", b"chain", "demand_known", b"demand_known", "first_version", b"first_version", "guests", b"guests", "job", b"job", "latest_version", b"latest_version", "leased", b"leased", "made_tok_s", b"made_tok_s", "max_guests", b"max_guests", "max_staleness", b"max_staleness", "model", b"model", "owed_tokens", b"owed_tokens", "run", b"run", "standing", b"standing", "turns", b"turns", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___JobView: _TypeAlias = JobView  # noqa: Y015
+
+@_typing.final
+class RunView(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    HOLDER_FIELD_NUMBER: _builtins.int
+    SINCE_S_FIELD_NUMBER: _builtins.int
+    SILENT_S_FIELD_NUMBER: _builtins.int
+    LIVE_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
+    run: _builtins.str
+    holder: _builtins.str
+    since_s: _builtins.float
+    """Unix seconds"""
+    silent_s: _builtins.float
+    """since it was renewed, or since this leader began"""
+    live: _builtins.bool
+    """it may not be replaced without being taken over"""
+    ended: _builtins.bool
+    """by itself"""
+    def __init__(
+        self,
+        *,
+        run: _builtins.str = ...,
+        holder: _builtins.str = ...,
+        since_s: _builtins.float = ...,
+        silent_s: _builtins.float = ...,
+        live: _builtins.bool = ...,
+        ended: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "holder", b"holder", "live", b"live", "run", b"run", "silent_s", b"silent_s", "since_s", b"since_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunView: _TypeAlias = RunView  # noqa: Y015
 
 @_typing.final
 class HarvestOverride(_message.Message):

@@ -64,6 +64,21 @@ class SchedulerStub:
                 request_serializer=rose_dot_rpc_dot_rose__pb2.EndJobRequest.SerializeToString,
                 response_deserializer=rose_dot_rpc_dot_rose__pb2.EndJobReply.FromString,
                 _registered_method=True)
+        self.RenewRun = channel.unary_unary(
+                '/rose.v1.Scheduler/RenewRun',
+                request_serializer=rose_dot_rpc_dot_rose__pb2.RenewRunRequest.SerializeToString,
+                response_deserializer=rose_dot_rpc_dot_rose__pb2.RenewRunReply.FromString,
+                _registered_method=True)
+        self.EndRun = channel.unary_unary(
+                '/rose.v1.Scheduler/EndRun',
+                request_serializer=rose_dot_rpc_dot_rose__pb2.EndRunRequest.SerializeToString,
+                response_deserializer=rose_dot_rpc_dot_rose__pb2.EndRunReply.FromString,
+                _registered_method=True)
+        self.DropJob = channel.unary_unary(
+                '/rose.v1.Scheduler/DropJob',
+                request_serializer=rose_dot_rpc_dot_rose__pb2.DropJobRequest.SerializeToString,
+                response_deserializer=rose_dot_rpc_dot_rose__pb2.DropJobReply.FromString,
+                _registered_method=True)
         self.SetHarvest = channel.unary_unary(
                 '/rose.v1.Scheduler/SetHarvest',
                 request_serializer=rose_dot_rpc_dot_rose__pb2.SetHarvestRequest.SerializeToString,
@@ -135,6 +150,24 @@ class SchedulerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def EndJob(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RenewRun(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def EndRun(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DropJob(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -214,6 +247,21 @@ def add_SchedulerServicer_to_server(servicer, server):
                     servicer.EndJob,
                     request_deserializer=rose_dot_rpc_dot_rose__pb2.EndJobRequest.FromString,
                     response_serializer=rose_dot_rpc_dot_rose__pb2.EndJobReply.SerializeToString,
+            ),
+            'RenewRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.RenewRun,
+                    request_deserializer=rose_dot_rpc_dot_rose__pb2.RenewRunRequest.FromString,
+                    response_serializer=rose_dot_rpc_dot_rose__pb2.RenewRunReply.SerializeToString,
+            ),
+            'EndRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.EndRun,
+                    request_deserializer=rose_dot_rpc_dot_rose__pb2.EndRunRequest.FromString,
+                    response_serializer=rose_dot_rpc_dot_rose__pb2.EndRunReply.SerializeToString,
+            ),
+            'DropJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.DropJob,
+                    request_deserializer=rose_dot_rpc_dot_rose__pb2.DropJobRequest.FromString,
+                    response_serializer=rose_dot_rpc_dot_rose__pb2.DropJobReply.SerializeToString,
             ),
             'SetHarvest': grpc.unary_unary_rpc_method_handler(
                     servicer.SetHarvest,
@@ -413,6 +461,87 @@ class Scheduler:
             '/rose.v1.Scheduler/EndJob',
             rose_dot_rpc_dot_rose__pb2.EndJobRequest.SerializeToString,
             rose_dot_rpc_dot_rose__pb2.EndJobReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RenewRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rose.v1.Scheduler/RenewRun',
+            rose_dot_rpc_dot_rose__pb2.RenewRunRequest.SerializeToString,
+            rose_dot_rpc_dot_rose__pb2.RenewRunReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EndRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rose.v1.Scheduler/EndRun',
+            rose_dot_rpc_dot_rose__pb2.EndRunRequest.SerializeToString,
+            rose_dot_rpc_dot_rose__pb2.EndRunReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DropJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rose.v1.Scheduler/DropJob',
+            rose_dot_rpc_dot_rose__pb2.DropJobRequest.SerializeToString,
+            rose_dot_rpc_dot_rose__pb2.DropJobReply.FromString,
             options,
             channel_credentials,
             insecure,

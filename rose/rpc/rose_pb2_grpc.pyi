@@ -7,8 +7,8 @@ What crosses the wall between the scheduler and its nodes, gateways, trainers an
            <------------------------ leases, releases, versions, harvest mode
   gateway  -- WatchReplicas -------> the whole replica table, on change and every second
            -- ReportDemand --------> what its turns still need, every second and when the first turn comes
-  trainer  -- RegisterJob, AnnounceVersion, EndJob
-  operator -- SetHarvest, Revoke, Snapshot, EndJob, ApplyPolicy, DeletePolicy, ListPolicies, ExplainPolicy
+  trainer  -- RegisterJob, RenewRun each few seconds, AnnounceVersion, EndRun, EndJob
+  operator -- SetHarvest, Revoke, Snapshot, EndJob, DropJob, ApplyPolicy, DeletePolicy, ListPolicies, ExplainPolicy
 
 Fields from number 20 on came after 0.2.0. An empty job is the only job that there is; peers of 0.2.0, which know
 nothing of jobs, work while there is one.
@@ -51,6 +51,9 @@ class SchedulerStub:
     RegisterJob: _grpc.UnaryUnaryMultiCallable[_rose_pb2.RegisterJobRequest, _rose_pb2.RegisterJobReply]
     AnnounceVersion: _grpc.UnaryUnaryMultiCallable[_rose_pb2.AnnounceVersionRequest, _rose_pb2.AnnounceVersionReply]
     EndJob: _grpc.UnaryUnaryMultiCallable[_rose_pb2.EndJobRequest, _rose_pb2.EndJobReply]
+    RenewRun: _grpc.UnaryUnaryMultiCallable[_rose_pb2.RenewRunRequest, _rose_pb2.RenewRunReply]
+    EndRun: _grpc.UnaryUnaryMultiCallable[_rose_pb2.EndRunRequest, _rose_pb2.EndRunReply]
+    DropJob: _grpc.UnaryUnaryMultiCallable[_rose_pb2.DropJobRequest, _rose_pb2.DropJobReply]
     SetHarvest: _grpc.UnaryUnaryMultiCallable[_rose_pb2.SetHarvestRequest, _rose_pb2.SetHarvestReply]
     Revoke: _grpc.UnaryUnaryMultiCallable[_rose_pb2.RevokeRequest, _rose_pb2.RevokeReply]
     Snapshot: _grpc.UnaryUnaryMultiCallable[_rose_pb2.SnapshotRequest, _rose_pb2.SnapshotReply]
@@ -68,6 +71,9 @@ class SchedulerAsyncStub(SchedulerStub):
     RegisterJob: _aio.UnaryUnaryMultiCallable[_rose_pb2.RegisterJobRequest, _rose_pb2.RegisterJobReply]  # type: ignore[assignment]
     AnnounceVersion: _aio.UnaryUnaryMultiCallable[_rose_pb2.AnnounceVersionRequest, _rose_pb2.AnnounceVersionReply]  # type: ignore[assignment]
     EndJob: _aio.UnaryUnaryMultiCallable[_rose_pb2.EndJobRequest, _rose_pb2.EndJobReply]  # type: ignore[assignment]
+    RenewRun: _aio.UnaryUnaryMultiCallable[_rose_pb2.RenewRunRequest, _rose_pb2.RenewRunReply]  # type: ignore[assignment]
+    EndRun: _aio.UnaryUnaryMultiCallable[_rose_pb2.EndRunRequest, _rose_pb2.EndRunReply]  # type: ignore[assignment]
+    DropJob: _aio.UnaryUnaryMultiCallable[_rose_pb2.DropJobRequest, _rose_pb2.DropJobReply]  # type: ignore[assignment]
     SetHarvest: _aio.UnaryUnaryMultiCallable[_rose_pb2.SetHarvestRequest, _rose_pb2.SetHarvestReply]  # type: ignore[assignment]
     Revoke: _aio.UnaryUnaryMultiCallable[_rose_pb2.RevokeRequest, _rose_pb2.RevokeReply]  # type: ignore[assignment]
     Snapshot: _aio.UnaryUnaryMultiCallable[_rose_pb2.SnapshotRequest, _rose_pb2.SnapshotReply]  # type: ignore[assignment]
@@ -118,6 +124,27 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
         request: _rose_pb2.EndJobRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rose_pb2.EndJobReply, _abc.Awaitable[_rose_pb2.EndJobReply]]: ...
+
+    @_abc_1.abstractmethod
+    def RenewRun(
+        self,
+        request: _rose_pb2.RenewRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rose_pb2.RenewRunReply, _abc.Awaitable[_rose_pb2.RenewRunReply]]: ...
+
+    @_abc_1.abstractmethod
+    def EndRun(
+        self,
+        request: _rose_pb2.EndRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rose_pb2.EndRunReply, _abc.Awaitable[_rose_pb2.EndRunReply]]: ...
+
+    @_abc_1.abstractmethod
+    def DropJob(
+        self,
+        request: _rose_pb2.DropJobRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rose_pb2.DropJobReply, _abc.Awaitable[_rose_pb2.DropJobReply]]: ...
 
     @_abc_1.abstractmethod
     def SetHarvest(

@@ -6,6 +6,7 @@
     revocation    --> the lease ends, a pause, a new lease under a greater epoch
     version       --> of one job: stored, then told to all nodes
     job ends      --> its leases are released, its name and newest version are kept
+    run           --> one trainer has a job at a time; who lost it is refused
     demand        --> kept for each gateway: what a policy goes by
     silence       --> the node relays no weights until it speaks again
     policy, stop  --> each node that it changes is told its mode and caps
@@ -22,6 +23,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from elastic_scheduler import HarvestMode, Offer, Policy, ReplicaKind
+from rose.contract.weights import RUN_TTL_S
 from rose.errors import RefusedError
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler.capacity import Capacity
@@ -50,6 +52,7 @@ from rose.scheduler.messages import (
     EpochReserved,
     Event,
     HarvestSet,
+    JobDropped,
     JobEnded,
     JobRegistered,
     LogRecord,
@@ -60,6 +63,8 @@ from rose.scheduler.messages import (
     RatesMeasured,
     ReplicaDrained,
     RevokeAsked,
+    RunEnded,
+    RunRenewed,
     StoredEvent,
     StoreWrite,
     TakenBack,
@@ -70,10 +75,13 @@ from rose.scheduler.persistence import (
     JobRecord,
     Saved,
     VersionRecord,
+    forget_run,
     forget_version,
     save_job,
+    save_run,
     save_version,
 )
+from rose.scheduler.runs import RunBook
 
 TABLE_INTERVAL_S = 1.0
 MAX_NODES = 4_096
@@ -91,7 +99,10 @@ class SchedulerCore:
         default_mode: HarvestMode = HarvestMode.OFF,
         times: LeaseTimes | None = None,
         leasing_policy: Policy | None = None,
+        standing: Iterable[str] = (),
+        run_ttl_s: float = RUN_TTL_S,
     ) -> None:
+        """`standing`: jobs that have their dedicated replicas without a trainer too."""
         self.capacity = Capacity(saved, default_mode)
         self._fleet = Fleet()
         self._stored_nodes = saved.nodes
@@ -107,7 +118,8 @@ class SchedulerCore:
             self.demand,
             leasing_policy,
         )
-        self._jobs = JobRegistry(saved.jobs, saved.versions)
+        self._jobs = JobRegistry(saved.jobs, saved.versions, standing)
+        self.runs = RunBook(saved.runs, run_ttl_s)
         self._table = pb.ReplicaTable()
         self._published_s: float | None = None
         # What rows were made of last, and when.
@@ -119,15 +131,18 @@ class SchedulerCore:
     def step(self, event: Event, now_s: float) -> list[Action]:
         """What follows from an event at `now_s`, a monotonic clock's seconds."""
         self.demand.drop_silent(now_s)
+        self.runs.at(now_s, event.wall_s if isinstance(event, Tick) else None)
         if isinstance(event, Tick):
             self._recall(event, now_s)
         actions = self._react(event, now_s)
         if isinstance(event, Tick | HarvestSet | PolicyApplied | PolicyDeleted):
             wall_s = event.wall_s if isinstance(event, Tick) else None
             actions += self.capacity.judge(self._fleet, now_s, wall_s)
-        news = not isinstance(event, Tick | Offered | RatesMeasured | EpochReserved)
+        news = not isinstance(event, Tick | Offered | RatesMeasured | EpochReserved | RunRenewed)
         # Of these the answer says what follows.
-        at_once = isinstance(event, HarvestSet | JobEnded | PolicyApplied | PolicyDeleted)
+        at_once = isinstance(
+            event, HarvestSet | JobEnded | JobDropped | PolicyApplied | PolicyDeleted
+        )
         regulated = self._leasing.regulate(
             self._jobs, self._fleet, now_s, news=news, at_once=at_once
         )
@@ -150,14 +165,27 @@ class SchedulerCore:
         """
         match event:
             case JobRegistered():
-                job = _job_of(event)
-                self._jobs.check_job(job)
-                return (save_job(job),)
+                job = self._jobs.registering(_job_of(event))
+                run = self.runs.beginning(event.job, event.claim, take_over=event.take_over)
+                return (save_job(job), *([save_run(run)] if run else []))
             case JobEnded():
                 ended, past = self._jobs.ending(event.job)
-                return (save_job(ended), *map(forget_version, past))
+                over = self.runs.ending(event.job)
+                return (
+                    save_job(ended),
+                    *map(forget_version, past),
+                    *([save_run(over)] if over else []),
+                )
+            case JobDropped():
+                dropped, past = self._jobs.dropping(event.job)
+                self.runs.check_drop(event.job, force=event.force)
+                return (save_job(dropped), *map(forget_version, past), forget_run(event.job))
+            case RunEnded():
+                over = self.runs.ending(event.job, event.claim)
+                return (save_run(over),) if over else ()
             case VersionAnnounced():
                 record = _version_of(event)
+                self.runs.check(event.job, event.claim)
                 if not self._jobs.check(record):
                     return ()
                 past = self._jobs.replaced_by(record)
@@ -179,7 +207,7 @@ class SchedulerCore:
     def status(self, now_s: float) -> pb.SnapshotReply:
         """Everything an operator may ask about."""
         views = (self._fleet, self._leasing, self._healths, self._jobs, self.capacity)
-        return snapshot(*views, self.demand, now_s)
+        return snapshot(*views, self.demand, self.runs, now_s)
 
     def figures(self, now_s: float, *, budgets: bool = True) -> SchedulerFigures:
         """Everything that metrics count."""
@@ -193,11 +221,7 @@ class SchedulerCore:
             case Detached():
                 return self._detach(event.stream)
             case Demanded():
-                self.demand.hear(event.gateway, event.jobs, now_s)
-                actions, refused = self._leasing.switched(event.switches, now_s)
-                for reason in refused:
-                    actions += self.complain("switch_refused", event.gateway, reason, now_s)
-                return actions
+                return self._demanded(event, now_s)
             case RevokeAsked():
                 return self._revoke(event, now_s)
             case EpochReserved():
@@ -205,9 +229,13 @@ class SchedulerCore:
                 return []
             case Tick():
                 return []
+            case RunRenewed():
+                return self._renew(event)
             case (
                 JobRegistered()
                 | JobEnded()
+                | JobDropped()
+                | RunEnded()
                 | VersionAnnounced()
                 | HarvestSet()
                 | PolicyApplied()
@@ -218,6 +246,13 @@ class SchedulerCore:
         if view is None:  # A stream that was replaced or lost has no say any more.
             return []
         return self._hear(event, view, now_s)
+
+    def _demanded(self, event: Demanded, now_s: float) -> list[Action]:
+        self.demand.hear(event.gateway, event.jobs, now_s)
+        actions, refused = self._leasing.switched(event.switches, now_s)
+        for reason in refused:
+            actions += self.complain("switch_refused", event.gateway, reason, now_s)
+        return actions
 
     def _recall(self, event: Tick, now_s: float) -> None:
         """Nodes that had leases lately, as the store says, are known though they do not attach."""
@@ -233,8 +268,17 @@ class SchedulerCore:
                 return self._register(event, now_s)
             case JobEnded():
                 self._jobs.end(event.job)
+                if (over := self.runs.ending(event.job)) is not None:
+                    self.runs.end(over)
                 self.demand.forget(event.job)
                 return [LogRecord("job_ended", {"job": event.job})]
+            case JobDropped():
+                return self._drop(event, now_s)
+            case RunEnded():
+                if (over := self.runs.ending(event.job, event.claim)) is not None:
+                    self.runs.end(over)
+                said: dict[str, object] = {"job": event.job, "run": event.claim.run}
+                return [LogRecord("run_ended", said), Answer(0)]
             case VersionAnnounced():
                 return self._announce(event, now_s)
             case HarvestSet() | PolicyApplied() | PolicyDeleted():
@@ -359,13 +403,41 @@ class SchedulerCore:
     def _register(self, event: JobRegistered, now_s: float) -> list[Action]:
         """Take the job; nodes that cannot tell jobs apart offer nothing from its second one on."""
         self._jobs.register(_job_of(event))
+        began = self._begin(event)
         complaints: list[Action] = []
         for view in self._fleet.nodes:
             if not view.knows_jobs and self._jobs.only is None:
                 reason = "a node of 0.2.0 cannot switch between jobs; upgrade it"
                 complaints += self.complain("offer_refused", view.node, reason, now_s)
                 self._fleet.replace_offers(view, (), now_s)
-        return [*complaints, *self._rejudge(now_s), Answer(self._jobs.latest(event.job))]
+        return [*began, *complaints, *self._rejudge(now_s), Answer(self._jobs.used(event.job))]
+
+    def _begin(self, event: JobRegistered) -> list[Action]:
+        """The run has the job from now on, which `writes` has allowed."""
+        if event.claim is None:
+            return []
+        # Allowed when it was written: what was heard since then changes nothing any more.
+        record = self.runs.beginning(event.job, event.claim, take_over=True)
+        assert record is not None
+        lost = self.runs.begin(record)
+        fields: dict[str, object] = {"job": event.job, "run": record.run, "holder": record.holder}
+        if lost is None:
+            return [LogRecord("run_began", fields)]
+        return [LogRecord("run_taken_over", {**fields, "from": lost.holder})]
+
+    def _renew(self, event: RunRenewed) -> list[Action]:
+        if self._jobs.get(event.job) is None:
+            raise RefusedError(f"job {event.job} was ended or dropped; start its trainer anew")
+        self.runs.renew(event.job, event.claim)
+        return [Answer(self._jobs.used(event.job))]
+
+    def _drop(self, event: JobDropped, now_s: float) -> list[Action]:
+        past = len(self._jobs.chain(event.job))
+        self._jobs.drop(event.job)
+        self.runs.drop(event.job)
+        self.demand.forget(event.job)
+        dropped = LogRecord("job_dropped", {"job": event.job, "versions": past})
+        return [dropped, *self._rejudge(now_s), Answer(past)]
 
     @property
     def _only_job(self) -> str:
@@ -436,4 +508,5 @@ def _job_of(event: JobRegistered) -> JobRecord:
 
 
 def _version_of(event: VersionAnnounced) -> VersionRecord:
-    return VersionRecord(event.job, event.version, event.parent, event.url, event.run)
+    run = event.claim.run if event.claim else ""
+    return VersionRecord(event.job, event.version, event.parent, event.url, run)

@@ -57,9 +57,11 @@ class HealthBook:
             # Weights of a run that another one has replaced are nobody's to sample from.
             foreign |= offer.policy_version < jobs.first(name)
             latest = jobs.latest(name)
-            health.heard(
-                HealthReport(offer.healthy, offer.policy_version, latest, offer.epoch, foreign)
-            )
+            held = offer.policy_version
+            if not latest and held <= jobs.used(name):
+                # Its chain was dropped: until there is another one all that it had is as good.
+                held = 0
+            health.heard(HealthReport(offer.healthy, held, latest, offer.epoch, foreign))
             if self._judged_for.get(offer.replica) != name:
                 self._judged_for[offer.replica] = name
                 self.revision += 1

@@ -10,7 +10,8 @@ from dataclasses import replace
 from elastic_scheduler import StalenessBound
 from rose.errors import ConfigError, RefusedError
 from rose.rpc import rose_pb2 as pb
-from rose.scheduler.persistence import JobRecord, VersionRecord
+from rose.scheduler.messages import StoreWrite
+from rose.scheduler.persistence import JobRecord, Saved, VersionRecord, save_job
 
 # Steps of training are skipped, a run goes on from another's: but no version can be announced after
 # which none is left.
@@ -29,8 +30,10 @@ class VersionChain:
     one before. Numbers go on growing, so replicas come to it as to any newer version.
     """
 
-    def __init__(self, job: str, versions: Iterable[VersionRecord] = ()) -> None:
+    def __init__(self, job: str, versions: Iterable[VersionRecord] = (), floor: int = 0) -> None:
+        """`floor`: versions up to it are used up, though they were dropped."""
         self.job = job
+        self._floor = floor
         self._versions = {record.version: record for record in versions}
         self._latest = max(self._versions, default=0)
         bases = (record.version for record in self._versions.values() if record.is_base)
@@ -40,6 +43,11 @@ class VersionChain:
     def latest(self) -> int:
         """Newest announced version, 0 (the model of the job) before the first."""
         return self._latest
+
+    @property
+    def used(self) -> int:
+        """The greatest number that a version of the job ever had."""
+        return max(self._latest, self._floor)
 
     @property
     def first(self) -> int:
@@ -66,15 +74,15 @@ class VersionChain:
         if known == record:
             return False
         moved = known is not None and known.version == self.latest and known.parent == record.parent
-        if record.version <= self.latest and not moved:
+        if record.version <= self.used and not moved:
             raise RefusedError(
-                f"version {record.version} of {self.job} is not newer than {self.latest}; versions"
-                f" only grow: go on from there, or publish {self.latest + 1} anew, as a base"
+                f"version {record.version} of {self.job} is not newer than {self.used}; versions"
+                f" only grow: go on from there, or publish {self.used + 1} anew, as a base"
             )
-        if record.version > self.latest + MAX_VERSION_LEAD:
+        if record.version > self.used + MAX_VERSION_LEAD:
             raise RefusedError(
-                f"version {record.version} of {self.job} is far ahead of {self.latest}; announce"
-                f" one of at most {self.latest + MAX_VERSION_LEAD}"
+                f"version {record.version} of {self.job} is far ahead of {self.used}; announce"
+                f" one of at most {self.used + MAX_VERSION_LEAD}"
             )
         self._check_parent(record)
         return True
@@ -100,6 +108,11 @@ class VersionChain:
         """Forget all but the newest."""
         self._versions = {record.version: record for record in self.records[-1:]}
 
+    def drop(self) -> None:
+        """Forget all of them, but not which numbers were used."""
+        self._floor, self._latest, self._first = self.used, 0, 0
+        self._versions = {}
+
     def _check_parent(self, record: VersionRecord) -> None:
         known = not self._versions or record.parent == 0 or record.parent in self._versions
         if record.parent > record.version or not (known or record.is_base):
@@ -112,12 +125,22 @@ class VersionChain:
 class JobRegistry:
     """All jobs that were ever registered, with their chains; only those not ended count."""
 
-    def __init__(self, jobs: Iterable[JobRecord], versions: Iterable[VersionRecord]) -> None:
+    def __init__(
+        self,
+        jobs: Iterable[JobRecord],
+        versions: Iterable[VersionRecord],
+        standing: Iterable[str] = (),
+    ) -> None:
+        """`standing`: jobs that an operator wants to have their dedicated replicas at all times."""
+        self._standing = frozenset(standing)
         self._jobs = {record.job: record for record in jobs}
         by_job: dict[str, list[VersionRecord]] = {}
         for record in versions:
             by_job.setdefault(record.job, []).append(record)
-        self._chains = {name: VersionChain(name, by_job.get(name, ())) for name in self._jobs}
+        self._chains = {
+            name: VersionChain(name, by_job.get(name, ()), job.floor)
+            for name, job in self._jobs.items()
+        }
         for job in self._jobs.values():
             if job.ended:
                 self._chains[job.job].cut()
@@ -148,6 +171,16 @@ class JobRegistry:
         chain = self._chains.get(job)
         return 0 if chain is None else chain.latest
 
+    def used(self, job: str) -> int:
+        """The greatest number that a version of the job ever had: the next one is greater."""
+        chain = self._chains.get(job)
+        return 0 if chain is None else chain.used
+
+    def chain(self, job: str) -> list[VersionRecord]:
+        """The job's versions that nodes are told of, oldest first."""
+        chain = self._chains.get(job)
+        return [] if chain is None else chain.records
+
     def newest(self, job: str) -> VersionRecord | None:
         """The job's newest version as it was announced, None before the first."""
         chain = self._chains.get(job)
@@ -175,23 +208,56 @@ class JobRegistry:
                 f"{MAX_REGISTERED} jobs are registered; end one: `rose jobs end JOB`"
             )
 
+    def registering(self, record: JobRecord) -> JobRecord:
+        """The record of a job that is registered, with what is kept of it. As `check_job`.
+
+        A trainer that names no model means that of a standing job.
+        """
+        known = self._jobs.get(record.job)
+        if known is not None:
+            keeps = not record.model and record.job in self._standing
+            model = known.model if keeps else record.model
+            record = replace(record, floor=known.floor, model=model)
+        self.check_job(record)
+        return record
+
     def register(self, record: JobRecord) -> None:
         """Take a job, or new bounds of it. Raises as `check_job` does."""
-        self.check_job(record)
+        record = self.registering(record)
         self._jobs[record.job] = record
         self._live = self._sorted()
         self._chains.setdefault(record.job, VersionChain(record.job))
 
     def ending(self, job: str) -> tuple[JobRecord, list[VersionRecord]]:
         """An ended job's record, and the versions to forget. `RefusedError` for an unknown job."""
-        record = self._expect(job)
-        return replace(record, ended=True), self._chains[job].records[:-1]
+        return self._without_trainer(self._expect(job)), self._chains[job].records[:-1]
 
     def end(self, job: str) -> None:
         """It gets no capacity from now on. Raises as `ending` does."""
         self._jobs[job], _ = self.ending(job)
         self._live = self._sorted()
         self._chains[job].cut()
+
+    def dropping(self, job: str) -> tuple[JobRecord, list[VersionRecord]]:
+        """A dropped job's record, and the versions to forget: all. `RefusedError` for an unknown.
+
+        Its name and the numbers that were used stay: nodes may still hold weights under them.
+        """
+        record = self._jobs.get(job)
+        if record is None:
+            raise RefusedError(f"job {job} is unknown; `rose jobs list` lists jobs")
+        record = replace(self._without_trainer(record), floor=self.used(job))
+        return record, self._chains[job].records
+
+    def drop(self, job: str) -> None:
+        """Forget its chain, and end it. Raises as `dropping` does."""
+        self._jobs[job], _ = self.dropping(job)
+        self._live = self._sorted()
+        self._chains[job].drop()
+
+    def _without_trainer(self, record: JobRecord) -> JobRecord:
+        stands = record.job in self._standing
+        return replace(record, ended=not stands, standing=stands)
 
     def check(self, record: VersionRecord) -> bool:
         """Whether a version is news, as `VersionChain.check`; `RefusedError` for an unknown job."""
@@ -227,6 +293,25 @@ class JobRegistry:
         if record is None:
             raise RefusedError(f"job {job} is unknown; call RegisterJob first")
         return record
+
+
+def with_standing(
+    saved: Saved, standing: Iterable[JobRecord]
+) -> tuple[tuple[StoreWrite, ...], Saved]:
+    """What is saved, and besides it the standing jobs that nobody has registered; what to write.
+
+    Jobs that were ended stand again: their operator wants them at each start.
+    """
+    known = {record.job: record for record in saved.jobs}
+    new = {
+        record.job: replace(
+            known.get(record.job, record), ended=False, standing=True, model=record.model
+        )
+        for record in standing
+        if record.job not in known or known[record.job].ended
+    }
+    jobs = tuple((known | new).values())
+    return tuple(map(save_job, new.values())), replace(saved, jobs=jobs)
 
 
 def version_command(record: VersionRecord) -> pb.NodeCommand:

@@ -36,7 +36,8 @@ from rose.scheduler.demand import DemandBook, JobFigures, Switched
 from rose.scheduler.fleet import Fleet, HealthBook
 from rose.scheduler.job_registry import JobRegistry
 from rose.scheduler.messages import Action, Command, EpochReserved, Held, LogRecord, Reserve
-from rose.scheduler.persistence import JobRecord, save_epoch
+from rose.scheduler.persistence import JobRecord, VersionRecord, save_epoch
+from rose.scheduler.runs import RunBook
 from rose.scheduler.wire import KIND_TO, MODE_TO, lease_command, release_command
 
 GUEST = ReplicaKind.GUEST
@@ -430,7 +431,11 @@ class Leasing:
         for lease in leases:
             if lease.job not in live:
                 undue.append((lease, "the job was ended"))
-            elif offers[lease.replica].kind is ReplicaKind.GUEST:
+            elif offers[lease.replica].kind is not ReplicaKind.GUEST:
+                continue
+            elif live[lease.job].standing:
+                undue.append((lease, "no trainer has registered the job"))
+            else:
                 guests.setdefault(lease.job, []).append(lease)
         for name, held in guests.items():
             if live[name].max_guests:
@@ -461,7 +466,8 @@ class Leasing:
             if job is None or (offer is not None and not offer.serves(job.model)):
                 continue
             if offer is not None and offer.kind is ReplicaKind.GUEST:
-                if job.max_guests and guests[job.job] >= job.max_guests:
+                # A host lends to training, not to a name that an operator has written down.
+                if job.standing or (job.max_guests and guests[job.job] >= job.max_guests):
                     continue
                 guests[job.job] += 1
             kept.append(move)
@@ -474,7 +480,7 @@ class Leasing:
                 self._demand.demand(job.job, self._jobs.latest(job.job), now_s, alone=alone),
                 weight=job.weight * self._allowed.weight_of(job.job),
                 model=job.model,
-                max_guests=job.max_guests or math.inf,
+                max_guests=0 if job.standing else job.max_guests or math.inf,
             )
             for job in self._jobs.live
         )
@@ -663,6 +669,7 @@ def snapshot(
     jobs: JobRegistry,
     capacity: Capacity,
     demand: DemandBook,
+    runs: RunBook,
     now_s: float,
 ) -> pb.SnapshotReply:
     """Everything an operator may ask about."""
@@ -689,7 +696,8 @@ def snapshot(
         jobs=[
             _job(
                 job,
-                jobs.latest(job.job),
+                jobs.chain(job.job),
+                runs.view(job.job),
                 demand.figures(job.job, now_s, alone=only is not None),
                 [
                     each
@@ -709,11 +717,20 @@ def snapshot(
 
 
 def _job(
-    job: JobRecord, latest: int, demand: JobFigures | None, leased: Sequence[Offer]
+    job: JobRecord,
+    chain: Sequence[VersionRecord],
+    run: pb.RunView | None,
+    demand: JobFigures | None,
+    leased: Sequence[Offer],
 ) -> pb.JobView:
     view = pb.JobView(
         job=job.job,
-        latest_version=latest,
+        latest_version=chain[-1].version if chain else 0,
+        chain=len(chain),
+        first_version=chain[0].version if chain else 0,
+        base=bool(chain) and chain[0].is_base,
+        standing=job.standing,
+        run=run,
         max_staleness=job.max_staleness,
         model=job.model,
         weight=job.weight,

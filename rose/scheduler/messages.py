@@ -10,6 +10,7 @@ from elastic_scheduler import HarvestMode, Offer
 from elastic_scheduler.capacity import CapacityPolicy
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler.demand import JobFigures, Switched
+from rose.scheduler.runs import Claim
 
 # Far more than a version chain: a node this far behind attaches anew and gets all of it again.
 COMMAND_LIMIT = 4_096
@@ -165,13 +166,18 @@ class Demanded:
 
 @dataclass(frozen=True, slots=True)
 class JobRegistered:
-    """A trainer asks for capacity. Answered with the newest version."""
+    """A trainer asks for capacity. Answered with the newest version.
+
+    claim: its run, None for a trainer of 0.2.0. take_over: though another run has the job.
+    """
 
     job: str
     max_staleness: int
     model: str = ""
     weight: float = 1.0
     max_guests: int = 0
+    claim: Claim | None = None
+    take_over: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,14 +191,38 @@ class JobEnded:
 class VersionAnnounced:
     """A trainer published a version. Answered with the number of nodes told.
 
-    parent: the version itself for a base that replaces the job's chain. run: the trainer's.
+    parent: the version itself for a base that replaces the job's chain. claim: the trainer's run.
     """
 
     job: str
     version: int
     parent: int
     url: str
-    run: str = ""
+    claim: Claim | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RunRenewed:
+    """A trainer lives. Answered with the newest version of its job."""
+
+    job: str
+    claim: Claim
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnded:
+    """A trainer ends in order: the next one need not wait. Answered with 0."""
+
+    job: str
+    claim: Claim
+
+
+@dataclass(frozen=True, slots=True)
+class JobDropped:
+    """An operator wants a job forgotten, though its run lives (force). Answered with versions."""
+
+    job: str
+    force: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +277,14 @@ class Tick:
 # Events that change what is stored: `SchedulerCore.writes` says how, and once that is durable the
 # event is carried out.
 StoredEvent = (
-    JobRegistered | JobEnded | VersionAnnounced | HarvestSet | PolicyApplied | PolicyDeleted
+    JobRegistered
+    | JobEnded
+    | JobDropped
+    | RunEnded
+    | VersionAnnounced
+    | HarvestSet
+    | PolicyApplied
+    | PolicyDeleted
 )
 
 
@@ -262,6 +299,9 @@ Event = (
     | Demanded
     | JobRegistered
     | JobEnded
+    | JobDropped
+    | RunRenewed
+    | RunEnded
     | VersionAnnounced
     | HarvestSet
     | PolicyApplied

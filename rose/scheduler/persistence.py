@@ -6,7 +6,8 @@
 | `harvest` , `harvest/{replica}` | mode |
 | `stop` | {"mode"}: the operator's stop, which any scheduler obeys; written beside `harvest` |
 | `policies/{name}` | {"policy", "halted"}: a capacity policy, and why its canary is halted |
-| `jobs/{job}` | {"job", "max_staleness", "model", "weight", "max_guests", "ended"} |
+| `jobs/{job}` | `JobRecord`: {"job", "max_staleness", "model", "weight", "max_guests", …} |
+| `runs/{job}` | {"job", "run", "process", "holder", "since_s", "ended"}: who trains it |
 | `versions/{job}/{version, 20 digits}` | {"job", "version", "parent", "url", "run"} |
 
 A store of 0.2.0 had one job: `job`, `versions/{20 digits}`, epochs as numbers. It is read as that
@@ -38,10 +39,11 @@ from elastic_scheduler.leases.harvest_mode import stricter
 from elastic_scheduler.leases.lease_table import MAX_EPOCH, MAX_VERSION
 from rose.errors import ConfigError, UnavailableError
 from rose.scheduler.messages import StoreWrite
+from rose.scheduler.runs import RunRecord
 from rose.store import Delete, Put, Store, StoreEntry, Write
 
 EPOCHS, HARVEST, JOBS, VERSIONS = "epochs/", "harvest", "jobs/", "versions/"
-POLICIES, STOP = "policies/", "stop"
+POLICIES, STOP, RUNS = "policies/", "stop", "runs/"
 OLD_JOB = "job"
 MAX_WEIGHT = 1e6
 
@@ -51,7 +53,9 @@ class JobRecord:
     """A job that this scheduler leases to; `max_staleness` in policy versions.
 
     model: its version 0, "" for whatever replicas were started with. weight: its share beside those
-    of other jobs. max_guests: how many it may have leased, 0 for no bound.
+    of other jobs. max_guests: how many it may have leased, 0 for no bound. floor: versions up to it
+    are used up, though the chain that had them was dropped. standing: an operator wants it to have
+    its dedicated replicas, and no trainer has registered it.
     """
 
     job: str
@@ -60,6 +64,8 @@ class JobRecord:
     weight: float = 1.0
     max_guests: int = 0
     ended: bool = False
+    floor: int = 0
+    standing: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.weight <= MAX_WEIGHT:
@@ -104,6 +110,7 @@ class Saved:
     policies: tuple[CapacityPolicy, ...] = ()
     halted: dict[str, str] = field(default_factory=dict)
     nodes: dict[str, float] = field(default_factory=dict)
+    runs: tuple[RunRecord, ...] = ()
 
 
 def load(entries: Iterable[StoreEntry]) -> Saved:
@@ -139,6 +146,7 @@ def _load(entries: Sequence[StoreEntry]) -> Saved:
         policies=tuple(policy_of(said["policy"]) for said in policies.values()),
         halted={name: said["halted"] for name, said in policies.items() if said.get("halted")},
         nodes=_nodes(entries),
+        runs=tuple(RunRecord(**json.loads(entry.value)) for _, entry in _below(RUNS, entries)),
     )
 
 
@@ -222,6 +230,16 @@ def drop_policy(name: str) -> StoreWrite:
 def save_job(job: JobRecord) -> StoreWrite:
     """A job and its bounds."""
     return StoreWrite(JOBS + job.job, _encode(asdict(job)))
+
+
+def save_run(run: RunRecord) -> StoreWrite:
+    """The run that has a job."""
+    return StoreWrite(RUNS + run.job, _encode(asdict(run)))
+
+
+def forget_run(job: str) -> StoreWrite:
+    """A job has no run any more."""
+    return StoreWrite(RUNS + job, None)
 
 
 def save_version(record: VersionRecord) -> StoreWrite:

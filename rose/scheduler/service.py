@@ -20,7 +20,13 @@ from typing_extensions import override
 
 from elastic_scheduler import HarvestMode
 from elastic_scheduler.leases.harvest_mode import stricter
-from rose.errors import ConfigError, RefusedError, UnavailableError
+from rose.errors import (
+    ConfigError,
+    RefusedError,
+    RunFencedError,
+    RunHeldError,
+    UnavailableError,
+)
 from rose.logs.eventlog import EventLog
 from rose.rpc import rose_pb2 as pb
 from rose.rpc.rose_pb2_grpc import SchedulerServicer
@@ -71,6 +77,8 @@ Context = grpc.aio.ServicerContext
 CODES = {
     ConfigError: grpc.StatusCode.INVALID_ARGUMENT,
     RefusedError: grpc.StatusCode.FAILED_PRECONDITION,
+    RunHeldError: grpc.StatusCode.ALREADY_EXISTS,
+    RunFencedError: grpc.StatusCode.ABORTED,
 }
 LEADS_NO_MORE = "this scheduler leads no more; ask the one that does"
 BROKEN = "the scheduler could not handle this; see its events"
@@ -383,7 +391,7 @@ class SchedulerService(SchedulerServicer):
     ) -> pb.RegisterJobReply:
         """A trainer asks for capacity."""
         latest = await self._stored(wire.job_registered, request, context)
-        reply = pb.RegisterJobReply(latest_version=latest)
+        reply = pb.RegisterJobReply(latest_version=latest, run_ttl_s=self._core.runs.ttl_s)
         if newest := self._core.newest(request.job):
             reply.latest_run, reply.latest_parent = newest.run, newest.parent
         return reply
@@ -403,6 +411,33 @@ class SchedulerService(SchedulerServicer):
         """A trainer published a version."""
         nodes = await self._stored(wire.version_announced, request, context)
         return pb.AnnounceVersionReply(nodes=nodes)
+
+    @override
+    async def RenewRun(
+        self, request: pb.RenewRunRequest, context: "Context[object, object]"
+    ) -> pb.RenewRunReply:
+        """A trainer lives."""
+        try:
+            latest = self._step(wire.run_renewed(request))
+        except Exception as error:  # noqa: BLE001 - whatever it is, this call ends by it
+            await self._refuse(error, "RenewRun", context)
+        return pb.RenewRunReply(latest_version=latest or 0)
+
+    @override
+    async def EndRun(
+        self, request: pb.EndRunRequest, context: "Context[object, object]"
+    ) -> pb.EndRunReply:
+        """A trainer ends in order."""
+        await self._stored(wire.run_ended, request, context)
+        return pb.EndRunReply()
+
+    @override
+    async def DropJob(
+        self, request: pb.DropJobRequest, context: "Context[object, object]"
+    ) -> pb.DropJobReply:
+        """An operator wants a job forgotten."""
+        versions = await self._stored(wire.job_dropped, request, context)
+        return pb.DropJobReply(versions=versions)
 
     @override
     async def SetHarvest(

@@ -31,16 +31,20 @@ from rose.scheduler.messages import (
     Event,
     HarvestSet,
     Held,
+    JobDropped,
     JobEnded,
     JobRegistered,
     Offered,
     RatesMeasured,
     ReplicaDrained,
     RevokeAsked,
+    RunEnded,
+    RunRenewed,
     TakenBack,
     VersionAnnounced,
 )
 from rose.scheduler.persistence import MAX_WEIGHT
+from rose.scheduler.runs import Claim
 
 # A node that asks for more is taken at its word only this long: silence must end a lease soon.
 MAX_OFFER_TTL_S = 10.0
@@ -226,7 +230,36 @@ def job_registered(request: pb.RegisterJobRequest) -> JobRegistered:
     job = checked_name(request.job, "RegisterJob.job")
     model = request.model and checked_name(request.model, f"the model of {job}")
     weight = checked_figure(request.weight, f"the weight of {job}", MAX_WEIGHT) or 1.0
-    return JobRegistered(job, request.max_staleness, model, weight, request.max_guests)
+    return JobRegistered(
+        job,
+        request.max_staleness,
+        model,
+        weight,
+        request.max_guests,
+        claim=claim_of(request.claim) if request.HasField("claim") else None,
+        take_over=request.take_over,
+    )
+
+
+def claim_of(claim: pb.Claim) -> Claim:
+    """One process of a run."""
+    run = checked_name(claim.run, "Claim.run")
+    return Claim(run, checked_name(claim.process, "Claim.process"), cut_text(claim.holder))
+
+
+def run_renewed(request: pb.RenewRunRequest) -> RunRenewed:
+    """A trainer that lives."""
+    return RunRenewed(checked_name(request.job, "RenewRun.job"), claim_of(request.claim))
+
+
+def run_ended(request: pb.EndRunRequest) -> RunEnded:
+    """A trainer that ends."""
+    return RunEnded(checked_name(request.job, "EndRun.job"), claim_of(request.claim))
+
+
+def job_dropped(request: pb.DropJobRequest) -> JobDropped:
+    """A job that an operator wants forgotten."""
+    return JobDropped(checked_name(request.job, "DropJob.job"), request.force)
 
 
 def job_ended(request: pb.EndJobRequest) -> JobEnded:
@@ -240,8 +273,8 @@ def version_announced(request: pb.AnnounceVersionRequest) -> VersionAnnounced:
     version = checked_version(request.version, f"the version of {job}")
     parent = checked_version(request.parent, f"the parent of version {version}")
     url = checked_url(request.url, f"the url of version {version}")
-    run = request.claim.run and checked_name(request.claim.run, f"the run of version {version}")
-    return VersionAnnounced(job, version, parent, url, run)
+    claim = claim_of(request.claim) if request.HasField("claim") else None
+    return VersionAnnounced(job, version, parent, url, claim)
 
 
 def harvest_set(request: pb.SetHarvestRequest) -> HarvestSet:

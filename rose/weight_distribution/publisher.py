@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 
 import grpc.aio
 
-from rose.errors import RefusedError, UnavailableError
+from rose.errors import RefusedError, RunFencedError, UnavailableError
 from rose.rpc import rose_pb2
 from rose.rpc.leader_channel import LeaderChannel
 from rose.security.certificates import CertificateFiles
@@ -26,6 +26,7 @@ from rose.security.roles import Role
 from rose.weight_distribution.credentials import OPEN, Credentials
 from rose.weight_distribution.level import AUTO, LevelChoice, level_for
 from rose.weight_distribution.retention import Latest, RetentionTask
+from rose.weight_distribution.run_keeper import WAIT_S, RunKeeper, run_error, until_free
 from rose.weight_distribution.run_root import RunRoot
 from rose.weight_distribution.version_server import ReadLeases, Signer, VersionServer
 from weight_transfer import (
@@ -121,6 +122,7 @@ class WeightPublisher:
         weight: float = 1.0,
         max_guests: int = 0,
         run: str = "",
+        take_over: bool = False,
         checkpoint: Path | None = None,
     ) -> None:
         """`scheduler`: HOST:PORT, several with commas. `host`: an address that all nodes reach.
@@ -135,7 +137,8 @@ class WeightPublisher:
         `level`: `fast`, `compact` (fewer bytes, more work), or by the speed that readers show.
         `model`: version 0, by the name that nodes know it by; empty: what replicas start with.
         `weight`, `max_guests`: the job's share beside other jobs', and its quota (0 for none).
-        `run`: what people shall read where this run is named.
+        `run`: what people shall read where this run is named. `take_over`: fence a trainer that
+        has the job, instead of being refused.
         `checkpoint`: folder of version 0, the model that replicas start with; a run is restored
         from it until its root has a base.
         """
@@ -143,6 +146,7 @@ class WeightPublisher:
         self._root, self._run_name = root, run
         self._checkpoint = checkpoint
         self._held: RunRoot | None = None
+        self._keeper: RunKeeper | None = None
         self._begun: Begun | None = None
         leases = ReadLeases(time.monotonic())
         if certificates is not None and credentials.ca is None:
@@ -151,7 +155,12 @@ class WeightPublisher:
         self._job = job
         self._key = key
         self._registration = rose_pb2.RegisterJobRequest(
-            job=job, max_staleness=max_staleness, model=model, weight=weight, max_guests=max_guests
+            job=job,
+            max_staleness=max_staleness,
+            model=model,
+            weight=weight,
+            max_guests=max_guests,
+            take_over=take_over,
         )
         self._publisher = Publisher(store, job, "rose-trainer", key, on_update=on_update)
         self._server = self._server_class(
@@ -184,6 +193,8 @@ class WeightPublisher:
 
         A version that is durable and was never announced, since its trainer was killed, is
         announced now. RefusedError where a trainer that lives publishes from the same root.
+        RunHeldError where one with another root has the job; a dead one is waited for, some ten
+        seconds at most.
         """
         self._held = await asyncio.to_thread(RunRoot.take, self._root, self._run_name)
         try:
@@ -196,16 +207,21 @@ class WeightPublisher:
         await self._server.start()
         self._retention.start()
         self._registration.claim.CopyFrom(self._claim)
-        reply = await self._call(
-            lambda stub, left_s: stub.RegisterJob(self._registration, timeout=left_s),
-            f"the scheduler did not register job {self._job}",
-        )
+        reply = await until_free(self._register, WAIT_S)
+        self._keeper = RunKeeper(self._scheduler, self._job, self._claim)
+        self._keeper.start(reply.run_ttl_s)
         begun = await asyncio.to_thread(self._found, reply)
         if begun.resumed is not None:
             for version, parent in await asyncio.to_thread(self._news, begun.resumed, reply):
                 await self._announce(version, parent)
         self._begun = begun
         return begun
+
+    async def _register(self) -> rose_pb2.RegisterJobReply:
+        return await self._call(
+            lambda stub, left_s: stub.RegisterJob(self._registration, timeout=left_s),
+            f"the scheduler did not register job {self._job}",
+        )
 
     @property
     def _claim(self) -> rose_pb2.Claim:
@@ -244,16 +260,20 @@ class WeightPublisher:
 
         Of what it knows the newest one is said again: this publisher may serve elsewhere.
         """
-        if resumed == reply.latest_version:
+        known = int(reply.latest_version)
+        if resumed == known:
             return [(resumed, int(reply.latest_parent))]
-        plan = way_to(self._store.catalog(), resumed, model=self._checkpoint is not None)
-        steps = [*([plan.base] if plan.base is not None else []), *plan.deltas]
-        if not reply.latest_version:
-            # It knows nothing of the chain, whose parts nodes find in the catalog.
-            steps = [resumed]
-        return [
-            (each, self._manifest(each).parent) for each in steps if each > reply.latest_version
-        ]
+        found: list[tuple[int, int]] = []
+        version = resumed
+        while version > known:
+            parent = self._manifest(version).parent
+            found.append((version, parent))
+            # To a scheduler that knows nothing the newest is enough: nodes find its parts in the
+            # catalog. A base stands for all before it.
+            if not known or parent == version:
+                break
+            version = parent
+        return found[::-1]
 
     def _manifest(self, version: int) -> Manifest:
         """How a version was announced: as a delta, where it has both."""
@@ -292,7 +312,7 @@ class WeightPublisher:
         """Publish the step from `old` (version `parent`) to `new` and announce it.
 
         `new` is read once more behind the caller's back, where a base is due: hand in weights that
-        are not written to any more.
+        are not written to any more. Raises RunFencedError once another trainer has the job.
         """
         self._check_next(version, parent)
         started_s = time.perf_counter()
@@ -314,6 +334,7 @@ class WeightPublisher:
         scheduler at once, and from the root once nobody reads it. `tensors` are read behind the
         caller's back no more.
         """
+        self._check_run()
         if version <= self.begun.latest:
             raise RefusedError(
                 f"version {version} of {self._job} is used up; publish {self.begun.latest + 1} anew"
@@ -325,9 +346,14 @@ class WeightPublisher:
         await self._announce(version, version)
         return self._receipt(manifest, tensors, Level.FAST, started_s)
 
+    def _check_run(self) -> None:
+        if self._keeper is not None:
+            self._keeper.check()
+
     def _check_next(self, version: int, parent: int) -> None:
         """Raise RefusedError for a step that no replica could take."""
         begun = self.begun
+        self._check_run()
         if version <= begun.latest:
             raise RefusedError(
                 f"version {version} of {self._job} is used up, the job is at {begun.latest}; go on"
@@ -352,10 +378,15 @@ class WeightPublisher:
     async def _call(
         self, ask: "Callable[[SchedulerAsyncStub, float], Awaitable[R]]", failure: str
     ) -> R:
-        """Ask the scheduler; UnavailableError begins with `failure`."""
+        """Ask the scheduler; UnavailableError begins with `failure`. Errors of runs as they are."""
         try:
             return await self._scheduler.call(ask, ANNOUNCE_TIMEOUT_S)
         except (grpc.aio.AioRpcError, UnavailableError) as error:
+            told = run_error(error)
+            if isinstance(told, RunFencedError) and self._keeper is not None:
+                self._keeper.lost(told)
+            if told is not None:
+                raise told from error
             raise UnavailableError(f"{failure}: {_details(error)}") from error
 
     @staticmethod
@@ -394,7 +425,9 @@ class WeightPublisher:
         await self._retention.settle()
 
     async def close(self) -> None:
-        """Stop serving; published files stay."""
+        """Stop serving, and let the next run begin; published files stay."""
+        if self._keeper is not None:
+            await self._keeper.close()
         await self._retention.close()
         await self._server.close()
         await self._scheduler.close()

@@ -3,6 +3,7 @@
 from elastic_scheduler import HarvestMode, Offer, ReplicaKind
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler.core import SchedulerCore
+from rose.scheduler.job_registry import with_standing
 from rose.scheduler.leasing import LeaseTimes
 from rose.scheduler.messages import (
     Action,
@@ -21,7 +22,7 @@ from rose.scheduler.messages import (
     Tick,
     VersionAnnounced,
 )
-from rose.scheduler.persistence import load
+from rose.scheduler.persistence import JobRecord, load
 from tests.fakes.memory_store import InMemoryStore
 
 JOB = "grpo"
@@ -49,10 +50,19 @@ class CoreBench:
     """Steps a core, keeps its actions, and persists as the shell would: at once, or when let."""
 
     def __init__(
-        self, mode: HarvestMode = HarvestMode.ACTIVE, store: InMemoryStore | None = None
+        self,
+        mode: HarvestMode = HarvestMode.ACTIVE,
+        store: InMemoryStore | None = None,
+        standing: tuple[JobRecord, ...] = (),
     ) -> None:
         self.store = store or InMemoryStore()
-        self.core = SchedulerCore(load(self.store.entries), mode, LeaseTimes(5.0, 1.0, 1.0))
+        saved = load(self.store.entries)
+        writes, saved = with_standing(saved, standing)
+        for write in writes:
+            self.write(write)
+        names = [job.job for job in standing]
+        times = LeaseTimes(5.0, 1.0, 1.0)
+        self.core = SchedulerCore(saved, mode, times, standing=names)
         self.now_s = 100.0
         self.actions: list[Action] = []
         self.table = pb.ReplicaTable()

@@ -35,6 +35,7 @@ class Cluster:
     store: InMemoryStore
     port: int
     key: SigningKey
+    run_ttl_s: float = 10.0
 
     def trainer(self, root: str = "root", **options: object) -> WeightPublisher:
         """A trainer of the job, not started yet."""
@@ -58,7 +59,8 @@ class Cluster:
     async def scheduler(self) -> AsyncIterator[SchedulerService]:
         """One life of the scheduler."""
         events = EventLog(self.folder, "scheduler")
-        service = SchedulerService(SchedulerCore(load(self.store.entries)), self.store, events)
+        core = SchedulerCore(load(self.store.entries), run_ttl_s=self.run_ttl_s)
+        service = SchedulerService(core, self.store, events)
         server = make_server()
         add_SchedulerServicer_to_server(service, server)
         self.port = server.add_insecure_port(f"127.0.0.1:{self.port}")

@@ -7,9 +7,12 @@ import numpy as np
 import pytest
 from run_cases import Cluster, tensors
 
-from rose.errors import RefusedError, UnavailableError
-from rose.weight_distribution import WeightPublisher, publisher
+from rose.addresses import free_port
+from rose.errors import RefusedError, RunFencedError, RunHeldError, UnavailableError
+from rose.weight_distribution import WeightPublisher, publisher, run_keeper
+from tests.awaited import until_async
 from tests.fakes.memory_store import InMemoryStore
+from tests.patience import PATIENCE_S
 from weight_transfer import ChunkStore, SigningKey, TensorBits, WeightError
 
 
@@ -175,3 +178,74 @@ async def test_a_scheduler_that_knows_nothing_any_more_is_told_the_newest_versio
         assert second.begun.resumed == 3
         assert cluster.numbers == [(3, 2)]
         await publish(second, 4)
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainers that renew often, and that wait for others no longer than a moment."""
+    monkeypatch.setattr(run_keeper, "RENEWALS", 200)
+    monkeypatch.setattr(publisher, "WAIT_S", 0.0)
+
+
+@pytest.mark.usefixtures("hasty")
+async def test_two_trainers_of_one_job_the_second_is_refused_or_fences_the_first(
+    cluster: Cluster,
+) -> None:
+    async with cluster.trainer("a", run="sweep-3") as first:
+        await publish(first, 1)
+        with pytest.raises(
+            RunHeldError, match=r"held by run sweep-3 on .*process \d+, since .* UTC"
+        ):
+            await cluster.trainer("b").start()
+        async with cluster.trainer("b", take_over=True) as second:
+            assert (second.begun.latest, second.begun.resumed) == (1, None)
+            with pytest.raises(RunFencedError, match="has lost job grpo to"):
+                await publish(first, 2)
+            with pytest.raises(RunFencedError, match="has lost job grpo to"):
+                await first.publish_anew(2, tensors(2))
+            await second.publish_anew(2, tensors(5))
+    assert cluster.numbers == [(2, 2)]
+
+
+@pytest.mark.usefixtures("hasty")
+async def test_a_fenced_trainer_learns_it_by_its_next_renewal(cluster: Cluster) -> None:
+    async with cluster.trainer("a") as first, cluster.trainer("b", take_over=True):
+        keeper = first._keeper
+        assert keeper is not None
+        await until_async(lambda: bool(keeper._fenced), PATIENCE_S, "it is told")
+        with pytest.raises(RunFencedError):
+            keeper.check()
+
+
+async def test_a_trainer_with_another_root_waits_until_a_dead_ones_hold_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_keeper, "RETRY_S", 0.05)
+    cluster = Cluster(tmp_path, InMemoryStore(), 0, SigningKey.generate(), run_ttl_s=0.4)
+    async with cluster.scheduler():
+        dead = cluster.trainer("a")
+        await dead.start()
+        keeper = dead._keeper
+        assert keeper is not None
+        assert keeper._task is not None
+        keeper._task.cancel()
+        async with cluster.trainer("b") as second:
+            assert second.begun.resumed is None
+        keeper._task = None
+        await dead.close()
+
+
+@pytest.mark.usefixtures("hasty")
+async def test_a_trainer_goes_on_over_a_restart_of_the_scheduler(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, InMemoryStore(), free_port(), SigningKey.generate())
+    trainer = cluster.trainer("a")
+    async with cluster.scheduler():
+        await trainer.start()
+        await publish(trainer, 1)
+    async with cluster.scheduler():
+        with pytest.raises(RunHeldError):
+            await cluster.trainer("b").start()
+        await publish(trainer, 2)
+        await trainer.close()
+        async with cluster.trainer("b") as second:
+            assert second.begun.latest == 2

@@ -1,0 +1,156 @@
+"""Runs of jobs: at most one trainer has a job, and whoever lost it is told by whom.
+
+    begin ──► live ──(renewed each few seconds)──► live
+                │ silent for RUN_TTL_S ──► lapsed: another may begin, and if none does it goes on
+                │ ended by itself ──► another may begin
+                └ taken over, or dropped ──► fenced: its renewals and versions are refused
+
+A run is named by the root of its versions, whose lock its process holds: a process that comes with
+the same run has proved that the one before is dead, and need not wait. No IO and no clock here. The
+store keeps who has a job, not the renewals: a new leader believes that each run lives, until it has
+heard nothing of it for as long as a run may be silent.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+
+from rose.contract.weights import RUN_TTL_S
+from rose.errors import RunFencedError, RunHeldError
+from rose.rpc import rose_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """One process of a run, as its calls name it; `holder` is for people."""
+
+    run: str
+    process: str
+    holder: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """The run that has a job, or had it last; since_s: Unix seconds."""
+
+    job: str
+    run: str
+    process: str
+    holder: str
+    since_s: float
+    ended: bool = False
+
+
+class RunBook:
+    """The run of each job. `at` is told the time before anything else is asked."""
+
+    def __init__(self, records: Iterable[RunRecord] = (), ttl_s: float = RUN_TTL_S) -> None:
+        self.ttl_s = ttl_s
+        self._runs = {record.job: record for record in records}
+        self._heard_s: dict[str, float] = {}
+        self._now_s: float | None = None
+        self._wall_s = 0.0
+
+    def at(self, now_s: float, wall_s: float | None = None) -> None:
+        """It is `now_s` on a monotonic clock, and `wall_s` in Unix seconds where that is known."""
+        if self._now_s is None:
+            self._heard_s = dict.fromkeys(self._runs, now_s)
+        self._now_s = now_s
+        self._wall_s = wall_s or self._wall_s
+
+    def live(self, job: str) -> bool:
+        """Whether a run has the job that may be believed to be alive."""
+        record = self._runs.get(job)
+        return record is not None and not record.ended and self._silent_s(job) < self.ttl_s
+
+    def get(self, job: str) -> RunRecord | None:
+        """The run that has the job, or had it last."""
+        return self._runs.get(job)
+
+    def beginning(self, job: str, claim: Claim | None, *, take_over: bool) -> RunRecord | None:
+        """What to remember of a trainer that begins; None for one of 0.2.0, which has no name.
+
+        Raises `RunHeldError` while another run has the job.
+        """
+        known = self._runs.get(job)
+        same = known is not None and claim is not None and known.run == claim.run
+        if known is not None and self.live(job) and not (same or take_over):
+            raise RunHeldError(
+                f"job {job} is held by {known.holder}, since {_moment(known.since_s)}; stop that"
+                f" trainer, or take over (take_over=True, --take-over). It holds the job for"
+                f" {self.ttl_s:g} s after its last sign, {self._silent_s(job):.0f} s ago"
+            )
+        if claim is None:
+            return None
+        return RunRecord(job, claim.run, claim.process, claim.holder, self._wall_s)
+
+    def begin(self, record: RunRecord) -> RunRecord | None:
+        """A run has the job from now on; returns the one that it is taken from, if that lived."""
+        known, lived = self._runs.get(record.job), self.live(record.job)
+        self._runs[record.job] = record
+        self._heard_s[record.job] = self._now_s or 0.0
+        return known if lived and known is not None and known.run != record.run else None
+
+    def check(self, job: str, claim: Claim | None) -> None:
+        """Raise `RunFencedError` unless the caller's is the process that has the job."""
+        known = self._runs.get(job)
+        if known is None or (claim is None and not self.live(job)):
+            return
+        if claim is None or (known.run, known.process) != (claim.run, claim.process):
+            who = claim.holder if claim is not None else "a trainer that names no run"
+            raise RunFencedError(
+                f"{who} has lost job {job} to {known.holder}, since {_moment(known.since_s)}; stop"
+                " this trainer, or start it anew and take over"
+            )
+
+    def renew(self, job: str, claim: Claim) -> None:
+        """Its trainer lives. Raises as `check` does."""
+        self.check(job, claim)
+        self._heard_s[job] = self._now_s or 0.0
+
+    def ending(self, job: str, claim: Claim | None = None) -> RunRecord | None:
+        """What to remember of a run that ends; None where there is none. Raises as `check` does."""
+        if claim is not None:
+            self.check(job, claim)
+        known = self._runs.get(job)
+        return None if known is None else replace(known, ended=True)
+
+    def end(self, record: RunRecord) -> None:
+        """It has the job no more, and still is who announced the newest version."""
+        self._runs[record.job] = record
+
+    def check_drop(self, job: str, *, force: bool) -> None:
+        """Raise `RunHeldError` for a job whose run lives, unless `force` fences it."""
+        known = self._runs.get(job)
+        if known is not None and self.live(job) and not force:
+            raise RunHeldError(
+                f"job {job} is held by {known.holder}, since {_moment(known.since_s)}; stop that"
+                " trainer first, or drop the job with --force, which fences it"
+            )
+
+    def drop(self, job: str) -> None:
+        """Forget that the job had a run."""
+        self._runs.pop(job, None)
+        self._heard_s.pop(job, None)
+
+    def view(self, job: str) -> pb.RunView | None:
+        """What an operator is told of a job's run."""
+        record = self._runs.get(job)
+        if record is None:
+            return None
+        return pb.RunView(
+            run=record.run,
+            holder=record.holder,
+            since_s=record.since_s,
+            silent_s=self._silent_s(job),
+            live=self.live(job),
+            ended=record.ended,
+        )
+
+    def _silent_s(self, job: str) -> float:
+        now_s = self._now_s or 0.0
+        return now_s - self._heard_s.get(job, now_s)
+
+
+def _moment(unix_s: float) -> str:
+    return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

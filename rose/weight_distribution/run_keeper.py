@@ -1,0 +1,120 @@
+"""RunKeeper: keeps a trainer's run in the scheduler's eyes, and notices when another has the job.
+
+start ── another run has the job ── it is silent for RUN_TTL_S ──► ours
+  │          └─ it lives on ──► RunHeldError, which names it
+  └──► renewed each few seconds ── refused: another took over ──► `check` raises RunFencedError
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from typing import TypeVar
+
+import grpc
+import grpc.aio
+
+from rose.contract.weights import RUN_TTL_S
+from rose.errors import RunFencedError, RunHeldError, UnavailableError
+from rose.rpc import rose_pb2
+from rose.rpc.leader_channel import LeaderChannel
+
+T = TypeVar("T")
+RETRY_S = 0.5
+# For a run that is dead: it holds its job for so long after its last sign.
+WAIT_S = RUN_TTL_S + 2 * RETRY_S
+RENEWALS = 4
+"""So many in the time for which a run may be silent."""
+END_S = 2.0
+_log = logging.getLogger(__name__)
+
+
+def run_error(
+    error: grpc.aio.AioRpcError | UnavailableError,
+) -> RunHeldError | RunFencedError | None:
+    """What a refusal says of runs; None for any other."""
+    if isinstance(error, grpc.aio.AioRpcError):
+        if error.code() is grpc.StatusCode.ALREADY_EXISTS:
+            return RunHeldError(str(error.details()))
+        if error.code() is grpc.StatusCode.ABORTED:
+            return RunFencedError(str(error.details()))
+    return None
+
+
+async def until_free(register: Callable[[], Coroutine[None, None, T]], wait_s: float) -> T:
+    """Register, for `wait_s` again and again while another run has the job. RunHeldError then."""
+    loop = asyncio.get_running_loop()
+    until_s, told = loop.time() + wait_s, False
+    while True:
+        try:
+            return await register()
+        except RunHeldError as error:
+            if loop.time() + RETRY_S >= until_s:
+                raise
+            if not told:
+                told = True
+                _log.warning("waits for up to %.0f s: %s", wait_s, error)
+            await asyncio.sleep(RETRY_S)
+
+
+class RunKeeper:
+    """Renews one run until it is closed."""
+
+    def __init__(self, scheduler: LeaderChannel, job: str, claim: rose_pb2.Claim) -> None:
+        self._scheduler = scheduler
+        self._job = job
+        self._claim = claim
+        self._fenced = ""
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, ttl_s: float) -> None:
+        """Renew it from now on; `ttl_s`: for how long it may be silent, 0: nobody asks."""
+        if ttl_s:
+            self._task = asyncio.create_task(self._renew(ttl_s))
+
+    def check(self) -> None:
+        """Raise `RunFencedError` where another run was seen to have the job."""
+        if self._fenced:
+            raise RunFencedError(self._fenced)
+
+    def lost(self, error: RunFencedError) -> None:
+        """A call was refused since another run has the job."""
+        self._fenced = self._fenced or str(error)
+
+    async def close(self) -> None:
+        """Say that the run is over, so that the next one need not wait; it may stay unheard."""
+        if self._task is None:
+            return
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        self._task = None
+        if self._fenced:
+            return
+        request = rose_pb2.EndRunRequest(job=self._job, claim=self._claim)
+        with suppress(grpc.aio.AioRpcError, UnavailableError):
+            await self._scheduler.call(
+                lambda stub, left_s: stub.EndRun(request, timeout=left_s), END_S
+            )
+
+    async def _renew(self, ttl_s: float) -> None:
+        request = rose_pb2.RenewRunRequest(job=self._job, claim=self._claim)
+        said = ""
+        while True:
+            await asyncio.sleep(ttl_s / RENEWALS)
+            try:
+                await self._scheduler.call(
+                    lambda stub, left_s: stub.RenewRun(request, timeout=left_s), ttl_s
+                )
+            except (grpc.aio.AioRpcError, UnavailableError) as error:
+                fenced = run_error(error)
+                if isinstance(fenced, RunFencedError):
+                    _log.error("%s", fenced)
+                    self.lost(fenced)
+                    return
+                # A scheduler that is away is waited for: who leads next believes that this lives.
+                why = str(error.details() if isinstance(error, grpc.aio.AioRpcError) else error)
+                if why != said:
+                    _log.warning("the run of job %s is not renewed: %s", self._job, why)
+                said = why
+            else:
+                said = ""
