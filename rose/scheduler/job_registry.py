@@ -10,8 +10,7 @@ from dataclasses import replace
 from elastic_scheduler import StalenessBound
 from rose.errors import ConfigError, RefusedError
 from rose.rpc import rose_pb2 as pb
-from rose.scheduler.messages import StoreWrite
-from rose.scheduler.persistence import JobRecord, Saved, VersionRecord, save_job
+from rose.scheduler.persistence import JobRecord, Saved, VersionRecord
 
 # Steps of training are skipped, a run goes on from another's: but no version can be announced after
 # which none is left.
@@ -295,23 +294,19 @@ class JobRegistry:
         return record
 
 
-def with_standing(
-    saved: Saved, standing: Iterable[JobRecord]
-) -> tuple[tuple[StoreWrite, ...], Saved]:
-    """What is saved, and besides it the standing jobs that nobody has registered; what to write.
+def with_standing(saved: Saved, standing: Iterable[JobRecord]) -> Saved:
+    """What is saved, and besides it the standing jobs that no trainer has registered.
 
-    Jobs that were ended stand again: their operator wants them at each start.
+    Jobs that were ended stand again: their operator wants them at each start. Nothing of this is
+    written, so a leader whose store is full has them too.
     """
-    known = {record.job: record for record in saved.jobs}
-    new = {
-        record.job: replace(
-            known.get(record.job, record), ended=False, standing=True, model=record.model
-        )
-        for record in standing
-        if record.job not in known or known[record.job].ended
-    }
-    jobs = tuple((known | new).values())
-    return tuple(map(save_job, new.values())), replace(saved, jobs=jobs)
+    jobs = {record.job: record for record in saved.jobs}
+    for record in standing:
+        known = jobs.get(record.job)
+        if known is None or known.ended:
+            kept = known or record
+            jobs[record.job] = replace(kept, ended=False, standing=True, model=record.model)
+    return replace(saved, jobs=tuple(jobs.values()))
 
 
 def version_command(record: VersionRecord) -> pb.NodeCommand:

@@ -29,9 +29,11 @@ from rose.process.background_tasks import Background
 from rose.rpc.addresses import is_address
 from rose.rpc.channel import make_server
 from rose.scheduler.core import SchedulerCore
+from rose.scheduler.job_registry import with_standing
 from rose.scheduler.leasing import LeaseTimes
+from rose.scheduler.limits import checked_name
 from rose.scheduler.metrics import MetricsServer, SchedulerMetrics
-from rose.scheduler.persistence import load
+from rose.scheduler.persistence import JobRecord, load
 from rose.scheduler.service import SchedulerService
 from rose.scheduler.standby import LeaderHandlers
 from rose.security.audit_log import AuditLog, audit_file
@@ -54,6 +56,8 @@ from rose.store import (
 
 DEFAULT_PORT = 7400
 MOST_HOLD_S = 86_400.0
+# Until its trainer says how many versions a replica may be behind; before the first none can be.
+STANDING_STALENESS = 1
 STOP_GRACE_S = 0.5
 # How long a new process lets its callers wait for a leader: an earlier life of its own may still
 # have a lease.
@@ -79,6 +83,7 @@ class SchedulerSettings:
     metrics_port: int | None = None
     metrics_host: str = "127.0.0.1"
     hold_s: float | None = None
+    jobs: tuple[JobRecord, ...] = ()
 
     def __post_init__(self) -> None:
         if self.certificates is None:
@@ -151,6 +156,14 @@ def settings_of(argv: Sequence[str]) -> SchedulerSettings:
         help=f"least time that a guest stays with a job before another's turn (default {HOLD_S:g})",
     )
     add(
+        "--job",
+        action="append",
+        default=[],
+        metavar="NAME[=MODEL]",
+        help="a job that has its dedicated replicas before a trainer registers it (repeatable);"
+        " guests are lent to it once one has",
+    )
+    add(
         "--insecure",
         action="store_true",
         help="serve an address of the network, though nobody is asked who he is",
@@ -185,7 +198,23 @@ def settings_of(argv: Sequence[str]) -> SchedulerSettings:
         args.metrics_port,
         args.metrics_host,
         args.hold_s,
+        standing_jobs(args.job),
     )
+
+
+def standing_jobs(named: Sequence[str]) -> tuple[JobRecord, ...]:
+    """The jobs of `--job NAME[=MODEL]`. Raises `ConfigError`."""
+    records = []
+    for each in named:
+        name, given, model = each.partition("=")
+        checked_name(name, "the job of --job")
+        if given:
+            checked_name(model, f"the model of --job {name}")
+        records.append(JobRecord(name, STANDING_STALENESS, model, standing=True))
+    names = [record.job for record in records]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"--job names {max(names, key=names.count)} twice; name each job once")
+    return tuple(records)
 
 
 async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
@@ -246,11 +275,12 @@ async def _lead(
     audit: AuditLog,
 ) -> None:
     """One term, until cancelled: a core of what is stored, and the service that feeds it."""
-    saved = load((await store.list("")).entries)
+    saved = with_standing(load((await store.list("")).entries), settings.jobs)
     times = LeaseTimes(cooldown_s=settings.cooldown_s)
     options = {} if settings.hold_s is None else {"hold_s": settings.hold_s}
     policy = make_policy(settings.policy, **options)
-    core = SchedulerCore(saved, settings.harvest, times, policy)
+    names = [job.job for job in settings.jobs]
+    core = SchedulerCore(saved, settings.harvest, times, policy, standing=names)
     background = Background(events.write)
     expiry = settings.certificates.troubles if settings.certificates else list[str]
     service = SchedulerService(

@@ -57,9 +57,7 @@ class CoreBench:
     ) -> None:
         self.store = store or InMemoryStore()
         saved = load(self.store.entries)
-        writes, saved = with_standing(saved, standing)
-        for write in writes:
-            self.write(write)
+        saved = with_standing(saved, standing)
         names = [job.job for job in standing]
         times = LeaseTimes(5.0, 1.0, 1.0)
         self.core = SchedulerCore(saved, mode, times, standing=names)

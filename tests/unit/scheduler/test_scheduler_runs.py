@@ -4,8 +4,10 @@ import pytest
 from core_cases import JOB, CoreBench, offer
 
 from elastic_scheduler import ReplicaKind
-from rose.errors import RefusedError, RunFencedError, RunHeldError
+from rose.errors import ConfigError, RefusedError, RunFencedError, RunHeldError
+from rose.scheduler.main import standing_jobs
 from rose.scheduler.messages import (
+    Demanded,
     JobDropped,
     JobEnded,
     JobRegistered,
@@ -206,3 +208,35 @@ def test_a_standing_job_without_a_trainer_has_dedicated_replicas_and_no_guest() 
     assert (bench.row("d0").leased, bench.row("g0").leased) == (True, False)
     [job] = bench.core.status(bench.now_s).jobs
     assert job.standing
+
+
+def test_a_standing_job_keeps_its_replicas_without_turns_and_is_served_at_each_leaders_start() -> (
+    None
+):
+    standing = (JobRecord(JOB, 1, "m"),)
+    first = CoreBench(standing=standing)
+    first.step(Demanded("gw", ()))
+    register(first, ONE)
+    first.step(JobEnded(JOB))
+    for bench in (first, CoreBench(store=first.store, standing=standing)):
+        bench.step(Demanded("gw", ()))
+        bench.attach()
+        bench.offered(offer("d0", kind=ReplicaKind.DEDICATED, model="m"))
+        assert (bench.row("d0").leased, bench.row("d0").healthy) == (True, True)
+        [job] = bench.core.status(bench.now_s).jobs
+        assert (job.standing, job.model) == (True, "m")
+        assert [told.lease.model for told in bench.commands() if told.HasField("lease")] == ["m"]
+
+
+def test_a_job_on_the_command_line_has_a_name_and_perhaps_a_model() -> None:
+    assert [(job.job, job.model) for job in standing_jobs(["a", "b=m=1"])] == [
+        ("a", ""),
+        ("b", "m=1"),
+    ]
+    for named, said in (
+        (["a="], "model of --job a"),
+        (["=m"], "give a name"),
+        (["a", "a=m"], "twice"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            standing_jobs(named)
