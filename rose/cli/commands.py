@@ -41,37 +41,13 @@ PIPE_WIDTH = 160  # columns when nobody watches: wide enough that no cell is cut
 
 def show(snapshot: pb.SnapshotReply, console: Console | None = None) -> None:
     """Print one line about the cluster, then replicas, hosts and guests."""
-    console = console or _console()
+    console = console or console_of()
     console.print(summary(snapshot), markup=False, highlight=False)
     for trouble in snapshot.troubles:
         console.print(f"scheduler: {trouble}", markup=False, highlight=False)
     for table in (_capacity(snapshot), _replicas(snapshot), _hosts(snapshot), _guests(snapshot)):
         if table.row_count:
             console.print(table)
-
-
-def show_jobs(snapshot: pb.SnapshotReply, console: Console | None = None) -> int:
-    """Print a row for each job: what it has, and what it may have."""
-    console = console or _console()
-    if not snapshot.jobs:
-        console.print("no job is registered", markup=False, highlight=False)
-        return 0
-    names = ("job", "model", "version", "staleness", "weight", "replicas", "guests", "turns")
-    table = Table(*names, box=None)
-    for job in snapshot.jobs:
-        quota = f" of {job.max_guests}" if job.max_guests else ""
-        table.add_row(
-            escape(job.job),
-            escape(job.model or "-"),
-            str(job.latest_version),
-            f"<= {job.max_staleness}",
-            f"{job.weight:g}",
-            str(job.leased),
-            f"{job.guests}{quota}",
-            str(job.turns) if job.demand_known else "unknown",
-        )
-    console.print(table)
-    return 0
 
 
 def summary(snapshot: pb.SnapshotReply) -> str:
@@ -99,7 +75,8 @@ def _demand(job: pb.JobView) -> str:
     return f"; {job.turns} turns, {job.owed_tokens:.0f} tokens owed, {rate}"
 
 
-def _console() -> Console:
+def console_of() -> Console:
+    """Make a console for tables, wide where nobody watches."""
     console = Console()
     return console if console.is_terminal else Console(width=PIPE_WIDTH)
 
@@ -204,6 +181,8 @@ CALL_TIMEOUT_S = 5.0
 
 Reply = TypeVar("Reply")
 _SAID_NO = {
+    grpc.StatusCode.ALREADY_EXISTS,
+    grpc.StatusCode.ABORTED,
     grpc.StatusCode.FAILED_PRECONDITION,
     grpc.StatusCode.UNAUTHENTICATED,
     grpc.StatusCode.PERMISSION_DENIED,
@@ -240,6 +219,11 @@ class SchedulerClient:
         """End a job; returns the leases that this releases."""
         request = pb.EndJobRequest(job=job)
         return self._call(lambda stub: stub.EndJob(request, timeout=self._timeout_s)).released
+
+    def drop_job(self, job: str, *, force: bool = False) -> int:
+        """Forget a job's chain and run; returns how many versions are forgotten."""
+        request = pb.DropJobRequest(job=job, force=force)
+        return self._call(lambda stub: stub.DropJob(request, timeout=self._timeout_s)).versions
 
     def revoke(self, replica: str, reason: str) -> int:
         """End the replica's lease; returns its epoch."""
@@ -409,9 +393,13 @@ def add_operator_commands(subparsers: "Subparsers") -> None:
     why.add_argument("--job", default="", metavar="J", help="whose it is, where there are several")
     why.set_defaults(run=_explain)
 
-    jobs = subparsers.add_parser("jobs", help="list the registered jobs, or end one")
-    jobs.add_argument("do", nargs="?", choices=("list", "end"), default="list", help="default list")
-    jobs.add_argument("job", nargs="?", default="", metavar="JOB", help="the one to end")
+    jobs = subparsers.add_parser("jobs", help="list, show, end or drop registered jobs")
+    verbs = ("list", "show", "end", "drop")
+    jobs.add_argument("do", nargs="?", choices=verbs, default="list", help="default list")
+    jobs.add_argument("job", nargs="?", default="", metavar="JOB", help="which one")
+    jobs.add_argument(
+        "--force", action="store_true", help="drop a job though its trainer lives, and fence that"
+    )
     add_scheduler_options(jobs)
     jobs.set_defaults(run=_jobs)
 
@@ -480,15 +468,10 @@ def _explain(args: argparse.Namespace) -> int:
 
 
 def _jobs(args: argparse.Namespace) -> int:
-    scheduler = _client(args)
-    if args.do == "list":
-        if args.job:
-            raise ConfigError(f"`rose jobs list` lists all of them; leave {args.job!r} out")
-        return show_jobs(scheduler.snapshot())
-    if not args.job:
-        raise ConfigError("say which job to end: `rose jobs end JOB`; `rose jobs` lists them")
-    released = scheduler.end_job(args.job)
-    return _say(f"job {args.job} is ended; {released} leases are being released")
+    # Imported here: it is built on the client above.
+    from rose.cli.jobs import run_jobs
+
+    return run_jobs(args, _client(args))
 
 
 def _harvest(args: argparse.Namespace) -> int:
