@@ -262,7 +262,10 @@ class WeightPublisher:
         """
         known = int(reply.latest_version)
         if resumed == known:
-            return [(resumed, int(reply.latest_parent))]
+            # As it was announced: its delta may be collected. An older scheduler does not say.
+            said = bool(reply.run_ttl_s)
+            parent = int(reply.latest_parent) if said else self._manifest(resumed).parent
+            return [(resumed, parent)]
         found: list[tuple[int, int]] = []
         version = resumed
         while version > known:
