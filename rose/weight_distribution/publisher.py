@@ -175,6 +175,8 @@ class WeightPublisher:
         bases = Publisher(store, job, "rose-trainer", key, on_update=on_update)
         self._retention = RetentionTask(store, bases, leases, _log.warning)
         self._scheduler = trainers_channel(scheduler, certificates)
+        # Of its own: a renewal that goes elsewhere must not disturb an announcement.
+        self._renewals = trainers_channel(scheduler, certificates)
 
     @property
     def url(self) -> str:
@@ -194,7 +196,8 @@ class WeightPublisher:
         A version that is durable and was never announced, since its trainer was killed, is
         announced now. RefusedError where a trainer that lives publishes from the same root.
         RunHeldError where one with another root has the job; a dead one is waited for, some ten
-        seconds at most.
+        seconds at most. The run is renewed on this event loop: one that stands still for longer may
+        lose the job to whoever comes meanwhile.
         """
         self._held = await asyncio.to_thread(RunRoot.take, self._root, self._run_name)
         try:
@@ -208,7 +211,7 @@ class WeightPublisher:
         self._retention.start()
         self._registration.claim.CopyFrom(self._claim)
         reply = await until_free(self._register, WAIT_S)
-        self._keeper = RunKeeper(self._scheduler, self._job, self._claim)
+        self._keeper = RunKeeper(self._renewals, self._job, self._claim)
         self._keeper.start(reply.run_ttl_s)
         begun = await asyncio.to_thread(self._found, reply)
         if begun.resumed is not None:
@@ -406,6 +409,18 @@ class WeightPublisher:
             level=level,
         )
 
+    async def announce(self, version: int, parent: int) -> None:
+        """Announce a version that ranks have put into the root by themselves.
+
+        `parent`: the version itself for a base that begins a chain anew. RefusedError for one that
+        is not in the root.
+        """
+        self._check_run()
+        if not self._store.manifest_path(version, base=version == parent).is_file():
+            raise RefusedError(f"version {version} is not in {self._root}; publish it there first")
+        self._retention.announced(version, parent)
+        await self._announce(version, parent)
+
     async def publish_base(self, version: int, tensors: Mapping[str, TensorBits]) -> None:
         """Publish a version as a whole, so that replicas of other jobs come to it by an update.
 
@@ -422,6 +437,8 @@ class WeightPublisher:
             lambda stub, left_s: stub.EndJob(request, timeout=left_s),
             f"the scheduler did not end job {self._job}",
         )
+        if self._keeper is not None:
+            await self._keeper.close()
 
     async def settle(self) -> None:
         """Return once the bases that are due are made and what nobody needs is gone."""
@@ -434,6 +451,7 @@ class WeightPublisher:
         await self._retention.close()
         await self._server.close()
         await self._scheduler.close()
+        await self._renewals.close()
         if self._held is not None:
             self._held.close()
 

@@ -70,10 +70,13 @@ class RetentionTask:
             await self.renew()
             await asyncio.sleep(RENEW_EVERY_S)
 
+    def announced(self, version: int, parent: int) -> None:
+        """A version is announced next: whoever hears of it has time to take a lease of its own."""
+        self._hold(f"announced {version}", parent)
+
     def published(self, latest: Latest) -> None:
         """A version was published: it is announced next. Returns at once."""
-        # Whoever hears of it has that long to take a lease of its own.
-        self._hold(f"announced {latest.version}", latest.parent)
+        self.announced(latest.version, latest.parent)
         self._latest = latest
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._work())

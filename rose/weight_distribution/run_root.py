@@ -7,6 +7,7 @@ wait for anything. The kernel lets go of the lock however a process ends.
 
 import json
 import os
+import re
 import secrets
 import socket
 import time
@@ -19,6 +20,7 @@ from rose.process.filelock import HeldFile, holder_of
 
 FILE = "run"
 MAX_HOLDER_CHARS = 160
+_RUN = re.compile(rb'"run": "([0-9a-f]{16})"')
 # Record locks are a process's: two publishers in one process are told apart here.
 _HELD: set[Path] = set()
 
@@ -56,13 +58,15 @@ class RunRoot:
                 f"{root} is in use by a trainer that lives, {_said_holder(place)}; stop that one,"
                 " or give this one a root of its own"
             ) from error
-        known = _said(file.read()).get("run")
-        run = known if isinstance(known, str) and known else secrets.token_hex(8)
+        known = _RUN.search(file.read())
+        run = known[1].decode() if known else secrets.token_hex(8)
         holder = f"{socket.gethostname()}, process {os.getpid()}"
         holder = (f"run {name} on {holder}" if name else holder)[:MAX_HOLDER_CHARS]
         said = {"run": run, "holder": holder, "since_s": round(time.time())}
         try:
-            file.write(json.dumps(said).encode())
+            # The name stays where it is, whenever this process is killed.
+            written = os.pwrite(file.descriptor, json.dumps(said).encode(), 0)
+            os.ftruncate(file.descriptor, written)
         except OSError as error:
             file.close()
             raise RefusedError(f"{place} cannot be written: {error.strerror}") from error

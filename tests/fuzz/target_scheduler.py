@@ -40,6 +40,9 @@ UNARY = (
     (pb.RevokeRequest, wire.revoke_asked),
     (pb.ApplyPolicyRequest, policy_applied),
     (pb.DeletePolicyRequest, policy_deleted),
+    (pb.RenewRunRequest, wire.run_renewed),
+    (pb.EndRunRequest, wire.run_ended),
+    (pb.DropJobRequest, wire.job_dropped),
 )
 
 

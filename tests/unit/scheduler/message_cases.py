@@ -13,6 +13,9 @@ SENT: dict[str, type[Message]] = {
     "demanded": pb.DemandReport,
     "job_registered": pb.RegisterJobRequest,
     "version_announced": pb.AnnounceVersionRequest,
+    "run_renewed": pb.RenewRunRequest,
+    "run_ended": pb.EndRunRequest,
+    "job_dropped": pb.DropJobRequest,
     "harvest_set": pb.SetHarvestRequest,
     "revoke_asked": pb.RevokeRequest,
 }

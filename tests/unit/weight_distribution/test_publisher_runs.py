@@ -1,5 +1,8 @@
 """A trainer that starts again goes on from its root, or begins a chain of its own."""
 
+import json
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
@@ -10,10 +13,11 @@ from run_cases import Cluster, tensors
 from rose.addresses import free_port
 from rose.errors import RefusedError, RunFencedError, RunHeldError, UnavailableError
 from rose.weight_distribution import WeightPublisher, publisher, run_keeper
+from rose.weight_distribution.run_root import RunRoot
 from tests.awaited import until_async
 from tests.fakes.memory_store import InMemoryStore
 from tests.patience import PATIENCE_S
-from weight_transfer import ChunkStore, SigningKey, TensorBits, WeightError
+from weight_transfer import ChunkStore, Publisher, SigningKey, TensorBits, WeightError
 
 
 @pytest.fixture
@@ -249,3 +253,64 @@ async def test_a_trainer_goes_on_over_a_restart_of_the_scheduler(tmp_path: Path)
         await trainer.close()
         async with cluster.trainer("b") as second:
             assert second.begun.latest == 2
+
+
+async def test_versions_that_ranks_put_into_the_root_are_announced(cluster: Cluster) -> None:
+    async with cluster.trainer() as trainer:
+        ranks = Publisher(ChunkStore(cluster.folder / "root"), "grpo", "ranks", cluster.key)
+        with pytest.raises(RefusedError, match=r"version 1 is not in .*; publish it there first"):
+            await trainer.announce(1, 1)
+        ranks.publish_base(1, tensors(1))
+        await trainer.announce(1, 1)
+        ranks.publish(2, 1, tensors(1), tensors(2))
+        await trainer.announce(2, 1)
+    async with cluster.trainer() as again:
+        assert same(await again.restore(), tensors(2))
+    assert cluster.numbers == [(1, 1), (2, 1)]
+
+
+def test_a_root_keeps_its_runs_name_whatever_a_killed_process_left_in_the_file(
+    tmp_path: Path,
+) -> None:
+    first = RunRoot.take(tmp_path, "a run with a long name that people chose")
+    first.close()
+    file = tmp_path / "run"
+    file.write_bytes(file.read_bytes() + b'", "left by the one before')
+    second = RunRoot.take(tmp_path)
+    second.close()
+    assert second.run.run == first.run.run
+    assert second.run.process != first.run.process
+    assert json.loads(file.read_bytes())["holder"] == second.run.holder
+    file.write_bytes(b"")
+    third = RunRoot.take(tmp_path)
+    third.close()
+    assert third.run.run != first.run.run
+
+
+# Without ROSE, which takes a second to import.
+HOLDS = """
+import fcntl, json, os, sys
+file = open(sys.argv[1], "a+b")
+fcntl.lockf(file, fcntl.LOCK_EX)
+said = {"run": "0" * 16, "holder": f"run sweep-3 on h1, process {os.getpid()}"}
+os.write(file.fileno(), json.dumps(said).encode())
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_root_says_which_living_process_has_it(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-S", "-c", HOLDS, tmp_path / "run"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        said = rf"in use by a trainer that lives, run sweep-3 on h1, process {holder.pid}; stop"
+        with pytest.raises(RefusedError, match=said):
+            RunRoot.take(tmp_path)
+        holder.kill()
+    after = RunRoot.take(tmp_path)
+    after.close()
+    assert after.run.run == "0" * 16, "the same root is the same run"
