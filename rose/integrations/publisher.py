@@ -1,0 +1,269 @@
+"""PolicyPublisher: the blocking publisher that every trainer's plugin is built on.
+
+    start     the root holds versions: go on from the newest
+              it does not, and the job has none: version 0 is the checkpoint
+              it does not, and the job has some: the next publication replaces them whole
+    publish   named tensors, on all ranks together --> durable, announced, served by `replicas`
+
+The first rank publishes; the others take part, and raise what it raises.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from rose.addresses import free_ports
+from rose.client.blocking import LoopThread
+from rose.client.client import RolloutClient
+from rose.client.errors import RolloutError
+from rose.errors import ConfigError, RefusedError, UnavailableError
+from rose.integrations.named_weights import Named, NamedWeights
+from rose.integrations.settings import TrainerSettings
+from rose.weight_distribution import Receipt, WeightPublisher
+from weight_transfer import TensorBits, WeightError, read_model_dir
+
+LOOK_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyReceipt:
+    """One publication. wire_bytes: that cross a link once; full_bytes: of all weights.
+
+    publish_s: until it was announced; served_s: until enough replicas served it.
+    """
+
+    version: int
+    wire_bytes: int
+    full_bytes: int
+    density: float
+    publish_s: float
+    served_s: float
+
+
+class PolicyPublisher:
+    """Publishes a policy's versions from plain code, one process or all ranks of a trainer.
+
+    It pickles as its settings and starts on first use. Each wait is bounded by
+    `settings.timeout_s` and says what it waited for. Raises `RoseError` with one line.
+    """
+
+    def __init__(self, settings: TrainerSettings) -> None:
+        self.settings = settings
+        self._thread: LoopThread | None = None
+        self._publisher: WeightPublisher | None = None
+        self._base: Mapping[str, TensorBits] | None = None
+        self._bits: Mapping[str, TensorBits] | None = None
+        self._version = 0
+        self._resumed = False
+        self.receipts: list[PolicyReceipt] = []
+        """Of this process, oldest first."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.settings,)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def version(self) -> int:
+        """The version that was published last, 0 before the first."""
+        self.start()
+        return self._version
+
+    @property
+    def resumed(self) -> bool:
+        """Whether it goes on from a version that an earlier process published."""
+        self.start()
+        return self._resumed
+
+    def start(self) -> None:
+        """Register the job and take up its versions, once; only the first rank does anything."""
+        if self._thread is not None or rank() != 0:
+            return
+        self._base = _read(self.settings)
+        self._thread = LoopThread("rose-publisher")
+        try:
+            self._thread.call(self._begin(self._base))
+        except BaseException:
+            self.close()
+            raise
+
+    def publish(self, named: Named, *, wait: bool = True) -> int:
+        """Publish weights by name and return their version, which the first rank alone knows (-1).
+
+        Collective: every rank gives all names, in the same order; a DTensor is gathered one by
+        one. Not before `replicas` serve it does it return, unless `wait` is False. Raises
+        `UnfitWeightsError`, `RunFenced`, `UnavailableError`.
+        """
+        weights = NamedWeights(self._of_base())
+        # Before anything may raise: gathering is collective.
+        weights.take(named, keep=rank() == 0)
+        return _on_first_rank(lambda: self._publish(weights.finish(), wait=wait))
+
+    def restore(self) -> Mapping[str, TensorBits]:
+        """Weights of `version`, for a trainer that has no checkpoint of its own; first rank only.
+
+        Not to be written to.
+        """
+        self.start()
+        if self._bits is None:
+            raise RefusedError("its root holds no version; begin from the trainer's own weights")
+        return self._bits
+
+    def wait_served(self, version: int, replicas: int | None = None) -> None:
+        """Return once so many replicas serve the version or a newer one."""
+        wanted = self.settings.replicas if replicas is None else replicas
+        self.start()
+        if wanted and self._thread is not None:
+            self._thread.call(self._served(version, wanted))
+
+    def close(self) -> None:
+        """Stop serving; what was published stays, and another process may go on from it."""
+        thread, self._thread = self._thread, None
+        publisher, self._publisher = self._publisher, None
+        if thread is not None and thread.alive:
+            if publisher is not None:
+                thread.call(publisher.close())
+            thread.stop()
+
+    # ---- on the first rank ----
+
+    def _of_base(self) -> Mapping[str, TensorBits]:
+        if self._base is None:
+            self.start()
+            self._base = self._base or {}
+        return self._base
+
+    async def _begin(self, base: Mapping[str, TensorBits]) -> None:
+        settings = self.settings
+        self._publisher = WeightPublisher(
+            settings.job,
+            settings.scheduler,
+            settings.root,
+            settings.port or free_ports(1)[0],
+            settings.signing_key(),
+            settings.max_staleness,
+            host=settings.host,
+            certificates=settings.certificates(),
+            take_over=settings.take_over,
+        )
+        begun = await self._publisher.start()
+        if begun.resumed is not None:
+            self._version, self._resumed = begun.resumed, True
+            self._bits = await self._publisher.restore()
+        else:
+            self._version = begun.latest
+            self._bits = None if begun.latest else base
+
+    def _publish(self, new: Mapping[str, TensorBits], *, wait: bool) -> int:
+        assert self._thread is not None
+        began_s = time.perf_counter()
+        receipt = self._thread.call(self._put(new))
+        self._version, self._bits = receipt.version, new
+        served_s = time.perf_counter()
+        if wait:
+            self.wait_served(receipt.version)
+        now_s = time.perf_counter()
+        self.receipts.append(
+            PolicyReceipt(
+                receipt.version,
+                receipt.wire_bytes,
+                receipt.full_bytes,
+                receipt.density,
+                served_s - began_s,
+                now_s - served_s,
+            )
+        )
+        return receipt.version
+
+    async def _put(self, new: Mapping[str, TensorBits]) -> Receipt:
+        assert self._publisher is not None
+        try:
+            async with asyncio.timeout(self.settings.timeout_s):
+                if self._bits is None or _layout(self._bits) != _layout(new):
+                    return await self._publisher.publish_anew(self._version + 1, new)
+                version, old = self._version, self._bits
+                return await self._publisher.publish(version + 1, version, old, new)
+        except (WeightError, OSError) as error:
+            raise RefusedError(f"version {self._version + 1} is not published: {error}") from error
+        except TimeoutError:
+            raise UnavailableError(
+                f"version {self._version + 1} was not published within {self.settings.timeout_s:g}"
+                f" s; look at the disk of {self.settings.root} and at the scheduler"
+            ) from None
+
+    async def _served(self, version: int, wanted: int) -> None:
+        seen = "no answer yet"
+        try:
+            async with (
+                asyncio.timeout(self.settings.timeout_s),
+                RolloutClient(self.settings.gateway, job=self.settings.job) as client,
+            ):
+                while True:
+                    try:
+                        replicas = (await client.versions()).of(self.settings.job)
+                    except RolloutError as error:
+                        seen = f"the gateway does not answer: {error}"
+                    else:
+                        serving = sum(each.version >= version for each in replicas if each.live)
+                        if serving >= wanted:
+                            return
+                        seen = f"{serving} of {wanted} do ({len(replicas)} replicas of the job)"
+                    await asyncio.sleep(LOOK_S)
+        except TimeoutError:
+            raise UnavailableError(
+                f"version {version} is published and not served after"
+                f" {self.settings.timeout_s:g} s: {seen}; ask `rose status`"
+            ) from None
+
+
+def rank() -> int:
+    """This process's rank in the trainer's group, 0 where there is none."""
+    import torch.distributed as dist
+
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def _on_first_rank(work: Callable[[], int]) -> int:
+    """What the first rank makes; the others return -1, or raise what it raised."""
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return work()
+    said: list[object] = [None]
+    made = -1
+    failed: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            made = work()
+        except Exception as error:  # noqa: BLE001 - raised below, once the others know
+            failed, said = error, [str(error) or repr(error)]
+    dist.broadcast_object_list(said, src=0)
+    if failed is not None:
+        raise failed
+    if said[0] is not None:
+        raise RefusedError(f"the first rank published nothing: {said[0]}")
+    return made
+
+
+def _layout(tensors: Mapping[str, TensorBits]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    return {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+
+
+def _read(settings: TrainerSettings) -> Mapping[str, TensorBits]:
+    try:
+        return read_model_dir(settings.checkpoint)
+    except (WeightError, OSError) as error:
+        raise ConfigError(f"{settings.checkpoint} is no checkpoint: {error}") from error

@@ -1,0 +1,103 @@
+"""Settings of a trainer's side: where ROSE is, and what the job is.
+
+Trainers start their workers themselves, so each setting has an environment variable too:
+
+    ROSE_JOB ROSE_SCHEDULER ROSE_GATEWAY ROSE_CHECKPOINT ROSE_ROOT ROSE_KEY
+    ROSE_HOST ROSE_PORT ROSE_MAX_STALENESS ROSE_REPLICAS ROSE_TIMEOUT_S ROSE_TAKE_OVER
+    ROSE_CA ROSE_CERTIFICATE ROSE_CERTIFICATE_KEY
+"""
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+from rose.addresses import checked_url
+from rose.errors import ConfigError
+from rose.rpc.addresses import checked_addresses
+from rose.security.certificates import CertificateFiles, files_of
+from weight_transfer import SigningKey, WeightError
+
+PREFIX = "ROSE_"
+_YES = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False, "": False}
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerSettings:
+    """Settings of one job's trainer; they pickle, so that every worker gets the same.
+
+    checkpoint: Hugging Face folder that replicas start with: version 0, and the names and dtypes of
+    all that is published. root: folder of published versions, the job's own; a trainer that starts
+    again with it goes on. key: file of the job's signing key. host, port: where nodes fetch
+    versions, 0 for any free port. replicas: so many must serve a version before `publish` returns.
+    timeout_s: bound of each wait. take_over: replace a trainer of this job that still runs.
+    """
+
+    job: str
+    scheduler: str
+    gateway: str
+    checkpoint: Path
+    root: Path
+    key: Path
+    host: str = "127.0.0.1"
+    port: int = 0
+    max_staleness: int = 1
+    replicas: int = 1
+    timeout_s: float = 300.0
+    take_over: bool = False
+    ca: Path | None = None
+    certificate: Path | None = None
+    certificate_key: Path | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("job", "scheduler", "gateway", "checkpoint", "root", "key"):
+            if not str(getattr(self, name)):
+                raise ConfigError(f"a trainer needs its {name}; set {PREFIX}{name.upper()}")
+        checked_addresses(self.scheduler, f"{PREFIX}SCHEDULER {self.scheduler}")
+        checked_url(self.gateway, f"{PREFIX}GATEWAY")
+        if not self.checkpoint.is_dir():
+            raise ConfigError(f"{self.checkpoint}: no such folder; set {PREFIX}CHECKPOINT")
+        if self.max_staleness < 0 or self.replicas < 0:
+            raise ConfigError("max_staleness and replicas are counts; give 0 or more")
+        if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
+            raise ConfigError(f"a timeout of {self.timeout_s} s is none; set {PREFIX}TIMEOUT_S")
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None, **given: object) -> Self:
+        """Read the environment; what is given goes before it. Raises `ConfigError`."""
+        environ = os.environ if environ is None else environ
+        values: dict[str, Any] = dict(given)
+        for field in fields(cls):
+            raw = environ.get(PREFIX + field.name.upper())
+            if raw and field.name not in values:
+                values[field.name] = _parsed(field.name, field.type, raw)
+        for name in ("job", "scheduler", "gateway", "checkpoint", "root", "key"):
+            if name not in values:
+                raise ConfigError(f"a trainer needs its {name}; set {PREFIX}{name.upper()}")
+        return cls(**values)
+
+    def signing_key(self) -> SigningKey:
+        """The job's key. Raises `ConfigError` where its file is none."""
+        try:
+            return SigningKey.load(self.key)
+        except (OSError, UnicodeDecodeError, WeightError) as error:
+            raise ConfigError(
+                f"no signing key in {self.key} ({error}); make one: rose token key --out {self.key}"
+            ) from error
+
+    def certificates(self) -> CertificateFiles | None:
+        """The trainer's certificate, where the cluster has some."""
+        return files_of(self.ca, self.certificate, self.certificate_key)
+
+
+def _parsed(name: str, kind: object, raw: str) -> object:
+    try:
+        if kind is bool:
+            return _YES[raw.strip().lower()]
+        if kind in (int, float, str):
+            return kind(raw)  # type: ignore[operator]
+        return Path(raw)
+    except (ValueError, KeyError):
+        raise ConfigError(f"{PREFIX}{name.upper()}={raw!r:.80} cannot be read") from None
