@@ -57,6 +57,8 @@ class PolicyPublisher:
         self._base: Mapping[str, TensorBits] | None = None
         self._bits: Mapping[str, TensorBits] | None = None
         self._version = 0
+        # Older ones are of another run of the job.
+        self._first = 0
         self._resumed = False
         self.receipts: list[PolicyReceipt] = []
         """Of this process, oldest first."""
@@ -83,6 +85,11 @@ class PolicyPublisher:
         return self._version
 
     @property
+    def oldest_allowed(self) -> int:
+        """The oldest version that rollouts may still be of: `max_staleness`, none of other runs."""
+        return max(self._first, self.version - self.settings.max_staleness, 0)
+
+    @property
     def resumed(self) -> bool:
         """Whether it goes on from a version that an earlier process published."""
         self.start()
@@ -100,17 +107,22 @@ class PolicyPublisher:
             self.close()
             raise
 
-    def publish(self, named: Named, *, wait: bool = True) -> int:
-        """Publish weights by name and return their version, which the first rank alone knows (-1).
+    def publish(self, named: Named, *, wait: bool = True, collective: bool = True) -> int:
+        """Publish weights by name and return their version.
 
         Collective: every rank gives all names, in the same order; a DTensor is gathered one by
-        one. Not before `replicas` serve it does it return, unless `wait` is False. Raises
-        `UnfitWeightsError`, `RunFenced`, `UnavailableError`.
+        one. Where a trainer asks its first rank only, and lets the others walk the tensors itself,
+        `collective` is False. Not before `replicas` serve it does it return, unless `wait` is
+        False. Raises `UnfitWeightsError`, `RunFenced`, `UnavailableError`.
         """
         weights = NamedWeights(self._of_base())
         # Before anything may raise: gathering is collective.
         weights.take(named, keep=rank() == 0)
-        return _on_first_rank(lambda: self._publish(weights.finish(), wait=wait))
+        if collective:
+            _on_first_rank(self, lambda: self._publish(weights.finish(), wait=wait))
+        else:
+            self._publish(weights.finish(), wait=wait)
+        return self._version
 
     def restore(self) -> Mapping[str, TensorBits]:
         """Weights of `version`, for a trainer that has no checkpoint of its own; first rank only.
@@ -137,6 +149,15 @@ class PolicyPublisher:
             if publisher is not None:
                 thread.call(publisher.close())
             thread.stop()
+
+    @property
+    def known(self) -> tuple[int, int]:
+        """What the first rank tells the others: the newest version, and the first of its run."""
+        return self._version, self._first
+
+    @known.setter
+    def known(self, told: tuple[int, int]) -> None:
+        self._version, self._first = told
 
     # ---- on the first rank ----
 
@@ -165,9 +186,10 @@ class PolicyPublisher:
             self._bits = await self._publisher.restore()
         else:
             self._version = begun.latest
+            self._first = begun.latest + 1 if begun.latest else 0
             self._bits = None if begun.latest else base
 
-    def _publish(self, new: Mapping[str, TensorBits], *, wait: bool) -> int:
+    def _publish(self, new: Mapping[str, TensorBits], *, wait: bool) -> None:
         assert self._thread is not None
         began_s = time.perf_counter()
         receipt = self._thread.call(self._put(new))
@@ -186,7 +208,6 @@ class PolicyPublisher:
                 now_s - served_s,
             )
         )
-        return receipt.version
 
     async def _put(self, new: Mapping[str, TensorBits]) -> Receipt:
         assert self._publisher is not None
@@ -209,7 +230,11 @@ class PolicyPublisher:
         try:
             async with (
                 asyncio.timeout(self.settings.timeout_s),
-                RolloutClient(self.settings.gateway, job=self.settings.job) as client,
+                RolloutClient(
+                    self.settings.gateway,
+                    credentials=self.settings.credentials(),
+                    job=self.settings.job,
+                ) as client,
             ):
                 while True:
                     try:
@@ -236,26 +261,29 @@ def rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-def _on_first_rank(work: Callable[[], int]) -> int:
-    """What the first rank makes; the others return -1, or raise what it raised."""
+def _on_first_rank(publisher: PolicyPublisher, work: Callable[[], None]) -> None:
+    """Do it there; the others learn which version came of it, or raise what it raised."""
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return work()
-    said: list[object] = [None]
-    made = -1
+        work()
+        return
     failed: Exception | None = None
     if dist.get_rank() == 0:
         try:
-            made = work()
+            work()
         except Exception as error:  # noqa: BLE001 - raised below, once the others know
-            failed, said = error, [str(error) or repr(error)]
+            failed = error
+    trouble = failed and (str(failed) or repr(failed))
+    said: list[object] = [(trouble, *publisher.known)]
     dist.broadcast_object_list(said, src=0)
     if failed is not None:
         raise failed
-    if said[0] is not None:
-        raise RefusedError(f"the first rank published nothing: {said[0]}")
-    return made
+    (told,) = said
+    assert isinstance(told, tuple)
+    if told[0] is not None:
+        raise RefusedError(f"the first rank published nothing: {told[0]}")
+    publisher.known = told[1:]
 
 
 def _layout(tensors: Mapping[str, TensorBits]) -> dict[str, tuple[str, tuple[int, ...]]]:

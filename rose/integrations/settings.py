@@ -4,7 +4,7 @@ Trainers start their workers themselves, so each setting has an environment vari
 
     ROSE_JOB ROSE_SCHEDULER ROSE_GATEWAY ROSE_CHECKPOINT ROSE_ROOT ROSE_KEY
     ROSE_HOST ROSE_PORT ROSE_MAX_STALENESS ROSE_REPLICAS ROSE_TIMEOUT_S ROSE_TAKE_OVER
-    ROSE_CA ROSE_CERTIFICATE ROSE_CERTIFICATE_KEY
+    ROSE_TOKEN_FILE ROSE_CA ROSE_CERTIFICATE ROSE_CERTIFICATE_KEY
 """
 
 import math
@@ -15,12 +15,15 @@ from pathlib import Path
 from typing import Any, Self
 
 from rose.addresses import checked_url
+from rose.client.blocking import BlockingRolloutClient
+from rose.client.credentials import GatewayCredentials
 from rose.errors import ConfigError
 from rose.rpc.addresses import checked_addresses
 from rose.security.certificates import CertificateFiles, files_of
 from weight_transfer import SigningKey, WeightError
 
 PREFIX = "ROSE_"
+_FILES = ("checkpoint", "root", "key", "token_file", "ca", "certificate", "certificate_key")
 _YES = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False, "": False}
 
 
@@ -33,6 +36,8 @@ class TrainerSettings:
     again with it goes on. key: file of the job's signing key. host, port: where nodes fetch
     versions, 0 for any free port. replicas: so many must serve a version before `publish` returns.
     timeout_s: bound of each wait. take_over: replace a trainer of this job that still runs.
+    token_file: what gateways are shown, of `rose token issue --out`. ca, certificate and
+    certificate_key: of a cluster that has certificates; gateways may need no more than the ca.
     """
 
     job: str
@@ -47,11 +52,16 @@ class TrainerSettings:
     replicas: int = 1
     timeout_s: float = 300.0
     take_over: bool = False
+    token_file: Path | None = None
     ca: Path | None = None
     certificate: Path | None = None
     certificate_key: Path | None = None
 
     def __post_init__(self) -> None:
+        for name in _FILES:
+            # Trainers' own configurations say folders as text.
+            if isinstance(given := getattr(self, name), str):
+                object.__setattr__(self, name, Path(given))
         for name in ("job", "scheduler", "gateway", "checkpoint", "root", "key"):
             if not str(getattr(self, name)):
                 raise ConfigError(f"a trainer needs its {name}; set {PREFIX}{name.upper()}")
@@ -89,7 +99,19 @@ class TrainerSettings:
 
     def certificates(self) -> CertificateFiles | None:
         """The trainer's certificate, where the cluster has some."""
+        if self.certificate is None and self.certificate_key is None:
+            return None
         return files_of(self.ca, self.certificate, self.certificate_key)
+
+    def client(self) -> BlockingRolloutClient:
+        """Make a client of the job's gateway, for rollouts of the trainer's own."""
+        return BlockingRolloutClient(
+            self.gateway, self.timeout_s, credentials=self.credentials(), job=self.job
+        )
+
+    def credentials(self) -> GatewayCredentials:
+        """What the gateway is shown."""
+        return GatewayCredentials(self.token_file, self.ca, self.certificate, self.certificate_key)
 
 
 def _parsed(name: str, kind: object, raw: str) -> object:
@@ -97,7 +119,7 @@ def _parsed(name: str, kind: object, raw: str) -> object:
         if kind is bool:
             return _YES[raw.strip().lower()]
         if kind in (int, float, str):
-            return kind(raw)  # type: ignore[operator]
+            return kind(raw)
         return Path(raw)
     except (ValueError, KeyError):
         raise ConfigError(f"{PREFIX}{name.upper()}={raw!r:.80} cannot be read") from None

@@ -1,0 +1,303 @@
+"""A trainer publishes from plain code: versions follow each other, waits end, errors are a line."""
+
+import pickle
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from rose.client.errors import GatewayUnavailable
+from rose.errors import RefusedError, UnavailableError
+from rose.integrations import PolicyPublisher, TrainerSettings, publisher
+from rose.weight_distribution import Receipt
+from tests.policies import NORM, checkpoint, weights
+from weight_transfer import SigningKey, TensorBits
+
+pytest.importorskip("torch")
+
+
+@dataclass
+class Begun:
+    latest: int = 0
+    resumed: int | None = None
+
+
+@dataclass
+class StandInPublisher:
+    """What `WeightPublisher` is asked for; answers are those of the class."""
+
+    begun: ClassVar[Begun] = Begun()
+    held: ClassVar[Mapping[str, TensorBits]] = {}
+    trouble: ClassVar[Exception | None] = None
+    made: ClassVar[list["StandInPublisher"]] = []
+    calls: list[tuple[str, int]] = field(default_factory=list)
+    parents: list[Mapping[str, TensorBits]] = field(default_factory=list)
+    closed: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __init__(self, job: str, *_: object, **options: object) -> None:
+        self.calls, self.parents, self.closed, self.options = [], [], False, options
+        type(self).made.append(self)
+
+    async def start(self) -> Begun:
+        if self.trouble:
+            raise self.trouble
+        return self.begun
+
+    async def restore(self) -> Mapping[str, TensorBits]:
+        return self.held
+
+    async def publish(
+        self, version: int, parent: int, old: Mapping[str, TensorBits], new: object
+    ) -> Receipt:
+        assert version == parent + 1
+        self.parents.append(old)
+        return self._receipt("delta", version)
+
+    async def publish_anew(self, version: int, new: object) -> Receipt:
+        return self._receipt("anew", version)
+
+    async def close(self) -> None:
+        self.closed = True
+
+    def _receipt(self, how: str, version: int) -> Receipt:
+        if self.trouble:
+            raise self.trouble
+        self.calls.append((how, version))
+        return Receipt(version, wire_bytes=10, full_bytes=100, density=0.1, publish_s=0.0)
+
+
+@dataclass
+class Row:
+    version: int
+    live: bool = True
+
+
+class StandInClient:
+    """A gateway that says which versions are served: `rows`, one list for each time it is asked."""
+
+    rows: ClassVar[list[list[Row]]] = []
+    down = False
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    async def __aenter__(self) -> "StandInClient":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    async def versions(self) -> "StandInClient":
+        if self.down:
+            raise GatewayUnavailable("no gateway answers")
+        return self
+
+    def of(self, job: str) -> list[Row]:
+        assert job == "grpo"
+        return self.rows.pop(0) if len(self.rows) > 1 else self.rows[0]
+
+
+@pytest.fixture
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainerSettings:
+    monkeypatch.setattr(publisher, "WeightPublisher", StandInPublisher)
+    monkeypatch.setattr(publisher, "RolloutClient", StandInClient)
+    monkeypatch.setattr(publisher, "read_model_dir", lambda _: checkpoint(weights()))
+    monkeypatch.setattr(publisher, "LOOK_S", 0.001)
+    monkeypatch.setattr(StandInClient, "rows", [[Row(99)]])
+    monkeypatch.setattr(StandInPublisher, "made", [])
+    SigningKey.generate().save(tmp_path / "key")
+    return TrainerSettings(
+        job="grpo",
+        scheduler="127.0.0.1:7400",
+        gateway="http://127.0.0.1:8000",
+        checkpoint=tmp_path,
+        root=tmp_path / "root",
+        key=tmp_path / "key",
+        timeout_s=5.0,
+    )
+
+
+@pytest.fixture
+def policy(settings: TrainerSettings) -> Iterator[PolicyPublisher]:
+    with PolicyPublisher(settings) as made:
+        yield made
+
+
+def test_versions_follow_the_checkpoint_one_by_one(policy: PolicyPublisher) -> None:
+    assert policy.version == 0
+    assert [policy.publish(weights(seed).items()) for seed in (1, 2)] == [1, 2]
+    (made,) = StandInPublisher.made
+    assert made.calls == [("delta", 1), ("delta", 2)]
+    assert [
+        (old[NORM].bits == checkpoint(weights(k))[NORM].bits).all()
+        for k, old in enumerate(made.parents)
+    ] == [True, True]
+    assert [each.version for each in policy.receipts] == [1, 2]
+    assert policy.oldest_allowed == 1, "two versions, and one of them may be behind"
+
+
+def test_a_trainer_that_starts_again_goes_on_from_what_it_published(
+    settings: TrainerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StandInPublisher, "begun", Begun(latest=7, resumed=7))
+    monkeypatch.setattr(StandInPublisher, "held", checkpoint(weights(seed=7)))
+    with PolicyPublisher(settings) as policy:
+        assert (policy.resumed, policy.version) == (True, 7)
+        assert policy.restore() is StandInPublisher.held
+        assert policy.publish(weights(seed=8).items()) == 8
+    (made,) = StandInPublisher.made
+    assert made.calls == [("delta", 8)]
+    assert made.parents == [StandInPublisher.held]
+    assert made.closed
+
+
+def test_a_new_run_of_a_job_that_has_versions_replaces_them_whole(
+    settings: TrainerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StandInPublisher, "begun", Begun(latest=7))
+    with PolicyPublisher(settings) as policy:
+        assert not policy.resumed
+        with pytest.raises(RefusedError, match="holds no version"):
+            policy.restore()
+        assert policy.oldest_allowed == 8, "versions before are of weights that nobody trains"
+        assert [policy.publish(weights(seed).items()) for seed in (1, 2)] == [8, 9]
+        assert policy.oldest_allowed == 8
+    assert StandInPublisher.made[0].calls == [("anew", 8), ("delta", 9)]
+
+
+def test_it_returns_once_enough_live_replicas_serve_the_version(
+    settings: TrainerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = [[], [Row(1)], [Row(1), Row(1, live=False)], [Row(1), Row(0)], [Row(1), Row(2)]]
+    monkeypatch.setattr(StandInClient, "rows", seen)
+    with PolicyPublisher(replace(settings, replicas=2)) as policy:
+        policy.publish(weights().items())
+    assert seen == [[Row(1), Row(2)]]
+
+
+def test_a_version_that_nobody_serves_is_waited_for_so_long_and_said(
+    settings: TrainerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StandInClient, "rows", [[Row(0)]])
+    with PolicyPublisher(replace(settings, timeout_s=0.05)) as policy:
+        with pytest.raises(UnavailableError, match=r"0 of 1 do \(1 replicas of the job\)") as told:
+            policy.publish(weights().items())
+        assert "\n" not in str(told.value)
+        # It is published: the next one follows it.
+        monkeypatch.setattr(StandInClient, "rows", [[Row(9)]])
+        assert policy.publish(weights(seed=1).items()) == 2
+
+
+def test_a_gateway_that_is_away_is_named_once_the_wait_ends(
+    settings: TrainerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StandInClient, "down", True)
+    with (
+        PolicyPublisher(replace(settings, timeout_s=0.05)) as policy,
+        pytest.raises(UnavailableError, match="the gateway does not answer"),
+    ):
+        policy.publish(weights().items())
+
+
+def test_nobody_is_waited_for_where_that_is_said(
+    settings: TrainerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StandInClient, "rows", [[]])
+    with PolicyPublisher(settings) as policy:
+        assert policy.publish(weights().items(), wait=False) == 1
+    with PolicyPublisher(replace(settings, replicas=0)) as policy:
+        assert policy.publish(weights().items()) == 1
+
+
+def test_a_full_disk_is_one_line_and_the_version_is_tried_again(
+    policy: PolicyPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StandInPublisher, "trouble", OSError(28, "No space left on device"))
+    with pytest.raises(RefusedError, match=r"version 1 is not published: .*No space left") as told:
+        policy.publish(weights().items())
+    assert "\n" not in str(told.value)
+    monkeypatch.setattr(StandInPublisher, "trouble", None)
+    assert policy.publish(weights().items()) == 1
+
+
+def test_a_scheduler_that_is_away_leaves_nothing_running_and_may_be_tried_again(
+    settings: TrainerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = PolicyPublisher(settings)
+    monkeypatch.setattr(StandInPublisher, "trouble", UnavailableError("no scheduler"))
+    with pytest.raises(UnavailableError, match="no scheduler"):
+        policy.start()
+    assert [each.closed for each in StandInPublisher.made] == [True]
+    monkeypatch.setattr(StandInPublisher, "trouble", None)
+    with policy:
+        assert policy.publish(weights().items()) == 1
+
+
+def test_it_pickles_as_what_it_was_built_from(policy: PolicyPublisher) -> None:
+    there: PolicyPublisher = pickle.loads(pickle.dumps(policy))
+    assert there.settings == policy.settings
+    assert there.receipts == []
+
+
+class StandInGroup:
+    """Two ranks; `said` is what the first one tells the others."""
+
+    def __init__(self, rank: int, said: object = None) -> None:
+        self.rank, self.said = rank, said
+
+    def broadcast_object_list(self, objects: list[object], src: int) -> None:
+        assert src == 0
+        if self.rank:
+            objects[:] = [self.said]
+        else:
+            (self.said,) = objects
+
+
+def as_rank(monkeypatch: pytest.MonkeyPatch, group: StandInGroup) -> None:
+    import torch.distributed as dist
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "get_rank", lambda: group.rank)
+    monkeypatch.setattr(dist, "broadcast_object_list", group.broadcast_object_list)
+
+
+def test_other_ranks_publish_nothing_and_learn_the_version(
+    settings: TrainerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_rank(monkeypatch, StandInGroup(rank=1, said=(None, 8, 7)))
+    with PolicyPublisher(settings) as policy:
+        assert policy.publish(weights().items()) == 8
+        assert policy.oldest_allowed == 7
+    assert StandInPublisher.made == []
+
+
+def test_other_ranks_raise_what_the_first_raised(
+    settings: TrainerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_rank(monkeypatch, StandInGroup(rank=1, said=("no space", 0, 0)))
+    with PolicyPublisher(settings) as policy, pytest.raises(RefusedError, match="no space"):
+        policy.publish(weights().items())
+
+
+def test_the_first_rank_tells_the_others_before_it_raises(
+    settings: TrainerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = StandInGroup(rank=0)
+    as_rank(monkeypatch, group)
+    with PolicyPublisher(settings) as policy, pytest.raises(RefusedError):
+        policy.publish([])
+    assert "the trainer does not give" in str(group.said)
+
+
+def test_the_first_rank_alone_may_publish_where_a_trainer_asks_only_it(
+    settings: TrainerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = StandInGroup(rank=0, said="nobody was told")
+    as_rank(monkeypatch, group)
+    with PolicyPublisher(settings) as policy:
+        assert policy.publish(weights().items(), collective=False) == 1
+    assert group.said == "nobody was told"

@@ -1,0 +1,92 @@
+"""A trainer's settings are whole before it starts, wherever they come from."""
+
+import pickle
+from pathlib import Path
+
+import pytest
+
+from rose.errors import ConfigError
+from rose.integrations import TrainerSettings
+from weight_transfer import SigningKey
+
+
+@pytest.fixture
+def environ(tmp_path: Path) -> dict[str, str]:
+    """All that has no default."""
+    return {
+        "ROSE_JOB": "grpo",
+        "ROSE_SCHEDULER": "127.0.0.1:7400",
+        "ROSE_GATEWAY": "http://127.0.0.1:8000",
+        "ROSE_CHECKPOINT": str(tmp_path),
+        "ROSE_ROOT": str(tmp_path / "published"),
+        "ROSE_KEY": str(tmp_path / "trainer.key"),
+    }
+
+
+def test_the_environment_says_all_of_it(environ: dict[str, str], tmp_path: Path) -> None:
+    more = {"ROSE_REPLICAS": "2", "ROSE_TIMEOUT_S": "1.5", "ROSE_TAKE_OVER": "yes"}
+    settings = TrainerSettings.from_env(environ | more)
+    assert (settings.job, settings.checkpoint, settings.replicas) == ("grpo", tmp_path, 2)
+    assert (settings.timeout_s, settings.take_over, settings.port) == (1.5, True, 0)
+
+
+def test_what_is_given_goes_before_the_environment(environ: dict[str, str]) -> None:
+    assert TrainerSettings.from_env(environ, job="other").job == "other"
+
+
+@pytest.mark.parametrize("name", ["JOB", "SCHEDULER", "GATEWAY", "CHECKPOINT", "ROOT", "KEY"])
+def test_what_is_missing_is_said_with_its_variable(environ: dict[str, str], name: str) -> None:
+    del environ[f"ROSE_{name}"]
+    with pytest.raises(ConfigError, match=f"set ROSE_{name}"):
+        TrainerSettings.from_env(environ)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("SCHEDULER", "7400", "no address"),
+        ("GATEWAY", "127.0.0.1:8000", "no address"),
+        ("CHECKPOINT", "nowhere", "no such folder"),
+        ("REPLICAS", "two", "ROSE_REPLICAS='two' cannot be read"),
+        ("REPLICAS", "-1", "0 or more"),
+        ("TIMEOUT_S", "nan", "is none"),
+        ("TIMEOUT_S", "0", "is none"),
+        ("TAKE_OVER", "maybe", "cannot be read"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(
+    environ: dict[str, str], name: str, value: str, told: str
+) -> None:
+    with pytest.raises(ConfigError, match=told) as refused:
+        TrainerSettings.from_env(environ | {f"ROSE_{name}": value})
+    assert "\n" not in str(refused.value)
+
+
+def test_they_reach_another_process_as_they_are(environ: dict[str, str]) -> None:
+    settings = TrainerSettings.from_env(environ)
+    assert pickle.loads(pickle.dumps(settings)) == settings
+
+
+def test_folders_may_be_given_as_text(environ: dict[str, str], tmp_path: Path) -> None:
+    settings = TrainerSettings.from_env(environ, checkpoint=str(tmp_path))
+    assert settings.checkpoint == tmp_path
+
+
+def test_a_key_that_is_not_there_is_said_with_how_to_make_one(environ: dict[str, str]) -> None:
+    settings = TrainerSettings.from_env(environ)
+    with pytest.raises(ConfigError, match="rose token key"):
+        settings.signing_key()
+    key = SigningKey.generate()
+    key.save(settings.key)
+    assert settings.signing_key().verify_key.hex == key.verify_key.hex
+
+
+def test_gateways_may_ask_for_a_token_where_the_scheduler_asks_for_nothing(
+    environ: dict[str, str], tmp_path: Path
+) -> None:
+    more = {"ROSE_TOKEN_FILE": str(tmp_path / "token"), "ROSE_CA": str(tmp_path / "ca.pem")}
+    settings = TrainerSettings.from_env(environ | more)
+    assert settings.certificates() is None
+    assert settings.credentials().token_file == tmp_path / "token"
+    client = settings.client()
+    assert (client.settings.job, client.settings.credentials) == ("grpo", settings.credentials())
