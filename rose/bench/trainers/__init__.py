@@ -1,1 +1,1 @@
-"""Trainers of others through ROSE, on this machine: a fleet for them, a tiny policy, measurements."""
+"""Trainers of others through ROSE, on this machine: a fleet, a tiny policy, measurements."""

@@ -69,7 +69,7 @@ class Member:
         command = [sys.executable, "-I", "-S", launcher.__file__, f"parent={os.getpid()}", "--"]
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
+            self.process = subprocess.Popen(  # noqa: S603 - commands of our own
                 [*command, sys.executable, "-m", "rose.cli", *self.argv],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -156,7 +156,7 @@ class TrainerStack:
     ) -> None:
         self.close()
 
-    def settings(self, **given: Any) -> TrainerSettings:
+    def settings(self, **given: object) -> TrainerSettings:
         """What a trainer of its job is told."""
         own: dict[str, Any] = {
             "job": self.job,
@@ -168,7 +168,7 @@ class TrainerStack:
         }
         return TrainerSettings(**(own | given))
 
-    def environ(self, **given: Any) -> dict[str, str]:
+    def environ(self, **given: object) -> dict[str, str]:
         """The same as the environment of a process: this one's, and `ROSE_*`."""
         settings = self.settings(**given)
         said = {

@@ -1,0 +1,327 @@
+"""TRL's trainers through ROSE, as released: one import and one call before the trainer is built.
+
+    use(settings)                 GRPOTrainer, RLOOTrainer, …: use_vllm=True, vllm_mode="server",
+                                  with or without a rollout_func
+    RoseWeightTransfer(settings)  AsyncGRPOTrainer(weight_transfer=…), by TRL's own protocol
+    PublishCallback(settings)     a trainer that knows nothing of vLLM: use_vllm=False and a
+                                  rollout_func
+
+Prompts go to the gateway as to vLLM's own server. Weights go to replicas as versions, while turns
+run: nothing is paused, and no NCCL group is made. The trainer's environment needs no vLLM.
+"""
+
+import atexit
+import contextlib
+import importlib.util
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import requests
+from transformers import TrainerCallback, TrainerState
+from trl.generation import vllm_generation
+from trl.generation.vllm_client import VLLMClient
+
+from rose.contract.gateway import JOB_HEADER, RETRIED
+from rose.errors import RefusedError, UnavailableError
+from rose.integrations.named_weights import Named
+from rose.integrations.publisher import PolicyPublisher
+from rose.integrations.settings import TrainerSettings
+from rose.integrations.tested import check_tested
+from rose.security.tokens import TokenFile
+
+if TYPE_CHECKING:
+    import torch
+
+Made = dict[str, Any]
+"""Answers, as TRL reads them."""
+Option = Any
+
+TESTED = ("1.16.0",)
+check_tested("trl", TESTED)
+
+PAUSE_S = 1.0
+PROBE_S = 2.0
+# So many probes in a row without an answer: the gateway is gone, though its connection is not.
+MOST_MISSED = 3
+
+
+def use(settings: TrainerSettings) -> PolicyPublisher:
+    """Let server mode mean ROSE, for every trainer that is built after this.
+
+    TRL has no argument for the class of its client: this puts another one in its place, in
+    `trl.generation.vllm_generation`. What publishes is returned; it ends with the process. Raises
+    `ConfigError`.
+    """
+    publisher = PolicyPublisher(settings)
+
+    class Client(RoseVLLMClient):
+        """Of these settings."""
+
+        def __init__(self, *_: object, connection_timeout: float = 0.0, **__: object) -> None:
+            super().__init__(publisher, connection_timeout)
+
+    vllm_generation.VLLMClient = Client
+    _need_no_vllm(vllm_generation)
+    atexit.register(publisher.close)
+    return publisher
+
+
+class RoseVLLMClient(VLLMClient):  # type: ignore[misc]  # TRL is not where this is checked
+    """TRL's client of a vLLM server, for a gateway: the same requests, and versions for weights.
+
+    Each request is asked again, under the same id, while the gateway cannot answer, for as long as
+    `settings.timeout_s`. Raises `RoseError` with one line.
+    """
+
+    def __init__(self, publisher: PolicyPublisher, connection_timeout: float = 0.0) -> None:
+        # Not TRL's own: it asks for vLLM, and what it opens waits for ever.
+        self.settings = publisher.settings
+        self.publisher = publisher
+        self.base_url = self.settings.gateway.rstrip("/")
+        self.session = _session(self.settings)
+        self.communicator = None
+        self.check_server(connection_timeout)
+        self.model = self._get(f"{self.base_url}/v1/models")["data"][0]["id"]
+
+    def check_server(self, total_timeout: float = 0.0, retry_interval: float = PAUSE_S) -> None:
+        """Return once the gateway answers. UnavailableError after `total_timeout` seconds."""
+        deadline_s = time.monotonic() + total_timeout
+        while not self._answers():
+            if time.monotonic() >= deadline_s:
+                raise UnavailableError(
+                    f"no gateway answers at {self.base_url} within {total_timeout:g} s; start"
+                    " `rose gateway`, or set ROSE_GATEWAY to where it is"
+                )
+            time.sleep(retry_interval)
+
+    def get_server_info(self) -> Made:
+        """What TRL asks vLLM for: replicas take weights, and their logprobs are the sampler's."""
+        return {
+            "weight_transfer_config": {"backend": "rose"},
+            "model_config": {"logprobs_mode": "processed_logprobs"},
+        }
+
+    def init_communicator(self, device: object = 0) -> None:
+        """Register the job, and take up the versions that it has."""
+        self.publisher.start()
+
+    def generate(self, prompts: Sequence[object], **options: Option) -> Made:
+        """As TRL's, by policies that are no staler than the job's bound."""
+        if options.get("features") is not None:
+            raise RefusedError("rollout replicas take no images; train on text, or without ROSE")
+        own = {"min_version": self.publisher.oldest_allowed, "request_id": uuid.uuid4().hex}
+        options["generation_kwargs"] = {**own, **(options.get("generation_kwargs") or {})}
+        made: Made = super().generate(prompts, **options)
+        return made
+
+    def image_features(self, images: object, **_: object) -> list[dict[str, Any] | None]:
+        """Refuse them."""
+        raise RefusedError("rollout replicas take no images; train on text, or without ROSE")
+
+    def update_named_params(self, metadata: object, named_params: Named) -> None:
+        """Publish the next version; TRL asks its first rank alone, and the others walk along."""
+        self.publisher.publish(named_params, collective=False)
+
+    def reset_prefix_cache(self) -> None:
+        """Do nothing: no version sees the prefixes of another."""
+
+    def close_communicator(self) -> None:
+        """Stop publishing; what is published stays."""
+        self.publisher.close()
+
+    # ---- requests ----
+
+    def _get(self, url: str, **options: Option) -> Made:
+        return self._ask("GET", url, options)
+
+    def _post(self, url: str, **options: Option) -> Made:
+        return self._ask("POST", url, options)
+
+    def _ask(self, method: str, url: str, options: dict[str, Option]) -> Made:
+        silent_since_s = time.monotonic()
+        while True:
+            asked = _Asked(self.session, method, url, options)
+            missed = 0
+            while not asked.done(PROBE_S):
+                missed = 0 if self._answers() else missed + 1
+                if not missed:
+                    silent_since_s = time.monotonic()
+                if missed == MOST_MISSED:
+                    break
+            if asked.answer is not None and asked.answer.status_code not in RETRIED:
+                return _read(asked.answer)
+            if time.monotonic() - silent_since_s > self.settings.timeout_s:
+                raise UnavailableError(
+                    f"the gateway at {self.base_url} gave no turns for"
+                    f" {self.settings.timeout_s:g} s: {asked.trouble}; ask `rose status`"
+                )
+            time.sleep(PAUSE_S)
+
+    def _answers(self) -> bool:
+        try:
+            answer = self.session.get(f"{self.base_url}/health", timeout=PROBE_S)
+        except requests.RequestException:
+            return False
+        return bool(answer.status_code == 200)
+
+
+class RoseWeightTransfer:
+    """TRL's `WeightTransferProtocol`: what `AsyncGRPOTrainer(weight_transfer=…)` takes.
+
+    wait: each sync returns once the version is served, so that TRL's own count of staleness is
+    true. Rollouts go on meanwhile.
+    """
+
+    def __init__(self, settings: TrainerSettings, *, wait: bool = True) -> None:
+        from trl.experimental.async_grpo import async_rollout_worker
+
+        self.publisher = PolicyPublisher(settings)
+        self._wait = wait
+        _need_no_vllm(async_rollout_worker)
+
+    def init_weight_transfer(self) -> None:
+        """Register the job, and take up the versions that it has."""
+        self.publisher.start()
+
+    def pause(self) -> None:
+        """Do nothing: a replica takes a version between two of its steps."""
+
+    def send_weights(self, iterator: Named) -> None:
+        """Publish the next version; TRL asks its first rank alone, and the others walk along."""
+        self.publisher.publish(iterator, wait=self._wait, collective=False)
+
+    def resume(self) -> None:
+        """Do nothing."""
+
+    def destroy(self) -> None:
+        """Stop publishing; what is published stays."""
+        self.publisher.close()
+
+
+class PublishCallback(TrainerCallback):  # type: ignore[misc]
+    """Publishes a version as training begins and after every so many steps of the optimiser.
+
+    For trainers whose rollout_func asks the gateway itself; a rollout_func beside `use_vllm=True`
+    needs none. Weights are plain or FSDP2's; adapters are refused.
+    """
+
+    def __init__(self, settings: TrainerSettings, every: int = 1) -> None:
+        self.publisher = PolicyPublisher(settings)
+        self._every = every
+
+    def on_train_begin(
+        self, args: object, state: object, control: object, model: "torch.nn.Module", **_: object
+    ) -> None:
+        """Replicas may have another run's weights, or version 0 where training goes on."""
+        self.publisher.publish(model.named_parameters())
+
+    def on_step_end(
+        self,
+        args: object,
+        state: TrainerState,
+        control: object,
+        model: "torch.nn.Module",
+        **_: object,
+    ) -> None:
+        """A step of the optimiser is over."""
+        if state.global_step % self._every == 0:
+            self.publisher.publish(model.named_parameters())
+
+    def on_train_end(self, args: object, state: object, control: object, **_: object) -> None:
+        """Stop publishing; what is published stays."""
+        self.publisher.close()
+
+
+class _Asked:
+    """One request on a thread of its own, so that somebody sees when its gateway falls silent."""
+
+    def __init__(
+        self, session: requests.Session, method: str, url: str, options: dict[str, Any]
+    ) -> None:
+        self.answer: requests.Response | None = None
+        self.trouble = "it does not answer"
+        self._request = session, method, url, options
+        # A daemon: a request that is given up may wait for ever, and must not keep the process.
+        self._thread = threading.Thread(target=self._run, name="rose-turns", daemon=True)
+        self._thread.start()
+
+    def done(self, within_s: float) -> bool:
+        """Whether it is over."""
+        self._thread.join(within_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        session, method, url, options = self._request
+        try:
+            answer = session.request(method, url, **options)
+        except requests.RequestException as error:
+            self.trouble = _reason(error)
+        else:
+            self.trouble, self.answer = _message(answer), answer
+
+
+class _Shown(requests.auth.AuthBase):
+    """The newest token with each request."""
+
+    def __init__(self, token: TokenFile) -> None:
+        self._token = token
+
+    def __call__(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
+        """As requests asks for it."""
+        request.headers["Authorization"] = f"Bearer {self._token.token()}"
+        return request
+
+
+def _session(settings: TrainerSettings) -> requests.Session:
+    session = requests.Session()
+    session.headers[JOB_HEADER] = settings.job
+    session.trust_env = False
+    shown = settings.credentials()
+    shown.check(settings.gateway)
+    if shown.token_file:
+        session.auth = _Shown(TokenFile(shown.token_file))
+    if shown.ca:
+        session.verify = str(shown.ca)
+    if shown.certificate and shown.key:
+        session.cert = str(shown.certificate), str(shown.key)
+    return session
+
+
+def _read(answer: requests.Response) -> Made:
+    if answer.status_code != 200:
+        raise RefusedError(f"the gateway refused the turns: {_message(answer)}")
+    try:
+        made: Made = answer.json()
+    except requests.JSONDecodeError as error:
+        raise RefusedError(f"{answer.url} answers no JSON; is it a gateway?") from error
+    return made
+
+
+def _message(answer: requests.Response) -> str:
+    """What a gateway says that is wrong, in a line."""
+    with contextlib.suppress(requests.JSONDecodeError, KeyError, TypeError):
+        return str(answer.json()["error"]["message"])
+    return f"status {answer.status_code}"
+
+
+def _reason(error: BaseException) -> str:
+    """The innermost cause, which says more than the layers around it."""
+    for cause in _causes(error):
+        error = cause
+    return f"{error}".splitlines()[0] if f"{error}" else type(error).__name__
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    while (cause := error.__cause__ or error.__context__) is not None:
+        yield cause
+        error = cause
+
+
+def _need_no_vllm(module: ModuleType) -> None:
+    """TRL insists on an installed vLLM where it speaks to a server, and uses nothing of it."""
+    if importlib.util.find_spec("vllm") is None:
+        vars(module)["is_vllm_available"] = lambda *_, **__: True
