@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # Processes of tests are many: each would compile the project anew where this forbids to keep it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install check test nightly unit unit-light engine demo demo-accept bench-demo bench-coserve bench-kv bench-host-overhead bench-weights bench-gateway bench-routing bench-scheduler bench-failover bench-kill chaos chaos-sim soak fuzz gpu docs protos lock clean
+.PHONY: install check test nightly unit unit-light engine trainers demo demo-accept bench-demo bench-coserve bench-kv bench-host-overhead bench-weights bench-gateway bench-routing bench-scheduler bench-failover bench-kill chaos chaos-sim soak fuzz gpu docs protos lock clean
 
 install: $(STAMP)
 
@@ -31,6 +31,10 @@ unit-light: install
 engine: install
 	$(BIN)/pytest -q tests/engine -m "not nightly" --max-engine-starts=22 --durations=25 $(ARGS)
 
+# Each trainer that has its environment (scripts/trainer-env NAME); the others are skipped.
+trainers: install
+	$(BIN)/python -m pytest -q tests/trainers -m "not nightly" --durations=10 $(ARGS)
+
 test: unit engine
 
 # All of it: also what is marked `nightly`, and an hour of deterministic chaos at most.
@@ -38,6 +42,7 @@ NIGHTLY_SEEDS ?= 10000
 nightly: install
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -q tests/unit -n 3 --dist loadfile --timeout=1800 --durations=25 $(ARGS)
 	$(BIN)/pytest -q tests/engine --durations=25 $(ARGS)
+	$(BIN)/python -m pytest -q tests/trainers --durations=10 $(ARGS)
 	$(BIN)/python -m tests.chaos --seeds $(NIGHTLY_SEEDS)
 
 demo: install

@@ -179,6 +179,7 @@ class PolicyPublisher:
             host=settings.host,
             certificates=settings.certificates(),
             take_over=settings.take_over,
+            checkpoint=settings.checkpoint,
         )
         begun = await self._publisher.start()
         if begun.resumed is not None:

@@ -87,7 +87,7 @@ class RoseVLLMClient(VLLMClient):  # type: ignore[misc]  # TRL is not where this
         self.check_server(connection_timeout)
         self.model = self._get(f"{self.base_url}/v1/models")["data"][0]["id"]
 
-    def check_server(self, total_timeout: float = 0.0, retry_interval: float = PAUSE_S) -> None:
+    def check_server(self, total_timeout: float = 0.0, retry_interval: float = 0.0) -> None:
         """Return once the gateway answers. UnavailableError after `total_timeout` seconds."""
         deadline_s = time.monotonic() + total_timeout
         while not self._answers():
@@ -96,7 +96,7 @@ class RoseVLLMClient(VLLMClient):  # type: ignore[misc]  # TRL is not where this
                     f"no gateway answers at {self.base_url} within {total_timeout:g} s; start"
                     " `rose gateway`, or set ROSE_GATEWAY to where it is"
                 )
-            time.sleep(retry_interval)
+            time.sleep(retry_interval or PAUSE_S)
 
     def get_server_info(self) -> Made:
         """What TRL asks vLLM for: replicas take weights, and their logprobs are the sampler's."""

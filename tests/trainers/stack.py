@@ -4,7 +4,6 @@ Trainers run in environments of their own, `scripts/trainer-env NAME` makes `.ve
 the tests of that trainer are skipped. The fleet and these tests run in the project's.
 """
 
-import os
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 from rose.bench.trainers.policy import save_policy
 from rose.bench.trainers.stack import JOB, NODE, QUIET, TrainerStack
 
-__all__ = ["JOB", "NODE", "QUIET", "ROOT", "TrainerStack", "run_trainer", "save_policy", "venv"]
+__all__ = ["JOB", "NODE", "QUIET", "ROOT", "TrainerStack", "save_policy", "spawn_trainer", "venv"]
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,16 +26,16 @@ def venv(name: str) -> Path:
     return python
 
 
-def run_trainer(
-    python: Path, program: Path, *argv: str, environ: Mapping[str, str], timeout_s: float
-) -> "subprocess.CompletedProcess[str]":
-    """Run a trainer's program to its end; what it printed."""
-    path = os.pathsep.join([str(ROOT), str(program.parent)])
-    return subprocess.run(
-        [str(python), str(program), *argv],
-        env={**environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
+def spawn_trainer(
+    python: Path, module: str, *argv: str, environ: Mapping[str, str], log: Path
+) -> "subprocess.Popen[bytes]":
+    """Start a trainer's program; what it says goes to `log`."""
+    with log.open("ab") as said:
+        return subprocess.Popen(
+            [str(python), "-m", module, *argv],
+            cwd=log.parent,
+            env={**environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=said,
+        )

@@ -14,6 +14,7 @@ for each step goes to --out as it is made, the last one says the rest. Run by th
 import argparse
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -32,13 +33,14 @@ from rose.integrations import PolicyPublisher, TrainerSettings
 PROMPTS = [f"say {number}" for number in range(64)]
 BATCH, GROUP, TOKENS = 32, 8, 16
 SAVED = "checkpoint-*"
+WORD = re.compile("<[^<>]*>")
 
 
 def letters(completions: list[Any], completion_ids: list[list[int]], **_: object) -> list[float]:
-    """The share of tokens that are lower-case letters."""
+    """The share of tokens that are lower-case letters; words of templates are not."""
     texts = [each if isinstance(each, str) else each[-1]["content"] for each in completions]
     return [
-        sum("a" <= c <= "z" for c in text) / max(1, len(ids))
+        sum("a" <= c <= "z" for c in WORD.sub("", text)) / max(1, len(ids))
         for text, ids in zip(texts, completion_ids, strict=True)
     ]
 

@@ -1,0 +1,135 @@
+"""TRL as released trains through ROSE: server mode, rollout_func, a callback, AsyncGRPOTrainer.
+
+One fleet serves all of these trainings, one after the other, each a new run of the same job.
+"""
+
+import json
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import pytest
+
+from rose.client import BlockingRolloutClient, Sampling
+from tests.trainers.stack import TrainerStack, save_policy, spawn_trainer, venv
+
+pytestmark = [pytest.mark.engine, pytest.mark.trainers, pytest.mark.timeout(600)]
+
+PROGRAM = "rose.bench.trainers.trl_run"
+# TRL's imports, and what a busy machine adds.
+RUN_S = 240.0
+
+
+@dataclass(frozen=True)
+class Training:
+    """What one run wrote down."""
+
+    steps: list[dict[str, Any]]
+    end: dict[str, Any]
+
+    @classmethod
+    def read(cls, path: Path) -> "Training":
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        return cls([each for each in lines if "step" in each], lines[-1])
+
+    @property
+    def versions(self) -> list[int]:
+        """That it published, each of which was served before its next step."""
+        return [each["version"] for each in self.end["receipts"]]
+
+    @property
+    def mismatch(self) -> float:
+        """Mean difference of the trainer's logprobs and the sampler's."""
+        return mean(each["sampling/sampling_logp_difference/mean"] for each in self.steps)
+
+    def learned(self) -> bool:
+        """Whether the reward of its last third is above that of its first."""
+        rewards = [each["reward"] for each in self.steps]
+        third = len(rewards) // 3
+        return mean(rewards[-third:]) > mean(rewards[:third])
+
+
+@pytest.fixture(scope="module")
+def python() -> Path:
+    return venv("trl")
+
+
+@pytest.fixture(scope="module")
+def model(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny policy, with a chat template that TRL knows."""
+    (template,) = python.parents[1].glob("lib/*/site-packages/trl/chat_templates/qwen2_5.jinja")
+    return save_policy(tmp_path_factory.mktemp("policy") / "model", template.read_text())
+
+
+@pytest.fixture(scope="module")
+def stack(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainerStack]:
+    with TrainerStack(tmp_path_factory.mktemp("stack"), model) as started:
+        started.wait_ready()
+        yield started
+
+
+@contextmanager
+def started(
+    python: Path, stack: TrainerStack, folder: Path, mode: str, steps: int, *options: str
+) -> Iterator["subprocess.Popen[bytes]"]:
+    """A training with a root of its own in `folder`; it is ended with the block."""
+    words = [mode, f"--model={stack.model}", f"--steps={steps}", *options]
+    words += [f"--folder={folder / 'saved'}", f"--out={folder / 'out'}"]
+    environ = stack.environ(root=folder / "published", replicas=1)
+    process = spawn_trainer(python, PROGRAM, *words, environ=environ, log=folder / "log")
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def finished(process: "subprocess.Popen[bytes]", folder: Path) -> Training:
+    """What came of it, once it has ended by itself."""
+    code = process.wait(RUN_S)
+    assert code == 0, (folder / "log").read_text()[-4_000:]
+    return Training.read(folder / "out")
+
+
+def serves(stack: TrainerStack, version: int) -> bool:
+    """Whether a turn of exactly that version comes back."""
+    with BlockingRolloutClient(stack.gateway, 30.0, job=stack.job) as client:
+        turn = client.generate([1, 2], Sampling(max_tokens=2), exact_version=version)
+        return [each.version for each in turn.versions] == [version]
+
+
+@pytest.mark.parametrize(
+    ("mode", "steps"),
+    [
+        ("server", 12),
+        pytest.param("rollout", 12, marks=pytest.mark.nightly),
+        pytest.param("callback", 12, marks=pytest.mark.nightly),
+    ],
+)
+def test_grpo_learns_and_samples_what_it_trains(
+    python: Path, stack: TrainerStack, tmp_path: Path, mode: str, steps: int
+) -> None:
+    with started(python, stack, tmp_path, mode, steps) as process:
+        run = finished(process, tmp_path)
+    first, *_, last = run.versions
+    assert run.versions == list(range(first, first + steps + (mode == "callback")))
+    assert serves(stack, last)
+    assert run.learned(), [each["reward"] for each in run.steps]
+    if mode != "callback":
+        # Without vLLM's mode TRL does not look at the sampler's.
+        assert run.mismatch <= 0.01
+
+
+def test_async_grpo_learns_while_rollouts_go_on(
+    python: Path, stack: TrainerStack, tmp_path: Path
+) -> None:
+    with started(python, stack, tmp_path, "async", 9) as process:
+        run = finished(process, tmp_path)
+    first, *_, last = run.versions
+    assert run.versions == list(range(first, first + 10)), "one before the first step"
+    assert serves(stack, last)
+    assert run.learned(), [each["reward"] for each in run.steps]

@@ -1,0 +1,275 @@
+"""What TRL asks of a vLLM server, asked of a gateway: bounded, named, by fresh policies.
+
+TRL itself is a stand-in here; `tests/trainers` has the real one.
+"""
+
+import importlib
+import json
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from rose.errors import ConfigError, RefusedError, UnavailableError
+from rose.integrations import PolicyPublisher, TrainerSettings, tested
+
+WITHOUT_VLLM = "is_vllm_available"
+
+
+class TheirClient:
+    """TRL's, as far as it is inherited."""
+
+    def generate(self, prompts: Any, **options: Any) -> Any:
+        asked = {"prompt": prompts, **options["generation_kwargs"]}
+        return self._post(f"{self.base_url}/v1/completions", json=asked)  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def generation() -> ModuleType:
+    """TRL's module that builds the client."""
+    made = ModuleType("trl.generation.vllm_generation")
+    vars(made).update({"VLLMClient": TheirClient, WITHOUT_VLLM: lambda: False})
+    return made
+
+
+@pytest.fixture
+def plugin(generation: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """`rose.integrations.trl` beside a TRL that is none."""
+    package, client = ModuleType("trl.generation"), ModuleType("trl.generation.vllm_client")
+    transformers, worker = ModuleType("transformers"), ModuleType("async_rollout_worker")
+    vars(package)["vllm_generation"] = generation
+    vars(client)["VLLMClient"] = TheirClient
+    vars(transformers).update(TrainerCallback=object, TrainerState=object)
+    asynchronous = ModuleType("trl.experimental.async_grpo")
+    vars(asynchronous)["async_rollout_worker"] = worker
+    for module in (package, client, transformers, asynchronous):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    for name in ("trl", "trl.experimental"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setattr(tested, "version", {"trl": "1.16.0"}.__getitem__)
+    monkeypatch.delitem(sys.modules, "rose.integrations.trl", raising=False)
+    made = importlib.import_module("rose.integrations.trl")
+    monkeypatch.setattr(made, "PAUSE_S", 0.001)
+    monkeypatch.setattr(made, "PROBE_S", 0.05)
+    monkeypatch.setattr(made.importlib.util, "find_spec", lambda name: None)
+    yield made
+    del sys.modules["rose.integrations.trl"]
+
+
+@dataclass
+class Gateway:
+    """Answers one after the other; the last of them for ever."""
+
+    answers: list[Callable[[BaseHTTPRequestHandler], None]] = field(default_factory=list)
+    healthy: bool = True
+    asked: list[tuple[dict[str, str], Any]] = field(default_factory=list)
+    released: threading.Event = field(default_factory=threading.Event)
+    url: str = ""
+
+
+def says(status: int, body: object) -> Callable[[BaseHTTPRequestHandler], None]:
+    def answer(http: BaseHTTPRequestHandler) -> None:
+        raw = json.dumps(body).encode()
+        http.send_response(status)
+        http.send_header("Content-Length", str(len(raw)))
+        http.end_headers()
+        http.wfile.write(raw)
+
+    return answer
+
+
+@pytest.fixture
+def gateway() -> Iterator[Gateway]:
+    there = Gateway()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path == "/health":
+                says(200 if there.healthy else 503, {})(self)
+            else:
+                says(200, {"data": [{"id": "policy"}]})(self)
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            there.asked.append((dict(self.headers), json.loads(body)))
+            answer = there.answers.pop(0) if len(there.answers) > 1 else there.answers[0]
+            answer(self)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    there.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield there
+    there.released.set()
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.fixture
+def settings(gateway: Gateway, tmp_path: Path) -> TrainerSettings:
+    return TrainerSettings(
+        job="grpo",
+        scheduler="127.0.0.1:7400",
+        gateway=gateway.url,
+        checkpoint=tmp_path,
+        root=tmp_path / "root",
+        key=tmp_path / "key",
+        timeout_s=0.3,
+    )
+
+
+class Published(PolicyPublisher):
+    """One that is at version 7."""
+
+    version = 7  # type: ignore[assignment]  # a property of others
+
+    def __init__(self, settings: TrainerSettings) -> None:
+        super().__init__(settings)
+        self.given: list[tuple[Any, dict[str, Any]]] = []
+
+    def publish(self, named: Any, **options: Any) -> int:
+        self.given.append((named, options))
+        return 8
+
+
+GONE = {"error": {"message": "no replica", "code": 503}}
+
+
+@pytest.fixture
+def client(plugin: Any, settings: TrainerSettings) -> Any:
+    return plugin.RoseVLLMClient(Published(settings))
+
+
+def test_turns_are_the_jobs_and_of_fresh_policies(client: Any, gateway: Gateway) -> None:
+    gateway.answers = [says(200, {"choices": []})]
+    assert client.generate([[1, 2]], generation_kwargs={"top_k": 3}) == {"choices": []}
+    ((headers, asked),) = gateway.asked
+    assert headers["X-Rose-Job"] == "grpo"
+    assert asked["min_version"] == 6, "one behind the newest, as the job allows"
+    assert (asked["top_k"], asked["prompt"], client.model) == (3, [[1, 2]], "policy")
+
+
+def test_a_gateway_that_cannot_now_is_asked_the_same_again(client: Any, gateway: Gateway) -> None:
+    gateway.answers = [says(503, GONE), says(429, GONE), says(200, {"choices": [1]})]
+    assert client.generate([[1]]) == {"choices": [1]}
+    assert len({asked["request_id"] for _, asked in gateway.asked}) == 1
+    assert len(gateway.asked) == 3
+
+
+def test_a_gateway_that_never_can_ends_the_wait_in_one_line(client: Any, gateway: Gateway) -> None:
+    gateway.answers = [says(503, GONE)]
+    with pytest.raises(UnavailableError, match=r"no turns for 0\.3 s: no replica") as told:
+        client.generate([[1]])
+    assert "\n" not in str(told.value)
+
+
+def test_what_replicas_cannot_do_is_said_and_not_tried_again(client: Any, gateway: Gateway) -> None:
+    gateway.answers = [says(400, {"error": {"message": "min_p is not supported"}})]
+    with pytest.raises(RefusedError, match="min_p is not supported"):
+        client.generate([[1]])
+    assert len(gateway.asked) == 1
+    with pytest.raises(RefusedError, match="images"):
+        client.generate([[1]], features=[{}])
+
+
+def test_a_gateway_that_falls_silent_does_not_hang_the_trainer(
+    client: Any, gateway: Gateway
+) -> None:
+    def silent(http: BaseHTTPRequestHandler) -> None:
+        gateway.healthy = False
+        gateway.released.wait()
+
+    gateway.answers = [silent]
+    with pytest.raises(UnavailableError, match="it does not answer"):
+        client.generate([[1]])
+
+
+def test_long_turns_are_waited_for_while_their_gateway_lives(client: Any, gateway: Gateway) -> None:
+    probes = iter(range(20))
+    answers = client._answers
+
+    def probed() -> bool:
+        if next(probes) == 10:
+            gateway.released.set()
+        return bool(answers())
+
+    def late(http: BaseHTTPRequestHandler) -> None:
+        gateway.released.wait()
+        says(200, {"choices": [2]})(http)
+
+    client._answers, gateway.answers = probed, [late]
+    assert client.generate([[1]]) == {"choices": [2]}
+
+
+def test_a_gateway_that_is_not_there_is_said_with_what_to_do(
+    plugin: Any, settings: TrainerSettings, gateway: Gateway
+) -> None:
+    gateway.healthy = False
+    with pytest.raises(UnavailableError, match="start `rose gateway`") as told:
+        plugin.RoseVLLMClient(Published(settings), 0.01)
+    assert "\n" not in str(told.value)
+
+
+def test_all_ranks_walk_the_weights_and_the_first_alone_publishes(client: Any) -> None:
+    named = iter(())
+    client.update_named_params([], named)
+    assert client.publisher.given == [(named, {"collective": False})]
+
+
+def test_server_mode_means_rose_from_then_on_and_needs_no_vllm(
+    plugin: Any, generation: ModuleType, settings: TrainerSettings
+) -> None:
+    publisher = plugin.use(settings)
+    client = generation.VLLMClient(base_url="http://0.0.0.0:8000", connection_timeout=1.0)
+    assert isinstance(client, plugin.RoseVLLMClient)
+    assert (client.publisher, client.base_url) == (publisher, settings.gateway)
+    assert vars(generation)[WITHOUT_VLLM](min_version="0.28.0")
+    assert client.get_server_info()["model_config"]["logprobs_mode"] == "processed_logprobs"
+
+
+def test_its_weight_transfer_pauses_nothing_and_publishes(
+    plugin: Any, settings: TrainerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plugin, "PolicyPublisher", Published)
+    weights, named = plugin.RoseWeightTransfer(settings, wait=False), iter(())
+    weights.pause()
+    weights.send_weights(named)
+    weights.resume()
+    assert weights.publisher.given == [(named, {"wait": False, "collective": False})]
+
+
+def test_a_callback_publishes_before_the_first_step_and_after_every_so_many(
+    plugin: Any, settings: TrainerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Model:
+        def named_parameters(self) -> list[object]:
+            return []
+
+    @dataclass
+    class State:
+        global_step: int
+
+    monkeypatch.setattr(plugin, "PolicyPublisher", Published)
+    callback = plugin.PublishCallback(settings, every=2)
+    callback.on_train_begin(None, State(0), None, model=Model())
+    for step in range(1, 5):
+        callback.on_step_end(None, State(step), None, model=Model())
+    assert len(callback.publisher.given) == 3
+
+
+def test_another_trl_is_refused_as_it_is_imported(
+    plugin: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tested, "version", {"trl": "9.0"}.__getitem__)
+    with pytest.raises(ConfigError, match=r"trl 9\.0 was never tried"):
+        importlib.reload(plugin)
