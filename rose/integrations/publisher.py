@@ -18,7 +18,7 @@ from typing import Self
 from rose.addresses import free_ports
 from rose.client.blocking import LoopThread
 from rose.client.client import RolloutClient
-from rose.client.errors import RolloutError
+from rose.client.errors import RequestRefused, RolloutError
 from rose.errors import ConfigError, RefusedError, UnavailableError
 from rose.integrations.named_weights import Named, NamedWeights
 from rose.integrations.settings import TrainerSettings
@@ -239,14 +239,18 @@ class PolicyPublisher:
             ):
                 while True:
                     try:
-                        replicas = (await client.versions()).of(self.settings.job)
+                        found = await client.versions()
+                    except RequestRefused as error:
+                        raise RefusedError(
+                            f"the gateway cannot say what is served: {error}"
+                        ) from error
                     except RolloutError as error:
                         seen = f"the gateway does not answer: {error}"
                     else:
-                        serving = sum(each.version >= version for each in replicas if each.live)
+                        serving = found.serving(version, self.settings.job)
                         if serving >= wanted:
                             return
-                        seen = f"{serving} of {wanted} do ({len(replicas)} replicas of the job)"
+                        seen = f"{serving} of {wanted} do ({len(found.replicas)} replicas known)"
                     await asyncio.sleep(LOOK_S)
         except TimeoutError:
             raise UnavailableError(

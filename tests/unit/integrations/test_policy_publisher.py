@@ -93,11 +93,12 @@ class StandInClient:
     async def versions(self) -> "StandInClient":
         if self.down:
             raise GatewayUnavailable("no gateway answers")
+        self.replicas = self.rows.pop(0) if len(self.rows) > 1 else self.rows[0]
         return self
 
-    def of(self, job: str) -> list[Row]:
+    def serving(self, version: int, job: str) -> int:
         assert job == "grpo"
-        return self.rows.pop(0) if len(self.rows) > 1 else self.rows[0]
+        return sum(row.live and row.version >= version for row in self.replicas)
 
 
 @pytest.fixture
@@ -183,7 +184,7 @@ def test_a_version_that_nobody_serves_is_waited_for_so_long_and_said(
 ) -> None:
     monkeypatch.setattr(StandInClient, "rows", [[Row(0)]])
     with PolicyPublisher(replace(settings, timeout_s=0.05)) as policy:
-        with pytest.raises(UnavailableError, match=r"0 of 1 do \(1 replicas of the job\)") as told:
+        with pytest.raises(UnavailableError, match=r"0 of 1 do \(1 replicas known\)") as told:
             policy.publish(weights().items())
         assert "\n" not in str(told.value)
         # It is published: the next one follows it.
