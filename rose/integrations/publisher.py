@@ -81,7 +81,7 @@ class PolicyPublisher:
     @property
     def version(self) -> int:
         """The version that was published last, 0 before the first."""
-        self.start()
+        self._of_base()
         return self._version
 
     @property
@@ -92,7 +92,7 @@ class PolicyPublisher:
     @property
     def resumed(self) -> bool:
         """Whether it goes on from a version that an earlier process published."""
-        self.start()
+        self._of_base()
         return self._resumed
 
     def start(self) -> None:
@@ -162,6 +162,7 @@ class PolicyPublisher:
     # ---- on the first rank ----
 
     def _of_base(self) -> Mapping[str, TensorBits]:
+        """Start where that was never done: one that was closed still knows what it did."""
         if self._base is None:
             self.start()
             self._base = self._base or {}

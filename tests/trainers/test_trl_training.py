@@ -4,6 +4,7 @@ One fleet serves all of these trainings, one after the other, each a new run of 
 """
 
 import json
+import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from rose.client import BlockingRolloutClient, Sampling
+from tests.awaited import until
 from tests.trainers.stack import TrainerStack, save_policy, spawn_trainer, venv
 
 pytestmark = [pytest.mark.engine, pytest.mark.trainers, pytest.mark.timeout(600)]
@@ -127,9 +129,64 @@ def test_grpo_learns_and_samples_what_it_trains(
 def test_async_grpo_learns_while_rollouts_go_on(
     python: Path, stack: TrainerStack, tmp_path: Path
 ) -> None:
-    with started(python, stack, tmp_path, "async", 9) as process:
+    with started(python, stack, tmp_path, "async", 9, "--rate=3e-3") as process:
         run = finished(process, tmp_path)
     first, *_, last = run.versions
     assert run.versions == list(range(first, first + 10)), "one before the first step"
     assert serves(stack, last)
     assert run.learned(), [each["reward"] for each in run.steps]
+
+
+@pytest.fixture(scope="module")
+def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainerStack]:
+    """A fleet of two replicas, of which one may go."""
+    with TrainerStack(tmp_path_factory.mktemp("pair"), model, replicas=2) as started:
+        started.wait_ready()
+        yield started
+
+
+def steps_done(folder: Path) -> int:
+    out = folder / "out"
+    return len(out.read_text().splitlines()) if out.exists() else 0
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("killed", ["engine", "gateway", "scheduler"])
+def test_training_goes_on_past_a_killed(
+    python: Path, pair: TrainerStack, tmp_path: Path, killed: str
+) -> None:
+    pair.wait_ready()
+    with started(python, pair, tmp_path, "server", 24) as process:
+        until(lambda: steps_done(tmp_path) >= 6, RUN_S, "six steps", every_s=0.05)
+        if killed == "engine":
+            pair.kill_engine()
+        else:
+            pair.members[killed].end(signal.SIGKILL)
+            pair.members[killed].start()
+        run = finished(process, tmp_path)
+    assert [each["step"] for each in run.steps] == list(range(1, 25))
+    first = run.versions[0]
+    assert run.versions == list(range(first, first + 24))
+    assert run.learned(), [each["reward"] for each in run.steps]
+
+
+@pytest.mark.nightly
+def test_a_killed_trainer_goes_on_from_its_checkpoint_and_its_version(
+    python: Path, pair: TrainerStack, tmp_path: Path
+) -> None:
+    pair.wait_ready()
+    with started(python, pair, tmp_path, "server", 16, "--save=2") as process:
+        until(lambda: steps_done(tmp_path) >= 7, RUN_S, "seven steps", every_s=0.02)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    before = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
+    (tmp_path / "out").unlink()
+    with started(python, pair, tmp_path, "server", 16, "--save=2") as process:
+        run = finished(process, tmp_path)
+    assert run.end["resumed"]
+    # From the newest checkpoint on, each step once.
+    done = [each["step"] for each in run.steps]
+    assert done == list(range(done[0], 17))
+    assert before[-1]["step"] - 2 < done[0] <= before[-1]["step"] + 2
+    assert run.versions[0] > len(before), "a version is never said twice"
+    assert serves(pair, run.versions[-1])

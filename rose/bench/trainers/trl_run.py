@@ -17,7 +17,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ import torch
 from datasets import Dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, TrainerCallback, TrainerState
 from trl import GRPOConfig, GRPOTrainer
+from trl.generation import vllm_client, vllm_generation
+from trl.generation.vllm_generation import VLLMGeneration
 
 from rose.client import BlockingRolloutClient, Sampling
 from rose.integrations import PolicyPublisher, TrainerSettings
@@ -46,10 +48,22 @@ def letters(completions: list[Any], completion_ids: list[list[int]], **_: object
 
 
 class Steps(TrainerCallback):  # type: ignore[misc]  # of another environment
-    """Writes a line for each step, as it ends."""
+    """Writes a line for each step, as it ends; `sync_s` of it is the time of its weight sync."""
 
     def __init__(self, out: Path) -> None:
         self._out = out
+        self._sync_s = 0.0
+
+    def watch(self, generation: VLLMGeneration) -> None:
+        """Measure its weight syncs."""
+        sync = generation.sync_weights
+
+        def timed() -> None:
+            began_s = time.perf_counter()
+            sync()
+            self._sync_s += time.perf_counter() - began_s
+
+        generation.sync_weights = timed
 
     def on_log(
         self,
@@ -61,9 +75,25 @@ class Steps(TrainerCallback):  # type: ignore[misc]  # of another environment
     ) -> None:
         """A step's figures."""
         if logs and "loss" in logs:
-            line = {"step": state.global_step, "at_s": time.monotonic(), **logs}
+            line = {"step": state.global_step, "sync_s": self._sync_s, **logs}
+            self._sync_s = 0.0
             with self._out.open("a", encoding="utf-8") as out:
                 out.write(json.dumps(line) + "\n")
+
+
+class Unsynced(vllm_client.VLLMClient):  # type: ignore[misc]
+    """TRL's own client without its weight sync, which needs CUDA; the weights are walked."""
+
+    def init_communicator(self, device: object = 0) -> None:
+        """Do nothing."""
+
+    def update_named_params(self, metadata: object, named_params: Iterable[object]) -> None:
+        """Walk them, as a sync would."""
+        for _ in named_params:
+            pass
+
+    def reset_prefix_cache(self) -> None:
+        """Do nothing."""
 
 
 def two_turns(client: BlockingRolloutClient, newest: Callable[[], int]) -> Callable[..., Any]:
@@ -114,11 +144,14 @@ def grpo(args: argparse.Namespace) -> tuple[Any, PolicyPublisher | None]:
     """Make a GRPOTrainer, and what publishes for it."""
     from rose.integrations.trl import PublishCallback, use
 
-    callbacks: list[Any] = [Steps(args.out)]
+    steps = Steps(args.out)
+    callbacks: list[Any] = [steps]
     more: dict[str, Any] = {}
     served: dict[str, Any] = {"use_vllm": True, "vllm_mode": "server"}
     publisher: PolicyPublisher | None = None
     if args.mode == "stock":
+        vllm_generation.VLLMClient = Unsynced
+        vllm_generation.is_vllm_available = vllm_client.is_vllm_available = lambda *_, **__: True
         served["vllm_server_base_url"] = args.url
     else:
         settings = TrainerSettings.from_env()
@@ -146,6 +179,8 @@ def grpo(args: argparse.Namespace) -> tuple[Any, PolicyPublisher | None]:
         callbacks=callbacks,
         **more,
     )
+    if served:
+        steps.watch(trainer.vllm_generation)
     return trainer, publisher
 
 

@@ -149,6 +149,7 @@ def test_a_trainer_that_starts_again_goes_on_from_what_it_published(
         assert (policy.resumed, policy.version) == (True, 7)
         assert policy.restore() is StandInPublisher.held
         assert policy.publish(weights(seed=8).items()) == 8
+    assert (policy.resumed, policy.version) == (True, 8), "it is closed, and knows it still"
     (made,) = StandInPublisher.made
     assert made.calls == [("delta", 8)]
     assert made.parents == [StandInPublisher.held]
