@@ -93,7 +93,9 @@ def product() -> str:
 @cache
 def names_of_tests() -> frozenset[str]:
     """Return the tests, and the variables that only they read."""
-    text = sources("tests/engine/*.py", "tests/fuzz/*.py", "tests/unit/**/test_*.py")
+    text = sources(
+        "tests/engine/*.py", "tests/fuzz/*.py", "tests/trainers/*.py", "tests/unit/**/test_*.py"
+    )
     files = {path.stem for path in (ROOT / "tests").rglob("*.py")}
     return frozenset(files.union(re.findall(r"(?<=def )test_\w+|ROSE_\w+", text)))
 
