@@ -20,13 +20,16 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import msgspec
 import psutil
 
 from rose.addresses import free_ports
+from rose.contract.gateway import VERSIONS, Versions
 from rose.errors import EngineStartError
 from rose.integrations import TrainerSettings
 from rose.integrations.settings import PREFIX
@@ -124,6 +127,8 @@ class TrainerStack:
             f"--port={scheduler_port}",
             f"--store={self.folder / 'store.sqlite'}",
             "--harvest=HOLD",
+            # Trainers wait for replicas before they register anything.
+            f"--job={job}",
             *scheduler,
         )
         self._add(
@@ -179,9 +184,9 @@ class TrainerStack:
         return {**os.environ, **QUIET, **said}
 
     def wait_ready(self, timeout_s: float = START_S) -> None:
-        """Return once all its engines are healthy. EngineStartError where that fails."""
+        """Return once all its replicas get turns of the job. EngineStartError where that fails."""
         ports = len(self._engine_ports)
-        self.until(lambda: self._healthy() >= ports, timeout_s, f"{ports} healthy replicas")
+        self.until(lambda: self._serving() >= ports, timeout_s, f"{ports} replicas that serve")
 
     def until(self, holds: Callable[[], object], timeout_s: float, what: str) -> None:
         """Return once it holds. EngineStartError where a member ends, or after `timeout_s`."""
@@ -227,10 +232,20 @@ class TrainerStack:
             if name in self.members:
                 self.members[name].end()
 
-    def _healthy(self) -> int:
-        """Replicas whose engine was last seen healthy."""
-        states = {each["replica"]: each["state"] for each in self.events("engine_state")}
-        return sum(state == "healthy" for state in states.values())
+    def _serving(self) -> int:
+        """Replicas that get turns of the job, by the gateway's word."""
+        connection = HTTPConnection(self.gateway.removeprefix("http://"), timeout=STOP_S)
+        try:
+            connection.request("GET", VERSIONS)
+            answer = connection.getresponse()
+            if answer.status != 200:
+                return 0
+            found = msgspec.json.decode(answer.read(), type=Versions)
+        except (OSError, HTTPException):
+            return 0  # It has not begun to listen, or was killed.
+        finally:
+            connection.close()
+        return found.serving(0, self.job)
 
     def _add(self, name: str, *options: str) -> None:
         logs = f"--log-dir={self.folder / name}"

@@ -134,6 +134,7 @@ def common(args: argparse.Namespace) -> dict[str, Any]:
         "save_steps": args.save or 1,
         "use_cpu": True,
         "bf16": False,
+        "gradient_checkpointing": False,
         "disable_tqdm": True,
         "num_generations": GROUP,
         "max_completion_length": TOKENS,
@@ -203,6 +204,8 @@ def asynchronous(args: argparse.Namespace) -> tuple[Any, PolicyPublisher]:
             vllm_server_base_url=settings.gateway,
             per_device_train_batch_size=GROUP,
             gradient_accumulation_steps=BATCH // GROUP,
+            # As many samples in each step as GRPOTrainer has, and no more.
+            token_budget=0,
             weight_sync_steps=1,
             dtype="float32",
         ),
