@@ -31,9 +31,13 @@ unit-light: install
 engine: install
 	$(BIN)/pytest -q tests/engine -m "not nightly" --max-engine-starts=22 --durations=25 $(ARGS)
 
-# Each trainer that has its environment (scripts/trainer-env NAME); the others are skipped.
-trainers: install
+# Trainers of others, each in an environment of its own. Those that were not made are skipped.
+TRAINERS ?= trl
+trainers: install $(TRAINERS:%=.venv-%/.pins)
 	$(BIN)/python -m pytest -q tests/trainers -m "not nightly" --durations=10 $(ARGS)
+
+.venv-%/.pins: requirements/trainers-%.txt scripts/trainer-env
+	scripts/trainer-env $* $(PYTHON)
 
 test: unit engine
 

@@ -4,6 +4,7 @@ One fleet serves all of these trainings, one after the other, each a new run of 
 """
 
 import json
+import re
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ import pytest
 
 from rose.client import BlockingRolloutClient, Sampling
 from tests.awaited import until
-from tests.trainers.stack import TrainerStack, save_policy, spawn_trainer, venv
+from tests.trainers.stack import ROOT, TrainerStack, save_policy, spawn_trainer, venv
 
 pytestmark = [pytest.mark.engine, pytest.mark.trainers, pytest.mark.timeout(600)]
 
@@ -135,6 +136,20 @@ def test_async_grpo_learns_while_rollouts_go_on(
     assert run.versions == list(range(first, first + 10)), "one before the first step"
     assert serves(stack, last)
     assert run.learned(), [each["reward"] for each in run.steps]
+
+
+@pytest.mark.nightly
+def test_the_example_trains_on_a_game_of_several_turns(
+    python: Path, stack: TrainerStack, tmp_path: Path
+) -> None:
+    example = [str(python), str(ROOT / "examples/trl_grpo.py"), str(stack.model), "20"]
+    environ = stack.environ(root=tmp_path / "published") | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        example, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=RUN_S
+    )
+    assert done.returncode == 0, done.stderr[-4_000:]
+    assert re.findall(r"^step (\d+): won", done.stdout, re.M) == ["10", "20"]
+    assert re.search(r"^version \d+ is served$", done.stdout, re.M)
 
 
 @pytest.fixture(scope="module")

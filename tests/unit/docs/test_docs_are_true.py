@@ -51,6 +51,7 @@ OTHERS_NAMES = {
     "rose_host_tpot_seconds",  # put together from a target's name
     "rose_host_ttft_seconds",
     "sum_abs",  # a place in a list
+    "vllm_server_timeout",  # TRL's
     "tpot_p99_s",  # put together by a benchmark
     "ttft_p99_s",
 }
