@@ -106,6 +106,14 @@ PROCESSES = {
     "scheduler": ("rose.scheduler.main", "lease what nodes offer to jobs"),
     "gateway": ("rose.gateway.main", "route rollout turns to leased replicas"),
     "node": ("rose.node.main", "guard the hosts of this machine and run its guests"),
+    "front": (
+        "rose.integrations.front.main",
+        "answer the control calls of vLLM and SGLang for a trainer",
+    ),
+    "publish": (
+        "rose.integrations.front.watch_main",
+        "publish checkpoints that a trainer saves, as they come",
+    ),
     "profile": ("rose.profile.main", "measure how long an engine's steps take"),
     "relay": (
         "rose.weight_distribution.relay",

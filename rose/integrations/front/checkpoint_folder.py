@@ -1,0 +1,189 @@
+"""Checkpoint folders that a trainer saves: which may be read, whether one is whole, its tensors.
+
+    path ── below a root of the operator's? ──► folder ── whole? ──► its tensors ── the same still?
+            no: refused, whatever is there        │ not yet: waited for                │ no: refused
+
+A trainer names folders of its own file system, and whoever reaches the front's port may name any:
+only what an operator gave is looked at, links resolved first.
+"""
+
+import json
+import re
+import stat
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rose.errors import ConfigError, RefusedError
+from weight_transfer import WeightError
+from weight_transfer.files.checkpoint import SUFFIX, CheckpointEntry, Shard, parse_shard
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_PATH_CHARS = 4_096
+MAX_INDEX_BYTES = 64 << 20
+INDEX = "model" + SUFFIX + ".index.json"
+ADAPTER = "adapter_model" + SUFFIX
+# model-00001-of-00003.safetensors: how many there are to be, before an index says so.
+_NUMBERED = re.compile(r".*-\d{5}-of-(\d{5})\.safetensors")
+Stamp = tuple[tuple[str, int, int], ...]
+
+
+class NotWholeError(RefusedError):
+    """A folder is no whole checkpoint: not yet, if somebody still writes it."""
+
+
+class WeightRoots:
+    """The folders below which checkpoints may be read."""
+
+    def __init__(self, roots: Sequence[Path]) -> None:
+        """Raises ConfigError for one that is no folder."""
+        if not roots:
+            raise ConfigError("give --weights-root DIR: checkpoints are read below it and nowhere")
+        for root in roots:
+            if not root.is_dir():
+                raise ConfigError(f"--weights-root {root}: no such folder; make it first")
+        self._roots = tuple(root.resolve() for root in roots)
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self._roots))
+
+    def folder(self, path: str) -> Path:
+        """The folder of a caller's path, links resolved. Raises RefusedError outside of them."""
+        # The same words whatever is there: callers learn nothing of other folders.
+        refusal = RefusedError(
+            f"{path[:200]!r} is not below a --weights-root of this front; save checkpoints below"
+            " one, and name them by their absolute path"
+        )
+        if len(path) > MAX_PATH_CHARS or not path.startswith("/"):
+            raise refusal
+        try:
+            resolved = Path(path).resolve()
+        except (OSError, RuntimeError, ValueError):
+            raise refusal from None
+        if not self.holds(resolved):
+            raise refusal
+        return resolved
+
+    def holds(self, resolved: Path) -> bool:
+        """Whether a resolved path lies below one of them."""
+        return any(resolved.is_relative_to(root) for root in self._roots)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedCheckpoint:
+    """A whole checkpoint. stamp: name, bytes and change (ns) of each of its weight files."""
+
+    folder: Path
+    shards: tuple[Shard, ...]
+    stamp: Stamp
+
+    @property
+    def changed_ns(self) -> int:
+        """When its newest weight file was written, Unix time."""
+        return max(changed_ns for _, _, changed_ns in self.stamp)
+
+
+def look(folder: Path, roots: WeightRoots, marker: str | None = None) -> SavedCheckpoint:
+    """The checkpoint in a folder, if it is whole. Raises NotWholeError, RefusedError.
+
+    Each file that its index names is there and as long as its own header says. marker: file that
+    the trainer makes last, in the folder or the one above.
+    """
+    if not folder.is_dir():
+        raise NotWholeError(f"{folder}: no such folder")
+    if marker and not ((folder / marker).exists() or (folder.parent / marker).exists()):
+        raise NotWholeError(f"{folder} has no {marker} yet")
+    names = _weight_files(folder)
+    try:
+        stamp = _stamp(folder, names, roots)
+        shards = tuple(parse_shard(folder / name, name) for name in names)
+    except FileNotFoundError as error:
+        raise NotWholeError(f"{error.filename} is not there yet") from error
+    except (OSError, WeightError) as error:
+        raise NotWholeError(f"no whole checkpoint yet: {error}") from error
+    tensors = [entry.name for shard in shards for entry in shard.entries]
+    if len(set(tensors)) != len(tensors):
+        raise RefusedError(f"{folder}: a tensor is in two of its files; save it to a new folder")
+    return SavedCheckpoint(folder, shards, stamp)
+
+
+def named_tensors(
+    saved: SavedCheckpoint, roots: WeightRoots
+) -> "Iterator[tuple[str, torch.Tensor]]":
+    """Read all tensors, one in memory at a time. Raises RefusedError if the files change meanwhile.
+
+    Read, not mapped: a file that its trainer cuts short under a mapping ends the process.
+    """
+    try:
+        for shard in saved.shards:
+            with (saved.folder / shard.path).open("rb") as file:
+                for entry in shard.entries:
+                    file.seek(entry.begin)
+                    data = bytearray(entry.end - entry.begin)
+                    if file.readinto(data) != len(data):
+                        raise OSError(f"{shard.path} is shorter than it was")  # noqa: TRY301
+                    yield entry.name, _tensor(data, entry)
+        now = _stamp(saved.folder, [shard.path for shard in saved.shards], roots)
+    except OSError as error:
+        raise RefusedError(f"{saved.folder} went while it was read: {error}") from error
+    if now != saved.stamp:
+        raise RefusedError(f"{saved.folder} changed while it was read; save to a new folder")
+
+
+def _tensor(data: bytearray, entry: CheckpointEntry) -> "torch.Tensor":
+    import torch
+
+    dtype: torch.dtype = getattr(torch, entry.dtype)
+    # torch makes no tensor of an empty buffer.
+    return (torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)).view(
+        entry.shape
+    )
+
+
+def _weight_files(folder: Path) -> list[str]:
+    if (folder / INDEX).exists():
+        return _indexed(folder / INDEX)
+    found = sorted(each.name for each in folder.glob("*" + SUFFIX))
+    names = [name for name in found if name != ADAPTER]
+    if found and not names:
+        raise RefusedError(f"{folder} holds an adapter; merge it into the weights and save those")
+    if not names:
+        raise NotWholeError(f"{folder} has no *{SUFFIX} yet")
+    numbered = [match for name in names if (match := _NUMBERED.fullmatch(name))]
+    wanted = max((int(match[1]) for match in numbered), default=0)
+    if len(numbered) < wanted:
+        raise NotWholeError(f"{folder} has {len(numbered)} of {wanted} files yet")
+    return names
+
+
+def _indexed(index: Path) -> list[str]:
+    """Names of the weight files of an index; it is written last, and may be half written."""
+    try:
+        if index.stat().st_size > MAX_INDEX_BYTES:
+            raise RefusedError(f"{index} is no index: it is longer than {MAX_INDEX_BYTES} bytes")
+        names = set(json.loads(index.read_bytes())["weight_map"].values())
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        raise NotWholeError(f"{index} cannot be read yet") from None
+    if not names or not all(isinstance(each, str) and _is_plain(each) for each in names):
+        raise RefusedError(f"{index} names files that are not in its folder")
+    return sorted(names)
+
+
+def _is_plain(name: str) -> bool:
+    return name.endswith(SUFFIX) and "/" not in name and "\0" not in name
+
+
+def _stamp(folder: Path, names: Sequence[str], roots: WeightRoots) -> Stamp:
+    """Raises OSError, and RefusedError for what is no plain file below the roots."""
+    stamp = []
+    for name in names:
+        path = (folder / name).resolve()
+        found = path.stat()
+        # A fifo would never end, and a link may lead anywhere.
+        if not stat.S_ISREG(found.st_mode) or not roots.holds(path):
+            raise RefusedError(f"{folder / name} is no file below a --weights-root")
+        stamp.append((name, found.st_size, found.st_mtime_ns))
+    return tuple(stamp)

@@ -1,0 +1,146 @@
+"""Control calls of vLLM and SGLang, and what each is answered.
+
+Four kinds: updates, which publish a folder; questions; what an engine must do and a fleet need not
+(pause: versions change between steps of each replica; flush: caches are of one version); and what
+cannot be done, refused by name with the setting that does it instead. The last two are the tables
+here; docs/trainers/front.md says who calls what.
+"""
+
+from typing import Any, Final
+
+import msgspec
+
+BY_FOLDERS: Final = (
+    'weights come as checkpoint folders here: in prime-rl weight_broadcast.type = "filesystem",'
+    " in slime --update-weight-transport disk, in AReaL actor.weight_update_mode=disk"
+)
+NO_ADAPTERS: Final = "adapters are not published: merge them into the weights, and save those"
+WHOLE_FOLDERS: Final = (
+    "folders are read where they are saved: leave --update-weight-local-checkpoint-dir unset, and"
+    " --update-weight-mode full; only changes cross the network anyway"
+)
+BY_PLUGIN: Final = (
+    "this front takes no tensors over HTTP, NCCL or IPC: in TRL `import rose.integrations.trl`;"
+    " others save checkpoint folders"
+)
+
+UPDATES: Final = frozenset(
+    {"/update_weights", "/update_weights_from_disk", "/areal_update_weights"}
+)
+"""Calls that name a checkpoint folder: prime-rl's, SGLang's and AReaL's on vLLM."""
+
+DONE: Final[dict[str, dict[str, object]]] = {
+    "/pause": {"status": "paused"},
+    "/resume": {"status": "resumed"},
+    "/reset_prefix_cache": {"status": "ok"},
+    "/sleep": {"status": "ok"},
+    "/wake_up": {"status": "ok"},
+    "/pause_generation": {"status": "ok", "message": "Generation paused successfully."},
+    "/continue_generation": {"status": "ok", "message": "Generation continued successfully."},
+    "/flush_cache": {"success": True, "message": "Cache flushed."},
+    "/release_memory_occupation": {"success": True},
+    "/resume_memory_occupation": {"success": True},
+    "/post_process_weights": {"success": True, "message": "nothing to do"},
+    "/areal_pause_generation": {"success": True, "message": "paused"},
+    "/areal_continue_generation": {"success": True, "message": "continued"},
+}
+"""Calls that change nothing here, by path."""
+
+PAUSES: Final = frozenset({"/pause", "/pause_generation", "/areal_pause_generation"})
+RESUMES: Final = frozenset({"/resume", "/continue_generation", "/areal_continue_generation"})
+
+REFUSED: Final[dict[str, tuple[int, str]]] = {
+    # prime-rl goes on without it where there is no such route.
+    "/init_broadcaster": (404, BY_FOLDERS),
+    "/init_weights_update_group": (400, BY_FOLDERS),
+    "/destroy_weights_update_group": (400, BY_FOLDERS),
+    "/update_weights_from_distributed": (400, BY_FOLDERS),
+    "/update_weights_from_tensor": (400, BY_FOLDERS),
+    "/update_weights_from_ipc": (400, BY_FOLDERS),
+    "/areal_init_weights_update_group": (400, BY_FOLDERS),
+    "/areal_set_update_weight_meta": (400, BY_FOLDERS),
+    "/areal_update_weights_xccl": (400, BY_FOLDERS),
+    "/areal_set_update_weight_meta_lora": (400, NO_ADAPTERS),
+    "/areal_update_weights_lora": (400, NO_ADAPTERS),
+    "/areal_update_weights_lora_xccl": (400, NO_ADAPTERS),
+    "/load_lora_adapter": (400, NO_ADAPTERS),
+    "/unload_lora_adapter": (400, NO_ADAPTERS),
+    "/v1/load_lora_adapter": (400, NO_ADAPTERS),
+    "/v1/unload_lora_adapter": (400, NO_ADAPTERS),
+    "/pull_weights": (400, WHOLE_FOLDERS),
+    "/init_weight_transfer_engine": (400, BY_PLUGIN),
+    "/start_weight_update": (400, BY_PLUGIN),
+    "/finish_weight_update": (400, BY_PLUGIN),
+    "/collective_rpc": (400, BY_PLUGIN),
+}
+"""Calls that cannot be done, by path: status, and what to set instead."""
+
+FORMATS: Final = frozenset({None, "auto", "safetensors"})
+
+
+class UpdateBody(msgspec.Struct):
+    """Of an update, in any of the three dialects; what else engines take changes nothing here."""
+
+    weight_dir: str | None = None
+    model_path: str | None = None
+    weight_version: str | int | None = None
+    load_format: str | None = None
+
+    @property
+    def folder(self) -> str | None:
+        """The folder that it names."""
+        return self.weight_dir or self.model_path
+
+
+class AbortBody(msgspec.Struct):
+    """SGLang's: one request by its `rid`, or all."""
+
+    abort_all: bool = False
+
+
+class WorkerBody(msgspec.Struct):
+    """What registers an engine at a router."""
+
+    url: str = ""
+    worker_type: str = "regular"
+
+
+decode_update = msgspec.json.Decoder(UpdateBody)
+decode_abort = msgspec.json.Decoder(AbortBody)
+decode_worker = msgspec.json.Decoder(WorkerBody)
+
+
+def server_info(model: str, label: str, tp_size: int, pp_size: int) -> dict[str, object]:
+    """What SGLang says of itself, as far as trainers read it: the fleet as one engine."""
+    return {
+        "model_path": model,
+        "tokenizer_path": model,
+        "served_model_name": model,
+        "weight_version": label,
+        "tp_size": tp_size,
+        "pp_size": pp_size,
+        "dp_size": 1,
+        "ep_size": 1,
+        "num_gpus": tp_size * pp_size,
+        "disaggregation_mode": "null",
+        "encoder_only": False,
+        # slime insists on what it would have started the engine with.
+        "enable_memory_saver": False,
+    }
+
+
+def aborted_turn(label: str) -> dict[str, Any]:
+    """SGLang's answer to a turn that was aborted before its first token."""
+    return {
+        "text": "",
+        "output_ids": [],
+        "meta_info": {
+            "id": "",
+            "finish_reason": {"type": "abort", "message": "Abort before prefill: all were aborted"},
+            "prompt_tokens": 0,
+            "completion_tokens": 0,
+            "cached_tokens": 0,
+            "weight_version": label,
+            "output_token_logprobs": [],
+        },
+    }

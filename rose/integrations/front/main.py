@@ -1,0 +1,120 @@
+"""Command line of the front: `rose front --port N --weights-root DIR …`."""
+
+import asyncio
+import contextlib
+import errno
+import logging
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import cast
+
+import aiohttp
+from aiohttp import web
+
+from rose.errors import ConfigError
+from rose.gateway.authentication import Authenticator
+from rose.gateway.connections import raise_descriptor_limit
+from rose.integrations.front.checkpoint_folder import WeightRoots
+from rose.integrations.front.forwarding import Forwarding
+from rose.integrations.front.server import HEAD_S, FrontServer, tell
+from rose.integrations.front.settings import FrontSettings, parse_front
+from rose.integrations.front.updates import CheckpointUpdates, VersionPublisher
+from rose.integrations.publisher import PolicyPublisher
+from rose.logs.rotating_jsonl import log_to_stderr
+from rose.security.tokens import TokenVerifier
+
+BACKLOG = 1_024
+
+
+def main(argv: list[str]) -> int:
+    """Serve until SIGTERM or SIGINT: 0. Raises RoseError with one line."""
+    log_to_stderr(logging.WARNING)
+    raise_descriptor_limit()
+    settings = parse_front(argv)
+    roots = WeightRoots(settings.weights_roots)
+    # The job is registered before anybody calls: replicas are leased to it, and trainers wait for
+    # health before they publish.
+    with PolicyPublisher(settings.trainer) as publisher:
+        asyncio.run(_serve(settings, publisher, roots))
+    return 0
+
+
+async def _serve(settings: FrontSettings, publisher: VersionPublisher, roots: WeightRoots) -> None:
+    stop = asyncio.Event()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(signum, stop.set)
+    async with listening(settings, publisher, roots) as port:
+        scheme = "https" if settings.trainer.certificates() else "http"
+        tell(
+            f"listening on {scheme}://{settings.host}:{port} for job {settings.trainer.job} at"
+            f" version {publisher.version}; checkpoints are read below {roots}"
+        )
+        await stop.wait()
+
+
+@asynccontextmanager
+async def listening(
+    settings: FrontSettings, publisher: VersionPublisher, roots: WeightRoots
+) -> AsyncIterator[int]:
+    """A front that serves; yields its port. Raises ConfigError for what cannot be served."""
+    trainer = settings.trainer
+    certificates = trainer.certificates()
+    tokens = None
+    if settings.token_keys is not None:
+        tokens = TokenVerifier(settings.token_keys, settings.token_audience)
+    credentials = trainer.credentials()
+    credentials.check(trainer.gateway)
+    updates = CheckpointUpdates(publisher, roots, marker=settings.marker, whole_s=settings.whole_s)
+    # As many connections as callers have, which are bounded.
+    timeout = aiohttp.ClientTimeout(total=None)
+    async with credentials.session([trainer.gateway], 0, timeout) as session:
+        forwarding = Forwarding(session, trainer.gateway, trainer.job, settings.silent_s)
+        server = FrontServer(
+            settings, updates, forwarding, Authenticator(certificates, tokens, time.time, tell)
+        )
+        runner = web.AppRunner(
+            server.application(), handler_cancellation=True, shutdown_timeout=1.0
+        )
+        await runner.setup()
+        sweep = asyncio.ensure_future(server.sweep())
+        try:
+            listener = await _listen(settings, server.guard(cast(web.Server, runner.server)))
+            try:
+                yield listener.sockets[0].getsockname()[1]
+            finally:
+                listener.close()
+                await updates.close()
+        finally:
+            sweep.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await sweep
+            await runner.cleanup()
+
+
+async def _listen(
+    settings: FrontSettings, protocol: Callable[[], asyncio.BaseProtocol]
+) -> asyncio.Server:
+    certificates = settings.trainer.certificates()
+    tls = certificates.server_context(everybody=True) if certificates else None
+    try:
+        return await asyncio.get_running_loop().create_server(
+            protocol,
+            settings.host,
+            settings.port,
+            backlog=BACKLOG,
+            ssl=tls,
+            ssl_handshake_timeout=HEAD_S if tls else None,
+        )
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                f"port {settings.port} of {settings.host} is in use; give another --port"
+            ) from error
+        raise ConfigError(f"cannot listen on {settings.host}: {error.strerror}") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

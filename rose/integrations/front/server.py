@@ -1,0 +1,282 @@
+"""HTTP server of the front: control calls are answered here, all others go to the gateway."""
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+import msgspec
+from aiohttp import web
+
+from rose.contract.gateway import ABORT, GatewayHealthReport
+from rose.errors import ConfigError, RefusedError, RoseError, UnavailableError
+from rose.gateway.apis.wire import clean, encode, read_json
+from rose.gateway.authentication import OPEN_ROUTES, Authenticator, caller_of, own_job
+from rose.gateway.connections import Connection, Connections, connections_allowed
+from rose.gateway.errors import TurnError, Unauthorized
+from rose.gateway.request_limits import Bodies, LimitLog
+from rose.integrations.front import control_calls as calls
+from rose.integrations.front.forwarding import Forwarding
+from rose.integrations.front.settings import FrontSettings
+from rose.integrations.front.updates import CheckpointUpdates
+
+JSON = "application/json"
+MAX_CONTROL_BYTES = 64 << 10
+HEAD_S, BODY_S, HEALTH_S, SWEEP_S = 10.0, 20.0, 5.0, 0.1
+RETRY_S = 1
+GENERATE = "/generate"
+WORKER = "rose"
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class FrontServer:
+    """Routes of one front. `sweep` it in a task; `guard` makes its connections."""
+
+    def __init__(
+        self,
+        settings: FrontSettings,
+        updates: CheckpointUpdates,
+        forwarding: Forwarding,
+        authenticator: Authenticator,
+    ) -> None:
+        self._settings = settings
+        self._updates = updates
+        self._forwarding = forwarding
+        self._authenticator = authenticator
+        self._paused = False
+        clock = asyncio.get_running_loop().time
+        self._limits = LimitLog(tell, clock)
+        self._bodies = Bodies(MAX_CONTROL_BYTES, BODY_S, self._limits)
+        allowed = settings.max_connections or connections_allowed()
+        self._connections = Connections(allowed, HEAD_S, self._limits, clock)
+
+    def application(self) -> web.Application:
+        # `Bodies` bounds what is read here, the gateway what is passed on.
+        app = web.Application(client_max_size=0)
+        every, get, post = app.router.add_route, app.router.add_get, app.router.add_post
+        for path in calls.UPDATES:
+            post(path, self._update)
+        # Engines differ in the method; slime flushes by GET.
+        for path in calls.DONE:
+            every("*", path, self._done)
+        for path in calls.REFUSED:
+            every("*", path, self._refused)
+        for path in ("/health", "/health_generate", "/liveness"):
+            get(path, self._health)
+        for path in ("/server_info", "/get_server_info"):
+            get(path, self._server_info)
+        for path in ("/get_model_info", "/model_info"):
+            get(path, self._model_info)
+        for path in ("/get_weight_version", "/weight_version"):
+            get(path, self._weight_version)
+        get("/is_paused", self._is_paused)
+        get("/get_world_size", self._world_size)
+        get("/v1/loads", self._loads)
+        get("/workers", self._workers)
+        post("/workers", self._register)
+        every("DELETE", "/workers/{worker}", self._unregister)
+        post("/abort_request", self._abort)
+        every("*", "/{others:.*}", self._forward)
+        return app
+
+    def guard(self, server: web.Server) -> Callable[[], Connection]:
+        """Makes the protocol of a new connection, whose requests `server` of `application` handles.
+
+        Errors are given their one shape out here: some are raised before a route is asked.
+        """
+        routed = server.request_handler
+
+        async def handle(http: web.BaseRequest) -> web.StreamResponse:
+            connection = http.protocol
+            assert isinstance(connection, Connection)
+            connection.began()
+            try:
+                return await self._answer(http, routed)
+            finally:
+                connection.answered()
+
+        server.request_handler = handle
+        return lambda: Connection(server, self._connections)
+
+    async def sweep(self) -> None:
+        """Close connections that take too long, until cancelled."""
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            self._connections.sweep()
+            self._limits.sweep()
+
+    async def _answer(
+        self,
+        http: web.BaseRequest,
+        routed: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
+    ) -> web.StreamResponse:
+        try:
+            self._authenticator.admit(http)
+            if http.path not in OPEN_ROUTES:
+                own_job(caller_of(http), self._settings.trainer.job)
+            return await routed(http)
+        except TurnError as error:
+            return _refusal(str(error), error.status, error.kind)
+        except UnavailableError as error:
+            return _refusal(str(error), 503, "ServiceUnavailableError")
+        except (RefusedError, ConfigError) as error:
+            return _refusal(str(error), 400, "BadRequestError")
+        except web.HTTPException as error:
+            said = f"{http.method} {http.path}: {error.reason}"
+            return _refusal(said, error.status, error.reason)
+        except ConnectionError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a fault of this program ends one request only
+            line = f"the front failed at this request: {type(error).__name__}: {error}"
+            tell(line)
+            return _refusal(line, 500, "InternalServerError")
+
+    # ---- updates ----
+
+    async def _update(self, http: web.Request) -> web.Response:
+        body = read_json(calls.decode_update, await self._bodies.read(http))
+        if body.folder is None:
+            raise RefusedError(calls.BY_FOLDERS)
+        if body.load_format not in calls.FORMATS:
+            raise RefusedError(
+                f"load_format {body.load_format!r:.80} is not read here; save safetensors"
+            )
+        label = None if body.weight_version is None else str(body.weight_version)[:512]
+        try:
+            done = await self._updates.update(body.folder, label)
+        except RoseError as error:
+            tell(f"{body.folder!r:.300} is not in force: {error}")
+            raise
+        return _json(
+            {
+                "success": True,
+                "status": "ok",
+                "message": f"version {done.version} is served",
+                "num_paused_requests": 0,
+                "weight_version": done.label,
+                "version": done.version,
+            }
+        )
+
+    # ---- what a fleet need not do, and what it cannot ----
+
+    async def _done(self, http: web.Request) -> web.Response:
+        if http.path in calls.PAUSES | calls.RESUMES:
+            self._paused = http.path in calls.PAUSES
+        return _json(calls.DONE[http.path])
+
+    async def _refused(self, http: web.Request) -> web.Response:
+        status, why = calls.REFUSED[http.path]
+        return _refusal(f"{http.path}: {why}", status, "BadRequestError")
+
+    async def _abort(self, http: web.Request) -> web.StreamResponse:
+        """All at once here, since only this front knows which turns came through it."""
+        raw = await self._bodies.read(http)
+        if read_json(calls.decode_abort, raw or b"{}").abort_all:
+            return _json({"aborted": self._forwarding.abort(GENERATE)})
+        status, answer = await self._forwarding.post(http, ABORT, raw, HEALTH_S)
+        return web.Response(status=status, body=answer, content_type=JSON)
+
+    # ---- questions ----
+
+    async def _health(self, http: web.Request) -> web.Response:
+        """Healthy once a turn would be placed: trainers begin when it is."""
+        status, raw = await self._forwarding.get("/health", HEALTH_S)
+        replicas = 0
+        with suppress(msgspec.DecodeError):
+            replicas = msgspec.json.decode(raw, type=GatewayHealthReport).replicas
+        if status != 200 or not replicas:
+            raise UnavailableError(
+                f"the gateway answers {status} and has {replicas} replicas; ask `rose status`"
+            )
+        return _json({"status": "ok", "replicas": replicas})
+
+    async def _server_info(self, http: web.Request) -> web.Response:
+        settings = self._settings
+        model, label = str(settings.trainer.checkpoint), self._updates.in_force.label
+        return _json(calls.server_info(model, label, settings.tp_size, settings.pp_size))
+
+    async def _model_info(self, http: web.Request) -> web.Response:
+        model = str(self._settings.trainer.checkpoint)
+        return _json(
+            {
+                "model_path": model,
+                "tokenizer_path": model,
+                "is_generation": True,
+                "weight_version": self._updates.in_force.label,
+            }
+        )
+
+    async def _weight_version(self, http: web.Request) -> web.Response:
+        now = self._updates.in_force
+        return _json({"weight_version": now.label, "version": now.version})
+
+    async def _is_paused(self, http: web.Request) -> web.Response:
+        return _json({"is_paused": self._paused})
+
+    async def _world_size(self, http: web.Request) -> web.Response:
+        return _json({"world_size": self._settings.tp_size * self._settings.pp_size})
+
+    async def _loads(self, http: web.Request) -> web.Response:
+        running = self._forwarding.running(GENERATE)
+        load = {"num_running_reqs": running, "num_waiting_reqs": 0, "num_total_reqs": running}
+        return _json({"loads": [load]})
+
+    # ---- the front as a router, whose only engine is itself ----
+
+    async def _workers(self, http: web.Request) -> web.Response:
+        worker = {
+            "id": WORKER,
+            "url": f"{http.scheme}://{http.host}",
+            "worker_type": "regular",
+            "is_healthy": True,
+            "load": self._forwarding.running(GENERATE),
+        }
+        return _json({"workers": [worker], "total": 1})
+
+    async def _register(self, http: web.Request) -> web.Response:
+        asked = read_json(calls.decode_worker, await self._bodies.read(http))
+        if asked.worker_type != "regular":
+            raise RefusedError(
+                f"a worker of type {asked.worker_type!r:.80} is not taken; prefill and decode are"
+                " not split here"
+            )
+        return _json({"status": "accepted", "worker_id": WORKER, "id": WORKER, "url": asked.url})
+
+    async def _unregister(self, http: web.Request) -> web.Response:
+        return _json({"status": "accepted", "worker_id": http.match_info["worker"]})
+
+    # ---- all others ----
+
+    async def _forward(self, http: web.Request) -> web.StreamResponse:
+        answer = await self._forwarding.forward(http)
+        if answer is not None:
+            return answer
+        if http.path == GENERATE:
+            return _json(calls.aborted_turn(self._updates.in_force.label))
+        return _refusal("the turn was aborted", 409, "ConflictError")
+
+
+def tell(what: str, **fields: object) -> None:
+    """Say one line to the operator."""
+    more = "".join(f" {name}={value}" for name, value in fields.items())
+    # Nobody may read it, or a full disk take it: no call depends on that.
+    with suppress(OSError):
+        sys.stdout.write(clean(f"rose front: {what}{more}\n"))
+        sys.stdout.flush()
+
+
+def _json(answer: object, status: int = 200) -> web.Response:
+    return web.Response(status=status, body=encode(answer), content_type=JSON)
+
+
+def _refusal(line: str, status: int, kind: str) -> web.Response:
+    """One line, where each of the engines' clients looks for it."""
+    said = clean(line)
+    fault = {"message": said, "type": kind, "param": None, "code": status}
+    response = _json({"success": False, "message": said, "error": fault}, status)
+    if status == Unauthorized.status:
+        response.headers["WWW-Authenticate"] = "Bearer"
+    if status == 503:
+        response.headers["Retry-After"] = str(RETRY_S)
+    return response

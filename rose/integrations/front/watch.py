@@ -1,0 +1,205 @@
+"""Watcher of a folder in which a trainer saves checkpoints: each new one becomes a version.
+
+    step_7/ ── whole, and settled or marked? ── newer than the last? ──► published, noted, served
+                no: looked at again               no: left
+
+`checkpoint-N`, `global_step_N`, `step_N`, `weight_vN`: a name that ends with its number. Where
+several are new the newest wins: the ones between were never anybody's policy. Newer is what was
+written later, so a trainer that goes back to an earlier step and saves it anew is followed.
+"""
+
+import os
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import msgspec
+
+from rose.errors import ConfigError, RefusedError
+from rose.integrations.front.checkpoint_folder import (
+    SavedCheckpoint,
+    Stamp,
+    WeightRoots,
+    look,
+    named_tensors,
+)
+from rose.integrations.front.updates import VersionPublisher
+from weight_transfer.files.checkpoint import SUFFIX
+
+_STEP = re.compile(r"(?:.*[^0-9])?([0-9]{1,18})")
+
+
+class Noted(msgspec.Struct, frozen=True):
+    """What was published last, as it is kept for the next start. changed_ns: its newest file."""
+
+    folder: str
+    name: str
+    number: int
+    changed_ns: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A whole checkpoint of the watched folder; `name` is its step's folder."""
+
+    name: str
+    number: int
+    checkpoint: SavedCheckpoint
+
+    @property
+    def age_key(self) -> tuple[int, int]:
+        """Orders them, oldest first."""
+        return self.checkpoint.changed_ns, self.number
+
+
+def newest(saved: Sequence[Saved], last: Noted | None) -> Saved | None:
+    """The newest that is newer than the last, if there is one."""
+    new = [s for s in saved if last is None or s.age_key > (last.changed_ns, last.number)]
+    return max(new, key=lambda each: each.age_key, default=None)
+
+
+class CheckpointWatcher:
+    """Looks into one folder, and publishes what is new; one thread uses it.
+
+    inside: where in a step's folder the weights are. marker: file that says a step is whole;
+    without one its files are left alone for `settled_s` first. state: file of what was published.
+    """
+
+    def __init__(
+        self,
+        publisher: VersionPublisher,
+        folder: Path,
+        state: Path,
+        *,
+        inside: str = "",
+        marker: str | None = None,
+        settled_s: float = 2.0,
+        say: Callable[[str], None] = lambda line: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Raises ConfigError for what cannot be watched."""
+        if not folder.is_dir():
+            raise ConfigError(f"--watch {folder}: no such folder; make it, or start the trainer")
+        if PurePosixPath(inside).is_absolute() or ".." in PurePosixPath(inside).parts:
+            raise ConfigError(f"--inside {inside!r:.80}: give a path within a step's folder")
+        self._publisher = publisher
+        self._folder = folder.resolve()
+        self._roots = WeightRoots([self._folder])
+        self._state = state
+        self._inside = inside
+        self._marker = marker
+        self._settled_s = settled_s
+        self._say = say
+        self._clock = clock
+        self._seen: dict[str, tuple[Stamp, float]] = {}
+        self._refused: dict[str, Stamp] = {}
+        self.last = self._load()
+
+    def step(self) -> Noted | None:
+        """Look once, and publish the newest that is new; None where nothing is.
+
+        Raises RefusedError for one that cannot be published, which is not tried again before its
+        files change, and UnavailableError where ROSE does not answer: then try again.
+        """
+        saved = newest(self._settled(), self.last)
+        if saved is None:
+            return None
+        named = named_tensors(saved.checkpoint, self._roots)
+        try:
+            version = self._publisher.publish(named, wait=False)
+        except RefusedError:
+            self._refused[saved.name] = saved.checkpoint.stamp
+            raise
+        self.last = Noted(
+            str(self._folder), saved.name, saved.number, saved.checkpoint.changed_ns, version
+        )
+        # Before anything else may fail: what is announced is not published again.
+        self._keep(self.last)
+        self._publisher.wait_served(version)
+        return self.last
+
+    @property
+    def waits(self) -> bool:
+        """Whether a checkpoint is there that has not settled yet."""
+        return any(self._clock() - since_s < self._settled_s for _, since_s in self._seen.values())
+
+    def _settled(self) -> list[Saved]:
+        """Whole checkpoints that nobody writes any more and that were not refused as they are."""
+        now_s = self._clock()
+        found = []
+        seen: dict[str, tuple[Stamp, float]] = {}
+        for name, number in self._steps():
+            try:
+                if not self._may_be_new(name, number):
+                    continue
+                checkpoint = self._look(name)
+            except (RefusedError, OSError):
+                # Of another make, half written, or just cleaned up: whole ones are of interest.
+                continue
+            if self._refused.get(name) == checkpoint.stamp:
+                continue
+            stamp, since_s = self._seen.get(name, (checkpoint.stamp, now_s))
+            seen[name] = stamp, since_s = (
+                (stamp, since_s) if stamp == checkpoint.stamp else (checkpoint.stamp, now_s)
+            )
+            if self._marker or now_s - since_s >= self._settled_s:
+                found.append(Saved(name, number, checkpoint))
+        self._seen = seen
+        return found
+
+    def _may_be_new(self, name: str, number: int) -> bool:
+        """Whether a file of it is newer than the last: most steps are old, and need no reading."""
+        last = self.last
+        if last is None:
+            return True
+        with os.scandir(self._folder / name / self._inside) as entries:
+            files = [e.stat().st_mtime_ns for e in entries if e.name.endswith(SUFFIX)]
+        return max(((each, number) for each in files), default=(0, 0)) > (
+            last.changed_ns,
+            last.number,
+        )
+
+    def _look(self, name: str) -> SavedCheckpoint:
+        step = self._folder / name
+        weights = self._roots.folder(str(step / self._inside))
+        # A trainer marks the step, wherever in it the weights are.
+        marked = self._marker is not None and (step / self._marker).exists()
+        return look(weights, self._roots, None if marked else self._marker)
+
+    def _steps(self) -> list[tuple[str, int]]:
+        """Folders of steps: name and number."""
+        steps = []
+        with os.scandir(self._folder) as entries:
+            for entry in entries:
+                match = _STEP.fullmatch(entry.name)
+                if match and not entry.name.startswith(".") and entry.is_dir():
+                    steps.append((entry.name, int(match[1])))
+        return steps
+
+    def _load(self) -> Noted | None:
+        try:
+            noted = msgspec.json.decode(self._state.read_bytes(), type=Noted)
+        except FileNotFoundError:
+            return None
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"{self._state} does not say what was published last ({error}); remove it, and"
+                " the newest checkpoint is published again"
+            ) from error
+        return noted if noted.folder == str(self._folder) else None
+
+    def _keep(self, noted: Noted) -> None:
+        part = self._state.with_name(self._state.name + ".part")
+        try:
+            self._state.parent.mkdir(parents=True, exist_ok=True)
+            with part.open("wb") as file:
+                file.write(msgspec.json.encode(noted))
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(self._state)
+        except OSError as error:
+            # A start would publish the same weights again, as a version without a change.
+            self._say(f"{self._state} cannot be written ({error.strerror}); make room")

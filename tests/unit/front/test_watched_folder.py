@@ -1,0 +1,138 @@
+"""A watched folder: which checkpoint becomes a version, and when."""
+
+import os
+from pathlib import Path
+
+import pytest
+from front_cases import StandInPublisher, save_checkpoint
+
+from rose.errors import ConfigError, RefusedError, UnavailableError
+from rose.integrations.front.watch import CheckpointWatcher
+
+
+class Watch:
+    """A folder whose files are as old as the test says, and whoever watches it."""
+
+    def __init__(self, folder: Path, publisher: StandInPublisher) -> None:
+        self.folder = folder / "saved"
+        self.folder.mkdir(exist_ok=True)
+        self.publisher = publisher
+        self.now_s = 0.0
+        self._state = folder / "published.watched.json"
+
+    def watcher(self, **options: object) -> CheckpointWatcher:
+        values: dict[str, object] = {"settled_s": 2.0, "clock": lambda: self.now_s} | options
+        return CheckpointWatcher(self.publisher, self.folder, self._state, **values)  # type: ignore[arg-type]
+
+    def save(self, name: str, at_s: int, inside: str = "") -> Path:
+        folder = save_checkpoint(self.folder / name / inside, at_s)
+        os.utime(folder / "model.safetensors", ns=(0, at_s * 10**9))
+        return folder
+
+
+@pytest.fixture
+def watch(tmp_path: Path) -> Watch:
+    return Watch(tmp_path, StandInPublisher())
+
+
+def test_the_newest_of_several_is_published_once_it_has_settled(watch: Watch) -> None:
+    watcher = watch.watcher()
+    assert watcher.step() is None
+    for number in (1, 2, 10):
+        watch.save(f"checkpoint-{number}", number)
+    assert watcher.step() is None
+    assert watcher.waits
+    watch.now_s = 3.0
+    noted = watcher.step()
+    assert noted is not None
+    assert (noted.name, noted.version) == ("checkpoint-10", 1)
+    assert (watcher.step(), watch.publisher.events) == (None, ["published 1", "served 1"])
+
+
+def test_a_folder_that_is_still_written_starts_to_settle_anew(watch: Watch) -> None:
+    watcher = watch.watcher()
+    watch.save("step_1", 1)
+    assert watcher.step() is None
+    watch.now_s = 1.5
+    watch.save("step_1", 2)
+    assert watcher.step() is None
+    watch.now_s = 3.0
+    assert watcher.step() is None
+    watch.now_s = 4.0
+    assert watcher.step() is not None
+
+
+def test_a_marker_is_waited_for_and_then_nothing_else(watch: Watch) -> None:
+    watcher = watch.watcher(marker="STABLE", inside="actor/huggingface")
+    watch.save("global_step_1", 1, "actor/huggingface")
+    watch.now_s = 60.0
+    assert watcher.step() is None
+    (watch.folder / "global_step_1/STABLE").touch()
+    assert watcher.step() is not None
+
+
+def test_whoever_starts_again_goes_on_after_the_last(watch: Watch) -> None:
+    watch.save("step_1", 1)
+    assert watch.watcher(settled_s=0.0).step() is not None
+    again = watch.watcher(settled_s=0.0)
+    assert again.step() is None
+    watch.save("step_2", 2)
+    noted = again.step()
+    assert noted is not None
+    assert (noted.name, noted.version) == ("step_2", 2)
+
+
+def test_a_trainer_that_goes_back_is_followed_and_later_steps_of_before_are_not(
+    watch: Watch,
+) -> None:
+    for number in (1, 2, 3):
+        watch.save(f"step_{number}", number)
+    watcher = watch.watcher(settled_s=0.0)
+    assert watcher.step() is not None
+    watch.save("step_2", 10)
+    noted = watcher.step()
+    assert noted is not None
+    assert noted.name == "step_2"
+    assert watcher.step() is None
+
+
+def test_one_that_does_not_fit_is_left_until_it_changes(watch: Watch) -> None:
+    watcher = watch.watcher(settled_s=0.0)
+    watch.save("step_1", 1)
+    watch.publisher.fails = RefusedError("names do not fit")
+    with pytest.raises(RefusedError, match="do not fit"):
+        watcher.step()
+    assert watcher.step() is None
+    watch.save("step_1", 2)
+    assert watcher.step() is not None
+
+
+def test_an_outage_loses_no_checkpoint_and_doubles_none(watch: Watch) -> None:
+    watcher = watch.watcher(settled_s=0.0)
+    watch.save("step_1", 1)
+    watch.publisher.fails = UnavailableError("no scheduler answers")
+    with pytest.raises(UnavailableError):
+        watcher.step()
+    watch.publisher.unserved = UnavailableError("published and not served")
+    with pytest.raises(UnavailableError):
+        watcher.step()
+    assert watcher.step() is None
+    assert watch.publisher.events == ["published 1"]
+
+
+def test_folders_of_another_make_are_passed_over(watch: Watch) -> None:
+    for name in ("latest", "step_1.tmp", ".step_9", "logs"):
+        watch.save(name, 1)
+    (watch.folder / "step_3").write_text("a file")
+    (watch.folder / "step_4").symlink_to("/")
+    assert watch.watcher(settled_s=0.0).step() is None
+
+
+def test_what_cannot_be_watched_is_one_line(watch: Watch, tmp_path: Path) -> None:
+    (tmp_path / "published.watched.json").write_text("{")
+    with pytest.raises(ConfigError, match="remove it"):
+        watch.watcher()
+    with pytest.raises(ConfigError, match="within a step"):
+        watch.watcher(inside="../other")
+    with pytest.raises(ConfigError, match="no such folder"):
+        CheckpointWatcher(watch.publisher, tmp_path / "none", tmp_path / "state")
