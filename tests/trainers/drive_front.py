@@ -2,7 +2,8 @@
 
     python drive_front.py CLIENTS FRONT GATEWAY MODEL FOLDER SEED WHAT…
 
-WHAT: prime, slime, areal, areal-vllm, abort. One update each, but `abort`. The trainer is a model
+WHAT: prime, slime, areal, areal-vllm, vllm, abort. One update each, but `abort`; `vllm` is vLLM's
+own trainer engine, which needs no front, and `ROSE_*` in its environment. The trainer is a model
 of transformers whose weights take a random step; after each update what is served is compared with
 what this model would have said. A line of JSON for each.
 """
@@ -49,8 +50,7 @@ class Trainer:
     def greedy(self) -> list[int]:
         """The most likely tokens after the prompt."""
         prompt = torch.tensor([PROMPT])
-        end = {"eos_token_id": None, "pad_token_id": 0}
-        made = self.model.generate(prompt, max_new_tokens=TOKENS, do_sample=False, **end)
+        made = self.model.generate(prompt, max_new_tokens=TOKENS, do_sample=False)
         return made[0, len(PROMPT) :].tolist()
 
 
@@ -229,7 +229,7 @@ class Areal:
             temperature=1.0,
             stop=None,
             stop_token_ids=[],
-            ignore_eos=True,
+            ignore_eos=False,
             skip_special_tokens=True,
             frequency_penalty=0.0,
             use_beam_search=False,
@@ -244,8 +244,29 @@ class Areal:
         return list(made.output_tokens)
 
 
-def client(what: str, front: str, gateway: str, model: str) -> Any:
+class VllmTrainerEngine:
+    """`vllm.distributed.weight_transfer`: sends the model itself, backend `rose`."""
+
+    def __init__(self, gateway: str, model: str, trainer: Trainer) -> None:
+        from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
+        from vllm.distributed.weight_transfer.base import ModuleSource
+
+        from rose.integrations.vllm import RoseTrainerInitInfo
+
+        self._engine = WeightTransferTrainerFactory.trainer_init(
+            RoseTrainerInitInfo(rank=0), client=object(), source=ModuleSource(trainer.model)
+        )
+        self.ask = PrimeRl("", gateway, model).ask
+
+    def update(self, folder: Path, number: int) -> None:
+        self._engine.send_weights()
+        self._engine.shutdown()
+
+
+def client(what: str, front: str, gateway: str, model: str, trainer: Trainer) -> Any:
     """The client of one framework."""
+    if what == "vllm":
+        return VllmTrainerEngine(gateway, model, trainer)
     if what == "prime":
         return PrimeRl(front, gateway, model)
     if what in ("slime", "abort"):
@@ -265,7 +286,7 @@ def main(argv: list[str]) -> None:
     stand_in()
     trainer = Trainer(Path(model), Path(folder), int(seed))
     for what in whats:
-        driven = client(what, front, gateway, model)
+        driven = client(what, front, gateway, model, trainer)
         if what == "abort":
             said = driven.abort(4, 400)
         else:

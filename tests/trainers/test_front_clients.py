@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from rose.addresses import free_port
-from rose.bench.trainers.stack import QUIET, Member
+from rose.bench.trainers.stack import Member
 from tests.awaited import until
 from tests.trainers.stack import ROOT, TrainerStack, save_policy
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.trainers, pytest.mark.timeout(600)]
 
 DRIVE_S, LISTEN_S = 240.0, 60.0
 
@@ -92,7 +92,7 @@ def drive(stack: TrainerStack, front: Front, clients: Path, seed: int, *whats: s
             *whats,
         ],
         cwd=ROOT,
-        env={**os.environ, **QUIET, "CUDA_VISIBLE_DEVICES": ""},
+        env={**stack.environ(), "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
         timeout=DRIVE_S,
@@ -117,6 +117,10 @@ def test_greedy_tokens_are_the_trainers_after_each_of_ten_updates(
         second = drive(stack, front, clients, 100, *whats, "abort")
     finally:
         front.member.end()
+    # No front any more: vLLM's own trainer engine goes on where the front was.
+    second += drive(stack, front, clients, 200, "vllm")
+    third = second.pop()
+    assert third["served"] == third["own"]
     updates = [*first, *second[:-1]]
     assert [each["what"] for each in updates] == [*whats, *whats]
     for each in updates:
