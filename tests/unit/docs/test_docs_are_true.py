@@ -16,7 +16,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("exam
 PACKAGES = ("rose", "executor", "slo", "weight_transfer", "elastic_scheduler")
 LONGEST_LINE = 140
 
-# Flags of vLLM, Docker and pip, which these pages tell readers to give.
+# Flags of vLLM, slime, Docker and pip, which these pages tell readers to give.
 OTHERS_FLAGS = {
     "--dtype",
     "--enforce-eager",
@@ -25,6 +25,7 @@ OTHERS_FLAGS = {
     "--kv-cache-memory-bytes",
     "--middleware",
     "--no-deps",
+    "--offload-rollout",
     "--only-binary",
     "--pid",
     "--platform",
@@ -32,17 +33,27 @@ OTHERS_FLAGS = {
     "--weight-transfer-config",
 }
 
-# Of vLLM, which these pages cite.
-VLLMS_FILES = {
+# Of vLLM, slime and AReaL, which these pages cite.
+OTHERS_FILES = {
+    "external.py",
     "gpu_worker.py",
     "gpu_model_runner.py",
+    "http.py",
+    "http_utils.py",
+    "server_control.py",
+    "sglang_engine.py",
+    "sglang_remote.py",
+    "vllm_remote.py",
 }
 OTHERS_CLASSES = {"BlockPool"}
 OTHERS_NAMES = {
+    "abort_all_requests",  # SGLang's
     "blocking_client",  # a reader's own
     "defer_block_free",
     "determine_available_memory",
     "execute_model",
+    "global_step_20",  # folders of checkpoints
+    "weight_v000003",
     "process_mrelease",  # Linux's
     "profile_cudagraph_memory",
     "request_memory",
@@ -223,7 +234,7 @@ def _known(
 def test_modules_named_by_their_file_exist() -> None:
     def unknown() -> Iterator[str]:
         for code in codes(blocks=False):
-            if re.fullmatch(r"\w+\.py", code.text) and code.text not in VLLMS_FILES | files():
+            if re.fullmatch(r"\w+\.py", code.text) and code.text not in OTHERS_FILES | files():
                 yield str(code)
 
     untrue(unknown())
