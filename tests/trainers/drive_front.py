@@ -2,14 +2,16 @@
 
     python drive_front.py CLIENTS FRONT GATEWAY MODEL FOLDER SEED WHAT…
 
-WHAT: prime, slime, areal, areal-vllm, vllm, abort. One update each, but `abort`; `vllm` is vLLM's
-own trainer engine, which needs no front, and `ROSE_*` in its environment. The trainer is a model
+WHAT: prime, slime, areal, areal-vllm, vllm, watch, abort. One update each, but `abort`. `vllm`,
+which is vLLM's own trainer engine, and `watch`, which is `rose publish`, need no front but `ROSE_*`
+in their environment. The trainer is a model
 of transformers whose weights take a random step; after each update what is served is compared with
 what this model would have said. A line of JSON for each.
 """
 
 import asyncio
 import json
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -263,10 +265,23 @@ class VllmTrainerEngine:
         self._engine.shutdown()
 
 
+class Watcher:
+    """`rose publish --watch`, once."""
+
+    def __init__(self, gateway: str, model: str) -> None:
+        self.ask = PrimeRl("", gateway, model).ask
+
+    def update(self, folder: Path, number: int) -> None:
+        command = [sys.executable, "-m", "rose.cli", "publish", "--once", "--marker=STABLE"]
+        subprocess.run([*command, f"--watch={folder.parent}"], check=True, stdout=sys.stderr)
+
+
 def client(what: str, front: str, gateway: str, model: str, trainer: Trainer) -> Any:
     """The client of one framework."""
     if what == "vllm":
         return VllmTrainerEngine(gateway, model, trainer)
+    if what == "watch":
+        return Watcher(gateway, model)
     if what == "prime":
         return PrimeRl(front, gateway, model)
     if what in ("slime", "abort"):
