@@ -49,6 +49,7 @@ from elastic_scheduler.routing.cost import Candidate, Quote, ReplicaView, TurnNe
 from elastic_scheduler.routing.decision_log import Reason, ReasonLog, RoutingDecision
 from elastic_scheduler.routing.predictors import RateMeter
 from elastic_scheduler.routing.router import Router
+from elastic_scheduler.routing.shared_prefix import prefix_keys
 from elastic_scheduler.turn_journal import (
     Attempt,
     Continue,
@@ -131,4 +132,5 @@ __all__ = [
     "Won",
     "make_policy",
     "policy_names",
+    "prefix_keys",
 ]

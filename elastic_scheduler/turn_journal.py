@@ -208,6 +208,20 @@ class TurnJournal:
         copy._number = self._number
         return copy
 
+    def restarted(self) -> "TurnJournal":
+        """The turn as if it had made nothing yet; attempts so far count.
+
+        For one whose next token depends on what its engine knew of the tokens before.
+        """
+        again = TurnJournal(
+            self._prompt,
+            self._max_tokens,
+            max_attempts=self._max_attempts,
+            stop_token_ids=self._stop,
+        )
+        again._number = self._number
+        return again
+
     def begin(self, replica: str, kind: str) -> Attempt:
         """Start the next attempt on `replica`; an attempt that was not ended is over from now on.
 

@@ -145,7 +145,8 @@ class TurnNeed:
     """Lengths in tokens; `session` names the trajectory, `group` its prompt, empty where unknown.
 
     `made_tokens` of a turn that continues are in its prompt already. `request_id` is the name under
-    which the choice can be asked about later.
+    which the choice can be asked about later. `prefix_keys` name the prompt's beginning where no
+    trajectory is known (shared_prefix.py).
     """
 
     session: str
@@ -157,6 +158,7 @@ class TurnNeed:
     job: str = ""
     group: str = ""
     made_tokens: int = 0
+    prefix_keys: tuple[int, ...] = ()
 
     def accepts(self, version: int) -> bool:
         """Whether tokens of policy `version` may be part of this turn."""

@@ -8,7 +8,7 @@ The holder is kept unless another is cheaper by a margin. A turn waits rather th
 
 import heapq
 from collections.abc import Collection, Iterable, Mapping
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 
 from elastic_scheduler.routing.cost import (
     Candidate,
@@ -32,6 +32,7 @@ from elastic_scheduler.routing.predictors import (
     PrefixAffinity,
 )
 from elastic_scheduler.routing.replica_index import ReplicaIndex
+from elastic_scheduler.routing.shared_prefix import SharedPrefixes
 
 STICKY_MARGIN = 0.25
 PATIENCE = 8.0
@@ -50,6 +51,7 @@ TYPICAL_TURNS = 256
 FIRST_TYPICAL_TOKENS = 256.0
 
 _by_cost = itemgetter(0)
+_by_owed = attrgetter("owed")
 
 
 class Router:
@@ -62,6 +64,7 @@ class Router:
         self._index = ReplicaIndex(seed)
         self._resting: list[tuple[float, str]] = []
         self._prefixes = PrefixAffinity(sessions_kept)
+        self._shared = SharedPrefixes()
         self._lengths = LengthPredictor(sessions_kept)
         self._log = RoutingLog()
         self._typical_tokens = FIRST_TYPICAL_TOKENS
@@ -131,6 +134,11 @@ class Router:
     def expected_tokens(self, need: TurnNeed) -> int:
         """Tokens that a turn is expected to make still, at most its budget."""
         return self._expected(need)
+
+    @property
+    def heard_s(self) -> float:
+        """When a replica of the table sent tokens last, or began to work; 0: none did yet."""
+        return max((load.heard_s for load in self._order), default=0.0)
 
     def has_room(self) -> bool:
         """Whether any usable replica is below its cap, though it may be at rest."""
@@ -277,6 +285,8 @@ class Router:
         if need.session and made and wanted and not revoked:
             held = Prefix(placement.replica, need.prompt_tokens + made, load.view.policy_version)
             self._prefixes.note(need.session, held)
+        elif need.prefix_keys and made and not revoked:
+            self._shared.note(need.prefix_keys, placement.replica, load.view.policy_version)
         if finished:
             self._lengths.observe(need.job, need.session, need.group, need.made_tokens + made)
 
@@ -285,12 +295,28 @@ class Router:
     def _ask(self, need: TurnNeed) -> CostQuery:
         expected = self._expected(need)
         is_long = self._lengths.is_long(need.job, need.made_tokens + expected)
+        if need.prefix_keys and not need.session:
+            return self._ask_by_prefix(need, expected, is_long)
         prefix = self._prefixes.find(need.session) if need.session else None
         holder = self._loads.get(prefix.replica) if prefix is not None else None
         # A replica drops its caches when it changes versions.
         if holder is None or prefix is None or holder.view.policy_version != prefix.version:
             return CostQuery(need, expected, is_long, None, 0)
         return CostQuery(need, expected, is_long, holder, prefix.tokens)
+
+    def _ask_by_prefix(self, need: TurnNeed, expected: int, is_long: bool) -> CostQuery:
+        """The turn, and of the replicas that hold its beginning the one that owes least."""
+        shared = self._shared.find(need.prefix_keys)
+        loads = [
+            load
+            for held in shared.holders
+            if (load := self._loads.get(held.replica)) is not None
+            and load.view.policy_version == held.version
+        ]
+        if not loads:
+            return CostQuery(need, expected, is_long, None, 0)
+        holder = min(loads, key=_by_owed)
+        return CostQuery(need, expected, is_long, holder, shared.tokens)
 
     def _expected(self, need: TurnNeed) -> int:
         """Tokens still to come: what the turn is likely to have in all, less what it has.

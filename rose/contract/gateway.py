@@ -31,6 +31,8 @@ VERSIONS: Final = "/rose/v1/versions"
 
 # A header wins over the body's field, a body's `timeout_s` and `resume_from` over the header.
 SESSION_HEADER: Final = "X-Session-ID"
+# What routers before engines call it, in the order in which they count.
+SESSION_ALIASES: Final = ("X-SMG-Routing-Key", "X-Session-Affinity", "X-Correlation-ID")
 GROUP_HEADER: Final = "X-Group-ID"
 JOB_HEADER: Final = "X-Rose-Job"
 # Of 0.2.0, where a job was a label.

@@ -1,6 +1,7 @@
 """A replica's endpoint, in the engine's API process: turns for gateways, control for its node.
 
 generate          GenerateBody ──► StreamLine, one JSON a line; before the first: a Refusal
+                  at GENERATE_MORE where `Sampling.asks_more`: an older replica would drop that
 drain, admit      EpochBody ──► Drained, Admitted
 state             ──► ReplicaState
 weights/…         contract/weights.py: gateways and clients need nothing of it, and start sooner
@@ -30,15 +31,36 @@ MAX_LINE_BYTES: Final = 1 << 20
 
 ROUTES: Final = "/rose/v1/"
 GENERATE: Final = f"{ROUTES}generate"
+GENERATE_MORE: Final = "/rose/v2/generate"
 DRAIN: Final = f"{ROUTES}drain"
 ADMIT: Final = f"{ROUTES}admit"
 STATE: Final = f"{ROUTES}state"
+
+
+class StructuredOutputs(Struct, frozen=True, gc=False, omit_defaults=True):
+    """What the output's text has to be, in vLLM's words; of the first six exactly one.
+
+    `json` and `structural_tag` are JSON in text.
+    """
+
+    json: str | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | None = None
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
 
 
 class Sampling(Struct, frozen=True, gc=False):
     """How to sample. The defaults leave the policy's distribution as it is, as RL needs it.
 
     `top_k` 0 is off. `allowed_token_ids` None allows all. Before `min_tokens` no stop is sampled.
+    `repetition_penalty` counts the prompt's tokens too, the other penalties the output's alone.
+    A turn ends at the model's own end of sequence too, unless `ignore_eos`. `prompt_logprobs`: of
+    the prompt's tokens, and of so many alternatives to each.
     """
 
     temperature: float = 1.0
@@ -49,14 +71,46 @@ class Sampling(Struct, frozen=True, gc=False):
     stop_token_ids: tuple[TokenId, ...] | None = None
     allowed_token_ids: tuple[TokenId, ...] | None = None
     seed: Int64 | None = None
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    ignore_eos: bool = False
+    prompt_logprobs: Count | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     def rest(self, max_tokens: int) -> "Sampling":
-        """The same for a turn of which only `max_tokens` are still to be generated."""
+        """The same for a turn of which only `max_tokens` are still to be generated.
+
+        Its prompt's logprobs came before its first token.
+        """
         done = self.max_tokens - max_tokens
         if not done:
             return self
         min_tokens = max(0, self.min_tokens - done)
-        return structs.replace(self, max_tokens=max_tokens, min_tokens=min_tokens)
+        return structs.replace(
+            self, max_tokens=max_tokens, min_tokens=min_tokens, prompt_logprobs=None
+        )
+
+    @property
+    def counts_output(self) -> bool:
+        """Whether the next token depends on which of the tokens before it are output.
+
+        Such a turn cannot go on elsewhere from its tokens: they would be a prompt there.
+        """
+        return bool(
+            self.frequency_penalty or self.presence_penalty or self.structured_outputs is not None
+        )
+
+    @property
+    def asks_more(self) -> bool:
+        """Whether it asks for what replicas before 0.3 do not know, and would drop."""
+        return (
+            self.counts_output
+            or self.min_p != 0.0
+            or self.repetition_penalty != 1.0
+            or self.prompt_logprobs is not None
+        )
 
 
 class GenerateBody(Struct, frozen=True, gc=False):
@@ -73,10 +127,18 @@ class GenerateBody(Struct, frozen=True, gc=False):
     job: Name = ""
 
 
+PromptLogprobs = list[list[tuple[TokenId, float, int | None]] | None]
+"""Of each prompt token the logprobs at its place as (token, logprob, rank), its own first; None
+for the first one, which nothing came before."""
+PROMPT_PLACES: Final = 2_048
+"""Places of a prompt that one line has, at most, with 20 alternatives below MAX_LINE_BYTES."""
+
+
 class StreamLine(Struct, frozen=True, gc=False, omit_defaults=True):
     """Tokens of one policy version with their logprobs, or how the stream ends, or both.
 
     `oldest_version` of their KV, where it may be older than `version` (`OnUpdate.KEEP`).
+    `prompt_logprobs` are of the version of the first tokens, before which they come in lines alone.
     """
 
     token_ids: list[SampledId] = []
@@ -85,6 +147,7 @@ class StreamLine(Struct, frozen=True, gc=False, omit_defaults=True):
     oldest_version: PolicyVersion | None = None
     finish_reason: str | None = None
     message: str | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class Fault(Struct, frozen=True):

@@ -20,11 +20,12 @@ from rose.gateway.backends.http_pool import Upstream
 from rose.gateway.backends.probe import Probed
 from rose.gateway.demand import DemandMeter, DemandReporter
 from rose.gateway.replicas.dispatcher import Dispatcher
+from rose.gateway.replicas.jobs import JobVersions
 from rose.gateway.replicas.static import StaticTable
 from rose.gateway.replicas.table import ReplicaApi, ReplicaEntry
 from rose.gateway.replicas.watch import WatchedTable
 from rose.gateway.server import GatewayServer
-from rose.gateway.settings import GatewaySettings, StaticReplica
+from rose.gateway.settings import ANY_MODEL, DEFAULT_MODEL, GatewaySettings, StaticReplica
 from rose.gateway.stats import GatewayHealth, GatewayStats, GatewayStatus
 from rose.gateway.text_codec import ServedModel, TextCodec, TextLimits
 from rose.logs.eventlog import Logs
@@ -54,7 +55,16 @@ class Gateway:
     async def __aenter__(self) -> Self:
         settings, stats = self._settings, self._stats
         self._codec = self._load_codec()
-        self._model = ServedModel(settings.model_name, settings.max_model_len, self._codec)
+        name, *aliases = [each for each in settings.model_names if each != ANY_MODEL] or [
+            DEFAULT_MODEL
+        ]
+        self._model = ServedModel(
+            name,
+            settings.max_model_len,
+            self._codec,
+            tuple(aliases),
+            any_name=ANY_MODEL in settings.model_names,
+        )
         # For probing; turns go over `upstream`.
         self._session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
         self._upstream = Upstream()
@@ -165,7 +175,7 @@ class Gateway:
         if settings.tokenizer is None:
             return None
         limits = TextLimits(settings.text_timeout_s, settings.max_prompt_chars)
-        return TextCodec(settings.tokenizer, limits, self.note)
+        return TextCodec(settings.tokenizer, limits, self.note, settings.tool_call_parser)
 
     def _found(self, replica: StaticReplica, found: Probed | None) -> None:
         """A replica named on the command line answered for the first time, or not at first."""
@@ -203,11 +213,12 @@ class Gateway:
             self.note,
             reporter=reporter,
             certificates=certificates,
-            on_versions=self._set_newest,
+            on_versions=self._set_announced,
         )
 
-    def _set_newest(self, newest: Mapping[str, int]) -> None:
-        self._dispatcher.newest = newest
+    def _set_announced(self, announced: Mapping[str, JobVersions]) -> None:
+        self._dispatcher.newest = {job: each.latest for job, each in announced.items()}
+        self._dispatcher.default_versions.set_announced(announced)
 
     async def _listen(self) -> None:
         settings = self._settings

@@ -37,12 +37,12 @@ from rose.gateway.connections import Connection, Connections, connections_allowe
 from rose.gateway.delivery import Delivery
 from rose.gateway.errors import BadRequest, TurnError, Unauthorized
 from rose.gateway.replicas.dispatcher import Dispatcher, EventSink
-from rose.gateway.request_limits import Bodies, LimitLog, header_of
+from rose.gateway.request_limits import Bodies, LimitLog
 from rose.gateway.settings import GatewaySettings
 from rose.gateway.stats import GatewayHealth, GatewayStats, GatewayStatus
 from rose.gateway.text_codec import ServedModel
 from rose.gateway.turns.hedging import Hedging
-from rose.gateway.turns.request import job_of
+from rose.gateway.turns.request import job_of, session_of
 from rose.gateway.turns.runner import SharedTurn, SharedTurns, TurnRunner
 from rose.gateway.turns.token_stream import TokenStream, all_finished
 
@@ -114,10 +114,8 @@ class GatewayServer:
         app = web.Application(client_max_size=0)
         post, get = app.router.add_post, app.router.add_get
         frontends: list[ApiFrontend] = [
-            VllmFrontend(self._model),
-            SglangFrontend(self._model),
-            CompletionFrontend(self._model),
-            ChatFrontend(self._model),
+            kind(self._model, self._settings.max_completions)
+            for kind in (VllmFrontend, SglangFrontend, CompletionFrontend, ChatFrontend)
         ]
         for frontend in frontends:
             post(frontend.path, self._handler(frontend))
@@ -259,7 +257,7 @@ class GatewayServer:
         """A trajectory is over: nothing of it may go on running."""
         body = await self._bodies.read(http)
         names = read_json(_decode_names, body) if body else NamesBody()
-        session = header_of(http.headers, SESSION_HEADER) or names.session_id
+        session = session_of(http.headers, names.session_id)
         if not session:
             raise BadRequest(f"name the session: header {SESSION_HEADER} or session_id")
         job, scope = self._job(http, names.job), caller_of(http).scope
@@ -292,18 +290,20 @@ class GatewayServer:
         return _json(Versions(jobs, tuple(sorted(rows, key=lambda row: row.id))))
 
     async def _models(self, http: web.Request) -> web.Response:
-        name = self._model.name
-        card = {
-            "id": name,
-            "object": "model",
-            "created": int(time.time()),
-            "owned_by": "rose",
-            "root": name,
-            "parent": None,
-            "max_model_len": self._model.max_model_len,
-            "permission": [],
-        }
-        return web.json_response({"object": "list", "data": [card]})
+        cards: list[dict[str, object]] = [
+            {
+                "id": name,
+                "object": "model",
+                "created": int(time.time()),
+                "owned_by": "rose",
+                "root": self._model.name,
+                "parent": None,
+                "max_model_len": self._model.max_model_len,
+                "permission": [],
+            }
+            for name in self._model.names
+        ]
+        return web.json_response({"object": "list", "data": cards})
 
     async def _health(self, http: web.Request) -> web.Response:
         now, turns = self._health_now(), self._dispatcher
@@ -331,9 +331,12 @@ class GatewayServer:
 async def _delivered(
     delivery: Delivery, frontend: ApiFrontend, ask: ApiRequest, streams: list[TokenStream]
 ) -> web.StreamResponse:
-    if ask.stream:
+    if ask.stream and not ask.at_end:
         return await delivery.stream(frontend, ask, streams)
     await all_finished(streams)
+    await ask.answer.prepare(streams)
+    if ask.stream:
+        return await delivery.stream(frontend, ask, streams)
     return await delivery.whole(ask.answer.whole(streams))
 
 

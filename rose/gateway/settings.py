@@ -2,6 +2,7 @@
 
 import argparse
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 from urllib.parse import urlsplit
@@ -34,6 +35,23 @@ class StaticReplica:
 
 
 @dataclass(frozen=True, slots=True)
+class StalenessRule:
+    """How far behind its job's latest version a turn may be sampled that says nothing of versions.
+
+    job: "" for all jobs that no other rule names. versions: None for as many as the job was
+    registered with.
+    """
+
+    job: str
+    versions: int | None
+
+
+DEFAULT_MODEL = "rose-policy"
+ANY_MODEL = "*"
+REGISTERED = "registered"
+
+
+@dataclass(frozen=True, slots=True)
 class GatewaySettings:
     """All settings; times in seconds."""
 
@@ -43,14 +61,17 @@ class GatewaySettings:
     replicas: tuple[StaticReplica, ...] = ()
     log_dir: Path | None = None
     log_limits: LogLimits = BOUNDED
-    model_name: str = "rose-policy"
+    model_names: tuple[str, ...] = (DEFAULT_MODEL,)
+    max_staleness: tuple[StalenessRule, ...] = ()
     stall_s: float = 0.5
     version_wait_s: float = 30.0
     queue_wait_s: float = 60.0
+    batch_wait_s: float = 3_600.0
     table_ttl_s: float = 5.0
-    max_waiting: int = 1_024
+    max_waiting: int = 4_096
+    max_completions: int = 4_096
     max_attempts: int = 8
-    max_body_bytes: int = 2 << 20
+    max_body_bytes: int = 8 << 20
     answers_kept: int = 4_096
     answers_bytes: int = 256 << 20
     max_connections: int | None = None
@@ -60,6 +81,7 @@ class GatewaySettings:
     max_prompt_chars: int = 4 << 20
     max_model_len: int | None = None
     tokenizer: Path | None = None
+    tool_call_parser: str | None = None
     resume_grace_s: float = 10.0
     anonymous_grace_s: float = 0.0
     slow_reader_s: float = 30.0
@@ -81,6 +103,8 @@ class GatewaySettings:
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ConfigError("--max-model-len: at least 2 tokens, one in and one out")
         self._check_counts()
+        self._check_names()
+        self._check_tool_parser()
         if bool(self.scheduler) == bool(self.replicas):
             raise ConfigError("name the replicas one way: --scheduler HOST:PORT or --replica, each")
         if len({replica.id for replica in self.replicas}) < len(self.replicas):
@@ -92,22 +116,47 @@ class GatewaySettings:
             if value is not None and value < 1:
                 raise ConfigError(f"--{option} is {value}; give at least 1")
 
+    def _check_tool_parser(self) -> None:
+        parser = self.tool_call_parser
+        if parser is None:
+            return
+        if self.tokenizer is None:
+            raise ConfigError("--tool-call-parser needs --tokenizer DIR, as conversations do")
+        if ":" not in parser and find_spec("vllm") is None:
+            raise ConfigError(
+                f"--tool-call-parser {parser} is vLLM's, which is not installed here: install the "
+                "extra [replica], or name a MODULE:CLASS"
+            )
+
+    def _check_names(self) -> None:
+        if not self.model_names or not all(self.model_names):
+            raise ConfigError("--model-name is empty; give the name that callers send, or *")
+        for kind, names in (
+            ("--model-name", self.model_names),
+            ("--max-staleness", [rule.job or "all jobs" for rule in self.max_staleness]),
+        ):
+            twice = next((name for name in names if names.count(name) > 1), None)
+            if twice is not None:
+                raise ConfigError(f"{kind}: {twice} is given twice; once is enough")
+
     def _check_times(self) -> None:
-        waits_s = (self.version_wait_s, self.queue_wait_s, self.slow_reader_s)
+        waits_s = (self.version_wait_s, self.queue_wait_s, self.batch_wait_s, self.slow_reader_s)
         callers_s = (self.head_timeout_s, self.body_timeout_s, self.text_timeout_s)
         if min(self.stall_s, self.table_ttl_s, *waits_s, *callers_s) <= 0:
             raise ConfigError(
-                "--stall-s, --table-ttl-s, --version-wait-s, --queue-wait-s, --slow-reader-s, "
-                "--head-timeout-s, --body-timeout-s, --text-timeout-s: above 0"
+                "--stall-s, --table-ttl-s, --version-wait-s, --queue-wait-s, --batch-wait-s, "
+                "--slow-reader-s, --head-timeout-s, --body-timeout-s, --text-timeout-s: above 0"
             )
         if min(self.resume_grace_s, self.anonymous_grace_s, self.shutdown_s) < 0:
             raise ConfigError("--resume-grace-s, --anonymous-grace-s, --shutdown-s: not below 0")
 
 
+MAX_DIGITS = 9
 TIMES = (
     "stall-s",
     "version-wait-s",
     "queue-wait-s",
+    "batch-wait-s",
     "table-ttl-s",
     "resume-grace-s",
     "anonymous-grace-s",
@@ -119,6 +168,7 @@ TIMES = (
 )
 COUNTS = (
     "max-waiting",
+    "max-completions",
     "max-attempts",
     "max-body-bytes",
     "answers-kept",
@@ -164,8 +214,27 @@ def parse_settings(argv: list[str]) -> GatewaySettings:
     parser.add_argument("--replica-max-sequences", type=int, default=64)
     parser.add_argument("--log-dir", type=Path)
     add_log_limits(parser)
-    parser.add_argument("--model-name", default="rose-policy")
+    parser.add_argument(
+        "--model-name",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help=f"that callers may send as model, {DEFAULT_MODEL}; repeat it for more, * takes any",
+    )
+    parser.add_argument(
+        "--max-staleness",
+        action="append",
+        default=[],
+        metavar="N | JOB=N",
+        help="min_version of turns that say none: the job's latest version less N, or less what"
+        " the job was registered with (N: registered)",
+    )
     parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="for text in and out")
+    parser.add_argument(
+        "--tool-call-parser",
+        metavar="NAME | MODULE:CLASS",
+        help="finds tool calls in chats: one of vLLM's, which has to be installed, or your own",
+    )
     parser.add_argument("--max-model-len", type=int, help="tokens; else what replicas say")
     for name in TIMES:
         parser.add_argument(f"--{name}", type=float, default=_default(name))
@@ -176,6 +245,8 @@ def parse_settings(argv: list[str]) -> GatewaySettings:
     options["log_limits"] = taken_log_limits(options)
     options["certificates"] = taken_certificates(options)
     replicas = tuple(_static_replica(text, cap) for text in options.pop("replica"))
+    options["model_names"] = tuple(options.pop("model_name")) or (DEFAULT_MODEL,)
+    options["max_staleness"] = tuple(_staleness(text) for text in options["max_staleness"])
     return GatewaySettings(replicas=replicas, **options)
 
 
@@ -197,3 +268,15 @@ def _static_replica(text: str, max_sequences: int) -> StaticReplica:
     if max_sequences < 1:
         raise ConfigError(f"--replica-max-sequences is {max_sequences}; give at least 1")
     return StaticReplica(parts[0], ReplicaKind(parts[1]), parts[2].rstrip("/"), max_sequences)
+
+
+def _staleness(text: str) -> StalenessRule:
+    """`N` for all jobs, or `JOB=N`; N may be `registered`."""
+    job, equals, said = text.rpartition("=")
+    counted = said.isascii() and said.isdigit() and len(said) <= MAX_DIGITS
+    if not (counted or said == REGISTERED) or (equals and not job):
+        raise ConfigError(
+            f"--max-staleness {text}: write N, JOB=N, {REGISTERED} or JOB={REGISTERED}; "
+            "N is a number of versions"
+        )
+    return StalenessRule(job, int(said) if counted else None)

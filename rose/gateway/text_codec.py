@@ -12,8 +12,21 @@ from typing import Any
 
 from rose.errors import ConfigError
 from rose.gateway.errors import BadRequest, QueueFull, UnknownModel
-from rose.tokenizer_pool.pool import TextBusy, TextPool, TextRefused
-from rose.tokenizer_pool.worker import Chat, Decode, Done, Encode, Setup, Variable, packed, unpacked
+from rose.tokenizer_pool.pool import TOOL_WORKER, TextBusy, TextPool, TextRefused
+from rose.tokenizer_pool.worker import (
+    Chat,
+    Decode,
+    Done,
+    Encode,
+    FoundCall,
+    Job,
+    ParseTools,
+    Setup,
+    ToolSetup,
+    Variable,
+    packed,
+    unpacked,
+)
 
 # What is shorter takes less than a millisecond: a step of the event loop.
 SHORT_CHARS = 4_096
@@ -37,6 +50,7 @@ class ChatOptions:
     variables: Mapping[str, Variable]
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    tools: bytes = b"null"
 
 
 def _quiet(event: str, **fields: object) -> None:
@@ -54,6 +68,7 @@ class TextCodec:
         folder: Path,
         limits: TextLimits = TextLimits(),
         note: Callable[..., None] = _quiet,
+        tool_parser: str | None = None,
     ) -> None:
         try:
             from transformers import AutoTokenizer
@@ -78,14 +93,35 @@ class TextCodec:
             limits.time_s,
         )
         self._pool = TextPool(setup, note)
+        self._tool_pool: TextPool | None = None
+        if tool_parser is not None:
+            tools = ToolSetup(tool_parser, str(folder), limits.memory_bytes, limits.time_s)
+            self._tool_pool = TextPool(tools, note, module=TOOL_WORKER)
 
     def start(self) -> None:
         """Begin the processes, so that the first conversation need not wait for them."""
-        self._pool.start()
+        for pool in self._pools():
+            pool.start()
 
     async def close(self) -> None:
         """End the processes."""
-        await self._pool.close()
+        for pool in self._pools():
+            await pool.close()
+
+    @property
+    def parses_tools(self) -> bool:
+        """Whether calls of tools can be found in outputs."""
+        return self._tool_pool is not None
+
+    async def tool_calls(self, job: ParseTools) -> tuple[str, list[FoundCall]]:
+        """The text beside the calls of tools in an output, and the calls. Raises TurnError."""
+        if self._tool_pool is None:
+            raise BadRequest("tools: start the gateway with --tool-call-parser NAME", "tools")
+        done = await self._run(job, self._tool_pool)
+        return done.text, done.calls
+
+    def _pools(self) -> list[TextPool]:
+        return [self._pool, *([self._tool_pool] if self._tool_pool is not None else ())]
 
     async def encode(
         self, texts: Sequence[str], add_special_tokens: bool = True
@@ -115,13 +151,14 @@ class TextCodec:
         """
         if self._template is None:
             raise BadRequest("this tokenizer has no chat template: use /v1/completions")
-        self._check_chars(len(messages))
+        self._check_chars(len(messages) + len(options.tools))
         job = Chat(
             messages,
             dict(options.variables),
             options.add_generation_prompt,
             options.continue_final_message,
             strings,
+            options.tools,
         )
         done = await self._run(job)
         return unpacked(done.token_ids[0]), done.strings
@@ -145,9 +182,9 @@ class TextCodec:
                 f"the prompt has {chars} characters; this gateway takes {self._limits.max_chars}"
             )
 
-    async def _run(self, job: Chat | Encode | Decode) -> Done:
+    async def _run(self, job: Job, pool: TextPool | None = None) -> Done:
         try:
-            return await self._pool.run(job)
+            return await (pool or self._pool).run(job)
         except TextRefused as error:
             raise BadRequest(str(error)) from error
         except TextBusy as error:
@@ -189,12 +226,12 @@ class TextPlan:
 class TextTrack:
     """Text of one turn's output as its tokens come."""
 
-    __slots__ = ("_decoder", "_hold", "_plan", "ends", "matched", "text")
+    __slots__ = ("_decoder", "_hold", "ends", "matched", "plan", "text")
 
     def __init__(self, plan: TextPlan) -> None:
         from tokenizers.decoders import DecodeStream
 
-        self._plan = plan
+        self.plan = plan
         self._decoder = DecodeStream(skip_special_tokens=plan.skip_special_tokens)
         # So much of the end may turn out to be the beginning of a stop string.
         self._hold = 0 if plan.include_stop else max(map(len, plan.stop), default=1) - 1
@@ -210,7 +247,7 @@ class TextTrack:
 
     def add(self, token_ids: Sequence[int]) -> int:
         """Take tokens in; how many belong to the answer: all, or up to a stop string's last."""
-        plan, ends, step = self._plan, self.ends, self._decoder.step
+        plan, ends, step = self.plan, self.ends, self._decoder.step
         # Python appends in place to a string that only a local variable holds. Held here too it
         # would be copied for each token, and a long output would take time by its square.
         text, self.text = self.text, ""
@@ -237,28 +274,39 @@ class TextTrack:
 
     def _stops(self, text: str, old: int) -> int | None:
         """Where a stop string, of which some is behind `old`, ends the text; None: nowhere."""
-        for stop in self._plan.stop:
+        for stop in self.plan.stop:
             at = text.find(stop, max(0, old - len(stop) + 1))
             if at >= 0:
                 self.matched = stop
-                return at + len(stop) * self._plan.include_stop
+                return at + len(stop) * self.plan.include_stop
         return None
 
 
 @dataclass(slots=True)
 class ServedModel:
-    """`max_model_len` in tokens, None until a setting or a replica says; `codec` only for text."""
+    """`max_model_len` in tokens, None until a setting or a replica says; `codec` only for text.
+
+    `name` is in answers; callers may send that or one of `aliases`, or with `any_name` anything.
+    """
 
     name: str
     max_model_len: int | None = None
     codec: TextCodec | None = None
+    aliases: tuple[str, ...] = ()
+    any_name: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names that are listed."""
+        return (self.name, *self.aliases)
 
     def check_name(self, asked: str | None) -> None:
         """Raise UnknownModel for any other model; none at all means this one."""
-        if asked is not None and asked != self.name:
-            raise UnknownModel(
-                f"The model `{asked}` does not exist. Valid aliases: {self.name}.", "model"
-            )
+        if asked is None or asked == self.name or asked in self.aliases or self.any_name:
+            return
+        raise UnknownModel(
+            f"The model `{asked}` does not exist. Valid aliases: {', '.join(self.names)}.", "model"
+        )
 
     def check_length(self, prompt_tokens: int, output_tokens: int = 0) -> None:
         """Raise BadRequest for a prompt that leaves no room for `output_tokens`, at least one."""

@@ -23,7 +23,15 @@ from typing import Final
 import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from rose.contract.replica import ADMIT, DRAIN, GENERATE, STATE, Fault, Refusal
+from rose.contract.replica import (
+    ADMIT,
+    DRAIN,
+    GENERATE,
+    GENERATE_MORE,
+    STATE,
+    Fault,
+    Refusal,
+)
 from rose.contract.weights import APPLY, AUDIT
 
 _encode = msgspec.json.Encoder().encode
@@ -73,6 +81,7 @@ async def refuse(send: Send, status: int, kind: str, message: str) -> None:
 
 
 STATE_NAME = "rose_generate"
+_TURNS = frozenset({GENERATE, GENERATE_MORE})
 
 
 class GenerateShortcut:
@@ -83,7 +92,7 @@ class GenerateShortcut:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a turn at once; hand everything else on."""
-        if scope["type"] != "http" or scope["path"] != GENERATE or scope["method"] != "POST":
+        if scope["type"] != "http" or scope["path"] not in _TURNS or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
         generate: ASGIApp | None = getattr(scope["app"].state, STATE_NAME, None)
@@ -99,7 +108,7 @@ _OPEN = frozenset(
         ("GET", "/metrics/"),
         ("GET", "/v1/models"),
         ("GET", STATE),
-        ("POST", GENERATE),
+        *(("POST", path) for path in _TURNS),
     }
 )
 _WITH_SECRET = frozenset(

@@ -124,6 +124,7 @@ class ReplicaEndpoint:
         app.router.routes[:0] = [
             # An ASGI application as endpoint is called as it is, without a Request around it.
             Route(contract.GENERATE, self._generate, methods=["POST"]),
+            Route(contract.GENERATE_MORE, self._generate, methods=["POST"]),
             Route(contract.DRAIN, _Control(self._drain), methods=["POST"]),
             Route(contract.ADMIT, _Control(self._admit), methods=["POST"]),
             Route(weights.APPLY, _Control(self._apply), methods=["POST"]),

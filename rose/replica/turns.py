@@ -16,16 +16,25 @@ a common base nor errors that carry an HTTP status.
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 import msgspec
+from msgspec import structs
 from starlette.types import Message, Receive, Send
 from vllm import SamplingParams, exceptions
 from vllm.inputs.engine import tokens_input
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from rose.contract.replica import GenerateBody, Sampling, StreamLine
+from rose.contract.replica import (
+    PROMPT_PLACES,
+    GenerateBody,
+    Sampling,
+    StreamLine,
+    StructuredOutputs,
+)
 from rose.replica.admission import TurnGate
 from rose.replica.asgi import ClientGoneError, refuse, until_gone
 from rose.replica.token_versions import (
@@ -75,7 +84,7 @@ class OutputDelta:
 class EngineRequest:
     """A registered request. Read it with `next` until it finishes, else abort it."""
 
-    __slots__ = ("_ages", "_began", "_collector", "_starts", "id", "tokens")
+    __slots__ = ("_ages", "_began", "_collector", "_starts", "_wants_prompt", "id", "tokens")
 
     def __init__(
         self,
@@ -83,7 +92,9 @@ class EngineRequest:
         starts: Sequence[Start] | None,
         ages: KvStaleness,
         began: int,
+        wants_prompt: bool = False,
     ) -> None:
+        self._wants_prompt = wants_prompt
         self._collector = collector
         self._starts = starts
         self._ages = ages
@@ -100,12 +111,13 @@ class EngineRequest:
     ) -> Self:
         """Hand a turn to the engine. Raises RequestRefusedError for what the engine refuses."""
         _check_stops(engine, body.sampling)
+        ends = () if body.sampling.ignore_eos else ends_of(engine)
         began, salt = ages.current, ages.salted(body.cache_salt)
         try:
             collector = await engine.add_request(
                 body.request_id,
                 tokens_input(body.token_ids, cache_salt=salt),
-                _parameters(body.sampling),
+                _parameters(body.sampling, ends),
                 priority=body.priority,
             )
         except ErrorWithStatus as error:
@@ -114,7 +126,8 @@ class EngineRequest:
             raise RequestRefusedError(_BAD_REQUEST, str(error)) from error
         except ENGINE_FAILURES as error:
             raise RequestRefusedError(_UNAVAILABLE, str(error)) from error
-        return cls(collector, stamps_of(engine).starts(collector), ages, began)
+        wants_prompt = body.sampling.prompt_logprobs is not None
+        return cls(collector, stamps_of(engine).starts(collector), ages, began, wants_prompt)
 
     async def next(self) -> OutputDelta:
         """Wait for output; what came since the last call is merged.
@@ -124,7 +137,23 @@ class EngineRequest:
         output = self._collector.get_nowait() or await self._collector.get()
         completion = output.outputs[0]
         chunks = self._chunks(completion) if completion.token_ids else []
+        if self._wants_prompt and chunks:
+            return self._with_prompt(output.prompt_logprobs, chunks, completion.finish_reason)
         return OutputDelta(chunks, completion.finish_reason)
+
+    def _with_prompt(
+        self,
+        found: Any,  # noqa: ANN401 - vLLM's PromptLogprobs
+        chunks: list[StreamLine],
+        finish_reason: str | None,
+    ) -> OutputDelta:
+        """The first tokens behind the logprobs of their prompt, all of one version."""
+        self._wants_prompt = False
+        version = chunks[0].version
+        if version != self._began:
+            # Some may be of the version before: the turn is asked for again.
+            return OutputDelta([], "abort")
+        return OutputDelta([*_prompt_lines(found or (), version), *chunks], finish_reason)
 
     def interrupt(self, error: Exception) -> None:
         """Make `next` raise at once."""
@@ -193,16 +222,76 @@ def _sampled_logprobs(flat: Any) -> list[float]:  # noqa: ANN401 - vLLM's FlatLo
     return [values[start] for start in flat.start_indices]
 
 
-def _parameters(sampling: Sampling) -> SamplingParams:
+def ends_of(engine: Any) -> tuple[int, ...]:  # noqa: ANN401 - AsyncLLM
+    """The model's own ends of a sequence, as vLLM has them with its default configuration.
+
+    The engine knows its tokenizer's alone, and of those only where it has loaded one.
+    """
+    if engine not in _ENDS:
+        _ENDS[engine] = _read_ends(engine)
+    return _ENDS[engine]
+
+
+_ENDS: "WeakKeyDictionary[Any, tuple[int, ...]]" = WeakKeyDictionary()
+
+
+def _read_ends(engine: Any) -> tuple[int, ...]:  # noqa: ANN401 - AsyncLLM
+    config = engine.model_config
+    try:
+        text = (Path(config.model) / "generation_config.json").read_bytes()
+        said = msgspec.json.decode(text, type=dict[str, Any]).get("eos_token_id")
+    except (OSError, msgspec.MsgspecError):
+        said = None
+    if said is None:
+        said = getattr(config.hf_config, "eos_token_id", None)
+    ids = [*said] if isinstance(said, list) else [said]
+    ids.append(engine.renderer.get_eos_token_id())
+    size: int = config.get_vocab_size()
+    return tuple({each: None for each in ids if each is not None and 0 <= each < size})
+
+
+def _prompt_lines(found: Any, version: int) -> list[StreamLine]:  # noqa: ANN401 - vLLM's own
+    """Lines with the logprobs of a prompt."""
+    places = [
+        None if not place else [(token, each.logprob, each.rank) for token, each in place.items()]
+        for place in found
+    ]
+    return [
+        StreamLine(version=version, prompt_logprobs=places[start : start + PROMPT_PLACES])
+        for start in range(0, len(places), PROMPT_PLACES)
+    ]
+
+
+def _structured(asked: StructuredOutputs) -> StructuredOutputsParams:
+    """Raises RequestRefusedError for what vLLM does not take."""
+    given = {name: getattr(asked, name) for name in asked.__struct_fields__}
+    if asked.choice is not None:
+        given["choice"] = [*asked.choice]
+    try:
+        # Only what is said: a version may not know all of it.
+        return StructuredOutputsParams(**{name: each for name, each in given.items() if each})
+    except (TypeError, ValueError) as error:
+        raise RequestRefusedError(_BAD_REQUEST, f"structured_outputs: {error}") from error
+
+
+def _parameters(sampling: Sampling, ends: Sequence[int] = ()) -> SamplingParams:
+    structured = sampling.structured_outputs
+    stops = _listed(sampling.stop_token_ids)
     parameters = SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         max_tokens=sampling.max_tokens,
         min_tokens=sampling.min_tokens,
-        stop_token_ids=_listed(sampling.stop_token_ids),
+        stop_token_ids=[*dict.fromkeys([*(stops or ()), *ends])] if ends else stops,
         allowed_token_ids=_listed(sampling.allowed_token_ids),
         seed=sampling.seed,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        presence_penalty=sampling.presence_penalty,
+        prompt_logprobs=sampling.prompt_logprobs,
+        structured_outputs=None if structured is None else _structured(structured),
         logprobs=0,
         flat_logprobs=True,
         ignore_eos=True,
@@ -283,11 +372,15 @@ class ReplicaTurn:
             self.ended = True
             await abort(self._engine, [self.request])
             return _line_of("error", f"{type(error).__name__}: {error}")
-        lines = _encode_lines(delta.chunks)
-        if delta.finish_reason is not None:
-            self.ended = True
-            lines += _line_of(self._reason(delta.finish_reason))
-        return lines
+        chunks = delta.chunks
+        if delta.finish_reason is None:
+            return _encode_lines(chunks)
+        self.ended = True
+        reason = self._reason(delta.finish_reason)
+        if not chunks or reason != "stop":
+            return _encode_lines(chunks) + _line_of(reason)
+        # In the line of its last token: whoever has an end of sequence knows that it is one.
+        return _encode_lines([*chunks[:-1], structs.replace(chunks[-1], finish_reason=reason)])
 
     def client_left(self, watch: "asyncio.Task[None]") -> None:
         """Done callback of the task that watches the client's connection."""

@@ -933,17 +933,21 @@ class JobRow(_message.Message):
 
     JOB_FIELD_NUMBER: _builtins.int
     LATEST_VERSION_FIELD_NUMBER: _builtins.int
+    MAX_STALENESS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     latest_version: _builtins.int
+    max_staleness: _builtins.int
+    """that the job was registered with"""
     def __init__(
         self,
         *,
         job: _builtins.str = ...,
         latest_version: _builtins.int = ...,
+        max_staleness: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "latest_version", b"latest_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "latest_version", b"latest_version", "max_staleness", b"max_staleness"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

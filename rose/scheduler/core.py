@@ -491,7 +491,11 @@ class SchedulerCore:
             replicas=replica_rows(self._fleet, self._leasing, self._healths, now_s),
             latest_version=self._jobs.latest(self._only_job),
             jobs=[
-                pb.JobRow(job=each.job, latest_version=self._jobs.latest(each.job))
+                pb.JobRow(
+                    job=each.job,
+                    latest_version=self._jobs.latest(each.job),
+                    max_staleness=each.max_staleness,
+                )
                 for each in self._jobs.live
             ],
             settling=settling,

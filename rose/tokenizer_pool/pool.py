@@ -23,18 +23,22 @@ from rose.tokenizer_pool.worker import (
     Decode,
     Done,
     Job,
+    ParseTools,
     Refused,
     Setup,
+    ToolSetup,
     decode_answer,
     frame,
 )
 
+TEXT_WORKER = "rose.tokenizer_pool.worker"
+TOOL_WORKER = "rose.tokenizer_pool.tool_worker"
 WORKERS = 2
 MAX_QUEUE = 64
 # Jobs above this never have all workers at once: short ones go by them.
 LARGE_BYTES = 64 << 10
-# A worker's Python, its imports and the reading of the tokenizer, on a busy machine.
-START_S = 60.0
+# A worker's Python, its imports (vLLM's are most of it) and the tokenizer, on a busy machine.
+START_S = 120.0
 RESTART_PAUSE_S = 1.0
 
 
@@ -62,10 +66,19 @@ class _Waiter:
 class TextPool:
     """Workers with one tokenizer. `start` it, or let the first job; end with `close`.
 
-    `note` is told of workers that end, as an event and its fields.
+    `module`: what they run, which takes `setup` as its first frame. `note` is told of workers that
+    end, as an event and its fields.
     """
 
-    def __init__(self, setup: Setup, note: Callable[..., None], workers: int = WORKERS) -> None:
+    def __init__(
+        self,
+        setup: Setup | ToolSetup,
+        note: Callable[..., None],
+        workers: int = WORKERS,
+        module: str = TEXT_WORKER,
+    ) -> None:
+        self._module = module
+        self._unusable = ""
         self._first = frame(setup)
         self.time_s = setup.time_s
         self._memory_bytes = setup.memory_bytes
@@ -90,6 +103,8 @@ class TextPool:
     async def run(self, job: Job) -> Done:
         """Have a job done. Raises TextRefused or TextBusy."""
         self.start()
+        if self._unusable:
+            raise TextRefused(self._unusable)
         large = _size(job) > LARGE_BYTES
         await self._place(large)
         # A caller that hangs up leaves its job to be finished: killing would cost more.
@@ -168,10 +183,10 @@ class TextPool:
         """Bring a worker up, trying until there is one."""
         while True:
             await asyncio.sleep(after_s)
-            worker = await _start()
+            worker = await _start(self._module)
             try:
                 async with asyncio.timeout(START_S):
-                    await _ask(worker, self._first)
+                    answer = await _ask(worker, self._first)
             except (OSError, EOFError, TimeoutError, msgspec.MsgspecError) as error:
                 await _end(worker)
                 self._note("text_worker_failed", reason=f"{type(error).__name__}: {error}")
@@ -180,11 +195,23 @@ class TextPool:
             except BaseException:
                 await _end(worker)
                 raise
+            if isinstance(answer, Refused):
+                await _end(worker)
+                self._give_up(answer.message)
+                return Done()
             self._alive += 1
             self._idle.append(worker)
             self._places += 1
             self._grant()
             return Done()
+
+    def _give_up(self, why: str) -> None:
+        """No worker can be set up: no job will ever be done."""
+        self._unusable = why
+        self._note("text_worker_failed", reason=why)
+        for waiter in self._waiting:
+            if not waiter.granted.done():
+                waiter.granted.set_exception(TextRefused(why))
 
     async def _work(self, job: Job, large: bool) -> Done:
         worker = self._idle.pop()
@@ -220,12 +247,12 @@ class TextPool:
             self._spawn(self._begin(0.0))
 
 
-async def _start() -> _Worker:
+async def _start(module: str) -> _Worker:
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        "rose.tokenizer_pool.worker",
+        module,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,
@@ -255,7 +282,7 @@ async def _end(worker: _Worker) -> None:
 
 def _size(job: Job) -> int:
     if isinstance(job, Chat):
-        return len(job.messages)
-    if isinstance(job, Decode):
+        return len(job.messages) + len(job.tools)
+    if isinstance(job, Decode | ParseTools):
         return len(job.token_ids)
     return sum(map(len, job.texts))

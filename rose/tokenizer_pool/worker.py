@@ -16,7 +16,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from datetime import datetime
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO, NoReturn, Protocol, TypeVar
 
 import jinja2
 import jinja2.ext
@@ -87,6 +87,7 @@ def render(
     add_generation_prompt: bool,
     continue_final_message: bool,
     max_chars: int,
+    tools: list[dict[str, Any]] | None = None,
 ) -> str:
     """The prompt of a conversation. Raises TemplateError, or whatever the template raises."""
     final = ""
@@ -97,7 +98,7 @@ def render(
     chars = 0
     for piece in template.generate(
         messages=messages,
-        tools=None,
+        tools=tools,
         documents=None,
         add_generation_prompt=add_generation_prompt,
         **variables,
@@ -166,13 +167,14 @@ class Encode(msgspec.Struct, tag=True):
 
 
 class Chat(msgspec.Struct, tag=True):
-    """Token ids of a conversation, which is JSON as its caller sent it."""
+    """Token ids of a conversation, which is JSON as its caller sent it; `tools` too."""
 
     messages: bytes
     variables: dict[str, Variable]
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     strings: bool = False
+    tools: bytes = b"null"
 
 
 class Decode(msgspec.Struct, tag=True):
@@ -181,12 +183,41 @@ class Decode(msgspec.Struct, tag=True):
     token_ids: bytes
 
 
+class ToolSetup(msgspec.Struct, tag=True):
+    """First frame of a worker that finds tool calls (tool_worker.py); limits as in `Setup`."""
+
+    parser: str
+    folder: str
+    memory_bytes: int
+    time_s: float
+
+
+class ParseTools(msgspec.Struct, tag=True):
+    """The calls in an output, of tokens without the one that ended it; `tools` in JSON.
+
+    stop: the string that ended it.
+    """
+
+    token_ids: bytes
+    tools: bytes
+    stop: str | None = None
+    include_stop: bool = False
+
+
+class FoundCall(msgspec.Struct):
+    """A call that a model wrote; `arguments` is JSON, or what the model took for it."""
+
+    name: str
+    arguments: str
+
+
 class Done(msgspec.Struct, tag=True):
     """A job's answer; `token_ids` packed, one for each text."""
 
     token_ids: list[bytes] = []
     strings: list[str] | None = None
     text: str = ""
+    calls: list[FoundCall] = []
 
 
 class Refused(msgspec.Struct, tag=True):
@@ -196,10 +227,10 @@ class Refused(msgspec.Struct, tag=True):
     last: bool = False
 
 
-Job = Encode | Chat | Decode
+TextJob = Encode | Chat | Decode
+Job = TextJob | ParseTools
 encode = msgspec.msgpack.Encoder().encode
-decode_setup = msgspec.msgpack.Decoder(Setup).decode
-decode_job: Callable[[bytes], Job] = msgspec.msgpack.Decoder(Job).decode
+decode_job: Callable[[bytes], Any] = msgspec.msgpack.Decoder(Job).decode
 decode_answer: Callable[[bytes], Done | Refused] = msgspec.msgpack.Decoder(Done | Refused).decode
 
 
@@ -231,6 +262,22 @@ def frame(message: object) -> bytes:
     return LENGTH.pack(len(body)) + body
 
 
+def _as_templates_take_it(message: dict[str, Any]) -> dict[str, Any]:
+    """A message with what templates rely on: text as content, arguments of calls as objects."""
+    calls = message.get("tool_calls")
+    if message.get("role") != "assistant" or not isinstance(calls, list):
+        return message
+    message = {**message, "content": message.get("content") or "", "tool_calls": deepcopy(calls)}
+    if not calls:
+        # A template may take an empty list for calls.
+        del message["tool_calls"]
+    for call in calls and message["tool_calls"]:
+        function = call["function"]
+        if isinstance(function.get("arguments"), str):
+            function["arguments"] = json.loads(function["arguments"] or "{}")
+    return message
+
+
 MAX_REASON_CHARS = 300
 
 
@@ -242,7 +289,7 @@ class TextService:
         self._setup = setup
         self._template = None if setup.template is None else compile_template(setup.template)
 
-    def answer(self, job: Job) -> Done | Refused:
+    def answer(self, job: TextJob) -> Done | Refused:
         """A job's answer; whatever it raises is a refusal."""
         try:
             return self._do(job)
@@ -253,7 +300,7 @@ class TextService:
             subject = "the chat template refuses the messages" if isinstance(job, Chat) else "text"
             return Refused(f"{subject}: {reason or type(error).__name__}")
 
-    def _do(self, job: Job) -> Done | Refused:
+    def _do(self, job: TextJob) -> Done | Refused:
         if isinstance(job, Decode):
             ids = unpacked(job.token_ids)
             return Done(text=str(self._tokenizer.decode(ids, skip_special_tokens=False)))
@@ -269,6 +316,7 @@ class TextService:
         if self._template is None:
             raise ValueError("this tokenizer has none: use /v1/completions")
         messages = msgspec.json.decode(job.messages, type=list[dict[str, Any]])
+        messages = [_as_templates_take_it(message) for message in messages]
         if not messages:
             raise ValueError("messages is empty: send at least one")
         return render(
@@ -278,16 +326,39 @@ class TextService:
             add_generation_prompt=job.add_generation_prompt,
             continue_final_message=job.continue_final_message,
             max_chars=self._setup.max_chars,
+            tools=msgspec.json.decode(job.tools),
         )
 
 
 def serve(jobs: BinaryIO, answers: BinaryIO) -> None:
     """Do jobs until there are no more."""
+    serve_jobs(jobs, answers, Setup, TextService)
+
+
+S = TypeVar("S", Setup, ToolSetup)
+
+
+class Service(Protocol):
+    """Does jobs of one kind."""
+
+    def answer(self, job: Any) -> Done | Refused:  # noqa: ANN401 - of its kind
+        """A job's answer; never raises."""
+        ...
+
+
+def serve_jobs(
+    jobs: BinaryIO, answers: BinaryIO, kind: type[S], made: Callable[[S], Service]
+) -> None:
+    """Do jobs with what is `made` of the first frame; where it cannot be, the answer says why."""
     first = read_frame(jobs)
     if first is None:
         return
-    setup = decode_setup(first)
-    service = TextService(setup)
+    setup = msgspec.msgpack.decode(first, type=kind)
+    try:
+        service = made(setup)
+    except Exception as error:  # noqa: BLE001 - whatever it is, no job would be done
+        _send(answers, Refused(" ".join(str(error).split())[:MAX_REASON_CHARS], last=True))
+        return
     _limit_memory(setup.memory_bytes)
     _send(answers, Done())
     while (data := read_frame(jobs)) is not None:

@@ -72,7 +72,7 @@ async def test_a_greedy_stream_equals_the_engines_own_completion(replica: Replic
     stop = expected[20]
     stopped = await replica.lines(PROMPT, 48, stop_token_ids=[stop])
     assert tokens_of(stopped) == expected[: expected.index(stop) + 1]
-    assert stopped[-1] == {"finish_reason": "stop"}
+    assert (stopped[-1]["token_ids"][-1], stopped[-1]["finish_reason"]) == (stop, "stop")
 
 
 async def test_logprobs_are_those_of_the_distribution_that_was_sampled(replica: Replica) -> None:

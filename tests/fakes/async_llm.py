@@ -26,8 +26,14 @@ class FakeAsyncLLM:
         self.vllm_config = SimpleNamespace(
             cache_config=SimpleNamespace(num_gpu_blocks=4, block_size=32),
             scheduler_config=SimpleNamespace(max_num_seqs=6, max_num_batched_tokens=64),
-            model_config=SimpleNamespace(max_model_len=100, get_vocab_size=lambda: 96),
+            model_config=SimpleNamespace(
+                model="/nowhere",
+                max_model_len=100,
+                get_vocab_size=lambda: 96,
+                hf_config=SimpleNamespace(eos_token_id=None),
+            ),
         )
+        self.renderer = SimpleNamespace(get_eos_token_id=lambda: None)
         self.model_config = self.vllm_config.model_config
         self.weight_version: str | None = "default"
         self.prompts: list[Mapping[str, Any]] = []

@@ -14,7 +14,9 @@ class StandInReplica:
     continuation is right exactly when the whole answer is one unbroken count.
     """
 
-    def __init__(self, version: int = 0, delay_s: float = 0.0) -> None:
+    def __init__(self, version: int = 0, delay_s: float = 0.0, *, is_old: bool = False) -> None:
+        """is_old: it has not the route for more than sampling had at first."""
+        self.is_old = is_old
         self.version = version
         self.delay_s = delay_s
         # Tokens from this one on are sampled by the next version, on KV that was kept.
@@ -27,6 +29,7 @@ class StandInReplica:
         self.stop_after: int | None = None
         self.script: list[int] = []
         self.requests: list[dict[str, Any]] = []
+        self.paths: list[str] = []
         self.cancelled = 0
         self.live = 0
         self.max_live = 0
@@ -45,6 +48,8 @@ class StandInReplica:
     async def __aenter__(self) -> Self:
         app = web.Application()
         app.router.add_post("/rose/v1/generate", self._generate)
+        if not self.is_old:
+            app.router.add_post("/rose/v2/generate", self._generate)
         app.router.add_get("/rose/v1/state", self._state)
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
         await self._runner.setup()
@@ -74,6 +79,7 @@ class StandInReplica:
     async def _generate(self, http: web.Request) -> web.StreamResponse:
         asked = await http.json()
         self.requests.append(asked)
+        self.paths.append(http.path)
         if self.draining:
             return web.json_response({"error": {"type": "draining", "message": "-"}}, status=503)
         if self.bad_request:
@@ -98,6 +104,12 @@ class StandInReplica:
     ) -> None:
         first = asked["token_ids"][-1] + 1
         budget = asked["sampling"]["max_tokens"]
+        if asked["sampling"].get("prompt_logprobs") is not None:
+            places = [[[token, -token / 1000, 1]] for token in asked["token_ids"]]
+            places[0] = None
+            for start in range(0, len(places), 2):
+                part = {"version": self.version, "prompt_logprobs": places[start : start + 2]}
+                await _line(response, part)
         for i in range(min(budget, self.stop_after or budget)):
             if i == self.revoke_after:
                 return await _line(response, {"finish_reason": "revoked"})

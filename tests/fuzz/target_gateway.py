@@ -31,10 +31,10 @@ from rose.tokenizer_pool.worker import Chat, Done, Refused, Setup, TextService
 DOCUMENTED = frozenset({200, 400, 404, 405, 408, 409, 413, 415, 417, 429, 503, 504})
 MODEL = ServedModel("rose-policy", 4_096)
 FRONTENDS = (
-    VllmFrontend(MODEL),
-    SglangFrontend(MODEL),
-    CompletionFrontend(MODEL),
-    ChatFrontend(MODEL),
+    VllmFrontend(MODEL, 256),
+    SglangFrontend(MODEL, 256),
+    CompletionFrontend(MODEL, 256),
+    ChatFrontend(MODEL, 256),
 )
 POSTS = (
     *(frontend.path for frontend in FRONTENDS),

@@ -1,8 +1,8 @@
 """OpenAI's `POST /v1/chat/completions`, as vLLM 0.32 reads and writes it; needs a tokenizer.
 
 Fields of ROSE: `min_version`, `exact_version`, `timeout_s`, `resume_from` in; `versions` in every
-choice out. Of the rendering options a caller may set the template's variables alone. Tools and
-structured output are engine features that rollout replicas do not have.
+choice out. Of the rendering options a caller may set the template's variables alone. Outputs that
+may call tools are answered when they are whole, streams too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,10 +13,18 @@ from rose.contract.gateway import Version, versions_of
 from rose.gateway.apis import wire
 from rose.gateway.apis.completions import OpenAIBody, check_top_logprobs, text_between, token_text
 from rose.gateway.apis.frontend import ApiRequest
+from rose.gateway.apis.tools import (
+    FOUND,
+    FoundTools,
+    ToolCall,
+    ToolChoice,
+    checked_tools,
+    found_tools,
+)
 from rose.gateway.errors import BadRequest, TurnError
 from rose.gateway.request_limits import resume_of, timeout_of
 from rose.gateway.text_codec import ChatOptions, ServedModel
-from rose.gateway.turns.request import NOTHING, TurnRequest, origin_of, sample_of, unread
+from rose.gateway.turns.request import NOTHING, TurnRequest, origin_of, sample_of
 from rose.gateway.turns.token_stream import TokenStream
 from rose.tokenizer_pool.worker import Variable
 
@@ -47,6 +55,7 @@ def chat_options(
     variables: Mapping[str, Variable] | None,
     add_generation_prompt: bool,
     continue_final_message: bool,
+    tools: bytes | None = None,
 ) -> ChatOptions:
     """Raises BadRequest for variables that are none of the template's."""
     given = variables or {}
@@ -62,7 +71,10 @@ def chat_options(
         if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
             raise _refused(f"{name} is a number of at most 64 bits")
     return ChatOptions(
-        given, add_generation_prompt and not continue_final_message, continue_final_message
+        given,
+        add_generation_prompt and not continue_final_message,
+        continue_final_message,
+        tools or b"null",
     )
 
 
@@ -77,7 +89,8 @@ class _Body(OpenAIBody, gc=False, kw_only=True):
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None
     tools: msgspec.Raw = NOTHING
-    tool_choice: msgspec.Raw = NOTHING
+    tool_choice: str | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = True
     continue_final_message: bool | None = False
     chat_template: str | None = None
@@ -92,14 +105,17 @@ class ChatFrontend:
 
     path = "/v1/chat/completions"
 
-    def __init__(self, model: ServedModel) -> None:
+    def __init__(self, model: ServedModel, max_completions: int) -> None:
         self._model = model
+        self._max_completions = max_completions
 
     async def read(self, body: bytes, headers: Mapping[str, str]) -> ApiRequest:
         asked = wire.read_json(_decoder, body)
         self._model.check_name(asked.model)
-        _check(asked)
-        prompt = await self._prompt(asked)
+        _check(asked, self._max_completions)
+        tools = checked_tools(self._model, asked.tools, asked.tool_choice)
+        prompt = await self._prompt(asked, tools)
+        called = None if asked.tool_choice == "none" else tools
         limit = asked.max_completion_tokens
         max_tokens = asked.max_tokens if limit is None else limit
         self._model.check_length(len(prompt), max_tokens or 0)
@@ -119,12 +135,14 @@ class ChatFrontend:
                 timeout_s=timeout_of(headers, asked.timeout_s),
                 named=named,
                 text=asked.text_plan(self._model),
+                batch=asked.samples > 1,
             )
             for index in range(asked.samples)
         ]
         start, event_ids = resume_of(headers, asked.resume_from)
-        answer = ChatAnswer(f"chatcmpl-{name}", self._model, asked, prompt, start)
-        return ApiRequest(turns, bool(asked.stream), answer, start, event_ids)
+        answer = ChatAnswer(f"chatcmpl-{name}", self._model, asked, prompt, start, called)
+        at_end = called is not None
+        return ApiRequest(turns, bool(asked.stream), answer, start, event_ids, at_end)
 
     def error(self, error: TurnError) -> bytes:
         return wire.vllm_error(error)
@@ -132,20 +150,24 @@ class ChatFrontend:
     def broken(self, error: TurnError) -> bytes:
         return wire.event(wire.vllm_error(error)) + wire.DONE
 
-    async def _prompt(self, asked: _Body) -> list[int]:
+    async def _prompt(self, asked: _Body, tools: bytes | None) -> list[int]:
         codec = self._model.need_codec("a conversation")
         options = chat_options(
             asked.chat_template_kwargs,
             asked.add_generation_prompt is not False,
             bool(asked.continue_final_message),
+            tools,
         )
         return (await codec.chat(bytes(asked.messages), options))[0]
 
 
-def _check(asked: _Body) -> None:
-    asked.check()
-    if unread(asked.tools) or unread(asked.tool_choice) not in (None, "none", "auto"):
-        raise BadRequest("tools are not supported: put their texts into the messages", "tools")
+def _check(asked: _Body, max_completions: int) -> None:
+    asked.check(max_completions)
+    if asked.parallel_tool_calls is False:
+        raise BadRequest(
+            "parallel_tool_calls: how many tools are called, the policy decides; leave it out",
+            "parallel_tool_calls",
+        )
     if asked.chat_template is not None:
         raise BadRequest("chat_template: only the tokenizer's own is used", "chat_template")
     if asked.top_logprobs and not asked.logprobs:
@@ -172,11 +194,12 @@ class _Logprobs(msgspec.Struct, gc=False):
 
 class _Message(msgspec.Struct, gc=False):
     role: str
-    content: str
+    content: str | None
     refusal: None = None
     annotations: None = None
     audio: None = None
     function_call: None = None
+    tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
     reasoning: None = None
 
 
@@ -196,11 +219,11 @@ class _Whole(msgspec.Struct, gc=False):
     object: str
     created: int
     model: str
-    choices: list[_Choice]
+    choices: list[msgspec.Raw]
     service_tier: None
     system_fingerprint: None
     usage: wire.TokenUsage
-    prompt_logprobs: None
+    prompt_logprobs: wire.PromptPlaces | None
     prompt_token_ids: list[int] | None
     prompt_text: None
     kv_transfer_params: None
@@ -212,8 +235,15 @@ class ChatAnswer:
     """Writes one request's turns, one a choice."""
 
     def __init__(
-        self, name: str, model: ServedModel, asked: _Body, prompt: list[int], resumed: int
+        self,
+        name: str,
+        model: ServedModel,
+        asked: _Body,
+        prompt: list[int],
+        resumed: int,
+        tools: bytes | None,
     ) -> None:
+        """tools: which the output may call."""
         options = asked.stream_options or wire.StreamOptions()
         self._name = name
         self._model = model
@@ -225,28 +255,49 @@ class ChatAnswer:
         self._ids = bool(asked.return_token_ids)
         self._usage_at_end = options.at_end
         self._usage_always = options.always
+        self._stream = bool(asked.stream)
+        self._tools = tools
+        self._found: list[FoundTools] = []
+        self._choices: list[msgspec.Raw] = []
+
+    async def prepare(self, streams: Sequence[TokenStream]) -> None:
+        """Find calls of tools; write choices where they are not streamed."""
+        if self._tools is not None:
+            for index, stream in enumerate(streams):
+                found = await found_tools(self._model, self._tools, self._name, index, stream)
+                self._found.append(found)
+        if not self._stream:
+            self._choices = await wire.written(streams, self._choice)
+
+    def _choice(self, index: int, stream: TokenStream) -> _Choice:
+        end = len(stream.tokens)
+        return _Choice(
+            index,
+            self._message(index, stream),
+            self._logprobs_of(stream, 0, end),
+            self._finish_reason(index, stream),
+            stream.stop_reason,
+            stream.tokens.tolist() if self._ids else None,
+            None,
+            versions_of(stream.versions),
+        )
+
+    def _message(self, index: int, stream: TokenStream) -> _Message:
+        if self._tools is None:
+            return _Message("assistant", text_between(stream.text, 0, len(stream.tokens), True))
+        found = self._found[index]
+        return _Message("assistant", found.content, tool_calls=found.calls or msgspec.UNSET)
+
+    def _finish_reason(self, index: int, stream: TokenStream) -> str | None:
+        called = self._tools is not None and self._found[index].calls
+        return FOUND if called else stream.finish_reason
 
     def whole(self, streams: Sequence[TokenStream]) -> bytes:
-        choices = []
-        for index, stream in enumerate(streams):
-            end = len(stream.tokens)
-            choices.append(
-                _Choice(
-                    index,
-                    _Message("assistant", text_between(stream.text, 0, end, True)),
-                    self._logprobs_of(stream, 0, end),
-                    stream.finish_reason,
-                    stream.stop_reason,
-                    stream.tokens.tolist() if self._ids else None,
-                    None,
-                    versions_of(stream.versions),
-                )
-            )
         usage = wire.TokenUsage(*wire.usage(streams, [len(self._prompt)]))
         prompt = self._prompt if self._ids else None
         head = (self._name, "chat.completion", streams[0].created, self._model.name)
-        none = (None, None, None, None)
-        return wire.encode(_Whole(*head, choices, None, None, usage, None, prompt, *none))
+        places, none = wire.prompt_places(streams[0]), (None, None, None, None)
+        return wire.encode(_Whole(*head, self._choices, None, None, usage, places, prompt, *none))
 
     def begin(self, streams: Sequence[TokenStream]) -> bytes:
         """An event with the role for each choice; a reader that comes back had them."""
@@ -270,15 +321,27 @@ class ChatAnswer:
         over = stream.finish_reason is not None and end == len(stream.tokens)
         choice: dict[str, object] = {
             "index": index,
-            "delta": {"content": text_between(stream.text, start, end, over)},
+            "delta": self._delta(index, stream, start, end, over),
             "logprobs": self._logprobs_of(stream, start, end),
-            "finish_reason": stream.finish_reason if over else None,
+            "finish_reason": self._finish_reason(index, stream) if over else None,
         }
         if over:
             choice["stop_reason"] = stream.stop_reason
         choice["token_ids"] = stream.tokens[start:end].tolist() if self._ids else None
         choice["versions"] = versions_of(stream.spans(start, end))
         return wire.event(wire.encode(self._chunk(stream, [choice], self._usage(stream, end))))
+
+    def _delta(
+        self, index: int, stream: TokenStream, start: int, end: int, over: bool
+    ) -> dict[str, object]:
+        if self._tools is None:
+            return {"content": text_between(stream.text, start, end, over)}
+        found = self._found[index]
+        if not over:
+            # All of it is known, and said with the last tokens.
+            return {"content": ""}
+        delta: dict[str, object] = {"content": found.content} if found.content else {}
+        return {**delta, "tool_calls": found.deltas()} if found.calls else delta
 
     def close(self, streams: Sequence[TokenStream]) -> bytes:
         if not self._usage_at_end:

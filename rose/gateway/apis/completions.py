@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from rose.contract.gateway import TurnFields, Version, versions_of
-from rose.contract.replica import Sampling
+from rose.contract.replica import Sampling, StructuredOutputs
 from rose.gateway.apis import wire
-from rose.gateway.apis.frontend import ApiRequest
+from rose.gateway.apis.frontend import ApiRequest, check_completions
+from rose.gateway.apis.structured import StructuredBody, structured_of
 from rose.gateway.apis.wire import StreamOptions
 from rose.gateway.errors import BadRequest, TurnError
 from rose.gateway.request_limits import resume_of, timeout_of
@@ -25,28 +26,16 @@ from rose.gateway.turns.request import (
 )
 from rose.gateway.turns.token_stream import TokenStream
 
-MAX_SAMPLES = 256
 MAX_STOPS = 256
 MAX_STOP_CHARS = 4_096
 NEUTRAL: Mapping[str, object] = {
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "min_p": 0.0,
-    "ignore_eos": False,
     "use_beam_search": False,
-    "prompt_logprobs": None,
     "logprob_token_ids": None,
-    "structured_outputs": None,
     "logit_bias": None,
     "bad_words": None,
     "truncate_prompt_tokens": None,
     "echo": False,
 }
-
-
-class _Format(msgspec.Struct, gc=False):
-    type: str | None = None
 
 
 class OpenAIBody(TurnFields, gc=False):
@@ -79,20 +68,22 @@ class OpenAIBody(TurnFields, gc=False):
     use_beam_search: bool | None = False
     prompt_logprobs: int | None = None
     logprob_token_ids: list[int] | None = None
-    structured_outputs: msgspec.Raw = NOTHING
-    response_format: _Format | None = None
+    structured_outputs: StructuredBody | None = None
+    response_format: msgspec.Raw = NOTHING
+    guided_json: msgspec.Raw = NOTHING
+    guided_regex: msgspec.Raw = NOTHING
+    guided_choice: msgspec.Raw = NOTHING
+    guided_grammar: msgspec.Raw = NOTHING
     logit_bias: dict[str, float] | None = None
     bad_words: list[str] | None = None
     truncate_prompt_tokens: int | None = None
     echo: bool | None = False
 
-    def check(self) -> None:
-        """Raise BadRequest for what rollout replicas cannot do."""
+    def check(self, most: int) -> None:
+        """Raise BadRequest for what rollout replicas cannot do, and for over `most` samples."""
         refuse_unsupported(self, NEUTRAL)
-        if self.response_format is not None and self.response_format.type != "text":
-            raise BadRequest("rollout replicas generate plain text only", "response_format")
-        if not 1 <= self.samples <= MAX_SAMPLES:
-            raise BadRequest(f"n must be between 1 and {MAX_SAMPLES}, got {self.n}", "n")
+        wire.check_prompt_logprobs(self.prompt_logprobs, self.stream)
+        check_completions(self.samples, most, "n")
         check_stops(self.stops)
 
     @property
@@ -115,7 +106,24 @@ class OpenAIBody(TurnFields, gc=False):
             self.stop_token_ids or None,
             self.allowed_token_ids,
             self.seed,
+            self.min_p or 0.0,
+            1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            self.frequency_penalty or 0.0,
+            self.presence_penalty or 0.0,
+            bool(self.ignore_eos),
+            self.prompt_logprobs,
+            self.structured(),
         )
+
+    def structured(self) -> StructuredOutputs | None:
+        """What the output has to be. Raises BadRequest."""
+        guided = {
+            "json": self.guided_json,
+            "regex": self.guided_regex,
+            "choice": self.guided_choice,
+            "grammar": self.guided_grammar,
+        }
+        return structured_of(self.structured_outputs, self.response_format, guided)
 
     def text_plan(self, model: ServedModel) -> TextPlan | None:
         """How output becomes text. Raises BadRequest for stop strings without a tokenizer."""
@@ -170,7 +178,6 @@ def text_between(track: TextTrack | None, start: int, end: int, over: bool) -> s
 
 
 DEFAULT_MAX_TOKENS = 16
-MAX_TURNS = 256
 
 
 class _Body(OpenAIBody, gc=False, kw_only=True):
@@ -188,20 +195,20 @@ class CompletionFrontend:
 
     path = "/v1/completions"
 
-    def __init__(self, model: ServedModel) -> None:
+    def __init__(self, model: ServedModel, max_completions: int) -> None:
         self._model = model
+        self._max_completions = max_completions
 
     async def read(self, body: bytes, headers: Mapping[str, str]) -> ApiRequest:
         asked = wire.read_json(_decoder, body)
         self._model.check_name(asked.model)
-        asked.check()
+        asked.check(self._max_completions)
         check_top_logprobs(asked.logprobs, "logprobs")
         if asked.suffix:
             raise BadRequest("suffix is not supported", "suffix")
         prompts = await self._prompts(asked)
         samples = asked.samples
-        if len(prompts) * samples > MAX_TURNS:
-            raise BadRequest(f"at most {MAX_TURNS} completions in one request", "prompt")
+        check_completions(len(prompts) * samples, self._max_completions, "prompt")
         name, named = wire.request_id_of(headers, asked.request_id)
         origin, turns = origin_of(headers, asked), []
         for k, prompt in enumerate(prompts):
@@ -222,6 +229,7 @@ class CompletionFrontend:
                     timeout_s=timeout_of(headers, asked.timeout_s),
                     named=named,
                     text=plan,
+                    batch=not single,
                 )
                 turns.append(turn)
         start, event_ids = resume_of(headers, asked.resume_from)
@@ -245,8 +253,7 @@ class CompletionFrontend:
             return [ids]
         if ids:
             raise BadRequest("prompt mixes token ids with texts or lists", "prompt")
-        if len(prompt) > MAX_TURNS:
-            raise BadRequest(f"at most {MAX_TURNS} completions in one request", "prompt")
+        check_completions(len(prompt), self._max_completions, "prompt")
         texts = [part for part in prompt if isinstance(part, str)]
         encoded = iter(await self._encode(texts, asked) if texts else ())
         return [
@@ -285,7 +292,7 @@ class _Choice(msgspec.Struct, gc=False):
     finish_reason: str | None
     stop_reason: int | str | None
     token_ids: list[int] | None
-    prompt_logprobs: None
+    prompt_logprobs: wire.PromptPlaces | None
     prompt_token_ids: list[int] | None
     routed_experts: None
     versions: list[Version]
@@ -308,7 +315,7 @@ class _Whole(msgspec.Struct, gc=False):
     object: str
     created: int
     model: str
-    choices: list[_Choice]
+    choices: list[msgspec.Raw]
     service_tier: None
     system_fingerprint: None
     usage: wire.TokenUsage
@@ -335,28 +342,30 @@ class CompletionAnswer:
         self._usage_at_end = options.at_end
         self._usage_always = options.always
         self._offsets: dict[int, int] = {}
+        self._choices: list[msgspec.Raw] = []
+
+    async def prepare(self, streams: Sequence[TokenStream]) -> None:
+        self._choices = await wire.written(streams, self._choice)
+
+    def _choice(self, index: int, stream: TokenStream) -> _Choice:
+        end = len(stream.tokens)
+        return _Choice(
+            index,
+            text_between(stream.text, 0, end, True),
+            self._logprobs_of(index, stream, 0, end),
+            stream.finish_reason,
+            stream.stop_reason,
+            stream.tokens.tolist() if self._ids else None,
+            wire.prompt_places(stream),
+            self._prompts[index // self._samples] if self._ids else None,
+            None,
+            versions_of(stream.versions),
+        )
 
     def whole(self, streams: Sequence[TokenStream]) -> bytes:
-        choices = []
-        for index, stream in enumerate(streams):
-            end = len(stream.tokens)
-            choices.append(
-                _Choice(
-                    index,
-                    text_between(stream.text, 0, end, True),
-                    self._logprobs_of(index, stream, 0, end),
-                    stream.finish_reason,
-                    stream.stop_reason,
-                    stream.tokens.tolist() if self._ids else None,
-                    None,
-                    self._prompts[index // self._samples] if self._ids else None,
-                    None,
-                    versions_of(stream.versions),
-                )
-            )
         usage = wire.TokenUsage(*wire.usage(streams, [len(prompt) for prompt in self._prompts]))
         return wire.encode(
-            _Whole(*self._head(streams[0]), choices, None, None, usage, None, None, None)
+            _Whole(*self._head(streams[0]), self._choices, None, None, usage, None, None, None)
         )
 
     def begin(self, streams: Sequence[TokenStream]) -> bytes:

@@ -4,13 +4,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from rose.gateway.errors import TurnError
+from rose.gateway.errors import BadRequest, TurnError
 from rose.gateway.turns.request import TurnRequest
 from rose.gateway.turns.token_stream import TokenStream
 
 
 class ApiResponse(Protocol):
     """Writes the turns of one request in the words of one API."""
+
+    async def prepare(self, streams: Sequence[TokenStream]) -> None:
+        """Do what takes long of a whole answer, in steps or elsewhere. Raises TurnError."""
+        ...
 
     def whole(self, streams: Sequence[TokenStream]) -> bytes:
         """Body of a 200, all turns being over."""
@@ -31,13 +35,29 @@ class ApiResponse(Protocol):
 
 @dataclass(slots=True)
 class ApiRequest:
-    """One request. `resume_from`: tokens that a reconnecting reader has; `event_ids`: it counts."""
+    """One request. `resume_from`: tokens that a reconnecting reader has; `event_ids`: it counts.
+
+    `at_end`: nothing can be said before the turns are over, and a stream begins then.
+    """
 
     turns: list[TurnRequest]
     stream: bool
     answer: ApiResponse
     resume_from: int = 0
     event_ids: bool = False
+    at_end: bool = False
+
+
+def check_completions(count: int, most: int, field: str) -> None:
+    """Raise BadRequest for a request of no completions, or of more than `most`."""
+    if count < 1:
+        raise BadRequest(f"{field}: at least 1 completion, got {count}", field)
+    if count > most:
+        raise BadRequest(
+            f"{field}: {count} completions in one request, this gateway takes {most}: send several "
+            "requests, or start it with a higher --max-completions",
+            field,
+        )
 
 
 class ApiFrontend(Protocol):

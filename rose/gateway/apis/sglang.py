@@ -11,10 +11,11 @@ from typing import TypeVar
 import msgspec
 
 from rose.contract.gateway import TurnFields, versions_of
-from rose.contract.replica import Sampling
+from rose.contract.replica import Sampling, StructuredOutputs
 from rose.gateway.apis import wire
 from rose.gateway.apis.completions import check_stops, text_between
-from rose.gateway.apis.frontend import ApiRequest
+from rose.gateway.apis.frontend import ApiRequest, check_completions
+from rose.gateway.apis.structured import checked
 from rose.gateway.errors import BadRequest, TurnError
 from rose.gateway.request_limits import resume_of, timeout_of
 from rose.gateway.text_codec import ServedModel, TextPlan
@@ -24,20 +25,11 @@ from rose.gateway.turns.token_stream import TokenStream
 T = TypeVar("T")
 
 DEFAULT_MAX_NEW_TOKENS = 128
-MAX_TURNS = 256
 GREEDY_BELOW = 1e-6
 NEUTRAL_SAMPLING: Mapping[str, object] = {
     "n": 1,
-    "min_p": 0.0,
-    "frequency_penalty": 0.0,
-    "presence_penalty": 0.0,
-    "repetition_penalty": 1.0,
     "stop_regex": None,
-    "json_schema": None,
-    "regex": None,
-    "ebnf": None,
     "structural_tag": None,
-    "ignore_eos": False,
     "logit_bias": None,
     "beam_width": None,
     "custom_params": None,
@@ -76,9 +68,9 @@ class _SamplingBody(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     presence_penalty: float | None = 0.0
     repetition_penalty: float | None = 1.0
     stop_regex: msgspec.Raw = NOTHING
-    json_schema: msgspec.Raw = NOTHING
-    regex: msgspec.Raw = NOTHING
-    ebnf: msgspec.Raw = NOTHING
+    json_schema: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
     structural_tag: msgspec.Raw = NOTHING
     ignore_eos: bool | None = False
     logit_bias: msgspec.Raw = NOTHING
@@ -101,7 +93,21 @@ class _SamplingBody(msgspec.Struct, forbid_unknown_fields=True, gc=False):
             self.stop_token_ids or None,
             None,
             self.sampling_seed,
+            self.min_p or 0.0,
+            1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            self.frequency_penalty or 0.0,
+            self.presence_penalty or 0.0,
+            bool(self.ignore_eos),
+            None,
+            self.structured(),
         )
+
+    def structured(self) -> StructuredOutputs | None:
+        """What the output has to be. Raises BadRequest."""
+        if self.json_schema is None and self.regex is None and self.ebnf is None:
+            return None
+        found = StructuredOutputs(json=self.json_schema, regex=self.regex, grammar=self.ebnf)
+        return checked(found, "sampling_params")
 
 
 class _Body(TurnFields, gc=False):
@@ -133,8 +139,9 @@ class SglangFrontend:
 
     path = "/generate"
 
-    def __init__(self, model: ServedModel) -> None:
+    def __init__(self, model: ServedModel, max_completions: int) -> None:
         self._model = model
+        self._max_completions = max_completions
 
     async def read(self, body: bytes, headers: Mapping[str, str]) -> ApiRequest:
         asked = wire.read_json(_decoder, body)
@@ -166,6 +173,7 @@ class SglangFrontend:
                 timeout_s=timeout_of(headers, asked.timeout_s),
                 named=named,
                 text=plan,
+                batch=len(prompts) > 1,
             )
             for name, prompt in zip(names, prompts, strict=True)
         ]
@@ -207,18 +215,16 @@ class SglangFrontend:
         if asked.text is not None and asked.input_ids is None:
             codec = self._model.need_codec("text")
             texts = [asked.text] if isinstance(asked.text, str) else asked.text
-            return await codec.encode(_bounded(texts)), not isinstance(asked.text, str)
+            return await codec.encode(self._bounded(texts)), not isinstance(asked.text, str)
         ids = [token for token in asked.input_ids or () if isinstance(token, int)]
         lists = [part for part in asked.input_ids or () if isinstance(part, list)]
         if ids and lists:
             raise BadRequest("input_ids mixes token ids with lists of them")
-        return (_bounded(lists), True) if lists else ([ids], False)
+        return (self._bounded(lists), True) if lists else ([ids], False)
 
-
-def _bounded(prompts: list[T]) -> list[T]:
-    if not 1 <= len(prompts) <= MAX_TURNS:
-        raise BadRequest(f"between 1 and {MAX_TURNS} prompts in one request, not {len(prompts)}")
-    return prompts
+    def _bounded(self, prompts: list[T]) -> list[T]:
+        check_completions(len(prompts), self._max_completions, "prompts")
+        return prompts
 
 
 def _names(
@@ -248,6 +254,9 @@ class SglangAnswer:
     def begin(self, streams: Sequence[TokenStream]) -> bytes:
         del streams
         return b""
+
+    async def prepare(self, streams: Sequence[TokenStream]) -> None:
+        """Nothing takes long."""
 
     def part(self, index: int, stream: TokenStream, start: int, end: int) -> bytes:
         """Event with the output so far."""

@@ -4,6 +4,7 @@ import msgspec
 
 from rose.gateway.apis import wire
 from rose.gateway.apis.chat import chat_options
+from rose.gateway.apis.tools import checked_tools
 from rose.gateway.errors import BadRequest
 from rose.gateway.text_codec import ServedModel
 from rose.gateway.turns.request import NOTHING
@@ -19,6 +20,7 @@ class _TokenizeBody(msgspec.Struct):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     return_token_strs: bool | None = False
+    tools: msgspec.Raw = NOTHING
     chat_template_kwargs: dict[str, Variable] | None = None
 
 
@@ -48,7 +50,10 @@ async def tokenize(model: ServedModel, body: bytes) -> bytes:
             tokens, names = (await codec.encode([asked.prompt], special))[0], None
     else:
         options = chat_options(
-            asked.chat_template_kwargs, asked.add_generation_prompt, asked.continue_final_message
+            asked.chat_template_kwargs,
+            asked.add_generation_prompt,
+            asked.continue_final_message,
+            checked_tools(model, asked.tools, "none"),
         )
         tokens, names = await codec.chat(conversation, options, strings)
     return wire.encode(

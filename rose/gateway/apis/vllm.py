@@ -11,7 +11,8 @@ import msgspec
 from rose.contract.gateway import GENERATE, AnswerFields, TurnFields, Version, versions_of
 from rose.contract.replica import Sampling
 from rose.gateway.apis import wire
-from rose.gateway.apis.frontend import ApiRequest
+from rose.gateway.apis.frontend import ApiRequest, check_completions
+from rose.gateway.apis.structured import StructuredBody, structured_of
 from rose.gateway.errors import BadRequest, TurnError
 from rose.gateway.request_limits import resume_of, timeout_of
 from rose.gateway.text_codec import ServedModel
@@ -24,18 +25,10 @@ from rose.gateway.turns.request import (
 )
 from rose.gateway.turns.token_stream import TokenStream
 
-MAX_SAMPLES = 256
 NEUTRAL_SAMPLING: Mapping[str, object] = {
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "min_p": 0.0,
     "stop": None,
-    "ignore_eos": False,
-    "prompt_logprobs": None,
     "prompt_logprob_token_ids": None,
     "logprob_token_ids": None,
-    "structured_outputs": None,
     "logit_bias": None,
     "bad_words": None,
     "watermarking": None,
@@ -72,7 +65,7 @@ class _SamplingBody(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     prompt_logprobs: int | None = None
     prompt_logprob_token_ids: msgspec.Raw = NOTHING
     logprob_token_ids: list[int] | None = None
-    structured_outputs: msgspec.Raw = NOTHING
+    structured_outputs: StructuredBody | None = None
     logit_bias: dict[str, float] | None = None
     bad_words: list[str] | None = None
     watermarking: bool | None = None
@@ -103,6 +96,13 @@ class _SamplingBody(msgspec.Struct, forbid_unknown_fields=True, gc=False):
             self.stop_token_ids,
             self.allowed_token_ids,
             self.seed,
+            self.min_p or 0.0,
+            1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            self.frequency_penalty or 0.0,
+            self.presence_penalty or 0.0,
+            bool(self.ignore_eos),
+            self.prompt_logprobs,
+            structured_of(self.structured_outputs, NOTHING),
         )
 
 
@@ -130,8 +130,9 @@ class VllmFrontend:
 
     path = GENERATE
 
-    def __init__(self, model: ServedModel) -> None:
+    def __init__(self, model: ServedModel, max_completions: int) -> None:
         self._model = model
+        self._max_completions = max_completions
 
     async def read(self, body: bytes, headers: Mapping[str, str]) -> ApiRequest:
         asked = wire.read_json(_decoder, body)
@@ -140,9 +141,9 @@ class VllmFrontend:
         refuse_unsupported(asked, NEUTRAL)
         refuse_unsupported(params, NEUTRAL_SAMPLING)
         _check_logprobs(params.logprobs)
+        wire.check_prompt_logprobs(params.prompt_logprobs, asked.stream)
         samples = 1 if params.n is None else params.n
-        if not 1 <= samples <= MAX_SAMPLES:
-            raise BadRequest(f"n must be between 1 and {MAX_SAMPLES}, got {samples}", "n")
+        check_completions(samples, self._max_completions, "n")
         self._model.check_length(len(asked.token_ids))
         name, named = wire.request_id_of(headers, asked.request_id)
         sampling = params.sampling(self._model.budget(len(asked.token_ids), params.max_tokens))
@@ -159,6 +160,7 @@ class VllmFrontend:
                 cache_salt=asked.cache_salt,
                 timeout_s=timeout_of(headers, asked.timeout_s),
                 named=named,
+                batch=samples > 1,
             )
             for index in range(samples)
         ]
@@ -217,7 +219,7 @@ class _Whole(AnswerFields, gc=False):
     model: str
     created: int
     usage: wire.TokenUsage
-    prompt_logprobs: None
+    prompt_logprobs: wire.PromptPlaces | None
     prompt_token_id_logprobs: None
     prompt_token_ids: list[int] | None
     mm_placeholders: None
@@ -225,7 +227,7 @@ class _Whole(AnswerFields, gc=False):
     kv_transfer_params: None
     ec_transfer_params: None
     output_mode: str
-    choices: list[_Choice]
+    choices: list[msgspec.Raw]
 
 
 class _Chunk(msgspec.Struct, gc=False):
@@ -267,12 +269,17 @@ class VllmAnswer:
         self._prompt_tokens = len(asked.token_ids)
         self._usage_at_end = options.at_end
         self._usage_always = options.always
+        self._choices: list[msgspec.Raw] = []
+
+    async def prepare(self, streams: Sequence[TokenStream]) -> None:
+        self._choices = await wire.written(
+            streams,
+            lambda index, stream: self._choice(
+                index, stream, 0, len(stream.tokens), _named_logprob
+            ),
+        )
 
     def whole(self, streams: Sequence[TokenStream]) -> bytes:
-        choices = [
-            self._choice(index, stream, 0, len(stream.tokens), _named_logprob)
-            for index, stream in enumerate(streams)
-        ]
         first = streams[0]
         return wire.encode(
             _Whole(
@@ -280,7 +287,7 @@ class VllmAnswer:
                 self._model,
                 first.created,
                 wire.TokenUsage(*wire.usage(streams, [self._prompt_tokens])),
-                None,
+                wire.prompt_places(first),
                 None,
                 self._prompt,
                 None,
@@ -288,7 +295,7 @@ class VllmAnswer:
                 None,
                 None,
                 "tokens",
-                choices,
+                self._choices,
                 versions=versions_of(first.versions),
                 segments=first.segments,
                 attempts=sum(stream.attempts for stream in streams),

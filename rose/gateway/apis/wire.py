@@ -1,8 +1,9 @@
 """Wire forms that several API frontends share: spans, usage, errors in vLLM's shape, events."""
 
+import asyncio
 import math
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -92,6 +93,58 @@ def finite(logprobs: Sequence[float]) -> Sequence[float]:
     if not logprobs or (min(logprobs) >= LOWEST_LOGPROB and not math.isnan(sum(logprobs))):
         return logprobs
     return [LOWEST_LOGPROB if math.isnan(each) else max(each, LOWEST_LOGPROB) for each in logprobs]
+
+
+# Output tokens of one request that are written in one step of the event loop: some milliseconds.
+STEP_TOKENS = 4_096
+
+
+async def written(
+    streams: Sequence[TokenStream], choice_of: Callable[[int, TokenStream], msgspec.Struct]
+) -> list[msgspec.Raw]:
+    """Each turn's choice in JSON, made in steps: others go on between those of a large batch."""
+    choices: list[msgspec.Raw] = []
+    step_tokens = 0
+    for index, stream in enumerate(streams):
+        step_tokens += len(stream.tokens)
+        if choices and step_tokens > STEP_TOKENS:
+            step_tokens = 0
+            await asyncio.sleep(0)
+        choices.append(msgspec.Raw(encode(choice_of(index, stream))))
+    return choices
+
+
+class PlaceLogprob(msgspec.Struct, gc=False):
+    """One token at a place of a prompt, as vLLM writes it; without its text, as with ids alone."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+PromptPlaces = list[dict[int, PlaceLogprob] | None]
+
+
+def prompt_places(stream: TokenStream) -> PromptPlaces | None:
+    """Logprobs of a turn's prompt in vLLM's form; None where nobody asked for them."""
+    places = stream.prompt_logprobs
+    if places is None:
+        return None
+    return [None if place is None else _place(place) for place in places]
+
+
+def _place(found: list[tuple[int, float, int | None]]) -> dict[int, PlaceLogprob]:
+    return {
+        token: PlaceLogprob(max(logprob, LOWEST_LOGPROB), rank) for token, logprob, rank in found
+    }
+
+
+def check_prompt_logprobs(asked: int | None, stream: bool | None) -> None:
+    """Raise BadRequest where they would have to be streamed."""
+    if asked is not None and stream:
+        raise BadRequest(
+            "`prompt_logprobs` are not available when `stream=True`.", "prompt_logprobs"
+        )
 
 
 def usage(streams: Sequence[TokenStream], prompts: Sequence[int]) -> tuple[int, int, int]:

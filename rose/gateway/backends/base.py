@@ -25,7 +25,9 @@ class Reader(Protocol):
 class ReplicaBackend(Protocol):
     """One replica API; it keeps no state of its own."""
 
-    path: str
+    def path(self, request: TurnRequest) -> str:
+        """Where a turn is asked for."""
+        ...
 
     def encode(self, request: TurnRequest, attempt: Attempt) -> bytes:
         """Body that asks to continue a turn. Raises BadRequest for what this API cannot do."""

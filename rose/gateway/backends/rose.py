@@ -3,7 +3,7 @@
 import msgspec
 
 from elastic_scheduler import Attempt
-from rose.contract.replica import GENERATE, MAX_LINE_BYTES, GenerateBody, StreamLine
+from rose.contract.replica import GENERATE, GENERATE_MORE, MAX_LINE_BYTES, GenerateBody, StreamLine
 from rose.gateway.backends.base import Lines
 from rose.gateway.turns.request import TurnRequest
 
@@ -14,7 +14,8 @@ _decode = msgspec.json.Decoder(StreamLine).decode
 class RoseBackend:
     """Tokens in, stamped tokens out."""
 
-    path = GENERATE
+    def path(self, request: TurnRequest) -> str:
+        return GENERATE_MORE if request.sampling.asks_more else GENERATE
 
     def encode(self, request: TurnRequest, attempt: Attempt) -> bytes:
         return _encode(

@@ -8,13 +8,14 @@ import msgspec
 
 from elastic_scheduler import Attempt
 from rose.contract.fields import Logprob, SampledId
-from rose.contract.replica import StreamLine
+from rose.contract.replica import Sampling, StreamLine, StructuredOutputs
 from rose.gateway.backends.base import BackendError, Lines, fault_text
 from rose.gateway.errors import BadRequest
 from rose.gateway.turns.request import TurnRequest
 
 # An event may hold a whole long output with its logprobs.
 MAX_EVENT_BYTES = 32 << 20
+PATH = "/generate"
 
 
 class _SamplingBody(msgspec.Struct, gc=False, omit_defaults=True):
@@ -26,6 +27,12 @@ class _SamplingBody(msgspec.Struct, gc=False, omit_defaults=True):
     stop_token_ids: tuple[int, ...] | None = None
     sampling_seed: int | None = None
     no_stop_trim: bool = False
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    ignore_eos: bool = False
+    json_schema: str | None = None
+    regex: str | None = None
 
 
 class _Body(msgspec.Struct, gc=False):
@@ -54,6 +61,7 @@ class _Event(msgspec.Struct, gc=False):
     error: msgspec.Raw = msgspec.Raw(b"")
 
 
+ANY_OBJECT = '{"type": "object"}'
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(_Event).decode
 
@@ -61,13 +69,14 @@ _decode = msgspec.json.Decoder(_Event).decode
 class SglangBackend:
     """Tokens in, tokens out."""
 
-    path = "/generate"
+    def path(self, request: TurnRequest) -> str:
+        return PATH
 
     def encode(self, request: TurnRequest, attempt: Attempt) -> bytes:
         """Raises BadRequest for what SGLang has no parameter for."""
         rest = request.sampling.rest(attempt.max_tokens)
-        if rest.allowed_token_ids is not None:
-            raise BadRequest("allowed_token_ids: an SGLang replica cannot restrict the sampling")
+        _refuse(request.sampling)
+        wish = rest.structured_outputs or StructuredOutputs()
         sampling = _SamplingBody(
             rest.max_tokens,
             rest.temperature,
@@ -77,12 +86,38 @@ class SglangBackend:
             rest.stop_token_ids,
             rest.seed,
             True,
+            rest.min_p,
+            rest.frequency_penalty,
+            rest.presence_penalty,
+            rest.ignore_eos,
+            wish.json or (ANY_OBJECT if wish.json_object else None),
+            wish.regex,
         )
         rid = request.attempt_id(attempt.number)
         return _encode(_Body(rid, attempt.token_ids, sampling))
 
     def reader(self) -> "_Reader":
         return _Reader()
+
+
+def _refuse(asked: Sampling) -> None:
+    """Raise BadRequest for what SGLang has no parameter for, or not the same one."""
+    if asked.allowed_token_ids is not None:
+        raise BadRequest("allowed_token_ids: an SGLang replica cannot restrict the sampling")
+    if asked.repetition_penalty != 1.0:
+        # Some of its versions count the output alone.
+        raise BadRequest(
+            "repetition_penalty: an SGLang replica counts other tokens than vLLM; leave it out",
+            "repetition_penalty",
+        )
+    if asked.prompt_logprobs is not None:
+        raise BadRequest("prompt_logprobs: an SGLang replica gives none here", "prompt_logprobs")
+    wish = asked.structured_outputs
+    if wish is not None and not (wish.json or wish.regex or wish.json_object):
+        raise BadRequest(
+            "structured_outputs: an SGLang replica knows json, json_object and regex alone",
+            "structured_outputs",
+        )
 
 
 class _Reader:

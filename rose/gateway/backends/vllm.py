@@ -9,11 +9,13 @@ import msgspec
 
 from elastic_scheduler import Attempt
 from rose.contract.fields import Logprob, SampledId
-from rose.contract.replica import StreamLine
+from rose.contract.replica import StreamLine, StructuredOutputs
 from rose.gateway.backends.base import BackendError, Lines, fault_text
+from rose.gateway.errors import BadRequest
 from rose.gateway.turns.request import TurnRequest
 
 MAX_EVENT_BYTES = 1 << 20
+PATH = "/v1/completions"
 
 
 class _Body(msgspec.Struct, gc=False):
@@ -32,10 +34,12 @@ class _Body(msgspec.Struct, gc=False):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
+    ignore_eos: bool = False
     logprobs: int = 0
     return_token_ids: bool = True
     return_tokens_as_token_ids: bool = True
     stream: bool = True
+    structured_outputs: StructuredOutputs | None = None
 
 
 class _Logprobs(msgspec.Struct, gc=False):
@@ -60,9 +64,16 @@ _decode = msgspec.json.Decoder(_Event).decode
 class VllmBackend:
     """Tokens in, tokens out."""
 
-    path = "/v1/completions"
+    def path(self, request: TurnRequest) -> str:
+        return PATH
 
     def encode(self, request: TurnRequest, attempt: Attempt) -> bytes:
+        """Raises BadRequest for what vLLM does not do in a stream."""
+        if request.sampling.prompt_logprobs is not None:
+            raise BadRequest(
+                "prompt_logprobs: a stock vLLM replica gives none in a stream; use one of ROSE",
+                "prompt_logprobs",
+            )
         rest = request.sampling.rest(attempt.max_tokens)
         return _encode(
             _Body(
@@ -77,6 +88,12 @@ class VllmBackend:
                 rest.allowed_token_ids,
                 rest.seed,
                 request.cache_salt,
+                rest.min_p,
+                rest.presence_penalty,
+                rest.frequency_penalty,
+                rest.repetition_penalty,
+                rest.ignore_eos,
+                structured_outputs=rest.structured_outputs,
             )
         )
 

@@ -22,7 +22,7 @@ from rose.gateway.errors import (
     VersionUnavailable,
     fresh,
 )
-from rose.gateway.replicas.jobs import JobRouters
+from rose.gateway.replicas.jobs import DefaultVersions, JobRouters
 from rose.gateway.replicas.table import ReplicaApi, ReplicaEntry
 from rose.gateway.settings import GatewaySettings
 from rose.gateway.stats import GatewayStats, LeaseLatencyClock
@@ -64,6 +64,7 @@ class _Waiter:
     need: TurnNeed
     avoid: str
     since_s: float
+    batch: bool
     granted: "asyncio.Future[LiveAttempt | TurnError]"
     turn: tuple[int, int, int]
 
@@ -87,6 +88,7 @@ class Dispatcher:
         self._clock = clock
         self._on_event = on_event
         self._routers = JobRouters()
+        self.default_versions = DefaultVersions(settings.max_staleness)
         self._entries: dict[str, ReplicaEntry] = {}
         self.newest: Mapping[str, int] = {}
         """Newest version of each registered job; nothing where no scheduler is watched."""
@@ -144,6 +146,12 @@ class Dispatcher:
         """
         return self._routers.registered(self._routers.resolve(job))
 
+    def min_version_of(self, job: str, asked: int | None, exact: int | None) -> int | None:
+        """The oldest version that a turn takes: what it asks for, else the gateway's default."""
+        if asked is not None or exact is not None:
+            return asked
+        return self.default_versions.oldest(job)
+
     def explained(self, subject: str, job: str = "") -> tuple[RoutingDecision, ...]:
         """Past choices for a request id or a trajectory of a job, oldest first."""
         return self._routers.of(job).explained(subject)
@@ -161,6 +169,7 @@ class Dispatcher:
         """Replace the table; streams whose lease is over are cancelled before this returns."""
         now_s = self._clock()
         self.switches.set_table(entries, now_s)
+        self.default_versions.set_table(entries)
         old, self._entries = self._entries, {entry.id: entry for entry in entries}
         for entry in old.values():
             if entry.leased and not entry.continues(self._entries.get(entry.id)):
@@ -179,7 +188,7 @@ class Dispatcher:
         """Raise QueueFull or BadRequest for a new turn that must not even wait."""
         if self._queue_full(need.job, self._settings.max_waiting):
             most = self._settings.max_waiting
-            raise QueueFull(f"{most} turns wait already; send this one again later")
+            raise QueueFull(f"{most} turns wait already (--max-waiting); send it again later")
         if not self._routers.of(need.job).fits(need):
             raise BadRequest("prompt and max_tokens together exceed the KV memory of every replica")
 
@@ -199,10 +208,13 @@ class Dispatcher:
         except TurnError as error:
             waiter.granted.set_result(fresh(error))
 
-    async def acquire(self, need: TurnNeed, avoid: str = "", priority: int = 0) -> LiveAttempt:
+    async def acquire(
+        self, need: TurnNeed, avoid: str = "", priority: int = 0, *, batch: bool = False
+    ) -> LiveAttempt:
         """A place on a replica, now or when there is one; hand it back with `finish`.
 
-        `avoid` is the replica that just failed this turn, empty for a turn that begins.
+        `avoid` is the replica that just failed this turn, empty for a turn that begins. `batch`:
+        one of many, which wait for each other as long as there are tokens.
 
         Raises QueueFull when too many wait, VersionUnavailable or NoReplica when waiting did not
         help, UnknownJob when its job was ended.
@@ -215,7 +227,7 @@ class Dispatcher:
         )
         # A turn that continues has waited before: it goes first among its equals.
         turn = (priority, 0 if avoid else 1, next(self._arrivals))
-        waiter = _Waiter(need, avoid, self._clock(), granted, turn)
+        waiter = _Waiter(need, avoid, self._clock(), batch, granted, turn)
         insort(self._waiting, waiter, key=_in_turn)
         self.pump()
         over = not avoid and not granted.done()
@@ -223,7 +235,8 @@ class Dispatcher:
             # Here each sample of a request counts: they were all admitted before the first waited.
             self._waiting.remove(waiter)
             raise QueueFull(
-                f"over {self._settings.max_waiting} turns would wait; send this one again later"
+                f"over {self._settings.max_waiting} turns would wait (--max-waiting); "
+                "send this request again later"
             )
         try:
             place = await granted
@@ -311,7 +324,12 @@ class Dispatcher:
             except Exception as fault:  # noqa: BLE001 - the others are judged all the same
                 live.may_move = False
                 self._on_event("turn_not_judged", replica=live.entry.id, message=described(fault))
+        settings, unversioned = self._settings, self._unversioned()
+        patient_s = now_s - min(settings.version_wait_s, settings.queue_wait_s)
         for waiter in self._waiting:
+            if waiter.since_s > patient_s and waiter.need.exact_version is None and not unversioned:
+                # Nothing can be known of it yet, as of nearly all of thousands.
+                continue
             error = self._verdict(waiter, now_s)
             if error is not None and not waiter.granted.done():
                 waiter.granted.set_result(error)
@@ -386,9 +404,15 @@ class Dispatcher:
         too_late = wanted is not None and waited_s > self._settings.version_wait_s
         if too_late and not router.has_version(need):
             return VersionUnavailable(f"no replica runs version {wanted} after {waited_s:.0f} s")
-        if waited_s > self._settings.queue_wait_s:
-            return NoReplica(f"no replica was free for {waited_s:.0f} s; send the turn again later")
-        return None
+        limit_s = self._settings.queue_wait_s
+        if waited_s <= limit_s:
+            return None
+        if waiter.batch and now_s - router.heard_s <= limit_s:
+            # The batch is what it waits for: its replicas work.
+            limit_s = self._settings.batch_wait_s
+        if waited_s <= limit_s:
+            return None
+        return NoReplica(f"no replica was free for {waited_s:.0f} s; send the turn again later")
 
 
 def _begins_anew(old: ReplicaEntry, new: ReplicaEntry) -> bool:

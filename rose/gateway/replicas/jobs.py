@@ -5,11 +5,13 @@ of the command line, a scheduler of 0.2.0 or without a job) one router has all r
 turn's job is a label.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from elastic_scheduler import Router
 from rose.gateway.errors import BadRequest, UnknownJob
 from rose.gateway.replicas.table import ReplicaEntry
+from rose.gateway.settings import StalenessRule
 
 ANY = ""
 
@@ -91,3 +93,45 @@ class JobRouters:
             [only] = self._names
             return only if entry.job in ("", only) else None
         return entry.job if entry.job in self._names else None
+
+
+@dataclass(frozen=True, slots=True)
+class JobVersions:
+    """What the scheduler says of a job's versions: the latest one, and its bound on staleness."""
+
+    latest: int
+    max_staleness: int
+
+
+class DefaultVersions:
+    """The oldest version that turns may be sampled by whose callers cannot say `min_version`.
+
+    Latest is what was announced of a job; where nobody announces, the newest that a replica runs.
+    """
+
+    def __init__(self, rules: Sequence[StalenessRule]) -> None:
+        self._rules = {rule.job: rule for rule in rules}
+        self._announced: Mapping[str, JobVersions] = {}
+        self._newest = 0
+
+    def set_announced(self, announced: Mapping[str, JobVersions]) -> None:
+        """Take what the scheduler says, by job."""
+        self._announced = announced
+
+    def set_table(self, entries: Iterable[ReplicaEntry]) -> None:
+        """Take the replicas of a new table."""
+        self._newest = max((entry.policy_version for entry in entries), default=0)
+
+    def oldest(self, job: str) -> int | None:
+        """The `min_version` of a job's turns that say none; None: any version will do."""
+        rule = self._rules.get(job) or self._rules.get(ANY)
+        if rule is None:
+            return None
+        known = self._announced.get(job)
+        latest = self._newest if known is None else known.latest
+        bound = rule.versions
+        if bound is None:
+            if known is None:
+                return None
+            bound = known.max_staleness
+        return latest - bound if latest > bound else None

@@ -25,6 +25,7 @@ from rose.addresses import checked_url
 from rose.errors import ConfigError, UnavailableError
 from rose.gateway.demand import DemandReporter
 from rose.gateway.replicas.dispatcher import EventSink
+from rose.gateway.replicas.jobs import JobVersions
 from rose.gateway.replicas.table import ReplicaEntry, TableSink
 from rose.rpc import rose_pb2, rose_pb2_grpc
 from rose.rpc.leader_channel import LeaderChannel
@@ -36,6 +37,10 @@ KINDS = {
     rose_pb2.REPLICA_KIND_GUEST: ReplicaKind.GUEST,
     rose_pb2.REPLICA_KIND_DEDICATED: ReplicaKind.DEDICATED,
 }
+
+
+def _unheard(versions: Mapping[str, JobVersions]) -> None:
+    del versions
 
 
 class WatchedTable:
@@ -53,12 +58,12 @@ class WatchedTable:
         clock: Callable[[], float] = time.monotonic,
         reporter: DemandReporter | None = None,
         certificates: CertificateFiles | None = None,
-        on_versions: Callable[[Mapping[str, int]], None] = lambda newest: None,
+        on_versions: Callable[[Mapping[str, JobVersions]], None] = _unheard,
     ) -> None:
-        """on_versions: told the newest version of each job before each table."""
-        self._on_versions = on_versions
+        """on_versions: told the versions of each job before each table."""
         self._leader = LeaderChannel(target, certificates=certificates)
         self._reporter = reporter
+        self._on_versions = on_versions
         self._name = name
         self._ttl_s = ttl_s
         self._on_event = on_event
@@ -138,7 +143,9 @@ class WatchedTable:
             entries += [each for each in self._entries if each.id not in named]
         self._entries = tuple(entries)
         self._jobs = tuple(row.job for row in table.jobs)
-        self._on_versions({row.job: row.latest_version for row in table.jobs})
+        self._on_versions(
+            {row.job: JobVersions(row.latest_version, row.max_staleness) for row in table.jobs}
+        )
         sink(self._entries, self._jobs)
 
     def _is_replica(self, row: rose_pb2.Replica) -> bool:

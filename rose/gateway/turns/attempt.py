@@ -10,7 +10,7 @@ import re
 import msgspec
 
 from elastic_scheduler import Deliver, End, JournalError, Outcome
-from rose.contract.replica import StreamLine
+from rose.contract.replica import PromptLogprobs, StreamLine
 from rose.gateway.backends import LINKS, BackendError
 from rose.gateway.backends.http_pool import OK, Upstream
 from rose.gateway.errors import BadRequest, fresh
@@ -21,6 +21,11 @@ REST_OF_ANSWER_S = 1.0
 # What a replica says about the request itself: another replica would say the same.
 REQUEST_FAULTS = frozenset({400, 404, 413, 422})
 UNAVAILABLE = 503
+NOT_FOUND = 404
+TOO_OLD = (
+    "{} is of an older ROSE, whose replicas know no penalties, min_p, prompt_logprobs and"
+    " structured output: leave them out, or update its node"
+)
 MAX_FAULT_BYTES = 2_048
 # An engine that still knows the attempt's id, which is the gateway's: never the caller's fault.
 KNOWN_ID = re.compile("duplicate request id|already running", re.IGNORECASE)
@@ -49,6 +54,7 @@ class AttemptStream:
         "_fault",
         "_live",
         "_over",
+        "_prompt_seen",
         "_race",
         "_reader",
         "_status",
@@ -67,6 +73,7 @@ class AttemptStream:
         self._status = 0
         self._fault = b""
         # Never an error to be raised from here: its frames would hold this attempt, and it them.
+        self._prompt_seen = False
         self._over: asyncio.Future[Ending | Exception] = asyncio.get_running_loop().create_future()
         self.outcome: Outcome | None = None
 
@@ -120,7 +127,9 @@ class AttemptStream:
         if self._over.done():
             return
         text = self._fault.decode("utf-8", "replace")
-        if self._status in REQUEST_FAULTS and not KNOWN_ID.search(text):
+        if self._status == NOT_FOUND and self._copy.request.sampling.asks_more:
+            self._over.set_result(BadRequest(TOO_OLD.format(self._live.entry.id)))
+        elif self._status in REQUEST_FAULTS and not KNOWN_ID.search(text):
             self._over.set_result(BadRequest(f"{self._live.entry.id} refuses the turn: {text}"))
         elif self._status not in (0, OK):
             end = End.REFUSED if self._status == UNAVAILABLE else End.BROKEN
@@ -138,7 +147,7 @@ class AttemptStream:
         entry = self._live.entry
         link = LINKS[entry.api]
         body = link.encode(self._copy.request, self._asked)
-        connection = await upstream.post(entry.url + link.path, body, self)
+        connection = await upstream.post(entry.url + link.path(self._copy.request), body, self)
         rest_s = 0.0
         try:
             ending = await self._over
@@ -165,6 +174,8 @@ class AttemptStream:
             self._journal(line)
             if self._copy.matched is not None:
                 return self._finish("stop")
+        elif line.prompt_logprobs is not None:
+            self._note_prompt(line.prompt_logprobs)
         if line.finish_reason is None:
             return False
         end = ENDS.get(line.finish_reason, End.BROKEN)
@@ -172,6 +183,17 @@ class AttemptStream:
             return self._finish(line.finish_reason)
         self._over.set_result((end, line.message or line.finish_reason))
         return True
+
+    def _note_prompt(self, places: PromptLogprobs) -> None:
+        """Logprobs of the prompt; what an earlier attempt left of them is not of this version."""
+        feed = self._race.feed
+        if not self._prompt_seen:
+            self._prompt_seen = True
+            feed.prompt_logprobs = []
+        assert feed.prompt_logprobs is not None
+        if len(feed.prompt_logprobs) + len(places) > feed.prompt_tokens:
+            raise BackendError("logprobs of more tokens than the prompt has")
+        feed.prompt_logprobs += places
 
     def _journal(self, line: StreamLine) -> None:
         """Journal a line's tokens, up to a stop string."""

@@ -6,8 +6,9 @@
                                           └─ fails: the other goes on alone; of the last: the turn's
 
 Each copy has a journal and text of its own, and the first whole one wins. A turn that may have no
-other copy is a race of one: readers see its journal as it grows. Of other turns they see nothing
-before one copy is whole, since tokens handed out cannot be taken back.
+other copy is a race of one: readers see its journal as it grows. Of other turns, and of those that
+begin anew where they go on elsewhere (`Sampling.counts_output`), they see nothing before one copy
+is whole, since tokens handed out cannot be taken back.
 
 Callers allow copies, and `HedgedGroup` decides when one is worth it; `Hedging` supplies a member's
 remaining need and the cost of a copy. Turns define their group: `group_id`, its size, how many
@@ -65,6 +66,11 @@ class TurnCopy:
         """It goes on as a turn of the job that the place is leased to, whatever it was named."""
         self.request.job = live.job
         self.need = replace(self.need, job=live.need.job)
+
+    def restart(self) -> None:
+        """Forget what it made: elsewhere its tokens would not count as output."""
+        self.journal = self.journal.restarted()
+        self.text = None if self.request.text is None else self.request.text.track()
 
     def need_now(self) -> TurnNeed:
         """What the rest of the turn asks of a replica."""
@@ -142,6 +148,10 @@ class Race:
         self._judge.entered(self)
         try:
             if self._judge is ALONE:
+                first = self.copies[0]
+                if first.request.sampling.counts_output:
+                    # It may begin anew, and tokens that were shown cannot be taken back.
+                    first.journal, first.text = _forked(first)
                 # It needs no task but the turn's own.
                 await self._work(self, self.copies[0])
             else:

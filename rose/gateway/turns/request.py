@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 from msgspec import structs
 
-from elastic_scheduler import TurnJournal, TurnNeed
+from elastic_scheduler import TurnJournal, TurnNeed, prefix_keys
 from rose.contract.fields import TOKEN_IDS
 from rose.contract.gateway import (
     GROUP_HEADER,
@@ -20,6 +20,7 @@ from rose.contract.gateway import (
     MAX_NAME_CHARS,
     MAX_REQUEST_ID_CHARS,
     OLD_JOB_HEADER,
+    SESSION_ALIASES,
     SESSION_HEADER,
     TurnFields,
 )
@@ -47,9 +48,32 @@ def check_sampling(sampling: Sampling) -> None:
         raise BadRequest(f"top_k must be 0 or -1 (off), or at least 1, got {sampling.top_k}")
     if sampling.allowed_token_ids is not None and not sampling.allowed_token_ids:
         raise BadRequest("allowed_token_ids is empty: no token could be sampled")
+    _check_penalties(sampling)
     ids = [*(sampling.stop_token_ids or ()), *(sampling.allowed_token_ids or ())]
     if ids and not 0 <= min(ids) <= max(ids) < TOKEN_IDS:
         raise BadRequest("stop_token_ids and allowed_token_ids are ids of at least 0")
+
+
+def _check_penalties(sampling: Sampling) -> None:
+    if not 0 <= sampling.min_p <= 1:
+        raise BadRequest(f"min_p must be in [0, 1], got {sampling.min_p}", "min_p")
+    for name in ("frequency_penalty", "presence_penalty"):
+        if not -2 <= getattr(sampling, name) <= 2:
+            raise BadRequest(f"{name} must be in [-2, 2], got {getattr(sampling, name)}", name)
+    if not 0 < sampling.repetition_penalty < float("inf"):
+        raise BadRequest(
+            f"repetition_penalty must be greater than zero, got {sampling.repetition_penalty}",
+            "repetition_penalty",
+        )
+    most = sampling.prompt_logprobs
+    if most is not None and not 0 <= most <= MOST_PROMPT_LOGPROBS:
+        raise BadRequest(
+            f"prompt_logprobs: from 0 to {MOST_PROMPT_LOGPROBS}, got {most}", "prompt_logprobs"
+        )
+
+
+# vLLM's own bound, unless it is started with another.
+MOST_PROMPT_LOGPROBS = 20
 
 
 def sample_of(sampling: Sampling, index: int) -> Sampling:
@@ -111,7 +135,7 @@ def origin_of(headers: Mapping[str, str], body: TurnFields) -> Origin:
     """Raises BadRequest for what is no name, and for copies that cannot be."""
     size, hedges = body.group_size or 0, body.hedges or 0
     origin = Origin(
-        _name(headers.get(SESSION_HEADER) or body.session_id, "session_id"),
+        session_of(headers, body.session_id),
         _name(headers.get(GROUP_HEADER) or body.group_id, "group_id"),
         job_of(headers, body.job),
         size,
@@ -130,6 +154,17 @@ def origin_of(headers: Mapping[str, str], body: TurnFields) -> Origin:
             "hedges",
         )
     return origin
+
+
+def session_of(headers: Mapping[str, str], given: str | None) -> str:
+    """The trajectory that a request names, "" for none: header, else field, else another's header.
+
+    Raises BadRequest for what is no name.
+    """
+    named = headers.get(SESSION_HEADER) or given
+    if not named:
+        named = next((said for name in SESSION_ALIASES if (said := headers.get(name))), None)
+    return _name(named, "session_id")
 
 
 def job_of(headers: Mapping[str, str], given: str | None) -> str:
@@ -158,7 +193,8 @@ class TurnRequest:
 
     `priority`: lower goes first, as in vLLM. `timeout_s` counts from arrival. `named`: the caller
     chose the request id, so it can ask for the same turn again. `text` wants the output as text.
-    `life` tells turns of one request id apart, of which the earlier ones came to nothing. `job`:
+    `batch`: one of several that its caller waits for together. `life` tells turns of one request id
+    apart, of which the earlier ones came to nothing. `job`:
     the registered one, once a replica of it is found; `origin.job` may be a label.
     """
 
@@ -173,8 +209,10 @@ class TurnRequest:
     timeout_s: float | None = None
     named: bool = False
     text: TextPlan | None = None
+    batch: bool = False
     life: str = field(default_factory=_new_life)
     job: str = ""
+    prefix_keys: tuple[int, ...] | None = None
 
     @property
     def name(self) -> str:
@@ -216,6 +254,14 @@ class TurnRequest:
         if self.timeout_s is not None and not 0 < self.timeout_s < float("inf"):
             raise BadRequest("a timeout is a number of seconds above 0")
         check_sampling(self.sampling)
+        if self.origin.hedges and (
+            self.sampling.counts_output or self.sampling.prompt_logprobs is not None
+        ):
+            raise BadRequest(
+                "hedges: a second copy cannot go on from tokens with frequency_penalty, "
+                "presence_penalty, prompt_logprobs or structured output; leave out one of them",
+                "hedges",
+            )
 
     def journal(self, max_attempts: int) -> TurnJournal:
         """An empty record of the turn's output."""
@@ -238,7 +284,15 @@ class TurnRequest:
             self.name,
             self.origin.job,
             scope + group if group else "",
+            prefix_keys=() if session else self._keys(),
         )
+
+    def _keys(self) -> tuple[int, ...]:
+        """What its prompt is known by; cached blocks of another scope or salt are not its own."""
+        if self.prefix_keys is None:
+            salt = f"{self.origin.scope}\n{self.cache_salt or ''}"
+            self.prefix_keys = prefix_keys(self.token_ids, salt)
+        return self.prefix_keys
 
     def fingerprint(self) -> int:
         """Equal for requests that ask for the same tokens, however they want them delivered.

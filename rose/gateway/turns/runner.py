@@ -85,14 +85,20 @@ class TurnRunner:
                 raise NoReplica(f"{journal.attempts} replicas failed the turn, the last: {reason}")
             assert isinstance(attempt.outcome, Continue)
             copy.avoid = live.entry.id
-            copy.need = copy.need_now()
             self._note_continuation(copy.request.request_id, live, end, reason, journal)
+            if copy.request.sampling.counts_output:
+                copy.restart()
+                journal = copy.journal
+            copy.need = copy.need_now()
 
     async def _place_of(self, copy: TurnCopy) -> LiveAttempt:
         """The place that the copy was given, or one that it has to wait for."""
         live, copy.place = copy.place, None
         if live is None:
-            live = await self._dispatcher.acquire(copy.need, copy.avoid, copy.request.priority)
+            asked = copy.request
+            live = await self._dispatcher.acquire(
+                copy.need, copy.avoid, asked.priority, batch=asked.batch
+            )
         return live
 
     def _give_back(self, live: LiveAttempt) -> None:
@@ -176,6 +182,10 @@ class SharedTurns:
         request.origin = replace(request.origin, job=named)
         job = self._dispatcher.owner(named)
         key = _key(job, request.name)
+        # After the fingerprint: asked again under a newer version it is the same turn.
+        request.min_version = self._dispatcher.min_version_of(
+            named, request.min_version, request.exact_version
+        )
         known = self._answers.find(key, fingerprint)
         if isinstance(known, Conflict):
             raise BadRequest(f"{known.value}: {request.request_id}", "request_id")

@@ -13,12 +13,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from elastic_scheduler import Segment, TurnJournal, VersionSpan
+from rose.contract.replica import PromptLogprobs
 from rose.gateway.errors import TurnError, fresh
 from rose.gateway.text_codec import TextTrack
 
 # Of CPython's objects, measured: a feed and what shares it, a span or a segment.
 FEED_BYTES = 2_048
 SPAN_BYTES = 160
+PLACE_BYTES = 150
 
 
 class TokenStream:
@@ -32,6 +34,7 @@ class TokenStream:
         "_waiters",
         "created",
         "journal",
+        "prompt_logprobs",
         "stop_reason",
         "text",
         "took_s",
@@ -45,6 +48,7 @@ class TokenStream:
         self.journal = journal
         self.text = text
         self.stop_reason: int | str | None = None
+        self.prompt_logprobs: PromptLogprobs | None = None
         self._error: TurnError | None = None
         self._waiters: list[asyncio.Future[None]] = []
         self._ended: list[asyncio.Future[None]] = []
@@ -102,6 +106,8 @@ class TokenStream:
         held = FEED_BYTES + journal.tokens.itemsize * len(journal.tokens)
         held += journal.logprobs.itemsize * len(journal.logprobs)
         held += SPAN_BYTES * (len(journal.versions) + len(journal.segments))
+        for place in self.prompt_logprobs or ():
+            held += PLACE_BYTES * (1 + len(place or ()))
         return held if self.text is None else held + self.text.size_bytes
 
     def tell(self) -> None:

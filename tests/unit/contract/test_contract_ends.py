@@ -16,7 +16,7 @@ from rose.gateway.errors import VersionUnavailable
 from rose.gateway.text_codec import ServedModel
 from rose.gateway.turns.token_stream import TokenStream
 
-FRONTEND = VllmFrontend(ServedModel("rose-policy", 4_096))
+FRONTEND = VllmFrontend(ServedModel("rose-policy", 4_096), 4)
 SAMPLING = Sampling(0.5, 0.9, 7, 64, 2, (9,), (8, 9), 11)
 ASK = ClientTurn("turn", "s", (1, 100), SAMPLING, 3, None, -2, "g", 4, 1, "j")
 
@@ -48,7 +48,9 @@ def test_the_gateway_reads_all_that_the_client_asks_for() -> None:
 
 
 def test_the_client_reads_all_that_the_gateway_answers() -> None:
-    turn = decode_turn(read(ASK).answer.whole([whole_feed()]))
+    answer, feed = read(ASK).answer, whole_feed()
+    asyncio.run(answer.prepare([feed]))
+    turn = decode_turn(answer.whole([feed]))
     assert (turn.request_id, turn.token_ids) == ("turn", (101, 102, 103))
     assert turn.logprobs == (-0.5, -1.25, -2.0)
     assert turn.versions == ((3, 0, 2), (4, 2, 3))

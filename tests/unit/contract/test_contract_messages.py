@@ -15,7 +15,10 @@ from rose.contract import gateway, replica, weights
 from weight_transfer import OnUpdate
 
 HERE = Path(__file__).parent
-SAMPLING = replica.Sampling(0.5, 0.9, 7, 64, 2, (9,), (8, 9), 11)
+SCHEMA = replica.StructuredOutputs(json='{"type":"object"}', disable_any_whitespace=True)
+SAMPLING = replica.Sampling(
+    0.5, 0.9, 7, 64, 2, (9,), (8, 9), 11, 0.05, 1.1, 0.25, -0.5, True, 1, SCHEMA
+)
 SPAN = gateway.Version(3, 0, 2)
 OLD_KV = gateway.Version(4, 2, 3, 3)
 SEGMENT = Segment("n1/g0", "guest", 0, 3)
@@ -27,9 +30,18 @@ ORIGIN: dict[str, Any] = {"group_id": "g", "job": "j", "group_size": 4, "hedges"
 SERVED = gateway.ReplicaVersion("n1/g0", "guest", "j", 6, gateway.SYNCING)
 
 MESSAGES: tuple[msgspec.Struct, ...] = (
+    SCHEMA,
     SAMPLING,
     replica.GenerateBody("turn.1f.1", [1, 100], SAMPLING, "7", -2, "j"),
-    replica.StreamLine([101, 102], [-0.5, -1.25], 3, 2, "stop", "a message"),
+    replica.StreamLine(
+        [101, 102],
+        [-0.5, -1.25],
+        3,
+        2,
+        "stop",
+        "a message",
+        [None, [(7, -0.5, 1), (9, -2.0, None)]],
+    ),
     replica.Fault("draining", "no turns now"),
     replica.Refusal(replica.Fault("draining", "no turns now")),
     replica.EpochBody(5, "lease lost", "j"),

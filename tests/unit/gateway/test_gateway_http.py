@@ -54,7 +54,7 @@ async def test_a_repeated_request_id_is_answered_once_generated_once() -> None:
         {"token_ids": [1], "sampling_params": {"max_tokens": 3, "min_tokens": 4}},
         {"token_ids": [1], "sampling_params": {"temprature": 1}},
         {"token_ids": [1], "sampling_params": {"max_tokens": 3, "n": 0}},
-        {"token_ids": [1], "sampling_params": {"max_tokens": 3, "repetition_penalty": 1.1}},
+        {"token_ids": [1], "sampling_params": {"max_tokens": 3, "repetition_penalty": 0}},
         {"token_ids": [1], "sampling_params": {"max_tokens": 3, "logprobs": 5}},
         {"token_ids": [1], "sampling_params": {"max_tokens": 3, "temperature": -1}},
         {"token_ids": [-1], "sampling_params": {"max_tokens": 3}},

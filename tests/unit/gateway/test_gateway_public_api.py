@@ -15,7 +15,7 @@ SCHEDULER = """
     Round RoundDone Router RoutingDecision SampleRun SchedulerError Segment Situation
     StaleEpoch StalenessAdmission StalenessBound StartRun StepPlan SwitchKind TailBatcher TailPlan
     TakenGroup TrainingGroup TrainingStep TurnJournal TurnNeed TurnPlacement TurnTicket
-    VersionSpan Won make_policy policy_names
+    VersionSpan Won make_policy policy_names prefix_keys
 """
 CLIENT = """
     AnswerBroken BlockingRolloutClient BlockingRolloutPipeline BlockingSession ClientClosed

@@ -86,7 +86,7 @@ async def test_sglangs_higher_priority_is_the_lower_number_inside() -> None:
     [
         {"sampling_params": {"max_new_tokens": 2}},
         {"text": "no tokenizer here"},
-        sglang_body(2, sampling={"regex": "a*"}),
+        sglang_body(2, sampling={"regex": "a*", "ebnf": "b"}),
         sglang_body(2, sampling={"max_tokens": 2}),
         sglang_body(2, sampling={"stop": "x"}),
         sglang_body(2, image_data="x"),

@@ -163,7 +163,7 @@ async def test_a_variable_of_the_template_reaches_it(texty: Gateway) -> None:
         (CHAT, {"messages": [{"role": "user", "content": "x" * 100_001}]}),
         ("/v1/completions", {"prompt": ["x" * 60_000] * 2}),
         ("/generate", {"text": ["x" * 60_000] * 2}),
-        ("/v1/completions", {"prompt": ["x"] * 257}),
+        ("/v1/completions", {"prompt": ["x"] * 4_097}),
         ("/v1/completions", {"prompt": "x", "stop": ["z" * 3_000, "y" * 3_000]}),
         ("/generate", {"text": "x", "sampling_params": {"stop": "z" * 5_000}}),
         (CHAT, {"messages": []}),

@@ -22,6 +22,7 @@ OPEN = {
     ("GET", "/v1/models"),
     ("GET", "/rose/v1/state"),
     ("POST", "/rose/v1/generate"),
+    ("POST", "/rose/v2/generate"),
 }
 CONTROLLED = {
     ("POST", "/rose/v1/admit"),

@@ -50,8 +50,7 @@ async def test_each_step_is_one_chunk_with_its_logprobs_and_the_finish_comes_alo
     assert begun.lines == [
         {"token_ids": [0], "logprobs": [0.0], "version": 0},
         {"token_ids": [1], "logprobs": [logprob_of(1)], "version": 0},
-        {"token_ids": [2], "logprobs": [logprob_of(2)], "version": 0},
-        {"finish_reason": "stop"},
+        {"token_ids": [2], "logprobs": [logprob_of(2)], "version": 0, "finish_reason": "stop"},
     ]
     assert begun.sends == 4, "headers, two chunks, and the last one with the finish"
     assert served.engine.prompts == [
@@ -225,7 +224,7 @@ async def test_with_kept_kv_tokens_say_how_old_it_may_be_and_prefixes_are_not_sh
     served.turns.ages.activated(5, kept_kv=False)
     served.engine.step(FinishReason.STOP)
     await asyncio.gather(begun.done(), later.done(), unsalted.done())
-    stamps = [(line["version"], line.get("oldest_version")) for line in begun.lines[:-1]]
+    stamps = [(line["version"], line.get("oldest_version")) for line in begun.lines]
     assert stamps == [(0, None), (4, 0), (4, 0), (5, None)]
     assert all("oldest_version" not in line for line in later.lines)
     salts = [prompt.get("cache_salt") for prompt in served.engine.prompts]
@@ -251,5 +250,5 @@ async def test_a_held_turn_begins_ends_or_is_forgotten(how: str) -> None:
     assert served.engine.live == (how == "opens")
     if how == "opens":
         served.engine.step(FinishReason.STOP)
-        assert (await begun.done()).lines[-1] == {"finish_reason": "stop"}
+        assert (await begun.done()).lines[-1]["finish_reason"] == "stop"
     assert await served.turns.all_ended(0.01)

@@ -1,0 +1,131 @@
+"""Tools of a conversation: what callers offer, and the calls in what the policy wrote.
+
+The template is given the tools as they came. Calls are found by the parser of the served model, in
+a process of its own (rose/tokenizer_pool/tool_worker.py), when the output is whole.
+"""
+
+import hashlib
+
+import msgspec
+
+from rose.gateway.errors import BadRequest
+from rose.gateway.text_codec import ServedModel
+from rose.gateway.turns.token_stream import TokenStream
+from rose.tokenizer_pool.worker import FoundCall, ParseTools, packed
+
+MAX_TOOLS = 256
+FOUND = "tool_calls"
+
+
+class _Function(msgspec.Struct, gc=False):
+    name: str
+
+
+class _Tool(msgspec.Struct, gc=False):
+    function: _Function
+    type: str = "function"
+
+
+class ToolChoice(msgspec.Struct, gc=False):
+    """OpenAI's `tool_choice` where it names a function."""
+
+    type: str = "function"
+
+
+_decode = msgspec.json.Decoder(list[_Tool]).decode
+
+
+def checked_tools(
+    model: ServedModel, tools: msgspec.Raw, choice: str | ToolChoice | None
+) -> bytes | None:
+    """The tools in JSON; None for none. Raises BadRequest for what cannot be honoured."""
+    data = bytes(tools)
+    if data == b"null":
+        if choice not in (None, "none", "auto"):
+            raise BadRequest("When using `tool_choice`, `tools` must be set.", "tool_choice")
+        return None
+    try:
+        given = _decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise BadRequest(f"tools: {error}", "tools") from error
+    if not 1 <= len(given) <= MAX_TOOLS:
+        raise BadRequest(f"tools: between 1 and {MAX_TOOLS}, not {len(given)}", "tools")
+    if any(tool.type != "function" or not tool.function.name for tool in given):
+        raise BadRequest("tools: each is of type function, and its function has a name", "tools")
+    if choice not in (None, "none", "auto"):
+        raise BadRequest(
+            'tool_choice is "auto" or "none": which tool is called, the policy decides',
+            "tool_choice",
+        )
+    if choice != "none" and not model.need_codec("a tool").parses_tools:
+        raise BadRequest(
+            "tools: this gateway finds no calls in outputs: start it with --tool-call-parser NAME, "
+            'or send tool_choice "none"',
+            "tools",
+        )
+    return data
+
+
+class ToolFunction(msgspec.Struct, gc=False):
+    """Which function, and its arguments as JSON in text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, gc=False):
+    """A call in OpenAI's words."""
+
+    id: str
+    type: str
+    function: ToolFunction
+
+
+class ToolCallDelta(msgspec.Struct, gc=False):
+    """The same in a stream."""
+
+    index: int
+    id: str
+    type: str
+    function: ToolFunction
+
+
+class FoundTools(msgspec.Struct, gc=False):
+    """An output with its calls: the text beside them, which is null where there is none."""
+
+    content: str | None
+    calls: list[ToolCall]
+
+    def deltas(self) -> list[ToolCallDelta]:
+        """The calls, for a stream."""
+        return [
+            ToolCallDelta(index, call.id, call.type, call.function)
+            for index, call in enumerate(self.calls)
+        ]
+
+
+async def found_tools(
+    model: ServedModel, tools: bytes, name: str, index: int, stream: TokenStream
+) -> FoundTools:
+    """The calls in a whole output; `name` and `index` say which. Raises TurnError."""
+    tokens = stream.tokens
+    stop = stream.stop_reason
+    if stream.finish_reason == "stop" and not isinstance(stop, str):
+        # What ended it is no text of it, as in vLLM.
+        tokens = tokens[:-1]
+    plan = None if stream.text is None else stream.text.plan
+    job = ParseTools(
+        packed(tokens),
+        tools,
+        stop if isinstance(stop, str) else None,
+        plan is not None and plan.include_stop,
+    )
+    text, calls = await model.need_codec("a tool").tool_calls(job)
+    found = [_call(name, index, number, call) for number, call in enumerate(calls)]
+    return FoundTools(text if text or not found else None, found)
+
+
+def _call(name: str, index: int, number: int, call: FoundCall) -> ToolCall:
+    # The same whenever the same turn is asked for.
+    drawn = hashlib.blake2b(f"{name}\n{index}\n{number}".encode(), digest_size=12).hexdigest()
+    return ToolCall(f"call_{drawn}", "function", ToolFunction(call.name, call.arguments))

@@ -1,0 +1,113 @@
+"""`python -m rose.tokenizer_pool.tool_worker`: process that finds tool calls in outputs.
+
+It speaks as `worker` does, and parses with vLLM's own tool parsers: they are written for one
+model each, and read whatever a policy in training wrote. Importing vLLM takes seconds and hundreds
+of megabytes, so that only gateways with `--tool-call-parser` have such processes.
+
+A parser is one of vLLM's by name, or `MODULE:CLASS` of one's own: an object made of a tokenizer
+whose `extract_tool_calls(text, request)` answers as vLLM's do. Its `request` has `tools`, a list of
+objects, and `tool_choice`.
+"""
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, BinaryIO
+
+import msgspec
+
+from rose.tokenizer_pool.worker import (
+    MAX_REASON_CHARS,
+    Done,
+    FoundCall,
+    ParseTools,
+    Refused,
+    ToolSetup,
+    serve_jobs,
+    unpacked,
+)
+
+_MESSAGES = [{"role": "user", "content": "-"}]
+
+
+class ToolService:
+    """Finds calls with one parser. Raises ValueError or ImportError where there is no such."""
+
+    def __init__(self, setup: ToolSetup) -> None:
+        self._own = ":" in setup.parser
+        self._parser: Any = _own(setup.parser) if self._own else _of_vllm(setup.parser)
+        from transformers import AutoTokenizer
+
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(setup.folder, local_files_only=True)
+
+    def answer(self, job: ParseTools) -> Done | Refused:
+        """The calls and the text around them; whatever a parser raises is a refusal."""
+        try:
+            return self._do(job)
+        except MemoryError:
+            return Refused("the output needs more memory than one may have", last=True)
+        except Exception as error:  # noqa: BLE001 - parsers meet what nobody expected
+            reason = " ".join(str(error).split())[:MAX_REASON_CHARS]
+            return Refused(f"tool calls cannot be found: {reason or type(error).__name__}")
+
+    def _do(self, job: ParseTools) -> Done:
+        tools = msgspec.json.decode(job.tools)
+        request, skip = self._request(tools)
+        text = self._tokenizer.decode(unpacked(job.token_ids), skip_special_tokens=skip)
+        if job.stop is not None:
+            at = text.rfind(job.stop)
+            text = text if at < 0 else text[: at + len(job.stop) * job.include_stop]
+        found = self._made(tools, request).extract_tool_calls(text, request)
+        if not found.tools_called:
+            return Done(text=found.content if found.content is not None else text)
+        calls = [
+            FoundCall(call.function.name, call.function.arguments) for call in found.tool_calls
+        ]
+        return Done(text=found.content or "", calls=calls)
+
+    def _request(self, tools: Sequence[Any]) -> tuple[Any, bool]:
+        """What a parser is told of the request, and whether it sees no special tokens."""
+        if self._own:
+            return SimpleNamespace(tools=tools, tool_choice="auto"), False
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+        request = ChatCompletionRequest(messages=_MESSAGES, tools=tools, tool_choice="auto")
+        request = self._made(request.tools, request).adjust_request(request)
+        return request, bool(request.skip_special_tokens)
+
+    def _made(self, tools: Sequence[Any], request: Any) -> Any:  # noqa: ANN401 - a parser
+        """A new one: it keeps what it saw."""
+        if self._own or len(inspect.signature(self._parser).parameters) < 2:
+            return self._parser(self._tokenizer)
+        del tools
+        return self._parser(self._tokenizer, request.tools)
+
+
+def _own(name: str) -> Any:  # noqa: ANN401 - a class
+    module, _, path = name.partition(":")
+    return getattr(importlib.import_module(module), path)
+
+
+def _of_vllm(name: str) -> Any:  # noqa: ANN401 - a class
+    from vllm.tool_parsers import ToolParserManager
+
+    return ToolParserManager.get_tool_parser(name)
+
+
+def serve(jobs: BinaryIO, answers: BinaryIO) -> None:
+    """Do jobs until there are no more."""
+    serve_jobs(jobs, answers, ToolSetup, ToolService)
+
+
+def main() -> None:
+    """Serve over the standard streams; nothing else may write to them."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    serve(sys.stdin.buffer, answers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,294 @@
+"""Penalties, min_p, prompt logprobs and structured output: what replicas are asked for, by name."""
+
+import asyncio
+import json
+from typing import Any
+
+import aiohttp
+import pytest
+from gateway_cases import base_url, entry, gateway_with, until
+from standin_engines import StandInSglang, StandInVllm
+from test_attached_engines import attached
+from wire_cases import VLLM, ask, payloads, stream, vllm_body
+
+from tests.fakes.replica import StandInReplica
+
+COMPLETIONS, SGLANG = "/v1/completions", "/generate"
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+PENALTIES = {
+    "min_p": 0.1,
+    "repetition_penalty": 1.2,
+    "frequency_penalty": 0.5,
+    "presence_penalty": -0.25,
+}
+PLAIN = {
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "ignore_eos": False,
+    "prompt_logprobs": None,
+    "structured_outputs": None,
+}
+
+
+def body_of(path: str, **sampling: Any) -> dict[str, Any]:
+    if path == VLLM:
+        return vllm_body(3, sampling=sampling)
+    if path == SGLANG:
+        return {"input_ids": [1, 100], "sampling_params": {"max_new_tokens": 3, **sampling}}
+    return {"prompt": [1, 100], "max_tokens": 3, **sampling}
+
+
+async def asked_of_a_replica(path: str, body: Any) -> tuple[dict[str, Any], str]:
+    """What a replica is asked for and where, of a request that is answered."""
+    async with (
+        StandInReplica() as replica,
+        gateway_with(entry(replica, "own-0")) as gw,
+        aiohttp.ClientSession(base_url(gw)) as session,
+    ):
+        status, answer, _ = await ask(session, path, body)
+    assert status == 200, answer
+    return replica.requests[0]["sampling"], replica.paths[0]
+
+
+@pytest.mark.parametrize("path", [VLLM, COMPLETIONS, SGLANG])
+async def test_penalties_and_min_p_reach_the_replica(path: str) -> None:
+    sampling, where = await asked_of_a_replica(path, body_of(path, **PENALTIES, ignore_eos=True))
+    assert sampling.items() >= {**PLAIN, **PENALTIES, "ignore_eos": True}.items()
+    assert where == "/rose/v2/generate"
+
+
+@pytest.mark.parametrize("path", [VLLM, COMPLETIONS, SGLANG])
+async def test_a_plain_turn_is_asked_for_as_ever(path: str) -> None:
+    neutral = {"frequency_penalty": 0.0, "repetition_penalty": 1.0, "min_p": None}
+    sampling, where = await asked_of_a_replica(path, body_of(path, **neutral))
+    assert sampling.items() >= PLAIN.items()
+    assert where == "/rose/v1/generate"
+
+
+@pytest.mark.parametrize(
+    ("path", "said", "structured"),
+    [
+        (VLLM, {"structured_outputs": {"json": SCHEMA}}, {"json": SCHEMA}),
+        (VLLM, {"structured_outputs": {"json": json.dumps(SCHEMA)}}, {"json": SCHEMA}),
+        (COMPLETIONS, {"structured_outputs": {"choice": ["a", "b"]}}, {"choice": ["a", "b"]}),
+        (COMPLETIONS, {"response_format": {"type": "json_object"}}, {"json_object": True}),
+        (
+            COMPLETIONS,
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+            {"json": SCHEMA},
+        ),
+        (COMPLETIONS, {"response_format": {"type": "text"}}, None),
+        (COMPLETIONS, {"guided_json": SCHEMA}, {"json": SCHEMA}),
+        (COMPLETIONS, {"guided_regex": "a+"}, {"regex": "a+"}),
+        (COMPLETIONS, {"guided_choice": ["x"]}, {"choice": ["x"]}),
+        (COMPLETIONS, {"guided_grammar": "root ::= x"}, {"grammar": "root ::= x"}),
+        (SGLANG, {"json_schema": json.dumps(SCHEMA)}, {"json": SCHEMA}),
+        (SGLANG, {"ebnf": "root ::= x"}, {"grammar": "root ::= x"}),
+    ],
+)
+async def test_structured_output_reaches_the_replica_in_one_form(
+    path: str, said: Any, structured: Any
+) -> None:
+    sampling, _ = await asked_of_a_replica(path, body_of(path, **said))
+    found = sampling["structured_outputs"]
+    if found and "json" in found:
+        found["json"] = json.loads(found["json"])
+    assert found == structured
+
+
+@pytest.mark.parametrize(
+    ("path", "said", "named"),
+    [
+        (VLLM, {"min_p": 1.5}, "min_p"),
+        (VLLM, {"frequency_penalty": 3}, "frequency_penalty"),
+        (COMPLETIONS, {"presence_penalty": -3}, "presence_penalty"),
+        (SGLANG, {"repetition_penalty": -1}, "repetition_penalty"),
+        (VLLM, {"prompt_logprobs": -1}, "prompt_logprobs"),
+        (VLLM, {"prompt_logprobs": 21}, "prompt_logprobs"),
+        (COMPLETIONS, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        (VLLM, {"structured_outputs": {}}, "structured_outputs"),
+        (VLLM, {"structured_outputs": {"json": "{}", "regex": "a"}}, "structured_outputs"),
+        (VLLM, {"structured_outputs": {"no_such": 1}}, "no_such"),
+        (COMPLETIONS, {"response_format": {"type": "xml"}}, "response_format"),
+        (COMPLETIONS, {"response_format": 5}, "response_format"),
+        (COMPLETIONS, {"guided_choice": "a"}, "guided_choice"),
+        (COMPLETIONS, {"guided_regex": "a", "guided_json": {}}, "exclude each other"),
+        (COMPLETIONS, {"guided_regex": "a" * 70_000}, "65536"),
+        (VLLM, {"logit_bias": {"1": 2.0}}, "logit_bias"),
+    ],
+)
+async def test_what_cannot_be_is_refused_by_name(path: str, said: Any, named: str) -> None:
+    async with gateway_with() as gw, aiohttp.ClientSession(base_url(gw)) as session:
+        status, answer, _ = await ask(session, path, body_of(path, **said))
+    assert status == 400
+    assert named in answer["error"]["message"]
+
+
+async def test_an_older_replica_refuses_instead_of_dropping_what_it_does_not_know() -> None:
+    async with (
+        StandInReplica(is_old=True) as replica,
+        gateway_with(entry(replica, "own-0")) as gw,
+        aiohttp.ClientSession(base_url(gw)) as session,
+    ):
+        plain, _, _ = await ask(session, VLLM, vllm_body(2))
+        status, answer, _ = await ask(session, VLLM, vllm_body(2, sampling={"min_p": 0.5}))
+    assert (plain, status) == (200, 400)
+    assert "own-0 is of an older ROSE" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [{"frequency_penalty": 0.5}, {"presence_penalty": 0.5}, {"structured_outputs": {"regex": "x"}}],
+)
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_turn_whose_output_counts_begins_anew_where_its_replica_died(
+    sampling: dict[str, Any], streamed: bool
+) -> None:
+    """Its tokens would be a prompt elsewhere: no penalty on them, no state of a grammar."""
+    async with StandInReplica() as guest, StandInReplica(version=1) as own:
+        guest.break_after = 4
+        rows = entry(guest, "guest-0", decode_tok_s=9e5), entry(own, "own-0")
+        async with gateway_with(*rows) as gw, aiohttp.ClientSession(base_url(gw)) as session:
+            body = vllm_body(6, sampling=sampling)
+            if streamed:
+                chunks = payloads((await stream(session, VLLM, body))[1])
+                tokens = [t for c in chunks for t in c["choices"][0]["token_ids"]]
+                last = chunks[-1]
+            else:
+                _, last, _ = await ask(session, VLLM, body)
+                tokens = last["choices"][0]["token_ids"]
+    assert tokens == [101, 102, 103, 104, 105, 106]
+    assert (len(guest.requests), len(own.requests)) == (1, 1)
+    again = own.requests[0]
+    assert again["token_ids"] == [1, 100], "the prompt alone"
+    assert again["sampling"]["max_tokens"] == 6
+    assert last["versions"] == [{"version": 1, "start": 0, "end": 6}]
+    assert last["segments"] == [{"replica": "own-0", "kind": "dedicated", "start": 0, "end": 6}]
+    assert last["attempts"] == 2
+
+
+@pytest.mark.parametrize("sampling", [{"repetition_penalty": 1.1}, {"min_p": 0.1}])
+async def test_a_turn_that_counts_the_prompt_too_goes_on_where_it_was(
+    sampling: dict[str, Any],
+) -> None:
+    async with StandInReplica() as guest, StandInReplica() as own:
+        guest.break_after = 4
+        rows = entry(guest, "guest-0", decode_tok_s=9e5), entry(own, "own-0")
+        async with gateway_with(*rows) as gw, aiohttp.ClientSession(base_url(gw)) as session:
+            _, answer, _ = await ask(session, VLLM, vllm_body(6, sampling=sampling))
+    assert answer["choices"][0]["token_ids"] == [101, 102, 103, 104, 105, 106]
+    assert own.requests[0]["token_ids"] == [1, 100, 101, 102, 103, 104]
+
+
+@pytest.mark.parametrize("breaks", [0, 2])
+async def test_prompt_logprobs_are_vllms_and_survive_a_replica(breaks: int) -> None:
+    async with StandInReplica() as guest, StandInReplica() as own:
+        guest.break_after = breaks
+        rows = entry(guest, "guest-0", decode_tok_s=9e5), entry(own, "own-0")
+        async with gateway_with(*rows) as gw, aiohttp.ClientSession(base_url(gw)) as session:
+            body = vllm_body(4, token_ids=[1, 90, 100], sampling={"prompt_logprobs": 0})
+            _, answer, _ = await ask(session, VLLM, body)
+            body = {"prompt": [1, 90, 100], "max_tokens": 4, "prompt_logprobs": 0}
+            _, openai, _ = await ask(session, COMPLETIONS, body)
+    expected = [
+        None,
+        {"90": {"logprob": -0.09, "rank": 1, "decoded_token": None}},
+        {"100": {"logprob": -0.1, "rank": 1, "decoded_token": None}},
+    ]
+    assert answer["prompt_logprobs"] == expected
+    assert openai["choices"][0]["prompt_logprobs"] == expected
+    assert answer["choices"][0]["token_ids"] == [101, 102, 103, 104]
+    # What came before the first token is not computed again behind it.
+    assert own.requests[0]["sampling"]["prompt_logprobs"] == (None if breaks else 0)
+
+
+async def test_hedges_and_what_cannot_be_copied_exclude_each_other() -> None:
+    group = {"group_id": "g", "group_size": 2, "hedges": 1}
+    async with gateway_with() as gw, aiohttp.ClientSession(base_url(gw)) as session:
+        for sampling in ({"frequency_penalty": 1.0}, {"prompt_logprobs": 0}):
+            status, answer, _ = await ask(session, VLLM, vllm_body(2, sampling=sampling, **group))
+            assert (status, "hedges" in answer["error"]["message"]) == (400, True)
+
+
+async def test_a_stock_vllm_is_asked_for_the_same_and_refuses_what_no_stream_has() -> None:
+    async with (
+        StandInVllm() as engine,
+        attached(engine.url) as gw,
+        aiohttp.ClientSession(base_url(gw)) as session,
+    ):
+        more = {**PENALTIES, "structured_outputs": {"regex": "a+"}, "ignore_eos": True}
+        status, _, _ = await ask(session, VLLM, vllm_body(2, sampling=more))
+        refused, answer, _ = await ask(session, VLLM, vllm_body(2, sampling={"prompt_logprobs": 0}))
+    assert (status, refused) == (200, 400)
+    assert engine.requests[0].items() >= more.items()
+    assert "a stock vLLM replica" in answer["error"]["message"]
+
+
+async def test_a_stock_sglang_is_asked_for_what_it_has_and_the_rest_is_refused_by_name() -> None:
+    async with (
+        StandInSglang() as engine,
+        attached(engine.url) as gw,
+        aiohttp.ClientSession(base_url(gw)) as session,
+    ):
+        more = {"min_p": 0.1, "frequency_penalty": 0.5, "presence_penalty": 0.5}
+        asked = {**more, "structured_outputs": {"json": "{}"}}
+        status, _, _ = await ask(session, VLLM, vllm_body(2, sampling=asked))
+        for name, value in {
+            "repetition_penalty": 1.1,
+            "prompt_logprobs": 0,
+            "structured_outputs": {"choice": ["a"]},
+        }.items():
+            refused, answer, _ = await ask(session, VLLM, vllm_body(2, sampling={name: value}))
+            assert (refused, name in answer["error"]["message"]) == (400, True)
+    assert status == 200
+    sent = engine.requests[0]["sampling_params"]
+    assert sent.items() >= {**more, "json_schema": "{}"}.items()
+
+
+@pytest.mark.parametrize(
+    "name", ["X-SMG-Routing-Key", "x-session-affinity", "X-Correlation-ID", "X-Session-ID"]
+)
+async def test_a_trajectory_is_known_by_the_names_that_routers_give_it(name: str) -> None:
+    async with StandInReplica() as one, StandInReplica() as two:
+        rows = entry(one, "own-0"), entry(two, "own-1")
+        async with (
+            gateway_with(*rows) as gw,
+            aiohttp.ClientSession(base_url(gw), headers={name: "episode"}) as session,
+        ):
+            for _ in range(4):
+                await ask(session, VLLM, vllm_body(2))
+            assert gw.status().sessions_known == 1
+            status, ended, _ = await ask(session, "/finish_session", {})
+            assert gw.status().sessions_known == 0
+    assert sorted(map(len, (one.requests, two.requests))) == [0, 4]
+    assert (status, ended["session_id"]) == (200, "episode")
+
+
+async def test_without_a_name_turns_follow_the_prompt_that_they_go_on_from() -> None:
+    async with StandInReplica() as one, StandInReplica() as two:
+        rows = entry(one, "own-0"), entry(two, "own-1")
+        async with gateway_with(*rows) as gw, aiohttp.ClientSession(base_url(gw)) as session:
+
+            async def episode(first: int) -> None:
+                """Three turns, each of which goes on from the tokens of the last."""
+                prompt = [first, *range(500)]
+                for _ in range(3):
+                    body = vllm_body(4, token_ids=prompt)
+                    _, answer, _ = await ask(session, VLLM, body)
+                    prompt = [*prompt, *answer["choices"][0]["token_ids"], *range(50)]
+
+            one.delay_s = two.delay_s = 0.002
+            await asyncio.gather(*(episode(first) for first in range(8)))
+            await until(lambda: gw.status().running == 0)
+    places = {
+        frozenset(
+            k
+            for k, each in enumerate((one, two))
+            for r in each.requests
+            if r["token_ids"][0] == first
+        )
+        for first in range(8)
+    }
+    assert places == {frozenset({0}), frozenset({1})}, "both have episodes, and each is on one"
