@@ -2,6 +2,7 @@
 
 generate          GenerateBody ──► StreamLine, one JSON a line; before the first: a Refusal
                   at GENERATE_MORE where `Sampling.asks_more`: an older replica would drop that
+POOLING           vLLM's bodies and answers ──► behind the same lease
 drain, admit      EpochBody ──► Drained, Admitted
 state             ──► ReplicaState
 weights/…         contract/weights.py: gateways and clients need nothing of it, and start sooner
@@ -32,6 +33,9 @@ MAX_LINE_BYTES: Final = 1 << 20
 ROUTES: Final = "/rose/v1/"
 GENERATE: Final = f"{ROUTES}generate"
 GENERATE_MORE: Final = "/rose/v2/generate"
+# vLLM's own routes for models that are not generative, for turns' callers, and whose call it is.
+POOLING: Final = ("/pooling", "/score", "/classify")
+JOB_QUERY: Final = "rose_job"
 DRAIN: Final = f"{ROUTES}drain"
 ADMIT: Final = f"{ROUTES}admit"
 STATE: Final = f"{ROUTES}state"

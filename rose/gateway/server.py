@@ -27,7 +27,13 @@ from rose.contract.gateway import (
     Versions,
 )
 from rose.gateway import stats as metrics
-from rose.gateway.apis import ChatFrontend, CompletionFrontend, SglangFrontend, VllmFrontend
+from rose.gateway.apis import (
+    ChatFrontend,
+    CompletionFrontend,
+    SglangFrontend,
+    VllmFrontend,
+    pooling,
+)
 from rose.gateway.apis import tokenize as tokens
 from rose.gateway.apis.frontend import ApiFrontend, ApiRequest
 from rose.gateway.apis.wire import clean, encode, read_json, vllm_error
@@ -45,6 +51,7 @@ from rose.gateway.turns.hedging import Hedging
 from rose.gateway.turns.request import job_of, session_of
 from rose.gateway.turns.runner import SharedTurn, SharedTurns, TurnRunner
 from rose.gateway.turns.token_stream import TokenStream, all_finished
+from rose.gateway.turns.whole_call import WholeCalls
 
 SWEEP_S = 0.1
 # Prompt tokens of one request that are taken in, in one step of the event loop: some milliseconds.
@@ -77,6 +84,7 @@ class GatewayServer:
         self._model = model
         self._hedging = Hedging(dispatcher, stats, on_event)
         runner = TurnRunner(settings, dispatcher, upstream, stats, on_event, self._hedging)
+        self._calls = WholeCalls(dispatcher, upstream, settings.max_attempts, on_event)
         self._turns = SharedTurns(settings, dispatcher, runner, stats)
         self._limits = LimitLog(on_event, asyncio.get_running_loop().time)
         self._bodies = Bodies(settings.max_body_bytes, settings.body_timeout_s, self._limits)
@@ -119,6 +127,8 @@ class GatewayServer:
         ]
         for frontend in frontends:
             post(frontend.path, self._handler(frontend))
+        for path in pooling.PATHS:
+            post(path, self._pool)
         post("/tokenize", self._tokenize)
         post("/detokenize", self._detokenize)
         post(ABORT, self._abort)
@@ -224,6 +234,17 @@ class GatewayServer:
             self._on_event("fault", path=clean(http.path)[:200], reason=repr(error)[:500])
             broken = TurnError("the gateway failed at this request; its log says how")
             return _refusal(broken, vllm_error(broken))
+
+    async def _pool(self, http: web.Request) -> web.Response:
+        """A call of a model that is not generative."""
+        body, caller = await self._bodies.read(http), caller_of(http)
+
+        def owned(job: str) -> str:
+            return self._dispatcher.resolve(own_job(caller, job))
+
+        call = pooling.read(http.path, body, http.headers, self._model, owned, caller.scope)
+        answer = pooling.answer(await self._calls.run(call), self._model)
+        return web.Response(body=answer, content_type=JSON)
 
     async def _tokenize(self, http: web.Request) -> web.Response:
         self._check_job(http)

@@ -1,7 +1,7 @@
 """Configuration file of a node daemon: its host, its replicas, and how it fetches weights."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -91,6 +91,7 @@ class ReplicaConfig(Frozen):
     is in use (`executor.kv.capacity_policy`).
     warm_up_s: it runs every size of step before it is offered, for at most so long; time in which
     its host leaves it none does not count.
+    runner: vLLM's; "pooling" serves a model that is not generative, a reward model's scores.
     step_profile: file of `rose profile`; without one a guest guesses, and learns as it runs.
     kv_base_bytes: KV memory of a guest's own; beyond it the guest has what its host lends just now.
     None: its KV memory does not depend on what the host lends.
@@ -137,6 +138,7 @@ class ReplicaConfig(Frozen):
     kv_tokens: int = Field(default=32_768, gt=0)
     start_timeout_s: float = Field(default=180.0, gt=0)
     warm_up_s: float = Field(default=60.0, gt=0)
+    runner: Literal["generate", "pooling"] = "generate"
     orphan_s: float = Field(default=1.5, ge=0.5, le=600.0)
     step_profile: Path | None = None
     extra_env: dict[str, str] = {}
@@ -227,7 +229,8 @@ class ReplicaConfig(Frozen):
             verify_key=verify_key,
             unsigned=unsigned,
             weights_dir=weights_dir,
-            warm_up_s=self.warm_up_s,
+            # There are no steps of a turn to run where none is taken.
+            warm_up_s=self.warm_up_s if self.runner == "generate" else None,
             step_profile=self.step_profile,
             host_step_profile=host.step_profile if host else None,
             kv_backend=self.kv_backend,
@@ -235,9 +238,16 @@ class ReplicaConfig(Frozen):
             device=Device.CUDA if on_gpu else Device.CPU,
             enforce_eager=not (on_gpu and self.cuda_graphs),
             extra_env=dict(gpu_env) | self._own_env | self.extra_env,
-            # Without it vLLM's sleep route answers 200 and gives nothing back.
-            extra_args=("--enable-sleep-mode",) if on_gpu and self.sleep_mode else (),
+            extra_args=tuple(self._own_args),
         )
+
+    @property
+    def _own_args(self) -> Iterator[str]:
+        if self.device is not None and self.sleep_mode:
+            # Without it vLLM's sleep route answers 200 and gives nothing back.
+            yield "--enable-sleep-mode"
+        if self.runner == "pooling":
+            yield "--runner=pooling"
 
     @property
     def _own_env(self) -> dict[str, str]:

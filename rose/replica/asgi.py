@@ -8,6 +8,7 @@ all the same.
 `AccessFilter` says which caller may use which route, by method and exact path:
 
 open     liveness, metrics, the model's name, a replica's state, turns of a lease
+leased   vLLM's routes of models that are not generative: open for the job of a lease
 secret   control of the replica, and the few of vLLM's own routes that its node or a bench uses
 others   answer 404: vLLM has routes for development that run any method of its workers
 
@@ -18,7 +19,8 @@ user can read. An engine without one lets nobody control it.
 import hmac
 import os
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, Protocol
+from urllib.parse import parse_qs
 
 import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -28,6 +30,8 @@ from rose.contract.replica import (
     DRAIN,
     GENERATE,
     GENERATE_MORE,
+    JOB_QUERY,
+    POOLING,
     STATE,
     Fault,
     Refusal,
@@ -111,6 +115,7 @@ _OPEN = frozenset(
         *(("POST", path) for path in _TURNS),
     }
 )
+_LEASED = frozenset(("POST", path) for path in POOLING)
 _WITH_SECRET = frozenset(
     {
         ("POST", ADMIT),
@@ -137,6 +142,14 @@ async def refuse_stranger(send: Send) -> None:
     await refuse(send, 401, "no_secret", "only who started this engine controls it")
 
 
+class Leased(Protocol):
+    """What the endpoint leaves in the server's state."""
+
+    def shut(self, job: str) -> str:
+        """Why no turn of a job may begin; "" where it may."""
+        ...
+
+
 class AccessFilter:
     """Lets through what is listed above; a process that is no replica is left alone.
 
@@ -156,9 +169,21 @@ class AccessFilter:
             await send({"type": "websocket.close", "code": 1008})
         elif (asked := (scope["method"], scope["path"])) in _OPEN:
             await self._app(scope, receive, send)
+        elif asked in _LEASED:
+            await self._leased(scope, receive, send)
         elif asked not in _WITH_SECRET:
             await refuse(send, 404, "not_found", "a replica does not serve this")
         elif not bears_secret(scope):
             await refuse_stranger(send)
+        else:
+            await self._app(scope, receive, send)
+
+    async def _leased(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Hand a call on to vLLM where a turn of its job would be taken."""
+        gate: Leased | None = getattr(scope["app"].state, STATE_NAME, None)
+        job = parse_qs(scope.get("query_string", b"").decode("latin-1")).get(JOB_QUERY, [""])[0]
+        shut = "no turns now: the engine starts" if gate is None else gate.shut(job)
+        if shut:
+            await refuse(send, 503, "draining", shut)
         else:
             await self._app(scope, receive, send)

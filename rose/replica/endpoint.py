@@ -62,10 +62,13 @@ class GenerateApp:
         self.turns: Turns | None = None
         self.weights: WeightUpdater | None = None
 
-    def _serves(self, job: str) -> bool:
-        """Whether a turn of the job may begin: its lease is here, and no other job's weights."""
+    def shut(self, job: str) -> str:
+        """Why no turn of a job may begin: no lease is here, or none of the job; "" where it may."""
+        if not self._admission.open or self.turns is None:
+            return f"no turns now: {self._admission.reason}"
         held = self.weights.job if self.weights else ""
-        return self._admission.takes(job) and (not job or held in ("", job))
+        serves = self._admission.takes(job) and (not job or held in ("", job))
+        return "" if serves else f"no turns of {job} here"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -82,12 +85,10 @@ class GenerateApp:
             await refuse(send, 400, "bad_request", str(error))
             return
         # Nothing is awaited from here until the turn is open: no drain can fall in between.
-        if not self._admission.open or self.turns is None:
-            await refuse(send, 503, "draining", f"no turns now: {self._admission.reason}")
+        if shut := self.shut(body.job):
+            await refuse(send, 503, "draining", shut)
             return
-        if not self._serves(body.job):
-            await refuse(send, 503, "draining", f"no turns of {body.job} here")
-            return
+        assert self.turns is not None
         await self.turns.serve(self.turns.open(body), receive, send)
 
 

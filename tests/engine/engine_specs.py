@@ -15,6 +15,14 @@ LEFT, RIGHT = (
 )
 """Two dedicated replicas."""
 
+WORDED = PoolSpec("worded", EngineRole.DEDICATED, worded=True)
+"""A dedicated replica that has its tokenizer, as structured output needs it."""
+
+REWARD = PoolSpec(
+    "reward", EngineRole.DEDICATED, worded=True, args=("--runner=pooling", "--convert=embed")
+)
+"""A dedicated replica of a model that is not generative."""
+
 HOST = PoolSpec("host", EngineRole.HOST, page="shared", args=(TOKENS_ONLY,))
 GUEST = PoolSpec(
     "guest",

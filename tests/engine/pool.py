@@ -15,7 +15,7 @@ import threading
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from vllm_versions import run_by
 
 from executor import ControlPage
 from rose.addresses import free_port
+from rose.bench.common.tiny_models import FLEET_MODEL
 from rose.engines import EngineProcess, EngineRole, EngineSpec
 from rose.errors import EngineStartError
 from tests.byte_tokenizer import save_byte_tokenizer
@@ -37,6 +38,8 @@ from tests.standin_library import build
 # Half a minute on a quiet machine; beside other work a guest waits for what that leaves.
 START_S = 480.0
 AT_ONCE = 2
+# Tokens of the byte tokenizer; its end of sequence comes after them.
+BYTES = 256
 # In which an engine is rid of what a test asked of it.
 SETTLE_S = 15.0
 POLL_S = 0.02
@@ -52,14 +55,16 @@ BUSY_METRICS = (
 class PoolSpec:
     """An engine that serves the tiny model in fp32; equal ones are one engine.
 
-    name: of the engine, and of its model where `served` names no other. page: engines that name the
-    same one are on one control page. weights: takes versions. standin_cuda: finds the stand-in for
+    name: of the engine, and of its model where `served` names no other. worded: its model has the
+    byte tokenizer's whole vocabulary and an end of sequence. page: engines that name the same one
+    are on one control page. weights: takes versions. standin_cuda: finds the stand-in for
     a GPU's driver. python: see `vllm_versions`.
     """
 
     name: str
     role: EngineRole
     served: str = ""
+    worded: bool = False
     page: str = ""
     kv_bytes: int = 64 << 20
     kv_backend: str = "auto"
@@ -172,6 +177,17 @@ class EnginePool:
         self.model = folder / "model"
         save_tiny_model(self.model, dtype="float32")
         save_byte_tokenizer(self.model)
+        self._worded: Path | None = None
+
+    @property
+    def worded(self) -> Path:
+        """Folder of a model whose every token has a text."""
+        if self._worded is None:
+            self._worded = self._folder / "worded"
+            size = {"vocabulary": BYTES + 1, "eos_token_id": BYTES}
+            replace(FLEET_MODEL, dtype="float32", **size).save(self._worded, words=False)
+            save_byte_tokenizer(self._worded)
+        return self._worded
 
     def close(self) -> None:
         self._end(list(self._engines))
@@ -251,11 +267,12 @@ class EnginePool:
         folder = self._folder / "-".join(filter(None, [spec.name, "0.25" if spec.python else ""]))
         folder.mkdir(exist_ok=True)
         page = self._page(spec) if spec.page else None
-        published = PolicyVersions(folder / "store", self.model) if spec.weights else None
+        model = self.worded if spec.worded else self.model
+        published = PolicyVersions(folder / "store", model) if spec.weights else None
         engine_spec = EngineSpec(
             name=spec.served or spec.name,
             role=spec.role,
-            model_dir=self.model,
+            model_dir=model,
             port=free_port(),
             log=folder / "engine.log",
             dtype="float32",

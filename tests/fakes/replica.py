@@ -14,9 +14,18 @@ class StandInReplica:
     continuation is right exactly when the whole answer is one unbroken count.
     """
 
-    def __init__(self, version: int = 0, delay_s: float = 0.0, *, is_old: bool = False) -> None:
-        """is_old: it has not the route for more than sampling had at first."""
+    def __init__(
+        self,
+        version: int = 0,
+        delay_s: float = 0.0,
+        *,
+        is_old: bool = False,
+        pools: tuple[str, ...] = (),
+    ) -> None:
+        """is_old: it has not the route for more than sampling had at first. pools: routes of a
+        model that is not generative, which count the letters of their input."""
         self.is_old = is_old
+        self.pools = pools
         self.version = version
         self.delay_s = delay_s
         # Tokens from this one on are sampled by the next version, on KV that was kept.
@@ -51,6 +60,8 @@ class StandInReplica:
         if not self.is_old:
             app.router.add_post("/rose/v2/generate", self._generate)
         app.router.add_get("/rose/v1/state", self._state)
+        for path in self.pools:
+            app.router.add_post(path, self._pool)
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
         await self._runner.setup()
         self._site = web.TCPSite(self._runner, "127.0.0.1", 0, shutdown_timeout=0.1)
@@ -75,6 +86,26 @@ class StandInReplica:
                 "tokens_total": 0,
             }
         )
+
+    async def _pool(self, http: web.Request) -> web.StreamResponse:
+        asked = await http.json()
+        self.requests.append(asked | {"job": http.query.get("rose_job")})
+        if self.draining:
+            return web.json_response({"error": {"type": "draining", "message": "-"}}, status=503)
+        if self.bad_request:
+            return web.json_response({"error": {"message": "too long"}}, status=400)
+        if self.hang_after is not None:
+            await asyncio.sleep(60)
+        data = [{"index": 0, "object": "pooling", "data": [len(str(asked["input"]))]}]
+        answer = json.dumps({"model": "replica", "data": data}).encode()
+        if self.break_after is None:
+            return web.Response(body=answer, content_type="application/json")
+        response = web.StreamResponse(headers={"Content-Length": str(len(answer))})
+        await response.prepare(http)
+        await response.write(answer[: self.break_after])
+        assert http.transport is not None
+        http.transport.close()
+        return response
 
     async def _generate(self, http: web.Request) -> web.StreamResponse:
         asked = await http.json()

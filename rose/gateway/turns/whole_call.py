@@ -1,0 +1,161 @@
+"""Whole calls: requests that a replica answers at once, and that may be asked again anywhere.
+
+What a model that is not generative computes depends on its input alone. So a call whose replica is
+revoked, dies or stays silent is asked of another one from its beginning, as often as a turn would
+be; nothing of an answer that broke off is kept.
+"""
+
+import asyncio
+from dataclasses import dataclass
+from urllib.parse import quote
+
+from elastic_scheduler import End, TurnNeed
+from rose.contract.replica import JOB_QUERY
+from rose.gateway.backends.http_pool import OK, Upstream, UpstreamError
+from rose.gateway.errors import BadRequest, DeadlinePassed, NoReplica
+from rose.gateway.replicas.dispatcher import Dispatcher, EventSink, LiveAttempt
+from rose.gateway.replicas.table import ReplicaApi
+
+MAX_ANSWER_BYTES = 64 << 20
+MAX_FAULT_CHARS = 500
+# Of a request that says nothing of it, from its arrival.
+LIMIT_S = 600.0
+# A replica that is asked for much answers late: so long it is not taken for one that hangs.
+PATIENT_S = 10.0
+NOT_FOUND = 404
+# What another replica would say too.
+REQUEST_FAULTS = frozenset({400, 413, 415, 422})
+
+
+@dataclass(slots=True)
+class WholeCall:
+    """A call of a job's replicas: `path` and `body` as they take it, `need` for the router."""
+
+    path: str
+    body: bytes
+    need: TurnNeed
+    priority: int = 0
+    timeout_s: float | None = None
+
+
+class _Receiver:
+    """Keeps one answer until it is whole."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+        self._size = 0
+        self.code = 0
+        self.done: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+    def status(self, code: int) -> None:
+        self.code = code
+
+    def body(self, data: bytes) -> None:
+        self._size += len(data)
+        if self._size > MAX_ANSWER_BYTES:
+            self.ended(UpstreamError(f"an answer above {MAX_ANSWER_BYTES} bytes"))
+        elif not self.done.done():
+            self._parts.append(data)
+
+    def ended(self, error: Exception | None) -> None:
+        if self.done.done():
+            return
+        if error is None:
+            self.done.set_result(b"".join(self._parts))
+        else:
+            # Not the error itself: its frames would hold this, and this it.
+            self.done.set_exception(UpstreamError(f"{type(error).__name__}: {error}"))
+
+
+class WholeCalls:
+    """Asks replicas, one after the other until one has answered."""
+
+    def __init__(
+        self, dispatcher: Dispatcher, upstream: Upstream, max_attempts: int, on_event: EventSink
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._upstream = upstream
+        self._max_attempts = max_attempts
+        self._on_event = on_event
+
+    async def run(self, call: WholeCall) -> bytes:
+        """Body of the first whole answer. Raises TurnError where there is none."""
+        limit_s = LIMIT_S if call.timeout_s is None else call.timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                return await self._asked(call)
+        except TimeoutError as error:
+            raise DeadlinePassed(
+                f"{call.path} had no answer after {limit_s:g} s; allow it more time"
+            ) from error
+
+    async def _asked(self, call: WholeCall) -> bytes:
+        self._dispatcher.check_admission(call.need)
+        avoid = said = ""
+        for _ in range(self._max_attempts):
+            live = await self._dispatcher.acquire(call.need, avoid, call.priority)
+            end, answer = await self._attempt(call, live)
+            if end is End.FINISHED:
+                return answer
+            avoid, said = live.entry.id, answer.decode("utf-8", "replace")
+            self._on_event(
+                "call_again", path=call.path, replica=avoid, end=end.value, reason=said[:200]
+            )
+        raise NoReplica(f"{self._max_attempts} replicas failed {call.path}, the last: {said[:200]}")
+
+    async def _attempt(self, call: WholeCall, live: LiveAttempt) -> tuple[End, bytes]:
+        """How one replica's answer ended, and the answer, or why there is none."""
+        end: End | None = None
+        live.task = asyncio.current_task()
+        live.last_token_s += PATIENT_S
+        try:
+            if live.interrupted is not None:
+                end = live.interrupted
+                return end, b"lease lost"
+            code, answer = await self._posted(call, live)
+            if code == OK:
+                # It was no turn: nobody's length is forecast by it.
+                return End.FINISHED, answer
+            _refuse(call, live, code, answer)
+            end = End.REFUSED if code == 503 else End.BROKEN
+            return end, b"HTTP %d: %b" % (code, answer[:MAX_FAULT_CHARS])
+        except OSError as error:
+            end = End.BROKEN
+            return end, str(error).encode("utf-8", "replace")
+        except asyncio.CancelledError:
+            # Ours (interrupt), or the caller is gone as well: only ours alone goes on.
+            if live.interrupted is None or live.task is None or live.task.uncancel() > 0:
+                raise
+            end = live.interrupted
+            return end, end.value.encode()
+        finally:
+            live.task = None
+            self._dispatcher.finish(live, end)
+
+    async def _posted(self, call: WholeCall, live: LiveAttempt) -> tuple[int, bytes]:
+        entry = live.entry
+        if entry.api is ReplicaApi.SGLANG:
+            raise BadRequest(f"{call.path}: {entry.id} is an SGLang, which does not speak vLLM's")
+        url = entry.url + call.path
+        if entry.api is ReplicaApi.ROSE and live.job:
+            url += f"?{JOB_QUERY}={quote(live.job, safe='')}"
+        receiver = _Receiver()
+        connection = await self._upstream.post(url, call.body, receiver)
+        try:
+            answer = await receiver.done
+            return receiver.code, answer
+        finally:
+            receiver.done.cancel()
+            connection.leave(receiver)
+
+
+def _refuse(call: WholeCall, live: LiveAttempt, code: int, answer: bytes) -> None:
+    """Raise BadRequest for what is the request's fault, or the job's for asking such a model."""
+    if code == NOT_FOUND:
+        raise BadRequest(
+            f"{call.path}: {live.entry.id} serves no model for it; a replica of one is started "
+            "with runner: pooling"
+        )
+    if code in REQUEST_FAULTS:
+        text = answer.decode("utf-8", "replace")[:MAX_FAULT_CHARS]
+        raise BadRequest(f"{live.entry.id} refuses {call.path}: {text}")

@@ -1,0 +1,138 @@
+"""Models that are not generative: routed, asked again where a replica died, refused by name."""
+
+import asyncio
+from typing import Any
+
+import aiohttp
+import pytest
+from gateway_cases import base_url, entry, gateway_with, until
+from standin_engines import StandInSglang
+from test_attached_engines import attached
+from wire_cases import VLLM, ask, vllm_body
+
+from tests.fakes.replica import StandInReplica
+
+POOLING = "/pooling"
+ALL = (POOLING, "/score", "/classify")
+BODY = {"model": "rose-policy", "input": "abc", "task": "classify"}
+
+
+@pytest.mark.parametrize("path", ALL)
+async def test_an_input_is_handed_to_a_replica_and_its_answer_back(path: str) -> None:
+    async with (
+        StandInReplica(pools=ALL) as replica,
+        gateway_with(entry(replica, "own-0")) as gw,
+        aiohttp.ClientSession(base_url(gw)) as session,
+    ):
+        asked = {**BODY, "timeout_s": 20.0, "session_id": "s", "request_id": "r", "priority": 3}
+        status, answer, _ = await ask(session, path, asked)
+        assert gw.status().live_turns == {"own-0": 0}
+    assert (status, answer["model"], answer["data"][0]["data"]) == (200, "rose-policy", [3])
+    assert replica.requests == [{"input": "abc", "task": "classify", "job": None}]
+
+
+@pytest.mark.parametrize("fault", ["breaks", "drains", "dies"])
+async def test_a_call_whose_replica_fails_is_asked_of_another(fault: str) -> None:
+    async with StandInReplica(pools=ALL) as first, StandInReplica(pools=ALL) as second:
+        first.break_after = 20 if fault == "breaks" else None
+        first.draining = fault == "drains"
+        rows = entry(first, "guest-0", prefill_tok_s=1e9), entry(second, "own-0")
+        if fault == "dies":
+            first.kill()
+        async with gateway_with(*rows) as gw, aiohttp.ClientSession(base_url(gw)) as session:
+            status, answer, _ = await ask(session, POOLING, BODY)
+    assert (status, answer["data"][0]["data"]) == (200, [3])
+    assert len(second.requests) == 1
+
+
+async def test_a_lease_that_ends_under_a_call_moves_it_at_once() -> None:
+    async with StandInReplica(pools=ALL) as first, StandInReplica(pools=ALL) as second:
+        first.hang_after = 0
+        row, other = entry(first, "guest-0"), entry(second, "own-0")
+        async with gateway_with(row) as gw, aiohttp.ClientSession(base_url(gw)) as session:
+            call = asyncio.create_task(ask(session, POOLING, BODY))
+            await until(lambda: bool(first.requests))
+            gw.set_table((entry(first, "guest-0", leased=False), other))
+            status, _, _ = await call
+    assert status == 200
+
+
+async def test_every_wait_has_an_end() -> None:
+    async with StandInReplica(pools=ALL) as replica:
+        replica.hang_after = 0
+        async with (
+            gateway_with(entry(replica, "own-0"), max_attempts=2) as gw,
+            aiohttp.ClientSession(base_url(gw)) as session,
+        ):
+            late, answer, _ = await ask(session, POOLING, {**BODY, "timeout_s": 0.1})
+            assert gw.status().live_turns == {"own-0": 0}
+            replica.hang_after, replica.break_after = None, 20
+            broken, said, _ = await ask(session, POOLING, BODY)
+    assert (late, broken) == (504, 503)
+    assert "/pooling had no answer after 0.1 s" in answer["error"]["message"]
+    assert "2 replicas failed /pooling" in said["error"]["message"]
+
+
+async def test_replicas_that_cannot_are_named() -> None:
+    async with (
+        StandInReplica() as generative,
+        StandInSglang() as sglang,
+        gateway_with(entry(generative, "own-0")) as gw,
+        attached(sglang.url) as other,
+        aiohttp.ClientSession() as session,
+    ):
+        status, answer, _ = await ask(session, base_url(gw) + "/score", BODY)
+        stock, said, _ = await ask(session, base_url(other) + "/score", BODY)
+    assert (status, stock) == (400, 400)
+    assert "own-0 serves no model for it" in answer["error"]["message"]
+    assert "SGLang" in said["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ("[]", 400),
+        ({**BODY, "model": "other"}, 404),
+        ({**BODY, "timeout_s": -1}, 400),
+        ({**BODY, "min_version": "x"}, 400),
+        ({**BODY, "min_version": 1, "exact_version": 1}, 400),
+        ({**BODY, "priority": 1.5}, 400),
+    ],
+)
+async def test_a_wrong_call_is_refused_by_the_gateway(body: Any, status: int) -> None:
+    async with gateway_with() as gw, aiohttp.ClientSession(base_url(gw)) as session:
+        found, answer, _ = await ask(session, POOLING, body)
+    assert found == status
+    assert answer["error"]["message"]
+
+
+async def test_what_the_engine_refuses_is_the_callers_to_correct() -> None:
+    async with StandInReplica(pools=ALL) as replica:
+        replica.bad_request = True
+        async with (
+            gateway_with(entry(replica, "own-0")) as gw,
+            aiohttp.ClientSession(base_url(gw)) as session,
+        ):
+            status, answer, _ = await ask(session, POOLING, BODY)
+    assert status == 400
+    assert "own-0 refuses /pooling" in answer["error"]["message"]
+    assert "too long" in answer["error"]["message"]
+    assert len(replica.requests) == 1
+
+
+async def test_the_job_selects_the_reward_model() -> None:
+    async with (
+        StandInReplica() as policy,
+        StandInReplica(pools=ALL) as reward,
+        gateway_with() as gw,
+    ):
+        rows = entry(policy, "own-0", job="grpo"), entry(reward, "own-1", job="reward")
+        gw.set_table(rows, ("grpo", "reward"))
+        async with aiohttp.ClientSession(base_url(gw)) as session:
+            status, _, _ = await ask(session, POOLING, {**BODY, "job": "reward"})
+            turn, _, _ = await ask(session, VLLM, vllm_body(2, job="grpo"))
+            none, _, _ = await ask(session, POOLING, BODY)
+            wrong, answer, _ = await ask(session, POOLING, {**BODY, "job": "grpo"})
+    assert (status, turn, none, wrong) == (200, 200, 400, 400)
+    assert reward.requests[0]["job"] == "reward"
+    assert "own-0" in answer["error"]["message"]
