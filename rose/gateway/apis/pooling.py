@@ -5,7 +5,6 @@ hands on the rest; replicas tokenize. The answer is the replica's, under the gat
 """
 
 from collections.abc import Callable, Mapping
-from typing import TypeVar
 
 import msgspec
 
@@ -19,11 +18,25 @@ from rose.gateway.text_codec import ServedModel
 from rose.gateway.turns.request import job_of, session_of
 from rose.gateway.turns.whole_call import WholeCall
 
-T = TypeVar("T")
-
 PATHS = POOLING
-_Fields = dict[str, msgspec.Raw]
-_decode = msgspec.json.Decoder(_Fields)
+
+
+class _Own(msgspec.Struct, gc=False):
+    """Fields that replicas are not told of."""
+
+    model: str | None = None
+    job: str | None = None
+    session_id: str | None = None
+    request_id: str | None = None
+    min_version: int | None = None
+    exact_version: int | None = None
+    priority: int | None = None
+    timeout_s: float | None = None
+    cache_salt: str | None = None
+
+
+_decode_own = msgspec.json.Decoder(_Own)
+_decode = msgspec.json.Decoder(dict[str, msgspec.Raw])
 # Characters of a token, about, and what the cost of a call counts at most: it has no KV to stay.
 TOKEN_CHARS, MOST_TOKENS = 4, 1_024
 
@@ -40,15 +53,19 @@ def read(
 
     owned: gives the caller's job of a name. scope: of the caller, whose names are its own.
     """
+    asked = wire.read_json(_decode_own, body)
     fields = wire.read_json(_decode, body)
-    model.check_name(_taken(fields, "model", str | None, None))
-    job = owned(job_of(headers, _taken(fields, "job", str | None, None)))
-    session = session_of(headers, _taken(fields, "session_id", str | None, None))
-    name = _taken(fields, "request_id", str | None, None)
-    oldest = _taken(fields, "min_version", int | None, None)
-    exact = _taken(fields, "exact_version", int | None, None)
-    timeout_s = timeout_of(headers, _taken(fields, "timeout_s", float | None, None))
-    priority = _taken(fields, "priority", int | None, None)
+    for own in _Own.__struct_fields__:
+        if own != "cache_salt":
+            fields.pop(own, None)
+    model.check_name(asked.model)
+    job = owned(job_of(headers, asked.job))
+    if job:
+        # No cached block of one job is another's.
+        fields["cache_salt"] = msgspec.Raw(wire.encode(f"{job}/{asked.cache_salt or ''}"))
+    session = session_of(headers, asked.session_id)
+    name, oldest, exact = asked.request_id, asked.min_version, asked.exact_version
+    timeout_s = timeout_of(headers, asked.timeout_s)
     if oldest is not None and exact is not None:
         raise BadRequest("min_version and exact_version exclude each other: send one")
     if timeout_s is not None and not 0 < timeout_s < float("inf"):
@@ -56,7 +73,7 @@ def read(
     tokens = max(1, min(MOST_TOKENS, len(body) // TOKEN_CHARS))
     session = scope + session if session else ""
     need = TurnNeed(session, tokens, 1, oldest, exact, scope + name if name else "", job)
-    return WholeCall(path, wire.encode(fields), need, priority or 0, timeout_s)
+    return WholeCall(path, wire.encode(fields), need, asked.priority or 0, timeout_s)
 
 
 def answer(body: bytes, model: ServedModel) -> bytes:
@@ -68,15 +85,3 @@ def answer(body: bytes, model: ServedModel) -> bytes:
     if "model" in fields:
         fields["model"] = msgspec.Raw(wire.encode(model.name))
     return wire.encode(fields)
-
-
-def _taken(fields: _Fields, name: str, kind: object, default: T) -> T:
-    """A field that replicas are not told of. Raises BadRequest for one of another kind."""
-    raw = fields.pop(name, None)
-    if raw is None:
-        return default
-    try:
-        found: T = msgspec.json.decode(raw, type=kind)  # type: ignore[call-overload]
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise BadRequest(f"{name}: {error}", name) from error
-    return found

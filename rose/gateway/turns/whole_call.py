@@ -6,7 +6,7 @@ be; nothing of an answer that broke off is kept.
 """
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from urllib.parse import quote
 
 from elastic_scheduler import End, TurnNeed
@@ -90,10 +90,13 @@ class WholeCalls:
             ) from error
 
     async def _asked(self, call: WholeCall) -> bytes:
-        self._dispatcher.check_admission(call.need)
+        need = call.need
+        oldest = self._dispatcher.min_version_of(need.job, need.min_version, need.exact_version)
+        need = replace(need, min_version=oldest)
+        self._dispatcher.check_admission(need)
         avoid = said = ""
         for _ in range(self._max_attempts):
-            live = await self._dispatcher.acquire(call.need, avoid, call.priority)
+            live = await self._dispatcher.acquire(need, avoid, call.priority)
             end, answer = await self._attempt(call, live)
             if end is End.FINISHED:
                 return answer

@@ -134,5 +134,6 @@ async def test_the_job_selects_the_reward_model() -> None:
             none, _, _ = await ask(session, POOLING, BODY)
             wrong, answer, _ = await ask(session, POOLING, {**BODY, "job": "grpo"})
     assert (status, turn, none, wrong) == (200, 200, 400, 400)
-    assert reward.requests[0]["job"] == "reward"
+    (asked,) = reward.requests
+    assert (asked["job"], asked["cache_salt"]) == ("reward", "reward/")
     assert "own-0" in answer["error"]["message"]
