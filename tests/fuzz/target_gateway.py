@@ -38,6 +38,8 @@ FRONTENDS = (
 )
 POSTS = (
     *(frontend.path for frontend in FRONTENDS),
+    "/pooling",
+    "/score",
     "/tokenize",
     "/detokenize",
     "/inference/v1/abort_requests",
@@ -50,6 +52,7 @@ HEADERS = (
     "Last-Event-ID",
     "X-Session-ID",
     "X-Group-ID",
+    "X-SMG-Routing-Key",
     "X-Job",
     "Content-Encoding",
     "Transfer-Encoding",

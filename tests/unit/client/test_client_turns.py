@@ -48,6 +48,13 @@ async def test_a_turn_is_asked_for_as_the_trainer_says() -> None:
         "stop_token_ids": [9],
         "allowed_token_ids": [8, 9],
         "seed": 11,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "ignore_eos": False,
+        "prompt_logprobs": None,
+        "structured_outputs": None,
         "logprobs": 0,
     }
 

@@ -150,7 +150,7 @@ async def test_several_samples_are_several_choices_with_seeds_of_their_own() -> 
     [
         (vllm_body(3, model="other"), 404, "NotFoundError", "Valid aliases: rose-policy"),
         ({"token_ids": [1] * 40, "sampling_params": {}}, 400, "BadRequestError", "context length"),
-        (vllm_body(3, sampling={"min_p": 0.1}), 400, "BadRequestError", "min_p"),
+        (vllm_body(3, sampling={"min_p": 1.1}), 400, "BadRequestError", "min_p"),
         (vllm_body(3, sampling={"stop": ["x"]}), 400, "BadRequestError", "stop"),
         (vllm_body(3, exact_version=9), 409, "ConflictError", "version 9"),
     ],
