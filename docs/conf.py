@@ -11,8 +11,8 @@ from sphinx.application import Sphinx
 
 ROOT = Path(__file__).resolve().parents[1]
 CONTENTS = {
-    "Use it": "demo node gateway scheduler control-plane capacity-policy client weights trainers/* gpu-memory"
-    " security",
+    "Use it": "demo node gateway scheduler control-plane capacity-policy client weights trainers/*"
+    " gpu-memory security",
     "Understand it": "architecture lifecycle glossary contracts/README adr/README",
     "Measurements": "bench bench-gateway gpu",
     "The project": "contributing changelog",
