@@ -1,6 +1,8 @@
 """A trainer: it gets turns from the gateway, and publishes a new policy version after each step.
 
 python examples/trainer.py models/policy
+
+Started again it goes on from the version that it published last.
 """
 
 import asyncio
@@ -23,13 +25,26 @@ def optimizer_step(weights: Weights) -> Weights:
     return weights | {name: replace(weights[name], bits=bits)}
 
 
+async def begin(publisher: WeightPublisher, model: Weights) -> tuple[int, Weights]:
+    """Return the version to go on from, and its weights."""
+    begun = publisher.begun
+    if begun.resumed is not None:  # this run's own, from its root
+        return begun.resumed, dict(await publisher.restore())
+    if begun.latest:  # another run's: replicas come from those weights to these
+        await publisher.publish_anew(begun.latest + 1, model)
+        return begun.latest + 1, model
+    return 0, model  # the model that every replica started from
+
+
 async def train(model: Path, steps: int = 3) -> None:
-    """Roll out, train, publish. Version 0 is the model that every replica started from."""
+    """Roll out, train, publish."""
     weights = read_model_dir(model)
     key = SigningKey.load(Path("run/trainer.key"))
-    publisher = WeightPublisher("job", "127.0.0.1:7400", Path("run/published"), 7500, key)
+    root = Path("run/published")
+    publisher = WeightPublisher("job", "127.0.0.1:7400", root, 7500, key, checkpoint=model)
     async with RolloutClient("http://127.0.0.1:8000", timeout_s=600) as client, publisher:
-        for version in range(steps):
+        first, weights = await begin(publisher, weights)
+        for version in range(first, first + steps):
             sampling = Sampling(max_tokens=8, seed=version)
             turn = await client.generate([1, 2, 3], sampling, min_version=version)
             print(turn.token_ids, turn.logprobs, turn.versions, turn.segments)  # noqa: T201

@@ -16,7 +16,7 @@ from elastic_scheduler.capacity import docs_table, effective, read_policies
 from executor.vllm.settings import EngineSettings
 from rose.client import RolloutClient
 from rose.node.config import NodeConfig
-from rose.weight_distribution import WeightPublisher
+from rose.weight_distribution import Begun, WeightPublisher
 from weight_transfer import SigningKey, TensorBits
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
@@ -125,13 +125,18 @@ def test_the_trainers_step_changes_weights_and_leaves_the_old_ones_alone() -> No
     assert new["w"].bits.sum() == 100
 
 
+@pytest.mark.parametrize(
+    ("begun", "first"), [(Begun(0), 0), (Begun(4, resumed=4), 4), (Begun(7), 8)]
+)
 async def test_the_trainer_asks_for_each_version_that_it_published(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: Begun, first: int
 ) -> None:
     train = runpy.run_path(str(EXAMPLES / "trainer.py"), run_name="example")["train"]
     # They take no arguments that the real ones do not.
     client, publisher = create_autospec(RolloutClient), create_autospec(WeightPublisher)
     weights = {"w": TensorBits("w", "bfloat16", (20, 10), np.zeros(200, np.uint16))}
+    publisher.return_value.begun = begun
+    publisher.return_value.restore.return_value = weights
     for name, stand_in in {
         "RolloutClient": client,
         "WeightPublisher": publisher,
@@ -144,6 +149,8 @@ async def test_the_trainer_asks_for_each_version_that_it_published(
     await train(Path("models/policy"))
     turns = client.return_value.__aenter__.return_value.generate.await_args_list
     published = publisher.return_value.publish.await_args_list
-    assert [turn.kwargs["min_version"] for turn in turns] == [0, 1, 2]
-    assert [call.args[:2] for call in published] == [(1, 0), (2, 1), (3, 2)]
+    asked = [first, first + 1, first + 2]
+    assert [turn.kwargs["min_version"] for turn in turns] == asked
+    assert [call.args[:2] for call in published] == [(version + 1, version) for version in asked]
+    assert publisher.return_value.publish_anew.await_count == (first == 8)
     assert published[0].args[3] is published[1].args[2], "each step begins where the last ended"
