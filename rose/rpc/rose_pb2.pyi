@@ -1207,6 +1207,7 @@ class RegisterJobReply(_message.Message):
     LATEST_RUN_FIELD_NUMBER: _builtins.int
     RUN_TTL_S_FIELD_NUMBER: _builtins.int
     LATEST_PARENT_FIELD_NUMBER: _builtins.int
+    DROPPED_FIELD_NUMBER: _builtins.int
     latest_version: _builtins.int
     """that is used up: the next one is greater"""
     latest_run: _builtins.str
@@ -1215,6 +1216,8 @@ class RegisterJobReply(_message.Message):
     """a run that is not renewed for so long may be replaced"""
     latest_parent: _builtins.int
     """of the newest announced version"""
+    dropped: _builtins.bool
+    """its chain was: only a base can follow"""
     def __init__(
         self,
         *,
@@ -1222,10 +1225,11 @@ class RegisterJobReply(_message.Message):
         latest_run: _builtins.str = ...,
         run_ttl_s: _builtins.float = ...,
         latest_parent: _builtins.int = ...,
+        dropped: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["latest_parent", b"latest_parent", "latest_run", b"latest_run", "latest_version", b"latest_version", "run_ttl_s", b"run_ttl_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped", b"dropped", "latest_parent", b"latest_parent", "latest_run", b"latest_run", "latest_version", b"latest_version", "run_ttl_s", b"run_ttl_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1289,15 +1293,21 @@ class EndJobRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     JOB_FIELD_NUMBER: _builtins.int
+    CLAIM_FIELD_NUMBER: _builtins.int
     job: _builtins.str
+    @_builtins.property
+    def claim(self) -> Global___Claim:
+        """of a trainer, which may have lost the job; an operator has none"""
+
     def __init__(
         self,
         *,
         job: _builtins.str = ...,
+        claim: Global___Claim | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["claim", b"claim"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["claim", b"claim", "job", b"job"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -170,7 +170,7 @@ class SchedulerCore:
                 return (save_job(job), *([save_run(run)] if run else []))
             case JobEnded():
                 ended, past = self._jobs.ending(event.job)
-                over = self.runs.ending(event.job)
+                over = self.runs.ending(event.job, event.claim)
                 return (
                     save_job(ended),
                     *map(forget_version, past),

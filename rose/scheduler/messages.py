@@ -182,9 +182,13 @@ class JobRegistered:
 
 @dataclass(frozen=True, slots=True)
 class JobEnded:
-    """A job needs nothing any more. Answered with leases released."""
+    """A job needs nothing any more. Answered with leases released.
+
+    claim: of the trainer that says so, None for an operator.
+    """
 
     job: str
+    claim: Claim | None = None
 
 
 @dataclass(frozen=True, slots=True)

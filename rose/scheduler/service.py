@@ -392,7 +392,10 @@ class SchedulerService(SchedulerServicer):
         """A trainer asks for capacity."""
         latest = await self._stored(wire.job_registered, request, context)
         reply = pb.RegisterJobReply(latest_version=latest, run_ttl_s=self._core.runs.ttl_s)
-        if newest := self._core.newest(request.job):
+        newest = self._core.newest(request.job)
+        if newest is None:
+            reply.dropped = latest > 0
+        else:
             reply.latest_run, reply.latest_parent = newest.run, newest.parent
         return reply
 

@@ -264,7 +264,8 @@ def job_dropped(request: pb.DropJobRequest) -> JobDropped:
 
 def job_ended(request: pb.EndJobRequest) -> JobEnded:
     """A job that needs nothing any more."""
-    return JobEnded(checked_name(request.job, "EndJob.job"))
+    claim = claim_of(request.claim) if request.HasField("claim") else None
+    return JobEnded(checked_name(request.job, "EndJob.job"), claim)
 
 
 def version_announced(request: pb.AnnounceVersionRequest) -> VersionAnnounced:

@@ -207,6 +207,8 @@ class WeightPublisher:
             raise
 
     async def _start(self) -> Begun:
+        # Before anybody hears of this trainer: nothing is to be served from another job's root.
+        await asyncio.to_thread(self._check_root)
         await self._server.start()
         self._retention.start()
         self._registration.claim.CopyFrom(self._claim)
@@ -233,30 +235,42 @@ class WeightPublisher:
         return rose_pb2.Claim(run=run.run, process=run.process, holder=run.holder)
 
     def _found(self, reply: rose_pb2.RegisterJobReply) -> Begun:
-        """What the root holds, beside what the scheduler knows. RefusedError for another job's."""
+        """What the root holds, beside what the scheduler knows."""
         assert self._held is not None
         latest, newest = int(reply.latest_version), newest_version(self._store)
         if not newest:  # A base of version 0 is the model.
             return Begun(latest, why_anew=f"{self._root} holds no version")
         used = max(latest, newest)
-        manifest = self._manifest(newest)
-        if manifest.job != self._job:
-            raise RefusedError(
-                f"{self._root} holds versions of job {manifest.job}; give job {self._job} a root"
-                " of its own"
+        if reply.dropped:
+            return Begun(
+                used, why_anew=f"an operator has dropped the job's versions up to {latest}"
             )
         if latest and reply.latest_run not in ("", self._held.run.run):
             return Begun(used, why_anew=f"another run announced version {latest}")
         if newest < latest:
             return Begun(used, why_anew=f"the root ends at {newest}, the job is at {latest}")
         try:
-            manifest.verify(self._key.verify_key)
+            self._manifest(newest).verify(self._key.verify_key)
             way_to(self._store.catalog(), newest, model=self._checkpoint is not None)
         except CatalogError:
             return Begun(used, why_anew="the root has no base yet, and no checkpoint was named")
-        except WeightError as error:
+        except (WeightError, OSError) as error:
             return Begun(used, why_anew=f"version {newest} cannot be gone on from: {error}")
         return Begun(used, resumed=newest)
+
+    def _check_root(self) -> None:
+        """Raise RefusedError where the root is another job's."""
+        newest = newest_version(self._store)
+        if newest is None:
+            return
+        try:
+            job = self._manifest(newest).job
+        except (WeightError, OSError):
+            return  # What is damaged is nobody's, and `_found` says so.
+        if job != self._job:
+            raise RefusedError(
+                f"{self._root} holds versions of job {job}; give job {self._job} a root of its own"
+            )
 
     def _news(self, resumed: int, reply: rose_pb2.RegisterJobReply) -> list[tuple[int, int]]:
         """(version, parent) of what the scheduler is to be told, oldest first.
@@ -432,7 +446,8 @@ class WeightPublisher:
 
     async def end_job(self) -> None:
         """Give back all that the job has leased, when no more rollouts are wanted."""
-        request = rose_pb2.EndJobRequest(job=self._job)
+        claim = self._claim if self._held is not None else None
+        request = rose_pb2.EndJobRequest(job=self._job, claim=claim)
         await self._call(
             lambda stub, left_s: stub.EndJob(request, timeout=left_s),
             f"the scheduler did not end job {self._job}",

@@ -12,6 +12,8 @@ from run_cases import Cluster, tensors
 
 from rose.addresses import free_port
 from rose.errors import RefusedError, RunFencedError, RunHeldError, UnavailableError
+from rose.scheduler import SchedulerService
+from rose.scheduler.messages import JobDropped
 from rose.weight_distribution import WeightPublisher, publisher, run_keeper
 from rose.weight_distribution.run_root import RunRoot
 from tests.awaited import until_async
@@ -21,10 +23,20 @@ from weight_transfer import ChunkStore, Publisher, SigningKey, TensorBits, Weigh
 
 
 @pytest.fixture
-async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
+async def running(tmp_path: Path) -> AsyncIterator[tuple[Cluster, SchedulerService]]:
     cluster = Cluster(tmp_path, InMemoryStore(), 0, SigningKey.generate())
-    async with cluster.scheduler():
-        yield cluster
+    async with cluster.scheduler() as service:
+        yield cluster, service
+
+
+@pytest.fixture
+def cluster(running: tuple[Cluster, SchedulerService]) -> Cluster:
+    return running[0]
+
+
+@pytest.fixture
+def service(running: tuple[Cluster, SchedulerService]) -> SchedulerService:
+    return running[1]
 
 
 def same(found: Mapping[str, TensorBits], wanted: Mapping[str, TensorBits]) -> bool:
@@ -209,6 +221,40 @@ async def test_two_trainers_of_one_job_the_second_is_refused_or_fences_the_first
                 await first.publish_anew(2, tensors(2))
             await second.publish_anew(2, tensors(5))
     assert cluster.numbers == [(2, 2)]
+
+
+@pytest.mark.usefixtures("hasty")
+async def test_a_fenced_trainer_cannot_end_the_others_job(cluster: Cluster) -> None:
+    async with cluster.trainer("a") as first, cluster.trainer("b", take_over=True) as second:
+        with pytest.raises(RunFencedError):
+            await first.end_job()
+        await second.publish_anew(1, tensors(1))
+        await second.end_job()
+
+
+async def test_after_a_job_was_dropped_its_root_is_not_gone_on_from(
+    cluster: Cluster, service: SchedulerService
+) -> None:
+    async with cluster.trainer() as first:
+        await first.publish_anew(1, tensors(1))
+    event = JobDropped("grpo")
+    for write in service._core.writes(event):
+        cluster.store.write(write.key, write.value)
+    service._step(event)
+    async with cluster.trainer() as second:
+        assert (second.begun.latest, second.begun.resumed) == (1, None)
+        assert "dropped the job's versions up to 1" in second.begun.why_anew
+        await second.publish_anew(2, tensors(2))
+    assert cluster.numbers == [(2, 2)]
+
+
+async def test_a_root_whose_newest_manifest_is_damaged_is_begun_anew(cluster: Cluster) -> None:
+    async with cluster.trainer() as first:
+        await first.publish_anew(1, tensors(1))
+    ChunkStore(cluster.folder / "root").manifest_path(1, base=True).write_bytes(b"rot")
+    async with cluster.trainer() as second:
+        assert (second.begun.latest, second.begun.resumed) == (1, None)
+        assert "version 1 cannot be gone on from" in second.begun.why_anew
 
 
 @pytest.mark.usefixtures("hasty")
