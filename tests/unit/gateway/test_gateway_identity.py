@@ -178,6 +178,7 @@ async def test_probes_and_scrapers_show_nothing(case: Case) -> None:
             ("/rose/v1/stats", 401),
             ("/v1/models", 401),
             ("/rose/v1/explain/x", 401),
+            ("/rose/v1/versions", 401),
             ("/health/../rose/v1/stats", 401),
         ):
             async with session.get(path) as answer:
