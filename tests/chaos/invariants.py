@@ -50,6 +50,8 @@ class Promised:
 
     jobs: set[str] = field(default_factory=set)
     versions: dict[str, int] = field(default_factory=dict)
+    # Of each job, the newest life of its trainer that was told it has the job.
+    runs: dict[str, int] = field(default_factory=dict)
     policies: set[str] = field(default_factory=set)
 
 
@@ -130,6 +132,13 @@ class Invariants:
         for job, version in promised.versions.items():
             if version not in {each.version for each in saved.versions if each.job == job}:
                 self._broken(f"{who} does not know version {version} of {job}")
+        lives = {each.job: int(each.process) for each in saved.runs}
+        for job, life in promised.runs.items():
+            # A later one may have written itself down, and not have heard of it yet.
+            if lives.get(job, 0) < life:
+                self._broken(
+                    f"{who} gives {job} to life {lives.get(job)} of its trainer, not {life}"
+                )
         policies = {each.name for each in saved.policies}
         if promised.policies - policies:
             self._broken(f"{who} lacks the policies {sorted(promised.policies - policies)}")

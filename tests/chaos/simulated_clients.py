@@ -80,7 +80,10 @@ class SimulatedClient(SimulatedProcess):
 
 
 class SimulatedTrainer(SimulatedClient):
-    """Registers its job, and announces one version after another."""
+    """Registers its job, and announces one version after another.
+
+    Each life of it is a process of one run: it comes back with its root.
+    """
 
     def __init__(
         self,
@@ -92,15 +95,27 @@ class SimulatedTrainer(SimulatedClient):
         super().__init__(world, f"trainer-{job}", schedulers, invariants)
         self.job = job
         self._version = 0
+        self._lives = 0
+
+    def started(self) -> None:
+        self._lives += 1
+        super().started()
+
+    @property
+    def _claim(self) -> pb.Claim:
+        return pb.Claim(run=f"root-{self.job}", process=str(self._lives), holder=self.name)
 
     def work(self) -> None:
+        life = self._lives
+
         def registered(reply: pb.RegisterJobReply | None) -> None:
             if reply is not None:
                 self.invariants.promised.jobs.add(self.job)
+                self.invariants.promised.runs[self.job] = life
                 self._version = max(self._version, reply.latest_version)
             self.after(PAUSE_S, self._announce)
 
-        request = pb.RegisterJobRequest(job=self.job, max_staleness=2)
+        request = pb.RegisterJobRequest(job=self.job, max_staleness=2, claim=self._claim)
         self.call("RegisterJob", request, registered)
 
     def _announce(self) -> None:
@@ -115,7 +130,9 @@ class SimulatedTrainer(SimulatedClient):
             self.invariants.promised.versions[self.job] = version
             self.after(self.world.rng.uniform(1.0, 5.0), self._announce)
 
-        request = pb.AnnounceVersionRequest(job=self.job, version=version, parent=parent, url=url)
+        request = pb.AnnounceVersionRequest(
+            job=self.job, version=version, parent=parent, url=url, claim=self._claim
+        )
         self.call("AnnounceVersion", request, announced)
 
 
