@@ -4,7 +4,13 @@ pip install 'rose-rollout[trl]'
 pip install reasoning-gym==0.1.23 && pip install --no-deps gem-llm==0.1.0
 python examples/trl_grpo.py models/policy 40
 
-The environment says where ROSE is (`ROSE_GATEWAY` and others, see docs/trainers/trl.md).
+The environment says where ROSE is (`ROSE_GATEWAY` and others, see docs/trainers/trl.md, which also
+has all that it printed). A policy of random weights, on two CPU cores, 73 s:
+
+    step 10: won -0.10, drift 0.0011
+    step 50: won 0.21, drift 0.0029
+    step 100: won 0.63, drift 0.0000
+    version 100 is served
 """
 
 import sys

@@ -142,19 +142,17 @@ class RoseVLLMClient(VLLMClient):  # type: ignore[misc]  # TRL is not where this
         return self._ask("POST", url, options)
 
     def _ask(self, method: str, url: str, options: dict[str, Option]) -> Made:
-        silent_since_s = time.monotonic()
+        failing_since_s: float | None = None
         while True:
             asked = _Asked(self.session, method, url, options)
             missed = 0
-            while not asked.done(PROBE_S):
+            while missed < MOST_MISSED and not asked.done(PROBE_S):
                 missed = 0 if self._answers() else missed + 1
-                if not missed:
-                    silent_since_s = time.monotonic()
-                if missed == MOST_MISSED:
-                    break
             if asked.answer is not None and asked.answer.status_code not in RETRIED:
                 return _read(asked.answer)
-            if time.monotonic() - silent_since_s > self.settings.timeout_s:
+            now_s = time.monotonic()
+            failing_since_s = now_s if failing_since_s is None else failing_since_s
+            if now_s - failing_since_s > self.settings.timeout_s:
                 raise UnavailableError(
                     f"the gateway at {self.base_url} gave no turns for"
                     f" {self.settings.timeout_s:g} s: {asked.trouble}; ask `rose status`"
