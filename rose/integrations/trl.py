@@ -43,6 +43,8 @@ Option = Any
 TESTED = ("1.16.0",)
 check_tested("trl", TESTED)
 
+# A gateway that cannot now, or whose replicas are not at the wanted version yet.
+LATER = RETRIED | {409}
 PAUSE_S = 1.0
 PROBE_S = 2.0
 # So many probes in a row without an answer: the gateway is gone, though its connection is not.
@@ -148,7 +150,7 @@ class RoseVLLMClient(VLLMClient):  # type: ignore[misc]  # TRL is not where this
             missed = 0
             while missed < MOST_MISSED and not asked.done(PROBE_S):
                 missed = 0 if self._answers() else missed + 1
-            if asked.answer is not None and asked.answer.status_code not in RETRIED:
+            if asked.answer is not None and asked.answer.status_code not in LATER:
                 return _read(asked.answer)
             now_s = time.monotonic()
             failing_since_s = now_s if failing_since_s is None else failing_since_s

@@ -160,10 +160,10 @@ def test_turns_are_the_jobs_and_of_fresh_policies(client: Any, gateway: Gateway)
 
 
 def test_a_gateway_that_cannot_now_is_asked_the_same_again(client: Any, gateway: Gateway) -> None:
-    gateway.answers = [says(503, GONE), says(429, GONE), says(200, {"choices": [1]})]
+    gateway.answers = [*(says(s, GONE) for s in (503, 429, 409)), says(200, {"choices": [1]})]
     assert client.generate([[1]]) == {"choices": [1]}
     assert len({asked["request_id"] for _, asked in gateway.asked}) == 1
-    assert len(gateway.asked) == 3
+    assert len(gateway.asked) == 4
 
 
 def test_a_gateway_that_never_can_ends_the_wait_in_one_line(client: Any, gateway: Gateway) -> None:
