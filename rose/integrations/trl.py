@@ -12,11 +12,11 @@ run: nothing is paused, and no NCCL group is made. The trainer's environment nee
 
 import atexit
 import contextlib
-import importlib.util
 import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -323,5 +323,5 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 def _need_no_vllm(module: ModuleType) -> None:
     """TRL insists on an installed vLLM where it speaks to a server, and uses nothing of it."""
-    if importlib.util.find_spec("vllm") is None:
+    if find_spec("vllm") is None:
         vars(module)["is_vllm_available"] = lambda *_, **__: True

@@ -57,7 +57,7 @@ def plugin(generation: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     made = importlib.import_module("rose.integrations.trl")
     monkeypatch.setattr(made, "PAUSE_S", 0.001)
     monkeypatch.setattr(made, "PROBE_S", 0.05)
-    monkeypatch.setattr(made.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(made, "find_spec", lambda name: None)
     yield made
     del sys.modules["rose.integrations.trl"]
 
