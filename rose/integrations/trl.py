@@ -46,7 +46,8 @@ check_tested("trl", TESTED)
 # A gateway that cannot now, or whose replicas are not at the wanted version yet.
 LATER = RETRIED | {409}
 PAUSE_S = 1.0
-PROBE_S = 2.0
+# So often it is asked whether it lives while turns are waited for, and so long for its answer.
+PROBE_S, HEALTH_S = 2.0, 2.0
 # So many probes in a row without an answer: the gateway is gone, though its connection is not.
 MOST_MISSED = 3
 
@@ -163,7 +164,7 @@ class RoseVLLMClient(VLLMClient):  # type: ignore[misc]  # TRL is not where this
 
     def _answers(self) -> bool:
         try:
-            answer = self.session.get(f"{self.base_url}/health", timeout=PROBE_S)
+            answer = self.session.get(f"{self.base_url}/health", timeout=HEALTH_S)
         except requests.RequestException:
             return False
         return bool(answer.status_code == 200)

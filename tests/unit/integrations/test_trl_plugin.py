@@ -8,7 +8,7 @@ import json
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType
@@ -56,7 +56,8 @@ def plugin(generation: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     monkeypatch.delitem(sys.modules, "rose.integrations.trl", raising=False)
     made = importlib.import_module("rose.integrations.trl")
     monkeypatch.setattr(made, "PAUSE_S", 0.001)
-    monkeypatch.setattr(made, "PROBE_S", 0.05)
+    monkeypatch.setattr(made, "PROBE_S", 0.02)
+    monkeypatch.setattr(made, "HEALTH_S", 30.0)
     monkeypatch.setattr(made, "find_spec", lambda name: None)
     yield made
     del sys.modules["rose.integrations.trl"]
@@ -124,7 +125,7 @@ def settings(gateway: Gateway, tmp_path: Path) -> TrainerSettings:
         checkpoint=tmp_path,
         root=tmp_path / "root",
         key=tmp_path / "key",
-        timeout_s=0.3,
+        timeout_s=60.0,
     )
 
 
@@ -147,7 +148,12 @@ GONE = {"error": {"message": "no replica", "code": 503}}
 
 @pytest.fixture
 def client(plugin: Any, settings: TrainerSettings) -> Any:
-    return plugin.RoseVLLMClient(Published(settings))
+    return plugin.RoseVLLMClient(Published(settings), 60.0)
+
+
+@pytest.fixture
+def impatient(plugin: Any, settings: TrainerSettings) -> Any:
+    return plugin.RoseVLLMClient(Published(replace(settings, timeout_s=0.05)), 60.0)
 
 
 def test_turns_are_the_jobs_and_of_fresh_policies(client: Any, gateway: Gateway) -> None:
@@ -166,10 +172,12 @@ def test_a_gateway_that_cannot_now_is_asked_the_same_again(client: Any, gateway:
     assert len(gateway.asked) == 4
 
 
-def test_a_gateway_that_never_can_ends_the_wait_in_one_line(client: Any, gateway: Gateway) -> None:
+def test_a_gateway_that_never_can_ends_the_wait_in_one_line(
+    impatient: Any, gateway: Gateway
+) -> None:
     gateway.answers = [says(503, GONE)]
-    with pytest.raises(UnavailableError, match=r"no turns for 0\.3 s: no replica") as told:
-        client.generate([[1]])
+    with pytest.raises(UnavailableError, match=r"no turns for 0\.05 s: no replica") as told:
+        impatient.generate([[1]])
     assert "\n" not in str(told.value)
 
 
@@ -183,7 +191,7 @@ def test_what_replicas_cannot_do_is_said_and_not_tried_again(client: Any, gatewa
 
 
 def test_a_gateway_that_falls_silent_does_not_hang_the_trainer(
-    client: Any, gateway: Gateway
+    impatient: Any, gateway: Gateway
 ) -> None:
     def silent(http: BaseHTTPRequestHandler) -> None:
         gateway.healthy = False
@@ -191,7 +199,7 @@ def test_a_gateway_that_falls_silent_does_not_hang_the_trainer(
 
     gateway.answers = [silent]
     with pytest.raises(UnavailableError, match="it does not answer"):
-        client.generate([[1]])
+        impatient.generate([[1]])
 
 
 def test_long_turns_are_waited_for_while_their_gateway_lives(client: Any, gateway: Gateway) -> None:
@@ -230,7 +238,7 @@ def test_server_mode_means_rose_from_then_on_and_needs_no_vllm(
     plugin: Any, generation: ModuleType, settings: TrainerSettings
 ) -> None:
     publisher = plugin.use(settings)
-    client = generation.VLLMClient(base_url="http://0.0.0.0:8000", connection_timeout=1.0)
+    client = generation.VLLMClient(base_url="http://0.0.0.0:8000", connection_timeout=60.0)
     assert isinstance(client, plugin.RoseVLLMClient)
     assert (client.publisher, client.base_url) == (publisher, settings.gateway)
     assert vars(generation)[WITHOUT_VLLM](min_version="0.28.0")
