@@ -8,7 +8,7 @@ import asyncio
 import functools
 import json
 import re
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, Final, NoReturn
 
 import msgspec
@@ -168,6 +168,37 @@ class _Transport(asyncio.Transport):
         """Nothing more comes anyway."""
 
 
+class Wire:
+    """Connections of a server, without sockets."""
+
+    def __init__(self, connect: Callable[[], Connection]) -> None:
+        self._connect = connect
+
+    async def sent_for(self, data: bytes) -> bytes:
+        """All that the server answers."""
+        transport = _Transport()
+        connection = self._connect()
+        connection.connection_made(transport)
+        connection.data_received(data)
+        await _steps(connection, transport)
+        connection.connection_lost(None)
+        await asyncio.sleep(0)
+        return bytes(transport.sent)
+
+
+def answers_of(sent: bytes) -> Iterator[tuple[int, bytes]]:
+    """Status and body of each answer; nothing else was sent."""
+    while sent.startswith(b"HTTP/"):
+        head, _, rest = sent.partition(b"\r\n\r\n")
+        status = int(head.split()[1])
+        length = re.search(rb"\r\ncontent-length: (\d+)", head, re.IGNORECASE)
+        size = int(length[1]) if length else 0
+        body, sent = rest[:size], rest[size:]
+        if status != 100:
+            yield status, body
+    assert not sent, sent[:200]
+
+
 def _healthy() -> GatewayHealth:
     return GatewayHealth([], 0, {})
 
@@ -190,22 +221,11 @@ class _Gateway:
         runner = web.AppRunner(self._server.application(), handler_cancellation=True)
         await runner.setup()
         assert runner.server is not None
-        self._connect = self._server.guard(runner.server)
+        self.wire = Wire(self._server.guard(runner.server))
 
     def _note(self, event: str, **fields: object) -> None:
         if event == "fault":
             self.faults.append((event, fields))
-
-    async def sent_for(self, data: bytes) -> bytes:
-        """All that the gateway answers."""
-        transport = _Transport()
-        connection = self._connect()
-        connection.connection_made(transport)
-        connection.data_received(data)
-        await _steps(connection, transport)
-        connection.connection_lost(None)
-        await asyncio.sleep(0)
-        return bytes(transport.sent)
 
 
 async def _steps(connection: Connection, transport: _Transport) -> None:
@@ -247,22 +267,14 @@ def _at_once(reading: Coroutine[Any, Any, Any]) -> Any:
 def _answered(data: bytes) -> list[int]:
     """Statuses of all answers to the bytes, each of which is in its shape."""
     gateway = _gateway()
-    sent = gateway.loop.run_until_complete(gateway.sent_for(data))
+    sent = gateway.loop.run_until_complete(gateway.wire.sent_for(data))
     faults, gateway.faults = gateway.faults, []
     assert not faults, faults
     statuses = []
-    while sent.startswith(b"HTTP/"):
-        head, _, rest = sent.partition(b"\r\n\r\n")
-        status = int(head.split()[1])
-        length = re.search(rb"\r\ncontent-length: (\d+)", head, re.IGNORECASE)
-        size = int(length[1]) if length else 0
-        body, sent = rest[:size], rest[size:]
-        if status == 100:
-            continue
-        assert status in DOCUMENTED, head
-        assert status == 200 or not body or json.loads(body)["error"]["message"], (head, body)
+    for status, body in answers_of(sent):
+        assert status in DOCUMENTED, (status, body)
+        assert status == 200 or not body or json.loads(body)["error"]["message"], (status, body)
         statuses.append(status)
-    assert not sent, sent[:200]
     return statuses
 
 

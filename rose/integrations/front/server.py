@@ -24,6 +24,7 @@ JSON = "application/json"
 MAX_CONTROL_BYTES = 64 << 10
 HEAD_S, BODY_S, HEALTH_S, SWEEP_S = 10.0, 20.0, 5.0, 0.1
 RETRY_S = 1
+MOST_A_MINUTE = 60
 GENERATE = "/generate"
 WORKER = "rose"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -44,6 +45,7 @@ class FrontServer:
         self._forwarding = forwarding
         self._authenticator = authenticator
         self._paused = False
+        self._minute, self._said = 0, 0
         clock = asyncio.get_running_loop().time
         self._limits = LimitLog(tell, clock)
         self._bodies = Bodies(MAX_CONTROL_BYTES, BODY_S, self._limits)
@@ -145,8 +147,9 @@ class FrontServer:
         try:
             done = await self._updates.update(body.folder, label)
         except RoseError as error:
-            tell(f"{body.folder!r:.300} is not in force: {error}")
+            self._complain(f"{body.folder!r:.300} is not in force: {error}")
             raise
+        tell(f"{body.folder} is version {done.version}, and served")
         return _json(
             {
                 "success": True,
@@ -157,6 +160,13 @@ class FrontServer:
                 "version": done.version,
             }
         )
+
+    def _complain(self, line: str) -> None:
+        """Tell the operator, as often as is read."""
+        minute = int(asyncio.get_running_loop().time() // 60)
+        self._minute, self._said = minute, self._said + 1 if minute == self._minute else 1
+        if self._said <= MOST_A_MINUTE:
+            tell(line)
 
     # ---- what a fleet need not do, and what it cannot ----
 
