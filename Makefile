@@ -31,7 +31,7 @@ unit-light: install
 engine: install
 	$(BIN)/pytest -q tests/engine -m "not nightly" --max-engine-starts=22 --durations=25 $(ARGS)
 
-# Trainers of others, each in an environment of its own. Those that were not made are skipped.
+# Trainers of others, each in an environment of its own, and the clients of scripts/trainer-clients. Those that are not there are skipped.
 TRAINERS ?= trl
 trainers: install $(TRAINERS:%=.venv-%/.pins)
 	$(BIN)/python -m pytest -q tests/trainers -m "not nightly" --durations=10 $(ARGS)

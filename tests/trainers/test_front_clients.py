@@ -120,6 +120,8 @@ def test_greedy_tokens_are_the_trainers_after_each_of_ten_updates(
     # No front any more: others go on where it was.
     third = drive(stack, front, clients, 200, "vllm", "watch")
     updates = [*first, *second[:-1]]
+    for each in [*updates, *third]:
+        sys.stdout.write(json.dumps(each) + "\n")
     assert [each["what"] for each in updates] == [*whats, *whats]
     for each in [*updates, *third]:
         assert each["served"] == each["own"], each
