@@ -1,11 +1,14 @@
 """Examples of trainers that use the front say what front and gateway take."""
 
 import os
+import runpy
 import subprocess
 import tomllib
 from pathlib import Path
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from front_cases import save_checkpoint
 
 from rose.integrations.front.settings import parse_front
@@ -59,3 +62,24 @@ def test_prime_rls_file_has_the_clients_addresses() -> None:
     assert told["weight_broadcast"] == {"type": "filesystem"}
     assert client["base_url"].endswith("/v1")
     assert len(client["admin_base_url"]) == 1
+
+
+async def test_rewards_are_in_the_order_of_their_texts_and_a_refusal_is_its_line() -> None:
+    jobs = set()
+
+    async def classify(http: web.Request) -> web.Response:
+        jobs.add(http.headers["X-Rose-Job"])
+        texts = (await http.json())["input"]
+        if "refuse" in texts:
+            return web.json_response({"error": {"message": "no replica"}}, status=503)
+        return web.json_response({"data": [{"probs": [float(text)]} for text in texts]})
+
+    rewards = runpy.run_path(str(EXAMPLES / "reward_model.py"))["rewards"]
+    app = web.Application()
+    app.router.add_post("/classify", classify)
+    async with TestServer(app) as server:
+        url = str(server.make_url("/"))
+        assert await rewards([str(k) for k in range(40)], url) == [float(k) for k in range(40)]
+        with pytest.raises(RuntimeError, match="no replica"):
+            await rewards(["refuse"], url)
+    assert jobs == {"reward"}
