@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# slime (or Miles) with its rollouts from ROSE: the front is its engine and its router.
+# slime with its rollouts from ROSE: the front is its engine and its router.
 #
 #   examples/slime.sh python3 train.py --hf-checkpoint models/policy …      all else as you have it
 #
