@@ -2,11 +2,12 @@
 
     python drive_front.py CLIENTS FRONT GATEWAY MODEL FOLDER SEED WHAT…
 
-WHAT: prime, slime, areal, areal-vllm, vllm, watch, abort. One update each, but `abort`. `vllm`,
-which is vLLM's own trainer engine, and `watch`, which is `rose publish`, need no front but `ROSE_*`
-in their environment. The trainer is a model
-of transformers whose weights take a random step; after each update what is served is compared with
-what this model would have said. A line of JSON for each.
+WHAT: prime, slime, slime-delta, areal, areal-vllm, vllm, watch, abort: one update each, but for
+`abort`. `slime-delta` is a chain, which begins with the model. `vllm`, which is vLLM's own trainer
+engine, and `watch`, which is `rose publish`, need no front but `ROSE_*` in their environment.
+
+The trainer is a model of transformers whose weights take a random step; after each update what is
+served is compared with what this model would have said. A line of JSON for each.
 """
 
 import asyncio
@@ -35,7 +36,7 @@ class Trainer:
     def __init__(self, model: Path, folder: Path, seed: int) -> None:
         torch.manual_seed(seed)
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
-        self._folder = folder
+        self.folder = folder
         self.number = seed
 
     def step(self) -> Path:
@@ -44,7 +45,7 @@ class Trainer:
         with torch.no_grad():
             for weight in self.model.parameters():
                 weight.add_(torch.randn_like(weight) * 0.02)
-        folder = self._folder / f"step_{self.number}"
+        folder = self.folder / f"step_{self.number}"
         self.model.save_pretrained(folder)
         (folder / "STABLE").touch()
         return folder
@@ -193,6 +194,47 @@ class Slime:
         return self._run(work)
 
 
+class SlimeDelta(Slime):
+    """slime's delta mode: its own diffs of the model, each on the one before."""
+
+    def __init__(self, front: str, model: str, trainer: Trainer) -> None:
+        import torch.distributed as dist
+        from slime.backends.megatron_utils.update_weight import update_weight_from_disk_delta
+
+        super().__init__(front, model)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        self._engine.args.update_weight_local_checkpoint_dir = "/nvme/engine"
+        self._engine.args.update_weight_disk_dir = str(trainer.folder / "stream")
+        args = SimpleNamespace(
+            **vars(self._engine.args),
+            update_weight_delta_encoding="xor",
+            update_weight_delta_checksum="blake3",
+            custom_update_weight_post_write_path=None,
+        )
+
+        class Updates(update_weight_from_disk_delta.UpdateWeightFromDiskDelta):
+            def _iter_hf_tensors(self) -> Any:
+                yield from trainer.model.named_parameters()
+
+        self._updates = Updates(args, [], None, model_name="", quantization_config=None)
+        self._updates.connect_rollout_engines([_Actor(self._engine)], None)
+        self._updates.update_weights()
+
+    def update(self, folder: Path, number: int) -> None:
+        self._updates.update_weights()
+        assert self._engine.get_weight_version() == str(self._updates.weight_version)
+
+
+class _Actor:
+    """A handle whose calls are made here and now, as Ray's are elsewhere and later."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(remote=getattr(self._engine, name))
+
+
 class Areal:
     """`areal.engine`: a backend builds requests, `areal.infra.utils.http` sends them."""
 
@@ -284,6 +326,8 @@ def client(what: str, front: str, gateway: str, model: str, trainer: Trainer) ->
         return Watcher(gateway, model)
     if what == "prime":
         return PrimeRl(front, gateway, model)
+    if what == "slime-delta":
+        return SlimeDelta(front, model, trainer)
     if what in ("slime", "abort"):
         return Slime(front, model)
     if what == "areal":
@@ -300,8 +344,10 @@ def main(argv: list[str]) -> None:
     sys.path[:0] = [clients, str(Path(clients) / "libraries")]
     stand_in()
     trainer = Trainer(Path(model), Path(folder), int(seed))
+    kept: dict[str, Any] = {}
     for what in whats:
-        driven = client(what, front, gateway, model, trainer)
+        driven = kept.get(what) or client(what, front, gateway, model, trainer)
+        kept[what] = driven
         if what == "abort":
             said = driven.abort(4, 400)
         else:

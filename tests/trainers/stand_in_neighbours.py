@@ -14,7 +14,17 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-PACKAGES = ("areal", "prime_rl", "renderers", "sglang", "slime", "torchdata", "verifiers")
+PACKAGES = (
+    "areal",
+    "megatron",
+    "prime_rl",
+    "ray",
+    "renderers",
+    "sglang",
+    "slime",
+    "torchdata",
+    "verifiers",
+)
 
 
 @dataclasses.dataclass
@@ -72,6 +82,26 @@ class ClientConfig:
         vars(self).update(fields)
 
 
+class UpdateWeightFromDistributed:
+    """What slime's delta mode is made of, as far as it uses it."""
+
+    def __init__(self, args: object, *rest: object, **named: object) -> None:
+        self.args, self.weight_version = args, 0
+        self.update_weight_metrics: dict[str, float] = {}
+
+
+class Mpu:
+    """Megatron's groups of one rank."""
+
+    @staticmethod
+    def get_data_parallel_rank(**options: object) -> int:
+        return 0
+
+    @staticmethod
+    def get_tensor_model_parallel_rank() -> int:
+        return 0
+
+
 NAMES: dict[str, dict[str, object]] = {
     "areal.api.io_struct": {
         "HttpRequest": HttpRequest,
@@ -81,7 +111,16 @@ NAMES: dict[str, dict[str, object]] = {
     "areal.utils.logging": {"getLogger": logging.getLogger},
     "prime_rl.utils.logger": {"get_logger": logging.getLogger},
     "sglang.srt.server_args": {"ServerArgs": ServerArgs},
-    "slime.utils.accelerator": {"resolve_visible_device_id": lambda device: device},
+    "megatron.core": {"mpu": Mpu},
+    "ray": {"get": lambda done: done},
+    "slime.backends.megatron_utils.update_weight.update_weight_from_distributed": {
+        "UpdateWeightFromDistributed": UpdateWeightFromDistributed
+    },
+    "slime.utils.accelerator": {
+        "current_device": lambda: "cpu",
+        "resolve_visible_device_id": lambda device: device,
+    },
+    "slime.utils.distributed_utils": {"get_gloo_group": lambda: None},
     "verifiers.v1.configs.client": {
         "EvalClientConfig": ClientConfig,
         "TrainClientConfig": ClientConfig,

@@ -15,10 +15,6 @@ BY_FOLDERS: Final = (
     " in slime --update-weight-transport disk, in AReaL actor.weight_update_mode=disk"
 )
 NO_ADAPTERS: Final = "adapters are not published: merge them into the weights, and save those"
-WHOLE_FOLDERS: Final = (
-    "folders are read where they are saved: leave --update-weight-local-checkpoint-dir unset, and"
-    " --update-weight-mode full; only changes cross the network anyway"
-)
 BY_PLUGIN: Final = (
     "this front takes no tensors over HTTP, NCCL or IPC: in TRL `import rose.integrations.trl`;"
     " others save checkpoint folders"
@@ -67,7 +63,6 @@ REFUSED: Final[dict[str, tuple[int, str]]] = {
     "/unload_lora_adapter": (400, NO_ADAPTERS),
     "/v1/load_lora_adapter": (400, NO_ADAPTERS),
     "/v1/unload_lora_adapter": (400, NO_ADAPTERS),
-    "/pull_weights": (400, WHOLE_FOLDERS),
     "/init_weight_transfer_engine": (400, BY_PLUGIN),
     "/start_weight_update": (400, BY_PLUGIN),
     "/finish_weight_update": (400, BY_PLUGIN),
@@ -92,6 +87,14 @@ class UpdateBody(msgspec.Struct):
         return self.weight_dir or self.model_path
 
 
+class PullBody(msgspec.Struct):
+    """slime's and Miles': bring the engine's own copy up to a version of a stream."""
+
+    local_checkpoint_dir: str
+    source_dir: str
+    target_version: int
+
+
 class AbortBody(msgspec.Struct):
     """SGLang's: one request by its `rid`, or all."""
 
@@ -106,6 +109,7 @@ class WorkerBody(msgspec.Struct):
 
 
 decode_update = msgspec.json.Decoder(UpdateBody)
+decode_pull = msgspec.json.Decoder(PullBody)
 decode_abort = msgspec.json.Decoder(AbortBody)
 decode_worker = msgspec.json.Decoder(WorkerBody)
 

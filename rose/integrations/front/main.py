@@ -67,7 +67,13 @@ async def listening(
         tokens = TokenVerifier(settings.token_keys, settings.token_audience)
     credentials = trainer.credentials()
     credentials.check(trainer.gateway)
-    updates = CheckpointUpdates(publisher, roots, marker=settings.marker, whole_s=settings.whole_s)
+    updates = CheckpointUpdates(
+        publisher,
+        roots,
+        base=trainer.checkpoint,
+        marker=settings.marker,
+        whole_s=settings.whole_s,
+    )
     # As many connections as callers have, which are bounded.
     timeout = aiohttp.ClientTimeout(total=None)
     async with credentials.session([trainer.gateway], 0, timeout) as session:

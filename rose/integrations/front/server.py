@@ -58,6 +58,7 @@ class FrontServer:
         every, get, post = app.router.add_route, app.router.add_get, app.router.add_post
         for path in calls.UPDATES:
             post(path, self._update)
+        post("/pull_weights", self._pull)
         # Engines differ in the method; slime flushes by GET.
         for path in calls.DONE:
             every("*", path, self._done)
@@ -77,6 +78,10 @@ class FrontServer:
         get("/workers", self._workers)
         post("/workers", self._register)
         every("DELETE", "/workers/{worker}", self._unregister)
+        # Of Miles' own router.
+        get("/list_workers", self._list_workers)
+        post("/add_worker", self._unregister)
+        post("/remove_worker", self._unregister)
         post("/abort_request", self._abort)
         every("*", "/{others:.*}", self._forward)
         return app
@@ -160,6 +165,19 @@ class FrontServer:
                 "version": done.version,
             }
         )
+
+    async def _pull(self, http: web.Request) -> web.Response:
+        body = read_json(calls.decode_pull, await self._bodies.read(http))
+        if body.target_version < 0:
+            raise RefusedError("target_version is a version: at least 0")
+        try:
+            await self._updates.pull(
+                body.local_checkpoint_dir, body.source_dir, body.target_version
+            )
+        except RoseError as error:
+            self._complain(f"{body.source_dir!r:.300} is not pulled: {error}")
+            raise
+        return _json({"success": True, "message": "Success."})
 
     def _complain(self, line: str) -> None:
         """Tell the operator, as often as is read."""
@@ -254,7 +272,10 @@ class FrontServer:
         return _json({"status": "accepted", "worker_id": WORKER, "id": WORKER, "url": asked.url})
 
     async def _unregister(self, http: web.Request) -> web.Response:
-        return _json({"status": "accepted", "worker_id": http.match_info["worker"]})
+        return _json({"status": "accepted", "worker_id": WORKER})
+
+    async def _list_workers(self, http: web.Request) -> web.Response:
+        return _json({"urls": [f"{http.scheme}://{http.host}"]})
 
     # ---- all others ----
 

@@ -9,12 +9,12 @@ Asked again for what is in force (a client that gave up waiting asks again), it 
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
-from rose.errors import UnavailableError
+from rose.errors import RefusedError, UnavailableError
 from rose.integrations.front.checkpoint_folder import (
     NotWholeError,
     SavedCheckpoint,
@@ -22,8 +22,10 @@ from rose.integrations.front.checkpoint_folder import (
     look,
     named_tensors,
 )
+from rose.integrations.front.pulled_weights import PulledWeights
 from rose.integrations.named_weights import Named
 
+T = TypeVar("T")
 LOOK_S = 0.2
 MOST_WAITING = 8
 # SGLang's name of the weights that an engine started with.
@@ -50,14 +52,22 @@ class InForce:
 
     version: int
     label: str
-    saved: SavedCheckpoint | None = None
+    saved: "SavedCheckpoint | Pulled | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """Weights that were pulled; `name` is the folder that an engine would have pulled them into."""
+
+    name: str
+    version: int
 
 
 class CheckpointUpdates:
     """Publishes checkpoint folders in the order in which they are asked for.
 
-    whole_s: how long a folder that is still written is waited for; marker: file that says it is
-    whole, where the trainer makes one.
+    base: checkpoint on which streams of changes build. whole_s: how long a folder that is still
+    written is waited for; marker: file that says it is whole, where the trainer makes one.
     """
 
     def __init__(
@@ -65,6 +75,7 @@ class CheckpointUpdates:
         publisher: VersionPublisher,
         roots: WeightRoots,
         *,
+        base: Path | None = None,
         marker: str | None = None,
         whole_s: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
@@ -75,19 +86,33 @@ class CheckpointUpdates:
         self._whole_s = whole_s
         self._clock = clock
         self._turn = asyncio.Lock()
-        self._tasks: set[asyncio.Task[InForce]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._pulling = PulledWeights(roots, base) if base else None
+        self._pulled: Pulled | None = None
         version = publisher.version
         self.in_force = InForce(version, str(version) if version else START_LABEL)
 
     async def update(self, path: str, label: str | None = None) -> InForce:
-        """Publish a folder; returns once it is served. Raises RoseError with one line.
+        """Publish a folder, or what was pulled into it; returns once it is served.
 
-        A caller that hangs up stops nothing: half an update would leave nobody knowing.
+        A caller that hangs up stops nothing: half an update would leave nobody knowing. Raises
+        RoseError with one line.
         """
+        if self._pulled is not None and path == self._pulled.name:
+            return await self._shielded(self._in_turn_pulled(self._pulled, label))
         folder = self._roots.folder(path)
+        return await self._shielded(self._in_turn(folder, label))
+
+    async def pull(self, name: str, source: str, version: int) -> None:
+        """Build a version of a stream of changes; `update` with this name publishes it."""
+        folder = self._roots.folder(source)
+        await self._shielded(self._in_turn_pull(folder, Pulled(name, version)))
+
+    async def _shielded(self, work: Coroutine[Any, Any, T]) -> T:
         if len(self._tasks) >= MOST_WAITING:
+            work.close()
             raise UnavailableError(f"{len(self._tasks)} updates wait already; ask again later")
-        task = asyncio.ensure_future(self._in_turn(folder, label))
+        task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)
         return await asyncio.shield(task)
@@ -96,7 +121,7 @@ class CheckpointUpdates:
         """Wait for what is being published, which has bounds of its own."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _done(self, task: "asyncio.Task[InForce]") -> None:
+    def _done(self, task: "asyncio.Task[Any]") -> None:
         self._tasks.discard(task)
         if not task.cancelled():
             # Told to the caller, if it is still there.
@@ -104,29 +129,40 @@ class CheckpointUpdates:
 
     async def _in_turn(self, folder: Path, label: str | None) -> InForce:
         async with self._turn:
-            saved = await self._whole(folder)
-            last = self.in_force
-            if saved == last.saved:
-                await asyncio.to_thread(self._publisher.wait_served, last.version)
-                version = last.version
-            else:
-                version = await self._published(saved, label)
+            saved = await self._once_whole(lambda: look(folder, self._roots, self._marker))
+            return await self._served(saved, label, lambda: named_tensors(saved, self._roots))
+
+    async def _in_turn_pulled(self, pulled: Pulled, label: str | None) -> InForce:
+        async with self._turn:
+            assert self._pulling is not None
+            return await self._served(pulled, label, self._pulling.named)
+
+    async def _in_turn_pull(self, folder: Path, pulled: Pulled) -> None:
+        async with self._turn:
+            pulling = self._pulling
+            if pulling is None:
+                raise RefusedError("this front builds on no checkpoint")
+            self._pulled = None
+            await self._once_whole(lambda: pulling.pull(folder, pulled.version))
+            self._pulled = pulled
+
+    async def _served(
+        self, saved: SavedCheckpoint | Pulled, label: str | None, read: Callable[[], Named]
+    ) -> InForce:
+        version = self.in_force.version
+        if saved != self.in_force.saved:
+            version = await asyncio.to_thread(self._publisher.publish, read(), wait=False)
+            # Announced: whatever becomes of the waiting, this is the version that is in force.
             self.in_force = InForce(version, label or str(version), saved)
-            return self.in_force
-
-    async def _published(self, saved: SavedCheckpoint, label: str | None) -> int:
-        named = named_tensors(saved, self._roots)
-        version = await asyncio.to_thread(self._publisher.publish, named, wait=False)
-        # Announced: whatever becomes of the waiting, this is the version that is in force.
-        self.in_force = InForce(version, label or str(version), saved)
         await asyncio.to_thread(self._publisher.wait_served, version)
-        return version
+        self.in_force = InForce(version, label or str(version), saved)
+        return self.in_force
 
-    async def _whole(self, folder: Path) -> SavedCheckpoint:
+    async def _once_whole(self, work: Callable[[], T]) -> T:
         until_s = self._clock() + self._whole_s
         while True:
             try:
-                return await asyncio.to_thread(look, folder, self._roots, self._marker)
+                return await asyncio.to_thread(work)
             except NotWholeError as error:
                 if self._clock() >= until_s:
                     raise NotWholeError(

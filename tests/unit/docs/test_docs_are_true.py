@@ -18,6 +18,8 @@ LONGEST_LINE = 140
 
 # Flags of vLLM, slime, Docker and pip, which these pages tell readers to give.
 OTHERS_FLAGS = {
+    "--hf-checkpoint",
+    "--update-weight-transfer-mode",
     "--dtype",
     "--enforce-eager",
     "--gpu-memory-utilization",
@@ -35,6 +37,8 @@ OTHERS_FLAGS = {
 
 # Of vLLM, slime and AReaL, which these pages cite.
 OTHERS_FILES = {
+    "disk_delta.py",
+    "update_weight_from_disk_delta.py",
     "external.py",
     "gpu_worker.py",
     "gpu_model_runner.py",

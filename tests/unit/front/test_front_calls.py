@@ -69,7 +69,6 @@ async def test_slime_finds_registers_updates_and_reads_its_own_version(tmp_path:
         done = await call(url, "POST", "/update_weights_from_disk", body)
         after = (await call(url, "GET", "/get_weight_version"))[1]["weight_version"]
         assert (await call(url, "POST", "/continue_generation", {}))[0] == 200
-        pulled = await call(url, "POST", "/pull_weights", {"target_version": 1})
         split = await call(url, "POST", "/workers", {"url": url, "worker_type": "prefill"})
     assert (info["tp_size"], info["pp_size"], info["num_gpus"]) == (2, 1, 2)
     assert info["enable_memory_saver"] is False
@@ -77,8 +76,31 @@ async def test_slime_finds_registers_updates_and_reads_its_own_version(tmp_path:
     assert [each["url"] for each in workers] == [url]
     assert (before, after) == ("default", "1")
     assert done[1]["success"] is True
-    assert (pulled[0], split[0]) == (400, 400)
-    assert "--update-weight-local-checkpoint-dir" in pulled[1]["message"]
+    assert split[0] == 400
+
+
+async def test_what_was_pulled_is_published_by_the_name_it_was_pulled_into(tmp_path: Path) -> None:
+    publisher = StandInPublisher()
+    async with front_with(tmp_path, publisher, StandInGateway()) as url:
+        for version in (1, 2):
+            save_checkpoint(tmp_path / f"saved/stream/weight_v{version:06d}", version)
+        pull = {
+            "local_checkpoint_dir": "/nvme/engine",
+            "source_dir": str(tmp_path / "saved/stream"),
+        }
+        load = {"model_path": "/nvme/engine", "weight_version": "2"}
+        early = await call(url, "POST", "/update_weights_from_disk", load)
+        base = await call(url, "POST", "/pull_weights", {**pull, "target_version": 0})
+        pulled = await call(url, "POST", "/pull_weights", {**pull, "target_version": 2})
+        done = await call(url, "POST", "/update_weights_from_disk", load)
+        again = await call(url, "POST", "/update_weights_from_disk", load)
+        late = await call(url, "POST", "/pull_weights", {**pull, "target_version": 3})
+        away = await call(
+            url, "POST", "/pull_weights", {**pull, "source_dir": "/", "target_version": 1}
+        )
+    assert (early[0], base[0], pulled[0], done[0], again[0]) == (400, 200, 200, 200, 200)
+    assert (late[0], away[0]) == (400, 400)
+    assert publisher.events == ["published 1", "served 1", "served 1"]
 
 
 @pytest.mark.parametrize(
