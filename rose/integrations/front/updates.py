@@ -57,10 +57,13 @@ class InForce:
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """Weights that were pulled; `name` is the folder that an engine would have pulled them into."""
+    """Weights that were pulled; `name` is the folder that an engine would have pulled them into.
+
+    number: of the pull, since a stream that begins anew has the same versions again.
+    """
 
     name: str
-    version: int
+    number: int
 
 
 class CheckpointUpdates:
@@ -89,6 +92,7 @@ class CheckpointUpdates:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._pulling = PulledWeights(roots, base) if base else None
         self._pulled: Pulled | None = None
+        self._pulls = 0
         version = publisher.version
         self.in_force = InForce(version, str(version) if version else START_LABEL)
 
@@ -99,14 +103,14 @@ class CheckpointUpdates:
         RoseError with one line.
         """
         if self._pulled is not None and path == self._pulled.name:
-            return await self._shielded(self._in_turn_pulled(self._pulled, label))
+            return await self._shielded(self._in_turn_pulled(label))
         folder = self._roots.folder(path)
         return await self._shielded(self._in_turn(folder, label))
 
     async def pull(self, name: str, source: str, version: int) -> None:
         """Build a version of a stream of changes; `update` with this name publishes it."""
         folder = self._roots.folder(source)
-        await self._shielded(self._in_turn_pull(folder, Pulled(name, version)))
+        await self._shielded(self._in_turn_pull(name, folder, version))
 
     async def _shielded(self, work: Coroutine[Any, Any, T]) -> T:
         if len(self._tasks) >= MOST_WAITING:
@@ -132,19 +136,21 @@ class CheckpointUpdates:
             saved = await self._once_whole(lambda: look(folder, self._roots, self._marker))
             return await self._served(saved, label, lambda: named_tensors(saved, self._roots))
 
-    async def _in_turn_pulled(self, pulled: Pulled, label: str | None) -> InForce:
+    async def _in_turn_pulled(self, label: str | None) -> InForce:
         async with self._turn:
-            assert self._pulling is not None
-            return await self._served(pulled, label, self._pulling.named)
+            if self._pulling is None or self._pulled is None:
+                raise RefusedError("the last pull failed; pull again before you update")
+            return await self._served(self._pulled, label, self._pulling.named)
 
-    async def _in_turn_pull(self, folder: Path, pulled: Pulled) -> None:
+    async def _in_turn_pull(self, name: str, folder: Path, version: int) -> None:
         async with self._turn:
             pulling = self._pulling
             if pulling is None:
                 raise RefusedError("this front builds on no checkpoint")
             self._pulled = None
-            await self._once_whole(lambda: pulling.pull(folder, pulled.version))
-            self._pulled = pulled
+            await self._once_whole(lambda: pulling.pull(folder, version))
+            self._pulls += 1
+            self._pulled = Pulled(name, self._pulls)
 
     async def _served(
         self, saved: SavedCheckpoint | Pulled, label: str | None, read: Callable[[], Named]
