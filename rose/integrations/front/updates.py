@@ -92,6 +92,7 @@ class CheckpointUpdates:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._pulling = PulledWeights(roots, base) if base else None
         self._pulled: Pulled | None = None
+        self._pulled_into: str | None = None
         self._pulls = 0
         version = publisher.version
         self.in_force = InForce(version, str(version) if version else START_LABEL)
@@ -102,7 +103,7 @@ class CheckpointUpdates:
         A caller that hangs up stops nothing: half an update would leave nobody knowing. Raises
         RoseError with one line.
         """
-        if self._pulled is not None and path == self._pulled.name:
+        if path == self._pulled_into:
             return await self._shielded(self._in_turn_pulled(label))
         folder = self._roots.folder(path)
         return await self._shielded(self._in_turn(folder, label))
@@ -147,7 +148,7 @@ class CheckpointUpdates:
             pulling = self._pulling
             if pulling is None:
                 raise RefusedError("this front builds on no checkpoint")
-            self._pulled = None
+            self._pulled, self._pulled_into = None, name
             await self._once_whole(lambda: pulling.pull(folder, version))
             self._pulls += 1
             self._pulled = Pulled(name, self._pulls)

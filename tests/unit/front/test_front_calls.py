@@ -98,9 +98,17 @@ async def test_what_was_pulled_is_published_by_the_name_it_was_pulled_into(tmp_p
         away = await call(
             url, "POST", "/pull_weights", {**pull, "source_dir": "/", "target_version": 1}
         )
+        torn = await call(url, "POST", "/update_weights_from_disk", load)
+        await call(url, "POST", "/pull_weights", {**pull, "target_version": 2})
+        anew = await call(url, "POST", "/update_weights_from_disk", load)
     assert (early[0], base[0], pulled[0], done[0], again[0]) == (400, 200, 200, 200, 200)
-    assert (late[0], away[0]) == (400, 400)
-    assert publisher.events == ["published 1", "served 1", "served 1"]
+    assert (late[0], away[0], torn[0], anew[0]) == (400, 400, 400, 200)
+    assert "pull again" in torn[1]["message"]
+    assert publisher.events == [
+        *("published 1", "served 1"),  # what was pulled
+        "served 1",  # asked for again
+        *("published 2", "served 2"),  # pulled again, as by a trainer that began anew
+    ]
 
 
 @pytest.mark.parametrize(
