@@ -9,9 +9,11 @@ import functools
 import json
 import tempfile
 import time
+import zlib
 from pathlib import Path
 from typing import Final
 
+import zstandard
 from aiohttp import web
 
 from rose.errors import ConfigError, RefusedError, UnavailableError
@@ -20,6 +22,7 @@ from rose.integrations import TrainerSettings
 from rose.integrations.front import control_calls as calls
 from rose.integrations.front.checkpoint_folder import INDEX, WeightRoots, look
 from rose.integrations.front.forwarding import Forwarding
+from rose.integrations.front.pulled_weights import PulledWeights
 from rose.integrations.front.server import FrontServer
 from rose.integrations.front.settings import FrontSettings
 from rose.integrations.front.updates import CheckpointUpdates
@@ -68,6 +71,35 @@ def run_weights(data: bytes) -> None:
 def run_index(data: bytes) -> None:
     """The index of a folder."""
     _read(INDEX, data)
+
+
+def run_changes(data: bytes) -> None:
+    """A file of changes, by each encoding: what a tensor's become, compressed."""
+    folder = _folder() / "stream/weight_v000001"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "a.safetensors").write_bytes(data)
+    pulling = PulledWeights(WeightRoots([_folder()]), _base())
+    for encoding in ("xor", "overwrite"):
+        says = {"version": 1, "base_version": 0, "delta_encoding": encoding}
+        says |= {"compression_format": "zstd", "checksum_format": "adler32"}
+        index = {"metadata": says, "weight_map": {"a": "a.safetensors"}}
+        (folder / INDEX).write_text(json.dumps(index))
+        try:
+            pulling.pull(folder.parent, 1)
+        except RefusedError:
+            continue
+
+
+def run_stream(data: bytes) -> None:
+    """The index of a folder of changes."""
+    folder = _folder() / "stream/weight_v000001"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "a.safetensors").write_bytes(_changes_of(b"\0\0\0\0"))
+    (folder / INDEX).write_bytes(data)
+    try:
+        PulledWeights(WeightRoots([_folder()]), _base()).pull(folder.parent, 1)
+    except RefusedError:
+        return
 
 
 def run_noted(data: bytes) -> None:
@@ -142,6 +174,21 @@ def _folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="rose-fuzz-front-"))
 
 
+@functools.cache
+def _base() -> Path:
+    base = _folder() / "base"
+    base.mkdir()
+    (base / "model.safetensors").write_bytes(len(_HEAD).to_bytes(8, "little") + _HEAD + bytes(4))
+    return base
+
+
+def _changes_of(raw: bytes) -> bytes:
+    data = zstandard.ZstdCompressor().compress(raw)
+    entry = {"dtype": "U8", "shape": [len(data)], "data_offsets": [0, len(data)]}
+    head = json.dumps({"__metadata__": {"a": f"{zlib.adler32(bytes(4)):08x}"}, "a": entry})
+    return len(head).to_bytes(8, "little") + head.encode() + data
+
+
 def _answered(data: bytes) -> None:
     front = _front()
     sent = front.loop.run_until_complete(front.wire.sent_for(data))
@@ -180,5 +227,10 @@ SEEDS: Final[dict[str, tuple[bytes, ...]]] = {
     "run_path": (b"/tmp", b"/tmp/../etc", b"a/b", b"/\0"),
     "run_weights": (len(_HEAD).to_bytes(8, "little") + _HEAD + b"\0\0\0\0",),
     "run_index": (b'{"weight_map":{"a":"model.safetensors"}}',),
+    "run_changes": (_changes_of(bytes(4)), _changes_of(b"\1\0\0\0\2\0\0\0\0")),
+    "run_stream": (
+        b'{"metadata":{"version":"000001","base_version":"000000","delta_encoding":"xor",'
+        b'"compression_format":"zstd","checksum_format":"adler32"},"weight_map":{"a":"a.safetensors"}}',
+    ),
     "run_noted": (b'{"folder":"/","name":"step_1","number":1,"changed_ns":1,"version":1}',),
 }
