@@ -75,6 +75,6 @@ async def test_a_turn_is_read_as_its_trainer_writes_it(
     api: type[ApiFrontend], body: dict[str, object]
 ) -> None:
     model = ServedModel("m", 512, None)
-    asked = await api(model).read(json.dumps(body).encode(), {})  # type: ignore[call-arg]
+    asked = await api(model, 16).read(json.dumps(body).encode(), {})  # type: ignore[call-arg]
     (turn,) = asked.turns
     assert (turn.token_ids, turn.sampling.max_tokens) == ([1, 2], 6)
