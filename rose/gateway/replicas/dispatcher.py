@@ -95,6 +95,8 @@ class Dispatcher:
         self._live: set[LiveAttempt] = set()
         # Sorted by priority (lower first); of equal ones turns that continue, then by arrival.
         self._waiting: list[_Waiter] = []
+        # What could not be placed when the queue was looked through last: router and versions.
+        self._blocked: set[tuple[Router, int | None, int | None]] = set()
         self._arrivals = count()
         # Set when a turn comes and there was none.
         self.work_began = asyncio.Event()
@@ -229,7 +231,8 @@ class Dispatcher:
         turn = (priority, 0 if avoid else 1, next(self._arrivals))
         waiter = _Waiter(need, avoid, self._clock(), batch, granted, turn)
         insort(self._waiting, waiter, key=_in_turn)
-        self.pump()
+        if not self._is_behind(waiter):
+            self.pump()
         over = not avoid and not granted.done()
         if over and self._queue_full(need.job, self._settings.max_waiting + 1):
             # Here each sample of a request counts: they were all admitted before the first waited.
@@ -246,6 +249,17 @@ class Dispatcher:
         if isinstance(place, TurnError):
             raise fresh(place)
         return place
+
+    def _is_behind(self, waiter: _Waiter) -> bool:
+        """Whether the newest waiter stands behind one like it that could not be placed.
+
+        Every event that could change that pumps: else each turn of a batch would try all before it.
+        """
+        last = len(self._waiting) > 1 and self._waiting[-1] is waiter
+        return last and self._constraint(waiter.need) in self._blocked
+
+    def _constraint(self, need: TurnNeed) -> tuple[Router, int | None, int | None]:
+        return self._routers.of(need.job), need.min_version, need.exact_version
 
     def _leave(self, waiter: _Waiter) -> None:
         """Nobody waits any more: hand back what was granted at this very moment, or the wait."""
@@ -290,15 +304,15 @@ class Dispatcher:
     def pump(self) -> None:
         """Place as many waiting turns as there is room for, in their order."""
         now_s = self._clock()
-        blocked: set[tuple[Router, int | None, int | None]] = set()
+        blocked = self._blocked = set()
         still: list[_Waiter] = []
         tried = 0
         for waiter in self._waiting:
             if not self._routers.has_room():
                 break
             tried += 1
-            router = self._routers.of(waiter.need.job)
-            constraint = (router, waiter.need.min_version, waiter.need.exact_version)
+            constraint = self._constraint(waiter.need)
+            router = constraint[0]
             if waiter.granted.done():
                 continue
             name = None

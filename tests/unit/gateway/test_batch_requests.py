@@ -5,11 +5,15 @@ from typing import Any
 
 import aiohttp
 import pytest
-from gateway_cases import base_url, entry, gateway_with, until
+from gateway_cases import base_url, entry, gateway_with
 from wire_cases import VLLM, ask, vllm_body
 
+from elastic_scheduler import TurnNeed
 from rose.errors import ConfigError
+from rose.gateway.errors import NoReplica
+from rose.gateway.replicas.dispatcher import Dispatcher
 from rose.gateway.settings import GatewaySettings, parse_settings
+from rose.gateway.stats import GatewayStats
 from tests.fakes.replica import StandInReplica
 
 COMPLETIONS = "/v1/completions"
@@ -72,34 +76,77 @@ async def test_more_completions_than_allowed_are_refused_in_a_line_that_names_th
     assert "\n" not in message
 
 
+class Queue:
+    """A dispatcher on a clock of the test's: one place, which is taken, and two turns behind it."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        settings = GatewaySettings(port=0, scheduler="127.0.0.1:1")
+        self.dispatcher = Dispatcher(
+            settings, GatewayStats(), lambda: self.now_s, lambda *_, **__: None
+        )
+        self.dispatcher.set_table((entry(StandInReplica(), "own-0", max_sequences=1),))
+
+    async def begin(self) -> None:
+        self.first = await self.dispatcher.acquire(TurnNeed("", 2, 900))
+        self.batch = self.wait(batch=True)
+        self.alone = self.wait(batch=False)
+        await asyncio.sleep(0)
+
+    def wait(self, *, batch: bool) -> "asyncio.Task[object]":
+        return asyncio.create_task(self.dispatcher.acquire(TurnNeed("", 2, 9), batch=batch))
+
+    async def pass_by(self, seconds: int, *, tokens: bool) -> None:
+        for _ in range(seconds):
+            self.now_s += 1.0
+            if tokens:
+                self.dispatcher.journaled(self.first, 1)
+            self.dispatcher.sweep()
+            await asyncio.sleep(0)
+
+
 async def test_a_batch_waits_for_its_places_as_long_as_tokens_come() -> None:
-    """Two slow replicas take many times longer than one turn may wait for a place."""
-    limits = {"queue_wait_s": 0.1, "version_wait_s": 0.1, "model_names": ("*",)}
-    async with StandInReplica(delay_s=0.005) as one, StandInReplica(delay_s=0.005) as two:
-        rows = entry(one, "own-0", max_sequences=2), entry(two, "own-1", max_sequences=2)
-        async with (
-            gateway_with(*rows, **limits) as gw,
-            aiohttp.ClientSession(base_url(gw)) as session,
-        ):
-            whole = asyncio.create_task(ask(session, COMPLETIONS, batch(10, 10)))
-            await until(lambda: gw.status().waiting > 90)
-            # Of its own a turn waits no longer than ever.
-            alone, _, _ = await ask(session, VLLM, vllm_body(2, priority=9))
-            status, answer, _ = await whole
-    assert (alone, status, len(answer["choices"])) == (503, 200, 100)
+    queue = Queue()
+    await queue.begin()
+    await queue.pass_by(62, tokens=True)
+    # Of its own a turn waits no longer than ever.
+    assert isinstance(queue.alone.exception(), NoReplica)
+    await queue.pass_by(600, tokens=True)
+    assert not queue.batch.done()
+    queue.dispatcher.finish(queue.first, None)
+    await queue.batch
 
 
 async def test_a_batch_whose_replicas_make_nothing_is_given_up() -> None:
-    async with StandInReplica() as replica:
-        replica.hang_after = 1
-        row = entry(replica, "own-0", max_sequences=1)
-        async with (
-            gateway_with(row, queue_wait_s=0.1, model_names=("*",)) as gw,
-            aiohttp.ClientSession(base_url(gw)) as session,
-        ):
-            status, answer, headers = await ask(session, COMPLETIONS, batch(4, 1))
-    assert (status, headers["Retry-After"]) == (503, "1")
-    assert "no replica was free" in answer["error"]["message"]
+    queue = Queue()
+    await queue.begin()
+    await queue.pass_by(100, tokens=True)
+    await queue.pass_by(59, tokens=False)
+    assert not queue.batch.done()
+    await queue.pass_by(3, tokens=False)
+    assert "no replica was free" in str(queue.batch.exception())
+
+
+async def test_no_batch_waits_for_ever() -> None:
+    queue = Queue()
+    await queue.begin()
+    await queue.pass_by(3_602, tokens=True)
+    assert isinstance(queue.batch.exception(), NoReplica)
+
+
+async def test_a_batch_that_waits_for_a_version_is_not_looked_through_for_each_of_its_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    queue, looked = Queue(), []
+    pump = queue.dispatcher.pump
+    monkeypatch.setattr(queue.dispatcher, "pump", lambda: (looked.append(1), pump()))
+    newer = TurnNeed("", 2, 9, min_version=2)
+    waits = [asyncio.create_task(queue.dispatcher.acquire(newer, batch=True)) for _ in range(200)]
+    await asyncio.sleep(0)
+    assert (queue.dispatcher.waiting, len(looked)) == (200, 1)
+    row = entry(StandInReplica(version=2), "own-1", max_sequences=200)
+    queue.dispatcher.set_table((row,))
+    await asyncio.gather(*waits)
 
 
 async def test_every_name_that_was_given_is_listed_and_others_are_refused_by_name() -> None:
