@@ -28,7 +28,7 @@ from rose.client.session import Group, Member, Session
 from rose.client.stream import Progress, TurnProgress, TurnStream
 from rose.client.types import Retry, TokenChunk, Turn
 from rose.contract.gateway import Versions
-from rose.contract.replica import Sampling
+from rose.contract.replica import Sampling, StructuredOutputs
 
 __all__ = [
     "AnswerBroken",
@@ -53,6 +53,7 @@ __all__ = [
     "Session",
     "StalenessBound",
     "StepPlan",
+    "StructuredOutputs",
     "TailPlan",
     "TokenChunk",
     "TrainingGroup",

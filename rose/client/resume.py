@@ -65,8 +65,18 @@ class Received:
         return self.finish_reason is not None
 
     def rest(self) -> ClientTurn:
-        """What to ask of any gateway: to go on after the last token that came."""
+        """What to ask of any gateway: to go on after the last token that came.
+
+        Raises AnswerBroken for a turn that would be another one then, and whose tokens were handed
+        out.
+        """
         asked = self._ask.sampling
+        if self._tokens and asked.counts_output:
+            raise AnswerBroken(
+                f"its gateway was lost after {len(self._tokens)} tokens of a turn with"
+                " frequency_penalty, presence_penalty or structured output, which cannot go on from"
+                " them: ask for it anew, or without a stream"
+            )
         self._keep_spans()
         self._base = self._seen = len(self._tokens)
         if self._base:

@@ -13,8 +13,10 @@ from rose.client import (
     Sampling,
     TurnCancelled,
 )
+from rose.client.resume import Received
 from rose.client.retry import REST_S, GatewayRing
-from rose.client.types import ClientSettings
+from rose.client.types import ClientSettings, ClientTurn
+from rose.contract.gateway import Logprobs, StreamChoice, StreamEvent, TokenLogprob
 from tests.fakes.gateway import StandInGateway, until
 
 FAST = Retry(tries=6, first_s=0.005, max_s=0.02)
@@ -150,6 +152,17 @@ async def test_a_broken_connection_is_taken_up_where_the_gateway_knows_the_turn(
     assert stream.turn.segments == (("r", "guest", 0, 10),)
     assert [asked["request_id"] for asked in gateway.asked] == ["r", "r"]
     assert gateway.asked[0] == gateway.asked[1]
+
+
+def test_a_turn_whose_output_counts_is_never_gone_on_with_from_its_tokens() -> None:
+    """A gateway shows it when it is whole; what came of it before its gateway died is no prompt."""
+    penalized = Sampling(max_tokens=10, frequency_penalty=0.5)
+    received = Received(ClientTurn("r", "s", (1, 100), penalized))
+    assert received.rest().sampling == penalized
+    logprobs = Logprobs([TokenLogprob(-0.5), TokenLogprob(-0.5)])
+    received.add(StreamEvent([StreamChoice([101, 102], logprobs)]))
+    with pytest.raises(AnswerBroken, match="after 2 tokens"):
+        received.rest()
 
 
 @pytest.mark.parametrize("same_for", [0, 2])

@@ -22,7 +22,7 @@ CLIENT = """
     DroppedGroup GatewayCredentials GatewayUnavailable Group GroupsDropped Member Progress
     RequestRefused Retry
     RolloutClient RolloutError RolloutPipeline RolloutProgress Sampling Session
-    StalenessBound StepPlan TailPlan TokenChunk TrainingGroup TrainingStep Turn
+    StalenessBound StepPlan StructuredOutputs TailPlan TokenChunk TrainingGroup TrainingStep Turn
     TurnCancelled TurnProgress TurnStream TurnTimedOut VersionNotServed Versions
 """
 GATEWAY = "Gateway GatewaySettings GatewayStatus ReplicaEntry StaticReplica"
