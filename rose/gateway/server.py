@@ -54,8 +54,9 @@ from rose.gateway.turns.token_stream import TokenStream, all_finished
 from rose.gateway.turns.whole_call import WholeCalls
 
 SWEEP_S = 0.1
-# Prompt tokens of one request that are taken in, in one step of the event loop: some milliseconds.
-STEP_TOKENS = 32_768
+# Prompt tokens of one request that are taken in, in one step of the event loop: some milliseconds;
+# what else a turn takes is as much as so many.
+STEP_TOKENS, TURN_TOKENS = 32_768, 512
 JSON = "application/json"
 CONTINUE = "100-continue"
 
@@ -198,10 +199,10 @@ class GatewayServer:
         step_tokens = 0
         with ExitStack() as opening:
             for request in ask.turns:
-                step_tokens += len(request.token_ids)
+                step_tokens += TURN_TOKENS + len(request.token_ids)
                 if turns and step_tokens > STEP_TOKENS:
                     # Others go on between the turns of a large request.
-                    step_tokens = 0
+                    step_tokens = TURN_TOKENS + len(request.token_ids)
                     await asyncio.sleep(0)
                 turn = self._turns.open(request)
                 opening.enter_context(self._turns.reading((turn,), stream=False))

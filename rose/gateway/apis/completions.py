@@ -211,10 +211,10 @@ class CompletionFrontend:
         check_completions(len(prompts) * samples, self._max_completions, "prompt")
         name, named = wire.request_id_of(headers, asked.request_id)
         origin, turns = origin_of(headers, asked), []
+        max_tokens = DEFAULT_MAX_TOKENS if asked.max_tokens is None else asked.max_tokens
+        sampling, plan = asked.sampling(max_tokens), asked.text_plan(self._model)
         for k, prompt in enumerate(prompts):
-            max_tokens = DEFAULT_MAX_TOKENS if asked.max_tokens is None else asked.max_tokens
             self._model.check_length(len(prompt), max_tokens)
-            sampling, plan = asked.sampling(max_tokens), asked.text_plan(self._model)
             for index in range(samples):
                 single = len(prompts) * samples == 1
                 turn = TurnRequest(

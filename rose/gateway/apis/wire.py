@@ -95,8 +95,9 @@ def finite(logprobs: Sequence[float]) -> Sequence[float]:
     return [LOWEST_LOGPROB if math.isnan(each) else max(each, LOWEST_LOGPROB) for each in logprobs]
 
 
-# Output tokens of one request that are written in one step of the event loop: some milliseconds.
-STEP_TOKENS = 4_096
+# Output tokens of one request that are written in one step of the event loop, some milliseconds;
+# what else is to be said of a turn takes as long as so many.
+STEP_TOKENS, TURN_TOKENS = 4_096, 16
 
 
 async def written(
@@ -106,7 +107,7 @@ async def written(
     choices: list[msgspec.Raw] = []
     step_tokens = 0
     for index, stream in enumerate(streams):
-        step_tokens += len(stream.tokens)
+        step_tokens += TURN_TOKENS + len(stream.tokens)
         if choices and step_tokens > STEP_TOKENS:
             step_tokens = 0
             await asyncio.sleep(0)
