@@ -48,8 +48,8 @@ def test_each_job_has_a_chain_of_its_own_also_after_a_restart() -> None:
         assert [(job.job, job.latest_version) for job in jobs] == [(JOB, 2), ("other", 1)]
         told = [c.version for c in each.attach(2, "n1") if c.HasField("version")]
         assert [(v.job, v.version) for v in told] == [(JOB, 1), (JOB, 2), ("other", 1)]
-        rows = [(row.job, row.latest_version) for row in each.table.jobs]
-        assert rows == [(JOB, 2), ("other", 1)]
+        rows = [(row.job, row.latest_version, row.max_staleness) for row in each.table.jobs]
+        assert rows == [(JOB, 2, 1), ("other", 1, 0)]
 
 
 def test_weights_of_one_job_never_count_as_anothers() -> None:
