@@ -115,13 +115,25 @@ class PolicyPublisher:
         `collective` is False. Not before `replicas` serve it does it return, unless `wait` is
         False. Raises `UnfitWeightsError`, `RunFenced`, `UnavailableError`.
         """
-        weights = NamedWeights(self._of_base())
+        failed: Exception | None = None
+        base: Mapping[str, TensorBits] = {}
+        try:
+            base = self._of_base()
+        except Exception as error:  # noqa: BLE001 - raised below, once nobody waits for this rank
+            failed = error
+        weights = NamedWeights(base)
         # Before anything may raise: gathering is collective.
-        weights.take(named, keep=rank() == 0)
-        if collective:
-            _on_first_rank(self, lambda: self._publish(weights.finish(), wait=wait))
-        else:
+        weights.take(named, keep=rank() == 0 and failed is None)
+
+        def work() -> None:
+            if failed is not None:
+                raise failed
             self._publish(weights.finish(), wait=wait)
+
+        if collective:
+            _on_first_rank(self, work)
+        else:
+            work()
         return self._version
 
     def restore(self) -> Mapping[str, TensorBits]:
