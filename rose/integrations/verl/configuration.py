@@ -1,0 +1,67 @@
+"""verl's configuration as ROSE reads it: settings, lengths, and what is refused by name."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Final
+
+from rose.errors import ConfigError, RefusedError
+from rose.integrations.settings import PREFIX, TrainerSettings
+from rose.integrations.verl.turns import Lengths
+
+if TYPE_CHECKING:
+    from verl.workers.config import HFModelConfig, RolloutConfig
+
+TESTED: Final = ("0.9.1",)
+ENDS_TURNS: Final = "ROSE_VERL_ABORT"
+_UNFIT: Final = {
+    "quantization": "replicas serve the checkpoint's own dtypes; leave it out",
+    "full_determinism": "replicas batch what comes; leave it out",
+    "ignore_eos": "ROSE ends a turn where the policy does; leave it out",
+    "enable_rollout_routing_replay": "ROSE's answers do not say which experts were used",
+}
+_YES = ("1", "true", "yes")
+
+
+def settings_of(rollout: "RolloutConfig") -> TrainerSettings:
+    """Settings from `engine_kwargs.rose` of a rollout configuration, else from the environment."""
+    return overlaid((getattr(rollout, "engine_kwargs", None) or {}).get("rose") or {})
+
+
+def overlaid(given: Mapping[str, Any]) -> TrainerSettings:
+    """Settings from the environment, under what is given. Raises `ConfigError`."""
+    known = [field.name for field in fields(TrainerSettings)]
+    for name in given:
+        if name not in known:
+            raise ConfigError(f"ROSE has no setting {name!r}; there are {', '.join(known)}")
+    said = {PREFIX + name.upper(): str(value) for name, value in given.items() if value is not None}
+    return TrainerSettings.from_env({**os.environ, **said})
+
+
+def ends_turns(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether an abort of verl's ends turns; else they go on under the new version."""
+    return environ.get(ENDS_TURNS, "").lower() in _YES
+
+
+def lengths_of(rollout: "RolloutConfig") -> Lengths:
+    """Limits of a turn."""
+    return Lengths(rollout.prompt_length, rollout.response_length, rollout.max_model_len)
+
+
+def refuse_unfit(rollout: "RolloutConfig", model: "HFModelConfig") -> None:
+    """Raise `RefusedError` for what ROSE's replicas cannot do, before anything is started."""
+    lora = getattr(model, "lora", None) or {}
+    rank = getattr(model, "lora_rank", 0) or lora.get("rank", 0)
+    merges = lora.get("merge", False)
+    if rank and not merges:
+        raise RefusedError(
+            f"actor_rollout_ref.model.lora_rank={rank}: adapters are not published; train all"
+            " weights (lora_rank=0), or merge before the sync (model.lora.merge=True)"
+        )
+    if getattr(model, "lora_adapter_path", None) and not merges:
+        raise RefusedError("actor_rollout_ref.model.lora_adapter_path: adapters are not published")
+    for name, why in _UNFIT.items():
+        if value := getattr(rollout, name, None):
+            raise RefusedError(f"actor_rollout_ref.rollout.{name}={value}: {why}")
+    if getattr(getattr(rollout, "disaggregation", None), "enabled", False):
+        raise RefusedError("actor_rollout_ref.rollout.disaggregation: ROSE places turns by itself")

@@ -1,0 +1,162 @@
+"""RolloutTurns: turns of verl's agent loops through ROSE's gateways, without Ray and without verl.
+
+published(version, step)   from then on turns are of that version, or as old as the lag allows
+generate                   sampling parameters in verl's words ──► fields of its `TokenOutput`
+abort, resume              around each update of weights
+
+ROSE's replicas take a version between two steps and go on with their turns, so an abort ends none
+of them; each answer says which versions sampled it. With `ends_turns` an abort does end them:
+what they have is returned as aborted, and nothing starts until `resume`.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypedDict
+
+from rose.client import RolloutClient, TokenChunk, Turn
+from rose.errors import RefusedError
+from rose.integrations.settings import TrainerSettings
+from rose.integrations.verl.trajectories import Trajectories
+from rose.integrations.verl.turns import (
+    Lengths,
+    PolicySteps,
+    aborted_output,
+    output_of,
+    sampling_of,
+)
+
+_REFUSED = ("image_data", "video_data", "audio_data", "mm_processor_kwargs", "kv_transfer_params")
+
+
+class _Names(TypedDict):
+    request_id: str
+    session_id: str
+    min_version: int | None
+    priority: int
+
+
+@dataclass(slots=True)
+class _Part:
+    """What a turn has so far."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    aborted: bool = False
+
+    async def take(self, chunk: TokenChunk) -> None:
+        self.tokens += chunk.token_ids
+        self.logprobs += chunk.logprobs
+        self.versions.append(chunk.version)
+        if chunk.oldest_version is not None:
+            self.versions.append(chunk.oldest_version)
+
+
+class RolloutTurns:
+    """The turns of one of verl's servers, in one event loop."""
+
+    def __init__(
+        self, settings: TrainerSettings, lengths: Lengths, lag: int, *, ends_turns: bool = False
+    ) -> None:
+        """lag: so many versions may a turn be behind the newest when it starts."""
+        self._settings, self._lengths, self._ends_turns = settings, lengths, ends_turns
+        self._steps = PolicySteps(lag)
+        self._trajectories = Trajectories()
+        self._running: dict[asyncio.Task[Turn], _Part] = {}
+        self._admits = asyncio.Event()
+        self._admits.set()
+        self._rejects = False
+        self._numbers = itertools.count()
+        self._client: RolloutClient | None = None
+
+    def published(self, version: int, step: int) -> None:
+        """A version was published after verl's global step."""
+        self._steps.told(version, step)
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling_params: Mapping[str, Any],
+        request_id: str,
+        priority: int = 0,
+        **more: object,
+    ) -> dict[str, Any]:
+        """Generate one turn. Raises `RolloutError` or `RefusedError`, one line each."""
+        for name in _REFUSED:
+            if more.get(name):
+                raise RefusedError(f"ROSE takes no {name}; use prompts of text alone")
+        prompt = [int(token) for token in prompt_ids]
+        sampling = sampling_of(sampling_params, self._lengths, len(prompt))
+        if self._rejects:
+            return aborted_output([], [], [], self._steps)
+        await self._admits.wait()
+        client = await self._opened()
+        session = self._trajectories.session_of(prompt)
+        names: _Names = {
+            # verl's own may be a trajectory's, which has several turns.
+            "request_id": f"{request_id}/{next(self._numbers)}",
+            "session_id": session,
+            "min_version": self._steps.least,
+            "priority": priority,
+        }
+        if self._ends_turns:
+            part = _Part()
+            stream = client.stream(prompt, sampling, **names)
+            task = asyncio.ensure_future(stream.into(part.take))
+            output = await self._until_aborted(task, part)
+        else:
+            output = output_of(await client.generate(prompt, sampling, **names), self._steps)
+        self._trajectories.ended(session, [*prompt, *output["token_ids"]])
+        return output
+
+    def abort(self, *, rejects: bool = False) -> int:
+        """End the turns that run, where that is asked for, and return how many.
+
+        rejects: turns that come before `resume` are answered as aborted, and not kept waiting.
+        """
+        if not self._ends_turns:
+            return 0
+        self._admits.clear()
+        self._rejects = rejects
+        for task, part in self._running.items():
+            part.aborted = True
+            task.cancel()
+        return len(self._running)
+
+    def resume(self) -> None:
+        """Let turns start."""
+        self._rejects = False
+        self._admits.set()
+
+    async def close(self) -> None:
+        """Cancel what runs; the next turn opens it anew."""
+        client, self._client = self._client, None
+        if client is not None:
+            await client.__aexit__(None, None, None)
+
+    async def _opened(self) -> RolloutClient:
+        if self._client is None:
+            settings = self._settings
+            client = RolloutClient(
+                settings.gateway,
+                settings.timeout_s,
+                credentials=settings.credentials(),
+                job=settings.job,
+            )
+            self._client = await client.__aenter__()
+        return self._client
+
+    async def _until_aborted(self, task: "asyncio.Task[Turn]", part: _Part) -> dict[str, Any]:
+        self._running[task] = part
+        try:
+            return output_of(await task, self._steps)
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if not part.aborted or (current is not None and current.cancelling()):
+                raise
+            return aborted_output(part.tokens, part.logprobs, part.versions, self._steps)
+        finally:
+            del self._running[task]
+            task.cancel()

@@ -1,0 +1,142 @@
+"""What runs in each of verl's actor ranks: weights leave it as versions of ROSE.
+
+ServerAdapter          rollout.name=rose, the trainer's own process (sync, colocate_async)
+RoseCheckpointEngine   checkpoint_engine.backend=rose (separate_async)
+
+Every rank walks all weights, since gathering them is collective; the first one publishes, and tells
+each server which version is which of verl's global steps.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import ray
+from verl.checkpoint_engine.base import CheckpointEngine
+from verl.workers.config import HFModelConfig, RolloutConfig
+from verl.workers.rollout.base import BaseRollout
+
+from rose.errors import RefusedError
+from rose.integrations.publisher import PolicyPublisher, rank
+from rose.integrations.settings import TrainerSettings
+from rose.integrations.verl.configuration import overlaid, refuse_unfit, settings_of
+from rose.integrations.verl.replica import SERVER
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
+Weights = Iterable[tuple[str, "torch.Tensor"]] | AsyncIterator[tuple[str, "torch.Tensor"]]
+
+
+class _Shared:
+    """The publisher of this process: a job has one, whoever asks for it here."""
+
+    publisher: PolicyPublisher | None = None
+
+    @classmethod
+    def of(cls, settings: TrainerSettings) -> PolicyPublisher:
+        if cls.publisher is None:
+            cls.publisher = PolicyPublisher(settings)
+        return cls.publisher
+
+
+async def publish(
+    settings: TrainerSettings, weights: Weights, step: int | None, *, wait: bool
+) -> dict[str, float]:
+    """Publish what this rank's generator yields, together with all ranks; returns figures.
+
+    Not in a thread: gathering uses the device that this one has chosen.
+    """
+    publisher = _Shared.of(settings)
+    named = [pair async for pair in weights] if isinstance(weights, AsyncIterator) else weights
+    version = publisher.publish(named, wait=wait)
+    if rank() != 0:
+        return {}
+    names = [name for name in ray.util.list_named_actors() if name.startswith(f"{SERVER}_")]
+    told = [ray.get_actor(name).published.remote(version, step or 0) for name in names]
+    await asyncio.gather(*told)
+    receipt = publisher.receipts[-1]
+    return {
+        "rose/version": float(version),
+        "rose/wire_bytes": float(receipt.wire_bytes),
+        "rose/density": receipt.density,
+        "rose/publish_s": receipt.publish_s,
+        "rose/served_s": receipt.served_s,
+    }
+
+
+class ServerAdapter(BaseRollout):  # type: ignore[misc]  # verl's types are not read
+    """The rollout side of an actor rank; publishes, and has no engine."""
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        model_config: HFModelConfig,
+        device_mesh: "DeviceMesh | None",
+        replica_rank: int = -1,
+        **_: object,
+    ) -> None:
+        super().__init__(config, model_config, device_mesh)
+        self.replica_rank = replica_rank
+        refuse_unfit(config, model_config)
+        self._settings = settings_of(config)
+
+    async def resume(self, tags: list[str]) -> None:
+        """Nothing sleeps here."""
+
+    async def release(self) -> None:
+        """Nothing is held here."""
+
+    async def update_weights(
+        self,
+        weights: Weights,
+        global_steps: int | None = None,
+        wire_format: str = "named_tensors",
+        peft_config: object = None,
+        **_: object,
+    ) -> None:
+        """Publish, and return once it is served. Raises `RoseError`."""
+        if wire_format != "named_tensors" or peft_config is not None:
+            what = f"wire format {wire_format}" if peft_config is None else "LoRA adapters"
+            raise RefusedError(f"{what} cannot be published; send whole tensors")
+        await publish(self._settings, weights, global_steps, wait=True)
+
+
+class RoseCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl's types are not read
+    """Sends weights as a version; nobody receives them here: nodes fetch it."""
+
+    def __init__(self, bucket_size: int = 0, is_master: bool = False, **given: object) -> None:
+        """`given`: settings, as `checkpoint_engine.engine_kwargs.rose` has them."""
+        self._given: Mapping[str, object] = given
+
+    def prepare(self) -> dict[str, Any]:
+        """No ranks have to meet."""
+        return {}
+
+    @classmethod
+    def build_topology(
+        cls, *_: object, **__: object
+    ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+        """No connections are made."""
+        return {}, {}
+
+    def init_process_group(self, **_: object) -> None:
+        """None is needed."""
+
+    def finalize(self) -> None:
+        """Nothing is held."""
+
+    async def send_weights(
+        self, weights: Weights, global_steps: int | None = None
+    ) -> dict[str, float]:
+        """Publish; rollouts go on meanwhile, and take it as soon as they have it."""
+        return await publish(overlaid(self._given), weights, global_steps, wait=False)
+
+    async def receive_weights(
+        self, global_steps: int | None = None
+    ) -> AsyncIterator[tuple[str, Any]]:
+        """Yield nothing."""
+        nothing: tuple[tuple[str, torch.Tensor], ...] = ()
+        for pair in nothing:
+            yield pair

@@ -1,0 +1,144 @@
+"""Turns of verl's agent loops against a gateway's HTTP surface, without Ray and without verl."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from rose.errors import ConfigError, RefusedError
+from rose.integrations import TrainerSettings
+from rose.integrations.verl.configuration import overlaid, refuse_unfit
+from rose.integrations.verl.rollout_turns import RolloutTurns
+from rose.integrations.verl.turns import Lengths
+from tests.fakes.gateway import StandInGateway, until
+
+LENGTHS = Lengths(prompt=64, response=8, model=None)
+Made = Callable[..., RolloutTurns]
+
+
+@pytest.fixture
+async def gateway() -> AsyncIterator[StandInGateway]:
+    async with StandInGateway(version=4) as gateway:
+        yield gateway
+
+
+@pytest.fixture
+async def turns(gateway: StandInGateway, tmp_path: Path) -> AsyncIterator[Made]:
+    made: list[RolloutTurns] = []
+
+    def make(**options: bool) -> RolloutTurns:
+        settings = TrainerSettings(
+            "job", "127.0.0.1:1", gateway.url, tmp_path, tmp_path / "root", tmp_path / "key"
+        )
+        made.append(RolloutTurns(settings, LENGTHS, lag=1, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        await each.close()
+
+
+async def test_a_turn_comes_back_in_verls_words(turns: Made, gateway: StandInGateway) -> None:
+    mine = turns()
+    mine.published(4, 12)
+    mine.published(5, 13)
+    output = await mine.generate([3, 4], {"temperature": 1.0, "repetition_penalty": 1.0}, "a")
+    assert output["token_ids"] == list(range(5, 13))
+    assert output["extra_fields"]["min_global_steps"] == 12
+    asked = gateway.asked[0]
+    assert (asked["request_id"], asked["job"], asked["min_version"]) == ("a/0", "job", 4)
+
+
+async def test_the_turns_of_a_trajectory_share_a_session(
+    turns: Made, gateway: StandInGateway
+) -> None:
+    mine = turns()
+    prompt = [3, 4]
+    for turn in range(3):
+        output = await mine.generate(prompt, {}, f"t{turn}")
+        prompt = [*prompt, *output["token_ids"], 40]
+    await mine.generate([3, 4], {}, "another")
+    first, *rest = gateway.sessions
+    assert first
+    assert rest == [first, first, rest[-1]]
+    assert rest[-1] != first
+
+
+async def test_an_abort_ends_no_turn_unless_it_is_to(turns: Made, gateway: StandInGateway) -> None:
+    mine = turns()
+    gateway.delay_s = 0.01
+    running = asyncio.create_task(mine.generate([3], {}, "a"))
+    await until(lambda: bool(gateway.asked))
+    assert mine.abort() == 0
+    assert (await running)["stop_reason"] == "completed"
+
+
+async def test_an_aborted_turn_hands_out_what_it_has_and_the_next_waits(
+    turns: Made, gateway: StandInGateway
+) -> None:
+    mine = turns(ends_turns=True)
+    mine.published(4, 1)
+    whole = await mine.generate([3], {}, "whole")
+    assert whole["stop_reason"] == "completed"
+    gateway.delay_s = 0.02
+    running = asyncio.create_task(mine.generate([3], {}, "a"))
+    await until(lambda: any(len(part.tokens) > 1 for part in mine._running.values()))
+    assert mine.abort() == 1
+    aborted = await running
+    assert aborted["stop_reason"] == "aborted"
+    assert 1 < len(aborted["token_ids"]) == len(aborted["log_probs"]) < 8
+    assert aborted["token_ids"] == whole["token_ids"][: len(aborted["token_ids"])]
+    assert aborted["extra_fields"]["global_steps"] == 1
+    gateway.delay_s = 0.0
+    later = asyncio.create_task(mine.generate([3, *aborted["token_ids"]], {}, "b"))
+    await asyncio.sleep(0)
+    assert len(gateway.asked) == 2
+    assert mine.abort(rejects=True) == 0
+    rejected = await mine.generate([3], {}, "late")
+    assert (rejected["stop_reason"], rejected["token_ids"]) == ("aborted", [])
+    mine.resume()
+    assert (await later)["stop_reason"] == "completed"
+    assert gateway.sessions[-1] == gateway.sessions[-2]
+
+
+async def test_a_caller_that_is_cancelled_is_told_so(turns: Made, gateway: StandInGateway) -> None:
+    mine = turns(ends_turns=True)
+    gateway.delay_s = 30.0
+    running = asyncio.create_task(mine.generate([3], {}, "a"))
+    await until(lambda: bool(gateway.asked))
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+
+async def test_images_are_refused_by_name(turns: Made) -> None:
+    with pytest.raises(RefusedError, match="image_data"):
+        await turns().generate([3], {}, "a", image_data=[b"png"])
+    assert (await turns().generate([3], {}, "b", image_data=None))["token_ids"]
+
+
+def test_adapters_are_refused_by_name_before_anything_starts() -> None:
+    whole = SimpleNamespace(lora_rank=0, lora={}, lora_adapter_path=None)
+    refuse_unfit(SimpleNamespace(quantization=None), whole)
+    adapters = SimpleNamespace(lora_rank=32, lora={}, lora_adapter_path=None)
+    with pytest.raises(RefusedError, match="lora_rank=32"):
+        refuse_unfit(SimpleNamespace(), adapters)
+    merged = SimpleNamespace(lora_rank=32, lora={"merge": True}, lora_adapter_path=None)
+    refuse_unfit(SimpleNamespace(), merged)
+    with pytest.raises(RefusedError, match="quantization"):
+        refuse_unfit(SimpleNamespace(quantization="fp8"), whole)
+
+
+def test_verls_configuration_goes_before_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = {"JOB": "env", "SCHEDULER": "127.0.0.1:1", "GATEWAY": "http://127.0.0.1:2", "KEY": "k"}
+    for name, value in {**said, "CHECKPOINT": str(tmp_path), "ROOT": "r"}.items():
+        monkeypatch.setenv(f"ROSE_{name}", value)
+    assert overlaid({}).job == "env"
+    assert overlaid({"job": "mine", "max_staleness": 3}).job == "mine"
+    assert overlaid({"max_staleness": 3}).max_staleness == 3
+    with pytest.raises(ConfigError, match="no setting 'jobb'"):
+        overlaid({"jobb": "x"})
