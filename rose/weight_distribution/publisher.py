@@ -10,7 +10,8 @@ begins a chain of its own:
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -354,11 +355,7 @@ class WeightPublisher:
         scheduler at once, and from the root once nobody reads it. `tensors` are read behind the
         caller's back no more.
         """
-        self._check_run()
-        if version <= self.begun.latest:
-            raise RefusedError(
-                f"version {version} of {self._job} is used up; publish {self.begun.latest + 1} anew"
-            )
+        self._check_unused(version)
         started_s = time.perf_counter()
         async with self._retention.publishing:
             manifest = await asyncio.to_thread(self._publisher.publish_base, version, tensors)
@@ -369,6 +366,13 @@ class WeightPublisher:
     def _check_run(self) -> None:
         if self._keeper is not None:
             self._keeper.check()
+
+    def _check_unused(self, version: int) -> None:
+        self._check_run()
+        if version <= self.begun.latest:
+            raise RefusedError(
+                f"version {version} of {self._job} is used up; publish {self.begun.latest + 1} anew"
+            )
 
     def _check_next(self, version: int, parent: int) -> None:
         """Raise RefusedError for a step that no replica could take."""
@@ -426,13 +430,14 @@ class WeightPublisher:
     async def announce(self, version: int, parent: int) -> None:
         """Announce a version that ranks have put into the root by themselves.
 
-        `parent`: the version itself for a base that begins a chain anew. RefusedError for one that
-        is not in the root.
+        `parent`: the version itself for a base that begins a chain anew. What nobody needs any more
+        is collected; bases that are due are the ranks' (`base_due`). RefusedError for one that is
+        not in the root.
         """
         self._check_run()
         if not self._store.manifest_path(version, base=version == parent).is_file():
             raise RefusedError(f"version {version} is not in {self._root}; publish it there first")
-        self._retention.announced(version, parent)
+        self._retention.published(Latest(version, parent, {}))
         await self._announce(version, parent)
 
     async def publish_base(self, version: int, tensors: Mapping[str, TensorBits]) -> None:
@@ -443,6 +448,16 @@ class WeightPublisher:
         """
         async with self._retention.publishing:
             await asyncio.to_thread(self._publisher.publish_base, version, tensors)
+
+    @asynccontextmanager
+    async def adding(self) -> AsyncIterator[None]:
+        """Nothing of the root is collected within: others put chunks there."""
+        async with self._retention.publishing:
+            yield
+
+    async def base_due(self, full_bytes: int) -> bool:
+        """Whether it takes too much to join: `full_bytes` is what all weights take."""
+        return await asyncio.to_thread(self._retention.base_due, full_bytes)
 
     async def end_job(self) -> None:
         """Give back all that the job has leased, when no more rollouts are wanted."""

@@ -22,7 +22,10 @@ RENEW_EVERY_S = 3_600.0
 
 @dataclass(frozen=True, slots=True)
 class Latest:
-    """A version that was published, with all of its weights, which do not change any more."""
+    """A version that was published, with all of its weights, which do not change any more.
+
+    No tensors: its ranks published it, and make the bases.
+    """
 
     version: int
     parent: int
@@ -70,13 +73,10 @@ class RetentionTask:
             await self.renew()
             await asyncio.sleep(RENEW_EVERY_S)
 
-    def announced(self, version: int, parent: int) -> None:
-        """A version is announced next: whoever hears of it has time to take a lease of its own."""
-        self._hold(f"announced {version}", parent)
-
     def published(self, latest: Latest) -> None:
         """A version was published: it is announced next. Returns at once."""
-        self.announced(latest.version, latest.parent)
+        # Whoever hears of it has that long to take a lease of its own.
+        self._hold(f"announced {latest.version}", latest.parent)
         self._latest = latest
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._work())
@@ -97,7 +97,8 @@ class RetentionTask:
         while self._latest:
             latest, self._latest = self._latest, None
             try:
-                if await asyncio.to_thread(self._base_due, latest):
+                size = sum(tensor.bits.nbytes for tensor in latest.tensors.values())
+                if size > 0 and await asyncio.to_thread(self.base_due, size):
                     make = partial(self._publisher.publish_base, latest.version, latest.tensors)
                     await asyncio.to_thread(make)
                 await self._collect()
@@ -106,9 +107,9 @@ class RetentionTask:
             except Exception as error:  # noqa: BLE001 - it is told, and the next version is kept up
                 self._on_trouble(f"retention after version {latest.version}: {described(error)}")
 
-    def _base_due(self, latest: Latest) -> bool:
+    def base_due(self, size: int) -> bool:
+        """Whether it takes too much to join without a base; `size`: bytes of all weights."""
         found = self._store.catalog()
-        size = sum(tensor.bits.nbytes for tensor in latest.tensors.values())
         # What the chain begins with is the model that every engine starts from: a base too.
         parents = {delta.parent for delta in found.deltas}
         roots = parents - {delta.version for delta in found.deltas} - found.bases.keys()

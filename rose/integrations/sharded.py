@@ -1,0 +1,293 @@
+"""ShardedPolicyPublisher: for a trainer whose ranks cannot gather on one of them.
+
+    first     each rank: its shard of a whole version, a base --> first rank: signed, announced
+    then      each rank: what changed in its shard            --> likewise
+    stores    one folder that all ranks share, or each rank's own, served by itself
+
+The first publication of each process is a base, so a trainer may start from any weights.
+"""
+
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rose.addresses import free_port
+from rose.client.blocking import LoopThread
+from rose.errors import RefusedError, RoseError
+from rose.integrations.named_weights import SHOWN, UnfitWeightsError, checkpoint_name
+from rose.integrations.publisher import PolicyPublisher, PolicyReceipt, rank
+from rose.integrations.settings import TrainerSettings
+from rose.weight_distribution import VersionServer
+from rose.weight_distribution.credentials import OPEN
+from weight_transfer import ChunkStore, Manifest, TensorBits, WeightError
+
+if TYPE_CHECKING:
+    import torch
+
+    from rose.weight_distribution import WeightPublisher
+    from weight_transfer.torch import Ranks, ShardedPublisher
+
+TRAINER = "rose-trainer"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """What all ranks must know of the checkpoint: shapes by name, the dtype of weights, sizes."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    dtype: str
+    elements: int
+    full_bytes: int
+
+    @classmethod
+    def of(cls, base: Mapping[str, TensorBits]) -> "_Layout":
+        """Raises `RefusedError` for weights of several dtypes."""
+        dtypes = sorted({each.dtype for each in base.values() if "float" in each.dtype})
+        if len(dtypes) != 1:
+            raise RefusedError(
+                f"the checkpoint has weights of {' and '.join(dtypes)}; shards are published in one"
+                " dtype: publish gathered (PolicyPublisher), or save the checkpoint in one"
+            )
+        sizes = [each.bits.nbytes for each in base.values()]
+        shapes = {name: each.shape for name, each in base.items()}
+        return cls(shapes, dtypes[0], sum(map(prod, shapes.values())), sum(sizes))
+
+
+class ShardedPolicyPublisher(PolicyPublisher):
+    """`PolicyPublisher` whose ranks publish their own shards: no rank holds all weights.
+
+    Every rank makes one, with settings of its own machine. own_stores: each rank keeps its chunks
+    under `root/rank-N` and serves them at its `host`; else all ranks share the folder `root`.
+    """
+
+    def __init__(self, settings: TrainerSettings, *, own_stores: bool = False) -> None:
+        super().__init__(settings)
+        self._own_stores = own_stores
+        self._layout: _Layout | None = None
+        self._sharded: ShardedPublisher | None = None
+        self._ranks: Ranks | None = None
+        self._server: VersionServer | None = None
+        self._serving: LoopThread | None = None
+        self._unannounced: list[tuple[int, int]] = []
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _made, (self.settings, self._own_stores)
+
+    def publish_state(self, state: "Mapping[str, torch.Tensor]", *, wait: bool = True) -> int:
+        """Publish a state dict of DTensors or plain tensors, and return its version.
+
+        Collective, and so are its errors: where one rank fails all raise, and the next publication
+        may succeed. `state` must not change until this returns. Raises `UnfitWeightsError`,
+        `RefusedError`, `UnavailableError`.
+        """
+        began_s = time.perf_counter()
+        if self._layout is None:
+            self._layout = _from_first(self._begun_layout)
+            _from_first(lambda: self.known, self._take_known)
+        layout = self._layout
+        fitting = _everywhere(lambda: _fitting(state, layout))
+        with self._adding():
+            manifest = _everywhere(lambda: self._put_shards(fitting, layout))
+        self._unannounced.append((manifest.version, manifest.parent))
+        _from_first(self._announce)
+        self._version = manifest.version
+        if _from_first(lambda: self._on_loop(lambda own: own.base_due(layout.full_bytes))):
+            self._publish_base()
+        announced_s = time.perf_counter()
+        if wait:
+            _from_first(lambda: self.wait_served(manifest.version))
+        self._note(manifest, layout, announced_s - began_s, time.perf_counter() - announced_s)
+        return manifest.version
+
+    def close(self) -> None:
+        """Stop serving; what was published stays."""
+        thread, self._serving = self._serving, None
+        if thread is not None and thread.alive:
+            if self._server is not None:
+                thread.call(self._server.close())
+            thread.stop()
+        super().close()
+
+    # ---- on every rank ----
+
+    def _put_shards(self, state: "Mapping[str, torch.Tensor]", layout: _Layout) -> Manifest:
+        import torch
+
+        from weight_transfer.torch import Ranks, ShardedPublisher
+
+        if self._sharded is not None:
+            return self._sharded.publish(self._sharded.version + 1, state)
+        settings = self.settings
+        if self._ranks is None:
+            self._ranks = Ranks(timeout_s=settings.timeout_s)
+        store, origin = _everywhere(self._opened_store)
+        made = ShardedPublisher(
+            store,
+            settings.job,
+            TRAINER,
+            state,
+            settings.signing_key() if rank() == 0 else None,
+            self._version + 1,
+            origin,
+            getattr(torch, layout.dtype),
+            self._ranks,
+        )
+        manifest = made.publish_base()
+        self._sharded = made
+        return manifest
+
+    def _publish_base(self) -> None:
+        assert self._sharded is not None
+        sharded = self._sharded
+        with self._adding():
+            _everywhere(sharded.publish_base)
+
+    def _opened_store(self) -> tuple[ChunkStore, str]:
+        """This rank's store, and where it is served: "" for the first rank's."""
+        settings = self.settings
+        if rank() == 0 or not self._own_stores:
+            return ChunkStore(settings.root), ""
+        store = ChunkStore(settings.root / f"rank-{rank()}")
+        if self._server is None:
+            certificates = settings.certificates()
+            self._serving = LoopThread("rose-shard")
+            self._server = VersionServer(
+                store,
+                settings.port or free_port(),
+                credentials=OPEN if certificates is None else OPEN.proving(certificates),
+                host=settings.host,
+            )
+            self._serving.call(self._server.start())
+        return store, self._server.url
+
+    @contextmanager
+    def _adding(self) -> Iterator[None]:
+        """The first rank collects nothing meanwhile."""
+        entered: list[Any] = []
+
+        def enter() -> None:
+            assert self._publisher is not None
+            entered.append(self._publisher.adding())
+            self._on_loop(lambda _: entered[0].__aenter__())
+
+        _from_first(enter)
+        try:
+            yield
+        finally:
+            if entered:
+                self._on_loop(lambda _: entered[0].__aexit__(None, None, None))
+
+    def _take_known(self, known: tuple[int, int]) -> None:
+        self.known = known
+
+    # ---- on the first rank ----
+
+    def _begun_layout(self) -> _Layout:
+        return _Layout.of(self._of_base())
+
+    def _announce(self) -> None:
+        """Also what could not be announced the last time."""
+        while self._unannounced:
+            version, parent = self._unannounced[0]
+            self._on_loop(lambda own: own.announce(version, parent))  # noqa: B023 - called at once
+            self._unannounced.pop(0)
+
+    def _on_loop(self, ask: "Callable[[WeightPublisher], Coroutine[Any, Any, T]]") -> T:
+        assert self._thread is not None
+        assert self._publisher is not None
+        return self._thread.call(ask(self._publisher))
+
+    def _note(self, manifest: Manifest, layout: _Layout, publish_s: float, served_s: float) -> None:
+        if rank() != 0:
+            return
+        wire = manifest.wire_bytes + manifest.size
+        density = manifest.changed / max(1, layout.elements)
+        self.receipts.append(
+            PolicyReceipt(manifest.version, wire, layout.full_bytes, density, publish_s, served_s)
+        )
+
+
+def _fitting(state: "Mapping[str, torch.Tensor]", layout: _Layout) -> "dict[str, torch.Tensor]":
+    """The checkpoint's tensors out of a trainer's; raises `UnfitWeightsError`."""
+    named = {checkpoint_name(name): tensor for name, tensor in state.items()}
+    fitting = {name: tensor for name, tensor in named.items() if name in layout.shapes}
+    kept = {_place(tensor) for tensor in fitting.values()}
+    troubles = [
+        f"the checkpoint has no {name}"
+        for name, tensor in named.items()
+        if name not in fitting and _place(tensor) not in kept
+    ]
+    troubles += [f"the trainer does not give {name}" for name in layout.shapes if name not in named]
+    troubles += [
+        f"{name} is {tuple(tensor.shape)}, not {layout.shapes[name]}"
+        for name, tensor in fitting.items()
+        if tuple(tensor.shape) != layout.shapes[name]
+    ]
+    if troubles:
+        raise UnfitWeightsError("; ".join(sorted(troubles)[:SHOWN]))
+    return fitting
+
+
+def _place(tensor: "torch.Tensor") -> object:
+    """Where its weights lie: tied names share it. A rank without any has nothing to tell."""
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local.data_ptr() if local.numel() else None
+
+
+def _from_first(work: Callable[[], T], take: Callable[[T], None] | None = None) -> T:
+    """What the first rank makes, on all ranks; all raise what it raises."""
+    made = _shared(work if rank() == 0 else None)
+    if take is not None:
+        take(made)
+    return made
+
+
+def _everywhere(work: Callable[[], T]) -> T:
+    """What each rank makes; where one fails all raise."""
+    import torch.distributed as dist
+
+    failed: Exception | None = None
+    made: T | None = None
+    try:
+        made = work()
+    except (RoseError, WeightError, OSError) as error:
+        failed = error
+    if dist.is_available() and dist.is_initialized():
+        said: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(said, None if failed is None else str(failed))
+        others = [f"rank {at}: {what}" for at, what in enumerate(said) if what is not None]
+        if failed is None and others:
+            raise RefusedError(f"nothing is published, {others[0]}")
+    if isinstance(failed, WeightError | OSError):
+        raise RefusedError(f"nothing is published: {failed}") from failed
+    if failed is not None:
+        raise failed
+    return made  # type: ignore[return-value]
+
+
+def _shared(work: Callable[[], T] | None) -> T:
+    import torch.distributed as dist
+
+    said: list[Any] = [None, None]
+    failed: Exception | None = None
+    if work is not None:
+        try:
+            said[0] = work()
+        except (RoseError, WeightError, OSError) as error:
+            failed, said[1] = error, str(error) or repr(error)
+    if dist.is_available() and dist.is_initialized():
+        dist.broadcast_object_list(said, src=0)
+    if failed is not None:
+        raise failed
+    if said[1] is not None:
+        raise RefusedError(f"the first rank could not go on: {said[1]}")
+    found: T = said[0]
+    return found
+
+
+def _made(settings: TrainerSettings, own_stores: bool) -> ShardedPolicyPublisher:
+    return ShardedPolicyPublisher(settings, own_stores=own_stores)
