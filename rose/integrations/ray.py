@@ -1,0 +1,320 @@
+"""DedicatedPool: dedicated replicas on what Ray gives: actors whose body is `rose node`.
+
+    scale(n)   placement group ── bundle ── actor ── `rose node` ── engine
+    drain()    turns end elsewhere, engines end, actors end, placement groups are given back
+
+An actor that Ray or anybody kills takes its node and engine with it, and Ray starts it again in the
+same bundle; a node that ends by itself ends its actor. Turns of a lost replica go on at another.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar, get_args
+
+import msgspec
+import ray
+from pydantic import ValidationError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from rose.addresses import free_port
+from rose.errors import ConfigError, RefusedError, UnavailableError
+from rose.node.config import NodeConfig
+from rose.process import launcher
+
+T = TypeVar("T")
+Placement = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
+# A node that ended sooner failed: it is not begun again at once.
+SHORT_LIFE_S, PAUSE_S = 30.0, 5.0
+LOOK_S = 0.2
+# Of Ray itself: the creation of a process that imports ROSE.
+ANSWER_S = 60.0
+_OWN = ("id", "kind", "port", "device")
+
+
+@dataclass(frozen=True, slots=True)
+class PoolNode:
+    """One actor's node: the file's content, but for what only its machine knows."""
+
+    name: str
+    config: Mapping[str, Any]
+    replica: Mapping[str, Any]
+
+    def write(self, port: int, device: int | str | None) -> Path:
+        """The node's file, in its own run folder."""
+        folder = Path(self.config["run_dir"]) / self.name
+        folder.mkdir(parents=True, exist_ok=True)
+        replica = {**self.replica, "id": self.name, "kind": "dedicated", "port": port}
+        own = {
+            "node": self.name,
+            "run_dir": str(folder),
+            "log_dir": str(Path(self.config["log_dir"]) / self.name),
+            "replicas": [replica | ({} if device is None else {"device": device})],
+        }
+        file = folder / "node.json"
+        file.write_bytes(msgspec.json.encode({**self.config, **own}))
+        return file
+
+
+class NodeActor:
+    """Body of an actor: runs `rose node` for as long as it lives, and lives no longer than that."""
+
+    def __init__(self, node: PoolNode, gpus: int) -> None:
+        self._node = node
+        self._port = free_port()
+        self._draining = threading.Event()
+        self._ended = threading.Event()
+        self._process: subprocess.Popen[bytes] | None = None
+        given = ray.get_gpu_ids() if gpus else []
+        if len(given) < gpus:
+            raise RefusedError(f"{node.name} was given {len(given)} GPUs of {gpus} by Ray")
+        self._device = _device(given[0]) if given else None
+        file = node.write(self._port, self._device)
+        # The kernel ends the child with the thread that started it: with this one, which waits.
+        threading.Thread(target=self._run, args=(file,), name="rose-node", daemon=True).start()
+
+    def place(self) -> dict[str, Any]:
+        """Where it runs."""
+        pid = self._process.pid if self._process else None
+        host = ray.util.get_node_ip_address()
+        return {"node": self._node.name, "host": host, "gpu": self._device, "pid": pid}
+
+    def healthy(self) -> bool:
+        """Whether its engine answers."""
+        try:
+            url = f"http://127.0.0.1:{self._port}/health"
+            with urllib.request.urlopen(url, timeout=2.0) as answer:
+                return bool(answer.status == 200)
+        except (OSError, urllib.error.URLError):
+            return False
+
+    def drain(self, timeout_s: float) -> bool:
+        """End the node: its turns go on elsewhere. Whether it ended by itself in time."""
+        self._draining.set()
+        process = self._process
+        if process is not None and process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+        return self._ended.wait(timeout_s)
+
+    def _run(self, file: Path) -> None:
+        began_s = time.monotonic()
+        placer = (sys.executable, "-I", "-S", str(launcher.__file__), f"parent={os.getpid()}")
+        # An earlier life of it may still be ending.
+        node = (sys.executable, "-m", "rose.node.main", "--standby", "--config", str(file))
+        with (file.parent / "node.log").open("ab") as log:
+            self._process = subprocess.Popen([*placer, "--", *node], stdout=log, stderr=log)  # noqa: S603
+        if self._draining.is_set():
+            self._process.terminate()
+        self._process.wait()
+        self._ended.set()
+        if not self._draining.is_set():
+            if time.monotonic() - began_s < SHORT_LIFE_S:
+                time.sleep(PAUSE_S)
+            os._exit(1)  # Ray starts the actor again
+
+
+@dataclass(slots=True)
+class _Member:
+    node: PoolNode
+    actor: Any
+    group: Any
+
+
+class DedicatedPool:
+    """Replicas that a job has for itself, on resources of a Ray cluster.
+
+    Use it as a context manager, or `drain` it. It belongs to its driver: when that ends, however it
+    ends, so do its replicas.
+    """
+
+    def __init__(
+        self,
+        replicas: int,
+        num_gpus: int = 1,
+        *,
+        node: Mapping[str, Any],
+        replica: Mapping[str, Any],
+        placement: Placement = "PACK",
+        num_cpus: float = 1,
+        name: str = "rose",
+        max_restarts: int = 16,
+        timeout_s: float = 300.0,
+    ) -> None:
+        """Start so many; `wait_healthy` waits for their engines.
+
+        num_gpus, num_cpus: of each replica; 0 GPUs compute on the CPU. `node`: as in a node's file
+        (docs/node.md), without `node` and `replicas`; each replica has folders of its own in its
+        `run_dir` and `log_dir`. `replica`: as there, without `id`, `kind`, `port` and `device`.
+        placement: of replicas that are started together. With all but PACK Ray has their resources
+        back once the last of them ended. max_restarts: of each actor. timeout_s: of each wait.
+        Raises `ConfigError`, `UnavailableError` where Ray has no room.
+        """
+        if placement not in get_args(Placement):
+            raise ConfigError(
+                f"placement {placement!r} is none of {', '.join(get_args(Placement))}"
+            )
+        if num_gpus not in (0, 1):
+            raise ConfigError(
+                f"{num_gpus} GPUs for a replica; a dedicated replica has one, or none"
+            )
+        _check(node, replica)
+        self._node, self._replica = dict(node), dict(replica)
+        self._gpus, self._cpus, self._placement = num_gpus, num_cpus, placement
+        self._name, self._restarts, self._timeout_s = name, max_restarts, timeout_s
+        self._members: list[_Member] = []
+        self._actor = ray.remote(NodeActor)
+        self.scale(replicas)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.drain()
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def scale(self, replicas: int) -> None:
+        """Have so many from now on; those that are too many are drained, the newest first.
+
+        What Ray restarts no more is replaced. Raises `UnavailableError` where Ray has no room.
+        """
+        if replicas < 0:
+            raise ConfigError(f"{replicas} replicas are none; give 0 or more")
+        gone = [member for member in self._members if not self._lives(member)]
+        kept = [member for member in self._members if member not in gone]
+        self._members = kept[:replicas]
+        self._end([*gone, *kept[replicas:]])
+        if missing := replicas - len(self._members):
+            self._members += self._begin(missing)
+
+    def drain(self) -> None:
+        """End all replicas: turns go on elsewhere, and Ray has its resources back."""
+        members, self._members = self._members, []
+        self._end(members)
+
+    def wait_healthy(self) -> None:
+        """Return once all engines answer. Raises `UnavailableError` that names the others."""
+        until_s = time.monotonic() + self._timeout_s
+        waits = list(self._members)
+        while waits:
+            waits = [m for m in waits if not self._asked(m.actor.healthy.remote(), False)]
+            if waits and time.monotonic() > until_s:
+                names = ", ".join(member.node.name for member in waits)
+                raise UnavailableError(
+                    f"{names} not healthy after {self._timeout_s:g} s; see node.log and the"
+                    f" engines' logs in {self._node['run_dir']} and {self._node['log_dir']}"
+                )
+            time.sleep(LOOK_S if waits else 0)
+
+    def places(self) -> list[dict[str, Any]]:
+        """Where each replica runs; {} of one that does not answer now."""
+        return [self._asked(member.actor.place.remote(), {}) for member in self._members]
+
+    # ---- actors ----
+
+    def _begin(self, count: int) -> list[_Member]:
+        bundles = self._bundles(count)
+        taken = {member.node.name for member in self._members}
+        names = (
+            name for k in range(count + len(taken)) if (name := f"{self._name}-{k}") not in taken
+        )
+        made = []
+        for group, index in bundles:
+            node = PoolNode(next(names), self._node, self._replica)
+            strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+            actor = self._actor.options(
+                num_cpus=self._cpus,
+                num_gpus=self._gpus,
+                scheduling_strategy=strategy,
+                max_restarts=self._restarts,
+                # A drain waits while others ask.
+                max_concurrency=4,
+            ).remote(node, self._gpus)
+            made.append(_Member(node, actor, group))
+        return made
+
+    def _bundles(self, count: int) -> list[tuple[Any, int]]:
+        """Places for so many replicas: (placement group, bundle in it)."""
+        bundle = {"CPU": self._cpus} | ({"GPU": self._gpus} if self._gpus else {})
+        # Groups of one are packed too, and each is given back with its replica.
+        sizes = [1] * count if self._placement == "PACK" else [count]
+        groups = [placement_group([bundle] * size, strategy=self._placement) for size in sizes]
+        until_s = time.monotonic() + self._timeout_s
+        if not all(group.wait(max(0.1, until_s - time.monotonic())) for group in groups):
+            has = ray.available_resources()
+            for group in groups:
+                remove_placement_group(group)
+            raise UnavailableError(
+                f"Ray has no room for {count} times {bundle} ({self._placement}) after"
+                f" {self._timeout_s:g} s; it has {has}"
+            )
+        return [(group, index) for group in groups for index in range(group.bundle_count)]
+
+    def _end(self, members: list[_Member]) -> None:
+        asked = [(m, m.actor.drain.remote(self._timeout_s)) for m in members]
+        for member, answer in asked:
+            self._asked(answer, None, self._timeout_s)
+            ray.kill(member.actor)
+        used = [member.group for member in self._members]
+        for group in {member.group.id: member.group for member in members}.values():
+            if all(group.id != each.id for each in used):
+                remove_placement_group(group)
+
+    def _lives(self, member: _Member) -> bool:
+        """Whether Ray has it, or starts it again."""
+        try:
+            ray.get(member.actor.place.remote(), timeout=ANSWER_S)
+        except ray.exceptions.ActorUnavailableError:
+            return True
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+            return False
+        return True
+
+    def _asked(self, answer: "ray.ObjectRef", otherwise: T, timeout_s: float = ANSWER_S) -> T:
+        try:
+            found: T = ray.get(answer, timeout=timeout_s)
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+            return otherwise
+        return found
+
+
+def _device(given: int | str) -> int | str:
+    """A GPU as Ray says it: an index, or a UUID."""
+    return int(given) if str(given).isdigit() else str(given)
+
+
+def _check(node: Mapping[str, Any], replica: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` before anything is started; folders are looked for where they are."""
+    for name in ("node", "replicas"):
+        if name in node:
+            raise ConfigError(f"the pool names its nodes itself; leave {name!r} out of `node`")
+    for name in _OWN:
+        if name in replica:
+            raise ConfigError(f"the pool sets {name!r} itself; leave it out of `replica`")
+    own = {"id": "r", "kind": "dedicated", "port": 1}
+    try:
+        config = NodeConfig.model_validate({**node, "node": "n", "replicas": [{**replica, **own}]})
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"the pool's node: {where}: {first['msg']}") from error
+    if config.verify_key is None and not config.unsigned:
+        raise ConfigError(
+            "the pool's node: verify_key is missing: give the job's key, or say unsigned=True"
+        )
