@@ -1,6 +1,7 @@
 """Capacity policies: what may be lent, where, under which conditions, and who decided it."""
 
 from elastic_scheduler.capacity.advice import Advice, AdviceBook, Lendable
+from elastic_scheduler.capacity.crd import PolicyStatus, crd
 from elastic_scheduler.capacity.effective import EffectivePolicy, effective, in_canary
 from elastic_scheduler.capacity.gate import (
     CLI,
@@ -33,9 +34,11 @@ __all__ = [
     "NodeFacts",
     "Note",
     "PolicyMode",
+    "PolicyStatus",
     "StopPolicy",
     "Verdict",
     "cli_policy",
+    "crd",
     "crd_schema",
     "docs_table",
     "effective",

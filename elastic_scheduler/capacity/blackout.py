@@ -12,10 +12,10 @@ from functools import cache
 from typing import Annotated, Final, Self
 from zoneinfo import ZoneInfo
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic.alias_generators import to_camel
 
-_CLOCK = re.compile(r"([01]\d|2[0-3]):([0-5]\d)|24:00")
+_CLOCK = re.compile(r"([01][0-9]|2[0-3]):([0-5][0-9])|24:00")
 
 
 class Day(StrEnum):
@@ -62,7 +62,11 @@ def _known_zone(name: str) -> str:
     return name
 
 
-Clock = Annotated[str, AfterValidator(_clock)]
+Clock = Annotated[
+    str,
+    AfterValidator(_clock),
+    WithJsonSchema({"type": "string", "pattern": f"^({_CLOCK.pattern})$", "maxLength": 5}),
+]
 
 
 class BlackoutWindow(BaseModel):

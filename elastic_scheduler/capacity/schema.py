@@ -1,6 +1,9 @@
 """Schema of a capacity policy for a CRD, and its table for the docs: both come from the model.
 
-A CRD takes structural schemas only: no `$ref`, no type inside `anyOf`, no `null` type.
+A CRD takes structural schemas only: no `$ref`, no type inside `anyOf`, no `null` type. A field may
+be null only where that says something else than leaving it out. Defaults are those of the enums
+alone: the API server writes defaults into each object, which would keep those of the release that
+stored it. The others are said in the description.
 """
 
 from collections.abc import Iterator
@@ -29,13 +32,19 @@ _DROPPED: Final = frozenset({"title", "additionalProperties"})
 
 def crd_schema() -> dict[str, Any]:
     """Return the structural schema (OpenAPI v3) of a policy's spec: all but its name."""
-    schema = CapacityPolicy.model_json_schema(by_alias=True)
-    spec: dict[str, Any] = _structural(schema, schema.get("$defs", {}))
+    spec = structural(CapacityPolicy)
     del spec["properties"]["name"]
     spec["required"] = [name for name in spec.get("required", []) if name != "name"]
     if not spec["required"]:
         del spec["required"]
     return spec
+
+
+def structural(model: type[BaseModel]) -> dict[str, Any]:
+    """Return the structural schema of any model."""
+    schema = model.model_json_schema(by_alias=True)
+    made: dict[str, Any] = _structural(schema, schema.get("$defs", {}))
+    return made
 
 
 def _structural(part: Any, defs: dict[str, Any]) -> Any:  # noqa: ANN401 - a JSON schema
@@ -48,9 +57,14 @@ def _structural(part: Any, defs: dict[str, Any]) -> Any:  # noqa: ANN401 - a JSO
         said = {**_structural(defs[part["$ref"].rsplit("/", 1)[-1]], defs), **said}
     if "anyOf" in said:
         kinds = [each for each in said.pop("anyOf") if each.get("type") != "null"]
-        said = {**_structural(kinds[0], defs), **said, "nullable": True}
-    if said.get("default", 0) is None:
-        del said["default"]
+        absent = {} if said.get("default", 0) is None else {"nullable": True}
+        said = {**_structural(kinds[0], defs), **said, **absent}
+    _say_default(said)
+    if "uniqueItems" in said:
+        said["x-kubernetes-list-type"] = "set" if said.pop("uniqueItems") else "atomic"
+    for bound in ("Minimum", "Maximum"):
+        if (value := said.pop(f"exclusive{bound}", None)) is not None:
+            said |= {bound.lower(): value, f"exclusive{bound}": True}
     # A map of labels is the one object whose keys are anybody's.
     if said.get("type") == "object" and "properties" not in said:
         said["additionalProperties"] = {"type": "string"}
@@ -60,6 +74,17 @@ def _structural(part: Any, defs: dict[str, Any]) -> Any:  # noqa: ANN401 - a JSO
         else _structural(value, defs)
         for key, value in said.items()
     }
+
+
+def _say_default(said: dict[str, Any]) -> None:
+    if "default" not in said or ("enum" in said and said["default"] is not None):
+        return
+    default = said.pop("default")
+    if default is None or isinstance(default, list | dict):
+        return
+    if said.get("type") == "string" and isinstance(default, float):
+        default = duration_text(default)
+    said["description"] = f"{said.get('description', '')} (default {default})".strip()
 
 
 _NESTED: Final[dict[str, type[BaseModel]]] = {

@@ -13,6 +13,7 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)")
 _SECONDS: Final = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3_600.0}
 _BYTES = re.compile(r"(\d+)(Ki|Mi|Gi|Ti)?")
 _FACTORS: Final = {None: 1, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
+_MOST_CHARS: Final = 32
 _PERCENT = re.compile(r"(\d{1,3}(?:\.\d+)?)%")
 
 
@@ -70,8 +71,16 @@ def most_of(limit: int | str, count: int) -> int:
     return int(count * float(limit.removesuffix("%")) / 100 + 1e-9)
 
 
+# A pattern holds for the string, a bound for the number.
+_INT_OR_STRING: Final = {
+    "x-kubernetes-int-or-string": True,
+    "minimum": 0,
+    "maxLength": _MOST_CHARS,
+}
+
+
 def _schema(kind: str, pattern: str) -> WithJsonSchema:
-    return WithJsonSchema({"type": kind, "pattern": f"^{pattern}$"})
+    return WithJsonSchema({"type": kind, "pattern": f"^{pattern}$", "maxLength": _MOST_CHARS})
 
 
 Seconds = Annotated[
@@ -84,11 +93,11 @@ Bytes = Annotated[
     int,
     BeforeValidator(bytes_of),
     PlainSerializer(bytes_text, str, when_used="json"),
-    WithJsonSchema({"x-kubernetes-int-or-string": True}),
+    WithJsonSchema(_INT_OR_STRING | {"pattern": "^[0-9]+(Ki|Mi|Gi|Ti)?$"}),
 ]
 CountOrShare = Annotated[
     Any,
     BeforeValidator(count_or_share),
-    WithJsonSchema({"x-kubernetes-int-or-string": True}),
+    WithJsonSchema(_INT_OR_STRING | {"pattern": r"^([0-9]{1,2}(\.[0-9]+)?|100(\.0+)?)%$"}),
 ]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]

@@ -233,8 +233,10 @@ def test_the_schema_is_structural_as_a_crd_must_be() -> None:
     assert schema["properties"]["mode"]["enum"] == ["Off", "Advisory", "Active"]
     assert schema["properties"]["maxHarvest"]["properties"]["nodes"] == {
         "description": "nodes of this policy that lend at once, as 3 or 25%",
-        "nullable": True,
         "x-kubernetes-int-or-string": True,
+        "minimum": 0,
+        "maxLength": 32,
+        "pattern": r"^([0-9]{1,2}(\.[0-9]+)?|100(\.0+)?)%$",
     }
 
 

@@ -1,0 +1,284 @@
+"""CustomResourceDefinition of RoseCapacityPolicy, made from the model that checks policies.
+
+What a schema of fields cannot say is said by CEL rules, so that the API server refuses an object
+that a scheduler would refuse. The scheduler's own check stays the last word: it knows time zones.
+"""
+
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import Any, Final
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.alias_generators import to_camel
+
+from elastic_scheduler.capacity.gate import CLI
+from elastic_scheduler.capacity.schema import crd_schema, structural
+
+GROUP: Final = "rose.dev"
+VERSION: Final = "v1alpha1"
+KIND: Final = "RoseCapacityPolicy"
+PLURAL: Final = "rosecapacitypolicies"
+_MAX_CONDITIONS: Final = 16
+_MAX_LIMITS: Final = 32
+
+
+class ConditionType(StrEnum):
+    """Conditions of a policy, as its status has them."""
+
+    READY = "Ready"
+    """A scheduler has taken it as it is."""
+    TELEMETRY_FRESH = "TelemetryFresh"
+    """All of its nodes have been heard within `staleAfter`."""
+    CONFLICTED = "Conflicted"
+    """Another policy is stricter in a field that this one sets."""
+    ENFORCED = "Enforced"
+    """All of its nodes keep within it."""
+
+
+class _Status(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, alias_generator=to_camel, populate_by_name=True
+    )
+
+
+class PolicyLimit(_Status):
+    """A reason for which nodes lend less than the policy allows."""
+
+    limit: str = Field(
+        min_length=1, max_length=64, description="what holds them back, as busy or watermarks.high"
+    )
+    nodes: int = Field(ge=0, description="how many nodes it holds back")
+    detail: str = Field(default="", max_length=256, description="one of them, with its figures")
+
+
+class PolicySummary(_Status):
+    """Figures of a policy's nodes."""
+
+    nodes: str = Field(default="", max_length=32, description="lending of selected, as 3/12")
+    silent: int = Field(default=0, ge=0, description="nodes not heard within staleAfter")
+    lent_bytes: int = Field(default=0, ge=0, description="KV memory that is lent now")
+    would_lend_bytes: int = Field(
+        default=0, ge=0, description="KV memory that an Active policy would lend now"
+    )
+    would_lend_compute: float = Field(
+        default=0.0,
+        ge=0.0,
+        description="compute that an Active policy would lend now, in whole hosts",
+    )
+
+
+class Condition(_Status):
+    """A condition, as Kubernetes writes them."""
+
+    type: str = Field(max_length=64, description=", ".join(ConditionType))
+    status: str = Field(
+        description="whether it holds", json_schema_extra={"enum": ["True", "False", "Unknown"]}
+    )
+    observed_generation: int = Field(default=0, ge=0, description="of the spec that was judged")
+    last_transition_time: str = Field(
+        description="since when", json_schema_extra={"format": "date-time"}
+    )
+    reason: str = Field(
+        min_length=1,
+        max_length=64,
+        pattern="^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$",
+        description="one word, for programs",
+    )
+    message: str = Field(max_length=1_024, description="one line, for people")
+
+
+class PolicyStatus(_Status):
+    """What a controller says of a policy."""
+
+    observed_generation: int = Field(default=0, ge=0, description="of the spec it speaks of")
+    summary: PolicySummary | None = Field(default=None, description="figures of its nodes")
+    limited_by: tuple[PolicyLimit, ...] = Field(
+        default=(),
+        max_length=_MAX_LIMITS,
+        description="why its nodes lend less than it allows, most nodes first",
+    )
+    conditions: tuple[Condition, ...] = Field(
+        default=(), max_length=_MAX_CONDITIONS, description=", ".join(ConditionType)
+    )
+
+
+# Where in the schema of the spec, the rule, and what to do when it does not hold.
+_RULES: Final = (
+    (
+        "",
+        "self.mode != 'Active' || !has(self.maxHarvest) || !has(self.maxHarvest.compute)"
+        " || self.maxHarvest.compute > 0.0",
+        "maxHarvest.compute 0 lends nothing, though mode is Active; raise it, or write mode Off",
+    ),
+    (
+        "",
+        "self.mode != 'Active' || !has(self.maxHarvest) || !has(self.maxHarvest.deploymentShare)"
+        " || self.maxHarvest.deploymentShare > 0.0",
+        "maxHarvest.deploymentShare 0 lends nothing, though mode is Active; raise it, or write"
+        " mode Off",
+    ),
+    (
+        "",
+        "self.mode != 'Active' || !has(self.maxHarvest) || !has(self.maxHarvest.nodes)"
+        " || (type(self.maxHarvest.nodes) == string ? self.maxHarvest.nodes != '0%'"
+        " : self.maxHarvest.nodes != 0)",
+        "maxHarvest.nodes 0 lends nothing, though mode is Active; raise it, or write mode Off",
+    ),
+    (
+        "",
+        "!has(self.staleAfter) || (duration(self.staleAfter) >= duration('2s')"
+        " && duration(self.staleAfter) <= duration('5s'))",
+        "staleAfter: write 2s to 5s, since leases are renewed each second and live no longer",
+    ),
+    (
+        "",
+        "!has(self.reclaimDeadline) || (duration(self.reclaimDeadline) >= duration('1s')"
+        " && duration(self.reclaimDeadline) <= duration('10m'))",
+        "reclaimDeadline: write 1s to 10m",
+    ),
+    (
+        "",
+        "!has(self.cooldown) || duration(self.cooldown) <= duration('24h')",
+        "cooldown: more than a day; write a blackout window, or mode Off",
+    ),
+    (
+        "maxHarvest.memory",
+        "type(self) == string ? self != '0' : self > 0",
+        "maxHarvest.memory: write a positive number of bytes, as 8Gi",
+    ),
+    (
+        "watermarks",
+        "(has(self.low) ? self.low : 0.8) <= (has(self.high) ? self.high : 0.9)",
+        "watermarks.low is above watermarks.high; swap them",
+    ),
+    (
+        "maxHostBusy",
+        "(has(self.resume) ? self.resume : 0.7) < (has(self.share) ? self.share : 0.85)",
+        "maxHostBusy.resume is not below maxHostBusy.share; lower it, so that a host does not"
+        " change each second",
+    ),
+    (
+        "maxHostBusy",
+        "!has(self.over) || (duration(self.over) >= duration('1s')"
+        " && duration(self.over) <= duration('10m'))",
+        "maxHostBusy.over: write 1s to 10m",
+    ),
+    (
+        "blackoutWindows[]",
+        "self.from != self.to && self.from != '24:00'",
+        "a window that begins when it ends is empty; write 00:00 to 24:00 for whole days",
+    ),
+)
+
+# What the API server keeps apart by key or by value; all other lists are replaced whole.
+_LISTS: Final[dict[str, dict[str, Any]]] = {
+    "tenants": {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["job"]},
+    "blackoutWindows": {"x-kubernetes-list-type": "atomic"},
+    "blackoutWindows[].days": {"x-kubernetes-list-type": "set", "minItems": 1, "maxItems": 7},
+    "nodeSelector.names": {"x-kubernetes-list-type": "set", "maxItems": 1_024},
+    "nodeSelector.matchLabels": {"maxProperties": 64},
+}
+_BOUNDS: Final[dict[str, dict[str, Any]]] = {
+    "blackoutWindows[].timeZone": {
+        "maxLength": 64,
+        "pattern": "^[A-Za-z_]+(/[A-Za-z0-9_+-]+)*$",
+    },
+    "nodeSelector.names[]": {"maxLength": 253},
+}
+_COLUMNS: Final = (
+    ("Mode", "string", ".spec.mode", "what it allows", 0),
+    ("Stop", "string", ".spec.stopPolicy", "the stop in it", 0),
+    ("Nodes", "string", ".status.summary.nodes", "lending of selected", 0),
+    ("Limited-By", "string", ".status.limitedBy[0].limit", "what holds most nodes back", 0),
+    ("Ready", "string", ".status.conditions[?(@.type=='Ready')].status", "", 0),
+    ("Enforced", "string", ".status.conditions[?(@.type=='Enforced')].status", "", 0),
+    ("Fresh", "string", ".status.conditions[?(@.type=='TelemetryFresh')].status", "", 1),
+    ("Conflicted", "string", ".status.conditions[?(@.type=='Conflicted')].status", "", 1),
+    ("Would-Lend", "integer", ".status.summary.wouldLendBytes", "bytes of KV memory", 1),
+    ("Age", "date", ".metadata.creationTimestamp", "", 0),
+)
+
+
+def crd() -> dict[str, Any]:
+    """Return the whole CustomResourceDefinition."""
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": f"{PLURAL}.{GROUP}"},
+        "spec": {
+            "group": GROUP,
+            # Nodes are the cluster's, and so is what may be lent of them.
+            "scope": "Cluster",
+            "names": {
+                "kind": KIND,
+                "listKind": f"{KIND}List",
+                "plural": PLURAL,
+                "singular": KIND.lower(),
+                "shortNames": ["rcp"],
+                "categories": ["rose"],
+            },
+            "versions": [
+                {
+                    "name": VERSION,
+                    "served": True,
+                    "storage": True,
+                    "subresources": {"status": {}},
+                    "additionalPrinterColumns": [*map(_column, _COLUMNS)],
+                    "schema": {"openAPIV3Schema": _object()},
+                }
+            ],
+        },
+    }
+
+
+def _object() -> dict[str, Any]:
+    status = structural(PolicyStatus)
+    status["properties"]["conditions"] |= {
+        "x-kubernetes-list-type": "map",
+        "x-kubernetes-list-map-keys": ["type"],
+    }
+    status["properties"]["limitedBy"] |= {"x-kubernetes-list-type": "atomic"}
+    return {
+        "type": "object",
+        "description": "What may be lent of the GPUs of some nodes, and under which conditions.",
+        "required": ["spec"],
+        "x-kubernetes-validations": [
+            _rule(
+                f"self.metadata.name != '{CLI}'",
+                f"the name {CLI} is the command line's own policy; choose another",
+            )
+        ],
+        "properties": {"spec": _spec(), "status": status},
+    }
+
+
+def _spec() -> dict[str, Any]:
+    spec = crd_schema()
+    for path, bounds in (_LISTS | _BOUNDS).items():
+        _at(spec, path).update(bounds)
+    for path, rule, message in _RULES:
+        _at(spec, path).setdefault("x-kubernetes-validations", []).append(_rule(rule, message))
+    return spec
+
+
+def _rule(rule: str, message: str) -> dict[str, str]:
+    return {"rule": rule, "message": message}
+
+
+def _at(schema: dict[str, Any], path: str) -> dict[str, Any]:
+    for step in _steps(path):
+        schema = schema["items"] if step == "[]" else schema["properties"][step]
+    return schema
+
+
+def _steps(path: str) -> Iterator[str]:
+    for part in filter(None, path.split(".")):
+        yield part.removesuffix("[]")
+        if part.endswith("[]"):
+            yield "[]"
+
+
+def _column(column: tuple[str, str, str, str, int]) -> dict[str, Any]:
+    name, kind, path, what, priority = column
+    said: dict[str, Any] = {"name": name, "type": kind, "jsonPath": path}
+    return said | {k: v for k, v in (("description", what), ("priority", priority)) if v}
