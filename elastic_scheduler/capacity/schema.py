@@ -63,7 +63,9 @@ def _structural(part: Any, defs: dict[str, Any]) -> Any:  # noqa: ANN401 - a JSO
     if "uniqueItems" in said:
         said["x-kubernetes-list-type"] = "set" if said.pop("uniqueItems") else "atomic"
     for bound in ("Minimum", "Maximum"):
-        if (value := said.pop(f"exclusive{bound}", None)) is not None:
+        value = said.get(f"exclusive{bound}")
+        # In OpenAPI v3.0 it is a word about `minimum`; what a reference named has it already.
+        if value is not None and value is not True:
             said |= {bound.lower(): value, f"exclusive{bound}": True}
     # A map of labels is the one object whose keys are anybody's.
     if said.get("type") == "object" and "properties" not in said:

@@ -44,6 +44,13 @@ def test_the_crd_is_structural() -> None:
         assert not part.keys() & {"$ref", "anyOf", "oneOf", "uniqueItems", "title"}, path
 
 
+def test_bounds_are_numbers() -> None:
+    Draft4Validator.check_schema(schema())
+    found = [part for _, part in parts(schema()) if "exclusiveMinimum" in part]
+    assert found
+    assert all(isinstance(part["minimum"], float) for part in found)
+
+
 def test_defaults_are_of_their_own_type() -> None:
     kinds = {"string": str, "number": float, "integer": int, "object": dict, "array": list}
     for path, part in parts(schema()):

@@ -1,0 +1,196 @@
+{{- define "rose.name" -}}
+{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- end }}
+
+{{- /* Labels that select: (list $ "scheduler") */ -}}
+{{- define "rose.selector" -}}
+app.kubernetes.io/name: rose
+app.kubernetes.io/instance: {{ (index . 0).Release.Name }}
+app.kubernetes.io/component: {{ index . 1 }}
+{{- end }}
+
+{{- define "rose.labels" -}}
+{{- $ := index . 0 -}}
+{{ include "rose.selector" . }}
+app.kubernetes.io/version: {{ $.Chart.AppVersion | quote }}
+app.kubernetes.io/part-of: rose
+app.kubernetes.io/managed-by: {{ $.Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" $.Chart.Name ($.Chart.Version | replace "+" "_") }}
+{{- end }}
+
+{{- define "rose.hasControl" -}}
+{{- if ne .Values.role "nodes" }}true{{ end -}}
+{{- end }}
+
+{{- define "rose.hasNodes" -}}
+{{- if ne .Values.role "control" }}true{{ end -}}
+{{- end }}
+
+{{- define "rose.hasGateway" -}}
+{{- if and (include "rose.hasControl" .) .Values.gateway.enabled }}true{{ end -}}
+{{- end }}
+
+{{- define "rose.active" -}}
+{{- if eq .Values.mode "Active" }}true{{ end -}}
+{{- end }}
+
+{{- /* By what it is: (list $ "rose") */ -}}
+{{- define "rose.image" -}}
+{{- $image := index (index . 0).Values.images (index . 1) -}}
+{{- if $image.digest -}}
+{{ $image.repository }}@{{ $image.digest }}
+{{- else if and $image.unpinned $image.tag -}}
+{{ $image.repository }}:{{ $image.tag }}
+{{- else -}}
+{{- /* What is wrong besides may be why nobody gave it. */ -}}
+{{- include "rose.checks" (index . 0) -}}
+{{- fail (printf "images.%s.digest is missing: give the sha256 of the image that is to run (`make images` prints it)" (index . 1)) -}}
+{{- end -}}
+{{- end }}
+
+{{- define "rose.pullSecrets" -}}
+{{- with .Values.imagePullSecrets }}
+imagePullSecrets:
+  {{- range . }}
+  - name: {{ . }}
+  {{- end }}
+{{- end }}
+{{- end }}
+
+{{- /* The secret with a role's certificate: (list $ "scheduler") */ -}}
+{{- define "rose.secret" -}}
+{{- $ := index . 0 -}}
+{{- $role := index . 1 -}}
+{{- $given := index $.Values.tls.secrets $role -}}
+{{- if $given -}}
+{{ $given }}
+{{- else if $.Values.tls.certManager.enabled -}}
+{{ include "rose.name" $ }}-{{ $role }}-tls
+{{- end -}}
+{{- end }}
+
+{{- /* Options of any process: its certificate, or that it has none. */ -}}
+{{- define "rose.tlsArgs" -}}
+{{- if .Values.tls.insecure -}}
+- --insecure
+{{- else -}}
+- --ca=/etc/rose/tls/ca.crt
+- --certificate=/etc/rose/tls/tls.crt
+- --key=/etc/rose/tls/tls.key
+{{- end -}}
+{{- end }}
+
+{{- /* Options of an operator's command: without certificates it needs none. */ -}}
+{{- define "rose.operatorArgs" -}}
+--scheduler={{ include "rose.name" . }}-scheduler:{{ .Values.scheduler.port }}
+{{- if not .Values.tls.insecure }} --ca=/etc/rose/tls/ca.crt --certificate=/etc/rose/tls/tls.crt --key=/etc/rose/tls/tls.key{{ end -}}
+{{- end }}
+
+{{- define "rose.schedulers" -}}
+{{- if include "rose.hasControl" . -}}
+{{ include "rose.name" . }}-scheduler.{{ .Release.Namespace }}.svc:{{ .Values.scheduler.port }}
+{{- else -}}
+{{ join "," .Values.schedulers }}
+{{- end -}}
+{{- end }}
+
+{{- define "rose.store" -}}
+{{- $hosts := .Values.store.endpoints -}}
+{{- if .Values.store.own.enabled -}}
+{{- $hosts = list -}}
+{{- range $i := until (int .Values.store.own.members) -}}
+{{- $hosts = append $hosts (printf "%s-etcd-%d.%s-etcd.%s.svc:2379" (include "rose.name" $) $i (include "rose.name" $) $.Release.Namespace) -}}
+{{- end -}}
+{{- end -}}
+etcd://{{ join "," $hosts }}/{{ .Values.store.prefix }}
+{{- end }}
+
+{{- /* How a node reaches its GPUs; nothing unless it is to lend. */ -}}
+{{- define "rose.access" -}}
+{{- if include "rose.active" . -}}
+{{- if ne .Values.access "auto" -}}
+{{ .Values.access }}
+{{- else if .Capabilities.APIVersions.Has "resource.k8s.io/v1" -}}
+dra-admin
+{{- else -}}
+runtime-class
+{{- end -}}
+{{- end -}}
+{{- end }}
+
+{{- define "rose.priorityClass" -}}
+{{- .Values.node.priorityClass.name | default (printf "%s-guest" (include "rose.name" .)) -}}
+{{- end }}
+
+{{- /* The policy for all nodes, as `rose policy apply` reads it. */ -}}
+{{- define "rose.policy" -}}
+{{- merge (dict "name" (include "rose.name" .) "mode" .Values.mode) .Values.policy | toJson -}}
+{{- end }}
+
+{{- /* What no container of ROSE needs. */ -}}
+{{- define "rose.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities: { drop: [ALL] }
+{{- end }}
+
+{{- define "rose.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: 65532
+runAsGroup: 65532
+fsGroup: 65532
+seccompProfile: { type: RuntimeDefault }
+{{- end }}
+
+{{- /* The root is read only: what is compiled while it runs goes to /tmp. */ -}}
+{{- define "rose.env" -}}
+- { name: HOME, value: /tmp }
+- { name: NUMBA_CACHE_DIR, value: /tmp/numba }
+{{- end }}
+
+{{- /* On other machines and zones where there are some: (list $ "scheduler") */ -}}
+{{- define "rose.spread" -}}
+{{- $list := . -}}
+{{- range $key := list "kubernetes.io/hostname" "topology.kubernetes.io/zone" }}
+- maxSkew: 1
+  topologyKey: {{ $key }}
+  whenUnsatisfiable: ScheduleAnyway
+  labelSelector:
+    matchLabels: {{- include "rose.selector" $list | nindent 6 }}
+{{- end }}
+{{- end }}
+
+{{- /* The whole file of a node; Kubernetes puts the machine's name in. */ -}}
+{{- define "rose.nodeConfig" -}}
+{{- $node := .Values.node -}}
+{{- $config := deepCopy $node.config -}}
+{{- if $config.host -}}
+{{- $_ := set $config.host "page_group" ($config.host.page_group | default (toString (int64 $node.sharedFolder.group))) -}}
+{{- end -}}
+{{- if not (include "rose.active" .) -}}
+{{- /* Without replicas nobody takes weights, and nothing on the machine is asked for. */ -}}
+{{- $_ := set $config "replicas" list -}}
+{{- if $config.host }}{{ $_ := unset $config.host "device" }}{{ end -}}
+{{- if not $config.verify_key }}{{ $_ := set $config "unsigned" true }}{{ end -}}
+{{- end -}}
+{{- $_ := set $config "node" "@NODE_NAME@" -}}
+{{- $_ := set $config "scheduler" (include "rose.schedulers" .) -}}
+{{- $_ := set $config "run_dir" "/var/lib/rose/node" -}}
+{{- $_ := set $config "log_dir" "/var/log/rose" -}}
+{{- $_ := set $config "metrics_port" (int $node.metricsPort) -}}
+{{- if not .Values.tls.insecure -}}
+{{- $_ := set $config "certificates" (dict "ca" "/etc/rose/tls/ca.crt" "certificate" "/etc/rose/tls/tls.crt" "key" "/etc/rose/tls/tls.key") -}}
+{{- end -}}
+{{- $config | toJson | replace "$(" "$$(" | replace "@NODE_NAME@" "$(NODE_NAME)" -}}
+{{- end }}
+
+{{- /* An item of `from` or `to`: pods of this release: (list $ "node") */ -}}
+{{- define "rose.ours" -}}
+- podSelector:
+    matchLabels: {{- include "rose.selector" . | nindent 6 }}
+{{- end }}
+
+{{- define "rose.dnsEgress" -}}
+- to: {{- toYaml .Values.networkPolicy.peers.dns | nindent 4 }}
+  ports: [ { protocol: UDP, port: 53 }, { protocol: TCP, port: 53 } ]
+{{- end }}

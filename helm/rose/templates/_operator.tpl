@@ -1,0 +1,30 @@
+{{- /* What the job that applies the policy and the pod of `helm test` have in common. */ -}}
+{{- define "rose.operatorPod" -}}
+automountServiceAccountToken: false
+enableServiceLinks: false
+restartPolicy: Never
+{{- include "rose.pullSecrets" . }}
+securityContext: {{- include "rose.podSecurity" . | nindent 2 }}
+{{- end }}
+
+{{- define "rose.operatorContainer" -}}
+image: {{ include "rose.image" (list $ "rose") }}
+imagePullPolicy: {{ .Values.images.rose.pullPolicy }}
+env: {{- include "rose.env" . | nindent 2 }}
+securityContext: {{- include "rose.containerSecurity" . | nindent 2 }}
+resources: { requests: { cpu: 50m, memory: 128Mi }, limits: { memory: 512Mi } }
+{{- end }}
+
+{{- define "rose.operatorMounts" -}}
+- { name: tmp, mountPath: /tmp }
+{{- if not .Values.tls.insecure }}
+- { name: tls, mountPath: /etc/rose/tls, readOnly: true }
+{{- end }}
+{{- end }}
+
+{{- define "rose.operatorVolumes" -}}
+- { name: tmp, emptyDir: { sizeLimit: 64Mi } }
+{{- if not .Values.tls.insecure }}
+- { name: tls, secret: { secretName: {{ include "rose.secret" (list $ "operator") }}, defaultMode: 0440 } }
+{{- end }}
+{{- end }}

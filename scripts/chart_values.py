@@ -1,0 +1,595 @@
+"""Model of the chart's values: values.yaml, its JSON schema and the table in the docs come from it.
+
+What a node, a gateway and a policy may be told is not written again here: those fields are the
+models of the code itself. `scripts/chart` writes the three files; a test compares them.
+
+Only `global` takes what it does not know, as Helm hands it to charts that have this one inside.
+"""
+
+import json
+import re
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic.alias_generators import to_camel
+
+from elastic_scheduler import policy_names
+from elastic_scheduler.capacity import CapacityPolicy, PolicyMode
+from rose.gateway.settings import COUNTS, TIMES
+from rose.node.config import NodeConfig
+
+
+class Strict(BaseModel):
+    """Values that refuse what they do not know; null in a file means: as by default."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, alias_generator=to_camel, populate_by_name=True
+    )
+
+
+def _pattern(pattern: str) -> Any:  # noqa: ANN401 - metadata of a field
+    return Field(pattern=f"^{pattern}$")
+
+
+Port = Annotated[int, Field(ge=1, le=65_535)]
+Quantity = Annotated[str, _pattern(r"[0-9]+(\.[0-9]+)?(m|Ki|Mi|Gi|Ti|k|M|G|T)?")]
+Size = Annotated[str, _pattern(r"[0-9]+(Mi|Gi|Ti)")]
+Name = Annotated[str, _pattern(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")]
+SecretName = Annotated[str, _pattern(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?")]
+Address = Annotated[str, _pattern(r"[^\s,/]+:[0-9]{1,5}")]
+Digest = Annotated[str, _pattern(r"(sha256:[0-9a-f]{64})?")]
+Percent = Annotated[str, _pattern(r"[0-9]{1,2}%|100%")] | Annotated[int, Field(ge=1)]
+Hours = Annotated[str, _pattern(r"[0-9]+h")]
+Labels = dict[str, str]
+Kube = dict[str, Any]
+
+
+def _said(what: str, default: Any = ..., **more: Any) -> Any:  # noqa: ANN401 - as pydantic's Field
+    return Field(default=default, description=what, **more)
+
+
+def _chosen(model: type[BaseModel], name: str, left_out: Sequence[str], what: str) -> Any:  # noqa: ANN401
+    """Return a model of the other fields: what is left out is the chart's to set."""
+    fields: dict[str, Any] = {
+        key: (field.annotation, field)
+        for key, field in model.model_fields.items()
+        if key not in left_out
+    }
+    config = ConfigDict(**{**model.model_config, "title": name})
+    return create_model(name, __config__=config, __doc__=what, **fields)
+
+
+PolicyValues = _chosen(
+    CapacityPolicy,
+    "PolicyValues",
+    ("name", "mode"),
+    "Policy for all nodes, as docs/capacity-policy.md has it; its mode is the chart's.",
+)
+# What the chart knows better than its values: where things are, and who is called how.
+SET_BY_THE_CHART: Final = (
+    "node",
+    "scheduler",
+    "run_dir",
+    "log_dir",
+    "certificates",
+    "metrics_port",
+)
+
+
+NodeValues = create_model(
+    "NodeValues",
+    __base__=_chosen(NodeConfig, "NodeFile", (*SET_BY_THE_CHART, "replicas"), "Its other fields."),
+    __doc__="The node's file, as docs/node.md has it, but for what the chart sets.",
+    replicas=(NodeConfig.model_fields["replicas"].annotation, ()),
+)
+GatewayOptions = create_model(
+    "GatewayOptions",
+    __config__=Strict.model_config,
+    __doc__="Options of `rose gateway` by name; what is left out is as by default.",
+    **{name.replace("-", "_"): (Annotated[float, Field(ge=0)] | None, None) for name in TIMES},
+    **{name.replace("-", "_"): (Annotated[int, Field(ge=1)] | None, None) for name in COUNTS},
+)  # type: ignore[call-overload]
+
+
+class Resources(Strict):
+    """Requests and limits of a container."""
+
+    requests: dict[str, Quantity | float] = _said("what the node keeps free for it", {})
+    limits: dict[str, Quantity | float] = _said("what it may take at most", {})
+
+
+def _resources(cpu: str, memory: str, most: str) -> Resources:
+    return Resources(requests={"cpu": cpu, "memory": memory}, limits={"memory": most})
+
+
+class Image(Strict):
+    """Image of a container, by what it is and not by what it is called."""
+
+    repository: str = _said("where it is, without tag", min_length=1)
+    digest: Digest = _said("sha256:… of the image; `make images` prints it", "")
+    tag: str = _said("used with `unpinned` alone", "")
+    unpinned: bool = _said("trials: take whatever the tag names today", False)
+    pull_policy: Literal["Always", "IfNotPresent", "Never"] = _said(
+        "when it is pulled", "IfNotPresent"
+    )
+
+
+# The schema asks for a digest; a tag has to be wanted.
+_PINNED: Final = {
+    "if": {"properties": {"unpinned": {"const": True}}, "required": ["unpinned"]},
+    "then": {"required": ["tag"], "properties": {"tag": {"minLength": 1}}},
+    "else": {"required": ["digest"], "properties": {"digest": {"minLength": 1}}},
+}
+
+
+class Images(Strict):
+    """Images of all containers."""
+
+    rose: Image = _said(
+        "control plane, and nodes while nothing is lent",
+        Image(repository="rose"),
+        json_schema_extra=_PINNED,
+    )
+    node: Image = _said(
+        "nodes in mode Active: with the engine of their guests", Image(repository="rose-node")
+    )
+    etcd: Image = _said(
+        "etcd 3.5.11 or newer, where `store.own` is", Image(repository="registry.k8s.io/etcd")
+    )
+
+
+class Secrets(Strict):
+    """Secrets with ca.crt, tls.crt and tls.key: certificates of each role."""
+
+    scheduler: SecretName = _said("of role scheduler", "")
+    gateway: SecretName = _said("of role gateway", "")
+    relay: SecretName = _said("of role relay", "")
+    operator: SecretName = _said("of role operator: applies the policy, runs `helm test`", "")
+    nodes: SecretName = _said(
+        "of all nodes: ca.crt, and NODE.crt and NODE.key of each; a node's container sees its"
+        " own alone",
+        "",
+    )
+
+
+class Issuer(Strict):
+    """Issuer of cert-manager."""
+
+    name: str = _said("its name", "")
+    kind: Literal["Issuer", "ClusterIssuer"] = _said("its kind", "ClusterIssuer")
+    group: str = _said("its API group", "cert-manager.io")
+
+
+class CertManager(Strict):
+    """Certificates by cert-manager."""
+
+    enabled: bool = _said("let cert-manager write the secrets", False)
+    issuer: Issuer = _said("a CA of its own for ROSE", Issuer())
+    duration: Hours = _said("life of a certificate", "720h")
+    renew_before: Hours = _said("how long before its end it is renewed", "240h")
+    nodes: tuple[Name, ...] = _said("names of the Kubernetes nodes that get one", ())
+
+
+class Tls(Strict):
+    """Identities of the processes (docs/security.md)."""
+
+    insecure: bool = _said(
+        "ask nobody who he is: whoever reaches the scheduler can lease every replica", False
+    )
+    secrets: Secrets = _said("secrets of your own", Secrets())
+    cert_manager: CertManager = _said("or those of cert-manager", CertManager())
+
+
+class OwnEtcd(Strict):
+    """An etcd of the chart's own."""
+
+    enabled: bool = _said("run it; false where `store.endpoints` names another", True)
+    members: Literal[1, 3, 5] = _said("3 survive the loss of one; 1 is for trials", 3)
+    size: Size = _said("disk of each member", "8Gi")
+    storage_class: str = _said("of its disks; the cluster's default when empty", "")
+    resources: Resources = _said("of each member", _resources("100m", "256Mi", "1Gi"))
+
+
+class Store(Strict):
+    """What outlives schedulers: jobs, policies, lease epochs, the stop."""
+
+    own: OwnEtcd = _said("etcd of the chart's own", OwnEtcd())
+    endpoints: tuple[Address, ...] = _said("of an etcd that is there: HOST:PORT of each", ())
+    prefix: Annotated[str, _pattern("[A-Za-z0-9._-]+")] = _said("keys lie below it", "rose")
+    user: str = _said("of etcd", "")
+    password_secret: SecretName = _said("secret with its password under `password`", "")
+    tls_secret: SecretName = _said("secret with ca.crt, tls.crt, tls.key for etcd", "")
+
+
+class Service(Strict):
+    """How a port is reached from elsewhere."""
+
+    type: Literal["ClusterIP", "NodePort", "LoadBalancer"] = _said("its type", "ClusterIP")
+    annotations: Labels = _said("as load balancers want them", {})
+
+
+class Scheduler(Strict):
+    """Schedulers, of which one leads."""
+
+    replicas: int = _said("how many; one leads, the others stand by", 2, ge=1, le=7)
+    port: Port = _said("of gRPC", 7400)
+    metrics_port: Port = _said("of /metrics", 9400)
+    policy: str = _said(
+        "which offers are leased", "rose", json_schema_extra={"enum": sorted(policy_names())}
+    )
+    cooldown_s: float | None = _said("pause between a revocation and the next lease", None, ge=0)
+    hold_s: float | None = _said("least time that a guest stays with a job", None, ge=1)
+    advertise: Annotated[str, _pattern(r"([^\s,/]+:[0-9]{1,5})?")] = _said(
+        "HOST:PORT under which other clusters reach the one replica; several replicas name their"
+        " pods' addresses",
+        "",
+    )
+    service: Service = _said("of gRPC", Service())
+    resources: Resources = _said("of each", _resources("200m", "256Mi", "1Gi"))
+
+
+class Gateway(Strict):
+    """Gateways: HTTP front of all replicas."""
+
+    enabled: bool = _said("run them", True)
+    replicas: int = _said("how many", 2, ge=1, le=64)
+    port: Port = _said("of HTTP", 8080)
+    model_name: str = _said("name of the model in answers", "rose-policy")
+    max_model_len: int | None = _said("tokens; else what replicas say", None, ge=2)
+    token_keys_secret: SecretName = _said("secret with the public keys under `keys.json`", "")
+    token_audience: str = _said("audience of tokens", "rose")
+    hosts: tuple[str, ...] = _said("names under which clients reach it, for its certificate", ())
+    options: GatewayOptions = _said("further options", GatewayOptions())  # type: ignore[valid-type]
+    service: Service = _said("of HTTP", Service())
+    resources: Resources = _said("of each", _resources("500m", "512Mi", "2Gi"))
+
+
+class RelayJob(Strict):
+    """A job whose weights are passed on."""
+
+    name: str = _said("of the job", min_length=1)
+    origin: Annotated[str, _pattern(r"https?://[^\s]+")] = _said("URL of its publisher")
+    verify_key: Annotated[str, _pattern("([0-9a-f]{64})?")] = _said("key of its trainer", "")
+
+
+class Relay(Strict):
+    """A relay: fetches weights once for this cluster and passes them on."""
+
+    enabled: bool = _said("run it", False)
+    port: Port = _said("of HTTP", 7600)
+    jobs: tuple[RelayJob, ...] = _said("whose weights", ())
+    unsigned: bool = _said("keep what nobody signed", False)
+    bytes_per_s: int | None = _said("of the link to the publisher", None, ge=1)
+    token_secret: SecretName = _said("secret with the cluster's token under `token`", "")
+    size: Size = _said("disk for weights", "200Gi")
+    storage_class: str = _said("of its disk; the cluster's default when empty", "")
+    resources: Resources = _said("of it", _resources("500m", "512Mi", "2Gi"))
+
+
+class SharedFolder(Strict):
+    """Folder of the machine in which host and node share the control page."""
+
+    path: Annotated[str, _pattern("/[^ ]+")] = _said("on the machine and in the pod", "/run/rose")
+    group: int = _said("group that host pods and nodes share", 10_777, ge=1)
+    prepare: bool = _said(
+        "let a container of root make it, with this group and mode 2770; else it has to be there",
+        False,
+    )
+
+
+class Models(Strict):
+    """Where the guests' models lie; mounted at /models, read only."""
+
+    host_path: str = _said("folder of the machine", "")
+    claim: SecretName = _said("or a PersistentVolumeClaim", "")
+
+
+class PriorityClass(Strict):
+    """Priority of node pods: first to go, and they push nobody out."""
+
+    create: bool = _said("make it; else it has to be there", True)
+    name: SecretName = _said("its name; RELEASE-guest when empty", "")
+    value: int = _said("below everything that serves", -1_000, le=-1)
+
+
+class Node(Strict):
+    """Nodes: a daemon on each machine with the label."""
+
+    config: NodeValues = _said(  # type: ignore[valid-type]
+        "the node's file, but for what the chart sets; `replicas` run in mode Active alone",
+        NodeValues(host={"page": "/run/rose/page"}),
+    )
+    metrics_port: Port = _said("of /metrics, on the node's loopback", 9100)
+    node_selector: Labels = _said(
+        "label off: ROSE leaves the machine", {"rose.dev/harvest": "enabled"}
+    )
+    tolerations: tuple[Kube, ...] = _said("of taints", ())
+    max_unavailable: Percent = _said("nodes that an upgrade restarts at once", "10%")
+    shared_folder: SharedFolder = _said("with the host", SharedFolder())
+    models: Models = _said("of guests", Models())
+    run_folder: str = _said(
+        "folder of the machine for weights and the kill file, of user 10001; else they go with the"
+        " pod",
+        "",
+    )
+    shm: Size = _said("size of /dev/shm in mode Active", "16Gi")
+    device_class: str = _said("of `access: dra-admin`", "gpu.nvidia.com")
+    runtime_class: str = _said("of `access: runtime-class`", "nvidia")
+    priority_class: PriorityClass = _said("of its pods", PriorityClass())
+    advisory_resources: Resources = _said(
+        "while nothing is lent", _resources("100m", "256Mi", "1Gi")
+    )
+    resources: Resources = _said(
+        "in mode Active: with guests and their pinned copies", _resources("1", "16Gi", "64Gi")
+    )
+
+
+class Peers(Strict):
+    """Who else is let in, as NetworkPolicyPeer; nobody when empty."""
+
+    trainers: tuple[Kube, ...] = _said("to schedulers and gateways; publishers of weights", ())
+    clients: tuple[Kube, ...] = _said("to gateways", ())
+    nodes: tuple[Kube, ...] = _said("nodes of other clusters, to schedulers and the relay", ())
+    monitoring: tuple[Kube, ...] = _said(
+        "to /metrics",
+        ({"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}},),
+    )
+    dns: tuple[Kube, ...] = _said(
+        "name servers",
+        ({"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "kube-system"}}},),
+    )
+    etcd: tuple[Kube, ...] = _said("an etcd that is there; any address when empty", ())
+
+
+class NetworkPolicies(Strict):
+    """Default deny for all pods of the release, and what they need."""
+
+    enabled: bool = _said("write them", True)
+    peers: Peers = _said("of other pods than the release's", Peers())
+
+
+class Monitoring(Strict):
+    """What Prometheus and Grafana get; a switch each."""
+
+    pod_monitor: bool = _said("PodMonitor of schedulers, gateways and etcd", False)
+    prometheus_rule: bool = _said("PrometheusRule of files/rules", False)
+    dashboards: bool = _said("ConfigMaps of files/dashboards, for Grafana's sidecar", False)
+    interval: Annotated[str, _pattern("[0-9]+s")] = _said("between scrapes", "15s")
+    labels: Labels = _said("that your Prometheus selects by", {})
+
+
+class Crds(Strict):
+    """CustomResourceDefinitions."""
+
+    install: bool = _said("install and upgrade them; `helm uninstall` keeps them", True)
+
+
+class Subject(Strict):
+    """Who may be an operator."""
+
+    kind: Literal["User", "Group", "ServiceAccount"] = _said("what it is")
+    name: str = _said("its name", min_length=1)
+    namespace: str = _said("of a ServiceAccount", "")
+
+
+class Rbac(Strict):
+    """Roles of people; no process of ROSE calls the API server."""
+
+    create: bool = _said("viewer and editor of capacity policies", True)
+    aggregate: bool = _said("add them to the cluster's roles view, edit and admin", True)
+    operators: tuple[Subject, ...] = _said("who may read the operator's certificate", ())
+
+
+class HelmTest(Strict):
+    """`helm test`: stops everything, sees that nothing is held, and goes on."""
+
+    enabled: bool = _said("have it", True)
+    within_s: int = _said("by when guests must be gone", 30, ge=1, le=600)
+
+
+class Values(Strict):
+    """All values of the chart."""
+
+    global_: Kube = Field(default={}, alias="global", description="Helm's; not used")
+    role: Literal["all", "control", "nodes"] = _said(
+        "what of ROSE this cluster has: nodes join the `schedulers` of another cluster", "all"
+    )
+    mode: PolicyMode = _said(
+        "Off; Advisory: compute and say what would be done, lend nothing, ask for no GPU; Active",
+        PolicyMode.ADVISORY,
+    )
+    access: Literal["auto", "dra-admin", "runtime-class", "privileged"] = _said(
+        "how a node reaches its GPUs in mode Active; auto: dra-admin where the cluster has"
+        " resource.k8s.io/v1, else runtime-class",
+        "auto",
+    )
+    cluster: Annotated[str, _pattern("[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")] = _said(
+        "name in all certificates", "rose"
+    )
+    schedulers: tuple[Address, ...] = _said("of another cluster, for role nodes: HOST:PORT", ())
+    policy: PolicyValues = _said("for all nodes: caps, reserves, windows", PolicyValues())  # type: ignore[valid-type]
+    images: Images = _said("by digest", Images())
+    image_pull_secrets: tuple[Name, ...] = _said("of a private registry", ())
+    tls: Tls = _said("identities", Tls())
+    store: Store = _said("etcd", Store())
+    scheduler: Scheduler = _said("schedulers", Scheduler())
+    gateway: Gateway = _said("gateways", Gateway())
+    relay: Relay = _said("relay", Relay())
+    node: Node = _said("nodes", Node())
+    network_policy: NetworkPolicies = _said("who reaches whom", NetworkPolicies())
+    pod_disruption_budgets: bool = _said("one pod of a kind at a time", True)
+    monitoring: Monitoring = _said("Prometheus and Grafana", Monitoring())
+    crds: Crds = _said("definitions", Crds())
+    rbac: Rbac = _said("roles of people", Rbac())
+    test: HelmTest = _said("`helm test`", HelmTest())
+
+
+# ---- what is written ----
+
+# Their fields have pages of their own: a table here would be a second one.
+_ELSEWHERE: Final = {
+    "policy": "../capacity-policy.md#the-fields",
+    "node.config": "../node.md#the-file",
+    "gateway.options": "../gateway.md",
+}
+
+
+def schema() -> dict[str, Any]:
+    """Return the JSON schema of values.schema.json."""
+    made = _helmed(Values.model_json_schema(by_alias=True))
+    made["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    # Of a chart that has this one inside, with a condition.
+    made["properties"]["enabled"] = {"type": "boolean"}
+    return made
+
+
+_DROPPED: Final = frozenset({"title", "default", "format", "x-kubernetes-int-or-string"})
+
+
+def _helmed(part: Any, named: bool = False) -> Any:  # noqa: ANN401 - a JSON schema
+    """Leave out what Helm needs not; `named`: the keys are fields of values."""
+    if isinstance(part, list):
+        return [_helmed(each) for each in part]
+    if not isinstance(part, dict):
+        return part
+    said = {
+        key: _helmed(value, key in ("properties", "$defs") and not named)
+        for key, value in part.items()
+        if named or key not in _DROPPED
+    }
+    if not named and "x-kubernetes-int-or-string" in part:
+        said["type"] = ["integer", "string"]
+    return said
+
+
+def defaults() -> dict[str, Any]:
+    """Return the values that values.yaml has."""
+    # Of the three models of the code what is set is said, and not all that might be.
+    whole: dict[str, Any] = json.loads(Values().model_dump_json(by_alias=True))
+    whole["policy"] = {}
+    whole["gateway"]["options"] = {}
+    whole["node"]["config"] = {"host": {"page": "/run/rose/page"}}
+    for image in whole["images"].values():
+        if not image["digest"]:
+            # One that is missing is named by the schema as missing.
+            del image["digest"]
+    return whole
+
+
+def values_yaml() -> str:
+    """Return values.yaml, with a comment for each value."""
+    lines = ["# Written by `scripts/chart` from scripts/chart_values.py; a test compares them."]
+    lines += _written(Values, defaults(), 0, "")
+    return "\n".join(lines) + "\n"
+
+
+def _written(
+    model: type[BaseModel], values: dict[str, Any], depth: int, path: str
+) -> Iterator[str]:
+    indent = "  " * depth
+    for name, field in model.model_fields.items():
+        key = field.alias or name
+        here = f"{path}.{key}" if path else key
+        if key not in values:
+            continue
+        said = textwrap.wrap(_sentence(field.description or ""), 98 - len(indent))
+        yield from (f"{indent}# {line}" for line in said)
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel) and here not in _ELSEWHERE:
+            yield f"{indent}{key}:"
+            yield from _written(inner, values[key], depth + 1, here)
+        else:
+            text = yaml.safe_dump({key: values[key]}, sort_keys=False, width=98).rstrip()
+            yield from (f"{indent}{line}" for line in text.splitlines())
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def docs_table() -> str:
+    """Return a Markdown table of all values, as docs/operators/install.md has it."""
+    rows = ["| value | default | meaning |", "| --- | --- | --- |"]
+    rows += [
+        f"| `{path}` | {default} | {what} |" for path, default, what in _rows(Values, defaults())
+    ]
+    return "\n".join(rows)
+
+
+def _rows(
+    model: type[BaseModel], values: dict[str, Any], path: str = ""
+) -> Iterator[tuple[str, str, str]]:
+    for name, field in model.model_fields.items():
+        key = field.alias or name
+        here = f"{path}.{key}" if path else key
+        inner, value = field.annotation, values.get(key)
+        if here in _ELSEWHERE:
+            what = f"{field.description} ([fields]({_ELSEWHERE[here]}))"
+            yield here, f"`{json.dumps(value)}`" if value else "–", what
+        elif isinstance(inner, type) and issubclass(inner, BaseModel) and inner is not Resources:
+            yield from _rows(inner, value or {}, here)
+        else:
+            yield here, _shown(key, values), (field.description or "").replace("|", "\\|")
+
+
+def _shown(key: str, values: dict[str, Any]) -> str:
+    if key not in values:
+        return "required"
+    value = values[key]
+    if value is None or value in ("", [], {}):
+        return "–"
+    return f"`{value.value if isinstance(value, Enum) else json.dumps(value)}`"
+
+
+def as_json(schema: dict[str, Any]) -> str:
+    """Write a schema as the file has it: short lists on a line."""
+    text = json.dumps(schema, indent=1)
+    return re.sub(r"\[\s+((?:[^\[\]{}\n]+\n?\s*)+?)\]", _on_one_line, text) + "\n"
+
+
+def _on_one_line(found: re.Match[str]) -> str:
+    return "[" + " ".join(found[1].split()) + "]"
+
+
+CHART: Final = Path("helm/rose")
+DOCS: Final = Path("docs/operators/install.md")
+BEGIN, END = "<!-- values -->", "<!-- /values -->"
+
+
+def with_table(page: str) -> str:
+    """Return the docs' page with the table as it is now."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{docs_table()}\n{END}{after}"
+
+
+def files() -> dict[Path, str]:
+    """What each file should hold, relative to the repository."""
+    return {
+        CHART / "values.yaml": values_yaml(),
+        CHART / "values.schema.json": as_json(schema()),
+        DOCS: with_table(DOCS.read_text()),
+    }
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the files; with --check name those that are stale, and return 1."""
+    stale = [
+        path for path, text in files().items() if not path.exists() or path.read_text() != text
+    ]
+    for path in stale:
+        if "--check" in argv:
+            sys.stderr.write(f"{path} is stale: run scripts/chart\n")
+        else:
+            path.write_text(files()[path])
+    return int("--check" in argv and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,355 @@
+"""Commands in the chart are those of `rose`, with its options, and probes ask real ports."""
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_scheduler.capacity import parse_policy
+from rose.cli import main as cli
+from rose.gateway.settings import COUNTS, TIMES, parse_settings
+from rose.node.config import NodeConfig
+from rose.scheduler.main import settings_of
+from rose.security.development_ca import DevelopmentCa
+from rose.security.roles import Role
+from rose.weight_distribution import relay
+from tests.unit.helm.rendering import (
+    ACTIVE,
+    CERT_MANAGER,
+    RELAY,
+    SECRETS,
+    Object,
+    containers,
+    joined,
+    node_container,
+    node_file,
+    node_pod,
+    objects,
+    pods,
+)
+
+TLS = "/etc/rose/tls/"
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> dict[Role, Path]:
+    """A folder for each role, with the files that a pod of it has."""
+    root = tmp_path_factory.mktemp("ca")
+    ca = DevelopmentCa.make(root, "rose")
+    found = {}
+    for role, name in ((Role.SCHEDULER, "s"), (Role.GATEWAY, "g"), (Role.NODE, "n0")):
+        issued = ca.issue(role, name)
+        folder = found[role] = root / str(role)
+        folder.mkdir()
+        (folder / "ca.crt").symlink_to(ca.file)
+        (folder / "tls.crt").symlink_to(issued.certificate)
+        (folder / "tls.key").symlink_to(issued.key)
+    return found
+
+
+def words(key: str, *values: Object) -> list[str]:
+    """Everything after `rose` in a pod's container."""
+    (container,) = pods(*values)[key]["containers"]
+    assert container["command"] == ["rose"]
+    return [word.replace("$(POD_IP)", "10.0.0.7") for word in container["args"]]
+
+
+def inside(folder: Path, args: list[str]) -> list[str]:
+    return [arg.replace(TLS, f"{folder}/") for arg in args]
+
+
+# ---- schedulers ----
+
+
+def test_the_schedulers_command_is_one(certificates: dict[Role, Path]) -> None:
+    name, *args = words("Deployment/r-scheduler", SECRETS)
+    assert name == "scheduler"
+    settings = settings_of(inside(certificates[Role.SCHEDULER], args))
+    assert settings.advertise == "10.0.0.7:7400"
+    assert settings.store.is_etcd
+    assert settings.metrics_port == 9400
+    assert not settings.insecure
+
+
+def test_the_schedulers_options_are_passed_on() -> None:
+    given = {
+        "scheduler": {"port": 7401, "cooldownS": 2.5, "holdS": 60, "replicas": 1,
+                      "advertise": "s.example.net:443"},
+    }  # fmt: skip
+    settings = settings_of(words("Deployment/r-scheduler", given)[1:])
+    assert (settings.port, settings.cooldown_s, settings.hold_s) == (7401, 2.5, 60)
+    assert settings.advertise == "s.example.net:443"
+    assert settings.insecure
+
+
+# ---- gateways ----
+
+
+def test_the_gateways_command_is_one(certificates: dict[Role, Path]) -> None:
+    name, *args = words("Deployment/r-gateway", SECRETS)
+    assert name == "gateway"
+    settings = parse_settings(inside(certificates[Role.GATEWAY], args))
+    assert settings.scheduler == "r-scheduler.rose-system.svc:7400"
+    assert settings.port == 8080
+
+
+def camel(option: str) -> str:
+    first, *rest = option.split("-")
+    return first + "".join(word.capitalize() for word in rest)
+
+
+def test_every_option_of_a_gateway_reaches_it() -> None:
+    options: dict[str, Any] = {camel(name): 7.5 for name in TIMES}
+    options |= {camel(name): 268_435_456 for name in COUNTS}
+    settings = parse_settings(words("Deployment/r-gateway", {"gateway": {"options": options}})[1:])
+    for name in TIMES:
+        assert getattr(settings, name.replace("-", "_")) == 7.5
+    for name in COUNTS:
+        assert getattr(settings, name.replace("-", "_")) == 268_435_456
+
+
+def test_keys_of_tokens_reach_the_gateway() -> None:
+    args = words("Deployment/r-gateway", {"gateway": {"tokenKeysSecret": "keys"}})
+    assert parse_settings(args[1:]).token_keys == Path("/etc/rose/tokens/keys.json")
+
+
+# ---- the relay ----
+
+
+def test_the_relays_command_is_one() -> None:
+    name, *args = words("Deployment/r-relay", RELAY, SECRETS, {"relay": {"bytesPerS": 1 << 30}})
+    assert name == "relay"
+    parsed = relay._parser().parse_args(args)
+    jobs = relay.followed_jobs(parsed.job, parsed.origin, parsed.verify_key)
+    assert [each.job for each in jobs] == ["grpo", "ppo"]
+    assert parsed.bytes_per_s == 1 << 30
+    assert parsed.host == "r-relay.rose-system.svc"
+
+
+# ---- nodes ----
+
+
+@pytest.mark.parametrize("values", [{}, {"mode": "Off"}, ACTIVE], ids=["Advisory", "Off", "Active"])
+def test_the_nodes_file_is_one(
+    values: Object, tmp_path: Path, certificates: dict[Role, Path]
+) -> None:
+    assert node_container(values)["command"] == ["rose"]
+    assert node_container(values)["args"] == ["node", "--config=/etc/rose/node/node.json"]
+    file = tmp_path / "node.json"
+    text = json.dumps(node_file(values, SECRETS))
+    file.write_text(text.replace(TLS, f"{certificates[Role.NODE]}/"))
+    config = NodeConfig.load(file)
+    assert config.node == "n0"
+    assert len(config.replicas) == (1 if values is ACTIVE else 0)
+    assert config.unsigned == (values is not ACTIVE)
+    assert config.host
+    assert config.host.page_group == "10777"
+
+
+def test_what_the_operator_writes_reaches_the_nodes_file() -> None:
+    given = {
+        "node": {
+            "config": {
+                "labels": {"rose.dev/deployment": "chat"},
+                "host": {"ttft_target_s": 0.3},
+                "receiver": {"bytes_per_s": 1_000_000_000_000},
+            }
+        }
+    }
+    config = NodeConfig.model_validate(node_file(given))
+    assert config.labels == {"rose.dev/deployment": "chat"}
+    assert config.host
+    assert config.host.ttft_target_s == 0.3
+    assert config.receiver.bytes_per_s == 1_000_000_000_000
+
+
+def test_the_file_is_written_as_it_is_said(tmp_path: Path) -> None:
+    """Quotes, dollars and all; Kubernetes replaces the machine's name and nothing else."""
+    odd = {"node": {"config": {"labels": {"note": 'it\'s $(HOME) "now" %s'}}}}
+    (config,) = [c for c in node_pod(odd)["initContainers"] if c["name"] == "config"]
+    (text,) = config["args"]
+    expanded = text.replace("$(NODE_NAME)", "n0").replace("$$(", "$(")
+    command = [word.replace("/etc/rose/node", str(tmp_path)) for word in config["command"]]
+    subprocess.run([*command, expanded], check=True)
+    written = json.loads((tmp_path / "node.json").read_text())
+    assert written["node"] == "n0"
+    assert written["labels"] == {"note": 'it\'s $(HOME) "now" %s'}
+
+
+def identity(values: Object) -> str:
+    (found,) = [c for c in node_pod(values)["initContainers"] if c["name"] == "identity"]
+    assert found["command"][:2] == ["/bin/sh", "-c"]
+    return str(found["command"][2])
+
+
+@pytest.mark.parametrize("ca", ["ca.crt", "n0.ca"], ids=["own secret", "cert-manager"])
+def test_a_node_is_handed_its_own_certificate(tmp_path: Path, ca: str) -> None:
+    given, own, bin_ = tmp_path / "given", tmp_path / "own", tmp_path / "bin"
+    for folder in (given, own, bin_):
+        folder.mkdir()
+    for name in (ca, "n0.crt", "n0.key", "n1.crt", "n1.key"):
+        (given / name).write_text(name)
+    # The first pause is the end of the test.
+    (bin_ / "sleep").write_text("#!/bin/sh\nkill -TERM $PPID\n")
+    (bin_ / "sleep").chmod(0o755)
+    script = identity(CERT_MANAGER).replace("/certificates", str(given))
+    script = script.replace("/etc/rose/tls", str(own))
+    env = {"NODE_NAME": "n0", "PATH": f"{bin_}:{os.environ['PATH']}"}
+    ended = subprocess.run(["/bin/sh", "-c", script], env=env, timeout=20)
+    assert ended.returncode == 0
+    assert {f.name: f.read_text() for f in own.iterdir()} == {
+        "ca.crt": ca,
+        "tls.crt": "n0.crt",
+        "tls.key": "n0.key",
+    }
+    assert (own / "tls.key").stat().st_mode & 0o777 == 0o600
+
+
+# ---- an operator's commands ----
+
+
+@pytest.mark.parametrize("values", [{}, SECRETS], ids=["insecure", "secrets"])
+@pytest.mark.parametrize("key", ["Job/r-policy", "CronJob/r-stop-all", "CronJob/r-resume"])
+def test_an_operators_command_is_one(key: str, values: Object) -> None:
+    args = words(key, values)
+    parsed = cli._parser(args).parse_args(args)
+    assert parsed.scheduler == "r-scheduler:7400"
+    assert bool(parsed.certificate) == bool(values)
+    assert callable(parsed.run)
+
+
+def test_commands_start_only_when_somebody_starts_them() -> None:
+    for command in ("stop-all", "resume"):
+        spec = objects()[f"CronJob/r-{command}"]["spec"]
+        assert spec["suspend"] is True
+
+
+def test_the_policy_is_put_in_force_after_each_change() -> None:
+    job = objects()["Job/r-policy"]
+    hooks = job["metadata"]["annotations"]["helm.sh/hook"].split(",")
+    assert hooks == ["post-install", "post-upgrade", "post-rollback"]
+
+
+def test_the_policy_is_one_that_schedulers_take() -> None:
+    given = {"maxHarvest": {"compute": 0.5, "memory": "8Gi"}, "canary": {"percent": 5}}
+    data = objects(ACTIVE, {"policy": given})["ConfigMap/r-policy"]["data"]
+    policy = parse_policy(data["policy.json"])
+    assert policy.name == "r"
+    assert policy.mode == "Active"
+    assert policy.max_harvest.memory == 8 << 30
+    assert policy.canary.percent == 5
+
+
+# ---- helm test ----
+
+EXPLAINED = {
+    "none": "no node is attached",
+    "stopped": "n0: lends nothing\n  held back by the operator's stop: OFF",
+    "lends": "n0: lends",
+}
+
+
+def hold(tmp_path: Path, explained: str, *, proof: int, answers: bool = True) -> tuple[int, str]:
+    """Run the script of the test pod over a `rose` that writes down what it is told."""
+    (container,) = pods()["Pod/r-test-hold"]["containers"]
+    said = tmp_path / "said"
+    (tmp_path / "rose").write_text(
+        f"""#!/bin/sh
+echo "$1 $2" >>{said}
+case $1 in
+  policy) [ {int(answers)} = 1 ] || exit 2; echo "{explained}" ;;
+  stop-all) exit {proof} ;;
+esac
+"""
+    )
+    (tmp_path / "rose").chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    ended = subprocess.run(container["command"], env=env, timeout=20, capture_output=True)
+    return ended.returncode, " ".join(line.split()[0] for line in said.read_text().splitlines())
+
+
+def test_the_test_stops_everything_and_goes_on(tmp_path: Path) -> None:
+    assert hold(tmp_path, EXPLAINED["lends"], proof=0) == (0, "policy stop-all resume")
+
+
+@pytest.mark.parametrize("proof", [1, 3], ids=["something is left", "unproved"])
+def test_the_test_fails_where_the_proof_does_and_goes_on_all_the_same(
+    tmp_path: Path, proof: int
+) -> None:
+    assert hold(tmp_path, EXPLAINED["lends"], proof=proof) == (proof, "policy stop-all resume")
+
+
+def test_an_operators_stop_outlives_the_test(tmp_path: Path) -> None:
+    assert hold(tmp_path, EXPLAINED["stopped"], proof=0) == (0, "policy stop-all")
+
+
+def test_without_nodes_nothing_is_stopped(tmp_path: Path) -> None:
+    assert hold(tmp_path, EXPLAINED["none"], proof=0) == (0, "policy")
+
+
+def test_without_a_scheduler_the_test_fails(tmp_path: Path) -> None:
+    assert hold(tmp_path, "", proof=0, answers=False) == (2, "policy")
+
+
+def test_the_words_that_the_test_looks_for_are_the_commands() -> None:
+    root = Path(__file__).parents[3]
+    assert EXPLAINED["none"] in (root / "rose" / "cli" / "policy.py").read_text()
+    assert "the operator's stop" in (root / "rose" / "scheduler" / "capacity.py").read_text()
+
+
+# ---- probes, ports, scripts ----
+
+
+def test_probes_ask_ports_that_are_there() -> None:
+    for values in ({}, joined(ACTIVE, RELAY, SECRETS)):
+        for key, pod in pods(values).items():
+            for container in containers(pod):
+                ports = {port["name"]: port for port in container.get("ports", [])}
+                for probe in ("readinessProbe", "livenessProbe", "startupProbe"):
+                    asked = container.get(probe, {})
+                    how = asked.get("httpGet") or asked.get("tcpSocket")
+                    assert how is None or how["port"] in ports, key
+
+
+def test_routes_of_probes_are_routes_of_the_code() -> None:
+    found = pods()
+    paths = {
+        key: c["livenessProbe"]["httpGet"]["path"]
+        for key, pod in found.items()
+        for c in pod["containers"]
+        if "httpGet" in c.get("livenessProbe", {})
+    }
+    assert paths == {
+        "Deployment/r-scheduler": "/metrics",
+        "Deployment/r-gateway": "/health",
+        "StatefulSet/r-etcd": "/health?serializable=true",
+    }
+
+
+def test_a_nodes_probe_asks_its_own_metrics() -> None:
+    container = node_container({"node": {"metricsPort": 9101}})
+    code = container["livenessProbe"]["exec"]["command"][-1]
+    compile(code, "probe", "exec")
+    assert "127.0.0.1:9101/metrics" in code
+    assert node_file({"node": {"metricsPort": 9101}})["metrics_port"] == 9101
+
+
+def test_scripts_are_shell() -> None:
+    for pod in pods(joined(ACTIVE, RELAY, CERT_MANAGER)).values():
+        for container in containers(pod):
+            command = container.get("command", [])
+            if command[:1] == ["/bin/sh"]:
+                done = subprocess.run(["/bin/sh", "-n", "-c", command[2]], capture_output=True)
+                assert not done.stderr, container["name"]
+
+
+def test_no_container_says_what_only_a_shell_would_expand() -> None:
+    for pod in pods(joined(ACTIVE, RELAY, CERT_MANAGER)).values():
+        for container in containers(pod):
+            known = {each["name"] for each in container.get("env", [])}
+            for arg in container.get("args", []):
+                assert set(re.findall(r"(?<!\$)\$\((\w+)\)", arg)) <= known, container["name"]

@@ -1,0 +1,152 @@
+"""Values have one source for file, schema and docs; what means nothing is refused in one line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from helm_python import HelmError
+from jsonschema import Draft202012Validator
+
+from scripts import chart_values
+from tests.unit.helm.rendering import (
+    ACTIVE,
+    CERT_MANAGER,
+    CHART,
+    DIGEST,
+    KEY,
+    LEAST,
+    NODES_ONLY,
+    RELAY,
+    SECRETS,
+    Object,
+    chart,
+    joined,
+)
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_what_is_generated_is_current() -> None:
+    for path, text in chart_values.files().items():
+        assert (ROOT / path).read_text() == text, f"{path}: run scripts/chart"
+
+
+def test_values_yaml_says_the_models_defaults() -> None:
+    said = yaml.safe_load((CHART / "values.yaml").read_text())
+    assert said == chart_values.defaults()
+    assert chart_values.Values.model_validate(said) == chart_values.Values()
+
+
+def test_the_schema_is_one_and_knows_every_object() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    Draft202012Validator.check_schema(schema)
+    for name, part in [("", schema), *schema["$defs"].items()]:
+        if "properties" in part:
+            assert part["additionalProperties"] is False, name
+
+
+def test_only_global_and_enabled_may_be_anything() -> None:
+    chart().validate_schema(joined(LEAST, {"global": {"any": {"thing": 1}}, "enabled": True}))
+    with pytest.raises(HelmError, match="glabal"):
+        chart().validate_schema(joined(LEAST, {"glabal": {}}))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{}, SECRETS, CERT_MANAGER, NODES_ONLY, ACTIVE, RELAY, {"policy": {"maxHostBusy": None}}],
+)
+def test_schema_and_model_take_the_same(values: Object) -> None:
+    merged = chart().merge_values(joined(LEAST, values))
+    chart().validate_schema(merged)
+    chart_values.Values.model_validate(merged)
+
+
+# Values, and a word of the line that refuses them.
+WRONG: list[tuple[Object, str]] = [
+    ({"harvset": {}}, "harvset"),
+    ({"mode": "Sometimes"}, "mode"),
+    ({"access": "sudo"}, "access"),
+    ({"role": "both"}, "role"),
+    ({"cluster": "Prod Cluster"}, "cluster"),
+    ({"schedulers": ["nowhere"]}, "schedulers"),
+    ({"images": {"rose": {"digest": "sha256:abc"}}}, "digest"),
+    ({"images": {"rose": {"digest": ""}}}, "digest"),
+    ({"images": {"rose": {"digest": "", "tag": "dev"}}}, "digest"),
+    ({"images": {"rose": {"digest": "", "unpinned": True}}}, "tag"),
+    ({"images": {"rose": {"pullPolicy": "Sometimes"}}}, "pullPolicy"),
+    ({"scheduler": {"replicas": 0}}, "replicas"),
+    ({"scheduler": {"port": 70_000}}, "port"),
+    ({"scheduler": {"policy": "random"}}, "policy"),
+    ({"store": {"own": {"members": 2}}}, "members"),
+    ({"store": {"own": {"size": "much"}}}, "size"),
+    ({"gateway": {"options": {"stallSeconds": 1}}}, "stallSeconds"),
+    ({"gateway": {"options": {"maxWaiting": 0}}}, "maxWaiting"),
+    ({"relay": {"jobs": [{"name": "j"}]}}, "origin"),
+    ({"node": {"config": {"node": "n0"}}}, "node"),
+    ({"node": {"config": {"verify_key": "secret"}}}, "verify_key"),
+    ({"node": {"config": {"replicas": [{"id": "g"}]}}}, "replicas"),
+    ({"node": {"config": {"host": {"ttft_target": 1}}}}, "ttft_target"),
+    ({"node": {"priorityClass": {"value": 10}}}, "value"),
+    ({"node": {"sharedFolder": {"path": "run"}}}, "path"),
+    ({"policy": {"mode": "Active"}}, "mode"),
+    ({"policy": {"maxHarvest": {"compute": 2}}}, "compute"),
+    ({"policy": {"staleAfter": "soon"}}, "staleAfter"),
+    ({"monitoring": {"podMonitors": True}}, "podMonitors"),
+    ({"tls": {"certManager": {"duration": "a year"}}}, "duration"),
+    ({"rbac": {"operators": [{"kind": "Robot", "name": "r"}]}}, "kind"),
+]
+
+
+@pytest.mark.parametrize(("values", "word"), WRONG, ids=[json.dumps(v) for v, _ in WRONG])
+def test_the_schema_refuses_it_by_name(values: Object, word: str) -> None:
+    with pytest.raises(HelmError, match=word):
+        chart().render(values=joined(LEAST, values))
+
+
+# Values that the schema takes one by one, and the sentence that refuses them together.
+TOGETHER: list[tuple[Object, str]] = [
+    ({"tls": {"insecure": False}}, r"tls\.secrets\.scheduler is missing.*or fence the network"),
+    (joined(CERT_MANAGER, {"tls": {"insecure": True}}), "contradict each other"),
+    (joined(CERT_MANAGER, {"tls": {"certManager": {"issuer": {"name": ""}}}}), "issuer.name"),
+    (joined(CERT_MANAGER, {"tls": {"certManager": {"nodes": []}}}), "name the Kubernetes nodes"),
+    (joined(SECRETS, RELAY, {"tls": {"secrets": {"relay": ""}}}), r"tls\.secrets\.relay"),
+    ({"role": "nodes"}, "give schedulers"),
+    ({"schedulers": ["s:7400"]}, "leave them out, or set role=nodes"),
+    ({"store": {"endpoints": ["e:2379"]}}, "store.own.enabled=false"),
+    ({"store": {"own": {"enabled": False}}}, "there is no store"),
+    ({"store": {"user": "rose"}}, "store.passwordSecret"),
+    ({"scheduler": {"advertise": "s:443"}}, "scheduler.replicas=1"),
+    ({"scheduler": {"policy": "paper", "holdS": 60}}, "scheduler.policy=rose"),
+    ({"relay": {"enabled": True}}, "relay.jobs is empty"),
+    (joined(RELAY, {"relay": {"jobs": [{"name": "j", "origin": "http://t:1"}]}}), "verifyKey"),
+    ({"mode": "Active"}, "node.config.replicas names none"),
+    (joined(ACTIVE, {"node": {"config": {"verify_key": None}}}), "node.config.verify_key"),
+    (joined(ACTIVE, {"images": {"node": {"digest": ""}}}), "images.node.digest is missing"),
+    ({"images": {"etcd": {"digest": ""}}}, "images.etcd.digest is missing"),
+    ({"node": {"models": {"hostPath": "/m", "claim": "c"}}}, "leave one of them out"),
+]
+
+
+@pytest.mark.parametrize(("values", "sentence"), TOGETHER, ids=[s for _, s in TOGETHER])
+def test_what_contradicts_itself_is_refused_in_a_sentence(values: Object, sentence: str) -> None:
+    with pytest.raises(HelmError, match=sentence) as caught:
+        chart().render(values=joined(LEAST, values))
+    said = str(caught.value).rpartition("error calling fail: ")[2]
+    assert len(said.splitlines()) == 1
+
+
+def test_a_trial_may_take_a_tag_that_it_names() -> None:
+    image: dict[str, Any] = {"digest": "", "tag": "dev", "unpinned": True}
+    text = chart().render(values=joined(LEAST, {"images": {"rose": image}}))
+    assert "image: rose:dev" in text["rose/templates/scheduler.yaml"]
+    assert "WARNING: images.rose" in text["rose/templates/NOTES.txt"]
+
+
+def test_null_takes_a_default_away() -> None:
+    """As Helm has it: a node without a host."""
+    values = joined(LEAST, {"node": {"config": {"host": None, "verify_key": KEY}}})
+    text = chart().render(values=values)["rose/templates/node.yaml"]
+    assert '\\"host\\"' not in text
+    assert DIGEST in text
