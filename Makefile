@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # Processes of tests are many: each would compile the project anew where this forbids to keep it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install check test nightly unit unit-light engine trainers demo demo-accept bench-demo bench-coserve bench-kv bench-host-overhead bench-weights bench-gateway bench-routing bench-scheduler bench-failover bench-kill chaos chaos-sim soak fuzz gpu docs protos lock clean
+.PHONY: install check test nightly unit unit-light engine trainers demo demo-accept bench-demo bench-coserve bench-kv bench-host-overhead bench-weights bench-gateway bench-routing bench-scheduler bench-failover bench-kill chaos chaos-sim soak fuzz gpu docs protos chart images lock clean
 
 install: $(STAMP)
 
@@ -110,6 +110,14 @@ gpu:
 
 protos: install
 	scripts/protos
+
+# What is generated for the chart, and its images where podman or docker is.
+chart: install
+	scripts/crd
+	scripts/chart
+
+images: install
+	scripts/images $(ARGS)
 
 # The documentation site, in out/docs. A link that leads nowhere fails.
 DOCS_VENV := .venv-docs

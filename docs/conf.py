@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CONTENTS = {
     "Use it": "demo node gateway scheduler control-plane capacity-policy client weights trainers/*"
     " gpu-memory security",
+    "Operate it": "operators/*",
     "Understand it": "architecture lifecycle glossary contracts/README adr/README",
     "Measurements": "bench bench-gateway gpu",
     "The project": "contributing changelog",

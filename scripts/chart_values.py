@@ -131,7 +131,7 @@ _PINNED: Final = {
 class Images(Strict):
     """Images of all containers."""
 
-    rose: Image = _said(
+    control: Image = _said(
         "control plane, and nodes while nothing is lent",
         Image(repository="rose"),
         json_schema_extra=_PINNED,

@@ -34,7 +34,7 @@ helm.sh/chart: {{ printf "%s-%s" $.Chart.Name ($.Chart.Version | replace "+" "_"
 {{- if eq .Values.mode "Active" }}true{{ end -}}
 {{- end }}
 
-{{- /* By what it is: (list $ "rose") */ -}}
+{{- /* By what it is: (list $ "control") */ -}}
 {{- define "rose.image" -}}
 {{- $image := index (index . 0).Values.images (index . 1) -}}
 {{- if $image.digest -}}

@@ -8,8 +8,8 @@ securityContext: {{- include "rose.podSecurity" . | nindent 2 }}
 {{- end }}
 
 {{- define "rose.operatorContainer" -}}
-image: {{ include "rose.image" (list $ "rose") }}
-imagePullPolicy: {{ .Values.images.rose.pullPolicy }}
+image: {{ include "rose.image" (list $ "control") }}
+imagePullPolicy: {{ .Values.images.control.pullPolicy }}
 env: {{- include "rose.env" . | nindent 2 }}
 securityContext: {{- include "rose.containerSecurity" . | nindent 2 }}
 resources: { requests: { cpu: 50m, memory: 128Mi }, limits: { memory: 512Mi } }

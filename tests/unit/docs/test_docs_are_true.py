@@ -20,6 +20,16 @@ LONGEST_LINE = 140
 OTHERS_FLAGS = {
     "--hf-checkpoint",
     "--update-weight-transfer-mode",
+    # Of helm, kubectl and systemd-tmpfiles.
+    "--api-versions",
+    "--create",
+    "--create-namespace",
+    "--from",
+    "--namespace",
+    "--server-side",
+    "--set",
+    "--values",
+    # Of engines and pip.
     "--dtype",
     "--enforce-eager",
     "--gpu-memory-utilization",

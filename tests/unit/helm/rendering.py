@@ -16,7 +16,7 @@ RELEASE, NAMESPACE = "r", "rose-system"
 Object = dict[str, Any]
 # The least that an operator has to say.
 LEAST: Object = {
-    "images": {name: {"digest": DIGEST} for name in ("rose", "etcd")},
+    "images": {name: {"digest": DIGEST} for name in ("control", "etcd")},
     "tls": {"insecure": True},
 }
 CERT_MANAGER: Object = {

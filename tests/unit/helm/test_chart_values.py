@@ -71,11 +71,11 @@ WRONG: list[tuple[Object, str]] = [
     ({"role": "both"}, "role"),
     ({"cluster": "Prod Cluster"}, "cluster"),
     ({"schedulers": ["nowhere"]}, "schedulers"),
-    ({"images": {"rose": {"digest": "sha256:abc"}}}, "digest"),
-    ({"images": {"rose": {"digest": ""}}}, "digest"),
-    ({"images": {"rose": {"digest": "", "tag": "dev"}}}, "digest"),
-    ({"images": {"rose": {"digest": "", "unpinned": True}}}, "tag"),
-    ({"images": {"rose": {"pullPolicy": "Sometimes"}}}, "pullPolicy"),
+    ({"images": {"control": {"digest": "sha256:abc"}}}, "digest"),
+    ({"images": {"control": {"digest": ""}}}, "digest"),
+    ({"images": {"control": {"digest": "", "tag": "dev"}}}, "digest"),
+    ({"images": {"control": {"digest": "", "unpinned": True}}}, "tag"),
+    ({"images": {"control": {"pullPolicy": "Sometimes"}}}, "pullPolicy"),
     ({"scheduler": {"replicas": 0}}, "replicas"),
     ({"scheduler": {"port": 70_000}}, "port"),
     ({"scheduler": {"policy": "random"}}, "policy"),
@@ -139,9 +139,9 @@ def test_what_contradicts_itself_is_refused_in_a_sentence(values: Object, senten
 
 def test_a_trial_may_take_a_tag_that_it_names() -> None:
     image: dict[str, Any] = {"digest": "", "tag": "dev", "unpinned": True}
-    text = chart().render(values=joined(LEAST, {"images": {"rose": image}}))
+    text = chart().render(values=joined(LEAST, {"images": {"control": image}}))
     assert "image: rose:dev" in text["rose/templates/scheduler.yaml"]
-    assert "WARNING: images.rose" in text["rose/templates/NOTES.txt"]
+    assert "WARNING: images.control" in text["rose/templates/NOTES.txt"]
 
 
 def test_null_takes_a_default_away() -> None:
