@@ -1,0 +1,197 @@
+"""The chart's own command lines, run: nobody's user, a read-only root, and the probes answer.
+
+Only paths, names and addresses are put elsewhere; what the pods are told is what runs. Advisory
+asks for nothing that this machine would have to have.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rose.addresses import free_port
+from tests.awaited import until
+from tests.unit.helm.rendering import Object, containers, joined, objects, pods
+
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
+
+ROOT = Path(__file__).parents[3]
+UNSHARE, SETPRIV = shutil.which("unshare"), shutil.which("setpriv")
+# Binds the interpreter where nobody's user reaches it, makes all but one folder read only, gives up
+# everything that root may.
+CONFINED = r"""
+mount --make-rprivate /
+home=$1; python=$2; user=$3; shift 3
+case $python in /root/*)
+  mount --bind "$python" /mnt
+  mount -t tmpfs -o mode=755 tmpfs /root
+  mkdir -p "$python"
+  mount --bind /mnt "$python"
+esac
+mount --bind "$home" "$home"
+mount -o remount,bind,ro /
+cd "$home"
+user="--reuid $user --regid $user --clear-groups"
+exec setpriv $user --no-new-privs --bounding-set -all -- "$@"
+"""
+
+
+class Machine:
+    """Runs containers of a release as processes, each confined as its pod says."""
+
+    def __init__(self, folder: Path, values: Object, ports: dict[str, int]) -> None:
+        self.folder = folder
+        self.values = values
+        self._ports = ports
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+        for name in ("run", "etc/rose/node", "log", "lib", "etcd", "tmp"):
+            (folder / name).mkdir(parents=True)
+        for path in (folder, *folder.rglob("*")):
+            path.chmod(0o777)
+        policy = objects(values)["ConfigMap/r-policy"]["data"]["policy.json"]
+        (folder / "policy.json").write_text(policy)
+
+    def start(self, key: str) -> None:
+        """Run the last container of a pod, after those that come before it."""
+        *before, container = containers(pods(self.values)[key])
+        for each in before:
+            assert self.done(key, each) == 0, each["name"]
+        log = (self.folder / f"{container['name']}.log").open("wb")
+        self._running[key] = subprocess.Popen(
+            self._words(key, container), stdout=log, stderr=log, env=self._env(container)
+        )
+
+    def done(self, key: str, container: Object | None = None) -> int:
+        """Run a container to its end; its exit code."""
+        container = container or containers(pods(self.values)[key])[-1]
+        ended = subprocess.run(
+            self._words(key, container), env=self._env(container), timeout=120, capture_output=True
+        )
+        sys.stdout.write(ended.stdout.decode() + ended.stderr.decode())
+        return ended.returncode
+
+    def answers(self, key: str, probe: str = "readinessProbe") -> bool:
+        """Whether a pod's probe succeeds now."""
+        assert self._running[key].poll() is None, self.said(key)
+        container = containers(pods(self.values)[key])[-1]
+        asked = container[probe]
+        if "exec" in asked:
+            words = [self._here(word) for word in asked["exec"]["command"]]
+            words[0] = sys.executable
+            return subprocess.run(words, capture_output=True).returncode == 0
+        ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+        how = asked.get("httpGet") or asked["tcpSocket"]
+        address = self._here(f"127.0.0.1:{ports[how['port']]}")
+        try:
+            if "tcpSocket" in asked:
+                socket.create_connection(address.split(":"), timeout=5).close()  # type: ignore[arg-type]
+            else:
+                urllib.request.urlopen(f"http://{address}{how['path']}", timeout=5).close()
+        except OSError:
+            return False
+        return True
+
+    def said(self, key: str) -> str:
+        """What a pod's last container wrote."""
+        name = containers(pods(self.values)[key])[-1]["name"]
+        return (self.folder / f"{name}.log").read_text()
+
+    def close(self) -> None:
+        for process in reversed(self._running.values()):
+            process.terminate()
+        for process in self._running.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(20)
+            process.kill()
+            process.wait()
+
+    def _words(self, key: str, container: Object) -> list[str]:
+        words = [self._here(word) for word in [*container["command"], *container.get("args", ())]]
+        programs = {"rose": [sys.executable, "-m", "rose.cli"]}
+        etcd = Path(sys.executable).with_name("etcd")
+        programs["etcd"] = [str(etcd)]
+        words[:1] = programs.get(words[0], words[:1])
+        if key == "Pod/r-test-hold":
+            words[-1] = words[-1].replace("rose ", f"{sys.executable} -m rose.cli ")
+        user = str(pods(self.values)[key]["securityContext"]["runAsUser"])
+        assert container["securityContext"]["readOnlyRootFilesystem"] is True
+        confined = [str(UNSHARE), "-m", "/bin/sh", "-ec", CONFINED, "confined"]
+        return [*confined, str(self.folder), sys.base_prefix, user, *words]
+
+    def _env(self, container: Object) -> dict[str, str]:
+        said = {e["name"]: self._here(e.get("value", "")) for e in container.get("env", [])}
+        (self.folder / "tmp").mkdir(exist_ok=True)
+        return {**said, "PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)}
+
+    def _here(self, word: str) -> str:
+        for said, meant in {
+            "/etc/rose/policy/policy.json": f"{self.folder}/policy.json",
+            "/etc/rose": f"{self.folder}/etc/rose",
+            "/var/log/rose": f"{self.folder}/log",
+            "/var/lib/rose": f"{self.folder}/lib",
+            "/var/lib/etcd": f"{self.folder}/etcd",
+            "/run/rose": f"{self.folder}/run",
+            "0.0.0.0": "127.0.0.1",
+            "r-etcd-0.r-etcd.rose-system.svc": "127.0.0.1",
+            "r-scheduler.rose-system.svc": "127.0.0.1",
+            "$(POD_NAME).r-etcd.rose-system.svc": "127.0.0.1",
+            "=r-scheduler:": "=127.0.0.1:",
+            "$(POD_NAME)": "r-etcd-0",
+            "$(POD_IP)": "127.0.0.1",
+            "$(NODE_NAME)": "n0",
+            # Of a group that this machine has; the page is its owner's then.
+            '"page_group":"10777"': '"page_group":""',
+            **{f":{said}": f":{meant}" for said, meant in self._ports.items()},
+        }.items():
+            word = word.replace(said, meant)
+        return f"{self.folder}/tmp" if word == "/tmp" else word
+
+
+@pytest.fixture
+def machine() -> Iterator[Machine]:
+    if os.getuid() != 0 or not (UNSHARE and SETPRIV):
+        pytest.skip("a read-only root is made by root, with unshare and setpriv")
+    if subprocess.run([UNSHARE, "-m", "true"], capture_output=True).returncode:
+        pytest.skip("no mount namespaces here")
+    ports = {each: str(free_port()) for each in ("2379", "2380", "2381")}
+    values = {
+        "store": {"own": {"members": 1}},
+        "scheduler": {"replicas": 1, "port": free_port(), "metricsPort": free_port()},
+        "gateway": {"port": free_port()},
+        "node": {"metricsPort": free_port()},
+        "policy": {"maxHarvest": {"compute": 0.5}},
+    }
+    folder = Path(tempfile.mkdtemp(prefix="rose-chart-"))
+    made = Machine(folder, joined(values), ports)  # type: ignore[arg-type]
+    try:
+        yield made
+    finally:
+        made.close()
+        shutil.rmtree(folder)
+
+
+def test_the_release_runs_and_its_test_proves_the_stop(machine: Machine) -> None:
+    order = (
+        "StatefulSet/r-etcd",
+        "Deployment/r-scheduler",
+        "Deployment/r-gateway",
+        "DaemonSet/r-node",
+    )
+    for key in order:
+        machine.start(key)
+        for probe in ("readinessProbe", "livenessProbe"):
+            until(lambda: machine.answers(key, probe), 60, f"{key}: {probe}", every_s=0.2)  # noqa: B023
+    assert machine.done("Job/r-policy") == 0
+    assert json.loads((machine.folder / "etc/rose/node/node.json").read_text())["node"] == "n0"
+    until(lambda: machine.done("Pod/r-test-hold") == 0, 60, "helm test", every_s=1.0)
+    for key in ("CronJob/r-stop-all", "CronJob/r-resume"):
+        assert machine.done(key) == 0
