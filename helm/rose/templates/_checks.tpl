@@ -31,6 +31,7 @@
 {{- fail "schedulers are those of another cluster, and this release has its own: leave them out, or set role=nodes" }}
 {{- end }}
 {{- if $control }}
+{{- include "rose.policyChecks" . }}
 {{- if and $v.store.own.enabled $v.store.endpoints }}
 {{- fail "store.endpoints names an etcd, and store.own.enabled runs another: set store.own.enabled=false" }}
 {{- end }}
@@ -67,5 +68,59 @@
 {{- end }}
 {{- if and $v.node.models.hostPath $v.node.models.claim }}
 {{- fail "node.models.hostPath and node.models.claim: leave one of them out" }}
+{{- end }}
+{{- end }}
+
+{{- /* Seconds of a duration as 500ms, 5s, 2m or 1h. */ -}}
+{{- define "rose.seconds" -}}
+{{- $unit := regexFind "[a-z]+$" . -}}
+{{- mulf (regexFind "^[0-9.]+" . | float64) (get (dict "ms" 0.001 "s" 1.0 "m" 60.0 "h" 3600.0) $unit) -}}
+{{- end }}
+
+{{- /* What a scheduler would refuse once all else is installed: said before anything is. */ -}}
+{{- define "rose.policyChecks" -}}
+{{- $policy := .Values.policy }}
+{{- if include "rose.active" . }}
+{{- range $cap, $value := $policy.maxHarvest }}
+{{- if has (toString $value) (list "0" "0%") }}
+{{- fail (printf "policy.maxHarvest.%s 0 lends nothing, though mode is Active: raise it, or set mode=Off" $cap) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- range $path, $bounds := dict "staleAfter" (list 2.0 5.0 "2s to 5s") "reclaimDeadline" (list 1.0 600.0 "1s to 10m") "cooldown" (list 0.0 86400.0 "24h at most") }}
+{{- with get $policy $path }}
+{{- $s := include "rose.seconds" . | float64 }}
+{{- if or (lt $s (index $bounds 0)) (gt $s (index $bounds 1)) }}
+{{- fail (printf "policy.%s is %s: write %s" $path . (index $bounds 2)) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- with $policy.watermarks }}
+{{- if gt (.low | default 0.8 | float64) (.high | default 0.9 | float64) }}
+{{- fail "policy.watermarks.low is above high: swap them" }}
+{{- end }}
+{{- end }}
+{{- with $policy.maxHostBusy }}
+{{- if ge (.resume | default 0.7 | float64) (.share | default 0.85 | float64) }}
+{{- fail "policy.maxHostBusy.resume is not below share: lower it, so that a host does not change each second" }}
+{{- end }}
+{{- with .over }}
+{{- $s := include "rose.seconds" . | float64 }}
+{{- if or (lt $s 1.0) (gt $s 600.0) }}
+{{- fail (printf "policy.maxHostBusy.over is %s: write 1s to 10m" .) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- range $policy.blackoutWindows }}
+{{- if or (eq .from .to) (eq .from "24:00") }}
+{{- fail (printf "policy.blackoutWindows: a window from %s to %s is empty: write 00:00 to 24:00 for whole days" .from .to) }}
+{{- end }}
+{{- end }}
+{{- $jobs := list }}
+{{- range $policy.tenants }}
+{{- if has .job $jobs }}
+{{- fail (printf "policy.tenants has job %s twice: write it once" .job) }}
+{{- end }}
+{{- $jobs = append $jobs .job }}
 {{- end }}
 {{- end }}

@@ -1,10 +1,13 @@
 """The chart installs what it says, with no more than that needs, and lends nothing unasked."""
 
 import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
-from helm_python import HelmError, lint
+import yaml
+from helm_python import Chart, HelmError, lint
 
 from elastic_scheduler.capacity import PolicyMode, parse_policy
 from rose.security.roles import Identity, Role, server_name
@@ -466,6 +469,24 @@ def test_monitoring_has_a_switch_each(switch: str) -> None:
     assert not [key for key in objects() if key.startswith(wanted)]
     others = {k for k in objects({"monitoring": {switch: True}}) if k not in objects()}
     assert all(key.startswith(wanted) for key in others)
+
+
+def test_rules_and_dashboards_are_what_lies_in_their_folders(tmp_path: Path) -> None:
+    """As they are: what looks like a template in them is Prometheus' and Grafana's."""
+    copy = tmp_path / "rose"
+    shutil.copytree(CHART, copy)
+    for folder in ("rules", "dashboards"):
+        shutil.rmtree(copy / "files" / folder, ignore_errors=True)
+        (copy / "files" / folder).mkdir()
+    rules = {"groups": [{"name": "g", "rules": [{"alert": "A", "expr": "{{ $labels.node }}"}]}]}
+    (copy / "files" / "rules" / "slo_burn.yaml").write_text(yaml.safe_dump(rules))
+    (copy / "files" / "dashboards" / "fleet.json").write_text('{"title": "{{ node }}"}')
+    values = joined(LEAST, {"monitoring": {"prometheusRule": True, "dashboards": True}})
+    text = Chart.load(str(copy)).render(values=values, name="r")["rose/templates/monitoring.yaml"]
+    found = {each["metadata"]["name"]: each for each in yaml.safe_load_all(text) if each}
+    assert found["r-slo-burn"]["spec"] == rules
+    assert found["r-dashboard-fleet"]["data"] == {"fleet.json": '{"title": "{{ node }}"}'}
+    assert found["r-dashboard-fleet"]["metadata"]["labels"]["grafana_dashboard"] == "1"
 
 
 def test_the_crd_is_upgraded_with_the_chart_and_kept_without_it() -> None:

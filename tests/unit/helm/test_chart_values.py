@@ -9,6 +9,8 @@ import yaml
 from helm_python import HelmError
 from jsonschema import Draft202012Validator
 
+from elastic_scheduler.capacity import policy_of
+from elastic_scheduler.errors import PolicyError
 from scripts import chart_values
 from tests.unit.helm.rendering import (
     ACTIVE,
@@ -135,6 +137,49 @@ def test_what_contradicts_itself_is_refused_in_a_sentence(values: Object, senten
         chart().render(values=joined(LEAST, values))
     said = str(caught.value).rpartition("error calling fail: ")[2]
     assert len(said.splitlines()) == 1
+
+
+# Policies that the schema takes, and schedulers refuse.
+REFUSED: list[Object] = [
+    {"staleAfter": "10s"},
+    {"staleAfter": "500ms"},
+    {"reclaimDeadline": "1h"},
+    {"cooldown": "48h"},
+    {"watermarks": {"low": 0.95}},
+    {"watermarks": {"low": 0.5, "high": 0.4}},
+    {"maxHostBusy": {"share": 0.6}},
+    {"maxHostBusy": {"over": "500ms"}},
+    {"maxHarvest": {"compute": 0}},
+    {"maxHarvest": {"nodes": "0%"}},
+    {"blackoutWindows": [{"from": "08:00", "to": "08:00", "timeZone": "UTC"}]},
+    {"tenants": [{"job": "a"}, {"job": "a"}]},
+]
+
+
+@pytest.mark.parametrize("policy", REFUSED, ids=json.dumps)
+def test_what_schedulers_would_refuse_is_refused_before_anything_is_installed(
+    policy: Object,
+) -> None:
+    with pytest.raises(PolicyError):
+        policy_of({"name": "r", "mode": "Active", **policy})
+    with pytest.raises(HelmError, match=r"policy\."):
+        chart().render(values=joined(LEAST, ACTIVE, {"policy": policy}))
+
+
+TAKEN: Object = {
+    "staleAfter": "2500ms",
+    "reclaimDeadline": "1m",
+    "cooldown": "24h",
+    "watermarks": {"low": 0.3, "high": 0.5},
+    "maxHostBusy": {"share": 0.9, "resume": 0.8, "over": "2m"},
+    "maxHarvest": {"compute": 0.5, "memory": "8Gi", "nodes": 3},
+    "tenants": [{"job": "a"}, {"job": "b"}],
+}
+
+
+def test_what_schedulers_take_is_installed() -> None:
+    policy_of({"name": "r", "mode": "Active", **TAKEN})
+    assert chart().render(values=joined(LEAST, ACTIVE, {"policy": TAKEN}))
 
 
 def test_a_trial_may_take_a_tag_that_it_names() -> None:
