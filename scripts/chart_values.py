@@ -22,7 +22,7 @@ from pydantic.alias_generators import to_camel
 from elastic_scheduler import policy_names
 from elastic_scheduler.capacity import CapacityPolicy, PolicyMode
 from rose.gateway.settings import COUNTS, TIMES
-from rose.node.config import NodeConfig
+from rose.node.config import NodeConfig, ReplicaConfig
 
 
 class Strict(BaseModel):
@@ -82,12 +82,14 @@ SET_BY_THE_CHART: Final = (
 )
 
 
-NodeValues = create_model(
-    "NodeValues",
-    __base__=_chosen(NodeConfig, "NodeFile", (*SET_BY_THE_CHART, "replicas"), "Its other fields."),
-    __doc__="The node's file, as docs/node.md has it, but for what the chart sets.",
-    replicas=(NodeConfig.model_fields["replicas"].annotation, ()),
-)
+class NodeValues(
+    _chosen(NodeConfig, "NodeFile", (*SET_BY_THE_CHART, "replicas"), "")  # type: ignore[misc]
+):
+    """The node's file, as docs/node.md has it, but for what the chart sets."""
+
+    replicas: tuple[ReplicaConfig, ...] = ()
+
+
 GatewayOptions = create_model(
     "GatewayOptions",
     __config__=Strict.model_config,
@@ -190,7 +192,9 @@ class OwnEtcd(Strict):
     """An etcd of the chart's own."""
 
     enabled: bool = _said("run it; false where `store.endpoints` names another", True)
-    members: Literal[1, 3, 5] = _said("3 survive the loss of one; 1 is for trials", 3)
+    members: Literal[1, 3, 5] = _said(
+        "3 survive the loss of one; 1 is for trials. It stays as installed", 3
+    )
     size: Size = _said("disk of each member", "8Gi")
     storage_class: str = _said("of its disks; the cluster's default when empty", "")
     resources: Resources = _said("of each member", _resources("100m", "256Mi", "1Gi"))
@@ -225,6 +229,9 @@ class Scheduler(Strict):
     )
     cooldown_s: float | None = _said("pause between a revocation and the next lease", None, ge=0)
     hold_s: float | None = _said("least time that a guest stays with a job", None, ge=1)
+    jobs: tuple[str, ...] = _said(
+        "NAME or NAME=MODEL: lease dedicated replicas to it before its trainer comes", ()
+    )
     advertise: Annotated[str, _pattern(r"([^\s,/]+:[0-9]{1,5})?")] = _said(
         "HOST:PORT under which other clusters reach the one replica; several replicas name their"
         " pods' addresses",
@@ -301,7 +308,7 @@ class PriorityClass(Strict):
 class Node(Strict):
     """Nodes: a daemon on each machine with the label."""
 
-    config: NodeValues = _said(  # type: ignore[valid-type]
+    config: NodeValues = _said(
         "the node's file, but for what the chart sets; `replicas` run in mode Active alone",
         NodeValues(host={"page": "/run/rose/page"}),
     )
@@ -442,7 +449,7 @@ _ELSEWHERE: Final = {
 
 def schema() -> dict[str, Any]:
     """Return the JSON schema of values.schema.json."""
-    made = _helmed(Values.model_json_schema(by_alias=True))
+    made: dict[str, Any] = _helmed(Values.model_json_schema(by_alias=True))
     made["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     # Of a chart that has this one inside, with a condition.
     made["properties"]["enabled"] = {"type": "boolean"}

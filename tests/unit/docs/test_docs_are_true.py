@@ -28,6 +28,7 @@ OTHERS_FLAGS = {
     "--namespace",
     "--server-side",
     "--set",
+    "--timeout",
     "--values",
     # Of engines and pip.
     "--dtype",

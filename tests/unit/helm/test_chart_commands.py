@@ -78,12 +78,13 @@ def test_the_schedulers_command_is_one(certificates: dict[Role, Path]) -> None:
 def test_the_schedulers_options_are_passed_on() -> None:
     given = {
         "scheduler": {"port": 7401, "cooldownS": 2.5, "holdS": 60, "replicas": 1,
-                      "advertise": "s.example.net:443"},
+                      "advertise": "s.example.net:443", "jobs": ["grpo=policy"]},
     }  # fmt: skip
     settings = settings_of(words("Deployment/r-scheduler", given)[1:])
     assert (settings.port, settings.cooldown_s, settings.hold_s) == (7401, 2.5, 60)
     assert settings.advertise == "s.example.net:443"
     assert settings.insecure
+    assert [each.job for each in settings.jobs] == ["grpo"]
 
 
 # ---- gateways ----
