@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
 
 import aiohttp
@@ -71,7 +72,7 @@ class NodeDaemon:
         self._background = Background(self._events.write)
         self._chain = AnnouncedVersions()
         self._harvest = HarvestSwitch()
-        contact = Contact()
+        self._contact = contact = Contact()
         self._caps = ToldCaps(contact.lost_s)
         self._kill_switch = KillSwitch(config.kill_file)
         self._stopping = asyncio.Event()
@@ -97,6 +98,7 @@ class NodeDaemon:
         self._replicas: dict[str, Replica] = {}
         self._still_held: dict[str, int | None] = {}
         self._network = WeightNetwork(config)
+        self._certificates = config.certificates.files
         self._session = SchedulerSession(
             config.scheduler,
             config.node,
@@ -105,7 +107,7 @@ class NodeDaemon:
             self._events,
             config.cluster,
             self._network.relay_url,
-            config.certificates.files,
+            self._certificates,
             config.labels,
             contact,
         )
@@ -217,8 +219,15 @@ class NodeDaemon:
             host.busy_share = share
 
     def _health(self) -> NodeHealth:
+        counted = self._scrape or self._slo
         return NodeHealth(
-            self._logs.dropped, self._background.restarted(), self._background.running()
+            self._logs.dropped,
+            self._background.restarted(),
+            self._background.running(),
+            killed=self._kill_switch.engaged,
+            cut_off_s=self._contact.lost_s(),
+            requests=(counted.good, counted.bad) if self._host else None,
+            certificate=self._certificates.validity_s if self._certificates else None,
         )
 
     def _heard(self, event: str, fields: Mapping[str, object]) -> None:
@@ -279,10 +288,14 @@ class NodeDaemon:
             host.busy_share = share
 
     def _views(self) -> list[ReplicaFigures]:
-        return [
-            view_of(replica, self._guards.get(name), self._held(name))
-            for name, replica in self._replicas.items()
-        ]
+        return [self._view(name, replica) for name, replica in self._replicas.items()]
+
+    def _view(self, name: str, replica: Replica) -> ReplicaFigures:
+        guard = self._guards.get(name)
+        view = view_of(replica, guard, self._held(name))
+        if guard is None:
+            return view
+        return replace(view, reclaim_s=self._caps.reclaim_s(replica.config.reclaim_s))
 
     def _held(self, name: str) -> Held | None:
         reclaimer = self._reclaimers.get(name)

@@ -6,6 +6,7 @@ without a control page for its figures now and then.
 
 import asyncio
 import contextlib
+from collections import Counter as Tallied
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -23,6 +24,12 @@ from rose.node.memory_gauges import Held
 from rose.node.replica_client import ReplicaClient
 
 INTERVAL_S = 1.0
+# Events of the log, and what of the weights was refused.
+REJECTIONS = {
+    "chunk_rejected": "chunk",
+    "version_refused": "version",
+    "quarantined": "engine",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +70,7 @@ class ReplicaFigures:
     """Figures of one replica now; without a control page there is no grant, guest or host.
 
     `owed_bytes`: KV memory that its host took back and it still keeps. `held`: all that it holds.
+    `reclaim_s`: how long a reclaim may take.
     """
 
     name: str
@@ -76,15 +84,44 @@ class ReplicaFigures:
     host: HostState | None = None
     owed_bytes: int = 0
     held: Held | None = None
+    reclaim_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class NodeHealth:
-    """Health of the daemon: log records dropped; restarts, and whether it runs, by task."""
+    """Health of the daemon: log records dropped; restarts, and whether it runs, by task.
+
+    killed: its kill switch is set. cut_off_s: since when no scheduler is heard, 0 while one is.
+    requests: of its host, those that met both targets and those that missed one. certificate: Unix
+    times between which its own one counts.
+    """
 
     dropped: int = 0
     restarted: Mapping[str, int] = field(default_factory=dict)
     running: Mapping[str, bool] = field(default_factory=dict)
+    killed: bool = False
+    cut_off_s: float = 0.0
+    requests: tuple[int, int] | None = None
+    certificate: tuple[float, float] | None = None
+
+
+@dataclass(slots=True)
+class Tally:
+    """What the log said of each replica, as far as a scrape shows it of all of them.
+
+    An alert needs the 0 before the first one: `increase()` does not see a series begin.
+    """
+
+    late: Tallied[str] = field(default_factory=Tallied)
+    rejected: Tallied[tuple[str, str]] = field(default_factory=Tallied)
+    placed: dict[str, str] = field(default_factory=dict)
+
+    def forget(self, replica: str) -> None:
+        """It is no more."""
+        self.late.pop(replica, None)
+        self.placed.pop(replica, None)
+        for what in REJECTIONS.values():
+            self.rejected.pop((replica, what), None)
 
 
 class LiveMetrics(Collector):
@@ -94,9 +131,14 @@ class LiveMetrics(Collector):
         self,
         replicas: Callable[[], Iterable[ReplicaFigures]],
         health: Callable[[], NodeHealth] = NodeHealth,
+        tally: Tally | None = None,
+        shown: Callable[[frozenset[str]], object] = lambda names: None,
     ) -> None:
+        """`shown`: told the replicas of each scrape, before what is counted by them is read."""
         self._replicas = replicas
         self._health = health
+        self._tally = tally or Tally()
+        self._shown = shown
 
     def describe(self) -> Iterable[Metric]:
         """Names are checked for clashes without asking for any view."""
@@ -105,6 +147,7 @@ class LiveMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """All families."""
         views = list(self._replicas())
+        self._shown(frozenset(view.name for view in views))
         guests = [view for view in views if view.grant]
         yield _modes(guests)
         yield _gauge("rose_guest_duty", "Share of the last second.", guests, lambda v: v.duty)
@@ -125,6 +168,7 @@ class LiveMetrics(Collector):
         yield _gauge("rose_policy_version", "Proven.", views, lambda v: v.policy_version)
         yield _counter("rose_engine_restarts", "After an end.", views, lambda v: v.restarts)
         yield _states(views)
+        yield from _of_tally(views, self._tally)
         yield from _of_node(self._health())
 
 
@@ -150,7 +194,62 @@ def _of_guests(views: list[ReplicaFigures]) -> Iterator[Metric]:
     yield _gauge("rose_guest_kv_bytes", "Mapped for KV.", views, of(lambda g: g.bytes_mapped))
 
 
+def _of_tally(views: list[ReplicaFigures], tally: Tally) -> Iterator[Metric]:
+    guests = [view for view in views if view.reclaim_s is not None]
+    yield _gauge(
+        "rose_reclaim_deadline_seconds", "A reclaim may take it.", guests, lambda v: v.reclaim_s
+    )
+    yield _counter(
+        "rose_late_reclaims",
+        "Reclaims and stops that took longer than that, or gave too little.",
+        guests,
+        lambda v: float(tally.late[v.name]),
+    )
+    rejected = CounterMetricFamily(
+        "rose_weights_rejected",
+        "Weights that were not what their digests, signatures or proofs say, by what was refused.",
+        labels=["replica", "what"],
+    )
+    placed = GaugeMetricFamily(
+        "rose_engine_placement",
+        "How an engine is kept behind the host.",
+        labels=["replica", "share"],
+    )
+    for view in views:
+        for what in REJECTIONS.values():
+            rejected.add_metric([view.name, what], float(tally.rejected[view.name, what]))
+        if share := tally.placed.get(view.name):
+            placed.add_metric([view.name, share], 1.0)
+    yield rejected
+    yield placed
+
+
 def _of_node(health: NodeHealth) -> Iterator[Metric]:
+    yield GaugeMetricFamily(
+        "rose_kill_switch_active", "1 while no guest may exist.", value=float(health.killed)
+    )
+    yield GaugeMetricFamily(
+        "rose_node_cut_off_seconds",
+        "No scheduler is heard; 0 while one is.",
+        value=health.cut_off_s,
+    )
+    if health.requests is not None:
+        requests = CounterMetricFamily(
+            "rose_host_requests",
+            "Of the host, that met both of its targets or missed one.",
+            labels=["targets"],
+        )
+        for targets, count in zip(("met", "missed"), health.requests, strict=True):
+            requests.add_metric([targets], float(count))
+        yield requests
+    if health.certificate is not None:
+        begin_s, end_s = health.certificate
+        yield GaugeMetricFamily(
+            "rose_certificate_not_before_timestamp_seconds", "Its own one's.", value=begin_s
+        )
+        yield GaugeMetricFamily(
+            "rose_certificate_not_after_timestamp_seconds", "Its own one's.", value=end_s
+        )
     yield CounterMetricFamily(
         "rose_log_dropped_records", "Lost by its logs.", value=float(health.dropped)
     )
@@ -243,7 +342,10 @@ class NodeMetrics:
         health: Callable[[], NodeHealth] = NodeHealth,
     ) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(LiveMetrics(replicas, health))
+        self._tally = Tally()
+        self._names: set[str] = set()
+        live = LiveMetrics(replicas, health, self._tally, self._forget_others)
+        self.registry.register(live)
         self._freezes = self._counter(
             "rose_guest_freezes", "Times a guest was frozen.", ("replica", "reason")
         )
@@ -269,9 +371,7 @@ class NodeMetrics:
             buckets=RECLAIM_BOUNDS_S,
             registry=self.registry,
         )
-        self._placed = self._gauge(
-            "rose_engine_placement", "How an engine is kept behind the host.", ("replica", "share")
-        )
+        self._by_replica = (self._freezes, self._starts, self._reclaim, self._levels, self._ladder)
         build = self._gauge("rose_build_info", "What runs here.", ("version", "page_layout"))
         build.labels(_version(), str(LAYOUT_VERSION)).set(1)
         self._ttft = self._tpot = None
@@ -283,6 +383,7 @@ class NodeMetrics:
     def heard(self, event: str, fields: Mapping[str, object]) -> None:
         """Take one event of the log (any thread)."""
         engine = str(fields.get("engine", ""))
+        self._count(event, str(fields.get("replica", engine)), fields)
         if event == "grant" and fields["mode"] in FROZEN_MODES:
             self._freezes.labels(fields["replica"], fields["reason"]).inc()
         elif event in ("engine_started", "engine_adopted"):
@@ -295,7 +396,23 @@ class NodeMetrics:
             enough = str(fields["enough"]).lower()
             self._ladder.labels(fields["replica"], enough).observe(float(str(fields["seconds"])))
         elif event == "engine_placed":
-            self._placed.labels(engine, fields["share"]).set(1)
+            self._tally.placed[engine] = str(fields["share"])
+
+    def _count(self, event: str, replica: str, fields: Mapping[str, object]) -> None:
+        if replica:
+            self._names.add(replica)
+        if event in REJECTIONS:
+            self._tally.rejected[replica, REJECTIONS[event]] += 1
+        elif event == "stop_overdue" or (event == "reclaim_ended" and not fields["in_time"]):
+            self._tally.late[replica] += 1
+
+    def _forget_others(self, shown: frozenset[str]) -> None:
+        """Series of replicas that are no more would be shown for ever."""
+        for name in [name for name in self._names if name not in shown]:
+            self._names.discard(name)
+            self._tally.forget(name)
+            for family in self._by_replica:
+                family.remove_by_labels({"replica": name})
 
     def served(self, record: LatencyRecord) -> None:
         """Take the latencies of one of the host's requests."""

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from elastic_scheduler import HarvestMode
 from elastic_scheduler.capacity import Advice
 from rose.scheduler.capacity import Capacity
 from rose.scheduler.demand import DemandBook, JobFigures
@@ -44,7 +45,8 @@ class SchedulerFigures:
     """Counts of one moment. leases: by (job, kind of replica); offers: by (kind, leased or free).
 
     held: nodes by the kind of what holds them back. budget_left: share of the SLO budget, by
-    deployment.
+    deployment. silent_s: since each attached node said anything. stop: mode that the operator set.
+    jobs: that are registered.
     """
 
     nodes: int = 0
@@ -59,6 +61,9 @@ class SchedulerFigures:
     held: Mapping[str, int] = field(default_factory=dict)
     advice: Mapping[str, Advice] = field(default_factory=dict)
     budget_left: Mapping[str, float] = field(default_factory=dict)
+    silent_s: Mapping[str, float] = field(default_factory=dict)
+    stop: HarvestMode = HarvestMode.OFF
+    jobs: frozenset[str] = frozenset()
 
 
 def figures_of(
@@ -98,6 +103,9 @@ def figures_of(
         held=_kinds(each.limits for each in verdicts),
         advice={each.node: capacity.advice_of(each.node) for each in verdicts},
         budget_left=capacity.gate.budget_left(now_s) if budgets else {},
+        silent_s={view.node: max(0.0, now_s - view.heard_s) for view in views},
+        stop=capacity.stop.mode,
+        jobs=frozenset(job.job for job in jobs.live),
     )
 
 

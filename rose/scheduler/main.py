@@ -227,7 +227,7 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
         events = logs.events("scheduler")
         audit = AuditLog(audit_file(settings.log_dir, "scheduler"), "scheduler")
         stack.callback(audit.close)
-        metrics = SchedulerMetrics(audit)
+        metrics = SchedulerMetrics(audit, settings.certificates)
         store = MeteredStore(opened, metrics.called)
         events.listen(metrics.heard)
         handlers = LeaderHandlers(lambda: leadership.address)

@@ -4,8 +4,9 @@
     scrape ──► figures of the leading service, counted on its loop ──► text, made beside it
 
 Label values are few: jobs are those that are registered, nodes those that are attached, and beyond
-`MOST_JOBS` names that were ever counted all others are one. No request id, replica or reason in
-words is a label. Names end in their units (`_seconds`, `_bytes`, `_total` for what only grows).
+`MOST_JOBS` names that are counted all others are one. What was counted of a job that is over is
+forgotten after a while. No request id, replica or reason in words is a label. Names end in their
+units (`_seconds`, `_bytes`, `_total` for what only grows).
 """
 
 import asyncio
@@ -21,6 +22,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
+from elastic_scheduler import HarvestMode
 from elastic_scheduler.capacity import Advice
 from rose.errors import ConfigError
 from rose.scheduler.service import SchedulerService, ServiceFigures
@@ -30,6 +32,8 @@ from rose.store.leadership import Leadership
 
 MOST_JOBS = 256
 OTHERS = "(others)"
+# A job's counts are shown for so long after it was over: each scraper has seen the last ones.
+JOB_KEPT_S = 900.0
 STORE_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 ENDS = {
     "lease_expired": "expired",
@@ -52,14 +56,22 @@ _log.addFilter(
 class SchedulerMetrics(Collector):
     """Counters of this process, and figures of the service while it leads."""
 
-    def __init__(self, audit: AuditLog) -> None:
+    def __init__(
+        self,
+        audit: AuditLog,
+        certificates: CertificateFiles | None = None,
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._audit = audit
+        self._certificates = certificates
+        self._clock_s = clock_s
         self._leadership: Leadership | None = None
         self._service: Callable[[], SchedulerService | None] = lambda: None
         self._figures: ServiceFigures | None = None
         self._budgets: Mapping[str, float] = {}
         self._budgeted_s: float | None = None
-        self._jobs: set[str] = set()
+        # Names that are counted apart, and since when each is over.
+        self._jobs: dict[str, float | None] = {}
         self.registry = CollectorRegistry()
         self._grants = self._counter("rose_scheduler_lease_grants", "Leases granted.", "job")
         self._ends = self._counter(
@@ -113,7 +125,7 @@ class SchedulerMetrics(Collector):
     def look(self) -> None:
         """Count what a scrape shows; on the service's loop, between its steps."""
         service = self._service()
-        now_s = time.monotonic()
+        now_s = self._clock_s()
         if service is None:
             self._figures, self._budgeted_s = None, None
             return
@@ -121,6 +133,8 @@ class SchedulerMetrics(Collector):
         self._figures = service.figures(budgets=is_due)
         if is_due:
             self._budgets, self._budgeted_s = self._figures.core.budget_left, now_s
+        core = self._figures.core
+        self._forget_jobs(core.jobs.union(job for job, _ in core.leases), now_s)
 
     def describe(self) -> Iterable[Metric]:
         """Names are checked for clashes without asking anybody."""
@@ -144,6 +158,10 @@ class SchedulerMetrics(Collector):
         yield _gauge(
             "rose_scheduler_audit_missing_records", "Not written yet, or lost.", self._audit.lost
         )
+        if self._certificates is not None:
+            begin_s, end_s = self._certificates.validity_s
+            yield _gauge("rose_certificate_not_before_timestamp_seconds", "Its own one's.", begin_s)
+            yield _gauge("rose_certificate_not_after_timestamp_seconds", "Its own one's.", end_s)
         if self._figures is not None:
             yield from self._of_service(self._figures)
 
@@ -151,6 +169,18 @@ class SchedulerMetrics(Collector):
         core = seen.core
         yield _gauge("rose_scheduler_nodes", "Attached.", core.nodes)
         yield _gauge("rose_scheduler_away_nodes", "Known, and not attached.", core.away)
+        yield _by_one(
+            "rose_scheduler_node_silent_seconds",
+            "Since an attached node said anything.",
+            "node",
+            core.silent_s,
+        )
+        yield _by_one(
+            "rose_scheduler_stop_mode",
+            "1 for the mode that the operator set last; active: no stop.",
+            "mode",
+            {mode.value: float(mode is core.stop) for mode in HarvestMode},
+        )
         yield _gauge("rose_scheduler_gateways", "That report demand.", core.gateways)
         yield _gauge("rose_scheduler_watchers", "Gateways that are sent the table.", seen.watchers)
         yield _by(
@@ -204,9 +234,20 @@ class SchedulerMetrics(Collector):
 
     def _known(self, job: str) -> str:
         if job in self._jobs or len(self._jobs) < MOST_JOBS:
-            self._jobs.add(job)
+            self._jobs[job] = None
             return job
         return OTHERS
+
+    def _forget_jobs(self, live: frozenset[str], now_s: float) -> None:
+        for job, over_s in list(self._jobs.items()):
+            if job in live:
+                self._jobs[job] = None
+            elif over_s is None:
+                self._jobs[job] = now_s
+            elif now_s >= over_s + JOB_KEPT_S:
+                del self._jobs[job]
+                for family in (self._grants, self._ends, self._revocations):
+                    family.remove_by_labels({"job": job})
 
     def _counter(self, name: str, what: str, *labels: str) -> Counter:
         return Counter(name, what, labels, registry=self.registry)

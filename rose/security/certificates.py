@@ -137,6 +137,12 @@ class CertificateFiles:
         return self.material().identity()
 
     @property
+    def validity_s(self) -> tuple[float, float]:
+        """Unix times between which the certificate counts."""
+        leaf = self.material().leaf
+        return leaf.not_valid_before_utc.timestamp(), leaf.not_valid_after_utc.timestamp()
+
+    @property
     def until(self) -> str:
         """When the certificate is over, for people."""
         return f"{self.material().leaf.not_valid_after_utc:%Y-%m-%d %H:%M} UTC"

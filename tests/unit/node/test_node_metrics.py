@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from executor import Grant, GrantMode, GuestState, HostState, LatencyRecord
@@ -14,7 +15,7 @@ from rose.addresses import free_port
 from rose.errors import ConfigError
 from rose.node.config import HostConfig
 from rose.node.memory_gauges import Held
-from rose.node.metrics import NodeMetrics, ReplicaFigures
+from rose.node.metrics import NodeHealth, NodeMetrics, ReplicaFigures
 
 HOST = HostConfig(page=Path("page"), ttft_target_s=0.45, tpot_target_s=0.04)
 GRANT = Grant(GrantMode.FREEZE, epoch=3, reason="host_dead")
@@ -39,7 +40,15 @@ def samples(metrics: NodeMetrics) -> dict[str, float]:
     port = free_port()
     metrics.serve(port)
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
-        text = answer.read().decode()
+        return read(answer.read().decode())
+
+
+def collected(metrics: NodeMetrics) -> dict[str, float]:
+    """Without a server."""
+    return read(generate_latest(metrics.registry).decode())
+
+
+def read(text: str) -> dict[str, float]:
     return {
         s.name + "".join(f",{value}" for _, value in sorted(s.labels.items())): s.value
         for family in text_string_to_metric_families(text)
@@ -115,10 +124,60 @@ def test_a_node_whose_host_says_nothing_shows_nothing_of_it() -> None:
 def test_the_ladder_is_counted_by_level_and_outcome(metrics: NodeMetrics) -> None:
     level = {"replica": "g0", "level": "sleep", "outcome": "held"}
     metrics.heard("reclaim_level", level)
-    metrics.heard("reclaim_ended", {"replica": "g0", "enough": True, "seconds": 0.3})
+    ended = {"replica": "g0", "enough": True, "in_time": True, "seconds": 0.3}
+    metrics.heard("reclaim_ended", ended)
     found = samples(metrics)
     assert found["rose_ladder_levels_total,sleep,held,g0"] == 1
     assert found["rose_ladder_seconds_bucket,true,0.5,g0"] == 1
+
+
+def test_what_alerts_count_is_0_before_it_first_happens() -> None:
+    made = NodeMetrics(HOST, lambda: [replace(VIEW, reclaim_s=5.0)])
+    found = samples(made)
+    assert found["rose_reclaim_deadline_seconds,g0"] == 5
+    assert found["rose_late_reclaims_total,g0"] == 0
+    assert found["rose_weights_rejected_total,g0,chunk"] == 0
+    made.heard("chunk_rejected", {"replica": "g0", "chunk": "c"})
+    made.heard("quarantined", {"replica": "g0", "version": 7})
+    late = {"replica": "g0", "enough": True, "in_time": False, "seconds": 9.0}
+    made.heard("reclaim_ended", late)
+    made.heard("stop_overdue", {"replica": "g0", "held_bytes": 1})
+    found = collected(made)
+    assert found["rose_weights_rejected_total,g0,chunk"] == 1
+    assert found["rose_weights_rejected_total,g0,engine"] == 1
+    assert found["rose_weights_rejected_total,g0,version"] == 0
+    assert found["rose_late_reclaims_total,g0"] == 2
+    made.close()
+
+
+def test_the_nodes_own_state_is_shown() -> None:
+    health = NodeHealth(killed=True, cut_off_s=7.5, requests=(98, 2), certificate=(1e9, 2e9))
+    found = collected(NodeMetrics(HOST, lambda: [VIEW], lambda: health))
+    assert found["rose_kill_switch_active"] == 1
+    assert found["rose_node_cut_off_seconds"] == 7.5
+    assert found["rose_host_requests_total,met"] == 98
+    assert found["rose_host_requests_total,missed"] == 2
+    assert found["rose_certificate_not_before_timestamp_seconds"] == 1e9
+    assert found["rose_certificate_not_after_timestamp_seconds"] == 2e9
+    without = collected(NodeMetrics(None, lambda: [VIEW]))
+    assert not any(name.startswith(("rose_host_requests", "rose_cert")) for name in without)
+
+
+def test_a_replica_that_is_gone_leaves_no_series_and_a_placement_no_old_one() -> None:
+    views = [VIEW]
+    made = NodeMetrics(HOST, lambda: views)
+    for share in ("SCHED_IDLE", "nice"):
+        made.heard("engine_placed", {"engine": "g0", "share": share})
+    made.heard("grant", {"replica": "g0", "mode": "freeze", "reason": "host_dead"})
+    made.heard("engine_started", {"engine": "g0"})
+    made.heard("engine_reclaimed", {"engine": "g0", "seconds": 0.1})
+    made.heard("quarantined", {"replica": "g0"})
+    placed = [name for name in collected(made) if name.startswith("rose_engine_placement")]
+    assert placed == ["rose_engine_placement,g0,nice"]
+    views.clear()
+    assert not [name for name in collected(made) if ",g0" in name]
+    views.append(VIEW)
+    assert collected(made)["rose_weights_rejected_total,g0,engine"] == 0
 
 
 def test_a_busy_port_is_named(metrics: NodeMetrics) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import re
 import ssl
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from rose.errors import ConfigError, UnavailableError
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler.figures import OTHER_KIND, kind_of
 from rose.scheduler.main import settings_of
-from rose.scheduler.metrics import MOST_JOBS, OTHERS, MetricsServer, SchedulerMetrics
+from rose.scheduler.metrics import JOB_KEPT_S, MOST_JOBS, OTHERS, MetricsServer, SchedulerMetrics
 from rose.security import Role
 from rose.store import MeteredStore
 from tests.certificates import Certificates
@@ -83,6 +84,9 @@ async def test_a_leader_shows_leases_demand_holds_and_advice(bench: Bench) -> No
     assert now["node_modes{mode=active}"] == 1
     assert now["slo_budget_left_ratio{deployment=}"] == 1.0
     assert now["audit_records_total"] == 7
+    assert now["node_silent_seconds{node=n0}"] < 60
+    assert now["stop_mode{mode=active}"] == 1
+    assert now["stop_mode{mode=hold}"] == 0
     await bench.stub.Revoke(pb.RevokeRequest(replica=lease.replica, reason="by hand"))
     policy = '{"name": "p", "mode": "Advisory"}'
     await bench.stub.ApplyPolicy(pb.ApplyPolicyRequest(policy=policy))
@@ -127,6 +131,31 @@ def test_jobs_that_come_and_go_make_no_series_without_end() -> None:
     granted = {k: v for k, v in samples(metrics).items() if k.startswith("lease_grants_total")}
     assert len(granted) == MOST_JOBS + 1
     assert granted[f"lease_grants_total{{job={OTHERS}}}"] == 2 * MOST_JOBS
+
+
+async def test_a_job_that_is_over_is_forgotten_once_its_last_counts_were_seen(bench: Bench) -> None:
+    clock = SimpleNamespace(now_s=0.0)
+    metrics = SchedulerMetrics(AUDIT, clock_s=lambda: clock.now_s)  # type: ignore[arg-type]
+    metrics.watch(LEADS, lambda: bench.service)  # type: ignore[arg-type]
+    await bench.stub.RegisterJob(pb.RegisterJobRequest(job="grpo", max_staleness=1))
+    metrics.heard("lease_granted", {"job": "grpo"})
+    metrics.heard("lease_granted", {"job": "over"})
+    metrics.heard("revoked", {"job": "over", "by": "node"})
+    samples(metrics)
+    clock.now_s = JOB_KEPT_S - 1
+    assert samples(metrics)["revocations_total{by=node,job=over}"] == 1
+    clock.now_s = JOB_KEPT_S
+    now = samples(metrics)
+    assert not [name for name in now if "job=over" in name]
+    assert now["lease_grants_total{job=grpo}"] == 1
+
+
+def test_a_scheduler_with_a_certificate_says_until_when_it_counts(tmp_path: Path) -> None:
+    files = Certificates(tmp_path / "ca").of(Role.SCHEDULER, "s0")
+    metrics = SchedulerMetrics(AUDIT, files)  # type: ignore[arg-type]
+    now = read(generate_latest(metrics.registry).decode())
+    begin_s = now["rose_certificate_not_before_timestamp_seconds"]
+    assert begin_s < time.time() < now["rose_certificate_not_after_timestamp_seconds"]
 
 
 def test_every_limit_of_a_verdict_has_a_kind() -> None:
