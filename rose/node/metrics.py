@@ -12,7 +12,14 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    start_http_server,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -150,23 +157,43 @@ class LiveMetrics(Collector):
         self._shown(frozenset(view.name for view in views))
         guests = [view for view in views if view.grant]
         yield _modes(guests)
-        yield _gauge("rose_guest_duty", "Share of the last second.", guests, lambda v: v.duty)
+        yield _gauge(
+            "rose_guest_duty",
+            "Share of the last second in which the guest was not held back.",
+            guests,
+            lambda v: v.duty,
+        )
         yield _gauge(
             "rose_grant_epoch",
-            "Grows with every mode.",
+            "Epoch of the guest's grant; it grows with every mode.",
             guests,
             lambda v: v.grant.epoch if v.grant else None,
         )
-        yield _counter("rose_grants", "Grants written.", guests, lambda v: v.granted)
+        yield _counter(
+            "rose_grants", "Grants written for the guest, 50 a second.", guests, lambda v: v.granted
+        )
         yield _gauge(
-            "rose_guest_owed_bytes", "Its host took them back.", guests, lambda v: v.owed_bytes
+            "rose_guest_owed_bytes",
+            "KV memory that the host took back and the guest still keeps.",
+            guests,
+            lambda v: v.owed_bytes,
         )
         yield _held(views)
         yield from _of_guests([view for view in views if view.guest])
         # A node has one host, which all of its guests share.
         yield from _of_host(next((view.host for view in views if view.host), None))
-        yield _gauge("rose_policy_version", "Proven.", views, lambda v: v.policy_version)
-        yield _counter("rose_engine_restarts", "After an end.", views, lambda v: v.restarts)
+        yield _gauge(
+            "rose_policy_version",
+            "Version of its job's weights that the replica has proven.",
+            views,
+            lambda v: v.policy_version,
+        )
+        yield _counter(
+            "rose_engine_restarts",
+            "Engines started again after an end that nobody asked for.",
+            views,
+            lambda v: v.restarts,
+        )
         yield _states(views)
         yield from _of_tally(views, self._tally)
         yield from _of_node(self._health())
@@ -179,25 +206,42 @@ def _of_guests(views: list[ReplicaFigures]) -> Iterator[Metric]:
     def of(read: Callable[[GuestState], float]) -> Value:
         return lambda view: read(view.guest) if view.guest else None
 
-    yield _counter("rose_guest_tokens", "Sampled.", views, of(lambda g: g.tokens_total))
+    yield _counter(
+        "rose_guest_tokens", "Tokens that the guest sampled.", views, of(lambda g: g.tokens_total)
+    )
     yield _counter(
         "rose_guest_yielded_seconds",
-        "Had work and waited.",
+        "Time in which the guest had work and was held back.",
         views,
         of(lambda g: g.yielded_ns / _NS),
     )
-    yield _gauge("rose_guest_running", "Turns that run.", views, of(lambda g: g.running))
-    yield _gauge("rose_guest_waiting", "Turns that wait.", views, of(lambda g: g.waiting))
     yield _gauge(
-        "rose_guest_last_step_seconds", "Its last step.", views, of(lambda g: g.last_step_ns / _NS)
+        "rose_guest_running", "Turns that run in the guest.", views, of(lambda g: g.running)
     )
-    yield _gauge("rose_guest_kv_bytes", "Mapped for KV.", views, of(lambda g: g.bytes_mapped))
+    yield _gauge(
+        "rose_guest_waiting", "Turns that wait in the guest.", views, of(lambda g: g.waiting)
+    )
+    yield _gauge(
+        "rose_guest_last_step_seconds",
+        "How long the guest's last step took.",
+        views,
+        of(lambda g: g.last_step_ns / _NS),
+    )
+    yield _gauge(
+        "rose_guest_kv_bytes",
+        "KV memory that the guest has mapped.",
+        views,
+        of(lambda g: g.bytes_mapped),
+    )
 
 
 def _of_tally(views: list[ReplicaFigures], tally: Tally) -> Iterator[Metric]:
     guests = [view for view in views if view.reclaim_s is not None]
     yield _gauge(
-        "rose_reclaim_deadline_seconds", "A reclaim may take it.", guests, lambda v: v.reclaim_s
+        "rose_reclaim_deadline_seconds",
+        "How long a reclaim of the guest's memory may take.",
+        guests,
+        lambda v: v.reclaim_s,
     )
     yield _counter(
         "rose_late_reclaims",
@@ -207,12 +251,12 @@ def _of_tally(views: list[ReplicaFigures], tally: Tally) -> Iterator[Metric]:
     )
     rejected = CounterMetricFamily(
         "rose_weights_rejected",
-        "Weights that were not what their digests, signatures or proofs say, by what was refused.",
+        "Weights that were not what their digests, signatures or proofs say.",
         labels=["replica", "what"],
     )
     placed = GaugeMetricFamily(
         "rose_engine_placement",
-        "How an engine is kept behind the host.",
+        "1 for how the engine is kept behind its host, as the kernel says.",
         labels=["replica", "share"],
     )
     for view in views:
@@ -226,17 +270,19 @@ def _of_tally(views: list[ReplicaFigures], tally: Tally) -> Iterator[Metric]:
 
 def _of_node(health: NodeHealth) -> Iterator[Metric]:
     yield GaugeMetricFamily(
-        "rose_kill_switch_active", "1 while no guest may exist.", value=float(health.killed)
+        "rose_kill_switch_active",
+        "1 while the kill switch is set: no guest may exist.",
+        value=float(health.killed),
     )
     yield GaugeMetricFamily(
         "rose_node_cut_off_seconds",
-        "No scheduler is heard; 0 while one is.",
+        "For how long the node has heard no scheduler; 0 while it does.",
         value=health.cut_off_s,
     )
     if health.requests is not None:
         requests = CounterMetricFamily(
             "rose_host_requests",
-            "Of the host, that met both of its targets or missed one.",
+            "Requests of the host, by whether they met both of its targets.",
             labels=["targets"],
         )
         for targets, count in zip(("met", "missed"), health.requests, strict=True):
@@ -245,18 +291,30 @@ def _of_node(health: NodeHealth) -> Iterator[Metric]:
     if health.certificate is not None:
         begin_s, end_s = health.certificate
         yield GaugeMetricFamily(
-            "rose_certificate_not_before_timestamp_seconds", "Its own one's.", value=begin_s
+            "rose_certificate_not_before_timestamp_seconds",
+            "When the process's own certificate begins.",
+            value=begin_s,
         )
         yield GaugeMetricFamily(
-            "rose_certificate_not_after_timestamp_seconds", "Its own one's.", value=end_s
+            "rose_certificate_not_after_timestamp_seconds",
+            "When the process's own certificate is over.",
+            value=end_s,
         )
     yield CounterMetricFamily(
-        "rose_log_dropped_records", "Lost by its logs.", value=float(health.dropped)
+        "rose_log_dropped_records",
+        "Records that found no room in a log's queue, and are lost.",
+        value=float(health.dropped),
     )
     restarts = CounterMetricFamily(
-        "rose_task_restarts", "Of its background tasks.", labels=["task"]
+        "rose_task_restarts",
+        "Background tasks of the daemon that died and were started again.",
+        labels=["task"],
     )
-    running = GaugeMetricFamily("rose_task_running", "0 while it is down.", labels=["task"])
+    running = GaugeMetricFamily(
+        "rose_task_running",
+        "1 while the background task runs, 0 while it is down.",
+        labels=["task"],
+    )
     for name, restarted in health.restarted.items():
         restarts.add_metric([name], float(restarted))
         running.add_metric([name], float(health.running[name]))
@@ -268,20 +326,36 @@ def _of_host(host: HostState | None) -> Iterator[Metric]:
     if host is None:
         return
     for name, what, value in (
-        ("rose_host_running", "Requests that run.", host.running),
-        ("rose_host_waiting", "Requests that wait.", host.waiting),
-        ("rose_host_kv_usage", "Share of its KV blocks.", host.kv_used / max(1, host.kv_total)),
-        ("rose_host_lent_bytes", "KV memory it gave up for now.", host.bytes_lent),
-        ("rose_host_lent_granules", "Of its KV granules.", host.granules_lent),
-        ("rose_host_reserve_missing_granules", "It needs them back.", host.reserve_missing),
+        ("rose_host_running", "Requests that run in the host.", host.running),
+        ("rose_host_waiting", "Requests that wait in the host.", host.waiting),
+        (
+            "rose_host_kv_usage",
+            "Share of the host's KV blocks in use, 0 to 1.",
+            host.kv_used / max(1, host.kv_total),
+        ),
+        ("rose_host_lent_bytes", "KV memory that the host lends now.", host.bytes_lent),
+        (
+            "rose_host_lent_granules",
+            "Granules of KV memory that the host lends now.",
+            host.granules_lent,
+        ),
+        (
+            "rose_host_reserve_missing_granules",
+            "Granules that the host needs back for its reserve.",
+            host.reserve_missing,
+        ),
     ):
         yield GaugeMetricFamily(name, what, value=value)
-    yield CounterMetricFamily("rose_host_busy_seconds", "In a step.", value=host.busy_ns / _NS)
+    yield CounterMetricFamily(
+        "rose_host_busy_seconds", "Time in which the host was in a step.", value=host.busy_ns / _NS
+    )
 
 
 def _modes(views: list[ReplicaFigures]) -> Metric:
     family = GaugeMetricFamily(
-        "rose_guest_mode", "1 for the mode that holds.", labels=["replica", "mode", "reason"]
+        "rose_guest_mode",
+        "1 for the mode of the guest's grant, with its reason; 0 for the others.",
+        labels=["replica", "mode", "reason"],
     )
     for view in views:
         assert view.grant
@@ -295,7 +369,9 @@ def _modes(views: list[ReplicaFigures]) -> Metric:
 def _held(views: list[ReplicaFigures]) -> Metric:
     """What cannot be measured is left out: 0 would be good news."""
     family = GaugeMetricFamily(
-        "rose_guest_memory_bytes", "All that it holds.", labels=["replica", "measured_by"]
+        "rose_guest_memory_bytes",
+        "All memory that the guest holds, and who measured it.",
+        labels=["replica", "measured_by"],
     )
     for view in views:
         if view.held is not None and view.held.amount is not None:
@@ -304,7 +380,9 @@ def _held(views: list[ReplicaFigures]) -> Metric:
 
 
 def _states(views: list[ReplicaFigures]) -> Metric:
-    family = GaugeMetricFamily("rose_engine_state", "1 for it.", labels=["replica", "state"])
+    family = GaugeMetricFamily(
+        "rose_engine_state", "1 for the state of the engine's life.", labels=["replica", "state"]
+    )
     for view in views:
         family.add_metric([view.name, view.state], 1.0)
     return family
@@ -341,38 +419,48 @@ class NodeMetrics:
         replicas: Callable[[], Iterable[ReplicaFigures]],
         health: Callable[[], NodeHealth] = NodeHealth,
     ) -> None:
+        # When each series began is another series of each: nobody asks for it.
+        disable_created_metrics()
         self.registry = CollectorRegistry()
         self._tally = Tally()
         self._names: set[str] = set()
         live = LiveMetrics(replicas, health, self._tally, self._forget_others)
         self.registry.register(live)
         self._freezes = self._counter(
-            "rose_guest_freezes", "Times a guest was frozen.", ("replica", "reason")
+            "rose_guest_freezes",
+            "Grants that froze, drained or ended the guest, by their reason.",
+            ("replica", "reason"),
         )
         self._starts = self._counter(
-            "rose_engine_starts", "Engines started or adopted.", ("replica", "how")
+            "rose_engine_starts",
+            "Engines that the daemon started, or adopted from an earlier one.",
+            ("replica", "how"),
         )
         self._reclaim = Histogram(
             "rose_reclaim_seconds",
-            "From the decision to end a guest to its last process gone.",
+            "From the decision to end a guest until its last process was gone.",
             ("replica",),
             buckets=RECLAIM_BOUNDS_S,
             registry=self.registry,
         )
         self._levels = self._counter(
             "rose_ladder_levels",
-            "Levels of the reclaim ladder that were taken.",
+            "Levels of the reclaim ladder that were taken, by what became of them.",
             ("replica", "level", "outcome"),
         )
         self._ladder = Histogram(
             "rose_ladder_seconds",
-            "From the request for memory to the end of the ladder; enough: all of it came.",
+            "From the request for memory to the end of the ladder; enough: all came.",
             ("replica", "enough"),
             buckets=RECLAIM_BOUNDS_S,
             registry=self.registry,
         )
         self._by_replica = (self._freezes, self._starts, self._reclaim, self._levels, self._ladder)
-        build = self._gauge("rose_build_info", "What runs here.", ("version", "page_layout"))
+        build = self._gauge(
+            "rose_build_info",
+            "1, with the version of the daemon and of its control page.",
+            ("version", "page_layout"),
+        )
         build.labels(_version(), str(LAYOUT_VERSION)).set(1)
         self._ttft = self._tpot = None
         if host:
@@ -443,7 +531,9 @@ class NodeMetrics:
         return Gauge(name, what, labels, registry=self.registry)
 
     def _latency(self, name: str, target_s: float) -> Histogram:
-        self._gauge(f"rose_host_{name}_target_seconds", "The target.", ()).set(target_s)
+        self._gauge(
+            f"rose_host_{name}_target_seconds", f"The host's target of its {name.upper()}.", ()
+        ).set(target_s)
         return Histogram(
             f"rose_host_{name}_seconds",
             f"The host's {name.upper()} by request; its target is one of the bounds.",

@@ -17,7 +17,13 @@ from typing import TypeVar
 
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
@@ -72,29 +78,33 @@ class SchedulerMetrics(Collector):
         self._budgeted_s: float | None = None
         # Names that are counted apart, and since when each is over.
         self._jobs: dict[str, float | None] = {}
+        # When each series began is another series of each: nobody asks for it.
+        disable_created_metrics()
         self.registry = CollectorRegistry()
         self._grants = self._counter("rose_scheduler_lease_grants", "Leases granted.", "job")
         self._ends = self._counter(
-            "rose_scheduler_lease_ends", "Leases over, by what ended them.", "job", "how"
+            "rose_scheduler_lease_ends", "Leases that are over, by what ended them.", "job", "how"
         )
         self._revocations = self._counter(
             "rose_scheduler_revocations", "Leases taken back, by whom.", "job", "by"
         )
         self._terms = self._counter(
-            "rose_scheduler_terms", "Terms that this process led, or ended.", "event"
+            "rose_scheduler_terms", "Terms that this process began to lead, or ended.", "event"
         )
         self._complaints = self._counter(
-            "rose_scheduler_complaints", "Refused peers, at most 60 a minute.", "of"
+            "rose_scheduler_complaints",
+            "Peers and calls that were refused, at most 60 a minute of each kind.",
+            "of",
         )
         self._store_s = Histogram(
             "rose_scheduler_store_seconds",
-            "Calls of the store.",
+            "Time that calls of the store took.",
             ("call",),
             buckets=STORE_BOUNDS_S,
             registry=self.registry,
         )
         self._store_errors = self._counter(
-            "rose_scheduler_store_errors", "Calls it did not answer.", "call"
+            "rose_scheduler_store_errors", "Calls that the store did not answer.", "call"
         )
         self.registry.register(self)
 
@@ -152,80 +162,125 @@ class SchedulerMetrics(Collector):
             "rose_scheduler_term", "The store's revision that this term began with; 0: none.", term
         )
         records = CounterMetricFamily(
-            "rose_scheduler_audit_records", "Of its chain, all lives.", value=self._audit.records
+            "rose_scheduler_audit_records",
+            "Records in the chain of the audit log, of all lives.",
+            value=self._audit.records,
         )
         yield records
         yield _gauge(
-            "rose_scheduler_audit_missing_records", "Not written yet, or lost.", self._audit.lost
+            "rose_scheduler_audit_missing_records",
+            "Records that the audit log lacks: not written yet, or lost.",
+            self._audit.lost,
         )
         if self._certificates is not None:
             begin_s, end_s = self._certificates.validity_s
-            yield _gauge("rose_certificate_not_before_timestamp_seconds", "Its own one's.", begin_s)
-            yield _gauge("rose_certificate_not_after_timestamp_seconds", "Its own one's.", end_s)
+            yield _gauge(
+                "rose_certificate_not_before_timestamp_seconds",
+                "When the process's own certificate begins.",
+                begin_s,
+            )
+            yield _gauge(
+                "rose_certificate_not_after_timestamp_seconds",
+                "When the process's own certificate is over.",
+                end_s,
+            )
         if self._figures is not None:
             yield from self._of_service(self._figures)
 
     def _of_service(self, seen: ServiceFigures) -> Iterator[Metric]:
         core = seen.core
-        yield _gauge("rose_scheduler_nodes", "Attached.", core.nodes)
-        yield _gauge("rose_scheduler_away_nodes", "Known, and not attached.", core.away)
+        yield _gauge("rose_scheduler_nodes", "Nodes that are attached.", core.nodes)
+        yield _gauge(
+            "rose_scheduler_away_nodes", "Nodes that are known and not attached.", core.away
+        )
         yield _by_one(
             "rose_scheduler_node_silent_seconds",
-            "Since an attached node said anything.",
+            "Time since an attached node said anything.",
             "node",
             core.silent_s,
         )
         yield _by_one(
             "rose_scheduler_stop_mode",
-            "1 for the mode that the operator set last; active: no stop.",
+            "1 for the mode that the operator set last; active means no stop.",
             "mode",
             {mode.value: float(mode is core.stop) for mode in HarvestMode},
         )
-        yield _gauge("rose_scheduler_gateways", "That report demand.", core.gateways)
-        yield _gauge("rose_scheduler_watchers", "Gateways that are sent the table.", seen.watchers)
+        yield _gauge("rose_scheduler_gateways", "Gateways that report demand.", core.gateways)
+        yield _gauge(
+            "rose_scheduler_watchers", "Gateways that are sent the table of leases.", seen.watchers
+        )
         yield _by(
             "rose_scheduler_replicas",
-            "Offered now.",
+            "Replicas that are offered, leased or free.",
             ("kind", "state"),
             {labels: float(count) for labels, count in core.offers.items()},
         )
-        yield _by("rose_scheduler_leases", "That live.", ("job", "kind"), core.leases)
+        yield _by("rose_scheduler_leases", "Leases that live.", ("job", "kind"), core.leases)
         yield _by_one(
-            "rose_scheduler_node_leases", "That live on a node.", "node", core.node_leases
+            "rose_scheduler_node_leases", "Leases that live on a node.", "node", core.node_leases
         )
         yield _gauge(
             "rose_scheduler_promised_leases",
-            "Decided; their epochs are not durable.",
+            "Leases that are decided and whose epochs are not durable yet.",
             core.promised,
         )
         yield _gauge(
-            "rose_scheduler_queued_commands", "That nodes have not taken yet.", seen.commands
+            "rose_scheduler_queued_commands",
+            "Commands that nodes have not taken yet.",
+            seen.commands,
         )
-        yield _gauge("rose_scheduler_longest_command_queue", "Of one node.", seen.longest)
+        yield _gauge(
+            "rose_scheduler_longest_command_queue",
+            "Commands that the slowest node has not taken yet.",
+            seen.longest,
+        )
         yield _gauge(
             "rose_scheduler_waiting_requests",
-            "Of trainers and operators, for the store.",
+            "Requests of trainers and operators that wait for the store.",
             seen.commits,
         )
-        yield _gauge("rose_scheduler_store_stalled_seconds", "0 while it answers.", seen.stalled_s)
+        yield _gauge(
+            "rose_scheduler_store_stalled_seconds",
+            "How long a write has waited for the store; 0 while it answers.",
+            seen.stalled_s,
+        )
         turns = {each.job: each.turns for each in core.demand}
         yield _by_one(
-            "rose_scheduler_job_turns", "Running and waiting, at all gateways.", "job", turns
+            "rose_scheduler_job_turns",
+            "Turns of a job that run or wait, at all gateways.",
+            "job",
+            turns,
         )
         owed = {each.job: each.owed_tokens for each in core.demand}
-        yield _by_one("rose_scheduler_job_owed_tokens", "That its turns are to make.", "job", owed)
-        made = {each.job: each.made_tok_s for each in core.demand}
-        yield _by_one("rose_scheduler_job_tokens_per_second", "That it makes.", "job", made)
         yield _by_one(
-            "rose_scheduler_node_modes", "Nodes by what their policies say.", "mode", core.modes
+            "rose_scheduler_job_owed_tokens",
+            "Tokens that the turns of a job are still to make.",
+            "job",
+            owed,
+        )
+        made = {each.job: each.made_tok_s for each in core.demand}
+        yield _by_one(
+            "rose_scheduler_job_tokens_per_second",
+            "Tokens that a job makes a second, as gateways report it.",
+            "job",
+            made,
         )
         yield _by_one(
-            "rose_scheduler_held_nodes", "Nodes by what holds them back.", "reason", core.held
+            "rose_scheduler_node_modes",
+            "Nodes by the mode that their policies say.",
+            "mode",
+            core.modes,
+        )
+        yield _by_one(
+            "rose_scheduler_held_nodes",
+            "Nodes by what holds them back; a node counts once for each.",
+            "reason",
+            core.held,
         )
         yield from _advised(core.advice)
         left = GaugeMetricFamily(
             "rose_scheduler_slo_budget_left_ratio",
-            "Of 30 days; below 0: overspent.",
+            "Share of 30 days' SLO budget that is left; below 0: overspent.",
             labels=["deployment"],
         )
         for deployment, share in self._budgets.items():
@@ -257,16 +312,24 @@ def _advised(advice: Mapping[str, Advice]) -> Iterator[Metric]:
     """What each node lends, or would: now, and the sums of which rates are made."""
     labels = ["node"]
     memory = GaugeMetricFamily(
-        "rose_scheduler_node_lendable_bytes", "KV memory that it would lend.", labels=labels
+        "rose_scheduler_node_lendable_bytes",
+        "KV memory that a node lends, or would lend.",
+        labels=labels,
     )
     compute = GaugeMetricFamily(
-        "rose_scheduler_node_lendable_compute_ratio", "Of each second.", labels=labels
+        "rose_scheduler_node_lendable_compute_ratio",
+        "Share of each second that a node lends, or would lend.",
+        labels=labels,
     )
     byte_s = CounterMetricFamily(
-        "rose_scheduler_node_lendable_byte_seconds", "Its sum over time.", labels=labels
+        "rose_scheduler_node_lendable_byte_seconds",
+        "KV memory that a node lends, or would, summed over time.",
+        labels=labels,
     )
     compute_s = CounterMetricFamily(
-        "rose_scheduler_node_lendable_compute_seconds", "Its sum over time.", labels=labels
+        "rose_scheduler_node_lendable_compute_seconds",
+        "Compute that a node lends, or would, summed over time.",
+        labels=labels,
     )
     for node, each in advice.items():
         if each.now.memory_bytes is not None:

@@ -1,0 +1,342 @@
+"""Write docs/operators/metrics.md: every metric and label of every process, from its registry.
+
+    an example of all that a process counts ──► its registry ──► text as a scraper reads it ──► page
+
+Nothing is read from source: a family that no example reaches, or a label that nobody explained,
+ends the script. Tests take the same families to check rules and dashboards against.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from elastic_scheduler import HarvestMode
+from elastic_scheduler.capacity import Advice
+from elastic_scheduler.capacity.advice import Lendable
+from elastic_scheduler.turn_journal import End
+from executor import Grant, GrantMode, GuestState, HostState, LatencyRecord
+from executor.freeze_reason import FreezeReason
+from executor.kv.reclaim_ladder import ReclaimLevel, ReclaimOutcome
+from rose.gateway.stats import GatewayHealth, GatewayStats, exposition
+from rose.node.config import HostConfig
+from rose.node.guest.supervisor import EngineState
+from rose.node.memory_gauges import Held
+from rose.node.metrics import NodeHealth, NodeMetrics, ReplicaFigures
+from rose.scheduler.demand import JobFigures
+from rose.scheduler.figures import LIMIT_KINDS, SchedulerFigures
+from rose.scheduler.metrics import COMPLAINTS, ENDS, SchedulerMetrics
+from rose.scheduler.service import ServiceFigures
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+PAGE: Final = ROOT / "docs" / "operators" / "metrics.md"
+CALLS: Final = ("get", "list", "txn", "grant_lease", "keep_lease", "revoke_lease")
+PROCESSES: Final = ("node", "scheduler", "gateway")
+
+# What a gateway's text says of itself is names and types.
+OF_GATEWAY: Final = {
+    "rose_gateway_tokens": "Tokens that came from a replica and are in the journal.",
+    "rose_gateway_attempt_ends": "Attempts of turns, by how they ended.",
+    "rose_gateway_live_turns": "Turns that run at a replica now.",
+    "rose_gateway_turns": "Turns that were delivered whole.",
+    "rose_gateway_failed_turns": "Turns that ended with an error.",
+    "rose_gateway_continuations": "Turns that went on at another replica.",
+    "rose_gateway_attempts": "Times that a turn was sent to a replica.",
+    "rose_gateway_repeated_requests": "Requests that were answered from an earlier answer.",
+    "rose_gateway_slow_readers": "Streams that were ended because nobody read them.",
+    "rose_gateway_hedges": "Second copies of turns.",
+    "rose_gateway_hedge_wins": "Second copies that answered first.",
+    "rose_gateway_waiting_turns": "Turns that have no replica yet.",
+    "rose_gateway_loop_lag_seconds": "How late the event loop woke.",
+    "rose_gateway_log_dropped": "Records that found no room in a log's queue, and are lost.",
+    "rose_gateway_task_restarts": "Background tasks that died and were started again.",
+}
+
+LABELS: Final = {
+    "by": "who took the lease back: `node`, `operator`",
+    "call": "a call of the store: " + ", ".join(f"`{call}`" for call in CALLS),
+    "deployment": "the label `deployment` of nodes, as operators set it; empty without one",
+    "end": "how an attempt ended: " + ", ".join(f"`{end.value}`" for end in End),
+    "enough": "`true`, `false`",
+    "event": "`leads`, `steps_down`",
+    "how": "how it came to be over, or to run: `expired`, `released`, `revoked`; `started`,"
+    " `adopted`",
+    "job": "registered jobs, 48 at most; `(others)` beyond 256 names that are counted; forgotten a"
+    " quarter of an hour after the job",
+    "kind": "`guest`, `dedicated`",
+    "level": "levels of the reclaim ladder: "
+    + ", ".join(f"`{level.name.lower()}`" for level in ReclaimLevel),
+    "measured_by": "who measured: the kernel or the driver, in a few words",
+    "mode": "modes of a grant (node), of policies and of the operator's stop (scheduler)",
+    "node": "attached nodes, 4,096 at most",
+    "of": "what was refused: " + ", ".join(f"`{each[:-8]}`" for each in sorted(COMPLAINTS)),
+    "outcome": "what became of a level: "
+    + ", ".join(f"`{outcome.value}`" for outcome in ReclaimOutcome),
+    "page_layout": "version of the control page",
+    "reason": "of a grant: the words of `FreezeReason`; of a node: "
+    + ", ".join(f"`{kind}`" for _, kind in LIMIT_KINDS),
+    "replica": "replicas of the node's file; a gateway: replicas that it sent turns to",
+    "share": "`SCHED_IDLE`, `nice`, `plain`",
+    "state": "of an engine: " + ", ".join(f"`{state.value}`" for state in EngineState)
+    + "; of an offered replica: `leased`, `free`",
+    "targets": "`met`, `missed`",
+    "task": "background tasks of the process: a handful, and three or four a replica",
+    "version": "version of ROSE",
+    "what": "what was refused: a `chunk` of other bytes than its digest says, a `version` that the"
+    " engine did not take, an `engine` of unproven weights",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Metrics of one name. names: of its series as queries write them; labels: but for `le`."""
+
+    process: str
+    name: str
+    kind: str
+    what: str
+    labels: frozenset[str]
+    names: frozenset[str]
+
+    @property
+    def shown(self) -> str:
+        """As a query names it, with its labels: `rose_terms_total{event}`."""
+        name = f"{self.name}_total" if self.kind == "counter" else self.name
+        return f"{name}{{{','.join(sorted(self.labels))}}}" if self.labels else name
+
+
+class NeverCountedError(Exception):
+    """A family has no series in the example: nobody could say what labels it has."""
+
+
+# ---- examples: everything that a process may count, with each label ----
+
+
+def node_metrics(replicas: int = 1) -> NodeMetrics:
+    """A node whose guests did all that is counted, for every reason there is."""
+    names = [f"guest-{number}" for number in range(replicas)]
+    state = HostState(kv_total=4, granules_total=2)
+    views = [
+        ReplicaFigures(
+            name, "healthy", 0, 1, grant=Grant(GrantMode.FREEZE, 1, reason="host_dead"),
+            guest=GuestState(), host=state, held=Held(1, "kernel"), reclaim_s=5.0,
+        )
+        for name in names
+    ]  # fmt: skip
+    tasks = ["session", "guards", "held memory", "engine logs"]
+    tasks += [f"{name}: {part}" for name in names for part in ("supervisor", "lease", "updates")]
+    health = NodeHealth(
+        restarted=dict.fromkeys(tasks, 0),
+        running=dict.fromkeys(tasks, True),
+        requests=(1, 0),
+        certificate=(0.0, 1.0),
+    )
+    host = HostConfig(page=Path("page"), ttft_target_s=0.5, tpot_target_s=0.15)
+    metrics = NodeMetrics(host, lambda: views, lambda: health)
+    for name in names:
+        for event, fields in _life(name):
+            metrics.heard(event, fields)
+    metrics.served(LatencyRecord(1, 10**8, 10**7, 1, 1, 1, "r"))
+    return metrics
+
+
+def _life(guest: str) -> Iterator[tuple[str, Mapping[str, object]]]:
+    for reason in FreezeReason:
+        yield "grant", {"replica": guest, "mode": "freeze", "reason": str(reason)}
+    yield "engine_started", {"engine": guest}
+    yield "engine_adopted", {"engine": guest}
+    yield "engine_placed", {"engine": guest, "share": "SCHED_IDLE"}
+    yield "engine_reclaimed", {"engine": guest, "seconds": 0.1}
+    for level in ReclaimLevel:
+        for outcome in ReclaimOutcome:
+            said = {"level": level.name.lower(), "outcome": outcome.value}
+            yield "reclaim_level", {"replica": guest, **said}
+    for enough in (True, False):
+        ended = {"enough": enough, "in_time": enough, "seconds": 0.1}
+        yield "reclaim_ended", {"replica": guest, **ended}
+
+
+def scheduler_metrics(
+    nodes: int = 1, jobs: int = 1, deployments: Sequence[str] = ("chat",)
+) -> SchedulerMetrics:
+    """A leader of so many nodes and jobs, which did all that is counted."""
+    audit, lead = SimpleNamespace(records=1, lost=0), SimpleNamespace(leads=lambda: True, term=1)
+    certificates = SimpleNamespace(validity_s=(0.0, 1.0))
+    metrics = SchedulerMetrics(audit, certificates)  # type: ignore[arg-type]
+    node_names = [f"node-{number}" for number in range(nodes)]
+    job_names = [f"job-{number}" for number in range(jobs)]
+    kinds = ("guest", "dedicated")
+    advice = Advice(Lendable(memory_bytes=1, compute=0.5))
+    core = SchedulerFigures(
+        leases={(job, kind): 1 for job in job_names for kind in kinds},
+        node_leases=dict.fromkeys(node_names, 1),
+        offers={(kind, state): 1 for kind in kinds for state in ("leased", "free")},
+        demand=tuple(JobFigures(job, 1, 1.0, 1.0) for job in job_names),
+        modes={mode.value: 1 for mode in HarvestMode},
+        held={kind: 1 for _, kind in LIMIT_KINDS},
+        advice=dict.fromkeys(node_names, advice),
+        budget_left=dict.fromkeys(deployments, 1.0),
+        silent_s=dict.fromkeys(node_names, 0.0),
+        jobs=frozenset(job_names),
+    )
+    service: Any = SimpleNamespace(figures=lambda budgets: ServiceFigures(core))
+    metrics.watch(lead, lambda: service)  # type: ignore[arg-type]
+    for job in job_names:
+        metrics.heard("lease_granted", {"job": job})
+        for event in ENDS:
+            metrics.heard(event, {"job": job, "by": "node"})
+        metrics.heard("revoked", {"job": job, "by": "operator"})
+    for event in ("scheduler_leads", "scheduler_steps_down", *COMPLAINTS):
+        metrics.heard(event, {})
+    for call in CALLS:
+        metrics.called(call, 0.001, answered=False)
+    metrics.look()
+    return metrics
+
+
+def gateway_text(replicas: int = 1) -> str:
+    """What a gateway of so many replicas answers."""
+    stats = GatewayStats()
+    live = {f"guest-{number}": 1 for number in range(replicas)}
+    stats.tokens.update(live)
+    stats.ends.update({end.value: 1 for end in End})
+    return exposition(stats, live, 0, GatewayHealth(restarted={"watch": 0}))
+
+
+# ---- families ----
+
+
+def text_of(registry: CollectorRegistry) -> str:
+    """What a scraper is sent."""
+    return generate_latest(registry).decode()
+
+
+def families() -> list[Family]:
+    """All of them, process by process. NeverCountedError: an example does not reach one."""
+    texts = {
+        "node": text_of(node_metrics().registry),
+        "scheduler": text_of(scheduler_metrics().registry),
+        "gateway": gateway_text(),
+    }
+    found = [family for process in PROCESSES for family in _read(process, texts[process])]
+    unknown = {label for family in found for label in family.labels} - LABELS.keys()
+    if unknown:
+        raise NeverCountedError(f"LABELS says nothing of {', '.join(sorted(unknown))}")
+    return found
+
+
+def _read(process: str, text: str) -> Iterator[Family]:
+    for family in text_string_to_metric_families(text):
+        if not family.samples:
+            raise NeverCountedError(f"{family.name} has no series in the example of a {process}")
+        what = family.documentation or OF_GATEWAY.get(family.name, "")
+        if not what:
+            raise NeverCountedError(f"nothing says what {family.name} of a {process} is")
+        labels = frozenset(label for each in family.samples for label in each.labels) - {"le"}
+        names = frozenset(each.name for each in family.samples)
+        yield Family(process, family.name, family.type, what, labels, names)
+
+
+def series(text: str) -> int:
+    """How many series a scraper reads."""
+    return sum(not line.startswith("#") for line in text.splitlines() if line)
+
+
+# ---- page ----
+
+BUDGET_REPLICAS: Final = 8
+BUDGET_NODES: Final = 1_000
+BUDGET_JOBS: Final = 48
+PER_GUEST: Final = 150
+PER_NODE: Final = 8
+PER_JOB: Final = 16
+PER_REPLICA: Final = 3
+
+
+def sizes() -> dict[str, int]:
+    """Series of a process in which everything that can be counted was counted."""
+    return {
+        "node": series(text_of(node_metrics(BUDGET_REPLICAS).registry)),
+        "scheduler": series(text_of(scheduler_metrics(BUDGET_NODES, BUDGET_JOBS).registry)),
+        "gateway": series(gateway_text(BUDGET_NODES)),
+    }
+
+
+HEAD: Final = """\
+# Metrics
+
+Every metric and label of every process, as their registries have them.
+`scripts/metrics-reference` writes this page; a test fails where it is not current.
+
+Where they are served: a node on its [`metrics_port`](../node.md#metrics),
+a scheduler on its [`--metrics-port`](../scheduler.md#metrics), a gateway at `/metrics` of its port.
+A relay, a publisher and the trainers' client serve none.
+A guest's engine has vLLM's own metrics besides.
+
+[Alerts](alerts.md) and dashboards use what stands here and nothing else, which a test checks.
+No label says which process answered: Prometheus adds `instance` and `job` to each series,
+and where a label of ours has that name (the trainers' `job`) set `honor_labels: true`.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    found = families()
+    parts = [HEAD]
+    for process in PROCESSES:
+        rows = [family for family in found if family.process == process]
+        parts.append(f"## {process.capitalize()}\n\n{_table(rows)}")
+    used = sorted({label for family in found for label in family.labels})
+    labels = "\n".join(f"| `{label}` | {LABELS[label]} |" for label in used)
+    parts.append(f"## Labels\n\n| label | values |\n| --- | --- |\n{labels}\n")
+    parts.append(_budget())
+    return "\n".join(parts)
+
+
+def _table(rows: Iterable[Family]) -> str:
+    lines = [f"| `{row.shown}` | {row.kind} | {row.what} |" for row in rows]
+    return "\n".join(["| metric | type | is |", "| --- | --- | --- |", *lines, ""])
+
+
+def _budget() -> str:
+    counted = sizes()
+    return f"""\
+## Series
+
+A scrape in which everything that can be counted was counted, every reason and every outcome, is
+
+| process | series |
+| --- | --- |
+| node with {BUDGET_REPLICAS} guests | {counted["node"]:,} |
+| scheduler of {BUDGET_NODES:,} nodes and {BUDGET_JOBS} jobs | {counted["scheduler"]:,} |
+| gateway of {BUDGET_NODES:,} replicas | {counted["gateway"]:,} |
+
+A test keeps them within {PER_GUEST} for a guest, {PER_NODE} for a node at the scheduler,
+{PER_JOB} for a job there, and {PER_REPLICA} for a replica at a gateway.
+No request, session, lease or text is a label; a replica that is gone leaves no series on its node.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the page; with --check say whether it is current."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; 1 when it is stale")
+    args = parser.parse_args(argv)
+    made = page()
+    if not args.check:
+        PAGE.write_text(made, encoding="utf-8")
+        return 0
+    if PAGE.read_text(encoding="utf-8") != made:
+        sys.stderr.write("docs/operators/metrics.md is stale: run scripts/metrics-reference\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
