@@ -142,6 +142,7 @@ def node_metrics(replicas: int = 1) -> NodeMetrics:
     for name in names:
         for event, fields in _life(name):
             metrics.heard(event, fields)
+        metrics.activated({"replica": name, "wire_bytes": 1, "pause_s": 0.1})
     metrics.served(LatencyRecord(1, 10**8, 10**7, 1, 1, 1, "r"))
     return metrics
 

@@ -145,7 +145,7 @@ class NodeDaemon:
 
     def _build(self, source: WeightSource) -> None:
         activations = self._logs.records("activations.jsonl")
-        activations.listen(lambda record: self._audit.write("activated", dict(record)))
+        activations.listen(self._activated)
         assembly = Wiring(
             self._config, self._events, self._harvest, self._kill_switch,
             self._logs.records(GUEST_SAMPLES), self._host, self._guards, self._gpus,
@@ -234,6 +234,10 @@ class NodeDaemon:
         self._metrics.heard(event, fields)
         if event in AUDITED:
             self._audit.write(event, dict(fields))
+
+    def _activated(self, record: Mapping[str, object]) -> None:
+        self._metrics.activated(record)
+        self._audit.write("activated", dict(record))
 
     def _reports(self) -> list[rose_pb2.NodeReport]:
         watch = self._host.watch if self._host else None

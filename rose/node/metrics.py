@@ -10,6 +10,7 @@ from collections import Counter as Tallied
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from itertools import product
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import (
@@ -25,6 +26,7 @@ from prometheus_client.registry import Collector
 
 from executor import Grant, GrantMode, GuestState, HostState, LatencyRecord
 from executor.control_page.page import LAYOUT_VERSION
+from executor.kv.reclaim_ladder import ReclaimLevel, ReclaimOutcome
 from rose.errors import ConfigError, UnavailableError
 from rose.node.config import HostConfig
 from rose.node.memory_gauges import Held
@@ -159,7 +161,7 @@ class LiveMetrics(Collector):
         yield _modes(guests)
         yield _gauge(
             "rose_guest_duty",
-            "Share of the last second in which the guest was not held back.",
+            "Share of the last second in which the guest made steps and was not held back.",
             guests,
             lambda v: v.duty,
         )
@@ -407,6 +409,7 @@ def _filled(
 FROZEN_MODES = ("freeze", "drain", "kill")
 # Shares of the target; 1.0 makes attainment a bucket of its own.
 LADDER = (0.1, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 4.0, 8.0)
+PAUSE_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 RECLAIM_BOUNDS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0)
 
 
@@ -423,8 +426,10 @@ class NodeMetrics:
         disable_created_metrics()
         self.registry = CollectorRegistry()
         self._tally = Tally()
-        self._names: set[str] = set()
-        live = LiveMetrics(replicas, health, self._tally, self._forget_others)
+        # Replicas that the log named, and those whose series were begun.
+        self._named: set[str] = set()
+        self._begun: set[str] = set()
+        live = LiveMetrics(replicas, health, self._tally, self._show)
         self.registry.register(live)
         self._freezes = self._counter(
             "rose_guest_freezes",
@@ -455,7 +460,22 @@ class NodeMetrics:
             buckets=RECLAIM_BOUNDS_S,
             registry=self.registry,
         )
-        self._by_replica = (self._freezes, self._starts, self._reclaim, self._levels, self._ladder)
+        self._wire = self._counter(
+            "rose_weight_update_bytes",
+            "Bytes that came for the replica's updates, as they were sent.",
+            ("replica",),
+        )
+        self._pause = Histogram(
+            "rose_weight_update_pause_seconds",
+            "How long an update held up the replica's decoding.",
+            ("replica",),
+            buckets=PAUSE_BOUNDS_S,
+            registry=self.registry,
+        )
+        self._by_replica = (
+            self._freezes, self._starts, self._reclaim, self._levels, self._ladder, self._wire,
+            self._pause,
+        )  # fmt: skip
         build = self._gauge(
             "rose_build_info",
             "1, with the version of the daemon and of its control page.",
@@ -488,19 +508,35 @@ class NodeMetrics:
 
     def _count(self, event: str, replica: str, fields: Mapping[str, object]) -> None:
         if replica:
-            self._names.add(replica)
+            self._named.add(replica)
         if event in REJECTIONS:
             self._tally.rejected[replica, REJECTIONS[event]] += 1
         elif event == "stop_overdue" or (event == "reclaim_ended" and not fields["in_time"]):
             self._tally.late[replica] += 1
 
-    def _forget_others(self, shown: frozenset[str]) -> None:
-        """Series of replicas that are no more would be shown for ever."""
-        for name in [name for name in self._names if name not in shown]:
-            self._names.discard(name)
+    def _show(self, shown: frozenset[str]) -> None:
+        """Series of all replicas from their 0 on, and none of those that are no more."""
+        for name in shown - self._begun:
+            self._begun.add(name)
+            self._reclaim.labels(name)
+            self._wire.labels(name)
+            self._pause.labels(name)
+            for enough in ("true", "false"):
+                self._ladder.labels(name, enough)
+            for level, outcome in product(ReclaimLevel, ReclaimOutcome):
+                self._levels.labels(name, level.name.lower(), outcome.value)
+        for name in (self._named | self._begun) - shown:
+            self._named.discard(name)
+            self._begun.discard(name)
             self._tally.forget(name)
             for family in self._by_replica:
                 family.remove_by_labels({"replica": name})
+
+    def activated(self, record: Mapping[str, object]) -> None:
+        """Take one line of the log of activations."""
+        replica = str(record["replica"])
+        self._wire.labels(replica).inc(float(str(record["wire_bytes"])))
+        self._pause.labels(replica).observe(float(str(record["pause_s"])))
 
     def served(self, record: LatencyRecord) -> None:
         """Take the latencies of one of the host's requests."""

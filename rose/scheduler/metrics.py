@@ -96,6 +96,10 @@ class SchedulerMetrics(Collector):
             "Peers and calls that were refused, at most 60 a minute of each kind.",
             "of",
         )
+        for event in ("leads", "steps_down"):
+            self._terms.labels(event)
+        for event in COMPLAINTS:
+            self._complaints.labels(event.removesuffix("_refused"))
         self._store_s = Histogram(
             "rose_scheduler_store_seconds",
             "Time that calls of the store took.",

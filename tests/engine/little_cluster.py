@@ -128,7 +128,8 @@ class LittleCluster:
     """Members by name: s0, s1, …; n0, n1, …; gw0, gw1, …
 
     releases: of members that are not of this tree, by the letter of their kind or by name.
-    store: what the schedulers are told; a SQLite file unless given.
+    store: what the schedulers are told; a SQLite file unless given. metrics: schedulers and nodes
+    serve them, where `scraped` says, as gateways do always.
     """
 
     def __init__(
@@ -140,6 +141,7 @@ class LittleCluster:
         gateways: int = 2,
         store: str = "",
         releases: dict[str, Release] | None = None,
+        metrics: bool = False,
     ) -> None:
         self.folder = folder
         # Of nothing but this test's weights; a trainer in a process of its own is told it.
@@ -151,6 +153,8 @@ class LittleCluster:
         self._s, self._gw = ports[:schedulers], ports[schedulers : schedulers + gateways]
         self._n, self.trainer_port = ports[schedulers + gateways : -1], ports[-1]
         self.members: dict[str, Member] = {}
+        named = [f"s{k}" for k in range(schedulers)] + [f"n{k}" for k in range(nodes)]
+        self._metrics = dict(zip(named, free_ports(len(named)), strict=True)) if metrics else {}
         self.hosts = {f"n{k}": LittleHost(folder / f"page-n{k}") for k in range(nodes)}
         for number in range(schedulers):
             self._add(f"s{number}", self._scheduler(number))
@@ -168,6 +172,12 @@ class LittleCluster:
     def urls(self) -> list[str]:
         """Of all gateways."""
         return [f"http://127.0.0.1:{port}" for port in self._gw]
+
+    @property
+    def scraped(self) -> dict[str, str]:
+        """Addresses of `/metrics`, by the member that serves them."""
+        ports = self._metrics | {f"gw{k}": port for k, port in enumerate(self._gw)}
+        return {name: f"127.0.0.1:{port}" for name, port in ports.items()}
 
     def of(self, kind: str) -> list[Member]:
         """All schedulers (`s`), nodes (`n`) or gateways (`gw`)."""
@@ -292,6 +302,7 @@ class LittleCluster:
             *(*program("scheduler"), f"--port={self._s[number]}", f"--store={self.store}"),
             *(f"--log-dir={self.folder / f's{number}'}", "--harvest=ACTIVE", "--policy=spot"),
             "--cooldown-s=0.2",
+            *([f"--metrics-port={port}"] if (port := self._metrics.get(f"s{number}")) else []),
         ]
 
     def _gateway(self, number: int) -> Sequence[str]:
@@ -313,7 +324,7 @@ class LittleCluster:
             "port": self._n[number],
             "orphan_s": 20.0,
         }
-        settings = {
+        settings: dict[str, object] = {
             "node": name,
             "scheduler": self.addresses,
             "run_dir": str(self.folder / name / "run"),
@@ -322,6 +333,8 @@ class LittleCluster:
             "host": {"page": str(self.hosts[name].path), "pid": os.getpid()},
             "replicas": [replica],
         }
+        if name in self._metrics:
+            settings["metrics_port"] = self._metrics[name]
         config = self.folder / f"{name}.json"
         config.write_text(json.dumps(settings))
         return str(DAEMON), str(self.folder), "--config", str(config)

@@ -150,6 +150,15 @@ def test_what_alerts_count_is_0_before_it_first_happens() -> None:
     made.close()
 
 
+def test_updates_are_counted_with_their_bytes_and_pauses(metrics: NodeMetrics) -> None:
+    for wire_bytes, pause_s in ((640, 0.02), (160, 0.3)):
+        metrics.activated({"replica": "g0", "wire_bytes": wire_bytes, "pause_s": pause_s})
+    found = collected(metrics)
+    assert found["rose_weight_update_bytes_total,g0"] == 800
+    assert found["rose_weight_update_pause_seconds_count,g0"] == 2
+    assert found["rose_weight_update_pause_seconds_bucket,0.025,g0"] == 1
+
+
 def test_the_nodes_own_state_is_shown() -> None:
     health = NodeHealth(killed=True, cut_off_s=7.5, requests=(98, 2), certificate=(1e9, 2e9))
     found = collected(NodeMetrics(HOST, lambda: [VIEW], lambda: health))

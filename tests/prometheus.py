@@ -1,0 +1,118 @@
+"""A real Prometheus on loopback, and promtool, where they can be had."""
+
+import json
+import os
+import shutil
+import subprocess
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rose.addresses import free_port
+from tests.patience import PATIENCE_S
+
+
+def _found(name: str) -> Path | None:
+    """A program: in the folder ROSE_PROMETHEUS_BIN, where the script puts it, or on the PATH."""
+    folder = os.environ.get("ROSE_PROMETHEUS_BIN")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    tried = (
+        Path(folder) / name if folder else None,
+        cache / "rose-prometheus" / "bin" / name,
+        shutil.which(name),
+    )
+    return next((Path(each) for each in tried if each and Path(each).is_file()), None)
+
+
+PROMETHEUS, PROMTOOL = _found("prometheus"), _found("promtool")
+WHERE = "`scripts/prometheus` fetches it, ROSE_PROMETHEUS_BIN=FOLDER names its folder"
+needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason=f"needs promtool: {WHERE}")
+needs_prometheus = pytest.mark.skipif(PROMETHEUS is None, reason=f"needs prometheus: {WHERE}")
+
+
+def promtool(*words: str) -> "subprocess.CompletedProcess[str]":
+    assert PROMTOOL is not None
+    return subprocess.run([str(PROMTOOL), *words], capture_output=True, text=True, check=False)
+
+
+class Prometheus:
+    """One that scrapes each target every second."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def samples(self, expression: str) -> list[dict[str, Any]]:
+        """The answer to an instant query. AssertionError where it is refused."""
+        return list(self._get("query", query=expression)["result"])
+
+    def healthy(self) -> bool:
+        """Whether every target was scraped without an error."""
+        targets = self._get("targets")["activeTargets"]
+        return bool(targets) and all(each["health"] == "up" for each in targets)
+
+    def rules(self) -> list[dict[str, Any]]:
+        return [rule for group in self._get("rules")["groups"] for rule in group["rules"]]
+
+    def _get(self, what: str, **query: str) -> dict[str, Any]:
+        url = f"{self._url}/api/v1/{what}?{urllib.parse.urlencode(query)}"
+        with urllib.request.urlopen(url) as answer:
+            said = json.load(answer)
+        assert said["status"] == "success", said
+        return dict(said["data"])
+
+
+@contextmanager
+def prometheus(folder: Path, targets: Mapping[str, str], rules: Path) -> Iterator[Prometheus]:
+    """Scrape `targets`, by their names, and follow `rules` with all intervals a second long."""
+    assert PROMETHEUS is not None
+    said = yaml.safe_load(rules.read_text(encoding="utf-8"))
+    for group in said["groups"]:
+        group["interval"] = "1s"
+    quick = folder / "rules.yaml"
+    quick.write_text(yaml.safe_dump(said, sort_keys=False), encoding="utf-8")
+    jobs = [
+        {"job_name": name, "honor_labels": True, "static_configs": [{"targets": [address]}]}
+        for name, address in targets.items()
+    ]
+    seconds = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+    config = folder / "prometheus.yaml"
+    whole = {"global": seconds, "rule_files": [str(quick)], "scrape_configs": jobs}
+    config.write_text(yaml.safe_dump(whole), encoding="utf-8")
+    port = free_port()
+    options = {
+        "config.file": config,
+        "storage.tsdb.path": folder / "tsdb",
+        "web.listen-address": f"127.0.0.1:{port}",
+        "log.level": "warn",
+    }
+    with (folder / "prometheus.log").open("wb") as log:
+        process = subprocess.Popen(
+            [str(PROMETHEUS), *(f"--{name}={value}" for name, value in options.items())],
+            stdout=log,
+            stderr=log,
+        )
+    try:
+        url = f"http://127.0.0.1:{port}"
+        _until_ready(url, process, folder / "prometheus.log")
+        yield Prometheus(url)
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def _until_ready(url: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
+    until_s = time.monotonic() + PATIENCE_S
+    while time.monotonic() < until_s and process.poll() is None:
+        try:
+            with urllib.request.urlopen(f"{url}/-/ready"):
+                return
+        except OSError:
+            time.sleep(0.1)
+    raise AssertionError(f"prometheus is not ready: {log.read_text()[-2000:]}")
