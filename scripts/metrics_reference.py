@@ -33,6 +33,7 @@ from rose.scheduler.demand import JobFigures
 from rose.scheduler.figures import LIMIT_KINDS, SchedulerFigures
 from rose.scheduler.metrics import COMPLAINTS, ENDS, SchedulerMetrics
 from rose.scheduler.service import ServiceFigures
+from rose.scheduler.usage import Lent
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 PAGE: Final = ROOT / "docs" / "operators" / "metrics.md"
@@ -61,7 +62,7 @@ OF_GATEWAY: Final = {
 LABELS: Final = {
     "by": "who took the lease back: `node`, `operator`",
     "call": "a call of the store: " + ", ".join(f"`{call}`" for call in CALLS),
-    "deployment": "the label `deployment` of nodes, as operators set it; empty without one",
+    "deployment": "the label `rose.dev/deployment` of nodes; empty without one",
     "end": "how an attempt ended: " + ", ".join(f"`{end.value}`" for end in End),
     "enough": "`true`, `false`",
     "event": "`leads`, `steps_down`",
@@ -78,6 +79,8 @@ LABELS: Final = {
     "of": "what was refused: " + ", ".join(f"`{each[:-8]}`" for each in sorted(COMPLAINTS)),
     "outcome": "what became of a level: "
     + ", ".join(f"`{outcome.value}`" for outcome in ReclaimOutcome),
+    "owner": "the label `rose.dev/owner` of nodes, else `rose.dev/deployment`; `(others)` beyond"
+    " 512 pairs with jobs",
     "page_layout": "version of the control page",
     "reason": "of a grant: the words of `FreezeReason`; of a node: "
     + ", ".join(f"`{kind}`" for _, kind in LIMIT_KINDS),
@@ -185,6 +188,7 @@ def scheduler_metrics(
         budget_left=dict.fromkeys(deployments, 1.0),
         silent_s=dict.fromkeys(node_names, 0.0),
         jobs=frozenset(job_names),
+        usage={("chat", job): Lent(1.0, 1.0, 1.0, 1) for job in job_names},
     )
     service: Any = SimpleNamespace(figures=lambda budgets: ServiceFigures(core))
     metrics.watch(lead, lambda: service)  # type: ignore[arg-type]
@@ -256,7 +260,7 @@ BUDGET_NODES: Final = 1_000
 BUDGET_JOBS: Final = 48
 PER_GUEST: Final = 150
 PER_NODE: Final = 8
-PER_JOB: Final = 16
+PER_JOB: Final = 20
 PER_REPLICA: Final = 3
 
 

@@ -123,6 +123,7 @@ PROCESSES = {
     "certs": ("rose.cli.certs", "make a CA for development, issue and show certificates"),
     "token": ("rose.cli.token", "make keys and job tokens for callers of gateways"),
     "audit": ("rose.cli.audit", "check and read the audit log of a scheduler or node"),
+    "usage": ("rose.cli.usage", "say what hosts lent to whom"),
     "doctor": ("rose.cli.doctor", "say what stands in a node's way, and what to do"),
 }
 

@@ -423,7 +423,7 @@ class NodeMetrics:
         health: Callable[[], NodeHealth] = NodeHealth,
     ) -> None:
         # When each series began is another series of each: nobody asks for it.
-        disable_created_metrics()
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self._tally = Tally()
         # Replicas that the log named, and those whose series were begun.

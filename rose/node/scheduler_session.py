@@ -136,6 +136,7 @@ def _guest(replica: Replica, guard: GuardThread | None) -> rose_pb2.GuestTelemet
     return rose_pb2.GuestTelemetry(
         replica=replica.config.id,
         lend_bytes=_lend_bytes(replica.config, guard),
+        kv_bytes=state.bytes_mapped if isinstance(state, GuestState) else 0,
         mode=grant.mode.name.lower() if grant else "none",
         reason=reason,
         tokens_total=state.tokens_total,

@@ -19,7 +19,7 @@ the store, so live leases are renewed while it does not answer.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from elastic_scheduler import HarvestMode, Offer, Policy, ReplicaKind
@@ -82,6 +82,7 @@ from rose.scheduler.persistence import (
     save_version,
 )
 from rose.scheduler.runs import RunBook
+from rose.scheduler.usage import GuestReading, UsageBook, owner_of
 
 TABLE_INTERVAL_S = 1.0
 MAX_NODES = 4_096
@@ -109,6 +110,7 @@ class SchedulerCore:
         self._relays = Relays()
         self._healths = HealthBook()
         self.demand = DemandBook()
+        self.usage = UsageBook()
         self._leasing = Leasing(
             times or LeaseTimes(),
             saved.epochs,
@@ -211,7 +213,7 @@ class SchedulerCore:
 
     def figures(self, now_s: float, *, budgets: bool = True) -> SchedulerFigures:
         """Everything that metrics count."""
-        views = (self._fleet, self._leasing, self._jobs, self.capacity, self.demand)
+        views = (self._fleet, self._leasing, self._jobs, self.capacity, self.demand, self.usage)
         return figures_of(*views, now_s, budgets=budgets)
 
     def _react(self, event: Event, now_s: float) -> list[Action]:
@@ -299,6 +301,7 @@ class SchedulerCore:
             case RatesMeasured():
                 view.telemetry = event.telemetry
                 self.capacity.heard(view, event.telemetry, now_s, lends=self._lends(view, now_s))
+                self.usage.heard(view.node, owner_of(view.labels), self._guests(view), now_s)
                 return []
             case TakenBack():
                 return self._leasing.taken_back(
@@ -308,6 +311,13 @@ class SchedulerCore:
                 return self._leasing.drained(event.stream, event.replica, event.epoch)
             case Activated():
                 return self._activated(event, view)
+
+    def _guests(self, view: NodeView) -> Iterator[GuestReading]:
+        for said in view.telemetry.guests:
+            offer = view.offers.get(said.replica)
+            if offer is not None and offer.kind is ReplicaKind.GUEST:
+                job = self._leasing.leased_to(said.replica)
+                yield GuestReading(said.replica, job, said.duty, said.kv_bytes, said.tokens_total)
 
     def _offered(self, event: Offered, view: NodeView, now_s: float) -> list[Action]:
         if len(view.named.union(each.replica for each in event.offers)) > MAX_NAMED:
@@ -370,6 +380,7 @@ class SchedulerCore:
         self._relays.changed()
         self._healths.forget(view.named)
         self.capacity.detached(view)
+        self.usage.forget(view.node)
         return [LogRecord("node_lost", {"node": view.node}), *self._leasing.lost(stream)]
 
     def _activated(self, event: Activated, view: NodeView) -> list[Action]:

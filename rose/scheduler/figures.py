@@ -15,6 +15,7 @@ from rose.scheduler.demand import DemandBook, JobFigures
 from rose.scheduler.fleet import Fleet
 from rose.scheduler.job_registry import JobRegistry
 from rose.scheduler.leasing import Leasing
+from rose.scheduler.usage import Lent, Pair, UsageBook
 
 # How a verdict's limit begins, and the name of its kind: what follows is for people.
 LIMIT_KINDS = (
@@ -46,7 +47,7 @@ class SchedulerFigures:
 
     held: nodes by the kind of what holds them back. budget_left: share of the SLO budget, by
     deployment. silent_s: since each attached node said anything. stop: mode that the operator set.
-    jobs: that are registered.
+    jobs: that are registered. usage: what was lent, by owner and job.
     """
 
     nodes: int = 0
@@ -64,6 +65,7 @@ class SchedulerFigures:
     silent_s: Mapping[str, float] = field(default_factory=dict)
     stop: HarvestMode = HarvestMode.OFF
     jobs: frozenset[str] = frozenset()
+    usage: Mapping[Pair, Lent] = field(default_factory=dict)
 
 
 def figures_of(
@@ -72,6 +74,7 @@ def figures_of(
     jobs: JobRegistry,
     capacity: Capacity,
     demand: DemandBook,
+    usage: UsageBook,
     now_s: float,
     *,
     budgets: bool = True,
@@ -106,6 +109,7 @@ def figures_of(
         silent_s={view.node: max(0.0, now_s - view.heard_s) for view in views},
         stop=capacity.stop.mode,
         jobs=frozenset(job.job for job in jobs.live),
+        usage=usage.sums(now_s),
     )
 
 

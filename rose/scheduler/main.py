@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import grpc.aio
@@ -23,7 +24,7 @@ from elastic_scheduler.policies.drf import HOLD_S
 from rose.addresses import check_exposure
 from rose.cli.main import Parser, add_log_limits, taken_log_limits
 from rose.errors import ConfigError, RoseError
-from rose.logs.eventlog import EventLog, Logs
+from rose.logs.eventlog import EventLog, JsonlLog, Logs
 from rose.logs.rotating_jsonl import BOUNDED, LogLimits, log_to_stderr
 from rose.process.background_tasks import Background
 from rose.rpc.addresses import is_address
@@ -36,6 +37,7 @@ from rose.scheduler.metrics import MetricsServer, SchedulerMetrics
 from rose.scheduler.persistence import JobRecord, load
 from rose.scheduler.service import SchedulerService
 from rose.scheduler.standby import LeaderHandlers
+from rose.scheduler.usage import UsageLog
 from rose.security.audit_log import AuditLog, audit_file
 from rose.security.certificates import (
     CertificateFiles,
@@ -63,6 +65,9 @@ STOP_GRACE_S = 0.5
 # have a lease.
 KNOWN_S = 3.0
 KNOWN_LOOK_S = 0.02
+# What was lent, for `rose usage`.
+USAGE = "usage.jsonl"
+USAGE_EVERY_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +232,7 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
         events = logs.events("scheduler")
         audit = AuditLog(audit_file(settings.log_dir, "scheduler"), "scheduler")
         stack.callback(audit.close)
+        lent = logs.records(USAGE)
         metrics = SchedulerMetrics(audit, settings.certificates)
         store = MeteredStore(opened, metrics.called)
         events.listen(metrics.heard)
@@ -235,7 +241,7 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
         port = _bind(server, settings)
 
         async def lead(fenced: FencedStore) -> None:
-            await _lead(settings, fenced, handlers, logs, events, audit)
+            await _lead(settings, fenced, handlers, logs, events, audit, lent)
 
         me = settings.reached_at(port)
         leadership = Leadership(store, me, lead, events.write)
@@ -273,6 +279,7 @@ async def _lead(
     logs: Logs,
     events: EventLog,
     audit: AuditLog,
+    lent: JsonlLog,
 ) -> None:
     """One term, until cancelled: a core of what is stored, and the service that feeds it."""
     saved = with_standing(load((await store.list("")).entries), settings.jobs)
@@ -294,13 +301,22 @@ async def _lead(
     )
     background.start("tick", service.tick)
     background.start("stop", service.watch_stop, restarts=None)
+    usage = UsageLog(lent.write)
+    background.start("usage", partial(_keep_usage, core, usage), restarts=None)
     handlers.lead(service)
     try:
         await background.failed()
     finally:
+        usage.take(core.usage.sums(time.monotonic()), time.time())
         handlers.stand_by()
         service.close()
         await background.close()
+
+
+async def _keep_usage(core: SchedulerCore, usage: UsageLog) -> None:
+    while True:
+        await asyncio.sleep(USAGE_EVERY_S)
+        usage.take(core.usage.sums(time.monotonic()), time.time())
 
 
 async def _until_stopped(

@@ -32,6 +32,7 @@ from elastic_scheduler import HarvestMode
 from elastic_scheduler.capacity import Advice
 from rose.errors import ConfigError
 from rose.scheduler.service import SchedulerService, ServiceFigures
+from rose.scheduler.usage import Lent, Pair
 from rose.security.audit_log import AuditLog
 from rose.security.certificates import CertificateFiles
 from rose.store.leadership import Leadership
@@ -79,7 +80,7 @@ class SchedulerMetrics(Collector):
         # Names that are counted apart, and since when each is over.
         self._jobs: dict[str, float | None] = {}
         # When each series began is another series of each: nobody asks for it.
-        disable_created_metrics()
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self._grants = self._counter("rose_scheduler_lease_grants", "Leases granted.", "job")
         self._ends = self._counter(
@@ -282,6 +283,7 @@ class SchedulerMetrics(Collector):
             core.held,
         )
         yield from _advised(core.advice)
+        yield from _lent(core.usage)
         left = GaugeMetricFamily(
             "rose_scheduler_slo_budget_left_ratio",
             "Share of 30 days' SLO budget that is left; below 0: overspent.",
@@ -343,6 +345,33 @@ def _advised(advice: Mapping[str, Advice]) -> Iterator[Metric]:
         byte_s.add_metric([node], each.byte_s)
         compute_s.add_metric([node], each.compute_s)
     yield from (memory, compute, byte_s, compute_s)
+
+
+def _lent(usage: Mapping[Pair, Lent]) -> Iterator[Metric]:
+    """What hosts lent since this scheduler leads."""
+    labels = ["owner", "job"]
+    seconds = CounterMetricFamily(
+        "rose_scheduler_lent_lease_seconds", "Time in which guests were leased.", labels=labels
+    )
+    compute_s = CounterMetricFamily(
+        "rose_scheduler_lent_compute_seconds",
+        "Time in which leased guests made steps and were not held back.",
+        labels=labels,
+    )
+    byte_s = CounterMetricFamily(
+        "rose_scheduler_lent_byte_seconds",
+        "KV memory of leased guests, summed over time.",
+        labels=labels,
+    )
+    tokens = CounterMetricFamily(
+        "rose_scheduler_lent_tokens", "Tokens that leased guests sampled.", labels=labels
+    )
+    for pair, each in usage.items():
+        seconds.add_metric(pair, each.seconds)
+        compute_s.add_metric(pair, each.compute_s)
+        byte_s.add_metric(pair, each.byte_s)
+        tokens.add_metric(pair, each.tokens)
+    yield from (seconds, compute_s, byte_s, tokens)
 
 
 def _gauge(name: str, what: str, value: float) -> Metric:

@@ -1,0 +1,115 @@
+"""`rose usage FILE`: what was lent to whom, from the records that schedulers keep of it.
+
+Exit code 0, also when nothing was lent; 2 for a file that cannot be read.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rose.cli.certs import duration_s
+from rose.cli.main import Parser
+from rose.errors import ConfigError
+from rose.scheduler.usage import Lent
+
+DAY_S = 86_400.0
+COLUMNS = ("owner", "job")
+GIB_H = (1 << 30) * 3_600.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print one table. Raises RoseError with one line."""
+    parser = Parser(prog="rose usage", description="Say what hosts lent, by owner and job.")
+    parser.add_argument(
+        "--since", type=duration_s, default=DAY_S, metavar="TIME", help="1h, 7d; default 1d"
+    )
+    parser.add_argument(
+        "--by", choices=(*COLUMNS, "both"), default="both", help="one sum a line (default both)"
+    )
+    parser.add_argument("-o", choices=("table", "json"), default="table", help="default table")
+    parser.add_argument(
+        "files", nargs="+", type=Path, metavar="FILE", help="LOG_DIR/usage.jsonl of each scheduler"
+    )
+    args = parser.parse_args(argv)
+    columns = COLUMNS if args.by == "both" else (args.by,)
+    sums = _summed(args.files, time.time() - args.since, columns)
+    sys.stdout.write(_json(columns, sums) if args.o == "json" else _table(columns, sums))
+    return 0
+
+
+Sums = dict[tuple[str, ...], Lent]
+
+
+def _summed(files: Sequence[Path], since_s: float, columns: Sequence[str]) -> Sums:
+    sums: Sums = {}
+    for file in files:
+        for key, lent in _records(file, since_s, columns):
+            sums[key] = sums.get(key, Lent()).plus(lent)
+    return dict(sorted(sums.items()))
+
+
+def _records(
+    file: Path, since_s: float, columns: Sequence[str]
+) -> Iterator[tuple[tuple[str, ...], Lent]]:
+    # A log that was rotated goes on in FILE.1 and so on; the order does not matter.
+    parts = [file, *file.parent.glob(f"{file.name}.[0-9]*")]
+    if not file.is_file():
+        raise ConfigError(f"{file} is no file; give LOG_DIR/usage.jsonl of a scheduler that led")
+    for part in parts:
+        with part.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                try:
+                    said = json.loads(line)
+                    if lost := said.get("records_dropped"):
+                        sys.stderr.write(f"rose: {part} lacks {lost} records: sums are too low\n")
+                        continue
+                    if said["t"] < since_s:
+                        continue
+                    lent = Lent(said["seconds"], said["compute_s"], said["byte_s"], said["tokens"])
+                    yield tuple(str(said[column]) for column in columns), lent
+                except (ValueError, KeyError, TypeError, AttributeError) as error:
+                    if not line.endswith("\n"):
+                        continue  # the last one, which is being written
+                    raise ConfigError(f"{part}, line {number}, is no record of usage") from error
+
+
+def _json(columns: Sequence[str], sums: Sums) -> str:
+    rows = [
+        dict(zip(columns, key, strict=True))
+        | {
+            "leased_s": round(lent.seconds, 3),
+            "gpu_s": round(lent.compute_s, 3),
+            "byte_s": round(lent.byte_s),
+            "tokens": lent.tokens,
+        }
+        for key, lent in sums.items()
+    ]
+    return json.dumps(rows, indent=1) + "\n"
+
+
+def _table(columns: Sequence[str], sums: Sums) -> str:
+    if not sums:
+        return "nothing was lent in this time\n"
+    head = [*columns, "leased h", "GPU h", "GiB h", "tokens"]
+    rows = [
+        [
+            *(part or "-" for part in key),
+            f"{lent.seconds / 3600:.2f}",
+            f"{lent.compute_s / 3600:.2f}",
+            f"{lent.byte_s / GIB_H:.2f}",
+            str(lent.tokens),
+        ]
+        for key, lent in sums.items()
+    ]
+    widths = [max(len(row[at]) for row in [head, *rows]) for at in range(len(head))]
+    left = len(columns)
+    return "".join(
+        "  ".join(
+            cell.ljust(width) if at < left else cell.rjust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        + "\n"
+        for row in [head, *rows]
+    )

@@ -1,0 +1,146 @@
+"""What hosts lent, by the owner of the node and the job: time, compute, KV memory and tokens.
+
+    telemetry of a node ──► its guests that are leased, each since it was heard last ──► sums
+    sums ──► /metrics, and each minute what came on top ──► usage.jsonl ──► `rose usage`
+
+Time counts where a guest was leased to the same job at both looks, so that a second that began with
+one job and ended with another is nobody's, and time in which nobody was heard is not made up.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+# Who a node belongs to; without it the deployment whose hosts it serves.
+OWNER_LABEL: Final = "rose.dev/owner"
+DEPLOYMENT_LABEL: Final = "rose.dev/deployment"
+# A node that was silent for longer lends nothing meanwhile.
+MOST_STEP_S: Final = 10.0
+# Of what a node may say in one step: figures from outside.
+MOST_BYTES: Final = 1 << 50
+MOST_TOKENS: Final = 1 << 24
+MOST_PAIRS: Final = 512
+OTHERS: Final = "(others)"
+# A job's sums are shown for so long after its last guest.
+KEPT_S: Final = 900.0
+
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """Sums over guests. seconds: leased; compute_s: of it, not held back; byte_s: KV memory."""
+
+    seconds: float = 0.0
+    compute_s: float = 0.0
+    byte_s: float = 0.0
+    tokens: int = 0
+
+    def plus(self, other: "Lent") -> "Lent":
+        """Both together."""
+        return Lent(
+            self.seconds + other.seconds,
+            self.compute_s + other.compute_s,
+            self.byte_s + other.byte_s,
+            self.tokens + other.tokens,
+        )
+
+    def minus(self, earlier: "Lent") -> "Lent":
+        """What came on top of an earlier one."""
+        return self.plus(
+            Lent(-earlier.seconds, -earlier.compute_s, -earlier.byte_s, -earlier.tokens)
+        )
+
+
+Pair = tuple[str, str]
+"""Owner and job."""
+
+
+@dataclass(frozen=True, slots=True)
+class GuestReading:
+    """One look at a guest; job: that has its lease, "" without one. duty: share of the second."""
+
+    replica: str
+    job: str
+    duty: float
+    kv_bytes: int
+    tokens_total: int
+
+
+def owner_of(labels: Mapping[str, str]) -> str:
+    """The owner of a node, empty where no label says it."""
+    return labels.get(OWNER_LABEL) or labels.get(DEPLOYMENT_LABEL, "")
+
+
+class UsageBook:
+    """Sums since this scheduler began to lead. No clock: `now_s` is handed in."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, dict[str, tuple[float, GuestReading]]] = {}
+        self._sums: dict[Pair, Lent] = {}
+        self._added_s: dict[Pair, float] = {}
+
+    def heard(self, node: str, owner: str, guests: Iterable[GuestReading], now_s: float) -> None:
+        """A node spoke of all its guests."""
+        before, self._seen[node] = self._seen.get(node, {}), {}
+        for guest in guests:
+            self._seen[node][guest.replica] = now_s, guest
+            earlier = before.get(guest.replica)
+            if earlier is not None and guest.job and earlier[1].job == guest.job:
+                self._add(
+                    (owner, guest.job), _between(earlier[1], guest, now_s - earlier[0]), now_s
+                )
+
+    def forget(self, node: str) -> None:
+        """A node is lost: what it does until it is back nobody sees."""
+        self._seen.pop(node, None)
+
+    def sums(self, now_s: float) -> dict[Pair, Lent]:
+        """All that lent lately; what is over for long is left out from now on."""
+        for pair in [p for p, added_s in self._added_s.items() if now_s > added_s + KEPT_S]:
+            del self._sums[pair], self._added_s[pair]
+        return dict(self._sums)
+
+    def _add(self, pair: Pair, lent: Lent, now_s: float) -> None:
+        if pair not in self._sums and len(self._sums) >= MOST_PAIRS:
+            pair = OTHERS, OTHERS
+        self._sums[pair] = self._sums.get(pair, Lent()).plus(lent)
+        self._added_s[pair] = now_s
+
+
+def _between(before: GuestReading, now: GuestReading, took_s: float) -> Lent:
+    if not 0 < took_s <= MOST_STEP_S:
+        return Lent()
+    # An engine that was started again counts from 0.
+    made = now.tokens_total - before.tokens_total
+    tokens = now.tokens_total if made < 0 else made
+    return Lent(
+        took_s,
+        took_s * min(1.0, now.duty),
+        took_s * min(MOST_BYTES, now.kv_bytes),
+        min(MOST_TOKENS, tokens),
+    )
+
+
+class UsageLog:
+    """Writes what came on top since the last time, a record for each owner and job."""
+
+    def __init__(self, write: Callable[[Mapping[str, object]], None]) -> None:
+        self._write = write
+        self._before: dict[Pair, Lent] = {}
+
+    def take(self, sums: Mapping[Pair, Lent], wall_s: float) -> None:
+        """`wall_s`: Unix seconds, by which `rose usage` finds it."""
+        for (owner, job), lent in sums.items():
+            more = lent.minus(self._before.get((owner, job), Lent()))
+            if more.seconds > 0:
+                self._write(
+                    {
+                        "t": wall_s,
+                        "owner": owner,
+                        "job": job,
+                        "seconds": round(more.seconds, 3),
+                        "compute_s": round(more.compute_s, 3),
+                        "byte_s": round(more.byte_s),
+                        "tokens": more.tokens,
+                    }
+                )
+        self._before = dict(sums)
