@@ -25,6 +25,7 @@ CHILDREN = {
         " demo-processes"
     ),
     "adr/README": "0*",
+    "operators/alerts": "runbooks/*",
 }
 
 project = "ROSE"
