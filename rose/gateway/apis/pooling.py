@@ -4,6 +4,7 @@ The gateway reads what is its own of a body (the model's name, job, versions, pr
 hands on the rest; replicas tokenize. The answer is the replica's, under the gateway's model name.
 """
 
+import hashlib
 from collections.abc import Callable, Mapping
 
 import msgspec
@@ -61,8 +62,9 @@ def read(
     model.check_name(asked.model)
     job = owned(job_of(headers, asked.job))
     if job:
-        # No cached block of one job is another's.
-        fields["cache_salt"] = msgspec.Raw(wire.encode(f"{job}/{asked.cache_salt or ''}"))
+        # No cached block of one job is another's; vLLM takes neither every name nor a long one.
+        salted = hashlib.blake2b(f"{job}/{asked.cache_salt or ''}".encode(), digest_size=16)
+        fields["cache_salt"] = msgspec.Raw(wire.encode(salted.hexdigest()))
     session = session_of(headers, asked.session_id)
     name, oldest, exact = asked.request_id, asked.min_version, asked.exact_version
     timeout_s = timeout_of(headers, asked.timeout_s)

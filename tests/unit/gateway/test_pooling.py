@@ -133,7 +133,11 @@ async def test_the_job_selects_the_reward_model() -> None:
             turn, _, _ = await ask(session, VLLM, vllm_body(2, job="grpo"))
             none, _, _ = await ask(session, POOLING, BODY)
             wrong, answer, _ = await ask(session, POOLING, {**BODY, "job": "grpo"})
+            await ask(session, POOLING, {**BODY, "job": "reward", "cache_salt": "a/b"})
     assert (status, turn, none, wrong) == (200, 200, 400, 400)
-    (asked,) = reward.requests
-    assert (asked["job"], asked["cache_salt"]) == ("reward", "reward/")
+    asked, salted = reward.requests
+    assert asked["job"] == "reward"
+    # vLLM takes at most 128 characters, and no slash.
+    assert asked["cache_salt"] != salted["cache_salt"]
+    assert all(each["cache_salt"].isalnum() for each in (asked, salted))
     assert "own-0" in answer["error"]["message"]
