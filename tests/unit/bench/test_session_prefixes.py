@@ -3,6 +3,7 @@
 import asyncio
 import os
 from collections import OrderedDict
+from collections.abc import Awaitable, Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from rose.gateway.stats import GatewayStats
 from rose.gateway.turns.request import Origin, Sampling, TurnRequest
 from tests.unit.client.virtual_time import run_virtually
 
+Ask = Callable[[str, int, list[int]], Awaitable[None]]
 BLOCK = 16
 REPLICAS = 3
 SCALE = Scale(sessions=18, turns=10, max_prompt=400, think_s=0.02)
@@ -86,6 +88,10 @@ class Fleet:
         """The same turn of a caller that does not say whose it is."""
         await self.ask("", turn, prompt)
 
+    async def ask_under_another_name(self, session: str, turn: int, prompt: list[int]) -> None:
+        """The same turn of a caller that takes each for a trajectory of its own."""
+        await self.ask(f"{session}.{turn}", turn, prompt)
+
     def hit_rate(self) -> float:
         """Cached tokens among those of all prompts."""
         caches = self.caches.values()
@@ -110,12 +116,14 @@ def _oracle(sessions: list[AgentSession], blocks: int) -> float:
     return sum(cache.found for cache in caches) / sum(cache.asked for cache in caches)
 
 
-def _hit_rate(sessions: list[AgentSession], blocks: int) -> float:
+def _hit_rate(
+    sessions: list[AgentSession], blocks: int, ask: Callable[[Fleet], Ask] = lambda fleet: fleet.ask
+) -> float:
     """Of sessions that are replayed side by side, by a clock that no busy machine holds up."""
 
     async def replayed() -> float:
         fleet = Fleet(blocks)
-        turns = await replay(sessions, fleet.ask)
+        turns = await replay(sessions, ask(fleet))
         assert turns == sum(len(session.turns) for session in sessions)
         asked = [cache.asked for cache in fleet.caches.values()]
         assert min(asked) > sum(asked) / 10, "all share the work"
@@ -148,16 +156,18 @@ def test_recorded_sessions_keep_their_prefixes() -> None:
     assert _hit_rate(sessions, _blocks(sessions)) >= OF_ORACLE * oracle
 
 
-def test_turns_without_a_session_show_that_the_test_can_fail() -> None:
+def test_sessions_that_have_no_name_are_known_by_their_prompts() -> None:
     sessions = made_up_sessions(SCALE)
     blocks = _blocks(sessions)
+    found = _hit_rate(sessions, blocks, lambda fleet: fleet.ask_anonymously)
+    assert found >= OF_ORACLE * _oracle(sessions, blocks)
 
-    async def replayed() -> float:
-        fleet = Fleet(blocks)
-        await replay(sessions, fleet.ask_anonymously)
-        return fleet.hit_rate()
 
-    assert run_virtually(replayed()) < OF_ORACLE * _oracle(sessions, blocks)
+def test_a_name_for_each_turn_shows_that_the_test_can_fail() -> None:
+    sessions = made_up_sessions(SCALE)
+    blocks = _blocks(sessions)
+    found = _hit_rate(sessions, blocks, lambda fleet: fleet.ask_under_another_name)
+    assert found < OF_ORACLE * _oracle(sessions, blocks)
 
 
 def test_prompts_grow_by_their_own_tokens_and_scales_hold(tmp_path: Path) -> None:

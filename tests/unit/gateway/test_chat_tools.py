@@ -230,7 +230,7 @@ async def test_a_parser_that_is_none_is_said_once_it_is_asked(tokenizer: Path) -
     assert "Nothing" in said[0]["reason"]
 
 
-def test_the_command_line_wants_a_tokenizer_with_a_parser() -> None:
+async def test_the_command_line_wants_a_tokenizer_with_a_parser() -> None:
     here = ["--port", "0", "--replica", "http://127.0.0.1:1", "--tool-call-parser", PARSER]
     with pytest.raises(ConfigError, match="needs --tokenizer"):
         parse_settings(here)
