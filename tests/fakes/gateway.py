@@ -48,6 +48,7 @@ class StandInGateway:
         app.router.add_post("/inference/v1/generate", self._generate)
         app.router.add_post("/finish_session", self._finish)
         app.router.add_get("/health", self._health)
+        app.router.add_get("/rose/v1/versions", self._versions)
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
         await self._runner.setup()
         site = web.TCPSite(
@@ -68,6 +69,9 @@ class StandInGateway:
         if not self.health_answers:
             await asyncio.sleep(60)
         return web.json_response({"status": "ok"})
+
+    async def _versions(self, http: web.Request) -> web.Response:
+        return web.json_response({"jobs": [], "replicas": []})
 
     async def _finish(self, http: web.Request) -> web.Response:
         assert (await http.json())["session_id"] == http.headers["X-Session-ID"]

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import ray
 
+from rose.addresses import is_loopback
 from rose.errors import ConfigError, UnavailableError
 from rose.integrations import PolicyPublisher, TrainerSettings
 from rose.integrations.ray import DedicatedPool
@@ -35,12 +36,20 @@ def until(holds: Callable[[], Any], what: str) -> Any:
     return found
 
 
+def listeners() -> set[str]:
+    """Addresses at which this process and Ray's listen."""
+    mine = psutil.Process()
+    found = [each.net_connections("tcp") for each in (mine, *mine.children(recursive=True))]
+    return {each.laddr.ip for many in found for each in many if each.status == "LISTEN"}
+
+
 def pids(pool: DedicatedPool) -> list[int]:
     return [place["pid"] for place in pool.places() if place.get("pid")]
 
 
 def lifecycle() -> None:
     """Actors and their nodes come, are killed, come back and go; engines do not matter here."""
+    said(listens=sorted({is_loopback(ip.removeprefix("::ffff:")) for ip in listeners()}))
     try:
         DedicatedPool(1, 0, node=NODE, replica={**REPLICA, "prot": 1})
     except ConfigError as error:
@@ -111,7 +120,6 @@ if __name__ == "__main__":
         num_cpus=4,
         include_dashboard=False,
         object_store_memory=100_000_000,
-        _node_ip_address="127.0.0.1",
         _temp_dir=str(FOLDER),
     )
     try:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from rose.bench.trainers.verl_run import RAY_ON_LOOPBACK
 from tests.awaited import until
 from tests.left_behind import left_behind
 from tests.trainers.stack import ROOT, TrainerStack, save_policy, venv
@@ -41,7 +42,7 @@ def run(
 ) -> dict[str, Any]:
     """What the program said, by name; nothing that it started is left."""
     name = uuid.uuid4().hex
-    told = {RUN: name, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    told = {RUN: name, **RAY_ON_LOOPBACK}
     arguments = json.dumps(node), json.dumps(replica), *argv
     done = subprocess.run(
         [str(python), str(MAIN), *arguments],
@@ -73,6 +74,7 @@ def test_a_killed_actor_or_node_comes_back_and_a_drained_pool_leaves_nothing(
     }
     replica = {"model_dir": str(model), "engine_python": str(engine)}
     said = run(python, dict(os.environ), node, replica, str(ray_folder), "lifecycle")
+    assert said["listens"] == [True], "Ray is reached from this machine alone"
     assert "prot" in said["refused"]
     assert said["names"] == ["rose-0", "rose-1"]
     assert said["restarted"] == [True, True]

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from rose.bench.trainers.verl_run import VerlRun
+from rose.client.blocking import LoopThread
 from tests.awaited import until
+from tests.fakes.gateway import StandInGateway
 from tests.trainers.stack import ROOT, TrainerStack, save_policy, venv
-from weight_transfer import ChunkStore
+from weight_transfer import ChunkStore, read_model_dir, restore
 
 pytestmark = [pytest.mark.trainers, pytest.mark.timeout(1_200)]
 RUN_S, GONE_S = 500.0, 60.0
@@ -21,6 +23,17 @@ MOST_MEAN = 0.01
 @pytest.fixture
 def python() -> Path:
     return venv("verl")
+
+
+@pytest.fixture
+def gateway() -> Iterator[StandInGateway]:
+    """A gateway without replicas, on a loop of its own."""
+    standin = StandInGateway()
+    thread = LoopThread("standin-gateway")
+    thread.call(standin.__aenter__())
+    yield standin
+    thread.call(standin.__aexit__())
+    thread.stop()
 
 
 @pytest.fixture
@@ -89,6 +102,35 @@ def test_sync_and_async_training_sample_from_the_weights_that_they_train(
             assert figures["training/rollout_probs_diff_mean"] <= MOST_MEAN
         assert steps[3]["rose/version"] == 8
         until(lambda: not run.members(), GONE_S, "an end of Ray")
+
+
+@pytest.mark.nightly
+def test_of_two_ranks_the_first_publishes_what_both_gather(
+    python: Path, tmp_path: Path, gateway: StandInGateway
+) -> None:
+    model = save_policy(tmp_path / "model")
+    two = (
+        "trainer.n_gpus_per_node=2",
+        "ray_kwargs.ray_init.num_gpus=2",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16",
+    )
+    # A stand-in answers, always the same: no engine is needed.
+    without_engines = {"ROSE_GATEWAY": gateway.url, "ROSE_REPLICAS": "0"}
+    with (
+        TrainerStack(tmp_path / "stack", model, replicas=0) as stack,
+        VerlRun(stack, python, tmp_path, *two, STEPS="2", **without_engines) as run,
+    ):
+        steps = run.finished(RUN_S)
+        assert [*steps] == [1, 2]
+        assert versions(stack) == (1, 2, 3)
+        # Equal answers have no advantage: what two ranks gather is the checkpoint, bit for bit.
+        store = ChunkStore(stack.settings().root)
+        assert [store.get_manifest(version).changed for version in (1, 2, 3)] == [0, 0, 0]
+        base = read_model_dir(model)
+        assert restore(store, 3, base).keys() == base.keys()
+        assert {asked["job"] for asked in gateway.asked} == {stack.job}
+        assert {asked.get("min_version") for asked in gateway.asked} == {1, 2}
 
 
 @pytest.mark.nightly

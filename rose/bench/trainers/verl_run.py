@@ -33,6 +33,12 @@ RUN = "ROSE_TEST_RUN"
 SCRIPT = ROOT / "examples" / "verl_grpo.sh"
 LINE = re.compile(r"step:(\d+) - (.*)")
 FIGURE = re.compile(r"([\w/.@-]+):(?:np\.\w+\()?(-?[\d.]+(?:e[+-]?\d+)?)")
+# Ray takes the machine's own address for 127.0.0.1, unless it is told that here is no cluster.
+RAY_ON_LOOPBACK = {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
 END_S, LOOK_S = 60.0, 0.1
 ON_CPU = (
     "actor_rollout_ref.model.use_remove_padding=False",
@@ -48,7 +54,6 @@ ON_CPU = (
     "+ray_kwargs.ray_init.num_gpus=1",
     "ray_kwargs.ray_init.num_cpus=16",
     "+ray_kwargs.ray_init.include_dashboard=False",
-    "+ray_kwargs.ray_init._node_ip_address=127.0.0.1",
     "+ray_kwargs.ray_init.object_store_memory=200000000",
 )
 
@@ -80,8 +85,7 @@ class VerlRun:
             "VERL_PLATFORM": "cpu",
             "VERL_ENGINE_DEVICE": "cuda",
             "RAY_DEDUP_LOGS": "0",
-            "RAY_AUTH_MODE": "disabled",
-            "RAY_USAGE_STATS_ENABLED": "0",
+            **RAY_ON_LOOPBACK,
             RUN: self.name,
             **environ,
         }
