@@ -128,9 +128,9 @@ class Machine:
         return [*confined, str(self.folder), sys.base_prefix, user, *words]
 
     def _env(self, container: Object) -> dict[str, str]:
-        said = {e["name"]: self._here(e.get("value", "")) for e in container.get("env", [])}
-        (self.folder / "tmp").mkdir(exist_ok=True)
-        return {**said, "PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)}
+        said = {e["name"]: e.get("value", "") for e in container.get("env", [])}
+        here = {k: self._here(v.replace("/tmp", f"{self.folder}/tmp")) for k, v in said.items()}
+        return {**here, "PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)}
 
     def _here(self, word: str) -> str:
         for said, meant in {
@@ -153,7 +153,7 @@ class Machine:
             **{f":{said}": f":{meant}" for said, meant in self._ports.items()},
         }.items():
             word = word.replace(said, meant)
-        return f"{self.folder}/tmp" if word == "/tmp" else word
+        return word
 
 
 @pytest.fixture
