@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 from pydantic.alias_generators import to_camel
 
 from elastic_scheduler import policy_names
-from elastic_scheduler.capacity import CapacityPolicy, PolicyMode
+from elastic_scheduler.capacity import CapacityPolicy, PolicyMode, crd
 from rose.gateway.settings import COUNTS, TIMES
 from rose.node.config import NodeConfig, ReplicaConfig
 
@@ -564,24 +564,62 @@ def _on_one_line(found: re.Match[str]) -> str:
     return "[" + " ".join(found[1].split()) + "]"
 
 
+# ---- RoseCapacityPolicy ----
+
+
+def rules_table() -> str:
+    """Return a Markdown table of what the API server refuses beside wrong types."""
+    rows = ["| where | it holds that | else |", "| --- | --- | --- |"]
+    for path, part in _parts(_object_schema()):
+        for rule in part.get("x-kubernetes-validations", ()):
+            text = rule["rule"].replace("|", "\\|")
+            rows.append(f"| `{path or 'object'}` | `{text}` | {rule['message']} |")
+    return "\n".join(rows)
+
+
+def status_table() -> str:
+    """Return a Markdown table of the status of an object."""
+    rows = ["| field | meaning |", "| --- | --- |"]
+    for path, part in _parts(_object_schema()["properties"]["status"], "status"):
+        if part.get("description") and path != "status" and not path.endswith("[]"):
+            rows.append(f"| `{path}` | {part['description']} |")
+    return "\n".join(rows)
+
+
+def _object_schema() -> dict[str, Any]:
+    found: dict[str, Any] = crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    return found
+
+
+def _parts(part: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    yield path, part
+    for name, inner in part.get("properties", {}).items():
+        yield from _parts(inner, f"{path}.{name}" if path else name)
+    if "properties" in part.get("items", {}):
+        yield from _parts(part["items"], f"{path}[]")
+
+
 CHART: Final = Path("helm/rose")
-DOCS: Final = Path("docs/operators/install.md")
-BEGIN, END = "<!-- values -->", "<!-- /values -->"
+INSTALL: Final = Path("docs/operators/install.md")
+OBJECTS: Final = Path("docs/operators/policy-objects.md")
 
 
-def with_table(page: str) -> str:
-    """Return the docs' page with the table as it is now."""
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{docs_table()}\n{END}{after}"
+def with_table(page: str, name: str, table: str) -> str:
+    """Return a page of the docs with a table as it is now."""
+    begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+    before, _, rest = page.partition(begin)
+    _, _, after = rest.partition(end)
+    return f"{before}{begin}\n{table}\n{end}{after}"
 
 
 def files() -> dict[Path, str]:
     """What each file should hold, relative to the repository."""
+    objects = with_table(OBJECTS.read_text(), "rules", rules_table())
     return {
         CHART / "values.yaml": values_yaml(),
         CHART / "values.schema.json": as_json(schema()),
-        DOCS: with_table(DOCS.read_text()),
+        INSTALL: with_table(INSTALL.read_text(), "values", docs_table()),
+        OBJECTS: with_table(objects, "status", status_table()),
     }
 
 

@@ -82,7 +82,7 @@ def _say_default(said: dict[str, Any]) -> None:
     if "default" not in said or ("enum" in said and said["default"] is not None):
         return
     default = said.pop("default")
-    if default is None or isinstance(default, list | dict):
+    if default in (None, "") or isinstance(default, list | dict):
         return
     if said.get("type") == "string" and isinstance(default, float):
         default = duration_text(default)
