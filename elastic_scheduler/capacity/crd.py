@@ -143,7 +143,7 @@ _RULES: Final = (
     ),
     (
         "maxHarvest.memory",
-        "type(self) == string ? self != '0' : self > 0",
+        "type(self) == string ? !self.matches('^0+(Ki|Mi|Gi|Ti)?$') : self > 0",
         "maxHarvest.memory: write a positive number of bytes, as 8Gi",
     ),
     (

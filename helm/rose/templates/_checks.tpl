@@ -82,7 +82,7 @@
 {{- $policy := .Values.policy }}
 {{- if include "rose.active" . }}
 {{- range $cap, $value := $policy.maxHarvest }}
-{{- if has (toString $value) (list "0" "0%") }}
+{{- if regexMatch "^0+(%|[KMGT]i)?$" (toString $value) }}
 {{- fail (printf "policy.maxHarvest.%s 0 lends nothing, though mode is Active: raise it, or set mode=Off" $cap) }}
 {{- end }}
 {{- end }}

@@ -151,6 +151,7 @@ REFUSED: list[Object] = [
     {"maxHostBusy": {"over": "500ms"}},
     {"maxHarvest": {"compute": 0}},
     {"maxHarvest": {"nodes": "0%"}},
+    {"maxHarvest": {"memory": "0Gi"}},
     {"blackoutWindows": [{"from": "08:00", "to": "08:00", "timeZone": "UTC"}]},
     {"tenants": [{"job": "a"}, {"job": "a"}]},
 ]
