@@ -129,6 +129,27 @@ CLUSTER = Dashboard(
             [(f"sum(rate(rose_guest_tokens_total[{RATE}]))", "all guests")],
             "tokens/s",
         ),
+        Panel(
+            "GPU time lent, by owner and job",
+            [
+                (
+                    "sum by (owner, job)"
+                    f" (rate(rose_scheduler_lent_compute_seconds_total[{RATE}]))",
+                    "{{owner}} to {{job}}",
+                )
+            ],
+            what="Devices' worth of time; `rose usage` has the sums of a day or a week.",
+        ),
+        Panel(
+            "Tokens lent, by owner and job",
+            [
+                (
+                    f"sum by (owner, job) (rate(rose_scheduler_lent_tokens_total[{RATE}]))",
+                    "{{owner}} to {{job}}",
+                )
+            ],
+            "tokens/s",
+        ),
     ],
 )
 
