@@ -70,10 +70,11 @@ class Run:
 class Bench:
     """Both engines, and the trainings on them."""
 
-    def __init__(self, folder: Path, python: Path, loop: LoopThread) -> None:
+    def __init__(self, folder: Path, python: Path, loop: LoopThread, tokens: int) -> None:
         if not python.exists():
             raise ConfigError(f"there is no {python}; make it: scripts/trainer-env trl")
         self.folder, self._python, self._loop = folder, python, loop
+        self._tokens = tokens
         (template,) = python.parents[1].glob("lib/*/site-packages/trl/chat_templates/qwen2_5.jinja")
         self.model = save_policy(folder / "model", template.read_text(encoding="utf-8"))
         replica = {
@@ -126,6 +127,7 @@ class Bench:
         folder.mkdir()
         argv = [str(self._python), "-m", PROGRAM, arm, f"--model={self.model}", f"--seed={seed}"]
         argv += [f"--steps={steps}", f"--folder={folder / 'saved'}", f"--out={folder / 'out'}"]
+        argv += [f"--tokens={self._tokens}"]
         argv += [f"--url={self._spec.url}"] if arm == "stock" else []
         environ = self.stack.environ(root=folder / "published")
         with (folder / "log").open("wb") as log:
@@ -246,11 +248,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--python", type=Path, default=ROOT / ".venv-trl/bin/python")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--tokens", type=int, default=16, help="of a completion")
     parser.add_argument("--async-steps", type=int, default=30)
     args = parser.parse_args(argv)
     loop, runs = LoopThread("rose-bench"), list[Run]()
     try:
-        with Bench(Path(tempfile.mkdtemp(prefix="rose-trl-")), args.python, loop) as bench:
+        folder = Path(tempfile.mkdtemp(prefix="rose-trl-"))
+        with Bench(folder, args.python, loop, args.tokens) as bench:
             steps = {"server": args.steps, "stock": args.steps, "async": args.async_steps}
             for seed in range(args.seeds):
                 for arm, count in steps.items():

@@ -137,7 +137,7 @@ def common(args: argparse.Namespace) -> dict[str, Any]:
         "gradient_checkpointing": False,
         "disable_tqdm": True,
         "num_generations": GROUP,
-        "max_completion_length": TOKENS,
+        "max_completion_length": args.tokens,
     }
 
 
@@ -229,6 +229,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rate", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save", type=int, default=0, metavar="STEPS")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="of a completion, at most")
     parser.add_argument("--url", default="", help="of a stock vLLM")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
