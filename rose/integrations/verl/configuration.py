@@ -17,7 +17,7 @@ ENDS_TURNS: Final = "ROSE_VERL_ABORT"
 _UNFIT: Final = {
     "quantization": "replicas serve the checkpoint's own dtypes; leave it out",
     "full_determinism": "replicas batch what comes; leave it out",
-    "ignore_eos": "ROSE ends a turn where the policy does; leave it out",
+    "ignore_eos": "say it in the sampling parameters of the agent loop; leave it out here",
     "enable_rollout_routing_replay": "ROSE's answers do not say which experts were used",
 }
 _YES = ("1", "true", "yes")

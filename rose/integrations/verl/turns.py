@@ -13,12 +13,7 @@ from rose.errors import RefusedError
 
 # What changes nothing, and comes with every request.
 NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
-    "repetition_penalty": (None, 1.0),
-    "frequency_penalty": (None, 0.0),
-    "presence_penalty": (None, 0.0),
-    "min_p": (None, 0.0),
     "n": (None, 1),
-    "ignore_eos": (None, False),
     "stop": (None, (), [], ""),
     "bad_words": (None, (), []),
     "logit_bias": (None, {}),
@@ -68,6 +63,11 @@ def sampling_of(params: Mapping[str, Any], lengths: Lengths, prompt_tokens: int)
         stop_token_ids=_ids(given.pop("stop_token_ids", None)),
         allowed_token_ids=_ids(given.pop("allowed_token_ids", None)),
         seed=given.pop("seed", None),
+        min_p=_or(given.pop("min_p", None), 0.0),
+        repetition_penalty=_or(given.pop("repetition_penalty", None), 1.0),
+        frequency_penalty=_or(given.pop("frequency_penalty", None), 0.0),
+        presence_penalty=_or(given.pop("presence_penalty", None), 0.0),
+        ignore_eos=_or(given.pop("ignore_eos", None), False),
     )
     for name, value in given.items():
         if name not in NOT_ASKED and value not in NEUTRAL.get(name, (None,)):

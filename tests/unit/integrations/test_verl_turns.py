@@ -25,8 +25,17 @@ def test_neutral_parameters_leave_the_policys_distribution_as_it_is() -> None:
 
 def test_parameters_are_carried_over() -> None:
     given = {"temperature": 0.0, "top_p": 0.9, "top_k": 5, "seed": 3, "stop_token_ids": [7]}
+    given |= {"min_p": 0.1, "repetition_penalty": 1.1, "ignore_eos": True}
     wanted = Sampling(
-        temperature=0.0, top_p=0.9, top_k=5, max_tokens=4, seed=3, stop_token_ids=(7,)
+        temperature=0.0,
+        top_p=0.9,
+        top_k=5,
+        max_tokens=4,
+        seed=3,
+        stop_token_ids=(7,),
+        min_p=0.1,
+        repetition_penalty=1.1,
+        ignore_eos=True,
     )
     assert sampling_of(given | {"max_new_tokens": 4}, LENGTHS, 10) == wanted
     assert sampling_of(given | {"max_tokens": 4}, LENGTHS, 10) == wanted
@@ -34,7 +43,7 @@ def test_parameters_are_carried_over() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("repetition_penalty", 1.1), ("min_p", 0.1), ("stop", ["\n"]), ("n", 2), ("beam", True)],
+    [("stop", ["\n"]), ("n", 2), ("logit_bias", {3: 1.0}), ("prompt_logprobs", 1), ("beam", True)],
 )
 def test_what_would_change_the_distribution_unseen_is_refused_by_name(
     name: str, value: object
