@@ -11,7 +11,7 @@ from sphinx.application import Sphinx
 
 ROOT = Path(__file__).resolve().parents[1]
 CONTENTS = {
-    "Use it": "demo node gateway scheduler control-plane capacity-policy client weights trainers/*"
+    "Use it": "demo node gateway scheduler control-plane capacity-policy client weights trainers"
     " gpu-memory security",
     "Operate it": "operators/*",
     "Understand it": "architecture lifecycle glossary contracts/README adr/README",
@@ -26,6 +26,7 @@ CHILDREN = {
     ),
     "adr/README": "0*",
     "operators/alerts": "runbooks/*",
+    "trainers": "trainers/*",
 }
 
 project = "ROSE"
