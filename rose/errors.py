@@ -4,6 +4,7 @@ RoseError
 ├── ConfigError          a setting, option or file is wrong
 ├── EngineStartError     an engine could not be started
 ├── UnavailableError     a process of ROSE does not answer
+│   └── NotAnnouncedError    a version is durable, and nobody was told yet
 └── RefusedError         a request breaks a rule (stale epoch, wrong version, no room)
     ├── RunHeldError     another trainer has the job
     └── RunFencedError   this trainer had the job, and another has it now
@@ -53,6 +54,10 @@ class EngineStartError(RoseError):
 
 class UnavailableError(RoseError):
     """A process of ROSE does not answer."""
+
+
+class NotAnnouncedError(UnavailableError):
+    """A version is durable, and no scheduler was told of it: go on from it, it is told later."""
 
 
 class RefusedError(RoseError):

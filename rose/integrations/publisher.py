@@ -9,6 +9,7 @@ The first rank publishes; the others take part, and raise what it raises.
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,12 +20,13 @@ from rose.addresses import free_ports
 from rose.client.blocking import LoopThread
 from rose.client.client import RolloutClient
 from rose.client.errors import RequestRefused, RolloutError
-from rose.errors import ConfigError, RefusedError, UnavailableError
+from rose.errors import ConfigError, NotAnnouncedError, RefusedError, UnavailableError
 from rose.integrations.named_weights import Named, NamedWeights
 from rose.integrations.settings import TrainerSettings
 from rose.weight_distribution import Receipt, WeightPublisher
 from weight_transfer import TensorBits, WeightError, read_model_dir
 
+_log = logging.getLogger(__name__)
 LOOK_S = 0.05
 
 
@@ -196,12 +198,21 @@ class PolicyPublisher:
         )
         begun = await self._publisher.start()
         if begun.resumed is not None:
+            self._bits = await self._restored(self._publisher)
+        if self._bits is not None and begun.resumed is not None:
             self._version, self._resumed = begun.resumed, True
-            self._bits = await self._publisher.restore()
         else:
             self._version = begun.latest
             self._first = begun.latest + 1 if begun.latest else 0
             self._bits = None if begun.latest else base
+
+    async def _restored(self, publisher: WeightPublisher) -> Mapping[str, TensorBits] | None:
+        """What was published last; None where the root's files are not whole: then all is anew."""
+        try:
+            return await publisher.restore()
+        except (WeightError, OSError) as error:
+            _log.warning("%s cannot be gone on from: %s", self.settings.root, error)
+            return None
 
     def _publish(self, new: Mapping[str, TensorBits], *, wait: bool) -> None:
         assert self._thread is not None
@@ -231,6 +242,10 @@ class PolicyPublisher:
                     return await self._publisher.publish_anew(self._version + 1, new)
                 version, old = self._version, self._bits
                 return await self._publisher.publish(version + 1, version, old, new)
+        except NotAnnouncedError:
+            # It is durable: whoever publishes again goes on from it.
+            self._version, self._bits = self._version + 1, new
+            raise
         except (WeightError, OSError) as error:
             raise RefusedError(f"version {self._version + 1} is not published: {error}") from error
         except TimeoutError:

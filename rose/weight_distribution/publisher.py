@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 
 import grpc.aio
 
-from rose.errors import RefusedError, RunFencedError, UnavailableError
+from rose.errors import NotAnnouncedError, RefusedError, RunFencedError, UnavailableError
 from rose.rpc import rose_pb2
 from rose.rpc.leader_channel import LeaderChannel
 from rose.security.certificates import CertificateFiles
@@ -54,6 +54,12 @@ _log = logging.getLogger(__name__)
 
 # A scheduler that restarts is waited for: training goes on meanwhile anywhere but here.
 ANNOUNCE_TIMEOUT_S = 20.0
+
+
+def _announcing(
+    request: rose_pb2.AnnounceVersionRequest, stub: "SchedulerAsyncStub", left_s: float
+) -> Awaitable[rose_pb2.AnnounceVersionReply]:
+    return stub.AnnounceVersion(request, timeout=left_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +154,8 @@ class WeightPublisher:
         self._checkpoint = checkpoint
         self._held: RunRoot | None = None
         self._keeper: RunKeeper | None = None
+        # Durable, and told to nobody: in their order, each before the next.
+        self._unannounced: list[tuple[int, int]] = []
         self._begun: Begun | None = None
         leases = ReadLeases(time.monotonic())
         if certificates is not None and credentials.ca is None:
@@ -333,7 +341,8 @@ class WeightPublisher:
         """Publish the step from `old` (version `parent`) to `new` and announce it.
 
         `new` is read once more behind the caller's back, where a base is due: hand in weights that
-        are not written to any more. Raises RunFencedError once another trainer has the job.
+        are not written to any more. Raises RunFencedError once another trainer has the job, and
+        NotAnnouncedError where the version is durable and no scheduler was told: go on from it.
         """
         self._check_next(version, parent)
         started_s = time.perf_counter()
@@ -391,13 +400,23 @@ class WeightPublisher:
             )
 
     async def _announce(self, version: int, parent: int) -> None:
-        request = rose_pb2.AnnounceVersionRequest(
-            job=self._job, version=version, parent=parent, url=self._server.url, claim=self._claim
-        )
-        await self._call(
-            lambda stub, left_s: stub.AnnounceVersion(request, timeout=left_s),
-            f"version {version} is published but could not be announced",
-        )
+        """Tell the scheduler, of those that it could not be told of before too."""
+        self._unannounced.append((version, parent))
+        while self._unannounced:
+            version, parent = self._unannounced[0]
+            request = rose_pb2.AnnounceVersionRequest(
+                job=self._job,
+                version=version,
+                parent=parent,
+                url=self._server.url,
+                claim=self._claim,
+            )
+            failure = f"version {version} is published but could not be announced"
+            try:
+                await self._call(partial(_announcing, request), failure)
+            except UnavailableError as error:
+                raise NotAnnouncedError(f"{error}; it is, with the next one") from error
+            del self._unannounced[0]
 
     async def _call(
         self, ask: "Callable[[SchedulerAsyncStub, float], Awaitable[R]]", failure: str

@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 import pytest
 
 from rose.client.errors import GatewayUnavailable
-from rose.errors import RefusedError, UnavailableError
+from rose.errors import NotAnnouncedError, RefusedError, UnavailableError
 from rose.integrations import PolicyPublisher, TrainerSettings, publisher
 from rose.weight_distribution import Receipt
 from tests.policies import NORM, checkpoint, weights
-from weight_transfer import SigningKey, TensorBits
+from weight_transfer import SigningKey, TensorBits, WeightError
 
 pytest.importorskip("torch")
 
@@ -168,6 +168,32 @@ def test_a_new_run_of_a_job_that_has_versions_replaces_them_whole(
         assert [policy.publish(weights(seed).items()) for seed in (1, 2)] == [8, 9]
         assert policy.oldest_allowed == 8
     assert StandInPublisher.made[0].calls == [("anew", 8), ("delta", 9)]
+
+
+def test_a_root_that_cannot_be_read_back_is_begun_anew(
+    settings: TrainerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def torn(_: StandInPublisher) -> None:
+        raise WeightError("a chunk is gone")
+
+    monkeypatch.setattr(StandInPublisher, "begun", Begun(latest=7, resumed=7))
+    monkeypatch.setattr(StandInPublisher, "restore", torn)
+    with PolicyPublisher(settings) as policy:
+        assert not policy.resumed
+        assert policy.publish(weights(seed=8).items()) == 8
+    assert StandInPublisher.made[0].calls == [("anew", 8)]
+
+
+def test_a_version_that_no_scheduler_was_told_of_is_gone_on_from(
+    policy: PolicyPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy.start()
+    monkeypatch.setattr(StandInPublisher, "trouble", NotAnnouncedError("no scheduler answers"))
+    with pytest.raises(NotAnnouncedError):
+        policy.publish(weights(seed=1).items())
+    monkeypatch.setattr(StandInPublisher, "trouble", None)
+    assert policy.publish(weights(seed=2).items()) == 2
+    assert StandInPublisher.made[0].calls == [("delta", 2)]
 
 
 def test_it_returns_once_enough_live_replicas_serve_the_version(

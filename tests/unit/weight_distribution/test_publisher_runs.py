@@ -11,7 +11,13 @@ import pytest
 from run_cases import Cluster, tensors
 
 from rose.addresses import free_port
-from rose.errors import RefusedError, RunFencedError, RunHeldError, UnavailableError
+from rose.errors import (
+    NotAnnouncedError,
+    RefusedError,
+    RunFencedError,
+    RunHeldError,
+    UnavailableError,
+)
 from rose.scheduler import SchedulerService
 from rose.scheduler.messages import JobDropped
 from rose.weight_distribution import WeightPublisher, publisher, run_keeper
@@ -90,6 +96,22 @@ async def test_a_version_that_was_never_announced_is_announced_at_the_next_start
         assert (second.begun.latest, second.begun.resumed) == (3, 3)
         assert cluster.numbers == [(1, 1), (2, 1), (3, 2)]
         assert same(await second.restore(), tensors(3))
+
+
+async def test_a_version_that_could_not_be_announced_is_told_with_the_next_one(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def away(*_: object) -> None:
+        raise UnavailableError("no scheduler answers")
+
+    async with cluster.trainer() as trainer:
+        await trainer.publish_anew(1, tensors(1))
+        with monkeypatch.context() as broken:
+            broken.setattr(trainer._scheduler, "call", away)
+            with pytest.raises(NotAnnouncedError, match="version 2 is published but could not"):
+                await publish(trainer, 2)
+        await publish(trainer, 3)
+    assert cluster.numbers == [(1, 1), (2, 1), (3, 2)]
 
 
 async def test_a_new_root_begins_after_the_newest_version_and_the_old_chain_is_dropped(
