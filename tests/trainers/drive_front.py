@@ -214,7 +214,9 @@ class SlimeDelta(Slime):
 
         class Updates(update_weight_from_disk_delta.UpdateWeightFromDiskDelta):
             def _iter_hf_tensors(self) -> Any:
-                yield from trainer.model.named_parameters()
+                # Gathered weights are copies; on a CPU slime would keep the live ones as its base.
+                for name, weight in trainer.model.named_parameters():
+                    yield name, weight.detach().clone()
 
         self._updates = Updates(args, [], None, model_name="", quantization_config=None)
         self._updates.connect_rollout_engines([_Actor(self._engine)], None)
