@@ -156,6 +156,7 @@ class WeightPublisher:
         self._keeper: RunKeeper | None = None
         # Durable, and told to nobody: in their order, each before the next.
         self._unannounced: list[tuple[int, int]] = []
+        self._announcing = asyncio.Lock()
         self._begun: Begun | None = None
         leases = ReadLeases(time.monotonic())
         if certificates is not None and credentials.ca is None:
@@ -402,6 +403,10 @@ class WeightPublisher:
     async def _announce(self, version: int, parent: int) -> None:
         """Tell the scheduler, of those that it could not be told of before too."""
         self._unannounced.append((version, parent))
+        async with self._announcing:
+            await self._announce_all()
+
+    async def _announce_all(self) -> None:
         while self._unannounced:
             version, parent = self._unannounced[0]
             request = rose_pb2.AnnounceVersionRequest(

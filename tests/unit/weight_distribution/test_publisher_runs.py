@@ -1,10 +1,12 @@
 """A trainer that starts again goes on from its root, or begins a chain of its own."""
 
+import asyncio
 import json
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -111,6 +113,31 @@ async def test_a_version_that_could_not_be_announced_is_told_with_the_next_one(
             with pytest.raises(NotAnnouncedError, match="version 2 is published but could not"):
                 await publish(trainer, 2)
         await publish(trainer, 3)
+    assert cluster.numbers == [(1, 1), (2, 1), (3, 2)]
+
+
+async def test_a_version_that_overtakes_the_one_before_is_told_after_it(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with cluster.trainer() as trainer:
+        await trainer.publish_anew(1, tensors(1))
+        ask, may_go = trainer._scheduler.call, asyncio.Event()
+
+        async def slow(*asked: Any) -> object:
+            await may_go.wait()
+            return await ask(*asked)
+
+        monkeypatch.setattr(trainer._scheduler, "call", slow)
+        publishing = []
+        for version in (2, 3):
+            publishing.append(asyncio.create_task(publish(trainer, version)))
+            await until_async(
+                lambda of=version: len(trainer._unannounced) == of - 1,  # type: ignore[misc]
+                PATIENCE_S,
+                "it is durable",
+            )
+        may_go.set()
+        await asyncio.gather(*publishing)
     assert cluster.numbers == [(1, 1), (2, 1), (3, 2)]
 
 
