@@ -112,7 +112,8 @@ def codes(*, blocks: bool) -> Iterator[Code]:
 
 @cache
 def sources(*patterns: str) -> str:
-    return "\n".join(path.read_text(encoding="utf-8") for p in patterns for path in ROOT.glob(p))
+    found = (path for pattern in patterns for path in ROOT.glob(pattern) if path.is_file())
+    return "\n".join(path.read_text(encoding="utf-8") for path in found)
 
 
 def product() -> str:
