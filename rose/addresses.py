@@ -9,10 +9,14 @@ where it enters, and may be connected to later without another check.
 callers for no credentials.
 """
 
+import asyncio
+import errno
 import ipaddress
 import random
 import re
 import socket
+import time
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack, suppress
 from functools import lru_cache
 
@@ -21,6 +25,10 @@ from rose.errors import ConfigError
 # Below those that the kernel hands out by itself (from 32,768 on Linux): a connection of anybody's
 # could take one of them before whoever asked here listens on it.
 _FREE = range(10_000, 18_000)
+
+# The end of a process that was killed takes milliseconds, on a machine that is busy a second.
+PATIENCE_S = 2.0
+_AGAIN_S = 0.02
 
 
 def free_ports(count: int) -> list[int]:
@@ -40,6 +48,22 @@ def free_ports(count: int) -> list[int]:
 def free_port() -> int:
     """One of them."""
     return free_ports(1)[0]
+
+
+async def bound(bind: Callable[[], Awaitable[None]], patience_s: float = PATIENCE_S) -> None:
+    """Await `bind()`, again and again for a moment while its port is taken; raises its OSError.
+
+    A process that is killed lets go of its locks before its ports: who takes over at once finds
+    the locks free and the ports taken.
+    """
+    until_s = time.monotonic() + patience_s
+    while True:
+        try:
+            return await bind()
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() >= until_s:
+                raise
+        await asyncio.sleep(_AGAIN_S)
 
 
 MAX_URL_CHARS = 2_048

@@ -125,7 +125,7 @@ class NodeDaemon:
         """Serve until stopped. Raises what broke, once everything it started is ended."""
         private_folder(self._config.run_dir)
         if self._config.metrics_port:
-            self._metrics.serve(self._config.metrics_port)
+            await self._metrics.serve(self._config.metrics_port)
         connector = aiohttp.TCPConnector(limit=64)
         async with AsyncExitStack() as stack:
             http = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))

@@ -27,6 +27,7 @@ from prometheus_client.registry import Collector
 from executor import Grant, GrantMode, GuestState, HostState, LatencyRecord
 from executor.control_page.page import LAYOUT_VERSION
 from executor.kv.reclaim_ladder import ReclaimLevel, ReclaimOutcome
+from rose.addresses import bound
 from rose.errors import ConfigError, UnavailableError
 from rose.node.config import HostConfig
 from rose.node.memory_gauges import Held
@@ -545,10 +546,14 @@ class NodeMetrics:
             if record.tpot_ns:
                 self._tpot.observe(record.tpot_ns / _NS)
 
-    def serve(self, port: int) -> None:
-        """Answer on loopback; ConfigError when the port is taken."""
-        try:
+    async def serve(self, port: int) -> None:
+        """Answer on loopback; ConfigError when the port stays taken."""
+
+        async def bind() -> None:
             self._server, _ = start_http_server(port, "127.0.0.1", self.registry)
+
+        try:
+            await bound(bind)
         except OSError as error:
             raise ConfigError(
                 f"metrics_port {port} is busy: {error.strerror}; choose another"

@@ -33,6 +33,7 @@ from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 from aiohttp.http import HttpProcessingError
 
+from rose.addresses import bound
 from rose.contract.weights import (
     CATALOG,
     GROUP,
@@ -183,7 +184,7 @@ class VersionServer:
         return self._meter.bytes_per_s(time.monotonic())
 
     async def start(self) -> None:
-        """Bind the port; ConfigError when it is taken or a certificate cannot be used."""
+        """Bind the port; ConfigError when it stays taken or a certificate cannot be used."""
         app = web.Application(client_max_size=MOST_BODY_BYTES)
         app.router.add_get(r"/manifests/{version:\d{1,18}(\.base)?}", self._manifest)
         app.router.add_get("/chunks/{name:[0-9a-f]{64}}", self._chunk)
@@ -195,9 +196,13 @@ class VersionServer:
         context = self._credentials.server()
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, logger=_log)
         await self._runner.setup()
+        runner = self._runner
+
+        async def bind() -> None:
+            await web.TCPSite(runner, self._host, self._port, ssl_context=context).start()
+
         try:
-            site = web.TCPSite(self._runner, self._host, self._port, ssl_context=context)
-            await site.start()
+            await bound(bind)
         except OSError as error:
             await self.close()
             raise ConfigError(

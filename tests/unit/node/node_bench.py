@@ -145,11 +145,21 @@ class Bench:
             raise AssertionError(f"never {what}: {await self.row()}") from None
 
     async def until_noted(self, event: str, times: int = 1) -> dict[str, Any]:
-        async with asyncio.timeout(PATIENCE_S):
-            while True:
-                if len(found := self.noted(event)) >= times:
-                    return found[-1]
-                await asyncio.sleep(0.02)
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                while True:
+                    if len(found := self.noted(event)) >= times:
+                        return found[-1]
+                    await asyncio.sleep(0.02)
+        except TimeoutError:
+            raise AssertionError(f"never {event} {times} times: {self._story()}") from None
+
+    def _story(self) -> str:
+        """What the daemons did, for who reads why a test failed."""
+        told = [f"{daemon.pid} exited {daemon.poll()}" for daemon in self.daemons]
+        for path in (self.folder / "daemon.log", self.folder / "logs" / "events-n0.jsonl"):
+            told += [f"--- {path.name}", *(path.read_text().splitlines() if path.exists() else [])]
+        return "\n".join(told)
 
     async def publish(self, version: int) -> None:
         await self.publisher.publish(version, version - 1, tensors(version - 1), tensors(version))

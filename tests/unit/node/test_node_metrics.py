@@ -1,5 +1,7 @@
 """`/metrics` of a node: what operators alert on, under names that stay."""
 
+import asyncio
+import socket
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -38,7 +40,7 @@ def metrics() -> Iterator[NodeMetrics]:
 
 def samples(metrics: NodeMetrics) -> dict[str, float]:
     port = free_port()
-    metrics.serve(port)
+    asyncio.run(metrics.serve(port))
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
         return read(answer.read().decode())
 
@@ -54,6 +56,15 @@ def read(text: str) -> dict[str, float]:
         for family in text_string_to_metric_families(text)
         for s in family.samples
     }
+
+
+async def test_the_page_waits_a_moment_for_its_port(metrics: NodeMetrics) -> None:
+    port = free_port()
+    with socket.create_server(("127.0.0.1", port)):
+        serving = asyncio.create_task(metrics.serve(port))
+        await asyncio.sleep(0.1)
+        assert not serving.done(), "a daemon that was killed lets go of its lock before its ports"
+    await serving
 
 
 def test_the_targets_are_bounds_of_the_latency_histograms(metrics: NodeMetrics) -> None:
@@ -189,11 +200,11 @@ def test_a_replica_that_is_gone_leaves_no_series_and_a_placement_no_old_one() ->
     assert collected(made)["rose_weights_rejected_total,g0,engine"] == 0
 
 
-def test_a_busy_port_is_named(metrics: NodeMetrics) -> None:
+async def test_a_busy_port_is_named(metrics: NodeMetrics) -> None:
     port = free_port()
-    metrics.serve(port)
+    await metrics.serve(port)
     with pytest.raises(ConfigError, match=f"metrics_port {port}"):
-        NodeMetrics(None, list).serve(port)
+        await NodeMetrics(None, list).serve(port)
 
 
 def test_a_scrape_costs_the_daemon_little(metrics: NodeMetrics) -> None:
