@@ -12,8 +12,8 @@ callers for no credentials.
 import asyncio
 import errno
 import ipaddress
-import random
 import re
+import secrets
 import socket
 import time
 from collections.abc import Awaitable, Callable
@@ -35,7 +35,8 @@ def free_ports(count: int) -> list[int]:
     """So many different ones, on loopback, that nobody listens on."""
     with ExitStack() as probes:
         found: list[int] = []
-        for port in random.SystemRandom().sample(_FREE, len(_FREE)):
+        at = secrets.randbelow(len(_FREE))
+        for port in (*_FREE[at:], *_FREE[:at]):
             if len(found) == count:
                 return found
             probe = probes.enter_context(socket.socket())

@@ -39,7 +39,7 @@ NEVER = 2**31 - 1
 
 async def collect_in_small_steps(old_s: float = OLD_S) -> None:
     """Collect until cancelled; then the collector is as it was before."""
-    before = gc.get_threshold()
+    before, frozen = gc.get_threshold(), gc.get_freeze_count()
     gc.collect()
     gc.freeze()
     gc.set_threshold(NEW, NEVER, NEVER)
@@ -51,7 +51,8 @@ async def collect_in_small_steps(old_s: float = OLD_S) -> None:
             look_through_old()
     finally:
         gc.set_threshold(*before)
-        gc.unfreeze()
+        if not frozen:
+            gc.unfreeze()
 
 
 def look_through_old() -> None:
