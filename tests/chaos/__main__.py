@@ -25,6 +25,7 @@ Exit code: 0 when every invariant held, 1 when one was broken.
 import argparse
 import multiprocessing
 import os
+import signal
 import sys
 import time
 
@@ -61,6 +62,8 @@ def main() -> int:
     seeds = range(first, first + options.seeds)
     sys.stdout.write(f"{len(seeds)} seeds from {first} on\n")
     sys.stdout.flush()
+    # Who is told to end ends its processes too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     began_s, lived, events, failures = time.monotonic(), 0, 0, 0
     least = sys.maxsize
     with multiprocessing.get_context("forkserver").Pool(options.jobs) as pool:
