@@ -80,6 +80,7 @@ async def test_slime_finds_registers_updates_and_reads_its_own_version(tmp_path:
 
 
 async def test_what_was_pulled_is_published_by_the_name_it_was_pulled_into(tmp_path: Path) -> None:
+    pytest.importorskip("torch")  # What reads the files, in a thread of the front's.
     publisher = StandInPublisher()
     async with front_with(tmp_path, publisher, StandInGateway()) as url:
         for version in (1, 2):
