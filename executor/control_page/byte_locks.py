@@ -2,6 +2,7 @@
 
     byte 0        the seat, exclusive       the one engine core that writes the host section
     byte 1        the veto, shared          engines that serve there and cannot publish
+    byte 2        the guard, exclusive      the one node daemon that found the host
     byte 16 + k   lane k, exclusive         the API process that writes that lane of latencies
 
 They are locks of an open file description (fcntl(2), F_OFD_SETLK). The kernel drops one when the
@@ -20,6 +21,7 @@ from typing import Final, Self
 
 SEAT: Final = 0
 VETO: Final = 1
+GUARD: Final = 2
 LANES: Final = 16
 _FLOCK: Final = struct.Struct("hhqqi4x")
 

@@ -124,7 +124,7 @@ class HostSeat:
         self._thread: Beat | None = None
         # For the engine core's step, which packs as it goes.
         self.write_packed: Callable[[bytes], None] = host.write_packed
-        self._taken_ns = now_ns
+        self.taken_ns = now_ns
         self._who = _own_identity()
         host.write(HostState(in_step=True, running=1, heartbeat_ns=now_ns))
         self.beat(now_ns)
@@ -136,7 +136,7 @@ class HostSeat:
     def beat(self, now_ns: int | None = None) -> None:
         """Say that this process lives; and where the page got another file, veto that one."""
         beat_ns = time.monotonic_ns() if now_ns is None else now_ns
-        self._seat.write(SeatState(*self._who, taken_ns=self._taken_ns, beat_ns=beat_ns))
+        self._seat.write(SeatState(*self._who, taken_ns=self.taken_ns, beat_ns=beat_ns))
         if self._replaced():
             self._veto.renew()
 

@@ -22,8 +22,8 @@ import uuid
 from pathlib import Path
 from typing import Final, Self
 
+from executor.control_page.byte_locks import GUARD, SEAT, VETO, HeldLock, inode_of, is_held
 from executor.control_page.byte_locks import LANES as LANE_LOCKS
-from executor.control_page.byte_locks import SEAT, VETO, HeldLock, inode_of, is_held
 from executor.control_page.host_seat import HostSeat, HostView
 from executor.control_page.latency_ring import LANES, RING_BYTES, LatencyLane, LatencyRing
 from executor.control_page.seqlock_records import (
@@ -61,7 +61,7 @@ class ControlPage:
         self.path = path
         self._mapping = mapping
         self._descriptor = descriptor
-        self._inode = inode_of(os.fstat(descriptor))
+        self.inode = inode_of(os.fstat(descriptor))
         self._view = memoryview(mapping)
         _, _, self.owner_pid, self.created_ns, _, _ = _HEADER.unpack_from(mapping)
         self.host: Section[HostState] = Section(self._view, _HOST_AT, HostState)
@@ -143,12 +143,22 @@ class ControlPage:
     def replaced(self) -> bool:
         """Whether the path is not, or not known to be, this page any more."""
         try:
-            return inode_of(os.stat(self.path, follow_symlinks=False)) != self._inode
+            return inode_of(os.stat(self.path, follow_symlinks=False)) != self.inode
         except OSError:
             return True
 
+    @property
+    def cut_short(self) -> bool:
+        """Whether the file has lost its end: to touch what is gone would end this process.
+
+        Whoever shares a page with others asks before he reads or writes.
+        """
+        return os.fstat(self._descriptor).st_size < PAGE_BYTES
+
     def host_view(self) -> HostView:
         """What can be seen of the host now; the locks last, which vouch for what was read."""
+        if self.cut_short:
+            return HostView()
         state, seat = self.host.peek(), self.seat.peek()
         try:
             vetoed = is_held(self._descriptor, VETO)
@@ -172,6 +182,16 @@ class ControlPage:
         taken_ns = time.monotonic_ns() if now_ns is None else now_ns
         return HostSeat(self.path, lock, self.host, self.seat, lambda: self.replaced, taken_ns)
 
+    def take_guard(self) -> HeldLock:
+        """Become the one node daemon that grants here. Raises PageError when another one does."""
+        lock = self._lock(GUARD)
+        if lock is None:
+            raise PageError(
+                f"control page {self.path} has a node daemon already; let one daemon of a machine"
+                " find hosts"
+            )
+        return lock
+
     def take_lane(self) -> LatencyLane:
         """A lane of the latency ring for this process. Raises PageError when all are taken."""
         for number in range(LANES):
@@ -190,7 +210,7 @@ class ControlPage:
 
     def _lock(self, byte: int) -> HeldLock | None:
         try:
-            return HeldLock.take(self.path, byte, self._inode)
+            return HeldLock.take(self.path, byte, self.inode)
         except OSError as error:
             why = error.strerror or "it is another file now"
             raise PageError(f"cannot lock control page {self.path}: {why}") from error

@@ -244,3 +244,16 @@ def client_request_id(engine_request_id: str) -> str:
     if match := _CHAT.fullmatch(engine_request_id):
         return match["id"]
     return engine_request_id
+
+
+def own_devices(ranks: int) -> tuple[str, ...]:
+    """UUIDs of the GPUs that an engine of so many ranks has; empty on a CPU, or where no driver
+    says."""
+    from vllm.platforms import current_platform  # a guest has no use for it
+
+    if not current_platform.is_cuda():
+        return ()
+    try:
+        return tuple(str(current_platform.get_device_uuid(rank)) for rank in range(ranks))
+    except Exception:  # noqa: BLE001 -- of whatever bindings it has; without UUIDs nobody comes
+        return ()

@@ -1,10 +1,13 @@
 """Settings of an engine process, read from its environment."""
 
 import math
+import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
+from executor.control_page.host_description import page_of
 from executor.control_page.page import PAGE_GROUP
 from executor.errors import ExecutorError
 
@@ -32,6 +35,7 @@ class EngineSettings:
     `page_socket`: where a host on a GPU lends pages by handle and its guest borrows them; empty for
     pages that pass through the driver.
     `page_group`: the group that shares the control page, empty for its owner alone.
+    `found`: a host that nodes find in the folder of its page, where it describes itself.
     """
 
     role: str
@@ -47,19 +51,24 @@ class EngineSettings:
     kv_backend: str = AUTO
     page_socket: str = ""
     page_group: str = ""
+    found: bool = False
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Self:
         """Read ROSE_ROLE, ROSE_CONTROL_PAGE, ROSE_SLO_TTFT_S, ROSE_SLO_TPOT_S, ROSE_ORPHAN_S,
         ROSE_STEP_PROFILE, ROSE_HOST_STEP_PROFILE, ROSE_HOST_LEVEL, ROSE_HOST_RESERVE,
-        ROSE_HOST_PREFIX_COLD_S, ROSE_KV_BACKEND, ROSE_PAGE_SOCKET and ROSE_PAGE_GROUP.
+        ROSE_HOST_PREFIX_COLD_S, ROSE_KV_BACKEND, ROSE_PAGE_SOCKET, ROSE_PAGE_GROUP, and of a host
+        ROSE_HOST_DIR and ROSE_HOST_NAME.
 
         Raises ExecutorError for a host or guest without a page and for values that make no sense.
         """
         role = environ.get("ROSE_ROLE", "")
-        page_path = environ.get("ROSE_CONTROL_PAGE", "")
+        page_path = page_path_of(environ)
         if role in (HOST, GUEST) and not page_path:
-            raise ExecutorError(f"ROSE_ROLE is {role}: set ROSE_CONTROL_PAGE to the page's path")
+            instead = ", or ROSE_HOST_DIR to the folder in which nodes find it" * (role == HOST)
+            raise ExecutorError(
+                f"ROSE_ROLE is {role}: set ROSE_CONTROL_PAGE to the page's path{instead}"
+            )
         settings = cls(
             role,
             page_path,
@@ -74,10 +83,30 @@ class EngineSettings:
             _kv_backend(environ),
             environ.get("ROSE_PAGE_SOCKET", ""),
             environ.get(PAGE_GROUP, ""),
+            found=role == HOST and bool(page_path) and not environ.get("ROSE_CONTROL_PAGE"),
         )
         if settings.orphan_s == 0:
             raise ExecutorError("ROSE_ORPHAN_S is 0; give the seconds a guest outlives its daemon")
         return settings
+
+
+def page_path_of(environ: Mapping[str, str]) -> str:
+    """Path of the control page: ROSE_CONTROL_PAGE, or a host's own in the folder ROSE_HOST_DIR.
+
+    All processes of a host come to the same one. Empty where the environment names neither. Raises
+    PageError for a ROSE_HOST_NAME that cannot be one.
+    """
+    folder = environ.get("ROSE_HOST_DIR", "")
+    if environ.get("ROSE_CONTROL_PAGE") or environ.get("ROSE_ROLE") != HOST or not folder:
+        return environ.get("ROSE_CONTROL_PAGE", "")
+    return str(page_of(folder, environ.get("ROSE_HOST_NAME") or _own_name(environ)))
+
+
+def _own_name(environ: Mapping[str, str]) -> str:
+    """That of the machine or pod, and of the GPUs where one machine has several hosts."""
+    parts = socket.gethostname(), environ.get("CUDA_VISIBLE_DEVICES", "")
+    name = "-".join(re.sub(r"[^A-Za-z0-9._-]+", "-", part).strip("-._") for part in parts if part)
+    return name[:100]
 
 
 def _kv_backend(environ: Mapping[str, str]) -> str:

@@ -15,15 +15,16 @@ from typing import Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 
+from executor.control_page.host_description import HostDescription
 from executor.control_page.host_seat import HostSeat, Veto
 from executor.control_page.page import ControlPage
 from executor.errors import ExecutorError, PageError
 from executor.kv.capacity_policy import LendingLimits
 from executor.step_log import StepLog
-from executor.vllm.compat import RequestSurface, StepSurface, check_version
+from executor.vllm.compat import RequestSurface, StepSurface, check_version, own_devices
 from executor.vllm.host.kv_lender import HostLender, KvLent
 from executor.vllm.host.state_publisher import HostStatePublisher
-from executor.vllm.settings import HOST, LEND, EngineSettings
+from executor.vllm.settings import HOST, LEND, EngineSettings, page_path_of
 
 # vLLM shows what its own loggers' children say.
 logger = logging.getLogger("vllm.rose.host")
@@ -79,7 +80,7 @@ class ObservedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types ar
                 self._seat.cease()
         except Exception:  # noqa: BLE001 -- what failed just now may fail again
             logger.warning("its last state stays on the control page; it is not believed for long")
-        path = os.environ.get("ROSE_CONTROL_PAGE")
+        path = _page_path()
         if self._veto is None and path and os.environ.get("ROSE_ROLE") == HOST:
             self._veto = Veto(Path(path))
             self._veto.start()
@@ -171,6 +172,10 @@ class ObservedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types ar
             )
             self._observer.started(self)
             seat.start()
+            if settings.found:
+                # Last: a node may start a guest once it has found this.
+                said = description_of(self.vllm_config, settings, seat.taken_ns)
+                said.write(page.path, settings.page_group)
 
     def _leave(self) -> None:
         seat, self._seat, self._observer = self._seat, None, None
@@ -245,6 +250,26 @@ class ObservedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types ar
         except Exception:
             self.give_up()
             logger.exception(SERVES_ON)
+
+
+def description_of(config: Any, settings: EngineSettings, seated_ns: int) -> HostDescription:  # noqa: ANN401 -- vLLM's VllmConfig
+    """Return what a node must know of this engine to run a guest beside it."""
+    model = config.model_config
+    names = model.served_model_name or model.model
+    return HostDescription(
+        model=(names if isinstance(names, str) else names[0])[-253:],
+        ttft_s=settings.ttft_s,
+        tpot_s=settings.tpot_s,
+        devices=own_devices(config.parallel_config.world_size),
+        seated_ns=seated_ns,
+    )
+
+
+def _page_path() -> str:
+    try:
+        return page_path_of(os.environ)
+    except PageError:
+        return ""  # Where it has no page no guest can run by it.
 
 
 def _insist_alone(parallel: Any) -> None:  # noqa: ANN401 -- vLLM's ParallelConfig

@@ -1,0 +1,146 @@
+"""Description of a host beside its page, for a node that finds hosts in a shared folder.
+
+    DIR/NAME.page   the control page; the host is the process that holds its seat
+    DIR/NAME.json   model, targets and GPUs, as the life that took the seat at `seated_ns` has them
+
+The name of the page is the name of the host. A description counts for the life that wrote it: what
+an earlier one left behind has another `seated_ns`. It is read with suspicion, since a folder that
+several users share holds whatever one of them puts there.
+"""
+
+import json
+import math
+import os
+import re
+import stat
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final, Self
+
+from executor.control_page.page import group_id
+from executor.errors import PageError
+
+SUFFIX: Final = ".page"
+"""Of a page that is to be found."""
+MOST_BYTES: Final = 16 << 10
+MOST_DEVICES: Final = 64
+MOST_TARGET_S: Final = 3_600.0
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_DEVICE: Final = re.compile(r"GPU-[0-9a-fA-F-]{1,60}")
+_MODEL_CHARS: Final = 253
+
+
+@dataclass(frozen=True, slots=True)
+class HostDescription:
+    """What a host says of itself; a target of 0 is unknown, `devices` are UUIDs of its GPUs.
+
+    seated_ns: when it took its seat, CLOCK_MONOTONIC.
+    """
+
+    model: str
+    ttft_s: float
+    tpot_s: float
+    devices: tuple[str, ...]
+    seated_ns: int
+
+    def write(self, page: Path, group: str = "") -> None:
+        """Put it beside `page`, whole or not at all. Raises PageError."""
+        target = page.with_suffix(".json")
+        draft = target.with_name(f".{target.name}.{os.getpid()}")
+        gid = group_id(group)
+        try:
+            draft.unlink(missing_ok=True)
+            fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+            try:
+                os.write(fd, json.dumps(asdict(self)).encode())
+                if gid is not None:
+                    os.fchown(fd, -1, gid)
+                    os.fchmod(fd, 0o640)
+            finally:
+                os.close(fd)
+            draft.replace(target)
+        except OSError as error:
+            raise PageError(f"cannot write {target}: {error.strerror}") from error
+
+    @classmethod
+    def read(cls, page: Path) -> Self | None:
+        """That of the host at `page`, None where there is none.
+
+        Raises PageError for anything that the owner of the page did not write, or that makes no
+        sense.
+        """
+        path = page.with_suffix(".json")
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise PageError(f"{path} cannot be read: {error.strerror}") from error
+        try:
+            _check_file(path, os.fstat(fd), os.stat(page, follow_symlinks=False))
+            raw = os.read(fd, MOST_BYTES + 1)
+        except OSError as error:
+            raise PageError(f"{path} cannot be read: {error.strerror}") from error
+        finally:
+            os.close(fd)
+        try:
+            if len(raw) > MOST_BYTES:
+                raise ValueError(f"it has more than {MOST_BYTES} bytes")  # noqa: TRY301
+            return cls._parsed(json.loads(raw))
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise PageError(f"{path} describes no host: {error!r:.200}") from error
+
+    @classmethod
+    def _parsed(cls, said: Mapping[str, Any]) -> Self:
+        """Fields that a newer plugin adds are left out."""
+        model, devices, seated_ns = said["model"], said["devices"], said["seated_ns"]
+        if not isinstance(model, str) or len(model) > _MODEL_CHARS or not model.isprintable():
+            raise ValueError("model is no name")
+        if not isinstance(devices, list) or len(devices) > MOST_DEVICES:
+            raise ValueError("devices is no list of GPUs")
+        for device in devices:
+            if not (isinstance(device, str) and _DEVICE.fullmatch(device)):
+                raise ValueError(f"{device!r:.80} is no UUID of a GPU")
+        if not isinstance(seated_ns, int) or isinstance(seated_ns, bool):
+            raise TypeError("seated_ns is no number")
+        ttft_s, tpot_s = _target(said["ttft_s"]), _target(said["tpot_s"])
+        return cls(model, ttft_s, tpot_s, tuple(devices), seated_ns)
+
+
+def host_name(page: Path) -> str:
+    """The host's name, by its page. Raises PageError for what can be none."""
+    if page.suffix != SUFFIX or not _NAME.fullmatch(page.stem):
+        raise PageError(
+            f"{page.name!r:.120} names no host; up to 100 letters, digits, '.', '_' and '-',"
+            f" then {SUFFIX}"
+        )
+    return page.stem
+
+
+def page_of(folder: str, name: str) -> Path:
+    """Where the host of that name has its page. Raises PageError for what can be no name."""
+    page = Path(folder) / f"{name}{SUFFIX}"
+    if page.parent != Path(folder) or not _NAME.fullmatch(name):
+        raise PageError(
+            f"{name!r:.120} names no host; give ROSE_HOST_NAME up to 100 letters, digits, '.', '_'"
+            " and '-'"
+        )
+    return page
+
+
+def _check_file(path: Path, said: os.stat_result, page: os.stat_result) -> None:
+    if not stat.S_ISREG(said.st_mode):
+        raise PageError(f"{path} is not a regular file; delete it")
+    if said.st_uid != page.st_uid:
+        raise PageError(f"{path} belongs to uid {said.st_uid}, and its page to {page.st_uid}")
+    if said.st_mode & 0o022:
+        raise PageError(f"{path} may be written by others than its owner; chmod 640 it")
+
+
+def _target(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError("a target is no number")
+    if not (math.isfinite(value) and 0 <= value <= MOST_TARGET_S):
+        raise ValueError(f"a target of {value} s")
+    return float(value)
